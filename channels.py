@@ -1,0 +1,459 @@
+"""What a model says: the vocabulary of its output, and the parser that finds it in the pieces.
+
+    Piece --Parser.feed()--> [Delta | Call | Arguments | Close, ...] --Parser.close()--> the rest
+
+Authority: the chat templates of the models (`<think>` of Qwen3, DeepSeek-R1, SmolLM3; `<tool_call>` of
+Hermes and Qwen).
+
+Rules of this file:
+1. Every piece is seen, one after another: how many tokens an engine step held cannot be seen from outside.
+2. A marker that is one token of the vocabulary is matched as that token, so text that merely spells it opens
+   nothing.
+   Only where the vocabulary has no such token is the marker looked for in the text.
+3. What may still become a marker or a stop string is held, no more; what is held leaves by the same path,
+   also at the end.
+4. Newlines beside a marker are the template's, not the model's, and are dropped with it.
+5. Stop strings are looked for in what the user reads, never in reasoning or arguments, and after the markers
+   are gone.
+6. Malformed output is text. Nothing here raises on what a model says.
+
+Not here: token ids (tokenizer.py), item and call ids (responses.py), when generation stops (worker.py).
+"""
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from typing import Literal, NamedTuple
+
+# --- vocabulary ---------------------------------------------------------------------------------------------
+
+Channel = Literal[
+    "analysis", "commentary", "final"
+]  # harmony's words: reasoning, asides to the user, the answer
+
+
+class TokenLogprob(NamedTuple):
+    """One sampled token and how likely it was."""
+
+    token: str  # its text; U+FFFD where its bytes are no whole character
+    logprob: float
+    bytes: bytes
+    top: tuple["TokenLogprob", ...] = ()
+
+
+class Piece(NamedTuple):
+    """What one token adds to the text."""
+
+    text: str  # whole characters; "" for control tokens
+    special: str = ""  # the spelling of the added token that this is, "" for ordinary text
+    logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens whose characters begin in `text`
+
+    def cut(self, n: int) -> tuple["Piece", "Piece"]:
+        """Split behind `n` characters; a token's logprob goes with its first character."""
+        return Piece(self.text[:n], "", self.logprobs), Piece(self.text[n:])
+
+
+class Delta(NamedTuple):
+    """A piece of output on a channel."""
+
+    channel: Channel
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class Call(NamedTuple):
+    """A function call begins; its arguments follow."""
+
+    name: str
+
+
+class Arguments(NamedTuple):
+    """More of the open call's arguments, as the model wrote them."""
+
+    text: str
+
+
+class Close(NamedTuple):
+    """The open item ends here: what comes next is another one, even on the same channel."""
+
+
+Output = Delta | Call | Arguments | Close
+
+
+class Usage(NamedTuple):
+    """Tokens in and out; every sampled token counts, a stop token and a marker too."""
+
+    input_tokens: int
+    output_tokens: int
+    reasoning_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class Finish(NamedTuple):
+    """The last thing a worker says of a request."""
+
+    reason: Literal["stop", "length", "failed", "cancelled"]
+    usage: Usage | None = None
+    message: str = ""  # for failed: what went wrong
+    code: str = "server_error"
+
+
+# --- markers ------------------------------------------------------------------------------------------------
+
+State = Literal["analysis", "commentary", "final", "call"]
+
+# fmt: off
+#  (state now,   marker seen)        state next
+TRANSITIONS: dict[tuple[State, str], State] = {
+    ("final",    "<think>"):         "analysis",
+    ("analysis", "<think>"):         "analysis",
+    ("analysis", "</think>"):        "final",
+    ("final",    "</think>"):        "final",     # a stray one is markup all the same
+    ("final",    "<tool_call>"):     "call",
+    ("analysis", "<tool_call>"):     "call",      # it ends the reasoning: vllm-project/vllm#43221
+    ("call",     "<tool_call>"):     "call",      # the call before it was never closed
+    ("call",     "</tool_call>"):    "final",
+    ("final",    "</tool_call>"):    "final",
+}
+# fmt: on
+
+REASONING_MARKERS = ("<think>", "</think>")
+TOOL_MARKERS = ("<tool_call>", "</tool_call>")
+
+
+def dialect(added: Collection[str], template: str, tools: bool) -> dict[str, bool]:
+    """The markers this model may write in this response, each with: is it a single token of the vocabulary?
+
+    A model is taken to write the markers that its vocabulary or its chat template knows; calls only when it
+    was offered tools.
+    """
+    known = [m for m in REASONING_MARKERS if m in added or m in template]
+    return {m: m in added for m in (*known, *(TOOL_MARKERS if tools else ()))}
+
+
+def opening_state(prompt: str, markers: Mapping[str, bool]) -> State:
+    """The state in which generation begins: some templates open the reasoning themselves.
+
+    The prompt's tail decides, never text further up: https://github.com/vllm-project/vllm/pull/34779
+    """
+    return "analysis" if "<think>" in markers and prompt.rstrip().endswith("<think>") else "final"
+
+
+# --- finding strings in text that arrives in pieces ---------------------------------------------------------
+
+
+class Finder:
+    """Finds `needles` in a text that comes in pieces, holding back only what may still become one.
+
+    Where several match, the one that is complete first wins, then the longest: so cuts between pieces cannot
+    be seen.
+    """
+
+    def __init__(self, needles: Collection[str]) -> None:
+        self._needles = tuple(needles)
+        self._pieces: list[Piece] = []
+        self._text = ""  # of those pieces: always shorter than the longest needle between two calls
+
+    def feed(self, piece: Piece) -> Iterator[Piece | str]:
+        """The text that is certain, as pieces, and each needle found, as a str."""
+        self._pieces.append(piece)
+        self._text += piece.text
+        while found := min((m for n in self._needles if (m := self._match(n))), default=None):
+            end, start, needle = found
+            yield from self._take(start)
+            list(self._take(end - start))
+            yield needle
+        yield from self._take(len(self._text) - self._ambiguous())
+
+    def flush(self) -> Iterator[Piece]:
+        """What was held: it became nothing."""
+        return self._take(len(self._text))
+
+    def _match(self, needle: str) -> tuple[int, int, str] | None:
+        start = self._text.find(needle)
+        return (start + len(needle), start, needle) if start >= 0 else None
+
+    def _ambiguous(self) -> int:
+        """Length of the longest end of the text that is a proper beginning of a needle."""
+        ends = (
+            k
+            for n in self._needles
+            for k in range(min(len(n) - 1, len(self._text)), 0, -1)
+            if self._text.endswith(n[:k])
+        )
+        return max(ends, default=0)
+
+    def _take(self, n: int) -> Iterator[Piece]:
+        self._text = self._text[n:]
+        while n > 0:
+            head, rest = self._pieces.pop(0).cut(n)
+            n -= len(head.text)
+            if rest.text:
+                self._pieces.insert(0, rest)
+            yield head
+
+
+# --- Hermes calls -------------------------------------------------------------------------------------------
+
+
+class CallScanner:
+    """`{"name": NAME, "arguments": VALUE}` character by character: NAME announces the call, VALUE is passed
+    on as written.
+
+    Nothing is completed or repaired, so what was sent never has to be taken back:
+    https://github.com/vllm-project/vllm/issues/10395
+    """
+
+    def __init__(self) -> None:
+        self.raw: list[str] = []  # the body so far, should it turn out to be no call
+        self.name: str | None = None
+        self.malformed = False
+        self._expect: Literal["open", "key", "colon", "value", "end"] = "open"
+        self._key = ""
+        self._value: list[str] = []  # of the member being read, and of arguments that come before the name
+        self._arguments: str | None = None  # complete arguments that wait for the name
+        self._sent = False  # some arguments have left
+        self._depth = 0  # of brackets inside the value
+        self._in_string = self._escaped = False
+
+    def feed(self, text: str) -> Iterator[Call | Arguments]:
+        self.raw.append(text)
+        for char in text:
+            yield from self._char(char)
+        yield from self._stream()
+
+    def _char(self, c: str) -> Iterator[Call | Arguments]:
+        if self._in_string or (self._expect == "value" and self._value):
+            if (
+                not self._in_string and not self._depth and (c in ",}" or c.isspace())
+            ):  # ends a number, true, false, null
+                yield from self._member()
+                yield from self._char(c)
+            else:
+                yield from self._inside(c)
+        elif self.malformed or c.isspace() or self._expect == "end":
+            pass  # what follows the object is dropped: it was a call already
+        elif self._expect in ("key", "value") and (self._expect == "value" or c == '"'):
+            yield from self._inside(c)
+        elif (self._expect, c) == ("open", "{"):
+            self._expect = "key"
+        elif (self._expect, c) == ("colon", ":"):
+            self._expect = "value"
+        elif (self._expect, c) == ("key", "}"):
+            yield from self._end()
+        elif (self._expect, c) != ("key", ","):
+            self.malformed = True
+
+    def _inside(self, c: str) -> Iterator[Call | Arguments]:
+        """A character of a key or a value."""
+        self._value.append(c)
+        if self._in_string:
+            self._in_string = self._escaped or c != '"'
+            self._escaped = c == "\\" and not self._escaped
+            closed = not self._in_string
+        else:
+            self._in_string = c == '"'
+            self._depth += (c in "{[") - (c in "}]")
+            closed = c in "}]"
+        if closed and self._depth <= 0:
+            yield from self._member()
+
+    def _member(self) -> Iterator[Call | Arguments]:
+        """A key or a value is complete."""
+        is_key = self._expect == "key"
+        written = "" if not is_key and self._streams() else "".join(self._value)
+        if not is_key and self._streams():
+            yield from self._stream()
+        self._value, self._depth = [], 0
+        self._expect = "colon" if is_key else "key"
+        if is_key:
+            self._key = _string(written) or ""
+        elif self._key == "name":
+            self.name = _string(written)
+            self.malformed = self.name is None
+            if self.name is not None:
+                yield Call(self.name)
+                yield from self._late()
+        elif self._key in ("arguments", "parameters") and written:
+            text = _string(written)  # some models write the object into a string
+            self._arguments = "{}" if written == "null" else written if text is None else text
+            yield from self._late()
+
+    def _late(self) -> Iterator[Call | Arguments]:
+        """Arguments that could not be streamed: they came before the name, or as a string."""
+        if self.name is not None and self._arguments is not None:
+            self._sent = True
+            yield Arguments(self._arguments)
+            self._arguments = None
+
+    def _streams(self) -> bool:
+        """Is an object being read that can leave as it comes?"""
+        here = self._expect == "value" and self._key in ("arguments", "parameters") and self.name is not None
+        return here and (self._sent or self._value[:1] == ["{"])
+
+    def _stream(self) -> Iterator[Call | Arguments]:
+        if self._streams() and (text := "".join(self._value)):
+            self._sent = True
+            self._value = [""]  # not empty: the value goes on
+            yield Arguments(text)
+
+    def _end(self) -> Iterator[Call | Arguments]:
+        self._expect = "end"
+        self.malformed = self.name is None
+        if self.name is not None and not self._sent:
+            yield Arguments("{}")
+
+
+def _string(written: str) -> str | None:
+    """The value of a JSON string literal, None if it is none."""
+    try:
+        value = json.loads(written, strict=False)
+    except ValueError:
+        return None
+    return value if isinstance(value, str) else None
+
+
+# --- the parser ---------------------------------------------------------------------------------------------
+
+
+class Parser:
+    """Pieces of one response to what they mean.
+
+    `markers` is what dialect() found; `state` what opening_state() found; `after_marker` says that the
+    prompt ends with a
+    marker, so that leading newlines belong to it. `one_call` ends the response behind the first call
+    (parallel_tool_calls=false).
+    `stopped` turns True when a stop string or the one call is complete: what is fed afterwards is dropped.
+    """
+
+    def __init__(
+        self,
+        markers: Mapping[str, bool],
+        state: State = "final",
+        after_marker: bool = False,
+        stop: Collection[str] = (),
+        one_call: bool = False,
+    ) -> None:
+        self.state: State = state
+        self.stopped = False
+        self._tokens = {m for m, is_token in markers.items() if is_token}
+        self._finder = Finder([m for m, is_token in markers.items() if not is_token])
+        self._stop = Finder(stop)
+        self._one_call = one_call
+        self._after_marker = after_marker or state == "analysis"
+        self._visible = False  # this run of text has shown something
+        self._blank: list[Piece] = []  # whitespace that is dropped if a marker follows
+        self._open: Literal["", "text", "call"] = ""  # what a Close would end
+        self._call = CallScanner()
+        self._origin: State = "final"  # where a malformed call returns to
+
+    def feed(self, piece: Piece) -> list[Output]:
+        return self._until_stop(self._feed(piece))
+
+    def close(self, cut: bool) -> list[Output]:
+        """The end of the output; `cut` says that the model was interrupted, not done."""
+        return self._until_stop(self._close(cut))
+
+    def _feed(self, piece: Piece) -> Iterator[Output]:
+        if piece.special in self._tokens:
+            yield from self._flush_finder()
+            yield from self._marker(piece.special)
+        elif piece.text:
+            for found in self._finder.feed(piece):
+                yield from self._marker(found) if isinstance(found, str) else self._text(found)
+
+    def _flush_finder(self) -> Iterator[Output]:
+        for piece in self._finder.flush():
+            yield from self._text(piece)
+
+    def _close(self, cut: bool) -> Iterator[Output]:
+        yield from self._flush_finder()
+        if self.state == "call" and not cut:
+            yield from self._not_a_call()
+        if self._visible or not self._after_marker:
+            yield from self._shown(self._blank)
+        if self._stop_held():
+            yield from self._release_stop()
+
+    def _marker(self, marker: str) -> Iterator[Output]:
+        nxt = TRANSITIONS.get((self.state, marker))
+        if nxt is None:
+            return
+        self._blank = []
+        if self.state == "call" and self._open != "call":
+            closes = marker == "</tool_call>"
+            yield from self._not_a_call(marker if closes else "")
+            if closes:
+                return
+        if self._open:
+            yield from self._release_stop()
+            yield Close()
+        if nxt == "call":
+            self._origin = "final" if self.state == "call" else self.state
+            self._call = CallScanner()
+        self.state, self._open, self._visible, self._after_marker = nxt, "", False, True
+
+    def _text(self, piece: Piece) -> Iterator[Output]:
+        if self.state == "call":
+            for output in self._call.feed(piece.text):
+                self._open = "call"
+                yield output
+            if self._call.malformed:
+                yield from self._not_a_call()
+        else:
+            yield from self._shown(self._trim(piece))
+
+    def _trim(self, piece: Piece) -> list[Piece]:
+        """Hold whitespace that may turn out to stand beside a marker; give what is certain to be text."""
+        solid = piece.text.rstrip("\n") if self._visible else piece.text.rstrip() and piece.text.rstrip("\n")
+        if not solid:
+            self._blank.append(piece)
+            return []
+        head, tail = piece.cut(len(solid))
+        certain, self._blank = [*self._blank, head], [tail] if tail.text else []
+        if self._after_marker and not self._visible:
+            certain = _without_leading_newlines(certain)
+        self._visible = True
+        return certain
+
+    def _shown(self, pieces: list[Piece]) -> Iterator[Output]:
+        channel: Channel = "final" if self.state == "call" else self.state
+        for piece in pieces:
+            self._open = "text"
+            if channel == "analysis":
+                yield Delta(channel, piece.text, piece.logprobs)
+                continue
+            for found in self._stop.feed(piece):
+                if isinstance(found, str):
+                    self.stopped = True
+                    return
+                yield Delta(channel, found.text, found.logprobs)
+
+    def _stop_held(self) -> bool:
+        return self._open == "text" and self.state in ("final", "commentary")
+
+    def _release_stop(self) -> Iterator[Output]:
+        """Held text that did not become a stop string, before the item closes."""
+        for piece in self._stop.flush():
+            yield Delta("commentary" if self.state == "commentary" else "final", piece.text, piece.logprobs)
+
+    def _not_a_call(self, end: str = "") -> Iterator[Output]:
+        """A body that announced no call is text, markers and all, on the channel it came from."""
+        if self._open == "call":
+            return
+        self.state, self._visible, self._after_marker = self._origin, True, False
+        yield from self._shown([Piece("<tool_call>" + "".join(self._call.raw) + end)])
+
+    def _until_stop(self, outputs: Iterator[Output]) -> list[Output]:
+        kept: list[Output] = []
+        while not self.stopped and (output := next(outputs, None)) is not None:
+            called = self._open == "call" and isinstance(output, Close)
+            kept.append(output)
+            self.stopped = called and self._one_call
+        return kept
+
+
+def _without_leading_newlines(pieces: list[Piece]) -> list[Piece]:
+    for i, piece in enumerate(pieces):
+        if text := piece.text.lstrip("\n"):
+            return [piece._replace(text=text), *pieces[i + 1 :]]
+    return []

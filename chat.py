@@ -1,0 +1,409 @@
+"""Messages and tools to the prompt the model was trained on.
+
+    input, instructions --from_responses()--> [Message, ...] --ChatTemplate.render()--> prompt
+    messages            --from_chat()-------> [Message, ...] --ChatTemplate.render()--> prompt
+
+Authority: the model's chat template, and what it is given: https://huggingface.co/docs/transformers/chat_templating
+What a request may say: https://platform.openai.com/docs/api-reference/responses/create (`input`)
+and https://platform.openai.com/docs/api-reference/chat/create (`messages`).
+
+Rules of this file:
+1. One assembler for both APIs: the reasoning, text and calls of one turn of the assistant are one message.
+2. Instructions and the system and developer messages behind them are one system message; later ones stay.
+3. Content that the model cannot read is refused, by the name of its place in the request, and never left out.
+4. A template that ignores tools or system messages gets them as text; whether it does is found out by trying.
+
+Not here: the checks of `tools` (params.py), what the model says in answer (channels.py).
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+Message = dict[str, Any]  # role, content (a string); reasoning_content, tool_calls; tool_call_id, name
+Tools = list[dict[str, Any]] | None  # {"type": "function", "function": {"name", "description", "parameters"}}
+T = TypeVar("T")
+
+
+class BadInput(ValueError):
+    """The request cannot be served: why, at which place in it (None: the whole), and OpenAI's code for that."""
+
+    def __init__(self, message: str, param: str | None = None, code: str = "invalid_value") -> None:
+        super().__init__(message)
+        self.message, self.param, self.code = message, param, code
+
+
+# --- checks -------------------------------------------------------------------------------------------------
+
+# fmt: off
+JSON_TYPES = {str: "a string", list: "an array", dict: "an object", bool: "a boolean", int: "a number",
+              float: "a number", type(None): "null"}
+# fmt: on
+
+
+def _checked(value: Any, kind: type[T], param: str) -> T:
+    """`value`, if it is of the type; `object` is every type."""
+    if not isinstance(value, kind):
+        expected, found = JSON_TYPES[kind], JSON_TYPES[type(value)]
+        raise BadInput(f"'{param}' must be {expected}, not {found}.", param, "invalid_type")
+    return value
+
+
+def _required(fields: dict[str, Any], name: str, kind: type[T], param: str) -> T:
+    """The field of the object at `param`, which must have it."""
+    if name not in fields:
+        raise BadInput(f"'{param}.{name}' is missing.", f"{param}.{name}", "missing_required_parameter")
+    return _checked(fields[name], kind, f"{param}.{name}")
+
+
+def _picked(table: Mapping[str, T], key: str, param: str, note: str = "") -> T:
+    """What the table has for the key found at `param`."""
+    if key not in table:
+        raise BadInput(f"'{key}' is not supported{note}; supported are {', '.join(table)}.", param)
+    return table[key]
+
+
+def _objects(value: Any, param: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of the array at `param`, each behind its own place."""
+    for n, item in enumerate(_checked(value, list, param)):
+        yield f"{param}[{n}]", _checked(item, dict, f"{param}[{n}]")
+
+
+# fmt: off
+#  type of part      where its text is
+PARTS = {
+    "input_text":     "text",
+    "output_text":    "text",
+    "reasoning_text": "text",
+    "text":           "text",
+    "refusal":        "refusal",
+}
+# fmt: on
+
+
+def _text(content: Any, param: str) -> str:
+    """The text of a string, or of an array of parts: a line each, as vLLM and llama.cpp join them."""
+    if isinstance(content, str):
+        return content
+    lines = []
+    for place, part in _objects(content, param):
+        kind = _required(part, "type", str, place)
+        field = _picked(PARTS, kind, f"{place}.type", ": the model reads text only")
+        lines.append(_required(part, field, str, place))
+    return "\n".join(lines)
+
+
+# --- the assembler ------------------------------------------------------------------------------------------
+
+
+def _paragraphs(*texts: str) -> str:
+    return "\n\n".join(text for text in texts if text)
+
+
+class Conversation:
+    """The messages so far, as a chat template takes them."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self.names: dict[str, str] = {}  # call id -> function: a result has only the id, templates want both
+
+    def say(self, role: str, text: str) -> None:
+        """A message, or more of the last one: the assistant's turn and the system's beginning are one each."""
+        joins = role == "assistant" or (role == "system" and len(self.messages) == 1)
+        if joins and self.messages and self.messages[-1]["role"] == role:
+            self.messages[-1]["content"] = _paragraphs(self.messages[-1]["content"], text)
+        else:
+            self.messages.append({"role": role, "content": text})
+
+    def think(self, text: str) -> None:
+        """Reasoning of the assistant's turn."""
+        self.say("assistant", "")
+        turn = self.messages[-1]
+        turn["reasoning_content"] = _paragraphs(turn.get("reasoning_content", ""), text)
+
+    def call(self, call_id: str, name: str, arguments: str) -> None:
+        """A function call of the assistant's turn."""
+        self.say("assistant", "")
+        self.names[call_id] = name
+        function = {"name": name, "arguments": _arguments(arguments)}
+        call = {"id": call_id, "type": "function", "function": function}
+        self.messages[-1].setdefault("tool_calls", []).append(call)
+
+    def result(self, call_id: str, text: str, param: str) -> None:
+        """What the function returned to an earlier call."""
+        if call_id not in self.names:
+            raise BadInput(f"No earlier tool call has the id '{call_id}'.", param)
+        name = self.names[call_id]
+        self.messages.append({"role": "tool", "tool_call_id": call_id, "name": name, "content": text})
+
+
+def _arguments(text: str) -> Any:
+    """The object that the JSON holds, as the templates of Llama and Mistral want it; else the text as it is."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):  # a model wrote it
+        return text
+    return value if isinstance(value, dict) else text
+
+
+# --- Responses: input items ---------------------------------------------------------------------------------
+
+Reader = Callable[[Conversation, dict[str, Any], str], None]  # adds the item at a place to the conversation
+ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+
+
+def _message(talk: Conversation, item: dict[str, Any], param: str) -> None:
+    role = _picked(ROLES, _required(item, "role", str, param), f"{param}.role")
+    talk.say(role, _text(_required(item, "content", object, param), f"{param}.content"))
+
+
+def _reasoning(talk: Conversation, item: dict[str, Any], param: str) -> None:
+    """The model's own words; a summary is another's, and no model was trained on it."""
+    if text := _text(item.get("content") or "", f"{param}.content"):
+        talk.think(text)
+
+
+def _function_call(talk: Conversation, item: dict[str, Any], param: str) -> None:
+    talk.call(*(_required(item, field, str, param) for field in ("call_id", "name", "arguments")))
+
+
+def _function_call_output(talk: Conversation, item: dict[str, Any], param: str) -> None:
+    output = _text(_required(item, "output", object, param), f"{param}.output")
+    talk.result(_required(item, "call_id", str, param), output, f"{param}.call_id")
+
+
+def _item_reference(talk: Conversation, item: dict[str, Any], param: str) -> None:
+    """A fuller program would look the item up among its stored responses."""
+    message = "'item_reference' is not supported: send the item itself."
+    raise BadInput(message, f"{param}.type", "unsupported_parameter")
+
+
+ITEMS: dict[str, Reader] = {
+    "message": _message,
+    "reasoning": _reasoning,
+    "function_call": _function_call,
+    "function_call_output": _function_call_output,
+    "item_reference": _item_reference,
+}
+
+
+def from_responses(input: str | list[Any], instructions: str | None) -> list[Message]:
+    """The messages of a Responses request; raises BadInput."""
+    talk = Conversation()
+    if instructions:
+        talk.say("system", instructions)
+    if isinstance(input, str):
+        talk.say("user", input)
+        return talk.messages
+    for param, item in _objects(input, "input"):
+        kind = "message" if item.get("type") is None else _checked(item["type"], str, f"{param}.type")
+        _picked(ITEMS, kind, f"{param}.type")(talk, item, param)
+    if not (input and talk.messages):
+        raise BadInput("'input' has no message.", "input")
+    return talk.messages
+
+
+# --- Chat Completions: messages -----------------------------------------------------------------------------
+
+
+def _assistant(talk: Conversation, message: dict[str, Any], param: str) -> None:
+    """Reasoning by either of its two names: https://docs.vllm.ai/en/latest/features/reasoning_outputs.html"""
+    names = [name for name in ("reasoning_content", "reasoning") if message.get(name)]
+    calls = message.get("tool_calls") or []
+    for name in names[:1]:
+        talk.think(_checked(message[name], str, f"{param}.{name}"))
+    if message.get("content") is not None or not (names or calls):
+        _message(talk, message, param)
+    for place, call in _objects(calls, f"{param}.tool_calls"):
+        if call.get("type", "function") != "function":
+            raise BadInput("Only calls of type 'function' are supported.", f"{place}.type")
+        function, place_of_function = _required(call, "function", dict, place), f"{place}.function"
+        name = _required(function, "name", str, place_of_function)
+        arguments = _required(function, "arguments", str, place_of_function)
+        talk.call(_required(call, "id", str, place), name, arguments)
+
+
+def _tool(talk: Conversation, message: dict[str, Any], param: str) -> None:
+    text = _text(_required(message, "content", object, param), f"{param}.content")
+    talk.result(_required(message, "tool_call_id", str, param), text, f"{param}.tool_call_id")
+
+
+CHAT_ROLES: dict[str, Reader] = {
+    "system": _message,
+    "developer": _message,
+    "user": _message,
+    "assistant": _assistant,
+    "tool": _tool,
+}
+
+
+def from_chat(messages: list[Any]) -> list[Message]:
+    """The messages of a Chat Completions request; raises BadInput."""
+    talk = Conversation()
+    for param, message in _objects(messages, "messages"):
+        _picked(CHAT_ROLES, _required(message, "role", str, param), f"{param}.role")(talk, message, param)
+    if not talk.messages:
+        raise BadInput("'messages' has no message.", "messages")
+    return talk.messages
+
+
+# --- templates that ignore tools or system messages ---------------------------------------------------------
+
+_dumps = partial(json.dumps, ensure_ascii=False)
+
+# The format of https://github.com/NousResearch/Hermes-Function-Calling, which Qwen's templates have too.
+TOOLS = """# Tools
+
+You may call functions to help the user. These are their signatures, as JSON within <tools></tools> tags:
+<tools>
+{}
+</tools>
+
+To call a function, write its name and arguments as one JSON object within <tool_call></tool_call> tags:
+<tool_call>
+{{"name": <name of the function>, "arguments": <object of its arguments>}}
+</tool_call>"""
+
+
+def tools_as_text(messages: list[Message], tools: Tools) -> list[Message]:
+    """The tools in the system message, calls in the assistant's text, their results in the user's."""
+    n_system = int(messages[0]["role"] == "system")
+    offer = [{"role": "system", "content": TOOLS.format("\n".join(map(_dumps, tools)))}] if tools else []
+    talk = Conversation()
+    for message in [*messages[:n_system], *offer, *messages[n_system:]]:
+        role, lines = message["role"], [message["content"]] if message["content"] else []
+        if role == "tool":
+            role, lines = "user", ["<tool_response>", *lines, "</tool_response>"]
+            if talk.messages[-1]["role"] == "user":  # the results of parallel calls are one message
+                lines.insert(0, talk.messages.pop()["content"])
+        for call in message.get("tool_calls", []):
+            lines += ["<tool_call>", _dumps(call["function"]), "</tool_call>"]
+        talk.say(role, "\n".join(lines))
+        if "reasoning_content" in message:
+            talk.think(message["reasoning_content"])
+    return talk.messages
+
+
+def system_as_text(messages: list[Message]) -> list[Message]:
+    """Each system message at the head of the next user message."""
+    told, system = Conversation(), ""
+    for message in messages:
+        if message["role"] == "system":
+            system = _paragraphs(system, message["content"])
+        elif message["role"] == "user":
+            told.say("user", _paragraphs(system, message["content"]))
+            system = ""
+        else:
+            told.messages.append(message)
+    if system:
+        told.say("user", system)
+    return told.messages
+
+
+# --- the template -------------------------------------------------------------------------------------------
+
+
+class BadTemplate(ValueError):
+    """The model has no chat template, or one that is no Jinja template."""
+
+
+class Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks for training what the assistant wrote; in a prompt it is just its content."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+# As in https://github.com/huggingface/transformers/blob/main/src/transformers/utils/chat_template_utils.py
+ENVIRONMENT = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+)
+ENVIRONMENT.filters["tojson"] = _dumps  # Jinja's own escapes < and > for HTML
+ENVIRONMENT.globals["raise_exception"] = _raise_exception
+
+PROBE = "probe_4711"  # in no template
+PROBE_TOOL = {"name": PROBE, "description": PROBE, "parameters": {"type": "object", "properties": {}}}
+
+
+class ChatTemplate:
+    """How one model wants its prompts."""
+
+    def __init__(self, source: str, tokens: Mapping[str, str], tool_source: str | None = None) -> None:
+        """`tokens`: bos_token, eos_token, ...; `tool_source`: of the template for requests with tools, if another.
+
+        Raises BadTemplate.
+        """
+        self.source, self._tokens = source, tokens
+        try:
+            self._template = ENVIRONMENT.from_string(source)
+            self._tool_template = ENVIRONMENT.from_string(tool_source or source)
+        except jinja2.TemplateError as error:
+            raise BadTemplate(f"the chat template is no Jinja template: {error}") from error
+        user = {"role": "user", "content": "Hi"}
+        self.takes_tools = self._shows_probe([user], [{"type": "function", "function": PROBE_TOOL}])
+        self.takes_system = self._shows_probe([{"role": "system", "content": PROBE}, user], None)
+
+    @classmethod
+    def load(cls, directory: Path) -> "ChatTemplate":
+        """The template of the model in the directory; raises BadTemplate."""
+        file, config_file = directory / "chat_template.jinja", directory / "tokenizer_config.json"
+        try:
+            config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.exists() else {}
+        except ValueError as error:
+            raise BadTemplate(f"{config_file} is no JSON: {error}") from error
+        found: Any = file.read_text(encoding="utf-8") if file.exists() else config.get("chat_template")
+        if isinstance(found, str):
+            found = [{"name": "default", "template": found}]
+        named = {entry["name"]: entry["template"] for entry in found or []}
+        if "default" not in named:
+            raise BadTemplate(f"no chat template: looked for {file} and for chat_template in {config_file}")
+        given = {name: token for name, token in config.items() if name.endswith("_token")}
+        written = {
+            name: token["content"] if isinstance(token, dict) else token for name, token in given.items()
+        }
+        tokens = {
+            name: token for name, token in written.items() if isinstance(token, str)
+        }  # not add_bos_token
+        return cls(named["default"], tokens, named.get("tool_use"))
+
+    def render(self, messages: list[Message], tools: Tools, now: datetime, **kwargs: Any) -> str:
+        """The prompt, up to where the assistant begins; kwargs are the template's own (`enable_thinking`, ...).
+
+        Raises BadInput where the template refuses: roles that do not alternate, a system message in between, ...
+        """
+        if not self.takes_tools:
+            messages, tools = tools_as_text(messages, tools), None
+        if not self.takes_system:
+            messages = system_as_text(messages)
+        return self._filled(messages, tools, now, kwargs)
+
+    def _filled(self, messages: list[Message], tools: Tools, now: datetime, kwargs: dict[str, Any]) -> str:
+        template = self._tool_template if tools else self._template
+        given = {"messages": messages, "tools": tools or None, "add_generation_prompt": True}
+        try:
+            return template.render({**self._tokens, **kwargs, **given, "strftime_now": now.strftime})
+        except Exception as error:  # whatever a template raises, it raises over these messages
+            message = f"The model's chat template refuses these messages: {error}"
+            raise BadInput(message, None, "invalid_prompt") from error
+
+    def _shows_probe(self, messages: list[Message], tools: Tools) -> bool:
+        try:
+            return PROBE in self._filled(messages, tools, datetime(2000, 1, 1), {})
+        except BadInput:
+            return False

@@ -1,0 +1,162 @@
+"""Deltas to chat completion chunks, and chunks to the completion they amount to.
+
+    [Delta | Call | Arguments | Close, ...], Finish --Chunks--> [chunk, ...] --fold()--> the chat.completion
+    object
+
+Authority: https://platform.openai.com/docs/api-reference/chat-streaming and the chat types of the `openai`
+package.
+
+Rules of this file:
+1. The non-streaming answer is the fold of the same chunks.
+2. Every chunk has the same id, created and model, and a `choices` list; `finish_reason` is there, null until
+   the last.
+3. A call's first delta carries index, id, type, name and empty arguments; later ones carry index and
+   arguments only.
+4. Usage comes in one extra chunk with no choices, and only to those who asked
+   (github.com/sgl-project/sglang/issues/5451).
+5. Reasoning has no standard name: DeepSeek's `reasoning_content` and OpenRouter's `reasoning` carry the same
+   text.
+
+Not here: `[DONE]` and frames (sse.py), ids and the time (arguments).
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from channels import Arguments, Call, Close, Delta, Finish, Output, TokenLogprob, Usage
+
+Chunk = dict[str, Any]
+
+
+class Chunks:
+    """Makes the chunks of one request, of all its choices.
+
+    `head` holds what every chunk repeats: id, created, model, system_fingerprint. `new_id(prefix)` draws an
+    id.
+    """
+
+    def __init__(
+        self, head: Mapping[str, Any], new_id: Callable[[str], str], n: int, include_usage: bool
+    ) -> None:
+        self._head = dict(head)
+        self._new_id = new_id
+        self._include_usage = include_usage
+        self._n_calls = [0] * n
+        self._usage: list[Usage] = []
+
+    def start(self) -> list[Chunk]:
+        """The role, before the prompt is read: later deltas omit it
+        (github.com/sgl-project/sglang/issues/18335).
+        """
+        return [self._chunk(i, {"role": "assistant", "content": ""}) for i in range(len(self._n_calls))]
+
+    def feed(self, index: int, output: Output) -> list[Chunk]:
+        match output:
+            case Delta("analysis", text, _):
+                return [self._chunk(index, {"reasoning_content": text, "reasoning": text})]
+            case Delta(_, text, logprobs):
+                return [self._chunk(index, {"content": text}, logprobs=logprobs)]
+            case Call(name):
+                self._n_calls[index] += 1
+                function = {"name": name, "arguments": ""}
+                return [
+                    self._call(index, {"id": self._new_id("call"), "type": "function", "function": function})
+                ]
+            case Arguments(text):
+                return [self._call(index, {"function": {"arguments": text}})]
+            case Close():
+                return []
+
+    def finish(self, index: int, finish: Finish) -> list[Chunk]:
+        """The end of one choice; of the request, if it failed."""
+        if finish.reason in ("failed", "cancelled"):
+            error = {"message": finish.message, "type": "server_error", "param": None, "code": finish.code}
+            return [{"error": error}]
+        if finish.usage:
+            self._usage.append(finish.usage)
+        called = finish.reason == "stop" and self._n_calls[index]
+        return [self._chunk(index, {}, finish_reason="tool_calls" if called else finish.reason)]
+
+    def end(self) -> list[Chunk]:
+        """The end of the request: its usage, summed over the choices, which share one prompt."""
+        if not self._include_usage:
+            return []
+        return [self._head | {"object": "chat.completion.chunk", "choices": [], "usage": _usage(self._usage)}]
+
+    def _call(self, index: int, call: Mapping[str, Any]) -> Chunk:
+        return self._chunk(index, {"tool_calls": [{"index": self._n_calls[index] - 1, **call}]})
+
+    def _chunk(
+        self,
+        index: int,
+        delta: Mapping[str, Any],
+        finish_reason: str | None = None,
+        logprobs: tuple[TokenLogprob, ...] = (),
+    ) -> Chunk:
+        shown = {"content": [_logprob(p) for p in logprobs], "refusal": None} if logprobs else None
+        choice = {"index": index, "delta": dict(delta), "logprobs": shown, "finish_reason": finish_reason}
+        chunk = self._head | {"object": "chat.completion.chunk", "choices": [choice]}
+        return chunk | {"usage": None} if self._include_usage else chunk
+
+
+def fold(chunks: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The chat.completion object that a stream amounts to; the error object, if it ends in one."""
+    whole: dict[str, Any] = {}
+    choices: dict[int, dict[str, Any]] = {}
+    for chunk in chunks:
+        if "error" in chunk:
+            return dict(chunk)
+        whole |= {k: v for k, v in chunk.items() if k != "choices" and v is not None} | {
+            "object": "chat.completion"
+        }
+        for part in chunk["choices"]:
+            _add(choices.setdefault(part["index"], _empty_choice(part["index"])), part)
+    for choice in choices.values():
+        message = choice["message"]
+        if message["content"] == "" and "tool_calls" in message:
+            message["content"] = None  # as OpenAI has it where the model only calls
+    return whole | {"choices": [choices[i] for i in sorted(choices)]}
+
+
+def _empty_choice(index: int) -> dict[str, Any]:
+    message = {"role": "assistant", "content": "", "refusal": None}
+    return {"index": index, "message": message, "logprobs": None, "finish_reason": None}
+
+
+def _add(choice: dict[str, Any], part: Mapping[str, Any]) -> None:
+    """Add one chunk's part to the choice it belongs to."""
+    message, delta = choice["message"], part["delta"]
+    for name in ("content", "reasoning_content", "reasoning"):
+        if name in delta:
+            message[name] = message.get(name, "") + delta[name]
+    for call in delta.get("tool_calls", ()):
+        calls = message.setdefault("tool_calls", [])
+        if "id" in call:
+            calls.append({"id": call["id"], "type": "function", "function": dict(call["function"])})
+        else:
+            calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+    if part["logprobs"]:
+        choice["logprobs"] = choice["logprobs"] or {"content": [], "refusal": None}
+        choice["logprobs"]["content"] += part["logprobs"]["content"]
+    choice["finish_reason"] = part["finish_reason"] or choice["finish_reason"]
+
+
+def _usage(choices: list[Usage]) -> dict[str, Any]:
+    prompt, completion = (
+        max((u.input_tokens for u in choices), default=0),
+        sum(u.output_tokens for u in choices),
+    )
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": max((u.cached_tokens for u in choices), default=0)},
+        "completion_tokens_details": {"reasoning_tokens": sum(u.reasoning_tokens for u in choices)},
+    }
+
+
+def _logprob(p: TokenLogprob) -> dict[str, Any]:
+    own = {"token": p.token, "logprob": p.logprob, "bytes": list(p.bytes)}
+    return own | {
+        "top_logprobs": [{"token": t.token, "logprob": t.logprob, "bytes": list(t.bytes)} for t in p.top]
+    }

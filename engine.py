@@ -1,0 +1,206 @@
+"""Token ids to token ids: which rows the next step computes, and what became of them.
+
+    Job --Engine.generate()--> Step, Step, ... the last one with `finish`
+
+Rules of this file:
+1. One thread owns the model. asyncio talks to it through two queues: jobs and aborts in, steps out.
+2. Sequences wait, then run. A step takes one token of every running sequence that decodes, and fills up with
+   prompt
+   tokens of those that do not yet, oldest first: long prompts are read in chunks beside the decoding of
+   others.
+3. A sequence ends once: stop token, length, failure or abort. Its memory is dropped before the next step.
+4. An exception in a step fails the sequences in it, and no others: the next request works.
+
+Not here: text (tokenizer.py, worker.py), the forward pass and sampling (model.py).
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from model import Batch, Cache, Choice, Context, NumpyOps, Sampling, Span, forward
+from weights import Config, Weights
+
+log = logging.getLogger("engine")
+
+MAX_RUNNING = 16  # sequences a step
+MAX_STEP_ROWS = 256  # tokens a step: bounds how long the others wait for a prompt
+CLOSING = "The server is shutting down."
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to generate."""
+
+    prompt: list[int]
+    max_tokens: int
+    stop_token_ids: frozenset[int]
+    sampling: Sampling
+
+
+class Step(NamedTuple):
+    """What a step brought to one sequence: its new tokens, a stop token among them, and whether they are the
+    last.
+    """
+
+    tokens: list[Choice]
+    finish: Literal["stop", "length", "failed"] | None = None
+    message: str = ""  # for failed: what went wrong
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A job while it runs."""
+
+    job: Job
+    emit: Callable[[Step], None]
+    cache: Cache | None = None  # None while waiting
+    n_cached: int = 0  # tokens whose keys and values are in the cache
+    output: list[int] = field(default_factory=list)
+
+    def span(self, max_rows: int) -> Span:
+        """The tokens to compute next, at most `max_rows` of them."""
+        assert self.cache is not None
+        pending = self.job.prompt[self.n_cached :] or self.output[-1:]
+        return Span(self.cache, pending[:max_rows], self.n_cached, wanted=len(pending) <= max_rows)
+
+
+class Engine:
+    """Runs a model in a thread of its own."""
+
+    def __init__(self, config: Config, weights: Weights, max_seq_len: int) -> None:
+        self.config = config
+        self.max_seq_len = max_seq_len
+        self._weights = weights
+        self._ops = NumpyOps(config, max_seq_len)
+        self._inbox: queue.SimpleQueue[tuple[Literal["start", "abort", "close"], Sequence | None]] = (
+            queue.SimpleQueue()
+        )
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+        self._open = True
+        self.n_steps = 0
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    async def generate(self, job: Job) -> AsyncGenerator[Step]:
+        """Steps of one sequence. Leaving early, by whatever way, aborts it: consume under
+        contextlib.aclosing.
+        """
+        loop, steps = asyncio.get_running_loop(), asyncio.Queue[Step]()
+        sequence = Sequence(job, emit=lambda step: _call_soon(loop, steps, step))
+        self._inbox.put(("start", sequence))
+        try:
+            while True:
+                step = await steps.get()
+                yield step
+                if step.finish:
+                    return
+        finally:
+            self._inbox.put(("abort", sequence))  # nothing to do if it has ended
+
+    def counts(self) -> dict[str, int]:
+        return {"running": len(self._running), "waiting": len(self._waiting), "steps": self.n_steps}
+
+    def close(self) -> None:
+        """Fail what is left, end the thread."""
+        self._inbox.put(("close", None))
+        self._thread.join()
+
+    # --- the thread -----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while self._open:
+            idle = not self._running and not self._waiting
+            self._read_inbox(wait=idle)
+            while self._waiting and len(self._running) < MAX_RUNNING:
+                self._admit(self._waiting.popleft())
+            if self._running:
+                self._step()
+        self._read_inbox(wait=False)
+        for sequence in [*self._running, *self._waiting]:
+            self._fail(sequence, CLOSING)
+
+    def _read_inbox(self, wait: bool) -> None:
+        while wait or not self._inbox.empty():
+            wait = False
+            match self._inbox.get():
+                case "start", Sequence() as sequence:
+                    if self._open:
+                        self._waiting.append(sequence)
+                    else:
+                        self._fail(sequence, CLOSING)
+                case "abort", Sequence() as sequence:
+                    self._drop(sequence)
+                case _:
+                    self._open = False
+
+    def _admit(self, sequence: Sequence) -> None:
+        try:
+            sequence.cache = Cache(self.config, len(sequence.job.prompt) + sequence.job.max_tokens)
+        except MemoryError as error:
+            self._fail(sequence, f"Not enough memory for the request's keys and values: {error}")
+        else:
+            self._running.append(sequence)
+
+    def _step(self) -> None:
+        spans = self._schedule()
+        try:
+            logits = forward(self._ops, self._weights, Batch([span for _, span in spans]))
+            wanted = [sequence for sequence, span in spans if span.wanted]
+            contexts = [Context(s.job.sampling, s.job.prompt, s.output) for s in wanted]
+            choices = iter(self._ops.pick(logits, contexts))
+        except Exception as error:
+            log.exception("a step failed, and the %d requests in it", len(spans))
+            for sequence, _ in spans:
+                self._fail(sequence, f"{type(error).__name__} in the engine; its log has the details.")
+            return
+        self.n_steps += 1
+        for sequence, span in spans:
+            sequence.n_cached += len(span.token_ids)
+            if span.wanted:
+                self._advance(sequence, next(choices))
+
+    def _schedule(self) -> list[tuple[Sequence, Span]]:
+        """Decoding sequences first: a step never makes them wait."""
+        free, spans = MAX_STEP_ROWS, []
+        for sequence in sorted(self._running, key=lambda s: not s.output):  # stable: oldest first
+            if free > 0:
+                spans.append((sequence, sequence.span(free)))
+                free -= len(spans[-1][1].token_ids)
+        return spans
+
+    def _advance(self, sequence: Sequence, choice: Choice) -> None:
+        sequence.output.append(choice.token_id)
+        finish: Literal["stop", "length"] | None = None
+        if choice.token_id in sequence.job.stop_token_ids:
+            finish = "stop"
+        elif len(sequence.output) == sequence.job.max_tokens:
+            finish = "length"
+        if finish:
+            self._drop(sequence)
+        sequence.emit(Step([choice], finish))
+
+    def _fail(self, sequence: Sequence, message: str) -> None:
+        self._drop(sequence)
+        sequence.emit(Step([], "failed", message))
+
+    def _drop(self, sequence: Sequence) -> None:
+        """Forget a sequence, wherever it is."""
+        if sequence in self._running:
+            self._running.remove(sequence)
+        if sequence in self._waiting:
+            self._waiting.remove(sequence)
+        sequence.cache = None
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, steps: asyncio.Queue[Step], step: Step) -> None:
+    try:
+        loop.call_soon_threadsafe(steps.put_nowait, step)
+    except RuntimeError:  # the loop has closed, and with it whoever waited
+        log.debug("a step came after its reader had gone")

@@ -1,0 +1,463 @@
+"""Request JSON to a checked Request: one table row a parameter, or an error that names it.
+
+    body of POST /v1/responses         --from_responses()--> Request
+    body of POST /v1/chat/completions  --from_chat()-------> Request
+
+Authority: https://platform.openai.com/docs/api-reference/responses/create and .../chat/create; names that
+OpenAI lacks
+(top_k, min_p, repetition_penalty, stop_token_ids, chat_template_kwargs) are those of vLLM.
+
+Rules of this file:
+1. null means absent. Unknown keys are ignored: https://github.com/openresponses/openresponses
+2. What would change the answer and is not built is refused with `unsupported_parameter`, never ignored.
+3. What cannot change the answer (a hint) is accepted, checked loosely, and echoed where the response has a
+   place for it.
+4. Every error has a message that says what was expected and what came, the parameter's path, and a code.
+
+Not here: what messages and items mean (chat.py), which models there are and how long a prompt may be
+(server.py, worker.py).
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import chat
+from chat import BadInput
+
+Check = Callable[[Any, str], Any]  # (value, its path) -> the value as we use it; raises BadRequest
+
+TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+
+
+class BadRequest(BadInput):
+    """The request cannot be served as it is."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for, the same for both APIs."""
+
+    model: str
+    messages: list[chat.Message]
+    tools: list[dict[str, Any]]  # as chat templates take them; [] also when tool_choice is none
+    stream: bool
+    include_usage: bool  # chat: one more chunk with the usage
+    n: int  # choices
+    max_tokens: int | None  # None: as far as the context reaches
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int | None  # None: another one each time
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: dict[int, float]
+    n_top_logprobs: int | None  # None: no logprobs
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    parallel_tool_calls: bool
+    truncate: bool  # drop the oldest messages rather than refuse a prompt that is too long
+    template_kwargs: dict[str, Any]  # for the chat template: enable_thinking and whatever else it knows
+    echo: dict[str, Any]  # Responses: the members of the response object that repeat the request
+
+
+# --- checks -------------------------------------------------------------------------------------------------
+
+
+def shown(value: Any) -> str:
+    """A value for an error message."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def wrong_type(path: str, expected: str, value: Any) -> BadRequest:
+    return BadRequest(
+        f"Invalid type for '{path}': expected {expected}, got {shown(value)}.", path, "invalid_type"
+    )
+
+
+def wrong_value(path: str, expected: str, value: Any) -> BadRequest:
+    return BadRequest(
+        f"Invalid value for '{path}': expected {expected}, got {shown(value)}.", path, "invalid_value"
+    )
+
+
+def unsupported(path: str, why: str) -> BadRequest:
+    return BadRequest(f"Unsupported parameter: '{path}'. {why}", path, "unsupported_parameter")
+
+
+def boolean(value: Any, path: str) -> bool:
+    if not isinstance(value, bool):
+        raise wrong_type(path, "a boolean", value)
+    return value
+
+
+def number(low: float, high: float) -> Check:
+    def check(value: Any, path: str) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise wrong_type(path, "a number", value)
+        if not low <= value <= high:  # NaN too
+            raise wrong_value(path, f"a number from {low:g} to {high:g}", value)
+        return value
+
+    return check
+
+
+def integer(low: int, high: int) -> Check:
+    def check(value: Any, path: str) -> int:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise wrong_type(path, "an integer", value)
+        if not low <= value <= high:
+            raise wrong_value(path, f"an integer from {low} to {high}", value)
+        return value
+
+    return check
+
+
+def string(max_length: int = 2**20, min_length: int = 0) -> Check:
+    def check(value: Any, path: str) -> str:
+        if not isinstance(value, str):
+            raise wrong_type(path, "a string", value)
+        if not min_length <= len(value) <= max_length:
+            raise wrong_value(path, f"a string of {min_length} to {max_length} characters", value)
+        return value
+
+    return check
+
+
+def one_of(*allowed: str) -> Check:
+    def check(value: Any, path: str) -> str:
+        if string()(value, path) not in allowed:
+            raise wrong_value(path, "one of " + ", ".join(map(repr, allowed)), value)
+        return str(value)
+
+    return check
+
+
+def list_of(item: Check, max_items: int = 1024) -> Check:
+    def check(value: Any, path: str) -> list[Any]:
+        if not isinstance(value, list):
+            raise wrong_type(path, "a list", value)
+        if len(value) > max_items:
+            raise wrong_value(path, f"at most {max_items} items", f"{len(value)} items")
+        return [item(v, f"{path}[{i}]") for i, v in enumerate(value)]
+
+    return check
+
+
+def mapping(value: Any, path: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise wrong_type(path, "an object", value)
+    return value
+
+
+def members(**rows: Check) -> Check:
+    """An object; the members named are checked, others are let through, nulls are absent."""
+
+    def check(value: Any, path: str) -> dict[str, Any]:
+        present = {k: v for k, v in mapping(value, path).items() if v is not None}
+        return {k: rows[k](v, f"{path}.{k}") if k in rows else v for k, v in present.items()}
+
+    return check
+
+
+def anything(value: Any, path: str) -> Any:
+    """A hint, whatever it says: enums of hints grow monthly."""
+    return value
+
+
+def refused(why: str, *harmless: Any) -> Check:
+    """Only the values that ask for nothing are taken."""
+
+    def check(value: Any, path: str) -> Any:
+        if value not in harmless:
+            raise unsupported(path, why)
+        return value
+
+    return check
+
+
+def metadata(value: Any, path: str) -> dict[str, str]:
+    if len(mapping(value, path)) > 16:
+        raise wrong_value(path, "at most 16 pairs", f"{len(value)} pairs")
+    return {string(64)(k, path): string(512)(v, f"{path}.{k}") for k, v in value.items()}
+
+
+def logit_bias(value: Any, path: str) -> dict[int, float]:
+    bias = {}
+    for key, amount in mapping(value, path).items():
+        if not key.isascii() or not key.isdigit():
+            raise wrong_value(path, "token ids as keys", key)
+        bias[int(key)] = number(-100, 100)(amount, f"{path}.{key}")
+    return bias
+
+
+def stop(value: Any, path: str) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return (string(min_length=1)(value, path),)
+    return tuple(list_of(string(min_length=1), max_items=4)(value, path))
+
+
+def unknown_response(value: Any, path: str) -> Any:
+    string()(value, path)
+    raise BadRequest(f"Previous response with id '{value}' not found.", path, "previous_response_not_found")
+
+
+# --- the parameters -----------------------------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    check: Check
+    default: Any = None
+    echo: bool = False  # the response object has a member of this name
+
+
+NOT_STORED = "This server does not keep responses yet: leave it out, or send false."
+NOT_BACKGROUND = "This server does not run responses in the background yet."
+NOT_CONSTRAINED = "This server does not constrain its output yet; only plain text can be asked for."
+output_format = members(type=one_of("text", "json_schema", "json_object"))
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+INCLUDES = (  # openai.types.responses.ResponseIncludable
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+    "reasoning.encrypted_content",
+    "message.output_text.logprobs",
+)
+
+# fmt: off
+#   parameter              check                                       default     echoed
+COMMON = {
+    "model":               Row(string(256, min_length=1)),
+    "stream":              Row(boolean,                                False),
+    "temperature":         Row(number(0, 2),                           1.0,        True),
+    "top_p":               Row(number(0, 1),                           1.0,        True),
+    "top_k":               Row(integer(-1, 2**31),                     0),         # -1 is vLLM's "all"
+    "min_p":               Row(number(0, 1),                           0.0),
+    "seed":                Row(integer(-(2**63), 2**63 - 1)),
+    "presence_penalty":    Row(number(-2, 2),                          0.0,        True),
+    "frequency_penalty":   Row(number(-2, 2),                          0.0,        True),
+    "repetition_penalty":  Row(number(0.01, 10),                       1.0),
+    "logit_bias":          Row(logit_bias,                             {}),
+    "top_logprobs":        Row(integer(0, 20),                         0,          True),
+    "stop":                Row(stop,                                   ()),
+    "stop_token_ids":      Row(list_of(integer(0, 2**31)),             []),
+    "parallel_tool_calls": Row(boolean,                                True,       True),
+    "metadata":            Row(metadata,                               {},         True),
+    "chat_template_kwargs": Row(mapping,                               {}),
+    "safety_identifier":   Row(string(128),                            None,       True),
+    "prompt_cache_key":    Row(string(1024),                           None,       True),
+    "service_tier":        Row(anything),
+    "user":                Row(anything),
+    "moderation":          Row(refused("This server does not moderate.")),
+}
+
+RESPONSES = COMMON | {
+    "input":                Row(anything),  # chat.from_responses checks it
+    "instructions":         Row(string(),                              None,       True),
+    "previous_response_id": Row(unknown_response,                      None,       True),
+    "conversation":         Row(refused("This server keeps no conversations; send their items as input.")),
+    "store":                Row(refused(NOT_STORED, False),            False,      True),
+    "background":           Row(refused(NOT_BACKGROUND, False),        False,      True),
+    "stream_options":       Row(members(include_obfuscation=boolean)),
+    "max_output_tokens":    Row(integer(1, 2**31),                     None,       True),
+    "max_tool_calls":       Row(integer(1, 2**31),                     None,       True),  # of built-in tools
+    "include":              Row(list_of(one_of(*INCLUDES)),            []),
+    "reasoning":            Row(members(effort=one_of(*EFFORTS)),      None),
+    "text":                 Row(members(format=output_format),          {}),
+    "tools":                Row(list_of(mapping, max_items=128),       []),
+    "tool_choice":          Row(anything,                              "auto",     True),
+    "truncation":           Row(one_of("auto", "disabled"),            "disabled", True),
+    "prompt":               Row(refused("This server has no stored prompts.")),
+    "context_management":   Row(refused("This server does not compact by itself.")),
+}
+
+CHAT = COMMON | {
+    "messages":              Row(anything),  # chat.from_chat checks them
+    "n":                     Row(integer(1, 16),                       1),
+    "max_tokens":            Row(integer(1, 2**31)),
+    "max_completion_tokens": Row(integer(1, 2**31)),
+    "logprobs":              Row(boolean,                              False),
+    "stream_options":        Row(members(include_usage=boolean, include_obfuscation=boolean)),
+    "response_format":       Row(output_format,                        {}),
+    "tools":                 Row(list_of(mapping, max_items=128),      []),
+    "tool_choice":           Row(anything,                             "auto"),
+    "reasoning_effort":      Row(one_of(*EFFORTS)),
+    "store":                 Row(refused(NOT_STORED, False)),
+    "modalities":            Row(refused("This server takes and gives text.", ["text"])),
+    "audio":                 Row(refused("This server takes and gives text.")),
+    "prediction":            Row(refused("This server does not take predictions.")),
+    "web_search_options":    Row(refused("This server does not search the web.")),
+    "functions":             Row(refused("Use 'tools'.")),
+    "function_call":         Row(refused("Use 'tool_choice'.")),
+}
+# fmt: on
+
+
+def read(body: Any, rows: Mapping[str, Row], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Every parameter of the table, checked and resolved; `defaults` are the model's own
+    (generation_config.json).
+    """
+    if not isinstance(body, dict):
+        raise BadRequest(f"The request body must be a JSON object, got {shown(body)}.", None, "invalid_type")
+    values = {}
+    for name, row in rows.items():
+        given = body.get(name)
+        values[name] = defaults.get(name, row.default) if given is None else row.check(given, name)
+    if values["model"] is None:
+        raise BadRequest("Missing required parameter: 'model'.", "model", "missing_required_parameter")
+    if values["stream_options"] is not None and not values["stream"]:
+        raise wrong_value("stream_options", "stream to be true when it is set", body["stream_options"])
+    return values
+
+
+def from_responses(body: Any, defaults: Mapping[str, Any]) -> Request:
+    """Check a body of POST /v1/responses; raises BadInput."""
+    values = read(body, RESPONSES, defaults)
+    if values["input"] is None:
+        raise BadRequest("Missing required parameter: 'input'.", "input", "missing_required_parameter")
+    if values["text"].get("format", {}).get("type", "text") != "text":
+        raise unsupported("text.format", NOT_CONSTRAINED)
+    tools = [responses_tool(tool, f"tools[{i}]") for i, tool in enumerate(values["tools"])]
+    shows_logprobs = "message.output_text.logprobs" in values["include"]
+    effort = (values["reasoning"] or {}).get("effort")
+    return request(
+        values,
+        messages=chat.from_responses(values["input"], values["instructions"]),
+        tools=offered([tool for tool in tools if tool["type"] == "function"], values["tool_choice"]),
+        max_tokens=values["max_output_tokens"],
+        n_top_logprobs=values["top_logprobs"] if shows_logprobs else None,
+        effort=effort,
+        echo={name: values[name] for name, row in RESPONSES.items() if row.echo}
+        | {
+            "tools": tools,
+            "reasoning": {"effort": effort, "summary": (values["reasoning"] or {}).get("summary")},
+            "text": {"format": {"type": "text"}}
+            | {k: v for k, v in values["text"].items() if k == "verbosity"},
+            "service_tier": "default",
+        },
+    )
+
+
+def from_chat(body: Any, defaults: Mapping[str, Any]) -> Request:
+    """Check a body of POST /v1/chat/completions; raises BadInput."""
+    values = read(body, CHAT, defaults)
+    if values["messages"] is None:
+        raise BadRequest("Missing required parameter: 'messages'.", "messages", "missing_required_parameter")
+    if values["response_format"].get("type", "text") != "text":
+        raise unsupported("response_format", NOT_CONSTRAINED)
+    if body.get("top_logprobs") is not None and not values["logprobs"]:
+        raise wrong_value("top_logprobs", "logprobs to be true when it is set", values["top_logprobs"])
+    tools = [chat_tool(tool, f"tools[{i}]") for i, tool in enumerate(values["tools"])]
+    limit = values["max_completion_tokens"]
+    return request(
+        values,
+        messages=chat.from_chat(values["messages"]),
+        tools=offered(tools, values["tool_choice"]),
+        max_tokens=values["max_tokens"] if limit is None else limit,
+        n_top_logprobs=values["top_logprobs"] if values["logprobs"] else None,
+        effort=values["reasoning_effort"],
+        echo={},
+    )
+
+
+def request(
+    values: Mapping[str, Any],
+    messages: list[chat.Message],
+    tools: list[dict[str, Any]],
+    max_tokens: int | None,
+    n_top_logprobs: int | None,
+    effort: str | None,
+    echo: dict[str, Any],
+) -> Request:
+    """What both APIs have in common."""
+    thinking = {} if effort is None else {"enable_thinking": effort != "none"}
+    return Request(
+        model=values["model"],
+        messages=messages,
+        tools=[template_tool(tool) for tool in tools],
+        stream=values["stream"],
+        include_usage=bool((values["stream_options"] or {}).get("include_usage")) or not values["stream"],
+        n=values.get("n", 1),
+        max_tokens=max_tokens,
+        temperature=values["temperature"],
+        top_p=values["top_p"],
+        top_k=max(values["top_k"], 0),
+        min_p=values["min_p"],
+        seed=values["seed"],
+        presence_penalty=values["presence_penalty"],
+        frequency_penalty=values["frequency_penalty"],
+        repetition_penalty=values["repetition_penalty"],
+        logit_bias=values["logit_bias"],
+        n_top_logprobs=n_top_logprobs,
+        stop=values["stop"],
+        stop_token_ids=tuple(values["stop_token_ids"]),
+        parallel_tool_calls=values["parallel_tool_calls"],
+        truncate=values.get("truncation") == "auto",
+        template_kwargs=thinking | values["chat_template_kwargs"],
+        echo=echo,
+    )
+
+
+# --- tools --------------------------------------------------------------------------------------------------
+
+function_fields = members(name=string(), description=string(), parameters=mapping, strict=boolean)
+
+
+def responses_tool(tool: dict[str, Any], path: str) -> dict[str, Any]:
+    """A tool as the response object repeats it. Hosted tools are accepted, and never offered to the model:
+    Codex sends some unasked.
+    """
+    kind = string()(tool.get("type"), f"{path}.type")
+    if kind in ("custom", "namespace"):
+        raise unsupported(f"{path}.type", f"This server does not take {kind} tools yet, only functions.")
+    return function_tool(tool, path) if kind == "function" else tool
+
+
+def chat_tool(tool: dict[str, Any], path: str) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        raise wrong_value(f"{path}.type", "'function'", tool.get("type"))
+    return function_tool(mapping(tool.get("function"), f"{path}.function"), f"{path}.function")
+
+
+def function_tool(tool: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """All keys present, null where nothing was said: https://github.com/openresponses/openresponses (zod
+    schema)
+    """
+    given = function_fields(dict(tool), path)
+    if not TOOL_NAME.fullmatch(given.get("name", "")):
+        raise wrong_value(f"{path}.name", "1 to 64 letters, digits, '_' or '-'", given.get("name"))
+    # strict is answered with what holds: arguments are not constrained to their schema yet.
+    echoed = {k: given.get(k) for k in ("name", "description", "parameters")}
+    return {"type": "function", **echoed, "strict": False}
+
+
+def template_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    function = {k: tool[k] for k in ("name", "description", "parameters") if tool[k] is not None}
+    return {"type": "function", "function": function}
+
+
+def offered(tools: list[dict[str, Any]], choice: Any) -> list[dict[str, Any]]:
+    """The functions the model gets to see."""
+    names = [tool["name"] for tool in tools]
+    for i, name in enumerate(names):
+        if name in names[:i]:
+            raise wrong_value("tools", "every function name once", name)
+    if choice == "required" and names:
+        raise unsupported("tool_choice", "This server cannot force a call yet: use 'auto' or 'none'.")
+    if isinstance(choice, dict):
+        wanted = choice.get("name") or mapping(choice.get("function", {}), "tool_choice.function").get("name")
+        if wanted is not None and wanted not in names:
+            raise wrong_value("tool_choice", "the name of one of 'tools'", wanted)
+        raise unsupported("tool_choice", "This server cannot force a call yet: use 'auto' or 'none'.")
+    one_of("none", "auto", "required")(choice, "tool_choice")
+    if choice == "required":
+        raise wrong_value("tool_choice", "tools to choose from", choice)
+    return [] if choice == "none" else tools

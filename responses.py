@@ -1,0 +1,287 @@
+"""Deltas to Responses events: one state machine, one place where events are made.
+
+    [Delta | Call | Arguments | Close, ...], Finish --Builder--> [event, ...] --fold()--> the response object
+
+Authority: https://platform.openai.com/docs/api-reference/responses-streaming and the event types of the
+`openai` package.
+
+Rules of this file:
+1. A response is the fold of its events: the terminal event's `response` holds what the events before it
+   said, bit for bit.
+2. Every event passes `Builder._event`, and GRAMMAR decides there whether it may come now.
+3. Ids and indices are drawn once, when an item is announced, and never again.
+4. An open item is closed by `Builder._close` alone: for the next item, the end, a length stop, a failure and
+   a cancel.
+5. An event shares nothing with the builder: what happens later cannot change it.
+6. No event carries a number yet: `sequence_number` is given where the event is appended to the log
+   (background.py).
+
+Not here: time and randomness (arguments), JSON and SSE (sse.py), what the request may say (params.py).
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from channels import Arguments, Call, Close, Delta, Finish, Output, TokenLogprob, Usage
+
+Event = dict[str, Any]  # as on the wire, without its sequence_number
+
+# --- the two tables -----------------------------------------------------------------------------------------
+
+# fmt: off
+#  (state,             event, and the item or part it opens or ends)                  next state
+GRAMMAR = {
+    ("start",          "response.created"):                                           "created",
+    ("created",        "response.queued"):                                            "queued",
+    ("created",        "response.in_progress"):                                       "between",
+    ("queued",         "response.in_progress"):                                       "between",
+
+    ("between",        "response.output_item.added message"):                         "message",
+    ("message",        "response.content_part.added output_text"):                    "text",
+    ("text",           "response.output_text.delta"):                                 "text",
+    ("text",           "response.output_text.done"):                                  "text done",
+    ("text done",      "response.content_part.done output_text"):                     "message done",
+    ("message done",   "response.output_item.done message"):                          "between",
+
+    ("between",        "response.output_item.added reasoning"):                       "reasoning",
+    ("reasoning",      "response.content_part.added reasoning_text"):                 "thought",
+    ("thought",        "response.reasoning_text.delta"):                              "thought",
+    ("thought",        "response.reasoning_text.done"):                               "thought done",
+    ("thought done",   "response.content_part.done reasoning_text"):                  "reasoning done",
+    ("reasoning done", "response.output_item.done reasoning"):                        "between",
+
+    ("between",        "response.output_item.added function_call"):                   "call",
+    ("call",           "response.function_call_arguments.delta"):                     "call",
+    ("call",           "response.function_call_arguments.done"):                      "call done",
+    ("call done",      "response.output_item.done function_call"):                    "between",
+
+    ("between",        "response.completed"):                                         "end",
+    ("between",        "response.incomplete"):                                        "end",
+    ("between",        "response.failed"):                                            "end",
+    ("queued",         "response.failed"):                                            "end",
+}
+
+
+class Kind(NamedTuple):
+    """How an item of this kind opens, grows and closes."""
+
+    item: str    # its type
+    prefix: str  # of its id
+    part: str    # type of its one content part, "" if it has none
+    events: str  # its content: "….delta" adds to it, "….done" says it all once more
+    field: str   # where the latter holds it
+
+
+#   open            item             id     part              events                          field
+KINDS = {
+    "analysis":   Kind("reasoning",     "rs",  "reasoning_text", "response.reasoning_text",      "text"),
+    "commentary": Kind("message",       "msg", "output_text",    "response.output_text",         "text"),
+    "final":      Kind("message",       "msg", "output_text",    "response.output_text",         "text"),
+    "call":       Kind("function_call", "fc",  "", "response.function_call_arguments",      "arguments"),
+}
+
+#   finish           status         closing status of the open item
+ENDINGS = {
+    "stop":         ("completed",  "completed"),
+    "length":       ("incomplete", "incomplete"),  # https://github.com/vllm-project/vllm/issues/57998
+    "failed":       ("failed",     "incomplete"),
+    "cancelled":    ("cancelled",  "incomplete"),
+}
+# fmt: on
+
+# No event is named after a cancel: the stream of a cancelled response ends with response.failed around
+# status "cancelled".
+TERMINAL = {"completed": "response.completed", "incomplete": "response.incomplete"}
+
+
+def label(event: Mapping[str, Any]) -> str:
+    """The name under which GRAMMAR knows an event: its type, and the type of the item or part that it opens
+    or ends.
+    """
+    inner = event.get("item") or event.get("part")
+    return f"{event['type']} {inner['type']}" if inner else str(event["type"])
+
+
+def fold(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The response object that a stream amounts to: the one in its newest event that holds one."""
+    return dict([event["response"] for event in events if "response" in event][-1])
+
+
+# --- the builder --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Item:
+    """The item that is open."""
+
+    channel: str  # key of KINDS
+    id: str
+    call_id: str = ""
+    name: str = ""
+    text: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    @property
+    def kind(self) -> Kind:
+        return KINDS[self.channel]
+
+    def part(self, text: str, logprobs: list[TokenLogprob]) -> dict[str, Any]:
+        if self.kind.part == "reasoning_text":
+            return {"type": "reasoning_text", "text": text}
+        return {
+            "type": "output_text",
+            "text": text,
+            "annotations": [],
+            "logprobs": [_logprob(p, True) for p in logprobs],
+        }
+
+    def snapshot(self, status: str) -> dict[str, Any]:
+        """The item as it stands; in_progress means announced and still empty."""
+        item: dict[str, Any] = {"id": self.id, "type": self.kind.item, "status": status}
+        text = "".join(self.text)
+        content = [] if status == "in_progress" else [self.part(text, self.logprobs)]
+        match self.kind.item:
+            case "message":
+                return item | {"role": "assistant", "content": content}
+            case "reasoning":
+                return item | {"summary": [], "content": content}
+            case _:
+                return item | {"call_id": self.call_id, "name": self.name, "arguments": text}
+
+
+class Builder:
+    """Builds one response.
+
+    `head` holds the members of the response object that do not change: id, created_at, model and what the
+    request's
+    parameters resolved to. `new_id(prefix)` draws an id.
+    """
+
+    def __init__(self, head: Mapping[str, Any], new_id: Callable[[str], str]) -> None:
+        self.state = "start"
+        self.status = "in_progress"
+        self.output: list[dict[str, Any]] = []  # closed items
+        self._head = dict(head)
+        self._new_id = new_id
+        self._item: _Item | None = None
+
+    def start(self) -> list[Event]:
+        """What can be said before the first token: clients time out on long prompts."""
+        return [self._envelope("response.created"), self._envelope("response.in_progress")]
+
+    def feed(self, output: Output) -> list[Event]:
+        match output:
+            case Close():
+                return self._close("completed")
+            case Call(name):
+                call_id = self._new_id("call")
+                return [*self._close("completed"), *self._open("call", call_id=call_id, name=name)]
+            case Arguments(text):
+                return self._grow(text)
+            case Delta(channel, text, logprobs):
+                same = self._item is not None and self._item.channel == channel
+                opening = [] if same else [*self._close("completed"), *self._open(channel)]
+                return [*opening, *self._grow(text, logprobs)]
+
+    def finish(self, finish: Finish, now: int) -> list[Event]:
+        """The end, of whatever kind; `now` is when (Unix seconds)."""
+        self.status, item_status = ENDINGS[finish.reason]
+        closing = self._close(item_status)
+        return [*closing, self._envelope(TERMINAL.get(self.status, "response.failed"), finish, now)]
+
+    # The one place where an event is made.
+    def _event(self, type_: str, **fields: Any) -> Event:
+        event = {"type": type_, **fields}
+        self.state = GRAMMAR[self.state, label(event)]
+        return event
+
+    def _open(self, channel: str, call_id: str = "", name: str = "") -> list[Event]:
+        self._item = item = _Item(channel, self._new_id(KINDS[channel].prefix), call_id, name)
+        index = len(self.output)
+        events = [
+            self._event("response.output_item.added", output_index=index, item=item.snapshot("in_progress"))
+        ]
+        if item.kind.part:
+            # content_index restarts at 0 in every item: https://github.com/vllm-project/vllm/issues/45742
+            place = {"item_id": item.id, "output_index": index, "content_index": 0}
+            events.append(self._event("response.content_part.added", **place, part=item.part("", [])))
+        return events
+
+    def _grow(self, text: str, logprobs: tuple[TokenLogprob, ...] = ()) -> list[Event]:
+        if self._item is None or not text:
+            return []
+        self._item.text.append(text)
+        self._item.logprobs.extend(logprobs)
+        return [
+            self._event(
+                self._item.kind.events + ".delta",
+                **self._place(),
+                delta=text,
+                **self._event_logprobs(list(logprobs)),
+            )
+        ]
+
+    def _close(self, status: str) -> list[Event]:
+        """Say the open item once more as a whole, and end it."""
+        if self._item is None:
+            return []
+        item, place, index = self._item, self._place(), len(self.output)
+        said: dict[str, Any] = {item.kind.field: "".join(item.text), **self._event_logprobs(item.logprobs)}
+        if item.kind.item == "function_call":
+            said["name"] = item.name  # required by openai-openapi, absent from the SDK's type
+        events = [self._event(item.kind.events + ".done", **place, **said)]
+        if item.kind.part:
+            part = item.part("".join(item.text), item.logprobs)
+            events.append(self._event("response.content_part.done", **place, part=part))
+        events.append(
+            self._event("response.output_item.done", output_index=index, item=item.snapshot(status))
+        )
+        self.output.append(item.snapshot(status))
+        self._item = None
+        return events
+
+    def _place(self) -> dict[str, Any]:
+        assert self._item is not None
+        place: dict[str, Any] = {"item_id": self._item.id, "output_index": len(self.output)}
+        return place | {"content_index": 0} if self._item.kind.part else place
+
+    def _event_logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any]:
+        """output_text events must carry `logprobs`, be it empty; no other event has them."""
+        is_text = self._item is not None and self._item.kind.part == "output_text"
+        return {"logprobs": [_logprob(p, False) for p in logprobs]} if is_text else {}
+
+    def _envelope(self, type_: str, finish: Finish | None = None, now: int | None = None) -> Event:
+        return self._event(type_, response=self._response(finish, now))
+
+    def _response(self, finish: Finish | None, now: int | None) -> dict[str, Any]:
+        """The response object as it stands."""
+        failed = finish is not None and self.status == "failed"
+        return self._head | {
+            "status": self.status,
+            "completed_at": now if self.status == "completed" else None,
+            "error": {"code": finish.code, "message": finish.message} if finish and failed else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if self.status == "incomplete" else None,
+            "output": [dict(item) for item in self.output],
+            "usage": _usage(finish.usage) if finish and finish.usage and self.status != "cancelled" else None,
+        }
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.input_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.output_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.input_tokens + usage.output_tokens,
+    }
+
+
+def _logprob(p: TokenLogprob, with_bytes: bool) -> dict[str, Any]:
+    """Parts list a token's bytes, events do not: openai.types.responses.ResponseTextDeltaEvent."""
+    own = {"token": p.token, "logprob": p.logprob} | ({"bytes": list(p.bytes)} if with_bytes else {})
+    return own | {"top_logprobs": [_without_top(t, with_bytes) for t in p.top]}
+
+
+def _without_top(p: TokenLogprob, with_bytes: bool) -> dict[str, Any]:
+    return {"token": p.token, "logprob": p.logprob} | ({"bytes": list(p.bytes)} if with_bytes else {})

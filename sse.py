@@ -1,0 +1,169 @@
+"""Server-sent events: bytes to events (Parser), events to bytes (dumps, encode, comment).
+
+Authority: https://html.spec.whatwg.org/multipage/server-sent-events.html, 9.2.5 (grammar) and 9.2.6 (what a
+line does). Words in quotes are its words; the other links are bugs, each kept out by the line it stands at.
+
+    chunk of bytes --Parser.feed()--> [Event, ...]      end of the bytes --Parser.close()--> None or Truncated
+    object --dumps()--> JSON --encode()--> frame
+
+Rules of this file:
+  - Framing is done in bytes, decoding by the line: where the bytes were cut into chunks is never seen.
+  - The unit is the event, never the line; what JSON its data holds and what [DONE] means is for the caller.
+  - A stream that ends inside an event and an event that does not end are errors, never shorter answers.
+  - No `id:` is written, and no event without data: a heartbeat is a comment.
+
+Not here: reconnecting (so `retry:` is ignored), HTTP headers, and which event must end a stream.
+"""
+
+import json
+import re
+from typing import Any, NamedTuple
+
+# "a CRLF pair, a single LF not preceded by CR, and a single CR not followed by LF being the ways in which a
+# line can end". str.splitlines() has eight more: https://github.com/florimondmanca/httpx-sse/issues/34
+LINE_END = re.compile(rb"\r\n|\n|\r")
+BOM = b"\xef\xbb\xbf"
+
+# A peer that never ends its event must not fill our memory: https://github.com/lidge-jun/opencodex/pull/1133
+# The largest event is the terminal one, which repeats the whole output: 128k tokens of 4 bytes, each byte at
+# worst the 6 of a \u escape, are 3 MiB.
+MAX_EVENT_BYTES = 16 * 2**20
+
+
+class Event(NamedTuple):
+    type: str  # "message" where the stream names none
+    data: str
+    id: str  # the last one that the stream has set, "" before the first
+
+
+class Truncated(ValueError):
+    """The stream ended inside an event."""
+
+
+class EventTooLarge(ValueError):
+    """An event grew over max_event_bytes, whether or not its end had come."""
+
+
+# --- Parser -------------------------------------------------------------------------------------------------
+
+
+class Parser:
+    """Reads one stream; of no further use after an exception."""
+
+    def __init__(self, max_event_bytes: int = MAX_EVENT_BYTES) -> None:
+        self.max_event_bytes = max_event_bytes  # without line ends and ended comments
+        self.line = bytearray()  # "da" | "ta: a\n": the line so far; appending takes linear time
+        self.after_cr = False  # "data: a\r" | "\n": the line has ended, but an LF now is part of its end
+        self.first_line = True  # "\xef" | "\xbb\xbfdata: a\n": a BOM is data anywhere else
+        self.type = ""  # "event type buffer"
+        self.data: list[str] = []  # "data buffer", an entry a data line: [] is the spec's "", [""] its "\n"
+        self.id = ""  # "last event ID buffer"
+        self.ended_bytes = 0  # size of the fields that this event has so far
+
+    def feed(self, chunk: bytes) -> list[Event]:
+        """Return the events that chunk completes.
+
+        Raises EventTooLarge once all events before it are returned: if some are, the next call raises.
+        """
+        events: list[Event] = []
+        if not chunk:
+            return events
+        if self.after_cr:  # https://github.com/rexxars/eventsource-parser/issues/17
+            chunk = chunk.removeprefix(b"\n")
+        self.after_cr = chunk.endswith(b"\r")
+        for i, piece in enumerate(LINE_END.split(chunk)):
+            if i > 0 and (event := self._end_line()):  # a line end stands between two pieces
+                events.append(event)
+            self.line += piece
+            if self._event_bytes() > self.max_event_bytes:
+                break
+        if not events:
+            self._check_size()
+        return events
+
+    def close(self) -> None:
+        """End the stream; raises Truncated where anything but whole comments follows the last blank line.
+
+        "(If the file ends in the middle of an event, before the final empty line, the incomplete event is not
+        dispatched.)" Nor is it a clean end: https://github.com/NousResearch/hermes-agent/pull/42314
+        """
+        self._check_size()
+        if n := self._event_bytes():
+            raise Truncated(f"expected a blank line before the stream ends, got {n} bytes of an open event")
+
+    def _event_bytes(self) -> int:
+        return self.ended_bytes + len(self.line)
+
+    def _check_size(self) -> None:
+        if (n := self._event_bytes()) > self.max_event_bytes:
+            raise EventTooLarge(f"expected at most {self.max_event_bytes} bytes an event, got {n} of one")
+
+    def _end_line(self) -> Event | None:
+        """Process self.line, now that it is whole; return the event if this was its blank line."""
+        line = bytes(self.line)
+        self.line.clear()
+        if self.first_line:  # "strips one leading UTF-8 Byte Order Mark (BOM), if any"
+            line = line.removeprefix(BOM)
+            self.first_line = False
+        if not line:
+            return self._dispatch()
+        # "If the line starts with a U+003A COLON character (:)": "Ignore the line."
+        if not line.startswith(b":"):
+            self.ended_bytes += len(line)
+            # UTF-8 whatever the headers say. No line end lies inside a character, so a line can be decoded
+            # alone; a chunk cannot: https://github.com/mpetazzoni/sseclient/issues/8
+            name, _, value = line.decode("utf-8", "replace").partition(":")
+            self._process_field(name, value.removeprefix(" "))  # one space: "  x" is " x"
+        return None
+
+    def _process_field(self, name: str, value: str) -> None:
+        if name == "data":
+            self.data.append(value)
+        elif name == "event":
+            self.type = value
+        elif name == "id" and "\0" not in value:  # "If the field value does not contain U+0000 NULL"
+            self.id = value
+        # "Otherwise: The field is ignored."
+
+    def _dispatch(self) -> Event | None:
+        # "If the data buffer is an empty string, set the data buffer and the event type buffer to the empty
+        # string and return." An id is not data: https://github.com/florimondmanca/httpx-sse/issues/35
+        event = Event(self.type or "message", "\n".join(self.data), self.id) if self.data else None
+        self.type, self.data, self.ended_bytes = "", [], 0  # not the id: "The buffer does not get reset"
+        return event
+
+
+# --- Writer -------------------------------------------------------------------------------------------------
+
+DONE = b"data: [DONE]\n\n"  # the last frame of a Chat Completions stream
+
+# What some clients take for a line end, https://github.com/modelcontextprotocol/typescript-sdk/pull/1926, and
+# lone surrogates, which UTF-8 cannot hold. Only strings of the JSON have them: the escape is the same value.
+ESCAPED = re.compile("[\u0085\u2028\u2029\ud800-\udfff]")
+
+
+def dumps(obj: Any) -> str:
+    """Return obj as JSON in one line; raises ValueError for NaN and the infinities, which JSON has not."""
+    text = json.dumps(obj, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return ESCAPED.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def encode(data: str, event: str | None = None) -> bytes:
+    """Return the frame of one event, for one write; a CR or CRLF in data will arrive as LF."""
+    if event is None:
+        return _lines("data", data) + b"\n"
+    if LINE_END.search(event.encode()):
+        raise ValueError(f"expected an event type of one line, got {event!r}")
+    return _lines("event", event) + encode(data)
+
+
+def comment(text: str) -> bytes:
+    """Return a frame that clients ignore: "authors can include a comment line [...] every 15 seconds or so".
+
+    Its blank line is for relays that frame by it: https://github.com/PrimeIntellect-ai/verifiers/pull/2056
+    """
+    return _lines("", text) + b"\n"
+
+
+def _lines(name: str, text: str) -> bytes:
+    return b"".join(f"{name}: ".encode() + line + b"\n" for line in LINE_END.split(text.encode()))

@@ -1,0 +1,205 @@
+"""The documented bugs: each file of tests/replays/ is one, fed to the module that its name begins with.
+
+    <module>-<the bug as words>.toml          pytest -k <words>
+
+    title    the rule in one sentence
+    source   https link to the bug or to the rule
+    result   "valid" | "invalid": it must raise | "disputed": the note says who differs
+    input    array of chunks, as they came; what a chunk is, ADAPTERS says
+    was      array of what the buggy program made of it
+    expect   array of what must come out of ours; an exception is the last, as "raises <its class>"
+
+    input_percent   instead of input, for bytes that are no text: ["caf%C3", "%A9"]; a percent sign is %25
+    options         table of keyword arguments of the adapter; may be left out
+    note            may be left out
+
+A chunk is a sequence of units (bytes, characters, tokens), and how it was cut must not be seen: the input is
+fed as it came, whole, unit by unit, and cut in two at every place.
+"""
+
+import functools
+import itertools
+import operator
+import tomllib
+import urllib.parse
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import sse
+
+FOLDER = Path(__file__).parent / "replays"
+REQUIRED = {"title", "source", "result", "was", "expect"}
+KEYS = REQUIRED | {"input", "input_percent", "options", "note"}
+
+Run = Callable[..., Iterator[Any]]  # (chunks, **options) -> outputs, in the types of TOML, so without None
+
+# --- Adapters -----------------------------------------------------------------------------------------------
+
+
+def sse_parser(chunks: list[bytes], **options: Any) -> Iterator[Any]:
+    parser = sse.Parser(**options)
+    for chunk in chunks:
+        yield from map(list, parser.feed(chunk))  # [type, data, id]
+    parser.close()
+
+
+def sse_writer(chunks: list[list[dict[str, Any]]]) -> Iterator[Any]:
+    for frame in itertools.chain(*chunks):  # {comment = text} or {event = type, data = object}
+        if "comment" in frame:
+            yield sse.comment(frame["comment"]).decode()
+        else:
+            yield sse.encode(sse.dumps(frame["data"]), frame.get("event")).decode()
+
+
+# fmt: off
+ADAPTERS: dict[str, tuple[Callable[[Any], Any], Run]] = {
+    # module       (chunk in the file -> chunk, run)
+    "sse":         (str.encode, sse_parser),
+    "sse-writer":  (list,       sse_writer),
+}
+# fmt: on
+
+# --- Runner -------------------------------------------------------------------------------------------------
+
+
+class Replay(NamedTuple):
+    run: Run
+    chunks: list[Any]
+    expect: list[Any]
+
+
+def load(path: Path) -> Replay:
+    """Read one replay; raises ValueError, saying the rule, where it breaks one."""
+    modules = [module for module in ADAPTERS if path.name.startswith(module + "-")]
+    if path.suffix != ".toml" or not modules:
+        raise ValueError(f"expected <module>-<words>.toml with a module of {list(ADAPTERS)}, got {path.name}")
+    to_chunk, run = ADAPTERS[max(modules, key=len)]
+    fields = tomllib.loads(path.read_text(encoding="utf-8"))
+    for rule, holds in rules(fields):
+        if not holds:
+            raise ValueError(f"expected {rule}, got {fields}")
+    if "input_percent" in fields:
+        chunks = [urllib.parse.unquote_to_bytes(chunk) for chunk in fields["input_percent"]]
+    else:
+        chunks = [to_chunk(chunk) for chunk in fields["input"]]
+    return Replay(functools.partial(run, **fields.get("options", {})), chunks, fields["expect"])
+
+
+def rules(fields: dict[str, Any]) -> Iterator[tuple[str, bool]]:
+    yield f"the keys {sorted(REQUIRED)}", fields.keys() >= REQUIRED
+    yield f"no keys but {sorted(KEYS)}", fields.keys() <= KEYS
+    yield "input or input_percent", ("input" in fields) != ("input_percent" in fields)
+    yield "a source that is an https link", fields["source"].startswith("https://")
+    yield "a result that is known", fields["result"] in ("valid", "invalid", "disputed")
+    yield "a note on who differs", fields["result"] != "disputed" or "note" in fields
+    raises = str(fields["expect"][-1:]).startswith("['raises ")
+    yield "an invalid input to raise", fields["result"] != "invalid" or raises
+    yield "a valid input not to raise", fields["result"] != "valid" or not raises
+    yield "was to differ from expect", fields["was"] != fields["expect"]
+
+
+def feedings(chunks: list[Any]) -> Iterator[tuple[str, list[Any]]]:
+    whole = functools.reduce(operator.add, chunks)
+    yield "as it came", chunks
+    yield "whole", [whole]
+    yield "unit by unit", [whole[i : i + 1] for i in range(len(whole))]
+    for i in range(1, len(whole)):
+        yield f"cut at {i}", [whole[:i], whole[i:]]
+
+
+def outputs(run: Run, chunks: list[Any]) -> Iterator[Any]:
+    try:
+        yield from run(chunks)
+    except Exception as error:
+        yield f"raises {type(error).__name__}"
+
+
+def check(replay: Replay) -> None:
+    for how, chunks in feedings(replay.chunks):
+        assert list(outputs(replay.run, chunks)) == replay.expect, how
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.iterdir()), ids=lambda path: path.stem)
+def test_replay(path: Path) -> None:
+    check(load(path))
+
+
+# --- The runner itself can fail -----------------------------------------------------------------------------
+
+GOOD = r"""
+title  = "a rule"
+source = "https://example.org/1"
+result = "valid"
+input  = ["data: a\n\n"]
+was    = []
+expect = [["message", "a", ""]]
+"""
+
+
+def load_text(folder: Path, text: str, name: str = "sse-words.toml") -> Replay:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return load(path)
+
+
+def test_a_good_replay_passes(tmp_path: Path) -> None:
+    check(load_text(tmp_path, GOOD))
+
+
+# fmt: off
+WRONG = [
+    # in GOOD       instead
+    ('"a"',         '"b"'),                                # another output
+    ('""]]',        '""], ["message", "a", ""]]'),         # one output too many
+    ('a\\n\\n"]',   'a\\n\\n", "data: b\\n\\n"]'),         # one too few
+    ('a\\n\\n"]',   'a\\n\\ndata"]'),                      # it raises and should not
+    ('"valid"',     '"invalid"'),                          # it does not raise and should
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("old", "new"), WRONG)
+def test_a_wrong_expect_fails(tmp_path: Path, old: str, new: str) -> None:
+    text = GOOD.replace(old, new, 1)
+    if "invalid" in new:
+        text = text.replace('""]]', '""], "raises Truncated"]')
+    assert text != GOOD
+    with pytest.raises(AssertionError, match="as it came"):
+        check(load_text(tmp_path, text))
+
+
+@pytest.mark.parametrize("how", ["as it came", "whole", "unit by unit", "cut at 1"])
+def test_every_feeding_is_judged(how: str) -> None:
+    chunks = ["ab", "c"]
+    bad = dict(feedings(chunks))[how]
+    replay = Replay(lambda fed: iter([fed == bad]), chunks, [False])
+    with pytest.raises(AssertionError, match=how):
+        check(replay)
+
+
+# fmt: off
+REFUSED = [
+    # file              in GOOD           instead                      rule
+    ("sse-words.toml",  '= []',           '= [["message", "a", ""]]',  "was to differ from expect"),
+    ("sse-words.toml",  'source',         'sauce',                     "the keys"),
+    ("sse-words.toml",  'https://',       'seen in ',                  "a source"),
+    ("sse-words.toml",  'was',            'wars = []\nwas',            "no keys but"),
+    ("sse-words.toml",  'input ',         'inputs',                    "no keys but"),
+    ("sse-words.toml",  'was',            'input_percent = []\nwas',   "input or input_percent"),
+    ("sse-words.toml",  '"valid"',        '"fine"',                    "a result that is known"),
+    ("sse-words.toml",  '"valid"',        '"invalid"',                 "an invalid input to raise"),
+    ("sse-words.toml",  '""]]',           '""], "raises Truncated"]',  "a valid input not to"),
+    ("sse-words.toml",  '"valid"',        '"disputed"',                "a note on who differs"),
+    ("words-sse.toml",  '',               '',                          "with a module of"),
+    ("sse-words.json",  '',               '',                          "expected <module>-<words>.toml"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("name", "old", "new", "rule"), REFUSED)
+def test_no_replay_that_proves_nothing(tmp_path: Path, name: str, old: str, new: str, rule: str) -> None:
+    with pytest.raises(ValueError, match=rule):
+        load_text(tmp_path, GOOD.replace(old, new, 1), name)

@@ -1,0 +1,298 @@
+"""Laws of sse.py, then tables of cases; the documented bugs are in tests/replays/sse-*.toml."""
+
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import sse
+from sse import DONE, Event, EventTooLarge, Parser, Truncated, comment, dumps, encode
+
+Outcome = tuple[list[Event], type[Exception] | None]
+
+
+def parse(chunks: list[bytes], max_event_bytes: int = sse.MAX_EVENT_BYTES) -> Outcome:
+    """Return all events, and what was raised after them."""
+    parser, events = Parser(max_event_bytes), []
+    try:
+        for chunk in chunks:
+            events += parser.feed(chunk)
+        parser.close()
+    except (Truncated, EventTooLarge) as error:
+        return events, type(error)
+    return events, None
+
+
+def by_the_spec(stream: bytes) -> list[Event]:
+    """The spec's own steps (9.2.6) on a whole stream, buffers as the strings that they are there."""
+    events, type_, data, id_ = [], "", "", ""
+    text = stream.removeprefix(b"\xef\xbb\xbf").decode("utf-8", "replace")
+    for line in re.split("\r\n|\n|\r", text)[:-1]:
+        if line == "":
+            if data != "":
+                events.append(Event(type_ or "message", data.removesuffix("\n"), id_))
+            type_, data = "", ""
+        elif not line.startswith(":"):
+            field, _, value = line.partition(":")
+            value = value.removeprefix(" ")
+            match field:
+                case "event":
+                    type_ = value
+                case "data":
+                    data += value + "\n"
+                case "id" if "\0" not in value:
+                    id_ = value
+    return events
+
+
+# --- Laws ---------------------------------------------------------------------------------------------------
+
+# Streams made of all that the rules speak of, so that every few bytes matter.
+# fmt: off
+FRAGMENTS = [
+    b"data", b"event", b"id", b"retry", b"x", b":", b" ", b"\r", b"\n", b"\r\n", b"\n\n", b"data:a\n",
+    b"id:1\r", b"\0", "\ufeff".encode(), "é".encode(), "\u2028".encode(), b"\xef", b"\xe2\x80", b"\xff",
+]
+# fmt: on
+streams = st.lists(st.sampled_from(FRAGMENTS), max_size=24).map(b"".join)
+texts = st.text(st.characters(exclude_categories=["Cs"]))  # all of Unicode but surrogates
+
+
+@given(streams)
+def test_parser_does_what_the_spec_says(stream: bytes) -> None:
+    assert parse([stream])[0] == by_the_spec(stream)
+
+
+@given(streams, st.lists(st.integers(0, 60)), st.sampled_from([8, sse.MAX_EVENT_BYTES]))
+def test_cuts_are_not_seen(stream: bytes, cuts: list[int], max_event_bytes: int) -> None:
+    """Any cuts, empty chunks among them, and byte by byte; with errors too."""
+    whole = parse([stream], max_event_bytes)
+    places = [0, *sorted(cuts), len(stream)]
+    assert parse([stream[i:j] for i, j in itertools.pairwise(places)], max_event_bytes) == whole
+    assert parse([stream[i : i + 1] for i in range(len(stream))], max_event_bytes) == whole
+
+
+@given(texts, st.none() | texts.filter(lambda text: not re.search("[\r\n]", text)))
+def test_round_trip(data: str, event: str | None) -> None:
+    """What is written is read, but that CR and CRLF arrive as LF."""
+    frame = encode(data, event)
+    assert parse([frame]) == ([Event(event or "message", re.sub("\r\n|\r", "\n", data), "")], None)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda values: st.lists(values) | st.dictionaries(st.text(), values),
+    max_leaves=5,
+)
+
+
+@given(json_values | st.text(st.characters(exclude_categories=[])))
+def test_dumps_is_the_same_value_in_one_line(value: Any) -> None:
+    """One line whoever splits it, and UTF-8. Two surrogates side by side are one character in any JSON."""
+    line = dumps(value)
+    assert line.splitlines() == [line]
+    assert encode(line).count(b"\n") == 2
+    assert json.loads(line) == json.loads(json.dumps(value))
+
+
+@given(texts)
+def test_comments_are_not_seen(text: str) -> None:
+    data = encode("a")
+    assert parse([comment(text), data[:-1], comment(text)[:-1], data[-1:]]) == parse([data])
+
+
+class CountingLine(bytearray):
+    n_copied = 0
+
+    def __bytes__(self) -> bytes:
+        self.n_copied += len(self)
+        return bytes(memoryview(self))
+
+
+class CountingLineEnd:
+    n_searched = 0
+
+    def split(self, chunk: bytes) -> list[bytes]:
+        self.n_searched += len(chunk)
+        return re.split(rb"\r\n|\n|\r", chunk)
+
+
+def test_a_long_line_in_small_chunks_takes_linear_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Was: the line is copied or searched anew with each chunk. Each byte is searched once and copied once.
+
+    https://github.com/praxis-proxy/praxis/pull/739
+    """
+    frame = encode("x" * 10_000)
+    parser, line, line_end = Parser(), CountingLine(), CountingLineEnd()
+    parser.line = line
+    monkeypatch.setattr(sse, "LINE_END", line_end)
+    events = [event for i in range(len(frame)) for event in parser.feed(frame[i : i + 1])]
+    assert events == [Event("message", "x" * 10_000, "")]
+    assert parser.line is line  # appended to in place
+    assert (line_end.n_searched, line.n_copied) == (len(frame), len(frame.strip()))
+
+
+# --- Cases --------------------------------------------------------------------------------------------------
+
+
+def msg(data: str, id_: str = "") -> Event:
+    return Event("message", data, id_)
+
+
+# fmt: off
+# Both ways: what is written for (data, event), and read as it.
+FRAMES = [
+    # data        event         frame
+    ("{}",        "a.delta",    b"event: a.delta\ndata: {}\n\n"),
+    ("{}",        None,         b"data: {}\n\n"),
+    ("",          None,         b"data: \n\n"),
+    ("a\nb",      None,         b"data: a\ndata: b\n\n"),
+    ("\n",        None,         b"data: \ndata: \n\n"),
+    (" a: b",     " e",         b"event:  e\ndata:  a: b\n\n"),
+    ("\ufeffé",   None,         b"data: \xef\xbb\xbf\xc3\xa9\n\n"),
+    ("[DONE]",    None,         DONE),
+]
+
+# One way: forms that we read and never write.
+READ = [
+    # stream                                events                           rule
+    (b"",                                   [],                              "no bytes are a stream"),
+    (b"\n\r\n\r",                           [],                              "a blank line is no event"),
+    (b"data:a\r\rdata:b\n\ndata:c\r\n\r\n", [msg("a"), msg("b"), msg("c")],  "every line end"),
+    (b"data:a\r\ndata:b\r\n\r\n",           [msg("a\nb")],                   "CRLF is one line end"),
+    (b"data:a\n\r",                         [msg("a")],                      "LF CR is two line ends"),
+    (b"data:a\r\n\n",                       [msg("a")],                      "CRLF LF is two line ends"),
+    (b"data:a\r\n\r",                       [msg("a")],                      "a last CR is a line end"),
+    (b"data:a\n\n:\n",                      [msg("a")],                      "a whole comment is no cut"),
+    (b"event:a\n\ndata:b\n\n",              [msg("b")],                      "without data: a new type"),
+    (b"event:a\nevent:b\ndata:c\n\n",       [Event("b", "c", "")],           "the last type counts"),
+    (b"event:a\ndata:b\n\ndata:c\n\n",      [Event("a", "b", ""), msg("c")], "a type is for one event"),
+    (b"event\ndata:a\n\n",                  [msg("a")],                      "an empty type is message"),
+    (b"id:1\ndata:a\n\ndata:b\n\n",         [msg("a", "1"), msg("b", "1")],  "an id stays"),
+    (b"id:1\n\ndata:a\n\n",                 [msg("a", "1")],                 "even that of no event"),
+    (b"id:1\ndata:a\n\nid\ndata:b\n\n",     [msg("a", "1"), msg("b")],       "until set, to nothing too"),
+    (b"id:1\nid:2\0\ndata:a\n\n",           [msg("a", "1")],                 "not with NUL in it"),
+    (b"retry: 3000\n\ndata:a\n\n",          [msg("a")],                      "retry is no event"),
+    (b"DATA:a\n data:b\nx\n\ndata:c\n\n",   [msg("c")],                      "other names are ignored"),
+    (b"data:a:b\n\n",                       [msg("a:b")],                    "the first colon counts"),
+    (b"data:\ta\n\n",                       [msg("\ta")],                    "a tab is no space"),
+    (b"\xef\xbb\xbfdata:a\n\n",             [msg("a")],                      "a BOM at the start is nothing"),
+    (b"\xef\xbb\xbf\n\n: a\n\n",            [],                              "and no line"),
+    (b"\xef\xbb\xbf\xef\xbb\xbfdata:a\n\n", [],                              "a second BOM is data"),
+    (b"\n\xef\xbb\xbfdata:a\n\n",           [],                              "so is a later one"),
+    (b"data:\xc3\n\ndata:\xa9\n\n",         [msg("\ufffd"), msg("\ufffd")],  "a line end ends characters"),
+]
+
+# Streams that end too early. Their events come first, then Truncated.
+CUT = [
+    # stream             events      rule
+    (b"data:a\n",        [],         "no blank line"),
+    (b"data:a\n\nda",    [msg("a")], "no line end"),
+    (b"event:a\n",       [],         "a cut before any data"),
+    (b"data:a\n\n:",     [msg("a")], "half a comment is one"),
+]
+
+# What comes of a stream where an event may have 10 bytes.
+SIZES = [
+    # stream                          events  raised
+    (b"data:12345\n\n",               1,      None),
+    (b"data:123456\n\n",              0,      EventTooLarge),  # its end is there, and yet
+    (b"data:123456",                  0,      EventTooLarge),  # before its end is there
+    (b"data:\ndata:\n\n",             1,      None),           # line ends do not count
+    (b"data:\ndata:1\n\n",            0,      EventTooLarge),  # every line does
+    (b"x:2345678\nid:2\n\n",          0,      EventTooLarge),  # whatever its field
+    (b":2345\n" * 9 + b"data:1\n\n",  1,      None),           # but comments
+    (b":2345678901",                  0,      EventTooLarge),  # that end
+    (b"data:12345\n\n" * 9,           9,      None),           # and every event anew
+    (b"data:1\n\nid:45678901",        1,      EventTooLarge),  # events before it are not lost
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("data", "event", "frame"), FRAMES)
+def test_frame(data: str, event: str | None, frame: bytes) -> None:
+    assert encode(data, event) == frame
+    assert parse([frame]) == ([Event(event or "message", data, "")], None)
+
+
+@pytest.mark.parametrize(("stream", "events", "rule"), READ + CUT)
+def test_read(stream: bytes, events: list[Event], rule: str) -> None:
+    raised = Truncated if (stream, events, rule) in CUT else None
+    for chunks in every_two_cuts(stream):
+        assert parse(chunks) == (events, raised), (rule, chunks)
+
+
+@pytest.mark.parametrize(("stream", "n_events", "raised"), SIZES)
+def test_max_event_bytes(stream: bytes, n_events: int, raised: type[Exception] | None) -> None:
+    for chunks in every_two_cuts(stream):
+        events, error = parse(chunks, max_event_bytes=10)
+        assert (len(events), error) == (n_events, raised), chunks
+
+
+def every_two_cuts(stream: bytes) -> Iterator[list[bytes]]:
+    """The stream in three chunks in every way, and so whole and in two, as chunks may be empty."""
+    for i, j in itertools.combinations_with_replacement(range(len(stream) + 1), 2):
+        yield [stream[:i], stream[i:j], stream[j:]]
+
+
+def test_an_event_that_is_too_large_comes_after_the_events_before_it() -> None:
+    """Was possible: one chunk with both, and the first is lost, though it is not when the chunk is cut."""
+    parser = Parser(max_event_bytes=10)
+    assert parser.feed(b"data:1\n\ndata:123456\n\ndata:2\n\n") == [Event("message", "1", "")]
+    with pytest.raises(EventTooLarge, match="at most 10 bytes an event"):
+        parser.feed(b"data:3\n\n")
+    with pytest.raises(EventTooLarge):
+        parser.close()
+
+
+def test_an_event_is_returned_at_its_last_cr() -> None:
+    """Were the CR held back until the next byte, the event would wait for the one after it."""
+    assert Parser().feed(b"data:a\r\r") == [Event("message", "a", "")]
+
+
+def test_truncated_says_how_much() -> None:
+    parser = Parser()
+    parser.feed(b"data: a\nda")
+    with pytest.raises(Truncated, match="got 9 bytes of an open event"):
+        parser.close()
+
+
+@pytest.mark.parametrize("event", ["a\nb", "a\rdata: b", "\n"])
+def test_a_type_cannot_smuggle_a_field(event: str) -> None:
+    with pytest.raises(ValueError, match="event type of one line"):
+        encode("{}", event)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+def test_dumps_writes_nothing_but_json(number: float) -> None:
+    """RFC 8259, 6: "Numeric values that cannot be represented in the grammar [...] are not permitted"."""
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        dumps({"logprob": number})
+
+
+# fmt: off
+JSON = [
+    # object                    text
+    ({"a": [1, None]},          '{"a":[1,null]}'),
+    ("é😀",                     '"é😀"'),
+    ("\u0085\u2028\u2029",      r'"\u0085\u2028\u2029"'),
+    ("\ud83d",                  r'"\ud83d"'),
+    ("\x0b\x0c\x1c\x1e\r\n",    r'"\u000b\f\u001c\u001e\r\n"'),
+    ("\\u2028",                 r'"\\u2028"'),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("obj", "text"), JSON)
+def test_dumps(obj: Any, text: str) -> None:
+    assert dumps(obj) == text
+
+
+def test_comment_has_no_line_of_its_own() -> None:
+    assert comment("keep-alive") == b": keep-alive\n\n"
+    assert comment("a\ndata: b") == b": a\n: data: b\n\n"

@@ -1,0 +1,246 @@
+"""tokenizer.py against the `tokenizers` library: law first, then the cases that broke others.
+
+The vocabularies are made here: all 256 bytes, words, and tokens that end inside characters.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models
+
+from channels import Piece, TokenLogprob
+from tokenizer import BYTE_OF, Tokenizer, TokenizerError
+
+TINY = Path(__file__).parent / "models" / "tiny" / "tokenizer.json"
+LLAMA_2 = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+GEMMA = LLAMA_2[:-1]
+SPELLED = {byte: character for character, byte in BYTE_OF.items()}
+CUT = [b"\xe6\x97", b"\xa5\xe6", b"\x9c\xac"]  # 日本 in three tokens: the middle one ends 日 and begins 本
+SMILE = [b"\xf0\x9f", b"\x98"]  # three of the four bytes of an emoji
+TOKENS = [*(bytes([n]) for n in range(256)), b"Hi", b" there", b' "', SMILE[0], *CUT]
+SENTENCEPIECE = [*(f"<0x{n:02X}>" for n in range(256)), "<unk>", "▁", "▁▁▁", "Hi", "▁there", "é", "日", "a▁b"]
+PADDING = 9999  # an id behind the vocabulary: models pad theirs
+
+Pair = tuple[Tokenizer, tokenizers.Tokenizer]  # ours and the library's
+
+
+def build(path: Path, vocab: list[str], decoder: decoders.Decoder, **bpe: object) -> Pair:
+    """Of one vocabulary, with added tokens behind it: two of text, then one of control."""
+    library = tokenizers.Tokenizer(models.BPE({token: n for n, token in enumerate(vocab)}, [], **bpe))
+    library.decoder = decoder
+    library.add_tokens([AddedToken("<think>", normalized=False), AddedToken("▁▁", normalized=False)])
+    library.add_special_tokens([AddedToken("<|end|>", normalized=False)])
+    library.save(str(path))
+    return Tokenizer(path), library
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    vocab = ["".join(SPELLED[byte] for byte in token) for token in TOKENS]
+    return build(tmp_path_factory.mktemp("byte_level") / "tokenizer.json", vocab, decoders.ByteLevel())
+
+
+@pytest.fixture(scope="module", params=[LLAMA_2, GEMMA], ids=["llama 2", "gemma"])
+def sentencepiece(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    path = tmp_path_factory.mktemp("sentencepiece") / "tokenizer.json"
+    return build(path, SENTENCEPIECE, decoders.Sequence(request.param), byte_fallback=True, unk_token="<unk>")
+
+
+def decode(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[Piece]:
+    decoder = tokenizer.decoder()
+    return [piece for token_id in token_ids for piece in decoder.feed(token_id)] + decoder.close()
+
+
+def text_of(pieces: list[Piece]) -> str:
+    return "".join(piece.text for piece in pieces)
+
+
+# --- laws ---------------------------------------------------------------------------------------------------
+
+WITHOUT_CONTROL = st.lists(st.integers(0, len(TOKENS) + 1) | st.just(PADDING))
+ANY = st.lists(st.integers(0, len(TOKENS) + 2) | st.just(PADDING))
+BY_CHARACTER = st.lists(
+    st.integers(256, len(SENTENCEPIECE) + 2).map(lambda token_id: [token_id])
+    | st.characters(codec="utf-8").map(lambda character: list(character.encode()))
+).map(lambda lists: [token_id for token_ids in lists for token_id in token_ids])
+
+
+@given(token_ids=WITHOUT_CONTROL)
+def test_pieces_join_to_what_the_library_decodes(byte_level: Pair, token_ids: list[int]) -> None:
+    """D11, D13, D15: any ids, also of bytes that are no UTF-8."""
+    ours, library = byte_level
+    assert text_of(decode(ours, token_ids)) == library.decode(token_ids, skip_special_tokens=True)
+
+
+@given(runs=st.lists(WITHOUT_CONTROL, min_size=1))
+def test_a_control_token_has_no_text_and_ends_the_run(byte_level: Pair, runs: list[list[int]]) -> None:
+    """Where the library would finish a character over a control token, ours ends it: another channel begins there."""
+    ours, library = byte_level
+    end = ours.added["<|end|>"]
+    pieces = decode(ours, [token_id for run in runs for token_id in [*run, end]])
+    assert text_of(pieces) == "".join(library.decode(run) for run in runs)
+    assert sum(piece == Piece("", "<|end|>") for piece in pieces) == len(runs)
+
+
+@given(token_ids=BY_CHARACTER)
+def test_sentencepiece_joins_to_what_the_library_decodes(sentencepiece: Pair, token_ids: list[int]) -> None:
+    """Whole characters only: bytes that are none become one U+FFFD each there, one a maximal part here."""
+    ours, library = sentencepiece
+    assert text_of(decode(ours, token_ids)) == library.decode(token_ids, skip_special_tokens=True)
+
+
+@given(token_ids=ANY)
+def test_every_logprob_comes_out_once_and_in_order(byte_level: Pair, token_ids: list[int]) -> None:
+    ours, _ = byte_level
+    logprobs = [TokenLogprob("", -float(n), ours.token_bytes(i)) for n, i in enumerate(token_ids)]
+    decoder = ours.decoder()
+    fed = [decoder.feed(i, (logprob,)) for i, logprob in zip(token_ids, logprobs, strict=True)]
+    pieces = [piece for pieces in [*fed, decoder.close()] for piece in pieces]
+    assert [logprob for piece in pieces for logprob in piece.logprobs] == logprobs
+
+
+@given(text=st.text())
+def test_encode_then_decode_is_the_text(text: str) -> None:
+    tokenizer = Tokenizer(TINY)
+    assert text_of(decode(tokenizer, tokenizer.encode(text))) == text
+    assert b"".join(map(tokenizer.token_bytes, tokenizer.encode(text))) == text.encode()
+
+
+# --- cases --------------------------------------------------------------------------------------------------
+
+# fmt: off
+#  why                                        tokens                          pieces, the last from close()
+CASES = [
+    ("D11: one token ends 日 and begins 本",  CUT,                            ["日", "本"]),
+    ("D12: the end leaves the remainder",     [b"Hi", *SMILE],                ["Hi", "\ufffd"]),
+    ("D12: so it does behind a whole word",   CUT[:2],                        ["日", "\ufffd"]),
+    ("D13: a space mid-character",            [CUT[0], b" there"],            ["\ufffd there"]),
+    ("D13: valid head out, tail kept",        [CUT[0], CUT[1], b"\x9c\xac"],  ["日", "本"]),
+    ("D15: words beside quotes",              [b"Hi", b' "', b"Hi", b' "'],   ["Hi", ' "', "Hi", ' "']),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("why", "words", "expected"), CASES, ids=[case[0] for case in CASES])
+def test_pieces(byte_level: Pair, why: str, words: list[bytes], expected: list[str]) -> None:
+    ours, _ = byte_level
+    assert [piece.text for piece in decode(ours, list(map(TOKENS.index, words)))] == expected
+
+
+def test_an_added_token_cuts_an_open_character_off(
+    byte_level: Pair,
+) -> None:
+    ours, _ = byte_level
+    first = list(map(TOKENS.index, CUT[:1]))
+    assert decode(ours, [*first, ours.added["<|end|>"]]) == [Piece("\ufffd"), Piece("", "<|end|>")]
+    assert decode(ours, [*first, ours.added["<think>"]]) == [Piece("\ufffd"), Piece("<think>", "<think>")]
+
+
+def test_logprobs_ride_on_the_piece_that_completes_their_token(
+    byte_level: Pair,
+) -> None:
+    """D11's middle token is complete when its second character is, not when its first is out."""
+    ours, _ = byte_level
+    a, b, c = (TokenLogprob("\ufffd", -1.0, word) for word in CUT)
+    decoder = ours.decoder()
+    fed = [decoder.feed(i, (lp,)) for i, lp in zip(list(map(TOKENS.index, CUT)), [a, b, c], strict=True)]
+    assert fed == [[], [Piece("日", "", (a,))], [Piece("本", "", (b, c))]]
+    assert decoder.close() == []
+
+
+def test_a_token_without_text_keeps_its_logprob_for_the_next(
+    byte_level: Pair,
+) -> None:
+    """Padding may be sampled, and then it counts, but it has no bytes."""
+    ours, _ = byte_level
+    padding = TokenLogprob("", -2.0, b"")
+    decoder = ours.decoder()
+    assert decoder.feed(PADDING, (padding,)) == []
+    assert decoder.feed(ord("A")) == [Piece("A", "", (padding,))]
+    assert decoder.feed(PADDING, (padding,)) == []
+    assert decoder.close() == [Piece("", "", (padding,))]
+
+
+def test_only_the_first_text_of_a_sentencepiece_response_loses_its_space(
+    sentencepiece: Pair,
+) -> None:
+    ours, _ = sentencepiece
+    there, control = SENTENCEPIECE.index("▁there"), ours.added["<|end|>"]
+    first = "there" if ours.spelling.dummy_prefix else " there"
+    assert [piece.text for piece in decode(ours, [control, there, there])] == ["", first, " there"]
+
+
+def test_metaspace_takes_the_prefix_by_its_scheme(tmp_path: Path) -> None:
+    for scheme in ("always", "first", "never"):
+        decoder = decoders.Metaspace(prepend_scheme=scheme)
+        ours, library = build(tmp_path / "tokenizer.json", ["▁a", "b"], decoder)
+        assert text_of(decode(ours, [0, 1, 0])) == library.decode([0, 1, 0])
+
+
+def test_an_added_token_is_its_plain_text(tmp_path: Path) -> None:
+    """The library reads the "é" of an added token as GPT-2's spelling of byte E9 and returns U+FFFD."""
+    library = tokenizers.Tokenizer(models.BPE({"a": 0}, []))
+    library.decoder = decoders.ByteLevel()
+    library.add_tokens(["<é>"])
+    library.save(str(tmp_path / "tokenizer.json"))
+    ours = Tokenizer(tmp_path / "tokenizer.json")
+    assert decode(ours, ours.encode("<é>")) == [Piece("<é>", "<é>")]
+
+
+def test_encode_adds_and_drops_nothing(tmp_path: Path) -> None:
+    """A tokenizer.json may add bos by its post-processor, and cut and pad as its training run did."""
+    library = tokenizers.Tokenizer.from_file(str(TINY))
+    library.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", library.token_to_id("<|im_start|>"))]
+    )
+    library.enable_truncation(2)
+    library.enable_padding(length=8)
+    library.save(str(tmp_path / "tokenizer.json"))
+    text = "What is the weather in Tokyo?"
+    assert Tokenizer(tmp_path / "tokenizer.json").encode(text) == Tokenizer(TINY).encode(text)
+
+
+def test_the_markers_of_a_template_are_single_tokens() -> None:
+    tokenizer = Tokenizer(TINY)
+    ids = tokenizer.encode("<|im_start|>assistant\n<think>\n")
+    assert [ids[0], ids[-2]] == [tokenizer.added["<|im_start|>"], tokenizer.added["<think>"]]
+    assert tokenizer.vocab_size == 1 + max(tokenizer.added.values())
+    assert tokenizer.token_bytes(tokenizer.vocab_size) == b""
+
+
+# --- refusals -----------------------------------------------------------------------------------------------
+
+# fmt: off
+#  what the file holds                                                        what the message says
+REFUSALS = [
+    (None,                                                                    "no tokenizer at"),
+    ("",                                                                      "is not a tokenizer"),
+    ("{",                                                                     "is not a tokenizer"),
+    ('{"model": {}}',                                                         "is not a tokenizer"),
+    ({"decoder": None},                                                       "decoder null found"),
+    ({"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}},     '"WordPiece"'),
+    ({"decoder": {"type": "Strip", "content": " ", "start": 0, "stop": 1}},   '"stop": 1'),
+    ({"decoder": {"type": "Sequence", "decoders": [
+        {"type": "Fuse"},
+        {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}]}},
+                                                                              '"ByteLevel"'),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("content", "message"), REFUSALS)
+def test_a_refusal_is_one_clear_line(tmp_path: Path, content: object, message: str) -> None:
+    path = tmp_path / "tokenizer.json"
+    if isinstance(content, str):
+        path.write_text(content)
+    elif isinstance(content, dict):
+        path.write_text(json.dumps(json.loads(TINY.read_text()) | content))
+    with pytest.raises(TokenizerError) as error:
+        Tokenizer(path)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,167 @@
+"""Text to token ids and back, never half a character.
+
+    text --Tokenizer.encode()--> [token_id, ...]
+    token_id --Decoder.feed()--> [Piece, ...] --Decoder.close()--> the rest
+
+Authority: the `tokenizers` library; the model's tokenizer.json, whose `decoder` says how tokens spell bytes.
+- Byte-level BPE (GPT-2, Llama 3, Qwen): every character of a token stands for one byte.
+  https://github.com/openai/gpt-2/blob/master/src/encoder.py, `bytes_to_unicode`
+- SentencePiece (Llama 2, Mistral, Gemma): text, with `▁` for a space and `<0xNN>` for bytes.
+  https://github.com/google/sentencepiece#whitespace-is-treated-as-a-basic-symbol
+
+Rules of this file:
+1. What has become valid UTF-8 leaves at once; a character still open waits for its next token.
+2. Only bytes that can never become a character are replaced, a maximal part of one by one U+FFFD.
+   https://www.unicode.org/versions/Unicode15.0.0/ch03.pdf, section 3.9
+3. An added token ends what came before it: a character still open there will never be finished.
+4. Up to a control token (no text) the joined pieces are what the library decodes from the ids at once.
+
+Not here: what the added tokens mean (channels.py), which of them end the generation (worker.py).
+"""
+
+import codecs
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from channels import Piece, TokenLogprob
+
+
+class TokenizerError(ValueError):
+    """There is no tokenizer.json, it cannot be read, or it spells bytes in a way unknown here."""
+
+
+# --- how tokens spell bytes ---------------------------------------------------------------------------------
+
+# GPT-2's alphabet: a byte that prints as Latin-1 is that character; the others are, in order, U+0100 and up.
+PRINTING = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+OTHERS = sorted(set(range(0x100)) - set(PRINTING))
+BYTE_OF = {chr(byte): byte for byte in PRINTING} | {chr(0x100 + n): byte for n, byte in enumerate(OTHERS)}
+
+BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # SentencePiece: of a character that has no token
+SUPPORTED = "ByteLevel alone, or of Replace ▁, Metaspace, ByteFallback, Fuse and Strip of one leading space"
+
+
+class Spelling:
+    """How the tokens of a vocabulary spell bytes, from the `decoder` section of its tokenizer.json."""
+
+    def __init__(self, decoder: Any) -> None:
+        self.byte_level = False
+        self.byte_tokens = False  # <0xNN> is a byte
+        self.marks_spaces = False  # ▁ is a space
+        self.dummy_prefix = False  # the encoder puts a space before every text, so the decoder takes one away
+        steps = decoder["decoders"] if decoder and decoder["type"] == "Sequence" else [decoder]
+        for step in steps:
+            match step:
+                case {"type": "ByteLevel"} if len(steps) == 1:
+                    self.byte_level = True
+                case {"type": "ByteFallback"}:
+                    self.byte_tokens = True
+                case {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}:
+                    self.marks_spaces = True
+                case {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme}:
+                    self.marks_spaces = True
+                    self.dummy_prefix = scheme != "never"
+                case {"type": "Strip", "content": " ", "start": 1, "stop": 0}:
+                    self.dummy_prefix = True
+                case {"type": "Fuse"}:  # joins the tokens, as everything here does
+                    pass
+                case _:
+                    raise TokenizerError(f"decoder {json.dumps(step)} found; supported: {SUPPORTED}")
+
+    def bytes(self, token: str) -> bytes:
+        """The bytes that `token` stands for."""
+        if self.byte_level and BYTE_OF.keys() >= set(token):
+            return bytes(BYTE_OF[character] for character in token)
+        if self.byte_tokens and (match := BYTE_TOKEN.fullmatch(token)):
+            return bytes.fromhex(match[1])
+        return (token.replace("▁", " ") if self.marks_spaces else token).encode()
+
+
+# --- both directions ----------------------------------------------------------------------------------------
+
+
+class Tokenizer:
+    """The vocabulary of one model."""
+
+    def __init__(self, path: Path) -> None:
+        """Read a tokenizer.json; raises TokenizerError."""
+        try:
+            text = path.read_text(encoding="utf-8")
+            self._tokenizer = tokenizers.Tokenizer.from_str(text)
+        except OSError as error:
+            raise TokenizerError(f"no tokenizer at {path}: {error.strerror}") from error
+        except Exception as error:  # the library raises nothing more precise
+            raise TokenizerError(f"{path} is not a tokenizer: {error}") from error
+        self._tokenizer.no_truncation()  # some files carry the settings of their training run
+        self._tokenizer.no_padding()
+        self.spelling = Spelling(json.loads(text).get("decoder"))
+        tokens = self._tokenizer.get_added_tokens_decoder()
+        self.added = {token.content: token_id for token_id, token in tokens.items()}
+        self.added_by_id = {token_id: token.content for token_id, token in tokens.items()}
+        self.control = {token_id for token_id, token in tokens.items() if token.special}
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab().values(), default=-1)  # the ids may have gaps
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text`, without bos and eos: the chat template writes those that the model wants."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What the token stands for; b"" for the padding of the model's vocabulary, which may be sampled."""
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self.spelling.byte_level and token_id in self.added_by_id:
+            return token.encode()  # plain text; the library would take an "é" in it for a byte
+        return self.spelling.bytes(token)
+
+    def decoder(self) -> "Decoder":
+        """A decoder for one response."""
+        return Decoder(self)
+
+
+class Decoder:
+    """From the token ids of one response to its pieces.
+
+    Each logprob fed comes out once, in order, on the piece that completes the last character of its token.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")  # a token may end inside a character
+        self._held: tuple[TokenLogprob, ...] = ()  # of the tokens whose text is not out yet
+        self._at_start = True  # where SentencePiece has a space too many
+
+    def feed(self, token_id: int, logprobs: tuple[TokenLogprob, ...] = ()) -> list[Piece]:
+        """What one more token adds: nothing inside a character, two pieces if an added token cuts one off."""
+        data = self._tokenizer.token_bytes(token_id)
+        if token_id in self._tokenizer.added_by_id:
+            cut_off = self.close()
+            control = token_id in self._tokenizer.control
+            text = "" if control else self._unprefixed(data.decode(errors="replace"))
+            return [*cut_off, Piece(text, self._tokenizer.added_by_id[token_id], logprobs)]
+        text = self._unprefixed(self._utf8.decode(data))
+        if not text:
+            self._held += logprobs
+            return []
+        if self._utf8.getstate()[0]:  # this token's last character is open; all before it are complete
+            complete, self._held = self._held, logprobs
+        else:
+            complete, self._held = self._held + logprobs, ()
+        return [Piece(text, "", complete)]
+
+    def close(self) -> list[Piece]:
+        """What the end leaves: U+FFFD for an open character, and the logprobs of tokens that had no text."""
+        text = self._unprefixed(self._utf8.decode(b"", final=True))
+        complete, self._held = self._held, ()
+        return [Piece(text, "", complete)] if text or complete else []
+
+    def _unprefixed(self, text: str) -> str:
+        """`add_dummy_prefix`: https://github.com/google/sentencepiece/blob/master/doc/options.md"""
+        if text and self._at_start:
+            self._at_start = False
+            return text.removeprefix(" ") if self._tokenizer.spelling.dummy_prefix else text
+        return text

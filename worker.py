@@ -1,0 +1,155 @@
+"""The local worker: a checked Request to what the model says, on this machine.
+
+    Request --prepare()--> Prompt --run()--> Output, Output, ..., Finish
+
+Rules of this file:
+1. What can be refused is refused by prepare(), before a byte of the answer has left.
+2. run() ends with exactly one Finish, unless its reader leaves first; then the engine drops the sequence.
+3. Usage counts the tokens that were read from the engine: a stop token too, and nothing behind a stop string.
+
+Not here: what the pieces mean (channels.py), which tokens come (engine.py).
+"""
+
+import secrets
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from datetime import datetime
+from typing import NamedTuple
+
+from channels import Finish, Output, Parser, Piece, TokenLogprob, Usage, dialect, opening_state
+from chat import ChatTemplate, Message
+from engine import Engine, Job
+from model import Choice, Sampling
+from params import BadRequest, Request
+from tokenizer import Tokenizer
+
+
+class Prompt(NamedTuple):
+    """A request that will be served."""
+
+    request: Request
+    text: str
+    token_ids: list[int]
+    max_tokens: int
+    seed: int
+
+
+class LocalWorker:
+    """Turns requests into deltas with an engine in this process."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+        self.engine = engine
+        self._tokenizer = tokenizer
+        self._template = template
+
+    def prepare(self, request: Request) -> Prompt:
+        """Render, tokenise and check; raises BadInput."""
+        self._check_token_ids(request)
+        limit, messages = self.engine.max_seq_len, request.messages
+        while True:
+            text = self._template.render(
+                messages, request.tools or None, datetime.now(), **request.template_kwargs
+            )
+            token_ids = self._tokenizer.encode(text)
+            if len(token_ids) < limit:
+                break
+            messages = without_oldest(messages) if request.truncate else []
+            if not messages:
+                expected = f"This model's context is {limit} tokens, of which the answer needs at least one"
+                raise BadRequest(
+                    f"{expected}; the prompt has {len(token_ids)}.", None, "context_length_exceeded"
+                )
+        rest = limit - len(token_ids)
+        max_tokens = rest if request.max_tokens is None else min(request.max_tokens, rest)
+        seed = secrets.randbits(63) if request.seed is None else request.seed
+        return Prompt(request, text, token_ids, max_tokens, seed)
+
+    async def run(self, prompt: Prompt, choice: int = 0) -> AsyncGenerator[Output | Finish]:
+        """What the model says in one of the request's n choices."""
+        request, decoder = prompt.request, self._tokenizer.decoder()
+        parser, job = self._parser(prompt), self._job(prompt, choice)
+        usage = Usage(len(prompt.token_ids), 0)
+        async with aclosing(self.engine.generate(job)) as steps:
+            async for step in steps:
+                for token in step.tokens:  # one by one: a step may cross any number of channels
+                    was = parser.state
+                    stops = token.token_id in job.stop_token_ids
+                    pieces = [] if stops else decoder.feed(token.token_id, self._logprobs(token, request))
+                    for output in feed(parser, pieces):
+                        yield output
+                    reasoning = "analysis" in (was, parser.state)
+                    usage = usage._replace(
+                        output_tokens=usage.output_tokens + 1,
+                        reasoning_tokens=usage.reasoning_tokens + reasoning,
+                    )
+                    if parser.stopped:
+                        yield Finish("stop", usage)
+                        return
+                if step.finish:
+                    for output in [*feed(parser, decoder.close()), *parser.close(cut=step.finish != "stop")]:
+                        yield output
+                    reason = "stop" if parser.stopped else step.finish
+                    yield Finish(reason, usage, step.message)
+
+    def _parser(self, prompt: Prompt) -> Parser:
+        request = prompt.request
+        markers = dialect(self._tokenizer.added, self._template.source, tools=bool(request.tools))
+        tail = prompt.text.rstrip()
+        return Parser(
+            markers,
+            state=opening_state(prompt.text, markers),
+            after_marker=any(tail.endswith(marker) for marker in markers),
+            stop=request.stop,
+            one_call=not request.parallel_tool_calls,
+        )
+
+    def _job(self, prompt: Prompt, choice: int) -> Job:
+        request = prompt.request
+        sampling = Sampling(
+            temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=request.top_k,
+            min_p=request.min_p,
+            seed=prompt.seed,
+            choice=choice,
+            presence_penalty=request.presence_penalty,
+            frequency_penalty=request.frequency_penalty,
+            repetition_penalty=request.repetition_penalty,
+            logit_bias=request.logit_bias,
+            n_top_logprobs=request.n_top_logprobs,
+        )
+        stops = frozenset((*self.engine.config.eos_token_ids, *request.stop_token_ids))
+        return Job(prompt.token_ids, prompt.max_tokens, stops, sampling)
+
+    def _check_token_ids(self, request: Request) -> None:
+        n = self.engine.config.vocab_size
+        for name, ids in (("logit_bias", request.logit_bias), ("stop_token_ids", request.stop_token_ids)):
+            if any(token_id >= n for token_id in ids):
+                message = f"Invalid value for '{name}': expected token ids below {n}, got {max(ids)}."
+                raise BadRequest(message, name, "invalid_value")
+
+    def _logprobs(self, token: Choice, request: Request) -> tuple[TokenLogprob, ...]:
+        if token.logprob is None:
+            return ()
+        top = tuple(self._named(token_id, logprob) for token_id, logprob in token.top)
+        return (self._named(token.token_id, token.logprob)._replace(top=top),)
+
+    def _named(self, token_id: int, logprob: float) -> TokenLogprob:
+        spelled = self._tokenizer.token_bytes(token_id)
+        return TokenLogprob(spelled.decode(errors="replace"), logprob, spelled)
+
+
+def feed(parser: Parser, pieces: list[Piece]) -> list[Output]:
+    return [output for piece in pieces for output in parser.feed(piece)]
+
+
+def without_oldest(messages: list[Message]) -> list[Message]:
+    """Drop the oldest turn whole, a call never without its output; [] when only the newest is left.
+
+    https://platform.openai.com/docs/api-reference/responses/create#truncation
+    """
+    kept = [m for m in messages if m["role"] == "system"]
+    rest = [m for m in messages if m["role"] != "system"][1:]
+    while rest and rest[0]["role"] == "tool":
+        rest.pop(0)
+    return kept + rest if rest else []
