@@ -22,6 +22,7 @@ Not here: token ids (tokenizer.py), item and call ids (responses.py), when gener
 
 import json
 from collections.abc import Collection, Iterator, Mapping
+from itertools import takewhile
 from typing import Literal, NamedTuple
 
 # --- vocabulary ---------------------------------------------------------------------------------------------
@@ -112,7 +113,10 @@ TRANSITIONS: dict[tuple[State, str], State] = {
     ("analysis", "<tool_call>"):     "call",      # it ends the reasoning: vllm-project/vllm#43221
     ("call",     "<tool_call>"):     "call",      # the call before it was never closed
     ("call",     "</tool_call>"):    "final",
+    ("call",     "<think>"):         "analysis",  # nor was this one
+    ("call",     "</think>"):        "final",
     ("final",    "</tool_call>"):    "final",
+    ("analysis", "</tool_call>"):    "analysis",
 }
 # fmt: on
 
@@ -195,9 +199,11 @@ class Finder:
 # --- Hermes calls -------------------------------------------------------------------------------------------
 
 
+KEYS = {"name": "name", "arguments": "arguments", "parameters": "arguments"}  # Llama 3's word
+
+
 class CallScanner:
-    """`{"name": NAME, "arguments": VALUE}` character by character: NAME announces the call, VALUE is passed
-    on as written.
+    """`{"name": NAME, "arguments": VALUE}` by character: NAME announces the call, VALUE leaves as written.
 
     Nothing is completed or repaired, so what was sent never has to be taken back:
     https://github.com/vllm-project/vllm/issues/10395
@@ -208,12 +214,13 @@ class CallScanner:
         self.name: str | None = None
         self.malformed = False
         self._expect: Literal["open", "key", "colon", "value", "end"] = "open"
-        self._key = ""
+        self._key = ""  # the one being read, as KEYS has it
+        self._seen: set[str] = set()  # keys: of two that are the same the first counts, for it has left
         self._value: list[str] = []  # of the member being read, and of arguments that come before the name
         self._arguments: str | None = None  # complete arguments that wait for the name
         self._sent = False  # some arguments have left
         self._depth = 0  # of brackets inside the value
-        self._in_string = self._escaped = False
+        self.in_string = self._escaped = False
 
     def feed(self, text: str) -> Iterator[Call | Arguments]:
         self.raw.append(text)
@@ -222,10 +229,9 @@ class CallScanner:
         yield from self._stream()
 
     def _char(self, c: str) -> Iterator[Call | Arguments]:
-        if self._in_string or (self._expect == "value" and self._value):
-            if (
-                not self._in_string and not self._depth and (c in ",}" or c.isspace())
-            ):  # ends a number, true, false, null
+        if self.in_string or (self._expect == "value" and self._value):
+            bare = not self.in_string and not self._depth  # a number, true, false, null
+            if bare and (c in ",}" or c.isspace()):
                 yield from self._member()
                 yield from self._char(c)
             else:
@@ -246,12 +252,12 @@ class CallScanner:
     def _inside(self, c: str) -> Iterator[Call | Arguments]:
         """A character of a key or a value."""
         self._value.append(c)
-        if self._in_string:
-            self._in_string = self._escaped or c != '"'
+        if self.in_string:
+            self.in_string = self._escaped or c != '"'
             self._escaped = c == "\\" and not self._escaped
-            closed = not self._in_string
+            closed = not self.in_string
         else:
-            self._in_string = c == '"'
+            self.in_string = c == '"'
             self._depth += (c in "{[") - (c in "}]")
             closed = c in "}]"
         if closed and self._depth <= 0:
@@ -266,14 +272,16 @@ class CallScanner:
         self._value, self._depth = [], 0
         self._expect = "colon" if is_key else "key"
         if is_key:
-            self._key = _string(written) or ""
+            key = KEYS.get(_string(written) or "", "")
+            self._key = "" if key in self._seen else key
+            self._seen.add(key)
         elif self._key == "name":
-            self.name = _string(written)
+            self.name = _string(written) or None
             self.malformed = self.name is None
             if self.name is not None:
                 yield Call(self.name)
                 yield from self._late()
-        elif self._key in ("arguments", "parameters") and written:
+        elif self._key == "arguments" and written:
             text = _string(written)  # some models write the object into a string
             self._arguments = "{}" if written == "null" else written if text is None else text
             yield from self._late()
@@ -287,7 +295,7 @@ class CallScanner:
 
     def _streams(self) -> bool:
         """Is an object being read that can leave as it comes?"""
-        here = self._expect == "value" and self._key in ("arguments", "parameters") and self.name is not None
+        here = self._expect == "value" and self._key == "arguments" and self.name is not None
         return here and (self._sent or self._value[:1] == ["{"])
 
     def _stream(self) -> Iterator[Call | Arguments]:
@@ -318,11 +326,10 @@ def _string(written: str) -> str | None:
 class Parser:
     """Pieces of one response to what they mean.
 
-    `markers` is what dialect() found; `state` what opening_state() found; `after_marker` says that the
-    prompt ends with a
-    marker, so that leading newlines belong to it. `one_call` ends the response behind the first call
-    (parallel_tool_calls=false).
-    `stopped` turns True when a stop string or the one call is complete: what is fed afterwards is dropped.
+    `markers` is what dialect() found; `state` what opening_state() found; `after_marker` says that the prompt ends
+    with a marker, so that leading newlines belong to it. `one_call` ends the response behind the first call
+    (parallel_tool_calls=false). `stopped` turns True when a stop string or the one call is complete: what is fed
+    afterwards is dropped.
     """
 
     def __init__(
@@ -339,12 +346,13 @@ class Parser:
         self._finder = Finder([m for m, is_token in markers.items() if not is_token])
         self._stop = Finder(stop)
         self._one_call = one_call
-        self._after_marker = after_marker or state == "analysis"
+        self._leading = after_marker or state == "analysis"  # newlines that come now are a marker's
         self._visible = False  # this run of text has shown something
         self._blank: list[Piece] = []  # whitespace that is dropped if a marker follows
         self._open: Literal["", "text", "call"] = ""  # what a Close would end
         self._call = CallScanner()
         self._origin: State = "final"  # where a malformed call returns to
+        self._fallen = False  # in the rest of a malformed call, whose closing marker is text too
 
     def feed(self, piece: Piece) -> list[Output]:
         return self._until_stop(self._feed(piece))
@@ -352,6 +360,14 @@ class Parser:
     def close(self, cut: bool) -> list[Output]:
         """The end of the output; `cut` says that the model was interrupted, not done."""
         return self._until_stop(self._close(cut))
+
+    def _until_stop(self, outputs: Iterator[Output]) -> list[Output]:
+        kept: list[Output] = []
+        for output in takewhile(lambda _: not self.stopped, outputs):
+            kept.append(output)
+            called = self._open == "call" and isinstance(output, Close)
+            self.stopped = called and self._one_call
+        return kept
 
     def _feed(self, piece: Piece) -> Iterator[Output]:
         if piece.special in self._tokens:
@@ -369,28 +385,29 @@ class Parser:
         yield from self._flush_finder()
         if self.state == "call" and not cut:
             yield from self._not_a_call()
-        if self._visible or not self._after_marker:
-            yield from self._shown(self._blank)
-        if self._stop_held():
-            yield from self._release_stop()
+        yield from self._flush_stop()
+        yield from self._deltas(self._blank)
 
     def _marker(self, marker: str) -> Iterator[Output]:
-        nxt = TRANSITIONS.get((self.state, marker))
-        if nxt is None:
+        if self.state == "call" and self._call.in_string and marker in REASONING_MARKERS:
+            yield from self._text(Piece(marker))  # an argument about markers
             return
+        if self.state == "call":
+            yield from self._not_a_call()
+        if self._fallen and marker == "</tool_call>":
+            yield from self._text(Piece(marker))
+            self._fallen = False
+            return
+        yield from self._flush_stop()
         self._blank = []
-        if self.state == "call" and self._open != "call":
-            closes = marker == "</tool_call>"
-            yield from self._not_a_call(marker if closes else "")
-            if closes:
-                return
         if self._open:
-            yield from self._release_stop()
             yield Close()
-        if nxt == "call":
+        following = TRANSITIONS[self.state, marker]
+        if following == "call":
             self._origin = "final" if self.state == "call" else self.state
             self._call = CallScanner()
-        self.state, self._open, self._visible, self._after_marker = nxt, "", False, True
+        self.state, self._open, self._fallen = following, "", False
+        self._leading, self._visible = True, False
 
     def _text(self, piece: Piece) -> Iterator[Output]:
         if self.state == "call":
@@ -399,61 +416,47 @@ class Parser:
                 yield output
             if self._call.malformed:
                 yield from self._not_a_call()
-        else:
-            yield from self._shown(self._trim(piece))
+        elif rest := self._without_leading(piece):
+            yield from self._shown(rest) if self.state == "analysis" else self._read(rest)
 
-    def _trim(self, piece: Piece) -> list[Piece]:
-        """Hold whitespace that may turn out to stand beside a marker; give what is certain to be text."""
-        solid = piece.text.rstrip("\n") if self._visible else piece.text.rstrip() and piece.text.rstrip("\n")
+    def _not_a_call(self) -> Iterator[Output]:
+        """A body that announced no call is text, markers and all, on the channel it came from."""
+        if self._open != "call":
+            self.state, self._leading, self._visible, self._fallen = self._origin, False, True, True
+            yield from self._text(Piece("<tool_call>" + "".join(self._call.raw)))
+
+    def _without_leading(self, piece: Piece) -> Piece | None:
+        if self._leading:
+            piece = piece._replace(text=piece.text.lstrip("\n"))
+            self._leading = not piece.text
+        return piece if piece.text else None
+
+    def _read(self, piece: Piece) -> Iterator[Output]:
+        """What the user will read, up to a stop string."""
+        for found in self._stop.feed(piece):
+            if isinstance(found, str):
+                yield from self._deltas(self._blank)
+                self.stopped = True
+                return
+            yield from self._shown(found)
+
+    def _flush_stop(self) -> Iterator[Output]:
+        """What was held did not become a stop string."""
+        for piece in self._stop.flush():
+            yield from self._shown(piece)
+
+    def _shown(self, piece: Piece) -> Iterator[Output]:
+        """Hold whitespace that may turn out to stand before a marker: after text newlines, before any all of it."""
+        solid = piece.text.rstrip("\n") if self._visible or piece.text.strip() else ""
         if not solid:
             self._blank.append(piece)
-            return []
+            return
         head, tail = piece.cut(len(solid))
-        certain, self._blank = [*self._blank, head], [tail] if tail.text else []
-        if self._after_marker and not self._visible:
-            certain = _without_leading_newlines(certain)
-        self._visible = True
-        return certain
+        yield from self._deltas([*self._blank, head])
+        self._visible, self._blank = True, [tail] if tail.text else []
 
-    def _shown(self, pieces: list[Piece]) -> Iterator[Output]:
+    def _deltas(self, pieces: list[Piece]) -> Iterator[Output]:
         channel: Channel = "final" if self.state == "call" else self.state
         for piece in pieces:
             self._open = "text"
-            if channel == "analysis":
-                yield Delta(channel, piece.text, piece.logprobs)
-                continue
-            for found in self._stop.feed(piece):
-                if isinstance(found, str):
-                    self.stopped = True
-                    return
-                yield Delta(channel, found.text, found.logprobs)
-
-    def _stop_held(self) -> bool:
-        return self._open == "text" and self.state in ("final", "commentary")
-
-    def _release_stop(self) -> Iterator[Output]:
-        """Held text that did not become a stop string, before the item closes."""
-        for piece in self._stop.flush():
-            yield Delta("commentary" if self.state == "commentary" else "final", piece.text, piece.logprobs)
-
-    def _not_a_call(self, end: str = "") -> Iterator[Output]:
-        """A body that announced no call is text, markers and all, on the channel it came from."""
-        if self._open == "call":
-            return
-        self.state, self._visible, self._after_marker = self._origin, True, False
-        yield from self._shown([Piece("<tool_call>" + "".join(self._call.raw) + end)])
-
-    def _until_stop(self, outputs: Iterator[Output]) -> list[Output]:
-        kept: list[Output] = []
-        while not self.stopped and (output := next(outputs, None)) is not None:
-            called = self._open == "call" and isinstance(output, Close)
-            kept.append(output)
-            self.stopped = called and self._one_call
-        return kept
-
-
-def _without_leading_newlines(pieces: list[Piece]) -> list[Piece]:
-    for i, piece in enumerate(pieces):
-        if text := piece.text.lstrip("\n"):
-            return [piece._replace(text=text), *pieces[i + 1 :]]
-    return []
+            yield Delta(channel, piece.text, piece.logprobs)

@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class BadInput(ValueError):
-    """The request cannot be served: why, at which place in it (None: the whole), and OpenAI's code for that."""
+    """The request cannot be served: why, at which place in it (None: all of it), and OpenAI's code."""
 
     def __init__(self, message: str, param: str | None = None, code: str = "invalid_value") -> None:
         super().__init__(message)
@@ -117,7 +117,7 @@ class Conversation:
         self.names: dict[str, str] = {}  # call id -> function: a result has only the id, templates want both
 
     def say(self, role: str, text: str) -> None:
-        """A message, or more of the last one: the assistant's turn and the system's beginning are one each."""
+        """A message, or more of the last: a turn of the assistant is one, the system's beginning is one."""
         joins = role == "assistant" or (role == "system" and len(self.messages) == 1)
         if joins and self.messages and self.messages[-1]["role"] == role:
             self.messages[-1]["content"] = _paragraphs(self.messages[-1]["content"], text)
@@ -147,7 +147,7 @@ class Conversation:
 
 
 def _arguments(text: str) -> Any:
-    """The object that the JSON holds, as the templates of Llama and Mistral want it; else the text as it is."""
+    """The object that the JSON holds, as Llama's and Mistral's templates want it; else the text as it is."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):  # a model wrote it
@@ -341,15 +341,18 @@ PROBE = "probe_4711"  # in no template
 PROBE_TOOL = {"name": PROBE, "description": PROBE, "parameters": {"type": "object", "properties": {}}}
 
 
+def _spelling(token: Any) -> Any:
+    """Of a token in tokenizer_config.json: a string, an object with it, null; add_bos_token is a boolean."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
 class ChatTemplate:
     """How one model wants its prompts."""
 
     def __init__(self, source: str, tokens: Mapping[str, str], tool_source: str | None = None) -> None:
-        """`tokens`: bos_token, eos_token, ...; `tool_source`: of the template for requests with tools, if another.
-
-        Raises BadTemplate.
-        """
-        self.source, self._tokens = source, tokens
+        """`tool_source`: the template for requests with tools, if there is one. Raises BadTemplate."""
+        self.source = source
+        self._tokens = tokens  # bos_token, eos_token, ...: what templates write by name
         try:
             self._template = ENVIRONMENT.from_string(source)
             self._tool_template = ENVIRONMENT.from_string(tool_source or source)
@@ -373,19 +376,14 @@ class ChatTemplate:
         named = {entry["name"]: entry["template"] for entry in found or []}
         if "default" not in named:
             raise BadTemplate(f"no chat template: looked for {file} and for chat_template in {config_file}")
-        given = {name: token for name, token in config.items() if name.endswith("_token")}
-        written = {
-            name: token["content"] if isinstance(token, dict) else token for name, token in given.items()
-        }
-        tokens = {
-            name: token for name, token in written.items() if isinstance(token, str)
-        }  # not add_bos_token
+        spelled = {name: _spelling(token) for name, token in config.items() if name.endswith("_token")}
+        tokens = {name: token for name, token in spelled.items() if isinstance(token, str)}
         return cls(named["default"], tokens, named.get("tool_use"))
 
-    def render(self, messages: list[Message], tools: Tools, now: datetime, **kwargs: Any) -> str:
-        """The prompt, up to where the assistant begins; kwargs are the template's own (`enable_thinking`, ...).
+    def render(self, messages: list[Message], tools: Tools, now: datetime, /, **kwargs: Any) -> str:
+        """The prompt, up to where the assistant begins; kwargs are the template's own: `enable_thinking`, ...
 
-        Raises BadInput where the template refuses: roles that do not alternate, a system message in between, ...
+        Raises BadInput where the template refuses: roles that do not alternate, a late system message, ...
         """
         if not self.takes_tools:
             messages, tools = tools_as_text(messages, tools), None

@@ -4,10 +4,8 @@
 
 Rules of this file:
 1. One thread owns the model. asyncio talks to it through two queues: jobs and aborts in, steps out.
-2. Sequences wait, then run. A step takes one token of every running sequence that decodes, and fills up with
-   prompt
-   tokens of those that do not yet, oldest first: long prompts are read in chunks beside the decoding of
-   others.
+2. Sequences wait, then run. A step takes one token of every running sequence that decodes, and a tile of
+   prompt of those that do not yet, oldest first: long prompts are read beside the decoding of others.
 3. A sequence ends once: stop token, length, failure or abort. Its memory is dropped before the next step.
 4. An exception in a step fails the sequences in it, and no others: the next request works.
 
@@ -30,6 +28,9 @@ log = logging.getLogger("engine")
 
 MAX_RUNNING = 16  # sequences a step
 MAX_STEP_ROWS = 256  # tokens a step: bounds how long the others wait for a prompt
+TILE = (
+    128  # prompt tokens a sequence a step: always cut at its multiples, so that the sums are always the same
+)
 CLOSING = "The server is shutting down."
 
 
@@ -63,11 +64,11 @@ class Sequence:
     n_cached: int = 0  # tokens whose keys and values are in the cache
     output: list[int] = field(default_factory=list)
 
-    def span(self, max_rows: int) -> Span:
-        """The tokens to compute next, at most `max_rows` of them."""
+    def span(self) -> Span:
+        """The tokens to compute next."""
         assert self.cache is not None
-        pending = self.job.prompt[self.n_cached :] or self.output[-1:]
-        return Span(self.cache, pending[:max_rows], self.n_cached, wanted=len(pending) <= max_rows)
+        tile = self.job.prompt[self.n_cached : self.n_cached + TILE] or self.output[-1:]
+        return Span(self.cache, tile, self.n_cached, wanted=self.n_cached + len(tile) >= len(self.job.prompt))
 
 
 class Engine:
@@ -170,9 +171,10 @@ class Engine:
         """Decoding sequences first: a step never makes them wait."""
         free, spans = MAX_STEP_ROWS, []
         for sequence in sorted(self._running, key=lambda s: not s.output):  # stable: oldest first
-            if free > 0:
-                spans.append((sequence, sequence.span(free)))
-                free -= len(spans[-1][1].token_ids)
+            span = sequence.span()
+            if len(span.token_ids) <= free:
+                spans.append((sequence, span))
+                free -= len(span.token_ids)
         return spans
 
     def _advance(self, sequence: Sequence, choice: Choice) -> None:

@@ -76,7 +76,7 @@ def from_hub(model: str) -> Path:
     except Exception as error:  # its own kinds, its HTTP client's or OSError, by version and by cause
         reason = str(error).strip().split("\n")[0]
         raise HubError(
-            f"no model {model}: no directory {Path(model).absolute()}, none in the cache {constants.HF_HUB_CACHE},"
+            f"no model {model}: no directory {Path(model).absolute()}, none in {constants.HF_HUB_CACHE},"
             f" none to be had from {constants.ENDPOINT} ({type(error).__name__}: {reason});"
             " give a directory that holds the model"
         ) from error

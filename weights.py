@@ -194,7 +194,7 @@ def parse_config(raw: Fields, generation: dict[str, Any]) -> Config:
     if fields["hidden_act"] != "silu":
         raise unsupported("hidden_act", fields["hidden_act"], '"silu"')
     if fields.get("quantization_config"):  # a fuller program would multiply by quantised weights
-        raise unsupported("quantization_config", fields["quantization_config"], "none, so no such field")
+        raise unsupported("quantization_config", fields["quantization_config"], "bfloat16, float16, float32")
     sizes = parse_sizes(fields)
     eos = fields["eos_token_id"] if generation.get("eos_token_id") is None else generation["eos_token_id"]
 
@@ -282,8 +282,12 @@ def parse_rope(fields: Fields) -> Rope:
     scaling: dict[str, Any] = {name: number(rope, name) for name in ROPE_TYPES[rope_type]}
     if rope_type == "yarn":
         scaling = parse_yarn(rope, max_seq_len)
-    original = whole(rope, "original_max_position_embeddings")
-    return Rope(number(rope, "rope_theta"), rope_type, original_max_seq_len=original, **scaling)
+    return Rope(
+        theta=number(rope, "rope_theta"),
+        type=rope_type,
+        original_max_seq_len=whole(rope, "original_max_position_embeddings"),
+        **scaling,
+    )
 
 
 def parse_yarn(rope: Fields, max_seq_len: int) -> dict[str, Any]:

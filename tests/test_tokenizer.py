@@ -79,7 +79,7 @@ def test_pieces_join_to_what_the_library_decodes(byte_level: Pair, token_ids: li
 
 @given(runs=st.lists(WITHOUT_CONTROL, min_size=1))
 def test_a_control_token_has_no_text_and_ends_the_run(byte_level: Pair, runs: list[list[int]]) -> None:
-    """Where the library would finish a character over a control token, ours ends it: another channel begins there."""
+    """The library would finish a character behind a control token; but there another channel begins."""
     ours, library = byte_level
     end = ours.added["<|end|>"]
     pieces = decode(ours, [token_id for run in runs for token_id in [*run, end]])
@@ -224,7 +224,7 @@ REFUSALS = [
     ('{"model": {}}',                                                         "is not a tokenizer"),
     ({"decoder": None},                                                       "decoder null found"),
     ({"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}},     '"WordPiece"'),
-    ({"decoder": {"type": "Strip", "content": " ", "start": 0, "stop": 1}},   '"stop": 1'),
+    ({"decoder": {"type": "Strip", "content": " ", "start": 1, "stop": 1}},   '"stop": 1'),
     ({"decoder": {"type": "Sequence", "decoders": [
         {"type": "Fuse"},
         {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}]}},

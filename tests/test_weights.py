@@ -102,47 +102,43 @@ def same(ours: weights.Weights, theirs: weights.Weights) -> bool:
 # ---- config.json -------------------------------------------------------------------------------------------
 
 FULL = (None, None, None, None)
-ROTARY = (True, True, True, True)
-SLIDING = ["sliding_attention", "full_attention"] * 2
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+UPPER = {"sliding_window": 9, "max_window_layers": 3}
+ON = {"sliding_window": 9, "use_sliding_window": True}
 
 # fmt: off
-#   model_type  config.json over SMALL                    what becomes of it
+#   model_type  config.json over SMALL                     what becomes of it
 CONFIGS = [
-    ("llama",   {},                                       {"qkv_bias": False, "windows": FULL}),
-    ("llama",   {"head_dim": None},                       {"head_dim": 6}),
-    ("llama",   {"head_dim": 16},                         {"head_dim": 16}),
-    ("llama",   {"num_key_value_heads": None},            {"n_kv_heads": 4}),
-    ("llama",   {"attention_bias": True},                 {"qkv_bias": True, "o_bias": True}),
-    ("llama",   {"mlp_bias": True},                       {"mlp_bias": True, "o_bias": False}),
-    ("llama",   {"sliding_window": 9},                    {"windows": FULL}),
-    ("llama",   {"tie_word_embeddings": True},            {"tied": True}),
-    ("llama",   {"rms_norm_eps": 1e-5},                   {"norm_eps": 1e-5}),
-    ("llama",   {"torch_dtype": "float16"},               {"dtype": "float16"}),
-    ("llama",   {"dtype": "bfloat16", "torch_dtype": None},
-                                                          {"dtype": "bfloat16"}),
-    ("llama",   {"eos_token_id": [5, 6]},                 {"eos_token_ids": (5, 6)}),
-    ("llama",   {"eos_token_id": None},                   {"eos_token_ids": ()}),
-    ("mistral", {},                                       {"windows": (4096,) * 4}),
-    ("mistral", {"sliding_window": 9},                    {"windows": (9,) * 4}),
-    ("mistral", {"sliding_window": None},                 {"windows": FULL}),
-    ("mistral", {"attention_bias": True},                 {"qkv_bias": False}),
-    ("qwen2",   {},                                       {"qkv_bias": True, "o_bias": False}),
-    ("qwen2",   {"sliding_window": 9, "max_window_layers": 3},
-                                                          {"windows": FULL}),
-    ("qwen2",   {"sliding_window": 9, "max_window_layers": 3, "use_sliding_window": True},
-                                                          {"windows": (None, None, None, 9)}),
-    ("qwen2",   {"sliding_window": 9, "layer_types": SLIDING, "use_sliding_window": True},
-                                                          {"windows": (9, None, 9, None)}),
-    ("qwen3",   {},                                       {"qk_norm": True, "qkv_bias": False}),
-    ("qwen3",   {"attention_bias": True, "mlp_bias": True},
-                                                          {"o_bias": True, "mlp_bias": False}),
-    ("smollm3", {},
-                                                          {"rotary": (True, True, True, False), "tied": True, "windows": FULL}),
-    ("smollm3", {"no_rope_layers": [1, 0, 1, 0]},         {"rotary": (True, False, True, False)}),
-    ("smollm3", {"no_rope_layer_interval": 2},            {"rotary": (True, False, True, False)}),
-    ("smollm3", {"no_rope_layers": [1, 1, 1, 1]},         {"rotary": ROTARY}),
-    ("smollm3", {"sliding_window": 9, "use_sliding_window": True},
-                                                          {"windows": (None, None, None, 9)}),
+    ("llama",   {},                                        {"qkv_bias": False, "windows": FULL}),
+    ("llama",   {"head_dim": None},                        {"head_dim": 6}),
+    ("llama",   {"head_dim": 16},                          {"head_dim": 16}),
+    ("llama",   {"num_key_value_heads": None},             {"n_kv_heads": 4}),
+    ("llama",   {"attention_bias": True},                  {"qkv_bias": True, "o_bias": True}),
+    ("llama",   {"mlp_bias": True},                        {"mlp_bias": True, "o_bias": False}),
+    ("llama",   {"sliding_window": 9},                     {"windows": FULL}),
+    ("llama",   {"tie_word_embeddings": True},             {"tied": True}),
+    ("llama",   {"rms_norm_eps": 1e-5},                    {"norm_eps": 1e-5}),
+    ("llama",   {"torch_dtype": "float16"},                {"dtype": "float16"}),
+    ("llama",   {"dtype": "bfloat16"},                     {"dtype": "bfloat16"}),
+    ("llama",   {"eos_token_id": [5, 6]},                  {"eos_token_ids": (5, 6)}),
+    ("llama",   {"eos_token_id": None},                    {"eos_token_ids": ()}),
+    ("mistral", {},                                        {"windows": (4096,) * 4}),
+    ("mistral", {"sliding_window": 9},                     {"windows": (9,) * 4}),
+    ("mistral", {"sliding_window": None},                  {"windows": FULL}),
+    ("mistral", {"attention_bias": True},                  {"qkv_bias": False}),
+    ("qwen2",   {},                                        {"qkv_bias": True, "o_bias": False}),
+    ("qwen2",   UPPER,                                     {"windows": FULL}),
+    ("qwen2",   {**UPPER, "use_sliding_window": True},     {"windows": (None, None, None, 9)}),
+    ("qwen2",   {**ON, **SLIDING},                         {"windows": (9, None, 9, None)}),
+    ("qwen3",   {},                                        {"qk_norm": True, "qkv_bias": False}),
+    ("qwen3",   {"attention_bias": True},                  {"qkv_bias": True, "o_bias": True}),
+    ("qwen3",   {"mlp_bias": True},                        {"mlp_bias": False}),
+    ("smollm3", {},                                        {"rotary": (True, True, True, False)}),
+    ("smollm3", {},                                        {"tied": True, "windows": FULL}),
+    ("smollm3", {"no_rope_layers": [1, 0, 1, 0]},          {"rotary": (True, False, True, False)}),
+    ("smollm3", {"no_rope_layer_interval": 2},             {"rotary": (True, False, True, False)}),
+    ("smollm3", {"no_rope_layers": [1, 1, 1, 1]},          {"rotary": (True, True, True, True)}),
+    ("smollm3", ON,                                        {"windows": (None, None, None, 9)}),
 ]
 # fmt: on
 
@@ -153,8 +149,8 @@ def test_config(model_type: str, changes: dict[str, Any], expected: dict[str, An
     assert {name: getattr(config, name) for name in expected} == expected
 
 
-# model_type: head_dim, n_kv_heads, max_seq_len, theta, eos of a config.json that names none of them; the source
-# is transformers' configuration_<model_type>.py. A Qwen3 has heads of 128 whatever its hidden_size.
+# model_type: head_dim, n_kv_heads, max_seq_len, theta, eos of a config.json that names none of them; from
+# transformers' configuration_<model_type>.py. A Qwen3 has heads of 128 whatever its hidden_size.
 ABSENT = {
     "llama": (6, 4, 2048, 10_000.0, (2,)),
     "mistral": (6, 8, 131_072, 10_000.0, (2,)),
@@ -188,33 +184,30 @@ def test_generation_config_wins_for_eos(tmp_path: Path) -> None:
 
 
 # fmt: off
-#   config.json over SMALL                                        words of the one line that refuses it
+#   config.json over SMALL                                    words of the one line that refuses it
 REFUSED = [
-    ({"model_type": "mixtral"},
-                                                                  ['model_type is "mixtral"', "llama", "qwen3"]),
-    ({"model_type": None},                                        ["model_type is null"]),
-    ({"hidden_act": "gelu"},                                      ['hidden_act is "gelu"', "silu"]),
-    ({"quantization_config": {"quant_method": "gptq"}},           ["quantization_config", "gptq"]),
-    ({"hidden_size": None},                                       ["hidden_size is null"]),
-    ({"vocab_size": "40"},                                        ['vocab_size is "40"', "whole number"]),
-    ({"num_hidden_layers": True},                                 ["num_hidden_layers is true"]),
-    ({"num_key_value_heads": 3},                                  ["num_key_value_heads is 3", "divisor"]),
-    ({"head_dim": 7},                                             ["head_dim is 7", "even"]),
-    ({"rms_norm_eps": 0},                                         ["rms_norm_eps is 0"]),
-    ({"rope_theta": "big"},                                       ['rope_theta is "big"']),
-    ({"partial_rotary_factor": 0.5},                              ["partial_rotary_factor is 0.5"]),
-    ({"rope_parameters": {"partial_rotary_factor": 0.5}},         ["partial_rotary_factor is 0.5"]),
-    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-                                                                  ['rope_type is "dynamic"', "llama3", "yarn"]),
-    ({"rope_scaling": {"rope_type": "longrope"}},                 ['rope_type is "longrope"']),
-    ({"rope_scaling": {"type": "linear"}},                        ["factor is null"]),
-    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},    ["low_freq_factor is null"]),
-    ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
-                                                                  ["rope_parameters", "all layers"]),
-    ({"layer_types": ["full_attention"]},                         ["layer_types", "4 times"]),
-    ({"layer_types": ["chunked_attention"] * 4},                  ["layer_types", "chunked_attention"]),
-    ({"model_type": "smollm3", "no_rope_layers": [1]},            ["no_rope_layers is [1]", "4 times"]),
-    ({"model_type": "mistral", "sliding_window": -1},             ["sliding_window is -1"]),
+    ({"model_type": "mixtral"},                               ['model_type is "mixtral"', "llama", "qwen3"]),
+    ({"model_type": None},                                    ["model_type is null"]),
+    ({"hidden_act": "gelu"},                                  ['hidden_act is "gelu"', "silu"]),
+    ({"quantization_config": {"quant_method": "gptq"}},       ["quantization_config", "gptq"]),
+    ({"hidden_size": None},                                   ["hidden_size is null"]),
+    ({"vocab_size": "40"},                                    ['vocab_size is "40"', "whole number"]),
+    ({"num_hidden_layers": True},                             ["num_hidden_layers is true"]),
+    ({"num_key_value_heads": 3},                              ["num_key_value_heads is 3", "divisor"]),
+    ({"head_dim": 7},                                         ["head_dim is 7", "even"]),
+    ({"rms_norm_eps": 0},                                     ["rms_norm_eps is 0"]),
+    ({"rope_theta": "big"},                                   ['rope_theta is "big"']),
+    ({"partial_rotary_factor": 0.5},                          ["partial_rotary_factor is 0.5"]),
+    ({"rope_parameters": {"partial_rotary_factor": 0.5}},     ["partial_rotary_factor is 0.5"]),
+    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}},    ['rope_type is "dynamic"', "llama3", "yarn"]),
+    ({"rope_scaling": {"rope_type": "longrope"}},             ['rope_type is "longrope"']),
+    ({"rope_scaling": {"type": "linear"}},                    ["factor is null"]),
+    ({"rope_scaling": {"type": "llama3", "factor": 8.0}},     ["low_freq_factor is null"]),
+    ({"rope_parameters": {"full_attention": {}}},             ["rope_parameters", "all layers"]),
+    ({"layer_types": ["full_attention"]},                     ["layer_types", "4 times"]),
+    ({"layer_types": ["chunked_attention"] * 4},              ["layer_types", "chunked_attention"]),
+    ({"model_type": "smollm3", "no_rope_layers": [1]},        ["no_rope_layers is [1]", "4 times"]),
+    ({"model_type": "mistral", "sliding_window": -1},         ["sliding_window is -1"]),
 ]
 # fmt: on
 
@@ -510,21 +503,21 @@ def entry(**described: Any) -> bytes:
 CONFIG, TENSORS = "config.json", "model.safetensors"
 
 # fmt: off
-#    file     becomes                                                    words of the one line that refuses it
+#    file     becomes                                                 words of the one line that refuses it
 BROKEN: list[tuple[str, bytes | None, list[str]]] = [
-    (CONFIG,  None,                                                      ["no config.json", f"found {TENSORS}"]),
-    (CONFIG,  b"{",                                                      ["config.json is not JSON"]),
-    (CONFIG,  b"[]",                                                     ["config.json holds a JSON list"]),
-    (CONFIG,  b"\xff",                                                   ["config.json is not JSON"]),
-    (TENSORS, None,                                                      ["index.json", "found config.json"]),
-    (TENSORS, b"",                                                       ["has 0 bytes"]),
-    (TENSORS, b"<html>not found</html>",                                 ["truncated, or not safetensors"]),
-    (TENSORS, header("{'x'}"),                                           ["broken safetensors header"]),
-    (TENSORS, header("7"),                                               ["broken safetensors header"]),
-    (TENSORS, entry(dtype="F32"),                                        ["tensor x", "shape"]),
-    (TENSORS, entry(dtype="F8_E4M3", shape=[4], data_offsets=[0, 4]),    ["tensor x", "F8_E4M3", "BF16, F16"]),
-    (TENSORS, entry(dtype="F32", shape=[5], data_offsets=[0, 20]),       ["tensor x", "truncated"]),
-    (TENSORS, entry(dtype="F32", shape=[3], data_offsets=[0, 16]),       ["tensor x", "16 bytes for F32 [3]"]),
+    (CONFIG,  None,                                                   ["no config.json", f"found {TENSORS}"]),
+    (CONFIG,  b"{",                                                   ["config.json is not JSON"]),
+    (CONFIG,  b"[]",                                                  ["config.json holds a JSON list"]),
+    (CONFIG,  b"\xff",                                                ["config.json is not JSON"]),
+    (TENSORS, None,                                                   ["index.json", "found config.json"]),
+    (TENSORS, b"",                                                    ["has 0 bytes"]),
+    (TENSORS, b"<html>not found</html>",                              ["truncated, or not safetensors"]),
+    (TENSORS, header("{'x'}"),                                        ["broken safetensors header"]),
+    (TENSORS, header("7"),                                            ["broken safetensors header"]),
+    (TENSORS, entry(dtype="F32"),                                     ["tensor x", "shape"]),
+    (TENSORS, entry(dtype="F8_E4M3", shape=[4], data_offsets=[0, 4]), ["tensor x", "F8_E4M3", "BF16, F16"]),
+    (TENSORS, entry(dtype="F32", shape=[5], data_offsets=[0, 20]),    ["tensor x", "truncated"]),
+    (TENSORS, entry(dtype="F32", shape=[3], data_offsets=[0, 16]),    ["tensor x", "16 bytes for F32 [3]"]),
 ]
 # fmt: on
 
