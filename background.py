@@ -1,6 +1,6 @@
 """An append-only log of one response's events, and its readers.
 
-    producer --append()--> EventLog --read(), newest()--> any number of readers, at any time, from any event
+    producer --extend()--> EventLog --read()--> any number of readers, at any time, from any event
 
 Rules of this file:
 1. An event gets its number where it is appended, and nowhere else: 0, 1, 2, ... without a gap.
@@ -11,7 +11,7 @@ Not here: what an event says (responses.py, completions.py), who runs the produc
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Any
 
 
@@ -25,9 +25,11 @@ class EventLog:
         self._closed = False
         self._news = asyncio.Event()
 
-    def append(self, event: dict[str, Any]) -> None:
-        self._frames.append(self._encode(len(self._frames), event))
-        self.events.append(event)
+    def extend(self, events: Iterable[dict[str, Any]]) -> None:
+        """Append events, in their order."""
+        for event in events:
+            self._frames.append(self._encode(len(self._frames), event))
+            self.events.append(event)
         self._wake()
 
     def close(self) -> None:
@@ -42,17 +44,9 @@ class EventLog:
     async def read(self, after: int = -1) -> AsyncGenerator[bytes]:
         """The frames behind number `after`: those there are, then those to come."""
         position = after + 1
-        while True:
-            for frame in self._frames[position:]:
-                yield frame
+        while position < len(self._frames) or not self._closed:
+            if position < len(self._frames):
+                yield self._frames[position]
                 position += 1
-            if self._closed and position >= len(self._frames):
-                return
-            if position >= len(self._frames):
+            else:
                 await self._news.wait()
-
-    async def whole(self) -> list[dict[str, Any]]:
-        """All events, once the log is closed."""
-        while not self._closed:
-            await self._news.wait()
-        return self.events

@@ -7,14 +7,11 @@ Hermes and Qwen).
 
 Rules of this file:
 1. Every piece is seen, one after another: how many tokens an engine step held cannot be seen from outside.
-2. A marker that is one token of the vocabulary is matched as that token, so text that merely spells it opens
-   nothing.
-   Only where the vocabulary has no such token is the marker looked for in the text.
-3. What may still become a marker or a stop string is held, no more; what is held leaves by the same path,
-   also at the end.
+2. A marker that is one token of the vocabulary is matched as that token, so text that merely spells it
+   opens nothing. Only where the vocabulary has no such token is the marker looked for in the text.
+3. What may still become a marker or a stop string is held, no more; it leaves by the same path as the rest.
 4. Newlines beside a marker are the template's, not the model's, and are dropped with it.
-5. Stop strings are looked for in what the user reads, never in reasoning or arguments, and after the markers
-   are gone.
+5. Stop strings are looked for where the markers are gone, in what the user reads, never in reasoning.
 6. Malformed output is text. Nothing here raises on what a model says.
 
 Not here: token ids (tokenizer.py), item and call ids (responses.py), when generation stops (worker.py).
@@ -46,7 +43,7 @@ class Piece(NamedTuple):
 
     text: str  # whole characters; "" for control tokens
     special: str = ""  # the spelling of the added token that this is, "" for ordinary text
-    logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens whose characters begin in `text`
+    logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens that this text completes
 
     def cut(self, n: int) -> tuple["Piece", "Piece"]:
         """Split behind `n` characters; a token's logprob goes with its first character."""
@@ -326,10 +323,10 @@ def _string(written: str) -> str | None:
 class Parser:
     """Pieces of one response to what they mean.
 
-    `markers` is what dialect() found; `state` what opening_state() found; `after_marker` says that the prompt ends
-    with a marker, so that leading newlines belong to it. `one_call` ends the response behind the first call
-    (parallel_tool_calls=false). `stopped` turns True when a stop string or the one call is complete: what is fed
-    afterwards is dropped.
+    `markers` is what dialect() found; `state` what opening_state() found; `after_marker` says that the prompt
+    ends with a marker, so that leading newlines belong to it. `one_call` ends the response behind the first
+    call (parallel_tool_calls=false). `stopped` turns True when a stop string or the one call is complete:
+    what is fed afterwards is dropped.
     """
 
     def __init__(
@@ -446,7 +443,7 @@ class Parser:
             yield from self._shown(piece)
 
     def _shown(self, piece: Piece) -> Iterator[Output]:
-        """Hold whitespace that may turn out to stand before a marker: after text newlines, before any all of it."""
+        """Hold what may stand before a marker: newlines behind text, any whitespace before it."""
         solid = piece.text.rstrip("\n") if self._visible or piece.text.strip() else ""
         if not solid:
             self._blank.append(piece)

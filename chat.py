@@ -319,7 +319,7 @@ class BadTemplate(ValueError):
 class Generation(jinja2.ext.Extension):
     """`{% generation %}` marks for training what the assistant wrote; in a prompt it is just its content."""
 
-    tags = {"generation"}
+    tags = {"generation"}  # noqa: RUF012  (as Jinja declares it)
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)

@@ -1,21 +1,17 @@
 """Deltas to chat completion chunks, and chunks to the completion they amount to.
 
-    [Delta | Call | Arguments | Close, ...], Finish --Chunks--> [chunk, ...] --fold()--> the chat.completion
-    object
+    [Delta | Call | Arguments | Close, ...], Finish --Chunks--> [chunk, ...] --fold()--> chat.completion
 
 Authority: https://platform.openai.com/docs/api-reference/chat-streaming and the chat types of the `openai`
 package.
 
 Rules of this file:
 1. The non-streaming answer is the fold of the same chunks.
-2. Every chunk has the same id, created and model, and a `choices` list; `finish_reason` is there, null until
-   the last.
-3. A call's first delta carries index, id, type, name and empty arguments; later ones carry index and
-   arguments only.
-4. Usage comes in one extra chunk with no choices, and only to those who asked
-   (github.com/sgl-project/sglang/issues/5451).
-5. Reasoning has no standard name: DeepSeek's `reasoning_content` and OpenRouter's `reasoning` carry the same
-   text.
+2. Every chunk has the same id, created and model, and a list of choices; `finish_reason` is null until the
+   last one of a choice, and never absent.
+3. A call's first delta carries index, id, type, name and empty arguments; later ones index and arguments.
+4. Usage comes in one more chunk, without choices, to those who asked: sgl-project/sglang#5451
+5. Reasoning has two names, DeepSeek's `reasoning_content` and OpenRouter's `reasoning`: same text in both.
 
 Not here: `[DONE]` and frames (sse.py), ids and the time (arguments).
 """
@@ -43,6 +39,7 @@ class Chunks:
         self._include_usage = include_usage
         self._n_calls = [0] * n
         self._usage: list[Usage] = []
+        self._failed = False  # one choice did: nothing follows the error, of the other choices either
 
     def start(self) -> list[Chunk]:
         """The role, before the prompt is read: later deltas omit it
@@ -52,6 +49,8 @@ class Chunks:
 
     def feed(self, index: int, output: Output) -> list[Chunk]:
         match output:
+            case _ if self._failed:
+                return []
             case Delta("analysis", text, _):
                 return [self._chunk(index, {"reasoning_content": text, "reasoning": text})]
             case Delta(_, text, logprobs):
@@ -69,7 +68,10 @@ class Chunks:
 
     def finish(self, index: int, finish: Finish) -> list[Chunk]:
         """The end of one choice; of the request, if it failed."""
+        if self._failed:
+            return []
         if finish.reason in ("failed", "cancelled"):
+            self._failed = True
             error = {"message": finish.message, "type": "server_error", "param": None, "code": finish.code}
             return [{"error": error}]
         if finish.usage:
@@ -79,7 +81,7 @@ class Chunks:
 
     def end(self) -> list[Chunk]:
         """The end of the request: its usage, summed over the choices, which share one prompt."""
-        if not self._include_usage:
+        if self._failed or not self._include_usage:
             return []
         return [self._head | {"object": "chat.completion.chunk", "choices": [], "usage": _usage(self._usage)}]
 

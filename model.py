@@ -1,21 +1,17 @@
 """The forward pass of a transformer, written once, over an `ops` object; NumpyOps is the spec, in float32.
 
-    Batch (rows of several sequences) --forward()--> logits of the rows that asked for them --ops.pick()-->
-    token ids
+    Batch of Spans --forward()--> logits of the rows that are wanted --ops.pick()--> token ids
 
-Authority: "Attention Is All You Need" (arXiv 1706.03762), RMSNorm 1910.07467, RoPE 2104.09864, SwiGLU
-2002.05202,
-grouped-query attention 2305.13245; details of a family as `weights.py` reads them from config.json.
+Authority: "Attention Is All You Need" (arXiv 1706.03762), RMSNorm 1910.07467, RoPE 2104.09864,
+SwiGLU 2002.05202, grouped-query attention 2305.13245; what a family adds is in `weights.py`.
 
 Rules of this file:
 1. The ops are cut where a GPU kernel is: each is one kernel's work, with its norm, bias or residual inside.
-2. A step's rows are tokens of any number of sequences, one after another: prefill and decode are the same
-   pass.
-3. Rotary pairs are adjacent (weights.py puts them so): a pair is one complex number, a rotation one
-   multiplication.
+2. A step's rows are tokens of any number of sequences. Prefill and decode are the same pass.
+3. Rotary pairs are adjacent (weights.py puts them so): a pair is a complex number, a rotation one product.
 4. A sequence gets the same bits alone and in any batch: no product and no sum runs over rows of two spans,
-   for BLAS sums one row in another order than several. What is drawn depends on seed, choice and position alone.
-   Prefill and decode agree up to rounding, a relative difference of about 1e-6.
+   for BLAS sums one row in another order than several. Prefill and decode agree up to rounding, about 1e-6.
+5. What is drawn depends on logits, seed, choice and position alone.
 
 Not here: which rows to compute next (engine.py), files (weights.py).
 """

@@ -3,19 +3,16 @@
     body of POST /v1/responses         --from_responses()--> Request
     body of POST /v1/chat/completions  --from_chat()-------> Request
 
-Authority: https://platform.openai.com/docs/api-reference/responses/create and .../chat/create; names that
-OpenAI lacks
-(top_k, min_p, repetition_penalty, stop_token_ids, chat_template_kwargs) are those of vLLM.
+Authority: https://platform.openai.com/docs/api-reference/responses/create and .../chat/create. What OpenAI
+lacks (top_k, min_p, repetition_penalty, stop_token_ids, chat_template_kwargs) has the names of vLLM.
 
 Rules of this file:
 1. null means absent. Unknown keys are ignored: https://github.com/openresponses/openresponses
 2. What would change the answer and is not built is refused with `unsupported_parameter`, never ignored.
-3. What cannot change the answer (a hint) is accepted, checked loosely, and echoed where the response has a
-   place for it.
+3. A hint, which cannot change the answer, is accepted, and echoed where the response has a place for it.
 4. Every error has a message that says what was expected and what came, the parameter's path, and a code.
 
-Not here: what messages and items mean (chat.py), which models there are and how long a prompt may be
-(server.py, worker.py).
+Not here: what messages mean (chat.py), which models there are (server.py), how long a prompt is (worker.py).
 """
 
 import json

@@ -6,15 +6,12 @@ Authority: https://platform.openai.com/docs/api-reference/responses-streaming an
 `openai` package.
 
 Rules of this file:
-1. A response is the fold of its events: the terminal event's `response` holds what the events before it
-   said, bit for bit.
+1. A response is the fold of its events: the last one's `response` holds what the others said, bit for bit.
 2. Every event passes `Builder._event`, and GRAMMAR decides there whether it may come now.
 3. Ids and indices are drawn once, when an item is announced, and never again.
-4. An open item is closed by `Builder._close` alone: for the next item, the end, a length stop, a failure and
-   a cancel.
+4. `Builder._close` alone closes an item: for the next one, the end, a length stop, a failure, a cancel.
 5. An event shares nothing with the builder: what happens later cannot change it.
-6. No event carries a number yet: `sequence_number` is given where the event is appended to the log
-   (background.py).
+6. No event has its `sequence_number` yet: it is given where the event enters the log (background.py).
 
 Not here: time and randomness (arguments), JSON and SSE (sse.py), what the request may say (params.py).
 """
@@ -168,7 +165,7 @@ class Builder:
 
     def start(self) -> list[Event]:
         """What can be said before the first token: clients time out on long prompts."""
-        return [self._envelope("response.created"), self._envelope("response.in_progress")]
+        return [self._envelope(type_, self.status) for type_ in ("response.created", "response.in_progress")]
 
     def feed(self, output: Output) -> list[Event]:
         match output:
@@ -186,9 +183,9 @@ class Builder:
 
     def finish(self, finish: Finish, now: int) -> list[Event]:
         """The end, of whatever kind; `now` is when (Unix seconds)."""
-        self.status, item_status = ENDINGS[finish.reason]
+        status, item_status = ENDINGS[finish.reason]
         closing = self._close(item_status)
-        return [*closing, self._envelope(TERMINAL.get(self.status, "response.failed"), finish, now)]
+        return [*closing, self._envelope(TERMINAL.get(status, "response.failed"), status, finish, now)]
 
     # The one place where an event is made.
     def _event(self, type_: str, **fields: Any) -> Event:
@@ -251,19 +248,23 @@ class Builder:
         is_text = self._item is not None and self._item.kind.part == "output_text"
         return {"logprobs": [_logprob(p, False) for p in logprobs]} if is_text else {}
 
-    def _envelope(self, type_: str, finish: Finish | None = None, now: int | None = None) -> Event:
-        return self._event(type_, response=self._response(finish, now))
+    def _envelope(
+        self, type_: str, status: str, finish: Finish | None = None, now: int | None = None
+    ) -> Event:
+        event = self._event(type_, response=self._response(status, finish, now))
+        self.status = status
+        return event
 
-    def _response(self, finish: Finish | None, now: int | None) -> dict[str, Any]:
+    def _response(self, status: str, finish: Finish | None, now: int | None) -> dict[str, Any]:
         """The response object as it stands."""
-        failed = finish is not None and self.status == "failed"
+        error = {"code": finish.code, "message": finish.message} if finish and status == "failed" else None
         return self._head | {
-            "status": self.status,
-            "completed_at": now if self.status == "completed" else None,
-            "error": {"code": finish.code, "message": finish.message} if finish and failed else None,
-            "incomplete_details": {"reason": "max_output_tokens"} if self.status == "incomplete" else None,
+            "status": status,
+            "completed_at": now if status == "completed" else None,
+            "error": error,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "output": [dict(item) for item in self.output],
-            "usage": _usage(finish.usage) if finish and finish.usage and self.status != "cancelled" else None,
+            "usage": _usage(finish.usage) if finish and finish.usage and status != "cancelled" else None,
         }
 
 

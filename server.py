@@ -1,13 +1,11 @@
 """The HTTP server: routes, headers, disconnects, errors to status codes, and the command line.
 
-    POST /v1/responses, /v1/chat/completions: body --params--> Request --worker--> outputs --builder-->
-    EventLog --> answer
+    body --params--> Request --worker--> outputs --responses | completions--> EventLog --Answer--> bytes
 
 Authority: https://platform.openai.com/docs/api-reference (paths, bodies, errors).
 
 Rules of this file:
-1. One path: a producer fills an event log, and the answer reads it: as it grows (stream) or whole (the fold
-   of the same events).
+1. One path: a producer fills an event log, and the answer reads it, as it grows or whole.
 2. Before the first byte an error has its status code; after it only events follow, and the last one tells.
 3. When the client leaves, the producer is cancelled, and with it the engine's sequence.
 4. Everything ends: a worker that raises, a shutdown and a disconnect each close the log.
@@ -50,7 +48,7 @@ import sse
 import weights
 from background import EventLog
 from channels import Finish, Output
-from chat import BadInput, ChatTemplate
+from chat import BadInput, BadTemplate, ChatTemplate
 from engine import Engine
 from tokenizer import Tokenizer, TokenizerError
 from worker import LocalWorker, Prompt
@@ -142,7 +140,7 @@ async def read_json(http: HttpRequest) -> Any:
             )
     try:
         value = json.loads(body, parse_constant=_no_constant)
-        sse.dumps(value).encode()
+        json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair is no text
     except (ValueError, RecursionError) as error:
         raise params.BadRequest(f"Could not parse the body as JSON: {error}", None, "invalid_json") from error
     return value
@@ -152,10 +150,15 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
+Producer = asyncio.Future[None]
+
+
 class Answer(Response):
     """Runs `producer` for as long as the client is there, and answers with the log that it fills.
 
-    As a stream, or as `whole(events)`, a status and a body, when the log is closed.
+    As a stream that ends in `done`, or as `whole(events)`, a status and a body, when the producer has ended.
+    A producer that raises is a bug of ours: its client gets a 500 or, in a stream, a connection that breaks,
+    never a clean end.
     """
 
     def __init__(
@@ -166,40 +169,37 @@ class Answer(Response):
         whole: Callable[[list[dict[str, Any]]], tuple[int, dict[str, Any]]],
         done: bytes,
     ) -> None:
-        self._events, self._producer, self._stream, self._whole, self._done = (
-            events,
-            producer,
-            stream,
-            whole,
-            done,
-        )
+        self._events, self._producer, self._whole = events, producer, whole
+        self._stream, self._done = stream, done
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        send_all = self._send_stream(send) if self._stream else self._send_whole(scope, receive, send)
-        producer, sender, gone = (
-            asyncio.ensure_future(c) for c in (self._producer, send_all, disconnect(receive))
-        )
+        producer = asyncio.ensure_future(self._producer)
+        send_all = self._send_stream if self._stream else self._send_whole
+        answer = asyncio.ensure_future(send_all(producer, scope, receive, send))
+        gone = asyncio.ensure_future(disconnect(receive))
         try:
-            await asyncio.wait({sender, gone}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in (producer, sender, gone):
+            answered = answer.done()
+            for task in (producer, answer, gone):
                 task.cancel()
-            await asyncio.gather(producer, sender, gone, return_exceptions=True)
-        if not sender.cancelled() and (error := sender.exception()):
-            raise error
+            await asyncio.gather(producer, answer, gone, return_exceptions=True)
+        if answered:
+            answer.result()  # raises what it raised
 
-    async def _send_stream(self, send: Send) -> None:
+    async def _send_stream(self, producer: Producer, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(k.lower().encode(), v.encode()) for k, v in SSE_HEADERS.items()]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         async with aclosing(kept_alive(self._events.read())) as frames:
-            async for (
-                frame
-            ) in frames:  # one write an event: some clients lose an event that is cut (openresponses)
+            # One write an event: the parser of openresponses loses an event that is cut.
+            async for frame in frames:
                 await send({"type": "http.response.body", "body": frame, "more_body": True})
+        await producer
         await send({"type": "http.response.body", "body": self._done})
 
-    async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        status, body = self._whole(await self._events.whole())
+    async def _send_whole(self, producer: Producer, scope: Scope, receive: Receive, send: Send) -> None:
+        await producer
+        status, body = self._whole(self._events.events)
         await JSONResponse(body, status)(scope, receive, send)
 
 
@@ -272,7 +272,7 @@ class Api:
     async def create_response(self, http: HttpRequest) -> Response:
         request = params.from_responses(await read_json(http), self._defaults)
         self._check_model(request.model)
-        prompt = self._worker.prepare(request)
+        prompt = await asyncio.to_thread(self._worker.prepare, request)
         head = {
             "id": new_id("resp"),
             "object": "response",
@@ -288,7 +288,7 @@ class Api:
     async def create_completion(self, http: HttpRequest) -> Response:
         request = params.from_chat(await read_json(http), self._defaults)
         self._check_model(request.model)
-        prompt = self._worker.prepare(request)
+        prompt = await asyncio.to_thread(self._worker.prepare, request)
         fingerprint = f"fp_{self._created:x}"  # of "the backend configuration": this start of the server
         head = {
             "id": new_id("chatcmpl"),
@@ -336,17 +336,13 @@ class Api:
 
     async def _fill_response(self, events: EventLog, prompt: Prompt, builder: responses.Builder) -> None:
         with contextlib.closing(events):
-            for event in builder.start():
-                events.append(event)
+            events.extend(builder.start())
             async with aclosing(self._outputs(prompt, 0)) as outputs:
                 async for output in outputs:
-                    last = isinstance(output, Finish)
-                    for event in (
+                    made = (
                         builder.finish(output, now()) if isinstance(output, Finish) else builder.feed(output)
-                    ):
-                        events.append(event)
-                    if last:
-                        return
+                    )
+                    events.extend(made)
 
     async def _fill_completion(self, events: EventLog, prompt: Prompt, chunks: completions.Chunks) -> None:
         async def fill_choice(index: int) -> None:
@@ -357,17 +353,14 @@ class Api:
                         if isinstance(output, Finish)
                         else chunks.feed(index, output)
                     )
-                    for chunk in made:
-                        events.append(chunk)
+                    events.extend(made)
 
         with contextlib.closing(events):
-            for chunk in chunks.start():
-                events.append(chunk)
+            events.extend(chunks.start())
             async with asyncio.TaskGroup() as group:
                 for index in range(prompt.request.n):
                     group.create_task(fill_choice(index))
-            for chunk in chunks.end():
-                events.append(chunk)
+            events.extend(chunks.end())
 
     async def _outputs(self, prompt: Prompt, choice: int) -> AsyncGenerator[Output | Finish]:
         """What the worker says, with exactly one Finish at the end, whatever happens to it."""
@@ -568,6 +561,7 @@ def announce(worker: LocalWorker, names: list[str], listener: socket.socket) -> 
 
 def main() -> int:
     args = arguments().parse_args()
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     logging.basicConfig(
         level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
@@ -587,7 +581,14 @@ def main() -> int:
     try:
         directory = hub.find(args.model)
         worker = load(directory, args.max_model_len)
-    except (hub.HubError, weights.UnsupportedModel, TokenizerError, BadInput, OSError, MemoryError) as error:
+    except (
+        hub.HubError,
+        weights.UnsupportedModel,
+        TokenizerError,
+        BadTemplate,
+        OSError,
+        MemoryError,
+    ) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     names = args.served_model_name or [

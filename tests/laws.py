@@ -10,8 +10,10 @@ check_response() is laws 3, 4 and 5, and the shape of every event: the table bel
 Nothing here uses responses.fold or its builder: what is judged does not judge.
 """
 
+import asyncio
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import aclosing
 from typing import Any
 
 import pydantic
@@ -60,15 +62,21 @@ def items(outputs: Iterable[Output]) -> list[list[str]]:
 
 def on_the_wire(events: Iterable[Json]) -> list[Json]:
     """Events through the log and the SSE encoding and back, as a client gets them."""
-    log = EventLog(server.encode_event)
-    for event in events:
-        log.append(event)
-    parser = sse.Parser()
-    frames = [frame for raw in log._frames for frame in parser.feed(raw)]
+    parser, got = sse.Parser(), []
+    for frame in asyncio.run(frames(events)):
+        (event,) = parser.feed(frame)  # one frame an event
+        got.append(json.loads(event.data))
+        assert event.type == got[-1]["type"]
     parser.close()
-    for frame in frames:
-        assert frame.type == json.loads(frame.data)["type"]
-    return [json.loads(frame.data) for frame in frames]
+    return got
+
+
+async def frames(events: Iterable[Json]) -> list[bytes]:
+    log = EventLog(server.encode_event)
+    log.extend(events)
+    log.close()
+    async with aclosing(log.read()) as reader:
+        return [frame async for frame in reader]
 
 
 # --- shape --------------------------------------------------------------------------------------------------

@@ -137,7 +137,7 @@ MISSING, UNSUPPORTED = "missing_required_parameter", "unsupported_parameter"
 TYPE, VALUE = "invalid_type", "invalid_value"
 
 #    input                                              param                         code
-BAD_RESPONSES = [
+BAD_RESPONSES: list[tuple[Any, str, str]] = [
     (7,                                                 "input",                      TYPE),
     (None,                                              "input",                      TYPE),
     (["hi"],                                            "input[0]",                   TYPE),
@@ -227,7 +227,7 @@ CHAT = [
 ]
 
 #    messages                                   param                                        code
-BAD_CHAT = [
+BAD_CHAT: list[tuple[Any, str, str]] = [
     ([],                                        "messages",                                  VALUE),
     ("hi",                                      "messages",                                  TYPE),
     ([None],                                    "messages[0]",                               TYPE),
