@@ -1,52 +1,295 @@
-"""An append-only log of one response's events, and its readers.
+"""Responses that outlive their request: an event log for each, and the registry of those that run.
 
-    producer --extend()--> EventLog --read()--> any number of readers, at any time, from any event
+    Producer --extend()--> EventLog --write()--> store.py
+                              +-----read()--> any number of readers, at any time, from any event
+
+Authority: https://platform.openai.com/docs/guides/background. What went wrong elsewhere: a background run
+that expected another kind of message than a stream sends, github.com/EricLBuehler/mistral.rs/issues/1945.
+Here there is one kind.
 
 Rules of this file:
 1. An event gets its number where it is appended, and nowhere else: 0, 1, 2, ... without a gap.
 2. An event is encoded once, then and there: all readers share those bytes, and nothing can change them.
-3. A reader ends when the log is closed and read to its end; a log is closed on every path of its producer.
+3. A reader sees an event when it is written, so no restart takes back what was seen. One write takes all
+   events that came during the last one: the tokens do not wait for the disk.
+4. A response ends once, in its log: a cancel that comes before the last event wins, a later one has lost.
+5. Everything ends: a producer that returns, raises, is cancelled or was killed leaves a terminal event.
 
-Not here: what an event says (responses.py, completions.py), who runs the producer (server.py).
+Not here: SQL (store.py), what an event says (responses.py), HTTP (server.py).
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable
-from typing import Any
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+from store import TERMINAL, Newest, Row, Store
+
+log = logging.getLogger("background")
+T = TypeVar("T")
+
+Event = dict[str, Any]
+Encode = Callable[[int, Event], bytes]
+Write = Callable[[int, list[bytes], Newest], Awaitable[None]]
+
+EVICT_EVERY_S = 1  # the limits are looked at when a response ends or is asked for, no more often than this
 
 
 class EventLog:
-    """`encode(number, event)` gives an event's frame."""
+    """The events of one response, or the chunks of one completion.
 
-    def __init__(self, encode: Callable[[int, dict[str, Any]], bytes]) -> None:
-        self.events: list[dict[str, Any]] = []
+    `encode(number, event)` gives an event's frame; `write(first, frames, newest)` keeps frames, None keeps
+    nothing; `frames` are those that an earlier process wrote, `newest` the response object in them.
+    """
+
+    def __init__(
+        self, encode: Encode, write: Write | None = None, frames: Sequence[bytes] = (), newest: Newest = None
+    ) -> None:
+        self.newest = newest  # the newest response object in an event
+        self.events: list[Event] = []  # of this process
         self._encode = encode
-        self._frames: list[bytes] = []
+        self._write = write
+        self._frames = list(frames)  # written: readers see these
+        self._pending: list[tuple[bytes, Newest]] = []  # encoded, not written yet
+        self._writing: asyncio.Task[None] | None = None
         self._closed = False
         self._news = asyncio.Event()
 
-    def extend(self, events: Iterable[dict[str, Any]]) -> None:
+    @property
+    def status(self) -> str:
+        """Of the response: queued, in_progress or a terminal one; "" before its first event."""
+        return self.newest["status"] if self.newest else ""
+
+    @property
+    def ended(self) -> bool:
+        return self.status in TERMINAL
+
+    def extend(self, events: Iterable[Event]) -> None:
         """Append events, in their order."""
         for event in events:
-            self._frames.append(self._encode(len(self._frames), event))
+            frame = self._encode(len(self._frames) + len(self._pending), event)
+            self._pending.append((frame, event.get("response")))
             self.events.append(event)
-        self._wake()
+            self.newest = event.get("response") or self.newest
+        if self._write is None:
+            self._show(len(self._pending))
+        elif self._pending and self._writing is None:
+            self._writing = asyncio.create_task(self._write_all(self._write))
 
     def close(self) -> None:
         """Nothing follows."""
         self._closed = True
         self._wake()
 
-    def _wake(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
+    async def written(self) -> None:
+        """Wait until all events are written."""
+        while self._pending:
+            await self._news.wait()
 
     async def read(self, after: int = -1) -> AsyncGenerator[bytes]:
         """The frames behind number `after`: those there are, then those to come."""
         position = after + 1
-        while position < len(self._frames) or not self._closed:
+        while position < len(self._frames) or self._pending or not self._closed:
             if position < len(self._frames):
                 yield self._frames[position]
                 position += 1
             else:
                 await self._news.wait()
+
+    async def _write_all(self, write: Write) -> None:
+        while self._pending:
+            batch = list(self._pending)
+            newest = next((response for _, response in reversed(batch) if response), None)
+            try:
+                await write(len(self._frames), [frame for frame, _ in batch], newest)
+            except Exception:
+                log.exception("%d events could not be stored; they are lost at exit", len(batch))
+            self._show(len(batch))
+        self._writing = None
+
+    def _show(self, n: int) -> None:
+        """The first `n` pending events are for readers now."""
+        self._frames += [frame for frame, _ in self._pending[:n]]
+        del self._pending[:n]
+        self._wake()
+
+    def _wake(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+
+class Producer(NamedTuple):
+    """What makes the events of one response."""
+
+    start: Callable[[], list[Event]]  # accepted: created, queued
+    fill: Callable[[EventLog], Awaitable[None]]  # in_progress ... and the terminal event
+    end: Callable[[str, str], list[Event]]  # (failed | cancelled, message): the terminal event instead
+
+
+@dataclass(eq=False)
+class Job:
+    """A background response that has not ended."""
+
+    row: Row
+    log: EventLog
+    filling: asyncio.Future[None]
+    stop: tuple[str, str] | None = None  # why `filling` was cancelled; None: the next process shall run it
+    ending: asyncio.Task[None] | None = None  # sees it to its end
+
+
+class QueueFull(Exception):
+    """Too many background responses wait."""
+
+
+class Registry:
+    """The background responses of this process, and the store behind them."""
+
+    def __init__(self, store: Store, encode: Encode, max_running: int = 8, max_queued: int = 256) -> None:
+        self._store = store
+        self._encode = encode
+        self._slots = asyncio.Semaphore(max_running)  # the engine's other places are left to the foreground
+        self._max_queued = max_queued
+        self._jobs: dict[str, Job] = {}
+        self._thread = ThreadPoolExecutor(1, "store")  # SQLite is asked in order, and never in the event loop
+        self._evicted_at = 0.0
+        self._holding = False
+
+    # --- what a request asks for ----------------------------------------------------------------------------
+
+    async def submit(self, row: Row, producer: Producer) -> EventLog:
+        """Accept a background response: when this returns it will end, whatever happens to this process."""
+        if sum(job.log.status == "queued" for job in self._jobs.values()) >= self._max_queued:
+            raise QueueFull
+        started = producer.start()
+        await self._call(self._store.insert, row._replace(response=started[-1]["response"]))
+        events = EventLog(self._encode, self._writer(row.id))
+        events.extend(started)
+        self._run(row, events, producer)
+        await events.written()
+        return events
+
+    def foreground_log(self, row: Row | None) -> EventLog:
+        """A log that is stored as a whole, before its last event is seen; `row` None: not at all."""
+
+        async def keep(first: int, frames: list[bytes], newest: Newest) -> None:
+            if row and newest and newest["status"] in TERMINAL:
+                await self._call(self._store.insert, row._replace(response=newest, ended_at=time.time()))
+                await self._evict()
+
+        return EventLog(self._encode, keep if row else None)
+
+    async def get(self, id: str) -> Row | None:
+        """A response as it stands."""
+        if job := self._jobs.get(id):
+            return job.row._replace(response=job.log.newest or job.row.response)
+        await self._evict()
+        return await self._call(self._store.get, id)
+
+    async def events(self, id: str) -> EventLog | None:
+        """The log of a background response; None when its events are no longer kept."""
+        if job := self._jobs.get(id):
+            return job.log
+        frames = await self._call(self._store.frames, id)
+        events = EventLog(self._encode, frames=frames)
+        events.close()
+        return events if frames else None
+
+    async def cancel(self, id: str) -> None:
+        """Stop a background response; when this returns it has ended, and the engine has been told."""
+        if job := self._jobs.get(id):
+            if not job.log.ended:
+                self._stop(job, ("cancelled", ""))
+            assert job.ending
+            await asyncio.wait({job.ending})
+
+    async def delete(self, id: str) -> None:
+        await self._call(self._store.delete, id)
+
+    # --- the life of a job ----------------------------------------------------------------------------------
+
+    async def take_over(
+        self, producer: Callable[[Row], Awaitable[Producer]], interrupted: Callable[[list[bytes]], Event]
+    ) -> None:
+        """What the last process left: run again what was queued, end what was in progress."""
+        for row in await self._call(self._store.live):
+            frames = await self._call(self._store.frames, row.id)
+            events = EventLog(self._encode, self._writer(row.id), frames, row.response)
+            if row.response["status"] == "queued":
+                try:
+                    again = await producer(row)
+                except Exception:  # another model serves now, or one with a shorter context
+                    log.exception("%s was queued, and cannot run any more", row.id)
+                else:
+                    log.info("%s was queued: it runs again", row.id)
+                    started = again.start()
+                    events.extend([] if frames else started)
+                    self._run(row, events, again)
+                    continue
+            log.info("%s was interrupted: it has failed", row.id)
+            events.extend([interrupted(frames)])
+            await events.written()
+
+    def hold(self) -> None:
+        """Start no more: what is queued stays queued."""
+        self._holding = True
+
+    async def close(self, persistent: bool) -> None:
+        """End what runs; what is queued in a persistent store waits there for the next process."""
+        for job in self._jobs.values():
+            if not job.log.ended:
+                waits = persistent and job.log.status == "queued"
+                self._stop(job, None if waits else ("failed", "The server is shutting down."))
+        if endings := {job.ending for job in self._jobs.values() if job.ending}:
+            await asyncio.wait(endings)
+
+    def counts(self) -> dict[str, int]:
+        return {"background": len(self._jobs)}
+
+    def _run(self, row: Row, events: EventLog, producer: Producer) -> None:
+        async def in_turn() -> None:
+            async with self._slots:
+                if self._holding:
+                    await asyncio.Event().wait()  # until close() cancels it
+                await producer.fill(events)
+
+        job = self._jobs[row.id] = Job(row, events, asyncio.ensure_future(in_turn()))
+        job.ending = asyncio.create_task(self._finish(job, producer))
+
+    async def _finish(self, job: Job, producer: Producer) -> None:
+        """See a job to its end: never cancelled itself, so there always is one."""
+        await asyncio.wait({job.filling})
+        stop = job.stop
+        if not job.filling.cancelled():
+            stop = stop or ("failed", "The run ended without a last event.")
+            if error := job.filling.exception():
+                log.error("the run of %s failed", job.row.id, exc_info=error)
+                stop = ("failed", f"{type(error).__name__} in the server; its log has the details.")
+        if stop and not job.log.ended:
+            job.log.extend(producer.end(*stop))
+        job.log.close()
+        await job.log.written()
+        del self._jobs[job.row.id]
+        await self._evict()
+
+    def _stop(self, job: Job, why: tuple[str, str] | None) -> None:
+        job.stop = why
+        job.filling.cancel()
+
+    # --- the store's thread ---------------------------------------------------------------------------------
+
+    def _writer(self, id: str) -> Write:
+        async def write(first: int, frames: list[bytes], newest: Newest) -> None:
+            await self._call(self._store.append, id, first, frames, newest, time.time())
+
+        return write
+
+    async def _evict(self) -> None:
+        if time.monotonic() - self._evicted_at > EVICT_EVERY_S:
+            self._evicted_at = time.monotonic()
+            await self._call(self._store.evict, time.time())
+
+    async def _call(self, function: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)

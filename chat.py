@@ -17,7 +17,7 @@ Not here: the checks of `tools` (params.py), what the model says in answer (chan
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -187,27 +187,33 @@ def _item_reference(talk: Conversation, item: dict[str, Any], param: str) -> Non
     raise BadInput(message, f"{param}.type", "unsupported_parameter")
 
 
+def _compaction(talk: Conversation, item: dict[str, Any], param: str) -> None:
+    """What POST /v1/responses/compact has made of an older part of the conversation."""
+    talk.say("user", "Summary of the conversation so far:\n" + _required(item, "summary", str, param))
+
+
 ITEMS: dict[str, Reader] = {
     "message": _message,
     "reasoning": _reasoning,
     "function_call": _function_call,
     "function_call_output": _function_call_output,
     "item_reference": _item_reference,
+    "compaction": _compaction,
 }
 
 
-def from_responses(input: str | list[Any], instructions: str | None) -> list[Message]:
-    """The messages of a Responses request; raises BadInput."""
+def from_responses(
+    input: str | list[Any], instructions: str | None, context: Sequence[dict[str, Any]] = ()
+) -> list[Message]:
+    """The messages of a Responses request behind the items of its chain; raises BadInput."""
     talk = Conversation()
     if instructions:
         talk.say("system", instructions)
-    if isinstance(input, str):
-        talk.say("user", input)
-        return talk.messages
-    for param, item in _objects(input, "input"):
+    items = [{"role": "user", "content": input}] if isinstance(input, str) else input
+    for param, item in [*_objects(list(context), "previous_response_id"), *_objects(items, "input")]:
         kind = "message" if item.get("type") is None else _checked(item["type"], str, f"{param}.type")
         _picked(ITEMS, kind, f"{param}.type")(talk, item, param)
-    if not (input and talk.messages):
+    if not (items and talk.messages):
         raise BadInput("'input' has no message.", "input")
     return talk.messages
 

@@ -105,6 +105,9 @@ class Engine:
         finally:
             self._inbox.put(("abort", sequence))  # nothing to do if it has ended
 
+    def busy(self) -> bool:
+        return bool(self._running or self._waiting)
+
     def counts(self) -> dict[str, int]:
         return {"running": len(self._running), "waiting": len(self._waiting), "steps": self.n_steps}
 

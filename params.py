@@ -17,7 +17,7 @@ Not here: what messages mean (chat.py), which models there are (server.py), how 
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -56,6 +56,8 @@ class Request:
     n_top_logprobs: int | None  # None: no logprobs
     stop: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
+    store: bool  # Responses: keep it, so that it can be asked for and continued
+    background: bool  # Responses: run it apart from this request
     parallel_tool_calls: bool
     truncate: bool  # drop the oldest messages rather than refuse a prompt that is too long
     template_kwargs: dict[str, Any]  # for the chat template: enable_thinking and whatever else it knows
@@ -199,11 +201,6 @@ def stop(value: Any, path: str) -> tuple[str, ...]:
     return tuple(list_of(string(min_length=1), max_items=4)(value, path))
 
 
-def unknown_response(value: Any, path: str) -> Any:
-    string()(value, path)
-    raise BadRequest(f"Previous response with id '{value}' not found.", path, "previous_response_not_found")
-
-
 # --- the parameters -----------------------------------------------------------------------------------------
 
 
@@ -213,8 +210,7 @@ class Row(NamedTuple):
     echo: bool = False  # the response object has a member of this name
 
 
-NOT_STORED = "This server does not keep responses yet: leave it out, or send false."
-NOT_BACKGROUND = "This server does not run responses in the background yet."
+NOT_STORED = "This server keeps Responses, not chat completions: leave it out, or send false."
 NOT_CONSTRAINED = "This server does not constrain its output yet; only plain text can be asked for."
 output_format = members(type=one_of("text", "json_schema", "json_object"))
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -259,10 +255,10 @@ COMMON = {
 RESPONSES = COMMON | {
     "input":                Row(anything),  # chat.from_responses checks it
     "instructions":         Row(string(),                              None,       True),
-    "previous_response_id": Row(unknown_response,                      None,       True),
+    "previous_response_id": Row(string(),                              None,       True),
     "conversation":         Row(refused("This server keeps no conversations; send their items as input.")),
-    "store":                Row(refused(NOT_STORED, False),            False,      True),
-    "background":           Row(refused(NOT_BACKGROUND, False),        False,      True),
+    "store":                Row(boolean,                               True,       True),
+    "background":           Row(boolean,                               False,      True),
     "stream_options":       Row(members(include_obfuscation=boolean)),
     "max_output_tokens":    Row(integer(1, 2**31),                     None,       True),
     "max_tool_calls":       Row(integer(1, 2**31),                     None,       True),  # of built-in tools
@@ -315,8 +311,11 @@ def read(body: Any, rows: Mapping[str, Row], defaults: Mapping[str, Any]) -> dic
     return values
 
 
-def from_responses(body: Any, defaults: Mapping[str, Any]) -> Request:
-    """Check a body of POST /v1/responses; raises BadInput."""
+def from_responses(body: Any, defaults: Mapping[str, Any], context: Sequence[dict[str, Any]] = ()) -> Request:
+    """Check a body of POST /v1/responses; `context` are the items of the chain before it. Raises BadInput."""
+    if isinstance(body, dict) and body.get("conversation") and body.get("previous_response_id"):
+        message = "'conversation' and 'previous_response_id' cannot both be set."
+        raise BadRequest(message, "conversation", "mutually_exclusive_parameters")
     values = read(body, RESPONSES, defaults)
     if values["input"] is None:
         raise BadRequest("Missing required parameter: 'input'.", "input", "missing_required_parameter")
@@ -327,7 +326,7 @@ def from_responses(body: Any, defaults: Mapping[str, Any]) -> Request:
     effort = (values["reasoning"] or {}).get("effort")
     return request(
         values,
-        messages=chat.from_responses(values["input"], values["instructions"]),
+        messages=chat.from_responses(values["input"], values["instructions"], context),
         tools=offered([tool for tool in tools if tool["type"] == "function"], values["tool_choice"]),
         max_tokens=values["max_output_tokens"],
         n_top_logprobs=values["top_logprobs"] if shows_logprobs else None,
@@ -396,6 +395,8 @@ def request(
         n_top_logprobs=n_top_logprobs,
         stop=values["stop"],
         stop_token_ids=tuple(values["stop_token_ids"]),
+        store=bool(values["store"]),
+        background=values.get("background", False),
         parallel_tool_calls=values["parallel_tool_calls"],
         truncate=values.get("truncation") == "auto",
         template_kwargs=thinking | values["chat_template_kwargs"],

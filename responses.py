@@ -78,6 +78,15 @@ KINDS = {
     "call":       Kind("function_call", "fc",  "", "response.function_call_arguments",      "arguments"),
 }
 
+#   input item                id
+INPUT_PREFIXES = {
+    "message":               "msg",
+    "reasoning":             "rs",
+    "function_call":         "fc",
+    "function_call_output":  "fco",
+    "compaction":            "cmp",
+}
+
 #   finish           status         closing status of the open item
 ENDINGS = {
     "stop":         ("completed",  "completed"),
@@ -103,6 +112,30 @@ def label(event: Mapping[str, Any]) -> str:
 def fold(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """The response object that a stream amounts to: the one in its newest event that holds one."""
     return dict([event["response"] for event in events if "response" in event][-1])
+
+
+def interrupted(events: Iterable[Mapping[str, Any]], message: str) -> Event:
+    """The last event of a stream whose builder is gone: finished items stay, the open one is left out."""
+    seen = list(events)
+    output = [event["item"] for event in seen if event["type"] == "response.output_item.done"]
+    end = {"status": "failed", "error": {"code": "server_error", "message": message}, "output": output}
+    return {"type": "response.failed", "response": fold(seen) | end}
+
+
+def input_items(input: str | list[dict[str, Any]], new_id: Callable[[str], str]) -> list[dict[str, Any]]:
+    """A request's input as GET /v1/responses/{id}/input_items lists it: in its long form, each with an id."""
+    items = [{"role": "user", "content": input}] if isinstance(input, str) else input
+    return [_long_form(item, new_id) for item in items]
+
+
+def _long_form(item: Mapping[str, Any], new_id: Callable[[str], str]) -> dict[str, Any]:
+    kind = item.get("type") or "message"
+    long = {"id": item.get("id") or new_id(INPUT_PREFIXES.get(kind, "item")), **item, "type": kind}
+    if kind == "message" and isinstance(item["content"], str):
+        is_output = item["role"] == "assistant"
+        part = {"type": "output_text", "annotations": []} if is_output else {"type": "input_text"}
+        long["content"] = [part | {"text": item["content"]}]
+    return long if kind == "compaction" else long | {"status": item.get("status") or "completed"}
 
 
 # --- the builder --------------------------------------------------------------------------------------------
@@ -151,21 +184,26 @@ class Builder:
     """Builds one response.
 
     `head` holds the members of the response object that do not change: id, created_at, model and what the
-    request's
-    parameters resolved to. `new_id(prefix)` draws an id.
+    request's parameters resolved to. `new_id(prefix)` draws an id.
     """
 
     def __init__(self, head: Mapping[str, Any], new_id: Callable[[str], str]) -> None:
         self.state = "start"
-        self.status = "in_progress"
+        self.status = ""
         self.output: list[dict[str, Any]] = []  # closed items
         self._head = dict(head)
         self._new_id = new_id
         self._item: _Item | None = None
 
-    def start(self) -> list[Event]:
+    def start(self, queued: bool = False) -> list[Event]:
         """What can be said before the first token: clients time out on long prompts."""
-        return [self._envelope(type_, self.status) for type_ in ("response.created", "response.in_progress")]
+        if queued:
+            return [self._envelope(type_, "queued") for type_ in ("response.created", "response.queued")]
+        return [self._envelope("response.created", "in_progress"), *self.run()]
+
+    def run(self) -> list[Event]:
+        """It is its turn."""
+        return [self._envelope("response.in_progress", "in_progress")]
 
     def feed(self, output: Output) -> list[Event]:
         match output:
@@ -264,11 +302,13 @@ class Builder:
             "error": error,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "output": [dict(item) for item in self.output],
-            "usage": _usage(finish.usage) if finish and finish.usage and status != "cancelled" else None,
+            "usage": usage_object(finish.usage)
+            if finish and finish.usage and status != "cancelled"
+            else None,
         }
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
+def usage_object(usage: Usage) -> dict[str, Any]:
     return {
         "input_tokens": usage.input_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},

@@ -1,0 +1,187 @@
+"""What comes in and goes out over HTTP: JSON bodies, errors, and the events of a log as they grow or whole.
+
+    request --read_json()--> body        EventLog --Answer--> frames, or one JSON object
+
+Authority: https://platform.openai.com/docs/guides/error-codes; https://asgi.readthedocs.io for disconnects.
+
+Rules of this file:
+1. Before the first byte an error has its status code; after it only events follow, and the last one tells.
+2. When the client leaves, a producer that works for it alone is cancelled, and so the engine's sequence.
+3. One write an event: some parsers lose an event that is cut.
+
+Not here: routes (api.py), what an event looks like (responses.py, completions.py).
+"""
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+import sse
+from background import EventLog
+from params import BadRequest
+
+MAX_BODY_BYTES = 32 * 2**20
+KEEP_ALIVE_S = (
+    15  # "every 15 seconds or so": html.spec.whatwg.org/multipage/server-sent-events.html#authoring-notes
+)
+
+SSE_HEADERS = [
+    (
+        b"content-type",
+        b"text/event-stream; charset=utf-8",
+    ),  # github.com/open-metadata/OpenMetadata/pull/29532
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would collect the events
+]
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}_{secrets.token_hex(24)}"
+
+
+def now() -> int:
+    return int(time.time())
+
+
+# --- errors -------------------------------------------------------------------------------------------------
+
+# fmt: off
+#  code of a BadInput               status     every other is 400
+STATUS = {
+    "model_not_found":              404,
+    "response_not_found":           404,
+    "body_too_large":               413,
+    "unsupported_content_encoding": 415,
+}
+
+#  status   type                    every other is invalid_request_error
+ERROR_TYPES = {
+    401:    "authentication_error",
+    429:    "rate_limit_error",
+    500:    "server_error",
+}
+# fmt: on
+
+
+def error_response(
+    status: int, message: str, param: str | None = None, code: str | None = None
+) -> JSONResponse:
+    """All four keys, always: openai-openapi, `Error`."""
+    error_type = ERROR_TYPES.get(status, "invalid_request_error")
+    return JSONResponse(
+        {"error": {"message": message, "type": error_type, "param": param, "code": code}}, status
+    )
+
+
+async def read_json(http: HttpRequest) -> Any:
+    """The body of a request; raises BadRequest."""
+    encoding = http.headers.get("content-encoding", "identity")
+    if encoding != "identity":
+        raise BadRequest(
+            f"Expected an identity body, got '{encoding}'.", None, "unsupported_content_encoding"
+        )
+    body = bytearray()
+    async for chunk in http.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise BadRequest(f"Expected at most {MAX_BODY_BYTES} bytes of body.", None, "body_too_large")
+    try:
+        value = json.loads(body, parse_constant=_no_constant)
+        # 1e999 is no number, half a surrogate pair is no text
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"Could not parse the body as JSON: {error}", None, "invalid_json") from error
+    return value
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+# --- answers ------------------------------------------------------------------------------------------------
+
+Producing = asyncio.Future[None]
+Whole = Callable[
+    [list[dict[str, Any]]], tuple[int, dict[str, Any]]
+]  # the events of a log to a status and a body
+
+
+class Answer(Response):
+    """Answers with a log: as a stream that ends in `done`, or with what `whole` makes of it at its end.
+
+    `producer` fills the log for as long as the client is there; None: it fills without us. A producer that
+    raises is a bug of ours: its client gets a 500 or, in a stream, a connection that breaks, no clean end.
+    """
+
+    def __init__(
+        self,
+        events: EventLog,
+        producer: Coroutine[Any, Any, None] | None = None,
+        whole: Whole | None = None,
+        done: bytes = b"",
+        after: int = -1,
+    ) -> None:
+        self._events, self._producer, self._whole = events, producer, whole
+        self._done, self._after = done, after
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        producing = asyncio.ensure_future(self._producer or _nothing())
+        sending = asyncio.ensure_future(self._send(producing, scope, receive, send))
+        leaving = asyncio.ensure_future(_disconnect(receive))
+        try:
+            await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            answered = sending.done()
+            for task in (producing, sending, leaving):
+                task.cancel()
+            await asyncio.gather(producing, sending, leaving, return_exceptions=True)
+        if answered:
+            sending.result()  # raises what it raised
+
+    async def _send(self, producing: Producing, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._whole:
+            await producing
+            await self._events.written()
+            status, body = self._whole(self._events.events)
+            await JSONResponse(body, status)(scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
+        async with aclosing(_kept_alive(self._events.read(self._after))) as frames:
+            async for frame in frames:
+                await send({"type": "http.response.body", "body": frame, "more_body": True})
+        await producing
+        await send({"type": "http.response.body", "body": self._done})
+
+
+async def _nothing() -> None:
+    pass
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _kept_alive(frames: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+    """The frames, and a comment whenever none came for a while: proxies close streams that are silent."""
+    coming = asyncio.ensure_future(anext(frames, None))
+    try:
+        while True:
+            done, _ = await asyncio.wait({coming}, timeout=KEEP_ALIVE_S)
+            if not done:
+                yield sse.comment("keep-alive")
+            elif (frame := coming.result()) is None:
+                return
+            else:
+                yield frame
+                coming = asyncio.ensure_future(anext(frames, None))
+    finally:
+        coming.cancel()

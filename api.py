@@ -1,0 +1,401 @@
+"""The endpoints: Responses and what became of them, chat completions, models, health.
+
+    body --params--> Request --worker--> outputs --responses | completions--> EventLog --Answer--> bytes
+
+Authority: https://platform.openai.com/docs/api-reference/responses and .../chat; where that is silent, the
+behaviour that Azure/azure-sdk-for-net has probed, api-behaviour-contract.md (B1 to B37).
+
+Rules of this file:
+1. One path: a producer fills an event log, whoever reads it and whenever.
+2. What can be refused is refused before a response is accepted, in the background too.
+3. A response that is kept is stored before its last event is seen: EricLBuehler/mistral.rs#1946
+4. While it runs, a foreground response belongs to its request alone: nobody finds it.
+
+Not here: parameters (params.py), the life of background responses (background.py), HTTP itself (answers.py).
+"""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing, closing
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+import completions
+import params
+import responses
+import sealed
+import sse
+from answers import Answer, error_response, new_id, now, read_json
+from background import EventLog, Producer, QueueFull, Registry
+from channels import Delta, Finish, Output
+from params import BadRequest
+from store import TERMINAL, Row
+from worker import LocalWorker, Prompt
+
+log = logging.getLogger("api")
+
+ALIAS = "default"  # a name that any model answers to
+GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+RETRY_AFTER_S = 10
+
+# Of a response that has ended; a second cancel of a cancelled one is answered like the first.
+CANNOT_CANCEL = {
+    "completed": "Cannot cancel a completed response.",
+    "failed": "Cannot cancel a failed response.",
+    "incomplete": "Cannot cancel a response in terminal state.",
+}
+COMPACT = (
+    "Summarise our conversation so far for yourself: facts, decisions, open questions, results of tools. "
+    "Be brief and complete. Write the summary only."
+)
+COMPACT_TOKENS = 1024
+
+
+def encode_event(number: int, event: dict[str, Any]) -> bytes:
+    """A Responses event gets its number here, as it enters the log."""
+    numbered = {"type": event["type"], "sequence_number": number} | event
+    return sse.encode(sse.dumps(numbered), event["type"])
+
+
+def encode_chunk(_: int, chunk: dict[str, Any]) -> bytes:
+    return sse.encode(sse.dumps(chunk))
+
+
+class Api:
+    """The endpoints, over one worker and one store; `key` seals what clients keep for us."""
+
+    def __init__(
+        self, worker: LocalWorker, registry: Registry, names: list[str], key: bytes, done_line: bool = True
+    ) -> None:
+        self._worker = worker
+        self._registry = registry
+        self._names = names
+        self._key = key
+        self._done = sse.DONE if done_line else b""
+        self._created = now()
+        generation = worker.engine.config.generation
+        self._defaults = {k: generation[k] for k in GENERATION_DEFAULTS if generation.get(k) is not None}
+        if generation.get("do_sample") is False:
+            self._defaults["temperature"] = 0  # greedy, as generation_config.json says it
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/responses", self.create_response, methods=["POST"]),
+            Route("/v1/responses/input_tokens", self.count_input_tokens, methods=["POST"]),
+            Route("/v1/responses/compact", self.compact, methods=["POST"]),
+            Route("/v1/responses/{id}", self.get_response, methods=["GET"]),
+            Route("/v1/responses/{id}", self.delete_response, methods=["DELETE"]),
+            Route("/v1/responses/{id}/cancel", self.cancel_response, methods=["POST"]),
+            Route("/v1/responses/{id}/input_items", self.list_input_items, methods=["GET"]),
+            Route("/v1/chat/completions", self.create_completion, methods=["POST"]),
+            Route("/v1/models", self.list_models, methods=["GET"]),
+            Route("/v1/models/{id:path}", self.get_model, methods=["GET"]),
+            Route("/health", self.health, methods=["GET"]),
+        ]
+
+    # --- Responses: making one -----------------------------------------------------------------------------
+
+    async def create_response(self, http: HttpRequest) -> Response:
+        body = await self._read(http)
+        context = await self._context(body)
+        request = params.from_responses(body, self._defaults, context)
+        prompt = await self._prepare(request)
+        id_ = new_id("resp")
+        head = {"id": id_, "object": "response", "created_at": now(), "model": request.model}
+        row = Row(
+            id=id_,
+            born_at=time.time(),
+            ended_at=None,
+            kept=request.store,
+            background=request.background,
+            streamed=request.stream,
+            request={k: v for k, v in body.items() if k != "input"},
+            items=[*context, *responses.input_items(body["input"], new_id)],
+            response=head | request.echo,
+        )
+        producer = self._producer(prompt, row.response, request.background)
+        if request.background:
+            return await self._in_background(row, producer, request.stream)
+        events = self._registry.foreground_log(row if request.store else None)
+        whole = None if request.stream else lambda events: (200, responses.fold(events))
+        return Answer(events, self._in_foreground(events, producer), whole, self._done)
+
+    async def _in_background(self, row: Row, producer: Producer, stream: bool) -> Response:
+        try:
+            events = await self._registry.submit(row, producer)
+        except QueueFull:
+            full = "Too many background responses wait; try again later."
+            refusal = error_response(429, full, "background", "rate_limit_exceeded")
+            refusal.headers["Retry-After"] = str(RETRY_AFTER_S)
+            return refusal
+        return Answer(events, done=self._done) if stream else JSONResponse(events.events[0]["response"])
+
+    async def _in_foreground(self, events: EventLog, producer: Producer) -> None:
+        with closing(events):
+            events.extend(producer.start())
+            await producer.fill(events)
+
+    def _producer(self, prompt: Prompt, head: Mapping[str, Any], queued: bool) -> Producer:
+        """What makes the events of one response, in the foreground or, `queued`, in its turn."""
+        builder = responses.Builder(head, new_id)
+
+        async def fill(events: EventLog) -> None:
+            if queued:
+                events.extend(builder.run())
+            async with aclosing(self._outputs(prompt, 0)) as outputs:
+                async for output in outputs:
+                    if isinstance(output, Finish):
+                        events.extend(builder.finish(output, now()))
+                    else:
+                        events.extend(builder.feed(output))
+
+        def end(reason: Any, message: str) -> list[responses.Event]:
+            return builder.finish(Finish(reason, message=message), now())
+
+        return Producer(lambda: builder.start(queued), fill, end)
+
+    async def take_over(self) -> None:
+        """See to what the last process left in the store."""
+
+        async def producer(row: Row) -> Producer:
+            body = row.request | {"input": row.items, "previous_response_id": None}
+            prompt = await self._prepare(params.from_responses(body, self._defaults))
+            return self._producer(prompt, row.response, queued=True)
+
+        def interrupted(frames: list[bytes]) -> responses.Event:
+            events = [json.loads(event.data) for event in sse.Parser().feed(b"".join(frames))]
+            return responses.interrupted(events, "interrupted by a restart")
+
+        await self._registry.take_over(producer, interrupted)
+
+    async def count_input_tokens(self, http: HttpRequest) -> Response:
+        body = await self._read(http)
+        named = {"model": ALIAS} | body if isinstance(body, dict) else body  # the SDK lets the model out
+        prompt = await self._prepare(params.from_responses(named, self._defaults, await self._context(body)))
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)})
+
+    async def compact(self, http: HttpRequest) -> Response:
+        """The user's messages, and one item that stands for all the rest: a summary by the model itself."""
+        body, head = await self._read(http), {"id": new_id("resp"), "created_at": now()}
+        context = await self._context(body)
+        asked = params.from_responses(body, self._defaults, context)
+        items = [*context, *responses.input_items(body["input"], new_id)]
+        question = {"role": "user", "content": COMPACT}
+        ask = {"model": asked.model, "instructions": body.get("instructions"), "input": [*items, question]}
+        limits = {"max_output_tokens": COMPACT_TOKENS, "truncation": "auto", "reasoning": {"effort": "none"}}
+        prompt = await self._prepare(params.from_responses(ask | limits, self._defaults))
+        said = [output async for output in self._outputs(prompt, 0)]
+        finish = said[-1]
+        if not isinstance(finish, Finish) or finish.usage is None or finish.reason == "failed":
+            return error_response(500, "The summary could not be written; the server's log has the details.")
+        summary = "".join(
+            output.text for output in said if isinstance(output, Delta) and output.channel == "final"
+        )
+        compaction = {
+            "id": new_id("cmp"),
+            "type": "compaction",
+            "encrypted_content": sealed.seal(self._key, summary),
+        }
+        users = [item for item in items if item["type"] == "message" and item["role"] == "user"]
+        usage = responses.usage_object(finish.usage)
+        return JSONResponse(
+            head | {"object": "response.compaction", "output": [*users, compaction], "usage": usage}
+        )
+
+    async def _read(self, http: HttpRequest) -> Any:
+        """The body, with its compaction items opened."""
+        body = await read_json(http)
+        items = body.get("input") if isinstance(body, dict) else None
+        for i, item in enumerate(items if isinstance(items, list) else ()):
+            if isinstance(item, dict) and item.get("type") == "compaction":
+                try:
+                    item["summary"] = sealed.unseal(self._key, str(item.get("encrypted_content")))
+                except sealed.BadSeal as error:
+                    raise BadRequest(str(error), f"input[{i}].encrypted_content") from error
+        return body
+
+    async def _context(self, body: Any) -> list[dict[str, Any]]:
+        """The items of the chain that a request continues."""
+        id_ = body.get("previous_response_id") if isinstance(body, dict) else None
+        if not isinstance(id_, str):
+            return []
+        row = await self._registry.get(id_)
+        if row is None:
+            message = f"Previous response with id '{id_}' not found."
+            raise BadRequest(message, "previous_response_id", "previous_response_not_found")
+        if row.response["status"] not in TERMINAL:
+            raise BadRequest(f"Previous response with id '{id_}' has not ended yet.", "previous_response_id")
+        return row.context
+
+    async def _prepare(self, request: params.Request) -> Prompt:
+        self._check_model(request.model)
+        return await asyncio.to_thread(
+            self._worker.prepare, request
+        )  # a long prompt must not stop the streams
+
+    # --- Responses: what became of one --------------------------------------------------------------------
+
+    async def get_response(self, http: HttpRequest) -> Response:
+        row = await self._row(http)
+        if http.query_params.get("stream") not in ("true", "True", "1"):
+            return JSONResponse(row.response)
+        after = _starting_after(http.query_params.get("starting_after"))
+        refused = "This response cannot be streamed because it was not created with "
+        if not row.background:
+            raise BadRequest(refused + "background=true.", "stream")
+        if not row.streamed:
+            raise BadRequest(refused + "stream=true.", "stream")
+        events = await self._registry.events(row.id)
+        if events is None:
+            raise BadRequest("This response can no longer be streamed: its events have expired.", "stream")
+        return Answer(events, done=self._done, after=after)
+
+    async def cancel_response(self, http: HttpRequest) -> Response:
+        row = await self._row(http)
+        if not row.background:
+            raise BadRequest("Cannot cancel a synchronous response.")
+        await self._registry.cancel(row.id)
+        row = await self._row(http)
+        if row.response["status"] != "cancelled":
+            raise BadRequest(CANNOT_CANCEL[row.response["status"]])
+        return JSONResponse(row.response)
+
+    async def delete_response(self, http: HttpRequest) -> Response:
+        row = await self._row(http)
+        if row.response["status"] not in TERMINAL:
+            raise BadRequest("Cannot delete an in-flight response.")
+        await self._registry.delete(row.id)
+        return JSONResponse({"id": row.id, "object": "response", "deleted": True})
+
+    async def list_input_items(self, http: HttpRequest) -> Response:
+        row, query = await self._row(http), http.query_params
+        limit = _limit(query.get("limit", "20"))
+        if (order := query.get("order", "desc")) not in ("asc", "desc"):
+            raise params.wrong_value("order", "'asc' or 'desc'", order)
+        items = row.items if order == "asc" else row.items[::-1]
+        if after := query.get("after"):
+            ids = [item["id"] for item in items]
+            if after not in ids:
+                raise params.wrong_value("after", "the id of an input item", after)
+            items = items[ids.index(after) + 1 :]
+        page = items[:limit]
+        ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
+        return JSONResponse({"object": "list", "data": page, **ends, "has_more": len(items) > limit})
+
+    async def _row(self, http: HttpRequest) -> Row:
+        id_ = http.path_params["id"]
+        row = await self._registry.get(id_)
+        if row is None:
+            raise BadRequest(f"Response with id '{id_}' not found.", None, "response_not_found")
+        return row
+
+    # --- chat completions ----------------------------------------------------------------------------------
+
+    async def create_completion(self, http: HttpRequest) -> Response:
+        request = params.from_chat(await read_json(http), self._defaults)
+        prompt = await self._prepare(request)
+        head = {
+            "id": new_id("chatcmpl"),
+            "created": now(),
+            "model": request.model,
+            "system_fingerprint": f"fp_{self._created:x}",  # of "the backend configuration": this start
+        }
+        events = EventLog(encode_chunk)
+        chunks = completions.Chunks(head, new_id, request.n, request.include_usage)
+        whole = None if request.stream else _whole_completion
+        return Answer(events, self._fill_completion(events, prompt, chunks), whole, sse.DONE)
+
+    async def _fill_completion(self, events: EventLog, prompt: Prompt, chunks: completions.Chunks) -> None:
+        async def fill_choice(index: int) -> None:
+            async with aclosing(self._outputs(prompt, index)) as outputs:
+                async for output in outputs:
+                    if isinstance(output, Finish):
+                        events.extend(chunks.finish(index, output))
+                    else:
+                        events.extend(chunks.feed(index, output))
+
+        with closing(events):
+            events.extend(chunks.start())
+            async with asyncio.TaskGroup() as group:
+                for index in range(prompt.request.n):
+                    group.create_task(fill_choice(index))
+            events.extend(chunks.end())
+
+    # --- models, health ------------------------------------------------------------------------------------
+
+    async def list_models(self, _: HttpRequest) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model(name) for name in self._names]})
+
+    async def get_model(self, http: HttpRequest) -> Response:
+        self._check_model(http.path_params["id"])
+        return JSONResponse(self._model(http.path_params["id"]))
+
+    async def health(self, _: HttpRequest) -> Response:
+        return JSONResponse({"status": "ok"} | self._worker.engine.counts() | self._registry.counts())
+
+    def _model(self, name: str) -> dict[str, Any]:
+        length = self._worker.engine.max_seq_len
+        known = {"created": self._created, "owned_by": "local", "max_model_len": length}
+        return {"id": name, "object": "model"} | known
+
+    def _check_model(self, name: str) -> None:
+        if name not in (*self._names, ALIAS):
+            there = ", ".join(map(repr, (*self._names, ALIAS)))
+            raise BadRequest(
+                f"The model '{name}' does not exist; there is {there}.", "model", "model_not_found"
+            )
+
+    # --- the worker -----------------------------------------------------------------------------------------
+
+    async def _outputs(self, prompt: Prompt, choice: int) -> AsyncGenerator[Output | Finish]:
+        """What the worker says, with exactly one Finish at the end, whatever happens to it."""
+        started, finish = time.monotonic(), Finish("cancelled")
+        try:
+            async with aclosing(self._worker.run(prompt, choice)) as outputs:
+                async for output in outputs:
+                    if isinstance(output, Finish):
+                        finish = output
+                        break
+                    yield output
+            if finish.reason == "cancelled":
+                finish = Finish("failed", message="The worker ended without finishing.")
+        except Exception as error:
+            log.exception("the worker failed")
+            message = f"{type(error).__name__} in the worker; the server's log has the details."
+            finish = Finish("failed", message=message)
+        finally:
+            _log_finish(prompt, finish, time.monotonic() - started)
+        yield finish
+
+
+def _log_finish(prompt: Prompt, finish: Finish, seconds: float) -> None:
+    n_in, n_out = len(prompt.token_ids), finish.usage.output_tokens if finish.usage else 0
+    if finish.reason == "cancelled":
+        log.info("nobody waits any longer: aborted after %.2f s, %d tokens in", seconds, n_in)
+    else:
+        rate = n_out / max(seconds, 1e-9)
+        log.info("%s: %d tokens in, %d out, %.2f s, %.1f tok/s", finish.reason, n_in, n_out, seconds, rate)
+
+
+def _whole_completion(chunks: list[dict[str, Any]]) -> tuple[int, dict[str, Any]]:
+    body = completions.fold(chunks)
+    return (500 if "error" in body else 200), body
+
+
+def _starting_after(value: str | None) -> int:
+    """-1: from the first event on."""
+    if value is not None and not (value.isascii() and value.isdigit()):
+        raise params.wrong_value("starting_after", "a sequence number, 0 or more", value)
+    return -1 if value is None else int(value)
+
+
+def _limit(value: str) -> int:
+    if not (value.isascii() and value.isdigit() and 1 <= int(value) <= 100):
+        raise params.wrong_value("limit", "an integer from 1 to 100", value)
+    return int(value)

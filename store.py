@@ -1,0 +1,178 @@
+"""Responses on disk: what was asked, what was said, and every event, in SQLite.
+
+    Row --insert()--> accepted --append()--> its events and newest state --get(), frames()--> whoever asks
+
+Authority: https://www.sqlite.org/wal.html. A committed transaction survives the death of this process
+(kill -9); of the machine too, but for what it had not yet written to the disk (synchronous = NORMAL).
+
+Rules of this file:
+1. Events and the state they bring are one transaction: no reader and no restart sees one without the other.
+2. Every row stands for itself: it holds the items of the chain before it, so deleting a parent loses nothing.
+3. A terminal state never changes: the statement that writes a state says so.
+4. The store is bounded by count, bytes and age; the oldest terminal rows go first, live ones never.
+
+Not here: threads (background.py calls all this in one), what an event says (responses.py).
+"""
+
+import json
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+TERMINAL = ("completed", "incomplete", "failed", "cancelled")
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS responses (
+    id          TEXT PRIMARY KEY,
+    born_at     REAL NOT NULL,              -- Unix seconds, as all times here
+    ended_at    REAL,                       -- null while live
+    kept        INTEGER NOT NULL,           -- store: true
+    background  INTEGER NOT NULL,
+    streamed    INTEGER NOT NULL,           -- created with stream: true
+    request     TEXT NOT NULL,              -- the body, to run it again after a restart
+    items       TEXT NOT NULL,              -- its input items behind those of the chain, each with an id
+    response    TEXT NOT NULL,              -- the newest response object
+    n_bytes     INTEGER NOT NULL
+);
+CREATE TABLE IF NOT EXISTS events (
+    response_id TEXT NOT NULL REFERENCES responses ON DELETE CASCADE,
+    number      INTEGER NOT NULL,
+    frame       BLOB NOT NULL,
+    PRIMARY KEY (response_id, number)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS by_end ON responses (ended_at);
+PRAGMA user_version = 1;
+"""
+
+COLUMNS = "id, born_at, ended_at, kept, background, streamed, request, items, response"
+
+# Counting and summing from the newest on: what lies behind a limit goes.
+OVER_LIMIT = """
+DELETE FROM responses WHERE id IN (
+    SELECT id FROM (
+        SELECT id, ROW_NUMBER() OVER newest AS n, SUM(n_bytes) OVER newest AS total
+        FROM responses WHERE ended_at IS NOT NULL
+        WINDOW newest AS (ORDER BY ended_at DESC, born_at DESC, id)
+    ) WHERE n > ? OR total > ?
+)
+"""
+
+Newest = dict[str, Any] | None
+
+
+class Row(NamedTuple):
+    """One response as it is stored."""
+
+    id: str
+    born_at: float
+    ended_at: float | None
+    kept: bool
+    background: bool
+    streamed: bool
+    request: dict[str, Any]
+    items: list[dict[str, Any]]
+    response: dict[str, Any]
+
+    @property
+    def context(self) -> list[dict[str, Any]]:
+        """What a response that continues this one begins with."""
+        return [*self.items, *self.response["output"]]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the store may hold of terminal responses."""
+
+    max_responses: int = 10_000
+    max_bytes: int = 2**30
+    max_age_s: float = 30 * 86_400  # as long as OpenAI keeps them: platform.openai.com/docs/guides/your-data
+    events_age_s: float = 600  # replay of a stream, and all of a response with store: false, after its end
+
+
+class Store:
+    """Opens or creates the file; ":memory:" is a store that is lost with the process."""
+
+    def __init__(self, path: str, limits: Limits) -> None:
+        self._limits = limits
+        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        for setting in ("journal_mode = WAL", "synchronous = NORMAL", "foreign_keys = ON"):
+            self._db.execute(f"PRAGMA {setting}")
+        self._db.executescript(SCHEMA)
+
+    def close(self) -> None:
+        self._db.close()
+
+    def insert(self, row: Row) -> None:
+        """Accept a response; one that has ended (a foreground one) is complete with it."""
+        texts = [_dumps(row.request), _dumps(row.items), _dumps(row.response)]
+        flags = (row.kept, row.background, row.streamed)
+        with self._transaction():
+            self._db.execute(
+                f"INSERT INTO responses ({COLUMNS}, n_bytes) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (row.id, row.born_at, row.ended_at, *flags, *texts, sum(map(len, texts))),
+            )
+
+    def append(self, id: str, first: int, frames: list[bytes], newest: Newest, now: float) -> None:
+        """Events number `first` and on; `newest` is the response object in the last that holds one."""
+        with self._transaction():
+            rows = ((id, first + i, frame) for i, frame in enumerate(frames))
+            self._db.executemany("INSERT INTO events VALUES (?, ?, ?)", rows)
+            n_bytes = sum(map(len, frames))
+            self._db.execute("UPDATE responses SET n_bytes = n_bytes + ? WHERE id = ?", (n_bytes, id))
+            if newest:
+                ended_at = now if newest["status"] in TERMINAL else None
+                self._db.execute(
+                    "UPDATE responses SET response = ?, ended_at = ? WHERE id = ? AND ended_at IS NULL",
+                    (_dumps(newest), ended_at, id),
+                )
+
+    def get(self, id: str) -> Row | None:
+        found = self._db.execute(f"SELECT {COLUMNS} FROM responses WHERE id = ?", (id,)).fetchone()
+        return _row(found) if found else None
+
+    def frames(self, id: str) -> list[bytes]:
+        """All events of a response, in order; [] when they are no longer kept."""
+        found = self._db.execute("SELECT frame FROM events WHERE response_id = ? ORDER BY number", (id,))
+        return [frame for (frame,) in found]
+
+    def delete(self, id: str) -> None:
+        with self._transaction():
+            self._db.execute("DELETE FROM responses WHERE id = ?", (id,))
+
+    def live(self) -> list[Row]:
+        """What a process that died has left unfinished, oldest first."""
+        found = self._db.execute(f"SELECT {COLUMNS} FROM responses WHERE ended_at IS NULL ORDER BY born_at")
+        return [_row(columns) for columns in found]
+
+    def evict(self, now: float) -> None:
+        """Forget what is over the limits."""
+        limits = self._limits
+        stale, old = now - limits.events_age_s, now - limits.max_age_s
+        with self._transaction():
+            ended = "SELECT id FROM responses WHERE ended_at < ?"
+            self._db.execute(f"DELETE FROM events WHERE response_id IN ({ended})", (stale,))
+            self._db.execute(
+                "DELETE FROM responses WHERE ended_at < ? OR (ended_at < ? AND NOT kept)", (old, stale)
+            )
+            self._db.execute(OVER_LIMIT, (limits.max_responses, limits.max_bytes))
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
+
+
+def _row(columns: tuple[Any, ...]) -> Row:
+    id_, born_at, ended_at, kept, background, streamed, *texts = columns
+    return Row(id_, born_at, ended_at, bool(kept), bool(background), bool(streamed), *map(json.loads, texts))
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
