@@ -20,7 +20,7 @@ Not here: token ids (tokenizer.py), item and call ids (responses.py), when gener
 import json
 from collections.abc import Collection, Iterator, Mapping
 from itertools import takewhile
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 # --- vocabulary ---------------------------------------------------------------------------------------------
 
@@ -382,8 +382,9 @@ class Parser:
         yield from self._flush_finder()
         if self.state == "call" and not cut:
             yield from self._not_a_call()
-        yield from self._flush_stop()
-        yield from self._deltas(self._blank)
+        if self.state != "call":
+            yield from self._flush_stop()
+            yield from self._deltas(self._blank)
 
     def _marker(self, marker: str) -> Iterator[Output]:
         if self.state == "call" and self._call.in_string and marker in REASONING_MARKERS:
@@ -396,20 +397,20 @@ class Parser:
             self._fallen = False
             return
         yield from self._flush_stop()
-        self._blank = []
-        if self._open:
-            yield Close()
         following = TRANSITIONS[self.state, marker]
+        if self.state == "call" or following != "call":  # before a call it is too early: it may be none
+            if self._open:
+                yield Close()
+            self._open, self._blank, self._visible, self._leading = "", [], False, True
         if following == "call":
             self._origin = "final" if self.state == "call" else self.state
             self._call = CallScanner()
-        self.state, self._open, self._fallen = following, "", False
-        self._leading, self._visible = True, False
+        self.state, self._fallen = following, False
 
     def _text(self, piece: Piece) -> Iterator[Output]:
         if self.state == "call":
             for output in self._call.feed(piece.text):
-                self._open = "call"
+                self._open, self._blank = "call", []
                 yield output
             if self._call.malformed:
                 yield from self._not_a_call()
@@ -419,7 +420,7 @@ class Parser:
     def _not_a_call(self) -> Iterator[Output]:
         """A body that announced no call is text, markers and all, on the channel it came from."""
         if self._open != "call":
-            self.state, self._leading, self._visible, self._fallen = self._origin, False, True, True
+            self.state, self._leading, self._fallen = self._origin, False, True
             yield from self._text(Piece("<tool_call>" + "".join(self._call.raw)))
 
     def _without_leading(self, piece: Piece) -> Piece | None:
@@ -453,7 +454,6 @@ class Parser:
         self._visible, self._blank = True, [tail] if tail.text else []
 
     def _deltas(self, pieces: list[Piece]) -> Iterator[Output]:
-        channel: Channel = "final" if self.state == "call" else self.state
         for piece in pieces:
             self._open = "text"
-            yield Delta(channel, piece.text, piece.logprobs)
+            yield Delta(cast(Channel, self.state), piece.text, piece.logprobs)

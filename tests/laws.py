@@ -6,24 +6,27 @@
     4  the events come in the order of responses.GRAMMAR, numbered from 0   check_order()
     5  a status only moves along, a terminal one never changes              check_statuses()
 
-check_response() is laws 3, 4 and 5, and the shape of every event: the table below, and the `openai` package's models.
+check_response() is laws 3, 4 and 5, and the shape of every event: the table below, and the models of the
+`openai` package.
 Nothing here uses responses.fold or its builder: what is judged does not judge.
 """
 
 import asyncio
+import itertools
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import aclosing
 from typing import Any
 
 import pydantic
+from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 
 import server
 import sse
 from background import EventLog
-from channels import Arguments, Call, Close, Delta, Output, Parser, Piece
+from channels import Arguments, Call, Close, Delta, Finish, Output, Parser, Piece, TokenLogprob, Usage
 from responses import GRAMMAR, label
 
 Json = dict[str, Any]
@@ -57,13 +60,44 @@ def items(outputs: Iterable[Output]) -> list[list[str]]:
     return found
 
 
+# --- what workers say ---------------------------------------------------------------------------------------
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
+tops = st.builds(TokenLogprob, texts, st.floats(-99, 0), st.binary(max_size=3))
+logprobs = st.builds(
+    TokenLogprob, texts, st.floats(-99, 0), st.binary(max_size=3), st.lists(tops, max_size=2).map(tuple)
+)
+deltas = st.builds(
+    Delta,
+    st.sampled_from(["analysis", "commentary", "final"]),
+    texts,
+    st.lists(logprobs, max_size=2).map(tuple),
+)
+calls = st.tuples(st.builds(Call, texts), st.lists(st.builds(Arguments, texts), max_size=3)).map(
+    lambda call: [call[0], *call[1]]
+)
+outputs = st.lists(deltas.map(lambda d: [d]) | calls | st.just([Close()]), max_size=8).map(
+    lambda runs: [output for run in runs for output in run]
+)
+usages = st.builds(Usage, *[st.integers(0, 9)] * 4)
+finishes = st.builds(
+    Finish,
+    st.sampled_from(["stop", "length", "failed", "cancelled"]),
+    st.none() | usages,
+    texts,
+    st.just("server_error"),
+)
+
 # --- the wire -----------------------------------------------------------------------------------------------
 
 
 def on_the_wire(events: Iterable[Json]) -> list[Json]:
     """Events through the log and the SSE encoding and back, as a client gets them."""
     parser, got = sse.Parser(), []
-    for frame in asyncio.run(frames(events)):
+    log = EventLog(server.encode_event)
+    log.extend(events)
+    log.close()
+    for frame in asyncio.run(read(log)):
         (event,) = parser.feed(frame)  # one frame an event
         got.append(json.loads(event.data))
         assert event.type == got[-1]["type"]
@@ -71,12 +105,9 @@ def on_the_wire(events: Iterable[Json]) -> list[Json]:
     return got
 
 
-async def frames(events: Iterable[Json]) -> list[bytes]:
-    log = EventLog(server.encode_event)
-    log.extend(events)
-    log.close()
-    async with aclosing(log.read()) as reader:
-        return [frame async for frame in reader]
+async def read(log: EventLog) -> list[bytes]:
+    async with aclosing(log.read()) as frames:
+        return [frame async for frame in frames]
 
 
 # --- shape --------------------------------------------------------------------------------------------------
@@ -112,13 +143,14 @@ MEMBERS = {
 }
 # fmt: on
 
-# Every response object has them, whatever its status: openresponses/openresponses, the zod schema of its suite.
-RESPONSE_KEYS = set(
-    """id object created_at completed_at status incomplete_details model previous_response_id instructions output
-    error tools tool_choice truncation parallel_tool_calls text top_p presence_penalty frequency_penalty top_logprobs
-    temperature reasoning usage max_output_tokens max_tool_calls store background service_tier metadata
-    safety_identifier prompt_cache_key""".split()
-)
+# Every response object has them, whatever its status: github.com/openresponses/openresponses, zod schema.
+RESPONSE_KEYS = {
+    *("id", "object", "created_at", "completed_at", "status", "incomplete_details", "error", "model"),
+    *("previous_response_id", "instructions", "output", "tools", "tool_choice", "parallel_tool_calls"),
+    *("truncation", "text", "temperature", "top_p", "presence_penalty", "frequency_penalty", "top_logprobs"),
+    *("reasoning", "usage", "max_output_tokens", "max_tool_calls", "store", "background", "service_tier"),
+    *("metadata", "safety_identifier", "prompt_cache_key"),
+}
 assert len(RESPONSE_KEYS) == 31
 
 STREAM_EVENT: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(ResponseStreamEvent)
@@ -167,7 +199,7 @@ def check_completion(body: Json) -> None:
 
 
 def added_up(events: Iterable[Json]) -> list[Json]:
-    """The output that the deltas amount to; what each done event repeats must be what they amounted to so far."""
+    """The output that the deltas amount to; what a done event repeats must be that, as far as it has come."""
     output: list[Json] = []
     for event in events:
         kind = event["type"].removeprefix("response.")
@@ -248,7 +280,7 @@ TERMINAL = {
 
 def check_statuses(events: list[Json]) -> None:
     snapshots = [event["response"] for event in events if "response" in event]
-    for before, after in zip(snapshots, snapshots[1:], strict=False):
+    for before, after in itertools.pairwise(snapshots):
         assert after["status"] in STATUSES[before["status"]]
         changing = {"status", "output", "usage", "completed_at", "error", "incomplete_details"}
         assert {k: v for k, v in before.items() if k not in changing}.items() <= after.items()

@@ -13,10 +13,11 @@
     options         table of keyword arguments of the adapter; may be left out
     note            may be left out
 
-A chunk is a sequence of units (bytes, characters, tokens), and how it was cut must not be seen: the input is
-fed as it came, whole, unit by unit, and cut in two at every place.
+A chunk is a sequence of units (bytes, characters, tokens, outputs), and how it was cut must not be seen: the
+input is fed as it came, whole, unit by unit, and cut in two at every place.
 """
 
+import asyncio
 import functools
 import itertools
 import operator
@@ -26,9 +27,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import laws
 import pytest
+import scripted
 
+import completions
+import responses
+import server
 import sse
+from background import EventLog
+from channels import Arguments, Call, Close, Delta, Finish, Output, Parser, Piece, Usage, opening_state
+from tokenizer import Tokenizer
 
 FOLDER = Path(__file__).parent / "replays"
 REQUIRED = {"title", "source", "result", "was", "expect"}
@@ -54,11 +63,148 @@ def sse_writer(chunks: list[list[dict[str, Any]]]) -> Iterator[Any]:
             yield sse.encode(sse.dumps(frame["data"]), frame.get("event")).decode()
 
 
+def as_it_is(chunk: Any) -> Any:
+    return chunk
+
+
+def channels(chunks: list[Any], prompt: str = "", cut: bool = False, **options: Any) -> Iterator[Any]:
+    """Items. A chunk of text is a piece, its markers are spelled; in one of tokens each is a piece."""
+    pieces = [
+        piece
+        for chunk in chunks
+        for piece in ([Piece(chunk)] if isinstance(chunk, str) else map(token, chunk))
+    ]
+    markers = dict.fromkeys(scripted.MARKERS, not isinstance(chunks[0], str))
+    state = opening_state(prompt, markers)
+    yield from laws.parse(
+        pieces, Parser(markers, state, prompt.rstrip().endswith(scripted.MARKERS), **options), cut
+    )
+
+
+def token(text: str) -> Piece:
+    return Piece(text, text if text in scripted.MARKERS else "")
+
+
+def tokenizer(chunks: list[list[str]]) -> Iterator[Any]:
+    """The text of the pieces; a chunk is a list of tokens, their bytes percent-encoded."""
+    vocabulary, token_ids = tokenized(chunks)
+    decoder = vocabulary.decoder()
+    for token_id in itertools.chain(*token_ids):
+        yield from (piece.text for piece in decoder.feed(token_id))
+    yield from (piece.text for piece in decoder.close())
+
+
+def worker(chunks: list[list[str]], **body: Any) -> Iterator[Any]:
+    """Items, then ["finish", reason, output tokens, reasoning tokens]; a chunk is a step: its tokens."""
+    vocabulary, steps = tokenized(chunks)
+    *outputs, end = scripted.said(vocabulary, steps, **body)
+    yield from laws.items(output for output in outputs if not isinstance(output, Finish))
+    assert isinstance(end, Finish)
+    assert end.usage
+    yield ["finish", end.reason, end.usage.output_tokens, end.usage.reasoning_tokens]
+
+
+def tokenized(chunks: list[list[str]]) -> tuple[Tokenizer, list[list[int]]]:
+    tokens = [[urllib.parse.unquote_to_bytes(token) for token in chunk] for chunk in chunks]
+    added = {name.encode() for name in (*scripted.MARKERS, scripted.END)}
+    vocabulary = scripted.vocabulary(token for chunk in tokens for token in chunk if token not in added)
+    return vocabulary, [scripted.ids_of(vocabulary, chunk) for chunk in tokens]
+
+
+def responses_events(chunks: list[list[list[Any]]], show: list[str]) -> Iterator[Any]:
+    """[type, values] of the events that have one of the members `show`; a chunk is a list of outputs."""
+    number = itertools.count(1)
+    builder = responses.Builder({"id": "resp_1"}, lambda prefix: f"{prefix}_{next(number)}")
+    made = [builder.start()]
+    for output in map(to_output, itertools.chain(*chunks)):
+        made.append(builder.finish(output, now=2) if isinstance(output, Finish) else builder.feed(output))
+    for event in itertools.chain(*made):
+        if values := members(event, show):
+            yield [event["type"].removeprefix("response."), *values]
+
+
+def completions_chunks(chunks: list[list[list[Any]]], show: list[str], **options: Any) -> Iterator[Any]:
+    """The members `show` of each chunk that has one; a chunk in the file is a list of outputs."""
+    number = itertools.count(1)
+    builder = completions.Chunks({"id": "c_1"}, lambda prefix: f"{prefix}_{next(number)}", 1, **options)
+    made = [builder.start()]
+    for output in map(to_output, itertools.chain(*chunks)):
+        made.append(builder.finish(0, output) if isinstance(output, Finish) else builder.feed(0, output))
+    for chunk in itertools.chain(*made, builder.end()):
+        if values := members(chunk, show):
+            yield values
+
+
+def background_log(chunks: list[list[Any]]) -> Iterator[Any]:
+    """The frames of a log. A chunk is a list of events; one that cannot be written says so."""
+    log = EventLog(server.encode_event)
+    for event in itertools.chain(*chunks):
+        try:
+            log.extend([event])
+        except ValueError:
+            yield "not written"
+    log.close()
+    yield from (frame.decode() for frame in asyncio.run(laws.read(log)))
+
+
+def to_output(row: list[Any]) -> Output | Finish:
+    match row:
+        case ["analysis" | "commentary" | "final" as channel, text]:
+            return Delta(channel, text)
+        case ["call", name]:
+            return Call(name)
+        case ["arguments", text]:
+            return Arguments(text)
+        case ["close"]:
+            return Close()
+        case ["finish", reason]:
+            return Finish(reason)
+        case ["finish", reason, list(counts)]:
+            return Finish(reason, Usage(*counts))
+        case ["finish", reason, message]:
+            return Finish(reason, message=message)
+        case _:
+            raise ValueError(f"expected an output, got {row}")
+
+
+def members(value: Any, paths: list[str]) -> list[Any]:
+    """What stands at these paths, as TOML can say it; `*` gives the names of an object's members."""
+    found = [functools.reduce(member, path.split("."), value) for path in paths]
+    return [sayable(value) for value in found if value is not MISSING]
+
+
+MISSING = object()
+
+
+def member(value: Any, name: str) -> Any:
+    match value:
+        case dict():
+            return " ".join(sorted(value)) if name == "*" else value.get(name, MISSING)
+        case list() if name.isdigit() and int(name) < len(value):
+            return value[int(name)]
+        case _:
+            return MISSING
+
+
+def sayable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: sayable(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [sayable(v) for v in value]
+    return "null" if value is None else value
+
+
 # fmt: off
 ADAPTERS: dict[str, tuple[Callable[[Any], Any], Run]] = {
     # module       (chunk in the file -> chunk, run)
     "sse":         (str.encode, sse_parser),
     "sse-writer":  (list,       sse_writer),
+    "channels":    (as_it_is,   channels),
+    "tokenizer":   (list,       tokenizer),
+    "worker":      (list,       worker),
+    "responses":   (list,       responses_events),
+    "completions": (list,       completions_chunks),
+    "background":  (list,       background_log),
 }
 # fmt: on
 

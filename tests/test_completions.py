@@ -1,0 +1,128 @@
+"""Laws of completions.py over any outputs and any end. The documented bugs are in
+tests/replays/completions-*.toml."""
+
+import itertools
+
+import laws
+from hypothesis import given
+from hypothesis import strategies as st
+from laws import outputs, usages
+
+from channels import Call, Delta, Finish, Output, Usage
+from completions import Chunk, Chunks, fold
+
+HEAD = {"id": "chatcmpl_1", "created": 1, "model": "m", "system_fingerprint": "fp_1"}
+Choice = list[Output | Finish]
+
+ended = st.builds(Finish, st.sampled_from(["stop", "length"]), usages)
+some_choices = st.lists(
+    st.builds(lambda outputs, finish: [*outputs, finish], outputs, ended), min_size=1, max_size=3
+)
+
+
+def chunks_of(choices: list[Choice], include_usage: bool = True) -> list[Chunk]:
+    """The choices take turns, as they do in a batch."""
+    number = itertools.count(1)
+    chunks = Chunks(HEAD, lambda prefix: f"{prefix}_{next(number)}", len(choices), include_usage)
+    made = chunks.start()
+    for turn in itertools.zip_longest(*choices):
+        for index, output in enumerate(turn):
+            if isinstance(output, Finish):
+                made += chunks.finish(index, output)
+            elif output is not None:
+                made += chunks.feed(index, output)
+    return made + chunks.end()
+
+
+@given(some_choices, st.booleans())
+def test_shape(choices: list[Choice], include_usage: bool) -> None:
+    """Every chunk and the whole by the SDK's own models; usage last, alone and only when asked for."""
+    chunks = chunks_of(choices, include_usage)
+    for chunk in chunks:
+        laws.check_chunk(chunk)
+        assert {k: chunk[k] for k in HEAD} == HEAD
+        assert ("usage" in chunk) == include_usage
+    laws.check_completion(fold(chunks))
+    without_choices = [chunk for chunk in chunks if not chunk["choices"]]
+    assert without_choices == (chunks[-1:] if include_usage else [])
+    assert [chunk for chunk in chunks if chunk.get("usage")] == without_choices
+
+
+@given(some_choices)
+def test_a_choice_has_one_role_and_one_end(choices: list[Choice]) -> None:
+    """G01, H05: both null or absent everywhere else."""
+    chunks = chunks_of(choices)
+    for index in range(len(choices)):
+        own = [part for chunk in chunks for part in chunk["choices"] if part["index"] == index]
+        assert own[0]["delta"] == {"role": "assistant", "content": ""}
+        assert own[-1]["delta"] == {}
+        assert own[-1]["finish_reason"] in ("stop", "length", "tool_calls")
+        assert all("role" not in part["delta"] and part["delta"] for part in own[1:-1])
+        assert all(part["finish_reason"] is None for part in own[:-1])
+
+
+@given(some_choices)
+def test_the_whole_is_what_was_said(choices: list[Choice]) -> None:
+    """By kind: a completion does not keep the order of text and calls."""
+    body = fold(chunks_of(choices))
+    for found, choice in zip(body["choices"], choices, strict=True):
+        outputs = [output for output in choice if not isinstance(output, Finish)]
+        message, calls = found["message"], [item[1:] for item in laws.items(outputs) if item[0] == "call"]
+        deltas = [output for output in outputs if isinstance(output, Delta)]
+        visible = [delta for delta in deltas if delta.channel != "analysis"]
+        assert (message["content"] or "") == "".join(delta.text for delta in visible)
+        assert (message["content"] is None) == (not visible and bool(calls))
+        thought = "".join(delta.text for delta in deltas if delta.channel == "analysis")
+        assert message.get("reasoning", "") == message.get("reasoning_content", "") == thought
+        assert [list(call["function"].values()) for call in message.get("tool_calls", [])] == calls
+        logprobs = (found["logprobs"] or {"content": []})["content"]
+        assert [p["logprob"] for p in logprobs] == [p.logprob for delta in visible for p in delta.logprobs]
+
+
+@given(some_choices)
+def test_a_call_ends_a_choice_in_tool_calls_but_for_length(choices: list[Choice]) -> None:
+    """G02: wherever in the choice it was."""
+    for found, choice in zip(fold(chunks_of(choices))["choices"], choices, strict=True):
+        *outputs, finish = choice
+        assert isinstance(finish, Finish)
+        called = any(isinstance(output, Call) for output in outputs)
+        expected = "tool_calls" if called and finish.reason == "stop" else finish.reason
+        assert found["finish_reason"] == expected
+
+
+@given(some_choices)
+def test_a_call_is_announced_once(choices: list[Choice]) -> None:
+    """E04: its first delta has all but the arguments, the later ones nothing else. Ids are its own."""
+    ids: dict[tuple[int, int], str] = {}
+    for part in (part for chunk in chunks_of(choices) for part in chunk["choices"]):
+        for call in part["delta"].get("tool_calls", []):
+            key = (part["index"], call["index"])
+            if key not in ids:
+                ids[key] = call["id"]
+                assert call.keys() == {"index", "id", "type", "function"}
+                assert call["function"].keys() == {"name", "arguments"}
+                assert call["function"]["arguments"] == ""
+            else:
+                assert call.keys() == {"index", "function"}
+                assert call["function"].keys() == {"arguments"}
+    assert len(set(ids.values())) == len(ids)
+
+
+@given(some_choices, some_choices, st.text())
+def test_nothing_follows_an_error(before: list[Choice], after: list[Choice], message: str) -> None:
+    """One choice fails and the others go on: the error is the last chunk, and the answer."""
+    chunks = chunks_of([*before, [Finish("failed", None, message)], *after])
+    error = {"message": message, "type": "server_error", "param": None, "code": "server_error"}
+    assert [chunk for chunk in chunks if "error" in chunk] == [chunks[-1]]
+    assert fold(chunks) == chunks[-1] == {"error": error}
+
+
+def test_usage_is_summed_over_the_choices_of_one_prompt() -> None:
+    first, second = Finish("stop", Usage(7, 3, 2, 5)), Finish("length", Usage(7, 4, 1, 6))
+    assert fold(chunks_of([[first], [second]]))["usage"] == {
+        "prompt_tokens": 7,
+        "completion_tokens": 7,
+        "total_tokens": 14,
+        "prompt_tokens_details": {"cached_tokens": 6},
+        "completion_tokens_details": {"reasoning_tokens": 3},
+    }
