@@ -307,7 +307,7 @@ class Api:
             "system_fingerprint": f"fp_{self._created:x}",  # of "the backend configuration": this start
         }
         events = EventLog(encode_chunk)
-        chunks = completions.Chunks(head, new_id, request.n, request.include_usage)
+        chunks = completions.Chunks(head, new_id, request.n, request.include_usage, request.named_call)
         whole = None if request.stream else _whole_completion
         return Answer(events, self._fill_completion(events, prompt, chunks), whole, sse.DONE)
 

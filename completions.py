@@ -27,16 +27,25 @@ Chunk = dict[str, Any]
 class Chunks:
     """Makes the chunks of one request, of all its choices.
 
+    `named_call`: the request names the function to call, and "finish_reason will be 'stop'" then:
+    https://platform.openai.com/docs/guides/function-calling
+
     `head` holds what every chunk repeats: id, created, model, system_fingerprint. `new_id(prefix)` draws an
     id.
     """
 
     def __init__(
-        self, head: Mapping[str, Any], new_id: Callable[[str], str], n: int, include_usage: bool
+        self,
+        head: Mapping[str, Any],
+        new_id: Callable[[str], str],
+        n: int,
+        include_usage: bool,
+        named_call: bool = False,
     ) -> None:
         self._head = dict(head)
         self._new_id = new_id
         self._include_usage = include_usage
+        self._named_call = named_call
         self._n_calls = [0] * n
         self._usage: list[Usage] = []
         self._failed = False  # one choice did: nothing follows the error, of the other choices either
@@ -76,7 +85,7 @@ class Chunks:
             return [{"error": error}]
         if finish.usage:
             self._usage.append(finish.usage)
-        called = finish.reason == "stop" and self._n_calls[index]
+        called = finish.reason == "stop" and self._n_calls[index] and not self._named_call
         return [self._chunk(index, {}, finish_reason="tool_calls" if called else finish.reason)]
 
     def end(self) -> list[Chunk]:

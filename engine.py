@@ -19,7 +19,10 @@ import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from model import Batch, Cache, Choice, Context, NumpyOps, Sampling, Span, forward
 from weights import Config, Weights
@@ -34,6 +37,14 @@ TILE = (
 CLOSING = "The server is shutting down."
 
 
+class Constraint(Protocol):
+    """What may be generated, where that is not anything."""
+
+    def mask(self) -> NDArray[np.bool_]: ...  # the tokens that may come next, (vocab_size,)
+
+    def advance(self, token_id: int) -> None: ...  # one of them came; raises ValueError if it gives up
+
+
 @dataclass(frozen=True)
 class Job:
     """What to generate."""
@@ -42,6 +53,7 @@ class Job:
     max_tokens: int
     stop_token_ids: frozenset[int]
     sampling: Sampling
+    constraint: Constraint | None = None
 
 
 class Step(NamedTuple):
@@ -69,6 +81,12 @@ class Sequence:
         assert self.cache is not None
         tile = self.job.prompt[self.n_cached : self.n_cached + TILE] or self.output[-1:]
         return Span(self.cache, tile, self.n_cached, wanted=self.n_cached + len(tile) >= len(self.job.prompt))
+
+    def context(self) -> Context:
+        """What the choice of its next token depends on."""
+        constraint = self.job.constraint
+        mask = constraint.mask() if constraint else None
+        return Context(self.job.sampling, self.job.prompt, self.output, mask)
 
 
 class Engine:
@@ -157,7 +175,7 @@ class Engine:
         try:
             logits = forward(self._ops, self._weights, Batch([span for _, span in spans]))
             wanted = [sequence for sequence, span in spans if span.wanted]
-            contexts = [Context(s.job.sampling, s.job.prompt, s.output) for s in wanted]
+            contexts = [s.context() for s in wanted]
             choices = iter(self._ops.pick(logits, contexts))
         except Exception as error:
             log.exception("a step failed, and the %d requests in it", len(spans))
@@ -189,6 +207,12 @@ class Engine:
             finish = "length"
         if finish:
             self._drop(sequence)
+        elif constraint := sequence.job.constraint:
+            try:
+                constraint.advance(choice.token_id)
+            except ValueError as error:
+                self._fail(sequence, f"The constraint on the output failed: {error}")
+                return
         sequence.emit(Step([choice], finish))
 
     def _fail(self, sequence: Sequence, message: str) -> None:

@@ -97,6 +97,7 @@ class Context(NamedTuple):
     sampling: Sampling
     prompt: Sequence[int]
     output: Sequence[int]
+    mask: NDArray[np.bool_] | None = None  # (vocab_size,) the tokens that may be chosen; None: all
 
 
 class Choice(NamedTuple):
@@ -275,7 +276,7 @@ def _penalised(logits: Array, context: Context) -> Array:
         logits[said] -= (s.presence_penalty + s.frequency_penalty * count).astype(np.float32)
     for token_id, bias in s.logit_bias.items():
         logits[token_id] += bias
-    return logits
+    return logits if context.mask is None else np.where(context.mask, logits, np.float32(-np.inf))
 
 
 def _filtered(logits: Array, s: Sampling) -> NDArray[np.float64]:

@@ -19,7 +19,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import chat
 from chat import BadInput
@@ -33,6 +33,30 @@ class BadRequest(BadInput):
     """The request cannot be served as it is."""
 
 
+Calls = Literal["none", "auto", "required"]  # may the answer, or must it, call functions
+
+
+class Demand(NamedTuple):
+    """What the answer must be, behind the reasoning."""
+
+    calls: Calls
+    functions: tuple[tuple[str, dict[str, Any]], ...] = ()  # those it may call: name, schema of the arguments
+    one_call: bool = False
+    schema: dict[str, Any] | None = None  # of the text, where it is to be JSON
+    schema_path: str = ""  # where that stands in the request
+
+
+class ToolChoice(NamedTuple):
+    calls: Calls
+    allowed: list[dict[str, Any]]  # the functions that may be called
+    named: bool  # one function, by its name
+
+
+class TextFormat(NamedTuple):
+    schema: dict[str, Any] | None  # None: any text
+    path: str  # where the schema stands in the request
+
+
 @dataclass(frozen=True)
 class Request:
     """What is asked for, the same for both APIs."""
@@ -40,6 +64,8 @@ class Request:
     model: str
     messages: list[chat.Message]
     tools: list[dict[str, Any]]  # as chat templates take them; [] also when tool_choice is none
+    demand: Demand | None  # None: the model may say anything
+    named_call: bool  # tool_choice names the one function to call
     stream: bool
     include_usage: bool  # chat: one more chunk with the usage
     n: int  # choices
@@ -211,7 +237,6 @@ class Row(NamedTuple):
 
 
 NOT_STORED = "This server keeps Responses, not chat completions: leave it out, or send false."
-NOT_CONSTRAINED = "This server does not constrain its output yet; only plain text can be asked for."
 output_format = members(type=one_of("text", "json_schema", "json_object"))
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 INCLUDES = (  # openai.types.responses.ResponseIncludable
@@ -319,15 +344,14 @@ def from_responses(body: Any, defaults: Mapping[str, Any], context: Sequence[dic
     values = read(body, RESPONSES, defaults)
     if values["input"] is None:
         raise BadRequest("Missing required parameter: 'input'.", "input", "missing_required_parameter")
-    if values["text"].get("format", {}).get("type", "text") != "text":
-        raise unsupported("text.format", NOT_CONSTRAINED)
     tools = [responses_tool(tool, f"tools[{i}]") for i, tool in enumerate(values["tools"])]
     shows_logprobs = "message.output_text.logprobs" in values["include"]
     effort = (values["reasoning"] or {}).get("effort")
     return request(
         values,
         messages=chat.from_responses(values["input"], values["instructions"], context),
-        tools=offered([tool for tool in tools if tool["type"] == "function"], values["tool_choice"]),
+        functions=[tool for tool in tools if tool["type"] == "function"],
+        text_format=text_format(values["text"].get("format", {}), "text.format"),
         max_tokens=values["max_output_tokens"],
         n_top_logprobs=values["top_logprobs"] if shows_logprobs else None,
         effort=effort,
@@ -335,8 +359,7 @@ def from_responses(body: Any, defaults: Mapping[str, Any], context: Sequence[dic
         | {
             "tools": tools,
             "reasoning": {"effort": effort, "summary": (values["reasoning"] or {}).get("summary")},
-            "text": {"format": {"type": "text"}}
-            | {k: v for k, v in values["text"].items() if k == "verbosity"},
+            "text": {"format": {"type": "text"}} | values["text"],
             "service_tier": "default",
         },
     )
@@ -347,16 +370,21 @@ def from_chat(body: Any, defaults: Mapping[str, Any]) -> Request:
     values = read(body, CHAT, defaults)
     if values["messages"] is None:
         raise BadRequest("Missing required parameter: 'messages'.", "messages", "missing_required_parameter")
-    if values["response_format"].get("type", "text") != "text":
-        raise unsupported("response_format", NOT_CONSTRAINED)
     if body.get("top_logprobs") is not None and not values["logprobs"]:
         raise wrong_value("top_logprobs", "logprobs to be true when it is set", values["top_logprobs"])
     tools = [chat_tool(tool, f"tools[{i}]") for i, tool in enumerate(values["tools"])]
-    limit = values["max_completion_tokens"]
+    limit, wanted, path = (
+        values["max_completion_tokens"],
+        values["response_format"],
+        "response_format.json_schema",
+    )
+    if wanted.get("type") == "json_schema":
+        wanted = {"type": "json_schema"} | mapping(wanted.get("json_schema"), path)
     return request(
         values,
         messages=chat.from_chat(values["messages"]),
-        tools=offered(tools, values["tool_choice"]),
+        functions=tools,
+        text_format=text_format(wanted, path),
         max_tokens=values["max_tokens"] if limit is None else limit,
         n_top_logprobs=values["top_logprobs"] if values["logprobs"] else None,
         effort=values["reasoning_effort"],
@@ -367,7 +395,8 @@ def from_chat(body: Any, defaults: Mapping[str, Any]) -> Request:
 def request(
     values: Mapping[str, Any],
     messages: list[chat.Message],
-    tools: list[dict[str, Any]],
+    functions: list[dict[str, Any]],
+    text_format: TextFormat,
     max_tokens: int | None,
     n_top_logprobs: int | None,
     effort: str | None,
@@ -375,10 +404,13 @@ def request(
 ) -> Request:
     """What both APIs have in common."""
     thinking = {} if effort is None else {"enable_thinking": effort != "none"}
+    choice = tool_choice(functions, values["tool_choice"])
     return Request(
         model=values["model"],
         messages=messages,
-        tools=[template_tool(tool) for tool in tools],
+        tools=[template_tool(tool) for tool in functions] if choice.calls != "none" else [],
+        demand=demand(functions, choice, text_format, values["parallel_tool_calls"]),
+        named_call=choice.named,
         stream=values["stream"],
         include_usage=bool((values["stream_options"] or {}).get("include_usage")) or not values["stream"],
         n=values.get("n", 1),
@@ -432,9 +464,8 @@ def function_tool(tool: Mapping[str, Any], path: str) -> dict[str, Any]:
     given = function_fields(dict(tool), path)
     if not TOOL_NAME.fullmatch(given.get("name", "")):
         raise wrong_value(f"{path}.name", "1 to 64 letters, digits, '_' or '-'", given.get("name"))
-    # strict is answered with what holds: arguments are not constrained to their schema yet.
     echoed = {k: given.get(k) for k in ("name", "description", "parameters")}
-    return {"type": "function", **echoed, "strict": False}
+    return {"type": "function", **echoed, "strict": bool(given.get("strict"))}
 
 
 def template_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -442,20 +473,66 @@ def template_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def offered(tools: list[dict[str, Any]], choice: Any) -> list[dict[str, Any]]:
-    """The functions the model gets to see."""
-    names = [tool["name"] for tool in tools]
-    for i, name in enumerate(names):
-        if name in names[:i]:
-            raise wrong_value("tools", "every function name once", name)
-    if choice == "required" and names:
-        raise unsupported("tool_choice", "This server cannot force a call yet: use 'auto' or 'none'.")
-    if isinstance(choice, dict):
-        wanted = choice.get("name") or mapping(choice.get("function", {}), "tool_choice.function").get("name")
-        if wanted is not None and wanted not in names:
-            raise wrong_value("tool_choice", "the name of one of 'tools'", wanted)
-        raise unsupported("tool_choice", "This server cannot force a call yet: use 'auto' or 'none'.")
-    one_of("none", "auto", "required")(choice, "tool_choice")
-    if choice == "required":
+# --- what the answer must be --------------------------------------------------------------------------------
+
+
+def tool_choice(functions: list[dict[str, Any]], choice: Any) -> ToolChoice:
+    """Whether functions may or must be called, and which.
+
+    allowed_tools limits the calls, never the prompt: that would spoil its cached beginning (Open Responses).
+    """
+    by_name = {tool["name"]: tool for tool in functions}
+    if len(by_name) < len(functions):
+        raise wrong_value("tools", "every function name once", [tool["name"] for tool in functions])
+    names: list[Any] = list(by_name)
+    named = False
+    if isinstance(choice, str):
+        calls = one_of("none", "auto", "required")(choice, "tool_choice")
+    else:
+        kind = one_of("function", "allowed_tools")(
+            mapping(choice, "tool_choice").get("type"), "tool_choice.type"
+        )
+        named = kind == "function"
+        # The fields stand beside `type` in Responses, below a key of that name in chat completions.
+        fields = mapping(choice.get(kind, choice), f"tool_choice.{kind}")
+        picked = [fields] if named else list_of(mapping, 128)(fields.get("tools"), "tool_choice.tools")
+        names = [tool.get("function", tool).get("name") for tool in picked]
+        calls = "required" if named else one_of("auto", "required")(fields.get("mode"), "tool_choice.mode")
+    for name in names:
+        if name not in by_name:
+            raise wrong_value("tool_choice", "the name of one of 'tools'", name)
+    if calls == "required" and not names:
         raise wrong_value("tool_choice", "tools to choose from", choice)
-    return [] if choice == "none" else tools
+    return ToolChoice(calls if names else "none", [by_name[name] for name in names], named)
+
+
+def text_format(given: Mapping[str, Any], path: str) -> TextFormat:
+    """The schema that the text must fit."""
+    match given.get("type", "text"):
+        case "json_schema":
+            for name, check in (("name", string(64, min_length=1)), ("schema", mapping)):
+                if given.get(name) is None:
+                    message = f"Missing required parameter: '{path}.{name}'."
+                    raise BadRequest(message, f"{path}.{name}", "missing_required_parameter")
+                check(given[name], f"{path}.{name}")
+            return TextFormat(given["schema"], f"{path}.schema")
+        case "json_object":
+            return TextFormat({"type": "object"}, path)
+        case _:
+            return TextFormat(None, path)
+
+
+def demand(
+    functions: list[dict[str, Any]], choice: ToolChoice, text: TextFormat, parallel: bool
+) -> Demand | None:
+    """What to enforce; None: the model may say anything."""
+    is_limited = len(choice.allowed) < len(functions) or any(tool["strict"] for tool in choice.allowed)
+    if text.schema is None and not (choice.calls == "required" or (choice.calls == "auto" and is_limited)):
+        return None
+    return Demand(
+        calls=choice.calls,
+        functions=tuple((tool["name"], tool["parameters"] or {"type": "object"}) for tool in choice.allowed),
+        one_call=choice.named or not parallel,
+        schema=text.schema,
+        schema_path=text.path,
+    )

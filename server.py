@@ -42,6 +42,7 @@ from api import ALIAS, Api, encode_event
 from background import Registry
 from chat import BadInput, ChatTemplate
 from engine import Engine
+from grammar import Grammars
 from store import Limits, Store
 from tokenizer import Tokenizer
 from worker import LocalWorker
@@ -204,8 +205,11 @@ def load(directory: Path, max_model_len: int | None) -> LocalWorker:
     if not 2 <= length <= config.max_seq_len:
         limit = f"expected 2 to {config.max_seq_len}, the model's own limit"
         raise weights.UnsupportedModel(f"--max-model-len {length}: {limit}")
-    template, tokenizer = ChatTemplate.load(directory), Tokenizer(directory / "tokenizer.json")
-    return LocalWorker(Engine(config, weights.read_weights(directory, config), length), tokenizer, template)
+    vocabulary = directory / "tokenizer.json"
+    template, tokenizer = ChatTemplate.load(directory), Tokenizer(vocabulary)
+    grammars = Grammars(vocabulary, config.vocab_size, config.eos_token_ids)
+    engine = Engine(config, weights.read_weights(directory, config), length)
+    return LocalWorker(engine, tokenizer, template, grammars)
 
 
 def open_store(args: argparse.Namespace) -> Store:

@@ -16,11 +16,12 @@ from contextlib import aclosing
 from datetime import datetime
 from typing import NamedTuple
 
-from channels import Finish, Output, Parser, Piece, TokenLogprob, Usage, dialect, opening_state
+from channels import Finish, Output, Parser, Piece, State, TokenLogprob, Usage, dialect, opening_state
 from chat import ChatTemplate, Message
 from engine import Engine, Job
+from grammar import BadGrammar, Grammars, lark
 from model import Choice, Sampling
-from params import BadRequest, Request
+from params import BadRequest, Demand, Request
 from tokenizer import Tokenizer
 
 
@@ -32,15 +33,21 @@ class Prompt(NamedTuple):
     token_ids: list[int]
     max_tokens: int
     seed: int
+    markers: dict[str, bool]  # channels.dialect()
+    state: State  # in which the answer begins
+    grammar: str | None  # of the answer, where it is not free
 
 
 class LocalWorker:
     """Turns requests into deltas with an engine in this process."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+    def __init__(
+        self, engine: Engine, tokenizer: Tokenizer, template: ChatTemplate, grammars: Grammars
+    ) -> None:
         self.engine = engine
         self._tokenizer = tokenizer
         self._template = template
+        self._grammars = grammars
 
     def prepare(self, request: Request) -> Prompt:
         """Render, tokenise and check; raises BadInput."""
@@ -62,7 +69,10 @@ class LocalWorker:
         rest = limit - len(token_ids)
         max_tokens = rest if request.max_tokens is None else min(request.max_tokens, rest)
         seed = secrets.randbits(63) if request.seed is None else request.seed
-        return Prompt(request, text, token_ids, max_tokens, seed)
+        markers = dialect(self._tokenizer.added, self._template.source, tools=bool(request.tools))
+        state = opening_state(text, markers)
+        grammar = self._grammar(request.demand, markers, text) if request.demand else None
+        return Prompt(request, text, token_ids, max_tokens, seed, markers, state, grammar)
 
     async def run(self, prompt: Prompt, choice: int = 0) -> AsyncGenerator[Output | Finish]:
         """What the model says in one of the request's n choices."""
@@ -92,13 +102,11 @@ class LocalWorker:
                     yield Finish(reason, usage, step.message)
 
     def _parser(self, prompt: Prompt) -> Parser:
-        request = prompt.request
-        markers = dialect(self._tokenizer.added, self._template.source, tools=bool(request.tools))
-        tail = prompt.text.rstrip()
+        request, tail = prompt.request, prompt.text.rstrip()
         return Parser(
-            markers,
-            state=opening_state(prompt.text, markers),
-            after_marker=any(tail.endswith(marker) for marker in markers),
+            prompt.markers,
+            state=prompt.state,
+            after_marker=any(tail.endswith(marker) for marker in prompt.markers),
             stop=request.stop,
             one_call=not request.parallel_tool_calls,
         )
@@ -119,7 +127,21 @@ class LocalWorker:
             n_top_logprobs=request.n_top_logprobs,
         )
         stops = frozenset((*self.engine.config.eos_token_ids, *request.stop_token_ids))
-        return Job(prompt.token_ids, prompt.max_tokens, stops, sampling)
+        constraint = self._grammars.constraint(prompt.grammar) if prompt.grammar else None
+        return Job(prompt.token_ids, prompt.max_tokens, stops, sampling, constraint)
+
+    def _grammar(self, demand: Demand, markers: dict[str, bool], prompt: str) -> str:
+        """The grammar of the answer; raises BadRequest where a schema cannot be enforced."""
+        try:
+            self._grammars.check(demand)
+        except BadGrammar as error:
+            path = demand.schema_path if error.part == "schema" else "tools"
+            raise BadRequest(
+                f"Invalid schema for '{error.part}': {error}", path, "invalid_json_schema"
+            ) from error
+        tail = prompt.rstrip()
+        opened, closed = tail.endswith("<think>"), tail.endswith("</think>")
+        return lark(demand, markers, "open" if opened else "over" if closed else "possible")
 
     def _check_token_ids(self, request: Request) -> None:
         n = self.engine.config.vocab_size

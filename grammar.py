@@ -1,0 +1,135 @@
+"""What a model must say: calls and formats as a grammar, and the grammar as masks over the vocabulary.
+
+    Demand --lark()--> grammar --Grammars.constraint()--> Constraint --mask()--> tokens that may come next
+
+Authority: https://platform.openai.com/docs/guides/structured-outputs and .../function-calling (tool_choice);
+https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md for the language of the grammars.
+
+Rules of this file:
+1. Reasoning comes first and is free: what is demanded holds for what follows it (vllm-project/vllm#44012).
+2. The markers are those of channels.py: what is demanded here is what the parser finds there.
+3. A schema that cannot be enforced is refused before anything runs.
+
+Not here: which request demands what (params.py), choosing among the tokens (model.py).
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+from numpy.typing import NDArray
+
+from params import Demand
+
+
+class BadGrammar(ValueError):
+    """The demand cannot be enforced; `part` is the place of the schema that is to blame."""
+
+    def __init__(self, message: str, part: str) -> None:
+        super().__init__(message)
+        self.part = part
+
+
+# How the models write JSON: fixed separators, for free ones let a hot model write blanks without end.
+LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+Thinking = Literal[
+    "open", "possible", "over"
+]  # the prompt began it; the model may begin it; the prompt ended it
+
+STARTS = {"open": "thought NEWLINES body", "possible": "think? body", "over": "body"}
+
+
+def lark(demand: Demand, markers: Mapping[str, bool], thinking: Thinking) -> str:
+    """The grammar of an answer; `markers` are those of channels.dialect()."""
+    rules = {"NEWLINES": r"/\n*/", "ANY": "/(?s:.*)/", "PLAIN": "ANY & ~/(?s:.*<tool_call>.*)/"}
+    rules["start"] = STARTS[thinking if "<think>" in markers else "over"]
+    if "<think>" in markers:
+        rules |= _up_to("thought", "</think>", markers)
+        rules["think"] = f"{_literal('<think>', markers)} thought NEWLINES"
+    rules["text"] = "PLAIN" if demand.schema is None else _json(demand.schema)
+    rules |= {"body": "text"} if demand.calls == "none" else _calls(demand, markers)
+    return "\n".join(f"{name}: {rule}" if ":" not in name else name + rule for name, rule in rules.items())
+
+
+def _calls(demand: Demand, markers: Mapping[str, bool]) -> dict[str, str]:
+    """One call or several, as Hermes writes them."""
+    opening, closing = _literal("<tool_call>", markers), _literal("</tool_call>", markers)
+    rules = {"call": rf'{opening} "\n" object "\n" {closing}'}
+    rules["object"] = " | ".join(f"function_{i}" for i in range(len(demand.functions)))
+    for i, (name, schema) in enumerate(demand.functions):
+        head = json.dumps(f'{{"name": "{name}", "arguments": ')
+        rules[f"arguments_{i}"] = _json(schema)
+        rules[f"function_{i}"] = f'{head} arguments_{i} "}}"'
+    more = "" if demand.one_call else r' ("\n" call)*'
+    if demand.calls == "required":
+        return rules | {"body": "call" + more}
+    if demand.schema is not None:
+        return rules | {"body": f"text | call{more}"}
+    # Text, then calls: the text ends where the first marker is complete.
+    first = {"first": rf'before "\n" object "\n" {closing}'}
+    return rules | first | _up_to("before", "<tool_call>", markers) | {"body": f"text | first{more}"}
+
+
+def _up_to(name: str, marker: str, markers: Mapping[str, bool]) -> dict[str, str]:
+    """A rule for anything up to the first such marker, and the marker."""
+    if markers[marker]:
+        return {name: f"ANY {_literal(marker, markers)}"}
+    return {f"{name}[suffix={json.dumps(marker)}]: ": "/(?s:.*)/"}
+
+
+def _literal(marker: str, markers: Mapping[str, bool]) -> str:
+    """A marker that is one token is written as it is, another as a string."""
+    return marker if markers[marker] else json.dumps(marker)
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    return "%json " + json.dumps(dict(schema) | {"x-guidance": LAYOUT})
+
+
+class Constraint:
+    """One answer under a grammar."""
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+        self._bits = allocate_token_bitmask(1, vocab_size)
+
+    def mask(self) -> NDArray[np.bool_]:
+        """Which tokens may come next, (vocab_size,); the eos tokens once the grammar is satisfied."""
+        fill_next_token_bitmask(self._matcher, self._bits)
+        bits = np.unpackbits(self._bits.view(np.uint8), bitorder="little")
+        return bits[: self._vocab_size].astype(np.bool_)
+
+    def advance(self, token_id: int) -> None:
+        """The token came; raises BadGrammar where the matcher gives up: a limit, or a token not allowed."""
+        if not self._matcher.consume_token(token_id):
+            raise BadGrammar(self._matcher.get_error(), "")
+
+
+class Grammars:
+    """Makes constraints for one vocabulary."""
+
+    def __init__(self, tokenizer: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        self._vocab_size = vocab_size
+        self._tokenizer = LLTokenizer(str(tokenizer), n_vocab=vocab_size, eos_token=list(eos_token_ids))
+
+    def check(self, demand: Demand) -> None:
+        """Raises BadGrammar for a schema that cannot be enforced."""
+        schemas = [("schema", demand.schema)] if demand.schema is not None else []
+        for part, schema in [*schemas, *demand.functions]:
+            if message := LLMatcher.validate_grammar(
+                LLMatcher.grammar_from_json_schema(schema), self._tokenizer
+            ):
+                raise BadGrammar(message, part)
+
+    def constraint(self, grammar: str) -> Constraint:
+        matcher = LLMatcher(self._tokenizer, LLMatcher.grammar_from_lark(grammar))
+        if matcher.is_error():
+            raise BadGrammar(matcher.get_error(), "")
+        return Constraint(matcher, self._vocab_size)
