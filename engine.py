@@ -97,12 +97,13 @@ class Engine:
         self.max_seq_len = max_seq_len
         self._weights = weights
         self._ops = NumpyOps(config, max_seq_len)
-        self._inbox: queue.SimpleQueue[tuple[Literal["start", "abort", "close"], Sequence | None]] = (
+        self._inbox: queue.SimpleQueue[tuple[Literal["start", "abort", "wake"], Sequence | None]] = (
             queue.SimpleQueue()
         )
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
-        self._open = True
+        self._open = True  # False: nothing is put into the inbox any more that would need an answer
+        self._lock = threading.Lock()  # holds that sentence together: close() comes from another thread
         self.n_steps = 0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -113,7 +114,11 @@ class Engine:
         """
         loop, steps = asyncio.get_running_loop(), asyncio.Queue[Step]()
         sequence = Sequence(job, emit=lambda step: _call_soon(loop, steps, step))
-        self._inbox.put(("start", sequence))
+        with self._lock:
+            if self._open:
+                self._inbox.put(("start", sequence))
+            else:
+                sequence.emit(Step([], "failed", CLOSING))
         try:
             while True:
                 step = await steps.get()
@@ -131,7 +136,9 @@ class Engine:
 
     def close(self) -> None:
         """Fail what is left, end the thread."""
-        self._inbox.put(("close", None))
+        with self._lock:
+            self._open = False
+        self._inbox.put(("wake", None))
         self._thread.join()
 
     # --- the thread -----------------------------------------------------------------------------------------
@@ -153,14 +160,11 @@ class Engine:
             wait = False
             match self._inbox.get():
                 case "start", Sequence() as sequence:
-                    if self._open:
-                        self._waiting.append(sequence)
-                    else:
-                        self._fail(sequence, CLOSING)
+                    self._waiting.append(sequence)
                 case "abort", Sequence() as sequence:
                     self._drop(sequence)
                 case _:
-                    self._open = False
+                    pass  # the loop looks at what woke it
 
     def _admit(self, sequence: Sequence) -> None:
         try:

@@ -135,9 +135,7 @@ class NumpyOps:
 
     def embed(self, batch: Batch, weights: Weights) -> Array:
         x = self._buffer("x", len(batch.token_ids), self.config.dim)
-        return np.take(
-            weights.embed, batch.token_ids, axis=0, out=x, mode="clip"
-        )  # "clip": the mode that fills `out` directly
+        return np.take(weights.embed, batch.token_ids, axis=0, out=x)
 
     def qkv(self, x: Array, layer: Layer, batch: Batch) -> Array:
         return self._linear("qkv", self._rms_norm(x, layer.attn_norm), layer.wqkv, layer.bqkv, batch.groups)

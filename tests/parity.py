@@ -1,0 +1,391 @@
+"""Random checkpoints of every family and variation, and what transformers makes of them: the golden files.
+
+    CASES --write()--> a checkpoint --> transformers, float32 --> tests/golden/<case>.json --> test_parity.py
+
+    pip install -e '.[parity]' && python tests/parity.py          all cases and the two real models: a minute
+
+writes the golden files anew and prints how far this repository's model is from transformers; it exits with 1
+where a logit differs by more than TOLERANCE, or one of the 64 greedy tokens that follow the prompt.
+Authority: Hugging Face transformers (https://github.com/huggingface/transformers), with the whole sequence
+computed anew for every token, so that no cache of theirs is part of what is compared.
+
+Rules of this file:
+1. A checkpoint follows from its case and NumPy alone: the suite makes the same files without torch. The
+   numbers of a tensor depend on its name and shape, not on its place in any table.
+2. The numbers are such that every part of the model shows: no bias is 0, no norm weight 1. The suite
+   asserts it: with another config.json, a feature off or another theta, the logits differ.
+3. Original contexts and windows are far shorter than the prompt, so that scaling and sliding matter.
+
+Not here: pytest. The suite compares with the golden files in test_parity.py.
+"""
+
+import json
+import sys
+import tempfile
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+
+import hub
+from model import Array, Batch, Cache, NumpyOps, Span, forward
+from weights import Part, layer_parts, outer_parts, parse_config, read_config, read_weights
+
+GOLDEN = Path(__file__).parent / "golden"
+TINY = Path(__file__).parent / "models" / "tiny"
+TOLERANCE = 1e-3  # of a logit
+N_PROMPT, N_GREEDY = 40, 64
+CHECKED = [0, 13, N_PROMPT - 1, 70, N_PROMPT + N_GREEDY - 2]  # positions whose logits the golden files hold
+PROMPT_SEED = 2  # one with which no greedy text is decided by a margin below TOLERANCE
+N_TOP = 50  # logits kept of a position, where the vocabulary is a real one
+
+
+class Case(NamedTuple):
+    """A checkpoint: config.json is SMALL with these changes."""
+
+    model_type: str
+    changes: dict[str, Any]
+    otherwise: dict[str, Any]  # the same weights with these changes too must give other logits
+    dtype: str = "F32"
+    n_shards: int = 1
+
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10_000.0,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+LINEAR = {"type": "linear", "factor": 4.0}  # the older spelling
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+YARN_ALL = YARN | {"attention_factor": 1.4, "beta_fast": 6.0, "beta_slow": 0.5, "truncate": False}
+NO_SCALING: dict[str, Any] = {"rope_scaling": None}
+OWN = {"rope_theta": 50_000.0}
+THETA = {"rope_theta": 1_000_000.0}
+PARAMETERS_3 = {"rope_parameters": LLAMA3 | OWN}  # as transformers 5 writes it
+YARN_PARAMETERS = {"rope_parameters": YARN | OWN}
+NO_PARAMETERS = {"rope_parameters": {"rope_type": "default"} | OWN}
+ALL_ROTARY = {"no_rope_layers": [1] * 4}
+HEADS = {"head_dim": 20}  # not hidden_size / num_attention_heads, which is 12
+ALL_HEADS = {"num_key_value_heads": 4}  # no grouping
+BIASES = {"attention_bias": True, "mlp_bias": True}
+TIED = {"tie_word_embeddings": True}
+UNTIED = {"tie_word_embeddings": False}
+WINDOW = {"sliding_window": 9}
+NO_WINDOW: dict[str, Any] = {"sliding_window": None}
+SLIDE = WINDOW | {"use_sliding_window": True}
+UPPER_SLIDE = SLIDE | {"max_window_layers": 2}
+ODD = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+LATE = {"layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 2}
+
+# fmt: off
+CASES = {
+    # name                         model_type config.json                       otherwise         files
+    "llama-2":                Case("llama",   ALL_HEADS,                        THETA),
+    "llama-3":                Case("llama",   OWN,                              THETA,            "BF16", 2),
+    "llama-3.1-rope-scaling": Case("llama",   {"rope_scaling": LLAMA3},         NO_SCALING,       "BF16"),
+    "llama-3.2-rope-parameters":Case("llama",   TIED | PARAMETERS_3,              NO_PARAMETERS),
+    "llama-linear":           Case("llama",   {"rope_scaling": LINEAR},         NO_SCALING),
+    "llama-yarn":             Case("llama",   {"rope_scaling": YARN},           NO_SCALING),
+    "llama-biases":           Case("llama",   BIASES,                           THETA),
+    "llama-head-dim":         Case("llama",   HEADS,                            THETA,            "F16"),
+    "smollm2":                Case("llama",   TIED | OWN,                       THETA,            "BF16"),
+    "mistral":                Case("mistral", NO_WINDOW,                        WINDOW,           "BF16"),
+    "mistral-window":         Case("mistral", WINDOW,                           NO_WINDOW,        "BF16"),
+    "mistral-nemo-head-dim":  Case("mistral", HEADS | NO_WINDOW,                THETA,            "F32", 3),
+    "qwen2":                  Case("qwen2",   TIED,                             THETA,            "BF16"),
+    "qwen2-window-unused":    Case("qwen2",   WINDOW,                           UPPER_SLIDE,      "F16"),
+    "qwen2-max-window-layers":Case("qwen2",   UPPER_SLIDE,                      NO_WINDOW),
+    "qwen2-layer-types":      Case("qwen2",   SLIDE | ODD,                      SLIDE | LATE),
+    "qwen2.5-yarn-explicit":  Case("qwen2",   {"rope_scaling": YARN_ALL},       {"rope_scaling": YARN}),
+    "qwen3":                  Case("qwen3",   HEADS | TIED,                     THETA,            "BF16"),
+    "qwen3-attention-bias":   Case("qwen3",   HEADS | {"attention_bias": True}, THETA),
+    "qwen3-yarn-parameters":  Case("qwen3",   HEADS | YARN_PARAMETERS,          NO_PARAMETERS),
+    "qwen3-layer-types":      Case("qwen3",   HEADS | SLIDE | ODD,              NO_WINDOW),
+    "smollm3":                Case("smollm3", OWN,                              ALL_ROTARY,       "BF16"),
+    "smollm3-untied-biases":  Case("smollm3", BIASES | UNTIED,                  ALL_ROTARY),
+    "smollm3-no-rope-layers": Case("smollm3", {"no_rope_layers": [1, 0, 0, 1]}, ALL_ROTARY),
+    "smollm3-window":         Case("smollm3", SLIDE,                            NO_WINDOW),
+    "smollm3-yarn":           Case("smollm3", YARN_PARAMETERS,                  NO_PARAMETERS),
+}
+# fmt: on
+
+
+# ---- Checkpoints -------------------------------------------------------------------------------------------
+
+
+def config_json(case: Case) -> dict[str, Any]:
+    raw = SMALL | case.changes | {"model_type": case.model_type}
+    if "rope_parameters" in raw:  # holds it
+        del raw["rope_theta"]
+    return raw
+
+
+def write(directory: Path, case: Case) -> None:
+    """config.json and the weights, in one file or in shards with their index."""
+    directory.mkdir(exist_ok=True)
+    raw = config_json(case)
+    (directory / "config.json").write_text(json.dumps(raw))
+    config = parse_config(raw, {})
+    parts = outer_parts(config)
+    for layer in range(config.n_layers):
+        parts += layer_parts(config, f"model.layers.{layer}.")
+    if case.n_shards == 1:
+        write_file(directory / "model.safetensors", parts, case.dtype)
+        return
+    where: dict[str, str] = {}
+    for n in range(case.n_shards):
+        shard = f"model-{n + 1:05}-of-{case.n_shards:05}.safetensors"
+        write_file(directory / shard, parts[n :: case.n_shards], case.dtype)
+        where |= {part.name: shard for part in parts[n :: case.n_shards]}
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+
+
+def write_file(path: Path, parts: Sequence[Part], dtype: str) -> None:
+    """https://github.com/huggingface/safetensors#format"""
+    tensors = {part.name: random_tensor(part.name, part.shape) for part in parts}
+    if dtype != "BF16":
+        numpy_dtype = {"F16": np.float16, "F32": np.float32}[dtype]
+        save_file({n: t.astype(numpy_dtype) for n, t in tensors.items()}, path, metadata={"format": "pt"})
+        return
+    header, data = {}, b""  # by hand: NumPy has no bfloat16
+    for name, tensor in tensors.items():
+        begin, data = len(data), data + (tensor.view(np.uint32) >> 16).astype("<u2").tobytes()
+        header[name] = {"dtype": dtype, "shape": tensor.shape, "data_offsets": [begin, len(data)]}
+    encoded = json.dumps(header | {"__metadata__": {"format": "pt"}}).encode()
+    path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + data)
+
+
+# the first of these that a tensor's name contains: mean and deviation, a matrix's times n_inputs ** -0.5
+SPREAD = {
+    "norm": (1.0, 0.3),
+    "bias": (0.0, 0.25),
+    "q_proj": (0.0, 1.5),
+    "k_proj": (0.0, 1.5),
+    "embed_tokens": (0.0, 3.0),
+    "lm_head": (0.0, 3.0),
+    "": (0.0, 1.5),
+}
+
+
+def random_tensor(name: str, shape: tuple[int, ...]) -> Array:
+    mean, deviation = next(spread for word, spread in SPREAD.items() if word in name)
+    if len(shape) == 2:
+        deviation *= shape[1] ** -0.5
+    values = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape)
+    return (mean + deviation * values).astype(np.float32)
+
+
+def random_prompt(vocab_size: int) -> list[int]:
+    return [int(i) for i in np.random.default_rng(PROMPT_SEED).integers(0, vocab_size, N_PROMPT)]
+
+
+# ---- This repository's model -------------------------------------------------------------------------------
+
+
+class Ours:
+    """Logits from the engine's forward pass."""
+
+    def __init__(self, directory: Path, changes: dict[str, Any] | None = None) -> None:
+        """`changes` to config.json: the same weights, otherwise understood."""
+        self.config = read_config(directory)
+        if changes:
+            raw = json.loads((directory / "config.json").read_text())
+            self.config = parse_config(raw | changes, {})
+        self.weights = read_weights(directory, self.config)
+        self.ops = NumpyOps(self.config, min(self.config.max_seq_len, 1024))
+
+    def logits(self, token_ids: Sequence[int], positions: Sequence[int]) -> Array:
+        """(len(positions), vocab_size): read in chunks that end at these positions, in ascending order."""
+        cache = Cache(self.config, len(token_ids))
+        starts = [0, *(position + 1 for position in positions)]
+        spans = [
+            Span(cache, token_ids[start : end + 1], start, wanted=True)
+            for start, end in zip(starts, positions, strict=False)
+        ]
+        return np.concatenate([forward(self.ops, self.weights, Batch([span])).copy() for span in spans])
+
+    def greedy(self, prompt: Sequence[int], n: int) -> list[int]:
+        """The prompt at once, then token by token."""
+        cache, token_ids = Cache(self.config, len(prompt) + n), list(prompt)
+        for start in [0, *range(len(prompt), len(prompt) + n - 1)]:
+            span = Span(cache, token_ids[start:], start, wanted=True)
+            token_ids.append(int(forward(self.ops, self.weights, Batch([span]))[0].argmax()))
+        return token_ids[len(prompt) :]
+
+
+# ---- Golden files ------------------------------------------------------------------------------------------
+
+
+class Golden(NamedTuple):
+    prompt: list[int]
+    greedy: list[int]  # the 64 tokens that follow
+    rows: list[dict[str, Any]]  # position; ids and logits: all, or the largest; mean and max_abs of all
+
+    def max_difference(self, logits: NDArray[Any]) -> float:
+        """Of the kept logits, and of the mean and the largest absolute value of all.
+
+        logits (len(rows), vocab_size)
+        """
+        return max(
+            float(np.abs(np.subtract(mine, theirs)).max())
+            for row, all_mine in zip(self.rows, logits, strict=True)
+            for mine, theirs in [
+                (all_mine[row["ids"]], row["logits"]),
+                (all_mine.mean(dtype=np.float64), row["mean"]),
+                (np.abs(all_mine).max(), row["max_abs"]),
+            ]
+        )
+
+    @property
+    def token_ids(self) -> list[int]:
+        """What the model has read when it says the last of the greedy tokens."""
+        return self.prompt + self.greedy[:-1]
+
+    @property
+    def positions(self) -> list[int]:
+        return [row["position"] for row in self.rows]
+
+
+def read_golden(name: str) -> Golden:
+    return Golden(**json.loads((GOLDEN / f"{name}.json").read_text()))
+
+
+def golden(prompt: list[int], greedy: list[int], logits: Array, positions: Sequence[int]) -> Golden:
+    """From the logits of all positions, (len(prompt) + len(greedy) - 1, vocab_size)."""
+    rows = []
+    for position in positions:
+        row = logits[position]
+        ids = np.arange(len(row)) if len(row) <= 128 else np.argsort(-row, kind="stable")[:N_TOP]
+        kept = [round(float(value), 5) for value in row[ids]]
+        mean, max_abs = float(row.mean(dtype=np.float64)), float(np.abs(row).max())
+        rows.append(
+            {"position": position, "ids": ids.tolist(), "logits": kept, "mean": mean, "max_abs": max_abs}
+        )
+    return Golden(prompt, greedy, rows)
+
+
+def write_golden(name: str, g: Golden) -> None:
+    rows = ",\n  ".join(json.dumps(row, separators=(",", ":")) for row in g.rows)
+    text = (
+        f'{{"prompt": {json.dumps(g.prompt)},\n "greedy": {json.dumps(g.greedy)},\n "rows": [\n  {rows}]}}\n'
+    )
+    (GOLDEN / f"{name}.json").write_text(text)
+
+
+# ---- Transformers ------------------------------------------------------------------------------------------
+
+
+def theirs(directory: Path, prompt: list[int]) -> tuple[list[int], Array]:
+    """N_GREEDY tokens after the prompt, and the logits of all positions but the last token's, in float32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model, info = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    wrong = {kind: names for kind, names in info.items() if names}
+    if wrong:  # it fills in random numbers and goes on
+        raise SystemExit(f"{directory.name}: transformers wants other tensors: {wrong}")
+    token_ids = list(prompt)
+    with torch.no_grad():
+        for _ in range(N_GREEDY):
+            logits = model(torch.tensor([token_ids]), use_cache=False).logits[0]
+            token_ids.append(int(logits[-1].argmax()))
+    return token_ids[len(prompt) :], logits.numpy()
+
+
+class Line(NamedTuple):
+    """Of the printed table."""
+
+    name: str
+    max_difference: float  # of the logits at all positions
+    same_greedy: bool
+    margin: float  # between the two likeliest of a step, at its smallest: near 0 a greedy text is luck
+    n_distinct: int  # of the greedy tokens
+
+    @property
+    def good(self) -> bool:
+        return self.same_greedy and self.max_difference < TOLERANCE < self.margin
+
+    def __str__(self) -> str:
+        equal = "equal" if self.same_greedy else "DIFFERS"
+        return (
+            f"{self.name:26} {self.max_difference:12.1e}   {equal:8} {self.margin:8.3f} {self.n_distinct:8}"
+        )
+
+
+def compare(name: str, directory: Path, prompt: list[int], positions: Sequence[int]) -> Line:
+    """Write the golden file and compare all positions' logits, ours one by one, and a whole greedy answer."""
+    greedy, logits = theirs(directory, prompt)
+    write_golden(name, golden(prompt, greedy, logits, positions))
+    ours, n = Ours(directory), len(logits)
+    difference = np.abs(ours.logits(prompt + greedy[:-1], range(n)) - logits).max()
+    best = np.partition(logits[-N_GREEDY:], -2)[:, -2:]
+    margin = float((best[:, 1] - best[:, 0]).min())
+    return Line(name, difference, ours.greedy(prompt, N_GREEDY) == greedy, margin, len({*greedy}))
+
+
+def real_models() -> Iterator[tuple[str, Path, str]]:
+    """Name, directory, and what the user says."""
+    yield "tiny", TINY, "What is 2+2? Answer with just the number."
+    try:
+        yield "default", hub.find(None), "What is the capital of France?"
+    except hub.HubError as error:
+        print(f"default: {error}", file=sys.stderr)
+
+
+def chat_prompt(directory: Path, text: str) -> list[int]:
+    from datetime import datetime
+
+    from chat import ChatTemplate
+    from tokenizer import Tokenizer
+
+    template = ChatTemplate.load(directory)
+    prompt = template.render([{"role": "user", "content": text}], None, datetime(2026, 1, 1))
+    return Tokenizer(directory / "tokenizer.json").encode(prompt)
+
+
+def lines() -> Iterator[Line]:
+    for name, case in CASES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            write(Path(folder), case)
+            yield compare(name, Path(folder), random_prompt(SMALL["vocab_size"]), CHECKED)
+    for name, directory, text in real_models():
+        prompt = chat_prompt(directory, text)
+        yield compare(name, directory, prompt, [len(prompt) - 1, len(prompt) + N_GREEDY - 2])
+
+
+def main() -> int:
+    GOLDEN.mkdir(exist_ok=True)
+    print(f"{'case':26} {'max abs diff':>12}   {'greedy':8} {'margin':>8} {'distinct':>8}")
+    good = True
+    for line in lines():
+        print(line, flush=True)
+        good &= line.good
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
