@@ -20,6 +20,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, closing
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -143,7 +144,8 @@ class Api:
 
     def _producer(self, prompt: Prompt, head: Mapping[str, Any], queued: bool) -> Producer:
         """What makes the events of one response, in the foreground or, `queued`, in its turn."""
-        builder = responses.Builder(head, new_id)
+        seal = partial(sealed.seal, self._key) if prompt.request.seal_reasoning else None
+        builder = responses.Builder(head, new_id, seal)
 
         async def fill(events: EventLog) -> None:
             if queued:

@@ -309,12 +309,12 @@ class CallScanner:
 
 
 def _string(written: str) -> str | None:
-    """The value of a JSON string literal, None if it is none."""
+    """The value of a JSON string literal, None if it is none, or no text: "\\ud800" is half a character."""
     try:
         value = json.loads(written, strict=False)
-    except ValueError:
+        return value if isinstance(value, str) and value.encode() else None
+    except (ValueError, RecursionError):
         return None
-    return value if isinstance(value, str) else None
 
 
 # --- the parser ---------------------------------------------------------------------------------------------

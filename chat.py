@@ -150,6 +150,7 @@ def _arguments(text: str) -> Any:
     """The object that the JSON holds, as Llama's and Mistral's templates want it; else the text as it is."""
     try:
         value = json.loads(text)
+        json.dumps(value, ensure_ascii=False).encode()  # "\\ud800" is half a character: no tokenizer takes it
     except (ValueError, RecursionError):  # a model wrote it
         return text
     return value if isinstance(value, dict) else text

@@ -49,7 +49,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
 
 
-class HubError(Exception):
+class HubError(OSError):
     """One line: what was looked for, where, why it was not had, and what to do."""
 
 

@@ -247,6 +247,8 @@ def _norm_heads(heads: Array, w: Array, eps: float) -> None:
 
 def _pick(raw: Array, context: Context) -> Choice:
     """Choose a token by its logits, (vocab_size,)."""
+    if not np.isfinite(raw.max()):
+        raise ArithmeticError("the model's logits are no finite numbers")
     s = context.sampling
     logits = _penalised(raw, context)
     if s.temperature == 0:
@@ -272,8 +274,8 @@ def _penalised(logits: Array, context: Context) -> Array:
     if (s.presence_penalty or s.frequency_penalty) and context.output:
         said, count = np.unique(np.array(context.output, np.int64), return_counts=True)
         logits[said] -= (s.presence_penalty + s.frequency_penalty * count).astype(np.float32)
-    for token_id, bias in s.logit_bias.items():
-        logits[token_id] += bias
+    if s.logit_bias:
+        logits[list(s.logit_bias)] += np.array(list(s.logit_bias.values()), np.float32)
     return logits if context.mask is None else np.where(context.mask, logits, np.float32(-np.inf))
 
 

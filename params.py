@@ -86,6 +86,7 @@ class Request:
     background: bool  # Responses: run it apart from this request
     parallel_tool_calls: bool
     truncate: bool  # drop the oldest messages rather than refuse a prompt that is too long
+    seal_reasoning: bool  # Responses: reasoning items carry a blob of themselves, to be given back
     template_kwargs: dict[str, Any]  # for the chat template: enable_thinking and whatever else it knows
     echo: dict[str, Any]  # Responses: the members of the response object that repeat the request
 
@@ -109,6 +110,10 @@ def wrong_value(path: str, expected: str, value: Any) -> BadRequest:
     return BadRequest(
         f"Invalid value for '{path}': expected {expected}, got {shown(value)}.", path, "invalid_value"
     )
+
+
+def missing(path: str) -> BadRequest:
+    return BadRequest(f"Missing required parameter: '{path}'.", path, "missing_required_parameter")
 
 
 def unsupported(path: str, why: str) -> BadRequest:
@@ -215,7 +220,7 @@ def metadata(value: Any, path: str) -> dict[str, str]:
 def logit_bias(value: Any, path: str) -> dict[int, float]:
     bias = {}
     for key, amount in mapping(value, path).items():
-        if not key.isascii() or not key.isdigit():
+        if not re.fullmatch("[0-9]{1,9}", key):
             raise wrong_value(path, "token ids as keys", key)
         bias[int(key)] = number(-100, 100)(amount, f"{path}.{key}")
     return bias
@@ -237,7 +242,23 @@ class Row(NamedTuple):
 
 
 NOT_STORED = "This server keeps Responses, not chat completions: leave it out, or send false."
-output_format = members(type=one_of("text", "json_schema", "json_object"))
+
+
+def output_format(value: Any, path: str) -> dict[str, Any]:
+    given = members(type=one_of("text", "json_schema", "json_object"))(value, path)
+    if "type" not in given:
+        raise missing(f"{path}.type")
+    return dict(given)
+
+
+def template_kwargs(value: Any, path: str) -> dict[str, Any]:
+    for name in ("add_generation_prompt", "continue_final_message"):
+        if name in mapping(value, path):
+            raise unsupported(f"{path}.{name}", "The answer always begins a new turn of the assistant.")
+    return dict(value)
+
+
+SUMMARIES = ("auto", "concise", "detailed")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 INCLUDES = (  # openai.types.responses.ResponseIncludable
     "file_search_call.results",
@@ -269,7 +290,7 @@ COMMON = {
     "stop_token_ids":      Row(list_of(integer(0, 2**31)),             []),
     "parallel_tool_calls": Row(boolean,                                True,       True),
     "metadata":            Row(metadata,                               {},         True),
-    "chat_template_kwargs": Row(mapping,                               {}),
+    "chat_template_kwargs": Row(template_kwargs,                       {}),
     "safety_identifier":   Row(string(128),                            None,       True),
     "prompt_cache_key":    Row(string(1024),                           None,       True),
     "service_tier":        Row(anything),
@@ -288,8 +309,8 @@ RESPONSES = COMMON | {
     "max_output_tokens":    Row(integer(1, 2**31),                     None,       True),
     "max_tool_calls":       Row(integer(1, 2**31),                     None,       True),  # of built-in tools
     "include":              Row(list_of(one_of(*INCLUDES)),            []),
-    "reasoning":            Row(members(effort=one_of(*EFFORTS)),      None),
-    "text":                 Row(members(format=output_format),          {}),
+    "reasoning":            Row(members(effort=one_of(*EFFORTS), summary=one_of(*SUMMARIES))),
+    "text":                 Row(members(format=output_format, verbosity=one_of("low", "medium", "high")), {}),
     "tools":                Row(list_of(mapping, max_items=128),       []),
     "tool_choice":          Row(anything,                              "auto",     True),
     "truncation":           Row(one_of("auto", "disabled"),            "disabled", True),
@@ -330,7 +351,7 @@ def read(body: Any, rows: Mapping[str, Row], defaults: Mapping[str, Any]) -> dic
         given = body.get(name)
         values[name] = defaults.get(name, row.default) if given is None else row.check(given, name)
     if values["model"] is None:
-        raise BadRequest("Missing required parameter: 'model'.", "model", "missing_required_parameter")
+        raise missing("model")
     if values["stream_options"] is not None and not values["stream"]:
         raise wrong_value("stream_options", "stream to be true when it is set", body["stream_options"])
     return values
@@ -343,7 +364,7 @@ def from_responses(body: Any, defaults: Mapping[str, Any], context: Sequence[dic
         raise BadRequest(message, "conversation", "mutually_exclusive_parameters")
     values = read(body, RESPONSES, defaults)
     if values["input"] is None:
-        raise BadRequest("Missing required parameter: 'input'.", "input", "missing_required_parameter")
+        raise missing("input")
     tools = [responses_tool(tool, f"tools[{i}]") for i, tool in enumerate(values["tools"])]
     shows_logprobs = "message.output_text.logprobs" in values["include"]
     effort = (values["reasoning"] or {}).get("effort")
@@ -369,7 +390,7 @@ def from_chat(body: Any, defaults: Mapping[str, Any]) -> Request:
     """Check a body of POST /v1/chat/completions; raises BadInput."""
     values = read(body, CHAT, defaults)
     if values["messages"] is None:
-        raise BadRequest("Missing required parameter: 'messages'.", "messages", "missing_required_parameter")
+        raise missing("messages")
     if body.get("top_logprobs") is not None and not values["logprobs"]:
         raise wrong_value("top_logprobs", "logprobs to be true when it is set", values["top_logprobs"])
     tools = [chat_tool(tool, f"tools[{i}]") for i, tool in enumerate(values["tools"])]
@@ -431,6 +452,7 @@ def request(
         background=values.get("background", False),
         parallel_tool_calls=values["parallel_tool_calls"],
         truncate=values.get("truncation") == "auto",
+        seal_reasoning="reasoning.encrypted_content" in values.get("include", ()),
         template_kwargs=thinking | values["chat_template_kwargs"],
         echo=echo,
     )
@@ -512,8 +534,7 @@ def text_format(given: Mapping[str, Any], path: str) -> TextFormat:
         case "json_schema":
             for name, check in (("name", string(64, min_length=1)), ("schema", mapping)):
                 if given.get(name) is None:
-                    message = f"Missing required parameter: '{path}.{name}'."
-                    raise BadRequest(message, f"{path}.{name}", "missing_required_parameter")
+                    raise missing(f"{path}.{name}")
                 check(given[name], f"{path}.{name}")
             return TextFormat(given["schema"], f"{path}.schema")
         case "json_object":

@@ -149,6 +149,7 @@ class _Item:
     id: str
     call_id: str = ""
     name: str = ""
+    seal: Callable[[str], str] | None = None
     text: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
@@ -175,7 +176,8 @@ class _Item:
             case "message":
                 return item | {"role": "assistant", "content": content}
             case "reasoning":
-                return item | {"summary": [], "content": content}
+                sealed = {"encrypted_content": self.seal(text)} if self.seal and content else {}
+                return item | {"summary": [], "content": content} | sealed
             case _:
                 return item | {"call_id": self.call_id, "name": self.name, "arguments": text}
 
@@ -184,15 +186,22 @@ class Builder:
     """Builds one response.
 
     `head` holds the members of the response object that do not change: id, created_at, model and what the
-    request's parameters resolved to. `new_id(prefix)` draws an id.
+    request's parameters resolved to. `new_id(prefix)` draws an id. `seal(text)` makes the blob that a
+    reasoning item carries of itself; None: it carries none, for a null one is not in Open Responses' schema.
     """
 
-    def __init__(self, head: Mapping[str, Any], new_id: Callable[[str], str]) -> None:
+    def __init__(
+        self,
+        head: Mapping[str, Any],
+        new_id: Callable[[str], str],
+        seal: Callable[[str], str] | None = None,
+    ) -> None:
         self.state = "start"
         self.status = ""
         self.output: list[dict[str, Any]] = []  # closed items
         self._head = dict(head)
         self._new_id = new_id
+        self._seal = seal
         self._item: _Item | None = None
 
     def start(self, queued: bool = False) -> list[Event]:
@@ -232,7 +241,8 @@ class Builder:
         return event
 
     def _open(self, channel: str, call_id: str = "", name: str = "") -> list[Event]:
-        self._item = item = _Item(channel, self._new_id(KINDS[channel].prefix), call_id, name)
+        id_ = self._new_id(KINDS[channel].prefix)
+        self._item = item = _Item(channel, id_, call_id, name, self._seal)
         index = len(self.output)
         events = [
             self._event("response.output_item.added", output_index=index, item=item.snapshot("in_progress"))

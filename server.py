@@ -13,16 +13,19 @@ Not here: the endpoints (api.py), bodies and streams (answers.py).
 import argparse
 import asyncio
 import contextlib
+import hashlib
 import hmac
 import json
 import logging
+import math
 import os
 import secrets
 import signal
 import socket
 import sqlite3
 import sys
-from collections.abc import Callable, Coroutine, Iterator
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +51,7 @@ from tokenizer import Tokenizer
 from worker import LocalWorker
 
 IN_MEMORY = ":memory:"
+STALLED_S = 2  # at a stop, what clients get to take their last event, after the grace
 
 # --- the application ----------------------------------------------------------------------------------------
 
@@ -60,9 +64,14 @@ async def on_bad_input(_: HttpRequest, error: Exception) -> Response:
 async def on_http_error(http: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{error.detail}: {http.method} {http.url.path}"
-    response = error_response(error.status_code, message, code="unknown_url")
+    code = "method_not_allowed" if error.status_code == 405 else "unknown_url"
+    response = error_response(error.status_code, message, code=code)
     response.headers.update(error.headers or {})
     return response
+
+
+async def on_recursion(_: HttpRequest, error: Exception) -> Response:
+    return error_response(400, "The body is nested too deeply.", code="invalid_json")
 
 
 async def on_disconnect(_: HttpRequest, error: Exception) -> Response:
@@ -100,14 +109,15 @@ class Front:
     def _admits(self, scope: Scope) -> bool:
         if self._api_key is None or scope["path"] == "/health":
             return True
-        sent = dict(scope["headers"]).get(b"authorization", b"")
-        return hmac.compare_digest(sent, f"Bearer {self._api_key}".encode())
+        scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+        return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._api_key.encode())
 
 
 def make_app(api: Api, api_key: str | None) -> ASGIApp:
     handlers = {
         BadInput: on_bad_input,
         HTTPException: on_http_error,
+        RecursionError: on_recursion,
         ClientDisconnect: on_disconnect,
         Exception: on_exception,
     }
@@ -125,6 +135,7 @@ LENGTH = "context in tokens, prompt and answer (default: the model's own)"
 KEY = "demand 'Authorization: Bearer KEY' on every route but /health"
 DONE_LINE = "end Responses streams without 'data: [DONE]'"
 STORE = "SQLite file that keeps responses; in memory they are lost at exit"
+SECRET = "key of what clients keep for us: reasoning, compactions (default: another at each start)"
 DEVICES = ("auto", "cuda", "cpu")  # auto: cuda where it is built, else cpu
 LEVELS = ("debug", "info", "warning", "error")
 
@@ -144,6 +155,7 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "store-max-responses": (Limits.max_responses, {"type": int, "help": "keep the N newest that have ended"}),
     "store-max-bytes":     (Limits.max_bytes,     {"type": int, "help": "... the newest N bytes of them"}),
     "store-max-age":       (Limits.max_age_s,     {"type": float, "help": "... each for N seconds"}),
+    "secret":              (None,                 {"metavar": "TEXT", "help": SECRET}),
     "max-queued":          (256,                  {"type": int, "help": "background ones that may wait"}),
     "shutdown-grace":      (5.0,                  {"type": float, "help": "seconds to finish in at a stop"}),
     "log-level":           ("info",               {"choices": LEVELS, "help": "how much to log, on stderr"}),
@@ -171,7 +183,7 @@ def main() -> int:
         threadpoolctl.threadpool_limits(args.threads, user_api="blas")
     try:
         if args.device == "cuda":
-            raise weights.UnsupportedModel("--device cuda: the GPU engine is not built yet; use --device cpu")
+            raise ValueError("--device cuda: the GPU engine is not built yet; use --device cpu")
         listener = bind(args.host, args.port)
         directory = hub.find(args.model)
         worker = load(directory, args.max_model_len)
@@ -179,6 +191,8 @@ def main() -> int:
     except (ValueError, OSError, MemoryError, sqlite3.Error) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
     by_id = args.model and not Path(args.model).exists()
     names = args.served_model_name or [args.model if by_id else directory.name]
     asyncio.run(serve(args, worker, store, names, listener))
@@ -234,40 +248,46 @@ async def serve(
     args: argparse.Namespace, worker: LocalWorker, store: Store, names: list[str], listener: socket.socket
 ) -> None:
     registry = Registry(store, encode_event, max_queued=args.max_queued)
-    api = Api(worker, registry, names, secrets.token_bytes(32), not args.no_done_line)
+    api = Api(worker, registry, names, sealing_key(args.secret), not args.no_done_line)
     await api.take_over()
-    app = make_app(api, args.api_key)
-    server = HttpServer(
-        uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", server_header=False)
+    patience = math.ceil(args.shutdown_grace) + STALLED_S
+    config = uvicorn.Config(
+        make_app(api, args.api_key),
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        timeout_graceful_shutdown=patience,  # for clients that neither read nor leave
     )
-    stopping = on_signals(server, lambda: stop(args, worker.engine, registry))
-    asyncio.get_running_loop().call_soon(announce, args, worker, names, listener)
+    server, hurry, stopping = HttpServer(config), asyncio.Event(), list[asyncio.Task[None]]()
+
+    def on_signal() -> None:
+        """Ctrl-C or SIGTERM: stop accepting, let what runs finish; the second time: end it now."""
+        if server.should_exit:
+            hurry.set()
+        else:
+            server.should_exit = True
+            stopping.append(asyncio.create_task(stop(args, worker.engine, registry, hurry)))
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: loop.call_soon_threadsafe(on_signal))
+    loop.call_soon(announce, args, worker, names, listener)
     await server.serve(sockets=[listener])
     await asyncio.gather(*stopping)
 
 
-def on_signals(server: HttpServer, stop: Callable[[], Coroutine[Any, Any, None]]) -> list[asyncio.Task[None]]:
-    """Ctrl-C or SIGTERM: stop accepting, then stop(); the second time: wait for nothing."""
-    loop, stopping = asyncio.get_running_loop(), list[asyncio.Task[None]]()
-
-    def on_signal() -> None:
-        server.force_exit = server.should_exit
-        server.should_exit = True
-        if not stopping:
-            stopping.append(loop.create_task(stop()))
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: loop.call_soon_threadsafe(on_signal))
-    return stopping
-
-
-async def stop(args: argparse.Namespace, engine: Engine, registry: Registry) -> None:
+async def stop(args: argparse.Namespace, engine: Engine, registry: Registry, hurry: asyncio.Event) -> None:
     registry.hold()
-    deadline = asyncio.get_running_loop().time() + args.shutdown_grace
-    while engine.busy() and asyncio.get_running_loop().time() < deadline:
+    deadline = time.monotonic() + args.shutdown_grace
+    while engine.busy() and not hurry.is_set() and time.monotonic() < deadline:
         await asyncio.sleep(0.02)
     await registry.close(persistent=args.store != IN_MEMORY)
     await asyncio.to_thread(engine.close)  # what still runs, in the foreground, fails
+
+
+def sealing_key(secret: str | None) -> bytes:
+    return hashlib.sha256(secret.encode()).digest() if secret else secrets.token_bytes(32)
 
 
 def announce(

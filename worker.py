@@ -10,6 +10,7 @@ Rules of this file:
 Not here: what the pieces mean (channels.py), which tokens come (engine.py).
 """
 
+import bisect
 import secrets
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -52,20 +53,23 @@ class LocalWorker:
     def prepare(self, request: Request) -> Prompt:
         """Render, tokenise and check; raises BadInput."""
         self._check_token_ids(request)
-        limit, messages = self.engine.max_seq_len, request.messages
-        while True:
-            text = self._template.render(
-                messages, request.tools or None, datetime.now(), **request.template_kwargs
-            )
-            token_ids = self._tokenizer.encode(text)
-            if len(token_ids) < limit:
-                break
-            messages = without_oldest(messages) if request.truncate else []
-            if not messages:
-                expected = f"This model's context is {limit} tokens, of which the answer needs at least one"
-                raise BadRequest(
-                    f"{expected}; the prompt has {len(token_ids)}.", None, "context_length_exceeded"
-                )
+        limit, whole = self.engine.max_seq_len, request.messages
+        candidates = shortened(whole) if request.truncate else [whole]
+
+        def fits(n_turns: int) -> bool:
+            return len(self._encode(request, candidates[n_turns])[1]) < limit
+
+        n_dropped = bisect.bisect_left(
+            range(len(candidates) - 1), True, key=fits
+        )  # fewer turns, fewer tokens
+        text, token_ids = self._encode(request, candidates[n_dropped])
+        if not 0 < len(token_ids) < limit:
+            expected = f"This model's context is {limit} tokens, of which the answer needs at least one"
+            message = f"{expected}; the prompt has {len(token_ids)}."
+            raise BadRequest(message, None, "context_length_exceeded")
+        if max(token_ids) >= self.engine.config.vocab_size:
+            message = f"The prompt holds a token ({max(token_ids)}) that the model has no embedding for."
+            raise BadRequest(message, None, "invalid_prompt")
         rest = limit - len(token_ids)
         max_tokens = rest if request.max_tokens is None else min(request.max_tokens, rest)
         seed = secrets.randbits(63) if request.seed is None else request.seed
@@ -73,6 +77,12 @@ class LocalWorker:
         state = opening_state(text, markers)
         grammar = self._grammar(request.demand, markers, text) if request.demand else None
         return Prompt(request, text, token_ids, max_tokens, seed, markers, state, grammar)
+
+    def _encode(self, request: Request, messages: list[Message]) -> tuple[str, list[int]]:
+        text = self._template.render(
+            messages, request.tools or None, datetime.now(), **request.template_kwargs
+        )
+        return text, self._tokenizer.encode(text)
 
     async def run(self, prompt: Prompt, choice: int = 0) -> AsyncGenerator[Output | Finish]:
         """What the model says in one of the request's n choices."""
@@ -165,13 +175,12 @@ def feed(parser: Parser, pieces: list[Piece]) -> list[Output]:
     return [output for piece in pieces for output in parser.feed(piece)]
 
 
-def without_oldest(messages: list[Message]) -> list[Message]:
-    """Drop the oldest turn whole, a call never without its output; [] when only the newest is left.
+def shortened(messages: list[Message]) -> list[list[Message]]:
+    """The messages, then without their oldest turn, then without the two oldest, ...
 
-    https://platform.openai.com/docs/api-reference/responses/create#truncation
+    A turn goes from one user message to the next, so that a call never loses its output; the system's
+    beginning stays: https://platform.openai.com/docs/api-reference/responses/create (truncation)
     """
-    kept = [m for m in messages if m["role"] == "system"]
-    rest = [m for m in messages if m["role"] != "system"][1:]
-    while rest and rest[0]["role"] == "tool":
-        rest.pop(0)
-    return kept + rest if rest else []
+    n_system = int(messages[0]["role"] == "system")
+    users = [i for i, message in enumerate(messages) if message["role"] == "user"]
+    return [messages, *(messages[:n_system] + messages[i:] for i in users[1:])]
