@@ -98,11 +98,12 @@ async def read_json(http: HttpRequest) -> Any:
 
 
 def _parse(body: bytes, encoding: str) -> Any:
+    text = _decoded(body, encoding)
     try:
-        value = json.loads(_decoded(body, encoding), parse_constant=_no_constant)
+        value = json.loads(text, parse_constant=_no_constant)
         # 1e999 is no number, half a surrogate pair is no text
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-    except (ValueError, RecursionError, zlib.error) as error:
+    except (ValueError, RecursionError) as error:
         raise BadRequest(f"Could not parse the body as JSON: {error}", None, "invalid_json") from error
     return value
 
@@ -112,7 +113,10 @@ def _decoded(body: bytes, encoding: str) -> bytes:
     if encoding == "identity":
         return body
     unpacker = zlib.decompressobj(wbits=47)  # 32 + 15: gzip or zlib, by its header
-    unpacked = unpacker.decompress(body, MAX_BODY_BYTES)
+    try:
+        unpacked = unpacker.decompress(body, MAX_BODY_BYTES)
+    except zlib.error as error:
+        raise BadRequest(f"Could not unpack the body: {error}", None, "invalid_json") from error
     if unpacker.unconsumed_tail:
         raise BadRequest(f"Expected at most {MAX_BODY_BYTES} bytes when unpacked.", None, "body_too_large")
     return unpacked
