@@ -68,22 +68,35 @@ def encode_chunk(_: int, chunk: dict[str, Any]) -> bytes:
     return sse.encode(sse.dumps(chunk))
 
 
+def generation_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters that generation_config.json presets; raises BadRequest for a value out of range."""
+    given = {name: generation[name] for name in GENERATION_DEFAULTS if generation.get(name) is not None}
+    if generation.get("do_sample") is False:
+        given["temperature"] = 0  # greedy
+    return {
+        name: params.COMMON[name].check(value, f"generation_config.{name}") for name, value in given.items()
+    }
+
+
 class Api:
     """The endpoints, over one worker and one store; `key` seals what clients keep for us."""
 
     def __init__(
-        self, worker: LocalWorker, registry: Registry, names: list[str], key: bytes, done_line: bool = True
+        self,
+        worker: LocalWorker,
+        registry: Registry,
+        defaults: Mapping[str, Any],
+        names: list[str],
+        key: bytes,
+        done_line: bool = True,
     ) -> None:
         self._worker = worker
         self._registry = registry
+        self._defaults = defaults  # of parameters, where the model has its own
         self._names = names
         self._key = key
         self._done = sse.DONE if done_line else b""
         self._created = now()
-        generation = worker.engine.config.generation
-        self._defaults = {k: generation[k] for k in GENERATION_DEFAULTS if generation.get(k) is not None}
-        if generation.get("do_sample") is False:
-            self._defaults["temperature"] = 0  # greedy, as generation_config.json says it
 
     def routes(self) -> list[Route]:
         return [

@@ -377,7 +377,12 @@ class ChatTemplate:
             config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.exists() else {}
         except ValueError as error:
             raise BadTemplate(f"{config_file} is no JSON: {error}") from error
-        found: Any = file.read_text(encoding="utf-8") if file.exists() else config.get("chat_template")
+        if not isinstance(config, dict):
+            raise BadTemplate(f"{config_file} holds no object")
+        try:
+            found: Any = file.read_text(encoding="utf-8") if file.exists() else config.get("chat_template")
+        except UnicodeDecodeError as error:
+            raise BadTemplate(f"{file} is no text: {error}") from error
         if isinstance(found, str):
             found = [{"name": "default", "template": found}]
         named = {entry["name"]: entry["template"] for entry in found or []}

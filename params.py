@@ -204,7 +204,7 @@ def refused(why: str, *harmless: Any) -> Check:
     """Only the values that ask for nothing are taken."""
 
     def check(value: Any, path: str) -> Any:
-        if value not in harmless:
+        if not any(type(value) is type(h) and value == h for h in harmless):  # 0 == False
             raise unsupported(path, why)
         return value
 
@@ -540,7 +540,7 @@ def text_format(given: Mapping[str, Any], path: str) -> TextFormat:
         case "json_object":
             return TextFormat({"type": "object"}, path)
         case _:
-            return TextFormat(None, path)
+            return TextFormat(None, "")
 
 
 def demand(

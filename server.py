@@ -41,7 +41,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import hub
 import weights
 from answers import STATUS, error_response, new_id
-from api import ALIAS, Api, encode_event
+from api import ALIAS, Api, encode_event, generation_defaults
 from background import Registry
 from chat import BadInput, ChatTemplate
 from engine import Engine
@@ -139,6 +139,13 @@ SECRET = "key of what clients keep for us: reasoning, compactions (default: anot
 DEVICES = ("auto", "cuda", "cpu")  # auto: cuda where it is built, else cpu
 LEVELS = ("debug", "info", "warning", "error")
 
+
+def positive(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, got {text}")
+    return int(text)
+
+
 # fmt: off
 #   option                default               what argparse needs to know besides
 OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -146,17 +153,17 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "host":                ("127.0.0.1",          {"help": "address to listen on; 0.0.0.0: all interfaces"}),
     "port":                (8000,                 {"type": int, "help": "to listen on; 0: any free one"}),
     "device":              ("auto",               {"choices": DEVICES, "help": "where to compute"}),
-    "threads":             (None,                 {"type": int, "help": "of BLAS (default: one a core)"}),
-    "max-model-len":       (None,                 {"type": int, "help": LENGTH}),
+    "threads":             (None,                 {"type": positive, "help": "of BLAS (default: all cores)"}),
+    "max-model-len":       (None,                 {"type": positive, "help": LENGTH}),
     "served-model-name":   (None,                 {"metavar": "NAME", "action": "append", "help": NAME}),
     "api-key":             (None,                 {"metavar": "KEY", "help": KEY}),
     "no-done-line":        (False,                {"action": "store_true", "help": DONE_LINE}),
     "store":               (IN_MEMORY,            {"metavar": "FILE", "help": STORE}),
-    "store-max-responses": (Limits.max_responses, {"type": int, "help": "keep the N newest that have ended"}),
-    "store-max-bytes":     (Limits.max_bytes,     {"type": int, "help": "... the newest N bytes of them"}),
-    "store-max-age":       (Limits.max_age_s,     {"type": float, "help": "... each for N seconds"}),
+    "store-max-responses": (Limits.max_responses, {"type": positive, "help": "keep the newest N"}),
+    "store-max-bytes":     (Limits.max_bytes,     {"type": positive, "help": "and N bytes of them"}),
+    "store-max-age":       (Limits.max_age_s,     {"type": float, "help": "each for N seconds"}),
     "secret":              (None,                 {"metavar": "TEXT", "help": SECRET}),
-    "max-queued":          (256,                  {"type": int, "help": "background ones that may wait"}),
+    "max-queued":          (256,                  {"type": positive, "help": "background runs that wait"}),
     "shutdown-grace":      (5.0,                  {"type": float, "help": "seconds to finish in at a stop"}),
     "log-level":           ("info",               {"choices": LEVELS, "help": "how much to log, on stderr"}),
 }
@@ -187,6 +194,7 @@ def main() -> int:
         listener = bind(args.host, args.port)
         directory = hub.find(args.model)
         worker = load(directory, args.max_model_len)
+        defaults = generation_defaults(worker.engine.config.generation)
         store = open_store(args)
     except (ValueError, OSError, MemoryError, sqlite3.Error) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -195,17 +203,18 @@ def main() -> int:
         return 130
     by_id = args.model and not Path(args.model).exists()
     names = args.served_model_name or [args.model if by_id else directory.name]
-    asyncio.run(serve(args, worker, store, names, listener))
+    asyncio.run(serve(args, worker, defaults, store, names, listener))
     return 0
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Take the port before the model is loaded, so that a taken one is known at once."""
+    """Take the port before the model is loaded, so that a taken one is known at once; early clients wait."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     if os.name == "posix":  # a port in TIME_WAIT is free; elsewhere the option means something else
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
+        listener.listen()  # bound only, it could be bound again
     except (OSError, OverflowError) as error:
         raise OSError(
             f"cannot listen on {host} port {port}: {getattr(error, 'strerror', None) or error}"
@@ -245,10 +254,15 @@ class HttpServer(uvicorn.Server):
 
 
 async def serve(
-    args: argparse.Namespace, worker: LocalWorker, store: Store, names: list[str], listener: socket.socket
+    args: argparse.Namespace,
+    worker: LocalWorker,
+    defaults: dict[str, Any],
+    store: Store,
+    names: list[str],
+    listener: socket.socket,
 ) -> None:
     registry = Registry(store, encode_event, max_queued=args.max_queued)
-    api = Api(worker, registry, names, sealing_key(args.secret), not args.no_done_line)
+    api = Api(worker, registry, defaults, names, sealing_key(args.secret), not args.no_done_line)
     await api.take_over()
     patience = math.ceil(args.shutdown_grace) + STALLED_S
     config = uvicorn.Config(

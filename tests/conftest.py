@@ -1,4 +1,4 @@
-"""Settings of the whole suite: one BLAS thread (two collapse on a busy two-core machine), no unseeded randomness."""
+"""Settings of the suite: one BLAS thread, for two collapse on a busy machine, and no unseeded randomness."""
 
 import os
 

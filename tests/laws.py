@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 
-import server
+import api
 import sse
 from background import EventLog
 from channels import Arguments, Call, Close, Delta, Finish, Output, Parser, Piece, TokenLogprob, Usage
@@ -94,7 +94,7 @@ finishes = st.builds(
 def on_the_wire(events: Iterable[Json]) -> list[Json]:
     """Events through the log and the SSE encoding and back, as a client gets them."""
     parser, got = sse.Parser(), []
-    log = EventLog(server.encode_event)
+    log = EventLog(api.encode_event)
     log.extend(events)
     log.close()
     for frame in asyncio.run(read(log)):

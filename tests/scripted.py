@@ -20,13 +20,16 @@ import params
 from channels import REASONING_MARKERS, TOOL_MARKERS, Finish, Output
 from chat import ChatTemplate
 from engine import Engine, Job, Step
+from grammar import Grammars
 from model import Choice
 from tokenizer import BYTE_OF, Tokenizer
 from worker import LocalWorker
 
 MARKERS = (*REASONING_MARKERS, *TOOL_MARKERS)
 END = "<|im_end|>"
-TEMPLATE = ChatTemplate.load(Path(__file__).parent / "models" / "tiny")
+TINY = Path(__file__).parent / "models" / "tiny"
+TEMPLATE = ChatTemplate.load(TINY)
+GRAMMARS = Grammars(TINY / "tokenizer.json", 2048, (2041,))  # nothing is demanded in these tests
 TOOL = {"type": "function", "name": "f"}
 
 
@@ -58,7 +61,7 @@ class ScriptedEngine:
 def said(tokenizer: Tokenizer, steps: Iterable[Sequence[int]], **body: Any) -> list[Output | Finish]:
     """What the worker makes of these steps; `body` is more of the request."""
     engine = cast(Engine, ScriptedEngine(tokenizer, steps))
-    worker = LocalWorker(engine, tokenizer, TEMPLATE)
+    worker = LocalWorker(engine, tokenizer, TEMPLATE, GRAMMARS)
     request = params.from_responses({"model": "m", "input": "hi", "tools": [TOOL]} | body, {})
 
     async def collect() -> list[Output | Finish]:

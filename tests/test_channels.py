@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from laws import parse
-from scripted import END, MARKERS, TEMPLATE, in_steps, said
 
 from channels import Finder, Finish, Parser, Piece, dialect
+from laws import parse
+from scripted import END, MARKERS, TEMPLATE, in_steps, said
 from tokenizer import Tokenizer
 
 TINY = Tokenizer(Path(__file__).parent / "models" / "tiny" / "tokenizer.json")

@@ -3,13 +3,13 @@ tests/replays/completions-*.toml."""
 
 import itertools
 
-import laws
 from hypothesis import given
 from hypothesis import strategies as st
-from laws import outputs, usages
 
+import laws
 from channels import Call, Delta, Finish, Output, Usage
 from completions import Chunk, Chunks, fold
+from laws import outputs, usages
 
 HEAD = {"id": "chatcmpl_1", "created": 1, "model": "m", "system_fingerprint": "fp_1"}
 Choice = list[Output | Finish]

@@ -27,13 +27,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import laws
 import pytest
-import scripted
 
+import api
 import completions
+import laws
 import responses
-import server
+import scripted
 import sse
 from background import EventLog
 from channels import Arguments, Call, Close, Delta, Finish, Output, Parser, Piece, Usage, opening_state
@@ -137,7 +137,7 @@ def completions_chunks(chunks: list[list[list[Any]]], show: list[str], **options
 
 def background_log(chunks: list[list[Any]]) -> Iterator[Any]:
     """The frames of a log. A chunk is a list of events; one that cannot be written says so."""
-    log = EventLog(server.encode_event)
+    log = EventLog(api.encode_event)
     for event in itertools.chain(*chunks):
         try:
             log.extend([event])

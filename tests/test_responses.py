@@ -6,17 +6,17 @@ import json
 from collections.abc import Sequence
 from typing import Any, get_args
 
-import laws
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from laws import deltas, finishes, outputs, texts
 from openai import omit
 from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import ResponseStreamEvent
 
+import laws
 import params
 from channels import Arguments, Call, Channel, Delta, Finish, Output
+from laws import deltas, finishes, outputs, texts
 from responses import ENDINGS, GRAMMAR, KINDS, Builder, Event, fold, label
 
 BODY = {"model": "m", "input": "hi", "tools": [{"type": "function", "name": "f"}], "metadata": {"a": "b"}}

@@ -1,0 +1,262 @@
+"""How fast, beside others: the same weights, the same prompts, the same machine, the same minutes.
+
+    python bench.py cpu    MEASUREMENTS x contenders --run()--> Speeds --median--> a table in Markdown
+
+`cpu` compares the engine with transformers in float32 (https://github.com/huggingface/transformers), which
+`pip install -e '.[parity]'` brings; without it only our own numbers are shown.
+
+Rules of this file:
+1. The ratio is the result. The contenders take turns in each round: where the machine is busy for a while, it
+   is busy for all of them. A number is the median of the rounds.
+2. What is measured is what runs: `engine` is Engine.generate with all that is around the model, `forward` the
+   forward pass and the choice of a token alone. All are greedy, and the table says if they said the same.
+3. A measurement is a row of a table, a contender a column.
+
+Not here: how long an HTTP request takes.
+"""
+
+import argparse
+import asyncio
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import aclosing
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import threadpoolctl
+
+import hub
+from engine import Engine, Job
+from model import Batch, Cache, Context, NumpyOps, Sampling, Span, forward
+from tokenizer import Tokenizer
+from weights import Config, Weights, read_config, read_weights
+
+Prompts = list[list[int]]
+GREEDY = Sampling(temperature=0)
+
+
+class Speeds(NamedTuple):
+    """Of one run: tokens a second, and what was said first."""
+
+    prefill: float
+    decode: float
+    said: list[int]  # by the first sequence
+
+
+class Measurement(NamedTuple):
+    """A run of `batch` prompts of n_prompt tokens, and which of its speeds counts."""
+
+    n_prompt: int
+    batch: int
+    n_new: int | None  # None: what --new says
+    speed: Callable[[Speeds], float]
+
+
+# fmt: off
+#  tokens/s                         n_prompt  batch  n_new  speed
+MEASUREMENTS = {
+    "prefill, 128 tokens": Measurement(128,   1,     1,     lambda speeds: speeds.prefill),
+    "decode, batch 1":     Measurement(32,    1,     None,  lambda speeds: speeds.decode),
+    "decode, batch 8":     Measurement(32,    8,     None,  lambda speeds: speeds.decode),
+}
+# fmt: on
+
+Run = Callable[[Prompts, int], Speeds]  # (prompts of one length, tokens to say after each)
+
+
+def speeds(prompts: Prompts, started: float, token_times: list[list[float]], said: list[int]) -> Speeds:
+    """Prefill lasts until each sequence has its first token; decoding is all that comes after it."""
+    first, last = max(times[0] for times in token_times), max(times[-1] for times in token_times)
+    n_decoded = sum(t > first for times in token_times for t in times)
+    n_prompt = sum(map(len, prompts))
+    return Speeds(n_prompt / (first - started), n_decoded / max(last - first, 1e-9), said)
+
+
+# --- contenders ---------------------------------------------------------------------------------------------
+
+
+def engine_run(engine: Engine) -> Run:
+    """Engine.generate, as the server calls it."""
+
+    async def one(prompt: list[int], n_new: int) -> list[tuple[float, int]]:
+        async with aclosing(engine.generate(Job(prompt, n_new, frozenset(), GREEDY))) as steps:
+            return [(time.perf_counter(), token.token_id) async for step in steps for token in step.tokens]
+
+    async def all_of(prompts: Prompts, n_new: int) -> Speeds:
+        started = time.perf_counter()
+        tokens = await asyncio.gather(*(one(prompt, n_new) for prompt in prompts))
+        times = [[t for t, _ in sequence] for sequence in tokens]
+        return speeds(prompts, started, times, [token_id for _, token_id in tokens[0]])
+
+    return lambda prompts, n_new: asyncio.run(all_of(prompts, n_new))
+
+
+def forward_run(config: Config, weights: Weights, max_seq_len: int) -> Run:
+    """The forward pass and the choice of the tokens, one step after another."""
+    ops = NumpyOps(config, max_seq_len)
+
+    def run(prompts: Prompts, n_new: int) -> Speeds:
+        caches = [Cache(config, len(prompt) + n_new) for prompt in prompts]
+        said: Prompts = [[] for _ in prompts]
+        times, started = [], time.perf_counter()
+        for n in range(n_new):
+            start = len(prompts[0]) + n - 1 if n else 0
+            spans = [
+                Span(cache, output[-1:] or prompt, start, wanted=True)
+                for cache, prompt, output in zip(caches, prompts, said, strict=True)
+            ]
+            logits = forward(ops, weights, Batch(spans))
+            contexts = [Context(GREEDY, prompt, out) for prompt, out in zip(prompts, said, strict=True)]
+            for output, choice in zip(said, ops.pick(logits, contexts), strict=True):
+                output.append(choice.token_id)
+            times.append(time.perf_counter())
+        return speeds(prompts, started, [times] * len(prompts), said[0])
+
+    return run
+
+
+def transformers_run(model: Any, attention: str) -> Run:
+    """The same steps with their model and their cache; `generate` is slower by what it checks around them."""
+    import torch
+
+    def run(prompts: Prompts, n_new: int) -> Speeds:
+        with torch.inference_mode():
+            return steps(prompts, n_new)
+
+    def steps(prompts: Prompts, n_new: int) -> Speeds:
+        model.set_attn_implementation(attention)
+        said, times, cache, started = [], [], None, time.perf_counter()
+        token_ids = torch.tensor(prompts)  # (batch, n_tokens)
+        for _ in range(n_new):
+            output = model(token_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            cache, token_ids = output.past_key_values, output.logits[:, -1:].argmax(-1)
+            said.append(int(token_ids[0, 0]))
+            times.append(time.perf_counter())
+        return speeds(prompts, started, [times] * len(prompts), said)
+
+    return run
+
+
+def transformers_model(directory: Path, n_threads: int) -> Any:
+    """Their model of the same files, float32; None where they are not installed."""
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        print(f"no comparison ({error}): pip install -e '.[parity]' brings it", file=sys.stderr)
+        return None
+    torch.set_num_threads(n_threads)
+    transformers.utils.logging.disable_progress_bar()
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+
+
+# --- cpu ----------------------------------------------------------------------------------------------------
+
+
+def cpu(args: argparse.Namespace) -> None:
+    directory = hub.find(args.model)
+    config = read_config(directory)
+    weights = read_weights(directory, config)
+    max_seq_len = min(config.max_seq_len, 256 + args.new)
+    engine = Engine(config, weights, max_seq_len)
+    contenders = {"engine": engine_run(engine), "forward": forward_run(config, weights, max_seq_len)}
+    if model := transformers_model(directory, args.threads):
+        for attention in ("eager", "sdpa"):
+            contenders[f"transformers {attention}"] = transformers_run(model, attention)
+    with threadpoolctl.threadpool_limits(args.threads, user_api="blas"):
+        found = measure(contenders, Tokenizer(directory / "tokenizer.json"), args.new, args.repeat)
+    engine.close()
+    report = "\n".join([*setting(directory, args), "", *table(found, list(contenders)), ""])
+    print(report, end="")
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(report, encoding="utf-8")
+
+
+Found = dict[str, dict[str, list[Speeds]]]  # measurement -> contender -> a run a round
+
+
+def measure(contenders: dict[str, Run], tokenizer: Tokenizer, n_new: int, repeat: int) -> Found:
+    """All runs; a round before the first warms up and does not count."""
+    found: Found = {name: {contender: [] for contender in contenders} for name in MEASUREMENTS}
+    for number in range(repeat + 1):
+        for name, m in MEASUREMENTS.items():
+            for contender, run in contenders.items():
+                result = run(prompts(tokenizer, m.batch, m.n_prompt), m.n_new or n_new)
+                if number:
+                    found[name][contender].append(result)
+                shown = f"{m.speed(result):8.1f} tok/s" if number else "warm"
+                print(f"round {number}/{repeat}  {name:20} {contender:20} {shown}", file=sys.stderr)
+    return found
+
+
+def prompts(tokenizer: Tokenizer, batch: int, n_prompt: int) -> Prompts:
+    """Pieces of this file's own prose."""
+    assert __doc__
+    token_ids = tokenizer.encode(__doc__ * (1 + batch * n_prompt // 256))
+    return [token_ids[i * n_prompt : (i + 1) * n_prompt] for i in range(batch)]
+
+
+def setting(directory: Path, args: argparse.Namespace) -> Iterator[str]:
+    """What a number means nothing without."""
+    installed = ["numpy", "torch", "transformers"] if "torch" in sys.modules else ["numpy"]
+    versions = ", ".join(f"{name} {version(name)}" for name in installed)
+    yield f"{date.today()}, {directory.name} in float32, {args.new} tokens decoded a sequence,"
+    yield f"{cpu_name()}, {os.cpu_count()} cores, {args.threads} threads,"
+    yield f"Python {platform.python_version()}, {versions}."
+
+
+def cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    named = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.processor() or platform.machine()
+
+
+def table(found: Found, contenders: Sequence[str]) -> Iterator[str]:
+    """Medians, and how many times as fast the engine is as the fastest of the others that is not ours."""
+    theirs = [name for name in contenders if name.startswith("transformers")]
+    n_rounds = len(next(iter(found.values()))[contenders[0]])
+    columns = [*contenders, *(["engine / their best", "same words"] if theirs else [])]
+    yield f"| tokens/s, median of {n_rounds} | " + " | ".join(columns) + " |"
+    yield "|---" * (len(columns) + 1) + "|"
+    for name, runs in found.items():
+        medians = {who: median(map(MEASUREMENTS[name].speed, runs[who])) for who in contenders}
+        cells = [f"{value:.1f}" for value in medians.values()]
+        if theirs:
+            best = max(medians[who] for who in theirs)
+            said = {tuple(runs[who][0].said) for who in contenders}
+            cells += [f"{medians['engine'] / best:.2f}", "yes" if len(said) == 1 else "no"]
+        yield f"| {name} | " + " | ".join(cells) + " |"
+
+
+# --- the command line ---------------------------------------------------------------------------------------
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Measure speeds, beside others.")
+    commands = parser.add_subparsers(required=True, metavar="WHAT")
+    add = commands.add_parser("cpu", help="prefill and decoding of the model, beside transformers")
+    add.set_defaults(run=cpu)
+    add.add_argument("--model", metavar="DIR|ID", help="as of server.py; without it, the default model")
+    add.add_argument("--repeat", type=int, default=5, metavar="N", help="rounds (default: 5)")
+    add.add_argument("--new", type=int, default=64, metavar="N", help="tokens to decode (default: 64)")
+    add.add_argument("--threads", type=int, default=os.cpu_count(), metavar="N", help="default: all cores")
+    add.add_argument("--out", type=Path, metavar="FILE", help="write the table there too")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = arguments().parse_args(argv)
+    args.run(args)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,224 @@
+"""What a grammar lets through, and that a model under it says what was demanded, however hot."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+
+from grammar import BadGrammar, Grammars, Thinking, lark
+from params import Demand
+from serving import TINY, serve
+from tokenizer import Tokenizer
+
+Json = dict[str, Any]
+
+CITY: Json = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 12}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+FUNCTIONS = (("get_weather", CITY), ("stop", {"type": "object"}))
+TOKENIZER = Tokenizer(TINY / "tokenizer.json")
+GRAMMARS = Grammars(TINY / "tokenizer.json", 2048, (2041, 2039))
+
+AS_TOKENS = {"<think>": True, "</think>": True, "<tool_call>": True, "</tool_call>": True}
+AS_TEXT = dict.fromkeys(AS_TOKENS, False)
+NO_THINKING = {"<tool_call>": True, "</tool_call>": True}
+
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+OTHER = '<tool_call>\n{"name": "find", "arguments": {}}\n</tool_call>'
+UNFIT = '<tool_call>\n{"name": "get_weather", "arguments": {"town": "Oslo"}}\n</tool_call>'
+OBJECT = '{"city": "Oslo"}'
+THOUGHT = "<think>\nhm {</think>\n\n"
+
+REQUIRED = Demand("required", FUNCTIONS)
+ONE = Demand("required", FUNCTIONS, one_call=True)
+AUTO = Demand("auto", FUNCTIONS)
+FORMAT = Demand("none", schema=CITY)
+BOTH = Demand("auto", FUNCTIONS, schema=CITY)
+
+# fmt: off
+#  demand     the answer                 it fits
+ANSWERS: list[tuple[Demand, str, bool]] = [
+    (REQUIRED, CALL,                     True),
+    (REQUIRED, CALL + "\n" + CALL,       True),
+    (REQUIRED, THOUGHT + CALL,           True),
+    (REQUIRED, "Fine. " + CALL,          False),
+    (REQUIRED, "Fine.",                  False),
+    (REQUIRED, OTHER,                    False),
+    (REQUIRED, UNFIT,                    False),
+    (ONE,      CALL,                     True),
+    (ONE,      CALL + "\n" + CALL,       False),
+    (AUTO,     "Fine.",                  True),
+    (AUTO,     CALL,                     True),
+    (AUTO,     "Fine.\n" + CALL,         True),
+    (AUTO,     THOUGHT + "So.\n" + CALL, True),
+    (AUTO,     "Fine.\n" + OTHER,        False),
+    (AUTO,     UNFIT,                    False),
+    (FORMAT,   OBJECT,                   True),
+    (FORMAT,   THOUGHT + OBJECT,         True),
+    (FORMAT,   '{"city": "Oslo"',        False),
+    (FORMAT,   '{"city": 5}',            False),
+    (FORMAT,   "Oslo",                   False),
+    (FORMAT,   CALL,                     False),
+    (BOTH,     OBJECT,                   True),
+    (BOTH,     CALL,                     True),
+    (BOTH,     "Oslo",                   False),
+]
+# fmt: on
+
+
+def fits(answer: str, demand: Demand, markers: dict[str, bool], thinking: Thinking) -> bool:
+    """Is every token of the answer in the mask before it, and an end behind it?"""
+    constraint = GRAMMARS.constraint(lark(demand, markers, thinking))
+    for token_id in TOKENIZER.encode(answer):
+        if not constraint.mask()[token_id]:
+            return False
+        constraint.advance(token_id)
+    return bool(constraint.mask()[2041])
+
+
+@pytest.mark.parametrize(("demand", "answer", "expected"), ANSWERS)
+def test_answers(demand: Demand, answer: str, expected: bool) -> None:
+    assert fits(answer, demand, AS_TOKENS, "possible") == expected
+
+
+@pytest.mark.parametrize(("demand", "answer", "expected"), ANSWERS)
+def test_answers_behind_an_open_thought(demand: Demand, answer: str, expected: bool) -> None:
+    """The template has begun the reasoning: what is demanded holds behind its end."""
+    rest = answer.removeprefix("<think>\n")
+    closed = rest if "</think>" in rest else "hm</think>\n" + rest
+    assert fits(closed, demand, AS_TOKENS, "open") == expected
+
+
+def test_no_thought_where_it_is_over() -> None:
+    assert not fits(THOUGHT + CALL, REQUIRED, AS_TOKENS, "over")
+    assert not fits(THOUGHT + CALL, REQUIRED, NO_THINKING, "possible")
+    assert fits(CALL, REQUIRED, NO_THINKING, "possible")
+
+
+@pytest.mark.parametrize(("demand", "answer", "expected"), ANSWERS)
+def test_markers_that_are_no_tokens(tmp_path: Path, demand: Demand, answer: str, expected: bool) -> None:
+    """A vocabulary without them spells them; what is a call and what is not stays the same."""
+    content = json.loads((TINY / "tokenizer.json").read_text(encoding="utf-8"))
+    content["added_tokens"] = [t for t in content["added_tokens"] if t["content"] not in AS_TOKENS]
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(content), encoding="utf-8")
+    tokenizer, constraints = Tokenizer(path), Grammars(path, 2048, (2041,))
+    constraint = constraints.constraint(lark(demand, AS_TEXT, "possible"))
+    allowed = True
+    for token_id in tokenizer.encode(answer):
+        allowed = allowed and bool(constraint.mask()[token_id])
+        if allowed:
+            constraint.advance(token_id)
+    assert (allowed and bool(constraint.mask()[2041])) == expected
+
+
+# fmt: off
+#  schema                                to blame
+REFUSED: list[tuple[Demand, str]] = [
+    (Demand("none", schema={"type": "objec"}),                             "schema"),
+    (Demand("none", schema={"not": {}}),                                   "schema"),
+    (Demand("required", (("f", {"type": 5}),)),                            "f"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("demand", "part"), REFUSED)
+def test_what_cannot_be_enforced_is_refused(demand: Demand, part: str) -> None:
+    with pytest.raises(BadGrammar) as caught:
+        GRAMMARS.check(demand)
+    assert caught.value.part == part
+
+
+# --- through the server -------------------------------------------------------------------------------------
+
+HOME: Json = {
+    "type": "object",
+    "properties": {"x": {"type": "boolean"}},
+    "required": ["x"],
+    "additionalProperties": False,
+}
+PERSON: Json = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 10},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "b", "c"]}, "maxItems": 3},
+        "home": HOME,
+    },
+    "required": ["name", "age", "tags", "home"],
+    "additionalProperties": False,
+}
+TOOL: Any = {"type": "function", "name": "get_weather", "parameters": CITY}
+NESTED: Any = {"type": "function", "function": {"name": "get_weather", "parameters": CITY}}
+
+
+NAMED: Any = {"type": "function", "name": "get_weather"}
+NESTED_NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
+
+
+@pytest.fixture(scope="module")
+def sdk() -> Iterator[Any]:
+    with serve() as server:
+        yield server.sdk()
+
+
+def test_json_schema_at_temperature_2(sdk: Any) -> None:
+    for seed in range(50):
+        answer = sdk.responses.create(
+            model="default",
+            input="Describe a person.",
+            temperature=2,
+            reasoning={"effort": "none"},
+            text={"format": {"type": "json_schema", "name": "person", "schema": PERSON, "strict": True}},
+            extra_body={"seed": seed},
+        )
+        jsonschema.validate(json.loads(answer.output_text), PERSON)
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_when_told_to(sdk: Any, choice: Any, stream: bool) -> None:
+    """However hot, and though nothing in the question asks for it."""
+    for seed in range(5):
+        answer = sdk.responses.create(
+            model="default",
+            input="hi",
+            tools=[TOOL],
+            tool_choice=choice,
+            temperature=2,
+            reasoning={"effort": "none"},
+            parallel_tool_calls=False,
+            extra_body={"seed": seed},
+            stream=stream,
+        )
+        (call,) = (list(answer)[-1].response if stream else answer).output
+        assert (call.type, call.name) == ("function_call", "get_weather")
+        jsonschema.validate(json.loads(call.arguments), CITY)
+
+
+@pytest.mark.parametrize(("choice", "reason"), [("required", "tool_calls"), (NESTED_NAMED, "stop")])
+def test_finish_reason_of_a_call(sdk: Any, choice: Any, reason: str) -> None:
+    """Of a named one it is stop: https://platform.openai.com/docs/guides/function-calling"""
+    answer = sdk.chat.completions.create(
+        model="default",
+        messages=[{"role": "user", "content": "hi"}],
+        tools=[NESTED],
+        tool_choice=choice,
+        parallel_tool_calls=False,
+    )
+    assert answer.choices[0].finish_reason == reason
+    assert answer.choices[0].message.tool_calls
+
+
+def test_bad_schema_is_a_400(sdk: Any) -> None:
+    bad = {"type": "json_schema", "name": "x", "schema": {"type": "objec"}}
+    with pytest.raises(openai.BadRequestError) as caught:
+        sdk.responses.create(model="default", input="hi", text={"format": bad})
+    assert (caught.value.code, caught.value.param) == ("invalid_json_schema", "text.format.schema")

@@ -1,0 +1,165 @@
+"""The house: which module may import which, what stays pure, and whether the papers agree with the code."""
+
+import ast
+import re
+import shlex
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from serving import ROOT, run
+
+MODULES = {path.stem: path for path in ROOT.glob("*.py")}
+TESTS = {path.stem: path for path in (ROOT / "tests").glob("*.py")}
+SCRIPTS = {"bench"}  # run from the checkout, and imported by nobody
+
+# Arrows go down only: a module may import what stands in its row, all of it from rows above. An arrow changes
+# only here, with the reason in the commit.
+# fmt: off
+#  module         of ours, it may import
+MAY_IMPORT = {
+    "channels":    set(),
+    "chat":        set(),
+    "hub":         set(),
+    "sealed":      set(),
+    "sse":         set(),
+    "store":       set(),
+    "weights":     set(),
+    "background":  {"store"},
+    "completions": {"channels"},
+    "responses":   {"channels"},
+    "tokenizer":   {"channels"},
+    "params":      {"chat"},
+    "answers":     {"background", "params", "sse"},
+    "grammar":     {"params"},
+    "model":       {"weights"},
+    "engine":      {"model", "weights"},
+    "worker":      {"channels", "chat", "engine", "grammar", "model", "params", "tokenizer"},
+    "api":         {"answers", "background", "channels", "completions", "params", "responses", "sealed",
+                    "sse", "store", "worker"},
+    "server":      {"answers", "api", "background", "chat", "engine", "grammar", "hub", "store", "tokenizer",
+                    "weights", "worker"},
+    "bench":       {"engine", "hub", "model", "tokenizer", "weights"},
+}
+# fmt: on
+
+# Bytes and time come from outside: these are functions of their arguments.
+SANS_IO = {"channels", "chat", "completions", "params", "responses", "sealed", "sse"}
+IO = {"asyncio", "concurrent", "multiprocessing", "os", "queue", "random", "secrets", "select", "socket",
+      "subprocess", "tempfile", "threading", "time", "uuid"}  # fmt: skip
+
+MAX_LINES = 65  # of a function
+
+
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The modules that a file imports, wherever in it."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module
+            assert node.level == 0
+            yield node.module.partition(".")[0]
+
+
+# --- arrows -------------------------------------------------------------------------------------------------
+
+
+def test_every_module_has_its_row() -> None:
+    assert MAY_IMPORT.keys() == MODULES.keys()
+
+
+def test_arrows_go_down_only() -> None:
+    above: set[str] = set()
+    for name, arrows in MAY_IMPORT.items():
+        assert arrows <= above
+        above.add(name)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports(name: str) -> None:
+    assert set(imported(MODULES[name])) & MODULES.keys() <= MAY_IMPORT[name]
+
+
+@pytest.mark.parametrize("name", sorted(SANS_IO))
+def test_pure_modules(name: str) -> None:
+    assert not set(imported(MODULES[name])) & IO
+    functions = [node for node in ast.walk(tree(MODULES[name])) if isinstance(node, ast.AsyncFunctionDef)]
+    assert functions == []
+    calls = [node.func for node in ast.walk(tree(MODULES[name])) if isinstance(node, ast.Call)]
+    called = {call.attr if isinstance(call, ast.Attribute) else getattr(call, "id", "") for call in calls}
+    assert not called & {"now", "today", "utcnow", "print", "open", "input"}
+
+
+def test_no_module_hides_the_standard_library() -> None:
+    assert not (MODULES.keys() | TESTS.keys()) & sys.stdlib_module_names
+
+
+def test_no_test_hides_a_module() -> None:
+    assert not MODULES.keys() & TESTS.keys()
+
+
+# --- size and prose -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", [*MODULES.values(), *TESTS.values()], ids=lambda path: path.stem)
+def test_file_can_be_read(path: Path) -> None:
+    assert ast.get_docstring(tree(path)), "a module says what it is"
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno
+            assert node.end_lineno - node.lineno < MAX_LINES, node.name
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_module_says_what_it_leaves_to_others(name: str) -> None:
+    assert "\nNot here: " in (ast.get_docstring(tree(MODULES[name])) or "")
+
+
+# --- papers -------------------------------------------------------------------------------------------------
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def readme_commands() -> list[list[str]]:
+    """The words of each `python FILE ...` in README.md, up to the end of its code."""
+    found = re.findall(r"\bpython (\S+\.py[^`\n&|;]*)", README)
+    return [shlex.split(command) for command in found]
+
+
+def test_py_modules_are_the_modules() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert set(project["tool"]["setuptools"]["py-modules"]) == MODULES.keys() - SCRIPTS
+
+
+@pytest.mark.parametrize(
+    "command", ["pip install -e . && python server.py", "pip install -e '.[dev]' && pytest"]
+)
+def test_readme_starts_in_one_command(command: str) -> None:
+    assert sum(command in line for line in README.splitlines()) == 1
+
+
+@pytest.mark.parametrize("words", [words for words in readme_commands() if len(words) > 1], ids=shlex.join)
+def test_readme_commands_exist(words: list[str]) -> None:
+    script, *rest = words
+    flags = [word for word in rest if word.startswith("-")]
+    subcommand = rest[: rest.index(flags[0])] if flags else rest
+    ended = run(script, *subcommand, "--help")
+    assert ended.returncode == 0, ended.stderr
+    assert set(flags) <= set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", ended.stdout))
+
+
+@pytest.mark.parametrize("file", sorted(set(re.findall(r"[\w./-]+\.py\b", README))))
+def test_readme_names_files_that_exist(file: str) -> None:
+    assert (ROOT / file).is_file()
+
+
+def test_readme_names_every_module() -> None:
+    assert {path.name for path in MODULES.values()} <= set(re.findall(r"\w+\.py", README))

@@ -1,0 +1,899 @@
+"""The server as clients meet it: over HTTP, in a process of its own, with the tiny model.
+
+What events and chunks must be is in laws.py; what a parameter may be is in test_params.py.
+"""
+
+import asyncio
+import contextlib
+import http.client
+import itertools
+import json
+import re
+import signal
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from shutil import copytree
+from typing import Any, NamedTuple
+
+import openai
+import pytest
+from openai.types.responses import ParsedResponse
+
+import answers
+import engine
+import laws
+import server as server_program
+import sse
+from faulty_server import AFTER_TOKENS, NAN, RAISES
+from serving import TINY, Json, Reply, Server, http_bytes, http_chunks, run, serve, until
+
+RESPONSES, CHAT = "/v1/responses", "/v1/chat/completions"
+ERROR_KEYS = {"message", "type", "param", "code"}
+FAULTY = ("-m", "tests.faulty_server")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serve() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def sdk(server: Server) -> Iterator[openai.OpenAI]:
+    with server.sdk() as client:
+        yield client
+
+
+# --- what is asked ------------------------------------------------------------------------------------------
+
+WEATHER = {
+    "name": "get_weather",
+    "description": "Get the weather of a city",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+TOKYO = "What is the weather in Tokyo?"
+HELLO = "Hello! How can I help you today?"
+THOUGHT, TEXT, CALL = "reasoning", "message", "function_call"
+STORY = "Tell me a story about a cat."
+LOGPROBS = {"top_logprobs": 2, "include": ["message.output_text.logprobs"]}
+
+# fmt: off
+#  name                 text    more of the request                                   what comes
+ASKED: dict[str, tuple[str, Json, list[str]]] = {
+    "thought, text":   ("hi",   {},                                                    [THOUGHT, TEXT]),
+    "text":            ("hi",   {"reasoning": {"effort": "none"}},                     [TEXT]),
+    "no thinking":     ("hi",   {"chat_template_kwargs": {"enable_thinking": False}},  [TEXT]),
+    "thought, call":   (TOKYO,  {"tools": [WEATHER]},                                  [THOUGHT, CALL]),
+    "call":            (TOKYO,  {"tools": [WEATHER], "reasoning": {"effort": "none"}}, [CALL]),
+    "tools not shown": (TOKYO,  {"tools": [WEATHER], "tool_choice": "none"},           [THOUGHT, TEXT]),
+    "cut in thought":  ("hi",   {"max_output_tokens": 5},                              [THOUGHT]),
+    "cut in text":     ("hi",   {"max_output_tokens": 18},                             [THOUGHT, TEXT]),
+    "cut in a call":   (TOKYO,  {"tools": [WEATHER], "max_output_tokens": 34},         [THOUGHT, CALL]),
+    "stopped":         ("hi",   {"stop": ["help"]},                                    [THOUGHT, TEXT]),
+    "drawn":           ("hi",   {"temperature": 1.0, "seed": 7},                       [THOUGHT, TEXT]),
+    "logprobs":        ("hi",   LOGPROBS,                                              [THOUGHT, TEXT]),
+}
+# fmt: on
+
+
+def says(text: str) -> Json:
+    """In the words of both APIs."""
+    return {"input": text, "messages": [{"role": "user", "content": text}]}
+
+
+def responses_body(asked: str) -> Json:
+    text, more, _ = ASKED[asked]
+    body = {"model": "tiny", "input": text, **more}
+    return body | {"tools": [{"type": "function", **tool} for tool in more.get("tools", [])]}
+
+
+def chat_body(asked: str) -> Json:
+    """The same request in the words of the other API."""
+    text, more, _ = ASKED[asked]
+    body = {"model": "tiny", "messages": [{"role": "user", "content": text}], **more}
+    body["tools"] = [{"type": "function", "function": tool} for tool in more.get("tools", [])]
+    if "max_output_tokens" in body:
+        body["max_tokens"] = body.pop("max_output_tokens")
+    if "reasoning" in body:
+        body["reasoning_effort"] = body.pop("reasoning")["effort"]
+    if body.pop("include", None):
+        body["logprobs"] = True
+    return body
+
+
+# --- what comes ---------------------------------------------------------------------------------------------
+
+
+def frames(reply: Reply) -> list[sse.Event]:
+    """The frames of a stream, without its [DONE]."""
+    assert reply.status == 200, reply.body
+    parser = sse.Parser()
+    found = parser.feed(reply.body)
+    parser.close()
+    assert [frame.data == "[DONE]" for frame in found] == [False] * (len(found) - 1) + [True]
+    return found[:-1]
+
+
+def events(server: Server, path: str, body: Json) -> list[Json]:
+    return [json.loads(frame.data) for frame in frames(server.post(path, body | {"stream": True}))]
+
+
+def timeless(value: Any) -> Any:
+    """Without what differs from one request to the next."""
+    drawn = {"id", "call_id", "item_id", "created", "created_at", "completed_at"}
+    if isinstance(value, list):
+        return [timeless(v) for v in value]
+    return {k: timeless(v) for k, v in value.items() if k not in drawn} if isinstance(value, dict) else value
+
+
+def added_up(chunks: list[Json]) -> dict[int, Json]:
+    """What the chunks of each choice say."""
+    said: dict[int, Json] = {}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            whole = said.setdefault(
+                choice["index"], {"content": "", "reasoning": "", "calls": [], "logprobs": []}
+            )
+            delta = choice["delta"]
+            assert delta.get("reasoning") == delta.get("reasoning_content")
+            whole["content"] += delta.get("content", "")
+            whole["reasoning"] += delta.get("reasoning", "")
+            whole["logprobs"] += (choice["logprobs"] or {}).get("content", [])
+            for call in delta.get("tool_calls", []):
+                if "id" in call:
+                    whole["calls"].append(["", ""])
+                assert call["index"] == len(whole["calls"]) - 1
+                whole["calls"][-1][0] += call["function"].get("name", "")
+                whole["calls"][-1][1] += call["function"]["arguments"]
+            whole["finish_reason"] = choice["finish_reason"]
+    return said
+
+
+def as_added_up(choice: Json) -> Json:
+    """A choice of a whole completion in the form of added_up()."""
+    message = choice["message"]
+    calls = [
+        [call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", [])
+    ]
+    assert (message["content"] is None) == bool(calls)
+    return {
+        "content": message["content"] or "",
+        "reasoning": message.get("reasoning", ""),
+        "calls": calls,
+        "logprobs": (choice["logprobs"] or {}).get("content", []),
+        "finish_reason": choice["finish_reason"],
+    }
+
+
+# --- answers ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_responses(server: Server, asked: str) -> None:
+    body = responses_body(asked)
+    streamed = events(server, RESPONSES, body)
+    laws.check_response(streamed)
+    whole = server.post(RESPONSES, body).json
+    laws.check_body(whole)
+    assert timeless(whole) == timeless(streamed[-1]["response"])
+    assert [item["type"] for item in whole["output"]] == ASKED[asked][2]
+    assert whole["status"] == ("incomplete" if asked.startswith("cut") else "completed")
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_chat(server: Server, asked: str) -> None:
+    body = chat_body(asked)
+    streamed = events(server, CHAT, body)
+    for chunk in streamed:
+        laws.check_chunk(chunk)
+    assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in streamed}) == 1
+    whole = server.post(CHAT, body).json
+    laws.check_completion(whole)
+    assert added_up(streamed) == {0: as_added_up(whole["choices"][0])}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_both_apis_say_the_same(server: Server, asked: str) -> None:
+    output = server.post(RESPONSES, responses_body(asked)).json["output"]
+    items = {item["type"]: item for item in output}
+    chat = as_added_up(server.post(CHAT, chat_body(asked)).json["choices"][0])
+    said = {kind: items[kind]["content"][0] for kind in ("message", "reasoning") if kind in items}
+    assert said.get("reasoning", {"text": ""})["text"] == chat["reasoning"]
+    assert said.get("message", {"text": ""})["text"] == chat["content"]
+    assert said.get("message", {"logprobs": []})["logprobs"] == chat["logprobs"]
+    calls = [[item["name"], item["arguments"]] for item in output if item["type"] == "function_call"]
+    assert calls == chat["calls"]
+
+
+def test_what_the_tiny_model_says(server: Server) -> None:
+    hello = server.post(CHAT, chat_body("text")).json["choices"][0]
+    assert (hello["message"]["content"], hello["finish_reason"]) == (HELLO, "stop")
+    call = server.post(CHAT, chat_body("thought, call")).json["choices"][0]
+    assert as_added_up(call)["calls"] == [["get_weather", '{"city": "Tokyo"}']]
+    assert call["finish_reason"] == "tool_calls"
+    stopped = server.post(RESPONSES, responses_body("stopped")).json
+    assert stopped["output"][-1]["content"][0]["text"] == "Hello! How can I "
+
+
+def test_tool_result_is_read(server: Server) -> None:
+    first = server.post(RESPONSES, responses_body("call")).json["output"]
+    call_id = first[0]["call_id"]
+    result = {
+        "type": "function_call_output",
+        "call_id": call_id,
+        "output": '{"temperature": 21, "condition": "sunny"}',
+    }
+    turns = [{"role": "user", "content": TOKYO}, *first, result]
+    answer = server.post(RESPONSES, responses_body("call") | {"input": turns}).json
+    laws.check_body(answer)
+    assert answer["output"][0]["content"][0]["text"] == "It is 21 degrees and sunny in Tokyo."
+
+
+def test_seed_decides_what_is_drawn(server: Server) -> None:
+    def drawn(seed: int) -> str:
+        body = {"model": "tiny", **says(STORY), "temperature": 2, "seed": seed, "max_output_tokens": 60}
+        return json.dumps(timeless(server.post(RESPONSES, body).json["output"]))
+
+    assert drawn(1) == drawn(1) != drawn(2)
+
+
+# --- the official client ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asked", [asked for asked in ASKED if not asked.startswith("cut")])
+def test_sdk_stream_of_responses(sdk: openai.OpenAI, asked: str) -> None:
+    """The strictest reader there is: openai-python, src/openai/lib/streaming/responses/_responses.py."""
+    body = responses_body(asked)
+    ours = {k: body.pop(k) for k in ("stop", "seed", "chat_template_kwargs") if k in body}
+    with sdk.responses.stream(**body, extra_body=ours) as stream:
+        seen = list(stream)
+        final: ParsedResponse[Any] = stream.get_final_response()
+    assert seen[0].type == "response.created"
+    whole = sdk.responses.create(**body, extra_body=ours)
+    parsed = {"parsed", "parsed_arguments"}
+    said = [item.model_dump(exclude=parsed) for item in final.output]
+    assert json.dumps(timeless(said)).replace(', "parsed": null', "") == json.dumps(
+        timeless([item.model_dump() for item in whole.output])
+    )
+    assert final.output_text == whole.output_text
+
+
+def test_sdk_plain_stream_of_responses(sdk: openai.OpenAI) -> None:
+    with sdk.responses.create(model="tiny", input="hi", stream=True) as stream:
+        kinds = [event.type for event in stream]
+    assert (kinds[0], kinds[-1]) == ("response.created", "response.completed")
+
+
+def test_sdk_is_told_of_a_cut(sdk: openai.OpenAI) -> None:
+    """Its helper has no final response then (github.com/openai/openai-python/pull/3538); the event has."""
+    with sdk.responses.stream(model="tiny", input="hi", max_output_tokens=5) as stream:
+        last = list(stream)[-1]
+    assert last.type == "response.incomplete"
+    assert last.response.incomplete_details
+    assert last.response.incomplete_details.reason == "max_output_tokens"
+
+
+@pytest.mark.parametrize("asked", [asked for asked in ASKED if not asked.startswith("cut")])
+def test_sdk_stream_of_chat(sdk: openai.OpenAI, asked: str) -> None:
+    body = chat_body(asked)
+    ours = {"chat_template_kwargs": body.pop("chat_template_kwargs", {})}
+    with sdk.chat.completions.stream(**body, extra_body=ours) as stream:
+        final = stream.get_final_completion().choices[0]
+    whole = sdk.chat.completions.create(**body, extra_body=ours).choices[0]
+    assert final.finish_reason == whole.finish_reason
+    assert (final.message.content or None) == whole.message.content
+    assert [c.function.arguments for c in final.message.tool_calls or []] == [
+        c.function.arguments for c in whole.message.tool_calls or [] if c.type == "function"
+    ]
+    assert getattr(final.message, "reasoning_content", None) == getattr(
+        whole.message, "reasoning_content", None
+    )
+    assert final.logprobs == whole.logprobs
+
+
+def test_usage_chunk_comes_when_asked_for(server: Server) -> None:
+    """github.com/sgl-project/sglang/issues/5451: an unasked chunk without choices breaks `choices[0]`."""
+    body = chat_body("thought, text")
+    assert all("usage" not in chunk and chunk["choices"] for chunk in events(server, CHAT, body))
+    *chunks, last = events(server, CHAT, body | {"stream_options": {"include_usage": True}})
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert last["choices"] == []
+    whole = server.post(CHAT, body).json["usage"]
+    assert last["usage"] == whole
+    used = server.post(RESPONSES, responses_body("thought, text")).json["usage"]
+    assert [used["input_tokens"], used["output_tokens"], used["total_tokens"]] == [
+        whole["prompt_tokens"],
+        whole["completion_tokens"],
+        whole["total_tokens"],
+    ]
+    assert used["output_tokens_details"] == whole["completion_tokens_details"]
+    assert 0 < used["output_tokens_details"]["reasoning_tokens"] < used["output_tokens"]
+
+
+def test_choices_are_drawn_apart(server: Server) -> None:
+    body = {"model": "tiny", **says(STORY), "n": 3, "temperature": 2, "seed": 1, "max_tokens": 60}
+    streamed = events(server, CHAT, body)
+    whole = server.post(CHAT, body).json
+    assert added_up(streamed) == {i: as_added_up(choice) for i, choice in enumerate(whole["choices"])}
+    assert len({json.dumps(as_added_up(choice)) for choice in whole["choices"]}) == 3
+    roles = [c["index"] for chunk in streamed for c in chunk["choices"] if "role" in c["delta"]]
+    assert roles == [0, 1, 2]
+    alone = server.post(CHAT, body | {"n": 1}).json
+    assert as_added_up(alone["choices"][0]) == as_added_up(whole["choices"][0])
+    assert whole["usage"]["prompt_tokens"] == alone["usage"]["prompt_tokens"]
+
+
+def test_models(sdk: openai.OpenAI) -> None:
+    assert [model.id for model in sdk.models.list()] == ["tiny"]
+    assert sdk.models.retrieve("tiny").id == "tiny"
+    assert sdk.models.retrieve("default").owned_by == "local"
+    with pytest.raises(openai.NotFoundError):
+        sdk.models.retrieve("gpt-5")
+
+
+def test_parallel_streams_say_what_they_say_alone(sdk: openai.OpenAI) -> None:
+    asked = ["hi", TOKYO, "Say OK", "Who are you?", "Count to 20.", "What is 2+2?", "Spell ocean.", "hello"]
+
+    def text(i: int) -> str:
+        drawn: Json = {"temperature": 0.8, "extra_body": {"seed": i}}
+        with sdk.responses.stream(model="tiny", input=asked[i], **drawn) as stream:
+            return json.dumps(timeless([item.model_dump() for item in stream.get_final_response().output]))
+
+    alone = [text(i) for i in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(text, range(8))) == alone
+
+
+# --- bytes --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "shape"),
+    [
+        (RESPONSES, responses_body("logprobs"), rb"event: (\S+)\ndata: (\{[^\n\r]*\})\n\n"),
+        (CHAT, chat_body("logprobs"), rb"(data): (\{[^\n\r]*\})\n\n"),
+    ],
+)
+def test_each_event_is_one_write_of_one_frame(server: Server, path: str, body: Json, shape: bytes) -> None:
+    """Open Responses' sse-parser.ts loses an event that is cut between two reads."""
+    with server.connect(http_bytes(path, body | {"stream": True})) as connection:
+        *chunks, last = http_chunks(connection)
+    assert last == sse.DONE
+    for chunk in chunks:
+        frame = re.fullmatch(shape, chunk)
+        assert frame, chunk
+        data = json.loads(frame[2])
+        if path == RESPONSES:
+            assert data["type"] == frame[1].decode()
+
+
+@pytest.mark.parametrize(("path", "body"), [(RESPONSES, responses_body("text")), (CHAT, chat_body("text"))])
+def test_headers_of_a_stream(server: Server, path: str, body: Json) -> None:
+    reply = server.post(path, body | {"stream": True})
+    assert reply.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert reply.headers["cache-control"] == "no-cache"
+    assert reply.headers["x-accel-buffering"] == "no"
+    assert reply.body.count(b"[DONE]") == 1
+    assert server.post(path, body).headers["content-type"] == "application/json"
+
+
+def test_silence_is_kept_alive() -> None:
+    """A reader that waits longer than KEEP_ALIVE_S gets comments, and every frame still once."""
+
+    async def main() -> list[bytes]:
+        async def slow() -> Any:
+            yield b"1"
+            await go_on.wait()
+            yield b"2"
+
+        go_on, found = asyncio.Event(), []
+        async with contextlib.aclosing(answers._kept_alive(slow())) as frames:
+            async for frame in frames:
+                found.append(frame)
+                if found.count(sse.comment("keep-alive")) == 2:
+                    go_on.set()
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(answers, "KEEP_ALIVE_S", 0.001)
+        found = asyncio.run(main())
+    assert [frame for frame in found if frame != sse.comment("keep-alive")] == [b"1", b"2"]
+    assert found[1] == sse.comment("keep-alive")
+
+
+# --- refusals -----------------------------------------------------------------------------------------------
+
+LONG_TEXT = "one two three four five six seven " * 400
+LONG = says(LONG_TEXT)
+FUNCTION = {"type": "function", **WEATHER}
+BANANA = {"type": "banana", "role": "banana", "content": ""}
+PREVIOUS = "previous_response_id"
+NAMED = {"type": "function", "name": "get_weather"}
+
+
+# fmt: off
+REFUSED: list[tuple[str, str | None, str, Json]] = [
+    # path     param                   code                           change to a good request
+    (RESPONSES, "model",               "missing_required_parameter",  {"model": None}),
+    (CHAT,      "model",               "missing_required_parameter",  {"model": None}),
+    (RESPONSES, "model",               "model_not_found",             {"model": "gpt-5"}),
+    (CHAT,      "model",               "model_not_found",             {"model": "gpt-5"}),
+    (RESPONSES, "model",               "invalid_type",                {"model": ["tiny"]}),
+    (RESPONSES, "input",               "missing_required_parameter",  {"input": None}),
+    (CHAT,      "messages",            "missing_required_parameter",  {"messages": None}),
+    (RESPONSES, "input",               "invalid_value",               {"input": []}),
+    (CHAT,      "messages",            "invalid_value",               {"messages": []}),
+    (RESPONSES, "input[0].type",       "invalid_value",               {"input": [BANANA]}),
+    (CHAT,      "messages[0].role",    "invalid_value",               {"messages": [BANANA]}),
+    (RESPONSES, None,                  "context_length_exceeded",     LONG),
+    (CHAT,      None,                  "context_length_exceeded",     LONG),
+    (RESPONSES, None,                  "context_length_exceeded",     LONG | {"truncation": "auto"}),
+    (RESPONSES, "temperature",         "invalid_value",               {"temperature": 2.1}),
+    (CHAT,      "temperature",         "invalid_value",               {"temperature": -0.1}),
+    (CHAT,      "temperature",         "invalid_type",                {"temperature": "hot"}),
+    (RESPONSES, "max_output_tokens",   "invalid_value",               {"max_output_tokens": 0}),
+    (CHAT,      "max_tokens",          "invalid_value",               {"max_tokens": 0}),
+    (CHAT,      "n",                   "invalid_value",               {"n": 17}),
+    (CHAT,      "logit_bias",          "invalid_value",               {"logit_bias": {"2048": 1}}),
+    (CHAT,      "logit_bias",          "invalid_value",               {"logit_bias": {"9" * 5000: 1}}),
+    (CHAT,      "stop_token_ids",      "invalid_value",               {"stop_token_ids": [2048]}),
+    (CHAT,      "top_logprobs",        "invalid_value",               {"top_logprobs": 2}),
+    (CHAT,      "store",               "unsupported_parameter",       {"store": True}),
+    (RESPONSES, "conversation",        "unsupported_parameter",       {"conversation": "conv_1"}),
+    (RESPONSES, PREVIOUS,              "previous_response_not_found", {PREVIOUS: "resp_1"}),
+    (RESPONSES, "tool_choice",         "invalid_value",               {"tool_choice": NAMED}),
+    (RESPONSES, "tools",               "invalid_value",               {"tools": [FUNCTION, FUNCTION]}),
+    (RESPONSES, "tools[0].name",       "invalid_value",               {"tools": [FUNCTION | {"name": "."}]}),
+    (CHAT,      "tools[0].function",   "invalid_type",                {"tools": [FUNCTION]}),
+    (CHAT,      "functions",           "unsupported_parameter",       {"functions": [WEATHER]}),
+]
+
+#  body                    code
+NO_JSON_OBJECTS = {
+    "nothing":             ("invalid_json",  b""),
+    "half":                ("invalid_json",  b'{"model": "tiny", "input":'),
+    "two":                 ("invalid_json",  b'{"model": "tiny"} {}'),
+    "a list":              ("invalid_type",  b"[]"),
+    "a number":            ("invalid_type",  b"5"),
+    "null":                ("invalid_type",  b"null"),
+    "NaN":                 ("invalid_json",  b'{"temperature": NaN}'),
+    "infinite":            ("invalid_json",  b'{"temperature": -Infinity}'),
+    "infinite by size":    ("invalid_json",  b'{"temperature": 1e999}'),
+    "a long number":       ("invalid_json",  b'{"seed": %s}' % (b"9" * 5000)),
+    "no UTF-8":            ("invalid_json",  b'{"model": "tiny", "input": "\xff"}'),
+    "half a surrogate":    ("invalid_json",  rb'{"model": "tiny", "input": "a\ud83d"}'),
+    "surrogate in a name": ("invalid_json",  rb'{"model": "tiny", "\ude00": 1}'),
+    "nested too deep":     ("invalid_json",  b"[" * 100_000),
+}
+
+ELSEWHERE = [
+    # method   path                    status  code                  Allow
+    ("GET",    "/",                     404,   "unknown_url",         None),
+    ("GET",    "/v1/response",          404,   "unknown_url",         None),
+    ("POST",   "/v1/completions",       404,   "unknown_url",         None),
+    ("GET",    "/v1/models/gpt-5",      404,   "model_not_found",     None),
+    ("GET",    "/v1/models/a/b",        404,   "model_not_found",     None),
+    ("GET",    "/v1/responses/resp_1",  404,   "response_not_found",  None),
+    ("DELETE", "/v1/responses/resp_1",  404,   "response_not_found",  None),
+    ("GET",    RESPONSES,               405,   "method_not_allowed",  "POST"),
+    ("DELETE", CHAT,                    405,   "method_not_allowed",  "POST"),
+    ("POST",   "/v1/models",            405,   "method_not_allowed",  "GET"),
+]
+# fmt: on
+
+
+def check_refusal(reply: Reply, status: int, code: str, type_: str = "invalid_request_error") -> Json:
+    """The error object of a reply that must be one."""
+    assert reply.status == status, reply.body
+    assert reply.headers["content-type"] == "application/json"
+    assert reply.headers["x-request-id"].startswith("req_")
+    assert reply.json.keys() == {"error"}
+    error: Json = reply.json["error"]
+    assert error.keys() == ERROR_KEYS
+    assert (error["type"], error["code"]) == (type_, code)
+    assert isinstance(error["message"], str)
+    assert "\n" not in error["message"]
+    return error
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "param", "code", "change"), REFUSED)
+def test_refused(server: Server, path: str, param: str | None, code: str, change: Json, stream: bool) -> None:
+    """Before the first byte of a stream an error is as it is without one."""
+    good = responses_body("text") if path == RESPONSES else chat_body("text")
+    status = 404 if code == "model_not_found" else 400
+    error = check_refusal(server.post(path, good | change | {"stream": stream}), status, code)
+    assert error["param"] == param
+
+
+@pytest.mark.parametrize("path", [RESPONSES, CHAT])
+@pytest.mark.parametrize("name", NO_JSON_OBJECTS)
+def test_no_json_object(server: Server, path: str, name: str) -> None:
+    code, body = NO_JSON_OBJECTS[name]
+    assert check_refusal(server.post(path, body), 400, code)["param"] is None
+
+
+def test_nesting_is_refused_at_every_depth(server: Server) -> None:
+    """Python's limit on recursion must not be found by whoever comes after the parser of the body."""
+    for depth in range(950, 1000):
+        body = b'{"model": "tiny", "input": "hi", "stop": %s1%s}' % (b"[" * depth, b"]" * depth)
+        assert server.post(RESPONSES, body).status == 400, depth
+
+
+@pytest.mark.parametrize(("method", "path", "status", "code", "allow"), ELSEWHERE)
+def test_elsewhere(server: Server, method: str, path: str, status: int, code: str, allow: str | None) -> None:
+    reply = server.request(method, path, None)
+    check_refusal(reply, status, code)
+    assert allow is None or allow in reply.headers["allow"].split(", ")
+
+
+def test_body_too_large(server: Server) -> None:
+    body = b'{"input": "%s"}' % (b"x" * answers.MAX_BODY_BYTES)
+    check_refusal(server.post(RESPONSES, body), 413, "body_too_large")
+
+
+@pytest.mark.parametrize("encoding", ["br", "zstd", "gzip, banana"])
+def test_unknown_content_encoding(server: Server, encoding: str) -> None:
+    reply = server.post(RESPONSES, responses_body("text"), Content_Encoding=encoding)
+    check_refusal(reply, 415, "unsupported_content_encoding")
+
+
+def test_truncation_drops_the_oldest(server: Server) -> None:
+    turns = [{"role": "user", "content": LONG_TEXT}, {"role": "assistant", "content": "Yes."}]
+    body = responses_body("text") | {"input": [*turns, {"role": "user", "content": "hi"}]}
+    check_refusal(server.post(RESPONSES, body), 400, "context_length_exceeded")
+    answer = server.post(RESPONSES, body | {"truncation": "auto"}).json
+    assert answer["output"][0]["content"][0]["text"] == HELLO
+
+
+def test_unknown_keys_are_ignored(server: Server) -> None:
+    """Open Responses: clients send what newer servers know."""
+    body = responses_body("text")
+    more = {"banana": 5, "stream": None, "tools": None, "metadata": None, "service_tier": "priority"}
+    assert timeless(server.post(RESPONSES, body | more).json) == timeless(server.post(RESPONSES, body).json)
+
+
+def test_every_reply_has_its_own_id(server: Server) -> None:
+    replies = [
+        server.get("/health"),
+        server.get("/v1/models"),
+        server.get("/"),
+        server.post(RESPONSES, b""),
+        server.post(RESPONSES, responses_body("text")),
+        server.post(RESPONSES, responses_body("text") | {"stream": True}),
+    ]
+    assert len({reply.headers["x-request-id"] for reply in replies}) == len(replies)
+
+
+# --- flags --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[Server]:
+    names = ("--served-model-name", "one", "--served-model-name", "org/two")
+    with serve("--api-key", "key", "--no-done-line", "--max-model-len", "64", *names) as started:
+        yield started
+
+
+@pytest.mark.parametrize("sent", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer "},
+                                  {"Authorization": "key"}, {"Authorization": "Bearer key2"}])  # fmt: skip
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/banana"])
+def test_api_key_is_demanded(guarded: Server, path: str, sent: dict[str, str]) -> None:
+    check_refusal(guarded.get(path, **sent), 401, "invalid_api_key", "authentication_error")
+
+
+def test_api_key_opens(guarded: Server) -> None:
+    assert guarded.get("/health").status == 200
+    with guarded.sdk(api_key="key") as client:
+        assert [model.id for model in client.models.list()] == ["one", "org/two"]
+        assert client.models.retrieve("org/two").id == "org/two"
+    with guarded.sdk(api_key="wrong") as client, pytest.raises(openai.AuthenticationError):
+        client.models.list()
+
+
+def test_done_line_can_be_turned_off(guarded: Server) -> None:
+    body = {"input": "hi", "messages": [{"role": "user", "content": "hi"}], "model": "one", "stream": True}
+    last = {path: guarded.post(path, body, Authorization="Bearer key").body for path in (RESPONSES, CHAT)}
+    assert b"[DONE]" not in last[RESPONSES]
+    assert last[RESPONSES].endswith(b"}\n\n")
+    assert last[CHAT].endswith(sse.DONE)  # there it is OpenAI's own
+
+
+def test_context_is_what_the_flag_says(guarded: Server) -> None:
+    body = {"model": "org/two", "input": STORY * 3, "logit_bias": {"2041": -100}}
+    answer = guarded.post(RESPONSES, body, Authorization="Bearer key").json
+    assert answer["model"] == "org/two"
+    assert (answer["status"], answer["usage"]["total_tokens"]) == ("incomplete", 64)
+    reply = guarded.post(RESPONSES, body | {"input": "cat " * 64}, Authorization="Bearer key")
+    assert "64" in check_refusal(reply, 400, "context_length_exceeded")["message"]
+
+
+# --- clients that leave -------------------------------------------------------------------------------------
+
+# Never the end of a turn: as many tokens as the context holds, 2 s of work.
+ENDLESS = {"model": "tiny", "logit_bias": {"2041": -100, "2039": -100}, "temperature": 1.0, "seed": 1}
+N_ENDLESS = 1900  # tokens, at least
+
+
+class Mark(NamedTuple):
+    """Where the server stood."""
+
+    steps: int
+    log: int
+
+
+def mark(server: Server) -> Mark:
+    return Mark(server.health()["steps"], len(server.log()))
+
+
+def check_idle(server: Server, was: Mark) -> None:
+    """Nothing runs but what is asked now, and that is answered at once."""
+    until(lambda: server.health()["running"] + server.health()["waiting"] == 0, "the engine is idle")
+    steps = server.health()["steps"]
+    assert steps - was.steps < N_ENDLESS / 2
+    assert server.post(CHAT, chat_body("text") | {"max_tokens": 1}).status == 200
+    assert server.health()["steps"] == steps + 1
+    assert "Traceback" not in server.log()[was.log :]
+
+
+@pytest.mark.parametrize("n_frames", [1, 3, 12])
+@pytest.mark.parametrize("path", [RESPONSES, CHAT])
+def test_client_leaves_a_stream(server: Server, path: str, n_frames: int) -> None:
+    """Bug: nobody tells the engine, and it goes on to the length limit for each client that left.
+
+    Invariant: the sequence is gone within a step. https://github.com/ggml-org/llama.cpp/issues/24496
+    """
+    was = mark(server)
+    with server.connect(http_bytes(path, ENDLESS | says(STORY) | {"stream": True})) as connection:
+        assert len(list(itertools.islice(http_chunks(connection), n_frames))) == n_frames
+    check_idle(server, was)
+
+
+@pytest.mark.parametrize("path", [RESPONSES, CHAT])
+def test_client_leaves_before_a_whole_answer(server: Server, path: str) -> None:
+    """Bug: disconnects are seen only where something is sent. https://github.com/BerriAI/litellm/issues/37140"""
+    was = mark(server)
+    with server.connect(http_bytes(path, ENDLESS | says(STORY))):
+        until(lambda: server.health()["steps"] > was.steps + 3, "the answer is being made")
+    check_idle(server, was)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_client_leaves_during_prefill(server: Server, stream: bool) -> None:
+    """Bug: the same before the first token. https://github.com/BerriAI/litellm/pull/30223
+
+    Sixteen choices of a prompt of some 1,500 tokens are about a hundred steps of prefill.
+    """
+    was = mark(server)
+    prompt = says(LONG_TEXT[: len(LONG_TEXT) // 5]) | {"n": 16}
+    with server.connect(http_bytes(CHAT, ENDLESS | prompt | {"stream": stream})):
+        until(lambda: server.health()["running"] > 0, "the prompt is being read")
+    check_idle(server, was)
+
+
+def test_client_leaves_while_it_waits(server: Server) -> None:
+    was = mark(server)
+    with server.connect(http_bytes(CHAT, ENDLESS | says(STORY) | {"n": 16})):
+        until(lambda: server.health()["running"] == engine.MAX_RUNNING, "the engine is full")
+        with server.connect(http_bytes(RESPONSES, ENDLESS | says(STORY) | {"stream": True})):
+            until(lambda: server.health()["waiting"] == 1, "one waits")
+        until(lambda: server.health()["waiting"] == 0, "none waits")
+        assert server.health()["running"] == engine.MAX_RUNNING
+    check_idle(server, was)
+
+
+def test_client_leaves_amid_its_request(server: Server) -> None:
+    half = http_bytes(RESPONSES, ENDLESS | says(STORY))[:-10]
+    was = mark(server)
+    with server.connect(half):
+        pass
+    check_idle(server, was)
+
+
+# --- an engine that fails -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def faulty() -> Iterator[Server]:
+    with serve(script=FAULTY) as started:
+        yield started
+
+
+def check_error(error: Json) -> None:
+    assert error["code"] == "server_error"
+    assert error["message"]
+    assert "\n" not in error["message"]
+
+
+def test_engine_fails_in_a_response(faulty: Server) -> None:
+    """Bug: the stream breaks off, or ends without its last event, and clients take the half for the whole."""
+    body = responses_body("text") | {"seed": RAISES}
+    streamed = events(faulty, RESPONSES, body)
+    laws.check_response(streamed)
+    assert (streamed[-1]["type"], streamed[-1]["response"]["status"]) == ("response.failed", "failed")
+    check_error(streamed[-1]["response"]["error"])
+    n_deltas = sum(event["type"] == "response.output_text.delta" for event in streamed)
+    assert 0 < n_deltas <= AFTER_TOKENS
+    whole = faulty.post(RESPONSES, body)
+    assert (whole.status, whole.json["status"]) == (200, "failed")
+    laws.check_body(whole.json)
+    check_error(whole.json["error"])
+    assert events(faulty, RESPONSES, responses_body("text"))[-1]["type"] == "response.completed"
+
+
+def test_engine_fails_in_a_completion(faulty: Server) -> None:
+    body = chat_body("text") | {"seed": RAISES}
+    *chunks, last = events(faulty, CHAT, body)
+    for chunk in chunks:
+        laws.check_chunk(chunk)
+    assert last.keys() == {"error"}
+    assert last["error"].keys() == ERROR_KEYS
+    check_error(last["error"])
+    check_refusal(faulty.post(CHAT, body), 500, "server_error", "server_error")
+    assert faulty.post(CHAT, chat_body("text")).json["choices"][0]["message"]["content"] == HELLO
+
+
+@pytest.mark.parametrize("path", [RESPONSES, CHAT])
+def test_what_cannot_be_said_never_looks_like_an_end(faulty: Server, path: str) -> None:
+    """Bug: an event that cannot be encoded is left out, and the stream ends as if all were said."""
+    logprobs = {"logprobs": True} if path == CHAT else LOGPROBS
+    body = {"model": "tiny", **says("hi"), **logprobs, "chat_template_kwargs": {"enable_thinking": False}}
+    check_refusal(faulty.post(path, body | {"seed": NAN}), 500, "server_error", "server_error")
+    with pytest.raises(http.client.IncompleteRead) as caught:
+        faulty.post(path, body | {"seed": NAN, "stream": True})
+    assert b"[DONE]" not in caught.value.partial
+    assert faulty.post(path, body).status == 200
+
+
+def test_sdk_raises_where_the_engine_fails(faulty: Server) -> None:
+    with faulty.sdk() as client, pytest.raises(openai.APIError, match="engine"):
+        list(client.chat.completions.create(**chat_body("text"), seed=RAISES, stream=True))
+
+
+def test_engine_fails_beside_others(faulty: Server) -> None:
+    """It takes the requests of its step with it, and the server lives."""
+    with ThreadPoolExecutor(4) as pool:
+        seeds = [RAISES, 1, RAISES, 2]
+        replies = list(pool.map(lambda seed: faulty.post(CHAT, chat_body("text") | {"seed": seed}), seeds))
+    assert [replies[0].status, replies[2].status] == [500, 500]
+    assert {reply.status for reply in replies} <= {200, 500}
+    health = faulty.health()
+    assert (health["status"], health["running"], health["waiting"]) == ("ok", 0, 0)
+
+
+# --- the end ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_ends_every_answer_properly(number: signal.Signals) -> None:
+    """Bug: the process waits for its open streams, or breaks them off. Each ends with its last event."""
+    with serve("--shutdown-grace", "0") as server, contextlib.ExitStack() as open_connections:
+
+        def connect(path: str, stream: bool) -> socket.socket:
+            body = ENDLESS | says(STORY) | {"stream": stream}
+            return open_connections.enter_context(server.connect(http_bytes(path, body)))
+
+        streams = [http_chunks(connect(path, stream=True)) for path in (RESPONSES, CHAT)]
+        for stream in streams:
+            next(stream)
+        whole = connect(CHAT, stream=False)
+        until(lambda: server.health()["running"] == 3, "all three are being answered")
+        server.interrupt(number)
+        *_, last, done = streams[0]
+        response = json.loads(last.partition(b"\ndata: ")[2])["response"]
+        assert (response["status"], response["error"]["message"]) == ("failed", engine.CLOSING)
+        assert done == sse.DONE
+        *_, last, done = streams[1]
+        assert json.loads(last.removeprefix(b"data: "))["error"]["message"] == engine.CLOSING
+        assert done == sse.DONE
+        with whole.makefile("rb") as lines:
+            assert lines.readline().startswith(b"HTTP/1.1 500")
+        assert server.exit_status() == 0
+        assert "Traceback" not in server.log()
+
+
+def test_request_that_comes_after_the_signal_is_answered_too() -> None:
+    """Bug: it was given to an engine that had ended, and the process waited for the answer for ever."""
+    request = http_bytes(RESPONSES, {"model": "tiny", "input": "hi"})
+    with serve("--shutdown-grace", "0") as server, server.connect(request[:-5]) as connection:
+        with server.connect(http_bytes(RESPONSES, ENDLESS | says(STORY) | {"stream": True})) as other:
+            chunks = http_chunks(other)
+            next(chunks)
+            server.interrupt()
+            assert sse.DONE in chunks  # the engine has ended
+        connection.sendall(request[-5:])
+        with connection.makefile("rb") as lines:
+            assert engine.CLOSING.encode() in lines.read()
+        assert server.exit_status() == 0
+
+
+# --- the command line ---------------------------------------------------------------------------------------
+
+WIDER = (TINY / "config.json").read_bytes().replace(b'"hidden_size": 128', b'"hidden_size": 256')
+# fmt: off
+DAMAGES: list[tuple[str, bytes | int | None, str]] = [
+    # file                     its content, or how much is left of it    stderr says
+    ("config.json",            40,                                       "config.json"),
+    ("config.json",            None,                                     "config.json"),
+    ("config.json",            b'{"model_type": "gpt2"}',                "gpt2"),
+    ("config.json",            WIDER,                                    "embed_tokens"),
+    ("model.safetensors",      1_000_000,                                "truncated"),
+    ("model.safetensors",      5,                                        "model.safetensors"),
+    ("model.safetensors",      None,                                     "model.safetensors"),
+    ("tokenizer.json",         b"{}",                                    "tokenizer.json"),
+    ("tokenizer.json",         None,                                     "tokenizer.json"),
+    ("chat_template.jinja",    b"{% if",                                 "template"),
+    ("chat_template.jinja",    b"\xff",                                  "chat_template.jinja"),
+    ("tokenizer_config.json",  b"[]",                                    "tokenizer_config.json"),
+    ("generation_config.json", b"[]",                                    "generation_config.json"),
+]
+
+WRONG_FLAGS = [
+    # flags                                                    stderr says
+    (("--model", "/no/such/directory"),                        "/no/such/directory"),
+    (("--model", "no-such-org/no-such-model"),                 "no-such-org/no-such-model"),
+    (("--model", str(TINY / "config.json")),                   "is a file"),
+    (("--model", str(TINY), "--device", "cuda"),               "--device cuda"),
+    (("--model", str(TINY), "--max-model-len", "1"),           "--max-model-len"),
+    (("--model", str(TINY), "--max-model-len", "0"),           "--max-model-len"),
+    (("--model", str(TINY), "--max-model-len", "4096"),        "2048"),
+    (("--model", str(TINY), "--port", "65536"),                "65536"),
+    (("--model", str(TINY), "--port", "-1"),                   "-1"),
+    (("--model", str(TINY), "--port", "http"),                 "http"),
+    (("--model", str(TINY), "--threads", "0"),                 "--threads"),
+    (("--model", str(TINY), "--host", "192.0.2.1"),            "192.0.2.1"),  # RFC 5737: nobody has it
+    (("--banana",),                                            "--banana"),
+]
+# fmt: on
+
+
+def check_complaint(flags: tuple[str, ...], complaint: str) -> None:
+    """Exit code 2, and one line that says what is wrong; argparse writes its usage above."""
+    ended = run("server.py", *flags)
+    assert ended.returncode == 2, ended
+    assert ended.stdout == ""
+    line = ended.stderr.splitlines()[-1]
+    assert "error: " in line
+    assert complaint in line
+    assert ended.stderr.startswith("usage: ") or ended.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("flags", "complaint"), WRONG_FLAGS)
+def test_wrong_flags(flags: tuple[str, ...], complaint: str) -> None:
+    check_complaint((*flags, *(() if "--port" in flags else ("--port", "0"))), complaint)
+
+
+@pytest.mark.parametrize(("name", "content", "complaint"), DAMAGES)
+def test_damaged_model(tmp_path: Path, name: str, content: bytes | int | None, complaint: str) -> None:
+    file = copytree(TINY, tmp_path / "model") / name
+    if content is None:
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:content] if isinstance(content, int) else content)
+    check_complaint(("--model", str(file.parent), "--port", "0"), complaint)
+
+
+def test_port_is_taken(server: Server) -> None:
+    port = server.url.rpartition(":")[2]
+    check_complaint(("--model", str(TINY), "--port", port), port)
+
+
+def test_port_is_taken_while_the_model_is_still_loaded() -> None:
+    """Bug: a port that is bound and not listened on can be bound again, and fails only when all is loaded."""
+    with contextlib.closing(server_program.bind("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1])
+        check_complaint(("--model", "/not/looked/for", "--port", port), port)
+
+
+def test_every_flag_is_explained() -> None:
+    ended = run("server.py", "--help")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    explained = re.findall(
+        r"^  (?:-h, )?(--[a-z-]+)(?: \S+)?(?: {2,}|\n {10,})[a-zA-Z]", ended.stdout, re.MULTILINE
+    )
+    named = set(re.findall(r"^  (?:-h, )?(--[a-z-]+)", ended.stdout, re.MULTILINE))
+    assert set(explained) == named
+    assert len(named) >= 10
+    assert "(default: None)" not in ended.stdout
