@@ -17,6 +17,7 @@ Not here: parameters (params.py), the life of background responses (background.p
 import asyncio
 import json
 import logging
+import re
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, closing
@@ -56,6 +57,8 @@ COMPACT = (
     "Be brief and complete. Write the summary only."
 )
 COMPACT_TOKENS = 1024
+
+NUMBER = re.compile("[0-9]{1,18}")  # in a query; int() refuses a few thousand digits in a way of its own
 
 
 def encode_event(number: int, event: dict[str, Any]) -> bytes:
@@ -130,7 +133,7 @@ class Api:
             background=request.background,
             streamed=request.stream,
             request={k: v for k, v in body.items() if k != "input"},
-            items=[*context, *responses.input_items(body["input"], new_id)],
+            items=responses.input_items(body["input"], context, new_id),
             response=head | request.echo,
         )
         producer = self._producer(prompt, row.response, request.background)
@@ -192,15 +195,14 @@ class Api:
     async def count_input_tokens(self, http: HttpRequest) -> Response:
         body = await self._read(http)
         named = {"model": ALIAS} | body if isinstance(body, dict) else body  # the SDK lets the model out
-        prompt = await self._prepare(params.from_responses(named, self._defaults, await self._context(body)))
+        asked, _ = await self._ask(named)
+        prompt = await self._prepare(asked)
         return JSONResponse({"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)})
 
     async def compact(self, http: HttpRequest) -> Response:
         """The user's messages, and one item that stands for all the rest: a summary by the model itself."""
         body, head = await self._read(http), {"id": new_id("resp"), "created_at": now()}
-        context = await self._context(body)
-        asked = params.from_responses(body, self._defaults, context)
-        items = [*context, *responses.input_items(body["input"], new_id)]
+        asked, items = await self._ask(body)
         question = {"role": "user", "content": COMPACT}
         ask = {"model": asked.model, "instructions": body.get("instructions"), "input": [*items, question]}
         limits = {"max_output_tokens": COMPACT_TOKENS, "truncation": "auto", "reasoning": {"effort": "none"}}
@@ -247,6 +249,14 @@ class Api:
         if row.response["status"] not in TERMINAL:
             raise BadRequest(f"Previous response with id '{id_}' has not ended yet.", "previous_response_id")
         return row.context
+
+    async def _ask(self, body: Any) -> tuple[params.Request, list[dict[str, Any]]]:
+        """What is asked about a conversation, and its items; behind a chain `input` may be left out."""
+        context = await self._context(body)
+        if context and not body.get("input"):
+            body, context = body | {"input": context}, []
+        request = params.from_responses(body, self._defaults, context)
+        return request, responses.input_items(body["input"], context, new_id)
 
     async def _prepare(self, request: params.Request) -> Prompt:
         self._check_model(request.model)
@@ -405,12 +415,12 @@ def _whole_completion(chunks: list[dict[str, Any]]) -> tuple[int, dict[str, Any]
 
 def _starting_after(value: str | None) -> int:
     """-1: from the first event on."""
-    if value is not None and not (value.isascii() and value.isdigit()):
+    if value is not None and not NUMBER.fullmatch(value):
         raise params.wrong_value("starting_after", "a sequence number, 0 or more", value)
     return -1 if value is None else int(value)
 
 
 def _limit(value: str) -> int:
-    if not (value.isascii() and value.isdigit() and 1 <= int(value) <= 100):
+    if not (NUMBER.fullmatch(value) and 1 <= int(value) <= 100):
         raise params.wrong_value("limit", "an integer from 1 to 100", value)
     return int(value)

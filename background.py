@@ -10,8 +10,9 @@ Here there is one kind.
 Rules of this file:
 1. An event gets its number where it is appended, and nowhere else: 0, 1, 2, ... without a gap.
 2. An event is encoded once, then and there: all readers share those bytes, and nothing can change them.
-3. A reader sees an event when it is written, so no restart takes back what was seen. One write takes all
-   events that came during the last one: the tokens do not wait for the disk.
+3. An event is seen when it is written, so no restart takes back what was seen. One write takes all events
+   that came during the last one: the tokens do not wait for the disk. A write that fails is logged, its
+   events are seen all the same, and the next write takes them too.
 4. A response ends once, in its log: a cancel that comes before the last event wins, a later one has lost.
 5. Everything ends: a producer that returns, raises, is cancelled or was killed leaves a terminal event.
 
@@ -23,6 +24,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -48,12 +50,15 @@ class EventLog:
     def __init__(
         self, encode: Encode, write: Write | None = None, frames: Sequence[bytes] = (), newest: Newest = None
     ) -> None:
-        self.newest = newest  # the newest response object in an event
+        self.seen = newest  # the newest response object in an event that readers see
         self.events: list[Event] = []  # of this process
         self._encode = encode
         self._write = write
-        self._frames = list(frames)  # written: readers see these
+        self._newest = newest  # the newest in any event
+        self._frames = list(frames)  # readers see these
         self._pending: list[tuple[bytes, Newest]] = []  # encoded, not written yet
+        self._n_kept = len(frames)  # written: fewer than `_frames` when a write has failed
+        self._newest_kept = newest
         self._writing: asyncio.Task[None] | None = None
         self._closed = False
         self._news = asyncio.Event()
@@ -61,11 +66,16 @@ class EventLog:
     @property
     def status(self) -> str:
         """Of the response: queued, in_progress or a terminal one; "" before its first event."""
-        return self.newest["status"] if self.newest else ""
+        return self._newest["status"] if self._newest else ""
 
     @property
     def ended(self) -> bool:
         return self.status in TERMINAL
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether all that readers see is written."""
+        return self._n_kept >= len(self._frames)
 
     def extend(self, events: Iterable[Event]) -> None:
         """Append events, in their order."""
@@ -73,7 +83,7 @@ class EventLog:
             frame = self._encode(len(self._frames) + len(self._pending), event)
             self._pending.append((frame, event.get("response")))
             self.events.append(event)
-            self.newest = event.get("response") or self.newest
+            self._newest = event.get("response") or self._newest
         if self._write is None:
             self._show(len(self._pending))
         elif self._pending and self._writing is None:
@@ -85,8 +95,9 @@ class EventLog:
         self._wake()
 
     async def written(self) -> None:
-        """Wait until all events are written."""
-        while self._pending:
+        """Wait until the events that there are now are written."""
+        n = len(self._frames) + len(self._pending)
+        while len(self._frames) < n:
             await self._news.wait()
 
     async def read(self, after: int = -1) -> AsyncGenerator[bytes]:
@@ -101,18 +112,22 @@ class EventLog:
 
     async def _write_all(self, write: Write) -> None:
         while self._pending:
-            batch = list(self._pending)
-            newest = next((response for _, response in reversed(batch) if response), None)
+            n, newest = len(self._pending), self._newest
+            frames = self._frames[self._n_kept :] + [frame for frame, _ in self._pending]
             try:
-                await write(len(self._frames), [frame for frame, _ in batch], newest)
+                await write(self._n_kept, frames, None if newest is self._newest_kept else newest)
             except Exception:
-                log.exception("%d events could not be stored; they are lost at exit", len(batch))
-            self._show(len(batch))
+                log.exception("%d events could not be stored; they are lost at exit", len(frames))
+            else:
+                self._n_kept, self._newest_kept = self._n_kept + len(frames), newest
+            self._show(n)
         self._writing = None
 
     def _show(self, n: int) -> None:
         """The first `n` pending events are for readers now."""
-        self._frames += [frame for frame, _ in self._pending[:n]]
+        for frame, response in self._pending[:n]:
+            self._frames.append(frame)
+            self.seen = response or self.seen
         del self._pending[:n]
         self._wake()
 
@@ -139,9 +154,18 @@ class Job:
     stop: tuple[str, str] | None = None  # why `filling` was cancelled; None: the next process shall run it
     ending: asyncio.Task[None] | None = None  # sees it to its end
 
+    async def end(self) -> None:
+        """Wait until it has ended and that is written."""
+        assert self.ending
+        await asyncio.wait({self.ending})
+
 
 class QueueFull(Exception):
-    """Too many background responses wait."""
+    """Too many background responses wait, or the server is about to stop."""
+
+
+class NotStored(Exception):
+    """The store does not take the response, so nobody can promise that it will end."""
 
 
 class Registry:
@@ -161,14 +185,16 @@ class Registry:
 
     async def submit(self, row: Row, producer: Producer) -> EventLog:
         """Accept a background response: when this returns it will end, whatever happens to this process."""
-        if sum(job.log.status == "queued" for job in self._jobs.values()) >= self._max_queued:
+        n_queued = sum(job.log.status == "queued" for job in self._jobs.values())
+        if self._holding or n_queued >= self._max_queued:
             raise QueueFull
-        started = producer.start()
-        await self._call(self._store.insert, row._replace(response=started[-1]["response"]))
-        events = EventLog(self._encode, self._writer(row.id))
-        events.extend(started)
+        events = EventLog(self._encode, self._writer(row))
+        events.extend(producer.start())
         self._run(row, events, producer)
         await events.written()
+        if not events.is_kept:
+            self._stop(self._jobs.pop(row.id), ("failed", "The response could not be stored."))
+            raise NotStored(f"expected {row.id} to be written; the log says why it was not")
         return events
 
     def foreground_log(self, row: Row | None) -> EventLog:
@@ -176,7 +202,7 @@ class Registry:
 
         async def keep(first: int, frames: list[bytes], newest: Newest) -> None:
             if row and newest and newest["status"] in TERMINAL:
-                await self._call(self._store.insert, row._replace(response=newest, ended_at=time.time()))
+                await self._call(self._store.insert, _with(row, newest))
                 await self._evict()
 
         return EventLog(self._encode, keep if row else None)
@@ -184,7 +210,7 @@ class Registry:
     async def get(self, id: str) -> Row | None:
         """A response as it stands."""
         if job := self._jobs.get(id):
-            return job.row._replace(response=job.log.newest or job.row.response)
+            return job.row._replace(response=job.log.seen or job.row.response)
         await self._evict()
         return await self._call(self._store.get, id)
 
@@ -202,10 +228,13 @@ class Registry:
         if job := self._jobs.get(id):
             if not job.log.ended:
                 self._stop(job, ("cancelled", ""))
-            assert job.ending
-            await asyncio.wait({job.ending})
+            await job.end()
 
     async def delete(self, id: str) -> None:
+        """Forget a response that has ended."""
+        if job := self._jobs.get(id):
+            await job.end()  # its last event is seen, and it is about to go
+            self._jobs.pop(id, None)
         await self._call(self._store.delete, id)
 
     # --- the life of a job ----------------------------------------------------------------------------------
@@ -216,7 +245,7 @@ class Registry:
         """What the last process left: run again what was queued, end what was in progress."""
         for row in await self._call(self._store.live):
             frames = await self._call(self._store.frames, row.id)
-            events = EventLog(self._encode, self._writer(row.id), frames, row.response)
+            events = EventLog(self._encode, self._writer(row), frames, row.response)
             if row.response["status"] == "queued":
                 try:
                     again = await producer(row)
@@ -224,8 +253,7 @@ class Registry:
                     log.exception("%s was queued, and cannot run any more", row.id)
                 else:
                     log.info("%s was queued: it runs again", row.id)
-                    started = again.start()
-                    events.extend([] if frames else started)
+                    again.start()  # which the last process has said
                     self._run(row, events, again)
                     continue
             log.info("%s was interrupted: it has failed", row.id)
@@ -238,8 +266,9 @@ class Registry:
 
     async def close(self, persistent: bool) -> None:
         """End what runs; what is queued in a persistent store waits there for the next process."""
+        self._holding = True
         for job in self._jobs.values():
-            if not job.log.ended:
+            if not (job.log.ended or job.stop):
                 waits = persistent and job.log.status == "queued"
                 self._stop(job, None if waits else ("failed", "The server is shutting down."))
         if endings := {job.ending for job in self._jobs.values() if job.ending}:
@@ -250,6 +279,7 @@ class Registry:
 
     def _run(self, row: Row, events: EventLog, producer: Producer) -> None:
         async def in_turn() -> None:
+            await events.written()
             async with self._slots:
                 if self._holding:
                     await asyncio.Event().wait()  # until close() cancels it
@@ -267,11 +297,12 @@ class Registry:
             if error := job.filling.exception():
                 log.error("the run of %s failed", job.row.id, exc_info=error)
                 stop = ("failed", f"{type(error).__name__} in the server; its log has the details.")
-        if stop and not job.log.ended:
-            job.log.extend(producer.end(*stop))
-        job.log.close()
+        with closing(job.log):
+            if stop and not job.log.ended:
+                job.log.extend(producer.end(*stop))
         await job.log.written()
-        del self._jobs[job.row.id]
+        if job.log.is_kept:  # else what the store says of it is not what was seen
+            self._jobs.pop(job.row.id, None)
         await self._evict()
 
     def _stop(self, job: Job, why: tuple[str, str] | None) -> None:
@@ -280,9 +311,14 @@ class Registry:
 
     # --- the store's thread ---------------------------------------------------------------------------------
 
-    def _writer(self, id: str) -> Write:
+    def _writer(self, row: Row) -> Write:
+        """The first write takes the row with it: none is ever stored without its first events."""
+
         async def write(first: int, frames: list[bytes], newest: Newest) -> None:
-            await self._call(self._store.append, id, first, frames, newest, time.time())
+            if first == 0 and newest:
+                await self._call(self._store.insert, _with(row, newest), frames)
+            else:
+                await self._call(self._store.append, row.id, first, frames, newest, time.time())
 
         return write
 
@@ -293,3 +329,8 @@ class Registry:
 
     async def _call(self, function: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+
+def _with(row: Row, newest: dict[str, Any]) -> Row:
+    """A row as its newest response object has it."""
+    return row._replace(response=newest, ended_at=time.time() if newest["status"] in TERMINAL else None)

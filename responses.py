@@ -16,7 +16,7 @@ Rules of this file:
 Not here: time and randomness (arguments), JSON and SSE (sse.py), what the request may say (params.py).
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -122,15 +122,26 @@ def interrupted(events: Iterable[Mapping[str, Any]], message: str) -> Event:
     return {"type": "response.failed", "response": fold(seen) | end}
 
 
-def input_items(input: str | list[dict[str, Any]], new_id: Callable[[str], str]) -> list[dict[str, Any]]:
-    """A request's input as GET /v1/responses/{id}/input_items lists it: in its long form, each with an id."""
-    items = [{"role": "user", "content": input}] if isinstance(input, str) else input
-    return [_long_form(item, new_id) for item in items]
+def input_items(
+    input: str | list[dict[str, Any]], context: Sequence[dict[str, Any]], new_id: Callable[[str], str]
+) -> list[dict[str, Any]]:
+    """A request's items as GET /v1/responses/{id}/input_items lists them: those of its chain, then its own in
+    their long form, each with an id that no other has.
+    """
+    own: list[dict[str, Any]] = [{"role": "user", "content": input}] if isinstance(input, str) else input
+    items = list(context)
+    taken = {item["id"] for item in items}
+    for item in own:
+        items.append(_long_form(item, taken, new_id))
+        taken.add(items[-1]["id"])
+    return items
 
 
-def _long_form(item: Mapping[str, Any], new_id: Callable[[str], str]) -> dict[str, Any]:
-    kind = item.get("type") or "message"
-    long = {"id": item.get("id") or new_id(INPUT_PREFIXES.get(kind, "item")), **item, "type": kind}
+def _long_form(item: Mapping[str, Any], taken: set[str], new_id: Callable[[str], str]) -> dict[str, Any]:
+    kind, id_ = item.get("type") or "message", item.get("id")
+    if not isinstance(id_, str) or not id_ or id_ in taken:  # two of one id: paging by it would go round
+        id_ = new_id(INPUT_PREFIXES.get(kind, "item"))
+    long = {**item, "id": id_, "type": kind}
     if kind == "message" and isinstance(item["content"], str):
         is_output = item["role"] == "assistant"
         part = {"type": "output_text", "annotations": []} if is_output else {"type": "input_text"}

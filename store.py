@@ -10,13 +10,14 @@ Rules of this file:
 2. Every row stands for itself: it holds the items of the chain before it, so deleting a parent loses nothing.
 3. A terminal state never changes: the statement that writes a state says so.
 4. The store is bounded by count, bytes and age; the oldest terminal rows go first, live ones never.
+5. One process owns the file: another one would end as interrupted what still runs here.
 
 Not here: threads (background.py calls all this in one), what an event says (responses.py).
 """
 
 import json
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -31,10 +32,11 @@ CREATE TABLE IF NOT EXISTS responses (
     kept        INTEGER NOT NULL,           -- store: true
     background  INTEGER NOT NULL,
     streamed    INTEGER NOT NULL,           -- created with stream: true
+    row_bytes   INTEGER NOT NULL,           -- of the three texts
+    event_bytes INTEGER NOT NULL,           -- of its events, 0 when they have expired
     request     TEXT NOT NULL,              -- the body, to run it again after a restart
     items       TEXT NOT NULL,              -- its input items behind those of the chain, each with an id
-    response    TEXT NOT NULL,              -- the newest response object
-    n_bytes     INTEGER NOT NULL
+    response    TEXT NOT NULL               -- the newest response object
 );
 CREATE TABLE IF NOT EXISTS events (
     response_id TEXT NOT NULL REFERENCES responses ON DELETE CASCADE,
@@ -46,13 +48,16 @@ CREATE INDEX IF NOT EXISTS by_end ON responses (ended_at);
 PRAGMA user_version = 1;
 """
 
+SETTINGS = ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = NORMAL", "foreign_keys = ON")
+
+PATIENCE_S = 1  # with another process that has the file, and may be about to end
 COLUMNS = "id, born_at, ended_at, kept, background, streamed, request, items, response"
 
 # Counting and summing from the newest on: what lies behind a limit goes.
 OVER_LIMIT = """
 DELETE FROM responses WHERE id IN (
     SELECT id FROM (
-        SELECT id, ROW_NUMBER() OVER newest AS n, SUM(n_bytes) OVER newest AS total
+        SELECT id, ROW_NUMBER() OVER newest AS n, SUM(row_bytes + event_bytes) OVER newest AS total
         FROM responses WHERE ended_at IS NOT NULL
         WINDOW newest AS (ORDER BY ended_at DESC, born_at DESC, id)
     ) WHERE n > ? OR total > ?
@@ -60,6 +65,10 @@ DELETE FROM responses WHERE id IN (
 """
 
 Newest = dict[str, Any] | None
+
+
+class Ended(Exception):
+    """The response is terminal, or is gone: nothing can be appended."""
 
 
 class Row(NamedTuple):
@@ -96,36 +105,43 @@ class Store:
 
     def __init__(self, path: str, limits: Limits) -> None:
         self._limits = limits
-        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-        for setting in ("journal_mode = WAL", "synchronous = NORMAL", "foreign_keys = ON"):
+        self._db = sqlite3.connect(path, PATIENCE_S, isolation_level=None, check_same_thread=False)
+        for setting in SETTINGS:
             self._db.execute(f"PRAGMA {setting}")
         self._db.executescript(SCHEMA)
 
     def close(self) -> None:
         self._db.close()
 
-    def insert(self, row: Row) -> None:
-        """Accept a response; one that has ended (a foreground one) is complete with it."""
+    def insert(self, row: Row, frames: Sequence[bytes] = ()) -> None:
+        """Accept a response with the events that it has; a foreground one comes at its end, with none."""
         texts = [_dumps(row.request), _dumps(row.items), _dumps(row.response)]
         flags = (row.kept, row.background, row.streamed)
         with self._transaction():
             self._db.execute(
-                f"INSERT INTO responses ({COLUMNS}, n_bytes) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (row.id, row.born_at, row.ended_at, *flags, *texts, sum(map(len, texts))),
+                f"INSERT INTO responses ({COLUMNS}, row_bytes, event_bytes) VALUES (?,?,?,?,?,?,?,?,?,?,?)",
+                (row.id, row.born_at, row.ended_at, *flags, *texts, n_bytes(texts), n_bytes(frames)),
             )
+            self._insert_events(row.id, 0, frames)
 
-    def append(self, id: str, first: int, frames: list[bytes], newest: Newest, now: float) -> None:
-        """Events number `first` and on; `newest` is the response object in the last that holds one."""
+    def append(self, id: str, first: int, frames: Sequence[bytes], newest: Newest, now: float) -> None:
+        """Events number `first` and on; `newest` is the response object in the last that holds one, None if
+        none does. Raises Ended.
+        """
         with self._transaction():
-            rows = ((id, first + i, frame) for i, frame in enumerate(frames))
-            self._db.executemany("INSERT INTO events VALUES (?, ?, ?)", rows)
-            n_bytes = sum(map(len, frames))
-            self._db.execute("UPDATE responses SET n_bytes = n_bytes + ? WHERE id = ?", (n_bytes, id))
+            live = self._db.execute(
+                "UPDATE responses SET event_bytes = event_bytes + ? WHERE id = ? AND ended_at IS NULL",
+                (n_bytes(frames), id),
+            )
+            if not live.rowcount:
+                raise Ended(f"expected a live response, got {id}")
+            self._insert_events(id, first, frames)
             if newest:
-                ended_at = now if newest["status"] in TERMINAL else None
+                text, ended_at = _dumps(newest), now if newest["status"] in TERMINAL else None
                 self._db.execute(
-                    "UPDATE responses SET response = ?, ended_at = ? WHERE id = ? AND ended_at IS NULL",
-                    (_dumps(newest), ended_at, id),
+                    "UPDATE responses SET response = ?, ended_at = ?, "
+                    "row_bytes = length(request) + length(items) + ? WHERE id = ?",
+                    (text, ended_at, len(text), id),
                 )
 
     def get(self, id: str) -> Row | None:
@@ -151,12 +167,18 @@ class Store:
         limits = self._limits
         stale, old = now - limits.events_age_s, now - limits.max_age_s
         with self._transaction():
-            ended = "SELECT id FROM responses WHERE ended_at < ?"
-            self._db.execute(f"DELETE FROM events WHERE response_id IN ({ended})", (stale,))
+            expired = "ended_at < ? AND event_bytes > 0"
+            ids = f"SELECT id FROM responses WHERE {expired}"
+            self._db.execute(f"DELETE FROM events WHERE response_id IN ({ids})", (stale,))
+            self._db.execute(f"UPDATE responses SET event_bytes = 0 WHERE {expired}", (stale,))
             self._db.execute(
                 "DELETE FROM responses WHERE ended_at < ? OR (ended_at < ? AND NOT kept)", (old, stale)
             )
             self._db.execute(OVER_LIMIT, (limits.max_responses, limits.max_bytes))
+
+    def _insert_events(self, id: str, first: int, frames: Sequence[bytes]) -> None:
+        rows = ((id, first + i, frame) for i, frame in enumerate(frames))
+        self._db.executemany("INSERT INTO events VALUES (?, ?, ?)", rows)
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -174,5 +196,10 @@ def _row(columns: tuple[Any, ...]) -> Row:
     return Row(id_, born_at, ended_at, bool(kept), bool(background), bool(streamed), *map(json.loads, texts))
 
 
+def n_bytes(texts: Sequence[str | bytes]) -> int:
+    return sum(map(len, texts))
+
+
 def _dumps(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    """ASCII: a character is a byte."""
+    return json.dumps(value, separators=(",", ":"))

@@ -1,0 +1,674 @@
+"""background.py on its own: real stores, and producers that say what the test wants, when it wants.
+
+The bugs are those of servers that have background responses: a run that nobody ends, a reader that nobody
+wakes, a cancel that a late completion overwrites.
+"""
+
+import asyncio
+import itertools
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import aclosing, closing
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import laws
+import params
+import sse
+from api import encode_event
+from background import EventLog, NotStored, Producer, QueueFull, Registry
+from channels import Delta, Finish, Output, Usage
+from responses import Builder, interrupted
+from store import TERMINAL, Limits, Newest, Row, Store
+
+PATIENCE_S = 30
+RACES = 1000
+BODY = {"model": "m", "input": "hi", "background": True, "stream": True}
+HEAD = {"object": "response", "created_at": 1, "model": "m"} | params.from_responses(BODY, {}).echo
+DONE = Finish("stop", Usage(3, 2))
+SHUT_DOWN = "The server is shutting down."
+UNFINISHED = "The run ended without a last event."
+RAISED = "ZeroDivisionError in the server; its log has the details."
+
+Said = Output | Finish
+Says = Callable[[], AsyncIterator[Said]]
+numbers = itertools.count()
+
+
+def within_patience(main: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(main, PATIENCE_S))
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}_{next(numbers)}"
+
+
+def row(**changes: Any) -> Row:
+    id_ = new_id("resp")
+    body: list[dict[str, Any]] = []
+    return Row(id_, 0, None, True, True, True, BODY, body, {"id": id_, **HEAD})._replace(**changes)
+
+
+def producer(row: Row, says: Says) -> Producer:
+    builder = Builder(row.response, new_id)
+
+    async def fill(log: EventLog) -> None:
+        log.extend(builder.run())
+        async for said in says():
+            log.extend(builder.finish(said, 2) if isinstance(said, Finish) else builder.feed(said))
+
+    def end(reason: Any, message: str) -> list[dict[str, Any]]:
+        return builder.finish(Finish(reason, message=message), 2)
+
+    return Producer(lambda: builder.start(True), fill, end)
+
+
+async def hello() -> AsyncIterator[Said]:
+    yield Delta("final", "Hel")
+    yield Delta("final", "lo")
+    yield DONE
+
+
+class Held:
+    """Says half, then nothing until it is let go."""
+
+    def __init__(self) -> None:
+        self.runs = asyncio.Event()
+        self.go_on = asyncio.Event()
+
+    async def __call__(self) -> AsyncIterator[Said]:
+        yield Delta("analysis", "Hm.")
+        yield Delta("final", "Hel")
+        self.runs.set()
+        await self.go_on.wait()
+        yield Delta("final", "lo")
+        yield DONE
+
+
+async def read(log: EventLog, after: int = -1) -> list[bytes]:
+    async with aclosing(log.read(after)) as frames:
+        return [frame async for frame in frames]
+
+
+def parsed(frames: list[bytes]) -> list[dict[str, Any]]:
+    return [json.loads(event.data) for event in sse.Parser().feed(b"".join(frames))]
+
+
+async def ended(registry: Registry, id: str) -> Row:
+    """A response when it is terminal, as GET tells it."""
+    while True:
+        found = await registry.get(id)
+        assert found
+        if found.response["status"] in TERMINAL:
+            return found
+        await asyncio.sleep(0)
+
+
+async def check_end(registry: Registry, store: Store, id: str, *ends: str) -> dict[str, Any]:
+    """It ends in one of these ways, its log is a whole response, and the store holds what was seen."""
+    log = await registry.events(id)
+    assert log
+    seen = await read(log)
+    found = await ended(registry, id)
+    events = parsed(seen)
+    laws.check_order(events)
+    laws.check_statuses(events)
+    assert events[-1]["response"] == found.response
+    assert found.response["status"] in ends
+    while registry.counts()["background"]:
+        await asyncio.sleep(0)
+    kept = store.get(id)
+    assert kept
+    assert (kept.response, store.frames(id)) == (found.response, seen)
+    assert kept.ended_at is not None
+    return found.response
+
+
+# --- the log ------------------------------------------------------------------------------------------------
+
+
+def encode(number: int, event: dict[str, Any]) -> bytes:
+    return b"%d %d" % (number, event["n"])
+
+
+actions = st.lists(
+    st.tuples(st.just("extend"), st.integers(0, 3))
+    | st.tuples(st.just("read"), st.integers(-1, 12))
+    | st.tuples(st.sampled_from(["write", "fail", "pass"]), st.just(0)),
+    max_size=25,
+)
+
+
+@given(actions, st.booleans())
+def test_readers_get_the_same_bytes(actions: list[tuple[str, int]], stored: bool) -> None:
+    """Whenever they come, and from wherever on: what is written, all of it, in order, and then the end."""
+
+    async def main() -> None:
+        written: list[bytes] = []
+        lost = 0  # frames whose write has failed, and that no later one has taken yet
+        gate = asyncio.Queue[bool]()
+
+        async def write(first: int, frames: list[bytes], newest: Newest) -> None:
+            nonlocal lost
+            assert first == len(written), "no gap, and nothing twice"
+            if await gate.get():
+                written.extend(frames)
+                lost = 0
+            else:
+                lost = len(frames)
+                raise OSError("the disk is full, for once")
+
+        async def follow(after: int) -> list[bytes]:
+            got = []
+            async with aclosing(log.read(after)) as frames:
+                async for frame in frames:
+                    got.append(frame)
+                    assert not stored or after + len(got) < len(written) + lost, "seen before it was written"
+            return got
+
+        log = EventLog(encode, write if stored else None)
+        readers: list[tuple[int, asyncio.Task[list[bytes]]]] = []
+        n = 0
+        for action, argument in actions:
+            if action == "extend":
+                log.extend({"n": n + i} for i in range(argument))
+                n += argument
+            elif action == "read":
+                readers.append((argument, asyncio.create_task(follow(argument))))
+            elif action != "pass":
+                gate.put_nowait(action == "write")
+            await asyncio.sleep(0)
+        log.extend([{"n": n}])
+        log.close()
+        for _ in range(n + 1):
+            gate.put_nowait(True)
+        readers += [(after, asyncio.create_task(follow(after))) for after in range(-1, n + 2)]
+        expected = [b"%d %d" % (i, i) for i in range(n + 1)]
+        for after, task in readers:
+            assert await task == expected[after + 1 :]
+        await log.written()
+        assert written == expected[: len(written)]
+        assert log.is_kept == (written == expected) or not stored  # unless the very last write has failed
+
+    within_patience(main())
+
+
+def test_log_goes_on_from_an_earlier_process() -> None:
+    """Numbers go on where the frames end, and a reader sees both."""
+
+    async def main() -> list[list[bytes]]:
+        log = EventLog(encode, frames=[b"0 zero", b"1 one"], newest={"status": "in_progress"})
+        early = asyncio.create_task(read(log, after=0))
+        await asyncio.sleep(0)
+        assert (log.status, log.ended) == ("in_progress", False)
+        log.extend([{"n": 7, "response": {"status": "failed"}}])
+        log.close()
+        assert (log.seen, log.ended) == ({"status": "failed"}, True)
+        return [await early, await read(log), await read(log, 2), await read(log, 99)]
+
+    expected = [[b"1 one", b"2 7"], [b"0 zero", b"1 one", b"2 7"], [], []]
+    assert within_patience(main()) == expected
+
+
+def test_state_is_seen_when_it_is_written() -> None:
+    """Who polls must not learn what a restart could take back."""
+
+    async def main() -> None:
+        async def write(first: int, frames: list[bytes], newest: Newest) -> None:
+            begun.set()
+            await go_on.wait()
+
+        begun, go_on = asyncio.Event(), asyncio.Event()
+        log = EventLog(encode, write)
+        log.extend([{"n": 0, "response": {"status": "completed"}}])
+        await begun.wait()
+        assert (log.seen, log.status) == (None, "completed")
+        go_on.set()
+        await log.written()
+        assert log.seen == {"status": "completed"}
+
+    within_patience(main())
+
+
+def test_waiting_for_what_is_there_does_not_wait_for_what_comes() -> None:
+    """A POST that waits for its first events must return however fast the tokens come."""
+
+    async def main() -> None:
+        async def write(first: int, frames: list[bytes], newest: Newest) -> None:
+            log.extend([{"n": 0}])  # there is always a next one
+            await asyncio.sleep(0)
+
+        log = EventLog(encode, write)
+        log.extend([{"n": 0}])
+        await asyncio.wait_for(log.written(), PATIENCE_S)
+
+    within_patience(main())
+
+
+def test_reader_that_leaves_takes_nothing_with_it() -> None:
+    async def main() -> None:
+        log = EventLog(encode)
+        leaving, staying = asyncio.create_task(read(log)), asyncio.create_task(read(log))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        log.extend([{"n": 0}])
+        log.close()
+        assert await staying == [b"0 0"]
+
+    within_patience(main())
+
+
+# --- producers, as they end ---------------------------------------------------------------------------------
+
+
+async def raises() -> AsyncIterator[Said]:
+    yield Delta("final", "Hel")
+    raise ZeroDivisionError("a bug")
+
+
+async def returns_early() -> AsyncIterator[Said]:
+    yield Delta("final", "Hel")
+
+
+async def says_nothing() -> AsyncIterator[Said]:
+    raise ZeroDivisionError("a bug, at once")
+    yield DONE
+
+
+async def fails() -> AsyncIterator[Said]:
+    yield Delta("final", "Hel")
+    yield Finish("failed", message="The worker is gone.")
+
+
+async def is_cut() -> AsyncIterator[Said]:
+    yield Delta("final", "Hel")
+    yield Finish("length", Usage(3, 1))
+
+
+# fmt: off
+#   name, a documented bug's words          producer        status        of the error message
+ENDINGS: list[tuple[str, Says, str, str | None]] = [
+    ("completes",                           hello,          "completed",  None),
+    ("is_cut",                              is_cut,         "incomplete", None),
+    ("fails",                               fails,          "failed",     "The worker is gone."),
+    ("task_exception_leaves_in_progress",   raises,         "failed",     RAISED),
+    ("task_exception_leaves_queued",        says_nothing,   "failed",     RAISED),
+    ("closed_channel_leaves_task_open",     returns_early,  "failed",     UNFINISHED),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("_", "says", "status", "message"), ENDINGS, ids=[case[0] for case in ENDINGS])
+def test_every_producer_ends(_: str, says: Says, status: str, message: str | None) -> None:
+    """A worker that was gone left the run open, or its error was that of another message:
+    github.com/EricLBuehler/mistral.rs/pull/2114; vLLM had no error handling around a run at all:
+    github.com/vllm-project/vllm/pull/49721. Here readers, at any time, get one terminal event and end.
+    """
+
+    async def main() -> None:
+        with closing(Store(":memory:", Limits())) as store:
+            registry, asked = Registry(store, encode_event), row()
+            log = await registry.submit(asked, producer(asked, says))
+            early = asyncio.create_task(read(log))
+            response = await check_end(registry, store, asked.id, status)
+            laws.check_response(parsed(await early))
+            assert (response["error"] or {}).get("message") == message
+            late = await registry.events(asked.id)
+            assert late
+            assert await early == await read(late)
+
+    within_patience(main())
+
+
+def test_readers_end_even_if_the_last_event_cannot_be_made() -> None:
+    """The worst case: the run fails, and so does saying it."""
+
+    async def main() -> None:
+        def end(reason: str, message: str) -> list[dict[str, Any]]:
+            raise ZeroDivisionError("a bug in the bug's handler")
+
+        with closing(Store(":memory:", Limits())) as store:
+            registry, asked = Registry(store, encode_event), row()
+            log = await registry.submit(asked, producer(asked, raises)._replace(end=end))
+            assert parsed(await read(log))[-1]["type"] == "response.output_text.delta"
+            await registry.cancel(asked.id)  # nor does this hang
+
+    within_patience(main())
+
+
+# --- cancel and delete --------------------------------------------------------------------------------------
+
+
+def test_cancel_of_a_running_one_keeps_what_it_said() -> None:
+    """And stops the producer before it returns: one set a flag that nobody read (mistral.rs, 9e92262)."""
+
+    async def main() -> None:
+        left: list[bool] = []
+
+        async def says() -> AsyncIterator[Said]:
+            try:
+                async for said in held():
+                    yield said
+            finally:
+                left.append(True)
+
+        with closing(Store(":memory:", Limits())) as store:
+            held, registry, asked = Held(), Registry(store, encode_event), row()
+            await registry.submit(asked, producer(asked, says))
+            await held.runs.wait()
+            follower = asyncio.create_task(read((await registry.events(asked.id)) or EventLog(encode)))
+            await registry.cancel(asked.id)
+            assert left == [True]
+            response = await check_end(registry, store, asked.id, "cancelled")
+            said = [(item["status"], item["content"][0]["text"]) for item in response["output"]]
+            assert said == [("completed", "Hm."), ("incomplete", "Hel")]
+            assert response["usage"] is None
+            assert parsed(await follower)[-1]["response"] == response
+            await registry.cancel(asked.id)
+            await registry.cancel("resp_unknown")
+            assert (await ended(registry, asked.id)).response == response
+
+    within_patience(main())
+
+
+def test_cancel_of_a_queued_one_lets_the_next_run() -> None:
+    async def main() -> None:
+        with closing(Store(":memory:", Limits())) as store:
+            held, registry = Held(), Registry(store, encode_event, max_running=1)
+            first, second, third = row(), row(), row()
+            await registry.submit(first, producer(first, held))
+            await held.runs.wait()
+            for asked in (second, third):
+                await registry.submit(asked, producer(asked, hello))
+            await registry.cancel(second.id)
+            assert (await ended(registry, second.id)).response["output"] == []
+            held.go_on.set()
+            for asked, status in ((first, "completed"), (second, "cancelled"), (third, "completed")):
+                await check_end(registry, store, asked.id, status)
+
+    within_patience(main())
+
+
+def test_cancel_against_completion() -> None:
+    """A status that anybody has seen does not change: a late completion overwrote cancelled, and the other
+    way round (github.com/SamSaffron/term-llm/pull/789). A thousand runs, each with its own interleaving.
+    """
+
+    async def main() -> None:
+        with closing(Store(":memory:", Limits(max_responses=10 * RACES))) as store:
+            registry = Registry(store, encode_event, max_running=3)
+            ends = [await race(registry, store, Random(seed)) for seed in range(RACES)]
+            assert min(ends.count("cancelled"), ends.count("completed")) > RACES / 10, "there was a race"
+
+    within_patience(main())
+
+
+# What one who asks now and then may see follow each other.
+ONWARD = {("queued", "in_progress"), *itertools.product(("queued", "in_progress"), TERMINAL)}
+
+
+async def race(registry: Registry, store: Store, chance: Random) -> str:
+    """One response, with readers, pollers and cancellers; its status in the end."""
+    asked, seen = row(), list[list[str]]()
+
+    async def says() -> AsyncIterator[Said]:
+        said: list[Said] = [Delta("analysis", "a"), Delta("final", "b"), DONE]
+        for one in said:
+            await yields(chance.randrange(30))
+            yield one
+
+    async def poll(cancels_after: int) -> None:
+        seen.append(statuses := [])
+        for i in range(6):
+            if i == cancels_after:
+                await registry.cancel(asked.id)
+            found = await registry.get(asked.id)
+            assert found
+            statuses.append(found.response["status"])
+            await yields(chance.randrange(5))
+        if cancels_after < 6:
+            assert statuses[cancels_after] in ("cancelled", "completed")
+
+    log = await registry.submit(asked, producer(asked, says))
+    pollers = [asyncio.create_task(poll(chance.randrange(12))) for _ in range(2)]
+    followers = [asyncio.create_task(read(log, after)) for after in (-1, 2)]
+    await asyncio.gather(*pollers)
+    response = await check_end(registry, store, asked.id, "completed", "cancelled")
+    assert await followers[0] == store.frames(asked.id)
+    assert await followers[1] == store.frames(asked.id)[3:]
+    for statuses in seen:
+        for before, after in itertools.pairwise([*statuses, response["status"]]):
+            assert after == before or (before, after) in ONWARD
+    return str(response["status"])
+
+
+async def yields(n: int) -> None:
+    for _ in range(n):
+        await asyncio.sleep(0)
+
+
+def test_delete_is_not_undone_by_the_end_of_the_run() -> None:
+    """The run stored its result when it ended, after the delete: mistral.rs, background_tasks.rs. Whoever has
+    seen the last event may delete at once.
+    """
+
+    async def main() -> None:
+        with closing(Store(":memory:", Limits())) as store:
+            registry = Registry(store, encode_event)
+            for _ in range(50):
+                asked = row()
+                log = await registry.submit(asked, producer(asked, hello))
+                async with aclosing(log.read()) as frames:
+                    async for frame in frames:
+                        if b"response.completed" in frame:
+                            await registry.delete(asked.id)
+                            assert await registry.get(asked.id) is None
+                            assert await registry.events(asked.id) is None
+                assert await registry.get(asked.id) is None
+            assert registry.counts() == {"background": 0}
+
+    within_patience(main())
+
+
+# --- the queue ----------------------------------------------------------------------------------------------
+
+
+def test_queued_ones_wait_their_turn() -> None:
+    async def main() -> None:
+        with closing(Store(":memory:", Limits())) as store:
+            registry, all_held = Registry(store, encode_event, max_running=2), [Held() for _ in range(5)]
+            asked = [row() for _ in all_held]
+            for one, held in zip(asked, all_held, strict=True):
+                await registry.submit(one, producer(one, held))
+
+            async def statuses() -> str:
+                found = [await registry.get(one.id) for one in asked]
+                return " ".join(one.response["status"] for one in found if one)
+
+            for i in range(5):
+                for held in all_held[: i + 2]:
+                    await held.runs.wait()
+                n_run = min(2, 5 - i)
+                expected = ["completed"] * i + ["in_progress"] * n_run + ["queued"] * (5 - i - n_run)
+                while await statuses() != " ".join(expected):
+                    await asyncio.sleep(0)
+                all_held[i].go_on.set()
+                await ended(registry, asked[i].id)
+
+    within_patience(main())
+
+
+def test_queue_is_bounded() -> None:
+    """By what is accepted at once, too."""
+
+    async def main() -> None:
+        with closing(Store(":memory:", Limits())) as store:
+            registry, held = Registry(store, encode_event, max_running=1, max_queued=3), Held()
+            first = row()
+            await registry.submit(first, producer(first, held))
+            await held.runs.wait()
+            asked = [row() for _ in range(10)]
+            submits = (registry.submit(one, producer(one, hello)) for one in asked)
+            done = await asyncio.gather(*submits, return_exceptions=True)
+            assert [isinstance(d, QueueFull) for d in done] == [False] * 3 + [True] * 7
+            assert registry.counts() == {"background": 4}
+            assert [await registry.get(one.id) for one in asked[3:]] == [None] * 7
+            await registry.cancel(asked[0].id)
+            again = row()
+            await registry.submit(again, producer(again, hello))
+            held.go_on.set()
+            for one in (first, asked[1], asked[2], again):
+                assert (await ended(registry, one.id)).response["status"] == "completed"
+
+    within_patience(main())
+
+
+# --- a store that does not take it --------------------------------------------------------------------------
+
+
+def test_nothing_is_accepted_that_is_not_stored() -> None:
+    async def main() -> None:
+        store = Store(":memory:", Limits())
+        registry, asked = Registry(store, encode_event), row()
+        store.close()
+        with pytest.raises(NotStored):
+            await registry.submit(asked, producer(asked, hello))
+        assert registry.counts() == {"background": 0}
+
+    within_patience(main())
+
+
+def test_readers_end_when_the_store_has_gone() -> None:
+    """What was seen stays so, for as long as the process lives."""
+
+    async def main() -> None:
+        store = Store(":memory:", Limits())
+        held, registry, asked = Held(), Registry(store, encode_event), row()
+        log = await registry.submit(asked, producer(asked, held))
+        await held.runs.wait()
+        follower = asyncio.create_task(read(log))
+        await log.written()
+        store.close()
+        held.go_on.set()
+        laws.check_response(parsed(await follower))
+        assert (await ended(registry, asked.id)).response["status"] == "completed"
+        late = await registry.events(asked.id)
+        assert late
+        assert await read(late) == await follower
+        await registry.cancel(asked.id)
+        assert (await ended(registry, asked.id)).response["status"] == "completed"
+
+    within_patience(main())
+
+
+# --- stop and start -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_close_ends_what_runs(persistent: bool) -> None:
+    """A producer that never ends, and one that waits behind it: it waits for the next process, if any."""
+
+    async def main() -> None:
+        with closing(Store(":memory:", Limits())) as store:
+            registry, running, queued = Registry(store, encode_event, max_running=1), row(), row()
+            logs = [await registry.submit(one, producer(one, Held())) for one in (running, queued)]
+            followers = [asyncio.create_task(read(log)) for log in logs]
+            while logs[0].status == "queued":
+                await asyncio.sleep(0)
+            registry.hold()
+            refused = row()
+            with pytest.raises(QueueFull):
+                await registry.submit(refused, producer(refused, hello))
+            await registry.close(persistent)
+            response = await check_end(registry, store, running.id, "failed")
+            assert response["error"] == {"code": "server_error", "message": SHUT_DOWN}
+            assert await followers[0] == store.frames(running.id)
+            assert await followers[1] == store.frames(queued.id)
+            if persistent:
+                assert [one.id for one in store.live()] == [queued.id]
+                assert len(await followers[1]) == 2
+            else:
+                await check_end(registry, store, queued.id, "failed")
+
+    within_patience(main())
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_cancel_wins_over_close(persistent: bool) -> None:
+    async def main() -> None:
+        with closing(Store(":memory:", Limits())) as store:
+            registry, running, queued = Registry(store, encode_event, max_running=1), row(), row()
+            for one in (running, queued):
+                await registry.submit(one, producer(one, Held()))
+            cancels = [asyncio.create_task(registry.cancel(one.id)) for one in (running, queued)]
+            await asyncio.sleep(0)
+            await registry.close(persistent)
+            await asyncio.gather(*cancels)
+            for one in (running, queued):
+                await check_end(registry, store, one.id, "cancelled")
+
+    within_patience(main())
+
+
+def left_by_a_dead_process(path: Path) -> tuple[list[str], dict[str, list[bytes]]]:
+    """Two that ran and two that were queued when it died: asyncio.run() lets no task end by itself."""
+    store = Store(str(path), Limits())
+    asked = [row() for _ in range(4)]
+
+    async def main() -> None:
+        registry = Registry(store, encode_event, max_running=2)
+        for one in asked:
+            held = Held()
+            log = await registry.submit(one, producer(one, held))
+            if one in asked[:2]:
+                await held.runs.wait()
+                await log.written()
+
+    within_patience(main())
+    with closing(store):
+        return [one.id for one in asked], {one.id: store.frames(one.id) for one in asked}
+
+
+@pytest.mark.parametrize("can_run", [True, False])
+def test_next_process_ends_what_a_dead_one_left(tmp_path: Path, can_run: bool) -> None:
+    """Numbers go on without a gap behind the bytes that were seen; of the interrupted ones the finished items
+    stay.
+    """
+    ids, before = left_by_a_dead_process(tmp_path / "db")
+
+    async def main() -> None:
+        async def again(left: Row) -> Producer:
+            if not can_run:
+                raise params.BadRequest("Another model is served now.")
+            return producer(left, hello)
+
+        with closing(Store(str(tmp_path / "db"), Limits())) as store:
+            registry = Registry(store, encode_event)
+            await registry.take_over(again, lambda frames: interrupted(parsed(frames), "interrupted"))
+            for id_ in ids:
+                log = await registry.events(id_)
+                assert log
+                seen, found = await read(log), await ended(registry, id_)
+                events = parsed(seen)
+                assert seen[: len(before[id_])] == before[id_]
+                assert [event["sequence_number"] for event in events] == list(range(len(events)))
+                assert [event["type"] for event in events if "response" in event][-1] == events[-1]["type"]
+                assert events[-1]["response"] == found.response
+                if id_ in ids[2:] and can_run:
+                    await check_end(registry, store, id_, "completed")
+                    continue
+                laws.check_statuses(events)
+                assert events[-1]["type"] == "response.failed"
+                assert found.response["error"] == {"code": "server_error", "message": "interrupted"}
+                texts = [item["content"][0]["text"] for item in found.response["output"]]
+                assert texts == (["Hm."] if id_ in ids[:2] else [])
+            assert store.live() == []
+            await registry.take_over(again, lambda frames: interrupted(parsed(frames), "twice"))
+            assert registry.counts() == {"background": 0}
+
+    within_patience(main())

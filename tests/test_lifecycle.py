@@ -1,0 +1,946 @@
+"""Responses that outlive their request, as clients meet them: over HTTP, with the tiny model.
+
+Every cell of the cancel and delete matrices, resuming at every event, chains, and what a kill leaves.
+The authority is the OpenAI reference; where it is silent, the behaviour that Azure has probed:
+github.com/Azure/azure-sdk-for-net, Azure.AI.AgentServer.Responses, docs/api-behaviour-contract.md.
+"""
+
+import itertools
+import json
+import signal
+import socket
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from http.client import HTTPException
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import openai
+import pytest
+
+import laws
+import sse
+from serving import PATIENCE_S, TINY, Json, Reply, Server, http_bytes, http_chunks, run, serve, until
+from store import TERMINAL
+
+RESPONSES = "/v1/responses"
+FAULTY = ("-m", "tests.faulty_server")
+RAISES = 666  # the seed that faulty_server.py takes for a fault
+N_SLOTS = 8  # background responses that run at once: background.Registry
+KILLS = 3  # processes that test_kill_loses_nothing_that_was_accepted kills
+
+HI: Json = {"model": "tiny", "input": "hi"}
+HELLO = "Hello! How can I help you today?"
+EOS = json.loads((TINY / "generation_config.json").read_text())["eos_token_id"]
+ENDLESS: Json = {"logit_bias": {str(token_id): -100 for token_id in EOS}}
+LONG: Json = HI | ENDLESS | {"max_output_tokens": 1900}  # seconds
+BACKGROUND: Json = {"background": True}
+STREAM: Json = {"stream": True}
+
+WEATHER: Json = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "Get the weather of a city",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+TOKYO = "What is the weather in Tokyo?"
+RESULT = '{"temperature": 21, "condition": "sunny"}'
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serve(script=FAULTY) as started:
+        yield started
+        assert "Task exception was never retrieved" not in started.log()
+
+
+@pytest.fixture(scope="module")
+def sdk(server: Server) -> Iterator[openai.OpenAI]:
+    with server.sdk() as client:
+        yield client
+
+
+def path(id: str, *rest: str) -> str:
+    return "/".join((RESPONSES, id, *rest))
+
+
+def created(server: Server, body: Json) -> Json:
+    reply = server.post(RESPONSES, body)
+    assert reply.status == 200, reply.body
+    made: Json = reply.json
+    return made
+
+
+def ended(server: Server, id: str) -> Json:
+    """A response when it is terminal."""
+    found: Json = {}
+
+    def is_terminal() -> bool:
+        found.update(server.get(path(id)).json)
+        return found["status"] in TERMINAL
+
+    until(is_terminal, f"{id} is terminal")
+    return found
+
+
+def is_idle(server: Server) -> bool:
+    health = server.health()
+    return (health["running"], health["waiting"], health["background"]) == (0, 0, 0)
+
+
+def replay(server: Server, id: str, after: int | str | None = None) -> Reply:
+    query = "" if after is None else f"&starting_after={after}"
+    return server.get(path(id) + "?stream=true" + query)
+
+
+def frames_of(body: bytes) -> list[bytes]:
+    """A stream's frames, without its [DONE]."""
+    *frames, last = [frame + b"\n\n" for frame in body.split(b"\n\n")[:-1]]
+    assert last == sse.DONE
+    return frames
+
+
+def parsed(frame: bytes) -> Json:
+    (event,) = sse.Parser().feed(frame)
+    found: Json = json.loads(event.data)
+    return found
+
+
+def error(message: str, param: str | None = None, code: str = "invalid_value") -> Json:
+    """The whole body of a refusal."""
+    return {"error": {"message": message, "type": "invalid_request_error", "param": param, "code": code}}
+
+
+def not_found(id: str) -> tuple[int, Json]:
+    return 404, error(f"Response with id '{id}' not found.", None, "response_not_found")
+
+
+@contextmanager
+def streaming(server: Server, body: Json) -> Iterator[tuple[str, Iterator[bytes]]]:
+    """The id of a response, and its frames as they come; leaving the block is leaving the stream."""
+    with server.connect(http_bytes(RESPONSES, body | STREAM)) as connection:
+        if not connection.recv(1, socket.MSG_PEEK):
+            raise ConnectionError("the server has gone")
+        chunks = http_chunks(connection)
+        first = next(chunks)
+        try:
+            yield parsed(first)["response"]["id"], itertools.chain([first], chunks)
+        finally:
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+# --- mistral.rs 2114 ----------------------------------------------------------------------------------------
+
+ORIGIN = {"model": "default", "input": "What is 2+2? Answer with just the number."}
+
+
+@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize("stream", [True, False])
+def test_background_stream_unexpected_type(server: Server, background: bool, stream: bool) -> None:
+    """The background handler waited for another kind of message than a stream sends, and failed with
+    "Unexpected response type": github.com/EricLBuehler/mistral.rs/issues/1945. Here the four combinations
+    differ in who reads, not in what there is.
+    """
+    reply = server.post(RESPONSES, {**ORIGIN, "background": background, "stream": stream})
+    assert reply.status == 200
+    if stream:
+        events = [parsed(frame) for frame in frames_of(reply.body)]
+        laws.check_response(events)
+        first, last = events[0]["response"], events[-1]["response"]
+        kinds = [event["type"].removeprefix("response.") for event in events[:3]]
+        queued = ["queued"] if background else []
+        assert kinds[: len(queued) + 2] == ["created", *queued, "in_progress"]
+    else:
+        first, last = reply.json, reply.json
+    if background:
+        assert (first["status"], first["output"], first["usage"]) == ("queued", [], None)
+        laws.check_body(first)
+        last = ended(server, first["id"])
+    assert server.get(path(first["id"])).json == last
+    laws.check_body(last)
+    assert (last["status"], last["background"]) == ("completed", background)
+    assert last["output"][-1]["content"][0]["text"]
+    assert last["usage"]["output_tokens"] > 0
+    plain = created(server, ORIGIN)
+    assert [item["content"] for item in last["output"]] == [item["content"] for item in plain["output"]]
+
+
+def test_background_must_survive_disconnect(server: Server) -> None:
+    """The client leaves after three frames; the run goes on: vllm-project/vllm#23927, its test."""
+    with streaming(server, HI | BACKGROUND) as (id_, frames):
+        seen = list(itertools.islice(frames, 3))
+    assert ended(server, id_)["status"] == "completed"
+    assert frames_of(replay(server, id_).body)[:3] == seen
+
+
+def test_generation_survives_disconnect(server: Server) -> None:
+    """In the foreground it must not, and nothing of it is kept: ggml-org/llama.cpp#24496."""
+    with streaming(server, LONG) as (id_, frames):
+        list(itertools.islice(frames, 3))
+        assert server.health()["running"] == 1
+    until(lambda: is_idle(server), "the engine is idle")
+    assert server.get(path(id_)).status == 404
+
+
+# --- resume -------------------------------------------------------------------------------------------------
+
+
+def test_resume_by_position(server: Server) -> None:
+    """The number is not a place in a list that may have gaps (vLLM serving.py, 0001948): from every event on,
+    a finished stream is the suffix of the first, byte for byte.
+    """
+    whole = server.post(RESPONSES, HI | BACKGROUND | STREAM).body
+    frames = frames_of(whole)
+    laws.check_response([parsed(frame) for frame in frames])
+    id_ = parsed(frames[0])["response"]["id"]
+    assert replay(server, id_).body == whole
+    for after in range(len(frames) + 3):
+        reply = replay(server, id_, after)
+        assert reply.status == 200
+        assert reply.headers["content-type"] == "text/event-stream; charset=utf-8"
+        assert reply.body == b"".join(frames[after + 1 :]) + sse.DONE
+
+
+def get_bytes(target: str) -> bytes:
+    return f"GET {target} HTTP/1.1\r\nHost: test\r\n\r\n".encode()
+
+
+@pytest.mark.parametrize("how", ["completed", "cancelled", "failed"])
+def test_follower_hangs_after_failure_or_cancel(server: Server, how: str) -> None:
+    """A follower returned on response.completed only: vllm-project/vllm#49721. Here one that comes at any
+    event, the moment it is there, gets the rest of the log, whatever its end.
+    """
+    more = {"completed": {"max_output_tokens": 60}, "failed": {"seed": RAISES}}.get(how, {})
+    with ExitStack() as stack:
+        id_, frames = stack.enter_context(streaming(server, LONG | BACKGROUND | more))
+        resumed: list[socket.socket] = []
+        seen: list[bytes] = []
+        for number, frame in enumerate(frames):
+            seen.append(frame)
+            if frame != sse.DONE and len(resumed) < 70:
+                target = path(id_) + f"?stream=true&starting_after={number}"
+                resumed.append(stack.enter_context(server.connect(get_bytes(target))))
+            if how == "cancelled" and number == 40:
+                assert server.post(path(id_, "cancel"), {}).json["status"] == "cancelled"
+        assert parsed(seen[-2])["response"]["status"] == ("incomplete" if how == "completed" else how)
+        for number, connection in enumerate(resumed):
+            assert list(http_chunks(connection)) == seen[number + 1 :]
+    assert replay(server, id_).body == b"".join(seen)
+
+
+def test_resume_beyond_the_end_of_a_running_one(server: Server) -> None:
+    """It waits for that number, and ends with the response."""
+    with ExitStack() as stack:
+        id_, _ = stack.enter_context(streaming(server, LONG | BACKGROUND))
+        far = stack.enter_context(server.connect(get_bytes(path(id_) + "?stream=true&starting_after=99999")))
+        until(lambda: server.health()["running"] == 1, "it runs")
+        server.post(path(id_, "cancel"), {})
+        assert list(http_chunks(far)) == [sse.DONE]
+
+
+NO_NUMBERS = ["-1", "x", "", "1.0", "%2B1", "%201", "1e3", "%D9%A3", "9" * 5000, "null"]
+
+
+@pytest.mark.parametrize("after", NO_NUMBERS, ids=lambda after: after[:9])
+def test_starting_after_is_a_number(server: Server, after: str) -> None:
+    """%D9%A3 is a three that Python's int() takes. Without stream nobody looks at it."""
+    whole = server.post(RESPONSES, HI | BACKGROUND | STREAM).body
+    id_ = parsed(frames_of(whole)[0])["response"]["id"]
+    reply = replay(server, id_, after)
+    assert reply.status == 400
+    assert (reply.json["error"]["param"], reply.json["error"]["code"]) == ("starting_after", "invalid_value")
+    assert server.get(path(id_) + f"?starting_after={after}").json["id"] == id_
+
+
+NO_STREAM = "This response cannot be streamed because it was not created with "
+
+# fmt: off
+#   created with             the message                                       when it has ended
+UNSTREAMED: list[tuple[Json, str]] = [
+    ({},                     NO_STREAM + "background=true."),
+    (STREAM,                 NO_STREAM + "background=true."),
+    (BACKGROUND,             NO_STREAM + "stream=true."),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("mode", "message"), UNSTREAMED)
+def test_what_was_not_streamed_is_not_replayed(server: Server, mode: Json, message: str) -> None:
+    reply = server.post(RESPONSES, HI | mode)
+    made = parsed(frames_of(reply.body)[0])["response"] if mode == STREAM else reply.json
+    for _ in range(2):  # as it runs, if it does, and at its end
+        refused = replay(server, made["id"])
+        assert (refused.status, refused.json) == (400, error(message, "stream"))
+        ended(server, made["id"])
+
+
+# --- the matrices -------------------------------------------------------------------------------------------
+
+# fmt: off
+#   status          how to make a response of it
+BODIES: dict[str, Json] = {
+    "queued":       LONG,
+    "in_progress":  LONG,
+    "completed":    HI,
+    "incomplete":   HI | {"max_output_tokens": 5},
+    "failed":       LONG | {"seed": RAISES},
+    "cancelled":    LONG,
+}
+
+CANNOT_CANCEL = {
+    "completed":    "Cannot cancel a completed response.",
+    "failed":       "Cannot cancel a failed response.",
+    "incomplete":   "Cannot cancel a response in terminal state.",
+}
+# fmt: on
+SYNCHRONOUS = "Cannot cancel a synchronous response."
+IN_FLIGHT = "Cannot delete an in-flight response."
+
+
+@contextmanager
+def response_of(server: Server, status: str) -> Iterator[str]:
+    """The id of a background response of this status; no more than that runs meanwhile."""
+    live = []
+    try:
+        if status == "queued":
+            live += [created(server, LONG | BACKGROUND)["id"] for _ in range(N_SLOTS)]
+        id_ = created(server, BODIES[status] | BACKGROUND)["id"]
+        if status in ("queued", "in_progress"):
+            live.append(id_)
+        if status == "cancelled":
+            server.post(path(id_, "cancel"), {})
+        until(lambda: server.get(path(id_)).json["status"] == status, f"it is {status}")
+        yield id_
+    finally:
+        for other in live:
+            server.post(path(other, "cancel"), {})
+        until(lambda: is_idle(server), "the engine is idle")
+
+
+@pytest.mark.parametrize("status", BODIES)
+def test_cancel_finished_or_not(server: Server, status: str) -> None:
+    """Of a finished one it was "Cannot cancel a synchronous response." (vllm-project/vllm#57999), 409
+    (ogx-ai/ogx#5180), 404 (mistral.rs): the last two would be tried again, or be believed.
+    """
+    with response_of(server, status) as id_:
+        before = server.get(path(id_)).json
+        reply = server.post(path(id_, "cancel"), {})
+        if status in CANNOT_CANCEL:
+            assert (reply.status, reply.json) == (400, error(CANNOT_CANCEL[status]))
+            assert server.get(path(id_)).json == before
+        else:
+            assert (reply.status, reply.json["status"]) == (200, "cancelled")
+            assert status != "cancelled" or reply.json == before
+            laws.check_body(reply.json)
+            again = server.post(path(id_, "cancel"), {})
+            assert (again.status, again.json) == (200, reply.json)
+            assert server.get(path(id_)).json == reply.json
+
+
+@pytest.mark.parametrize("status", BODIES)
+def test_delete_while_running_resurrects(server: Server, status: str) -> None:
+    """While it runs it would be stored again at its end: mistral.rs, background_tasks.rs at 9e92262."""
+    with response_of(server, status) as id_:
+        before = server.get(path(id_)).json
+        reply = server.request("DELETE", path(id_), None)
+        if status in TERMINAL:
+            assert (reply.status, reply.json) == (200, {"id": id_, "object": "response", "deleted": True})
+            for method, target in every_use(id_):
+                gone = server.request(method, target, None)
+                assert (gone.status, gone.json) == not_found(id_)
+        else:
+            assert (reply.status, reply.json) == (400, error(IN_FLIGHT))
+            assert server.get(path(id_)).json["status"] in ("queued", "in_progress")
+            assert server.get(path(id_)).json == before | {"status": server.get(path(id_)).json["status"]}
+
+
+def every_use(id: str) -> list[tuple[str, str]]:
+    """Of a response, by its id."""
+    return [
+        ("GET", path(id)),
+        ("GET", path(id) + "?stream=true"),
+        ("GET", path(id) + "?stream=true&starting_after=0"),
+        ("POST", path(id, "cancel")),
+        ("DELETE", path(id)),
+        ("GET", path(id, "input_items")),
+    ]
+
+
+@pytest.mark.parametrize("status", ["completed", "incomplete", "failed"])
+def test_foreground_response_that_has_ended(server: Server, status: str) -> None:
+    made = created(server, BODIES[status])
+    assert made["status"] == status
+    assert server.get(path(made["id"])).json == made
+    reply = server.post(path(made["id"], "cancel"), {})
+    assert (reply.status, reply.json) == (400, error(SYNCHRONOUS))
+    deleted = server.request("DELETE", path(made["id"]), None)
+    assert (deleted.status, deleted.json) == (200, {"id": made["id"], "object": "response", "deleted": True})
+    for method, target in every_use(made["id"]):
+        gone = server.request(method, target, None)
+        assert (gone.status, gone.json) == not_found(made["id"])
+
+
+def test_foreground_response_that_runs_is_its_clients_alone(server: Server) -> None:
+    with streaming(server, LONG) as (id_, _):
+        for method, target in every_use(id_):
+            reply = server.request(method, target, None)
+            assert (reply.status, reply.json) == not_found(id_)
+        reply = server.post(RESPONSES, HI | {"previous_response_id": id_})
+        assert reply.json["error"]["code"] == "previous_response_not_found"
+    until(lambda: is_idle(server), "the engine is idle")
+
+
+@pytest.mark.parametrize("id_", ["resp_unknown", "x" * 2000, "%00", "a%20b", "%F0%9F%A6%9C"])
+def test_unknown_response(server: Server, id_: str) -> None:
+    for method, target in every_use(id_):
+        reply = server.request(method, target, None)
+        assert (reply.status, reply.json["error"]["code"]) == (404, "response_not_found")
+
+
+def test_cancel_does_not_cancel(server: Server) -> None:
+    """It set a flag that nobody read, the engine ran on, and the completion overwrote it: mistral.rs at
+    9e92262. Here the engine has dropped it within a step, what was said stays, and the stream ends.
+    """
+    with streaming(server, LONG | BACKGROUND) as (id_, frames):
+        seen = list(itertools.islice(frames, 60))
+        reply = server.post(path(id_, "cancel"), {}).json
+        until(lambda: is_idle(server), "the engine is idle")
+        n_steps = server.health()["steps"]
+        events = [parsed(frame) for frame in [*seen, *frames] if frame != sse.DONE]
+    laws.check_response(events)
+    assert (events[-1]["type"], events[-1]["response"]) == ("response.failed", reply)
+    assert (reply["status"], reply["usage"], reply["error"]) == ("cancelled", None, None)
+    assert [item["status"] for item in reply["output"]] == ["completed", "incomplete"]
+    assert reply["output"][-1]["content"][0]["text"].startswith("Hello!")
+    assert [server.health()["steps"] for _ in range(9)] == [n_steps] * 9
+    assert server.get(path(id_)).json == reply
+
+
+# --- the official client ------------------------------------------------------------------------------------
+
+
+def test_sdk_background(sdk: openai.OpenAI) -> None:
+    made = sdk.responses.create(model="tiny", input="hi", background=True)
+    assert (made.status, made.output, made.usage) == ("queued", [], None)
+    found = made
+    until(lambda: sdk.responses.retrieve(made.id).status == "completed", "it is completed")
+    found = sdk.responses.retrieve(made.id)
+    assert (found.output_text, found.background) == (HELLO, True)
+    assert found.usage
+    assert found.usage.total_tokens == found.usage.input_tokens + found.usage.output_tokens
+    with pytest.raises(openai.BadRequestError, match=r"Cannot cancel a completed response\."):
+        sdk.responses.cancel(made.id)
+    sdk.responses.delete(made.id)
+    with pytest.raises(openai.NotFoundError):
+        sdk.responses.retrieve(made.id)
+
+
+def test_sdk_cancel(sdk: openai.OpenAI) -> None:
+    made = sdk.responses.create(
+        model="tiny", input="hi", background=True, max_output_tokens=1900, extra_body=ENDLESS
+    )
+    cancelled = sdk.responses.cancel(made.id)
+    assert cancelled.status == "cancelled"
+    assert sdk.responses.cancel(made.id) == cancelled == sdk.responses.retrieve(made.id)
+
+
+def test_sdk_resumes(sdk: openai.OpenAI) -> None:
+    """By its plain stream, and by its helper, which asks for everything and shows what is behind the number:
+    github.com/openai/openai-node/pull/1984.
+    """
+    with sdk.responses.create(model="tiny", input="hi", background=True, stream=True) as stream:
+        seen = list(stream)
+    assert seen[0].type == "response.created"
+    id_ = seen[0].response.id
+    for after in (0, 1, 17, len(seen) - 2, len(seen) - 1):
+        with sdk.responses.retrieve(id_, stream=True, starting_after=after) as rest:
+            assert list(rest) == seen[after + 1 :]
+        with sdk.responses.stream(response_id=id_, starting_after=after) as helper:
+            assert [e.sequence_number for e in helper] == [e.sequence_number for e in seen[after + 1 :]]
+            assert helper.get_final_response().output_text == HELLO
+
+
+def test_sdk_follows_a_run_from_afar(sdk: openai.OpenAI) -> None:
+    with sdk.responses.create(
+        model="tiny", input="hi", background=True, stream=True, max_output_tokens=80, extra_body=ENDLESS
+    ) as stream:
+        first = list(itertools.islice(stream, 9))
+        assert first[0].type == "response.created"
+        with sdk.responses.retrieve(
+            first[0].response.id, stream=True, starting_after=first[-1].sequence_number
+        ) as rest:
+            after = list(rest)
+        assert after == list(stream)
+    assert after[-1].type == "response.incomplete"
+
+
+def test_sdk_pages_through_the_input_of_a_chain(sdk: openai.OpenAI) -> None:
+    last: str | None = None
+    for i in range(4):
+        made = sdk.responses.create(
+            model="tiny",
+            input=[{"role": "user", "content": f"hi {i}"}, {"role": "user", "content": "hello"}],
+            previous_response_id=last if last else openai.omit,
+            max_output_tokens=3,
+        )
+        last = made.id
+    assert last
+    everything = sdk.responses.input_items.list(last, order="asc", limit=100)
+    forward = everything.data
+    assert not everything.has_more
+    kinds = [item.type for item in forward]
+    assert kinds == ["message", "message", "reasoning"] * 3 + ["message", "message"]
+    assert len({item.id for item in forward}) == 11
+    for limit in (1, 2, 3, 10, 11, 12):
+        assert list(sdk.responses.input_items.list(last, order="asc", limit=limit)) == forward
+        assert list(sdk.responses.input_items.list(last, limit=limit)) == forward[::-1]
+        assert list(sdk.responses.input_items.list(last, order="desc", limit=limit)) == forward[::-1]
+    assert list(sdk.responses.input_items.list(last, order="asc", after=str(forward[4].id))) == forward[5:]
+    assert list(sdk.responses.input_items.list(last, after=str(forward[4].id))) == forward[:4][::-1]
+
+
+def test_sdk_counts_as_create_does(sdk: openai.OpenAI) -> None:
+    """With and without a chain, and of a chain alone."""
+    first = sdk.responses.create(model="tiny", input="hi", instructions="Be brief.")
+    assert first.usage
+    counted = sdk.responses.input_tokens.count(model="tiny", input="hi", instructions="Be brief.")
+    assert counted.input_tokens == first.usage.input_tokens
+    assert counted.object == "response.input_tokens"
+    second = sdk.responses.create(model="tiny", input="hello", previous_response_id=first.id)
+    assert second.usage
+    chained = sdk.responses.input_tokens.count(input="hello", previous_response_id=first.id)
+    assert chained.input_tokens == second.usage.input_tokens
+    alone = sdk.responses.input_tokens.count(previous_response_id=first.id)
+    said: Any = [{"role": "user", "content": "hi"}, *(item.model_dump() for item in first.output)]
+    assert alone == sdk.responses.input_tokens.count(input=said)
+
+
+def test_sdk_compacts(sdk: openai.OpenAI) -> None:
+    """User messages stay, the rest is one item, which later requests, chains and compactions take."""
+    first = sdk.responses.create(model="tiny", input="hi")
+    compacted = sdk.responses.compact(model="tiny", previous_response_id=first.id)
+    assert compacted.object == "response.compaction"
+    assert [item.type for item in compacted.output] == ["message", "compaction"]
+    assert compacted.usage.output_tokens > 0
+    items: list[Any] = [item.model_dump(exclude_none=True, warnings=False) for item in compacted.output]
+    hello: Any = {"role": "user", "content": "hello"}
+    second = sdk.responses.create(model="tiny", input=[*items, hello])
+    listed = sdk.responses.input_items.list(second.id, order="asc").data
+    assert [item.type for item in listed] == ["message", "compaction", "message"]
+    third = sdk.responses.create(model="tiny", input="hi", previous_response_id=second.id)
+    assert third.status == "completed"
+    again = sdk.responses.compact(model="tiny", input="hello", previous_response_id=third.id)
+    assert [item.type for item in again.output] == ["message"] * 4 + ["compaction"]
+
+
+def tampered(blob: str) -> Iterator[Any]:
+    yield blob[:-5] + ("A" if blob[-5] != "A" else "B") + blob[-4:]
+    yield blob[: len(blob) // 2]
+    yield ""
+    yield "no base64 at all, ü"
+    yield None
+    yield 7
+
+
+def test_tampered_compaction(server: Server) -> None:
+    item = server.post("/v1/responses/compact", HI).json["output"][-1]
+    assert server.post(RESPONSES, HI | {"input": [item, {"role": "user", "content": "hi"}]}).status == 200
+    for blob in tampered(item["encrypted_content"]):
+        reply = server.post(RESPONSES, HI | {"input": [item | {"encrypted_content": blob}]})
+        assert reply.status == 400
+        assert reply.json["error"]["param"] == "input[0].encrypted_content"
+    missing = server.post("/v1/responses/compact", {"input": "hi"})
+    assert (missing.status, missing.json["error"]["param"]) == (400, "model")
+
+
+# --- chains -------------------------------------------------------------------------------------------------
+
+
+def listed(server: Server, id: str) -> list[Json]:
+    page: Json = server.get(path(id, "input_items") + "?order=asc&limit=100").json
+    assert not page["has_more"]
+    items: list[Json] = page["data"]
+    return items
+
+
+def test_previous_response(server: Server) -> None:
+    """An unknown id was ignored, one step of history was all there was, calls were not in it: mistral.rs at
+    9e92262, gpt-oss at 7b58334, tetherto/qvac#2030. Here the chain is what was said, all of it, in order.
+    """
+    tools = {"tools": [WEATHER]}
+    first = created(server, HI | tools | {"input": TOKYO, "instructions": "Be brief.", "background": True})
+    first = ended(server, first["id"])
+    thought, call = first["output"]
+    assert (thought["type"], call["type"]) == ("reasoning", "function_call")
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": RESULT}
+    second = created(server, HI | tools | {"input": [result], "previous_response_id": first["id"]})
+    assert second["output"][-1]["content"][0]["text"].endswith("sunny in Tokyo.")
+    assert (second["instructions"], second["previous_response_id"]) == (None, first["id"])
+    items = listed(server, second["id"])
+    kinds = [item["type"] for item in items]
+    assert kinds == ["message", "reasoning", "function_call", "function_call_output"]
+    assert items[1:3] == [thought, call]
+    assert items[0] == listed(server, first["id"])[0]
+
+    # The same as if all had been sent at once: without the instructions, which are those of one turn.
+    said = [{"role": "user", "content": TOKYO}, thought, call, result]
+    at_once = created(server, HI | tools | {"input": said})
+    assert at_once["usage"] == second["usage"]
+    assert [item["content"] for item in at_once["output"]] == [item["content"] for item in second["output"]]
+    for turn in (first["id"], second["id"]):
+        assert server.request("DELETE", path(turn), None).status == 200
+        third = HI | {"input": "hi", "previous_response_id": second["id"]}
+        if turn == first["id"]:  # a child stands for itself: its parent may go
+            third_made = created(server, third)
+            assert listed(server, third_made["id"])[:-1] == [*items, *second["output"]]
+    reply = server.post(RESPONSES, third)
+    message = f"Previous response with id '{second['id']}' not found."
+    expected = error(message, "previous_response_id", "previous_response_not_found")
+    assert (reply.status, reply.json) == (400, expected)
+    assert listed(server, third_made["id"])[:-1] == [*items, *second["output"]]
+
+
+def test_chain_behind_one_that_was_cut(server: Server) -> None:
+    for status in ("incomplete", "cancelled"):
+        with response_of(server, status) as id_:
+            made = created(server, HI | {"input": "hello", "previous_response_id": id_})
+            assert made["status"] == "completed"
+
+
+def test_chain_behind_one_that_runs(server: Server) -> None:
+    for status in ("queued", "in_progress"):
+        with response_of(server, status) as id_:
+            reply = server.post(RESPONSES, HI | {"previous_response_id": id_})
+            message = f"Previous response with id '{id_}' has not ended yet."
+            assert (reply.status, reply.json) == (400, error(message, "previous_response_id"))
+
+
+# --- what is kept -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_not_stored(server: Server, stream: bool) -> None:
+    reply = server.post(RESPONSES, HI | {"store": False, "stream": stream})
+    made = parsed(frames_of(reply.body)[0])["response"] if stream else reply.json
+    assert made["store"] is False
+    for method, target in every_use(made["id"]):
+        gone = server.request(method, target, None)
+        assert (gone.status, gone.json) == not_found(made["id"])
+    chained = server.post(RESPONSES, HI | {"previous_response_id": made["id"]})
+    assert (chained.status, chained.json["error"]["code"]) == (400, "previous_response_not_found")
+
+
+def test_streamed_response_not_stored(server: Server) -> None:
+    """It was stored when its body had been read to the end, which not every client does:
+    github.com/EricLBuehler/mistral.rs/issues/1946. Who has seen the last event finds it.
+    """
+    for _ in range(10):
+        with streaming(server, HI) as (id_, frames):
+            for frame in frames:
+                if b"response.completed" in frame:
+                    reply = server.get(path(id_))
+                    assert (reply.status, reply.json) == (200, parsed(frame)["response"])
+                    break
+
+
+def aged(file: Path, seconds: float) -> None:
+    """Let time pass for the responses in a store that nobody has open."""
+    with closing(sqlite3.connect(file)) as db, db:
+        db.execute("UPDATE responses SET ended_at = ended_at - ?", (seconds,))
+
+
+def test_resume_window_expired(tmp_path: Path) -> None:
+    """Ten minutes after its end a stream is gone, and so is all of a background response with store: false;
+    what is stored can still be got: github.com/openai/openai-python/issues/2828.
+    """
+    file = tmp_path / "store.db"
+    with serve("--store", str(file)) as server:
+        kept = created(server, HI | BACKGROUND)["id"]
+        streamed = server.post(RESPONSES, HI | BACKGROUND | STREAM).body
+        temporary = created(server, HI | BACKGROUND | {"store": False})
+        assert temporary["store"] is False
+        before = [ended(server, id_) for id_ in (kept, temporary["id"])]
+        whole = parsed(frames_of(streamed)[-1])["response"]
+        assert replay(server, whole["id"]).body == streamed
+    aged(file, 590)
+    with serve("--store", str(file)) as server:
+        assert [server.get(path(response["id"])).json for response in before] == before
+        assert replay(server, whole["id"]).body == streamed
+        chained = created(server, HI | {"previous_response_id": temporary["id"]})
+        assert chained["status"] == "completed"
+    aged(file, 20)
+    with serve("--store", str(file)) as server:
+        assert server.get(path(kept)).json == before[0]
+        assert server.get(path(whole["id"])).json == whole
+        reply = replay(server, whole["id"])
+        message = "This response can no longer be streamed: its events have expired."
+        assert (reply.status, reply.json) == (400, error(message, "stream"))
+        assert server.get(path(temporary["id"])).status == 404
+        reply = server.post(RESPONSES, HI | {"previous_response_id": temporary["id"]})
+        assert reply.json["error"]["code"] == "previous_response_not_found"
+        assert len(listed(server, chained["id"])) == 4
+
+
+def test_store_grows_forever() -> None:
+    """A cleanup function existed, and nothing called it: mistral.rs, cached_responses.rs;
+    github.com/vllm-project/vllm/issues/48275. Also: a queue without an end (429, and when to come back).
+    """
+    with serve("--store-max-responses", "3", "--max-queued", "2") as server:
+        ids = [created(server, HI | {"max_output_tokens": 1})["id"] for _ in range(6)]
+        until(lambda: server.get(path(ids[2])).status == 404, "the oldest are forgotten")
+        assert [server.get(path(id_)).status for id_ in ids] == [404] * 3 + [200] * 3
+
+        live = [created(server, LONG | BACKGROUND)["id"] for _ in range(N_SLOTS)]
+        until(lambda: server.health()["running"] == N_SLOTS, "all slots are taken")
+        live += [created(server, HI | BACKGROUND)["id"] for _ in range(2)]
+        for mode in (BACKGROUND, BACKGROUND | STREAM):
+            reply = server.post(RESPONSES, HI | mode)
+            assert (reply.status, reply.json["error"]["code"]) == (429, "rate_limit_exceeded")
+            assert reply.json["error"]["type"] == "rate_limit_error"
+            assert int(reply.headers["retry-after"]) > 0
+        assert created(server, HI)["status"] == "completed"  # the foreground has places of its own
+        assert all(server.get(path(id_)).status == 200 for id_ in live)
+        server.post(path(live[-1], "cancel"), {})
+        live.append(created(server, HI | BACKGROUND)["id"])
+        for id_ in live:
+            server.post(path(id_, "cancel"), {})
+        until(lambda: is_idle(server), "the engine is idle")
+
+
+# --- refusals -----------------------------------------------------------------------------------------------
+
+LONG_TEXT = "word " * 3000
+MISSING, VALUE, TYPE = "missing_required_parameter", "invalid_value", "invalid_type"
+
+# fmt: off
+#   change to a good request                   status param                   code
+REFUSED: list[tuple[Json, int, str | None, str]] = [
+    ({"model": "gpt-5"},                       404,    "model",                "model_not_found"),
+    ({"model": None},                          400,    "model",                MISSING),
+    ({"input": None},                          400,    "input",                MISSING),
+    ({"input": []},                            400,    "input",                VALUE),
+    ({"input": LONG_TEXT},                     400,    None,                   "context_length_exceeded"),
+    ({"temperature": 3},                       400,    "temperature",          VALUE),
+    ({"background": "yes"},                    400,    "background",           TYPE),
+    ({"store": 1},                             400,    "store",                TYPE),
+    ({"tools": [{"type": "function"}]},        400,    "tools[0].name",        VALUE),
+    ({"previous_response_id": 7},              400,    "previous_response_id", TYPE),
+    ({"previous_response_id": "resp_unknown"}, 400,    "previous_response_id", "previous_response_not_found"),
+    ({"conversation": "conv_1"},               400,    "conversation",         "unsupported_parameter"),
+    ({"conversation": {"id": "conv_1"}},       400,    "conversation",         "unsupported_parameter"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("change", "status", "param", "code"), REFUSED)
+def test_validation_after_200(
+    server: Server, change: Json, status: int, param: str | None, code: str
+) -> None:
+    """In the background the request was parsed after the 200, and failed then: mistral.rs at 9e92262. Here
+    every mode refuses alike, and nothing is left of it.
+    """
+    n_steps = server.health()["steps"]
+    for mode in ({}, STREAM, BACKGROUND, BACKGROUND | STREAM):
+        reply = server.post(RESPONSES, HI | mode | change)
+        refused = reply.json["error"]
+        assert (reply.status, refused["param"], refused["code"]) == (status, param, code), refused["message"]
+    assert is_idle(server)
+    assert server.health()["steps"] == n_steps
+
+
+def test_conversation_and_chain_exclude_each_other(server: Server) -> None:
+    made = created(server, HI)
+    both = {"conversation": "conv_1", "previous_response_id": made["id"]}
+    reply = server.post(RESPONSES, HI | both)
+    assert (reply.status, reply.json["error"]["code"]) == (400, "mutually_exclusive_parameters")
+
+
+# fmt: off
+#   query                        param
+BAD_PAGES = [
+    ("limit=0",                  "limit"),
+    ("limit=101",                "limit"),
+    ("limit=-1",                 "limit"),
+    ("limit=ten",                "limit"),
+    ("limit=",                   "limit"),
+    ("limit=" + "9" * 5000,      "limit"),
+    ("order=random",             "order"),
+    ("order=",                   "order"),
+    ("after=msg_unknown",        "after"),
+    ("after=msg_1&order=down",   "order"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("query", "param"), BAD_PAGES)
+def test_input_items_refuses(server: Server, query: str, param: str) -> None:
+    made = created(server, HI | {"max_output_tokens": 1})
+    reply = server.get(path(made["id"], "input_items") + "?" + query)
+    assert reply.status == 400
+    assert (reply.json["error"]["param"], reply.json["error"]["code"]) == (param, "invalid_value")
+
+
+def test_input_items_have_an_id_each(server: Server) -> None:
+    """Those that came without one, with null as SDKs dump it, with no string, with that of another item."""
+    own: list[Any] = [{}, {"id": None}, {"id": ""}, {"id": 7}, {"id": "msg_a"}, {"id": "msg_a"}]
+    items = [{"role": "user", "content": "hi", "status": None, **id_} for id_ in own]
+    made = created(server, HI | {"input": items, "max_output_tokens": 1})
+    chained = created(server, HI | {"input": items, "previous_response_id": made["id"]})
+    found = listed(server, chained["id"])
+    assert len({item["id"] for item in found}) == len(found) == 12
+    assert all(isinstance(item["id"], str) and item["id"] for item in found)
+    assert [item["id"] for item in found].index("msg_a") == 4
+    assert all(item["status"] in ("completed", "incomplete") for item in found)
+    empty = server.get(path(made["id"], "input_items") + f"?after={listed(server, made['id'])[0]['id']}").json
+    assert empty == {"object": "list", "data": [], "first_id": None, "last_id": None, "has_more": False}
+
+
+# --- the end of a process -----------------------------------------------------------------------------------
+
+
+def test_one_server_a_store(tmp_path: Path) -> None:
+    """A second one would end what the first still runs; a file that is no store is left alone."""
+    file, text = tmp_path / "store.db", tmp_path / "letter.txt"
+    text.write_text("Dear Sir or Madam, " * 99)
+    with serve("--store", str(file)) as server:
+        made = created(server, HI | BACKGROUND)
+        for path_, why in ((file, "database is locked"), (text, "file is not a database")):
+            second = run("server.py", "--model", str(TINY), "--port", "0", "--store", str(path_))
+            assert (second.returncode, second.stderr) == (2, f"error: --store {path_}: {why}\n")
+        assert ended(server, made["id"])["status"] == "completed"
+    assert text.read_text().startswith("Dear Sir")
+
+
+def test_stop_with_background_work(tmp_path: Path) -> None:
+    """What runs may finish for a while, then it fails with a last event; what waits is run by the next."""
+    flags = ("--store", str(tmp_path / "store.db"), "--shutdown-grace", "0.5")
+    with serve(*flags) as server, ExitStack() as stack:
+        short = created(server, HI | ENDLESS | BACKGROUND | {"max_output_tokens": 20})["id"]
+        reader = stack.enter_context(streaming(server, LONG | BACKGROUND))
+        running = [created(server, LONG | BACKGROUND)["id"] for _ in range(N_SLOTS - 1)]
+        queued = [created(server, HI | BACKGROUND)["id"] for _ in range(2)]
+        until(lambda: server.get(path(short)).json["status"] == "incomplete", "the short one has ended")
+        assert server.get(path(queued[0])).json["status"] == "queued"
+        server.interrupt()
+        seen = [frame for frame in reader[1] if frame != sse.DONE]
+        assert server.exit_status() == 0
+        assert "Traceback" not in server.log()
+    laws.check_response([parsed(frame) for frame in seen])
+    last = parsed(seen[-1])["response"]
+    assert (last["status"], last["error"]["message"]) == ("failed", "The server is shutting down.")
+    with serve(*flags) as server:
+        assert replay(server, reader[0]).body == b"".join(seen) + sse.DONE
+        assert server.get(path(reader[0])).json == last
+        assert server.get(path(short)).json["status"] == "incomplete"
+        for id_ in running:
+            assert ended(server, id_)["error"]["message"] == last["error"]["message"]
+        for id_ in queued:
+            assert ended(server, id_)["output"][-1]["content"][0]["text"] == HELLO
+
+
+def test_stop_waits_for_what_is_nearly_done(tmp_path: Path) -> None:
+    flags = ("--store", str(tmp_path / "store.db"), "--shutdown-grace", str(PATIENCE_S))
+    with serve(*flags) as server, streaming(server, LONG | BACKGROUND | {"max_output_tokens": 300}) as reader:
+        begun = list(itertools.islice(reader[1], 4))  # created, queued, in_progress, and an item
+        server.interrupt()
+        events = [parsed(frame) for frame in [*begun, *reader[1]] if frame != sse.DONE]
+        assert server.exit_status() == 0
+    laws.check_response(events)
+    assert events[-1]["type"] == "response.incomplete"
+
+
+class Load:
+    """Clients that start background responses until the server has gone; they remember what it told them."""
+
+    def __init__(self, server: Server, chance: Random) -> None:
+        self.statuses: dict[str, str] = {}  # of every response that got a 200, as it was seen last
+        self.frames: dict[str, list[bytes]] = {}  # of those with stream: true, what was seen
+        self._server = server
+        self._seeds = [chance.random() for _ in range(4)]
+
+    def run_until_killed_after(self, seconds: float) -> None:
+        threads = [threading.Thread(target=self._client, args=(Random(seed),)) for seed in self._seeds]
+        killer = threading.Timer(seconds, self._server.process.kill)
+        for thread in [*threads, killer]:
+            thread.start()
+        for thread in [*threads, killer]:
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive()
+
+    def _client(self, chance: Random) -> None:
+        bodies = [HI, HI | {"max_output_tokens": 5}, LONG | {"max_output_tokens": 120}]
+        try:
+            for _ in range(12):
+                body = chance.choice(bodies) | BACKGROUND
+                if chance.random() < 0.5:
+                    self._stream(body, chance.randrange(40))
+                else:
+                    self._poll(body, chance.randrange(4))
+        except (OSError, HTTPException, ValueError, StopIteration):  # it was killed
+            assert self._server.process.wait(PATIENCE_S) == -signal.SIGKILL
+
+    def _stream(self, body: Json, n_frames: int) -> None:
+        with streaming(self._server, body) as (id_, frames):
+            self.statuses[id_] = "queued"
+            self.frames[id_] = []
+            for frame in itertools.islice(frames, n_frames + 1):
+                if frame.endswith(b"\n\n") and frame != sse.DONE:
+                    self.frames[id_].append(frame)
+                    self.statuses[id_] = parsed(frame).get("response", self._known(id_))["status"]
+
+    def _poll(self, body: Json, n_polls: int) -> None:
+        id_ = created(self._server, body)["id"]
+        self.statuses[id_] = "queued"
+        for _ in range(n_polls):
+            self.statuses[id_] = self._server.get(path(id_)).json["status"]
+
+    def _known(self, id: str) -> Json:
+        return {"status": self.statuses[id]}
+
+
+def test_kill_loses_nothing_that_was_accepted(tmp_path: Path) -> None:
+    """kill -9 under load: what got a 200 ends, what was seen stays seen, and the file is whole."""
+    for seed in range(KILLS):
+        kill_once(tmp_path / f"{seed}.db", Random(seed))
+
+
+def kill_once(file: Path, chance: Random) -> None:
+    with serve("--store", str(file)) as server:
+        load = Load(server, chance)
+        load.run_until_killed_after(chance.uniform(0.05, 1))
+    with serve("--store", str(file)) as server:
+        last = {id_: ended(server, id_) for id_ in load.statuses}
+        replayed = {id_: replay(server, id_).body for id_ in load.frames}
+    for id_, status in load.statuses.items():
+        assert status not in TERMINAL or last[id_]["status"] == status
+    for id_, seen in load.frames.items():
+        assert replayed[id_].startswith(b"".join(seen))
+    with closing(sqlite3.connect(file)) as db:
+        assert db.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+        assert db.execute("PRAGMA foreign_key_check").fetchall() == []
+        rows = {id_: json.loads(text) for id_, text in db.execute("SELECT id, response FROM responses")}
+        for id_, response in rows.items():
+            kept = "SELECT number, frame FROM events WHERE response_id = ? ORDER BY number"
+            frames = dict(db.execute(kept, (id_,)).fetchall())
+            assert list(frames) == list(range(len(frames)))
+            check_log([parsed(frame) for frame in frames.values()], response)
+            assert id_ not in load.frames or replayed[id_] == b"".join(frames.values()) + sse.DONE
+    assert rows.keys() >= load.statuses.keys()
+
+
+def check_log(events: list[Json], response: Json) -> None:
+    """One whole log: numbered, with one terminal event, the last; interrupted ones may leave an item open."""
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert [event["response"]["status"] in TERMINAL for event in events if "response" in event][-2:] == [
+        False,
+        True,
+    ]
+    laws.check_statuses(events)
+    assert events[-1]["response"] == response
+    if response["status"] == "failed":
+        assert response["error"] == {"code": "server_error", "message": "interrupted by a restart"}
+    else:
+        laws.check_order(events)

@@ -1,0 +1,263 @@
+"""store.py on its own: what goes in comes out, what is over a limit goes, and a terminal state stays."""
+
+import json
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import store
+from store import TERMINAL, Ended, Limits, Row, Store
+
+NOW = 1_000_000.0
+WEATHER = {"type": "function_call", "id": "fc_1", "call_id": "call_1", "name": "f", "arguments": "{}"}
+ODD_TEXT = 'ü 水 🦜 \u2028 \0 \\ "'
+
+
+@pytest.fixture
+def db() -> Iterator[Store]:
+    with closing(Store(":memory:", Limits())) as opened:
+        yield opened
+
+
+def row(id: str = "resp_1", **changes: Any) -> Row:
+    new = Row(
+        id=id,
+        born_at=NOW,
+        ended_at=None,
+        kept=True,
+        background=True,
+        streamed=True,
+        request={"model": "m", "instructions": ODD_TEXT},
+        items=[{"type": "message", "id": "msg_1", "role": "user", "content": ODD_TEXT}],
+        response={"id": id, "status": "queued", "output": []},
+    )
+    return new._replace(**changes)
+
+
+def ended(id: str, at: float = NOW, **changes: Any) -> Row:
+    return row(id, ended_at=at, response={"id": id, "status": "completed", "output": []}, **changes)
+
+
+def state(status: str, *output: dict[str, Any]) -> dict[str, Any]:
+    return {"id": "resp_1", "status": status, "output": list(output)}
+
+
+def size(kept: Row, *frames: bytes) -> int:
+    """What the limit on bytes counts."""
+    texts = [json.dumps(v, separators=(",", ":")) for v in (kept.request, kept.items, kept.response)]
+    return sum(map(len, [*texts, *frames]))
+
+
+def ids(db: Store, *asked: str) -> list[str]:
+    return [name for name in asked if db.get(name)]
+
+
+# --- in and out ---------------------------------------------------------------------------------------------
+
+
+def test_what_goes_in_comes_out(db: Store) -> None:
+    db.insert(row(), [b"0", b"1"])
+    assert db.get("resp_1") == row()
+    assert db.frames("resp_1") == [b"0", b"1"]
+    db.append("resp_1", 2, [b"2", ODD_TEXT.encode()], None, NOW)
+    assert db.get("resp_1") == row()
+    db.append("resp_1", 4, [b"4"], state("completed", WEATHER), NOW + 1)
+    assert db.get("resp_1") == row(response=state("completed", WEATHER), ended_at=NOW + 1)
+    assert db.frames("resp_1") == [b"0", b"1", b"2", ODD_TEXT.encode(), b"4"]
+    assert (db.get("resp_2"), db.frames("resp_2")) == (None, [])
+
+
+def test_live_ones_oldest_first(db: Store) -> None:
+    for name, age in (("resp_b", 1), ("resp_c", 0), ("resp_a", 2)):
+        db.insert(row(name, born_at=NOW - age))
+    db.insert(ended("resp_d"))
+    assert [live.id for live in db.live()] == ["resp_a", "resp_b", "resp_c"]
+    db.append("resp_b", 0, [], state("failed"), NOW)
+    db.append("resp_c", 0, [], state("in_progress"), NOW)
+    assert [live.id for live in db.live()] == ["resp_a", "resp_c"]
+
+
+@pytest.mark.parametrize("status", TERMINAL)
+@pytest.mark.parametrize("later", [None, "in_progress", *TERMINAL])
+def test_terminal_state_never_changes(db: Store, status: str, later: str | None) -> None:
+    db.insert(row(), [b"0"])
+    db.append("resp_1", 1, [b"1"], state(status, WEATHER), NOW)
+    with pytest.raises(Ended, match="resp_1"):
+        db.append("resp_1", 2, [b"2"], state(later) if later else None, NOW + 1)
+    assert db.get("resp_1") == row(response=state(status, WEATHER), ended_at=NOW)
+    assert db.frames("resp_1") == [b"0", b"1"]
+
+
+def test_events_and_the_state_they_bring_are_one(db: Store) -> None:
+    db.insert(row(), [b"0"])
+    with pytest.raises(sqlite3.IntegrityError):
+        db.append("resp_1", 0, [b"again"], state("completed"), NOW)
+    assert (db.get("resp_1"), db.frames("resp_1")) == (row(), [b"0"])
+    with pytest.raises(sqlite3.IntegrityError):
+        db.insert(row(), [b"again"])
+    assert db.frames("resp_1") == [b"0"]
+
+
+def test_deleted_is_gone_with_its_events(db: Store) -> None:
+    """A late write of its run must not bring it back: EricLBuehler/mistral.rs, background_tasks.rs."""
+    db.insert(row(), [b"0"])
+    db.delete("resp_1")
+    db.delete("resp_1")
+    assert (db.get("resp_1"), db.frames("resp_1"), db.live()) == (None, [], [])
+    with pytest.raises(Ended):
+        db.append("resp_1", 1, [b"1"], state("completed"), NOW)
+    assert (db.get("resp_1"), db.frames("resp_1")) == (None, [])
+
+
+def test_deleted_parent_leaves_the_context_of_its_child(db: Store) -> None:
+    db.insert(ended("resp_1")._replace(response=state("completed", WEATHER)))
+    parent = db.get("resp_1")
+    assert parent
+    assert parent.context == [*row().items, WEATHER]
+    db.insert(ended("resp_2", items=parent.context))
+    db.delete("resp_1")
+    child = db.get("resp_2")
+    assert child
+    assert child.context == [*row().items, WEATHER]
+
+
+# --- limits -------------------------------------------------------------------------------------------------
+
+FULL = 2 * size(ended("a"))  # bytes of two
+UNKEPT = ended("a", kept=False)
+
+# fmt: off
+#   what is over               limits                       later stored                               left
+LIMITS: list[tuple[str, Limits, float, list[Row], str]] = [
+    ("nothing",                Limits(),                    1e5,  [row("a"), ended("b")],              "a b"),
+    ("the oldest",             Limits(max_responses=1),     0,    [ended("b", 2), ended("a", 1)],      "b"),
+    ("the first born",         Limits(max_responses=1),     0,    [ended("b"), ended("a", born_at=1)], "b"),
+    ("no live one, by count",  Limits(max_responses=0),     0,    [row("a"), ended("b")],              "a"),
+    ("no live one, by bytes",  Limits(max_bytes=0),         0,    [row("a"), ended("b")],              "a"),
+    ("no live one, by age",    Limits(max_age_s=1),         1e9,  [row("a"), ended("b")],              "a"),
+    ("no live one, store off", Limits(),                    1e9,  [row("a", kept=False)],              "a"),
+    ("one byte",               Limits(max_bytes=FULL - 1),  0,    [ended("a", 1), ended("b", 2)],      "b"),
+    ("not a byte",             Limits(max_bytes=FULL),      0,    [ended("a", 1), ended("b", 2)],      "a b"),
+    ("a second",               Limits(max_age_s=10),        11,   [ended("a"), ended("b", NOW + 1)],   "b"),
+    ("a second, store off",    Limits(events_age_s=10),     11,   [UNKEPT, ended("b", NOW + 1)],       "b"),
+    ("not a second",           Limits(events_age_s=10),     10,   [UNKEPT, ended("b", NOW + 1)],       "a b"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(
+    ("limits", "later", "rows", "left"), [case[1:] for case in LIMITS], ids=[c[0] for c in LIMITS]
+)
+def test_limits(limits: Limits, later: float, rows: list[Row], left: str) -> None:
+    with closing(Store(":memory:", limits)) as db:
+        for stored in rows:
+            db.insert(stored)
+        db.evict(NOW + later)
+        assert ids(db, "a", "b") == left.split()
+
+
+frames = st.lists(st.binary(max_size=300), max_size=3)
+ages = st.integers(0, 9)
+
+
+@given(
+    st.lists(st.tuples(ages, st.booleans(), frames), max_size=9),
+    st.integers(0, 6),
+    st.integers(0, 2000),
+    ages,
+    ages,
+)
+def test_limits_say_what_stays(
+    ended_rows: list[tuple[int, bool, list[bytes]]], count: int, max_bytes: int, age: int, events_age: int
+) -> None:
+    """The same rules once more, in Python, over any rows."""
+    with closing(Store(":memory:", Limits(count, max_bytes, age, events_age))) as db:
+        for i, (at, kept, frames) in enumerate(ended_rows):
+            db.insert(ended(f"r{i}", at, kept=kept, born_at=i), frames)
+        db.evict(9)
+        left, total, n = {}, 0, 0
+        for at, i in sorted(((at, i) for i, (at, _, _) in enumerate(ended_rows)), reverse=True):
+            _, kept, frames = ended_rows[i]
+            if 9 - at > (age if kept else min(age, events_age)):
+                continue
+            frames = frames if 9 - at <= events_age else []
+            n, total = n + 1, total + size(ended(f"r{i}", at, born_at=i), *frames)
+            if n <= count and total <= max_bytes:
+                left[f"r{i}"] = frames
+        assert {name: db.frames(name) for name in ids(db, *(f"r{i}" for i in range(9)))} == left
+
+
+def test_events_expire_before_their_response() -> None:
+    """github.com/openai/openai-python/issues/2828: a stream has a last day, its response a later one."""
+    whole = size(ended("resp_1"))
+    with closing(Store(":memory:", Limits(max_bytes=whole, max_age_s=100, events_age_s=10))) as db:
+        db.insert(ended("resp_1"), [b"0" * whole])
+        db.insert(row("resp_2"), [b"0"])
+        db.evict(NOW + 11)
+        assert (ids(db, "resp_1"), db.frames("resp_1")) == (["resp_1"], [])  # and its events count no more
+        assert db.frames("resp_2") == [b"0"]
+        db.evict(NOW + 101)
+        assert ids(db, "resp_1", "resp_2") == ["resp_2"]
+
+
+def test_evicted_leaves_no_events() -> None:
+    with closing(Store(":memory:", Limits(max_responses=0))) as db:
+        db.insert(row(), [b"0"])
+        db.append("resp_1", 1, [b"1"], state("completed"), NOW)
+        db.evict(NOW)
+        assert db.frames("resp_1") == []
+
+
+# --- the file -----------------------------------------------------------------------------------------------
+
+
+def test_file_is_found_again(tmp_path: Path) -> None:
+    path = tmp_path / "a b.db"
+    with closing(Store(str(path), Limits())) as db:
+        db.insert(row(), [b"0"])
+        db.append("resp_1", 1, [b"1"], state("in_progress"), NOW)
+        db.insert(ended("resp_2"))
+    with closing(Store(str(path), Limits())) as db:
+        assert db.live() == [row(response=state("in_progress"))]
+        assert db.frames("resp_1") == [b"0", b"1"]
+        assert db.get("resp_2") == ended("resp_2")
+    with closing(sqlite3.connect(path)) as file:
+        assert file.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+        assert file.execute("PRAGMA foreign_key_check").fetchall() == []
+        assert file.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+
+
+def test_one_process_owns_the_file(tmp_path: Path) -> None:
+    """A second one would fail, as interrupted, what still runs in the first."""
+    path = str(tmp_path / "db")
+    with closing(Store(path, Limits())), pytest.raises(sqlite3.OperationalError, match="locked"):
+        Store(path, Limits())
+    Store(path, Limits()).close()
+
+
+def no_database(path: Path) -> None:
+    path.write_text("no database, but long enough to be looked at as one" * 99)
+
+
+@pytest.mark.parametrize("make", [no_database, Path.mkdir])
+def test_what_is_no_store(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "db")
+    with pytest.raises(sqlite3.Error):
+        Store(str(tmp_path / "db"), Limits())
+
+
+def test_bytes_are_counted_as_they_are_stored(db: Store) -> None:
+    """Of a response that grew, too."""
+    db.insert(row(), [b"0" * 10])
+    db.append("resp_1", 1, [b"1" * 20], None, NOW)
+    db.append("resp_1", 2, [b"2" * 30], state("completed", WEATHER), NOW)
+    counted = "SELECT row_bytes + event_bytes FROM responses"
+    stored = row(response=state("completed", WEATHER))
+    assert vars(db)["_db"].execute(counted).fetchone() == (size(stored) + 60,)
+    assert store.n_bytes(["ab", b"c"]) == 3
