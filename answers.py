@@ -73,14 +73,18 @@ ERROR_TYPES = {
 # fmt: on
 
 
+def error_body(
+    status: int, message: str, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """All four keys, always: openai-openapi, `Error`."""
+    error_type = ERROR_TYPES.get(status, "invalid_request_error")
+    return {"error": {"message": message, "type": error_type, "param": param, "code": code}}
+
+
 def error_response(
     status: int, message: str, param: str | None = None, code: str | None = None
 ) -> JSONResponse:
-    """All four keys, always: openai-openapi, `Error`."""
-    error_type = ERROR_TYPES.get(status, "invalid_request_error")
-    return JSONResponse(
-        {"error": {"message": message, "type": error_type, "param": param, "code": code}}, status
-    )
+    return JSONResponse(error_body(status, message, param, code), status)
 
 
 async def read_json(http: HttpRequest) -> Any:
@@ -178,7 +182,8 @@ class Answer(Response):
             async for frame in frames:
                 await send({"type": "http.response.body", "body": frame, "more_body": True})
         await producing
-        await send({"type": "http.response.body", "body": self._done})
+        if not self._events.broken_off:  # else the connection just ends, and the client knows
+            await send({"type": "http.response.body", "body": self._done})
 
 
 async def _nothing() -> None:

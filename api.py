@@ -19,7 +19,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, closing
 from functools import partial
 from typing import Any
@@ -33,7 +33,7 @@ import params
 import responses
 import sealed
 import sse
-from answers import Answer, error_response, new_id, now, read_json
+from answers import Answer, error_body, error_response, new_id, now, read_json
 from background import EventLog, Producer, QueueFull, Registry
 from channels import Delta, Finish, Output
 from params import BadRequest
@@ -51,6 +51,7 @@ CANNOT_CANCEL = {
     "completed": "Cannot cancel a completed response.",
     "failed": "Cannot cancel a failed response.",
     "incomplete": "Cannot cancel a response in terminal state.",
+    "queued": "Cannot cancel a response while the server stops: its next process will run it.",
 }
 COMPACT = (
     "Summarise our conversation so far for yourself: facts, decisions, open questions, results of tools. "
@@ -123,6 +124,10 @@ class Api:
         context = await self._context(body)
         request = params.from_responses(body, self._defaults, context)
         prompt = await self._prepare(request)
+        if hidden := [tool["type"] for tool in request.echo["tools"] if tool["type"] != "function"]:
+            log.warning(
+                "tools that the model is not told of, for nobody here runs them: %s", ", ".join(hidden)
+            )
         id_ = new_id("resp")
         head = {"id": id_, "object": "response", "created_at": now(), "model": request.model}
         row = Row(
@@ -201,41 +206,54 @@ class Api:
 
     async def compact(self, http: HttpRequest) -> Response:
         """The user's messages, and one item that stands for all the rest: a summary by the model itself."""
-        body, head = await self._read(http), {"id": new_id("resp"), "created_at": now()}
+        body = await self._read(http)
         asked, items = await self._ask(body)
         question = {"role": "user", "content": COMPACT}
         ask = {"model": asked.model, "instructions": body.get("instructions"), "input": [*items, question]}
         limits = {"max_output_tokens": COMPACT_TOKENS, "truncation": "auto", "reasoning": {"effort": "none"}}
         prompt = await self._prepare(params.from_responses(ask | limits, self._defaults))
-        said = [output async for output in self._outputs(prompt, 0)]
+        said: list[Output | Finish] = []
+
+        async def fill() -> None:
+            async with aclosing(self._outputs(prompt, 0)) as outputs:
+                said.extend([output async for output in outputs])
+
+        return Answer(EventLog(encode_event), fill(), lambda _: self._compacted(items, said))
+
+    def _compacted(
+        self, items: list[dict[str, Any]], said: Sequence[Output | Finish]
+    ) -> tuple[int, dict[str, Any]]:
+        summary = "".join(o.text for o in said if isinstance(o, Delta) and o.channel == "final")
         finish = said[-1]
-        if not isinstance(finish, Finish) or finish.usage is None or finish.reason == "failed":
-            return error_response(500, "The summary could not be written; the server's log has the details.")
-        summary = "".join(
-            output.text for output in said if isinstance(output, Delta) and output.channel == "final"
-        )
-        compaction = {
-            "id": new_id("cmp"),
-            "type": "compaction",
-            "encrypted_content": sealed.seal(self._key, summary),
-        }
+        if not summary or not isinstance(finish, Finish) or finish.usage is None:
+            return 500, error_body(500, "The model wrote no summary.", code="server_error")
+        blob = sealed.seal(self._key, summary)
         users = [item for item in items if item["type"] == "message" and item["role"] == "user"]
-        usage = responses.usage_object(finish.usage)
-        return JSONResponse(
-            head | {"object": "response.compaction", "output": [*users, compaction], "usage": usage}
-        )
+        return 200, {
+            "id": new_id("resp"),
+            "object": "response.compaction",
+            "created_at": now(),
+            "output": [*users, {"id": new_id("cmp"), "type": "compaction", "encrypted_content": blob}],
+            "usage": responses.usage_object(finish.usage),
+        }
 
     async def _read(self, http: HttpRequest) -> Any:
-        """The body, with its compaction items opened."""
+        """The body, with what clients keep for us opened: compactions, and reasoning without its text."""
         body = await read_json(http)
         items = body.get("input") if isinstance(body, dict) else None
         for i, item in enumerate(items if isinstance(items, list) else ()):
-            if isinstance(item, dict) and item.get("type") == "compaction":
-                try:
-                    item["summary"] = sealed.unseal(self._key, str(item.get("encrypted_content")))
-                except sealed.BadSeal as error:
-                    raise BadRequest(str(error), f"input[{i}].encrypted_content") from error
+            kind = item.get("type") if isinstance(item, dict) else None
+            if kind == "compaction":
+                item["summary"] = self._opened(item, i)
+            elif kind == "reasoning" and item.get("encrypted_content") and not item.get("content"):
+                item["content"] = [{"type": "reasoning_text", "text": self._opened(item, i)}]
         return body
+
+    def _opened(self, item: Mapping[str, Any], i: int) -> str:
+        try:
+            return sealed.unseal(self._key, str(item.get("encrypted_content")))
+        except sealed.BadSeal as error:
+            raise BadRequest(str(error), f"input[{i}].encrypted_content") from error
 
     async def _context(self, body: Any) -> list[dict[str, Any]]:
         """The items of the chain that a request continues."""

@@ -94,6 +94,11 @@ class EventLog:
         self._closed = True
         self._wake()
 
+    @property
+    def broken_off(self) -> bool:
+        """A response that the next process shall run: what was read of it is no whole stream."""
+        return self._closed and bool(self.status) and not self.ended
+
     async def written(self) -> None:
         """Wait until the events that there are now are written."""
         n = len(self._frames) + len(self._pending)
@@ -175,7 +180,7 @@ class Registry:
         self._store = store
         self._encode = encode
         self._slots = asyncio.Semaphore(max_running)  # the engine's other places are left to the foreground
-        self._max_queued = max_queued
+        self._max_running, self._max_queued = max_running, max_queued
         self._jobs: dict[str, Job] = {}
         self._thread = ThreadPoolExecutor(1, "store")  # SQLite is asked in order, and never in the event loop
         self._evicted_at = 0.0
@@ -185,8 +190,8 @@ class Registry:
 
     async def submit(self, row: Row, producer: Producer) -> EventLog:
         """Accept a background response: when this returns it will end, whatever happens to this process."""
-        n_queued = sum(job.log.status == "queued" for job in self._jobs.values())
-        if self._holding or n_queued >= self._max_queued:
+        n_live = sum(not job.log.ended for job in self._jobs.values())
+        if self._holding or n_live >= self._max_running + self._max_queued:
             raise QueueFull
         events = EventLog(self._encode, self._writer(row))
         events.extend(producer.start())

@@ -209,7 +209,9 @@ def main() -> int:
 
 def bind(host: str, port: int) -> socket.socket:
     """Take the port before the model is loaded, so that a taken one is known at once; early clients wait."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # Only where TCP is named does asyncio turn Nagle's algorithm off; an event would wait for the last one's ACK.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     if os.name == "posix":  # a port in TIME_WAIT is free; elsewhere the option means something else
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -425,7 +425,6 @@ def test_cancel_does_not_cancel(server: Server) -> None:
 def test_sdk_background(sdk: openai.OpenAI) -> None:
     made = sdk.responses.create(model="tiny", input="hi", background=True)
     assert (made.status, made.output, made.usage) == ("queued", [], None)
-    found = made
     until(lambda: sdk.responses.retrieve(made.id).status == "completed", "it is completed")
     found = sdk.responses.retrieve(made.id)
     assert (found.output_text, found.background) == (HELLO, True)
