@@ -93,6 +93,7 @@ class Api:
         names: list[str],
         key: bytes,
         done_line: bool = True,
+        temporary: bool = True,
     ) -> None:
         self._worker = worker
         self._registry = registry
@@ -100,6 +101,7 @@ class Api:
         self._names = names
         self._key = key
         self._done = sse.DONE if done_line else b""
+        self._temporary = temporary  # background responses that are not to be stored: kept for a while
         self._created = now()
 
     def routes(self) -> list[Route]:
@@ -123,6 +125,10 @@ class Api:
         body = await self._read(http)
         context = await self._context(body)
         request = params.from_responses(body, self._defaults, context)
+        if request.background and not (request.store or self._temporary):
+            raise params.unsupported(
+                "background", "This server runs only what it may store: send store=true."
+            )
         prompt = await self._prepare(request)
         if hidden := [tool["type"] for tool in request.echo["tools"] if tool["type"] != "function"]:
             log.warning(

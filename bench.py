@@ -1,6 +1,7 @@
 """How fast, beside others: the same weights, the same prompts, the same machine, the same minutes.
 
-    python bench.py cpu    MEASUREMENTS x contenders --run()--> Speeds --median--> a table in Markdown
+    python bench.py cpu      MEASUREMENTS x contenders --run()--> Speeds --median--> a table in Markdown
+    python bench.py store    background responses through the registry and back, and the memory they take
 
 `cpu` compares the engine with transformers in float32 (https://github.com/huggingface/transformers), which
 `pip install -e '.[parity]'` brings; without it only our own numbers are shown.
@@ -27,13 +28,21 @@ from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import threadpoolctl
 
+import answers
 import hub
+import params
+import responses
+from api import encode_event
+from background import EventLog, Producer, Registry
+from channels import Delta, Finish, Usage
 from engine import Engine, Job
 from model import Batch, Cache, Context, NumpyOps, Sampling, Span, forward
+from store import Limits, Row, Store
 from tokenizer import Tokenizer
 from weights import Config, Weights, read_config, read_weights
 
@@ -236,20 +245,114 @@ def table(found: Found, contenders: Sequence[str]) -> Iterator[str]:
         yield f"| {name} | " + " | ".join(cells) + " |"
 
 
+# --- store --------------------------------------------------------------------------------------------------
+
+N_DELTAS = 64  # tokens of one response: a frame each, and eight around them
+
+
+def store(args: argparse.Namespace) -> None:
+    with TemporaryDirectory() as folder:
+        lines = asyncio.run(store_run(Path(folder) / "store.db", args.responses))
+    directory = hub.find(args.model)
+    config = read_config(directory)
+    engine = Engine(config, read_weights(directory, config), 256)
+    rate = engine_run(engine)(prompts(Tokenizer(directory / "tokenizer.json"), 8, 32), N_DELTAS).decode
+    engine.close()
+    report = "\n".join(
+        [
+            f"{date.today()}, {args.responses} background responses of {N_DELTAS} tokens, stored in a file,",
+            f"{cpu_name()}, {os.cpu_count()} cores, Python {platform.python_version()}.",
+            "",
+            "| what | how much |",
+            "|---|---|",
+            *(f"| {name} | {value} |" for name, value in lines.items()),
+            f"| {directory.name}, decode, batch 8 | {rate:.0f} tokens/s |",
+            "",
+        ]
+    )
+    print(report, end="")
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(report, encoding="utf-8")
+
+
+async def store_run(path: Path, n_responses: int) -> dict[str, str]:
+    """Events appended and written, events read back, and the resident memory on the way."""
+    database = Store(str(path), Limits())
+    registry = Registry(database, encode_event)
+    ids, memory, started = [], {}, time.perf_counter()
+    for n in range(1, n_responses + 1):
+        row, producer = scripted(f"resp_{n}")
+        ids.append(row.id)
+        events = await registry.submit(row, producer)
+        async with aclosing(events.read()) as frames:
+            n_events = len([frame async for frame in frames])
+        if n in (n_responses // 10, n_responses):
+            memory[n] = resident_mb()
+            print(f"{n}/{n_responses} responses, {memory[n]:.0f} MB resident", file=sys.stderr)
+    appended, started = time.perf_counter() - started, time.perf_counter()
+    for id_ in ids:
+        again = await registry.events(id_)
+        assert again
+        async with aclosing(again.read()) as frames:
+            assert len([frame async for frame in frames]) == n_events
+    replayed = time.perf_counter() - started
+    await registry.close(persistent=True)
+    database.close()
+    n_all = n_responses * n_events
+    at = {f"resident memory after {n} responses": f"{mb:.0f} MB" for n, mb in memory.items()}
+    return {
+        "appended and written": f"{n_all / appended:.0f} events/s",
+        "replayed": f"{n_all / replayed:.0f} events/s",
+    } | at
+
+
+def scripted(id: str) -> tuple[Row, Producer]:
+    """A response whose tokens are already there."""
+    request = params.from_responses({"model": "bench", "input": "hi", "background": True}, {})
+    head = {"id": id, "object": "response", "created_at": 0, "model": "bench"} | request.echo
+    builder = responses.Builder(head, answers.new_id)
+
+    async def fill(events: EventLog) -> None:
+        events.extend(builder.run())
+        for _ in range(N_DELTAS):
+            events.extend(builder.feed(Delta("final", " token")))
+            await asyncio.sleep(0)  # as tokens come: one by one
+        events.extend(builder.finish(Finish("stop", Usage(8, N_DELTAS)), 0))
+
+    row = Row(id, time.time(), None, True, True, True, {}, [], head)
+    return row, Producer(lambda: builder.start(queued=True), fill, lambda *_: [])
+
+
+def resident_mb() -> float:
+    """Of this process; 0 where /proc does not say."""
+    status = Path("/proc/self/status")
+    lines = status.read_text(encoding="utf-8").splitlines() if status.exists() else []
+    return sum(int(line.split()[1]) for line in lines if line.startswith("VmRSS:")) / 1e3
+
+
 # --- the command line ---------------------------------------------------------------------------------------
 
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Measure speeds, beside others.")
     commands = parser.add_subparsers(required=True, metavar="WHAT")
+    add = commands.add_parser("store", help="events kept and read back, and the memory it takes")
+    add.set_defaults(run=store)
+    add.add_argument("--responses", type=int, default=10_000, metavar="N", help="how many (default: 10000)")
+    common(add)
     add = commands.add_parser("cpu", help="prefill and decoding of the model, beside transformers")
     add.set_defaults(run=cpu)
-    add.add_argument("--model", metavar="DIR|ID", help="as of server.py; without it, the default model")
+    common(add)
     add.add_argument("--repeat", type=int, default=5, metavar="N", help="rounds (default: 5)")
     add.add_argument("--new", type=int, default=64, metavar="N", help="tokens to decode (default: 64)")
     add.add_argument("--threads", type=int, default=os.cpu_count(), metavar="N", help="default: all cores")
-    add.add_argument("--out", type=Path, metavar="FILE", help="write the table there too")
     return parser
+
+
+def common(add: argparse.ArgumentParser) -> None:
+    add.add_argument("--model", metavar="DIR|ID", help="as of server.py; without it, the default model")
+    add.add_argument("--out", type=Path, metavar="FILE", help="write the table there too")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

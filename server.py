@@ -134,6 +134,7 @@ NAME = f"name in requests, repeatable (default: the directory's); '{ALIAS}' alwa
 LENGTH = "context in tokens, prompt and answer (default: the model's own)"
 KEY = "demand 'Authorization: Bearer KEY' on every route but /health"
 DONE_LINE = "end Responses streams without 'data: [DONE]'"
+TEMPORARY = "refuse background with store=false, as OpenAI did at first, not keep it for 10 minutes"
 STORE = "SQLite file that keeps responses; in memory they are lost at exit"
 SECRET = "key of what clients keep for us: reasoning, compactions (default: another at each start)"
 DEVICES = ("auto", "cuda", "cpu")  # auto: cuda where it is built, else cpu
@@ -158,6 +159,7 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "served-model-name":   (None,                 {"metavar": "NAME", "action": "append", "help": NAME}),
     "api-key":             (None,                 {"metavar": "KEY", "help": KEY}),
     "no-done-line":        (False,                {"action": "store_true", "help": DONE_LINE}),
+    "no-temporary":        (False,                {"action": "store_true", "help": TEMPORARY}),
     "store":               (IN_MEMORY,            {"metavar": "FILE", "help": STORE}),
     "store-max-responses": (Limits.max_responses, {"type": positive, "help": "keep the newest N"}),
     "store-max-bytes":     (Limits.max_bytes,     {"type": positive, "help": "and N bytes of them"}),
@@ -210,7 +212,7 @@ def main() -> int:
 def bind(host: str, port: int) -> socket.socket:
     """Take the port before the model is loaded, so that a taken one is known at once; early clients wait."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Only where TCP is named does asyncio turn Nagle's algorithm off; an event would wait for the last one's ACK.
+    # Only where TCP is named does asyncio turn Nagle's algorithm off: events would wait for their ACKs.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     if os.name == "posix":  # a port in TIME_WAIT is free; elsewhere the option means something else
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -264,7 +266,15 @@ async def serve(
     listener: socket.socket,
 ) -> None:
     registry = Registry(store, encode_event, max_queued=args.max_queued)
-    api = Api(worker, registry, defaults, names, sealing_key(args.secret), not args.no_done_line)
+    api = Api(
+        worker,
+        registry,
+        defaults,
+        names,
+        sealing_key(args.secret),
+        not args.no_done_line,
+        not args.no_temporary,
+    )
     await api.take_over()
     patience = math.ceil(args.shutdown_grace) + STALLED_S
     config = uvicorn.Config(

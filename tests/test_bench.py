@@ -37,3 +37,12 @@ def test_both_of_ours_say_the_same() -> None:
     engine.close()
     assert said == bench.forward_run(config, weights, 64)(prompts, 9).said
     assert len(said) == 9
+
+
+def test_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "store.md"
+    assert bench.main(["store", "--model", str(TINY), "--responses", "20", "--out", str(out)]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == out.read_text(encoding="utf-8")
+    for name in ("appended and written", "replayed"):
+        assert re.search(rf"^\| {name} \| [1-9]\d+ events/s \|$", printed.out, re.MULTILINE)

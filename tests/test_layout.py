@@ -42,7 +42,8 @@ MAY_IMPORT = {
                     "sse", "store", "worker"},
     "server":      {"answers", "api", "background", "chat", "engine", "grammar", "hub", "store", "tokenizer",
                     "weights", "worker"},
-    "bench":       {"engine", "hub", "model", "tokenizer", "weights"},
+    "bench":       {"answers", "api", "background", "channels", "engine", "hub", "model", "params",
+                    "responses", "store", "tokenizer", "weights"},
 }
 # fmt: on
 
@@ -163,3 +164,12 @@ def test_readme_names_files_that_exist(file: str) -> None:
 
 def test_readme_names_every_module() -> None:
     assert {path.name for path in MODULES.values()} <= set(re.findall(r"\w+\.py", README))
+
+
+def test_numbers_in_the_readme_are_measured() -> None:
+    """Each row of its table of speeds stands in results/, with date, device and versions above it."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = [line for line in readme.splitlines() if re.search(r"\| \d+\.\d", line)]
+    measured = (ROOT / "results" / "cpu.md").read_text(encoding="utf-8").splitlines()
+    assert rows
+    assert set(rows) <= set(measured)

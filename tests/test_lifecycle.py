@@ -943,3 +943,12 @@ def check_log(events: list[Json], response: Json) -> None:
         assert response["error"] == {"code": "server_error", "message": "interrupted by a restart"}
     else:
         laws.check_order(events)
+
+
+def test_background_that_may_not_be_stored_is_refused_on_demand() -> None:
+    """The strict way, as OpenAI answered at first."""
+    with serve("--no-temporary") as strict:
+        body = {"model": "tiny", "input": "hi", "background": True, "store": False}
+        reply = strict.post("/v1/responses", body)
+        error = reply.json["error"]
+        assert (reply.status, error["code"], error["param"]) == (400, "unsupported_parameter", "background")
