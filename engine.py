@@ -148,7 +148,8 @@ class Engine:
             idle = not self._running and not self._waiting
             self._read_inbox(wait=idle)
             while self._waiting and len(self._running) < MAX_RUNNING:
-                self._admit(self._waiting.popleft())
+                self._running.append(sequence := self._waiting.popleft())
+                sequence.cache = Cache(self.config, len(sequence.job.prompt) + sequence.job.max_tokens)
             if self._running:
                 self._step()
         self._read_inbox(wait=False)
@@ -165,14 +166,6 @@ class Engine:
                     self._drop(sequence)
                 case _:
                     pass  # the loop looks at what woke it
-
-    def _admit(self, sequence: Sequence) -> None:
-        try:
-            sequence.cache = Cache(self.config, len(sequence.job.prompt) + sequence.job.max_tokens)
-        except MemoryError as error:
-            self._fail(sequence, f"Not enough memory for the request's keys and values: {error}")
-        else:
-            self._running.append(sequence)
 
     def _step(self) -> None:
         spans = self._schedule()

@@ -34,15 +34,30 @@ BLOCK_BYTES = 4 * 2**20  # of weights, for one product: fits the last cache of m
 
 
 class Cache:
-    """Keys and values of one sequence, for the most tokens that it may reach.
+    """Keys and values of one sequence: room for its tokens, doubled when it is full, up to `max_tokens`.
 
-    np.empty takes address space only: the operating system gives a page when it is first written.
+    All room at once would not do: a huge page of memory is given as a whole when a byte of it is written,
+    and the first token alone writes to one in every layer and head.
     """
 
     def __init__(self, config: Config, max_tokens: int) -> None:
-        shape = (config.n_layers, config.n_kv_heads, max_tokens, config.head_dim)
-        self.k = np.empty(shape, np.float32)
-        self.v = np.empty(shape, np.float32)
+        self._max_tokens = max_tokens
+        self.k: Array = np.empty((config.n_layers, config.n_kv_heads, 0, config.head_dim), np.float32)
+        self.v = self.k
+
+    def reserve(self, n_tokens: int) -> None:
+        """Make room for so many tokens in all."""
+        room = self.k.shape[2]
+        if n_tokens > room:
+            room = max(n_tokens, min(2 * room, self._max_tokens))
+            self.k, self.v = _widened(self.k, room), _widened(self.v, room)
+
+
+def _widened(old: Array, room: int) -> Array:
+    n_layers, n_kv_heads, n_tokens, head_dim = old.shape
+    new = np.empty((n_layers, n_kv_heads, room, head_dim), np.float32)
+    new[:, :, :n_tokens] = old
+    return new
 
 
 class Span(NamedTuple):
@@ -155,6 +170,7 @@ class NumpyOps:
         y = self._buffer("y", n_rows, c.n_heads * c.head_dim)
         for span, rows in zip(batch.spans, batch.groups, strict=True):
             end = span.start + len(span.token_ids)
+            span.cache.reserve(end)
             span.cache.k[i, :, span.start : end] = k[rows].transpose(1, 0, 2)
             span.cache.v[i, :, span.start : end] = v[rows].transpose(1, 0, 2)
             self._attend_one(

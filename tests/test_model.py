@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from model import Array, Batch, Cache, Choice, Context, NumpyOps, Sampling, Span, _draw, forward
 from parity import CASES, Ours, write
+from serving import TINY
 from weights import Layer, rope_table
 
 Vector = NDArray[np.float64]
@@ -219,6 +220,7 @@ def test_memory_that_was_never_written_is_never_read(name: str) -> None:
     """np.empty may hold anything, a NaN too."""
     model, token_ids = ours(name), tokens(40)
     kept = Cache(model.config, 64)
+    kept.reserve(64)
     kept.k[:], kept.v[:] = np.nan, np.nan
     read(model, kept, token_ids[:33])
     for position in range(33, 40):
@@ -448,3 +450,18 @@ def test_logprobs_of_extreme_logits() -> None:
     assert [logprob for _, logprob in choice.top] == pytest.approx(
         [-np.log(2)] * 2 + [-2e4 - np.log(2), -np.inf]
     )
+
+
+def test_the_cache_follows_the_tokens() -> None:
+    """Bug: room for all that a request may ask for was taken at once: real memory, where pages are huge."""
+    cache = Cache(Ours(TINY).config, 1000)
+    rooms = []
+    for n_tokens in range(1, 1001):
+        cache.reserve(n_tokens)
+        cache.k[:, :, n_tokens - 1] = cache.v[:, :, n_tokens - 1] = n_tokens
+        rooms.append(cache.k.shape[2])
+    assert all(n <= room <= 2 * n for n, room in enumerate(rooms, 1))
+    assert rooms[-1] == 1000
+    assert len(set(rooms)) <= 11  # it is copied seldom
+    for kept in (cache.k, cache.v):
+        assert (kept[0, 0, :, 0] == np.arange(1, 1001)).all()
