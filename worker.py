@@ -59,9 +59,8 @@ class LocalWorker:
         def fits(n_turns: int) -> bool:
             return len(self._encode(request, candidates[n_turns])[1]) < limit
 
-        n_dropped = bisect.bisect_left(
-            range(len(candidates) - 1), True, key=fits
-        )  # fewer turns, fewer tokens
+        # Fewer turns, fewer tokens: the first that fits is found by halving.
+        n_dropped = bisect.bisect_left(range(len(candidates) - 1), True, key=fits)
         text, token_ids = self._encode(request, candidates[n_dropped])
         if not 0 < len(token_ids) < limit:
             expected = f"This model's context is {limit} tokens, of which the answer needs at least one"
