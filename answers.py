@@ -30,7 +30,7 @@ from background import EventLog
 from params import BadRequest
 
 MAX_BODY_BYTES = 8 * 2**20
-ENCODINGS = ("identity", "gzip", "deflate")
+ENCODINGS = ("identity", "gzip", "x-gzip", "deflate")
 KEEP_ALIVE_S = (
     15  # "every 15 seconds or so": html.spec.whatwg.org/multipage/server-sent-events.html#authoring-notes
 )
@@ -89,7 +89,7 @@ def error_response(
 
 async def read_json(http: HttpRequest) -> Any:
     """The body of a request; raises BadRequest."""
-    encoding = http.headers.get("content-encoding", "identity")
+    encoding = http.headers.get("content-encoding", "").strip().lower() or "identity"
     if encoding not in ENCODINGS:
         message = f"Expected a body encoded as {', '.join(ENCODINGS)}, got '{encoding}'."
         raise BadRequest(message, None, "unsupported_content_encoding")
@@ -121,6 +121,8 @@ def _decoded(body: bytes, encoding: str) -> bytes:
         unpacked = unpacker.decompress(body, MAX_BODY_BYTES)
     except zlib.error as error:
         raise BadRequest(f"Could not unpack the body: {error}", None, "invalid_json") from error
+    if (not unpacker.eof and not unpacker.unconsumed_tail) or unpacker.unused_data:
+        raise BadRequest("Could not unpack the body: expected one whole stream.", None, "invalid_json")
     if unpacker.unconsumed_tail:
         raise BadRequest(f"Expected at most {MAX_BODY_BYTES} bytes when unpacked.", None, "body_too_large")
     return unpacked

@@ -171,7 +171,7 @@ class Api:
 
     def _producer(self, prompt: Prompt, head: Mapping[str, Any], queued: bool) -> Producer:
         """What makes the events of one response, in the foreground or, `queued`, in its turn."""
-        seal = partial(sealed.seal, self._key) if prompt.request.seal_reasoning else None
+        seal = partial(sealed.seal, self._key, "reasoning") if prompt.request.seal_reasoning else None
         builder = responses.Builder(head, new_id, seal)
 
         async def fill(events: EventLog) -> None:
@@ -233,7 +233,7 @@ class Api:
         finish = said[-1]
         if not summary or not isinstance(finish, Finish) or finish.usage is None:
             return 500, error_body(500, "The model wrote no summary.", code="server_error")
-        blob = sealed.seal(self._key, summary)
+        blob = sealed.seal(self._key, "compaction", summary)
         users = [item for item in items if item["type"] == "message" and item["role"] == "user"]
         return 200, {
             "id": new_id("resp"),
@@ -257,7 +257,7 @@ class Api:
 
     def _opened(self, item: Mapping[str, Any], i: int) -> str:
         try:
-            return sealed.unseal(self._key, str(item.get("encrypted_content")))
+            return sealed.unseal(self._key, item["type"], str(item.get("encrypted_content")))
         except sealed.BadSeal as error:
             raise BadRequest(str(error), f"input[{i}].encrypted_content") from error
 

@@ -34,6 +34,7 @@ MAX_STEP_ROWS = 256  # tokens a step: bounds how long the others wait for a prom
 TILE = (
     128  # prompt tokens a sequence a step: always cut at its multiples, so that the sums are always the same
 )
+MAX_STEP_S = 30  # of the slowest model; it is waited for at the end
 CLOSING = "The server is shutting down."
 
 
@@ -75,6 +76,7 @@ class Sequence:
     cache: Cache | None = None  # None while waiting
     n_cached: int = 0  # tokens whose keys and values are in the cache
     output: list[int] = field(default_factory=list)
+    mask: NDArray[np.bool_] | None = None  # the tokens that may come next, where a constraint says so
 
     def span(self) -> Span:
         """The tokens to compute next."""
@@ -84,9 +86,7 @@ class Sequence:
 
     def context(self) -> Context:
         """What the choice of its next token depends on."""
-        constraint = self.job.constraint
-        mask = constraint.mask() if constraint else None
-        return Context(self.job.sampling, self.job.prompt, self.output, mask)
+        return Context(self.job.sampling, self.job.prompt, self.output, self.mask)
 
 
 class Engine:
@@ -135,11 +135,11 @@ class Engine:
         return {"running": len(self._running), "waiting": len(self._waiting), "steps": self.n_steps}
 
     def close(self) -> None:
-        """Fail what is left, end the thread."""
+        """Fail what is left, end the thread; one that does not come back from a step is left behind."""
         with self._lock:
             self._open = False
         self._inbox.put(("wake", None))
-        self._thread.join()
+        self._thread.join(MAX_STEP_S)
 
     # --- the thread -----------------------------------------------------------------------------------------
 
@@ -150,6 +150,7 @@ class Engine:
             while self._waiting and len(self._running) < MAX_RUNNING:
                 self._running.append(sequence := self._waiting.popleft())
                 sequence.cache = Cache(self.config, len(sequence.job.prompt) + sequence.job.max_tokens)
+                self._constrain(sequence)
             if self._running:
                 self._step()
         self._read_inbox(wait=False)
@@ -204,13 +205,22 @@ class Engine:
             finish = "length"
         if finish:
             self._drop(sequence)
-        elif constraint := sequence.job.constraint:
-            try:
-                constraint.advance(choice.token_id)
-            except ValueError as error:
-                self._fail(sequence, f"The constraint on the output failed: {error}")
-                return
         sequence.emit(Step([choice], finish))
+        if not finish:
+            self._constrain(sequence, choice.token_id)
+
+    def _constrain(self, sequence: Sequence, token_id: int | None = None) -> None:
+        """Bring the sequence's mask up to date; where its constraint gives up, the sequence alone fails."""
+        if constraint := sequence.job.constraint:
+            try:
+                if token_id is not None:
+                    constraint.advance(token_id)
+                sequence.mask = constraint.mask()
+                if not sequence.mask.any():
+                    raise ValueError("no token may come next")
+            except Exception:
+                log.exception("the constraint of a request gave up")
+                self._fail(sequence, "The constraint on the output gave up; the log has the details.")
 
     def _fail(self, sequence: Sequence, message: str) -> None:
         self._drop(sequence)

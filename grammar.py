@@ -100,6 +100,10 @@ class Constraint:
         self._vocab_size = vocab_size
         self._bits = allocate_token_bitmask(1, vocab_size)
 
+    def copy(self) -> "Constraint":
+        """The same, for another answer: cheaper than compiling the grammar again."""
+        return Constraint(self._matcher.deep_copy(), self._vocab_size)
+
     def mask(self) -> NDArray[np.bool_]:
         """Which tokens may come next, (vocab_size,); the eos tokens once the grammar is satisfied."""
         fill_next_token_bitmask(self._matcher, self._bits)
@@ -123,9 +127,13 @@ class Grammars:
         """Raises BadGrammar for a schema that cannot be enforced."""
         schemas = [("schema", demand.schema)] if demand.schema is not None else []
         for part, schema in [*schemas, *demand.functions]:
-            if message := LLMatcher.validate_grammar(
-                LLMatcher.grammar_from_json_schema(schema), self._tokenizer
-            ):
+            if _goes_round(schema):
+                raise BadGrammar("a $ref leads back to itself", part)
+            try:
+                grammar = LLMatcher.grammar_from_json_schema(schema)
+            except ValueError as error:  # a number that is no 64-bit one
+                raise BadGrammar(str(error), part) from error
+            if message := LLMatcher.validate_grammar(grammar, self._tokenizer):
                 raise BadGrammar(message, part)
 
     def constraint(self, grammar: str) -> Constraint:
@@ -133,3 +141,46 @@ class Grammars:
         if matcher.is_error():
             raise BadGrammar(matcher.get_error(), "")
         return Constraint(matcher, self._vocab_size)
+
+
+def _goes_round(root: dict[str, Any]) -> bool:
+    """Is there a schema that stands for itself and nothing else? llguidance would follow it for ever."""
+
+    def stands_for(schema: Any) -> list[Any]:
+        """The schemas that must hold at the same place."""
+        if not isinstance(schema, dict):
+            return []
+        same = [_target(root, schema["$ref"])] if isinstance(schema.get("$ref"), str) else []
+        for name in ("allOf", "anyOf", "oneOf"):
+            alternatives = schema.get(name)
+            if isinstance(alternatives, list) and (name == "allOf" or len(alternatives) == 1):
+                same += alternatives
+        return same
+
+    def reaches_itself(start: Any) -> bool:
+        todo, seen = stands_for(start), set[int]()
+        while todo:
+            schema = todo.pop()
+            if schema is start:
+                return True
+            if id(schema) not in seen:
+                seen.add(id(schema))
+                todo += stands_for(schema)
+        return False
+
+    todo: list[Any] = [root]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, dict) and reaches_itself(node):
+            return True
+        todo += node.values() if isinstance(node, dict) else node if isinstance(node, list) else []
+    return False
+
+
+def _target(root: dict[str, Any], ref: str) -> Any:
+    """What a local $ref points to, None for others: https://www.rfc-editor.org/rfc/rfc6901"""
+    node: Any = root
+    for part in ref.removeprefix("#").split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        node = node.get(name) if isinstance(node, dict) else None
+    return node if ref.startswith("#") else None

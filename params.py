@@ -516,9 +516,10 @@ def tool_choice(functions: list[dict[str, Any]], choice: Any) -> ToolChoice:
         )
         named = kind == "function"
         # The fields stand beside `type` in Responses, below a key of that name in chat completions.
-        fields = mapping(choice.get(kind, choice), f"tool_choice.{kind}")
+        path = f"tool_choice.{kind}"
+        fields = mapping(choice.get(kind, choice), path)
         picked = [fields] if named else list_of(mapping, 128)(fields.get("tools"), "tool_choice.tools")
-        names = [tool.get("function", tool).get("name") for tool in picked]
+        names = [string()(mapping(tool.get("function", tool), path).get("name"), path) for tool in picked]
         calls = "required" if named else one_of("auto", "required")(fields.get("mode"), "tool_choice.mode")
     for name in names:
         if name not in by_name:
@@ -550,9 +551,14 @@ def demand(
     is_limited = len(choice.allowed) < len(functions) or any(tool["strict"] for tool in choice.allowed)
     if text.schema is None and not (choice.calls == "required" or (choice.calls == "auto" and is_limited)):
         return None
+    schemas = {tool["name"]: {"type": "object"} | (tool["parameters"] or {}) for tool in choice.allowed}
+    for name, schema in schemas.items():
+        if schema["type"] != "object":
+            message = f"Invalid schema for '{name}': arguments are an object."
+            raise BadRequest(message, "tools", "invalid_json_schema")
     return Demand(
         calls=choice.calls,
-        functions=tuple((tool["name"], tool["parameters"] or {"type": "object"}) for tool in choice.allowed),
+        functions=tuple(schemas.items()),
         one_call=choice.named or not parallel,
         schema=text.schema,
         schema_path=text.path,

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from channels import Finish, Output, Parser, Piece, State, TokenLogprob, Usage, dialect, opening_state
 from chat import ChatTemplate, Message
 from engine import Engine, Job
-from grammar import BadGrammar, Grammars, lark
+from grammar import BadGrammar, Constraint, Grammars, lark
 from model import Choice, Sampling
 from params import BadRequest, Demand, Request
 from tokenizer import Tokenizer
@@ -36,7 +36,7 @@ class Prompt(NamedTuple):
     seed: int
     markers: dict[str, bool]  # channels.dialect()
     state: State  # in which the answer begins
-    grammar: str | None  # of the answer, where it is not free
+    constraint: Constraint | None  # on the answer, where it is not free; each choice takes a copy
 
 
 class LocalWorker:
@@ -74,8 +74,8 @@ class LocalWorker:
         seed = secrets.randbits(63) if request.seed is None else request.seed
         markers = dialect(self._tokenizer.added, self._template.source, tools=bool(request.tools))
         state = opening_state(text, markers)
-        grammar = self._grammar(request.demand, markers, text) if request.demand else None
-        return Prompt(request, text, token_ids, max_tokens, seed, markers, state, grammar)
+        constraint = self._constraint(request.demand, markers, text) if request.demand else None
+        return Prompt(request, text, token_ids, max_tokens, seed, markers, state, constraint)
 
     def _encode(self, request: Request, messages: list[Message]) -> tuple[str, list[int]]:
         text = self._template.render(
@@ -136,21 +136,21 @@ class LocalWorker:
             n_top_logprobs=request.n_top_logprobs,
         )
         stops = frozenset((*self.engine.config.eos_token_ids, *request.stop_token_ids))
-        constraint = self._grammars.constraint(prompt.grammar) if prompt.grammar else None
+        constraint = prompt.constraint.copy() if prompt.constraint else None
         return Job(prompt.token_ids, prompt.max_tokens, stops, sampling, constraint)
 
-    def _grammar(self, demand: Demand, markers: dict[str, bool], prompt: str) -> str:
-        """The grammar of the answer; raises BadRequest where a schema cannot be enforced."""
-        try:
-            self._grammars.check(demand)
-        except BadGrammar as error:
-            path = demand.schema_path if error.part == "schema" else "tools"
-            raise BadRequest(
-                f"Invalid schema for '{error.part}': {error}", path, "invalid_json_schema"
-            ) from error
+    def _constraint(self, demand: Demand, markers: dict[str, bool], prompt: str) -> Constraint:
+        """What the answer must keep to; raises BadRequest where it cannot be enforced."""
         tail = prompt.rstrip()
         opened, closed = tail.endswith("<think>"), tail.endswith("</think>")
-        return lark(demand, markers, "open" if opened else "over" if closed else "possible")
+        grammar = lark(demand, markers, "open" if opened else "over" if closed else "possible")
+        try:
+            self._grammars.check(demand)
+            return self._grammars.constraint(grammar)
+        except BadGrammar as error:
+            path = demand.schema_path if error.part == "schema" else "tools"
+            message = f"Invalid schema for '{error.part}': {error}"
+            raise BadRequest(message, path, "invalid_json_schema") from error
 
     def _check_token_ids(self, request: Request) -> None:
         n = self.engine.config.vocab_size

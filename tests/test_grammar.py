@@ -119,12 +119,27 @@ def test_markers_that_are_no_tokens(tmp_path: Path, demand: Demand, answer: str,
     assert (allowed and bool(constraint.mask()[2041])) == expected
 
 
+ROUND = {"a": {"allOf": [{"$ref": "#/$defs/b"}]}, "b": {"anyOf": [{"$ref": "#/$defs/a"}]}}
+SELF = {"$ref": "#/properties/a"}
+TREE: Json = {
+    "type": "object",
+    "properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+    "required": ["next"],
+    "additionalProperties": False,
+}
+
 # fmt: off
-#  schema                                to blame
+#  schema                                                                  to blame
 REFUSED: list[tuple[Demand, str]] = [
     (Demand("none", schema={"type": "objec"}),                             "schema"),
     (Demand("none", schema={"not": {}}),                                   "schema"),
+    (Demand("none", schema={"type": "integer", "minimum": 10**400}),       "schema"),
+    (Demand("none", schema={"type": "string", "maxLength": 10**30}),       "schema"),
+    (Demand("none", schema={"$ref": "#"}),                                 "schema"),
+    (Demand("none", schema={"$ref": "#/$defs/a", "$defs": ROUND}),         "schema"),
+    (Demand("none", schema={"type": "object", "properties": {"a": SELF}}), "schema"),
     (Demand("required", (("f", {"type": 5}),)),                            "f"),
+    (Demand("required", (("f", {"$ref": "#"}),)),                          "f"),
 ]
 # fmt: on
 
@@ -134,6 +149,12 @@ def test_what_cannot_be_enforced_is_refused(demand: Demand, part: str) -> None:
     with pytest.raises(BadGrammar) as caught:
         GRAMMARS.check(demand)
     assert caught.value.part == part
+
+
+def test_a_schema_may_hold_itself() -> None:
+    """A list is no circle: each turn says something."""
+    GRAMMARS.check(Demand("none", schema=TREE))
+    assert fits('{"next": {"next": null}}', Demand("none", schema=TREE), AS_TOKENS, "over")
 
 
 # --- through the server -------------------------------------------------------------------------------------
@@ -222,3 +243,24 @@ def test_bad_schema_is_a_400(sdk: Any) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         sdk.responses.create(model="default", input="hi", text={"format": bad})
     assert (caught.value.code, caught.value.param) == ("invalid_json_schema", "text.format.schema")
+
+
+def test_a_schema_that_goes_round_hangs_nobody(sdk: Any) -> None:
+    """Bug: the grammar was followed for ever in the engine's thread, and all requests waited with it."""
+    for schema in ({"$ref": "#"}, {"$ref": "#/$defs/a", "$defs": ROUND}):
+        text = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
+        with pytest.raises(openai.BadRequestError):
+            sdk.responses.create(model="default", input="hi", text=text)
+    assert sdk.responses.create(model="default", input="hi").status == "completed"
+
+
+# 300 ways to read the same: more than the matcher follows at once, which shows only as it goes.
+WIDE: Json = {"anyOf": [{"type": "object"}] * 300}
+
+
+def test_a_constraint_that_gives_up_fails_its_request_alone(sdk: Any) -> None:
+    tool = {"type": "function", "name": "f", "parameters": WIDE}
+    answer = sdk.responses.create(model="default", input="hi", tools=[tool], tool_choice="required")
+    assert (answer.status, answer.error.code) == ("failed", "server_error")
+    assert "grammar" not in answer.error.message
+    assert sdk.responses.create(model="default", input="hi").status == "completed"

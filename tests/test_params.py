@@ -42,6 +42,10 @@ HOSTED = {"type": "web_search"}
 NAMED = {"type": "function", "name": "f"}
 ALLOWED = {"type": "allowed_tools", "mode": "required", "tools": [NAMED]}
 NEVER, OTHER, IN_ONE = ALLOWED | {"mode": "none"}, NAMED | {"name": "g"}, {"conversation": "c"}
+NO_NAMES = {"type": "allowed_tools", "mode": "auto", "tools": [{"function": "x"}]}
+NO_OBJECT = {"tools": [FUNCTION | {"parameters": {"type": "array"}}]}
+LISTED = NAMED | {"name": ["f"]}
+BAD_SCHEMA = "invalid_json_schema"
 NO_TURN = {"chat_template_kwargs": {"add_generation_prompt": False}}
 STREAM = {"stream": True}  # what stream_options needs
 VERBOSE = {"verbosity": "low"}
@@ -175,6 +179,9 @@ INSIDE: list[tuple[str, str, str, Json]] = [
     ("responses", "tool_choice.type",             TYPE,        ONE_TOOL | {"tool_choice": {"name": "f"}}),
     ("responses", "tool_choice.type",             VALUE,       {"tool_choice": {"type": "web_search"}}),
     ("responses", "tool_choice.tools",            TYPE,        {"tool_choice": {"type": "allowed_tools"}}),
+    ("responses", "tool_choice.function",         TYPE,        ONE_TOOL | {"tool_choice": LISTED}),
+    ("responses", "tool_choice.allowed_tools",    TYPE,        ONE_TOOL | {"tool_choice": NO_NAMES}),
+    ("responses", "tools",                        BAD_SCHEMA,  NO_OBJECT | {"tool_choice": "required"}),
     ("responses", "tool_choice.mode",             VALUE,       ONE_TOOL | {"tool_choice": NEVER}),
     ("chat",      "tool_choice",                  VALUE,       {"tool_choice": NESTED}),
 ]

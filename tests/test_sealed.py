@@ -24,22 +24,24 @@ THINK: dict[str, Any] = {
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))
 def test_round_trip(text: str) -> None:
-    assert unseal(KEY, seal(KEY, text)) == text
+    assert unseal(KEY, "p", seal(KEY, "p", text)) == text
 
 
 @pytest.mark.parametrize("change", ["", "x", "AAAA", "=", "é", "\ud800"])
 def test_not_ours(change: str) -> None:
     with pytest.raises(BadSeal):
-        unseal(KEY, change)
+        unseal(KEY, "p", change)
 
 
 def test_changed_or_of_another_key() -> None:
-    blob = seal(KEY, "four")
+    blob = seal(KEY, "p", "four")
     for i in range(len(blob)):
         with pytest.raises(BadSeal):
-            unseal(KEY, blob[:i] + ("A" if blob[i] != "A" else "B") + blob[i + 1 :])
+            unseal(KEY, "p", blob[:i] + ("A" if blob[i] != "A" else "B") + blob[i + 1 :])
     with pytest.raises(BadSeal):
-        unseal(b"q" * 32, blob)
+        unseal(b"q" * 32, "p", blob)
+    with pytest.raises(BadSeal):
+        unseal(KEY, "another purpose", blob)
 
 
 # --- through the server -------------------------------------------------------------------------------------
@@ -87,6 +89,9 @@ def test_no_blob_unasked(server: Server) -> None:
 def test_compressed_bodies(server: Server, encoding: str, pack: Any) -> None:
     body = pack(json.dumps({"model": "tiny", "input": "hi"}).encode())
     assert server.post("/v1/responses", body, Content_Encoding=encoding).status == 200
+    assert server.post("/v1/responses", body, Content_Encoding=encoding.upper()).status == 200
+    for broken in (body[:-4], body + body):
+        assert server.post("/v1/responses", broken, Content_Encoding=encoding).status == 400
     bomb = pack(b" " * (MAX_BODY_BYTES + 1))
     assert len(bomb) < 20_000
     reply = server.post("/v1/responses", bomb, Content_Encoding=encoding)
