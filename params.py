@@ -12,7 +12,7 @@ Rules of this file:
 3. A hint, which cannot change the answer, is accepted, and echoed where the response has a place for it.
 4. Every error has a message that says what was expected and what came, the parameter's path, and a code.
 
-Not here: what messages mean (chat.py), which models there are (server.py), how long a prompt is (worker.py).
+Not here: what messages mean (chat.py), which models there are (api.py), how long a prompt is (worker.py).
 """
 
 import json
