@@ -135,9 +135,8 @@ def _no_constant(name: str) -> None:
 # --- answers ------------------------------------------------------------------------------------------------
 
 Producing = asyncio.Future[None]
-Whole = Callable[
-    [list[dict[str, Any]]], tuple[int, dict[str, Any]]
-]  # the events of a log to a status and a body
+# The events of a log to a status and a body.
+Whole = Callable[[list[dict[str, Any]]], tuple[int, dict[str, Any]]]
 
 
 class Answer(Response):

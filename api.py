@@ -123,8 +123,7 @@ class Api:
 
     async def create_response(self, http: HttpRequest) -> Response:
         body = await self._read(http)
-        context = await self._context(body)
-        request = params.from_responses(body, self._defaults, context)
+        request, items = await self._ask(body)
         if request.background and not (request.store or self._temporary):
             raise params.unsupported(
                 "background", "This server runs only what it may store: send store=true."
@@ -144,7 +143,7 @@ class Api:
             background=request.background,
             streamed=request.stream,
             request={k: v for k, v in body.items() if k != "input"},
-            items=responses.input_items(body["input"], context, new_id),
+            items=items,
             response=head | request.echo,
         )
         producer = self._producer(prompt, row.response, request.background)
@@ -206,14 +205,14 @@ class Api:
     async def count_input_tokens(self, http: HttpRequest) -> Response:
         body = await self._read(http)
         named = {"model": ALIAS} | body if isinstance(body, dict) else body  # the SDK lets the model out
-        asked, _ = await self._ask(named)
+        asked, _ = await self._ask(named, chain_suffices=True)
         prompt = await self._prepare(asked)
         return JSONResponse({"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)})
 
     async def compact(self, http: HttpRequest) -> Response:
         """The user's messages, and one item that stands for all the rest: a summary by the model itself."""
         body = await self._read(http)
-        asked, items = await self._ask(body)
+        asked, items = await self._ask(body, chain_suffices=True)
         question = {"role": "user", "content": COMPACT}
         ask = {"model": asked.model, "instructions": body.get("instructions"), "input": [*items, question]}
         limits = {"max_output_tokens": COMPACT_TOKENS, "truncation": "auto", "reasoning": {"effort": "none"}}
@@ -274,19 +273,20 @@ class Api:
             raise BadRequest(f"Previous response with id '{id_}' has not ended yet.", "previous_response_id")
         return row.context
 
-    async def _ask(self, body: Any) -> tuple[params.Request, list[dict[str, Any]]]:
-        """What is asked about a conversation, and its items; behind a chain `input` may be left out."""
+    async def _ask(
+        self, body: Any, chain_suffices: bool = False
+    ) -> tuple[params.Request, list[dict[str, Any]]]:
+        """What is asked, and all items of the conversation; `chain_suffices`: `input` may be left out."""
         context = await self._context(body)
-        if context and not body.get("input"):
+        if chain_suffices and context and not body.get("input"):
             body, context = body | {"input": context}, []
         request = params.from_responses(body, self._defaults, context)
         return request, responses.input_items(body["input"], context, new_id)
 
     async def _prepare(self, request: params.Request) -> Prompt:
         self._check_model(request.model)
-        return await asyncio.to_thread(
-            self._worker.prepare, request
-        )  # a long prompt must not stop the streams
+        # In a thread: a long prompt must not stop the streams.
+        return await asyncio.to_thread(self._worker.prepare, request)
 
     # --- Responses: what became of one --------------------------------------------------------------------
 

@@ -262,9 +262,9 @@ class CallScanner:
 
     def _member(self) -> Iterator[Call | Arguments]:
         """A key or a value is complete."""
-        is_key = self._expect == "key"
-        written = "" if not is_key and self._streams() else "".join(self._value)
-        if not is_key and self._streams():
+        is_key, streams = self._expect == "key", self._streams()
+        written = "" if streams else "".join(self._value)
+        if streams:
             yield from self._stream()
         self._value, self._depth = [], 0
         self._expect = "colon" if is_key else "key"

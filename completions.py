@@ -167,7 +167,8 @@ def _usage(choices: list[Usage]) -> dict[str, Any]:
 
 
 def _logprob(p: TokenLogprob) -> dict[str, Any]:
-    own = {"token": p.token, "logprob": p.logprob, "bytes": list(p.bytes)}
-    return own | {
-        "top_logprobs": [{"token": t.token, "logprob": t.logprob, "bytes": list(t.bytes)} for t in p.top]
-    }
+    return _without_top(p) | {"top_logprobs": [_without_top(t) for t in p.top]}
+
+
+def _without_top(p: TokenLogprob) -> dict[str, Any]:
+    return {"token": p.token, "logprob": p.logprob, "bytes": list(p.bytes)}

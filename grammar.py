@@ -15,6 +15,7 @@ Not here: which request demands what (params.py), choosing among the tokens (mod
 
 import json
 from collections.abc import Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,9 +39,8 @@ class BadGrammar(ValueError):
 LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
-Thinking = Literal[
-    "open", "possible", "over"
-]  # the prompt began it; the model may begin it; the prompt ended it
+# The prompt has begun it; the model may begin it; the prompt has ended it.
+Thinking = Literal["open", "possible", "over"]
 
 STARTS = {"open": "thought NEWLINES body", "possible": "think? body", "over": "body"}
 
@@ -157,23 +157,16 @@ def _goes_round(root: dict[str, Any]) -> bool:
                 same += alternatives
         return same
 
-    def reaches_itself(start: Any) -> bool:
-        todo, seen = stands_for(start), set[int]()
-        while todo:
-            schema = todo.pop()
-            if schema is start:
-                return True
-            if id(schema) not in seen:
-                seen.add(id(schema))
-                todo += stands_for(schema)
-        return False
-
-    todo: list[Any] = [root]
+    graph, todo = dict[int, list[int]](), list[Any]([root])
     while todo:
         node = todo.pop()
-        if isinstance(node, dict) and reaches_itself(node):
-            return True
+        if isinstance(node, dict):
+            graph[id(node)] = [id(schema) for schema in stands_for(node)]
         todo += node.values() if isinstance(node, dict) else node if isinstance(node, list) else []
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError:
+        return True
     return False
 
 

@@ -394,11 +394,8 @@ def from_chat(body: Any, defaults: Mapping[str, Any]) -> Request:
     if body.get("top_logprobs") is not None and not values["logprobs"]:
         raise wrong_value("top_logprobs", "logprobs to be true when it is set", values["top_logprobs"])
     tools = [chat_tool(tool, f"tools[{i}]") for i, tool in enumerate(values["tools"])]
-    limit, wanted, path = (
-        values["max_completion_tokens"],
-        values["response_format"],
-        "response_format.json_schema",
-    )
+    limit = values["max_completion_tokens"]
+    wanted, path = values["response_format"], "response_format.json_schema"
     if wanted.get("type") == "json_schema":
         wanted = {"type": "json_schema"} | mapping(wanted.get("json_schema"), path)
     return request(

@@ -341,8 +341,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 def _logprob(p: TokenLogprob, with_bytes: bool) -> dict[str, Any]:
     """Parts list a token's bytes, events do not: openai.types.responses.ResponseTextDeltaEvent."""
-    own = {"token": p.token, "logprob": p.logprob} | ({"bytes": list(p.bytes)} if with_bytes else {})
-    return own | {"top_logprobs": [_without_top(t, with_bytes) for t in p.top]}
+    return _without_top(p, with_bytes) | {"top_logprobs": [_without_top(t, with_bytes) for t in p.top]}
 
 
 def _without_top(p: TokenLogprob, with_bytes: bool) -> dict[str, Any]:

@@ -272,8 +272,8 @@ async def serve(
         defaults,
         names,
         sealing_key(args.secret),
-        not args.no_done_line,
-        not args.no_temporary,
+        done_line=not args.no_done_line,
+        temporary=not args.no_temporary,
     )
     await api.take_over()
     patience = math.ceil(args.shutdown_grace) + STALLED_S
@@ -301,6 +301,7 @@ async def serve(
     loop.call_soon(announce, args, worker, names, listener)
     await server.serve(sockets=[listener])
     await asyncio.gather(*stopping)
+    store.close()
 
 
 async def stop(args: argparse.Namespace, engine: Engine, registry: Registry, hurry: asyncio.Event) -> None:

@@ -15,6 +15,7 @@ import secrets
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from datetime import datetime
+from functools import cache
 from typing import NamedTuple
 
 from channels import Finish, Output, Parser, Piece, State, TokenLogprob, Usage, dialect, opening_state
@@ -56,12 +57,15 @@ class LocalWorker:
         limit, whole = self.engine.max_seq_len, request.messages
         candidates = shortened(whole) if request.truncate else [whole]
 
-        def fits(n_turns: int) -> bool:
-            return len(self._encode(request, candidates[n_turns])[1]) < limit
+        @cache
+        def encoded(n_dropped: int) -> tuple[str, list[int]]:
+            return self._encode(request, candidates[n_dropped])
 
         # Fewer turns, fewer tokens: the first that fits is found by halving.
-        n_dropped = bisect.bisect_left(range(len(candidates) - 1), True, key=fits)
-        text, token_ids = self._encode(request, candidates[n_dropped])
+        n_dropped = bisect.bisect_left(
+            range(len(candidates) - 1), True, key=lambda n: len(encoded(n)[1]) < limit
+        )
+        text, token_ids = encoded(n_dropped)
         if not 0 < len(token_ids) < limit:
             expected = f"This model's context is {limit} tokens, of which the answer needs at least one"
             message = f"{expected}; the prompt has {len(token_ids)}."
@@ -74,7 +78,7 @@ class LocalWorker:
         seed = secrets.randbits(63) if request.seed is None else request.seed
         markers = dialect(self._tokenizer.added, self._template.source, tools=bool(request.tools))
         state = opening_state(text, markers)
-        constraint = self._constraint(request.demand, markers, text) if request.demand else None
+        constraint = self._constraint(request.demand, markers, state, text) if request.demand else None
         return Prompt(request, text, token_ids, max_tokens, seed, markers, state, constraint)
 
     def _encode(self, request: Request, messages: list[Message]) -> tuple[str, list[int]]:
@@ -139,11 +143,10 @@ class LocalWorker:
         constraint = prompt.constraint.copy() if prompt.constraint else None
         return Job(prompt.token_ids, prompt.max_tokens, stops, sampling, constraint)
 
-    def _constraint(self, demand: Demand, markers: dict[str, bool], prompt: str) -> Constraint:
+    def _constraint(self, demand: Demand, markers: dict[str, bool], state: State, prompt: str) -> Constraint:
         """What the answer must keep to; raises BadRequest where it cannot be enforced."""
-        tail = prompt.rstrip()
-        opened, closed = tail.endswith("<think>"), tail.endswith("</think>")
-        grammar = lark(demand, markers, "open" if opened else "over" if closed else "possible")
+        closed = prompt.rstrip().endswith("</think>")
+        grammar = lark(demand, markers, "open" if state == "analysis" else "over" if closed else "possible")
         try:
             self._grammars.check(demand)
             return self._grammars.constraint(grammar)
