@@ -6,7 +6,6 @@ makes one raise. Order follows from that and from asyncio's queue of tasks, neve
 
 import asyncio
 import threading
-import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
@@ -18,15 +17,16 @@ import pytest
 
 import engine
 from chat import ChatTemplate
-from engine import CLOSING, MAX_RUNNING, MAX_STEP_ROWS, TILE, Engine, Job, Step
-from model import Array, Batch, Cache, Choice, NumpyOps, Sampling
+from engine import CLOSING, MAX_TILES, Engine, Job, Step
+from model import Choice, Context, NumpyOps, Sampling, Span, Ticket
 from parity import TINY, Ours
 from tokenizer import Tokenizer
-from weights import Config, Weights
 
 T = TypeVar("T")
 
 PATIENCE_S = 30  # for what takes milliseconds on a quiet machine
+TILE = NumpyOps.tile
+MAX_BATCH = 16
 GREEDY = Sampling(
     temperature=0, n_top_logprobs=2
 )  # with logprobs, == compares the bits of the logits as well
@@ -42,24 +42,24 @@ QUESTIONS = [
 
 class WatchedStep(NamedTuple):
     rows: list[int]  # of each sequence
-    n_caches: int  # alive when the step begins
+    n_running: int  # with pages when the step begins
 
 
 class Watch:
     """The engine's thread, seen from inside."""
 
     def __init__(self) -> None:
+        self.engine: Engine | None = None
         self.steps: list[WatchedStep] = []
-        self.caches = weakref.WeakSet[Cache]()
-        self.n_admitted = 0
         self.hold_at: set[int] = set()  # steps, counted from 0, that wait to be released
         self.fail_at: int | None = None
         self._held = threading.Semaphore(0)
         self._go = threading.Semaphore(0)
 
-    def step(self, batch: Batch) -> None:
+    def step(self, spans: Sequence[Span]) -> None:
         n = len(self.steps)
-        self.steps.append(WatchedStep([len(span.token_ids) for span in batch.spans], len(self.caches)))
+        assert self.engine
+        self.steps.append(WatchedStep([s.end - s.start for s in spans], self.engine.counts()["running"]))
         if n in self.hold_at:
             self._held.release()
             self._go.acquire()
@@ -87,23 +87,8 @@ class Watch:
 
 
 @pytest.fixture
-def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
-    watch = Watch()
-
-    class WatchedOps(NumpyOps):
-        def embed(self, batch: Batch, weights: Weights) -> Array:
-            watch.step(batch)
-            return super().embed(batch, weights)
-
-    class WatchedCache(Cache):
-        def __init__(self, config: Config, max_tokens: int) -> None:
-            super().__init__(config, max_tokens)
-            watch.caches.add(self)
-            watch.n_admitted += 1
-
-    monkeypatch.setattr(engine, "NumpyOps", WatchedOps)
-    monkeypatch.setattr(engine, "Cache", WatchedCache)
-    return watch
+def watch() -> Watch:
+    return Watch()
 
 
 @cache
@@ -112,14 +97,24 @@ def tiny() -> Ours:
 
 
 @contextmanager
-def started(watch: Watch, max_seq_len: int = 1024) -> Iterator[Engine]:
-    started = Engine(tiny().config, tiny().weights, max_seq_len)
+def started(
+    watch: Watch, max_seq_len: int = 1024, n_pages: int = 256, n_ahead: int = 0, speculate: int = 0
+) -> Iterator[Engine]:
+    class WatchedOps(NumpyOps):
+        def launch(self, spans: Sequence[Span], contexts: Sequence[Context]) -> Ticket:
+            watch.step(spans)
+            return super().launch(spans, contexts)
+
+    WatchedOps.n_ahead = n_ahead
+    ops = WatchedOps(tiny().config, tiny().weights, max_seq_len, n_pages, MAX_BATCH)
+    watch.engine = started = Engine(ops, speculate)
     try:
         yield started
     finally:
         for _ in watch.hold_at:
             watch.release()
         started.close()
+        assert started.counts()["free_pages"] == n_pages
 
 
 @pytest.fixture
@@ -228,14 +223,14 @@ def test_seeded_sampling_is_the_same_alone_and_beside_seven_others(tiny_engine: 
 
 
 @pytest.mark.parametrize("n_prompt", [1, TILE - 1, TILE, TILE + 1, 2 * TILE, 2 * TILE + 1])
-def test_prompts_are_cut_at_the_same_places_in_any_company(
-    n_prompt: int, tiny_engine: Engine, watch: Watch
-) -> None:
+def test_prompts_are_cut_at_the_same_places_in_any_company(n_prompt: int, watch: Watch) -> None:
     """Else their sums would be rounded otherwise, and once in many answers another token would come."""
     asked = endless(n_prompt, 10)
-    expected = alone(tiny_engine, asked)
+    with started(watch) as cold:
+        expected = alone(cold, asked)
     company = [endless(n, 30, first=n) for n in (1, 3, 200, 300)]
-    assert together(tiny_engine, watch, [*company, asked, *company])[4] == expected
+    with started(watch) as crowded:
+        assert together(crowded, watch, [*company, asked, *company])[4] == expected
 
 
 # ---- How it ends -------------------------------------------------------------------------------------------
@@ -289,7 +284,7 @@ def test_leaving_frees_the_memory_within_one_step(tiny_engine: Engine, watch: Wa
     assert len(play(main(), "a sequence beside one that was left").ids) == 20
     both, one = WatchedStep([1, 1], 2), WatchedStep([1], 1)
     assert watch.steps[1:] == [WatchedStep([3, 3], 2), *[both] * 4, *[one] * 15]
-    assert tiny_engine.counts() == {"running": 0, "waiting": 0, "steps": 21}
+    assert state(tiny_engine) == (0, 0, 21)
 
 
 async def cancelled(engine: Engine, watch: Watch) -> None:
@@ -322,7 +317,7 @@ def test_nothing_stays_of_a_sequence_however_its_reader_leaves(
     watch.release()
     alone(tiny_engine, endless(1, 1))
     assert watch.steps == [WatchedStep([1], 1)] * 14  # the last of them is that of the second request
-    assert tiny_engine.counts() == {"running": 0, "waiting": 0, "steps": 14}
+    assert state(tiny_engine) == (0, 0, 14)
 
 
 # ---- Who runs when -----------------------------------------------------------------------------------------
@@ -330,32 +325,32 @@ def test_nothing_stays_of_a_sequence_however_its_reader_leaves(
 
 def test_what_is_too_much_waits(tiny_engine: Engine, watch: Watch) -> None:
     """The oldest run, and each that ends makes room for the next."""
-    jobs = [endless(2, 10 + i, first=i) for i in range(MAX_RUNNING + 5)]
+    jobs = [endless(2, 10 + i, first=i) for i in range(MAX_BATCH + 5)]
     expected = [alone(tiny_engine, job) for job in jobs]
     first = len(watch.steps)
     assert together(tiny_engine, watch, jobs) == expected
     n_running = [len(step.rows) for step in watch.steps[first:]]
-    assert max(n_running) == MAX_RUNNING
-    assert n_running.count(MAX_RUNNING) >= 10
-    assert max(step.n_caches for step in watch.steps) == MAX_RUNNING
+    assert max(n_running) == MAX_BATCH
+    assert n_running.count(MAX_BATCH) >= 10
+    assert max(step.n_running for step in watch.steps) == MAX_BATCH
 
 
 def test_leaving_while_waiting(tiny_engine: Engine, watch: Watch) -> None:
     async def main() -> list[Answer]:
         async with watch.paused(tiny_engine):
-            readers = [asyncio.create_task(steps_of(tiny_engine, endless(1, 9))) for _ in range(MAX_RUNNING)]
+            readers = [asyncio.create_task(steps_of(tiny_engine, endless(1, 9))) for _ in range(MAX_BATCH)]
             waiting = asyncio.create_task(steps_of(tiny_engine, endless(1, 9)))
             watch.hold_at.add(3)
         await watch.held()
-        assert tiny_engine.counts() == {"running": MAX_RUNNING, "waiting": 1, "steps": 3}
+        assert state(tiny_engine) == (MAX_BATCH, 1, 3)
         waiting.cancel()
         await asyncio.wait([waiting])
         watch.release()
         return [answer(await reader) for reader in readers]
 
-    assert len(play(main(), "sequences while another waits and leaves")) == MAX_RUNNING
-    assert watch.steps[1:] == [WatchedStep([1] * MAX_RUNNING, MAX_RUNNING)] * 9
-    assert tiny_engine.counts() == {"running": 0, "waiting": 0, "steps": 10}
+    assert len(play(main(), "sequences while another waits and leaves")) == MAX_BATCH
+    assert watch.steps[1:] == [WatchedStep([1] * MAX_BATCH, MAX_BATCH)] * 9
+    assert state(tiny_engine) == (0, 0, 10)
 
 
 def test_a_long_prompt_does_not_hold_up_who_decodes(tiny_engine: Engine, watch: Watch) -> None:
@@ -367,12 +362,12 @@ def test_a_long_prompt_does_not_hold_up_who_decodes(tiny_engine: Engine, watch: 
 
 def test_long_prompts_share_steps(tiny_engine: Engine, watch: Watch) -> None:
     """No step is larger than it may be, none lacks the sequence that decodes, and no token is read twice."""
-    jobs = [endless(1, 40), *(endless(2 * TILE, 1) for _ in range(4)), endless(TILE // 2, 1)]
+    jobs = [endless(1, 40), *(endless(2 * TILE, 1, first=i) for i in range(4)), endless(TILE // 2, 1)]
     got = together(tiny_engine, watch, jobs)
     assert [len(answer.ids) for answer in got] == [40, 1, 1, 1, 1, 1]
     rows = [step.rows for step in watch.steps[1:]]
     assert len(rows) == 40
-    assert all(row[0] == 1 and sum(row) <= MAX_STEP_ROWS for row in rows)
+    assert all(row[0] == 1 and sum(row) <= 1 + MAX_TILES * TILE for row in rows)
     assert sum(sum(row) for row in rows) == 40 + sum(len(job.prompt) for job in jobs[1:])
 
 
@@ -393,6 +388,11 @@ def test_prompts_are_read_oldest_first(tiny_engine: Engine, watch: Watch) -> Non
 
 
 # ---- Failures ----------------------------------------------------------------------------------------------
+
+
+def state(engine: Engine) -> tuple[int, int, int]:
+    counts = engine.counts()
+    return counts["running"], counts["waiting"], counts["steps"]
 
 
 def failed(answer: Answer, message: str) -> bool:
@@ -419,15 +419,15 @@ def test_a_step_that_fails_leaves_no_memory(
     watch.fail_at = 3
     assert failed(alone(tiny_engine, endless(5, 9)), "FloatingPointError")
     alone(tiny_engine, endless(1, 1))
-    assert watch.steps[-1].n_caches == 1
+    assert watch.steps[-1].n_running == 1
 
 
 def test_a_step_that_fails_spares_who_is_not_in_it(tiny_engine: Engine, watch: Watch) -> None:
     """Two tiles fill the step, so the third prompt and the fourth have to wait, and only for that."""
-    jobs = [endless(n, 3) for n in (TILE, MAX_STEP_ROWS - TILE, TILE + 1, 7)]
+    jobs = [endless(n, 3, first=n) for n in (TILE, TILE, TILE + 1, 7)]
     watch.fail_at = 1
     one, two, three, four = together(tiny_engine, watch, jobs)
-    assert watch.steps[1].rows == [TILE, MAX_STEP_ROWS - TILE]
+    assert watch.steps[1].rows == [TILE, TILE]
     assert failed(one, "FloatingPointError")
     assert failed(two, "FloatingPointError")
     assert [three, four] == [alone(tiny_engine, job) for job in jobs[2:]]
@@ -440,8 +440,8 @@ OUT_OF_VOCABULARY = Sampling(logit_bias={9999: 1})
 FAULTS = [
     ("a bias without a token",   replace(endless(3, 5), sampling=OUT_OF_VOCABULARY), "IndexError"),
     ("a prompt without a token", replace(endless(3, 5), prompt=[5, 9999]),           "IndexError"),
-    ("no prompt",                endless(0, 5),                                      "ValueError"),
-    ("beyond the context",       endless(1000, 30),                                  "IndexError"),
+    ("no prompt",                endless(0, 5),                                      "got 0 and at most 5"),
+    ("beyond the context",       endless(1000, 30),                                  "got 1000 and"),
 ]
 # fmt: on
 
@@ -458,13 +458,13 @@ def test_close_fails_who_runs_and_who_waits(tiny_engine: Engine, watch: Watch) -
     async def main() -> list[Answer]:
         async with watch.paused(tiny_engine):
             readers = [
-                asyncio.create_task(steps_of(tiny_engine, endless(2, 1000))) for _ in range(MAX_RUNNING + 3)
+                asyncio.create_task(steps_of(tiny_engine, endless(2, 1000))) for _ in range(MAX_BATCH + 3)
             ]
         await asyncio.to_thread(tiny_engine.close)  # as server.py does, while others may still ask
         return [answer(await reader) for reader in readers]
 
     assert all(failed(answer, CLOSING) for answer in play(main(), "the end of all"))
-    assert tiny_engine.counts()["running"] == tiny_engine.counts()["waiting"] == len(watch.caches) == 0
+    assert tiny_engine.counts()["running"] == tiny_engine.counts()["waiting"] == 0
 
 
 def test_a_request_after_close_fails_at_once(tiny_engine: Engine) -> None:
