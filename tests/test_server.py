@@ -121,8 +121,8 @@ def events(server: Server, path: str, body: Json) -> list[Json]:
 
 
 def timeless(value: Any) -> Any:
-    """Without what differs from one request to the next."""
-    drawn = {"id", "call_id", "item_id", "created", "created_at", "completed_at"}
+    """Without what differs from one request to the next: what is found in the cache too."""
+    drawn = {"id", "call_id", "item_id", "created", "created_at", "completed_at", "cached_tokens"}
     if isinstance(value, list):
         return [timeless(v) for v in value]
     return {k: timeless(v) for k, v in value.items() if k not in drawn} if isinstance(value, dict) else value
