@@ -44,6 +44,7 @@ from answers import STATUS, error_response, new_id
 from api import ALIAS, Api, encode_event, generation_defaults
 from background import Registry
 from chat import BadInput, ChatTemplate
+from dialects import DIALECTS
 from engine import Engine
 from grammar import Grammars
 from store import Limits, Store
@@ -137,6 +138,7 @@ DONE_LINE = "end Responses streams without 'data: [DONE]'"
 TEMPORARY = "refuse background with store=false, as OpenAI did at first, not keep it for 10 minutes"
 STORE = "SQLite file that keeps responses; in memory they are lost at exit"
 SECRET = "key of what clients keep for us: reasoning, compactions (default: another at each start)"
+DIALECT = "how the model marks reasoning and calls (default: as its chat template says)"
 DEVICES = ("auto", "cuda", "cpu")  # auto: cuda where it is built, else cpu
 LEVELS = ("debug", "info", "warning", "error")
 
@@ -157,6 +159,7 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "threads":             (None,                 {"type": positive, "help": "of BLAS (default: all cores)"}),
     "max-model-len":       (None,                 {"type": positive, "help": LENGTH}),
     "served-model-name":   (None,                 {"metavar": "NAME", "action": "append", "help": NAME}),
+    "dialect":             (None,                 {"choices": tuple(DIALECTS), "help": DIALECT}),
     "api-key":             (None,                 {"metavar": "KEY", "help": KEY}),
     "no-done-line":        (False,                {"action": "store_true", "help": DONE_LINE}),
     "no-temporary":        (False,                {"action": "store_true", "help": TEMPORARY}),
@@ -195,7 +198,7 @@ def main() -> int:
             raise ValueError("--device cuda: the GPU engine is not built yet; use --device cpu")
         listener = bind(args.host, args.port)
         directory = hub.find(args.model)
-        worker = load(directory, args.max_model_len)
+        worker = load(directory, args.max_model_len, args.dialect)
         defaults = generation_defaults(worker.engine.config.generation)
         store = open_store(args)
     except (ValueError, OSError, MemoryError, sqlite3.Error) as error:
@@ -226,7 +229,7 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def load(directory: Path, max_model_len: int | None) -> LocalWorker:
+def load(directory: Path, max_model_len: int | None, dialect: str | None) -> LocalWorker:
     config = weights.read_config(directory)
     length = max_model_len or config.max_seq_len
     if not 2 <= length <= config.max_seq_len:
@@ -236,7 +239,7 @@ def load(directory: Path, max_model_len: int | None) -> LocalWorker:
     template, tokenizer = ChatTemplate.load(directory), Tokenizer(vocabulary)
     grammars = Grammars(vocabulary, config.vocab_size, config.eos_token_ids)
     engine = Engine(config, weights.read_weights(directory, config), length)
-    return LocalWorker(engine, tokenizer, template, grammars)
+    return LocalWorker(engine, tokenizer, template, grammars, dialect)
 
 
 def open_store(args: argparse.Namespace) -> Store:
@@ -331,6 +334,7 @@ def announce(
         "model": f"{names[0]} ({config.model_type}), {config.n_params / 1e6:.1f} M parameters",
         "memory": f"{weights_mb:.0f} MB of weights in float32, {per_token / 1e3:.0f} kB a token of context",
         "context": f"{worker.engine.max_seq_len} tokens",
+        "dialect": worker.dialect,
         "device": f"cpu, {max(blas, default=1)} BLAS threads",
         "store": "in memory: responses are lost at exit" if args.store == IN_MEMORY else args.store,
         "listening": url,
