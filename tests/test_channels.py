@@ -422,7 +422,7 @@ G = "<tool_call><function=g>"
 OTHERS = {
     # dialect: text                                                   items
     "qwen3-coder": [
-        (f"<tool_call>{XML_CALL}</tool_call>\n\nb",                    "[call f]{'s': 'a\\n', 'n': 5}[final]b"),
+        (f"<tool_call>{XML_CALL}</tool_call>\n\nb",                  "[call f]{'s': 'a\\n', 'n': 5}[final]b"),
         # A value is what its schema says: a string stays one, another is JSON if it can be read as such.
         (f"{F}{P}5{P_END}{F_END}",                                    "[call f]{'s': '5'}"),
         (f"{F}<parameter=n>five{P_END}{F_END}",                       "[call f]{'n': 'five'}"),
