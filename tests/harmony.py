@@ -4,8 +4,8 @@
 
 Legal outputs as https://cookbook.openai.com/articles/openai-harmony documents them, and the same with a token
 dropped, doubled, moved or added. A row is the tokens, and what their parser says at each of them: [number of
-the token, channel or "call NAME", text], or at last the error that it raises. test_harmony.py compares without
-the package. The package downloads its vocabulary, o200k_base.tiktoken, or takes it from the folder that
+the token, channel or "call NAME", text], or at last the error that it raises. test_harmony.py compares and
+needs no package. The package downloads its vocabulary, o200k_base.tiktoken, or takes it from the folder that
 TIKTOKEN_ENCODINGS_BASE names.
 """
 

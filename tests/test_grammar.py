@@ -1,20 +1,23 @@
 """What a grammar lets through, and that a model under it says what was demanded, however hot."""
 
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jsonschema
+import numpy as np
 import openai
 import pytest
 import tokenizers
 from tokenizers import AddedToken
 
 import dialects
-from channels import Dialect
+from channels import Dialect, Parser, Piece
 from dialects import DIALECTS
 from grammar import BadGrammar, Grammars, Thinking, lark
+from laws import parse
 from params import Demand
 from serving import TINY, serve
 from tokenizer import Tokenizer
@@ -116,6 +119,35 @@ def test_no_thought_where_it_is_over() -> None:
     assert fits(CALL, REQUIRED, NO_THINKING, "possible")
 
 
+HOME: Json = {
+    "type": "object",
+    "properties": {"x": {"type": "boolean"}},
+    "required": ["x"],
+    "additionalProperties": False,
+}
+PERSON: Json = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 10},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "b", "c"]}, "maxItems": 3},
+        "home": HOME,
+    },
+    "required": ["name", "age", "tags", "home"],
+    "additionalProperties": False,
+}
+TRIP: Json = {
+    "type": "object",
+    "properties": {
+        "to": {"type": "string", "maxLength": 8},
+        "by": {"type": "string", "enum": ["train", "boat"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 30},
+        "with": {"type": "array", "items": {"type": "string", "maxLength": 4}, "maxItems": 2},
+    },
+    "required": ["to", "days"],
+    "additionalProperties": False,
+}
+
 # fmt: off
 TO = "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
 XML = "<function=get_weather>\n<parameter=city>\nOslo\n</parameter>\n</function>"
@@ -176,6 +208,81 @@ def test_every_dialect(tmp_path: Path, name: str, tokens: bool) -> None:
     assert fits(thought.removeprefix(forms.thought[0]) + call, REQUIRED, dialect, "open", words)
 
 
+@pytest.mark.parametrize("tokens", [True, False])
+@pytest.mark.parametrize("name", DIALECTS)
+def test_what_is_let_through_is_found(tmp_path: Path, name: str, tokens: bool) -> None:
+    """A model that takes any token of the mask, whichever it is, says what was demanded to our parser."""
+    dialect, words = vocabulary(tmp_path, name, tokens)
+    functions, rng = (("get_weather", CITY), ("plan", TRIP)), random.Random(1)
+    schemas = dict(functions)
+    for demand in 3 * (Demand("required", functions), Demand("auto", functions, schema=PERSON)):
+        reader = Parser(dialect, dialect.start, schemas=schemas)
+        found = parse(any_answer(demand, dialect, words, rng), reader)
+        calls = [item for item in found if item[0] == "call"]
+        assert found == calls or (demand.schema and len(found) == 1)
+        for _, function, arguments in calls:
+            jsonschema.validate(json.loads(arguments), schemas[function])
+        for _, text in () if calls else found:
+            jsonschema.validate(json.loads(text), PERSON)
+
+
+def any_answer(demand: Demand, dialect: Dialect, words: Vocabulary, rng: random.Random) -> Iterator[Piece]:
+    constraint = words.grammars.constraint(lark(demand, dialect, words.tokenizer.added, "over"))
+    decoder = words.tokenizer.decoder()
+    while not (mask := constraint.mask())[2041]:
+        token_id = int(rng.choice(np.flatnonzero(mask)))
+        constraint.advance(token_id)
+        yield from decoder.feed(token_id)
+    yield from decoder.close()
+
+
+# What a string is where it is not quoted, and what is JSON there.
+STRINGS: Json = {
+    "type": "object",
+    "properties": {
+        "s": {"type": "string", "minLength": 1},
+        "e": {"enum": ["a", "é\n"]},
+        "n": {"$ref": "#/$defs/n"},
+        "o": {"type": "object", "properties": {"x": {"type": "string"}}, "additionalProperties": False},
+    },
+    "required": ["s"],
+    "$defs": {"n": {"type": "integer"}},
+}
+
+# fmt: off
+PARAMETERS = [
+    # in XML: name, value, ...                       it fits
+    (["s", "<b>\n"],                                True),
+    (["s", "a", "e", "é\n", "n", "5"],              True),
+    (["s", "a", "o", '{"x": "b"}'],                  True),
+    (["s", ""],                                      False),
+    (["n", "5"],                                     False),
+    (["s", "a", "e", "b"],                           False),
+    (["s", "a", "n", "five"],                        False),
+    (["s", "a", "o", "x"],                           False),
+    (["n", "5", "s", "a"],                           False),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("values", "expected"), PARAMETERS)
+def test_parameters_in_xml(tmp_path: Path, values: list[str], expected: bool) -> None:
+    dialect, words = vocabulary(tmp_path, "qwen3-coder", tokens=True)
+    written = "".join(
+        f"<parameter={n}>\n{v}\n</parameter>\n" for n, v in zip(values[::2], values[1::2], strict=True)
+    )
+    call = f"<tool_call>\n<function=f>\n{written}</function>\n</tool_call>"
+    assert fits(call, Demand("required", (("f", STRINGS),)), dialect, "over", words) == expected
+
+
+def test_a_string_in_xml_that_cannot_be_enforced_is_refused(tmp_path: Path) -> None:
+    dialect, words = vocabulary(tmp_path, "qwen3-coder", tokens=True)
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^a$"}}}
+    with pytest.raises(BadGrammar, match="'a'") as caught:
+        lark(Demand("required", (("f", schema),)), dialect, words.tokenizer.added, "over")
+    assert caught.value.part == "f"
+
+
 ROUND = {"a": {"allOf": [{"$ref": "#/$defs/b"}]}, "b": {"anyOf": [{"$ref": "#/$defs/a"}]}}
 SELF = {"$ref": "#/properties/a"}
 TREE: Json = {
@@ -216,23 +323,6 @@ def test_a_schema_may_hold_itself() -> None:
 
 # --- through the server -------------------------------------------------------------------------------------
 
-HOME: Json = {
-    "type": "object",
-    "properties": {"x": {"type": "boolean"}},
-    "required": ["x"],
-    "additionalProperties": False,
-}
-PERSON: Json = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 10},
-        "age": {"type": "integer", "minimum": 0, "maximum": 150},
-        "tags": {"type": "array", "items": {"enum": ["a", "b", "c"]}, "maxItems": 3},
-        "home": HOME,
-    },
-    "required": ["name", "age", "tags", "home"],
-    "additionalProperties": False,
-}
 TOOL: Any = {"type": "function", "name": "get_weather", "parameters": CITY}
 NESTED: Any = {"type": "function", "function": {"name": "get_weather", "parameters": CITY}}
 
