@@ -353,6 +353,14 @@ def for_all(messages: list[Message]) -> list[Message]:
     return given
 
 
+def described(tools: Tools) -> Tools:
+    """Some templates take it for granted that a function has a description. None for no tools."""
+    return [
+        tool | {"function": tool["function"] | {"description": tool["function"].get("description", "")}}
+        for tool in tools or []
+    ] or None
+
+
 # --- the template -------------------------------------------------------------------------------------------
 
 
@@ -422,6 +430,8 @@ class ChatTemplate:
         turns = (PROBE_TURN, calls_apart(PROBE_TURN))
         whole, apart = (self._shows(turn, tools, PROBE, SECOND) for turn in turns)
         self.takes_turns = whole or not apart
+        late = [USER, {"role": "assistant", "content": "Hello"}, {"role": "system", "content": PROBE}, USER]
+        self.takes_late_system = self._shows(late, None, PROBE)
 
     @classmethod
     def load(cls, directory: Path) -> "ChatTemplate":
@@ -449,7 +459,7 @@ class ChatTemplate:
     def render(self, messages: list[Message], tools: Tools, now: datetime, /, **kwargs: Any) -> str:
         """The prompt, up to where the assistant begins; kwargs are the template's own: `enable_thinking`, ...
 
-        Raises BadInput where the template refuses: roles that do not alternate, a late system message, ...
+        Raises BadInput where the template refuses: roles that do not alternate, ...
         """
         if not self.takes_tools:
             messages, tools = tools_as_text(messages, tools), None
@@ -457,11 +467,13 @@ class ChatTemplate:
             messages = calls_apart(messages)
         if not self.takes_system:
             messages = system_as_text(messages)
+        elif not self.takes_late_system:
+            messages = [*messages[:1], *system_as_text(messages[1:])]
         return self._filled(messages, tools, now, kwargs)
 
     def _filled(self, messages: list[Message], tools: Tools, now: datetime, kwargs: dict[str, Any]) -> str:
         template = self._tool_template if tools else self._template
-        given = {"messages": for_all(messages), "tools": tools or None, "add_generation_prompt": True}
+        given = {"messages": for_all(messages), "tools": described(tools), "add_generation_prompt": True}
         try:
             return template.render({**self._tokens, **kwargs, **given, "strftime_now": now.strftime})
         except Exception as error:  # whatever a template raises, it raises over these messages
