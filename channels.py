@@ -2,25 +2,25 @@
 
     Piece --Parser.feed()--> [Delta | Call | Arguments | Close, ...] --Parser.close()--> the rest
 
-Authority: the chat templates of the models (`<think>` of Qwen3, DeepSeek-R1, SmolLM3; `<tool_call>` of
-Hermes and Qwen).
+Authority: the chat templates of the models; what each family writes is a row of dialects.py.
 
 Rules of this file:
 1. Every piece is seen, one after another: how many tokens an engine step held cannot be seen from outside.
 2. A marker that is one token of the vocabulary is matched as that token, so text that merely spells it
    opens nothing. Only where the vocabulary has no such token is the marker looked for in the text.
-3. What may still become a marker or a stop string is held, no more; it leaves by the same path as the rest.
-4. Newlines beside a marker are the template's, not the model's, and are dropped with it.
+3. What may still become a marker, a stop string, a call or a header is held, no more; it leaves by the same
+   path as the rest.
+4. Where the dialect trims, newlines beside a marker are the template's, not the model's, and go with it.
 5. Stop strings are looked for where the markers are gone, in what the user reads, never in reasoning.
-6. Malformed output is text. Nothing here raises on what a model says.
+6. Malformed output is text, a header of its message is not. Nothing here raises on what a model says.
 
-Not here: token ids (tokenizer.py), item and call ids (responses.py), when generation stops (worker.py).
+Not here: the markers (dialects.py), how a call is written between them (calls.py), token ids (tokenizer.py),
+item and call ids (responses.py), when generation stops (worker.py).
 """
 
-import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import takewhile
-from typing import Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 # --- vocabulary ---------------------------------------------------------------------------------------------
 
@@ -95,48 +95,69 @@ class Finish(NamedTuple):
     code: str = "server_error"
 
 
-# --- markers ------------------------------------------------------------------------------------------------
+# --- dialects -----------------------------------------------------------------------------------------------
 
-State = Literal["analysis", "commentary", "final", "call"]
+# Where the parser stands: in what is said, or before it. In "between" a message may begin; in "role" one has,
+# in "header" it has gone on; its content has not begun.
+State = Literal["analysis", "commentary", "final", "call", "between", "role", "header", "end"]
+Next = State | Literal["content"]  # of this kind the header says which: a channel, or a call
 
-# fmt: off
-#  (state now,   marker seen)        state next
-TRANSITIONS: dict[tuple[State, str], State] = {
-    ("final",    "<think>"):         "analysis",
-    ("analysis", "<think>"):         "analysis",
-    ("analysis", "</think>"):        "final",
-    ("final",    "</think>"):        "final",     # a stray one is markup all the same
-    ("final",    "<tool_call>"):     "call",
-    ("analysis", "<tool_call>"):     "call",      # it ends the reasoning: vllm-project/vllm#43221
-    ("call",     "<tool_call>"):     "call",      # the call before it was never closed
-    ("call",     "</tool_call>"):    "final",
-    ("call",     "<think>"):         "analysis",  # nor was this one
-    ("call",     "</think>"):        "final",
-    ("final",    "</tool_call>"):    "final",
-    ("analysis", "</tool_call>"):    "analysis",
-}
-# fmt: on
-
-REASONING_MARKERS = ("<think>", "</think>")
-TOOL_MARKERS = ("<tool_call>", "</tool_call>")
+Schemas = Mapping[str, Mapping[str, Any]]  # of the arguments of the functions offered, by name
 
 
-def dialect(added: Collection[str], template: str, tools: bool) -> dict[str, bool]:
-    """The markers this model may write in this response, each with: is it a single token of the vocabulary?
+class Body(Protocol):
+    """Reads what a call is written as between its markers."""
 
-    A model is taken to write the markers that its vocabulary or its chat template knows; calls only when it
-    was offered tools.
-    """
-    known = [m for m in REASONING_MARKERS if m in added or m in template]
-    return {m: m in added for m in (*known, *(TOOL_MARKERS if tools else ()))}
+    @property
+    def called(self) -> bool: ...  # the name has been said: it is a call now, whatever follows
+
+    @property
+    def malformed(self) -> bool: ...  # it will never be one
+
+    @property
+    def in_string(self) -> bool: ...  # of JSON, where a marker of reasoning is an argument's text
+
+    def feed(self, piece: Piece) -> Iterator[Output]:
+        """More of it; a marker that the dialect has no row for comes here too."""
+
+    def end(self) -> Iterator[Output]:
+        """The model is done with it."""
 
 
-def opening_state(prompt: str, markers: Mapping[str, bool]) -> State:
-    """The state in which generation begins: some templates open the reasoning themselves.
+class Forms(NamedTuple):
+    """How it is all written, for grammars: TEXT, NAME and ARGUMENTS stand for what is said."""
 
-    The prompt's tail decides, never text further up: https://github.com/vllm-project/vllm/pull/34779
-    """
-    return "analysis" if "<think>" in markers and prompt.rstrip().endswith("<think>") else "final"
+    thought: tuple[str, str]  # around the reasoning
+    text: str  # the answer
+    before: str | None  # text before calls; None: there is none
+    call: str
+    more: str | None  # between two calls; None: one is all
+    calls: tuple[str, str] = ("", "")  # around all calls
+    arguments: Literal["json", "xml"] = "json"
+
+
+class Dialect(NamedTuple):
+    """How a family of models marks what it says."""
+
+    known_by: tuple[str, ...]  # what its chat templates hold, all of these
+    transitions: Mapping[tuple[State | Literal["any"], str], Next]
+    body: Callable[[Schemas], Body]
+    forms: Forms
+    header: Callable[[str], tuple[State, Body | None]] | None = None  # what follows this header
+    start: State = "final"  # where an answer begins, unless the prompt ends with a marker
+    reasoning: tuple[str, ...] = ()  # markers that not all models of the family know
+    calls: tuple[str, ...] = ()  # markers that are used only where tools are offered
+    closing: str = ""  # the one that ends a call; of a malformed call it is text too
+    trims: bool = True  # newlines beside markers are the template's
+    tokens: frozenset[str] = frozenset()  # the markers that are one token of the vocabulary
+
+    @property
+    def markers(self) -> frozenset[str]:
+        return frozenset(marker for _, marker in self.transitions)
+
+    def next(self, state: State, marker: str) -> Next | None:
+        """Where the marker leads; None: it means nothing here."""
+        return self.transitions.get((state, marker), self.transitions.get(("any", marker)))
 
 
 # --- finding strings in text that arrives in pieces ---------------------------------------------------------
@@ -193,161 +214,46 @@ class Finder:
             yield head
 
 
-# --- Hermes calls -------------------------------------------------------------------------------------------
-
-
-KEYS = {"name": "name", "arguments": "arguments", "parameters": "arguments"}  # Llama 3's word
-
-
-class CallScanner:
-    """`{"name": NAME, "arguments": VALUE}` by character: NAME announces the call, VALUE leaves as written.
-
-    Nothing is completed or repaired, so what was sent never has to be taken back:
-    https://github.com/vllm-project/vllm/issues/10395
-    """
-
-    def __init__(self) -> None:
-        self.raw: list[str] = []  # the body so far, should it turn out to be no call
-        self.name: str | None = None
-        self.malformed = False
-        self._expect: Literal["open", "key", "colon", "value", "end"] = "open"
-        self._key = ""  # the one being read, as KEYS has it
-        self._seen: set[str] = set()  # keys: of two that are the same the first counts, for it has left
-        self._value: list[str] = []  # of the member being read, and of arguments that come before the name
-        self._arguments: str | None = None  # complete arguments that wait for the name
-        self._sent = False  # some arguments have left
-        self._depth = 0  # of brackets inside the value
-        self.in_string = self._escaped = False
-
-    def feed(self, text: str) -> Iterator[Call | Arguments]:
-        self.raw.append(text)
-        for char in text:
-            yield from self._char(char)
-        yield from self._stream()
-
-    def _char(self, c: str) -> Iterator[Call | Arguments]:
-        if self.in_string or (self._expect == "value" and self._value):
-            bare = not self.in_string and not self._depth  # a number, true, false, null
-            if bare and (c in ",}" or c.isspace()):
-                yield from self._member()
-                yield from self._char(c)
-            else:
-                yield from self._inside(c)
-        elif self.malformed or c.isspace() or self._expect == "end":
-            pass  # what follows the object is dropped: it was a call already
-        elif self._expect in ("key", "value") and (self._expect == "value" or c == '"'):
-            yield from self._inside(c)
-        elif (self._expect, c) == ("open", "{"):
-            self._expect = "key"
-        elif (self._expect, c) == ("colon", ":"):
-            self._expect = "value"
-        elif (self._expect, c) == ("key", "}"):
-            yield from self._end()
-        elif (self._expect, c) != ("key", ","):
-            self.malformed = True
-
-    def _inside(self, c: str) -> Iterator[Call | Arguments]:
-        """A character of a key or a value."""
-        self._value.append(c)
-        if self.in_string:
-            self.in_string = self._escaped or c != '"'
-            self._escaped = c == "\\" and not self._escaped
-            closed = not self.in_string
-        else:
-            self.in_string = c == '"'
-            self._depth += (c in "{[") - (c in "}]")
-            closed = c in "}]"
-        if closed and self._depth <= 0:
-            yield from self._member()
-
-    def _member(self) -> Iterator[Call | Arguments]:
-        """A key or a value is complete."""
-        is_key, streams = self._expect == "key", self._streams()
-        written = "" if streams else "".join(self._value)
-        if streams:
-            yield from self._stream()
-        self._value, self._depth = [], 0
-        self._expect = "colon" if is_key else "key"
-        if is_key:
-            key = KEYS.get(_string(written) or "", "")
-            self._key = "" if key in self._seen else key
-            self._seen.add(key)
-        elif self._key == "name":
-            self.name = _string(written) or None
-            self.malformed = self.name is None
-            if self.name is not None:
-                yield Call(self.name)
-                yield from self._late()
-        elif self._key == "arguments" and written:
-            text = _string(written)  # some models write the object into a string
-            self._arguments = "{}" if written == "null" else written if text is None else text
-            yield from self._late()
-
-    def _late(self) -> Iterator[Call | Arguments]:
-        """Arguments that could not be streamed: they came before the name, or as a string."""
-        if self.name is not None and self._arguments is not None:
-            self._sent = True
-            yield Arguments(self._arguments)
-            self._arguments = None
-
-    def _streams(self) -> bool:
-        """Is an object being read that can leave as it comes?"""
-        here = self._expect == "value" and self._key == "arguments" and self.name is not None
-        return here and (self._sent or self._value[:1] == ["{"])
-
-    def _stream(self) -> Iterator[Call | Arguments]:
-        if self._streams() and (text := "".join(self._value)):
-            self._sent = True
-            self._value = [""]  # not empty: the value goes on
-            yield Arguments(text)
-
-    def _end(self) -> Iterator[Call | Arguments]:
-        self._expect = "end"
-        self.malformed = self.name is None
-        if self.name is not None and not self._sent:
-            yield Arguments("{}")
-
-
-def _string(written: str) -> str | None:
-    """The value of a JSON string literal, None if it is none, or no text: "\\ud800" is half a character."""
-    try:
-        value = json.loads(written, strict=False)
-        return value if isinstance(value, str) and value.encode() else None
-    except (ValueError, RecursionError):
-        return None
-
-
 # --- the parser ---------------------------------------------------------------------------------------------
+
+
+UNSAID = ("between", "role", "header")
 
 
 class Parser:
     """Pieces of one response to what they mean.
 
-    `markers` is what dialect() found; `state` what opening_state() found; `after_marker` says that the prompt
-    ends with a marker, so that leading newlines belong to it. `one_call` ends the response behind the first
-    call (parallel_tool_calls=false). `stopped` turns True when a stop string or the one call is complete:
-    what is fed afterwards is dropped.
+    `state` and `after_marker` are what dialects.opening() found. `schemas` are of the functions offered.
+    `one_call` ends the response behind the first call (parallel_tool_calls=false). `stopped` turns True when
+    a stop string, the one call or the turn is complete: what is fed afterwards is dropped.
     """
 
     def __init__(
         self,
-        markers: Mapping[str, bool],
+        dialect: Dialect,
         state: State = "final",
         after_marker: bool = False,
         stop: Collection[str] = (),
         one_call: bool = False,
+        schemas: Schemas | None = None,
     ) -> None:
         self.state: State = state
         self.stopped = False
-        self._tokens = {m for m, is_token in markers.items() if is_token}
-        self._finder = Finder([m for m, is_token in markers.items() if not is_token])
+        self._dialect = dialect
+        self._schemas = schemas or {}
+        self._finder = Finder(dialect.markers - dialect.tokens)
         self._stop = Finder(stop)
         self._one_call = one_call
-        self._leading = after_marker or state == "analysis"  # newlines that come now are a marker's
+        self._leading = dialect.trims and (
+            after_marker or state == "analysis"
+        )  # newlines that come now are a marker's
         self._visible = False  # this run of text has shown something
         self._blank: list[Piece] = []  # whitespace that is dropped if a marker follows
         self._open: Literal["", "text", "call"] = ""  # what a Close would end
-        self._call = CallScanner()
+        self._header: list[Piece] = []  # of the message to come; in "between" it may turn out to be text
+        self._body = dialect.body(self._schemas)
+        self._opened_by = ""  # the marker of the call; some calls at the very beginning have none
+        self._raw: list[str] = []  # the body so far, should it turn out to be no call
         self._origin: State = "final"  # where a malformed call returns to
         self._fallen = False  # in the rest of a malformed call, whose closing marker is text too
 
@@ -367,7 +273,7 @@ class Parser:
         return kept
 
     def _feed(self, piece: Piece) -> Iterator[Output]:
-        if piece.special in self._tokens:
+        if piece.special in self._dialect.tokens:
             yield from self._flush_finder()
             yield from self._marker(piece.special)
         elif piece.text:
@@ -380,48 +286,107 @@ class Parser:
 
     def _close(self, cut: bool) -> Iterator[Output]:
         yield from self._flush_finder()
-        if self.state == "call" and not cut:
-            yield from self._not_a_call()
+        yield from self._lost_header(cut)
+        if self.state == "call" and not (cut and self._opened_by):
+            yield from self._end_call()
         if self.state != "call":
             yield from self._flush_stop()
             yield from self._deltas(self._blank)
 
+    # --- markers
+
     def _marker(self, marker: str) -> Iterator[Output]:
-        if self.state == "call" and self._call.in_string and marker in REASONING_MARKERS:
-            yield from self._text(Piece(marker))  # an argument about markers
-            return
+        if self._dialect.next(self.state, marker) not in ("header", "content"):
+            yield from self._lost_header(cut=False)
         if self.state == "call":
-            yield from self._not_a_call()
-        if self._fallen and marker == "</tool_call>":
+            quoted = self._body.in_string and marker in self._dialect.reasoning  # an argument about markers
+            if quoted or not self._dialect.next(self.state, marker):
+                yield from self._to_body(Piece(marker, marker))
+                return
+            yield from self._end_call()
+        if self._fallen and marker == self._dialect.closing:
             yield from self._text(Piece(marker))
             self._fallen = False
             return
         yield from self._flush_stop()
-        following = TRANSITIONS[self.state, marker]
-        if self.state == "call" or following != "call":  # before a call it is too early: it may be none
+        following = self._dialect.next(self.state, marker) or self.state
+        is_opening = following == "call" and marker in self._dialect.calls
+        if self.state == "call" or not is_opening:  # before a call it is too early: it may be none
             if self._open:
                 yield Close()
-            self._open, self._blank, self._visible, self._leading = "", [], False, True
-        if following == "call":
-            self._origin = "final" if self.state == "call" else self.state
-            self._call = CallScanner()
-        self.state, self._fallen = following, False
+            self._open, self._blank, self._visible, self._leading = "", [], False, self._dialect.trims
+        self._fallen = False
+        if following == "content":
+            yield from self._content()
+        else:
+            self._enter(following, marker)
+
+    def _enter(self, state: State, marker: str) -> None:
+        if state == "call":
+            marked = marker in self._dialect.calls
+            self._origin = self.state if marked and self.state != "call" else "final"
+            self._opened_by = marker if marked else ""
+            self._body, self._raw = self._dialect.body(self._schemas), []
+        elif state == "header":
+            self._header.append(Piece(" "))  # the marker keeps the words beside it apart
+        self.state, self.stopped = state, self.stopped or state == "end"
+
+    def _content(self) -> Iterator[Output]:
+        """The header is complete, and says what its message is."""
+        header = "".join(piece.text for piece in self._header)
+        self._header = []
+        assert self._dialect.header
+        self.state, body = self._dialect.header(header)
+        if body:
+            self._body, self._opened_by = body, header
+            yield from self._to_body(Piece(""))  # the name leaves
+
+    def _lost_header(self, cut: bool) -> Iterator[Output]:
+        """A header without content: a recipient is called without arguments, stray text between two messages
+        is text, all else is markup.
+        """
+        if self.state not in UNSAID:
+            return
+        if self.state != "between":
+            if not cut:
+                yield from self._content()
+            return
+        stray, self._header, self.state = self._header, [], "final"
+        if any(piece.text.strip() for piece in stray):
+            for piece in stray:
+                yield from self._text(piece)
+
+    # --- text
 
     def _text(self, piece: Piece) -> Iterator[Output]:
         if self.state == "call":
-            for output in self._call.feed(piece.text):
-                self._open, self._blank = "call", []
-                yield output
-            if self._call.malformed:
-                yield from self._not_a_call()
+            yield from self._to_body(piece)
+        elif self.state in UNSAID:
+            self._header.append(piece)
         elif rest := self._without_leading(piece):
             yield from self._shown(rest) if self.state == "analysis" else self._read(rest)
 
+    def _to_body(self, piece: Piece) -> Iterator[Output]:
+        if not self._body.called:
+            self._raw.append(piece.text)
+        yield from self._calling(self._body.feed(piece))
+        if self._body.malformed:
+            yield from self._not_a_call()
+
+    def _end_call(self) -> Iterator[Output]:
+        yield from self._calling(self._body.end())
+        yield from self._not_a_call()
+
+    def _calling(self, outputs: Iterator[Output]) -> Iterator[Output]:
+        for output in outputs:
+            self._open, self._blank = "call", []
+            yield output
+
     def _not_a_call(self) -> Iterator[Output]:
         """A body that announced no call is text, markers and all, on the channel it came from."""
-        if self._open != "call":
-            self.state, self._leading, self._fallen = self._origin, False, True
-            yield from self._text(Piece("<tool_call>" + "".join(self._call.raw)))
+        if not self._body.called:
+            self.state, self._fallen = self._origin, True
+            yield from self._text(Piece(self._opened_by + "".join(self._raw)))
 
     def _without_leading(self, piece: Piece) -> Piece | None:
         if self._leading:
@@ -445,6 +410,9 @@ class Parser:
 
     def _shown(self, piece: Piece) -> Iterator[Output]:
         """Hold what may stand before a marker: newlines behind text, any whitespace before it."""
+        if not self._dialect.trims:
+            yield from self._deltas([piece])
+            return
         solid = piece.text.rstrip("\n") if self._visible or piece.text.strip() else ""
         if not solid:
             self._blank.append(piece)

@@ -11,7 +11,8 @@ Rules of this file:
 1. One assembler for both APIs: the reasoning, text and calls of one turn of the assistant are one message.
 2. Instructions and the system and developer messages behind them are one system message; later ones stay.
 3. Content that the model cannot read is refused, by the name of its place in the request, and never left out.
-4. A template that ignores tools or system messages gets them as text; whether it does is found out by trying.
+4. A template that ignores tools or system messages gets them as text, one that cannot show a turn of text and
+   several calls gets a message for each; what it takes is found out by trying.
 
 Not here: the checks of `tools` (params.py), what the model says in answer (channels.py).
 """
@@ -263,7 +264,7 @@ def from_chat(messages: list[Any]) -> list[Message]:
     return talk.messages
 
 
-# --- templates that ignore tools or system messages ---------------------------------------------------------
+# --- templates that take less -------------------------------------------------------------------------------
 
 _dumps = partial(json.dumps, ensure_ascii=False)
 
@@ -316,6 +317,50 @@ def system_as_text(messages: list[Message]) -> list[Message]:
     return told.messages
 
 
+def calls_apart(messages: list[Message]) -> list[Message]:
+    """The text of a turn, then each of its calls with its result, as messages of their own."""
+    results = {message["tool_call_id"]: message for message in messages if message["role"] == "tool"}
+    apart: list[Message] = []
+    for message in messages:
+        calls = message.get("tool_calls", [])
+        if not calls and message["role"] != "tool":
+            apart.append(message)
+        elif calls and message["content"]:
+            apart.append({"role": "assistant", "content": message["content"]})
+        thought = {k: v for k, v in message.items() if k == "reasoning_content"}
+        for call in calls:
+            apart.append({"role": "assistant", "content": "", "tool_calls": [call]} | thought)
+            apart += [results[call["id"]]] if call["id"] in results else []
+            thought = {}
+    return apart
+
+
+def for_all(messages: list[Message]) -> list[Message]:
+    """As every template takes them: gpt-oss's has another name for reasoning, Mistral's want call ids of nine
+    letters and digits.
+    """
+    calls = [call["id"] for message in messages for call in message.get("tool_calls", [])]
+    ids = {call_id: f"call{n:05}" for n, call_id in enumerate(dict.fromkeys(calls))}
+    given = []
+    for message in messages:
+        given.append({**message})
+        if "reasoning_content" in message:
+            given[-1]["thinking"] = message["reasoning_content"]
+        if "tool_calls" in message:
+            given[-1]["tool_calls"] = [call | {"id": ids[call["id"]]} for call in message["tool_calls"]]
+        if "tool_call_id" in message:
+            given[-1]["tool_call_id"] = ids[message["tool_call_id"]]
+    return given
+
+
+def described(tools: Tools) -> Tools:
+    """Some templates take it for granted that a function has a description. None for no tools."""
+    return [
+        tool | {"function": tool["function"] | {"description": tool["function"].get("description", "")}}
+        for tool in tools or []
+    ] or None
+
+
 # --- the template -------------------------------------------------------------------------------------------
 
 
@@ -344,8 +389,22 @@ ENVIRONMENT = jinja2.sandbox.ImmutableSandboxedEnvironment(
 ENVIRONMENT.filters["tojson"] = _dumps  # Jinja's own escapes < and > for HTML
 ENVIRONMENT.globals["raise_exception"] = _raise_exception
 
-PROBE = "probe_4711"  # in no template
+# fmt: off
+PROBE, SECOND = "probe_4711", "probe_4712"  # in no template
+USER = {"role": "user", "content": "Hi"}
 PROBE_TOOL = {"name": PROBE, "description": PROBE, "parameters": {"type": "object", "properties": {}}}
+PROBE_CALLS = [
+    {"id": name, "type": "function", "function": {"name": name, "arguments": {}}}
+    for name in ("first", SECOND)
+]
+PROBE_TURN: list[Message] = [
+    USER,
+    {"role": "assistant", "content": PROBE, "reasoning_content": "Hm.", "tool_calls": PROBE_CALLS},
+    *({"role": "tool", "tool_call_id": call["id"], "name": "f", "content": "1"} for call in PROBE_CALLS),
+    {"role": "assistant", "content": "Hello"},
+    USER,
+]
+# fmt: on
 
 
 def _spelling(token: Any) -> Any:
@@ -365,9 +424,14 @@ class ChatTemplate:
             self._tool_template = ENVIRONMENT.from_string(tool_source or source)
         except jinja2.TemplateError as error:
             raise BadTemplate(f"the chat template is no Jinja template: {error}") from error
-        user = {"role": "user", "content": "Hi"}
-        self.takes_tools = self._shows_probe([user], [{"type": "function", "function": PROBE_TOOL}])
-        self.takes_system = self._shows_probe([{"role": "system", "content": PROBE}, user], None)
+        tools = [{"type": "function", "function": PROBE_TOOL}]
+        self.takes_tools = self._shows([USER], tools, PROBE)
+        self.takes_system = self._shows([{"role": "system", "content": PROBE}, USER], None, PROBE)
+        turns = (PROBE_TURN, calls_apart(PROBE_TURN))
+        whole, apart = (self._shows(turn, tools, PROBE, SECOND) for turn in turns)
+        self.takes_turns = whole or not apart
+        late = [USER, {"role": "assistant", "content": "Hello"}, {"role": "system", "content": PROBE}, USER]
+        self.takes_late_system = self._shows(late, None, PROBE)
 
     @classmethod
     def load(cls, directory: Path) -> "ChatTemplate":
@@ -395,25 +459,30 @@ class ChatTemplate:
     def render(self, messages: list[Message], tools: Tools, now: datetime, /, **kwargs: Any) -> str:
         """The prompt, up to where the assistant begins; kwargs are the template's own: `enable_thinking`, ...
 
-        Raises BadInput where the template refuses: roles that do not alternate, a late system message, ...
+        Raises BadInput where the template refuses: roles that do not alternate, ...
         """
         if not self.takes_tools:
             messages, tools = tools_as_text(messages, tools), None
+        elif not self.takes_turns:
+            messages = calls_apart(messages)
         if not self.takes_system:
             messages = system_as_text(messages)
+        elif not self.takes_late_system:
+            messages = [*messages[:1], *system_as_text(messages[1:])]
         return self._filled(messages, tools, now, kwargs)
 
     def _filled(self, messages: list[Message], tools: Tools, now: datetime, kwargs: dict[str, Any]) -> str:
         template = self._tool_template if tools else self._template
-        given = {"messages": messages, "tools": tools or None, "add_generation_prompt": True}
+        given = {"messages": for_all(messages), "tools": described(tools), "add_generation_prompt": True}
         try:
             return template.render({**self._tokens, **kwargs, **given, "strftime_now": now.strftime})
         except Exception as error:  # whatever a template raises, it raises over these messages
             message = f"The model's chat template refuses these messages: {error}"
             raise BadInput(message, None, "invalid_prompt") from error
 
-    def _shows_probe(self, messages: list[Message], tools: Tools) -> bool:
+    def _shows(self, messages: list[Message], tools: Tools, *words: str) -> bool:
         try:
-            return PROBE in self._filled(messages, tools, datetime(2000, 1, 1), {})
+            prompt = self._filled(messages, tools, datetime(2000, 1, 1), {})
         except BadInput:
             return False
+        return all(word in prompt for word in words)

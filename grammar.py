@@ -7,13 +7,15 @@ https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md for the langu
 
 Rules of this file:
 1. Reasoning comes first and is free: what is demanded holds for what follows it (vllm-project/vllm#44012).
-2. The markers are those of channels.py: what is demanded here is what the parser finds there.
+2. What is demanded is written in the forms of the dialect (dialects.py): it is what the parser finds there.
 3. A schema that cannot be enforced is refused before anything runs.
 
 Not here: which request demands what (params.py), choosing among the tokens (model.py).
 """
 
+import itertools
 import json
+import re
 from collections.abc import Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -24,6 +26,8 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 from numpy.typing import NDArray
 
+import calls
+from channels import Dialect
 from params import Demand
 
 
@@ -42,50 +46,141 @@ LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator":
 # The prompt has begun it; the model may begin it; the prompt has ended it.
 Thinking = Literal["open", "possible", "over"]
 
-STARTS = {"open": "thought NEWLINES body", "possible": "think? body", "over": "body"}
+
+class _Writer:
+    """Writes one grammar: its rules, as `name: rule`."""
+
+    def __init__(self, dialect: Dialect, added: Mapping[str, int]) -> None:
+        self.dialect = dialect
+        self.rules = {"NEWLINES: ": r"/\n*/", "ANY: ": "/(?s:.*)/"}
+        self._added = added
+
+    def rule(self, name: str, *alternatives: str) -> str:
+        self.rules[f"{name}: "] = " | ".join(alternatives)
+        return name
+
+    def sequence(self, form: str, **places: str) -> str:
+        """A form of the dialect: its markers, the text between them, and what the places stand for."""
+        cuts = sorted([*self.dialect.markers, *places], key=len, reverse=True)
+        parts = [part for part in re.split("(" + "|".join(map(re.escape, cuts)) + ")", form) if part]
+        spelled = self.dialect.markers - self.dialect.tokens
+        written, behind = list[str](), ""
+        for part, following in itertools.pairwise([*parts, ""]):
+            if places.get(part) == "ANY" and following in spelled:
+                written.append(self.lazy("(?s:.*)", following))
+            elif not (places.get(behind) == "ANY" and part in spelled):
+                written.append(places.get(part) or self._literal(part))
+            behind = part
+        return " ".join(written)
+
+    def lazy(self, regex: str, end: str) -> str:
+        """What the regex matches, up to the first such end, and the end."""
+        name = f"lazy_{len(self.rules)}"
+        self.rules[f"{name}[suffix={json.dumps(end)}]: "] = f"/{regex}/"
+        return name
+
+    def _literal(self, part: str) -> str:
+        if part in self.dialect.tokens:
+            return f"<[{self._added[part]}]>"
+        # The lexer takes the longest lexeme: a "{" that may as well begin other JSON stands alone.
+        texts = ["{", part[1:]] if part.startswith("{") else [part]
+        return " ".join(map(json.dumps, texts))
+
+    def __str__(self) -> str:
+        return "\n".join(name + rule for name, rule in self.rules.items())
 
 
-def lark(demand: Demand, markers: Mapping[str, bool], thinking: Thinking) -> str:
-    """The grammar of an answer; `markers` are those of channels.dialect()."""
-    rules = {"NEWLINES": r"/\n*/", "ANY": "/(?s:.*)/", "PLAIN": "ANY & ~/(?s:.*<tool_call>.*)/"}
-    rules["start"] = STARTS[thinking if "<think>" in markers else "over"]
-    if "<think>" in markers:
-        rules |= _up_to("thought", "</think>", markers)
-        rules["think"] = f"{_literal('<think>', markers)} thought NEWLINES"
-    rules["text"] = "PLAIN" if demand.schema is None else _json(demand.schema)
-    rules |= {"body": "text"} if demand.calls == "none" else _calls(demand, markers)
-    return "\n".join(f"{name}: {rule}" if ":" not in name else name + rule for name, rule in rules.items())
+def lark(demand: Demand, dialect: Dialect, added: Mapping[str, int], thinking: Thinking) -> str:
+    """The grammar of an answer; `added` has the ids of the dialect's tokens."""
+    writer, forms = _Writer(dialect, added), dialect.forms
+    newlines = "NEWLINES" if dialect.trims else ""
+    opening, ending = forms.thought
+    if thinking == "open":
+        thought = writer.sequence("THOUGHT" + ending, THOUGHT="ANY") + " " + newlines
+    elif thinking == "possible" and set(dialect.reasoning) <= dialect.markers:
+        thought = "(" + writer.sequence(f"{opening}THOUGHT{ending}", THOUGHT="ANY") + f" {newlines})?"
+    else:
+        thought = ""
+    writer.rule("start", f"{thought} body")
+    content = _plain(writer) if demand.schema is None else writer.rule("json", _json(demand.schema))
+    text = writer.rule("text", writer.sequence(forms.text, TEXT=content))
+    if demand.calls == "none":
+        writer.rule("body", text)
+    else:
+        _calls(writer, demand)
+    return str(writer)
 
 
-def _calls(demand: Demand, markers: Mapping[str, bool]) -> dict[str, str]:
-    """One call or several, as Hermes writes them."""
-    opening, closing = _literal("<tool_call>", markers), _literal("</tool_call>", markers)
-    rules = {"call": rf'{opening} "\n" object "\n" {closing}'}
-    rules["object"] = " | ".join(f"function_{i}" for i in range(len(demand.functions)))
+def _plain(writer: _Writer) -> str:
+    """Text in which the parser finds nothing else."""
+    dialect, forms = writer.dialect, writer.dialect.forms
+    spelled = dialect.markers - dialect.tokens - set(dialect.reasoning)  # reasoning is free
+    if forms.before == "TEXT":  # what ends the text begins a call, token or not
+        spelled |= {m for m in dialect.markers if (forms.calls[0] + forms.call).startswith(m)}
+    if spelled:
+        writer.rule("SPELLED", f"/(?s:.*)({'|'.join(map(_escaped, sorted(spelled)))})(?s:.*)/")
+    not_these = [*(["~SPELLED"] if spelled else []), *([BARE] if dialect.start == "call" else [])]
+    return writer.rule("PLAIN", " & ".join(["ANY", *not_these]))
+
+
+BARE = r"~/\s*[\[{](?s:.*)/"  # a call without a marker
+
+
+def _escaped(text: str) -> str:
+    return re.escape(text).replace("/", r"\/")
+
+
+def _calls(writer: _Writer, demand: Demand) -> None:
+    """One call or several, and what may stand before them, or instead."""
+    forms, places = writer.dialect.forms, []
     for i, (name, schema) in enumerate(demand.functions):
-        head = json.dumps(f'{{"name": "{name}", "arguments": ')
-        rules[f"arguments_{i}"] = _json(schema)
-        rules[f"function_{i}"] = f'{head} arguments_{i} "}}"'
-    more = "" if demand.one_call else r' ("\n" call)*'
+        arguments = _xml(writer, i, name, schema) if forms.arguments == "xml" else _json(schema)
+        places.append({"NAME": json.dumps(name), "ARGUMENTS": writer.rule(f"arguments_{i}", arguments)})
+    opening, ending = forms.calls
+    writer.rule("call", *(writer.sequence(forms.call, **place) for place in places))
+    more = "" if demand.one_call or forms.more is None else f"({_optional(writer, forms.more)} call)*"
+    rest = f"{more} {_optional(writer, ending)}"
+    calls = f"{_optional(writer, opening)} call {rest}"
     if demand.calls == "required":
-        return rules | {"body": "call" + more}
-    if demand.schema is not None:
-        return rules | {"body": f"text | call{more}"}
-    # Text, then calls: the text ends where the first marker is complete.
-    first = {"first": rf'before "\n" object "\n" {closing}'}
-    return rules | first | _up_to("before", "<tool_call>", markers) | {"body": f"text | first{more}"}
+        writer.rule("body", calls)
+    elif demand.schema is not None or forms.before is None:
+        writer.rule("body", "text", calls)
+    else:
+        begun = f"{forms.before}{opening}{forms.call}"
+        first = writer.rule("first", *(writer.sequence(begun, TEXT="ANY", **place) for place in places))
+        writer.rule("body", "text", calls, f"{first} {rest}")
 
 
-def _up_to(name: str, marker: str, markers: Mapping[str, bool]) -> dict[str, str]:
-    """A rule for anything up to the first such marker, and the marker."""
-    if markers[marker]:
-        return {name: f"ANY {_literal(marker, markers)}"}
-    return {f"{name}[suffix={json.dumps(marker)}]: ": "/(?s:.*)/"}
+def _optional(writer: _Writer, form: str) -> str:
+    return writer.sequence(form) if form else ""
 
 
-def _literal(marker: str, markers: Mapping[str, bool]) -> str:
-    """A marker that is one token is written as it is, another as a string."""
-    return marker if markers[marker] else json.dumps(marker)
+# What is known to hold of a text in which nothing is quoted.
+XML_STRINGS = {"type", "enum", "minLength", "maxLength", "title", "description", "default", "examples"}
+
+
+def _xml(writer: _Writer, number: int, function: str, schema: Mapping[str, Any]) -> str:
+    """The parameters in the order of the schema, those that are not required or not."""
+    parameters = []
+    for i, (name, inner) in enumerate(schema.get("properties", {}).items()):
+        value = writer.rule(f"value_{number}_{i}", _xml_value(writer, function, schema, name, inner))
+        written = f"{json.dumps(f'<parameter={name}>')} {value}"
+        parameters.append(written if name in schema.get("required", ()) else f"({written})?")
+    return " ".join(parameters) or '""'
+
+
+def _xml_value(writer: _Writer, function: str, root: Mapping[str, Any], name: str, schema: Any) -> str:
+    """A string is bare, all else is JSON; newlines around it."""
+    found, end = calls.kinds(root, name), "\n" + calls.VALUE_END + "\n"
+    if "string" not in found:
+        defined = {key: root[key] for key in ("$defs", "definitions") if key in root}
+        return f'"\\n" {writer.rule(f"json_{len(writer.rules)}", _json(schema | defined))} {json.dumps(end)}'
+    if found != {"string"} or not schema.keys() <= XML_STRINGS:
+        raise BadGrammar(f"'{name}' can be of an enum or a length, for strings are not quoted here", function)
+    if "enum" in schema:
+        return " | ".join(json.dumps(f"\n{value}{end}") for value in schema["enum"])
+    low, high = schema.get("minLength", 0), schema.get("maxLength", "")
+    return f'"\\n" {writer.lazy(f"(?s:.{{{low},{high}}})", end)}'
 
 
 def _json(schema: Mapping[str, Any]) -> str:
@@ -150,7 +245,7 @@ def _goes_round(root: dict[str, Any]) -> bool:
         """The schemas that must hold at the same place."""
         if not isinstance(schema, dict):
             return []
-        same = [_target(root, schema["$ref"])] if isinstance(schema.get("$ref"), str) else []
+        same = [calls.target(root, schema["$ref"])] if isinstance(schema.get("$ref"), str) else []
         for name in ("allOf", "anyOf", "oneOf"):
             alternatives = schema.get(name)
             if isinstance(alternatives, list) and (name == "allOf" or len(alternatives) == 1):
@@ -168,12 +263,3 @@ def _goes_round(root: dict[str, Any]) -> bool:
     except CycleError:
         return True
     return False
-
-
-def _target(root: dict[str, Any], ref: str) -> Any:
-    """What a local $ref points to, None for others: https://www.rfc-editor.org/rfc/rfc6901"""
-    node: Any = root
-    for part in ref.removeprefix("#").split("/")[1:]:
-        name = part.replace("~1", "/").replace("~0", "~")
-        node = node.get(name) if isinstance(node, dict) else None
-    return node if ref.startswith("#") else None

@@ -259,7 +259,18 @@ def template_kwargs(value: Any, path: str) -> dict[str, Any]:
 
 
 SUMMARIES = ("auto", "concise", "detailed")
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+# fmt: off
+#   effort     what the template of gpt-oss knows it as; others have a switch
+EFFORTS = {
+    "none":    "low",
+    "minimal": "low",
+    "low":     "low",
+    "medium":  "medium",
+    "high":    "high",
+    "xhigh":   "high",
+    "max":     "high",
+}
+# fmt: on
 INCLUDES = (  # openai.types.responses.ResponseIncludable
     "file_search_call.results",
     "web_search_call.results",
@@ -421,7 +432,8 @@ def request(
     echo: dict[str, Any],
 ) -> Request:
     """What both APIs have in common."""
-    thinking = {} if effort is None else {"enable_thinking": effort != "none"}
+    switches = {"enable_thinking": effort != "none", "reasoning_effort": EFFORTS.get(effort or "")}
+    thinking = {} if effort is None else switches
     choice = tool_choice(functions, values["tool_choice"])
     return Request(
         model=values["model"],

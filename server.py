@@ -45,6 +45,7 @@ from answers import STATUS, error_response, new_id
 from api import ALIAS, Api, encode_event, generation_defaults
 from background import Registry
 from chat import BadInput, ChatTemplate
+from dialects import DIALECTS
 from engine import Engine
 from grammar import Grammars
 from model import PAGE, NumpyOps
@@ -141,6 +142,7 @@ STORE = "SQLite file that keeps responses; in memory they are lost at exit"
 SECRET = "key of what clients keep for us: reasoning, compactions (default: another at each start)"
 KV_MEMORY = "memory for keys and values, such as 2G (default: a quarter of what is free)"
 SPECULATE = "tokens to draft from what was said before; 0: none"
+DIALECT = "how the model marks reasoning and calls (default: as its chat template says)"
 DEVICES = ("auto", "cuda", "cpu")  # auto: cuda where it is built, else cpu
 LEVELS = ("debug", "info", "warning", "error")
 
@@ -181,6 +183,7 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "max-batch":           (16,                   {"type": positive, "help": "sequences to run at once"}),
     "speculate":           (0,                    {"type": natural, "help": SPECULATE}),
     "served-model-name":   (None,                 {"metavar": "NAME", "action": "append", "help": NAME}),
+    "dialect":             (None,                 {"choices": tuple(DIALECTS), "help": DIALECT}),
     "api-key":             (None,                 {"metavar": "KEY", "help": KEY}),
     "no-done-line":        (False,                {"action": "store_true", "help": DONE_LINE}),
     "no-temporary":        (False,                {"action": "store_true", "help": TEMPORARY}),
@@ -262,7 +265,7 @@ def load(directory: Path, args: argparse.Namespace) -> LocalWorker:
     loaded = weights.read_weights(directory, config)
     n_pages = pool(NumpyOps.page_bytes(config), length, args.max_batch, args.kv_memory)
     ops = NumpyOps(config, loaded, length, n_pages, args.max_batch)
-    return LocalWorker(Engine(ops, args.speculate), tokenizer, template, grammars)
+    return LocalWorker(Engine(ops, args.speculate), tokenizer, template, grammars, args.dialect)
 
 
 def pool(page_bytes: int, length: int, max_batch: int, kv_memory: int | None) -> int:
@@ -380,6 +383,7 @@ def announce(
         "model": f"{names[0]} ({config.model_type}), {config.n_params / 1e6:.1f} M parameters",
         "memory": f"{weights_mb:.0f} MB of weights in float32, {per_token / 1e3:.0f} kB a token of context",
         "context": f"{worker.engine.max_seq_len} tokens, of {worker.engine.counts()['pages'] * PAGE} in all",
+        "dialect": worker.dialect,
         "device": f"cpu, {max(blas, default=1)} BLAS threads",
         "store": "in memory: responses are lost at exit" if args.store == IN_MEMORY else args.store,
         "listening": url,

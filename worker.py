@@ -18,10 +18,11 @@ from datetime import datetime
 from functools import cache
 from typing import NamedTuple
 
-from channels import Finish, Output, Parser, Piece, State, TokenLogprob, Usage, dialect, opening_state
+import dialects
+from channels import Dialect, Finish, Output, Parser, Piece, State, TokenLogprob, Usage
 from chat import ChatTemplate, Message
 from engine import Engine, Job
-from grammar import BadGrammar, Constraint, Grammars, lark
+from grammar import BadGrammar, Constraint, Grammars, Thinking, lark
 from model import Choice, Sampling
 from params import BadRequest, Demand, Request
 from tokenizer import Tokenizer
@@ -31,12 +32,12 @@ class Prompt(NamedTuple):
     """A request that will be served."""
 
     request: Request
-    text: str
     token_ids: list[int]
     max_tokens: int
     seed: int
-    markers: dict[str, bool]  # channels.dialect()
+    dialect: Dialect  # dialects.find()
     state: State  # in which the answer begins
+    after_marker: bool  # the prompt ends with one
     constraint: Constraint | None  # on the answer, where it is not free; each choice takes a copy
 
 
@@ -44,12 +45,19 @@ class LocalWorker:
     """Turns requests into deltas with an engine in this process."""
 
     def __init__(
-        self, engine: Engine, tokenizer: Tokenizer, template: ChatTemplate, grammars: Grammars
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        grammars: Grammars,
+        dialect: str | None = None,
     ) -> None:
+        """`dialect`: its name, where the template's is not to decide."""
         self.engine = engine
         self._tokenizer = tokenizer
         self._template = template
         self._grammars = grammars
+        self.dialect = dialect or dialects.name(template.source)
 
     def prepare(self, request: Request) -> Prompt:
         """Render, tokenise and check; raises BadInput."""
@@ -76,10 +84,11 @@ class LocalWorker:
         rest = limit - len(token_ids)
         max_tokens = rest if request.max_tokens is None else min(request.max_tokens, rest)
         seed = secrets.randbits(63) if request.seed is None else request.seed
-        markers = dialect(self._tokenizer.added, self._template.source, tools=bool(request.tools))
-        state = opening_state(text, markers)
-        constraint = self._constraint(request.demand, markers, state, text) if request.demand else None
-        return Prompt(request, text, token_ids, max_tokens, seed, markers, state, constraint)
+        row, added = dialects.DIALECTS[self.dialect], self._tokenizer.added
+        dialect = dialects.find(row, added, self._template.source, tools=bool(request.tools))
+        opening = dialects.opening(text, dialect)
+        constraint = self._constraint(request.demand, dialect, *opening) if request.demand else None
+        return Prompt(request, token_ids, max_tokens, seed, dialect, *opening, constraint)
 
     def _encode(self, request: Request, messages: list[Message]) -> tuple[str, list[int]]:
         text = self._template.render(
@@ -116,13 +125,15 @@ class LocalWorker:
                     yield Finish(reason, usage, step.message)
 
     def _parser(self, prompt: Prompt) -> Parser:
-        request, tail = prompt.request, prompt.text.rstrip()
+        request = prompt.request
+        functions = [tool["function"] for tool in request.tools]
         return Parser(
-            prompt.markers,
+            prompt.dialect,
             state=prompt.state,
-            after_marker=any(tail.endswith(marker) for marker in prompt.markers),
+            after_marker=prompt.after_marker,
             stop=request.stop,
             one_call=not request.parallel_tool_calls,
+            schemas={function["name"]: function.get("parameters", {}) for function in functions},
         )
 
     def _job(self, prompt: Prompt, choice: int) -> Job:
@@ -144,13 +155,12 @@ class LocalWorker:
         constraint = prompt.constraint.copy() if prompt.constraint else None
         return Job(prompt.token_ids, prompt.max_tokens, stops, sampling, constraint)
 
-    def _constraint(self, demand: Demand, markers: dict[str, bool], state: State, prompt: str) -> Constraint:
+    def _constraint(self, demand: Demand, dialect: Dialect, state: State, after_marker: bool) -> Constraint:
         """What the answer must keep to; raises BadRequest where it cannot be enforced."""
-        closed = prompt.rstrip().endswith("</think>")
-        grammar = lark(demand, markers, "open" if state == "analysis" else "over" if closed else "possible")
+        thinking: Thinking = "open" if state == "analysis" else "over" if after_marker else "possible"
         try:
             self._grammars.check(demand)
-            return self._grammars.constraint(grammar)
+            return self._grammars.constraint(lark(demand, dialect, self._tokenizer.added, thinking))
         except BadGrammar as error:
             path = demand.schema_path if error.part == "schema" else "tools"
             message = f"Invalid schema for '{error.part}': {error}"

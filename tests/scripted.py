@@ -1,4 +1,4 @@
-"""A model that says what it is told: an engine without weights, and a vocabulary of given tokens.
+"""A model that says what it is told, in any dialect: an engine without weights, a vocabulary of given tokens.
 
 For tests of what comes behind the engine. A step holds any number of tokens, as with speculative decoding,
 and the engine's contract holds: nothing behind a stop token, and never more than was asked for.
@@ -6,6 +6,7 @@ and the engine's contract holds: nothing behind a stop token, and never more tha
 
 import asyncio
 import itertools
+import re
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -17,18 +18,25 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models
 
 import params
-from channels import REASONING_MARKERS, TOOL_MARKERS, Finish, Output
+from channels import Finish, Output
 from chat import ChatTemplate
+from dialects import DIALECTS
 from engine import Engine, Job, Step
 from grammar import Grammars
 from model import Choice
 from tokenizer import BYTE_OF, Tokenizer
 from worker import LocalWorker
 
-MARKERS = (*REASONING_MARKERS, *TOOL_MARKERS)
+MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>")  # of Hermes
 END = "<|im_end|>"
 TINY = Path(__file__).parent / "models" / "tiny"
 TEMPLATE = ChatTemplate.load(TINY)
+TEMPLATES = {
+    path.stem: ChatTemplate(path.read_text(encoding="utf-8"), {"bos_token": "", "eos_token": END})
+    for path in (Path(__file__).parent / "templates").iterdir()
+} | {"hermes": TEMPLATE}
+ENDS = {END, "<|call|>", "<|return|>", "<|eot_id|>", "<|eom_id|>"}  # as in generation_config.json
+TAG = re.compile(r"</?\w+>")
 GRAMMARS = Grammars(TINY / "tokenizer.json", 2048, (2041,))  # nothing is demanded in these tests
 TOOL = {"type": "function", "name": "f"}
 
@@ -38,7 +46,8 @@ class ScriptedEngine:
 
     def __init__(self, tokenizer: Tokenizer, steps: Iterable[Sequence[int]]) -> None:
         self.config = SimpleNamespace(
-            eos_token_ids=frozenset([tokenizer.added[END]]), vocab_size=tokenizer.vocab_size
+            eos_token_ids=frozenset(tokenizer.added[end] for end in ENDS & tokenizer.added.keys()),
+            vocab_size=tokenizer.vocab_size,
         )
         self.max_seq_len = 4096
         self._steps = [[Choice(token_id, -1.0) for token_id in step] for step in steps]
@@ -58,10 +67,12 @@ class ScriptedEngine:
         yield Step([], "length")
 
 
-def said(tokenizer: Tokenizer, steps: Iterable[Sequence[int]], **body: Any) -> list[Output | Finish]:
+def said(
+    tokenizer: Tokenizer, steps: Iterable[Sequence[int]], dialect: str = "hermes", **body: Any
+) -> list[Output | Finish]:
     """What the worker makes of these steps; `body` is more of the request."""
     engine = cast(Engine, ScriptedEngine(tokenizer, steps))
-    worker = LocalWorker(engine, tokenizer, TEMPLATE, GRAMMARS)
+    worker = LocalWorker(engine, tokenizer, TEMPLATES[dialect], GRAMMARS)
     request = params.from_responses({"model": "m", "input": "hi", "tools": [TOOL]} | body, {})
 
     async def collect() -> list[Output | Finish]:
@@ -78,15 +89,20 @@ def in_steps(token_ids: Sequence[int], sizes: Iterable[int]) -> list[Sequence[in
     return list(itertools.takewhile(bool, steps))
 
 
-def vocabulary(tokens: Iterable[bytes]) -> Tokenizer:
-    """All bytes and these tokens; behind them the markers and the end, as added tokens."""
+def vocabulary(tokens: Iterable[bytes], dialect: str = "hermes") -> Tokenizer:
+    """All bytes and these tokens; behind them the markers and the end, as added tokens: those of tags are
+    text, as Qwen has them, the others control tokens.
+    """
     spelled = {byte: character for character, byte in BYTE_OF.items()}
     words = dict.fromkeys([*(bytes([n]) for n in range(256)), *tokens])
     vocab = {"".join(spelled[byte] for byte in word): n for n, word in enumerate(words)}
     library = tokenizers.Tokenizer(models.BPE(vocab, []))
     library.decoder = decoders.ByteLevel()
-    library.add_tokens([AddedToken(marker, normalized=False) for marker in MARKERS])
-    library.add_special_tokens([AddedToken(END, normalized=False)])
+    markers = sorted(DIALECTS[dialect].markers)
+    library.add_tokens([AddedToken(m, normalized=False) for m in markers if TAG.fullmatch(m)])
+    library.add_special_tokens(
+        [AddedToken(m, normalized=False) for m in (*markers, END) if not TAG.fullmatch(m)]
+    )
     with TemporaryDirectory() as folder:
         path = Path(folder) / "tokenizer.json"
         path.write_text(library.to_str(), encoding="utf-8")

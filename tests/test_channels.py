@@ -1,9 +1,13 @@
-"""Laws of channels.py: what a model says does not depend on how it came. Then cases, a rule a row; the
-documented bugs are in tests/replays/channels-*.toml."""
+"""Laws of channels.py, calls.py and dialects.py: what a model says does not depend on how it came. Then
+cases, a rule a row; the documented bugs are in tests/replays/channels-*.toml.
+"""
 
 import itertools
 import json
+import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,118 +15,164 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from channels import Finder, Finish, Parser, Piece, dialect
+import dialects
+from channels import Dialect, Finder, Finish, Parser, Piece, State
+from dialects import DIALECTS
 from laws import parse
-from scripted import END, MARKERS, TEMPLATE, in_steps, said
+from scripted import END, ENDS, MARKERS, TEMPLATE, TEMPLATES, in_steps, said, vocabulary
 from tokenizer import Tokenizer
 
 TINY = Tokenizer(Path(__file__).parent / "models" / "tiny" / "tokenizer.json")
 TOKEN_OF_BYTE = {TINY.token_bytes(i)[0]: i for i in range(TINY.vocab_size) if len(TINY.token_bytes(i)) == 1}
-TOKENS = dict.fromkeys(MARKERS, True)
-SPELLED = dict.fromkeys(MARKERS, False)
 CALL = '{"name": "f", "arguments": {"a": "<think>\\n"}}'
+BARE = '{"name": "f"}'
+SCHEMA = {"type": "object", "properties": {"s": {"type": "string"}, "n": {"type": "integer"}}}
 Options = dict[str, Any]
+
+
+def whole(name: str, tokens: bool) -> Dialect:
+    """The dialect with all its markers, each a token or none."""
+    row = DIALECTS[name]
+    return dialects.find(row, row.markers if tokens else (), "".join(row.markers), tools=True)
+
+
+TOKENS, SPELLED = ({name: whole(name, tokens) for name in DIALECTS} for tokens in (True, False))
+
+
+def parser(dialect: Dialect, **options: Any) -> Parser:
+    """As the worker makes it: one function is offered, f."""
+    return Parser(dialect, **{"state": dialect.start, "schemas": {"f": SCHEMA}} | options)
+
 
 # --- outputs of models: lists of units ----------------------------------------------------------------------
 
 # fmt: off
 # All that the rules speak of, so that every few units matter.
-UNITS = [
-    *MARKERS, *MARKERS,
-    "\n", "\n\n", " ", "a", "b", "é", "日本", "<", "<think", "</", "tool_call>", "STOP", "ST", "OP", "aab",
+TEXT = [
+    "\n", "\n\n", " ", "a", "b", "é", "日本", "<", "STOP", "ST", "OP", "aab",
     "{", "}", "[", '"', "\\", ":", ",", "null", "1", '"name"', '"arguments"', '"parameters"', '"f"',
     '{"name": "f", "arguments": ', '{"name": "f"}', '{"arguments": {}, "name": "g"}', '{"a": "}\\""}',
 ]
+XML = ["<function=f>", "<function=", "f>", "<parameter=s>", "<parameter=n>", "</parameter>", "</function>"]
+HEADERS = ["assistant", "analysis", "commentary", "final", " to=functions.f", " to=", "json", " "]
+UNITS = {
+    "harmony":     HEADERS * 2 + ["<|", "|>"],
+    "mistral":     ["f", "[", "]", "[ARGS", "id"],
+    "mistral-v3":  ["[", "]", ", "],
+    "qwen3-coder": ["<think", "</", "tool_call>", *XML, *XML],
+    "llama":       ["<|", "tag|>", "; ", '{"name": "f", "parameters": {}}'],
+    "hermes":      ["<think", "</", "tool_call>"],
+}
+XML_CALL = "\n<function=f>\n<parameter=s>\na\n\n</parameter>\n<parameter=n>\n5\n</parameter>\n</function>\n"
+ASSISTANT = "<|start|>assistant"
+FINAL, THOUGHT = "<|channel|>final<|message|>", "<|channel|>analysis<|message|>"
+TO_F = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
 SAID = [
-    ["<think>", "\na\n", "</think>", "\n\na\n", "<tool_call>", "\n" + CALL + "\n", "</tool_call>"],
-    ["<tool_call>", CALL, "</tool_call>", "\n", "<tool_call>", CALL, "</tool_call>", "b"],
-    ["a", "<tool_call>", "no call\n", "</tool_call>", "\n", "b"],
-    ["a", "STOP", "b", "<think>", "c"],
-    ["a", "\n\n"],
+    ("hermes",      f"<think>\na\n</think>\n\na\n<tool_call>\n{CALL}\n</tool_call>"),
+    ("hermes",      f"<tool_call>{BARE}</tool_call>\n<tool_call>{BARE}</tool_call>b"),
+    ("hermes",      "a<tool_call>no call\n</tool_call>\nb"),
+    ("hermes",      "aSTOPb<think>c"),
+    ("hermes",      "a\n\n"),
+    ("qwen3-coder", f"a\n<tool_call>{XML_CALL}</tool_call>"),
+    ("qwen3-coder", "<tool_call><function=f></function></tool_call>STOP<tool_call>a</tool_call>"),
+    ("llama",       '{"name": "f", "parameters": {"s": "<|eom_id|>"}}'),
+    ("llama",       f'STOP <|python_tag|>{CALL}; {CALL}<|eom_id|>'),
+    ("llama",       '{"answer": [4, "STOP"]}<|eot_id|>'),
+    ("mistral",     "[THINK]a[/THINK]b[TOOL_CALLS]f[CALL_ID]123[ARGS]{}[TOOL_CALLS]g[ARGS]"),
+    ("mistral-v3",  f"a\n[TOOL_CALLS][{BARE}, {BARE}]"),
+    ("harmony",     f"{THOUGHT}a\n<|end|>{ASSISTANT}{FINAL}b\n\nSTOP<|return|>"),
+    ("harmony",     "<|start|>assistant to=functions.f<|channel|>commentary<|message|>{}<|call|>"),
+    ("harmony",     f"stray<|end|>{TO_F}1<|call|>"),
 ]
 # fmt: on
-units_of_outputs = st.lists(st.sampled_from(UNITS), max_size=14)
+names = st.sampled_from(list(DIALECTS))
+outputs = names.flatmap(
+    lambda name: st.tuples(
+        st.just(name),
+        st.lists(
+            st.sampled_from([*sorted(DIALECTS[name].markers) * 3, *UNITS[name] * 2, *TEXT]), max_size=14
+        ),
+    )
+)
 cut_places = st.lists(st.integers(1, 60))
 stops = st.sampled_from([(), ("STOP",), ("\n",), ("aab", "ab"), ("b<", "{")])
 some_options = st.fixed_dictionaries(
-    {
-        "state": st.sampled_from(["final", "analysis"]),
-        "after_marker": st.booleans(),
-        "stop": stops,
-        "one_call": st.booleans(),
-    }
+    {"after_marker": st.booleans(), "stop": stops, "one_call": st.booleans()},
+    optional={"state": st.sampled_from(["final", "analysis"])},
 )
 
 
-def as_tokens(units: Iterable[str], cuts: Iterable[int] = ()) -> list[Piece]:
+def as_tokens(
+    units: Iterable[str], cuts: Iterable[int] = (), markers: Iterable[str] = MARKERS
+) -> list[Piece]:
     """A marker is a token, text comes as it is cut."""
     pieces: list[Piece] = []
-    for unit in at_markers(units):
-        pieces += [Piece(unit, unit)] if unit in MARKERS else as_text([unit], cuts)
+    for unit in re.split("(" + "|".join(map(re.escape, sorted(markers))) + ")", "".join(units)):
+        pieces += [Piece(unit, unit)] if unit in markers else as_text([unit], cuts)
     return pieces
 
 
-def at_markers(units: Iterable[str]) -> list[str]:
-    """The same text, where each marker is a unit, and what lies between two is one."""
-    text = "".join(units)
-    for marker in MARKERS:
-        text = text.replace(marker, f"\0{marker}\0")
-    return [unit for unit in text.split("\0") if unit]
-
-
-def as_text(units: Iterable[str], cuts: Iterable[int] = ()) -> list[Piece]:
+def as_text(units: Iterable[str], cuts: Iterable[int] = (), markers: Iterable[str] = ()) -> list[Piece]:
     text = "".join(units)
     places = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
     return [Piece(text[i:j]) for i, j in itertools.pairwise(places) if text[i:j]]
 
 
 # fmt: off
-WAYS: list[tuple[dict[str, bool], Callable[[Iterable[str], Iterable[int]], list[Piece]]]] = [
-    # markers   units, cuts -> pieces
+WAYS: list[tuple[dict[str, Dialect], Callable[..., list[Piece]]]] = [
+    # dialects  units, cuts, markers -> pieces
     (TOKENS,    as_tokens),
     (SPELLED,   as_text),
 ]
 # fmt: on
 
+
+def read(
+    name: str, units: Iterable[str], cuts: Iterable[int] = (), cut: bool = False, **options: Any
+) -> list[Any]:
+    """The items, by both ways: with markers that are tokens, and spelled."""
+    return [
+        parse(pieces(units, cuts, rows[name].markers), parser(rows[name], **options), cut)
+        for rows, pieces in WAYS
+    ]
+
+
 # --- law 2: how it was cut is not seen ----------------------------------------------------------------------
 
 
-@given(units_of_outputs, cut_places, some_options, st.booleans())
-@example(SAID[0], [], {}, False)
-@example(SAID[1], [], {}, False)
-@example(SAID[2], [], {}, False)
-@example(SAID[3], [], {"stop": ("STOP",)}, False)
-@example(SAID[4], [], {"stop": ("\n",)}, False)
-def test_cuts_are_not_seen(units: list[str], cuts: list[int], options: Options, cut_off: bool) -> None:
+@given(outputs, cut_places, some_options, st.booleans())
+def test_cuts_are_not_seen(
+    output: tuple[str, list[str]], cuts: list[int], options: Options, cut_off: bool
+) -> None:
     """Text in any pieces, in one and by character; with markers that are tokens or spelled."""
-    for markers, pieces in WAYS:
-        by_character = parse(pieces(units, range(1, 1000)), Parser(markers, **options), cut_off)
-        assert parse(pieces(units, []), Parser(markers, **options), cut_off) == by_character
-        assert parse(pieces(units, cuts), Parser(markers, **options), cut_off) == by_character
+    name, units = output
+    by_character = read(name, units, range(1, 1000), cut_off, **options)
+    assert read(name, units, [], cut_off, **options) == by_character
+    assert read(name, units, cuts, cut_off, **options) == by_character
 
 
-@pytest.mark.parametrize("stop", [(), ("STOP",), ("\n",)])
-@pytest.mark.parametrize("units", SAID)
-def test_no_two_cuts_are_seen(units: list[str], stop: tuple[str, ...]) -> None:
-    whole = parse(as_text(units), Parser(SPELLED, stop=stop))
-    for cuts in itertools.combinations(range(1, len("".join(units))), 2):
-        assert parse(as_text(units, cuts), Parser(SPELLED, stop=stop)) == whole
+@pytest.mark.parametrize(("stop", "n_cuts"), [((), 1), (("\n",), 1), (("STOP",), 2)])
+@pytest.mark.parametrize(("name", "text"), SAID)
+def test_no_cuts_are_seen(name: str, text: str, stop: tuple[str, ...], n_cuts: int) -> None:
+    expected = parse(as_text([text]), parser(SPELLED[name], stop=stop))
+    for cuts in itertools.combinations(range(1, len(text)), n_cuts):
+        assert parse(as_text([text], cuts), parser(SPELLED[name], stop=stop)) == expected
 
 
-@given(units_of_outputs, cut_places, some_options)
-@example(SAID[0], [], {})
+@given(st.lists(st.sampled_from([*MARKERS, *UNITS["hermes"], *TEXT]), max_size=14), cut_places, some_options)
+@example([f"<think>\na\n</think>\n\na\n<tool_call>\n{CALL}\n</tool_call>"], [], {})
 def test_how_it_was_tokenised_is_not_seen(units: list[str], cuts: list[int], options: Options) -> None:
     """Through the real vocabulary: the longest tokens, those of any substrings, and one token a byte."""
 
     def items(token_ids: Iterable[int]) -> list[list[str]]:
         decoder = TINY.decoder()
         pieces = [piece for token_id in token_ids for piece in decoder.feed(token_id)]
-        return parse([*pieces, *decoder.close()], Parser(TOKENS, **options))
+        return parse([*pieces, *decoder.close()], parser(TOKENS["hermes"], **options))
 
-    whole = TINY.encode("".join(units))
-    by_byte = [i for token_id in whole for i in in_bytes(token_id)]
+    token_ids = TINY.encode("".join(units))
+    by_byte = [i for token_id in token_ids for i in in_bytes(token_id)]
     by_cuts = [i for piece in as_tokens(units, cuts) for i in TINY.encode(piece.text)]
-    assert items(by_byte) == items(by_cuts) == items(whole)
+    assert items(by_byte) == items(by_cuts) == items(token_ids)
 
 
 def in_bytes(token_id: int) -> list[int]:
@@ -131,21 +181,54 @@ def in_bytes(token_id: int) -> list[int]:
 
 
 sizes_of_steps = st.lists(st.integers(1, 9), min_size=1)
+words = cache(lambda name: vocabulary([unit.encode() for unit in (*UNITS[name], *TEXT)], name))
 
 
-@given(units_of_outputs, sizes_of_steps, stops, st.booleans(), st.none() | st.just(5))
+def token_ids_of(name: str, units: Iterable[str]) -> list[int]:
+    """A token a unit."""
+    tokenizer = words(name)
+    ids = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
+    return [ids[unit.encode()] for unit in units]
+
+
+@given(outputs, sizes_of_steps, stops, st.booleans(), st.none() | st.just(5))
 def test_steps_are_not_seen(
-    units: list[str], sizes: list[int], stop: tuple[str, ...], parallel: bool, limit: int | None
+    output: tuple[str, list[str]], sizes: list[int], stop: tuple[str, ...], parallel: bool, limit: int | None
 ) -> None:
     """Through the worker: in steps of any sizes it says, counts and ends the same, delta by delta."""
-    token_ids = [*TINY.encode("".join(units)), TINY.added[END]]
+    name, units = output
+    token_ids = token_ids_of(name, [*units, END])
     body: Options = {"stop": list(stop), "parallel_tool_calls": parallel, "max_output_tokens": limit}
-    outputs = said(TINY, in_steps(token_ids, [1]), **body)
-    assert said(TINY, in_steps(token_ids, sizes), **body) == outputs
+    outputs = said(words(name), in_steps(token_ids, [1]), name, **body)
+    assert said(words(name), in_steps(token_ids, sizes), name, **body) == outputs
     (finish,) = (output for output in outputs if isinstance(output, Finish))
     assert finish is outputs[-1]
     assert finish.usage
     assert finish.usage.reasoning_tokens <= finish.usage.output_tokens <= (limit or len(token_ids))
+
+
+# fmt: off
+SHORT = {
+    "hermes":      ["<think>", "a", "</think>", "<tool_call>", '{"name": "f"}', "</tool_call>", END],
+    "qwen3-coder": ["<think>", "a", "</think>", "<tool_call>", "<function=f>", "</tool_call>", END],
+    "llama":       ['{"name": "f", "arguments": ', '{"a": "}\\""}', "}", "; ", '{"name": "f"}', "<|eom_id|>"],
+    "mistral":     ["[THINK]", "a", "[/THINK]", "[TOOL_CALLS]", "f", "[ARGS]", '{"a": "}\\""}', END],
+    "mistral-v3":  ["a", "[TOOL_CALLS]", "[", '{"name": "f"}', ", ", '{"name": "f"}', "]", END],
+    "harmony":     ["a", "<|end|>", " to=functions.f", "<|channel|>", "<|message|>", "1", "<|call|>"],
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_no_grouping_is_seen(name: str) -> None:
+    """Every way to group the tokens of an output into steps."""
+    token_ids = token_ids_of(name, SHORT[name])
+    one_by_one = said(words(name), in_steps(token_ids, [1]), name)
+    assert any(type(output).__name__ == "Call" for output in one_by_one)
+    for cuts in itertools.product([False, True], repeat=len(token_ids) - 1):
+        places = [0, *(i for i, cut in enumerate(cuts, 1) if cut), len(token_ids)]
+        steps = [token_ids[i:j] for i, j in itertools.pairwise(places)]
+        assert said(words(name), steps, name) == one_by_one
 
 
 # --- law: what is certain leaves at once --------------------------------------------------------------------
@@ -155,7 +238,7 @@ def test_steps_are_not_seen(
 def test_no_more_is_held_than_may_become_a_needle(text: str, needles: list[str]) -> None:
     """D18: the longest end of the text that begins a needle, not as much as the longest needle.
 
-    So the buffer is bounded, and a long text takes linear work (E09).
+    So the buffer is bounded (E09).
     """
     finder, out = Finder(needles), ""
     for n, character in enumerate(text, 1):
@@ -166,9 +249,56 @@ def test_no_more_is_held_than_may_become_a_needle(text: str, needles: list[str])
     assert out + "".join(piece.text for piece in finder.flush()) == text
 
 
+# --- law: the work is linear --------------------------------------------------------------------------------
+
+# fmt: off
+#    dialect         it begins with                                 and goes on with
+LONG = [
+    ("hermes",      "",                                            "a \n"),
+    ("hermes",      "",                                            "<tool_cal"),
+    ("hermes",      "<think>",                                     "</thin"),
+    ("hermes",      "<tool_call>",                                 " \n"),
+    ("hermes",      '<tool_call>{"arguments": "',                  '\\"{'),
+    ("hermes",      '<tool_call>{"name": "f", "arguments": {"a":', '[{"'),
+    ("qwen3-coder", "<tool_call>",                                 "<function=f"),
+    ("qwen3-coder", "<tool_call><function=f>",                     "<parameter=a"),
+    ("qwen3-coder", "<tool_call><function=f><parameter=s>",        "\n</parameter"),
+    ("qwen3-coder", "<tool_call><function=f>",                     "<parameter=n>1</parameter>"),
+    ("llama",       '{"a": ',                                      "[1, "),
+    ("mistral",     "[TOOL_CALLS]f[ARGS]",                         "[CALL_I"),
+    ("mistral-v3",  "[TOOL_CALLS][",                               '{"name": "f"}, '),
+    ("harmony",     "",                                            "final "),
+    ("harmony",     "",                                            "<|channel|>"),
+    ("harmony",     FINAL,                                         "a<|end"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("name", "start", "more"), LONG)
+def test_the_work_is_linear(name: str, start: str, more: str) -> None:
+    """E09: ten times the text is ten times the work, in calls of functions, whatever is held."""
+
+    def work(n_characters: int) -> int:
+        text, n_calls = start + more * (n_characters // len(more)), 0
+
+        def count(*_: Any) -> None:
+            nonlocal n_calls
+            n_calls += 1
+
+        reader = parser(SPELLED[name], stop=["STOP"])
+        sys.setprofile(count)
+        for i in range(0, len(text), 7):
+            reader.feed(Piece(text[i : i + 7]))
+        reader.close(cut=False)
+        sys.setprofile(None)
+        return n_calls
+
+    assert work(100_000) < 11 * work(10_000)
+
+
 # --- law: what was written is read --------------------------------------------------------------------------
 
-words = st.text("ab <>/é{}\n", min_size=1).map(lambda text: text.strip("\n ")).filter(bool)
+texts = st.text("ab <>/é{}\n", min_size=1).map(lambda text: text.strip("\n ")).filter(bool)
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda values: st.lists(values) | st.dictionaries(st.text(), values),
@@ -179,8 +309,8 @@ arguments = st.builds(
     st.dictionaries(st.text(), json_values),
     st.sampled_from([{}, {"indent": 2}, {"ensure_ascii": False}, {"separators": (",", ":")}]),
 )
-thoughts = words.map(lambda text: ["analysis", text])
-answers = words.map(lambda text: ["final", text])
+thoughts = texts.map(lambda text: ["analysis", text])
+answers = texts.map(lambda text: ["final", text])
 calls = st.builds(lambda name, arguments: ["call", name, arguments], st.text("fg_1", min_size=1), arguments)
 turns = st.tuples(thoughts | st.none(), answers | st.none(), calls, calls | st.none())
 
@@ -190,9 +320,9 @@ def test_what_is_written_is_read(turns: list[Any], last: list[str] | None, name_
     """Reasoning, text and calls as the templates write them come back to the letter, arguments too."""
     items = [item for item in [*itertools.chain(*turns), last] if item]
     units = [unit for item in items for unit in written(item, name_first)]
-    assert parse(as_tokens(units), Parser(TOKENS)) == items
+    assert parse(as_tokens(units), parser(TOKENS["hermes"])) == items
     if not any(marker in text for item in items for text in item for marker in MARKERS):
-        assert parse(as_text(units), Parser(SPELLED)) == items
+        assert parse(as_text(units), parser(SPELLED["hermes"])) == items
 
 
 def written(item: list[str], name_first: bool) -> Iterator[str]:
@@ -205,6 +335,44 @@ def written(item: list[str], name_first: bool) -> Iterator[str]:
             yield from ("\n", "<tool_call>", "\n", "{" + body + "}", "\n", "</tool_call>", "\n")
         case [_, text]:
             yield text
+
+
+SIMPLE = st.builds(lambda s, n: {"s": s, "n": n}, st.text("ab <>/é{}\n5"), st.integers())
+
+
+@given(names, texts | st.none(), texts | st.none(), st.lists(SIMPLE, max_size=2))
+def test_what_is_demanded_is_found(
+    name: str, thought: str | None, text: str | None, calls: list[dict[str, Any]]
+) -> None:
+    """What the forms of a dialect write, by which grammars demand it, its parser reads."""
+    forms = DIALECTS[name].forms
+    calls = calls[: 1 if forms.more is None else 2]
+    beside = forms.before if calls else forms.text
+    pieces = filled(name, f"{forms.thought[0]}TEXT{forms.thought[1]}", TEXT=thought) if thought else []
+    expected: list[Any] = [["analysis", thought]] if thought else []
+    if text and beside:
+        pieces += filled(name, beside, TEXT=text)
+        expected.append(["commentary" if calls and name == "harmony" else "final", text])
+    for n, values in enumerate(calls):
+        form = (forms.more or "") + forms.call if n else forms.calls[0] + forms.call
+        form += forms.calls[1] if n == len(calls) - 1 else ""
+        pieces += filled(name, form, NAME="f", ARGUMENTS=arguments_of(forms.arguments, values))
+        expected.append(["call", "f", values])
+    found = parse(pieces, parser(TOKENS[name]))
+    assert [[*item[:-1], json.loads(item[-1])] if item[0] == "call" else item for item in found] == expected
+
+
+def filled(name: str, form: str, **places: str) -> list[Piece]:
+    """The form's markers are tokens; what the places stand for is text, whatever it spells."""
+    markers = DIALECTS[name].markers
+    parts = re.split("(" + "|".join(map(re.escape, (*markers, *places))) + ")", form)
+    return [Piece(places.get(part, part), part if part in markers else "") for part in parts]
+
+
+def arguments_of(syntax: str, values: dict[str, Any]) -> str:
+    if syntax == "json":
+        return json.dumps(values)
+    return "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in values.items())
 
 
 # --- cases --------------------------------------------------------------------------------------------------
@@ -248,6 +416,111 @@ CASES = [
     ("<tool_call>{'name': ''}",                                    "[final]<tool_call>{'name': ''}"),
     ("<tool_call>a<think>b",                                       "[final]<tool_call>a[analysis]b"),
 ]
+F, P = "<tool_call><function=f>", "<parameter=s>"  # of XML, and their ends
+F_END, P_END = "</function></tool_call>", "</parameter>"
+G = "<tool_call><function=g>"
+OTHERS = {
+    # dialect: text                                                   items
+    "qwen3-coder": [
+        (f"<tool_call>{XML_CALL}</tool_call>\n\nb",                  "[call f]{'s': 'a\\n', 'n': 5}[final]b"),
+        # A value is what its schema says: a string stays one, another is JSON if it can be read as such.
+        (f"{F}{P}5{P_END}{F_END}",                                    "[call f]{'s': '5'}"),
+        (f"{F}<parameter=n>five{P_END}{F_END}",                       "[call f]{'n': 'five'}"),
+        (f"{G}{P}\n[1, {{}}]\n{P_END}{F_END}",                        "[call g]{'s': [1, {}]}"),
+        (f"{G}{P}NaN{P_END}{F_END}",                                  "[call g]{'s': 'NaN'}"),
+        # What was forgotten, or is there twice.
+        (f"a\n{F}{P}a</tool_call>b",                                   "[final]a[call f]{'s': 'a'}[final]b"),
+        (f"{F}</tool_call>",                                          "[call f]{}"),
+        (f"{F}{P}a{P_END}",                                           "[call f]{'s': 'a'}"),
+        (f"{F}</function><function=g></function>",                    "[call f]{}[call g]{}"),
+        (f"{F}{P}a{P_END}{P}b{P_END}",                                "[call f]{'s': 'a'}"),
+        # What is no call.
+        ("<tool_call><fun>a</tool_call>",                             "[final]<tool_call><fun>a</tool_call>"),
+        ("<tool_call>{}</tool_call>",                                 "[final]<tool_call>{}</tool_call>"),
+    ],
+    "llama": [
+        # Bare JSON is a call at the very beginning, of a function that is offered.
+        ("{'name': 'f', 'parameters': {'s': 'a'}}",                   "[call f]{'s': 'a'}"),
+        ("\n{'type': 'function', 'name': 'f'} So.",                   "[call f]{}"),
+        ("<think>a</think>\n\n{'name': 'f'}",                         "[analysis]a[call f]{}"),
+        ("<think>a</think>\n\n{'name': 'Ann'}",                       "[analysis]a[final]{'name': 'Ann'}"),
+        ("{'name': 'Ann', 'a': {}}",                                  "[final]{'name': 'Ann', 'a': {}}"),
+        ("{'a': 1}",                                                  "[final]{'a': 1}"),
+        ("So: {'name': 'f'}",                                         "[final]So: {'name': 'f'}"),
+        ("So.<|python_tag|>{'name': 'f'}; {'name': 'f'}",             "[final]So.[call f]{}[call f]{}"),
+        ("<|python_tag|>print(1)",                                    "[final]<|python_tag|>print(1)"),
+    ],
+    "mistral": [
+        ("a[TOOL_CALLS]f[ARGS]{'s': 1}[TOOL_CALLS]g[ARGS]{}",         "[final]a[call f]{'s': 1}[call g]{}"),
+        ("[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{'s': 1}",             "[call f]{'s': 1}"),
+        ("[TOOL_CALLS] f [ARGS]",                                     "[call f]{}"),
+        ("[TOOL_CALLS][{'name': 'f', 'arguments': {}}]",              "[call f]{}"),
+        ("[TOOL_CALLS]f or so",                                       "[final][TOOL_CALLS]f or so"),
+        ("[TOOL_CALLS][ARGS]{}",                                      "[final][TOOL_CALLS][ARGS]{}"),
+        ("[THINK]a[/THINK]b[ARGS]c",                                  "[analysis]a[final]b[final]c"),
+    ],
+    "mistral-v3": [
+        ("[TOOL_CALLS][{'name': 'f', 'arguments': {'s': 1}}, {'name': 'g'}]",   "[call f]{'s': 1}[call g]{}"),
+        ("[TOOL_CALLS][{'arguments': {}, 'name': 'f'}, 5, {'name': 'g'}",       "[call f]{}[call g]{}"),
+        ("[TOOL_CALLS][1]",                                           "[final][TOOL_CALLS][1]"),
+    ],
+    "harmony": [
+        # Newlines are the model's.
+        (f"{THOUGHT}\na\n<|end|>{ASSISTANT}{FINAL}\nb\n",             "[analysis]\na\n[final]\nb\n"),
+        # Commentary without a recipient is for the user.
+        ("<|channel|>commentary<|message|>a<|end|>",                  "[commentary]a"),
+        # The recipient decides, wherever it stands and whatever stands beside it.
+        (f"{TO_F}{{}}<|call|>",                                       "[call f]{}"),
+        (f"{ASSISTANT} to=functions.f<|channel|>commentary<|message|>{{}}", "[call f]{}"),
+        (f"{ASSISTANT} to=functions.f<|channel|>commentary <|constrain|>json<|message|>", "[call f]{}"),
+        ("<|channel|>commentary to=functions.f<|constrain|>json<|message|>{}", "[call f]{}"),
+        ("<|channel|>analysis to=functions.f code<|message|>{}",      "[call f]{}"),
+        ("<|channel|>commentary to=functions.web-browsing json<|message|>{}", "[call web-browsing]{}"),
+        ("<|channel|>commentary to=python<|message|>{}",              "[call python]{}"),
+        ("<|channel|>commentary to=assistant<|message|>a",            "[commentary]a"),
+        (f"{ASSISTANT} to=functions.f<|channel|>commentary<|call|>",  "[call f]{}"),
+        ("<|channel|>commentary to=functions.f<|message|> <|call|>",  "[call f] {}"),
+        # A channel unknown, or none.
+        ("<|channel|>musings<|message|>a<|end|>",                     "[final]a"),
+        (f"{ASSISTANT}<|message|>a<|end|>",                           "[final]a"),
+        # What is missing, what is there twice, what is stray.
+        ("a",                                                         "[final]a"),
+        (f"{THOUGHT}a<|end|>b<|end|>\n{ASSISTANT}{FINAL}c",           "[analysis]a[final]b[final]c"),
+        (f"{THOUGHT}a<|end|>{FINAL}b",                                "[analysis]a[final]b"),
+        (f"{THOUGHT}a<|end|>commentary to=functions.f<|message|>{{}}", "[analysis]a[call f]{}"),
+        (f"{THOUGHT}a{FINAL}b",                                       "[analysis]a[final]b"),
+        (f"{THOUGHT}a{ASSISTANT}{FINAL}b",                            "[analysis]a[final]b"),
+        (f"{THOUGHT}a<|end|><|end|><|start|>{ASSISTANT}{FINAL}b",     "[analysis]a[final]b"),
+        (f"{FINAL}<|message|>a<|constrain|>b",                        "[final]a[final]b"),
+        (f"{TO_F}{{<|constrain|>}}<|call|>",                          "[call f]{}"),
+        (f"{ASSISTANT}<|channel|>analysis<|end|>",                    ""),
+    ],
+}
+OVER = [
+    # dialect       text                                                         items
+    ("harmony",     f"{FINAL}a<|return|>",                                       "[final]a"),
+    ("harmony",     f"{FINAL}a<|end|><|return|><|return|>",                      "[final]a"),
+    ("harmony",     f"{TO_F}{{}}<|call|>",                                       "[call f]{}"),
+    ("harmony",     "a<|return|>",                                               "[final]a"),
+    ("llama",       "a<|eot_id|>",                                               "[final]a"),
+    ("llama",       "{'name': 'f'}<|eom_id|>",                                   "[call f]{}"),
+]
+CUT = [
+    # dialect       text                                                         items
+    *(("hermes",    f"a\n<tool_call>{body}", "[final]a") for body in ("", "\n", "{'na", "{'arguments': {}")),
+    ("hermes",      "a<tool_call>{'name': 'f', 'arguments': {'a'",               "[final]a[call f]{'a'"),
+    ("qwen3-coder", "<tool_call><function=",                                     ""),
+    ("qwen3-coder", "<tool_call><function=f><parameter=s>a",                     "[call f]{'s': 'a"),
+    ("qwen3-coder", "<tool_call><function=f><parameter=n>1",                     "[call f]{'n': "),
+    ("llama",       "{'name': ",                                                 "[final]{'name': "),
+    ("llama",       "{'name': 'f', 'parameters': {",                             "[call f]{"),
+    ("mistral",     "[TOOL_CALLS]get_weath",                                     ""),
+    ("harmony",     "<|start|>assistant to=functions.get_w",                     ""),
+    ("harmony",     "<|channel|>ana",                                            ""),
+    ("harmony",     "<|channel|>commentary to=functions.f<|message|>",           "[call f]"),
+    ("harmony",     f"{TO_F}{{'a",                                               "[call f]{'a"),
+    ("harmony",     "comment",                                                   "[final]comment"),
+]
 STOPPED = [
     # options                                 text                      items, and has it stopped
     ({"stop": ["\n"]},                        "a\n\n",                  "[final]a",             True),
@@ -264,51 +537,130 @@ STOPPED = [
 
 @pytest.mark.parametrize(("text", "items"), CASES)
 def test_case(text: str, items: str) -> None:
-    for markers, pieces in WAYS:
-        assert written_down(parse(pieces([text.replace("'", '"')], []), Parser(markers))) == items
+    for found in read("hermes", [text.replace("'", '"')]):
+        assert written_down(found) == items
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "items"), [(name, *case) for name, cases in OTHERS.items() for case in cases]
+)
+def test_case_of_other_dialects(name: str, text: str, items: str) -> None:
+    for found in read(name, [text.replace("'", '"')]):
+        assert written_down(found) == items
 
 
 @pytest.mark.parametrize(("options", "text", "items", "stopped"), STOPPED)
 def test_stop(options: Options, text: str, items: str, stopped: bool) -> None:
-    for markers, pieces in WAYS:
-        parser = Parser(markers, **options)
-        assert written_down(parse(pieces([text.replace("'", '"')], []), parser)) == items
-        assert parser.stopped == stopped
+    for rows, pieces in WAYS:
+        reader = parser(rows["hermes"], **options)
+        assert written_down(parse(pieces([text.replace("'", '"')], []), reader)) == items
+        assert reader.stopped == stopped
 
 
-@pytest.mark.parametrize("body", ["", "\n", '{"na', '{"arguments": {}'])
-def test_a_call_that_is_cut_off_before_its_name_is_not_said(body: str) -> None:
-    """The rest of the output, which would tell call from text, is not to be had; half a tag is no answer."""
-    for markers, pieces in WAYS:
-        assert parse(pieces(["a\n", "<tool_call>", body], []), Parser(markers), cut=True) == [["final", "a"]]
+@pytest.mark.parametrize(("name", "text", "items"), OVER)
+def test_what_ends_the_turn(name: str, text: str, items: str) -> None:
+    """Nothing that comes behind it is said: https://github.com/openai/harmony/issues/60"""
+    for rows, pieces in WAYS:
+        reader = parser(rows[name])
+        behind = text + "more" + "".join(rows[name].markers)
+        assert (
+            written_down(parse(pieces([behind.replace("'", '"')], [], rows[name].markers), reader)) == items
+        )
+        assert reader.stopped
 
 
-def test_a_marker_that_is_a_token_is_not_found_in_text() -> None:
-    """A document that spells it opens nothing, nor does the token where nobody asked for it."""
-    text = "Write <think> or <tool_call>."
-    assert parse(as_text([text]), Parser(TOKENS)) == [["final", text]]
-    assert parse(as_tokens([text, "<think>"]), Parser({})) == [["final", text + "<think>"]]
+@pytest.mark.parametrize(("name", "text", "items"), CUT)
+def test_what_is_cut_off(name: str, text: str, items: str) -> None:
+    """By a limit. The rest, which would tell call from text, is not to be had: half a tag is no answer."""
+    for found in read(name, [text.replace("'", '"')], cut=True):
+        assert written_down(found) == items
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_a_marker_that_is_a_token_is_not_found_in_text(name: str) -> None:
+    """A document that spells them opens nothing, not in the answer, the reasoning or a call."""
+    markers = sorted(DIALECTS[name].markers)
+    said = f"Write {' or '.join(markers)}."
+    forms = DIALECTS[name].forms
+    thought = filled(name, f"{forms.thought[0]}TEXT{forms.thought[1]}", TEXT=said)
+    values = {"s": said, "n": 1}
+    called = filled(
+        name,
+        "".join((forms.calls[0], forms.call, forms.calls[1])),
+        NAME="f",
+        ARGUMENTS=arguments_of(forms.arguments, values),
+    )
+    assert parse([Piece(said)], parser(TOKENS[name])) == [["final", said]]
+    assert parse([*thought, *filled(name, forms.text, TEXT=said)], parser(TOKENS[name])) == [
+        ["analysis", said],
+        ["final", said],
+    ]
+    ((_, _, arguments),) = parse(called, parser(TOKENS[name]))
+    assert json.loads(arguments) == values
+
+
+def test_a_token_opens_nothing_where_nobody_asked_for_it() -> None:
+    mute = dialects.find(DIALECTS["hermes"], TINY.added, "no reasoning", tools=False)
+    assert parse(as_tokens(["a<tool_call>b"]), parser(mute)) == [["final", "a<tool_call>b"]]
 
 
 def test_a_stop_string_stops_at_its_last_token() -> None:
     """Newlines are held for a marker that may follow, and yet a stop string of newlines ends at once."""
-    parser = Parser(TOKENS, stop=["\n\n"])
+    reader = parser(TOKENS["hermes"], stop=["\n\n"])
     for piece, stopped in ((Piece("a"), False), (Piece("\n"), False), (Piece("\n"), True)):
-        parser.feed(piece)
-        assert parser.stopped == stopped
+        reader.feed(piece)
+        assert reader.stopped == stopped
+
+
+# --- which dialect it is, and where it begins ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", TEMPLATES)
+def test_the_template_says_which_dialect_it_is(file: str) -> None:
+    assert dialects.name(TEMPLATES[file].source) == {"deepseek-r1": "hermes"}.get(file, file)
 
 
 # fmt: off
-DIALECTS = [
-    # vocabulary           template             tools    markers: are they tokens?
-    (TINY.added,           TEMPLATE.source,     True,    TOKENS),
-    (TINY.added,           TEMPLATE.source,     False,   {"<think>": True, "</think>": True}),
-    ([],                   "no reasoning",      False,   {}),
-    ([],                   "<think></think>",   True,    SPELLED),
+FOUND = [
+    # vocabulary           template             tools    markers,   and those that are tokens
+    (TINY.added,           TEMPLATE.source,     True,    MARKERS,   MARKERS),
+    (TINY.added,           TEMPLATE.source,     False,   MARKERS[:2], MARKERS[:2]),
+    ([],                   "no reasoning",      False,   [],        []),
+    ([],                   "<think></think>",   True,    MARKERS,   []),
+]
+OPENINGS = [
+    # dialect        the prompt ends with                        state,      after a marker
+    ("hermes",       "<|im_start|>assistant\n",                  "final",    False),
+    ("hermes",       "<|im_start|>assistant\n<think>\n",         "analysis", True),
+    ("hermes",       "<think>\n\n</think>\n\n",                  "final",    True),
+    ("hermes",       "<think> is a tag",                         "final",    False),
+    ("qwen3-coder",  "<｜Assistant｜><think>\n",                 "analysis", True),
+    ("llama",        "<|end_header_id|>\n\n",                    "call",     False),
+    ("mistral",      "[/INST]",                                  "final",    False),
+    ("mistral",      "[/INST][THINK]",                           "analysis", True),
+    ("harmony",      "<|end|><|start|>assistant",                "between",  False),
 ]
 # fmt: on
 
 
-@pytest.mark.parametrize(("added", "template", "tools", "markers"), DIALECTS)
-def test_dialect(added: Sequence[str], template: str, tools: bool, markers: dict[str, bool]) -> None:
-    assert dialect(added, template, tools) == markers
+@pytest.mark.parametrize(("added", "template", "tools", "markers", "tokens"), FOUND)
+def test_markers(
+    added: Sequence[str], template: str, tools: bool, markers: Sequence[str], tokens: Sequence[str]
+) -> None:
+    found = dialects.find(DIALECTS["hermes"], added, template, tools)
+    assert (found.markers, found.tokens) == (frozenset(markers), frozenset(tokens))
+
+
+@pytest.mark.parametrize(("name", "tail", "state", "after_marker"), OPENINGS)
+def test_opening(name: str, tail: str, state: State, after_marker: bool) -> None:
+    assert dialects.opening("<think> [THINK]" + tail, TOKENS[name]) == (state, after_marker)
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_every_marker_can_come_everywhere(name: str) -> None:
+    """No pair of a state and a marker raises, and only the end of a turn stops."""
+    row = TOKENS[name]
+    for first, second, third in itertools.product(sorted(row.markers), repeat=3):
+        reader = parser(row)
+        parse([Piece(m, m) for m in (first, second, third)], reader)
+        assert reader.stopped == bool({first, second, third} & ENDS)

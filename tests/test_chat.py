@@ -1,6 +1,7 @@
 """chat.py: requests in tables; what the tiny model's template and small ones like others' make of it."""
 
 import json
+import re
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -10,7 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import dialects
+from channels import Parser, Piece
 from chat import BadInput, BadTemplate, ChatTemplate, Message, from_chat, from_responses
+from laws import parse
+from scripted import END, TEMPLATES
 
 QWEN = ChatTemplate.load(Path(__file__).parent / "models" / "tiny")
 NOW = datetime(2026, 3, 9, 8, 7, 6)
@@ -464,6 +469,141 @@ def test_rendering_changes_no_message() -> None:
     for source in (CHATML, LLAMA_3, GEMMA):
         ChatTemplate(source, TOKENS).render(messages, [WEATHER], NOW)
     assert json.dumps(messages) == before
+
+
+# --- templates of other dialects ----------------------------------------------------------------------------
+
+# fmt: off
+#   template           what it can show of a turn besides text; how many calls; what ends it
+SHOWS = {
+    "hermes":         ("reasoning", 2, "<|im_end|>"),
+    "qwen3-coder":    ("reasoning", 2, "<|im_end|>"),
+    "llama":          ("",          1, "<|eot_id|>"),
+    "mistral":        ("reasoning", 2, END),
+    "mistral-v3":     ("",          2, END),
+    "deepseek-r1":    ("",          2, "<｜end▁of▁sentence｜>"),
+    "harmony":        ("reasoning", 1, "<|call|>"),
+}
+# fmt: on
+PARAMETERS = {"type": "object", "properties": {"s": {"type": "string"}, "n": {"type": "integer"}}}
+CALLED_F = st.fixed_dictionaries({}, optional={"s": WORDS, "n": st.integers()})
+
+
+@pytest.mark.parametrize("file", TEMPLATES)
+@given(reasoning=WORDS, text=WORDS, called=st.lists(CALLED_F, max_size=2))
+def test_what_is_rendered_is_read(file: str, reasoning: str, text: str, called: list[dict[str, Any]]) -> None:
+    """A turn of the assistant in the prompt is what our parser reads as that turn."""
+    template, (shown, n_calls, end) = TEMPLATES[file], SHOWS[file]
+    called, text = called[:n_calls], "" if file == "llama" and called else text
+    turn: list[Any] = [HM | {"content": [{"type": "reasoning_text", "text": reasoning}]}] if shown else []
+    turn += [says("assistant", text)] if text else []
+    for n, arguments in enumerate(called):
+        turn.append(CALL | {"call_id": f"call_{n}", "arguments": json.dumps(arguments)})
+    tools = [{"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}]
+    before = template.render([user("q")], tools, NOW)
+    if file == "deepseek-r1":
+        before = before.removesuffix("<think>\n")
+    prompt = template.render(from_responses([user("q"), *turn], None), tools, NOW)
+    assert prompt.startswith(before)
+    said = prompt.removeprefix(before).split(end)[0]
+    expected = [["analysis", reasoning]] if shown else []
+    expected += [["commentary" if file == "harmony" and called else "final", text]] if text else []
+    found = read(dialects.name(template.source), said)
+    assert [[*item[:-1], json.loads(item[-1])] if item[0] == "call" else item for item in found] == [
+        *expected,
+        *(["call", "f", arguments] for arguments in called),
+    ]
+
+
+def read(name: str, said: str) -> list[list[str]]:
+    row = dialects.DIALECTS[name]
+    dialect = dialects.find(row, row.markers, "", tools=True)
+    cut = re.split("(" + "|".join(map(re.escape, sorted(row.markers))) + ")", said)
+    pieces = [Piece(text, text if text in row.markers else "") for text in cut if text]
+    return parse(pieces, Parser(dialect, dialect.start, schemas={"f": PARAMETERS}))
+
+
+HARMONY_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a place.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "location": {"type": "string", "description": "A city"},
+                "format": {"enum": ["celsius", "fahrenheit"], "default": "celsius"},
+                "days": {"type": "array", "items": {"type": "integer"}},
+            },
+            "required": ["location"],
+        },
+    },
+}
+
+
+def test_a_harmony_prompt() -> None:
+    """As https://cookbook.openai.com/articles/openai-harmony has it: reasoning of the running turn only."""
+    talk = [system("Be brief."), user("hi"), HM, ANSWER, user("Is it cold?"), HM, CALL, OUTPUT]
+    prompt = TEMPLATES["harmony"].render(
+        from_responses(talk, None), [HARMONY_TOOL], NOW, reasoning_effort="high"
+    )
+    assert prompt == (
+        "<|start|>system<|message|>You are a large language model.\nCurrent date: 2026-03-09\n\n"
+        "Reasoning: high\n\n"
+        "# Valid channels: analysis, commentary, final. Channel must be included for every message.\n"
+        "Calls to these tools must go to the commentary channel: 'functions'.<|end|>"
+        "<|start|>developer<|message|># Instructions\n\nBe brief.\n\n# Tools\n\n## functions\n\n"
+        "namespace functions {\n\n// The weather of a place.\ntype get_weather = (_: {\n"
+        '// A city\nlocation: string,\nformat?: "celsius" | "fahrenheit", // default: celsius\n'
+        "days?: number[],\n}) => any;\n\n} // namespace functions<|end|>"
+        "<|start|>user<|message|>hi<|end|><|start|>assistant<|channel|>final<|message|>Hello<|end|>"
+        "<|start|>user<|message|>Is it cold?<|end|><|start|>assistant<|channel|>analysis<|message|>Hm.<|end|>"
+        '<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": 1}<|call|>'
+        "<|start|>functions.f to=assistant<|channel|>commentary<|message|>42<|end|><|start|>assistant"
+    )
+
+
+# Where gpt-oss's own differs from other models': one call a message, either text or thinking beside
+# it, no name at a result, no system message but the first, a description for granted.
+GPT_OSS = """
+{%- for tool in tools or [] %}{{- '// ' + tool.function.description + tool.function.name + ';' }}{% endfor %}
+{%- if messages[0].role == 'system' %}{{- messages[0].content + ';' }}{% endif %}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' and 'tool_calls' in message %}
+        {%- if message.content and message.thinking %}{{ raise_exception('one or the other') }}{% endif %}
+        {%- if message.thinking %}{{- '(' + message.thinking + ')' }}{% endif %}
+        {{- message.tool_calls[0].function.name + '!' }}
+    {%- elif message.role in ('assistant', 'user', 'tool') %}
+        {{- message.content + (';' if message.role == 'user' else '.') }}
+    {%- endif %}
+{%- endfor %}"""
+
+
+def test_a_template_that_takes_one_call_a_turn_gets_a_turn_for_each() -> None:
+    """With its result behind it, for that has no name there."""
+    talk = [user("q"), HM, ANSWER, CALL, CALL_2, OUTPUT, OUTPUT_2 | {"output": "43"}, user("r")]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    template = ChatTemplate(GPT_OSS, {})
+    assert template.render(from_responses(talk, None), tools, NOW) == "// f;q;Hello.(Hm.)f!42.g!43.r;"
+    assert (template.takes_turns, QWEN.takes_turns) == (False, True)
+
+
+def test_a_template_that_drops_late_system_messages_has_them_in_the_users() -> None:
+    prompt = ChatTemplate(GPT_OSS, {}).render([system("s"), user("a"), system("t"), user("b")], None, NOW)
+    assert prompt == "s;a;t\n\nb;"
+
+
+def test_call_ids_are_as_mistral_wants_them() -> None:
+    """Nine letters and digits, a result's that of its call: its template raises over any other."""
+    calls = "{% for c in m.tool_calls %}{{ c.id }} {% endfor %}"
+    source = (
+        "{{ tools[0].function.name }} {% for m in messages %}" + calls + "{{ m.tool_call_id }} {% endfor %}"
+    )
+    template = ChatTemplate(source, {})
+    messages = from_responses([CALL, CALL_2, OUTPUT_2, OUTPUT], None)
+    _, first, second, *results = template.render(messages, [WEATHER], NOW).split()
+    assert results == [second, first]
+    assert all(re.fullmatch("[a-zA-Z0-9]{9}", call_id) for call_id in (first, second))
 
 
 # --- files --------------------------------------------------------------------------------------------------

@@ -1,15 +1,23 @@
 """What a grammar lets through, and that a model under it says what was demanded, however hot."""
 
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jsonschema
+import numpy as np
 import openai
 import pytest
+import tokenizers
+from tokenizers import AddedToken
 
+import dialects
+from channels import Dialect, Parser, Piece
+from dialects import DIALECTS
 from grammar import BadGrammar, Grammars, Thinking, lark
+from laws import parse
 from params import Demand
 from serving import TINY, serve
 from tokenizer import Tokenizer
@@ -26,9 +34,8 @@ FUNCTIONS = (("get_weather", CITY), ("stop", {"type": "object"}))
 TOKENIZER = Tokenizer(TINY / "tokenizer.json")
 GRAMMARS = Grammars(TINY / "tokenizer.json", 2048, (2041, 2039))
 
-AS_TOKENS = {"<think>": True, "</think>": True, "<tool_call>": True, "</tool_call>": True}
-AS_TEXT = dict.fromkeys(AS_TOKENS, False)
-NO_THINKING = {"<tool_call>": True, "</tool_call>": True}
+HERMES = dialects.find(DIALECTS["hermes"], TOKENIZER.added, "", tools=True)
+NO_THINKING = dialects.find(DIALECTS["hermes"], ["<tool_call>", "</tool_call>"], "", tools=True)
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 OTHER = '<tool_call>\n{"name": "find", "arguments": {}}\n</tool_call>'
@@ -73,10 +80,20 @@ ANSWERS: list[tuple[Demand, str, bool]] = [
 # fmt: on
 
 
-def fits(answer: str, demand: Demand, markers: dict[str, bool], thinking: Thinking) -> bool:
+class Vocabulary(NamedTuple):
+    tokenizer: Tokenizer
+    grammars: Grammars
+
+
+TINY_ONE = Vocabulary(TOKENIZER, GRAMMARS)
+
+
+def fits(
+    answer: str, demand: Demand, dialect: Dialect, thinking: Thinking, vocabulary: Vocabulary = TINY_ONE
+) -> bool:
     """Is every token of the answer in the mask before it, and an end behind it?"""
-    constraint = GRAMMARS.constraint(lark(demand, markers, thinking))
-    for token_id in TOKENIZER.encode(answer):
+    constraint = vocabulary.grammars.constraint(lark(demand, dialect, vocabulary.tokenizer.added, thinking))
+    for token_id in vocabulary.tokenizer.encode(answer):
         if not constraint.mask()[token_id]:
             return False
         constraint.advance(token_id)
@@ -85,7 +102,7 @@ def fits(answer: str, demand: Demand, markers: dict[str, bool], thinking: Thinki
 
 @pytest.mark.parametrize(("demand", "answer", "expected"), ANSWERS)
 def test_answers(demand: Demand, answer: str, expected: bool) -> None:
-    assert fits(answer, demand, AS_TOKENS, "possible") == expected
+    assert fits(answer, demand, HERMES, "possible") == expected
 
 
 @pytest.mark.parametrize(("demand", "answer", "expected"), ANSWERS)
@@ -93,30 +110,177 @@ def test_answers_behind_an_open_thought(demand: Demand, answer: str, expected: b
     """The template has begun the reasoning: what is demanded holds behind its end."""
     rest = answer.removeprefix("<think>\n")
     closed = rest if "</think>" in rest else "hm</think>\n" + rest
-    assert fits(closed, demand, AS_TOKENS, "open") == expected
+    assert fits(closed, demand, HERMES, "open") == expected
 
 
 def test_no_thought_where_it_is_over() -> None:
-    assert not fits(THOUGHT + CALL, REQUIRED, AS_TOKENS, "over")
+    assert not fits(THOUGHT + CALL, REQUIRED, HERMES, "over")
     assert not fits(THOUGHT + CALL, REQUIRED, NO_THINKING, "possible")
     assert fits(CALL, REQUIRED, NO_THINKING, "possible")
 
 
-@pytest.mark.parametrize(("demand", "answer", "expected"), ANSWERS)
-def test_markers_that_are_no_tokens(tmp_path: Path, demand: Demand, answer: str, expected: bool) -> None:
-    """A vocabulary without them spells them; what is a call and what is not stays the same."""
+HOME: Json = {
+    "type": "object",
+    "properties": {"x": {"type": "boolean"}},
+    "required": ["x"],
+    "additionalProperties": False,
+}
+PERSON: Json = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 10},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "b", "c"]}, "maxItems": 3},
+        "home": HOME,
+    },
+    "required": ["name", "age", "tags", "home"],
+    "additionalProperties": False,
+}
+TRIP: Json = {
+    "type": "object",
+    "properties": {
+        "to": {"type": "string", "maxLength": 8},
+        "by": {"type": "string", "enum": ["train", "boat"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 30},
+        "with": {"type": "array", "items": {"type": "string", "maxLength": 4}, "maxItems": 2},
+    },
+    "required": ["to", "days"],
+    "additionalProperties": False,
+}
+
+# fmt: off
+TO = "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+XML = "<function=get_weather>\n<parameter=city>\nOslo\n</parameter>\n</function>"
+CITY_CALLS = {
+    "harmony":     TO + OBJECT,
+    "mistral":     '[TOOL_CALLS]get_weather[ARGS]{"city": "Oslo"}',
+    "mistral-v3":  '{"name": "get_weather", "arguments": {"city": "Oslo"}}',
+    "qwen3-coder": f"<tool_call>\n{XML}\n</tool_call>",
+    "llama":       '{"name": "get_weather", "parameters": {"city": "Oslo"}}',
+    "hermes":      CALL,
+}
+TEXTS = dict.fromkeys(DIALECTS, "Fine.") | {"harmony": "<|channel|>final<|message|>Fine."}
+# fmt: on
+
+
+def vocabulary(folder: Path, name: str, tokens: bool) -> tuple[Dialect, Vocabulary]:
+    """The tiny model's, without its own markers, and with those of the dialect or not."""
     content = json.loads((TINY / "tokenizer.json").read_text(encoding="utf-8"))
-    content["added_tokens"] = [t for t in content["added_tokens"] if t["content"] not in AS_TOKENS]
-    path = tmp_path / "tokenizer.json"
+    own = HERMES.markers
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] not in own]
+    path = folder / "tokenizer.json"
     path.write_text(json.dumps(content), encoding="utf-8")
-    tokenizer, constraints = Tokenizer(path), Grammars(path, 2048, (2041,))
-    constraint = constraints.constraint(lark(demand, AS_TEXT, "possible"))
-    allowed = True
-    for token_id in tokenizer.encode(answer):
-        allowed = allowed and bool(constraint.mask()[token_id])
-        if allowed:
-            constraint.advance(token_id)
-    assert (allowed and bool(constraint.mask()[2041])) == expected
+    library = tokenizers.Tokenizer.from_file(str(path))
+    if tokens:
+        library.add_special_tokens([AddedToken(m, normalized=False) for m in sorted(DIALECTS[name].markers)])
+        library.save(str(path))
+    tokenizer = Tokenizer(path)
+    row = DIALECTS[name]
+    dialect = dialects.find(row, tokenizer.added, "".join(row.markers), tools=True)
+    return dialect, Vocabulary(tokenizer, Grammars(path, max(2048, tokenizer.vocab_size), (2041,)))
+
+
+@pytest.mark.parametrize("tokens", [True, False])
+@pytest.mark.parametrize("name", DIALECTS)
+def test_every_dialect(tmp_path: Path, name: str, tokens: bool) -> None:
+    """With markers that are tokens or spelled, what is a call and what is not is the same."""
+    dialect, words = vocabulary(tmp_path, name, tokens)
+    one, text, forms = CITY_CALLS[name], TEXTS[name], dialect.forms
+    call, several = (
+        one.join(forms.calls),
+        [(one + forms.more + one).join(forms.calls)] if forms.more is not None else [],
+    )
+    thought = "hm {".join(forms.thought)
+    unfit = call.replace("city", "town")
+    before = [forms.before.replace("TEXT", "Fine.") + call] if forms.before else []
+    json_text = forms.text.replace("TEXT", OBJECT)
+    # fmt: off
+    for demand, good, bad in (
+        (REQUIRED, [call, thought + call, *several],                            [text, unfit, *before]),
+        (ONE,      [call],                                            [text, *several]),
+        (AUTO,     [call, text, thought + text, *before],             [unfit]),
+        (FORMAT,   [json_text, thought + json_text],                  [call, text]),
+        (BOTH,     [json_text, call],                                 [text]),
+    ):
+    # fmt: on
+        assert [answer for answer in good if not fits(answer, demand, dialect, "possible", words)] == []
+        assert [answer for answer in bad if fits(answer, demand, dialect, "possible", words)] == []
+    assert fits(thought.removeprefix(forms.thought[0]) + call, REQUIRED, dialect, "open", words)
+
+
+@pytest.mark.parametrize("tokens", [True, False])
+@pytest.mark.parametrize("name", DIALECTS)
+def test_what_is_let_through_is_found(tmp_path: Path, name: str, tokens: bool) -> None:
+    """A model that takes any token of the mask, whichever it is, says what was demanded to our parser."""
+    dialect, words = vocabulary(tmp_path, name, tokens)
+    functions, rng = (("get_weather", CITY), ("plan", TRIP)), random.Random(1)
+    schemas = dict(functions)
+    for demand in 3 * (Demand("required", functions), Demand("auto", functions, schema=PERSON)):
+        reader = Parser(dialect, dialect.start, schemas=schemas)
+        found = parse(any_answer(demand, dialect, words, rng), reader)
+        calls = [item for item in found if item[0] == "call"]
+        assert found == calls or (demand.schema and len(found) == 1)
+        for _, function, arguments in calls:
+            jsonschema.validate(json.loads(arguments), schemas[function])
+        for _, text in () if calls else found:
+            jsonschema.validate(json.loads(text), PERSON)
+
+
+def any_answer(demand: Demand, dialect: Dialect, words: Vocabulary, rng: random.Random) -> Iterator[Piece]:
+    constraint = words.grammars.constraint(lark(demand, dialect, words.tokenizer.added, "over"))
+    decoder = words.tokenizer.decoder()
+    while not (mask := constraint.mask())[2041]:
+        token_id = int(rng.choice(np.flatnonzero(mask)))
+        constraint.advance(token_id)
+        yield from decoder.feed(token_id)
+    yield from decoder.close()
+
+
+# What a string is where it is not quoted, and what is JSON there.
+STRINGS: Json = {
+    "type": "object",
+    "properties": {
+        "s": {"type": "string", "minLength": 1},
+        "e": {"enum": ["a", "é\n"]},
+        "n": {"$ref": "#/$defs/n"},
+        "o": {"type": "object", "properties": {"x": {"type": "string"}}, "additionalProperties": False},
+    },
+    "required": ["s"],
+    "$defs": {"n": {"type": "integer"}},
+}
+
+# fmt: off
+PARAMETERS = [
+    # in XML: name, value, ...                       it fits
+    (["s", "<b>\n"],                                True),
+    (["s", "a", "e", "é\n", "n", "5"],              True),
+    (["s", "a", "o", '{"x": "b"}'],                  True),
+    (["s", ""],                                      False),
+    (["n", "5"],                                     False),
+    (["s", "a", "e", "b"],                           False),
+    (["s", "a", "n", "five"],                        False),
+    (["s", "a", "o", "x"],                           False),
+    (["n", "5", "s", "a"],                           False),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("values", "expected"), PARAMETERS)
+def test_parameters_in_xml(tmp_path: Path, values: list[str], expected: bool) -> None:
+    dialect, words = vocabulary(tmp_path, "qwen3-coder", tokens=True)
+    written = "".join(
+        f"<parameter={n}>\n{v}\n</parameter>\n" for n, v in zip(values[::2], values[1::2], strict=True)
+    )
+    call = f"<tool_call>\n<function=f>\n{written}</function>\n</tool_call>"
+    assert fits(call, Demand("required", (("f", STRINGS),)), dialect, "over", words) == expected
+
+
+def test_a_string_in_xml_that_cannot_be_enforced_is_refused(tmp_path: Path) -> None:
+    dialect, words = vocabulary(tmp_path, "qwen3-coder", tokens=True)
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^a$"}}}
+    with pytest.raises(BadGrammar, match="'a'") as caught:
+        lark(Demand("required", (("f", schema),)), dialect, words.tokenizer.added, "over")
+    assert caught.value.part == "f"
 
 
 ROUND = {"a": {"allOf": [{"$ref": "#/$defs/b"}]}, "b": {"anyOf": [{"$ref": "#/$defs/a"}]}}
@@ -154,28 +318,11 @@ def test_what_cannot_be_enforced_is_refused(demand: Demand, part: str) -> None:
 def test_a_schema_may_hold_itself() -> None:
     """A list is no circle: each turn says something."""
     GRAMMARS.check(Demand("none", schema=TREE))
-    assert fits('{"next": {"next": null}}', Demand("none", schema=TREE), AS_TOKENS, "over")
+    assert fits('{"next": {"next": null}}', Demand("none", schema=TREE), HERMES, "over")
 
 
 # --- through the server -------------------------------------------------------------------------------------
 
-HOME: Json = {
-    "type": "object",
-    "properties": {"x": {"type": "boolean"}},
-    "required": ["x"],
-    "additionalProperties": False,
-}
-PERSON: Json = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 10},
-        "age": {"type": "integer", "minimum": 0, "maximum": 150},
-        "tags": {"type": "array", "items": {"enum": ["a", "b", "c"]}, "maxItems": 3},
-        "home": HOME,
-    },
-    "required": ["name", "age", "tags", "home"],
-    "additionalProperties": False,
-}
 TOOL: Any = {"type": "function", "name": "get_weather", "parameters": CITY}
 NESTED: Any = {"type": "function", "function": {"name": "get_weather", "parameters": CITY}}
 

@@ -30,26 +30,29 @@ MAY_IMPORT = {
     "store":       set(),
     "weights":     set(),
     "background":  {"store"},
+    "calls":       {"channels"},
     "completions": {"channels"},
+    "model":       {"weights"},
+    "params":      {"chat"},
     "responses":   {"channels"},
     "tokenizer":   {"channels"},
-    "params":      {"chat"},
     "answers":     {"background", "params", "sse"},
-    "grammar":     {"params"},
-    "model":       {"weights"},
+    "dialects":    {"calls", "channels"},
     "engine":      {"model", "pages", "weights"},
-    "worker":      {"channels", "chat", "engine", "grammar", "model", "params", "tokenizer"},
+    "grammar":     {"calls", "channels", "params"},
+    "worker":      {"channels", "chat", "dialects", "engine", "grammar", "model", "params", "tokenizer"},
     "api":         {"answers", "background", "channels", "completions", "params", "responses", "sealed",
                     "sse", "store", "worker"},
-    "server":      {"answers", "api", "background", "chat", "engine", "grammar", "hub", "model", "store",
-                    "tokenizer", "weights", "worker"},
     "bench":       {"answers", "api", "background", "channels", "engine", "hub", "model", "params",
                     "responses", "store", "tokenizer", "weights"},
+    "server":      {"answers", "api", "background", "chat", "dialects", "engine", "grammar", "hub", "model",
+                    "store", "tokenizer", "weights", "worker"},
 }
 # fmt: on
 
 # Bytes and time come from outside: these are functions of their arguments.
-SANS_IO = {"channels", "chat", "completions", "pages", "params", "responses", "sealed", "sse"}
+SANS_IO = {"calls", "channels", "chat", "completions", "dialects", "pages", "params", "responses", "sealed",
+           "sse"}  # fmt: skip
 IO = {"asyncio", "concurrent", "multiprocessing", "os", "queue", "random", "secrets", "select", "socket",
       "subprocess", "tempfile", "threading", "time", "uuid"}  # fmt: skip
 

@@ -51,6 +51,12 @@ STREAM = {"stream": True}  # what stream_options needs
 VERBOSE = {"verbosity": "low"}
 KWARGS = {"enable_thinking": True}
 NONE = {"reasoning_effort": "none"}
+
+
+def thinking(enabled: bool, effort: str) -> Json:
+    return {"enable_thinking": enabled, "reasoning_effort": effort}
+
+
 THINKING = {"chat_template_kwargs": KWARGS}
 BRIEF = {"role": "system", "content": "Be brief."}
 BOTH_LIMITS = {"max_tokens": 5, "max_completion_tokens": 6}
@@ -295,11 +301,12 @@ MEANING: list[tuple[str, str, Any, Json]] = [
     ("chat",      "include_usage",   True,                       {}),
     ("chat",      "include_usage",   False,                      STREAM),
     ("chat",      "include_usage",   True,                       STREAM | WITH_USAGE),
-    ("responses", "template_kwargs", {"enable_thinking": False}, {"reasoning": {"effort": "none"}}),
-    ("responses", "template_kwargs", {"enable_thinking": True},  {"reasoning": LOW}),
+    ("responses", "template_kwargs", thinking(False, "low"),     {"reasoning": {"effort": "none"}}),
+    ("responses", "template_kwargs", thinking(True, "low"),      {"reasoning": LOW}),
+    ("responses", "template_kwargs", thinking(True, "high"),     {"reasoning": {"effort": "max"}}),
     ("responses", "template_kwargs", {},                         {"reasoning": {"effort": None}}),
-    ("chat",      "template_kwargs", {"enable_thinking": False}, {"reasoning_effort": "none"}),
-    ("chat",      "template_kwargs", {"enable_thinking": True},  NONE | THINKING),
+    ("chat",      "template_kwargs", thinking(False, "low"),     {"reasoning_effort": "none"}),
+    ("chat",      "template_kwargs", thinking(True, "low"),      NONE | THINKING),
     ("chat",      "tools",           [NESTED],                   {"tools": [NESTED]}),
     ("chat",      "tools",           [],                         TOOLS | {"tool_choice": "none"}),
     ("responses", "tools",           [NESTED],                   {"tools": [FUNCTION, HOSTED]}),

@@ -23,7 +23,7 @@ import itertools
 import operator
 import tomllib
 import urllib.parse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,12 +31,13 @@ import pytest
 
 import api
 import completions
+import dialects
 import laws
 import responses
 import scripted
 import sse
 from background import EventLog
-from channels import Arguments, Call, Close, Delta, Finish, Output, Parser, Piece, Usage, opening_state
+from channels import Arguments, Call, Close, Delta, Finish, Output, Parser, Piece, Usage
 from tokenizer import Tokenizer
 
 FOLDER = Path(__file__).parent / "replays"
@@ -67,56 +68,70 @@ def as_it_is(chunk: Any) -> Any:
     return chunk
 
 
-def channels(chunks: list[Any], prompt: str = "", cut: bool = False, **options: Any) -> Iterator[Any]:
+def channels(
+    chunks: list[Any], dialect: str = "hermes", prompt: str = "", cut: bool = False, **options: Any
+) -> Iterator[Any]:
     """Items. A chunk of text is a piece, its markers are spelled; in one of tokens each is a piece."""
+    row = dialects.DIALECTS[dialect]
+    added = set() if isinstance(chunks[0], str) else row.markers
+    found = dialects.find(row, added, "".join(row.markers), tools=True)
     pieces = [
         piece
         for chunk in chunks
-        for piece in ([Piece(chunk)] if isinstance(chunk, str) else map(token, chunk))
+        for piece in ([Piece(chunk)] if isinstance(chunk, str) else [token(text, added) for text in chunk])
     ]
-    markers = dict.fromkeys(scripted.MARKERS, not isinstance(chunks[0], str))
-    state = opening_state(prompt, markers)
-    yield from laws.parse(
-        pieces, Parser(markers, state, prompt.rstrip().endswith(scripted.MARKERS), **options), cut
-    )
+    yield from laws.parse(pieces, Parser(found, *dialects.opening(prompt, found), **options), cut)
 
 
-def token(text: str) -> Piece:
-    return Piece(text, text if text in scripted.MARKERS else "")
+def token(text: str, added: Collection[str]) -> Piece:
+    return Piece(text, text if text in added else "")
 
 
 def tokenizer(chunks: list[list[str]]) -> Iterator[Any]:
     """The text of the pieces; a chunk is a list of tokens, their bytes percent-encoded."""
-    vocabulary, token_ids = tokenized(chunks)
+    vocabulary, token_ids = tokenized(chunks, "hermes")
     decoder = vocabulary.decoder()
     for token_id in itertools.chain(*token_ids):
         yield from (piece.text for piece in decoder.feed(token_id))
     yield from (piece.text for piece in decoder.close())
 
 
-def worker(chunks: list[list[str]], **body: Any) -> Iterator[Any]:
+def worker(chunks: list[list[str]], dialect: str = "hermes", **body: Any) -> Iterator[Any]:
     """Items, then ["finish", reason, output tokens, reasoning tokens]; a chunk is a step: its tokens."""
-    vocabulary, steps = tokenized(chunks)
-    *outputs, end = scripted.said(vocabulary, steps, **body)
+    vocabulary, steps = tokenized(chunks, dialect)
+    *outputs, end = scripted.said(vocabulary, steps, dialect, **body)
     yield from laws.items(output for output in outputs if not isinstance(output, Finish))
     assert isinstance(end, Finish)
     assert end.usage
     yield ["finish", end.reason, end.usage.output_tokens, end.usage.reasoning_tokens]
 
 
-def tokenized(chunks: list[list[str]]) -> tuple[Tokenizer, list[list[int]]]:
+def worker_events(
+    chunks: list[list[str]], show: list[str], dialect: str = "hermes", **body: Any
+) -> Iterator[Any]:
+    """As the adapter of responses, from tokens: [type, values] of the events that have one of `show`."""
+    vocabulary, steps = tokenized(chunks, dialect)
+    yield from shown_events(scripted.said(vocabulary, steps, dialect, **body), show)
+
+
+def tokenized(chunks: list[list[str]], dialect: str) -> tuple[Tokenizer, list[list[int]]]:
     tokens = [[urllib.parse.unquote_to_bytes(token) for token in chunk] for chunk in chunks]
-    added = {name.encode() for name in (*scripted.MARKERS, scripted.END)}
-    vocabulary = scripted.vocabulary(token for chunk in tokens for token in chunk if token not in added)
+    added = {name.encode() for name in (*dialects.DIALECTS[dialect].markers, scripted.END)}
+    words = (token for chunk in tokens for token in chunk if token not in added)
+    vocabulary = scripted.vocabulary(words, dialect)
     return vocabulary, [scripted.ids_of(vocabulary, chunk) for chunk in tokens]
 
 
 def responses_events(chunks: list[list[list[Any]]], show: list[str]) -> Iterator[Any]:
     """[type, values] of the events that have one of the members `show`; a chunk is a list of outputs."""
+    yield from shown_events(map(to_output, itertools.chain(*chunks)), show)
+
+
+def shown_events(outputs: Iterable[Output | Finish], show: list[str]) -> Iterator[Any]:
     number = itertools.count(1)
     builder = responses.Builder({"id": "resp_1"}, lambda prefix: f"{prefix}_{next(number)}")
     made = [builder.start()]
-    for output in map(to_output, itertools.chain(*chunks)):
+    for output in outputs:
         made.append(builder.finish(output, now=2) if isinstance(output, Finish) else builder.feed(output))
     for event in itertools.chain(*made):
         if values := members(event, show):
@@ -196,15 +211,16 @@ def sayable(value: Any) -> Any:
 
 # fmt: off
 ADAPTERS: dict[str, tuple[Callable[[Any], Any], Run]] = {
-    # module       (chunk in the file -> chunk, run)
-    "sse":         (str.encode, sse_parser),
-    "sse-writer":  (list,       sse_writer),
-    "channels":    (as_it_is,   channels),
-    "tokenizer":   (list,       tokenizer),
-    "worker":      (list,       worker),
-    "responses":   (list,       responses_events),
-    "completions": (list,       completions_chunks),
-    "background":  (list,       background_log),
+    # module         (chunk in the file -> chunk, run)
+    "sse":           (str.encode, sse_parser),
+    "sse-writer":    (list,       sse_writer),
+    "channels":      (as_it_is,   channels),
+    "tokenizer":     (list,       tokenizer),
+    "worker":        (list,       worker),
+    "worker-events": (list,       worker_events),
+    "responses":     (list,       responses_events),
+    "completions":   (list,       completions_chunks),
+    "background":    (list,       background_log),
 }
 # fmt: on
 

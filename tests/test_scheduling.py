@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dialects import DIALECTS
 from engine import Engine, Job, Lookup
 from engines import (
     GREEDY,
@@ -69,7 +70,7 @@ class Asked(NamedTuple):
 @cache
 def array_of_words() -> Constraint:
     return Grammars(TINY / "tokenizer.json", 2048, (2041,)).constraint(
-        lark(Demand("none", schema=SCHEMA), {}, "over")
+        lark(Demand("none", schema=SCHEMA), DIALECTS["hermes"], {}, "over")
     )
 
 

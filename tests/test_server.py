@@ -843,6 +843,7 @@ WRONG_FLAGS = [
     (("--model", str(TINY), "--port", "-1"),                   "-1"),
     (("--model", str(TINY), "--port", "http"),                 "http"),
     (("--model", str(TINY), "--threads", "0"),                 "--threads"),
+    (("--model", str(TINY), "--dialect", "latin"),             "'hermes'"),
     (("--model", str(TINY), "--host", "192.0.2.1"),            "192.0.2.1"),  # RFC 5737: nobody has it
     (("--banana",),                                            "--banana"),
 ]

@@ -1,0 +1,147 @@
+"""worker.py in every dialect: limits, usage and what was demanded, from token ids to what is said."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from contextlib import aclosing
+from typing import Any
+
+import jsonschema
+import pytest
+
+import params
+from channels import Finish, Output, Usage
+from chat import ChatTemplate
+from dialects import DIALECTS
+from engine import Engine
+from grammar import Grammars
+from laws import items
+from model import NumpyOps
+from scripted import END, ids_of, in_steps, said, vocabulary
+from serving import TINY, serve
+from tokenizer import Tokenizer
+from weights import read_config, read_weights
+from worker import LocalWorker
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"s": {"type": "string", "maxLength": 9}},
+    "required": ["s"],
+    "additionalProperties": False,
+}
+TOOL: dict[str, Any] = {"type": "function", "name": "f", "parameters": SCHEMA}
+
+# --- a turn, cut anywhere -----------------------------------------------------------------------------------
+
+THOUGHT, ANSWER = (
+    ["<think>", "a", "é", "</think>", "\n\n", "b", "é"],
+    ["[THINK]", "a", "é", "[/THINK]", "b", "é"],
+)
+JSON_CALL = ['{"name": "f", ', '"arguments"', ': {"s": "', "é", '"}', "}"]
+XML_CALL = ["\n<function", "=f>\n", "<parameter=s", ">\n", "é", "\n</parameter", ">\n", "</function>\n"]
+BETWEEN = ["<|end|>", "<|start|>", "assistant", "<|channel|>"]
+TO_F = ["commentary", " to=functions.f ", "<|constrain|>", "json", "<|message|>"]
+
+# fmt: off
+#   dialect        the tokens of a whole turn: reasoning, text, a call, and in each a character of two tokens
+TURNS: dict[str, list[str]] = {
+    "hermes":      [*THOUGHT, "<tool_call>", *JSON_CALL, "</tool_call>"],
+    "qwen3-coder": [*THOUGHT, "<tool_call>", *XML_CALL, "</tool_call>"],
+    "llama":       [*THOUGHT, "<|python_tag|>", *JSON_CALL],
+    "mistral":     [*ANSWER, "[TOOL_CALLS]", "f", "[ARGS]", '{"s": "', "é", '"}'],
+    "mistral-v3":  [*ANSWER, "[TOOL_CALLS]", "[", *JSON_CALL, "]"],
+    "harmony":     ["<|channel|>", "analysis", "<|message|>", "a", "é",
+                    *BETWEEN, "final", "<|message|>", "b", "é",
+                    *BETWEEN, *TO_F, '{"s": "', "é", '"}'],
+}
+SAID = [["analysis", "aé"], ["final", "bé"], ["call", "f", '{"s": "é"}']]
+# fmt: on
+
+
+def turn(name: str) -> tuple[Tokenizer, list[int]]:
+    tokens = [
+        token
+        for text in (*TURNS[name], END)
+        for token in ([b"\xc3", b"\xa9"] if text == "é" else [text.encode()])
+    ]
+    added = {marker.encode() for marker in (*DIALECTS[name].markers, END)}
+    tokenizer = vocabulary([token for token in tokens if token not in added], name)
+    return tokenizer, ids_of(tokenizer, tokens)
+
+
+def ended(outputs: list[Output | Finish]) -> tuple[list[list[str]], str, Usage]:
+    *found, finish = outputs
+    assert isinstance(finish, Finish)
+    assert finish.usage
+    return items(output for output in found if not isinstance(output, Finish)), finish.reason, finish.usage
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_a_limit_cuts_anywhere(name: str) -> None:
+    """Inside reasoning, a header, a call or a character: what was said is the beginning of what would be."""
+    tokenizer, token_ids = turn(name)
+    assert ended(said(tokenizer, in_steps(token_ids, [4]), name, tools=[TOOL]))[0] == SAID
+    n_reasoning = 0
+    for limit in range(1, len(token_ids)):
+        outputs = said(tokenizer, in_steps(token_ids, [4]), name, tools=[TOOL], max_output_tokens=limit)
+        found, reason, usage = ended(outputs)
+        assert (reason, usage.output_tokens) == ("length", limit)
+        assert n_reasoning <= usage.reasoning_tokens <= min(n_reasoning + 1, limit)
+        n_reasoning = usage.reasoning_tokens
+        for item, whole in zip(found, SAID, strict=False):
+            assert item[:-1] == whole[:-1]
+            assert whole[-1].startswith(item[-1].removesuffix("\ufffd"))
+            assert item == whole or item is found[-1]
+    assert n_reasoning == 5  # three of text, and the markers beside them
+
+
+# --- what is demanded is said, by a real model --------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    config = read_config(TINY)
+    engine = Engine(NumpyOps(config, read_weights(TINY, config), 512, n_pages=64, max_batch=4))
+    yield engine
+    engine.close()
+
+
+@pytest.mark.parametrize("name", [name for name in DIALECTS if name != "harmony"])
+def test_a_demanded_call(engine: Engine, name: str) -> None:
+    """However hot, and though the model was trained on another dialect, whose markers it has."""
+    grammars = Grammars(TINY / "tokenizer.json", 2048, (2041,))
+    worker = LocalWorker(engine, Tokenizer(TINY / "tokenizer.json"), ChatTemplate.load(TINY), grammars, name)
+    for seed in range(3):
+        body = {"model": "m", "input": "hi", "tools": [TOOL], "tool_choice": "required", "seed": seed}
+        hot = {"temperature": 2, "reasoning": {"effort": "none"}, "parallel_tool_calls": False}
+        ((kind, called, arguments),), reason, _ = ended(asyncio.run(run(worker, body | hot)))
+        assert (kind, called, reason) == ("call", "f", "stop")
+        jsonschema.validate(json.loads(arguments), SCHEMA)
+
+
+async def run(worker: LocalWorker, body: dict[str, Any]) -> list[Output | Finish]:
+    async with aclosing(worker.run(worker.prepare(params.from_responses(body, {})))) as outputs:
+        return [output async for output in outputs]
+
+
+WEATHER = {
+    "type": "function",
+    "name": "get_weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+
+
+def test_the_dialect_can_be_forced() -> None:
+    """In Llama's, the call that the tiny model writes in Hermes' is text."""
+    body = {
+        "model": "default",
+        "input": "What is the weather in Tokyo?",
+        "tools": [WEATHER],
+        "temperature": 0,
+    }
+    kinds = {}
+    for flags in ((), ("--dialect", "llama")):
+        with serve(*flags) as server:
+            answer = server.post("/v1/responses", body | {"reasoning": {"effort": "none"}}).json
+            kinds[flags] = [item["type"] for item in answer["output"]]
+    assert kinds == {(): ["function_call"], ("--dialect", "llama"): ["message"]}
