@@ -16,7 +16,8 @@ Rules of this file:
 7. A sequence ends once: stop token, length, failure or abort. Its pages are free before the next step.
 8. An exception in a step fails the sequences in it, and no others: the next request works.
 
-Not here: text (tokenizer.py, worker.py), the forward pass and sampling (model.py), the pool (pages.py).
+Not here: text (tokenizer.py, worker.py), the forward pass and sampling (model.py), the pool (pages.py), what
+may come next (drafts.py).
 """
 
 import asyncio
@@ -33,6 +34,7 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from drafts import Lookup
 from model import PAGE, Choice, Context, Sampling, Span, Ticket
 from pages import ROOT, Name, OutOfPages, Pages, name_of
 from weights import Config
@@ -90,32 +92,6 @@ class Step(NamedTuple):
     finish: Literal["stop", "length", "failed"] | None = None
     message: str = ""  # for failed: what went wrong
     cached_tokens: int = 0  # of the prompt, that were found and not computed
-
-
-class Lookup:
-    """What may come next, by prompt lookup: what followed the last time that the last tokens came."""
-
-    N_GRAM = 2
-
-    def __init__(self, token_ids: Items[int]) -> None:
-        self._tokens: list[int] = []
-        self._behind: dict[tuple[int, ...], int] = {}  # an n-gram: the position behind it
-        self._found: int | None = None  # the position behind where the last tokens came before
-        self.extend(token_ids)
-
-    def extend(self, token_ids: Items[int]) -> None:
-        for token_id in token_ids:
-            self._tokens.append(token_id)
-            n_gram = tuple(self._tokens[-self.N_GRAM :])
-            self._found = self._behind.get(n_gram)
-            self._behind[n_gram] = len(self._tokens)
-
-    def drafts(self, n: int) -> list[int]:
-        """At most n tokens; what has come round once is expected to come round again."""
-        if self._found is None:
-            return []
-        period = len(self._tokens) - self._found
-        return [self._tokens[self._found + i % period] for i in range(n)]
 
 
 @dataclass(eq=False)
@@ -320,19 +296,16 @@ class Engine:
 
     def _planned(self) -> list[Planned]:
         """Decoding sequences first: a step never makes them wait."""
-        n_left, plan = (
-            MAX_TILES * self._ops.tile,
-            list[Planned](),
-        )  # rows of prompts and of what is computed again
-        for sequence in sorted(
-            self._running, key=lambda s: s.n_launched < s.n_prefill
-        ):  # stable: oldest first
+        plan = list[Planned]()
+        n_left = MAX_TILES * self._ops.tile  # rows of prompts, and of what is computed again
+        oldest_first = sorted(self._running, key=lambda s: s.n_launched < s.n_prefill)
+        for sequence in oldest_first:
             self._find(sequence)
             if planned := self._next(sequence, n_left):
                 self._reserve(sequence, planned.span.end)
                 plan.append(planned)
-                n_rows = sequence.n_known - sequence.n_launched
-                n_left -= min(n_rows, self._ops.tile) if n_rows > 1 else 0
+                n_rows = planned.span.end - planned.span.start - len(planned.drafts)
+                n_left -= n_rows if n_rows > 1 else 0
         return plan
 
     def _find(self, sequence: Sequence) -> None:
@@ -345,7 +318,8 @@ class Engine:
                 return
             for page in found:
                 self._pages.share(page)
-            sequence.pages += found
+            self._pages.release(sequence.pages[numbers.start :])  # reserved for a step that was not launched
+            sequence.pages[numbers.start :] = found
             sequence.n_launched += n
             if sequence.n_launched > sequence.n_lost:
                 sequence.n_found += n

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import Engine, Job, Lookup
+from drafts import Lookup
+from engine import Engine, Job
 from engines import (
     GREEDY,
     TILE,
