@@ -53,7 +53,7 @@ class Ops(Protocol):
     max_seq_len: int
     n_pages: int
     max_batch: int  # sequences a step
-    tile: int  # tokens of a prompt that are computed together, a multiple of PAGE: cut at its multiples
+    tile: int  # tokens of a prompt that are computed together, whole pages; always cut at its multiples
     n_ahead: int  # steps that may be launched before the first of them is read
     row_invariant: bool  # has a row the same bits in a tile as by itself?
 
@@ -309,7 +309,7 @@ class Engine:
         return plan
 
     def _find(self, sequence: Sequence) -> None:
-        """Share the tiles that come next, as far as somebody has computed them; never the last token."""
+        """Share what comes next, as far as somebody has computed them; never the last token."""
         n = PAGE if self._ops.row_invariant else self._ops.tile
         while sequence.n_launched + n < sequence.n_prefill:
             numbers = range(sequence.n_launched // PAGE, (sequence.n_launched + n) // PAGE)
@@ -333,8 +333,10 @@ class Engine:
             chained = Span(s.slot, s.pages, None, start, 1, tile=False)
             return Planned(s, chained, s.contexts(), []) if self._may_chain(s) else None
         tile = start < s.n_prefill
-        end = min(start + self._ops.tile, s.n_prefill if tile else s.n_known)
+        end = s.n_prefill if tile else s.n_known
         if end - start > max(n_left, 1):
+            end = start + n_left // self._ops.tile * self._ops.tile
+        if end == start:
             return None
         contexts = s.contexts([] if tile else self._drafts(s)) if end == s.n_known else []
         drafts = [*contexts[-1].output[len(s.output) :]] if contexts else []
