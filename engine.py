@@ -298,10 +298,11 @@ class Engine:
         """Decoding sequences first: a step never makes them wait."""
         plan = list[Planned]()
         n_left = MAX_TILES * self._ops.tile  # rows of prompts, and of what is computed again
-        oldest_first = sorted(self._running, key=lambda s: s.n_launched < s.n_prefill)
-        for sequence in oldest_first:
+        n_reading = sum(s.n_launched < s.n_prefill for s in self._running)
+        share = n_left // max(1, min(n_reading, MAX_TILES))  # a short prompt need not wait for a long one
+        for sequence in sorted(self._running, key=lambda s: s.n_launched < s.n_prefill):  # oldest first
             self._find(sequence)
-            if planned := self._next(sequence, n_left):
+            if planned := self._next(sequence, min(n_left, share)):
                 self._reserve(sequence, planned.span.end)
                 plan.append(planned)
                 n_rows = planned.span.end - planned.span.start - len(planned.drafts)

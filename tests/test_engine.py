@@ -213,7 +213,18 @@ def test_a_long_prompt_does_not_hold_up_who_decodes(tiny_engine: Engine, watch: 
     most = MAX_TILES * TILE
     got = together(tiny_engine, watch, [endless(1, 30), endless(4 * most - 5, 1)])
     assert [len(answer.ids) for answer in got] == [30, 1]
-    assert [step.rows for step in watch.steps[1:]] == [*[[1, most]] * 3, [1, most - 5], *[[1]] * 26]
+    assert [step.rows for step in watch.steps[1:]] == [
+        [1, TILE],
+        *[[1, most]] * 3,
+        [1, TILE - 5],
+        *[[1]] * 25,
+    ]
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one(tiny_engine: Engine, watch: Watch) -> None:
+    together(tiny_engine, watch, [endless(6 * TILE, 1), endless(9, 3, first=2)])
+    rows = [[TILE, 9], [1, 2 * TILE], [1, 2 * TILE], [TILE]]
+    assert [step.rows for step in watch.steps[1:]] == rows
 
 
 def test_long_prompts_share_steps(tiny_engine: Engine, watch: Watch) -> None:
