@@ -23,6 +23,7 @@ SCRIPTS = {"bench"}  # run from the checkout, and imported by nobody
 MAY_IMPORT = {
     "channels":    set(),
     "chat":        set(),
+    "drafts":      set(),
     "hub":         set(),
     "pages":       set(),
     "sealed":      set(),
@@ -38,7 +39,7 @@ MAY_IMPORT = {
     "tokenizer":   {"channels"},
     "answers":     {"background", "params", "sse"},
     "dialects":    {"calls", "channels"},
-    "engine":      {"model", "pages", "weights"},
+    "engine":      {"drafts", "model", "pages", "weights"},
     "grammar":     {"calls", "channels", "params"},
     "worker":      {"channels", "chat", "dialects", "engine", "grammar", "model", "params", "tokenizer"},
     "api":         {"answers", "background", "channels", "completions", "params", "responses", "sealed",
@@ -51,8 +52,8 @@ MAY_IMPORT = {
 # fmt: on
 
 # Bytes and time come from outside: these are functions of their arguments.
-SANS_IO = {"calls", "channels", "chat", "completions", "dialects", "pages", "params", "responses", "sealed",
-           "sse"}  # fmt: skip
+SANS_IO = {"calls", "channels", "chat", "completions", "dialects", "drafts", "pages", "params",
+           "responses", "sealed", "sse"}  # fmt: skip
 IO = {"asyncio", "concurrent", "multiprocessing", "os", "queue", "random", "secrets", "select", "socket",
       "subprocess", "tempfile", "threading", "time", "uuid"}  # fmt: skip
 
