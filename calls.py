@@ -27,6 +27,7 @@ from channels import Arguments, Body, Call, Close, Finder, Output, Piece, Schema
 
 # --- JSON ---------------------------------------------------------------------------------------------------
 
+PLAIN = re.compile(r'[^"\\]+')  # of a string: all that neither ends nor escapes
 KEYS = {"name": "name", "arguments": "arguments", "parameters": "arguments"}  # Llama 3's word
 
 
@@ -56,8 +57,15 @@ class JsonCalls:
         self._depth = 0  # of brackets inside the value
 
     def feed(self, piece: Piece) -> Iterator[Output]:
-        for char in piece.text:
-            yield from self._char(char)
+        i, text = 0, piece.text
+        while i < len(text):
+            plain = PLAIN.match(text, i) if self.in_string and not self._escaped else None
+            if plain:
+                self._value.append(plain[0])
+                i = plain.end()
+            else:
+                yield from self._char(text[i])
+                i += 1
         yield from self._stream()
 
     def end(self) -> Iterator[Output]:
@@ -399,5 +407,4 @@ def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no JSON")
 
 
-def _dumps(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+_dumps = json.JSONEncoder(ensure_ascii=False).encode

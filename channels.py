@@ -18,6 +18,7 @@ Not here: the markers (dialects.py), how a call is written between them (calls.p
 item and call ids (responses.py), when generation stops (worker.py).
 """
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import takewhile
 from typing import Any, Literal, NamedTuple, Protocol, cast
@@ -172,11 +173,16 @@ class Finder:
 
     def __init__(self, needles: Collection[str]) -> None:
         self._needles = tuple(needles)
+        firsts = "".join({re.escape(needle[0]) for needle in needles})
+        self._begins = re.compile(f"[{firsts}]" if firsts else "(?!)")
         self._pieces: list[Piece] = []
         self._text = ""  # of those pieces: always shorter than the longest needle between two calls
 
     def feed(self, piece: Piece) -> Iterator[Piece | str]:
         """The text that is certain, as pieces, and each needle found, as a str."""
+        if not self._text and not self._begins.search(piece.text):  # most pieces, and nothing to do
+            yield piece
+            return
         self._pieces.append(piece)
         self._text += piece.text
         while found := min((m for n in self._needles if (m := self._match(n))), default=None):

@@ -287,8 +287,8 @@ def test_the_work_is_linear(name: str, start: str, more: str) -> None:
 
         reader = parser(SPELLED[name], stop=["STOP"])
         sys.setprofile(count)
-        for i in range(0, len(text), 7):
-            reader.feed(Piece(text[i : i + 7]))
+        for i in range(0, len(text), 20):
+            reader.feed(Piece(text[i : i + 20]))
         reader.close(cut=False)
         sys.setprofile(None)
         return n_calls
