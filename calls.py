@@ -195,6 +195,9 @@ class AsWritten:
             yield Arguments("{}")
 
 
+MAX_NAME = 64  # characters: no function that is offered has a longer one (params.py)
+
+
 class NamedCalls:
     """`NAME[ARGS]{...}`, with a `[CALL_ID]ID` between them or not; or, as older models write it, JSON."""
 
@@ -225,8 +228,9 @@ class NamedCalls:
             self.malformed = True
         elif not self._id_follows:
             self._name = (self._name + piece.text).lstrip()
+            self.malformed = len(self._name) > MAX_NAME
             if self._name[:1] in ("[", "{"):
-                self._body = JsonCalls()
+                self._body, self.malformed = JsonCalls(), False
                 yield from self.feed(Piece(self._name))
 
     def end(self) -> Iterator[Output]:
@@ -363,11 +367,8 @@ KINDS: dict[type, set[str]] = {
 def kinds(schema: Mapping[str, Any], name: str) -> set[str]:
     """The JSON types that a property of these arguments may have; none where the schema does not say."""
     properties = schema.get("properties")
-    found, todo, seen = (
-        set[str](),
-        [properties.get(name) if isinstance(properties, dict) else None],
-        set[str](),
-    )
+    todo = [properties.get(name)] if isinstance(properties, dict) else []
+    found, seen = set[str](), set[str]()
     while todo:
         match todo.pop():
             case {"$ref": str(ref)} if ref not in seen:

@@ -250,9 +250,7 @@ class Parser:
         self._finder = Finder(dialect.markers - dialect.tokens)
         self._stop = Finder(stop)
         self._one_call = one_call
-        self._leading = dialect.trims and (
-            after_marker or state == "analysis"
-        )  # newlines that come now are a marker's
+        self._leading = dialect.trims and after_marker  # newlines that come now are a marker's
         self._visible = False  # this run of text has shown something
         self._blank: list[Piece] = []  # whitespace that is dropped if a marker follows
         self._open: Literal["", "text", "call"] = ""  # what a Close would end

@@ -144,7 +144,7 @@ DIALECTS = {
 }
 
 
-def name(template: str) -> str:
+def recognised(template: str) -> str:
     """The first dialect whose signs are all in the template."""
     return next(name for name, row in DIALECTS.items() if all(sign in template for sign in row.known_by))
 

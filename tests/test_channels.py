@@ -266,6 +266,7 @@ LONG = [
     ("qwen3-coder", "<tool_call><function=f>",                     "<parameter=n>1</parameter>"),
     ("llama",       '{"a": ',                                      "[1, "),
     ("mistral",     "[TOOL_CALLS]f[ARGS]",                         "[CALL_I"),
+    ("mistral",     "[TOOL_CALLS]",                                "get_"),
     ("mistral-v3",  "[TOOL_CALLS][",                               '{"name": "f"}, '),
     ("harmony",     "",                                            "final "),
     ("harmony",     "",                                            "<|channel|>"),
@@ -617,7 +618,7 @@ def test_a_stop_string_stops_at_its_last_token() -> None:
 
 @pytest.mark.parametrize("file", TEMPLATES)
 def test_the_template_says_which_dialect_it_is(file: str) -> None:
-    assert dialects.name(TEMPLATES[file].source) == {"deepseek-r1": "hermes"}.get(file, file)
+    assert dialects.recognised(TEMPLATES[file].source) == {"deepseek-r1": "hermes"}.get(file, file)
 
 
 # fmt: off

@@ -94,6 +94,19 @@ def test_a_limit_cuts_anywhere(name: str) -> None:
     assert n_reasoning == 5  # three of text, and the markers beside them
 
 
+@pytest.mark.parametrize("end", ["<|call|>", "<|return|>"])
+@pytest.mark.parametrize("ends", [{END, "<|call|>", "<|return|>"}, {END}])
+def test_the_turn_ends_with_its_marker(end: str, ends: set[str]) -> None:
+    """Whether the config says that it ends the generation or not: what comes behind it is not said."""
+    tokens = [*TURNS["harmony"], end, "a", "<|channel|>", "final", END]
+    tokenizer = vocabulary([token.encode() for token in tokens if not token.startswith("<|")], "harmony")
+    token_ids = ids_of(tokenizer, [token.encode() for token in tokens])
+    for size in (1, len(token_ids)):
+        outputs = said(tokenizer, in_steps(token_ids, [size]), "harmony", ends=ends)
+        found, reason, usage = ended(outputs)
+        assert (found, reason, usage.output_tokens) == (SAID, "stop", len(TURNS["harmony"]) + 1)
+
+
 # --- what is demanded is said, by a real model --------------------------------------------------------------
 
 
