@@ -257,7 +257,7 @@ class Parser:
         self._header: list[Piece] = []  # of the message to come; in "between" it may turn out to be text
         self._body = dialect.body(self._schemas)
         self._opened_by = ""  # the marker of the call; some calls at the very beginning have none
-        self._raw: list[str] = []  # the body so far, should it turn out to be no call
+        self._raw: list[Piece] = []  # the body so far, should it turn out to be no call
         self._origin: State = "final"  # where a malformed call returns to
         self._fallen = False  # in the rest of a malformed call, whose closing marker is text too
 
@@ -372,7 +372,7 @@ class Parser:
 
     def _to_body(self, piece: Piece) -> Iterator[Output]:
         if not self._body.called:
-            self._raw.append(piece.text)
+            self._raw.append(piece)
         yield from self._calling(self._body.feed(piece))
         if self._body.malformed:
             yield from self._not_a_call()
@@ -390,7 +390,8 @@ class Parser:
         """A body that announced no call is text, markers and all, on the channel it came from."""
         if not self._body.called:
             self.state, self._fallen = self._origin, True
-            yield from self._text(Piece(self._opened_by + "".join(self._raw)))
+            for piece in (Piece(self._opened_by), *self._raw):
+                yield from self._text(piece)
 
     def _without_leading(self, piece: Piece) -> Piece | None:
         if self._leading:

@@ -16,7 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import dialects
-from channels import Dialect, Finder, Finish, Parser, Piece, State
+from channels import Delta, Dialect, Finder, Finish, Parser, Piece, State, TokenLogprob
 from dialects import DIALECTS
 from laws import parse
 from scripted import END, ENDS, MARKERS, TEMPLATE, TEMPLATES, in_steps, said, vocabulary
@@ -598,6 +598,19 @@ def test_a_marker_that_is_a_token_is_not_found_in_text(name: str) -> None:
     ]
     ((_, _, arguments),) = parse(called, parser(TOKENS[name]))
     assert json.loads(arguments) == values
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("llama", "Hi {}"), ("hermes", "<tool_call>a"), ("harmony", "Hi")]
+)
+def test_logprobs_of_what_was_held_leave_with_it(name: str, text: str) -> None:
+    """What might have been a call, or a header, has one logprob a token all the same."""
+    pieces = [Piece(c, "", (TokenLogprob(c, -1.0, c.encode()),)) for c in text.removeprefix("<tool_call>")]
+    head = [Piece("<tool_call>", "<tool_call>")] if text.startswith("<") else []
+    reader = parser(TOKENS[name])
+    said = [output for piece in (*head, *pieces) for output in reader.feed(piece)]
+    deltas = [output for output in [*said, *reader.close(cut=False)] if isinstance(output, Delta)]
+    assert [p.token for delta in deltas for p in delta.logprobs] == [piece.text for piece in pieces]
 
 
 def test_a_token_opens_nothing_where_nobody_asked_for_it() -> None:
