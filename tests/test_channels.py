@@ -95,7 +95,7 @@ outputs = names.flatmap(
     )
 )
 cut_places = st.lists(st.integers(1, 60))
-stops = st.sampled_from([(), ("STOP",), ("\n",), ("aab", "ab"), ("b<", "{")])
+stops = st.sampled_from([(), ("STOP",), ("\n",), ("aab", "ab"), ("b<", "{"), ("]", "^", "-", "\\")])
 some_options = st.fixed_dictionaries(
     {"after_marker": st.booleans(), "stop": stops, "one_call": st.booleans()},
     optional={"state": st.sampled_from(["final", "analysis"])},
@@ -631,7 +631,13 @@ def test_a_stop_string_stops_at_its_last_token() -> None:
 
 @pytest.mark.parametrize("file", TEMPLATES)
 def test_the_template_says_which_dialect_it_is(file: str) -> None:
-    assert dialects.recognised(TEMPLATES[file].source) == {"deepseek-r1": "hermes"}.get(file, file)
+    found = dialects.recognised(TEMPLATES[file].source, TEMPLATES[file].takes_tools)
+    assert found == {"deepseek-r1": "hermes"}.get(file, file)
+
+
+def test_where_the_template_takes_no_tools_they_are_taught_as_hermes_does() -> None:
+    assert dialects.recognised("[TOOL_CALLS]", takes_tools=False) == "hermes"
+    assert dialects.recognised("<|channel|><|message|>", takes_tools=False) == "harmony"
 
 
 # fmt: off
