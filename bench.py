@@ -347,7 +347,7 @@ def parse(args: argparse.Namespace) -> None:
     report = "\n".join(
         [
             f"{date.today()}, a turn of {args.pieces} pieces: half of it reasoning, then text and a call,",
-            f"{cpu_name()}, one thread, Python {platform.python_version()}.",
+            f"{cpu_name()}, processor time of one thread, Python {platform.python_version()}.",
             "",
             f"| pieces/s, median of {args.repeat} | markers are tokens | share of {STREAM} tok/s "
             "| markers are spelled | share |",
