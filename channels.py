@@ -223,7 +223,7 @@ class Finder:
 # --- the parser ---------------------------------------------------------------------------------------------
 
 
-UNSAID = ("between", "role", "header")
+UNSAID = ("between", "role", "header")  # states in which a message may begin, or has and has said nothing
 
 
 class Parser:
@@ -297,7 +297,7 @@ class Parser:
             yield from self._flush_stop()
             yield from self._deltas(self._blank)
 
-    # --- markers
+    # --- markers --------------------------------------------------------------------------------------------
 
     def _marker(self, marker: str) -> Iterator[Output]:
         if self._dialect.next(self.state, marker) not in ("header", "content"):
@@ -342,7 +342,7 @@ class Parser:
         assert self._dialect.header
         self.state, body = self._dialect.header(header)
         if body:
-            self._body, self._opened_by = body, header
+            self._body, self._opened_by = body, header  # which, unlike a call's own marker, is never text
             yield from self._to_body(Piece(""))  # the name leaves
 
     def _lost_header(self, cut: bool) -> Iterator[Output]:
@@ -360,7 +360,7 @@ class Parser:
             for piece in stray:
                 yield from self._text(piece)
 
-    # --- text
+    # --- text -----------------------------------------------------------------------------------------------
 
     def _text(self, piece: Piece) -> Iterator[Output]:
         if self.state == "call":

@@ -689,6 +689,17 @@ def test_opening(name: str, tail: str, state: State, after_marker: bool) -> None
 
 
 @pytest.mark.parametrize("name", DIALECTS)
+def test_the_tables_agree(name: str) -> None:
+    """The forms and lists of a dialect name its own markers, and rows leave states that rows reach."""
+    row = DIALECTS[name]
+    assert {*row.reasoning, *row.calls, *filter(None, [row.closing])} <= row.markers
+    written = re.findall(r"<\|\w+\|>|\[/?[A-Z_]{2,}\]|</?(?:think|tool_call)>", str(row.forms))
+    assert {*written} <= row.markers
+    assert ("content" in row.transitions.values()) == (row.header is not None)
+    assert {state for state, _ in row.transitions} <= {"any", row.start, *row.transitions.values()}
+
+
+@pytest.mark.parametrize("name", DIALECTS)
 def test_every_marker_can_come_everywhere(name: str) -> None:
     """No pair of a state and a marker raises, and only the end of a turn stops."""
     row = TOKENS[name]
