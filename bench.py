@@ -2,6 +2,7 @@
 
     python bench.py cpu      MEASUREMENTS x contenders --run()--> Speeds --median--> a table in Markdown
     python bench.py store    background responses through the registry and back, and the memory they take
+    python bench.py parse    what the parser of the output costs, in every dialect
 
 `cpu` compares the engine with transformers in float32 (https://github.com/huggingface/transformers), which
 `pip install -e '.[parity]'` brings; without it only our own numbers are shown.
@@ -19,8 +20,10 @@ Not here: how long an HTTP request takes.
 
 import argparse
 import asyncio
+import json
 import os
 import platform
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +43,9 @@ import params
 import responses
 from api import encode_event
 from background import EventLog, Producer, Registry
-from channels import Delta, Finish, Usage
+from channels import Delta, Dialect, Finish, Parser, Piece, Usage
+from dialects import DIALECTS
+from dialects import find as find_dialect
 from engine import Engine, Job
 from model import PAGE, Context, NumpyOps, Sampling, Span
 from store import Limits, Row, Store
@@ -379,6 +384,64 @@ def resident_mb() -> float:
     return sum(int(line.split()[1]) for line in lines if line.startswith("VmRSS:")) / 1e3
 
 
+# --- parse --------------------------------------------------------------------------------------------------
+
+PIECE = 4  # characters a token, about
+STREAM = 1000  # tokens a second, of one response: more than most engines give it
+
+
+def parse(args: argparse.Namespace) -> None:
+    rows = [(name, pieces_per_s(name, args, False), pieces_per_s(name, args, True)) for name in DIALECTS]
+    report = "\n".join(
+        [
+            f"{date.today()}, a turn of {args.pieces} pieces: half of it reasoning, then text and a call,",
+            f"{cpu_name()}, processor time of one thread, Python {platform.python_version()}.",
+            "",
+            f"| pieces/s, median of {args.repeat} | markers are tokens | share of {STREAM} tok/s "
+            "| markers are spelled | share |",
+            "|---|---|---|---|---|",
+            *(
+                f"| {name} | {tokens:.0f} | {STREAM / tokens:.1%} | {spelled:.0f} | {STREAM / spelled:.1%} |"
+                for name, tokens, spelled in rows
+            ),
+            "",
+        ]
+    )
+    print(report, end="")
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(report, encoding="utf-8")
+
+
+def pieces_per_s(name: str, args: argparse.Namespace, spelled: bool) -> float:
+    row = DIALECTS[name]
+    dialect = find_dialect(row, () if spelled else row.markers, "".join(row.markers), tools=True)
+    pieces, speeds = turn(dialect, args.pieces), []
+    for _ in range(args.repeat):
+        parser = Parser(dialect, dialect.start, stop=["STOP"], schemas={"f": {}})
+        started = time.process_time()  # what it costs, however busy the machine is with other things
+        n_outputs = sum(len(parser.feed(piece)) for piece in pieces) + len(parser.close(cut=False))
+        speeds.append(len(pieces) / (time.process_time() - started))
+        assert n_outputs > len(pieces) // 2, "the parser has lost its way"
+    return median(speeds)
+
+
+def turn(dialect: Dialect, n_pieces: int) -> list[Piece]:
+    """As the forms of the dialect write it; its markers are pieces of their own, or text like all else."""
+    forms, quarter = dialect.forms, "So, some <b>words</b>.\n" * (n_pieces // 4 * PIECE // 23)
+    text = (forms.before or "").replace("TEXT", quarter)
+    arguments = {"json": json.dumps({"a": quarter}), "xml": f"<parameter=a>\n{quarter}\n</parameter>\n"}
+    call = forms.call.replace("NAME", "f").replace("ARGUMENTS", arguments[forms.arguments])
+    whole = (2 * quarter).join(forms.thought) + text + call.join(forms.calls)
+    cut = re.split("(" + "|".join(map(re.escape, dialect.tokens)) + ")", whole) if dialect.tokens else [whole]
+    pieces: list[Piece] = []
+    for unit in cut:
+        is_marker = unit in dialect.tokens
+        texts = [unit] if is_marker else [unit[i : i + PIECE] for i in range(0, len(unit), PIECE)]
+        pieces += (Piece(text, text if is_marker else "") for text in texts)
+    return pieces
+
+
 # --- the command line ---------------------------------------------------------------------------------------
 
 
@@ -389,6 +452,11 @@ def arguments() -> argparse.ArgumentParser:
     add.set_defaults(run=store)
     add.add_argument("--responses", type=int, default=10_000, metavar="N", help="how many (default: 10000)")
     common(add)
+    add = commands.add_parser("parse", help="pieces of output a second, in every dialect")
+    add.set_defaults(run=parse)
+    add.add_argument("--pieces", type=int, default=20_000, metavar="N", help="of a turn (default: 20000)")
+    add.add_argument("--repeat", type=int, default=5, metavar="N", help="rounds (default: 5)")
+    add.add_argument("--out", type=Path, metavar="FILE", help="write the table there too")
     add = commands.add_parser("cpu", help="prefill and decoding of the model, beside transformers")
     add.set_defaults(run=cpu)
     common(add)

@@ -27,6 +27,7 @@ from channels import Arguments, Body, Call, Close, Finder, Output, Piece, Schema
 
 # --- JSON ---------------------------------------------------------------------------------------------------
 
+PLAIN = re.compile(r'[^"\\]+')  # of a string: all that neither ends nor escapes
 KEYS = {"name": "name", "arguments": "arguments", "parameters": "arguments"}  # Llama 3's word
 
 
@@ -56,8 +57,15 @@ class JsonCalls:
         self._depth = 0  # of brackets inside the value
 
     def feed(self, piece: Piece) -> Iterator[Output]:
-        for char in piece.text:
-            yield from self._char(char)
+        i, text = 0, piece.text
+        while i < len(text):
+            plain = PLAIN.match(text, i) if self.in_string and not self._escaped else None
+            if plain:
+                self._value.append(plain[0])
+                i = plain.end()
+            else:
+                yield from self._char(text[i])
+                i += 1
         yield from self._stream()
 
     def end(self) -> Iterator[Output]:
@@ -187,6 +195,9 @@ class AsWritten:
             yield Arguments("{}")
 
 
+MAX_NAME = 64  # characters: no function that is offered has a longer one (params.py)
+
+
 class NamedCalls:
     """`NAME[ARGS]{...}`, with a `[CALL_ID]ID` between them or not; or, as older models write it, JSON."""
 
@@ -217,8 +228,9 @@ class NamedCalls:
             self.malformed = True
         elif not self._id_follows:
             self._name = (self._name + piece.text).lstrip()
+            self.malformed = len(self._name) > MAX_NAME
             if self._name[:1] in ("[", "{"):
-                self._body = JsonCalls()
+                self._body, self.malformed = JsonCalls(), False
                 yield from self.feed(Piece(self._name))
 
     def end(self) -> Iterator[Output]:
@@ -355,11 +367,8 @@ KINDS: dict[type, set[str]] = {
 def kinds(schema: Mapping[str, Any], name: str) -> set[str]:
     """The JSON types that a property of these arguments may have; none where the schema does not say."""
     properties = schema.get("properties")
-    found, todo, seen = (
-        set[str](),
-        [properties.get(name) if isinstance(properties, dict) else None],
-        set[str](),
-    )
+    todo = [properties.get(name)] if isinstance(properties, dict) else []
+    found, seen = set[str](), set[str]()
     while todo:
         match todo.pop():
             case {"$ref": str(ref)} if ref not in seen:
@@ -399,5 +408,4 @@ def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no JSON")
 
 
-def _dumps(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+_dumps = json.JSONEncoder(ensure_ascii=False).encode

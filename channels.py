@@ -18,6 +18,7 @@ Not here: the markers (dialects.py), how a call is written between them (calls.p
 item and call ids (responses.py), when generation stops (worker.py).
 """
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import takewhile
 from typing import Any, Literal, NamedTuple, Protocol, cast
@@ -172,11 +173,16 @@ class Finder:
 
     def __init__(self, needles: Collection[str]) -> None:
         self._needles = tuple(needles)
+        firsts = "".join({re.escape(needle[0]) for needle in needles})
+        self._begins = re.compile(f"[{firsts}]" if firsts else "(?!)")
         self._pieces: list[Piece] = []
         self._text = ""  # of those pieces: always shorter than the longest needle between two calls
 
     def feed(self, piece: Piece) -> Iterator[Piece | str]:
         """The text that is certain, as pieces, and each needle found, as a str."""
+        if not self._text and not self._begins.search(piece.text):  # most pieces, and nothing to do
+            yield piece
+            return
         self._pieces.append(piece)
         self._text += piece.text
         while found := min((m for n in self._needles if (m := self._match(n))), default=None):
@@ -217,7 +223,7 @@ class Finder:
 # --- the parser ---------------------------------------------------------------------------------------------
 
 
-UNSAID = ("between", "role", "header")
+UNSAID = ("between", "role", "header")  # states in which a message may begin, or has and has said nothing
 
 
 class Parser:
@@ -244,16 +250,14 @@ class Parser:
         self._finder = Finder(dialect.markers - dialect.tokens)
         self._stop = Finder(stop)
         self._one_call = one_call
-        self._leading = dialect.trims and (
-            after_marker or state == "analysis"
-        )  # newlines that come now are a marker's
+        self._leading = dialect.trims and after_marker  # newlines that come now are a marker's
         self._visible = False  # this run of text has shown something
         self._blank: list[Piece] = []  # whitespace that is dropped if a marker follows
         self._open: Literal["", "text", "call"] = ""  # what a Close would end
         self._header: list[Piece] = []  # of the message to come; in "between" it may turn out to be text
         self._body = dialect.body(self._schemas)
         self._opened_by = ""  # the marker of the call; some calls at the very beginning have none
-        self._raw: list[str] = []  # the body so far, should it turn out to be no call
+        self._raw: list[Piece] = []  # the body so far, should it turn out to be no call
         self._origin: State = "final"  # where a malformed call returns to
         self._fallen = False  # in the rest of a malformed call, whose closing marker is text too
 
@@ -293,7 +297,7 @@ class Parser:
             yield from self._flush_stop()
             yield from self._deltas(self._blank)
 
-    # --- markers
+    # --- markers --------------------------------------------------------------------------------------------
 
     def _marker(self, marker: str) -> Iterator[Output]:
         if self._dialect.next(self.state, marker) not in ("header", "content"):
@@ -338,7 +342,7 @@ class Parser:
         assert self._dialect.header
         self.state, body = self._dialect.header(header)
         if body:
-            self._body, self._opened_by = body, header
+            self._body, self._opened_by = body, header  # which, unlike a call's own marker, is never text
             yield from self._to_body(Piece(""))  # the name leaves
 
     def _lost_header(self, cut: bool) -> Iterator[Output]:
@@ -356,7 +360,7 @@ class Parser:
             for piece in stray:
                 yield from self._text(piece)
 
-    # --- text
+    # --- text -----------------------------------------------------------------------------------------------
 
     def _text(self, piece: Piece) -> Iterator[Output]:
         if self.state == "call":
@@ -368,7 +372,7 @@ class Parser:
 
     def _to_body(self, piece: Piece) -> Iterator[Output]:
         if not self._body.called:
-            self._raw.append(piece.text)
+            self._raw.append(piece)
         yield from self._calling(self._body.feed(piece))
         if self._body.malformed:
             yield from self._not_a_call()
@@ -386,7 +390,8 @@ class Parser:
         """A body that announced no call is text, markers and all, on the channel it came from."""
         if not self._body.called:
             self.state, self._fallen = self._origin, True
-            yield from self._text(Piece(self._opened_by + "".join(self._raw)))
+            for piece in (Piece(self._opened_by), *self._raw):
+                yield from self._text(piece)
 
     def _without_leading(self, piece: Piece) -> Piece | None:
         if self._leading:

@@ -417,7 +417,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, tokens: Mapping[str, str], tool_source: str | None = None) -> None:
         """`tool_source`: the template for requests with tools, if there is one. Raises BadTemplate."""
-        self.source = source
+        self.source = source + (tool_source or "")
         self._tokens = tokens  # bos_token, eos_token, ...: what templates write by name
         try:
             self._template = ENVIRONMENT.from_string(source)

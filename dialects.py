@@ -144,9 +144,12 @@ DIALECTS = {
 }
 
 
-def name(template: str) -> str:
-    """The first dialect whose signs are all in the template."""
-    return next(name for name, row in DIALECTS.items() if all(sign in template for sign in row.known_by))
+def recognised(template: str, takes_tools: bool) -> str:
+    """The name of the first dialect whose signs are all in the template. One that takes no tools has not
+    taught the model to call: they are described as Hermes does (chat.py), and so it will call.
+    """
+    name = next(name for name, row in DIALECTS.items() if all(sign in template for sign in row.known_by))
+    return name if takes_tools or not DIALECTS[name].calls else "hermes"
 
 
 def find(row: Dialect, added: Collection[str], template: str, tools: bool) -> Dialect:

@@ -16,7 +16,7 @@ Not here: which request demands what (params.py), choosing among the tokens (mod
 import itertools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any, Literal
@@ -134,8 +134,8 @@ def _calls(writer: _Writer, demand: Demand) -> None:
     """One call or several, and what may stand before them, or instead."""
     forms, places = writer.dialect.forms, []
     for i, (name, schema) in enumerate(demand.functions):
-        arguments = _xml(writer, i, name, schema) if forms.arguments == "xml" else _json(schema)
-        places.append({"NAME": json.dumps(name), "ARGUMENTS": writer.rule(f"arguments_{i}", arguments)})
+        arguments = writer.rule(f"arguments_{i}", _arguments(writer, name, schema))
+        places.append({"NAME": json.dumps(name), "ARGUMENTS": arguments})
     opening, ending = forms.calls
     writer.rule("call", *(writer.sequence(forms.call, **place) for place in places))
     more = "" if demand.one_call or forms.more is None else f"({_optional(writer, forms.more)} call)*"
@@ -155,32 +155,58 @@ def _optional(writer: _Writer, form: str) -> str:
     return writer.sequence(form) if form else ""
 
 
-# What is known to hold of a text in which nothing is quoted.
-XML_STRINGS = {"type", "enum", "minLength", "maxLength", "title", "description", "default", "examples"}
+def _arguments(writer: _Writer, name: str, schema: Mapping[str, Any]) -> str:
+    if writer.dialect.forms.arguments == "json":
+        return _json(schema)
+    try:
+        return " ".join(_parameters(writer, schema)) or '""'
+    except BadGrammar as error:
+        raise BadGrammar(str(error), name) from error
 
 
-def _xml(writer: _Writer, number: int, function: str, schema: Mapping[str, Any]) -> str:
-    """The parameters in the order of the schema, those that are not required or not."""
-    parameters = []
-    for i, (name, inner) in enumerate(schema.get("properties", {}).items()):
-        value = writer.rule(f"value_{number}_{i}", _xml_value(writer, function, schema, name, inner))
-        written = f"{json.dumps(f'<parameter={name}>')} {value}"
-        parameters.append(written if name in schema.get("required", ()) else f"({written})?")
-    return " ".join(parameters) or '""'
+# --- arguments in XML ---------------------------------------------------------------------------------------
+
+# What can be enforced where strings are not quoted; all else is refused.
+NOTES = {"title", "description", "default", "examples", "deprecated", "$schema", "$comment"}
+OF_OBJECTS = NOTES | {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
+OF_STRINGS = NOTES | {"type", "minLength", "maxLength"}
+PARAMETER_NAME = re.compile(r"[^<>\s]+")
 
 
-def _xml_value(writer: _Writer, function: str, root: Mapping[str, Any], name: str, schema: Any) -> str:
+def _parameters(writer: _Writer, root: Mapping[str, Any]) -> Iterator[str]:
+    """In the order of the schema, those that are not required or not."""
+    if unknown := root.keys() - OF_OBJECTS:
+        raise BadGrammar(f"{', '.join(sorted(unknown))} cannot be enforced on parameters", "")
+    described, required = root.get("properties", {}), root.get("required", [])
+    for name, schema in (
+        described | dict.fromkeys((n for n in required if n not in described), True)
+    ).items():
+        if not PARAMETER_NAME.fullmatch(name):
+            raise BadGrammar(f"'{name}' cannot be the name of a parameter", "")
+        if schema is not False:
+            written = f"{json.dumps(f'<parameter={name}>')} {_value(writer, root, name, schema)}"
+            yield written if name in required else f"({written})?"
+
+
+def _value(writer: _Writer, root: Mapping[str, Any], name: str, schema: Any) -> str:
     """A string is bare, all else is JSON; newlines around it."""
-    found, end = calls.kinds(root, name), "\n" + calls.VALUE_END + "\n"
-    if "string" not in found:
+    end = f"\n{calls.VALUE_END}\n"
+    while isinstance(schema, dict) and "$ref" in schema:
+        schema = calls.target(root, schema["$ref"])
+    schema = schema if isinstance(schema, dict) else {}
+    kinds, variants = calls.kinds(root, name), schema.get("anyOf") or schema.get("oneOf") or [schema]
+    if "string" not in kinds:
         defined = {key: root[key] for key in ("$defs", "definitions") if key in root}
         return f'"\\n" {writer.rule(f"json_{len(writer.rules)}", _json(schema | defined))} {json.dumps(end)}'
-    if found != {"string"} or not schema.keys() <= XML_STRINGS:
-        raise BadGrammar(f"'{name}' can be of an enum or a length, for strings are not quoted here", function)
-    if "enum" in schema:
-        return " | ".join(json.dumps(f"\n{value}{end}") for value in schema["enum"])
-    low, high = schema.get("minLength", 0), schema.get("maxLength", "")
-    return f'"\\n" {writer.lazy(f"(?s:.{{{low},{high}}})", end)}'
+    if "enum" in schema and kinds == {"string"}:
+        values = [json.dumps(f"\n{value}{end}") for value in schema["enum"]]
+        return f"({' | '.join(values)})"
+    if kinds == {"string"} and schema.keys() <= OF_STRINGS:
+        length = f"{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}"
+        return f'"\\n" {writer.lazy(f"(?s:.{length})", end)}'
+    if all(variant.keys() <= NOTES | {"type"} for variant in variants):
+        return f'"\\n" {writer.lazy("(?s:.*)", end)}'  # any text is a string, if it is nothing else
+    raise BadGrammar(f"'{name}': of a string only enum, minLength and maxLength can be enforced", "")
 
 
 def _json(schema: Mapping[str, Any]) -> str:

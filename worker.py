@@ -57,7 +57,7 @@ class LocalWorker:
         self._tokenizer = tokenizer
         self._template = template
         self._grammars = grammars
-        self.dialect = dialect or dialects.name(template.source)
+        self.dialect = dialect or dialects.recognised(template.source, template.takes_tools)
 
     def prepare(self, request: Request) -> Prompt:
         """Render, tokenise and check; raises BadInput."""

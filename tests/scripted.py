@@ -44,9 +44,11 @@ TOOL = {"type": "function", "name": "f"}
 class ScriptedEngine:
     """Answers every job with the same steps."""
 
-    def __init__(self, tokenizer: Tokenizer, steps: Iterable[Sequence[int]]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, steps: Iterable[Sequence[int]], ends: Iterable[str] = ENDS
+    ) -> None:
         self.config = SimpleNamespace(
-            eos_token_ids=frozenset(tokenizer.added[end] for end in ENDS & tokenizer.added.keys()),
+            eos_token_ids=frozenset(tokenizer.added[end] for end in tokenizer.added.keys() & ends),
             vocab_size=tokenizer.vocab_size,
         )
         self.max_seq_len = 4096
@@ -68,10 +70,14 @@ class ScriptedEngine:
 
 
 def said(
-    tokenizer: Tokenizer, steps: Iterable[Sequence[int]], dialect: str = "hermes", **body: Any
+    tokenizer: Tokenizer,
+    steps: Iterable[Sequence[int]],
+    dialect: str = "hermes",
+    ends: Iterable[str] = ENDS,
+    **body: Any,
 ) -> list[Output | Finish]:
-    """What the worker makes of these steps; `body` is more of the request."""
-    engine = cast(Engine, ScriptedEngine(tokenizer, steps))
+    """What the worker makes of these steps; `ends` are its config's, `body` is more of the request."""
+    engine = cast(Engine, ScriptedEngine(tokenizer, steps, ends))
     worker = LocalWorker(engine, tokenizer, TEMPLATES[dialect], GRAMMARS)
     request = params.from_responses({"model": "m", "input": "hi", "tools": [TOOL]} | body, {})
 

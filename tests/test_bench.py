@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import bench
+from dialects import DIALECTS
 from engine import Engine
 from serving import TINY
 from tokenizer import Tokenizer
@@ -52,3 +53,13 @@ def test_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert printed.out == out.read_text(encoding="utf-8")
     for name in ("appended and written", "replayed"):
         assert re.search(rf"^\| {name} \| [1-9]\d+ events/s \|$", printed.out, re.MULTILINE)
+
+
+def test_parse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "parse.md"
+    assert bench.main(["parse", "--pieces", "400", "--repeat", "1", "--out", str(out)]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == out.read_text(encoding="utf-8")
+    for name in DIALECTS:
+        numbers = r"[1-9]\d+ \| [\d.]+%"
+        assert re.search(rf"^\| {name} \| {numbers} \| {numbers} \|$", printed.out, re.MULTILINE)

@@ -16,7 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import dialects
-from channels import Dialect, Finder, Finish, Parser, Piece, State
+from channels import Delta, Dialect, Finder, Finish, Parser, Piece, State, TokenLogprob
 from dialects import DIALECTS
 from laws import parse
 from scripted import END, ENDS, MARKERS, TEMPLATE, TEMPLATES, in_steps, said, vocabulary
@@ -95,7 +95,7 @@ outputs = names.flatmap(
     )
 )
 cut_places = st.lists(st.integers(1, 60))
-stops = st.sampled_from([(), ("STOP",), ("\n",), ("aab", "ab"), ("b<", "{")])
+stops = st.sampled_from([(), ("STOP",), ("\n",), ("aab", "ab"), ("b<", "{"), ("]", "^", "-", "\\")])
 some_options = st.fixed_dictionaries(
     {"after_marker": st.booleans(), "stop": stops, "one_call": st.booleans()},
     optional={"state": st.sampled_from(["final", "analysis"])},
@@ -266,6 +266,7 @@ LONG = [
     ("qwen3-coder", "<tool_call><function=f>",                     "<parameter=n>1</parameter>"),
     ("llama",       '{"a": ',                                      "[1, "),
     ("mistral",     "[TOOL_CALLS]f[ARGS]",                         "[CALL_I"),
+    ("mistral",     "[TOOL_CALLS]",                                "get_"),
     ("mistral-v3",  "[TOOL_CALLS][",                               '{"name": "f"}, '),
     ("harmony",     "",                                            "final "),
     ("harmony",     "",                                            "<|channel|>"),
@@ -276,7 +277,7 @@ LONG = [
 
 @pytest.mark.parametrize(("name", "start", "more"), LONG)
 def test_the_work_is_linear(name: str, start: str, more: str) -> None:
-    """E09: ten times the text is ten times the work, in calls of functions, whatever is held."""
+    """E09: ten times the text is ten times the calls of functions, and what is held is not copied."""
 
     def work(n_characters: int) -> int:
         text, n_calls = start + more * (n_characters // len(more)), 0
@@ -287,13 +288,25 @@ def test_the_work_is_linear(name: str, start: str, more: str) -> None:
 
         reader = parser(SPELLED[name], stop=["STOP"])
         sys.setprofile(count)
-        for i in range(0, len(text), 7):
-            reader.feed(Piece(text[i : i + 7]))
-        reader.close(cut=False)
+        for i in range(0, len(text), 20):
+            reader.feed(Piece(text[i : i + 20]))
         sys.setprofile(None)
+        assert max(map(len, strings(reader))) < 100
         return n_calls
 
     assert work(100_000) < 11 * work(10_000)
+
+
+def strings(held: Any) -> Iterator[str]:
+    """All that an object holds, however deep; not what a dialect does."""
+    if isinstance(held, str):
+        yield held
+    elif isinstance(held, list | tuple | set) and not isinstance(held, Dialect):
+        for item in held:
+            yield from strings(item)
+    elif hasattr(held, "__dict__"):
+        for value in vars(held).values():
+            yield from strings(value)
 
 
 # --- law: what was written is read --------------------------------------------------------------------------
@@ -599,6 +612,19 @@ def test_a_marker_that_is_a_token_is_not_found_in_text(name: str) -> None:
     assert json.loads(arguments) == values
 
 
+@pytest.mark.parametrize(
+    ("name", "text"), [("llama", "Hi {}"), ("hermes", "<tool_call>a"), ("harmony", "Hi")]
+)
+def test_logprobs_of_what_was_held_leave_with_it(name: str, text: str) -> None:
+    """What might have been a call, or a header, has one logprob a token all the same."""
+    pieces = [Piece(c, "", (TokenLogprob(c, -1.0, c.encode()),)) for c in text.removeprefix("<tool_call>")]
+    head = [Piece("<tool_call>", "<tool_call>")] if text.startswith("<") else []
+    reader = parser(TOKENS[name])
+    said = [output for piece in (*head, *pieces) for output in reader.feed(piece)]
+    deltas = [output for output in [*said, *reader.close(cut=False)] if isinstance(output, Delta)]
+    assert [p.token for delta in deltas for p in delta.logprobs] == [piece.text for piece in pieces]
+
+
 def test_a_token_opens_nothing_where_nobody_asked_for_it() -> None:
     mute = dialects.find(DIALECTS["hermes"], TINY.added, "no reasoning", tools=False)
     assert parse(as_tokens(["a<tool_call>b"]), parser(mute)) == [["final", "a<tool_call>b"]]
@@ -617,7 +643,13 @@ def test_a_stop_string_stops_at_its_last_token() -> None:
 
 @pytest.mark.parametrize("file", TEMPLATES)
 def test_the_template_says_which_dialect_it_is(file: str) -> None:
-    assert dialects.name(TEMPLATES[file].source) == {"deepseek-r1": "hermes"}.get(file, file)
+    found = dialects.recognised(TEMPLATES[file].source, TEMPLATES[file].takes_tools)
+    assert found == {"deepseek-r1": "hermes"}.get(file, file)
+
+
+def test_where_the_template_takes_no_tools_they_are_taught_as_hermes_does() -> None:
+    assert dialects.recognised("[TOOL_CALLS]", takes_tools=False) == "hermes"
+    assert dialects.recognised("<|channel|><|message|>", takes_tools=False) == "harmony"
 
 
 # fmt: off
@@ -654,6 +686,17 @@ def test_markers(
 @pytest.mark.parametrize(("name", "tail", "state", "after_marker"), OPENINGS)
 def test_opening(name: str, tail: str, state: State, after_marker: bool) -> None:
     assert dialects.opening("<think> [THINK]" + tail, TOKENS[name]) == (state, after_marker)
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_the_tables_agree(name: str) -> None:
+    """The forms and lists of a dialect name its own markers, and rows leave states that rows reach."""
+    row = DIALECTS[name]
+    assert {*row.reasoning, *row.calls, *filter(None, [row.closing])} <= row.markers
+    written = re.findall(r"<\|\w+\|>|\[/?[A-Z_]{2,}\]|</?(?:think|tool_call)>", str(row.forms))
+    assert {*written} <= row.markers
+    assert ("content" in row.transitions.values()) == (row.header is not None)
+    assert {state for state, _ in row.transitions} <= {"any", row.start, *row.transitions.values()}
 
 
 @pytest.mark.parametrize("name", DIALECTS)

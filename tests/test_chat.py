@@ -508,7 +508,7 @@ def test_what_is_rendered_is_read(file: str, reasoning: str, text: str, called: 
     said = prompt.removeprefix(before).split(end)[0]
     expected = [["analysis", reasoning]] if shown else []
     expected += [["commentary" if file == "harmony" and called else "final", text]] if text else []
-    found = read(dialects.name(template.source), said)
+    found = read(dialects.recognised(template.source, template.takes_tools), said)
     assert [[*item[:-1], json.loads(item[-1])] if item[0] == "call" else item for item in found] == [
         *expected,
         *(["call", "f", arguments] for arguments in called),

@@ -244,6 +244,7 @@ STRINGS: Json = {
         "e": {"enum": ["a", "é\n"]},
         "n": {"$ref": "#/$defs/n"},
         "o": {"type": "object", "properties": {"x": {"type": "string"}}, "additionalProperties": False},
+        "u": {"anyOf": [{"type": "string"}, {"type": "null"}]},
     },
     "required": ["s"],
     "$defs": {"n": {"type": "integer"}},
@@ -254,7 +255,7 @@ PARAMETERS = [
     # in XML: name, value, ...                       it fits
     (["s", "<b>\n"],                                True),
     (["s", "a", "e", "é\n", "n", "5"],              True),
-    (["s", "a", "o", '{"x": "b"}'],                  True),
+    (["s", "a", "o", '{"x": "b"}', "u", "5"],        True),
     (["s", ""],                                      False),
     (["n", "5"],                                     False),
     (["s", "a", "e", "b"],                           False),
@@ -262,24 +263,44 @@ PARAMETERS = [
     (["s", "a", "o", "x"],                           False),
     (["n", "5", "s", "a"],                           False),
 ]
+UNENFORCEABLE: list[tuple[Json, str]] = [
+    # of the arguments                                               the message says
+    ({"properties": {"a": {"type": "string", "pattern": "^a$"}}},    "'a': of a string only"),
+    ({"properties": {"a>": {"type": "string"}}},                     "'a>' cannot be the name"),
+    ({"properties": {"a": {}}, "minProperties": 1},                  "minProperties cannot be enforced"),
+]
 # fmt: on
 
 
 @pytest.mark.parametrize(("values", "expected"), PARAMETERS)
 def test_parameters_in_xml(tmp_path: Path, values: list[str], expected: bool) -> None:
     dialect, words = vocabulary(tmp_path, "qwen3-coder", tokens=True)
-    written = "".join(
-        f"<parameter={n}>\n{v}\n</parameter>\n" for n, v in zip(values[::2], values[1::2], strict=True)
-    )
+    pairs = zip(values[::2], values[1::2], strict=True)
+    written = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in pairs)
     call = f"<tool_call>\n<function=f>\n{written}</function>\n</tool_call>"
     assert fits(call, Demand("required", (("f", STRINGS),)), dialect, "over", words) == expected
 
 
-def test_a_string_in_xml_that_cannot_be_enforced_is_refused(tmp_path: Path) -> None:
+def test_parameters_that_the_schema_does_not_describe(tmp_path: Path) -> None:
     dialect, words = vocabulary(tmp_path, "qwen3-coder", tokens=True)
-    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^a$"}}}
-    with pytest.raises(BadGrammar, match="'a'") as caught:
-        lark(Demand("required", (("f", schema),)), dialect, words.tokenizer.added, "over")
+    schema = {"type": "object", "properties": {"a": True, "b": False}, "required": ["c"]}
+    call = "<tool_call>\n<function=f>\n{}</function>\n</tool_call>"
+    required = "<parameter=c>\n[1]\n</parameter>\n"
+    for written, expected in (
+        ("", False),
+        (required, True),
+        (required.replace("c>", "a>", 1) + required, True),
+    ):
+        demand = Demand("required", (("f", schema),))
+        assert fits(call.format(written), demand, dialect, "over", words) == expected
+
+
+@pytest.mark.parametrize(("schema", "message"), UNENFORCEABLE)
+def test_what_cannot_be_enforced_in_xml_is_refused(tmp_path: Path, schema: Json, message: str) -> None:
+    dialect, words = vocabulary(tmp_path, "qwen3-coder", tokens=True)
+    demand = Demand("required", (("f", {"type": "object"} | schema),))
+    with pytest.raises(BadGrammar, match=message) as caught:
+        lark(demand, dialect, words.tokenizer.added, "over")
     assert caught.value.part == "f"
 
 

@@ -44,8 +44,8 @@ MAY_IMPORT = {
     "worker":      {"channels", "chat", "dialects", "engine", "grammar", "model", "params", "tokenizer"},
     "api":         {"answers", "background", "channels", "completions", "params", "responses", "sealed",
                     "sse", "store", "worker"},
-    "bench":       {"answers", "api", "background", "channels", "engine", "hub", "model", "params",
-                    "responses", "store", "tokenizer", "weights"},
+    "bench":       {"answers", "api", "background", "channels", "dialects", "engine", "hub", "model",
+                    "params", "responses", "store", "tokenizer", "weights"},
     "server":      {"answers", "api", "background", "chat", "dialects", "engine", "grammar", "hub", "model",
                     "store", "tokenizer", "weights", "worker"},
 }

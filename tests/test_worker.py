@@ -1,6 +1,7 @@
 """worker.py in every dialect: limits, usage and what was demanded, from token ids to what is said."""
 
 import asyncio
+import itertools
 import json
 from collections.abc import Iterator
 from contextlib import aclosing
@@ -9,6 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+import laws
 import params
 from channels import Finish, Output, Usage
 from chat import ChatTemplate
@@ -17,6 +19,7 @@ from engine import Engine
 from grammar import Grammars
 from laws import items
 from model import NumpyOps
+from responses import Builder
 from scripted import END, ids_of, in_steps, said, vocabulary
 from serving import TINY, serve
 from tokenizer import Tokenizer
@@ -76,6 +79,18 @@ def ended(outputs: list[Output | Finish]) -> tuple[list[list[str]], str, Usage]:
     return items(output for output in found if not isinstance(output, Finish)), finish.reason, finish.usage
 
 
+def check_events(outputs: list[Output | Finish]) -> None:
+    """They keep the laws of a response."""
+    number = itertools.count(1)
+    echo = params.from_responses({"model": "m", "input": "hi", "tools": [TOOL]}, {}).echo
+    head = {"id": "resp_1", "object": "response", "created_at": 1, "model": "m"} | echo
+    builder = Builder(head, lambda prefix: f"{prefix}_{next(number)}")
+    events = builder.start()
+    for output in outputs:
+        events += builder.finish(output, now=2) if isinstance(output, Finish) else builder.feed(output)
+    laws.check_response(laws.on_the_wire(events))
+
+
 @pytest.mark.parametrize("name", DIALECTS)
 def test_a_limit_cuts_anywhere(name: str) -> None:
     """Inside reasoning, a header, a call or a character: what was said is the beginning of what would be."""
@@ -84,6 +99,7 @@ def test_a_limit_cuts_anywhere(name: str) -> None:
     n_reasoning = 0
     for limit in range(1, len(token_ids)):
         outputs = said(tokenizer, in_steps(token_ids, [4]), name, tools=[TOOL], max_output_tokens=limit)
+        check_events(outputs)
         found, reason, usage = ended(outputs)
         assert (reason, usage.output_tokens) == ("length", limit)
         assert n_reasoning <= usage.reasoning_tokens <= min(n_reasoning + 1, limit)
@@ -93,6 +109,19 @@ def test_a_limit_cuts_anywhere(name: str) -> None:
             assert whole[-1].startswith(item[-1].removesuffix("\ufffd"))
             assert item == whole or item is found[-1]
     assert n_reasoning == 5  # three of text, and the markers beside them
+
+
+@pytest.mark.parametrize("end", ["<|call|>", "<|return|>"])
+@pytest.mark.parametrize("ends", [{END, "<|call|>", "<|return|>"}, {END}])
+def test_the_turn_ends_with_its_marker(end: str, ends: set[str]) -> None:
+    """Whether the config says that it ends the generation or not: what comes behind it is not said."""
+    tokens = [*TURNS["harmony"], end, "a", "<|channel|>", "final", END]
+    tokenizer = vocabulary([token.encode() for token in tokens if not token.startswith("<|")], "harmony")
+    token_ids = ids_of(tokenizer, [token.encode() for token in tokens])
+    for size in (1, len(token_ids)):
+        outputs = said(tokenizer, in_steps(token_ids, [size]), "harmony", ends=ends)
+        found, reason, usage = ended(outputs)
+        assert (found, reason, usage.output_tokens) == (SAID, "stop", len(TURNS["harmony"]) + 1)
 
 
 # --- what is demanded is said, by a real model --------------------------------------------------------------
