@@ -24,7 +24,9 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 from numpy.typing import NDArray
 
+import quoted
 from params import Demand
+from tools import Grammar
 
 
 class BadGrammar(ValueError):
@@ -64,7 +66,7 @@ def _calls(demand: Demand, markers: Mapping[str, bool]) -> dict[str, str]:
     rules["object"] = " | ".join(f"function_{i}" for i in range(len(demand.functions)))
     for i, (name, schema) in enumerate(demand.functions):
         head = json.dumps(f'{{"name": "{name}", "arguments": ')
-        rules[f"arguments_{i}"] = _json(schema)
+        rules[f"arguments_{i}"] = _arguments(schema, dict(demand.inputs).get(name))
         rules[f"function_{i}"] = f'{head} arguments_{i} "}}"'
     more = "" if demand.one_call else r' ("\n" call)*'
     if demand.calls == "required":
@@ -90,6 +92,14 @@ def _literal(marker: str, markers: Mapping[str, bool]) -> str:
 
 def _json(schema: Mapping[str, Any]) -> str:
     return "%json " + json.dumps(dict(schema) | {"x-guidance": LAYOUT})
+
+
+def _arguments(schema: Mapping[str, Any], wanted: Grammar | None) -> str:
+    """The object of a call's arguments; with a grammar, of a custom tool's: tools.Tool.schema()."""
+    if wanted is None:
+        return _json(schema)
+    text = quoted.grammar(wanted.syntax, wanted.definition)  # its names are its own, within %lark
+    return f'"{{\\"input\\": \\"" %lark {{\n{text}\n}} "\\"}}"'
 
 
 class Constraint:
@@ -124,7 +134,7 @@ class Grammars:
         self._tokenizer = LLTokenizer(str(tokenizer), n_vocab=vocab_size, eos_token=list(eos_token_ids))
 
     def check(self, demand: Demand) -> None:
-        """Raises BadGrammar for a schema that cannot be enforced."""
+        """Raises BadGrammar for a schema or grammar that cannot be enforced."""
         schemas = [("schema", demand.schema)] if demand.schema is not None else []
         for part, schema in [*schemas, *demand.functions]:
             if _goes_round(schema):
@@ -135,6 +145,13 @@ class Grammars:
                 raise BadGrammar(str(error), part) from error
             if message := LLMatcher.validate_grammar(grammar, self._tokenizer):
                 raise BadGrammar(message, part)
+        for name, wanted in demand.inputs:
+            try:
+                text = quoted.grammar(wanted.syntax, wanted.definition)
+            except quoted.BadSource as error:
+                raise BadGrammar(str(error), name) from error
+            if message := LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(text), self._tokenizer):
+                raise BadGrammar(message.splitlines()[0], name)
 
     def constraint(self, grammar: str) -> Constraint:
         matcher = LLMatcher(self._tokenizer, LLMatcher.grammar_from_lark(grammar))

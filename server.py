@@ -46,6 +46,7 @@ from background import Registry
 from chat import BadInput, ChatTemplate
 from engine import Engine
 from grammar import Grammars
+from responses import REASONING_EVENTS
 from store import Limits, Store
 from tokenizer import Tokenizer
 from worker import LocalWorker
@@ -137,6 +138,7 @@ DONE_LINE = "end Responses streams without 'data: [DONE]'"
 TEMPORARY = "refuse background with store=false, as OpenAI did at first, not keep it for 10 minutes"
 STORE = "SQLite file that keeps responses; in memory they are lost at exit"
 SECRET = "key of what clients keep for us: reasoning, compactions (default: another at each start)"
+EVENTS = "names of reasoning events: reasoning_text.* or, for Open Responses' own tests, reasoning.*"
 DEVICES = ("auto", "cuda", "cpu")  # auto: cuda where it is built, else cpu
 LEVELS = ("debug", "info", "warning", "error")
 
@@ -159,6 +161,7 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "served-model-name":   (None,                 {"metavar": "NAME", "action": "append", "help": NAME}),
     "api-key":             (None,                 {"metavar": "KEY", "help": KEY}),
     "no-done-line":        (False,                {"action": "store_true", "help": DONE_LINE}),
+    "reasoning-events":    ("openai",             {"choices": tuple(REASONING_EVENTS), "help": EVENTS}),
     "no-temporary":        (False,                {"action": "store_true", "help": TEMPORARY}),
     "store":               (IN_MEMORY,            {"metavar": "FILE", "help": STORE}),
     "store-max-responses": (Limits.max_responses, {"type": positive, "help": "keep the newest N"}),
@@ -274,6 +277,7 @@ async def serve(
         sealing_key(args.secret),
         done_line=not args.no_done_line,
         temporary=not args.no_temporary,
+        reasoning_events=args.reasoning_events,
     )
     await api.take_over()
     patience = math.ceil(args.shutdown_grace) + STALLED_S

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from channels import Finish, Output, Parser, Piece, State, TokenLogprob, Usage, dialect, opening_state
 from chat import ChatTemplate, Message
 from engine import Engine, Job
-from grammar import BadGrammar, Constraint, Grammars, lark
+from grammar import BadGrammar, Constraint, Grammars, Thinking, lark
 from model import Choice, Sampling
 from params import BadRequest, Demand, Request
 from tokenizer import Tokenizer
@@ -146,11 +146,14 @@ class LocalWorker:
     def _constraint(self, demand: Demand, markers: dict[str, bool], state: State, prompt: str) -> Constraint:
         """What the answer must keep to; raises BadRequest where it cannot be enforced."""
         closed = prompt.rstrip().endswith("</think>")
-        grammar = lark(demand, markers, "open" if state == "analysis" else "over" if closed else "possible")
+        thinking: Thinking = "open" if state == "analysis" else "over" if closed else "possible"
         try:
             self._grammars.check(demand)
-            return self._grammars.constraint(grammar)
+            return self._grammars.constraint(lark(demand, markers, thinking))
         except BadGrammar as error:
+            if wanted := dict(demand.inputs).get(error.part):
+                message = f"Invalid {wanted.syntax} grammar for '{error.part}': {error}"
+                raise BadRequest(message, wanted.path) from error
             path = demand.schema_path if error.part == "schema" else "tools"
             message = f"Invalid schema for '{error.part}': {error}"
             raise BadRequest(message, path, "invalid_json_schema") from error

@@ -22,8 +22,8 @@ SCRIPTS = {"bench"}  # run from the checkout, and imported by nobody
 #  module         of ours, it may import
 MAY_IMPORT = {
     "channels":    set(),
-    "chat":        set(),
     "hub":         set(),
+    "quoted":      set(),
     "sealed":      set(),
     "sse":         set(),
     "store":       set(),
@@ -32,23 +32,25 @@ MAY_IMPORT = {
     "completions": {"channels"},
     "responses":   {"channels"},
     "tokenizer":   {"channels"},
-    "params":      {"chat"},
+    "tools":       {"channels"},
+    "chat":        {"tools"},
+    "params":      {"chat", "tools"},
     "answers":     {"background", "params", "sse"},
-    "grammar":     {"params"},
+    "grammar":     {"params", "quoted", "tools"},
     "model":       {"weights"},
     "engine":      {"model", "weights"},
     "worker":      {"channels", "chat", "engine", "grammar", "model", "params", "tokenizer"},
     "api":         {"answers", "background", "channels", "completions", "params", "responses", "sealed",
-                    "sse", "store", "worker"},
-    "server":      {"answers", "api", "background", "chat", "engine", "grammar", "hub", "store", "tokenizer",
-                    "weights", "worker"},
+                    "sse", "store", "tools", "worker"},
+    "server":      {"answers", "api", "background", "chat", "engine", "grammar", "hub", "responses", "store",
+                    "tokenizer", "weights", "worker"},
     "bench":       {"answers", "api", "background", "channels", "engine", "hub", "model", "params",
                     "responses", "store", "tokenizer", "weights"},
 }
 # fmt: on
 
 # Bytes and time come from outside: these are functions of their arguments.
-SANS_IO = {"channels", "chat", "completions", "params", "responses", "sealed", "sse"}
+SANS_IO = {"channels", "chat", "completions", "params", "quoted", "responses", "sealed", "sse", "tools"}
 IO = {"asyncio", "concurrent", "multiprocessing", "os", "queue", "random", "secrets", "select", "socket",
       "subprocess", "tempfile", "threading", "time", "uuid"}  # fmt: skip
 
