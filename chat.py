@@ -252,8 +252,11 @@ def _assistant(talk: Conversation, message: dict[str, Any], param: str) -> None:
     calls = message.get("tool_calls") or []
     for name in names[:1]:
         talk.think(_checked(message[name], str, f"{param}.{name}"))
-    if message.get("content") is not None or not (names or calls):
+    refusal = _checked(message.get("refusal") or "", str, f"{param}.refusal")
+    if message.get("content") is not None or not (names or calls or refusal):
         _message(talk, message, param)
+    if refusal:
+        talk.say("assistant", refusal)
     for place, call in _objects(calls, f"{param}.tool_calls"):
         kind = _checked(call.get("type", "function"), str, f"{place}.type")
         field, as_written = _picked(CALLS, kind, f"{place}.type")

@@ -479,12 +479,13 @@ def chat_tool(tool: dict[str, Any], path: str) -> Tool:
     kind = one_of("function", "custom")(tool.get("type"), f"{path}.type")
     place = f"{path}.{kind}"
     fields = mapping(tool.get(kind), place)
-    given = fields.get("format")
-    if kind == "custom" and isinstance(given, dict) and given.get("type") == "grammar":
-        grammar = mapping(given.get("grammar"), f"{place}.format.grammar")
-        fields = fields | {"format": {"type": "grammar", **grammar}}
-    (told,) = (function_tool if kind == "function" else custom_tool)(fields, place)[1]
-    return told
+    if kind == "function":
+        return function_tool(fields, place)[1][0]
+    wanted, inside = fields.get("format"), "format"
+    if isinstance(wanted, dict) and wanted.get("type") == "grammar":
+        inside = "format.grammar"
+        wanted = {"type": "grammar", **mapping(wanted.get("grammar"), f"{place}.{inside}")}
+    return custom_tool(fields | {"format": wanted}, place, inside=inside)[1][0]
 
 
 function_fields = members(description=string(), parameters=mapping, strict=boolean)
@@ -506,15 +507,16 @@ def function_tool(tool: Mapping[str, Any], path: str, namespace: str = "") -> To
     return {"type": "function", **echoed, "strict": offered.strict}, [offered]
 
 
-def custom_tool(tool: Mapping[str, Any], path: str, namespace: str = "") -> Told:
-    """A tool that takes any text, or what a grammar accepts."""
+def custom_tool(tool: Mapping[str, Any], path: str, namespace: str = "", inside: str = "format") -> Told:
+    """A tool that takes any text, or what a grammar accepts, whose fields are `inside`."""
     name, given = tool_name(tool, path), custom_fields(tool, path)
-    wanted, grammar = grammar_fields(given.get("format", {"type": "text"}), f"{path}.format"), None
+    place, grammar = f"{path}.{inside}", None
+    wanted = grammar_fields(given.get("format", {"type": "text"}), place)
     for field in ("type", "syntax", "definition") if wanted.get("type") != "text" else ():
         if field not in wanted:
-            raise missing(f"{path}.format.{field}")
+            raise missing(f"{place}.{field}")
     if wanted["type"] == "grammar":
-        grammar = Grammar(wanted["syntax"], wanted["definition"], f"{path}.format.definition")
+        grammar = Grammar(wanted["syntax"], wanted["definition"], f"{place}.definition")
     about = {"name": name, "description": given.get("description")}
     offered = Tool(**about, namespace=namespace, custom=True, grammar=grammar)
     return {"type": "custom", **about, "format": wanted}, [offered]
