@@ -136,7 +136,7 @@ RESPONSES = [
         [assistant("", P), tool("call_3", "p", "done"), tool("call_3", "p", "t\nt")]),
     ("a name in a namespace is both",
         [CALL | {"namespace": "n"}, CUSTOM_CALL | {"namespace": "n"}, OUTPUT], None,
-        [assistant("", ("call_1", "n__f", {"x": 1}), ("call_3", "n__p", P[2])), tool("call_1", "n__f", "42")]),
+        [assistant("", ("call_1", "n__f", F[2]), ("call_3", "n__p", P[2])), tool("call_1", "n__f", "42")]),
     ("arguments that are no object stay text",
         [CALL | {"arguments": text} for text in NO_OBJECTS], None,
         [assistant("", *(("call_1", "f", text) for text in NO_OBJECTS))]),

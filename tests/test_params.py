@@ -348,7 +348,7 @@ MEANING: list[tuple[str, str, Any, Json]] = [
     ("responses", "demand",          Demand("required", IN_N, True), NAMED_IN_N),
     ("responses", "called",          BY_NAME,                    {"tools": [FUNCTION, NAMESPACE, HOSTED]}),
     ("chat",      "called",          {"p": CHAT_P},              {"tools": [NESTED_PATCH]}),
-    ("chat",      "called",          {},                         {"tools": [NESTED_PATCH], "tool_choice": "none"}),
+    ("chat",      "called",          {},                         TOOLS | {"tool_choice": "none"}),
     ("responses", "demand",          Demand("required", F),      ONE_TOOL | {"tool_choice": "required"}),
     ("responses", "demand",          Demand("required", F),      ONE_TOOL | {"tool_choice": ALLOWED}),
     ("responses", "demand",          Demand("required", F, True), ONE_TOOL | {"tool_choice": NAMED}),

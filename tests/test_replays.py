@@ -23,18 +23,21 @@ import itertools
 import operator
 import tomllib
 import urllib.parse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 import api
+import clients
 import completions
 import laws
+import params
 import responses
 import scripted
 import sse
+import tools
 from background import EventLog
 from channels import Arguments, Call, Close, Delta, Finish, Output, Parser, Piece, Usage, opening_state
 from tokenizer import Tokenizer
@@ -111,16 +114,47 @@ def tokenized(chunks: list[list[str]]) -> tuple[Tokenizer, list[list[int]]]:
     return vocabulary, [scripted.ids_of(vocabulary, chunk) for chunk in tokens]
 
 
+def tools_calls(chunks: list[list[str]], show: list[str], **body: Any) -> Iterator[Any]:
+    """What `responses` shows of these steps of a model, its calls in the client's words."""
+    vocabulary, steps = tokenized(chunks)
+    request = params.from_responses({"model": "m", "input": "hi"} | body, {})
+    restorer, made = tools.Restorer(request.called), list[Output | Finish]()
+    for output in scripted.said(vocabulary, steps, **body):
+        made += [output] if isinstance(output, Finish) else restorer.feed(output)
+    yield from shown(made, show)
+
+
 def responses_events(chunks: list[list[list[Any]]], show: list[str]) -> Iterator[Any]:
     """[type, values] of the events that have one of the members `show`; a chunk is a list of outputs."""
-    number = itertools.count(1)
-    builder = responses.Builder({"id": "resp_1"}, lambda prefix: f"{prefix}_{next(number)}")
-    made = [builder.start()]
-    for output in map(to_output, itertools.chain(*chunks)):
-        made.append(builder.finish(output, now=2) if isinstance(output, Finish) else builder.feed(output))
-    for event in itertools.chain(*made):
+    yield from shown(map(to_output, itertools.chain(*chunks)), show)
+
+
+def shown(outputs: Iterable[Output | Finish], show: list[str]) -> Iterator[Any]:
+    for event in events_of(outputs):
         if values := members(event, show):
             yield [event["type"].removeprefix("response."), *values]
+
+
+def events_of(outputs: Iterable[Output | Finish]) -> list[responses.Event]:
+    number = itertools.count(1)
+    builder = responses.Builder(HEAD, lambda prefix: f"{prefix}_{next(number)}")
+    made = [builder.start()]
+    for output in outputs:
+        made.append(builder.finish(output, now=2) if isinstance(output, Finish) else builder.feed(output))
+    return list(itertools.chain(*made))
+
+
+ECHO = params.from_responses({"model": "m", "input": "hi"}, {}).echo
+HEAD = {"id": "resp_1", "object": "response", "created_at": 1, "model": "m"} | ECHO
+
+
+def client(program: Callable[[Iterable[Any]], Iterator[Any]]) -> Run:
+    """What a client's own rules (clients.py) make of our stream; a chunk is a list of outputs."""
+
+    def run(chunks: list[list[list[Any]]]) -> Iterator[Any]:
+        yield from program(laws.on_the_wire(events_of(map(to_output, itertools.chain(*chunks)))))
+
+    return run
 
 
 def completions_chunks(chunks: list[list[list[Any]]], show: list[str], **options: Any) -> Iterator[Any]:
@@ -149,10 +183,12 @@ def background_log(chunks: list[list[Any]]) -> Iterator[Any]:
 
 def to_output(row: list[Any]) -> Output | Finish:
     match row:
-        case ["analysis" | "commentary" | "final" as channel, text]:
+        case ["analysis" | "commentary" | "final" | "refusal" as channel, text]:
             return Delta(channel, text)
         case ["call", name]:
             return Call(name)
+        case ["custom", name]:
+            return Call(name, custom=True)
         case ["arguments", text]:
             return Arguments(text)
         case ["close"]:
@@ -202,6 +238,10 @@ ADAPTERS: dict[str, tuple[Callable[[Any], Any], Run]] = {
     "channels":    (as_it_is,   channels),
     "tokenizer":   (list,       tokenizer),
     "worker":      (list,       worker),
+    "tools":       (list,       tools_calls),
+    "codex":       (list,       client(clients.codex)),
+    "ai-sdk":      (list,       client(clients.ai_sdk)),
+    "openai-sdk":  (list,       client(clients.openai_sdk)),
     "responses":   (list,       responses_events),
     "completions": (list,       completions_chunks),
     "background":  (list,       background_log),
