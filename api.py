@@ -132,8 +132,8 @@ class Api:
                 "background", "This server runs only what it may store: send store=true."
             )
         prompt = await self._prepare(request)
-        told = ("function", "custom", "namespace")
-        if hidden := [tool["type"] for tool in request.echo["tools"] if tool["type"] not in told]:
+        types = [tool["type"] for tool in request.echo["tools"]]
+        if hidden := [name for name in types if name not in params.TOOL_TYPES]:
             log.warning(
                 "tools that the model is not told of, for nobody here runs them: %s", ", ".join(hidden)
             )

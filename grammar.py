@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer, regex_to_lark
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 from numpy.typing import NDArray
 
@@ -146,12 +146,16 @@ class Grammars:
             if message := LLMatcher.validate_grammar(grammar, self._tokenizer):
                 raise BadGrammar(message, part)
         for name, wanted in demand.inputs:
+            as_lark = f"start: /{regex_to_lark(wanted.definition, '')}/"
+            self._check_lark(wanted.definition if wanted.syntax == "lark" else as_lark, name)
             try:
-                text = quoted.grammar(wanted.syntax, wanted.definition)
+                self._check_lark(quoted.grammar(wanted.syntax, wanted.definition), name)
             except quoted.BadSource as error:
                 raise BadGrammar(str(error), name) from error
-            if message := LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(text), self._tokenizer):
-                raise BadGrammar(message.splitlines()[0], name)
+
+    def _check_lark(self, text: str, part: str) -> None:
+        if message := LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(text), self._tokenizer):
+            raise BadGrammar(message.splitlines()[0], part)
 
     def constraint(self, grammar: str) -> Constraint:
         matcher = LLMatcher(self._tokenizer, LLMatcher.grammar_from_lark(grammar))

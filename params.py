@@ -469,8 +469,7 @@ Told = tuple[dict[str, Any], list[Tool]]  # a tool as the response object repeat
 
 def responses_tool(tool: dict[str, Any], path: str) -> Told:
     """Hosted tools are accepted, and never offered to the model: Codex sends some unasked."""
-    kind = string()(tool.get("type"), f"{path}.type")
-    read = {"function": function_tool, "custom": custom_tool, "namespace": namespace_tool}.get(kind)
+    read = TOOL_TYPES.get(string()(tool.get("type"), f"{path}.type"))
     return read(tool, path) if read else (tool, [])
 
 
@@ -532,6 +531,13 @@ def namespace_tool(tool: Mapping[str, Any], path: str) -> Told:
         told.append((function_tool if kind == "function" else custom_tool)(inner, place, name))
     echoed = {"type": "namespace", "name": name, "description": description}
     return echoed | {"tools": [one for one, _ in told]}, [tool for _, tools in told for tool in tools]
+
+
+TOOL_TYPES: dict[str, Callable[[dict[str, Any], str], Told]] = {
+    "function": function_tool,
+    "custom": custom_tool,
+    "namespace": namespace_tool,
+}
 
 
 def tool_name(tool: Mapping[str, Any], path: str) -> str:

@@ -15,8 +15,8 @@ next, and every escape begins with the same one. So terminals become rules, and 
 Rules of this file:
 1. A special character (quote, backslash, control) has one escape, as json.dumps writes it; others have none.
 2. What cannot be rewritten with certainty is refused: special tokens, other grammars, `%ignore`, `&` and `~`;
-   in regular expressions anchors in the middle, operations on classes, code points in braces, and properties
-   (\p) but of letters, marks, numbers and separators.
+   in regular expressions assertions but ^ and $ at the ends, operations on classes, code points in braces,
+   and properties (\p) but of letters, marks, numbers and separators.
 
 Not here: whether the grammar is one (llguidance says), where it stands in an answer (grammar.py).
 """
@@ -62,17 +62,17 @@ def _atom(atom: str, flags: str) -> str:
 
 PIECE = re.compile(
     r"""(?P<class> \[ \^? \]? (?: \\. | [^][\\] )* \] )
-      | (?P<escape> \\ (?: [pP]\{[^}]*\} | [pP]. | x[0-9a-fA-F]{2} | u[0-9a-fA-F]{4} | U[0-9a-fA-F]{8} | . ) )
-      | (?P<opening> \( (?: \? (?: P?<\w*> | [a-zA-Z-]* [:)] ) )? )
+      | (?P<escape> \\ (?! [bBAzZ<>] ) (?: [pP] (?: \{\w*\} | . ) | x\w{2} | u\w{4} | U\w{8} | . ) )
+      | (?P<opening> \( (?: \? (?: P?<\w+> | [a-zA-Z-]* [:)] ) | (?!\?) ) )
       | (?P<closing> \) )
       | (?P<or> \| )
       | (?P<times> (?: [*+?] | \{ [0-9]+ (?: , [0-9]* )? \} ) \?? )
       | (?P<anchor> \A\^ | \$\Z )
-      | (?P<refused> [][\^${}] )
+      | (?P<refused> [][^${}\\] | \(\? )
       | (?P<character> . )""",
     re.VERBOSE | re.DOTALL,
 )
-FLAGS = re.compile(r"\(\?(?P<on>[ims]*)(?:-(?P<off>[ims]*))?[:)]|\((?:\?P?<\w*>)?")
+FLAGS = re.compile(r"\(\?(?P<on>[ims]*)(?:-(?P<off>[ims]*))?[:)]|\((?:\?P?<\w+>)?")
 DOT = {True: r"[\s\S]", False: r"[^\n]"}
 
 
