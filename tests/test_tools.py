@@ -1,13 +1,17 @@
 """What a model is told of the client's tools, and what its calls become on their way back."""
 
 import json
+from datetime import datetime
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from channels import Arguments, Call, Close, Delta, Output
+import laws
+import scripted
+from channels import Arguments, Call, Close, Delta, Output, Parser, Piece
+from chat import from_responses
 from tools import Grammar, Input, Restorer, Tool, as_arguments
 
 texts = st.text(st.characters(exclude_categories=["Cs"]))
@@ -88,6 +92,20 @@ def test_a_cut_leaves_no_half(cut: str) -> None:
 @given(texts)
 def test_a_call_given_back_is_one_that_would_be_read(text: str) -> None:
     assert "".join(read(as_arguments(text))) == text
+
+
+@given(texts.filter(lambda text: "tool_call>" not in text))
+def test_what_a_template_renders_is_read_back(text: str) -> None:
+    """A custom call in the history is written as the model would write it now."""
+    call = {"type": "custom_tool_call", "call_id": "call_1", "name": "patch", "input": text}
+    messages = from_responses(
+        [{"role": "user", "content": "hi"}, call, {"role": "user", "content": "?"}], None
+    )
+    prompt = scripted.TEMPLATE.render(messages, [PATCH.offer()], datetime(2026, 1, 1))
+    written = prompt[prompt.rindex("<tool_call>") : prompt.rindex("</tool_call>") + len("</tool_call>")]
+    restorer, parser = Restorer(TOOLS), Parser(dict.fromkeys(scripted.MARKERS, False))
+    read = [output for one in parser.feed(Piece(written)) for output in restorer.feed(one)]
+    assert laws.items(read) == [["custom", "patch", text]]
 
 
 # --- calls --------------------------------------------------------------------------------------------------
