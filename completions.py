@@ -10,6 +10,7 @@ Rules of this file:
 2. Every chunk has the same id, created and model, and a list of choices; `finish_reason` is null until the
    last one of a choice, and never absent.
 3. A call's first delta carries index, id, type, name and empty arguments; later ones index and arguments.
+   A custom tool's has `custom` for `function` and `input` for `arguments` (the SDK's chunk lags behind).
 4. Usage comes in one more chunk, without choices, to those who asked: sgl-project/sglang#5451
 5. Reasoning has two names, DeepSeek's `reasoning_content` and OpenRouter's `reasoning`: same text in both.
 
@@ -23,9 +24,8 @@ from channels import Arguments, Call, Close, Delta, Finish, Output, TokenLogprob
 
 Chunk = dict[str, Any]
 
-
 # fmt: off
-#  custom     type of a call, and where its members are; what it is called with
+#  custom     type of a call, and the name of its members; what it is called with
 FIELDS = {
     False:      ("function", "arguments"),
     True:       ("custom",   "input"),

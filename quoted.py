@@ -52,7 +52,7 @@ def _atom(atom: str, flags: str) -> str:
         held = re.compile(HARMLESS.sub("a", atom), re.ASCII)  # ASCII: of the special ones, \s holds the same
     except re.error as error:
         raise BadSource(f"cannot tell which characters {atom} stands for: {error}") from error
-    atom = re.sub(r"(?<!\\)/", r"\/", atom)
+    atom = re.sub(r"\\.|/", lambda found: r"\/" if found[0] == "/" else found[0], atom)  # for Lark's sake
     escapes = [_literal(character) for character in SPECIAL if held.fullmatch(character)]
     plain = f"/[{atom}&&{UNESCAPED}]/" + ("i" if "i" in flags else "")
     return f"({' | '.join([plain, *escapes])})"
