@@ -41,6 +41,9 @@ class BadGrammar(ValueError):
 LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
+# llguidance follows a schema by recursion: some 900 objects deep its stack, and with it the process, is gone.
+MAX_LEVELS = 1000
+
 # The prompt has begun it; the model may begin it; the prompt has ended it.
 Thinking = Literal["open", "possible", "over"]
 
@@ -137,6 +140,8 @@ class Grammars:
         """Raises BadGrammar for a schema or grammar that cannot be enforced."""
         schemas = [("schema", demand.schema)] if demand.schema is not None else []
         for part, schema in [*schemas, *demand.functions]:
+            if _levels(schema) > MAX_LEVELS:
+                raise BadGrammar(f"it is more than {MAX_LEVELS} levels deep, $refs included", part)
             if _goes_round(schema):
                 raise BadGrammar("a $ref leads back to itself", part)
             try:
@@ -146,12 +151,13 @@ class Grammars:
             if message := LLMatcher.validate_grammar(grammar, self._tokenizer):
                 raise BadGrammar(message, part)
         for name, wanted in demand.inputs:
-            as_lark = f"start: /{regex_to_lark(wanted.definition, '')}/"
-            self._check_lark(wanted.definition if wanted.syntax == "lark" else as_lark, name)
             try:
-                self._check_lark(quoted.grammar(wanted.syntax, wanted.definition), name)
+                rewritten = quoted.grammar(wanted.syntax, wanted.definition)
             except quoted.BadSource as error:
                 raise BadGrammar(str(error), name) from error
+            as_lark = f"start: /{regex_to_lark(wanted.definition, '')}/"
+            self._check_lark(wanted.definition if wanted.syntax == "lark" else as_lark, name)
+            self._check_lark(rewritten, name)
 
     def _check_lark(self, text: str, part: str) -> None:
         if message := LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(text), self._tokenizer):
@@ -178,17 +184,34 @@ def _goes_round(root: dict[str, Any]) -> bool:
                 same += alternatives
         return same
 
-    graph, todo = dict[int, list[int]](), list[Any]([root])
-    while todo:
-        node = todo.pop()
-        if isinstance(node, dict):
-            graph[id(node)] = [id(schema) for schema in stands_for(node)]
-        todo += node.values() if isinstance(node, dict) else node if isinstance(node, list) else []
+    graph = {id(node): [id(schema) for schema in stands_for(node)] for node in _nodes(root)}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError:
         return True
     return False
+
+
+def _levels(root: dict[str, Any]) -> int:
+    """How deep it is, with all that its $refs lead to one below the other: no chain of them is longer."""
+    nodes, depths = _nodes(root), dict[int, int]()
+    for node in reversed(nodes):  # what a node holds comes before it
+        depths[id(node)] = 1 + max((depths[id(held)] for held in _held(node)), default=0)
+    refs = {node["$ref"] for node in nodes if isinstance(node, dict) and isinstance(node.get("$ref"), str)}
+    return depths[id(root)] + sum(depths.get(id(_target(root, ref)), 0) for ref in refs)
+
+
+def _nodes(root: dict[str, Any]) -> list[Any]:
+    """The schema and the objects and lists in it, each behind what holds it."""
+    nodes: list[Any] = [root]
+    for node in nodes:  # it grows
+        nodes += _held(node)
+    return nodes
+
+
+def _held(node: dict[str, Any] | list[Any]) -> list[Any]:
+    inside = node.values() if isinstance(node, dict) else node
+    return [value for value in inside if isinstance(value, dict | list)]
 
 
 def _target(root: dict[str, Any], ref: str) -> Any:

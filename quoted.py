@@ -132,6 +132,9 @@ LEXEME = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 
+# llguidance follows rules by recursion: some 3000, each in the one before, and its stack is gone.
+MAX_NAMES = 2000
+
 # fmt: off
 COMMON = {  # https://github.com/lark-parser/lark/blob/master/lark/grammars/common.lark
     "CR":             r"/\r/",
@@ -159,7 +162,10 @@ COMMON = {  # https://github.com/lark-parser/lark/blob/master/lark/grammars/comm
 
 
 def _lark(source: str) -> str:
-    return "".join(REWRITERS[str(found.lastgroup)](found) for found in LEXEME.finditer(source))
+    lexemes = list(LEXEME.finditer(source))
+    if sum(found.lastgroup in ("rule", "terminal") for found in lexemes) > MAX_NAMES:
+        raise BadSource(f"expected at most {MAX_NAMES} names of rules and terminals")
+    return "".join(REWRITERS[str(found.lastgroup)](found) for found in lexemes)
 
 
 def _string(found: re.Match[str]) -> str:

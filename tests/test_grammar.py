@@ -157,6 +157,14 @@ TREE: Json = {
 }
 
 
+def chain(n: int) -> Json:
+    """Objects, each defined in the terms of the next."""
+    objects = {
+        f"a{i}": {"type": "object", "properties": {"p": {"$ref": f"#/$defs/a{i + 1}"}}} for i in range(n)
+    }
+    return {"$ref": "#/$defs/a0", "$defs": {**objects, f"a{n}": {"type": "null"}}}
+
+
 def demanding(lark: str) -> Demand:
     tool = tools.Tool("p", custom=True, grammar=tools.Grammar("lark", lark))
     inputs = (("p", tools.Grammar("lark", lark)),)
@@ -173,9 +181,11 @@ REFUSED: list[tuple[Demand, str]] = [
     (Demand("none", schema={"$ref": "#"}),                                 "schema"),
     (Demand("none", schema={"$ref": "#/$defs/a", "$defs": ROUND}),         "schema"),
     (Demand("none", schema={"type": "object", "properties": {"a": SELF}}), "schema"),
+    (Demand("none", schema=chain(1000)),                                   "schema"),
     (Demand("required", (("f", {"type": 5}),)),                            "f"),
     (Demand("required", (("f", {"$ref": "#"}),)),                          "f"),
     (demanding("start: nowhere"),                                          "p"),
+    (demanding("start: a0\n" + "".join(f"a{i}: a{i + 1}\n" for i in range(3500)) + 'a3500: "x"'), "p"),
     (demanding('start: "a" }'),                                            "p"),
     (demanding("start: <think>"),                                          "p"),
 ]
@@ -187,6 +197,11 @@ def test_what_cannot_be_enforced_is_refused(demand: Demand, part: str) -> None:
     with pytest.raises(BadGrammar) as caught:
         GRAMMARS.check(demand)
     assert caught.value.part == part
+
+
+def test_a_schema_may_be_deep() -> None:
+    """Bug: one deeper than llguidance's stack took the process with it; this one does not."""
+    GRAMMARS.check(Demand("none", schema=chain(300)))
 
 
 def test_a_schema_may_hold_itself() -> None:
