@@ -240,8 +240,8 @@ NESTED_NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
 
 @pytest.fixture(scope="module")
 def sdk() -> Iterator[Any]:
-    with serve() as server:
-        yield server.sdk()
+    with serve() as server, server.sdk() as client:
+        yield client
 
 
 def test_json_schema_at_temperature_2(sdk: Any) -> None:
