@@ -162,10 +162,13 @@ COMMON = {  # https://github.com/lark-parser/lark/blob/master/lark/grammars/comm
 
 
 def _lark(source: str) -> str:
-    lexemes = list(LEXEME.finditer(source))
-    if sum(found.lastgroup in ("rule", "terminal") for found in lexemes) > MAX_NAMES:
-        raise BadSource(f"expected at most {MAX_NAMES} names of rules and terminals")
-    return "".join(REWRITERS[str(found.lastgroup)](found) for found in lexemes)
+    done, n_names = list[str](), 0
+    for found in LEXEME.finditer(source):  # up to the first that is refused: what is open is looked for once
+        done.append(REWRITERS[str(found.lastgroup)](found))
+        n_names += found.lastgroup in ("rule", "terminal")
+        if n_names > MAX_NAMES:
+            raise BadSource(f"expected at most {MAX_NAMES} names of rules and terminals")
+    return "".join(done)
 
 
 def _string(found: re.Match[str]) -> str:
