@@ -33,6 +33,7 @@ import params
 import responses
 import sealed
 import sse
+import tools
 from answers import Answer, error_body, error_response, new_id, now, read_json
 from background import EventLog, Producer, QueueFull, Registry
 from channels import Delta, Finish, Output
@@ -94,6 +95,7 @@ class Api:
         key: bytes,
         done_line: bool = True,
         temporary: bool = True,
+        reasoning_events: str = "openai",
     ) -> None:
         self._worker = worker
         self._registry = registry
@@ -101,6 +103,7 @@ class Api:
         self._names = names
         self._key = key
         self._done = sse.DONE if done_line else b""
+        self._reasoning_events = reasoning_events  # one of responses.REASONING_EVENTS
         self._temporary = temporary  # background responses that are not to be stored: kept for a while
         self._created = now()
 
@@ -129,7 +132,8 @@ class Api:
                 "background", "This server runs only what it may store: send store=true."
             )
         prompt = await self._prepare(request)
-        if hidden := [tool["type"] for tool in request.echo["tools"] if tool["type"] != "function"]:
+        types = [tool["type"] for tool in request.echo["tools"]]
+        if hidden := [name for name in types if name not in params.TOOL_TYPES]:
             log.warning(
                 "tools that the model is not told of, for nobody here runs them: %s", ", ".join(hidden)
             )
@@ -171,7 +175,7 @@ class Api:
     def _producer(self, prompt: Prompt, head: Mapping[str, Any], queued: bool) -> Producer:
         """What makes the events of one response, in the foreground or, `queued`, in its turn."""
         seal = partial(sealed.seal, self._key, "reasoning") if prompt.request.seal_reasoning else None
-        builder = responses.Builder(head, new_id, seal)
+        builder = responses.Builder(head, new_id, seal, self._reasoning_events)
 
         async def fill(events: EventLog) -> None:
             if queued:
@@ -405,13 +409,15 @@ class Api:
     async def _outputs(self, prompt: Prompt, choice: int) -> AsyncGenerator[Output | Finish]:
         """What the worker says, with exactly one Finish at the end, whatever happens to it."""
         started, finish = time.monotonic(), Finish("cancelled")
+        restorer = tools.Restorer(prompt.request.called)
         try:
             async with aclosing(self._worker.run(prompt, choice)) as outputs:
                 async for output in outputs:
                     if isinstance(output, Finish):
                         finish = output
                         break
-                    yield output
+                    for restored in restorer.feed(output):
+                        yield restored
             if finish.reason == "cancelled":
                 finish = Finish("failed", message="The worker ended without finishing.")
         except Exception as error:

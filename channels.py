@@ -25,9 +25,8 @@ from typing import Any, Literal, NamedTuple, Protocol, cast
 
 # --- vocabulary ---------------------------------------------------------------------------------------------
 
-Channel = Literal[
-    "analysis", "commentary", "final"
-]  # harmony's words: reasoning, asides to the user, the answer
+# harmony's words: reasoning, asides to the user, the answer; a refusal is one that only a relay tells apart
+Channel = Literal["analysis", "commentary", "final", "refusal"]
 
 
 class TokenLogprob(NamedTuple):
@@ -60,9 +59,11 @@ class Delta(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A function call begins; its arguments follow."""
+    """A call begins; its arguments follow, or the input of a custom tool."""
 
     name: str
+    custom: bool = False  # what follows, and the namespace, tools.py finds out
+    namespace: str = ""
 
 
 class Arguments(NamedTuple):

@@ -30,6 +30,8 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
+from tools import as_arguments, joined
+
 Message = dict[str, Any]  # role, content (a string); reasoning_content, tool_calls; tool_call_id, name
 Tools = list[dict[str, Any]] | None  # {"type": "function", "function": {"name", "description", "parameters"}}
 T = TypeVar("T")
@@ -175,10 +177,23 @@ def _reasoning(talk: Conversation, item: dict[str, Any], param: str) -> None:
 
 
 def _function_call(talk: Conversation, item: dict[str, Any], param: str) -> None:
-    talk.call(*(_required(item, field, str, param) for field in ("call_id", "name", "arguments")))
+    talk.call(
+        _required(item, "call_id", str, param), _name(item, param), _required(item, "arguments", str, param)
+    )
 
 
-def _function_call_output(talk: Conversation, item: dict[str, Any], param: str) -> None:
+def _custom_tool_call(talk: Conversation, item: dict[str, Any], param: str) -> None:
+    arguments = as_arguments(_required(item, "input", str, param))
+    talk.call(_required(item, "call_id", str, param), _name(item, param), arguments)
+
+
+def _name(item: dict[str, Any], param: str) -> str:
+    """As the model knows it."""
+    namespace = _checked(item.get("namespace") or "", str, f"{param}.namespace")
+    return joined(namespace, _required(item, "name", str, param))
+
+
+def _call_output(talk: Conversation, item: dict[str, Any], param: str) -> None:
     output = _text(_required(item, "output", object, param), f"{param}.output")
     talk.result(_required(item, "call_id", str, param), output, f"{param}.call_id")
 
@@ -198,7 +213,9 @@ ITEMS: dict[str, Reader] = {
     "message": _message,
     "reasoning": _reasoning,
     "function_call": _function_call,
-    "function_call_output": _function_call_output,
+    "function_call_output": _call_output,
+    "custom_tool_call": _custom_tool_call,
+    "custom_tool_call_output": _call_output,
     "item_reference": _item_reference,
     "compaction": _compaction,
 }
@@ -223,21 +240,30 @@ def from_responses(
 # --- Chat Completions: messages -----------------------------------------------------------------------------
 
 
+#  type of call   what it is called with, and that as the model wrote it
+CALLS: dict[str, tuple[str, Callable[[str], str]]] = {
+    "function": ("arguments", str),
+    "custom": ("input", as_arguments),
+}
+
+
 def _assistant(talk: Conversation, message: dict[str, Any], param: str) -> None:
     """Reasoning by either of its two names: https://docs.vllm.ai/en/latest/features/reasoning_outputs.html"""
     names = [name for name in ("reasoning_content", "reasoning") if message.get(name)]
     calls = message.get("tool_calls") or []
     for name in names[:1]:
         talk.think(_checked(message[name], str, f"{param}.{name}"))
-    if message.get("content") is not None or not (names or calls):
+    refusal = _checked(message.get("refusal") or "", str, f"{param}.refusal")
+    if message.get("content") is not None or not (names or calls or refusal):
         _message(talk, message, param)
+    if refusal:
+        talk.say("assistant", refusal)
     for place, call in _objects(calls, f"{param}.tool_calls"):
-        if call.get("type", "function") != "function":
-            raise BadInput("Only calls of type 'function' are supported.", f"{place}.type")
-        function, place_of_function = _required(call, "function", dict, place), f"{place}.function"
-        name = _required(function, "name", str, place_of_function)
-        arguments = _required(function, "arguments", str, place_of_function)
-        talk.call(_required(call, "id", str, place), name, arguments)
+        kind = _checked(call.get("type", "function"), str, f"{place}.type")
+        field, as_written = _picked(CALLS, kind, f"{place}.type")
+        called, inside = _required(call, kind, dict, place), f"{place}.{kind}"
+        name, text = _required(called, "name", str, inside), _required(called, field, str, inside)
+        talk.call(_required(call, "id", str, place), name, as_written(text))
 
 
 def _tool(talk: Conversation, message: dict[str, Any], param: str) -> None:

@@ -10,6 +10,7 @@ Rules of this file:
 2. Every chunk has the same id, created and model, and a list of choices; `finish_reason` is null until the
    last one of a choice, and never absent.
 3. A call's first delta carries index, id, type, name and empty arguments; later ones index and arguments.
+   A custom tool's has `custom` for `function` and `input` for `arguments` (the SDK's chunk lags behind).
 4. Usage comes in one more chunk, without choices, to those who asked: sgl-project/sglang#5451
 5. Reasoning has two names, DeepSeek's `reasoning_content` and OpenRouter's `reasoning`: same text in both.
 
@@ -22,6 +23,14 @@ from typing import Any
 from channels import Arguments, Call, Close, Delta, Finish, Output, TokenLogprob, Usage
 
 Chunk = dict[str, Any]
+
+# fmt: off
+#  custom     type of a call, and the name of its members; what it is called with
+FIELDS = {
+    False:      ("function", "arguments"),
+    True:       ("custom",   "input"),
+}
+# fmt: on
 
 
 class Chunks:
@@ -47,6 +56,7 @@ class Chunks:
         self._include_usage = include_usage
         self._named_call = named_call
         self._n_calls = [0] * n
+        self._custom = [False] * n  # is the newest call one of a custom tool
         self._usage: list[Usage] = []
         self._failed = False  # one choice did: nothing follows the error, of the other choices either
 
@@ -62,16 +72,19 @@ class Chunks:
                 return []
             case Delta("analysis", text, _):
                 return [self._chunk(index, {"reasoning_content": text, "reasoning": text})]
+            case Delta("refusal", text, _):
+                return [self._chunk(index, {"refusal": text})]
             case Delta(_, text, logprobs):
                 return [self._chunk(index, {"content": text}, logprobs=logprobs)]
-            case Call(name):
+            case Call(name, custom):
                 self._n_calls[index] += 1
-                function = {"name": name, "arguments": ""}
-                return [
-                    self._call(index, {"id": self._new_id("call"), "type": "function", "function": function})
-                ]
+                self._custom[index] = custom
+                kind, field = FIELDS[custom]
+                call = {"id": self._new_id("call"), "type": kind, kind: {"name": name, field: ""}}
+                return [self._call(index, call)]
             case Arguments(text):
-                return [self._call(index, {"function": {"arguments": text}})]
+                kind, field = FIELDS[self._custom[index]]
+                return [self._call(index, {kind: {field: text}})]
             case Close():
                 return []
 
@@ -124,8 +137,8 @@ def fold(chunks: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
             _add(choices.setdefault(part["index"], _empty_choice(part["index"])), part)
     for choice in choices.values():
         message = choice["message"]
-        if message["content"] == "" and "tool_calls" in message:
-            message["content"] = None  # as OpenAI has it where the model only calls
+        if message["content"] == "" and ("tool_calls" in message or message["refusal"]):
+            message["content"] = None  # as OpenAI has it where the model only calls, or refuses
     return whole | {"choices": [choices[i] for i in sorted(choices)]}
 
 
@@ -137,15 +150,17 @@ def _empty_choice(index: int) -> dict[str, Any]:
 def _add(choice: dict[str, Any], part: Mapping[str, Any]) -> None:
     """Add one chunk's part to the choice it belongs to."""
     message, delta = choice["message"], part["delta"]
-    for name in ("content", "reasoning_content", "reasoning"):
+    for name in ("content", "reasoning_content", "reasoning", "refusal"):
         if name in delta:
-            message[name] = message.get(name, "") + delta[name]
+            message[name] = (message.get(name) or "") + delta[name]
     for call in delta.get("tool_calls", ()):
         calls = message.setdefault("tool_calls", [])
         if "id" in call:
-            calls.append({"id": call["id"], "type": "function", "function": dict(call["function"])})
+            kind = call["type"]
+            calls.append({"id": call["id"], "type": kind, kind: dict(call[kind])})
         else:
-            calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+            kind, field = FIELDS["custom" in call]
+            calls[call["index"]][kind][field] += call[kind][field]
     if part["logprobs"]:
         choice["logprobs"] = choice["logprobs"] or {"content": [], "refusal": None}
         choice["logprobs"]["content"] += part["logprobs"]["content"]

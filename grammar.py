@@ -22,13 +22,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer, regex_to_lark
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 from numpy.typing import NDArray
 
 import calls
+import quoted
 from channels import Dialect
 from params import Demand
+from tools import Grammar
 
 
 class BadGrammar(ValueError):
@@ -42,6 +44,9 @@ class BadGrammar(ValueError):
 # How the models write JSON: fixed separators, for free ones let a hot model write blanks without end.
 LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
+
+# llguidance follows a schema by recursion: some 900 objects deep its stack, and with it the process, is gone.
+MAX_LEVELS = 1000
 
 # The prompt has begun it; the model may begin it; the prompt has ended it.
 Thinking = Literal["open", "possible", "over"]
@@ -134,7 +139,8 @@ def _calls(writer: _Writer, demand: Demand) -> None:
     """One call or several, and what may stand before them, or instead."""
     forms, places = writer.dialect.forms, []
     for i, (name, schema) in enumerate(demand.functions):
-        arguments = writer.rule(f"arguments_{i}", _arguments(writer, name, schema))
+        wanted = dict(demand.inputs).get(name)
+        arguments = writer.rule(f"arguments_{i}", _arguments(writer, name, schema, wanted))
         places.append({"NAME": json.dumps(name), "ARGUMENTS": arguments})
     opening, ending = forms.calls
     writer.rule("call", *(writer.sequence(forms.call, **place) for place in places))
@@ -155,9 +161,12 @@ def _optional(writer: _Writer, form: str) -> str:
     return writer.sequence(form) if form else ""
 
 
-def _arguments(writer: _Writer, name: str, schema: Mapping[str, Any]) -> str:
+def _arguments(writer: _Writer, name: str, schema: Mapping[str, Any], wanted: Grammar | None) -> str:
+    """Of a function; with a grammar, of a custom tool, which has one: tools.Tool.schema()."""
     if writer.dialect.forms.arguments == "json":
-        return _json(schema)
+        return _json(schema) if wanted is None else _quoted(wanted)
+    if wanted:
+        return f'"<parameter=input>\\n" %lark {{\n{as_lark(wanted)}\n}} {json.dumps(PARAMETER_END)}'
     try:
         return " ".join(_parameters(writer, schema)) or '""'
     except BadGrammar as error:
@@ -171,6 +180,7 @@ NOTES = {"title", "description", "default", "examples", "deprecated", "$schema",
 OF_OBJECTS = NOTES | {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
 OF_STRINGS = NOTES | {"type", "minLength", "maxLength"}
 PARAMETER_NAME = re.compile(r"[^<>\s]+")
+PARAMETER_END = f"\n{calls.VALUE_END}\n"
 
 
 def _parameters(writer: _Writer, root: Mapping[str, Any]) -> Iterator[str]:
@@ -190,27 +200,39 @@ def _parameters(writer: _Writer, root: Mapping[str, Any]) -> Iterator[str]:
 
 def _value(writer: _Writer, root: Mapping[str, Any], name: str, schema: Any) -> str:
     """A string is bare, all else is JSON; newlines around it."""
-    end = f"\n{calls.VALUE_END}\n"
     while isinstance(schema, dict) and "$ref" in schema:
         schema = calls.target(root, schema["$ref"])
     schema = schema if isinstance(schema, dict) else {}
     kinds, variants = calls.kinds(root, name), schema.get("anyOf") or schema.get("oneOf") or [schema]
     if "string" not in kinds:
         defined = {key: root[key] for key in ("$defs", "definitions") if key in root}
-        return f'"\\n" {writer.rule(f"json_{len(writer.rules)}", _json(schema | defined))} {json.dumps(end)}'
+        written = writer.rule(f"json_{len(writer.rules)}", _json(schema | defined))
+        return f'"\\n" {written} {json.dumps(PARAMETER_END)}'
     if "enum" in schema and kinds == {"string"}:
-        values = [json.dumps(f"\n{value}{end}") for value in schema["enum"]]
+        values = [json.dumps(f"\n{value}{PARAMETER_END}") for value in schema["enum"]]
         return f"({' | '.join(values)})"
     if kinds == {"string"} and schema.keys() <= OF_STRINGS:
         length = f"{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}"
-        return f'"\\n" {writer.lazy(f"(?s:.{length})", end)}'
+        return f'"\\n" {writer.lazy(f"(?s:.{length})", PARAMETER_END)}'
     if all(variant.keys() <= NOTES | {"type"} for variant in variants):
-        return f'"\\n" {writer.lazy("(?s:.*)", end)}'  # any text is a string, if it is nothing else
+        return f'"\\n" {writer.lazy("(?s:.*)", PARAMETER_END)}'  # any text is a string, if it is nothing else
     raise BadGrammar(f"'{name}': of a string only enum, minLength and maxLength can be enforced", "")
 
 
 def _json(schema: Mapping[str, Any]) -> str:
     return "%json " + json.dumps(dict(schema) | {"x-guidance": LAYOUT})
+
+
+def _quoted(wanted: Grammar) -> str:
+    """A custom tool's input as a member of a JSON object."""
+    text = quoted.grammar(wanted.syntax, wanted.definition)  # its names are its own, within %lark
+    return f'"{{\\"input\\": \\"" %lark {{\n{text}\n}} "\\"}}"'
+
+
+def as_lark(wanted: Grammar) -> str:
+    if wanted.syntax == "lark":
+        return wanted.definition
+    return f"start: /{regex_to_lark(wanted.definition, '')}/"
 
 
 class Constraint:
@@ -245,9 +267,11 @@ class Grammars:
         self._tokenizer = LLTokenizer(str(tokenizer), n_vocab=vocab_size, eos_token=list(eos_token_ids))
 
     def check(self, demand: Demand) -> None:
-        """Raises BadGrammar for a schema that cannot be enforced."""
+        """Raises BadGrammar for a schema or grammar that cannot be enforced."""
         schemas = [("schema", demand.schema)] if demand.schema is not None else []
         for part, schema in [*schemas, *demand.functions]:
+            if _levels(schema) > MAX_LEVELS:
+                raise BadGrammar(f"it is more than {MAX_LEVELS} levels deep, $refs included", part)
             if _goes_round(schema):
                 raise BadGrammar("a $ref leads back to itself", part)
             try:
@@ -256,6 +280,17 @@ class Grammars:
                 raise BadGrammar(str(error), part) from error
             if message := LLMatcher.validate_grammar(grammar, self._tokenizer):
                 raise BadGrammar(message, part)
+        for name, wanted in demand.inputs:
+            try:
+                rewritten = quoted.grammar(wanted.syntax, wanted.definition)
+            except quoted.BadSource as error:
+                raise BadGrammar(str(error), name) from error
+            self._check_lark(as_lark(wanted), name)
+            self._check_lark(rewritten, name)
+
+    def _check_lark(self, text: str, part: str) -> None:
+        if message := LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(text), self._tokenizer):
+            raise BadGrammar(message.splitlines()[0], part)
 
     def constraint(self, grammar: str) -> Constraint:
         matcher = LLMatcher(self._tokenizer, LLMatcher.grammar_from_lark(grammar))
@@ -278,14 +313,31 @@ def _goes_round(root: dict[str, Any]) -> bool:
                 same += alternatives
         return same
 
-    graph, todo = dict[int, list[int]](), list[Any]([root])
-    while todo:
-        node = todo.pop()
-        if isinstance(node, dict):
-            graph[id(node)] = [id(schema) for schema in stands_for(node)]
-        todo += node.values() if isinstance(node, dict) else node if isinstance(node, list) else []
+    graph = {id(node): [id(schema) for schema in stands_for(node)] for node in _nodes(root)}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError:
         return True
     return False
+
+
+def _levels(root: dict[str, Any]) -> int:
+    """How deep it is, with all that its $refs lead to one below the other: no chain of them is longer."""
+    nodes, depths = _nodes(root), dict[int, int]()
+    for node in reversed(nodes):  # what a node holds comes before it
+        depths[id(node)] = 1 + max((depths[id(held)] for held in _held(node)), default=0)
+    refs = {node["$ref"] for node in nodes if isinstance(node, dict) and isinstance(node.get("$ref"), str)}
+    return depths[id(root)] + sum(depths.get(id(calls.target(root, ref)), 0) for ref in refs)
+
+
+def _nodes(root: dict[str, Any]) -> list[Any]:
+    """The schema and the objects and lists in it, each behind what holds it."""
+    nodes: list[Any] = [root]
+    for node in nodes:  # it grows
+        nodes += _held(node)
+    return nodes
+
+
+def _held(node: dict[str, Any] | list[Any]) -> list[Any]:
+    inside = node.values() if isinstance(node, dict) else node
+    return [value for value in inside if isinstance(value, dict | list)]

@@ -23,10 +23,12 @@ from typing import Any, Literal, NamedTuple
 
 import chat
 from chat import BadInput
+from tools import Grammar, Tool, joined
 
 Check = Callable[[Any, str], Any]  # (value, its path) -> the value as we use it; raises BadRequest
 
 TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+MAX_GRAMMAR = 2**16  # characters
 
 
 class BadRequest(BadInput):
@@ -42,14 +44,15 @@ class Demand(NamedTuple):
     calls: Calls
     functions: tuple[tuple[str, dict[str, Any]], ...] = ()  # those it may call: name, schema of the arguments
     one_call: bool = False
+    inputs: tuple[tuple[str, Grammar], ...] = ()  # of those of them that are custom tools with a grammar
     schema: dict[str, Any] | None = None  # of the text, where it is to be JSON
     schema_path: str = ""  # where that stands in the request
 
 
 class ToolChoice(NamedTuple):
     calls: Calls
-    allowed: list[dict[str, Any]]  # the functions that may be called
-    named: bool  # one function, by its name
+    allowed: list[Tool]  # those that may be called
+    named: bool  # one, by its name
 
 
 class TextFormat(NamedTuple):
@@ -64,8 +67,9 @@ class Request:
     model: str
     messages: list[chat.Message]
     tools: list[dict[str, Any]]  # as chat templates take them; [] also when tool_choice is none
+    called: dict[str, Tool]  # what the calls mean, by the names in `tools`
     demand: Demand | None  # None: the model may say anything
-    named_call: bool  # tool_choice names the one function to call
+    named_call: bool  # tool_choice names the one tool to call
     stream: bool
     include_usage: bool  # chat: one more chunk with the usage
     n: int  # choices
@@ -377,19 +381,20 @@ def from_responses(body: Any, defaults: Mapping[str, Any], context: Sequence[dic
     if values["input"] is None:
         raise missing("input")
     tools = [responses_tool(tool, f"tools[{i}]") for i, tool in enumerate(values["tools"])]
+    offered = [tool for _, several in tools for tool in several]
     shows_logprobs = "message.output_text.logprobs" in values["include"]
     effort = (values["reasoning"] or {}).get("effort")
     return request(
         values,
         messages=chat.from_responses(values["input"], values["instructions"], context),
-        functions=[tool for tool in tools if tool["type"] == "function"],
+        tools=offered,
         text_format=text_format(values["text"].get("format", {}), "text.format"),
         max_tokens=values["max_output_tokens"],
         n_top_logprobs=values["top_logprobs"] if shows_logprobs else None,
         effort=effort,
         echo={name: values[name] for name, row in RESPONSES.items() if row.echo}
         | {
-            "tools": tools,
+            "tools": [repeated for repeated, _ in tools],
             "reasoning": {"effort": effort, "summary": (values["reasoning"] or {}).get("summary")},
             "text": {"format": {"type": "text"}} | values["text"],
             "service_tier": "default",
@@ -412,7 +417,7 @@ def from_chat(body: Any, defaults: Mapping[str, Any]) -> Request:
     return request(
         values,
         messages=chat.from_chat(values["messages"]),
-        functions=tools,
+        tools=tools,
         text_format=text_format(wanted, path),
         max_tokens=values["max_tokens"] if limit is None else limit,
         n_top_logprobs=values["top_logprobs"] if values["logprobs"] else None,
@@ -424,7 +429,7 @@ def from_chat(body: Any, defaults: Mapping[str, Any]) -> Request:
 def request(
     values: Mapping[str, Any],
     messages: list[chat.Message],
-    functions: list[dict[str, Any]],
+    tools: list[Tool],
     text_format: TextFormat,
     max_tokens: int | None,
     n_top_logprobs: int | None,
@@ -434,12 +439,14 @@ def request(
     """What both APIs have in common."""
     switches = {"enable_thinking": effort != "none", "reasoning_effort": EFFORTS.get(effort or "")}
     thinking = {} if effort is None else switches
-    choice = tool_choice(functions, values["tool_choice"])
+    choice = tool_choice(tools, values["tool_choice"])
+    offered = tools if choice.calls != "none" else []
     return Request(
         model=values["model"],
         messages=messages,
-        tools=[template_tool(tool) for tool in functions] if choice.calls != "none" else [],
-        demand=demand(functions, choice, text_format, values["parallel_tool_calls"]),
+        tools=[tool.offer() for tool in offered],
+        called={tool.known_as: tool for tool in offered},
+        demand=demand(tools, choice, text_format, values["parallel_tool_calls"]),
         named_call=choice.named,
         stream=values["stream"],
         include_usage=bool((values["stream_options"] or {}).get("include_usage")) or not values["stream"],
@@ -469,73 +476,135 @@ def request(
 
 # --- tools --------------------------------------------------------------------------------------------------
 
-function_fields = members(name=string(), description=string(), parameters=mapping, strict=boolean)
+Told = tuple[dict[str, Any], list[Tool]]  # a tool as the response object repeats it, and what it offers
 
 
-def responses_tool(tool: dict[str, Any], path: str) -> dict[str, Any]:
-    """A tool as the response object repeats it. Hosted tools are accepted, and never offered to the model:
-    Codex sends some unasked.
-    """
-    kind = string()(tool.get("type"), f"{path}.type")
-    if kind in ("custom", "namespace"):
-        raise unsupported(f"{path}.type", f"This server does not take {kind} tools yet, only functions.")
-    return function_tool(tool, path) if kind == "function" else tool
+def responses_tool(tool: dict[str, Any], path: str) -> Told:
+    """Hosted tools are accepted, and never offered to the model: Codex sends some unasked."""
+    read = TOOL_TYPES.get(string()(tool.get("type"), f"{path}.type"))
+    return read(tool, path) if read else (tool, [])
 
 
-def chat_tool(tool: dict[str, Any], path: str) -> dict[str, Any]:
-    if tool.get("type") != "function":
-        raise wrong_value(f"{path}.type", "'function'", tool.get("type"))
-    return function_tool(mapping(tool.get("function"), f"{path}.function"), f"{path}.function")
+def chat_tool(tool: dict[str, Any], path: str) -> Tool:
+    """Its fields stand below a key of its type, those of a grammar below one more."""
+    kind = one_of("function", "custom")(tool.get("type"), f"{path}.type")
+    place = f"{path}.{kind}"
+    fields = mapping(tool.get(kind), place)
+    if kind == "function":
+        return function_tool(fields, place)[1][0]
+    wanted, inside = fields.get("format"), "format"
+    if isinstance(wanted, dict) and wanted.get("type") == "grammar":
+        inside = "format.grammar"
+        wanted = {"type": "grammar", **mapping(wanted.get("grammar"), f"{place}.{inside}")}
+    return custom_tool(fields | {"format": wanted}, place, inside=inside)[1][0]
 
 
-def function_tool(tool: Mapping[str, Any], path: str) -> dict[str, Any]:
+function_fields = members(description=string(), parameters=mapping, strict=boolean)
+custom_fields = members(description=string())
+grammar_fields = members(
+    type=one_of("text", "grammar"),
+    syntax=one_of("lark", "regex"),
+    definition=string(MAX_GRAMMAR, min_length=1),
+)
+
+
+def function_tool(tool: Mapping[str, Any], path: str, namespace: str = "") -> Told:
     """All keys present, null where nothing was said: https://github.com/openresponses/openresponses (zod
     schema)
     """
-    given = function_fields(dict(tool), path)
-    if not TOOL_NAME.fullmatch(given.get("name", "")):
-        raise wrong_value(f"{path}.name", "1 to 64 letters, digits, '_' or '-'", given.get("name"))
-    echoed = {k: given.get(k) for k in ("name", "description", "parameters")}
-    return {"type": "function", **echoed, "strict": bool(given.get("strict"))}
+    name, given = tool_name(tool, path), function_fields(tool, path)
+    echoed = {"name": name} | {k: given.get(k) for k in ("description", "parameters")}
+    offered = Tool(**echoed, namespace=namespace, strict=bool(given.get("strict")))
+    return {"type": "function", **echoed, "strict": offered.strict}, [offered]
 
 
-def template_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    function = {k: tool[k] for k in ("name", "description", "parameters") if tool[k] is not None}
-    return {"type": "function", "function": function}
+def custom_tool(tool: Mapping[str, Any], path: str, namespace: str = "", inside: str = "format") -> Told:
+    """A tool that takes any text, or what a grammar accepts, whose fields are `inside`."""
+    name, given = tool_name(tool, path), custom_fields(tool, path)
+    place, grammar = f"{path}.{inside}", None
+    wanted = grammar_fields(given.get("format", {"type": "text"}), place)
+    for field in ("type", "syntax", "definition") if wanted.get("type") != "text" else ():
+        if field not in wanted:
+            raise missing(f"{place}.{field}")
+    if wanted["type"] == "grammar":
+        grammar = Grammar(wanted["syntax"], wanted["definition"], f"{place}.definition")
+    about = {"name": name, "description": given.get("description")}
+    offered = Tool(**about, namespace=namespace, custom=True, grammar=grammar)
+    return {"type": "custom", **about, "format": wanted}, [offered]
+
+
+def namespace_tool(tool: Mapping[str, Any], path: str) -> Told:
+    """Functions and custom tools under one name more."""
+    name, description = tool_name(tool, path), string()(tool.get("description") or "", f"{path}.description")
+    told: list[Told] = []
+    for i, inner in enumerate(list_of(mapping, 128)(tool.get("tools"), f"{path}.tools")):
+        place = f"{path}.tools[{i}]"
+        kind = one_of("function", "custom")(inner.get("type"), f"{place}.type")
+        told.append((function_tool if kind == "function" else custom_tool)(inner, place, name))
+    echoed = {"type": "namespace", "name": name, "description": description}
+    return echoed | {"tools": [one for one, _ in told]}, [tool for _, tools in told for tool in tools]
+
+
+TOOL_TYPES: dict[str, Callable[[dict[str, Any], str], Told]] = {
+    "function": function_tool,
+    "custom": custom_tool,
+    "namespace": namespace_tool,
+}
+
+
+def tool_name(tool: Mapping[str, Any], path: str) -> str:
+    name: str = string()("" if tool.get("name") is None else tool["name"], f"{path}.name")
+    if not TOOL_NAME.fullmatch(name):
+        raise wrong_value(f"{path}.name", "1 to 64 letters, digits, '_' or '-'", tool.get("name"))
+    return name
 
 
 # --- what the answer must be --------------------------------------------------------------------------------
 
 
-def tool_choice(functions: list[dict[str, Any]], choice: Any) -> ToolChoice:
-    """Whether functions may or must be called, and which.
+def tool_choice(tools: list[Tool], choice: Any) -> ToolChoice:
+    """Whether tools may or must be called, and which.
 
     allowed_tools limits the calls, never the prompt: that would spoil its cached beginning (Open Responses).
     """
-    by_name = {tool["name"]: tool for tool in functions}
-    if len(by_name) < len(functions):
-        raise wrong_value("tools", "every function name once", [tool["name"] for tool in functions])
-    names: list[Any] = list(by_name)
-    named = False
+    known = {(tool.custom, tool.known_as): tool for tool in tools}
+    names = [tool.known_as for tool in tools]
+    if len(set(names)) < len(tools):
+        raise wrong_value("tools", "every name once", names)
     if isinstance(choice, str):
         calls = one_of("none", "auto", "required")(choice, "tool_choice")
+        picked, named = list(known), False
     else:
-        kind = one_of("function", "allowed_tools")(
-            mapping(choice, "tool_choice").get("type"), "tool_choice.type"
-        )
-        named = kind == "function"
-        # The fields stand beside `type` in Responses, below a key of that name in chat completions.
-        path = f"tool_choice.{kind}"
-        fields = mapping(choice.get(kind, choice), path)
-        picked = [fields] if named else list_of(mapping, 128)(fields.get("tools"), "tool_choice.tools")
-        names = [string()(mapping(tool.get("function", tool), path).get("name"), path) for tool in picked]
-        calls = "required" if named else one_of("auto", "required")(fields.get("mode"), "tool_choice.mode")
-    for name in names:
-        if name not in by_name:
-            raise wrong_value("tool_choice", "the name of one of 'tools'", name)
-    if calls == "required" and not names:
-        raise wrong_value("tool_choice", "tools to choose from", choice)
-    return ToolChoice(calls if names else "none", [by_name[name] for name in names], named)
+        calls, picked, named = picked_tools(mapping(choice, "tool_choice"))
+    for custom, name in picked:
+        if (custom, name) not in known:
+            raise wrong_value("tool_choice", "the type and name of one of 'tools'", name)
+    if calls == "required" and not picked:
+        raise wrong_value("tool_choice", "functions or custom tools to choose from", choice)
+    return ToolChoice(calls if picked else "none", [known[key] for key in picked], named)
+
+
+def picked_tools(choice: dict[str, Any]) -> tuple[Calls, list[tuple[bool, str]], bool]:
+    """Of a tool_choice that is an object: (is it a custom one, its name) of each tool that it lists."""
+    kind = string()(choice.get("type"), "tool_choice.type")
+    if kind in ("function", "custom"):
+        return "required", [named_tool(choice, f"tool_choice.{kind}")], True
+    if kind != "allowed_tools":
+        raise unsupported("tool_choice.type", f"This server runs no tools, so none can be forced: {kind}")
+    # The fields stand beside `type` in Responses, below a key of that name in chat completions.
+    path = "tool_choice.allowed_tools"
+    fields = mapping(choice.get(kind, choice), path)
+    listed = list_of(mapping, 128)(fields.get("tools"), "tool_choice.tools")
+    ours = [tool for tool in listed if tool.get("type", "function") in ("function", "custom")]
+    calls = one_of("auto", "required")(fields.get("mode"), "tool_choice.mode")
+    return "required" if calls == "required" else "auto", [named_tool(tool, path) for tool in ours], False
+
+
+def named_tool(tool: dict[str, Any], path: str) -> tuple[bool, str]:
+    kind = tool.get("type", "function")
+    fields = mapping(tool.get(kind, tool), path)
+    namespace = string()(fields.get("namespace") or "", path)
+    return kind == "custom", joined(namespace, string()(fields.get("name"), path))
 
 
 def text_format(given: Mapping[str, Any], path: str) -> TextFormat:
@@ -553,14 +622,13 @@ def text_format(given: Mapping[str, Any], path: str) -> TextFormat:
             return TextFormat(None, "")
 
 
-def demand(
-    functions: list[dict[str, Any]], choice: ToolChoice, text: TextFormat, parallel: bool
-) -> Demand | None:
+def demand(tools: list[Tool], choice: ToolChoice, text: TextFormat, parallel: bool) -> Demand | None:
     """What to enforce; None: the model may say anything."""
-    is_limited = len(choice.allowed) < len(functions) or any(tool["strict"] for tool in choice.allowed)
+    has_limits = any(tool.strict or tool.grammar for tool in choice.allowed)
+    is_limited = len(choice.allowed) < len(tools) or has_limits
     if text.schema is None and not (choice.calls == "required" or (choice.calls == "auto" and is_limited)):
         return None
-    schemas = {tool["name"]: {"type": "object"} | (tool["parameters"] or {}) for tool in choice.allowed}
+    schemas = {tool.known_as: {"type": "object"} | (tool.schema() or {}) for tool in choice.allowed}
     for name, schema in schemas.items():
         if schema["type"] != "object":
             message = f"Invalid schema for '{name}': arguments are an object."
@@ -569,6 +637,7 @@ def demand(
         calls=choice.calls,
         functions=tuple(schemas.items()),
         one_call=choice.named or not parallel,
+        inputs=tuple((tool.known_as, tool.grammar) for tool in choice.allowed if tool.grammar),
         schema=text.schema,
         schema_path=text.path,
     )

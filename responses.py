@@ -39,12 +39,18 @@ GRAMMAR = {
     ("text",           "response.output_text.delta"):                                 "text",
     ("text",           "response.output_text.done"):                                  "text done",
     ("text done",      "response.content_part.done output_text"):                     "message done",
+    ("message",        "response.content_part.added refusal"):                        "refusal",
+    ("refusal",        "response.refusal.delta"):                                     "refusal",
+    ("refusal",        "response.refusal.done"):                                      "refusal done",
+    ("refusal done",   "response.content_part.done refusal"):                         "message done",
     ("message done",   "response.output_item.done message"):                          "between",
 
     ("between",        "response.output_item.added reasoning"):                       "reasoning",
     ("reasoning",      "response.content_part.added reasoning_text"):                 "thought",
     ("thought",        "response.reasoning_text.delta"):                              "thought",
     ("thought",        "response.reasoning_text.done"):                               "thought done",
+    ("thought",        "response.reasoning.delta"):                                   "thought",
+    ("thought",        "response.reasoning.done"):                                    "thought done",
     ("thought done",   "response.content_part.done reasoning_text"):                  "reasoning done",
     ("reasoning done", "response.output_item.done reasoning"):                        "between",
 
@@ -52,6 +58,11 @@ GRAMMAR = {
     ("call",           "response.function_call_arguments.delta"):                     "call",
     ("call",           "response.function_call_arguments.done"):                      "call done",
     ("call done",      "response.output_item.done function_call"):                    "between",
+
+    ("between",        "response.output_item.added custom_tool_call"):                "custom",
+    ("custom",         "response.custom_tool_call_input.delta"):                      "custom",
+    ("custom",         "response.custom_tool_call_input.done"):                       "custom done",
+    ("custom done",    "response.output_item.done custom_tool_call"):                 "between",
 
     ("between",        "response.completed"):                                         "end",
     ("between",        "response.incomplete"):                                        "end",
@@ -67,24 +78,34 @@ class Kind(NamedTuple):
     prefix: str  # of its id
     part: str    # type of its one content part, "" if it has none
     events: str  # its content: "….delta" adds to it, "….done" says it all once more
-    field: str   # where the latter holds it
+    field: str   # where the latter holds it, the part and the item
 
 
-#   open            item             id     part              events                          field
+#   open            item                id     part              events                        field
 KINDS = {
-    "analysis":   Kind("reasoning",     "rs",  "reasoning_text", "response.reasoning_text",      "text"),
-    "commentary": Kind("message",       "msg", "output_text",    "response.output_text",         "text"),
-    "final":      Kind("message",       "msg", "output_text",    "response.output_text",         "text"),
-    "call":       Kind("function_call", "fc",  "", "response.function_call_arguments",      "arguments"),
+    "analysis":   Kind("reasoning",        "rs",  "reasoning_text", "response.reasoning_text",    "text"),
+    "commentary": Kind("message",          "msg", "output_text",    "response.output_text",       "text"),
+    "final":      Kind("message",          "msg", "output_text",    "response.output_text",       "text"),
+    "refusal":    Kind("message",          "msg", "refusal",        "response.refusal",           "refusal"),
+    "call":       Kind("function_call",    "fc",  "", "response.function_call_arguments", "arguments"),
+    "custom":     Kind("custom_tool_call", "ctc", "", "response.custom_tool_call_input",  "input"),
 }
 
-#   input item                id
+#   --reasoning-events   two authorities, two names: github.com/openresponses/openresponses/pull/42
+REASONING_EVENTS = {
+    "openai":            "response.reasoning_text",
+    "open-responses":    "response.reasoning",
+}
+
+#   input item                  id
 INPUT_PREFIXES = {
-    "message":               "msg",
-    "reasoning":             "rs",
-    "function_call":         "fc",
-    "function_call_output":  "fco",
-    "compaction":            "cmp",
+    "message":                 "msg",
+    "reasoning":               "rs",
+    "function_call":           "fc",
+    "function_call_output":    "fco",
+    "custom_tool_call":        "ctc",
+    "custom_tool_call_output": "ctco",
+    "compaction":              "cmp",
 }
 
 #   finish           status         closing status of the open item
@@ -157,26 +178,18 @@ class _Item:
     """The item that is open."""
 
     channel: str  # key of KINDS
+    kind: Kind
     id: str
-    call_id: str = ""
-    name: str = ""
-    seal: Callable[[str], str] | None = None
+    call: dict[str, str]  # of a call: its id, name and namespace
+    seal: Callable[[str], str] | None
     text: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
-    @property
-    def kind(self) -> Kind:
-        return KINDS[self.channel]
-
     def part(self, text: str, logprobs: list[TokenLogprob]) -> dict[str, Any]:
-        if self.kind.part == "reasoning_text":
-            return {"type": "reasoning_text", "text": text}
-        return {
-            "type": "output_text",
-            "text": text,
-            "annotations": [],
-            "logprobs": [_logprob(p, True) for p in logprobs],
-        }
+        part: dict[str, Any] = {"type": self.kind.part, self.kind.field: text}
+        if self.kind.part == "output_text":
+            part |= {"annotations": [], "logprobs": [_logprob(p, True) for p in logprobs]}
+        return part
 
     def snapshot(self, status: str) -> dict[str, Any]:
         """The item as it stands; in_progress means announced and still empty."""
@@ -190,7 +203,7 @@ class _Item:
                 sealed = {"encrypted_content": self.seal(text)} if self.seal and content else {}
                 return item | {"summary": [], "content": content} | sealed
             case _:
-                return item | {"call_id": self.call_id, "name": self.name, "arguments": text}
+                return item | self.call | {self.kind.field: text}
 
 
 class Builder:
@@ -199,6 +212,7 @@ class Builder:
     `head` holds the members of the response object that do not change: id, created_at, model and what the
     request's parameters resolved to. `new_id(prefix)` draws an id. `seal(text)` makes the blob that a
     reasoning item carries of itself; None: it carries none, for a null one is not in Open Responses' schema.
+    `reasoning_events` is a name in REASONING_EVENTS.
     """
 
     def __init__(
@@ -206,6 +220,7 @@ class Builder:
         head: Mapping[str, Any],
         new_id: Callable[[str], str],
         seal: Callable[[str], str] | None = None,
+        reasoning_events: str = "openai",
     ) -> None:
         self.state = "start"
         self.status = ""
@@ -213,6 +228,8 @@ class Builder:
         self._head = dict(head)
         self._new_id = new_id
         self._seal = seal
+        thoughts = KINDS["analysis"]._replace(events=REASONING_EVENTS[reasoning_events])
+        self._kinds = KINDS | {"analysis": thoughts}
         self._item: _Item | None = None
 
     def start(self, queued: bool = False) -> list[Event]:
@@ -229,14 +246,15 @@ class Builder:
         match output:
             case Close():
                 return self._close("completed")
-            case Call(name):
-                call_id = self._new_id("call")
-                return [*self._close("completed"), *self._open("call", call_id=call_id, name=name)]
+            case Call(name, custom, namespace):
+                call = {"call_id": self._new_id("call"), "name": name}
+                call |= {"namespace": namespace} if namespace else {}
+                return [*self._close("completed"), *self._open("custom" if custom else "call", call)]
             case Arguments(text):
                 return self._grow(text)
             case Delta(channel, text, logprobs):
                 same = self._item is not None and self._item.channel == channel
-                opening = [] if same else [*self._close("completed"), *self._open(channel)]
+                opening = [] if same else [*self._close("completed"), *self._open(channel, {})]
                 return [*opening, *self._grow(text, logprobs)]
 
     def finish(self, finish: Finish, now: int) -> list[Event]:
@@ -251,9 +269,9 @@ class Builder:
         self.state = GRAMMAR[self.state, label(event)]
         return event
 
-    def _open(self, channel: str, call_id: str = "", name: str = "") -> list[Event]:
-        id_ = self._new_id(KINDS[channel].prefix)
-        self._item = item = _Item(channel, id_, call_id, name, self._seal)
+    def _open(self, channel: str, call: dict[str, str]) -> list[Event]:
+        kind = self._kinds[channel]
+        self._item = item = _Item(channel, kind, self._new_id(kind.prefix), call, self._seal)
         index = len(self.output)
         events = [
             self._event("response.output_item.added", output_index=index, item=item.snapshot("in_progress"))
@@ -285,7 +303,7 @@ class Builder:
         item, place, index = self._item, self._place(), len(self.output)
         said: dict[str, Any] = {item.kind.field: "".join(item.text), **self._event_logprobs(item.logprobs)}
         if item.kind.item == "function_call":
-            said["name"] = item.name  # required by openai-openapi, absent from the SDK's type
+            said["name"] = item.call["name"]  # required by openai-openapi, absent from the SDK's type
         events = [self._event(item.kind.events + ".done", **place, **said)]
         if item.kind.part:
             part = item.part("".join(item.text), item.logprobs)

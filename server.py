@@ -49,6 +49,7 @@ from dialects import DIALECTS
 from engine import Engine
 from grammar import Grammars
 from model import PAGE, NumpyOps
+from responses import REASONING_EVENTS
 from store import Limits, Store
 from tokenizer import Tokenizer
 from worker import LocalWorker
@@ -143,6 +144,7 @@ SECRET = "key of what clients keep for us: reasoning, compactions (default: anot
 KV_MEMORY = "memory for keys and values, such as 2G (default: a quarter of what is free)"
 SPECULATE = "tokens to draft from what was said before; 0: none"
 DIALECT = "how the model marks reasoning and calls (default: as its chat template says)"
+EVENTS = "names of reasoning events: reasoning_text.* or, for Open Responses' own tests, reasoning.*"
 DEVICES = ("auto", "cuda", "cpu")  # auto: cuda where it is built, else cpu
 LEVELS = ("debug", "info", "warning", "error")
 
@@ -186,6 +188,7 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "dialect":             (None,                 {"choices": tuple(DIALECTS), "help": DIALECT}),
     "api-key":             (None,                 {"metavar": "KEY", "help": KEY}),
     "no-done-line":        (False,                {"action": "store_true", "help": DONE_LINE}),
+    "reasoning-events":    ("openai",             {"choices": tuple(REASONING_EVENTS), "help": EVENTS}),
     "no-temporary":        (False,                {"action": "store_true", "help": TEMPORARY}),
     "store":               (IN_MEMORY,            {"metavar": "FILE", "help": STORE}),
     "store-max-responses": (Limits.max_responses, {"type": positive, "help": "keep the newest N"}),
@@ -326,6 +329,7 @@ async def serve(
         sealing_key(args.secret),
         done_line=not args.no_done_line,
         temporary=not args.no_temporary,
+        reasoning_events=args.reasoning_events,
     )
     await api.take_over()
     patience = math.ceil(args.shutdown_grace) + STALLED_S

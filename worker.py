@@ -162,6 +162,9 @@ class LocalWorker:
             self._grammars.check(demand)
             return self._grammars.constraint(lark(demand, dialect, self._tokenizer.added, thinking))
         except BadGrammar as error:
+            if wanted := dict(demand.inputs).get(error.part):
+                message = f"Invalid {wanted.syntax} grammar for '{error.part}': {error}"
+                raise BadRequest(message, wanted.path) from error
             path = demand.schema_path if error.part == "schema" else "tools"
             message = f"Invalid schema for '{error.part}': {error}"
             raise BadRequest(message, path, "invalid_json_schema") from error

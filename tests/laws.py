@@ -14,9 +14,10 @@ Nothing here uses responses.fold or its builder: what is judged does not judge.
 import asyncio
 import itertools
 import json
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import aclosing
-from typing import Any
+from typing import Any, get_args
 
 import pydantic
 from hypothesis import strategies as st
@@ -26,7 +27,19 @@ from openai.types.responses import Response, ResponseStreamEvent
 import api
 import sse
 from background import EventLog
-from channels import Arguments, Call, Close, Delta, Finish, Output, Parser, Piece, TokenLogprob, Usage
+from channels import (
+    Arguments,
+    Call,
+    Channel,
+    Close,
+    Delta,
+    Finish,
+    Output,
+    Parser,
+    Piece,
+    TokenLogprob,
+    Usage,
+)
 from responses import GRAMMAR, label
 
 Json = dict[str, Any]
@@ -41,7 +54,7 @@ def parse(pieces: Iterable[Piece], parser: Parser, cut: bool = False) -> list[li
 
 
 def items(outputs: Iterable[Output]) -> list[list[str]]:
-    """[channel, text] and ["call", name, arguments]: what outputs say, without how they were cut."""
+    """[channel, text] and ["call" or "custom", name, arguments]: what outputs say, however they were cut."""
     found: list[list[str]] = []
     open_item = False
     for output in outputs:
@@ -50,11 +63,11 @@ def items(outputs: Iterable[Output]) -> list[list[str]]:
                 if not open_item or found[-1][0] != channel:
                     found.append([channel, ""])
                 found[-1][1] += text
-            case Call(name):
-                found.append(["call", name, ""])
+            case Call(name, custom):
+                found.append(["custom" if custom else "call", name, ""])
             case Arguments(text):
                 assert open_item
-                assert found[-1][0] == "call"
+                assert found[-1][0] in ("call", "custom")
                 found[-1][2] += text
         open_item = output != Close()
     return found
@@ -69,11 +82,12 @@ logprobs = st.builds(
 )
 deltas = st.builds(
     Delta,
-    st.sampled_from(["analysis", "commentary", "final"]),
+    st.sampled_from(get_args(Channel)),
     texts,
     st.lists(logprobs, max_size=2).map(tuple),
 )
-calls = st.tuples(st.builds(Call, texts), st.lists(st.builds(Arguments, texts), max_size=3)).map(
+names = st.builds(Call, texts, st.booleans(), st.just("") | texts)
+calls = st.tuples(names, st.lists(st.builds(Arguments, texts), max_size=3)).map(
     lambda call: [call[0], *call[1]]
 )
 outputs = st.lists(deltas.map(lambda d: [d]) | calls | st.just([Close()]), max_size=8).map(
@@ -129,16 +143,22 @@ FIELDS = {
     "output_text.done":                  {"item_id", "output_index", "content_index", "text", "logprobs"},
     "reasoning_text.delta":              {"item_id", "output_index", "content_index", "delta"},
     "reasoning_text.done":               {"item_id", "output_index", "content_index", "text"},
+    "refusal.delta":                     {"item_id", "output_index", "content_index", "delta"},
+    "refusal.done":                      {"item_id", "output_index", "content_index", "refusal"},
     "function_call_arguments.delta":     {"item_id", "output_index", "delta"},
     "function_call_arguments.done":      {"item_id", "output_index", "name", "arguments"},
+    "custom_tool_call_input.delta":      {"item_id", "output_index", "delta"},
+    "custom_tool_call_input.done":       {"item_id", "output_index", "input"},
 }
 
-#  item or part
+#  item or part                          of a call, there may be its namespace too
 MEMBERS = {
     "message":                           {"id", "type", "status", "role", "content"},
     "reasoning":                         {"id", "type", "status", "summary", "content"},
     "function_call":                     {"id", "type", "status", "call_id", "name", "arguments"},
+    "custom_tool_call":                  {"id", "type", "status", "call_id", "name", "input"},
     "output_text":                       {"type", "text", "annotations", "logprobs"},
+    "refusal":                           {"type", "refusal"},
     "reasoning_text":                    {"type", "text"},
 }
 # fmt: on
@@ -162,7 +182,7 @@ def check_shape(event: Json) -> None:
     fields = FIELDS[event["type"].removeprefix("response.")]
     assert event.keys() == fields | {"type", "sequence_number"}, event
     for part in parts(event):
-        assert part.keys() == MEMBERS[part["type"]], event
+        check_members(part)
     if "response" in event:
         check_body(event["response"])
 
@@ -173,7 +193,12 @@ def check_body(response: Json) -> None:
     assert response.keys() == RESPONSE_KEYS
     for item in response["output"]:
         for part in [item, *item.get("content", [])]:
-            assert part.keys() == MEMBERS[part["type"]], response
+            check_members(part)
+
+
+def check_members(part: Json) -> None:
+    optional = {"namespace"} if part["type"].endswith("_call") else set()
+    assert part.keys() - optional == MEMBERS[part["type"]], part
 
 
 def parts(event: Json) -> Iterator[Json]:
@@ -185,8 +210,13 @@ def parts(event: Json) -> Iterator[Json]:
 
 
 def check_chunk(chunk: Json) -> None:
-    """A chat completion chunk: what the SDK demands, and the keys whose null means something."""
-    ChatCompletionChunk.model_validate_json(json.dumps(chunk), strict=True)
+    """A chat completion chunk: what the SDK demands, and the keys whose null means something.
+
+    Its type of a chunk knows calls of functions only; its type of a message knows custom ones, in the same
+    form.
+    """
+    known = re.sub('"type": "custom", "custom"', '"type": "function", "custom"', json.dumps(chunk))
+    ChatCompletionChunk.model_validate_json(known, strict=True)
     for choice in chunk["choices"]:
         assert choice.keys() == {"index", "delta", "finish_reason", "logprobs"}
 
@@ -214,29 +244,39 @@ def added_up(events: Iterable[Json]) -> list[Json]:
     return output
 
 
+# fmt: off
+#  events                      where the item or its part holds what they add to
+ADDED_TO = {
+    "output_text":             "text",
+    "reasoning_text":          "text",
+    "refusal":                 "refusal",
+    "function_call_arguments": "arguments",
+    "custom_tool_call_input":  "input",
+}
+# fmt: on
+
+
 def add(event: Json, kind: str, item: Json) -> None:
-    match kind.split("."):
-        case ["content_part", "added"]:
-            assert event["content_index"] == len(item["content"])
-            item["content"].append(event["part"])
-        case ["output_text", "delta"]:
-            item["content"][event["content_index"]]["text"] += event["delta"]
-            item["content"][event["content_index"]]["logprobs"] += event["logprobs"]
-        case ["reasoning_text", "delta"]:
-            item["content"][event["content_index"]]["text"] += event["delta"]
-        case ["function_call_arguments", "delta"]:
-            item["arguments"] += event["delta"]
-        case ["function_call_arguments", "done"]:
-            assert (item["arguments"], item["name"]) == (event["arguments"], event["name"])
-        case ["output_text" | "reasoning_text", "done"]:
-            part = item["content"][event["content_index"]]
-            assert part["text"] == event["text"]
-            assert part.get("logprobs", []) == event.get("logprobs", [])
-        case ["content_part", "done"]:
-            assert item["content"][event["content_index"]] == without_bytes(event["part"])
-        case ["output_item", "done"]:
+    what, _, step = kind.rpartition(".")
+    if kind == "content_part.added":
+        assert event["content_index"] == len(item["content"])
+        item["content"].append(event["part"])
+        return
+    held = item["content"][event["content_index"]] if "content_index" in event else item
+    match what, step:
+        case "content_part", "done":
+            assert held == without_bytes(event["part"])
+        case "output_item", "done":
             item["status"] = event["item"]["status"]
             assert item == without_bytes(event["item"])
+        case _, "delta":
+            held[ADDED_TO[what]] += event["delta"]
+            if "logprobs" in event:
+                held["logprobs"] += event["logprobs"]
+        case _, "done":
+            assert ADDED_TO[what] in event
+            repeated = event.keys() & held.keys() - {"type"}
+            assert {name: event[name] for name in repeated} == {name: held[name] for name in repeated}
         case _:
             raise AssertionError(f"expected an event that adds to an item, got {kind}")
 

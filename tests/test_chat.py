@@ -77,6 +77,9 @@ def says(role: str, content: Any) -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
+CUSTOM_CALL = {"type": "custom_tool_call", "call_id": "call_3", "name": "p", "input": 'a\n"b"'}
+CUSTOM_OUTPUT = {"type": "custom_tool_call_output", "call_id": "call_3", "output": "done"}
+P = ("call_3", "p", {"input": 'a\n"b"'})
 F, G = ("call_1", "f", {"x": 1}), ("call_2", "g", {"x": 1})
 NO_OBJECTS = ['{"x": ', "[1]", "[" * 99999]  # cut by a limit; not an object; too deep for Python's reader
 
@@ -133,6 +136,12 @@ RESPONSES = [
     ("output in parts",
         [CALL, OUTPUT | {"output": [TEXT]}], None,
         [assistant("", F), tool("call_1", "f", "t")]),
+    ("a custom call is one with its input as the one argument",
+        [CUSTOM_CALL, CUSTOM_OUTPUT, CUSTOM_OUTPUT | {"output": [TEXT, TEXT]}], None,
+        [assistant("", P), tool("call_3", "p", "done"), tool("call_3", "p", "t\nt")]),
+    ("a name in a namespace is both",
+        [CALL | {"namespace": "n"}, CUSTOM_CALL | {"namespace": "n"}, OUTPUT], None,
+        [assistant("", ("call_1", "n__f", F[2]), ("call_3", "n__p", P[2])), tool("call_1", "n__f", "42")]),
     ("arguments that are no object stay text",
         [CALL | {"arguments": text} for text in NO_OBJECTS], None,
         [assistant("", *(("call_1", "f", text) for text in NO_OBJECTS))]),
@@ -162,6 +171,10 @@ BAD_RESPONSES: list[tuple[Any, str, str]] = [
     ([{"type": []}],                                    "input[0].type",              TYPE),
     ([{"type": "function_call", "name": "f"}],          "input[0].call_id",           MISSING),
     ([CALL | {"arguments": {}}],                        "input[0].arguments",         TYPE),
+    ([CALL | {"namespace": 5}],                         "input[0].namespace",         TYPE),
+    ([CUSTOM_CALL | {"input": {}}],                     "input[0].input",             TYPE),
+    ([CUSTOM_OUTPUT],                                   "input[0].call_id",           VALUE),
+    ([CUSTOM_CALL, CUSTOM_OUTPUT | {"output": [IMAGE]}], "input[1].output[0].type",   VALUE),
     ([OUTPUT, CALL],                                    "input[0].call_id",           VALUE),
     ([CALL, OUTPUT_2],                                  "input[1].call_id",           VALUE),
     ([CALL, OUTPUT | {"output": {}}],                   "input[1].output",            TYPE),
@@ -193,6 +206,7 @@ def test_an_input_without_a_message_is_refused(input: list[Any], instructions: s
 # --- chat messages ------------------------------------------------------------------------------------------
 
 CHAT_CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+CHAT_CUSTOM = {"id": "call_3", "type": "custom", "custom": {"name": "p", "input": 'a\n"b"'}}
 CALLS = {"role": "assistant", "content": None, "tool_calls": [CHAT_CALL]}
 RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "42"}
 PART = {"type": "text", "text": "t"}
@@ -217,6 +231,12 @@ CHAT = [
     ("content may be null or absent beside calls",
         [CALLS, RESULT, {"role": "assistant", "tool_calls": [CHAT_CALL]}, RESULT | {"content": [PART]}],
         [assistant("", F), tool("call_1", "f", "42"), assistant("", F), tool("call_1", "f", "t")]),
+    ("a custom call has its input as the one argument",
+        [CALLS | {"tool_calls": [CHAT_CALL, CHAT_CUSTOM]}, RESULT | {"tool_call_id": "call_3"}],
+        [assistant("", F, P), tool("call_3", "p", "42")]),
+    ("a refusal is what was said",
+        [says("assistant", None) | {"refusal": "No."}, user("why?")],
+        [assistant("No."), user("why?")]),
     ("tool_calls may be null",
         [assistant("Hello") | {"tool_calls": None}],
         [assistant("Hello")]),
@@ -244,7 +264,10 @@ BAD_CHAT: list[tuple[Any, str, str]] = [
     ([{"role": "assistant"}],                   "messages[0].content",                       MISSING),
     ([assistant("") | {"reasoning": ["Hm."]}],  "messages[0].reasoning",                     TYPE),
     ([assistant("") | {"tool_calls": "f"}],     "messages[0].tool_calls",                    TYPE),
-    (calls(CHAT_CALL | {"type": "custom"}),     "messages[0].tool_calls[0].type",            VALUE),
+    (calls(CHAT_CALL | {"type": "mcp"}),        "messages[0].tool_calls[0].type",            VALUE),
+    (calls(CHAT_CALL | {"type": "custom"}),     "messages[0].tool_calls[0].custom",          MISSING),
+    (calls(CHAT_CUSTOM | {"custom": {}}),       "messages[0].tool_calls[0].custom.name",     MISSING),
+    ([assistant("") | {"refusal": 5}],          "messages[0].refusal",                       TYPE),
     (calls({"id": "call_1"}),                   "messages[0].tool_calls[0].function",        MISSING),
     (calls(CHAT_CALL | {"function": {}}),       "messages[0].tool_calls[0].function.name",   MISSING),
     (calls(CHAT_CALL | {"id": None}),           "messages[0].tool_calls[0].id",              TYPE),

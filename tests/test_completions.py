@@ -2,6 +2,7 @@
 tests/replays/completions-*.toml."""
 
 import itertools
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -67,16 +68,26 @@ def test_the_whole_is_what_was_said(choices: list[Choice]) -> None:
     body = fold(chunks_of(choices))
     for found, choice in zip(body["choices"], choices, strict=True):
         outputs = [output for output in choice if not isinstance(output, Finish)]
-        message, calls = found["message"], [item[1:] for item in laws.items(outputs) if item[0] == "call"]
+        message = found["message"]
+        calls = [item for item in laws.items(outputs) if item[0] in ("call", "custom")]
         deltas = [output for output in outputs if isinstance(output, Delta)]
-        visible = [delta for delta in deltas if delta.channel != "analysis"]
+        visible = [delta for delta in deltas if delta.channel in ("commentary", "final")]
+        refusal = "".join(delta.text for delta in deltas if delta.channel == "refusal")
         assert (message["content"] or "") == "".join(delta.text for delta in visible)
-        assert (message["content"] is None) == (not visible and bool(calls))
+        assert (message["content"] is None) == (not visible and bool(calls or refusal))
+        assert (message["refusal"] or "") == refusal
         thought = "".join(delta.text for delta in deltas if delta.channel == "analysis")
         assert message.get("reasoning", "") == message.get("reasoning_content", "") == thought
-        assert [list(call["function"].values()) for call in message.get("tool_calls", [])] == calls
+        assert [members_of(call) for call in message.get("tool_calls", [])] == calls
         logprobs = (found["logprobs"] or {"content": []})["content"]
         assert [p["logprob"] for p in logprobs] == [p.logprob for delta in visible for p in delta.logprobs]
+
+
+def members_of(call: dict[str, Any]) -> list[str]:
+    """As laws.items() has it."""
+    if call["type"] == "custom":
+        return ["custom", call["custom"]["name"], call["custom"]["input"]]
+    return ["call", call["function"]["name"], call["function"]["arguments"]]
 
 
 @given(some_choices)
@@ -94,17 +105,21 @@ def test_a_call_ends_a_choice_in_tool_calls_but_for_length(choices: list[Choice]
 def test_a_call_is_announced_once(choices: list[Choice]) -> None:
     """E04: its first delta has all but the arguments, the later ones nothing else. Ids are its own."""
     ids: dict[tuple[int, int], str] = {}
+    kinds: dict[tuple[int, int], str] = {}
     for part in (part for chunk in chunks_of(choices) for part in chunk["choices"]):
         for call in part["delta"].get("tool_calls", []):
             key = (part["index"], call["index"])
             if key not in ids:
                 ids[key] = call["id"]
-                assert call.keys() == {"index", "id", "type", "function"}
-                assert call["function"].keys() == {"name", "arguments"}
-                assert call["function"]["arguments"] == ""
+                kinds[key] = "custom" if call["type"] == "custom" else "function"
+                argument = {"function": "arguments", "custom": "input"}[kinds[key]]
+                assert call.keys() == {"index", "id", "type", kinds[key]}
+                assert call[kinds[key]].keys() == {"name", argument}
+                assert call[kinds[key]][argument] == ""
             else:
-                assert call.keys() == {"index", "function"}
-                assert call["function"].keys() == {"arguments"}
+                argument = {"function": "arguments", "custom": "input"}[kinds[key]]
+                assert call.keys() == {"index", kinds[key]}
+                assert call[kinds[key]].keys() == {argument}
     assert len(set(ids.values())) == len(ids)
 
 

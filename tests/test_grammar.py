@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +14,9 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken
 
+import completions
 import dialects
+import tools
 from channels import Dialect, Parser, Piece
 from dialects import DIALECTS
 from grammar import BadGrammar, Grammars, Thinking, lark
@@ -43,7 +46,25 @@ UNFIT = '<tool_call>\n{"name": "get_weather", "arguments": {"town": "Oslo"}}\n</
 OBJECT = '{"city": "Oslo"}'
 THOUGHT = "<think>\nhm {</think>\n\n"
 
+PATCH = tools.Tool("patch", custom=True, grammar=tools.Grammar("lark", r"""
+    start: LINE+ "end"
+    LINE: ("+" | "-") /.*/ LF
+    %import common.LF
+"""))  # fmt: skip
+WHEN = tools.Tool("when", custom=True, grammar=tools.Grammar("regex", r'^[0-2][0-9]:[0-5][0-9] "\\[a-z]"$'))
+CUSTOM = tuple((tool.name, tool.schema() or {}) for tool in (PATCH, WHEN))
+INPUTS = tuple((tool.name, tool.grammar) for tool in (PATCH, WHEN) if tool.grammar)
+
+
+def custom(name: str, input: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {tools.as_arguments(input)}}}\n</tool_call>'
+
+
 REQUIRED = Demand("required", FUNCTIONS)
+EITHER = Demand("required", (*FUNCTIONS, *CUSTOM), inputs=INPUTS)
+MAYBE = Demand("auto", CUSTOM, inputs=INPUTS)
+EDIT, TIME = custom("patch", '+print("\\n")\n-\nend'), custom("when", '23:59 "\\x"')
+NO_EDIT, NO_TIME = custom("patch", "+a\nb\nend"), custom("when", '23:59 "x"')
 ONE = Demand("required", FUNCTIONS, one_call=True)
 AUTO = Demand("auto", FUNCTIONS)
 FORMAT = Demand("none", schema=CITY)
@@ -76,6 +97,13 @@ ANSWERS: list[tuple[Demand, str, bool]] = [
     (BOTH,     OBJECT,                   True),
     (BOTH,     CALL,                     True),
     (BOTH,     "Oslo",                   False),
+    (EITHER,   EDIT,                     True),
+    (EITHER,   TIME + "\n" + EDIT,       True),
+    (EITHER,   CALL + "\n" + TIME,       True),
+    (EITHER,   NO_EDIT,                  False),
+    (EITHER,   NO_TIME,                  False),
+    (MAYBE,    "So.\n" + EDIT,           True),
+    (MAYBE,    "So.\n" + NO_EDIT,        False),
 ]
 # fmt: on
 
@@ -313,6 +341,21 @@ TREE: Json = {
     "additionalProperties": False,
 }
 
+
+def chain(n: int) -> Json:
+    """Objects, each defined in the terms of the next."""
+    objects = {
+        f"a{i}": {"type": "object", "properties": {"p": {"$ref": f"#/$defs/a{i + 1}"}}} for i in range(n)
+    }
+    return {"$ref": "#/$defs/a0", "$defs": {**objects, f"a{n}": {"type": "null"}}}
+
+
+def demanding(lark: str) -> Demand:
+    tool = tools.Tool("p", custom=True, grammar=tools.Grammar("lark", lark))
+    inputs = (("p", tools.Grammar("lark", lark)),)
+    return Demand("required", (("p", tool.schema() or {}),), inputs=inputs)
+
+
 # fmt: off
 #  schema                                                                  to blame
 REFUSED: list[tuple[Demand, str]] = [
@@ -323,8 +366,13 @@ REFUSED: list[tuple[Demand, str]] = [
     (Demand("none", schema={"$ref": "#"}),                                 "schema"),
     (Demand("none", schema={"$ref": "#/$defs/a", "$defs": ROUND}),         "schema"),
     (Demand("none", schema={"type": "object", "properties": {"a": SELF}}), "schema"),
+    (Demand("none", schema=chain(1000)),                                   "schema"),
     (Demand("required", (("f", {"type": 5}),)),                            "f"),
     (Demand("required", (("f", {"$ref": "#"}),)),                          "f"),
+    (demanding("start: nowhere"),                                          "p"),
+    (demanding("start: a0\n" + "".join(f"a{i}: a{i + 1}\n" for i in range(3500)) + 'a3500: "x"'), "p"),
+    (demanding('start: "a" }'),                                            "p"),
+    (demanding("start: <think>"),                                          "p"),
 ]
 # fmt: on
 
@@ -334,6 +382,11 @@ def test_what_cannot_be_enforced_is_refused(demand: Demand, part: str) -> None:
     with pytest.raises(BadGrammar) as caught:
         GRAMMARS.check(demand)
     assert caught.value.part == part
+
+
+def test_a_schema_may_be_deep() -> None:
+    """Bug: one deeper than llguidance's stack took the process with it; this one does not."""
+    GRAMMARS.check(Demand("none", schema=chain(300)))
 
 
 def test_a_schema_may_hold_itself() -> None:
@@ -348,14 +401,15 @@ TOOL: Any = {"type": "function", "name": "get_weather", "parameters": CITY}
 NESTED: Any = {"type": "function", "function": {"name": "get_weather", "parameters": CITY}}
 
 
+HI: Any = {"role": "user", "content": "hi"}
 NAMED: Any = {"type": "function", "name": "get_weather"}
 NESTED_NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
 
 
 @pytest.fixture(scope="module")
 def sdk() -> Iterator[Any]:
-    with serve() as server:
-        yield server.sdk()
+    with serve() as server, server.sdk() as client:
+        yield client
 
 
 def test_json_schema_at_temperature_2(sdk: Any) -> None:
@@ -404,6 +458,59 @@ def test_finish_reason_of_a_call(sdk: Any, choice: Any, reason: str) -> None:
     )
     assert answer.choices[0].finish_reason == reason
     assert answer.choices[0].message.tool_calls
+
+
+CUSTOM_TOOLS: dict[str, tuple[str, str]] = {
+    "lark": (
+        'start: "<" LETTER "\\n" END\nEND: /"[^a]{2}"/ | "\\t"\n%import common.LETTER',
+        '<[a-zA-Z]\n("[^a]{2}"|\t)',
+    ),
+    "regex": (r'^(0[0-9]|1[0-2]):[0-5][0-9]\n"(am|pm)"\\$', r'(0[0-9]|1[0-2]):[0-5][0-9]\n"(am|pm)"\\'),
+}
+
+
+@pytest.mark.parametrize("syntax", CUSTOM_TOOLS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_input_keeps_to_its_grammar(sdk: Any, syntax: str, stream: bool) -> None:
+    """However hot: named, required and, where the model chooses to call, auto."""
+    definition, pattern = CUSTOM_TOOLS[syntax]
+    wanted = {"type": "grammar", "syntax": syntax, "definition": definition}
+    tool = {"type": "custom", "name": "p", "format": wanted}
+    chat_tool = {"type": "custom", "custom": {"name": "p", "format": {"type": "grammar", "grammar": wanted}}}
+    hot: Json = {"model": "default", "temperature": 2, "parallel_tool_calls": False, "stream": stream}
+    for seed, choice in enumerate(["required", {"type": "custom", "name": "p"}]):
+        answer = sdk.responses.create(
+            **hot, input="hi", tools=[tool], tool_choice=choice,
+            reasoning={"effort": "none"}, extra_body={"seed": seed},
+        )  # fmt: skip
+        (call,) = (list(answer)[-1].response if stream else answer).output
+        assert (call.type, call.name, call.status) == ("custom_tool_call", "p", "completed")
+        assert re.fullmatch(pattern, call.input), call.input
+        answer = sdk.chat.completions.create(
+            **hot, messages=[{"role": "user", "content": "hi"}], tools=[chat_tool],
+            tool_choice=choice if seed == 0 else {"type": "custom", "custom": {"name": "p"}},
+            reasoning_effort="none", seed=seed,
+        )  # fmt: skip
+        body = completions.fold(chunk.to_dict() for chunk in answer) if stream else answer.to_dict()
+        (said,) = body["choices"][0]["message"]["tool_calls"]
+        assert said["custom"] == {"name": "p", "input": call.input}
+
+
+def test_bad_grammar_is_a_400(sdk: Any) -> None:
+    """Before anything runs, and in the tongue of the request."""
+    for syntax, definition in (("lark", "start: nowhere"), ("regex", "a(")):
+        wanted = {"type": "grammar", "syntax": syntax, "definition": definition}
+        tool: Any = {"type": "custom", "name": "p", "format": wanted}
+        with pytest.raises(openai.BadRequestError) as caught:
+            sdk.responses.create(model="default", input="hi", tools=[tool], stream=True)
+        assert caught.value.param == "tools[0].format.definition"
+        tool = {"type": "custom", "custom": {"name": "p", "format": {"type": "grammar", "grammar": wanted}}}
+        with pytest.raises(openai.BadRequestError) as caught:
+            sdk.chat.completions.create(model="default", messages=[HI], tools=[tool])
+        assert (caught.value.param, caught.value.code) == (
+            "tools[0].custom.format.grammar.definition",
+            "invalid_value",
+        )
 
 
 def test_bad_schema_is_a_400(sdk: Any) -> None:

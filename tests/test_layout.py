@@ -22,10 +22,10 @@ SCRIPTS = {"bench"}  # run from the checkout, and imported by nobody
 #  module         of ours, it may import
 MAY_IMPORT = {
     "channels":    set(),
-    "chat":        set(),
     "drafts":      set(),
     "hub":         set(),
     "pages":       set(),
+    "quoted":      set(),
     "sealed":      set(),
     "sse":         set(),
     "store":       set(),
@@ -34,26 +34,28 @@ MAY_IMPORT = {
     "calls":       {"channels"},
     "completions": {"channels"},
     "model":       {"weights"},
-    "params":      {"chat"},
     "responses":   {"channels"},
     "tokenizer":   {"channels"},
-    "answers":     {"background", "params", "sse"},
+    "tools":       {"channels"},
+    "chat":        {"tools"},
     "dialects":    {"calls", "channels"},
     "engine":      {"drafts", "model", "pages", "weights"},
-    "grammar":     {"calls", "channels", "params"},
+    "params":      {"chat", "tools"},
+    "answers":     {"background", "params", "sse"},
+    "grammar":     {"calls", "channels", "params", "quoted", "tools"},
     "worker":      {"channels", "chat", "dialects", "engine", "grammar", "model", "params", "tokenizer"},
     "api":         {"answers", "background", "channels", "completions", "params", "responses", "sealed",
-                    "sse", "store", "worker"},
+                    "sse", "store", "tools", "worker"},
     "bench":       {"answers", "api", "background", "channels", "dialects", "engine", "hub", "model",
                     "params", "responses", "store", "tokenizer", "weights"},
     "server":      {"answers", "api", "background", "chat", "dialects", "engine", "grammar", "hub", "model",
-                    "store", "tokenizer", "weights", "worker"},
+                    "responses", "store", "tokenizer", "weights", "worker"},
 }
 # fmt: on
 
 # Bytes and time come from outside: these are functions of their arguments.
-SANS_IO = {"calls", "channels", "chat", "completions", "dialects", "drafts", "pages", "params",
-           "responses", "sealed", "sse"}  # fmt: skip
+SANS_IO = {"calls", "channels", "chat", "completions", "dialects", "drafts", "pages", "params", "quoted",
+           "responses", "sealed", "sse", "tools"}  # fmt: skip
 IO = {"asyncio", "concurrent", "multiprocessing", "os", "queue", "random", "secrets", "select", "socket",
       "subprocess", "tempfile", "threading", "time", "uuid"}  # fmt: skip
 

@@ -8,6 +8,7 @@ import pytest
 import params
 from chat import BadInput
 from params import CHAT, RESPONSES, BadRequest, Demand, Request
+from tools import Grammar, Tool
 
 Json = dict[str, Any]
 Read = Callable[[Any, dict[str, Any]], Request]
@@ -31,21 +32,44 @@ PLAIN = {"format": {"type": "text"}}
 JSON = {"type": "json_object"}
 SCHEMA = {"type": "json_schema", "name": "x"}
 OBJECT = Demand("none", schema={"type": "object"}, schema_path="response_format.json_schema")
-F = (("f", {"type": "object"}),)
 FUNCTION = {"type": "function", "name": "f", "description": None, "parameters": None, "strict": False}
 ONE_TOOL = {"tools": [FUNCTION]}
 TOO_MANY = [FUNCTION] * 129
-CUSTOM, NAMESPACE = {"type": "custom", "name": "f"}, {"type": "namespace", "name": "f"}
+CUSTOM = {"type": "custom", "name": "p", "description": None, "format": {"type": "text"}}
+LARK = {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'}
+PATCH = CUSTOM | {"format": LARK}
+NESTED_PATCH = {"type": "custom", "custom": {"name": "p", "format": {"type": "grammar", "grammar": LARK}}}
+GRAMMAR = Grammar("lark", LARK["definition"], "tools[0].format.definition")
+INPUT = Tool("p", custom=True).schema() or {}
+GRAMMAR_INPUT = Tool("p", custom=True, grammar=GRAMMAR).schema() or {}
+F, IN_N = (("f", {"type": "object"}),), (("n__f", {"type": "object"}),)
+P, LIMITED = (("p", INPUT),), (("p", GRAMMAR_INPUT),)
+F_, N_F, N_P = Tool("f"), Tool("f", namespace="n"), Tool("p", namespace="n", custom=True)
+CHAT_P = Tool("p", custom=True, grammar=GRAMMAR._replace(path="tools[0].custom.format.grammar.definition"))
+KEPT_TO = Demand("auto", LIMITED, inputs=(("p", GRAMMAR),))
+BY_NAME = {"f": F_, "n__f": N_F, "n__p": N_P}
+NO_GRAMMAR = {"type": "custom", "custom": {"name": "p", "format": {"type": "grammar"}}}
+NAMESPACE = {"type": "namespace", "name": "n", "description": "", "tools": [FUNCTION, CUSTOM]}
+HIDDEN = {"type": "namespace", "name": "n", "tools": [{"type": "web_search"}]}
 NESTED = {"type": "function", "function": {"name": "f"}}
+TWO_TOOLS = {"tools": [FUNCTION, CUSTOM]}
 TOOLS = {"tools": [NESTED]}
 HOSTED = {"type": "web_search"}
+HOSTED_ONLY = {"tools": [HOSTED]}
 NAMED = {"type": "function", "name": "f"}
+FORCED = {"type": "web_search"}
+PICKED = {"type": "custom", "name": "p"}
+IN_NAMESPACE = {"type": "function", "name": "f", "namespace": "n"}
+NAMED_IN_N = {"tools": [NAMESPACE], "tool_choice": IN_NAMESPACE}
+SOME = {"type": "allowed_tools", "mode": "auto", "tools": [PICKED, FORCED]}
 ALLOWED = {"type": "allowed_tools", "mode": "required", "tools": [NAMED]}
 NEVER, OTHER, IN_ONE = ALLOWED | {"mode": "none"}, NAMED | {"name": "g"}, {"conversation": "c"}
 NO_NAMES = {"type": "allowed_tools", "mode": "auto", "tools": [{"function": "x"}]}
 NO_OBJECT = {"tools": [FUNCTION | {"parameters": {"type": "array"}}]}
 LISTED = NAMED | {"name": ["f"]}
 BAD_SCHEMA = "invalid_json_schema"
+GBNF, UNDEFINED = LARK | {"syntax": "gbnf"}, LARK | {"definition": None}
+PLAIN_JSON, JOINED = {"type": "json"}, FUNCTION | {"name": "n__f"}
 NO_TURN = {"chat_template_kwargs": {"add_generation_prompt": False}}
 STREAM = {"stream": True}  # what stream_options needs
 VERBOSE = {"verbosity": "low"}
@@ -168,8 +192,16 @@ INSIDE: list[tuple[str, str, str, Json]] = [
     ("chat",      "top_logprobs",                 VALUE,       {"logprobs": False, "top_logprobs": 3}),
     ("responses", "tools[0]",                     TYPE,        {"tools": [5]}),
     ("responses", "tools[1].type",                TYPE,        {"tools": [FUNCTION, {}]}),
-    ("responses", "tools[0].type",                UNSUPPORTED, {"tools": [CUSTOM]}),
-    ("responses", "tools[0].type",                UNSUPPORTED, {"tools": [NAMESPACE]}),
+    ("responses", "tools[0].name",                VALUE,       {"tools": [CUSTOM | {"name": None}]}),
+    ("responses", "tools[0].format",              TYPE,        {"tools": [CUSTOM | {"format": "text"}]}),
+    ("responses", "tools[0].format.type",         VALUE,       {"tools": [CUSTOM | {"format": PLAIN_JSON}]}),
+    ("responses", "tools[0].format.type",         MISSING,     {"tools": [CUSTOM | {"format": {}}]}),
+    ("responses", "tools[0].format.syntax",       VALUE,       {"tools": [CUSTOM | {"format": GBNF}]}),
+    ("responses", "tools[0].format.definition",   MISSING,     {"tools": [CUSTOM | {"format": UNDEFINED}]}),
+    ("responses", "tools[0].tools",               TYPE,        {"tools": [NAMESPACE | {"tools": None}]}),
+    ("responses", "tools[0].tools[0].type",       VALUE,       {"tools": [HIDDEN]}),
+    ("responses", "tools",                        VALUE,       {"tools": [NAMESPACE, NAMESPACE]}),
+    ("responses", "tools",                        VALUE,       {"tools": [NAMESPACE, JOINED]}),
     ("responses", "tools[0].name",                VALUE,       {"tools": [{"type": "function"}]}),
     ("responses", "tools[0].name",                VALUE,       {"tools": [FUNCTION | {"name": "x" * 65}]}),
     ("responses", "tools[0].name",                VALUE,       {"tools": [FUNCTION | {"name": "f\n"}]}),
@@ -178,12 +210,17 @@ INSIDE: list[tuple[str, str, str, Json]] = [
     ("responses", "tools[0].description",         TYPE,        {"tools": [FUNCTION | {"description": 5}]}),
     ("responses", "tools",                        VALUE,       {"tools": [FUNCTION, FUNCTION]}),
     ("chat",      "tools[0].function",            TYPE,        {"tools": [FUNCTION]}),
-    ("chat",      "tools[0].type",                VALUE,       {"tools": [CUSTOM]}),
+    ("chat",      "tools[0].type",                VALUE,       {"tools": [HOSTED]}),
+    ("chat",      "tools[0].custom",              TYPE,        {"tools": [CUSTOM]}),
+    ("chat",      "tools[0].custom.format.grammar", TYPE,      {"tools": [NO_GRAMMAR]}),
     ("chat",      "tools[0].function.name",       VALUE,       {"tools": [NESTED | {"function": {}}]}),
     ("responses", "tool_choice",                  VALUE,       {"tool_choice": "required"}),
     ("responses", "tool_choice",                  VALUE,       ONE_TOOL | {"tool_choice": OTHER}),
     ("responses", "tool_choice.type",             TYPE,        ONE_TOOL | {"tool_choice": {"name": "f"}}),
-    ("responses", "tool_choice.type",             VALUE,       {"tool_choice": {"type": "web_search"}}),
+    ("responses", "tool_choice.type",             UNSUPPORTED, HOSTED_ONLY | {"tool_choice": FORCED}),
+    ("responses", "tool_choice",                  VALUE,       HOSTED_ONLY | {"tool_choice": "required"}),
+    ("responses", "tool_choice",                  VALUE,       ONE_TOOL | {"tool_choice": PICKED}),
+    ("responses", "tool_choice",                  VALUE,       ONE_TOOL | {"tool_choice": IN_NAMESPACE}),
     ("responses", "tool_choice.tools",            TYPE,        {"tool_choice": {"type": "allowed_tools"}}),
     ("responses", "tool_choice.function",         TYPE,        ONE_TOOL | {"tool_choice": LISTED}),
     ("responses", "tool_choice.allowed_tools",    TYPE,        ONE_TOOL | {"tool_choice": NO_NAMES}),
@@ -310,7 +347,15 @@ MEANING: list[tuple[str, str, Any, Json]] = [
     ("chat",      "tools",           [NESTED],                   {"tools": [NESTED]}),
     ("chat",      "tools",           [],                         TOOLS | {"tool_choice": "none"}),
     ("responses", "tools",           [NESTED],                   {"tools": [FUNCTION, HOSTED]}),
-    ("responses", "demand",          None,                       {"tools": [FUNCTION]}),
+    ("responses", "demand",          None,                       {"tools": [FUNCTION, CUSTOM, NAMESPACE]}),
+    ("responses", "demand",          Demand("required", P, True), {"tools": [CUSTOM], "tool_choice": PICKED}),
+    ("responses", "demand",          Demand("auto", P),          TWO_TOOLS | {"tool_choice": SOME}),
+    ("responses", "demand",          KEPT_TO,                    {"tools": [PATCH]}),
+    ("responses", "demand",          None,                       {"tools": [PATCH], "tool_choice": "none"}),
+    ("responses", "demand",          Demand("required", IN_N, True), NAMED_IN_N),
+    ("responses", "called",          BY_NAME,                    {"tools": [FUNCTION, NAMESPACE, HOSTED]}),
+    ("chat",      "called",          {"p": CHAT_P},              {"tools": [NESTED_PATCH]}),
+    ("chat",      "called",          {},                         TOOLS | {"tool_choice": "none"}),
     ("responses", "demand",          Demand("required", F),      ONE_TOOL | {"tool_choice": "required"}),
     ("responses", "demand",          Demand("required", F),      ONE_TOOL | {"tool_choice": ALLOWED}),
     ("responses", "demand",          Demand("required", F, True), ONE_TOOL | {"tool_choice": NAMED}),
@@ -344,6 +389,8 @@ ECHOES: list[tuple[Json, Json]] = [
     ({"tools": [FUNCTION | {"strict": True}]},        {"tools": [FUNCTION | {"strict": True}]}),
     (ONE_TOOL | {"tool_choice": "none"},    ONE_TOOL | {"tool_choice": "none"}),
     ({"tools": [{"type": "web_search"}]},   {"tools": [{"type": "web_search"}]}),
+    ({"tools": [{"type": "custom", "name": "p"}]},    {"tools": [CUSTOM]}),
+    ({"tools": [PATCH, NAMESPACE]},         {"tools": [PATCH, NAMESPACE]}),
     ({"metadata": {"a": "b"}},              {"metadata": {"a": "b"}}),
 ]
 # fmt: on

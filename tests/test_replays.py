@@ -30,12 +30,15 @@ from typing import Any, NamedTuple
 import pytest
 
 import api
+import clients
 import completions
 import dialects
 import laws
+import params
 import responses
 import scripted
 import sse
+import tools
 from background import EventLog
 from channels import Arguments, Call, Close, Delta, Finish, Output, Parser, Piece, Usage
 from tokenizer import Tokenizer
@@ -111,7 +114,7 @@ def worker_events(
 ) -> Iterator[Any]:
     """As the adapter of responses, from tokens: [type, values] of the events that have one of `show`."""
     vocabulary, steps = tokenized(chunks, dialect)
-    yield from shown_events(scripted.said(vocabulary, steps, dialect, **body), show)
+    yield from shown(scripted.said(vocabulary, steps, dialect, **body), show)
 
 
 def tokenized(chunks: list[list[str]], dialect: str) -> tuple[Tokenizer, list[list[int]]]:
@@ -122,20 +125,47 @@ def tokenized(chunks: list[list[str]], dialect: str) -> tuple[Tokenizer, list[li
     return vocabulary, [scripted.ids_of(vocabulary, chunk) for chunk in tokens]
 
 
+def tools_calls(chunks: list[list[str]], show: list[str], **body: Any) -> Iterator[Any]:
+    """What `responses` shows of these steps of a model, its calls in the client's words."""
+    vocabulary, steps = tokenized(chunks, "hermes")
+    request = params.from_responses({"model": "m", "input": "hi"} | body, {})
+    restorer, made = tools.Restorer(request.called), list[Output | Finish]()
+    for output in scripted.said(vocabulary, steps, **body):
+        made += [output] if isinstance(output, Finish) else restorer.feed(output)
+    yield from shown(made, show)
+
+
 def responses_events(chunks: list[list[list[Any]]], show: list[str]) -> Iterator[Any]:
     """[type, values] of the events that have one of the members `show`; a chunk is a list of outputs."""
-    yield from shown_events(map(to_output, itertools.chain(*chunks)), show)
+    yield from shown(map(to_output, itertools.chain(*chunks)), show)
 
 
-def shown_events(outputs: Iterable[Output | Finish], show: list[str]) -> Iterator[Any]:
+def shown(outputs: Iterable[Output | Finish], show: list[str]) -> Iterator[Any]:
+    for event in events_of(outputs):
+        if values := members(event, show):
+            yield [event["type"].removeprefix("response."), *values]
+
+
+def events_of(outputs: Iterable[Output | Finish]) -> list[responses.Event]:
     number = itertools.count(1)
-    builder = responses.Builder({"id": "resp_1"}, lambda prefix: f"{prefix}_{next(number)}")
+    builder = responses.Builder(HEAD, lambda prefix: f"{prefix}_{next(number)}")
     made = [builder.start()]
     for output in outputs:
         made.append(builder.finish(output, now=2) if isinstance(output, Finish) else builder.feed(output))
-    for event in itertools.chain(*made):
-        if values := members(event, show):
-            yield [event["type"].removeprefix("response."), *values]
+    return list(itertools.chain(*made))
+
+
+ECHO = params.from_responses({"model": "m", "input": "hi"}, {}).echo
+HEAD = {"id": "resp_1", "object": "response", "created_at": 1, "model": "m"} | ECHO
+
+
+def client(program: Callable[[Iterable[Any]], Iterator[Any]]) -> Run:
+    """What a client's own rules (clients.py) make of our stream; a chunk is a list of outputs."""
+
+    def run(chunks: list[list[list[Any]]]) -> Iterator[Any]:
+        yield from program(laws.on_the_wire(events_of(map(to_output, itertools.chain(*chunks)))))
+
+    return run
 
 
 def completions_chunks(chunks: list[list[list[Any]]], show: list[str], **options: Any) -> Iterator[Any]:
@@ -164,10 +194,12 @@ def background_log(chunks: list[list[Any]]) -> Iterator[Any]:
 
 def to_output(row: list[Any]) -> Output | Finish:
     match row:
-        case ["analysis" | "commentary" | "final" as channel, text]:
+        case ["analysis" | "commentary" | "final" | "refusal" as channel, text]:
             return Delta(channel, text)
         case ["call", name]:
             return Call(name)
+        case ["custom", name]:
+            return Call(name, custom=True)
         case ["arguments", text]:
             return Arguments(text)
         case ["close"]:
@@ -218,6 +250,10 @@ ADAPTERS: dict[str, tuple[Callable[[Any], Any], Run]] = {
     "tokenizer":     (list,       tokenizer),
     "worker":        (list,       worker),
     "worker-events": (list,       worker_events),
+    "tools":         (list,       tools_calls),
+    "codex":         (list,       client(clients.codex)),
+    "ai-sdk":        (list,       client(clients.ai_sdk)),
+    "openai-sdk":    (list,       client(clients.openai_sdk)),
     "responses":     (list,       responses_events),
     "completions":   (list,       completions_chunks),
     "background":    (list,       background_log),

@@ -17,7 +17,7 @@ import laws
 import params
 from channels import Arguments, Call, Channel, Delta, Finish, Output
 from laws import deltas, finishes, outputs, texts
-from responses import ENDINGS, GRAMMAR, KINDS, Builder, Event, fold, label
+from responses import ENDINGS, GRAMMAR, KINDS, REASONING_EVENTS, Builder, Event, fold, label
 
 BODY = {"model": "m", "input": "hi", "tools": [{"type": "function", "name": "f"}], "metadata": {"a": "b"}}
 ECHO = params.from_responses(BODY, {}).echo
@@ -49,15 +49,17 @@ def test_shape_sum_order_and_status(outputs: list[Output], finish: Finish) -> No
 @given(outputs, finishes)
 def test_nothing_is_lost_or_added(outputs: list[Output], finish: Finish) -> None:
     """The items are those of the outputs, commentary being a message too."""
-    types = {"analysis": "reasoning", "commentary": "message", "final": "message", "call": "function_call"}
-    said = [[types[item[0]], *item[1:]] for item in laws.items(outputs)]
+    said = [[KINDS[item[0]].item, *item[1:]] for item in laws.items(outputs)]
     assert list(map(shown, fold(events_of(outputs, finish))["output"])) == said
+    namespaces = [output.namespace for output in outputs if isinstance(output, Call)]
+    calls = [item for item in fold(events_of(outputs, finish))["output"] if "call_id" in item]
+    assert [item.get("namespace", "") for item in calls] == namespaces
 
 
 def shown(item: dict[str, Any]) -> list[str]:
-    if item["type"] == "function_call":
-        return [item["type"], item["name"], item["arguments"]]
-    return [item["type"], *(part["text"] for part in item["content"])]
+    if "call_id" in item:
+        return [item["type"], item["name"], item["input" if "input" in item else "arguments"]]
+    return [item["type"], *(part.get("text") or part["refusal"] for part in item["content"])]
 
 
 @given(outputs, finishes)
@@ -70,8 +72,13 @@ def test_the_sdk_adds_up_the_same(outputs: list[Output], finish: Finish) -> None
             if seen.type in ("response.output_text.delta", "response.function_call_arguments.delta"):
                 texts[seen.output_index] = seen.snapshot
     output = fold(events_of(outputs, finish))["output"]
-    said = dict(enumerate(map(shown, output)))
-    assert texts == {i: item[-1] for i, item in said.items() if item[0] != "reasoning" and item[-1]}
+    said = {i: shown(item)[-1] for i, item in enumerate(output) if is_added_up(item)}
+    assert texts == {i: text for i, text in said.items() if text}
+
+
+def is_added_up(item: dict[str, Any]) -> bool:
+    """The SDK adds up the text of messages and the arguments of functions."""
+    return item["type"] == "function_call" or "output_text" in [p["type"] for p in item.get("content", [])]
 
 
 @given(outputs, finishes)
@@ -117,19 +124,31 @@ def test_statuses_move_along() -> None:
 def test_every_event_of_the_grammar_is_made_and_is_one_of_the_sdk() -> None:
     """No event that the SDK does not know (A15), and no row that nothing reaches but those for `queued`."""
     used, state = set(), "start"
-    outputs: list[Output] = [Delta("analysis", "a"), Call("f"), Arguments("{}"), Delta("final", "b")]
+    outputs: list[Output] = [Call("f"), Arguments("{}"), Call("g", custom=True), Arguments("x")]
+    outputs += [Delta(channel, "a") for channel in get_args(Channel)]
     for event in events_of(outputs, Finish("stop")):
         used.add((state, label(event)))
         state = GRAMMAR[state, label(event)]
     queued = {row for row in GRAMMAR if "queued" in row[0] + row[1]}
-    assert GRAMMAR.keys() - used - queued == {
+    theirs = {row for row in GRAMMAR if row[1].startswith(REASONING_EVENTS["open-responses"] + ".")}
+    assert GRAMMAR.keys() - used - queued - theirs == {
         ("between", "response.incomplete"),
         ("between", "response.failed"),
     }
     union = get_args(get_args(ResponseStreamEvent)[0])
     known = {name for model in union for name in get_args(model.model_fields["type"].annotation)}
-    assert {event.split(" ")[0] for _, event in GRAMMAR} <= known
+    assert {event.split(" ")[0] for _, event in GRAMMAR.keys() - theirs} <= known
+
+
+@given(outputs, finishes)
+def test_reasoning_under_its_other_name(outputs: list[Output], finish: Finish) -> None:
+    """`--reasoning-events open-responses`: the same stream but for two names, and never both of one."""
+    number = itertools.count(1)
+    b = Builder(HEAD, lambda prefix: f"{prefix}_{next(number)}", reasoning_events="open-responses")
+    theirs = [*b.start(), *(event for output in outputs for event in b.feed(output)), *b.finish(finish, NOW)]
+    ours = events_of(outputs, finish)
+    assert [e | {"type": e["type"].replace("reasoning_text.", "reasoning.")} for e in ours] == theirs
 
 
 def test_every_channel_has_a_kind() -> None:
-    assert KINDS.keys() == {*get_args(Channel), "call"}
+    assert KINDS.keys() == {*get_args(Channel), "call", "custom"}

@@ -573,7 +573,8 @@ def test_every_reply_has_its_own_id(server: Server) -> None:
 @pytest.fixture(scope="module")
 def guarded() -> Iterator[Server]:
     names = ("--served-model-name", "one", "--served-model-name", "org/two")
-    with serve("--api-key", "key", "--no-done-line", "--max-model-len", "64", *names) as started:
+    flags = ("--no-done-line", "--max-model-len", "64", "--reasoning-events", "open-responses")
+    with serve("--api-key", "key", *flags, *names) as started:
         yield started
 
 
@@ -599,6 +600,18 @@ def test_done_line_can_be_turned_off(guarded: Server) -> None:
     assert b"[DONE]" not in last[RESPONSES]
     assert last[RESPONSES].endswith(b"}\n\n")
     assert last[CHAT].endswith(sse.DONE)  # there it is OpenAI's own
+
+
+def test_reasoning_events_have_the_name_that_the_flag_says(guarded: Server, server: Server) -> None:
+    """The two authorities differ; never both in one stream."""
+    body, key = {"input": "hi", "stream": True, "max_output_tokens": 20}, {"Authorization": "Bearer key"}
+    theirs = guarded.post(RESPONSES, body | {"model": "one"}, **key).body
+    ours = server.post(RESPONSES, body | {"model": "tiny"}).body
+    names = [set(re.findall(rb"event: response\.(reasoning\S*)", stream)) for stream in (theirs, ours)]
+    assert names == [
+        {b"reasoning.delta", b"reasoning.done"},
+        {b"reasoning_text.delta", b"reasoning_text.done"},
+    ]
 
 
 def test_context_is_what_the_flag_says(guarded: Server) -> None:
