@@ -489,7 +489,7 @@ def sums(c: Capture) -> Found:
             done.append(raw.get("item"))
         elif type_ in TERMINAL and "output" in event.get("response", {}):
             yield from puts_out(n, raw["response"]["output"], done)
-        if type_.endswith((".added", "_item.done")):
+        if type_.endswith(("_item.added", "_part.added", "_item.done")):
             text, logprobs = "", []
             parts = [] if "item" in event else parts
 
