@@ -13,8 +13,8 @@ GITHUB = "https://github.com/"
 INTRO = """\
 # Documented bugs of others, and what keeps them out here
 
-Made by `python tests/index.py`. A replay is a file in `replays/`, a test is in the file named, `wire` is a rule that
-`pytest tests/wire` holds against any server, ours too. `tests/mutants.toml` undoes what keeps them out.
+Made by `python tests/index.py`. A replay is a file in `replays/`, a test is in the file named, `wire` a rule
+that `pytest tests/wire` holds against any server, ours too. `tests/mutants.toml` undoes what keeps them out.
 """
 
 
