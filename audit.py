@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from captures import Capture, frames, read
-from rules import Violation, choices, shortened, violations
+from rules import RULES, Violation, choices, shortened, violations
 
 
 def summary(c: Capture) -> str:
@@ -38,15 +38,18 @@ def summary(c: Capture) -> str:
     return f"Responses stream: {len(c.raw)} events, {last.get('status')}; items: {items}; {counts}"
 
 
-def grouped(found: list[Violation]) -> Iterator[str]:
-    """A line for each fault: what differs in a number or a name alone is one."""
-    faults: dict[tuple[str, str], list[Violation]] = {}
-    for violation in found:
-        fault = violation.rule, re.sub(r"'[^']*'|-?\d+", "", violation.message)
-        faults.setdefault(fault, []).append(violation)
-    for first, *others in faults.values():
-        more = f" (and {len(others)} more)" if others else ""
-        yield f"event {first.event}{more}: {first.rule}: {first.message}\n    {first.link}"
+def told(found: list[Violation]) -> Iterator[str]:
+    """Rule by rule, a line for each fault: what differs in a number or a name alone is one."""
+    for rule in dict.fromkeys(violation.rule for violation in found):
+        yield f"{rule}: {RULES[rule].title}"
+        yield f"    {RULES[rule].link}"
+        faults: dict[str, list[Violation]] = {}
+        for violation in found:
+            if violation.rule == rule:
+                faults.setdefault(re.sub(r"'[^']*'|-?\d+", "", violation.message), []).append(violation)
+        for first, *others in faults.values():
+            more = f" and {len(others)} more" if others else ""
+            yield f"    event {first.event}{more}: {first.message}"
 
 
 def main(what: str) -> int:
@@ -77,7 +80,7 @@ def judged(stream: bytes, as_json: bool) -> tuple[list[str], int]:
                   "violations": [violation._asdict() for violation in found]}  # fmt: skip
         return [json.dumps(report, indent=2)], int(bool(found))
     verdict = f"{len(found)} violations" if found else "OK"
-    return [*grouped(found), f"{verdict}. {summary(capture)}"], int(bool(found))
+    return [*told(found), f"{verdict}. {summary(capture)}"], int(bool(found))
 
 
 def shown(stream: bytes, as_json: bool) -> tuple[list[str], int]:

@@ -7,6 +7,7 @@ In a copy of the checkout; exits 1 if one survives, or its test cannot be run.
 
 import argparse
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -88,7 +89,9 @@ def main() -> int:
                 ended, f"NOT RUN (pytest ended with {ended})"
             )
             print(f"{verdict:8} {mutant}", flush=True)
-    print(f"{n_killed} of {len(chosen)} mutants killed in {time.monotonic() - started:.0f} s")
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = f"{time.monotonic() - started:.0f} s, {used.ru_utime + used.ru_stime:.0f} s of processor time"
+    print(f"{n_killed} of {len(chosen)} mutants killed in {seconds}")
     return int(n_killed < len(chosen))
 
 

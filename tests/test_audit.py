@@ -203,10 +203,12 @@ def command(script: str, stream: bytes, *flags: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout.decode(), done.stderr.decode()
 
 
+ITEMS = "items: reasoning, message, function_call; 9 tokens in, 8 out"
+SUMMARY = f"Responses stream: 21 events, completed; {ITEMS}"
+
+
 def test_responses_py_judges(tmp_path: Path) -> None:
-    items = "items: reasoning, message, function_call; 9 tokens in, 8 out"
-    good = f"OK. Responses stream: 21 events, completed; {items}\n"
-    assert command("responses.py", GOOD["responses"]) == (0, good, "")
+    assert command("responses.py", GOOD["responses"]) == (0, f"OK. {SUMMARY}\n", "")
     path = tmp_path / "chat.sse"
     path.write_bytes(GOOD["chat"])
     assert command("responses.py", b"", str(path))[1].startswith(
@@ -218,11 +220,15 @@ def test_responses_py_names_each_fault_once() -> None:
     bad = GOOD["responses"].replace(b'"item_id":"msg_2",', b"")
     status, said, _ = command("responses.py", bad)
     assert status == 1
-    assert said.splitlines()[:2] == [
-        "event 9: fields: response.content_part.added lacks item_id",
+    assert said.splitlines() == [
+        "fields: events, items, parts and the response have the members they must have",
         "    https://github.com/lemonade-sdk/lemonade/issues/3607",
+        "    event 9: response.content_part.added lacks item_id",
+        "    event 10 and 1 more: response.output_text.delta lacks item_id",
+        "    event 12: response.output_text.done lacks item_id",
+        "    event 13: response.content_part.done lacks item_id",
+        f"5 violations. {SUMMARY}",
     ]
-    assert "event 10 (and 1 more): fields: response.output_text.delta lacks item_id" in said
     report = json.loads(command("responses.py", bad, "--json")[1])
     assert (report["kind"], report["events"], report["ok"]) == ("responses", 21, False)
     assert [(v["event"], v["rule"]) for v in report["violations"]] == [(n, "fields") for n in range(9, 14)]

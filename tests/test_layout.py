@@ -14,6 +14,7 @@ from serving import ROOT, run
 
 MODULES = {path.stem: path for path in ROOT.glob("*.py")}
 TESTS = {path.stem: path for path in (ROOT / "tests").glob("*.py")}
+WIRE = sorted((ROOT / "tests" / "wire").glob("*.py"))
 SCRIPTS = {"bench"}  # run from the checkout, and imported by nobody
 
 # Arrows go down only: a module may import what stands in its row, all of it from rows above. An arrow changes
@@ -117,7 +118,7 @@ def test_no_test_hides_a_module() -> None:
 # --- size and prose -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", [*MODULES.values(), *TESTS.values()], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [*MODULES.values(), *TESTS.values(), *WIRE], ids=lambda path: path.stem)
 def test_file_can_be_read(path: Path) -> None:
     assert ast.get_docstring(tree(path)), "a module says what it is"
     for node in ast.walk(tree(path)):

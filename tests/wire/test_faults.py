@@ -40,6 +40,12 @@ def test_every_rule_has_a_fault() -> None:
     assert FAULTS.keys() == CHECKS.keys()
 
 
+def test_the_readme_counts_the_rules() -> None:
+    assert f"holds {len(CHECKS)} rules against" in (HERE.parent.parent / "README.md").read_text(
+        encoding="utf-8"
+    )
+
+
 @pytest.mark.parametrize("rule", CHECKS)
 def test_a_planted_fault_is_named(ours: Server, rule: str) -> None:
     with misbehaving(ours.url, FAULTS[rule]) as url, pytest.raises(Failed) as failure:
