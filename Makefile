@@ -8,4 +8,7 @@ lint:
 test:
 	pytest
 
-.PHONY: check lint test
+mutants:
+	python tests/mutants.py
+
+.PHONY: check lint test mutants

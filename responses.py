@@ -364,3 +364,9 @@ def _logprob(p: TokenLogprob, with_bytes: bool) -> dict[str, Any]:
 
 def _without_top(p: TokenLogprob, with_bytes: bool) -> dict[str, Any]:
     return {"token": p.token, "logprob": p.logprob} | ({"bytes": list(p.bytes)} if with_bytes else {})
+
+
+if __name__ == "__main__":  # python responses.py capture.sse: judge a recording
+    import audit
+
+    raise SystemExit(audit.main("judge"))

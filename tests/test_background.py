@@ -303,6 +303,7 @@ ENDINGS: list[tuple[str, Says, str, str | None]] = [
 # fmt: on
 
 
+@pytest.mark.bug("F02", "F03")
 @pytest.mark.parametrize(("_", "says", "status", "message"), ENDINGS, ids=[case[0] for case in ENDINGS])
 def test_every_producer_ends(_: str, says: Says, status: str, message: str | None) -> None:
     """A worker that was gone left the run open, or its error was that of another message:
@@ -394,6 +395,7 @@ def test_cancel_of_a_queued_one_lets_the_next_run() -> None:
     within_patience(main())
 
 
+@pytest.mark.bug("F05")
 def test_cancel_against_completion() -> None:
     """A status that anybody has seen does not change: a late completion overwrote cancelled, and the other
     way round (github.com/SamSaffron/term-llm/pull/789). A thousand runs, each with its own interleaving.
@@ -452,6 +454,7 @@ async def yields(n: int) -> None:
         await asyncio.sleep(0)
 
 
+@pytest.mark.bug("F07")
 def test_delete_is_not_undone_by_the_end_of_the_run() -> None:
     """The run stored its result when it ended, after the delete: mistral.rs, background_tasks.rs. Whoever has
     seen the last event may delete at once.
@@ -503,6 +506,7 @@ def test_queued_ones_wait_their_turn() -> None:
     within_patience(main())
 
 
+@pytest.mark.bug("I06")
 def test_queue_is_bounded() -> None:
     """By what is accepted at once, too."""
 

@@ -137,6 +137,7 @@ def streaming(server: Server, body: Json) -> Iterator[tuple[str, Iterator[bytes]
 ORIGIN = {"model": "default", "input": "What is 2+2? Answer with just the number."}
 
 
+@pytest.mark.bug("F01")
 @pytest.mark.parametrize("background", [True, False])
 @pytest.mark.parametrize("stream", [True, False])
 def test_background_stream_unexpected_type(server: Server, background: bool, stream: bool) -> None:
@@ -168,6 +169,7 @@ def test_background_stream_unexpected_type(server: Server, background: bool, str
     assert [item["content"] for item in last["output"]] == [item["content"] for item in plain["output"]]
 
 
+@pytest.mark.bug("I05")
 def test_background_must_survive_disconnect(server: Server) -> None:
     """The client leaves after three frames; the run goes on: vllm-project/vllm#23927, its test."""
     with streaming(server, HI | BACKGROUND) as (id_, frames):
@@ -176,6 +178,7 @@ def test_background_must_survive_disconnect(server: Server) -> None:
     assert frames_of(replay(server, id_).body)[:3] == seen
 
 
+@pytest.mark.bug("I01")
 def test_generation_survives_disconnect(server: Server) -> None:
     """In the foreground it must not, and nothing of it is kept: ggml-org/llama.cpp#24496."""
     with streaming(server, LONG) as (id_, frames):
@@ -188,6 +191,7 @@ def test_generation_survives_disconnect(server: Server) -> None:
 # --- resume -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.bug("F09")
 def test_resume_by_position(server: Server) -> None:
     """The number is not a place in a list that may have gaps (vLLM serving.py, 0001948): from every event on,
     a finished stream is the suffix of the first, byte for byte.
@@ -208,6 +212,7 @@ def get_bytes(target: str) -> bytes:
     return f"GET {target} HTTP/1.1\r\nHost: test\r\n\r\n".encode()
 
 
+@pytest.mark.bug("F04")
 @pytest.mark.parametrize("how", ["completed", "cancelled", "failed"])
 def test_follower_hangs_after_failure_or_cancel(server: Server, how: str) -> None:
     """A follower returned on response.completed only: vllm-project/vllm#49721. Here one that comes at any
@@ -244,6 +249,7 @@ def test_resume_beyond_the_end_of_a_running_one(server: Server) -> None:
 NO_NUMBERS = ["-1", "x", "", "1.0", "%2B1", "%201", "1e3", "%D9%A3", "9" * 5000, "null"]
 
 
+@pytest.mark.bug("F09")
 @pytest.mark.parametrize("after", NO_NUMBERS, ids=lambda after: after[:9])
 def test_starting_after_is_a_number(server: Server, after: str) -> None:
     """%D9%A3 is a three that Python's int() takes. Without stream nobody looks at it."""
@@ -320,6 +326,7 @@ def response_of(server: Server, status: str) -> Iterator[str]:
         until(lambda: is_idle(server), "the engine is idle")
 
 
+@pytest.mark.bug("F06")
 @pytest.mark.parametrize("status", BODIES)
 def test_cancel_finished_or_not(server: Server, status: str) -> None:
     """Of a finished one it was "Cannot cancel a synchronous response." (vllm-project/vllm#57999), 409
@@ -340,6 +347,7 @@ def test_cancel_finished_or_not(server: Server, status: str) -> None:
             assert server.get(path(id_)).json == reply.json
 
 
+@pytest.mark.bug("F07")
 @pytest.mark.parametrize("status", BODIES)
 def test_delete_while_running_resurrects(server: Server, status: str) -> None:
     """While it runs it would be stored again at its end: mistral.rs, background_tasks.rs at 9e92262."""
@@ -400,6 +408,7 @@ def test_unknown_response(server: Server, id_: str) -> None:
         assert (reply.status, reply.json["error"]["code"]) == (404, "response_not_found")
 
 
+@pytest.mark.bug("F05")
 def test_cancel_does_not_cancel(server: Server) -> None:
     """It set a flag that nobody read, the engine ran on, and the completion overwrote it: mistral.rs at
     9e92262. Here the engine has dropped it within a step, what was said stays, and the stream ends.
@@ -565,6 +574,7 @@ def listed(server: Server, id: str) -> list[Json]:
     return items
 
 
+@pytest.mark.bug("F14")
 def test_previous_response(server: Server) -> None:
     """An unknown id was ignored, one step of history was all there was, calls were not in it: mistral.rs at
     9e92262, gpt-oss at 7b58334, tetherto/qvac#2030. Here the chain is what was said, all of it, in order.
@@ -634,6 +644,7 @@ def test_not_stored(server: Server, stream: bool) -> None:
     assert (chained.status, chained.json["error"]["code"]) == (400, "previous_response_not_found")
 
 
+@pytest.mark.bug("F12")
 def test_streamed_response_not_stored(server: Server) -> None:
     """It was stored when its body had been read to the end, which not every client does:
     github.com/EricLBuehler/mistral.rs/issues/1946. Who has seen the last event finds it.
@@ -653,6 +664,7 @@ def aged(file: Path, seconds: float) -> None:
         db.execute("UPDATE responses SET ended_at = ended_at - ?", (seconds,))
 
 
+@pytest.mark.bug("F11")
 def test_resume_window_expired(tmp_path: Path) -> None:
     """Ten minutes after its end a stream is gone, and so is all of a background response with store: false;
     what is stored can still be got: github.com/openai/openai-python/issues/2828.
@@ -685,6 +697,7 @@ def test_resume_window_expired(tmp_path: Path) -> None:
         assert len(listed(server, chained["id"])) == 4
 
 
+@pytest.mark.bug("F13", "I06")
 def test_store_grows_forever() -> None:
     """A cleanup function existed, and nothing called it: mistral.rs, cached_responses.rs;
     github.com/vllm-project/vllm/issues/48275. Also: a queue without an end (429, and when to come back).
@@ -736,6 +749,7 @@ REFUSED: list[tuple[Json, int, str | None, str]] = [
 # fmt: on
 
 
+@pytest.mark.bug("F08")
 @pytest.mark.parametrize(("change", "status", "param", "code"), REFUSED)
 def test_validation_after_200(
     server: Server, change: Json, status: int, param: str | None, code: str

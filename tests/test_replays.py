@@ -4,6 +4,7 @@
 
     title    the rule in one sentence
     source   https link to the bug or to the rule
+    bug      its id in bugs.toml
     result   "valid" | "invalid": it must raise | "disputed": the note says who differs
     input    array of chunks, as they came; what a chunk is, ADAPTERS says
     was      array of what the buggy program made of it
@@ -45,7 +46,7 @@ from tokenizer import Tokenizer
 
 FOLDER = Path(__file__).parent / "replays"
 REQUIRED = {"title", "source", "result", "was", "expect"}
-KEYS = REQUIRED | {"input", "input_percent", "options", "note"}
+KEYS = REQUIRED | {"bug", "input", "input_percent", "options", "note"}
 
 Run = Callable[..., Iterator[Any]]  # (chunks, **options) -> outputs, in the types of TOML, so without None
 

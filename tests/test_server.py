@@ -266,6 +266,7 @@ def test_sdk_plain_stream_of_responses(sdk: openai.OpenAI) -> None:
     assert (kinds[0], kinds[-1]) == ("response.created", "response.completed")
 
 
+@pytest.mark.bug("H02")
 def test_sdk_is_told_of_a_cut(sdk: openai.OpenAI) -> None:
     """Its helper has no final response then (github.com/openai/openai-python/pull/3538); the event has."""
     with sdk.responses.stream(model="tiny", input="hi", max_output_tokens=5) as stream:
@@ -293,6 +294,7 @@ def test_sdk_stream_of_chat(sdk: openai.OpenAI, asked: str) -> None:
     assert final.logprobs == whole.logprobs
 
 
+@pytest.mark.bug("G07")
 def test_usage_chunk_comes_when_asked_for(server: Server) -> None:
     """github.com/sgl-project/sglang/issues/5451: an unasked chunk without choices breaks `choices[0]`."""
     body = chat_body("thought, text")
@@ -310,6 +312,16 @@ def test_usage_chunk_comes_when_asked_for(server: Server) -> None:
     ]
     assert used["output_tokens_details"] == whole["completion_tokens_details"]
     assert 0 < used["output_tokens_details"]["reasoning_tokens"] < used["output_tokens"]
+
+
+@pytest.mark.bug("A21")
+def test_done_once(server: Server) -> None:
+    """It came behind each choice: github.com/vllm-project/vllm/pull/378."""
+    body = chat_body("text") | {"n": 2, "stream": True, "stream_options": {"include_usage": True}}
+    *chunks, usage, done = server.post(CHAT, body).body.split(b"\n\n")[:-1]
+    assert done + b"\n\n" == sse.DONE
+    assert b'"usage":{' in usage
+    assert not any(b"[DONE]" in chunk for chunk in chunks)
 
 
 def test_choices_are_drawn_apart(server: Server) -> None:
@@ -369,6 +381,7 @@ def test_each_event_is_one_write_of_one_frame(server: Server, path: str, body: J
             assert data["type"] == frame[1].decode()
 
 
+@pytest.mark.bug("A09")
 @pytest.mark.parametrize(("path", "body"), [(RESPONSES, responses_body("text")), (CHAT, chat_body("text"))])
 def test_headers_of_a_stream(server: Server, path: str, body: Json) -> None:
     reply = server.post(path, body | {"stream": True})
@@ -762,6 +775,7 @@ def check_idle(server: Server, was: Mark) -> None:
     assert "Traceback" not in server.log()[was.log :]
 
 
+@pytest.mark.bug("I01")
 @pytest.mark.parametrize("n_frames", [1, 3, 12])
 @pytest.mark.parametrize("path", [RESPONSES, CHAT])
 def test_client_leaves_a_stream(server: Server, path: str, n_frames: int) -> None:
@@ -775,6 +789,7 @@ def test_client_leaves_a_stream(server: Server, path: str, n_frames: int) -> Non
     check_idle(server, was)
 
 
+@pytest.mark.bug("I02")
 @pytest.mark.parametrize("path", [RESPONSES, CHAT])
 def test_client_leaves_before_a_whole_answer(server: Server, path: str) -> None:
     """Bug: disconnects are seen only where something is sent. https://github.com/BerriAI/litellm/issues/37140"""
@@ -784,6 +799,7 @@ def test_client_leaves_before_a_whole_answer(server: Server, path: str) -> None:
     check_idle(server, was)
 
 
+@pytest.mark.bug("I02")
 @pytest.mark.parametrize("stream", [False, True])
 def test_client_leaves_during_prefill(server: Server, stream: bool) -> None:
     """Bug: the same before the first token. https://github.com/BerriAI/litellm/pull/30223
@@ -831,6 +847,7 @@ def check_error(error: Json) -> None:
     assert "\n" not in error["message"]
 
 
+@pytest.mark.bug("C19", "C20")
 def test_engine_fails_in_a_response(faulty: Server) -> None:
     """Bug: the stream breaks off, or ends without its last event, and clients take the half for the whole."""
     body = responses_body("text") | {"seed": RAISES}
@@ -847,6 +864,7 @@ def test_engine_fails_in_a_response(faulty: Server) -> None:
     assert events(faulty, RESPONSES, responses_body("text"))[-1]["type"] == "response.completed"
 
 
+@pytest.mark.bug("C20")
 def test_engine_fails_in_a_completion(faulty: Server) -> None:
     body = chat_body("text") | {"seed": RAISES}
     *chunks, last = events(faulty, CHAT, body)

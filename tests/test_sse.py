@@ -122,6 +122,7 @@ class CountingLineEnd:
         return re.split(rb"\r\n|\n|\r", chunk)
 
 
+@pytest.mark.bug("A18")
 def test_a_long_line_in_small_chunks_takes_linear_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Was: the line is copied or searched anew with each chunk. Each byte is searched once and copied once.
 

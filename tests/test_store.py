@@ -151,6 +151,7 @@ LIMITS: list[tuple[str, Limits, float, list[Row], str]] = [
 # fmt: on
 
 
+@pytest.mark.bug("F13")
 @pytest.mark.parametrize(
     ("limits", "later", "rows", "left"), [case[1:] for case in LIMITS], ids=[c[0] for c in LIMITS]
 )

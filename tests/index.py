@@ -1,0 +1,80 @@
+"""The index of the documented bugs: python tests/index.py writes tests/BUGS.md, and a test holds it to be so.
+
+bugs.toml, replays/*.toml, @pytest.mark.bug("F03"), the rules' `bugs` --index()--> BUGS.md
+"""
+
+import ast
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+GITHUB = "https://github.com/"
+INTRO = """\
+# Documented bugs of others, and what keeps them out here
+
+Made by `python tests/index.py`. A replay is a file in `replays/`, a test is in the file named, `wire` a rule
+that `pytest tests/wire` holds against any server, ours too. `tests/mutants.toml` undoes what keeps them out.
+"""
+
+
+def toml(path: Path) -> dict[str, dict[str, list[str]]]:
+    return tomllib.loads(path.read_text(encoding="utf-8"))
+
+
+def bugs() -> dict[str, list[str]]:
+    """Name, link and rule of each, by id."""
+    groups = toml(TESTS / "bugs.toml").values()
+    return {id_: row for group in groups for id_, row in group.items() if id_ != "title"}
+
+
+def replays() -> Iterator[tuple[str, str]]:
+    """(id, where it is replayed)"""
+    for path in sorted((TESTS / "replays").glob("*.toml")):
+        found = tomllib.loads(path.read_text(encoding="utf-8")).get("bug", "")
+        yield from ((id_, f"[{path.stem}](replays/{path.name})") for id_ in found.split())
+    for path in sorted(TESTS.glob("**/test_*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for id_ in marked(node):
+                assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+                name = path.relative_to(TESTS)
+                yield id_, f"[{name}]({name}) `{node.name}`"
+
+
+def marked(node: ast.AST) -> Iterator[str]:
+    """The ids of `@pytest.mark.bug("F03")` over a test."""
+    for mark in getattr(node, "decorator_list", ()):
+        if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.bug":
+            yield from (ast.literal_eval(argument) for argument in mark.args)
+
+
+def wire_rules() -> Iterator[tuple[str, str]]:
+    from wire.checks import CHECKS
+
+    yield from ((id_, f"wire `{rule}`") for rule, check in CHECKS.items() for id_ in check.bugs.split())
+
+
+def index() -> str:
+    where: dict[str, list[str]] = {}
+    for id_, place in (*replays(), *wire_rules()):
+        where.setdefault(id_, []).append(place)
+    lines = [INTRO]
+    for group in toml(TESTS / "bugs.toml").values():
+        lines += [f"## {group['title']}", "", "| | what went wrong | our rule | where |", "|---|---|---|---|"]
+        for id_, row in group.items():
+            if id_ != "title":
+                name, link, rule = row
+                places = "<br>".join(where.get(id_, ["not yet"]))
+                lines.append(f"| {id_} | [{name}]({GITHUB}{link}) | {rule} | {places} |")
+        lines.append("")
+    n_replayed = len({id_ for id_, _ in replays()})
+    n_seen = len({id_ for id_, _ in wire_rules()} | {id_ for id_, _ in replays()})
+    lines.append(f"{len(bugs())} bugs: {n_replayed} replayed, {n_seen} replayed or seen from outside.")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    import sys
+
+    sys.path.insert(0, str(TESTS.parent))
+    (TESTS / "BUGS.md").write_text(index(), encoding="utf-8")

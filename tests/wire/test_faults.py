@@ -1,0 +1,61 @@
+"""A planted fault for every rule: behind a server that misbehaves by script, its rule fails, and says so."""
+
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rules
+from serving import Server, serve
+from wire.checks import CHECKS
+from wire.conftest import ENDLESS
+from wire.foreign import misbehaving
+from wire.peer import Failed, Peer
+
+HERE = Path(__file__).parent
+PATHS = {"responses": "POST /v1/responses", "chat": "POST /v1/chat"}
+
+
+def faults() -> dict[str, dict[str, Any]]:
+    """By rule: of the rules of one stream the first fault in tests/faults.toml, in streams of its kind."""
+    found = tomllib.loads((HERE / "faults.toml").read_text(encoding="utf-8"))
+    for rule, (first, *_) in tomllib.loads((HERE.parent / "faults.toml").read_text(encoding="utf-8")).items():
+        when = PATHS[first["stream"]] + '.*"stream": true'
+        found[rule] = {"when": when, "joined": True, "reply": [first["old"], first["new"]]}
+    return found
+
+
+FAULTS = faults()
+
+
+@pytest.fixture(scope="module")
+def ours() -> Iterator[Server]:
+    with serve() as server:
+        yield server
+
+
+def test_every_rule_has_a_fault() -> None:
+    assert FAULTS.keys() == CHECKS.keys()
+
+
+def test_the_readme_counts_the_rules() -> None:
+    assert f"holds {len(CHECKS)} rules against" in (HERE.parent.parent / "README.md").read_text(
+        encoding="utf-8"
+    )
+
+
+@pytest.mark.parametrize("rule", CHECKS)
+def test_a_planted_fault_is_named(ours: Server, rule: str) -> None:
+    with misbehaving(ours.url, FAULTS[rule]) as url, pytest.raises(Failed) as failure:
+        CHECKS[rule].run(Peer(url, "tiny", long=ENDLESS))
+    assert failure.value.excerpt, "what shows it is quoted"
+
+
+def test_a_server_without_a_fault_is_not_accused(ours: Server) -> None:
+    """What stands between is not what fails."""
+    with misbehaving(ours.url, {"when": "$^"}) as url:
+        peer = Peer(url, "tiny", long=ENDLESS)
+        for rule in CHECKS.keys() - rules.RULES.keys() | {"sums", "finish-reason"}:
+            CHECKS[rule].run(peer)
