@@ -7,7 +7,7 @@ Rules of this file:
 2. Every reply has a request id, every error the same body: https://platform.openai.com/docs/guides/error-codes
 3. Everything ends: a stop lets what runs finish for a while, then gives every open stream its last event.
 
-Not here: the endpoints (api.py), bodies and streams (answers.py).
+Not here: the endpoints (api.py), bodies and streams (answers.py), the page (page.py).
 """
 
 import argparse
@@ -36,9 +36,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import hub
+import page
 import weights
 from answers import STATUS, error_response, new_id
 from api import ALIAS, Api, encode_event, generation_defaults
@@ -51,6 +53,7 @@ from tokenizer import Tokenizer
 from worker import LocalWorker
 
 IN_MEMORY = ":memory:"
+OPEN = ("/", "/health")  # paths that need no API key: the page asks for one
 STALLED_S = 2  # at a stop, what clients get to take their last event, after the grace
 
 # --- the application ----------------------------------------------------------------------------------------
@@ -83,6 +86,10 @@ async def on_exception(_: HttpRequest, error: Exception) -> Response:
     return error_response(500, message, code="server_error")
 
 
+async def on_page(_: HttpRequest) -> Response:
+    return page.response()
+
+
 class Front:
     """Around every route: the API key, and a request id on each reply."""
 
@@ -107,7 +114,7 @@ class Front:
             await error_response(401, message, None, "invalid_api_key")(scope, receive, send_with_id)
 
     def _admits(self, scope: Scope) -> bool:
-        if self._api_key is None or scope["path"] == "/health":
+        if self._api_key is None or scope["path"] in OPEN:
             return True
         scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
         return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._api_key.encode())
@@ -121,7 +128,8 @@ def make_app(api: Api, api_key: str | None) -> ASGIApp:
         ClientDisconnect: on_disconnect,
         Exception: on_exception,
     }
-    return Front(Starlette(routes=api.routes(), exception_handlers=handlers), api_key)
+    routes = [Route("/", on_page, methods=["GET"]), *api.routes()]
+    return Front(Starlette(routes=routes, exception_handlers=handlers), api_key)
 
 
 # --- the command line ---------------------------------------------------------------------------------------
@@ -132,7 +140,7 @@ MODEL = (
 )
 NAME = f"name in requests, repeatable (default: the directory's); '{ALIAS}' always works too"
 LENGTH = "context in tokens, prompt and answer (default: the model's own)"
-KEY = "demand 'Authorization: Bearer KEY' on every route but /health"
+KEY = "demand 'Authorization: Bearer KEY' on every route but / and /health"
 DONE_LINE = "end Responses streams without 'data: [DONE]'"
 TEMPORARY = "refuse background with store=false, as OpenAI did at first, not keep it for 10 minutes"
 STORE = "SQLite file that keeps responses; in memory they are lost at exit"

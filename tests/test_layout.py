@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "channels":    set(),
     "chat":        set(),
     "hub":         set(),
+    "page":        set(),
     "sealed":      set(),
     "sse":         set(),
     "store":       set(),
@@ -40,8 +41,8 @@ MAY_IMPORT = {
     "worker":      {"channels", "chat", "engine", "grammar", "model", "params", "tokenizer"},
     "api":         {"answers", "background", "channels", "completions", "params", "responses", "sealed",
                     "sse", "store", "worker"},
-    "server":      {"answers", "api", "background", "chat", "engine", "grammar", "hub", "store", "tokenizer",
-                    "weights", "worker"},
+    "server":      {"answers", "api", "background", "chat", "engine", "grammar", "hub", "page", "store",
+                    "tokenizer", "weights", "worker"},
     "bench":       {"answers", "api", "background", "channels", "engine", "hub", "model", "params",
                     "responses", "store", "tokenizer", "weights"},
 }
