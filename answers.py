@@ -69,8 +69,11 @@ ERROR_TYPES = {
     401:    "authentication_error",
     429:    "rate_limit_error",
     500:    "server_error",
+    503:    "server_error",
 }
 # fmt: on
+
+RETRY_AFTER_S = {429: 10, 503: 10}  # what may be tried again, and when
 
 
 def error_body(
@@ -84,7 +87,8 @@ def error_body(
 def error_response(
     status: int, message: str, param: str | None = None, code: str | None = None
 ) -> JSONResponse:
-    return JSONResponse(error_body(status, message, param, code), status)
+    retry = {"Retry-After": str(RETRY_AFTER_S[status])} if status in RETRY_AFTER_S else None
+    return JSONResponse(error_body(status, message, param, code), status, retry)
 
 
 async def read_json(http: HttpRequest) -> Any:

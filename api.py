@@ -35,7 +35,8 @@ import sealed
 import sse
 from answers import Answer, error_body, error_response, new_id, now, read_json
 from background import EventLog, Producer, QueueFull, Registry
-from channels import Delta, Finish, Output
+from channels import Delta, Finish, Output, Usage
+from metrics import Metrics
 from params import BadRequest
 from store import TERMINAL, Row
 from worker import LocalWorker, Prompt
@@ -44,7 +45,6 @@ log = logging.getLogger("api")
 
 ALIAS = "default"  # a name that any model answers to
 GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-RETRY_AFTER_S = 10
 
 # Of a response that has ended; a second cancel of a cancelled one is answered like the first.
 CANNOT_CANCEL = {
@@ -103,6 +103,7 @@ class Api:
         self._done = sse.DONE if done_line else b""
         self._temporary = temporary  # background responses that are not to be stored: kept for a while
         self._created = now()
+        self.metrics = Metrics(names[0], worker.engine.counts, registry.live, lambda: registry.ended)
 
     def routes(self) -> list[Route]:
         return [
@@ -117,6 +118,7 @@ class Api:
             Route("/v1/models", self.list_models, methods=["GET"]),
             Route("/v1/models/{id:path}", self.get_model, methods=["GET"]),
             Route("/health", self.health, methods=["GET"]),
+            Route("/health/live", self.alive, methods=["GET"]),
         ]
 
     # --- Responses: making one -----------------------------------------------------------------------------
@@ -158,9 +160,7 @@ class Api:
             events = await self._registry.submit(row, producer)
         except QueueFull:
             full = "Too many background responses wait; try again later."
-            refusal = error_response(429, full, "background", "rate_limit_exceeded")
-            refusal.headers["Retry-After"] = str(RETRY_AFTER_S)
-            return refusal
+            return error_response(429, full, "background", "rate_limit_exceeded")
         return Answer(events, done=self._done) if stream else JSONResponse(events.events[0]["response"])
 
     async def _in_foreground(self, events: EventLog, producer: Producer) -> None:
@@ -386,7 +386,14 @@ class Api:
         return JSONResponse(self._model(http.path_params["id"]))
 
     async def health(self, _: HttpRequest) -> Response:
-        return JSONResponse({"status": "ok"} | self._worker.engine.counts() | self._registry.counts())
+        """Whether requests are served: not without the engine's thread, and not while the server stops."""
+        ready = self._worker.engine.alive and self._registry.accepts
+        counts = self._worker.engine.counts() | self._registry.counts()
+        return JSONResponse({"status": "ok" if ready else "not ready"} | counts, 200 if ready else 503)
+
+    async def alive(self, _: HttpRequest) -> Response:
+        """Whether the process answers at all; else somebody should start it again."""
+        return JSONResponse({"status": "ok"})
 
     def _model(self, name: str) -> dict[str, Any]:
         length = self._worker.engine.max_seq_len
@@ -404,13 +411,14 @@ class Api:
 
     async def _outputs(self, prompt: Prompt, choice: int) -> AsyncGenerator[Output | Finish]:
         """What the worker says, with exactly one Finish at the end, whatever happens to it."""
-        started, finish = time.monotonic(), Finish("cancelled")
+        started, finish, watch = time.monotonic(), Finish("cancelled"), self.metrics.run()
         try:
             async with aclosing(self._worker.run(prompt, choice)) as outputs:
                 async for output in outputs:
                     if isinstance(output, Finish):
                         finish = output
                         break
+                    watch.piece()
                     yield output
             if finish.reason == "cancelled":
                 finish = Finish("failed", message="The worker ended without finishing.")
@@ -419,6 +427,8 @@ class Api:
             message = f"{type(error).__name__} in the worker; the server's log has the details."
             finish = Finish("failed", message=message)
         finally:
+            usage = finish.usage or Usage(0, 0)
+            watch.end(finish.reason, usage.input_tokens, usage.cached_tokens, usage.output_tokens)
             _log_finish(prompt, finish, time.monotonic() - started)
         yield finish
 

@@ -15,13 +15,15 @@ import model
 import server
 
 AFTER_TOKENS = 5
-RAISES, NAN, SLOW = 666, 667, 668  # seeds
+RAISES, NAN, SLOW, ENDS = 666, 667, 668, 669  # seeds
 STEP_S = 0.01  # of the slow one: nobody on the other side of HTTP misses what it does between two tokens
 
 
 class FaultyOps(model.NumpyOps):
     def pick(self, logits: model.Array, contexts: Sequence[model.Context]) -> list[model.Choice]:
         due = {c.sampling.seed for c in contexts if len(c.output) == AFTER_TOKENS}
+        if ENDS in due:
+            raise SystemExit  # of the engine's thread: nothing in it expects that
         if RAISES in due:
             raise FloatingPointError("a fault made on purpose")
         if any(c.sampling.seed == SLOW for c in contexts):
