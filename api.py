@@ -125,7 +125,7 @@ class Api:
 
     async def create_response(self, http: HttpRequest) -> Response:
         body = await self._read(http)
-        request, items = await self._ask(body)
+        request, items = await self._ask(http, body)
         if request.background and not (request.store or self._temporary):
             raise params.unsupported(
                 "background", "This server runs only what it may store: send store=true."
@@ -147,6 +147,7 @@ class Api:
             request={k: v for k, v in body.items() if k != "input"},
             items=items,
             response=head | request.echo,
+            owner=http.scope["owner"],
         )
         producer = self._producer(prompt, row.response, request.background)
         if request.background:
@@ -205,14 +206,14 @@ class Api:
     async def count_input_tokens(self, http: HttpRequest) -> Response:
         body = await self._read(http)
         named = {"model": ALIAS} | body if isinstance(body, dict) else body  # the SDK lets the model out
-        asked, _ = await self._ask(named, chain_suffices=True)
+        asked, _ = await self._ask(http, named, chain_suffices=True)
         prompt = await self._prepare(asked)
         return JSONResponse({"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)})
 
     async def compact(self, http: HttpRequest) -> Response:
         """The user's messages, and one item that stands for all the rest: a summary by the model itself."""
         body = await self._read(http)
-        asked, items = await self._ask(body, chain_suffices=True)
+        asked, items = await self._ask(http, body, chain_suffices=True)
         question = {"role": "user", "content": COMPACT}
         ask = {"model": asked.model, "instructions": body.get("instructions"), "input": [*items, question]}
         limits = {"max_output_tokens": COMPACT_TOKENS, "truncation": "auto", "reasoning": {"effort": "none"}}
@@ -260,12 +261,12 @@ class Api:
         except sealed.BadSeal as error:
             raise BadRequest(str(error), f"input[{i}].encrypted_content") from error
 
-    async def _context(self, body: Any) -> list[dict[str, Any]]:
+    async def _context(self, http: HttpRequest, body: Any) -> list[dict[str, Any]]:
         """The items of the chain that a request continues."""
         id_ = body.get("previous_response_id") if isinstance(body, dict) else None
         if not isinstance(id_, str):
             return []
-        row = await self._registry.get(id_)
+        row = await self._find(http, id_)
         if row is None:
             message = f"Previous response with id '{id_}' not found."
             raise BadRequest(message, "previous_response_id", "previous_response_not_found")
@@ -274,10 +275,10 @@ class Api:
         return row.context
 
     async def _ask(
-        self, body: Any, chain_suffices: bool = False
+        self, http: HttpRequest, body: Any, chain_suffices: bool = False
     ) -> tuple[params.Request, list[dict[str, Any]]]:
         """What is asked, and all items of the conversation; `chain_suffices`: `input` may be left out."""
-        context = await self._context(body)
+        context = await self._context(http, body)
         if chain_suffices and context and not body.get("input"):
             body, context = body | {"input": context}, []
         request = params.from_responses(body, self._defaults, context)
@@ -339,10 +340,15 @@ class Api:
 
     async def _row(self, http: HttpRequest) -> Row:
         id_ = http.path_params["id"]
-        row = await self._registry.get(id_)
+        row = await self._find(http, id_)
         if row is None:
             raise BadRequest(f"Response with id '{id_}' not found.", None, "response_not_found")
         return row
+
+    async def _find(self, http: HttpRequest, id: str) -> Row | None:
+        """A response, for the key that it was asked for with: to any other it does not exist."""
+        row = await self._registry.get(id)
+        return row if row and row.owner == http.scope["owner"] else None
 
     # --- chat completions ----------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ import secrets
 import signal
 import socket
 import sqlite3
+import struct
 import sys
 import time
 from collections.abc import Iterator
@@ -45,6 +46,7 @@ from worker import LocalWorker
 
 IN_MEMORY = ":memory:"
 MAX_HEAD_BYTES = 64 * 1024  # of a request: its line and its headers; h11 answers 400 to more
+SEND_BUFFER_BYTES = 128 * 1024  # of a connection; Linux takes twice as many
 STALLED_S = 2  # at a stop, what clients get to take their last event, after the grace
 
 # --- the command line ---------------------------------------------------------------------------------------
@@ -144,6 +146,8 @@ def bind(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # Only where TCP is named does asyncio turn Nagle's algorithm off: events would wait for their ACKs.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    # Else the system keeps up to 4 MB, by and by, for a client that reads nothing, and we would not notice.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     if os.name == "posix":  # a port in TIME_WAIT is free; elsewhere the option means something else
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -198,8 +202,7 @@ class HttpServer(uvicorn.Server):
 def protocol(reader_timeout: float) -> type[H11Protocol]:
     """HTTP/1.1, where a client that reads nothing for so many seconds is dropped.
 
-    The transport asks to pause when 64 KiB wait for the client, and to go on when it has taken most of them.
-    What the socket still holds for it goes with the connection.
+    The transport asks to pause when 64 KiB wait behind a full socket, and to go on when most have left.
     """
 
     class Protocol(H11Protocol):
@@ -207,12 +210,18 @@ def protocol(reader_timeout: float) -> type[H11Protocol]:
 
         def pause_writing(self) -> None:
             super().pause_writing()
-            self.deadline = self.loop.call_later(reader_timeout, self.transport.abort)
+            self.deadline = self.loop.call_later(reader_timeout, self.drop)
 
         def resume_writing(self) -> None:
             super().resume_writing()
             if self.deadline:
                 self.deadline.cancel()
+
+        def drop(self) -> None:
+            linger_for_nothing = struct.pack("ii", 1, 0)  # what waits in the system goes too: man 7 socket
+            connection = self.transport.get_extra_info("socket")
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger_for_nothing)
+            self.transport.abort()
 
     return Protocol
 
