@@ -186,6 +186,7 @@ def make_app(api: Api, keys: Keys, max_streams: int, origins: Sequence[str] = ()
     }
     paths = {route.endpoint: route.path for route in routes}
     inner = Starlette(routes=routes, exception_handlers=handlers)
+    inner.router.redirect_slashes = False  # to where the Host header says, which is the client's
     app = Front(inner, paths, keys, api.metrics, max_streams)
     if not origins:
         return app

@@ -235,7 +235,7 @@ def logit_bias(value: Any, path: str) -> dict[int, float]:
 
 def stop(value: Any, path: str) -> tuple[str, ...]:
     if isinstance(value, str):
-        value = [value]
+        return (string(MAX_STOP, min_length=1)(value, path),)
     return tuple(list_of(string(MAX_STOP, min_length=1), max_items=4)(value, path))
 
 
