@@ -46,8 +46,8 @@ MAY_IMPORT = {
     "front":       {"answers", "api", "chat", "logs", "metrics", "page"},
     "server":      {"api", "background", "chat", "engine", "front", "grammar", "hub", "logs", "store",
                     "tokenizer", "weights", "worker"},
-    "bench":       {"answers", "api", "background", "channels", "engine", "hub", "model", "params",
-                    "responses", "store", "tokenizer", "weights"},
+    "bench":       {"answers", "api", "background", "channels", "chat", "engine", "front", "grammar", "hub",
+                    "model", "params", "responses", "server", "store", "tokenizer", "weights", "worker"},
 }
 # fmt: on
 
