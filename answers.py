@@ -19,6 +19,7 @@ import time
 import zlib
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
+from itertools import accumulate
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -30,10 +31,14 @@ from background import EventLog
 from params import BadRequest
 
 MAX_BODY_BYTES = 8 * 2**20
+MAX_BODY_S = 60  # until it has come
+MAX_DEPTH = 128  # of lists and objects in it: a schema nests two for each level of what it describes
 ENCODINGS = ("identity", "gzip", "x-gzip", "deflate")
 KEEP_ALIVE_S = (
     15  # "every 15 seconds or so": html.spec.whatwg.org/multipage/server-sent-events.html#authoring-notes
 )
+
+NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 SSE_HEADERS = [
     (
@@ -60,6 +65,7 @@ def now() -> int:
 STATUS = {
     "model_not_found":              404,
     "response_not_found":           404,
+    "request_timeout":              408,
     "body_too_large":               413,
     "unsupported_content_encoding": 415,
 }
@@ -69,8 +75,11 @@ ERROR_TYPES = {
     401:    "authentication_error",
     429:    "rate_limit_error",
     500:    "server_error",
+    503:    "server_error",
 }
 # fmt: on
+
+RETRY_AFTER_S = {429: 10, 503: 10}  # what may be tried again, and when
 
 
 def error_body(
@@ -84,7 +93,8 @@ def error_body(
 def error_response(
     status: int, message: str, param: str | None = None, code: str | None = None
 ) -> JSONResponse:
-    return JSONResponse(error_body(status, message, param, code), status)
+    retry = {"Retry-After": str(RETRY_AFTER_S[status])} if status in RETRY_AFTER_S else None
+    return JSONResponse(error_body(status, message, param, code), status, retry)
 
 
 async def read_json(http: HttpRequest) -> Any:
@@ -94,15 +104,23 @@ async def read_json(http: HttpRequest) -> Any:
         message = f"Expected a body encoded as {', '.join(ENCODINGS)}, got '{encoding}'."
         raise BadRequest(message, None, "unsupported_content_encoding")
     body = bytearray()
-    async for chunk in http.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise BadRequest(f"Expected a body of at most {MAX_BODY_BYTES} bytes.", None, "body_too_large")
+    try:
+        async with asyncio.timeout(MAX_BODY_S):
+            async for chunk in http.stream():
+                body += chunk
+                if len(body) > MAX_BODY_BYTES:
+                    message = f"Expected a body of at most {MAX_BODY_BYTES} bytes."
+                    raise BadRequest(message, None, "body_too_large")
+    except TimeoutError as error:
+        raise BadRequest(f"Expected the body within {MAX_BODY_S} s.", None, "request_timeout") from error
     return await asyncio.to_thread(_parse, bytes(body), encoding)  # a large body must not stop the streams
 
 
 def _parse(body: bytes, encoding: str) -> Any:
     text = _decoded(body, encoding)
+    if depth(text) > MAX_DEPTH:
+        message = f"Expected a body nested at most {MAX_DEPTH} deep."
+        raise BadRequest(message, None, "invalid_json")
     try:
         value = json.loads(text, parse_constant=_no_constant)
         # 1e999 is no number, half a surrogate pair is no text
@@ -126,6 +144,14 @@ def _decoded(body: bytes, encoding: str) -> bytes:
     if unpacker.unconsumed_tail:
         raise BadRequest(f"Expected at most {MAX_BODY_BYTES} bytes when unpacked.", None, "body_too_large")
     return unpacked
+
+
+def depth(json_text: bytes) -> int:
+    """How deep lists and objects nest, before anything recurses into them."""
+    unescaped = json_text.replace(b"\\\\", b"").replace(b'\\"', b"")
+    outside_strings = b"".join(unescaped.split(b'"')[::2])
+    brackets = outside_strings.translate(None, NO_BRACKETS)
+    return max(accumulate(1 if bracket in b"[{" else -1 for bracket in brackets), default=0)
 
 
 def _no_constant(name: str) -> None:

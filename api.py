@@ -36,7 +36,8 @@ import sse
 import tools
 from answers import Answer, error_body, error_response, new_id, now, read_json
 from background import EventLog, Producer, QueueFull, Registry
-from channels import Delta, Finish, Output
+from channels import Delta, Finish, Output, Usage
+from metrics import Metrics
 from params import BadRequest
 from store import TERMINAL, Row
 from worker import LocalWorker, Prompt
@@ -45,7 +46,6 @@ log = logging.getLogger("api")
 
 ALIAS = "default"  # a name that any model answers to
 GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-RETRY_AFTER_S = 10
 
 # Of a response that has ended; a second cancel of a cancelled one is answered like the first.
 CANNOT_CANCEL = {
@@ -106,6 +106,7 @@ class Api:
         self._reasoning_events = reasoning_events  # one of responses.REASONING_EVENTS
         self._temporary = temporary  # background responses that are not to be stored: kept for a while
         self._created = now()
+        self.metrics = Metrics(names[0], worker.engine.counts, registry.live, lambda: registry.ended)
 
     def routes(self) -> list[Route]:
         return [
@@ -120,13 +121,14 @@ class Api:
             Route("/v1/models", self.list_models, methods=["GET"]),
             Route("/v1/models/{id:path}", self.get_model, methods=["GET"]),
             Route("/health", self.health, methods=["GET"]),
+            Route("/health/live", self.alive, methods=["GET"]),
         ]
 
     # --- Responses: making one -----------------------------------------------------------------------------
 
     async def create_response(self, http: HttpRequest) -> Response:
         body = await self._read(http)
-        request, items = await self._ask(body)
+        request, items = await self._ask(http, body)
         if request.background and not (request.store or self._temporary):
             raise params.unsupported(
                 "background", "This server runs only what it may store: send store=true."
@@ -149,6 +151,7 @@ class Api:
             request={k: v for k, v in body.items() if k != "input"},
             items=items,
             response=head | request.echo,
+            owner=http.scope["owner"],
         )
         producer = self._producer(prompt, row.response, request.background)
         if request.background:
@@ -162,9 +165,7 @@ class Api:
             events = await self._registry.submit(row, producer)
         except QueueFull:
             full = "Too many background responses wait; try again later."
-            refusal = error_response(429, full, "background", "rate_limit_exceeded")
-            refusal.headers["Retry-After"] = str(RETRY_AFTER_S)
-            return refusal
+            return error_response(429, full, "background", "rate_limit_exceeded")
         return Answer(events, done=self._done) if stream else JSONResponse(events.events[0]["response"])
 
     async def _in_foreground(self, events: EventLog, producer: Producer) -> None:
@@ -209,14 +210,14 @@ class Api:
     async def count_input_tokens(self, http: HttpRequest) -> Response:
         body = await self._read(http)
         named = {"model": ALIAS} | body if isinstance(body, dict) else body  # the SDK lets the model out
-        asked, _ = await self._ask(named, chain_suffices=True)
+        asked, _ = await self._ask(http, named, chain_suffices=True)
         prompt = await self._prepare(asked)
         return JSONResponse({"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)})
 
     async def compact(self, http: HttpRequest) -> Response:
         """The user's messages, and one item that stands for all the rest: a summary by the model itself."""
         body = await self._read(http)
-        asked, items = await self._ask(body, chain_suffices=True)
+        asked, items = await self._ask(http, body, chain_suffices=True)
         question = {"role": "user", "content": COMPACT}
         ask = {"model": asked.model, "instructions": body.get("instructions"), "input": [*items, question]}
         limits = {"max_output_tokens": COMPACT_TOKENS, "truncation": "auto", "reasoning": {"effort": "none"}}
@@ -264,12 +265,12 @@ class Api:
         except sealed.BadSeal as error:
             raise BadRequest(str(error), f"input[{i}].encrypted_content") from error
 
-    async def _context(self, body: Any) -> list[dict[str, Any]]:
+    async def _context(self, http: HttpRequest, body: Any) -> list[dict[str, Any]]:
         """The items of the chain that a request continues."""
         id_ = body.get("previous_response_id") if isinstance(body, dict) else None
         if not isinstance(id_, str):
             return []
-        row = await self._registry.get(id_)
+        row = await self._find(http, id_)
         if row is None:
             message = f"Previous response with id '{id_}' not found."
             raise BadRequest(message, "previous_response_id", "previous_response_not_found")
@@ -278,10 +279,10 @@ class Api:
         return row.context
 
     async def _ask(
-        self, body: Any, chain_suffices: bool = False
+        self, http: HttpRequest, body: Any, chain_suffices: bool = False
     ) -> tuple[params.Request, list[dict[str, Any]]]:
         """What is asked, and all items of the conversation; `chain_suffices`: `input` may be left out."""
-        context = await self._context(body)
+        context = await self._context(http, body)
         if chain_suffices and context and not body.get("input"):
             body, context = body | {"input": context}, []
         request = params.from_responses(body, self._defaults, context)
@@ -343,10 +344,15 @@ class Api:
 
     async def _row(self, http: HttpRequest) -> Row:
         id_ = http.path_params["id"]
-        row = await self._registry.get(id_)
+        row = await self._find(http, id_)
         if row is None:
             raise BadRequest(f"Response with id '{id_}' not found.", None, "response_not_found")
         return row
+
+    async def _find(self, http: HttpRequest, id: str) -> Row | None:
+        """A response, for the key that it was asked for with: to any other it does not exist."""
+        row = await self._registry.get(id)
+        return row if row and row.owner == http.scope["owner"] else None
 
     # --- chat completions ----------------------------------------------------------------------------------
 
@@ -390,7 +396,14 @@ class Api:
         return JSONResponse(self._model(http.path_params["id"]))
 
     async def health(self, _: HttpRequest) -> Response:
-        return JSONResponse({"status": "ok"} | self._worker.engine.counts() | self._registry.counts())
+        """Whether requests are served: not without the engine's thread, and not while the server stops."""
+        ready = self._worker.engine.alive and self._registry.accepts
+        counts = self._worker.engine.counts() | self._registry.counts()
+        return JSONResponse({"status": "ok" if ready else "not ready"} | counts, 200 if ready else 503)
+
+    async def alive(self, _: HttpRequest) -> Response:
+        """Whether the process answers at all; else somebody should start it again."""
+        return JSONResponse({"status": "ok"})
 
     def _model(self, name: str) -> dict[str, Any]:
         length = self._worker.engine.max_seq_len
@@ -408,7 +421,7 @@ class Api:
 
     async def _outputs(self, prompt: Prompt, choice: int) -> AsyncGenerator[Output | Finish]:
         """What the worker says, with exactly one Finish at the end, whatever happens to it."""
-        started, finish = time.monotonic(), Finish("cancelled")
+        started, finish, watch = time.monotonic(), Finish("cancelled"), self.metrics.run()
         restorer = tools.Restorer(prompt.request.called)
         try:
             async with aclosing(self._worker.run(prompt, choice)) as outputs:
@@ -416,6 +429,7 @@ class Api:
                     if isinstance(output, Finish):
                         finish = output
                         break
+                    watch.piece()
                     for restored in restorer.feed(output):
                         yield restored
             if finish.reason == "cancelled":
@@ -425,6 +439,8 @@ class Api:
             message = f"{type(error).__name__} in the worker; the server's log has the details."
             finish = Finish("failed", message=message)
         finally:
+            usage = finish.usage or Usage(0, 0)
+            watch.end(finish.reason, usage.input_tokens, usage.cached_tokens, usage.output_tokens)
             _log_finish(prompt, finish, time.monotonic() - started)
         yield finish
 

@@ -185,6 +185,7 @@ class Registry:
         self._thread = ThreadPoolExecutor(1, "store")  # SQLite is asked in order, and never in the event loop
         self._evicted_at = 0.0
         self._holding = False
+        self.ended: dict[str, int] = {}  # in this process, by their last status
 
     # --- what a request asks for ----------------------------------------------------------------------------
 
@@ -282,6 +283,15 @@ class Registry:
     def counts(self) -> dict[str, int]:
         return {"background": len(self._jobs)}
 
+    def live(self) -> dict[str, int]:
+        """How many are queued, and how many in progress."""
+        statuses = [job.log.status for job in self._jobs.values()]
+        return {status: statuses.count(status) for status in ("queued", "in_progress")}
+
+    @property
+    def accepts(self) -> bool:
+        return not self._holding
+
     def _run(self, row: Row, events: EventLog, producer: Producer) -> None:
         async def in_turn() -> None:
             await events.written()
@@ -306,6 +316,8 @@ class Registry:
             if stop and not job.log.ended:
                 job.log.extend(producer.end(*stop))
         await job.log.written()
+        if job.log.ended:
+            self.ended[job.log.status] = self.ended.get(job.log.status, 0) + 1
         if job.log.is_kept:  # else what the store says of it is not what was seen
             self._jobs.pop(job.row.id, None)
         await self._evict()

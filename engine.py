@@ -231,6 +231,11 @@ class Engine:
     def busy(self) -> bool:
         return bool(self._running or self._waiting)
 
+    @property
+    def alive(self) -> bool:
+        """Whether jobs are worked at."""
+        return self._open and self._thread.is_alive()
+
     def counts(self) -> dict[str, int]:
         now = {"running": len(self._running), "waiting": len(self._waiting)}
         return now | self._count | {"pages": self._pages.n, "free_pages": self._pages.n_free}

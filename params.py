@@ -27,6 +27,8 @@ from tools import Grammar, Tool, joined
 
 Check = Callable[[Any, str], Any]  # (value, its path) -> the value as we use it; raises BadRequest
 
+MAX_ITEMS = 4096  # of a conversation: each costs time in the template, whatever the context holds
+MAX_STOP = 1024  # characters of a stop string: so many are held back
 TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 MAX_GRAMMAR = 2**16  # characters
 
@@ -204,6 +206,11 @@ def anything(value: Any, path: str) -> Any:
     return value
 
 
+def bounded(value: Any, path: str) -> Any:
+    """A list that is checked elsewhere, but for its length."""
+    return list_of(anything, MAX_ITEMS)(value, path) if isinstance(value, list) else value
+
+
 def refused(why: str, *harmless: Any) -> Check:
     """Only the values that ask for nothing are taken."""
 
@@ -232,8 +239,8 @@ def logit_bias(value: Any, path: str) -> dict[int, float]:
 
 def stop(value: Any, path: str) -> tuple[str, ...]:
     if isinstance(value, str):
-        return (string(min_length=1)(value, path),)
-    return tuple(list_of(string(min_length=1), max_items=4)(value, path))
+        return (string(MAX_STOP, min_length=1)(value, path),)
+    return tuple(list_of(string(MAX_STOP, min_length=1), max_items=4)(value, path))
 
 
 # --- the parameters -----------------------------------------------------------------------------------------
@@ -314,7 +321,7 @@ COMMON = {
 }
 
 RESPONSES = COMMON | {
-    "input":                Row(anything),  # chat.from_responses checks it
+    "input":                Row(bounded),  # chat.from_responses checks it
     "instructions":         Row(string(),                              None,       True),
     "previous_response_id": Row(string(),                              None,       True),
     "conversation":         Row(refused("This server keeps no conversations; send their items as input.")),
@@ -334,7 +341,7 @@ RESPONSES = COMMON | {
 }
 
 CHAT = COMMON | {
-    "messages":              Row(anything),  # chat.from_chat checks them
+    "messages":              Row(bounded),  # chat.from_chat checks them
     "n":                     Row(integer(1, 16),                       1),
     "max_tokens":            Row(integer(1, 2**31)),
     "max_completion_tokens": Row(integer(1, 2**31)),

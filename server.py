@@ -1,22 +1,19 @@
-"""The server: the application around the endpoints, the command line, start and stop.
+"""The server: the command line, start and stop.
 
     python server.py --model DIR    (README.md; --help explains the rest)
 
 Rules of this file:
 1. What cannot work is said in one line at the start, with exit status 2.
-2. Every reply has a request id, every error the same body: https://platform.openai.com/docs/guides/error-codes
-3. Everything ends: a stop lets what runs finish for a while, then gives every open stream its last event.
+2. Everything ends: a stop lets what runs finish for a while, then gives every open stream its last event.
 
-Not here: the endpoints (api.py), bodies and streams (answers.py).
+Not here: the endpoints (api.py), what stands around them (front.py).
 """
 
 import argparse
 import asyncio
 import contextlib
 import hashlib
-import hmac
 import json
-import logging
 import math
 import os
 import re
@@ -24,6 +21,7 @@ import secrets
 import signal
 import socket
 import sqlite3
+import struct
 import sys
 import time
 from collections.abc import Iterator
@@ -32,21 +30,17 @@ from typing import Any
 
 import threadpoolctl
 import uvicorn
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
-from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 import hub
+import logs
 import weights
-from answers import STATUS, error_response, new_id
 from api import ALIAS, Api, encode_event, generation_defaults
 from background import Registry
-from chat import BadInput, ChatTemplate
+from chat import ChatTemplate
 from dialects import DIALECTS
 from engine import Engine
+from front import Keys, make_app
 from grammar import Grammars
 from model import PAGE, NumpyOps
 from responses import REASONING_EVENTS
@@ -55,78 +49,9 @@ from tokenizer import Tokenizer
 from worker import LocalWorker
 
 IN_MEMORY = ":memory:"
+MAX_HEAD_BYTES = 64 * 1024  # of a request: its line and its headers; h11 answers 400 to more
+SEND_BUFFER_BYTES = 128 * 1024  # of a connection; Linux takes twice as many
 STALLED_S = 2  # at a stop, what clients get to take their last event, after the grace
-
-# --- the application ----------------------------------------------------------------------------------------
-
-
-async def on_bad_input(_: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, BadInput)
-    return error_response(STATUS.get(error.code, 400), error.message, error.param, error.code)
-
-
-async def on_http_error(http: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    message = f"{error.detail}: {http.method} {http.url.path}"
-    code = "method_not_allowed" if error.status_code == 405 else "unknown_url"
-    response = error_response(error.status_code, message, code=code)
-    response.headers.update(error.headers or {})
-    return response
-
-
-async def on_recursion(_: HttpRequest, error: Exception) -> Response:
-    return error_response(400, "The body is nested too deeply.", code="invalid_json")
-
-
-async def on_disconnect(_: HttpRequest, error: Exception) -> Response:
-    return Response(status_code=400)  # nobody reads it
-
-
-async def on_exception(_: HttpRequest, error: Exception) -> Response:
-    message = f"{type(error).__name__} in the server; its log has the details."
-    return error_response(500, message, code="server_error")
-
-
-class Front:
-    """Around every route: the API key, and a request id on each reply."""
-
-    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
-        self._app = app
-        self._api_key = api_key
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (b"x-request-id", new_id("req").encode())]
-            await send(message)
-
-        if self._admits(scope):
-            await self._app(scope, receive, send_with_id)
-        else:
-            message = "Incorrect or missing API key: send 'Authorization: Bearer KEY'."
-            await error_response(401, message, None, "invalid_api_key")(scope, receive, send_with_id)
-
-    def _admits(self, scope: Scope) -> bool:
-        if self._api_key is None or scope["path"] == "/health":
-            return True
-        scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
-        return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._api_key.encode())
-
-
-def make_app(api: Api, api_key: str | None) -> ASGIApp:
-    handlers = {
-        BadInput: on_bad_input,
-        HTTPException: on_http_error,
-        RecursionError: on_recursion,
-        ClientDisconnect: on_disconnect,
-        Exception: on_exception,
-    }
-    return Front(Starlette(routes=api.routes(), exception_handlers=handlers), api_key)
-
 
 # --- the command line ---------------------------------------------------------------------------------------
 
@@ -136,7 +61,11 @@ MODEL = (
 )
 NAME = f"name in requests, repeatable (default: the directory's); '{ALIAS}' always works too"
 LENGTH = "context in tokens, prompt and answer (default: the model's own)"
-KEY = "demand 'Authorization: Bearer KEY' on every route but /health"
+KEY = "demand 'Authorization: Bearer KEY', but for / and /health; repeatable: nobody sees another's responses"
+KEY_FILE = "the same, a key a line: other users of this machine can read a command line"
+ORIGIN = "let pages from there, such as https://example.org, call us; repeatable, '*': from anywhere"
+STREAMS = "requests that are open at once; one more is refused with 503"
+READER = "seconds until a client that reads nothing is dropped"
 DONE_LINE = "end Responses streams without 'data: [DONE]'"
 TEMPORARY = "refuse background with store=false, as OpenAI did at first, not keep it for 10 minutes"
 STORE = "SQLite file that keeps responses; in memory they are lost at exit"
@@ -186,7 +115,11 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "speculate":           (0,                    {"type": natural, "help": SPECULATE}),
     "served-model-name":   (None,                 {"metavar": "NAME", "action": "append", "help": NAME}),
     "dialect":             (None,                 {"choices": tuple(DIALECTS), "help": DIALECT}),
-    "api-key":             (None,                 {"metavar": "KEY", "help": KEY}),
+    "api-key":             (None,                 {"metavar": "KEY", "action": "append", "help": KEY}),
+    "api-key-file":        (None,                 {"metavar": "FILE", "type": Path, "help": KEY_FILE}),
+    "cors-origin":         (None,                 {"metavar": "URL", "action": "append", "help": ORIGIN}),
+    "max-streams":         (1024,                 {"type": positive, "help": STREAMS}),
+    "reader-timeout":      (60.0,                 {"type": float, "help": READER}),
     "no-done-line":        (False,                {"action": "store_true", "help": DONE_LINE}),
     "reasoning-events":    ("openai",             {"choices": tuple(REASONING_EVENTS), "help": EVENTS}),
     "no-temporary":        (False,                {"action": "store_true", "help": TEMPORARY}),
@@ -198,6 +131,7 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "max-queued":          (256,                  {"type": positive, "help": "background runs that wait"}),
     "shutdown-grace":      (5.0,                  {"type": float, "help": "seconds to finish in at a stop"}),
     "log-level":           ("info",               {"choices": LEVELS, "help": "how much to log, on stderr"}),
+    "log-format":          ("text",               {"choices": (*logs.FORMATS,), "help": "of its lines"}),
 }
 # fmt: on
 
@@ -214,10 +148,7 @@ def arguments() -> argparse.ArgumentParser:
 
 def main() -> int:
     args = arguments().parse_args()
-    logging.basicConfig(
-        level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    logs.start(args.log_level, args.log_format)
     if args.threads:
         threadpoolctl.threadpool_limits(args.threads, user_api="blas")
     try:
@@ -228,6 +159,7 @@ def main() -> int:
         worker = load(directory, args)
         defaults = generation_defaults(worker.engine.config.generation)
         store = open_store(args)
+        keys = Keys(read_keys(args))
     except (ValueError, OSError, MemoryError, sqlite3.Error) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -235,7 +167,7 @@ def main() -> int:
         return 130
     by_id = args.model and not Path(args.model).exists()
     names = args.served_model_name or [args.model if by_id else directory.name]
-    asyncio.run(serve(args, worker, defaults, store, names, listener))
+    asyncio.run(serve(args, keys, worker, defaults, store, names, listener))
     return 0
 
 
@@ -244,6 +176,8 @@ def bind(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # Only where TCP is named does asyncio turn Nagle's algorithm off: events would wait for their ACKs.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    # Else the system keeps up to 4 MB, by and by, for a client that reads nothing, and we would not notice.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     if os.name == "posix":  # a port in TIME_WAIT is free; elsewhere the option means something else
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -294,6 +228,14 @@ def free_memory() -> int:
     return min(free, int(found[1])) if found[1].strip().isdigit() else free
 
 
+def read_keys(args: argparse.Namespace) -> list[str]:
+    lines = args.api_key_file.read_text(encoding="utf-8").splitlines() if args.api_key_file else []
+    keys = [*(args.api_key or []), *filter(None, map(str.strip, lines))]
+    if args.api_key_file and not keys:
+        raise ValueError(f"--api-key-file {args.api_key_file}: expected a key a line, got none")
+    return keys
+
+
 def open_store(args: argparse.Namespace) -> Store:
     try:
         return Store(args.store, Limits(args.store_max_responses, args.store_max_bytes, args.store_max_age))
@@ -312,8 +254,36 @@ class HttpServer(uvicorn.Server):
         yield
 
 
+def protocol(reader_timeout: float) -> type[H11Protocol]:
+    """HTTP/1.1, where a client that reads nothing for so many seconds is dropped.
+
+    The transport asks to pause when 64 KiB wait behind a full socket, and to go on when most have left.
+    """
+
+    class Protocol(H11Protocol):
+        deadline: asyncio.TimerHandle | None = None
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self.deadline = self.loop.call_later(reader_timeout, self.drop)
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            if self.deadline:
+                self.deadline.cancel()
+
+        def drop(self) -> None:
+            linger_for_nothing = struct.pack("ii", 1, 0)  # what waits in the system goes too: man 7 socket
+            connection = self.transport.get_extra_info("socket")
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger_for_nothing)
+            self.transport.abort()
+
+    return Protocol
+
+
 async def serve(
     args: argparse.Namespace,
+    keys: Keys,
     worker: LocalWorker,
     defaults: dict[str, Any],
     store: Store,
@@ -334,7 +304,10 @@ async def serve(
     await api.take_over()
     patience = math.ceil(args.shutdown_grace) + STALLED_S
     config = uvicorn.Config(
-        make_app(api, args.api_key),
+        make_app(api, keys, args.max_streams, args.cors_origin or ()),
+        http=protocol(args.reader_timeout),
+        ws="none",
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         log_config=None,
         access_log=False,
         lifespan="off",
@@ -348,6 +321,7 @@ async def serve(
         if server.should_exit:
             hurry.set()
         else:
+            notify("STOPPING=1")
             server.should_exit = True
             stopping.append(asyncio.create_task(stop(args, worker.engine, registry, hurry)))
 
@@ -367,6 +341,13 @@ async def stop(args: argparse.Namespace, engine: Engine, registry: Registry, hur
         await asyncio.sleep(0.02)
     await registry.close(persistent=args.store != IN_MEMORY)
     await asyncio.to_thread(engine.close)  # what still runs, in the foreground, fails
+
+
+def notify(state: str) -> None:
+    """Tell systemd, if it has started us: https://www.freedesktop.org/software/systemd/man/sd_notify.html"""
+    if address := os.environ.get("NOTIFY_SOCKET"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+            systemd.sendto(state.encode(), address.replace("@", "\0", 1) if address[0] == "@" else address)
 
 
 def sealing_key(secret: str | None) -> bytes:
@@ -395,6 +376,7 @@ def announce(
         "listening": url,
     }.items():
         print(f"{name:10} {value}")
+    notify("READY=1")
     print(f"\ncurl {url}/v1/responses -H 'Content-Type: application/json' -d '{body}'\n", flush=True)
 
 

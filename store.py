@@ -36,7 +36,8 @@ CREATE TABLE IF NOT EXISTS responses (
     event_bytes INTEGER NOT NULL,           -- of its events, 0 when they have expired
     request     TEXT NOT NULL,              -- the body, to run it again after a restart
     items       TEXT NOT NULL,              -- its input items behind those of the chain, each with an id
-    response    TEXT NOT NULL               -- the newest response object
+    response    TEXT NOT NULL,              -- the newest response object
+    owner       TEXT NOT NULL DEFAULT ''    -- digest of the key that it was asked for with
 );
 CREATE TABLE IF NOT EXISTS events (
     response_id TEXT NOT NULL REFERENCES responses ON DELETE CASCADE,
@@ -45,13 +46,17 @@ CREATE TABLE IF NOT EXISTS events (
     PRIMARY KEY (response_id, number)
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS by_end ON responses (ended_at);
-PRAGMA user_version = 1;
+PRAGMA user_version = 2;
 """
+VERSION = 2
+
+# What makes a file of an earlier version one of the next.
+UPGRADES = {1: "ALTER TABLE responses ADD COLUMN owner TEXT NOT NULL DEFAULT ''; PRAGMA user_version = 2;"}
 
 SETTINGS = ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = NORMAL", "foreign_keys = ON")
 
 PATIENCE_S = 1  # with another process that has the file, and may be about to end
-COLUMNS = "id, born_at, ended_at, kept, background, streamed, request, items, response"
+COLUMNS = "id, born_at, ended_at, kept, background, streamed, request, items, response, owner"
 
 # Counting and summing from the newest on: what lies behind a limit goes.
 OVER_LIMIT = """
@@ -83,6 +88,7 @@ class Row(NamedTuple):
     request: dict[str, Any]
     items: list[dict[str, Any]]
     response: dict[str, Any]
+    owner: str = ""  # "": asked for without a key
 
     @property
     def context(self) -> list[dict[str, Any]]:
@@ -108,6 +114,12 @@ class Store:
         self._db = sqlite3.connect(path, PATIENCE_S, isolation_level=None, check_same_thread=False)
         for setting in SETTINGS:
             self._db.execute(f"PRAGMA {setting}")
+        (version,) = self._db.execute("PRAGMA user_version").fetchone()
+        if version > VERSION:
+            raise sqlite3.DatabaseError(f"expected a file of version {VERSION} at most, got {version}")
+        while version in UPGRADES:
+            self._db.executescript(f"BEGIN; {UPGRADES[version]} COMMIT")
+            version += 1
         self._db.executescript(SCHEMA)
 
     def close(self) -> None:
@@ -119,8 +131,17 @@ class Store:
         flags = (row.kept, row.background, row.streamed)
         with self._transaction():
             self._db.execute(
-                f"INSERT INTO responses ({COLUMNS}, row_bytes, event_bytes) VALUES (?,?,?,?,?,?,?,?,?,?,?)",
-                (row.id, row.born_at, row.ended_at, *flags, *texts, n_bytes(texts), n_bytes(frames)),
+                f"INSERT INTO responses ({COLUMNS}, row_bytes, event_bytes) VALUES (?,?,?,?,?,?,?,?,?,?,?,?)",
+                (
+                    row.id,
+                    row.born_at,
+                    row.ended_at,
+                    *flags,
+                    *texts,
+                    row.owner,
+                    n_bytes(texts),
+                    n_bytes(frames),
+                ),
             )
             self._insert_events(row.id, 0, frames)
 
@@ -192,8 +213,10 @@ class Store:
 
 
 def _row(columns: tuple[Any, ...]) -> Row:
-    id_, born_at, ended_at, kept, background, streamed, *texts = columns
-    return Row(id_, born_at, ended_at, bool(kept), bool(background), bool(streamed), *map(json.loads, texts))
+    id_, born_at, ended_at, kept, background, streamed, *texts, owner = columns
+    flags = bool(kept), bool(background), bool(streamed)
+    request, items, response = map(json.loads, texts)
+    return Row(id_, born_at, ended_at, *flags, request, items, response, owner)
 
 
 def n_bytes(texts: Sequence[str | bytes]) -> int:

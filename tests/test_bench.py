@@ -1,5 +1,6 @@
 """bench.py runs, and its table has what it promises; how fast is none of this suite's business."""
 
+import asyncio
 import re
 from pathlib import Path
 
@@ -63,3 +64,26 @@ def test_parse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in DIALECTS:
         numbers = r"[1-9]\d+ \| [\d.]+%"
         assert re.search(rf"^\| {name} \| {numbers} \| {numbers} \|$", printed.out, re.MULTILINE)
+
+
+def test_server(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "STREAMS", {1: 20, 3: 5})
+    monkeypatch.setattr(bench, "TICK_S", 0.05)
+    out = tmp_path / "server.md"
+    assert bench.main(["server", "--model", str(TINY), "--repeat", "1", "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert printed == out.read_text(encoding="utf-8")
+    number, ms = r"[1-9]\d*", r"\d+\.\d ms"
+    for n in bench.STREAMS:
+        cells = [str(n), number, number, r"\d\.\d\d", r"\d+ µs", r"\d+ µs", ms, ms, ms, ms]
+        assert re.search(r"^\| " + r" \| ".join(cells) + r" \|$", printed, re.MULTILINE)
+    assert re.search(r"with 3 streams held [1-9]\d* MB, when they had left [1-9]\d* MB", printed)
+
+
+def test_the_bare_contender_sends_the_same_bytes() -> None:
+    with bench.running(bench.ours, TINY) as here:
+        said = asyncio.run(bench.listener(here.port, 5, paced=False)).body
+        frames = bench.frames_of(said)
+    with bench.running(bench.bare, frames) as there:
+        assert bench.frames_of(asyncio.run(bench.listener(there.port, 5, paced=False)).body) == frames
+    assert sum(bench.DELTA in frame for frame in frames) == 5

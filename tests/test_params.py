@@ -106,7 +106,7 @@ COMMON: dict[str, Values] = {
     "repetition_penalty":    ([0.5, 1, 1.3],                 ["1"],       [0, -1],          []),
     "logit_bias":            ([{}, {"5": -100, "07": 1}],    [[], "5"],   NO_TOKEN_IDS,     []),
     "top_logprobs":          ([0, 20],                       [True, "1"], [-1, 21],         []),
-    "stop":                  (["a", list("abcd"), []],       [5, {}],     ["", ["a"] * 5],  []),
+    "stop":                  (["a", list("abcd"), []],       [5, {}],     ["", ["a"] * 5, "a" * 1025],  []),
     "stop_token_ids":        ([[], [0, 5]],                  [5, "5"],    [[5] * 1025],     []),
     "parallel_tool_calls":   ([True, False],                 [0, "no"],   [],               []),
     "metadata":              ([{}, LONGEST],                 [[], "a"],   [PAIRS_17],       []),

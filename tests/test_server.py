@@ -483,7 +483,7 @@ NO_JSON_OBJECTS = {
 
 ELSEWHERE = [
     # method   path                    status  code                  Allow
-    ("GET",    "/",                     404,   "unknown_url",         None),
+    ("GET",    "/v2",                   404,   "unknown_url",         None),
     ("GET",    "/v1/response",          404,   "unknown_url",         None),
     ("POST",   "/v1/completions",       404,   "unknown_url",         None),
     ("GET",    "/v1/models/gpt-5",      404,   "model_not_found",     None),

@@ -1,0 +1,295 @@
+"""What stands around the endpoints: keys, whose responses are whose, other origins, limits, slow clients."""
+
+import asyncio
+import json
+import signal
+import socket
+import sqlite3
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.requests import Request as HttpRequest
+
+import answers
+import params
+from faulty_server import SLOW
+from front import Keys
+from serving import TINY, Json, Reply, Server, http_bytes, http_chunks, run, serve, until
+from store import SCHEMA, Limits, Store
+
+RESPONSES, CHAT = "/v1/responses", "/v1/chat/completions"
+FAULTY = ("-m", "tests.faulty_server")
+HI: Json = {"model": "tiny", "input": "hi"}
+EOS = json.loads((TINY / "generation_config.json").read_text())["eos_token_id"]
+ENDLESS: Json = HI | {"seed": SLOW, "logit_bias": {str(token_id): -100 for token_id in EOS}, "stream": True}
+MINE, YOURS = {"Authorization": "Bearer mine"}, {"Authorization": "Bearer yours"}
+PAGE = "https://example.org"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    flags = ("--max-streams", "2", "--cors-origin", PAGE)
+    with serve("--api-key", "mine", "--api-key", "yours", *flags, script=FAULTY) as started:
+        yield started
+        assert "Traceback" not in started.log()
+
+
+def error(reply: Reply, status: int) -> Json:
+    assert reply.status == status, reply.body
+    assert reply.json.keys() == {"error"}
+    found: Json = reply.json["error"]
+    return found
+
+
+def my_bytes(path: str, body: Json) -> bytes:
+    """A whole POST request, with a key."""
+    return http_bytes(path, body).replace(b"Host: test", b"Host: test\r\nAuthorization: Bearer mine")
+
+
+# --- whose responses are whose ------------------------------------------------------------------------------
+
+#  what is asked of a response  method     path                  more of a body
+ASKED: dict[str, tuple[str, str, Json | None]] = {
+    "what became of it":        ("GET",    "/{id}",              None),
+    "its stream":               ("GET",    "/{id}?stream=true",  None),
+    "its input":                ("GET",    "/{id}/input_items",  None),
+    "to cancel it":             ("POST",   "/{id}/cancel",       {}),
+    "to delete it":             ("DELETE", "/{id}",              None),
+    "to continue it":           ("POST",   "",                   HI | {"previous_response_id": "{id}"}),
+    "to count with it":         ("POST",   "/input_tokens",      HI | {"previous_response_id": "{id}"}),
+    "to compact it":            ("POST",   "/compact",           HI | {"previous_response_id": "{id}"}),
+}  # fmt: skip
+
+
+def ask(server: Server, what: str, id: str, key: Json) -> Reply:
+    method, path, body = ASKED[what]
+    raw = None if body is None else json.dumps(body).replace("{id}", id).encode()
+    return server.request(method, RESPONSES + path.format(id=id), raw, **key)
+
+
+MY_RESPONSES: dict[str, Json] = {
+    "background": HI | {"background": True},
+    "foreground": HI,
+    "running": ENDLESS | {"background": True, "stream": False},
+}
+
+
+@pytest.fixture(scope="module", params=MY_RESPONSES)
+def my_response(request: pytest.FixtureRequest, server: Server) -> Iterator[str]:
+    id_: str = server.post(RESPONSES, MY_RESPONSES[request.param], **MINE).json["id"]
+    yield id_
+    server.post(f"{RESPONSES}/{id_}/cancel", {}, **MINE)
+
+
+@pytest.mark.parametrize("what", ASKED)
+def test_to_another_key_a_response_does_not_exist(server: Server, my_response: str, what: str) -> None:
+    """The reply is the one that an id gets which nobody has: not even that there is one can be learnt."""
+    unknown = "resp_" + "0" * 48
+    theirs, nobodys = ask(server, what, my_response, YOURS), ask(server, what, unknown, YOURS)
+    assert theirs.status == nobodys.status in (400, 404)
+    assert theirs.body.replace(my_response.encode(), b"") == nobodys.body.replace(unknown.encode(), b"")
+    assert server.get(f"{RESPONSES}/{my_response}", **MINE).status == 200  # nothing has happened to it
+
+
+def test_a_key_stays_the_owner_over_a_restart(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("mine\n\n yours \n")
+    flags = ("--store", str(tmp_path / "store.db"), "--api-key-file", str(tmp_path / "keys"))
+    with serve(*flags) as server:
+        id_ = server.post(RESPONSES, HI, **MINE).json["id"]
+        server.interrupt(signal.SIGTERM)
+        assert server.exit_status() == 0
+    assert b"mine" not in (tmp_path / "store.db").read_bytes()
+    with serve(*flags) as server:
+        assert server.get(f"{RESPONSES}/{id_}", **MINE).json["id"] == id_
+        error(server.get(f"{RESPONSES}/{id_}", **YOURS), 404)
+        error(server.get(f"{RESPONSES}/{id_}"), 401)
+
+
+def test_a_store_without_owners_gets_them(tmp_path: Path) -> None:
+    """A file of version 1 is of a time when no response had an owner."""
+    path = tmp_path / "store.db"
+    changes = {"user_version = 2": "user_version = 1", "response    TEXT NOT NULL,": "response TEXT NOT NULL"}
+    older = "\n".join(line for line in SCHEMA.splitlines() if "owner" not in line)
+    for now, then in changes.items():
+        older = older.replace(now, then)
+    with closing(sqlite3.connect(path)) as db:
+        db.executescript(older)
+        texts = ("{}", "[]", '{"status": "completed"}')
+        db.execute("INSERT INTO responses VALUES ('resp_1', 0, 1, 1, 0, 0, 0, 0, ?, ?, ?)", texts)
+        db.commit()
+    for _ in range(2):  # once is enough
+        with closing(Store(str(path), Limits())) as opened:
+            row = opened.get("resp_1")
+            assert row is not None
+            assert row.owner == ""
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("PRAGMA user_version = 3")
+    with pytest.raises(sqlite3.DatabaseError, match="version 2"):
+        Store(str(path), Limits())
+
+
+# --- keys ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/v1/models", "/v1/responses/resp_1", "/docs"])
+@pytest.mark.parametrize(
+    "sent", [b"", b"Bearer ", b"Bearer min", b"Bearer mine2", b"Basic mine", b"mine", b"\xff"]
+)
+def test_what_needs_a_key(path: str, sent: bytes) -> None:
+    scope = {"type": "http", "path": path, "headers": [(b"authorization", sent)] if sent else []}
+    assert Keys(["mine", "yours"]).owner(scope) is None
+    assert Keys([]).owner(scope) == ""
+
+
+def test_each_key_is_somebody_else(server: Server) -> None:
+    owners = {
+        Keys(["mine", "yours"]).owner({"headers": [(b"authorization", b"bearer " + key)]})
+        for key in (b"mine", b"yours")
+    }
+    assert len(owners) == 2
+    assert owners & {"", None} == set()
+    for key in (MINE, YOURS):
+        assert server.get("/v1/models", **key).status == 200
+    assert error(server.get("/metrics"), 401)["code"] == "invalid_api_key"
+
+
+def test_a_file_without_keys_is_none(tmp_path: Path) -> None:
+    """Else a file that was emptied would open the server to all."""
+    (tmp_path / "keys").write_text("\n")
+    ended: subprocess.CompletedProcess[str] = run(
+        "server.py", "--model", str(TINY), "--port", "0", "--api-key-file", str(tmp_path / "keys")
+    )
+    assert ended.returncode == 2
+    assert "expected a key a line" in ended.stderr
+
+
+# --- other origins ------------------------------------------------------------------------------------------
+
+
+def test_cors(server: Server) -> None:
+    asked = {
+        "Access_Control_Request_Method": "POST",
+        "Access_Control_Request_Headers": "authorization,content-type",
+    }
+    reply = server.request("OPTIONS", RESPONSES, None, Origin=PAGE, **asked)  # browsers ask without the key
+    assert (reply.status, reply.headers["access-control-allow-origin"]) == (200, PAGE)
+    assert "authorization" in reply.headers["access-control-allow-headers"]
+    reply = server.post(RESPONSES, HI, Origin=PAGE, **MINE)
+    assert (reply.status, reply.headers["access-control-allow-origin"]) == (200, PAGE)
+    assert "x-request-id" in reply.headers["access-control-expose-headers"]
+    assert (
+        server.get("/v1/models", Origin=PAGE).headers["access-control-allow-origin"] == PAGE
+    )  # the 401, too
+    reply = server.post(RESPONSES, HI, Origin="https://elsewhere.org", **MINE)
+    assert "access-control-allow-origin" not in reply.headers
+
+
+# --- limits -------------------------------------------------------------------------------------------------
+
+
+def hold(server: Server, held: ExitStack, **more: Any) -> str:
+    """Open a stream and keep it open; returns the response's id."""
+    request = my_bytes(RESPONSES, ENDLESS | more)
+    client = held.enter_context(server.connect(request))
+    id_: str = json.loads(next(http_chunks(client)).split(b"data: ")[1])["response"]["id"]
+    return id_
+
+
+def test_there_is_room_for_so_many_streams(server: Server) -> None:
+    with ExitStack() as held:
+        first, _ = hold(server, held, background=True), hold(server, held)
+        refused = server.post(RESPONSES, HI, **MINE)
+        assert error(refused, 503)["code"] == "server_is_overloaded"
+        assert error(refused, 503)["type"] == "server_error"
+        assert int(refused.headers["retry-after"]) > 0
+        error(server.get(f"{RESPONSES}/{first}?stream=true", **MINE), 503)
+        assert server.get(f"{RESPONSES}/{first}", **MINE).json["status"] == "in_progress"
+        assert server.post(f"{RESPONSES}/{first}/cancel", {}, **MINE).json["status"] == "cancelled"
+    until(lambda: server.post(RESPONSES, HI, **MINE).status == 200, "there is room again")
+
+
+def until_reset(client: socket.socket) -> Iterator[bytes]:
+    while True:
+        try:
+            chunk = client.recv(65536)
+        except ConnectionResetError:
+            return
+        assert chunk, "expected a connection that breaks, got one that ends"
+        yield chunk
+
+
+def test_a_reader_that_does_not_read_is_dropped() -> None:
+    """Its stream ends with its connection, and nothing is computed for it any more."""
+    shown = {"top_logprobs": 20, "include": ["message.output_text.logprobs"], "reasoning": {"effort": "none"}}
+    with serve("--reader-timeout", "0.3", script=FAULTY) as server, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        host, port = server.url.removeprefix("http://").split(":")
+        client.connect((host, int(port)))
+        client.sendall(http_bytes(RESPONSES, ENDLESS | shown))
+        until(lambda: server.health()["running"] == 1, "it runs")
+        until(lambda: server.health()["running"] == 0, "it does not")
+        client.settimeout(30)
+        read = b"".join(until_reset(client))
+    assert read.startswith(b"HTTP/1.1 200 OK")
+    assert b"response.incomplete" not in read
+
+
+def nested(depth: int) -> bytes:
+    inner = b"[" * (depth - 1) + b'"[[[["' + b"]" * (depth - 1)
+    return b'{"model": "tiny", "input": "hi", "metadata": {}, "banana": %s}' % inner
+
+
+def test_bodies_nest_so_deep(server: Server) -> None:
+    assert server.post(RESPONSES, nested(answers.MAX_DEPTH), **MINE).status == 200
+    for depth in (answers.MAX_DEPTH + 1, 100_000):
+        assert error(server.post(RESPONSES, nested(depth), **MINE), 400)["code"] == "invalid_json"
+
+
+DEPTHS = [(b"", 0), (b"1", 0), (b"[]", 1), (b'{"a": [{}, [1]]}', 3), (b'"[["', 0), (b'["', 1), (b"]]]", 0),
+          (rb'["\"[["]', 1), (rb'["\\", [[]]]', 3), (rb'"\\\"[[["', 0)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "depth"), DEPTHS)
+def test_depth(body: bytes, depth: int) -> None:
+    assert max(answers.depth(body), 0) == depth
+
+
+def test_conversations_are_so_long(server: Server) -> None:
+    turns = [{"role": "user", "content": ""}] * (params.MAX_ITEMS + 1)
+    for path, name in ((RESPONSES, "input"), (CHAT, "messages")):
+        refusal = error(server.post(path, {"model": "tiny", name: turns}, **MINE), 400)
+        assert (refusal["param"], refusal["code"]) == (name, "invalid_value")
+        assert str(params.MAX_ITEMS) in refusal["message"]
+
+
+def test_heads_are_so_large(server: Server) -> None:
+    assert server.get("/v1/models", X_Large="x" * 60_000, **MINE).status == 200
+    with server.connect(b"GET /v1/models HTTP/1.1\r\nX-Large: " + b"x" * 66_000) as client:  # and no end
+        reply = client.recv(1000)  # h11's, before us
+    assert reply.startswith(b"HTTP/1.1 400 ")
+    assert reply.endswith(b"Invalid HTTP request received.")
+
+
+def test_a_body_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "MAX_BODY_S", 0.01)
+
+    async def read() -> None:
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        http = HttpRequest({"type": "http", "method": "POST", "headers": []}, receive)
+        with pytest.raises(params.BadRequest) as caught:
+            await answers.read_json(http)
+        assert answers.STATUS[caught.value.code] == 408
+
+    asyncio.run(read())
+
+
+def test_ids_cannot_be_guessed() -> None:
+    ids = {answers.new_id("resp") for _ in range(1000)}
+    assert len(ids) == 1000
+    assert {len(id_) for id_ in ids} == {len("resp_") + 48}  # 192 bits

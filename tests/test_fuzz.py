@@ -1,0 +1,196 @@
+"""Nonsense of all kinds, a bounded amount of it: what it meets refuses it in its own words, and goes on.
+
+The other tests say what is right of what they know; these look for what nobody has thought of. The inputs are
+derived from the code and the same in each run. To search longer: --hypothesis-seed, and a larger N_EXAMPLES.
+"""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import params
+import responses
+import sse
+from channels import Finish
+from chat import BadInput
+from scripted import in_steps, said, vocabulary
+from serving import Reply, Server, serve
+
+N_EXAMPLES = 150
+STATUSES = {200, 400, 401, 404, 405, 408, 413, 415, 429}  # 503 too, where there is no room; here there is
+
+# --- what is sent -------------------------------------------------------------------------------------------
+
+KEYS = (
+    "type role content text name function parameters arguments call_id output id tools mode effort summary "
+    "schema properties items anyOf $ref strict grammar syntax definition image_url refusal tool_calls format"
+)
+NAMES = (
+    "message user assistant system developer tool function function_call function_call_output reasoning "
+    "input_text output_text item_reference json_schema object string integer array auto required none high "
+    "allowed_tools lark regex start custom #"
+)
+ODD = ["<think>", "</tool_call>", "\ud800", "\0", "a" * 2000]
+texts = st.sampled_from([*KEYS.split(), *NAMES.split(), *ODD]) | st.text(max_size=8)
+floats = st.floats(allow_nan=False, allow_infinity=False)
+numbers = st.integers() | floats | st.sampled_from([0, -1, 2**63, 10**30, 1e308])
+values = st.recursive(
+    st.none() | st.booleans() | numbers | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=4),
+    max_leaves=12,
+)
+RESPONSE = {"model": "tiny", "input": "hi", "max_output_tokens": 3}
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+FUNCTION = {
+    "type": "function",
+    "name": "f",
+    "parameters": SCHEMA,
+    "function": {"name": "f", "parameters": SCHEMA},
+}
+SERVED = [{"stream": True}, {"background": True}, {"store": False}, {"tools": [FUNCTION]}, {"temperature": 2},
+          {"n": 2}, {"stop": ["a", "b"]}, {"tool_choice": "required"}, {"logprobs": True, "top_logprobs": 3},
+          {"include": ["message.output_text.logprobs"]}, {"reasoning": {"effort": "none"}}, {"seed": 5},
+          {"truncation": "auto"},
+          {"text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}},
+          ]  # fmt: skip
+
+
+def bodies(valid: dict[str, Any], table: dict[str, params.Row]) -> st.SearchStrategy[Any]:
+    """Anything; what is served; and what would be but for a parameter or two."""
+    odd = st.dictionaries(st.sampled_from(sorted(table)), values, max_size=2)
+    known = st.lists(st.sampled_from(SERVED), max_size=4)
+    changes = st.tuples(known, st.just({}) | odd).map(lambda pair: [*pair[0], pair[1]])
+    return values | changes.map(lambda parts: {k: v for part in [valid, *parts] for k, v in part.items()})
+
+
+both = bodies(RESPONSE, params.RESPONSES) | bodies(CHAT, params.CHAT)
+encoded = both.map(lambda body: json.dumps(body).encode())
+cut = encoded.flatmap(lambda body: st.integers(0, len(body)).map(lambda n: body[:n]))
+raw = encoded | cut | st.binary(max_size=40)
+odd_ids = st.sampled_from(["resp_1", "..", "%2e%2e", "a/b", "%00", "%ff", "x" * 3000])
+ids = odd_ids | st.text("abc%/&=.", max_size=8)
+PATHS = ["/", "/metrics", "/health", "/health/live", "/v1/models", "/v1/models/{}", "/v1/chat/completions",
+         "/v1/responses", "/v1/responses/{}", "/v1/responses/{}/cancel", "/v1/responses/{}/input_items",
+         "/v1/responses/input_tokens", "/v1/responses/compact", "/{}"]  # fmt: skip
+QUERIES = ["", "?stream=true", "?stream=true&starting_after=-1", "?limit=1e9&order=up", "?after=%ff",
+           "?limit=" + "9" * 500]  # fmt: skip
+names = ["Content-Type", "Content-Encoding", "Authorization", "Origin", "Accept", "Expect", "X-Request-Id"]
+contents = ["gzip", "zstd", "text/plain", "Bearer x", "\xff", "https://example.org", "", "a" * 2000]
+headers = st.dictionaries(st.sampled_from(names), st.sampled_from(contents), max_size=2)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serve("--max-model-len", "128") as started:
+        yield started
+        assert "Traceback" not in started.log()
+        assert started.get("/health").json["running"] == 0
+
+
+# --- what meets it ------------------------------------------------------------------------------------------
+
+
+@settings(
+    max_examples=N_EXAMPLES, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+@given(
+    st.sampled_from(["GET", "POST", "POST", "POST", "DELETE", "PUT", "OPTIONS", "HEAD", "BREW"]),
+    st.sampled_from(PATHS), ids, st.sampled_from(QUERIES), headers, raw,
+)  # fmt: skip
+def test_any_request_gets_an_answer(
+    server: Server, method: str, path: str, id_: str, query: str, headers: dict[str, str], body: bytes
+) -> None:
+    target = path.format(id_) + query
+    check(server.request(method, target, body, **headers))
+
+
+@settings(max_examples=N_EXAMPLES, suppress_health_check=[HealthCheck.too_slow])
+@given(st.sampled_from(["/v1/responses", "/v1/responses/input_tokens", "/v1/chat/completions"]), both)
+def test_any_body_gets_an_answer(server: Server, path: str, body: Any) -> None:
+    reply = server.post(path, body)
+    check(reply)
+    if reply.status == 200 and reply.headers["content-type"].startswith("text/event-stream"):
+        parser = sse.Parser()
+        assert parser.feed(reply.body)
+        parser.close()
+
+
+def check(reply: Reply) -> None:
+    assert reply.status in STATUSES, reply
+    assert reply.headers["x-request-id"]
+    if reply.status >= 400 and reply.body:  # HEAD has none
+        assert reply.json["error"].keys() == {"message", "type", "param", "code"}
+        assert "Traceback" not in reply.json["error"]["message"]
+
+
+@settings(max_examples=30)
+@given(st.binary(max_size=200) | raw.map(lambda body: b"POST /v1/responses HTTP/1.1\r\nHost: x\r\n" + body))
+def test_bytes_that_are_no_http(server: Server, data: bytes) -> None:
+    with server.connect(data):
+        pass  # and gone
+    assert server.get("/health/live").status == 200
+
+
+@given(
+    st.lists(
+        st.binary(max_size=30)
+        | st.sampled_from([b"data: a\n\n", b"\r", b"\n", b"event: x\n", b"\xef\xbb\xbf"])
+    )
+)
+def test_sse(chunks: list[bytes]) -> None:
+    parser = sse.Parser(max_event_bytes=64)
+    try:
+        for chunk in chunks:
+            parser.feed(chunk)
+        parser.close()
+    except (sse.EventTooLarge, sse.Truncated):
+        pass
+
+
+@settings(max_examples=300)
+@given(both, st.booleans())
+def test_params(body: Any, is_chat: bool) -> None:
+    read = params.from_chat if is_chat else params.from_responses
+    try:
+        assert read(body, {}).messages
+    except BadInput as error:
+        refusal = error
+    else:
+        return
+    assert refusal.message
+    assert refusal.code
+
+
+TOKENIZER = vocabulary([b"get", b'{"name": "f", "arguments": {', b"}}", b"\n\n"])
+
+
+@settings(max_examples=100)
+@given(
+    st.lists(
+        st.integers(0, TOKENIZER.vocab_size - 1) | st.integers(256, TOKENIZER.vocab_size - 1), max_size=40
+    ),
+    st.lists(st.integers(1, 5), min_size=1, max_size=3),
+    st.booleans(),
+    st.lists(st.sampled_from(["<", "}", "get", "\n", "é"]), max_size=2),
+)
+def test_any_tokens_make_a_response(
+    tokens: list[int], sizes: list[int], one_call: bool, stop: list[str]
+) -> None:
+    """Whatever a model says, in whatever steps: one Finish, and events that are a response."""
+    outputs = said(TOKENIZER, in_steps(tokens, sizes), parallel_tool_calls=not one_call, stop=stop)
+    assert [isinstance(output, Finish) for output in outputs] == [False] * (len(outputs) - 1) + [True]
+    request = params.from_responses({"model": "m", "input": "hi"}, {})
+    counter = iter(range(1000))
+    head = {"id": "resp_1", "object": "response", "created_at": 0, "model": "m"} | request.echo
+    builder = responses.Builder(head, lambda prefix: f"{prefix}_{next(counter)}")
+    events = builder.start(False)
+    for output in outputs:
+        events += builder.finish(output, 0) if isinstance(output, Finish) else builder.feed(output)
+    assert responses.fold(events)["status"] in ("completed", "incomplete")
