@@ -4,7 +4,8 @@
     python bench.py store    background responses through the registry and back, and the memory they take
 
 `cpu` compares the engine with transformers in float32 (https://github.com/huggingface/transformers), which
-`pip install -e '.[parity]'` brings; without it only our own numbers are shown.
+`pip install -e '.[parity]'` brings, with llama.cpp in float16 (https://github.com/ggml-org/llama.cpp), which
+`pip install xllamacpp` brings, and with itself on NumPy where cpu.py serves it; what is missing is named.
 
 Rules of this file:
 1. The ratio is the result. The contenders take turns in each round: where the machine is busy for a while, it
@@ -23,6 +24,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from datetime import date
 from importlib.metadata import version
@@ -31,6 +33,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+import numpy as np
 import threadpoolctl
 
 import answers
@@ -44,7 +47,7 @@ from engine import Engine, Job
 from model import Batch, Cache, Context, NumpyOps, Sampling, Span, forward
 from store import Limits, Row, Store
 from tokenizer import Tokenizer
-from weights import Config, Weights, read_config, read_weights
+from weights import Config, Weights, read_config, read_json, read_weights
 
 Prompts = list[list[int]]
 GREEDY = Sampling(temperature=0)
@@ -76,6 +79,8 @@ MEASUREMENTS = {
 }
 # fmt: on
 
+OURS = ("engine", "forward")
+
 Run = Callable[[Prompts, int], Speeds]  # (prompts of one length, tokens to say after each)
 
 
@@ -106,9 +111,19 @@ def engine_run(engine: Engine) -> Run:
     return lambda prompts, n_new: asyncio.run(all_of(prompts, n_new))
 
 
-def forward_run(config: Config, weights: Weights, max_seq_len: int) -> Run:
+def cpu_ops() -> type[NumpyOps]:
+    """What the server computes with."""
+    try:
+        from cpu import FastOps
+    except ImportError as error:
+        print(f"no compiled products ({error}): pip install -e '.[fast]' brings them", file=sys.stderr)
+        return NumpyOps
+    return FastOps
+
+
+def forward_run(config: Config, weights: Weights, max_seq_len: int, of: type[NumpyOps] = NumpyOps) -> Run:
     """The forward pass and the choice of the tokens, one step after another."""
-    ops = NumpyOps(config, max_seq_len)
+    ops = of(config, max_seq_len)
 
     def run(prompts: Prompts, n_new: int) -> Speeds:
         caches = [Cache(config, len(prompt) + n_new) for prompt in prompts]
@@ -165,23 +180,118 @@ def transformers_model(directory: Path, n_threads: int) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
 
 
+def llama_cpp_run(server: Any, tokenizer: Tokenizer) -> Run:
+    """Their server's completions, in this process: a thread a sequence, as it has slots."""
+
+    def one(prompt: list[int], n_new: int) -> list[tuple[float, str]]:
+        pieces: list[tuple[float, str]] = []
+
+        def on_chunk(chunk: Any) -> bool:
+            pieces.append((time.perf_counter(), chunk["choices"][0]["text"]))
+            return False  # go on
+
+        greedy = {"temperature": 0, "samplers": [], "ignore_eos": True, "cache_prompt": False, "stream": True}
+        server.handle_completions({"prompt": prompt, "n_predict": n_new} | greedy, on_chunk)
+        return pieces[:n_new]  # the last chunk says why it ends
+
+    def run(prompts: Prompts, n_new: int) -> Speeds:
+        started = time.perf_counter()
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            sequences = list(pool.map(lambda prompt: one(prompt, n_new), prompts))
+        times = [[t for t, _ in pieces] for pieces in sequences]
+        said = tokenizer.encode("".join(text for _, text in sequences[0]))
+        return speeds(prompts, started, times, said)
+
+    return run
+
+
+def llama_cpp_server(directory: Path, config: Config, gguf: Path, max_seq_len: int, n_threads: int) -> Any:
+    """Theirs of the same weights, as a file of float16; None where it is not installed or not a Llama."""
+    try:
+        import xllamacpp
+    except ImportError as error:
+        print(f"no comparison ({error}): pip install xllamacpp brings llama.cpp", file=sys.stderr)
+        return None
+    if config.model_type != "llama":
+        print(f"no comparison with llama.cpp: written for llama, not {config.model_type}", file=sys.stderr)
+        return None
+    write_gguf(gguf, config, read_weights(directory, config), read_json(directory / "tokenizer.json"))
+    params = xllamacpp.CommonParams()
+    params.model.path = str(gguf)
+    params.n_parallel = max(m.batch for m in MEASUREMENTS.values())
+    params.n_ctx = params.n_parallel * max_seq_len
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = n_threads
+    params.cache_ram_mib = 0  # no prompt of an earlier round
+    params.verbosity = 0
+    return xllamacpp.Server(params)
+
+
+def write_gguf(path: Path, c: Config, weights: Weights, tokenizer: dict[str, Any]) -> None:
+    """https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; rotary pairs are adjacent there as here."""
+    from gguf import GGUFWriter, LlamaFileType, TokenType
+
+    writer = GGUFWriter(path, "llama")
+    writer.add_file_type(LlamaFileType.MOSTLY_F16)
+    writer.add_context_length(c.max_seq_len)
+    writer.add_embedding_length(c.dim)
+    writer.add_block_count(c.n_layers)
+    writer.add_feed_forward_length(c.hidden_dim)
+    writer.add_head_count(c.n_heads)
+    writer.add_head_count_kv(c.n_kv_heads)
+    writer.add_rope_dimension_count(c.head_dim)
+    writer.add_rope_freq_base(c.rope.theta)
+    writer.add_layer_norm_rms_eps(c.norm_eps)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    vocabulary = tokenizer["model"]["vocab"]
+    special = {token["content"] for token in tokenizer["added_tokens"]}
+    writer.add_token_list(sorted(vocabulary, key=lambda token: vocabulary[token]))
+    kinds = {token: TokenType.CONTROL if token in special else TokenType.NORMAL for token in vocabulary}
+    writer.add_token_types([kinds[token] for token in sorted(vocabulary, key=lambda t: vocabulary[t])])
+    writer.add_token_merges([" ".join(merge) for merge in tokenizer["model"]["merges"]])
+    tensors = {"token_embd": weights.embed, "output_norm": weights.norm}
+    n_q, n_kv = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+    for i, layer in enumerate(weights.layers):
+        parts = {"attn_norm": layer.attn_norm, "attn_output": layer.wo, "ffn_norm": layer.mlp_norm}
+        parts["ffn_down"] = layer.w_down
+        parts["ffn_gate"], parts["ffn_up"] = np.split(layer.w_gate_up, 2)
+        parts["attn_q"], parts["attn_k"], parts["attn_v"] = np.split(layer.wqkv, [n_q, n_q + n_kv])
+        tensors |= {f"blk.{i}.{name}": array for name, array in parts.items()}
+    for name, array in tensors.items():
+        writer.add_tensor(f"{name}.weight", array if array.ndim == 1 else array.astype(np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 # --- cpu ----------------------------------------------------------------------------------------------------
 
 
 def cpu(args: argparse.Namespace) -> None:
     directory = hub.find(args.model)
     config = read_config(directory)
-    weights = read_weights(directory, config)
+    tokenizer = Tokenizer(directory / "tokenizer.json")
     max_seq_len = min(config.max_seq_len, 256 + args.new)
-    engine = Engine(config, weights, max_seq_len)
-    contenders = {"engine": engine_run(engine), "forward": forward_run(config, weights, max_seq_len)}
-    if model := transformers_model(directory, args.threads):
-        for attention in ("eager", "sdpa"):
-            contenders[f"transformers {attention}"] = transformers_run(model, attention)
-    with threadpoolctl.threadpool_limits(args.threads, user_api="blas"):
-        found = measure(contenders, Tokenizer(directory / "tokenizer.json"), args.new, args.repeat)
+    os.environ["NUMBA_NUM_THREADS"] = str(args.threads)  # which Numba reads when cpu.py imports it
+    ops = cpu_ops()
+    weights = read_weights(directory, config, ops.pack)
+    engine = Engine(config, weights, max_seq_len, ops)
+    contenders = {"engine": engine_run(engine), "forward": forward_run(config, weights, max_seq_len, ops)}
+    if ops is not NumpyOps:
+        contenders["forward, NumPy"] = forward_run(config, read_weights(directory, config), max_seq_len)
+    with TemporaryDirectory() as folder:
+        gguf = Path(folder) / "f16.gguf"
+        if server := llama_cpp_server(directory, config, gguf, max_seq_len, args.threads):
+            contenders["llama.cpp F16"] = llama_cpp_run(server, tokenizer)
+        if model := transformers_model(directory, args.threads):
+            for attention in ("eager", "sdpa"):
+                contenders[f"transformers {attention}"] = transformers_run(model, attention)
+        with threadpoolctl.threadpool_limits(args.threads, user_api="blas"):
+            found = measure(contenders, tokenizer, args.new, args.repeat)
+    about = f"{directory.name}, {engine.about}"
     engine.close()
-    report = "\n".join([*setting(directory, args), "", *table(found, list(contenders)), ""])
+    report = "\n".join([*setting(about, args), "", *table(found, list(contenders)), ""])
     print(report, end="")
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -212,11 +322,11 @@ def prompts(tokenizer: Tokenizer, batch: int, n_prompt: int) -> Prompts:
     return [token_ids[i * n_prompt : (i + 1) * n_prompt] for i in range(batch)]
 
 
-def setting(directory: Path, args: argparse.Namespace) -> Iterator[str]:
+def setting(about: str, args: argparse.Namespace) -> Iterator[str]:
     """What a number means nothing without."""
-    installed = ["numpy", "torch", "transformers"] if "torch" in sys.modules else ["numpy"]
-    versions = ", ".join(f"{name} {version(name)}" for name in installed)
-    yield f"{date.today()}, {directory.name} in float32, {args.new} tokens decoded a sequence,"
+    used = [name for name in ("numpy", "numba", "torch", "transformers", "xllamacpp") if name in sys.modules]
+    versions = ", ".join(f"{name} {version(name)}" for name in used)
+    yield f"{date.today()}, {about}, {args.new} tokens decoded a sequence,"
     yield f"{cpu_name()}, {os.cpu_count()} cores, {args.threads} threads,"
     yield f"Python {platform.python_version()}, {versions}."
 
@@ -229,20 +339,25 @@ def cpu_name() -> str:
 
 
 def table(found: Found, contenders: Sequence[str]) -> Iterator[str]:
-    """Medians, and how many times as fast the engine is as the fastest of the others that is not ours."""
-    theirs = [name for name in contenders if name.startswith("transformers")]
+    """Medians, how many times as fast the engine is as each of the others, and what a batch brings."""
+    others = [name for name in contenders if name not in OURS]
     n_rounds = len(next(iter(found.values()))[contenders[0]])
-    columns = [*contenders, *(["engine / their best", "same words"] if theirs else [])]
+    columns = [*contenders, *(f"engine / {name}" for name in others), *(["same words"] if others else [])]
     yield f"| tokens/s, median of {n_rounds} | " + " | ".join(columns) + " |"
     yield "|---" * (len(columns) + 1) + "|"
-    for name, runs in found.items():
-        medians = {who: median(map(MEASUREMENTS[name].speed, runs[who])) for who in contenders}
-        cells = [f"{value:.1f}" for value in medians.values()]
-        if theirs:
-            best = max(medians[who] for who in theirs)
-            said = {tuple(runs[who][0].said) for who in contenders}
-            cells += [f"{medians['engine'] / best:.2f}", "yes" if len(said) == 1 else "no"]
+    medians = {
+        name: [median(map(MEASUREMENTS[name].speed, runs[who])) for who in contenders]
+        for name, runs in found.items()
+    }
+    for name, values in medians.items():
+        cells = [f"{value:.1f}" for value in values]
+        cells += [f"{values[0] / values[contenders.index(who)]:.2f}" for who in others]
+        said = {tuple(runs[0].said) for runs in found[name].values()}
+        cells += [("yes" if len(said) == 1 else "no")] if others else []
         yield f"| {name} | " + " | ".join(cells) + " |"
+    one, eight = medians["decode, batch 1"], medians["decode, batch 8"]
+    gains = [f"{many / alone:.2f}" for alone, many in zip(one, eight, strict=True)]
+    yield "| batch 8 / batch 1 | " + " | ".join([*gains, *[""] * (len(columns) - len(contenders))]) + " |"
 
 
 # --- store --------------------------------------------------------------------------------------------------

@@ -92,11 +92,15 @@ class Sequence:
 class Engine:
     """Runs a model in a thread of its own."""
 
-    def __init__(self, config: Config, weights: Weights, max_seq_len: int) -> None:
+    def __init__(
+        self, config: Config, weights: Weights, max_seq_len: int, ops: type[NumpyOps] = NumpyOps
+    ) -> None:
         self.config = config
         self.max_seq_len = max_seq_len
         self._weights = weights
-        self._ops = NumpyOps(config, max_seq_len)
+        self._ops = ops(config, max_seq_len)
+        self.about = self._ops.about
+        self.weights_mb = weights.nbytes / 1e6
         self._inbox: queue.SimpleQueue[tuple[Literal["start", "abort", "wake"], Sequence | None]] = (
             queue.SimpleQueue()
         )

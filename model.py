@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from weights import Config, Layer, Weights, rope_table
+from weights import Config, Layer, Weights, as_read, rope_table
 
 Array = NDArray[np.float32]
 Ints = NDArray[np.int64]
@@ -142,6 +142,9 @@ class NumpyOps:
     """Each op in the fewest lines that say what it does. Results live in buffers that the next call of the
     op reuses.
     """
+
+    pack = staticmethod(as_read)  # what weights.read_weights makes of a matrix for these ops
+    about = "NumPy, float32"
 
     def __init__(self, config: Config, max_seq_len: int) -> None:
         self.config = config

@@ -46,6 +46,7 @@ from background import Registry
 from chat import BadInput, ChatTemplate
 from engine import Engine
 from grammar import Grammars
+from model import NumpyOps
 from store import Limits, Store
 from tokenizer import Tokenizer
 from worker import LocalWorker
@@ -124,6 +125,8 @@ def make_app(api: Api, api_key: str | None) -> ASGIApp:
     return Front(Starlette(routes=api.routes(), exception_handlers=handlers), api_key)
 
 
+log = logging.getLogger("server")
+
 # --- the command line ---------------------------------------------------------------------------------------
 
 MODEL = (
@@ -154,7 +157,7 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "host":                ("127.0.0.1",          {"help": "address to listen on; 0.0.0.0: all interfaces"}),
     "port":                (8000,                 {"type": int, "help": "to listen on; 0: any free one"}),
     "device":              ("auto",               {"choices": DEVICES, "help": "where to compute"}),
-    "threads":             (None,                 {"type": positive, "help": "of BLAS (default: all cores)"}),
+    "threads":             (None,                 {"type": positive, "help": "default: all cores"}),
     "max-model-len":       (None,                 {"type": positive, "help": LENGTH}),
     "served-model-name":   (None,                 {"metavar": "NAME", "action": "append", "help": NAME}),
     "api-key":             (None,                 {"metavar": "KEY", "help": KEY}),
@@ -235,8 +238,19 @@ def load(directory: Path, max_model_len: int | None) -> LocalWorker:
     vocabulary = directory / "tokenizer.json"
     template, tokenizer = ChatTemplate.load(directory), Tokenizer(vocabulary)
     grammars = Grammars(vocabulary, config.vocab_size, config.eos_token_ids)
-    engine = Engine(config, weights.read_weights(directory, config), length)
+    ops = cpu_ops()
+    engine = Engine(config, weights.read_weights(directory, config, ops.pack), length, ops)
     return LocalWorker(engine, tokenizer, template, grammars)
+
+
+def cpu_ops() -> type[NumpyOps]:
+    """The fastest that is installed."""
+    try:
+        from cpu import FastOps
+    except ImportError as error:
+        log.info("NumPy computes (%s); pip install -e '.[fast]' brings what is twice as fast", error)
+        return NumpyOps
+    return FastOps
 
 
 def open_store(args: argparse.Namespace) -> Store:
@@ -325,13 +339,13 @@ def announce(
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     per_token = 2 * 4 * config.n_layers * config.n_kv_heads * config.head_dim  # k and v, float32
     blas = [lib["num_threads"] for lib in threadpoolctl.threadpool_info() if lib["user_api"] == "blas"]
-    weights_mb = config.n_params * 4 / 1e6
+    weights_mb = worker.engine.weights_mb
     body = json.dumps({"model": names[0], "input": "What is the capital of France?"})
     for name, value in {
         "model": f"{names[0]} ({config.model_type}), {config.n_params / 1e6:.1f} M parameters",
-        "memory": f"{weights_mb:.0f} MB of weights in float32, {per_token / 1e3:.0f} kB a token of context",
+        "memory": f"{weights_mb:.0f} MB of weights, {per_token / 1e3:.0f} kB a token of context",
         "context": f"{worker.engine.max_seq_len} tokens",
-        "device": f"cpu, {max(blas, default=1)} BLAS threads",
+        "device": f"cpu: {worker.engine.about}; {max(blas, default=1)} BLAS threads",
         "store": "in memory: responses are lost at exit" if args.store == IN_MEMORY else args.store,
         "listening": url,
     }.items():

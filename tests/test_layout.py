@@ -36,13 +36,14 @@ MAY_IMPORT = {
     "answers":     {"background", "params", "sse"},
     "grammar":     {"params"},
     "model":       {"weights"},
+    "cpu":         {"model", "weights"},
     "engine":      {"model", "weights"},
     "worker":      {"channels", "chat", "engine", "grammar", "model", "params", "tokenizer"},
     "api":         {"answers", "background", "channels", "completions", "params", "responses", "sealed",
                     "sse", "store", "worker"},
-    "server":      {"answers", "api", "background", "chat", "engine", "grammar", "hub", "store", "tokenizer",
-                    "weights", "worker"},
-    "bench":       {"answers", "api", "background", "channels", "engine", "hub", "model", "params",
+    "server":      {"answers", "api", "background", "chat", "cpu", "engine", "grammar", "hub", "model",
+                    "store", "tokenizer", "weights", "worker"},
+    "bench":       {"answers", "api", "background", "channels", "cpu", "engine", "hub", "model", "params",
                     "responses", "store", "tokenizer", "weights"},
 }
 # fmt: on
