@@ -269,33 +269,34 @@ def write_gguf(path: Path, c: Config, weights: Weights, tokenizer: dict[str, Any
 
 
 def cpu(args: argparse.Namespace) -> None:
+    with threadpoolctl.threadpool_limits(args.threads, user_api="blas"), TemporaryDirectory() as folder:
+        report = compare(args, Path(folder))
+    print(report, end="")
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(report, encoding="utf-8")
+
+
+def compare(args: argparse.Namespace, folder: Path) -> str:
     directory = hub.find(args.model)
     config = read_config(directory)
     tokenizer = Tokenizer(directory / "tokenizer.json")
     max_seq_len = min(config.max_seq_len, 256 + args.new)
-    os.environ["NUMBA_NUM_THREADS"] = str(args.threads)  # which Numba reads when cpu.py imports it
     ops = cpu_ops()
     weights = read_weights(directory, config, ops.pack)
     engine = Engine(config, weights, max_seq_len, ops)
     contenders = {"engine": engine_run(engine), "forward": forward_run(config, weights, max_seq_len, ops)}
     if ops is not NumpyOps:
         contenders["forward, NumPy"] = forward_run(config, read_weights(directory, config), max_seq_len)
-    with TemporaryDirectory() as folder:
-        gguf = Path(folder) / "f16.gguf"
-        if server := llama_cpp_server(directory, config, gguf, max_seq_len, args.threads):
-            contenders["llama.cpp F16"] = llama_cpp_run(server, tokenizer)
-        if model := transformers_model(directory, args.threads):
-            for attention in ("eager", "sdpa"):
-                contenders[f"transformers {attention}"] = transformers_run(model, attention)
-        with threadpoolctl.threadpool_limits(args.threads, user_api="blas"):
-            found = measure(contenders, tokenizer, args.new, args.repeat)
-    about = f"{directory.name}, {engine.about}"
+    if server := llama_cpp_server(directory, config, folder / "f16.gguf", max_seq_len, args.threads):
+        contenders["llama.cpp F16"] = llama_cpp_run(server, tokenizer)
+    if model := transformers_model(directory, args.threads):
+        for attention in ("eager", "sdpa"):
+            contenders[f"transformers {attention}"] = transformers_run(model, attention)
+    found = measure(contenders, tokenizer, args.new, args.repeat)
     engine.close()
-    report = "\n".join([*setting(about, args), "", *table(found, list(contenders)), ""])
-    print(report, end="")
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(report, encoding="utf-8")
+    about = f"{directory.name}, {engine.about}"
+    return "\n".join([*setting(about, args), "", *table(found, list(contenders)), ""])
 
 
 Found = dict[str, dict[str, list[Speeds]]]  # measurement -> contender -> a run a round

@@ -20,7 +20,7 @@ def test_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: py
     assert bench.main(["cpu", *flags]) == 0
     printed = capsys.readouterr()
     assert printed.out == out.read_text(encoding="utf-8")
-    assert re.search("^[\\d-]+, tiny, (NumPy, float32|Numba, bfloat16, 1 threads),", printed.out)
+    assert re.search("^[\\d-]+, tiny, (NumPy, float32|Numba, bfloat16, \\d+ threads),", printed.out)
     contenders = ["engine", "forward"] + ["forward, NumPy"] * ("numba" in sys.modules)
     assert f"| tokens/s, median of 2 | {' | '.join(contenders)} |" in printed.out
     for name in [*bench.MEASUREMENTS, "batch 8 / batch 1"]:
