@@ -12,7 +12,8 @@ Rules of this file:
    is busy for all of them. A number is the median of the rounds.
 2. What is measured is what runs: `engine` is Engine.generate with all that is around the model, `forward` the
    forward pass and the choice of a token alone. All are greedy, and the table says if they said the same.
-3. A measurement is a row of a table, a contender a column.
+3. A measurement is a row of a table, a contender a column. What only this engine does stands in a table of
+   its own, beside the same without it.
 
 Not here: how long an HTTP request takes.
 """
@@ -44,13 +45,14 @@ from api import encode_event
 from background import EventLog, Producer, Registry
 from channels import Delta, Finish, Usage
 from engine import Engine, Job
-from model import Batch, Cache, Context, NumpyOps, Sampling, Span, forward
+from model import PAGE, Context, NumpyOps, Sampling, Span
 from store import Limits, Row, Store
 from tokenizer import Tokenizer
 from weights import Config, Weights, read_config, read_json, read_weights
 
 Prompts = list[list[int]]
 GREEDY = Sampling(temperature=0)
+MAX_BATCH = 8
 
 
 class Speeds(NamedTuple):
@@ -95,6 +97,21 @@ def speeds(prompts: Prompts, started: float, token_times: list[list[float]], sai
 # --- contenders ---------------------------------------------------------------------------------------------
 
 
+def cpu_ops() -> type[NumpyOps]:
+    """What the server computes with."""
+    try:
+        from cpu import FastOps
+    except ImportError as error:
+        print(f"no compiled products ({error}): pip install -e '.[fast]' brings them", file=sys.stderr)
+        return NumpyOps
+    return FastOps
+
+
+def with_pages(ops: type[NumpyOps], config: Config, weights: Weights, max_seq_len: int) -> NumpyOps:
+    """With pages for all sequences of a batch."""
+    return ops(config, weights, max_seq_len, MAX_BATCH * -(-max_seq_len // PAGE), MAX_BATCH)
+
+
 def engine_run(engine: Engine) -> Run:
     """Engine.generate, as the server calls it."""
 
@@ -111,33 +128,21 @@ def engine_run(engine: Engine) -> Run:
     return lambda prompts, n_new: asyncio.run(all_of(prompts, n_new))
 
 
-def cpu_ops() -> type[NumpyOps]:
-    """What the server computes with."""
-    try:
-        from cpu import FastOps
-    except ImportError as error:
-        print(f"no compiled products ({error}): pip install -e '.[fast]' brings them", file=sys.stderr)
-        return NumpyOps
-    return FastOps
-
-
-def forward_run(config: Config, weights: Weights, max_seq_len: int, of: type[NumpyOps] = NumpyOps) -> Run:
+def forward_run(ops: NumpyOps) -> Run:
     """The forward pass and the choice of the tokens, one step after another."""
-    ops = of(config, max_seq_len)
 
     def run(prompts: Prompts, n_new: int) -> Speeds:
-        caches = [Cache(config, len(prompt) + n_new) for prompt in prompts]
+        size = ops.n_pages // len(prompts)
         said: Prompts = [[] for _ in prompts]
         times, started = [], time.perf_counter()
         for n in range(n_new):
             start = len(prompts[0]) + n - 1 if n else 0
             spans = [
-                Span(cache, output[-1:] or prompt, start, wanted=True)
-                for cache, prompt, output in zip(caches, prompts, said, strict=True)
+                Span(i, range(i * size, (i + 1) * size), output[-1:] or prompt, start, 1, tile=not output)
+                for i, (prompt, output) in enumerate(zip(prompts, said, strict=True))
             ]
-            logits = forward(ops, weights, Batch(spans))
             contexts = [Context(GREEDY, prompt, out) for prompt, out in zip(prompts, said, strict=True)]
-            for output, choice in zip(said, ops.pick(logits, contexts), strict=True):
+            for output, [choice] in zip(said, ops.read(ops.launch(spans, contexts)), strict=True):
                 output.append(choice.token_id)
             times.append(time.perf_counter())
         return speeds(prompts, started, [times] * len(prompts), said[0])
@@ -284,10 +289,12 @@ def compare(args: argparse.Namespace, folder: Path) -> str:
     max_seq_len = min(config.max_seq_len, 256 + args.new)
     ops = cpu_ops()
     weights = read_weights(directory, config, ops.pack)
-    engine = Engine(config, weights, max_seq_len, ops)
-    contenders = {"engine": engine_run(engine), "forward": forward_run(config, weights, max_seq_len, ops)}
+    engine = Engine(with_pages(ops, config, weights, max_seq_len))
+    forward = forward_run(with_pages(ops, config, weights, max_seq_len))
+    contenders = {"engine": engine_run(engine), "forward": forward}
     if ops is not NumpyOps:
-        contenders["forward, NumPy"] = forward_run(config, read_weights(directory, config), max_seq_len)
+        spec = with_pages(NumpyOps, config, read_weights(directory, config), max_seq_len)
+        contenders["forward, NumPy"] = forward_run(spec)
     if server := llama_cpp_server(directory, config, folder / "f16.gguf", max_seq_len, args.threads):
         contenders["llama.cpp F16"] = llama_cpp_run(server, tokenizer)
     if model := transformers_model(directory, args.threads):
@@ -295,8 +302,9 @@ def compare(args: argparse.Namespace, folder: Path) -> str:
             contenders[f"transformers {attention}"] = transformers_run(model, attention)
     found = measure(contenders, tokenizer, args.new, args.repeat)
     engine.close()
+    ours = own(ops, config, weights, tokenizer, args)
     about = f"{directory.name}, {engine.about}"
-    return "\n".join([*setting(about, args), "", *table(found, list(contenders)), ""])
+    return "\n".join([*setting(about, args), "", *table(found, list(contenders)), "", *ours, ""])
 
 
 Found = dict[str, dict[str, list[Speeds]]]  # measurement -> contender -> a run a round
@@ -361,6 +369,49 @@ def table(found: Found, contenders: Sequence[str]) -> Iterator[str]:
     yield "| batch 8 / batch 1 | " + " | ".join([*gains, *[""] * (len(columns) - len(contenders))]) + " |"
 
 
+# --- what only this engine does -----------------------------------------------------------------------------
+
+N_TURN, N_MORE, N_SPECULATE = 1000, 30, 4
+
+
+def own(
+    ops: type[NumpyOps], config: Config, weights: Weights, tokenizer: Tokenizer, args: argparse.Namespace
+) -> Iterator[str]:
+    """A table: a second turn until its first token, decoding in company and with drafts."""
+    n_new, repeat = args.new, args.repeat
+    length = min(config.max_seq_len, N_TURN + 2 * n_new + N_MORE)
+    engine = Engine(with_pages(ops, config, weights, length))
+    drafting = Engine(with_pages(ops, config, weights, length), speculate=N_SPECULATE)
+    prose = prompts(tokenizer, 1, N_TURN)[0]
+    copied = prose[:120] * 2 + prose[:20]
+    found: dict[str, list[tuple[float, float]]] = {}
+    for number in range(repeat + 1):
+        turn = [number, *prose[1:]]  # another beginning: nothing of it is known
+        second = [*turn, *engine_run(engine)([turn], n_new).said, *prose[:N_MORE]]
+        cold, cached = (
+            engine_run(engine)([[first, *second[1:]]], 1).prefill for first in (99 + number, number)
+        )
+        few, many = (engine_run(engine)(prompts(tokenizer, n, 32), n_new).decode for n in (1, MAX_BATCH))
+        plain, drafted = (engine_run(e)([copied], n_new).decode for e in (engine, drafting))
+        for name, pair in {
+            f"prefill of a second turn, {len(second)} tokens: cold, cached": (cold, cached),
+            f"decode: batch 1, batch {MAX_BATCH}": (few, many),
+            f"decode of a text that repeats: plain, --speculate {N_SPECULATE}": (plain, drafted),
+        }.items():
+            print(f"round {number}/{repeat}  {name}  {pair[0]:.1f}, {pair[1]:.1f} tok/s", file=sys.stderr)
+            found.setdefault(name, []).extend([pair] if number else [])
+    counts = drafting.counts()
+    engine.close()
+    drafting.close()
+    yield f"| tokens/s, median of {repeat} | without | with | ratio |"
+    yield "|---|---|---|---|"
+    for name, pairs in found.items():
+        without, with_it = (median(column) for column in zip(*pairs, strict=True))
+        yield f"| {name} | {without:.1f} | {with_it:.1f} | {with_it / without:.2f} |"
+    yield ""
+    yield f"Of {counts['drafted']} drafts {counts['accepted']} were accepted."
+
+
 # --- store --------------------------------------------------------------------------------------------------
 
 N_DELTAS = 64  # tokens of one response: a frame each, and eight around them
@@ -371,7 +422,8 @@ def store(args: argparse.Namespace) -> None:
         lines = asyncio.run(store_run(Path(folder) / "store.db", args.responses))
     directory = hub.find(args.model)
     config = read_config(directory)
-    engine = Engine(config, read_weights(directory, config), 256)
+    ops = cpu_ops()
+    engine = Engine(with_pages(ops, config, read_weights(directory, config, ops.pack), 256))
     rate = engine_run(engine)(prompts(Tokenizer(directory / "tokenizer.json"), 8, 32), N_DELTAS).decode
     engine.close()
     report = "\n".join(

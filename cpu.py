@@ -178,7 +178,8 @@ class FastOps(NumpyOps):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._n_threads = compiled()
-        self.about = f"Numba, bfloat16, {self._n_threads} threads"
+        size = f"{self.weights.nbytes / 1e6:.0f} MB of weights, in bfloat16 where that is exact"
+        self.about = f"Numba, {self._n_threads} threads, {size}"
 
     def embed(self, batch: Batch, weights: Weights) -> Array:
         if not isinstance(weights.embed, Panels):

@@ -14,7 +14,7 @@ pytest.importorskip("numba", reason="pip install -e '.[fast]' brings Numba")
 
 import cpu
 from cpu import SMALL, WIDTH, FastOps, Panels, pack
-from model import Array, Batch, Cache, NumpyOps, Span, forward
+from model import PAGE, Array, Batch, NumpyOps, Span, forward
 from parity import CASES, write
 from serving import TINY
 from weights import Config, Weights, read_config, read_weights
@@ -37,7 +37,8 @@ def product(x: Array, w: Any) -> Array:
 
 
 def ops() -> FastOps:
-    return FastOps(read_config(TINY), 8)
+    config = read_config(TINY)
+    return FastOps(config, read_weights(TINY, config, FastOps.pack), 8, 1, 1)
 
 
 # ---- Products ----------------------------------------------------------------------------------------------
@@ -120,16 +121,14 @@ def test_half_the_bytes() -> None:
 # ---- The forward pass --------------------------------------------------------------------------------------
 
 
-def logits(ops: NumpyOps, weights: Weights, prompts: list[list[int]], n_new: int) -> Array:
+def logits(kind: type[NumpyOps], weights: Weights, prompts: list[list[int]], n_new: int, c: Config) -> Array:
     """Of all prompts in a batch, then of n_new steps with the same token each. (n_new + 1, n, vocab_size)"""
-    caches = [Cache(ops.config, len(prompt) + n_new) for prompt in prompts]
-    found = [
-        forward(ops, weights, Batch([Span(*s, 0, True) for s in zip(caches, prompts, strict=True)])).copy()
-    ]
-    for i in range(n_new):
-        ends = [len(prompt) + i for prompt in prompts]
-        spans = [Span(cache, [7], end, True) for cache, end in zip(caches, ends, strict=True)]
+    ops = kind(c, weights, PAGE, len(prompts), len(prompts))
+    starts, found = [0] * len(prompts), list[Array]()
+    for tokens in [prompts, *[[[7]] * len(prompts)] * n_new]:
+        spans = [Span(i, [i], t, starts[i], 1, tile=len(t) > 1) for i, t in enumerate(tokens)]
         found.append(forward(ops, weights, Batch(spans)).copy())
+        starts = [span.end for span in spans]
     return np.array(found)
 
 
@@ -148,8 +147,8 @@ def test_equals_numpy(name: str) -> None:
         write(Path(folder), CASES[name])
         config, wide, packed = both(Path(folder))
     assert isinstance(packed.embed, Panels) == (CASES[name].dtype == "BF16")
-    expected = logits(NumpyOps(config, 64), wide, PROMPTS, 3)
-    found = logits(FastOps(config, 64), packed, PROMPTS, 3)
+    expected = logits(NumpyOps, wide, PROMPTS, 3, config)
+    found = logits(FastOps, packed, PROMPTS, 3, config)
     assert np.abs(found - expected).max() < 2e-4  # test_model.py's ROUNDING
     if CASES[name].dtype != "BF16":
         assert np.array_equal(found, expected)
@@ -157,18 +156,17 @@ def test_equals_numpy(name: str) -> None:
 
 def test_same_bits_alone_and_batched() -> None:
     config, _, packed = both(TINY)
-    fast = FastOps(config, 64)
-    together = logits(fast, packed, PROMPTS, 3)
+    together = logits(FastOps, packed, PROMPTS, 3, config)
     for i, prompt in enumerate(PROMPTS):
-        assert np.array_equal(logits(fast, packed, [prompt], 3)[:, 0], together[:, i])
+        assert np.array_equal(logits(FastOps, packed, [prompt], 3, config)[:, 0], together[:, i])
 
 
 def test_a_matrix_of_each_kind() -> None:
     """One matrix that bfloat16 cannot hold is NumPy's, the others are not."""
     config, wide, packed = both(TINY)
     packed.layers[1] = replace(packed.layers[1], w_down=wide.layers[1].w_down)
-    expected = logits(NumpyOps(config, 64), wide, PROMPTS, 1)
-    assert np.abs(logits(FastOps(config, 64), packed, PROMPTS, 1) - expected).max() < 2e-3
+    expected = logits(NumpyOps, wide, PROMPTS, 1, config)
+    assert np.abs(logits(FastOps, packed, PROMPTS, 1, config) - expected).max() < 2e-3
 
 
 # ---- Starting ----------------------------------------------------------------------------------------------
