@@ -87,7 +87,8 @@ def pack(w: Array) -> Array | Panels:
 # In all of them x is (n_rows, n_in) float32, w (n_in, WIDTH) a panel. "contract" allows the fused step and no
 # other liberty: LLVM keeps the order of each sum.
 
-kernel = njit(nogil=True, cache=True, fastmath={"contract"})
+LIBERTIES = {"fastmath": {"contract"}}
+kernel = njit(nogil=True, cache=True, **LIBERTIES)
 
 
 @njit(inline="always")
