@@ -6,7 +6,8 @@
     python bench.py server   streams held at once, beside a bare Starlette app that sends the same bytes
 
 `cpu` compares the engine with transformers in float32 (https://github.com/huggingface/transformers), which
-`pip install -e '.[parity]'` brings; without it only our own numbers are shown.
+`pip install -e '.[parity]'` brings, with llama.cpp in float16 (https://github.com/ggml-org/llama.cpp), which
+`pip install xllamacpp` brings, and with itself on NumPy where cpu.py serves it; what is missing is named.
 
 Rules of this file:
 1. The ratio is the result. The contenders take turns in each round: where the machine is busy for a while, it
@@ -29,6 +30,7 @@ import re
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from datetime import date
 from importlib.metadata import version
@@ -38,6 +40,7 @@ from statistics import median, quantiles
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import threadpoolctl
 import uvicorn
 from starlette.applications import Starlette
@@ -63,7 +66,7 @@ from model import PAGE, Choice, Context, NumpyOps, Sampling, Span
 from server import bind, protocol
 from store import Limits, Row, Store
 from tokenizer import Tokenizer
-from weights import Config, Weights, read_config, read_weights
+from weights import Config, Weights, read_config, read_json, read_weights
 from worker import LocalWorker
 
 Prompts = list[list[int]]
@@ -97,6 +100,8 @@ MEASUREMENTS = {
 }
 # fmt: on
 
+OURS = ("engine", "forward")
+
 Run = Callable[[Prompts, int], Speeds]  # (prompts of one length, tokens to say after each)
 
 
@@ -111,9 +116,19 @@ def speeds(prompts: Prompts, started: float, token_times: list[list[float]], sai
 # --- contenders ---------------------------------------------------------------------------------------------
 
 
-def numpy_ops(config: Config, weights: Weights, max_seq_len: int) -> NumpyOps:
+def cpu_ops() -> type[NumpyOps]:
+    """What the server computes with."""
+    try:
+        from cpu import FastOps
+    except ImportError as error:
+        print(f"no compiled products ({error}): pip install -e '.[fast]' brings them", file=sys.stderr)
+        return NumpyOps
+    return FastOps
+
+
+def with_pages(ops: type[NumpyOps], config: Config, weights: Weights, max_seq_len: int) -> NumpyOps:
     """With pages for all sequences of a batch."""
-    return NumpyOps(config, weights, max_seq_len, MAX_BATCH * -(-max_seq_len // PAGE), MAX_BATCH)
+    return ops(config, weights, max_seq_len, MAX_BATCH * -(-max_seq_len // PAGE), MAX_BATCH)
 
 
 def engine_run(engine: Engine) -> Run:
@@ -189,26 +204,122 @@ def transformers_model(directory: Path, n_threads: int) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
 
 
+def llama_cpp_run(server: Any, tokenizer: Tokenizer) -> Run:
+    """Their server's completions, in this process: a thread a sequence, as it has slots."""
+
+    def one(prompt: list[int], n_new: int) -> list[tuple[float, str]]:
+        pieces: list[tuple[float, str]] = []
+
+        def on_chunk(chunk: Any) -> bool:
+            pieces.append((time.perf_counter(), chunk["choices"][0]["text"]))
+            return False  # go on
+
+        greedy = {"temperature": 0, "samplers": [], "ignore_eos": True, "cache_prompt": False, "stream": True}
+        server.handle_completions({"prompt": prompt, "n_predict": n_new} | greedy, on_chunk)
+        return pieces[:n_new]  # the last chunk says why it ends
+
+    def run(prompts: Prompts, n_new: int) -> Speeds:
+        started = time.perf_counter()
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            sequences = list(pool.map(lambda prompt: one(prompt, n_new), prompts))
+        times = [[t for t, _ in pieces] for pieces in sequences]
+        said = tokenizer.encode("".join(text for _, text in sequences[0]))
+        return speeds(prompts, started, times, said)
+
+    return run
+
+
+def llama_cpp_server(directory: Path, config: Config, gguf: Path, max_seq_len: int, n_threads: int) -> Any:
+    """Theirs of the same weights, as a file of float16; None where it is not installed or not a Llama."""
+    try:
+        import xllamacpp
+    except ImportError as error:
+        print(f"no comparison ({error}): pip install xllamacpp brings llama.cpp", file=sys.stderr)
+        return None
+    if config.model_type != "llama":
+        print(f"no comparison with llama.cpp: written for llama, not {config.model_type}", file=sys.stderr)
+        return None
+    write_gguf(gguf, config, read_weights(directory, config), read_json(directory / "tokenizer.json"))
+    params = xllamacpp.CommonParams()
+    params.model.path = str(gguf)
+    params.n_parallel = max(m.batch for m in MEASUREMENTS.values())
+    params.n_ctx = params.n_parallel * max_seq_len
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = n_threads
+    params.cache_ram_mib = 0  # no prompt of an earlier round
+    params.verbosity = 0
+    return xllamacpp.Server(params)
+
+
+def write_gguf(path: Path, c: Config, weights: Weights, tokenizer: dict[str, Any]) -> None:
+    """https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; rotary pairs are adjacent there as here."""
+    from gguf import GGUFWriter, LlamaFileType, TokenType
+
+    writer = GGUFWriter(path, "llama")
+    writer.add_file_type(LlamaFileType.MOSTLY_F16)
+    writer.add_context_length(c.max_seq_len)
+    writer.add_embedding_length(c.dim)
+    writer.add_block_count(c.n_layers)
+    writer.add_feed_forward_length(c.hidden_dim)
+    writer.add_head_count(c.n_heads)
+    writer.add_head_count_kv(c.n_kv_heads)
+    writer.add_rope_dimension_count(c.head_dim)
+    writer.add_rope_freq_base(c.rope.theta)
+    writer.add_layer_norm_rms_eps(c.norm_eps)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    vocabulary = tokenizer["model"]["vocab"]
+    special = {token["content"] for token in tokenizer["added_tokens"]}
+    writer.add_token_list(sorted(vocabulary, key=lambda token: vocabulary[token]))
+    kinds = {token: TokenType.CONTROL if token in special else TokenType.NORMAL for token in vocabulary}
+    writer.add_token_types([kinds[token] for token in sorted(vocabulary, key=lambda t: vocabulary[t])])
+    writer.add_token_merges([" ".join(merge) for merge in tokenizer["model"]["merges"]])
+    tensors = {"token_embd": weights.embed, "output_norm": weights.norm}
+    n_q, n_kv = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+    for i, layer in enumerate(weights.layers):
+        parts = {"attn_norm": layer.attn_norm, "attn_output": layer.wo, "ffn_norm": layer.mlp_norm}
+        parts["ffn_down"] = layer.w_down
+        parts["ffn_gate"], parts["ffn_up"] = np.split(layer.w_gate_up, 2)
+        parts["attn_q"], parts["attn_k"], parts["attn_v"] = np.split(layer.wqkv, [n_q, n_q + n_kv])
+        tensors |= {f"blk.{i}.{name}": array for name, array in parts.items()}
+    for name, array in tensors.items():
+        writer.add_tensor(f"{name}.weight", array if array.ndim == 1 else array.astype(np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 # --- cpu ----------------------------------------------------------------------------------------------------
 
 
 def cpu(args: argparse.Namespace) -> None:
+    with threadpoolctl.threadpool_limits(args.threads, user_api="blas"), TemporaryDirectory() as folder:
+        write(compare(args, Path(folder)), args.out)
+
+
+def compare(args: argparse.Namespace, folder: Path) -> list[str]:
     directory = hub.find(args.model)
     config = read_config(directory)
-    weights = read_weights(directory, config)
+    tokenizer = Tokenizer(directory / "tokenizer.json")
     max_seq_len = min(config.max_seq_len, 256 + args.new)
-    engine = Engine(numpy_ops(config, weights, max_seq_len))
-    forward = forward_run(numpy_ops(config, weights, max_seq_len))
+    ops = cpu_ops()
+    weights = read_weights(directory, config, ops.pack)
+    engine = Engine(with_pages(ops, config, weights, max_seq_len))
+    forward = forward_run(with_pages(ops, config, weights, max_seq_len))
     contenders = {"engine": engine_run(engine), "forward": forward}
+    if ops is not NumpyOps:
+        spec = with_pages(NumpyOps, config, read_weights(directory, config), max_seq_len)
+        contenders["forward, NumPy"] = forward_run(spec)
+    if server := llama_cpp_server(directory, config, folder / "f16.gguf", max_seq_len, args.threads):
+        contenders["llama.cpp F16"] = llama_cpp_run(server, tokenizer)
     if model := transformers_model(directory, args.threads):
         for attention in ("eager", "sdpa"):
             contenders[f"transformers {attention}"] = transformers_run(model, attention)
-    with threadpoolctl.threadpool_limits(args.threads, user_api="blas"):
-        tokenizer = Tokenizer(directory / "tokenizer.json")
-        found = measure(contenders, tokenizer, args.new, args.repeat)
-        engine.close()
-        ours = list(own(config, weights, tokenizer, args.new, args.repeat))
-    write([*setting(directory, args), "", *table(found, list(contenders)), "", *ours, ""], args.out)
+    found = measure(contenders, tokenizer, args.new, args.repeat)
+    engine.close()
+    ours = own(ops, config, weights, tokenizer, args)
+    about = f"{directory.name}, {engine.about}"
+    return [*setting(about, args), "", *table(found, list(contenders)), "", *ours, ""]
 
 
 Found = dict[str, dict[str, list[Speeds]]]  # measurement -> contender -> a run a round
@@ -235,11 +346,11 @@ def prompts(tokenizer: Tokenizer, batch: int, n_prompt: int) -> Prompts:
     return [token_ids[i * n_prompt : (i + 1) * n_prompt] for i in range(batch)]
 
 
-def setting(directory: Path, args: argparse.Namespace) -> Iterator[str]:
+def setting(about: str, args: argparse.Namespace) -> Iterator[str]:
     """What a number means nothing without."""
-    installed = ["numpy", "torch", "transformers"] if "torch" in sys.modules else ["numpy"]
-    versions = ", ".join(f"{name} {version(name)}" for name in installed)
-    yield f"{date.today()}, {directory.name} in float32, {args.new} tokens decoded a sequence,"
+    used = [name for name in ("numpy", "numba", "torch", "transformers", "xllamacpp") if name in sys.modules]
+    versions = ", ".join(f"{name} {version(name)}" for name in used)
+    yield f"{date.today()}, {about}, {args.new} tokens decoded a sequence,"
     yield f"{cpu_name()}, {os.cpu_count()} cores, {args.threads} threads,"
     yield f"Python {platform.python_version()}, {versions}."
 
@@ -252,20 +363,25 @@ def cpu_name() -> str:
 
 
 def table(found: Found, contenders: Sequence[str]) -> Iterator[str]:
-    """Medians, and how many times as fast the engine is as the fastest of the others that is not ours."""
-    theirs = [name for name in contenders if name.startswith("transformers")]
+    """Medians, how many times as fast the engine is as each of the others, and what a batch brings."""
+    others = [name for name in contenders if name not in OURS]
     n_rounds = len(next(iter(found.values()))[contenders[0]])
-    columns = [*contenders, *(["engine / their best", "same words"] if theirs else [])]
+    columns = [*contenders, *(f"engine / {name}" for name in others), *(["same words"] if others else [])]
     yield f"| tokens/s, median of {n_rounds} | " + " | ".join(columns) + " |"
     yield "|---" * (len(columns) + 1) + "|"
-    for name, runs in found.items():
-        medians = {who: median(map(MEASUREMENTS[name].speed, runs[who])) for who in contenders}
-        cells = [f"{value:.1f}" for value in medians.values()]
-        if theirs:
-            best = max(medians[who] for who in theirs)
-            said = {tuple(runs[who][0].said) for who in contenders}
-            cells += [f"{medians['engine'] / best:.2f}", "yes" if len(said) == 1 else "no"]
+    medians = {
+        name: [median(map(MEASUREMENTS[name].speed, runs[who])) for who in contenders]
+        for name, runs in found.items()
+    }
+    for name, values in medians.items():
+        cells = [f"{value:.1f}" for value in values]
+        cells += [f"{values[0] / values[contenders.index(who)]:.2f}" for who in others]
+        said = {tuple(runs[0].said) for runs in found[name].values()}
+        cells += [("yes" if len(said) == 1 else "no")] if others else []
         yield f"| {name} | " + " | ".join(cells) + " |"
+    one, eight = medians["decode, batch 1"], medians["decode, batch 8"]
+    gains = [f"{many / alone:.2f}" for alone, many in zip(one, eight, strict=True)]
+    yield "| batch 8 / batch 1 | " + " | ".join([*gains, *[""] * (len(columns) - len(contenders))]) + " |"
 
 
 # --- what only this engine does -----------------------------------------------------------------------------
@@ -273,11 +389,14 @@ def table(found: Found, contenders: Sequence[str]) -> Iterator[str]:
 N_TURN, N_MORE, N_SPECULATE = 1000, 30, 4
 
 
-def own(config: Config, weights: Weights, tokenizer: Tokenizer, n_new: int, repeat: int) -> Iterator[str]:
+def own(
+    ops: type[NumpyOps], config: Config, weights: Weights, tokenizer: Tokenizer, args: argparse.Namespace
+) -> Iterator[str]:
     """A table: a second turn until its first token, decoding in company and with drafts."""
+    n_new, repeat = args.new, args.repeat
     length = min(config.max_seq_len, N_TURN + 2 * n_new + N_MORE)
-    engine = Engine(numpy_ops(config, weights, length))
-    drafting = Engine(numpy_ops(config, weights, length), speculate=N_SPECULATE)
+    engine = Engine(with_pages(ops, config, weights, length))
+    drafting = Engine(with_pages(ops, config, weights, length), speculate=N_SPECULATE)
     prose = prompts(tokenizer, 1, N_TURN)[0]
     copied = prose[:120] * 2 + prose[:20]
     found: dict[str, list[tuple[float, float]]] = {}
@@ -318,7 +437,8 @@ def store(args: argparse.Namespace) -> None:
         lines = asyncio.run(store_run(Path(folder) / "store.db", args.responses))
     directory = hub.find(args.model)
     config = read_config(directory)
-    engine = Engine(numpy_ops(config, read_weights(directory, config), 256))
+    ops = cpu_ops()
+    engine = Engine(with_pages(ops, config, read_weights(directory, config, ops.pack), 256))
     rate = engine_run(engine)(prompts(Tokenizer(directory / "tokenizer.json"), 8, 32), N_DELTAS).decode
     engine.close()
     report = [

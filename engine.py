@@ -50,6 +50,7 @@ class Ops(Protocol):
     """What computes the steps, and owns the memory of the pages: model.NumpyOps is the spec."""
 
     config: Config
+    about: str  # what it computes with, for who starts the server
     max_seq_len: int
     n_pages: int
     max_batch: int  # sequences a step
@@ -185,6 +186,7 @@ class Engine:
         """`speculate`: tokens to draft at once, at most."""
         self.config = ops.config
         self.max_seq_len = min(ops.max_seq_len, ops.n_pages * PAGE)
+        self.about = ops.about
         self._ops = ops
         self._speculate = speculate
         self._inbox: queue.SimpleQueue[tuple[Literal["start", "abort", "wake"], Sequence | None]] = (

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from weights import Config, Layer, Weights, rope_table
+from weights import Config, Layer, Weights, as_read, rope_table
 
 Array = NDArray[np.float32]
 Ints = NDArray[np.int64]
@@ -191,6 +191,7 @@ class NumpyOps:
     op reuses.
     """
 
+    pack = staticmethod(as_read)  # what weights.read_weights makes of a matrix for these ops
     tile = TILE
     n_ahead = 0  # steps that may be launched before the first of them is read
     row_invariant = False  # has a row the same bits in a tile as by itself?
@@ -198,6 +199,7 @@ class NumpyOps:
     def __init__(
         self, config: Config, weights: Weights, max_seq_len: int, n_pages: int, max_batch: int
     ) -> None:
+        self.about = f"NumPy, {weights.nbytes / 1e6:.0f} MB of weights in float32"
         self.config = config
         self.weights = weights
         self.max_seq_len = max_seq_len

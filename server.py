@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import logging
 import math
 import os
 import re
@@ -52,6 +53,8 @@ IN_MEMORY = ":memory:"
 MAX_HEAD_BYTES = 64 * 1024  # of a request: its line and its headers; h11 answers 400 to more
 SEND_BUFFER_BYTES = 128 * 1024  # of a connection; Linux takes twice as many
 STALLED_S = 2  # at a stop, what clients get to take their last event, after the grace
+
+log = logging.getLogger("server")
 
 # --- the command line ---------------------------------------------------------------------------------------
 
@@ -108,7 +111,7 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "host":                ("127.0.0.1",          {"help": "address to listen on; 0.0.0.0: all interfaces"}),
     "port":                (8000,                 {"type": int, "help": "to listen on; 0: any free one"}),
     "device":              ("auto",               {"choices": DEVICES, "help": "where to compute"}),
-    "threads":             (None,                 {"type": positive, "help": "of BLAS (default: all cores)"}),
+    "threads":             (None,                 {"type": positive, "help": "default: all cores"}),
     "max-model-len":       (None,                 {"type": positive, "help": LENGTH}),
     "kv-memory":           (None,                 {"type": size, "metavar": "BYTES", "help": KV_MEMORY}),
     "max-batch":           (16,                   {"type": positive, "help": "sequences to run at once"}),
@@ -199,9 +202,10 @@ def load(directory: Path, args: argparse.Namespace) -> LocalWorker:
     vocabulary = directory / "tokenizer.json"
     template, tokenizer = ChatTemplate.load(directory), Tokenizer(vocabulary)
     grammars = Grammars(vocabulary, config.vocab_size, config.eos_token_ids)
-    loaded = weights.read_weights(directory, config)
-    n_pages = pool(NumpyOps.page_bytes(config), length, args.max_batch, args.kv_memory)
-    ops = NumpyOps(config, loaded, length, n_pages, args.max_batch)
+    cpu = cpu_ops()
+    loaded = weights.read_weights(directory, config, cpu.pack)
+    n_pages = pool(cpu.page_bytes(config), length, args.max_batch, args.kv_memory)
+    ops = cpu(config, loaded, length, n_pages, args.max_batch)
     return LocalWorker(Engine(ops, args.speculate), tokenizer, template, grammars, args.dialect)
 
 
@@ -234,6 +238,16 @@ def read_keys(args: argparse.Namespace) -> list[str]:
     if args.api_key_file and not keys:
         raise ValueError(f"--api-key-file {args.api_key_file}: expected a key a line, got none")
     return keys
+
+
+def cpu_ops() -> type[NumpyOps]:
+    """The fastest that is installed."""
+    try:
+        from cpu import FastOps
+    except ImportError as error:
+        log.info("NumPy computes (%s); pip install -e '.[fast]' brings what is twice as fast", error)
+        return NumpyOps
+    return FastOps
 
 
 def open_store(args: argparse.Namespace) -> Store:
@@ -363,15 +377,14 @@ def announce(
     per_token = 2 * 4 * config.n_layers * config.n_kv_heads * config.head_dim  # k and v, float32
     blas = [lib["num_threads"] for lib in threadpoolctl.threadpool_info() if lib["user_api"] == "blas"]
     n_pages = worker.engine.counts()["pages"]
-    weights_mb = config.n_params * 4 / 1e6
     body = json.dumps({"model": names[0], "input": "What is the capital of France?"})
     for name, value in {
         "model": f"{names[0]} ({config.model_type}), {config.n_params / 1e6:.1f} M parameters",
-        "memory": f"{weights_mb:.0f} MB of weights in float32, {per_token / 1e3:.0f} kB a token of context",
+        "memory": f"{per_token / 1e3:.0f} kB a token of context, keys and values in float32",
         "context": f"{worker.engine.max_seq_len} tokens",
         "pages": f"{n_pages} of {PAGE} tokens, at most {n_pages * PAGE * per_token / 1e6:.0f} MB",
         "dialect": worker.dialect,
-        "device": f"cpu, {max(blas, default=1)} BLAS threads",
+        "device": f"cpu: {worker.engine.about}; {max(blas, default=1)} BLAS threads",
         "store": "in memory: responses are lost at exit" if args.store == IN_MEMORY else args.store,
         "listening": url,
     }.items():

@@ -408,17 +408,19 @@ ROPE_KEPT = {"default": none_kept, "linear": none_kept, "llama3": llama3_kept, "
 
 # ---- Weights -----------------------------------------------------------------------------------------------
 
+Matrix = Any  # an Array, (outputs, inputs), as in the checkpoint; or what the ops keep of it (`pack`)
+
 
 @dataclass
 class Layer:
-    """One transformer block. Matrices are (outputs, inputs), as in the checkpoint."""
+    """One transformer block."""
 
     attn_norm: Array  # (dim,)
-    wqkv: Array  # ((n_heads + 2 * n_kv_heads) * head_dim, dim) rows of q, k, v; q's and k's pairs adjacent
-    wo: Array  # (dim, n_heads * head_dim)
+    wqkv: Matrix  # ((n_heads + 2 * n_kv_heads) * head_dim, dim) rows of q, k, v; q's and k's pairs adjacent
+    wo: Matrix  # (dim, n_heads * head_dim)
     mlp_norm: Array  # (dim,)
-    w_gate_up: Array  # (2 * hidden_dim, dim) rows of gate, up
-    w_down: Array  # (dim, hidden_dim)
+    w_gate_up: Matrix  # (2 * hidden_dim, dim) rows of gate, up
+    w_down: Matrix  # (dim, hidden_dim)
     bqkv: Array | None = None  # ((n_heads + 2 * n_kv_heads) * head_dim,) in the order of wqkv
     bo: Array | None = None  # (dim,)
     b_gate_up: Array | None = None  # (2 * hidden_dim,)
@@ -429,10 +431,16 @@ class Layer:
 
 @dataclass
 class Weights:
-    embed: Array  # (vocab_size, dim)
+    embed: Matrix  # (vocab_size, dim)
     layers: list[Layer]
     norm: Array  # (dim,)
-    head: Array  # (vocab_size, dim) the same array as embed when tied
+    head: Matrix  # (vocab_size, dim) the same object as embed when tied
+
+    @property
+    def nbytes(self) -> int:
+        held = [self.embed, self.norm] if self.head is self.embed else [self.embed, self.norm, self.head]
+        held += [array for layer in self.layers for array in vars(layer).values() if array is not None]
+        return sum(array.nbytes for array in held)
 
 
 class Part(NamedTuple):
@@ -481,17 +489,21 @@ def layer_parts(c: Config, prefix: str = "") -> list[Part]:
     return [part._replace(name=prefix + part.name) for wanted, part in table if wanted]
 
 
-def read_weights(directory: Path, config: Config) -> Weights:
-    """Every tensor as float32; raises UnsupportedModel before any is copied."""
+def as_read(w: Array) -> Matrix:
+    return w
+
+
+def read_weights(directory: Path, config: Config, pack: Callable[[Array], Matrix] = as_read) -> Weights:
+    """Every tensor as float32, every matrix packed; raises UnsupportedModel before any is copied."""
     tensors = map_tensors(directory)
     outer = outer_parts(config)
     layers = [layer_parts(config, f"model.layers.{layer}.") for layer in range(config.n_layers)]
     check_tensors(tensors, {part.name: part.shape for parts in (outer, *layers) for part in parts}, config)
     with progress("Reading weights", sum(tensor.nbytes for tensor in tensors.values())) as bar:
-        arrays = fuse(tensors, outer, config.head_dim, bar)
+        arrays = fuse(tensors, outer, config.head_dim, bar, pack)
         return Weights(
             embed=arrays["embed"],
-            layers=[Layer(**fuse(tensors, parts, config.head_dim, bar)) for parts in layers],
+            layers=[Layer(**fuse(tensors, parts, config.head_dim, bar, pack)) for parts in layers],
             norm=arrays["norm"],
             head=arrays.get("head", arrays["embed"]),
         )
@@ -517,9 +529,11 @@ def progress(title: str, n_bytes: int) -> "tqdm[Any]":
     return tqdm(desc=title, total=n_bytes, unit="B", unit_scale=True, disable=hidden)
 
 
-def fuse(tensors: Tensors, parts: list[Part], head_dim: int, bar: "tqdm[Any]") -> dict[str, Array]:
-    """float32 arrays by field; each tensor is read once and written once."""
-    arrays: dict[str, Array] = {}
+def fuse(
+    tensors: Tensors, parts: list[Part], head_dim: int, bar: "tqdm[Any]", pack: Callable[[Array], Matrix]
+) -> dict[str, Matrix]:
+    """float32 arrays by field; each tensor is read once and written once, and a matrix packed at once."""
+    arrays: dict[str, Matrix] = {}
     for field in dict.fromkeys(part.field for part in parts):
         group = [part for part in parts if part.field == field]
         ends = np.cumsum([part.shape[0] for part in group])
@@ -530,6 +544,8 @@ def fuse(tensors: Tensors, parts: list[Part], head_dim: int, bar: "tqdm[Any]") -
                 tensor = adjacent_pairs(tensor, head_dim)
             widen(tensor, rows.reshape(tensor.shape))
             bar.update(tensor.nbytes)
+        if arrays[field].ndim == 2:
+            arrays[field] = pack(arrays[field])
     return arrays
 
 

@@ -32,5 +32,5 @@ class FaultyOps(model.NumpyOps):
 
 
 if __name__ == "__main__":
-    vars(server)["NumpyOps"] = FaultyOps
+    vars(server)["cpu_ops"] = lambda: FaultyOps
     sys.exit(server.main())

@@ -351,7 +351,7 @@ def test_every_tensor_arrives_in_its_place(tmp_path: Path, changes: dict[str, An
     assert config.n_params == sum(tensor.size for tensor in tensors.values())
     assert np.array_equal(loaded.embed, tensors["model.embed_tokens.weight"])
     assert np.array_equal(loaded.norm, tensors["model.norm.weight"])
-    assert np.array_equal(loaded.head, tensors.get("lm_head.weight", loaded.embed))
+    assert np.array_equal(loaded.head, tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"]))
     assert (loaded.head is loaded.embed) == config.tied
     rows = np.concatenate([8 * head + np.array(PAIRED) for head in range(6)])  # of q and k; v stays
     qkv = [*rows, *range(6 * 8, 8 * 8)]

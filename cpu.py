@@ -1,0 +1,205 @@
+"""Products at the speed of memory: weights kept as bfloat16, multiplied by kernels that Numba compiles.
+
+    matrix in float32 --pack()--> Panels --FastOps--> the products of NumpyOps, at half the bytes
+
+To decode a token is to read every weight once and use it once, so a token takes as long as its bytes take
+from memory. Most checkpoints hold bfloat16, the upper half of a float32: widening it in a register, a shift,
+is exact and costs nothing while memory is waited for. Only the order of the sums differs from NumpyOps, which
+is the spec, and what computes where Numba is not installed.
+
+Authority: "Anatomy of High-Performance Matrix Multiplication" (Goto, van de Geijn 2008) for panels and tiles;
+Numba's https://numba.readthedocs.io/en/stable/user/parallel.html for threads.
+
+Rules of this file:
+1. A panel holds WIDTH outputs side by side, input after input: a kernel reads memory from front to back, and
+   what the compiler makes a vector is WIDTH sums, never a part of one.
+2. Every sum runs over the inputs in their order, each step fused (one rounding). So a row has the same bits
+   alone, in any batch and in a prompt; threads share out panels, and change nothing.
+3. Rows are taken by fours: a weight that has been widened serves four. What is left is taken one by one.
+4. No bit is lost: a matrix with a value that bfloat16 cannot hold stays as it is, and NumPy multiplies by it.
+
+Not here: what the ops are (model.py), files (weights.py).
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numba
+import numpy as np
+import threadpoolctl
+from numba import njit, prange
+from numpy.typing import NDArray
+
+from model import Array, Batch, NumpyOps
+from weights import Weights, widen
+
+log = logging.getLogger("cpu")
+
+WIDTH = 64  # outputs of a panel: four registers of AVX-512, eight of AVX2
+STEP = 4  # inputs that a sum takes between being read from the cache and written back
+TILE = 4  # rows
+SMALL = 2**18  # multiplications: fewer are done before a second thread has woken up
+
+# "omp" hands work over in a microsecond, for its threads wait actively; "workqueue" takes 60, and dies when
+# two engines in a process use it, so one thread is better: "threadsafe" leaves it out.
+config: Any = numba.config
+config.THREADING_LAYER = "threadsafe"
+config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
+
+# --- the weights --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Panels:
+    """A matrix (n_out, n_in) of bfloat16, padded with zeros to whole panels and whole steps."""
+
+    n_out: int
+    n_in: int
+    bits: NDArray[np.uint16]  # (n_panels, n_in, WIDTH)
+
+    @property
+    def nbytes(self) -> int:
+        return self.bits.nbytes
+
+    def take(self, rows: NDArray[np.int64]) -> NDArray[np.uint16]:
+        """Some of its rows, (len(rows), n_in)."""
+        found: NDArray[np.uint16] = self.bits[rows // WIDTH, : self.n_in, rows % WIDTH]
+        return found
+
+
+def pack(w: Array) -> Array | Panels:
+    """The matrix by panels, or as it came where bfloat16 cannot hold it."""
+    (n_out, n_in), halves = w.shape, w.view(np.uint16).reshape(*w.shape, 2)  # lower, upper: little-endian
+    if halves[..., 0].any():
+        return w
+    n_panels, n_steps = -(-n_out // WIDTH), -(-n_in // STEP)
+    bits = np.zeros((n_panels, n_steps * STEP, WIDTH), np.uint16)
+    for panel, first in zip(bits, range(0, n_out, WIDTH), strict=True):
+        rows = halves[first : first + WIDTH, :, 1]
+        panel[:n_in, : len(rows)] = rows.T
+    return Panels(n_out, n_in, bits)
+
+
+# --- the kernels --------------------------------------------------------------------------------------------
+# In all of them x is (n_rows, n_in) float32, w (n_in, WIDTH) a panel. "contract" allows the fused step and no
+# other liberty: LLVM keeps the order of each sum.
+
+LIBERTIES = {"contract"}
+kernel = njit(nogil=True, cache=True, fastmath=LIBERTIES)
+
+
+@njit(inline="always")
+def widened(bits: Any) -> Any:
+    return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
+
+
+@kernel
+def one_row(x: Any, w: Any, y: Any) -> None:
+    """y = x @ w for one row, (n_in,)."""
+    sums = np.zeros(WIDTH, np.float32)
+    for k in range(0, len(w), STEP):
+        for j in range(WIDTH):
+            total = sums[j]
+            for i in range(STEP):
+                total += x[k + i] * widened(w[k + i, j])
+            sums[j] = total
+    for j in range(len(y)):
+        y[j] = sums[j]
+
+
+@kernel
+def four_rows(x: Any, w: Any, y: Any) -> None:
+    """y = x @ w for TILE rows."""
+    sums = np.zeros((TILE, WIDTH), np.float32)
+    for k in range(0, len(w), STEP):
+        for j in range(WIDTH):
+            ws = (widened(w[k, j]), widened(w[k + 1, j]), widened(w[k + 2, j]), widened(w[k + 3, j]))
+            for r in range(TILE):
+                total = sums[r, j]
+                for i in range(STEP):
+                    total += x[r, k + i] * ws[i]
+                sums[r, j] = total
+    for r in range(TILE):
+        for j in range(y.shape[1]):
+            y[r, j] = sums[r, j]
+
+
+def product(x: Any, w: Any, y: Any) -> None:
+    """y = x @ w with w as (n_panels, n_in, WIDTH): a panel stays in the cache until all rows have had it."""
+    n_tiled = len(x) // TILE * TILE
+    for p in prange(len(w)):
+        columns = slice(p * WIDTH, min((p + 1) * WIDTH, y.shape[1]))
+        for r in range(0, n_tiled, TILE):
+            four_rows(x[r : r + TILE], w[p], y[r : r + TILE, columns])
+        for r in range(n_tiled, len(x)):
+            one_row(x[r], w[p], y[r, columns])
+
+
+Product = Callable[[Array, NDArray[np.uint16], Array], None]
+alone: Product = njit(nogil=True, cache=True)(product)
+shared: Product = njit(nogil=True, cache=True, parallel=True)(product)
+
+
+def compiled() -> int:
+    """Compile the kernels, or read them from __pycache__; how many threads there are for large products.
+
+    As many as BLAS may use, so that one option limits both.
+    """
+    started = time.perf_counter()
+    blas = [lib["num_threads"] for lib in threadpoolctl.threadpool_info() if lib["user_api"] == "blas"]
+    n_threads: int = min(max(blas, default=1), config.NUMBA_NUM_THREADS)
+    x, y, panels = (
+        np.zeros((1, STEP), np.float32),
+        np.zeros((1, 1), np.float32),
+        pack(np.zeros((1, STEP), "f4")),
+    )
+    assert isinstance(panels, Panels)
+    alone(x, panels.bits, y)
+    if n_threads > 1:
+        try:
+            shared(x, panels.bits, y)
+        except ValueError as error:  # no threading layer; it says what to install
+            log.warning("one thread: %s", " ".join(str(error).split()))
+            n_threads = 1
+    log.info("kernels ready in %.1f s", time.perf_counter() - started)
+    return n_threads
+
+
+# --- the ops ------------------------------------------------------------------------------------------------
+
+
+class FastOps(NumpyOps):
+    """NumpyOps with other products, for weights that were read with `pack`."""
+
+    pack = staticmethod(pack)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._n_threads = compiled()
+        size = f"{self.weights.nbytes / 1e6:.0f} MB of weights, in bfloat16 where that is exact"
+        self.about = f"Numba, {self._n_threads} threads, {size}"
+
+    def embed(self, batch: Batch, weights: Weights) -> Array:
+        if not isinstance(weights.embed, Panels):
+            return super().embed(batch, weights)
+        x = self._buffer("x", len(batch.token_ids), self.config.dim)
+        widen(weights.embed.take(batch.token_ids), x)
+        return x
+
+    def _linear(self, name: str, x: Array, w: Any, b: Array | None, groups: Sequence[slice]) -> Array:
+        """x @ w.T + b; every row is a group of its own (rule 2)."""
+        if not isinstance(w, Panels):
+            return super()._linear(name, x, w, b, groups)
+        y = self._buffer(name, len(x), w.n_out)
+        padded = np.pad(x, [(0, 0), (0, w.bits.shape[1] - w.n_in)]) if w.n_in % STEP else x
+        if self._n_threads > 1 and len(x) * w.bits.size > SMALL:
+            numba.set_num_threads(self._n_threads)  # of this thread, whichever calls
+            shared(padded, w.bits, y)
+        else:
+            alone(padded, w.bits, y)
+        if b is not None:
+            y += b
+        return y

@@ -1,0 +1,188 @@
+"""cpu.py: its products against NumPy's on the same weights, in float64 where rounding is in question, and the
+same bits alone and in any batch. Without Numba there is nothing to test, and these say so.
+"""
+
+import re
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("numba", reason="pip install -e '.[fast]' brings Numba")
+
+from numba import njit
+
+import cpu
+from cpu import SMALL, WIDTH, FastOps, Panels, pack
+from model import PAGE, Array, Batch, NumpyOps, Span, forward
+from parity import CASES, write
+from serving import TINY
+from weights import Config, Weights, read_config, read_weights
+
+SIZES = [(1, 1), (3, 2), (31, 33), (64, 64), (65, 127), (1000, 36)]  # (n_out, n_in)
+ROWS = [1, 2, 3, 4, 5, 7, 8, 31, 32, 33]
+
+
+def bfloat16s(*shape: int) -> Array:
+    """Values that bfloat16 holds, of very different sizes."""
+    rng = np.random.default_rng([*shape])
+    values = (rng.standard_normal(shape) * 10.0 ** rng.integers(-6, 6, shape)).astype(np.float32)
+    values.view(np.uint32)[...] &= 0xFFFF0000
+    return values
+
+
+def product(x: Array, w: Any) -> Array:
+    """x @ w.T by FastOps."""
+    return ops()._linear("y", x, w, None, [slice(0, len(x))]).copy()
+
+
+def ops() -> FastOps:
+    config = read_config(TINY)
+    return FastOps(config, read_weights(TINY, config, FastOps.pack), 8, 1, 1)
+
+
+# ---- Products ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("n_out", "n_in"), SIZES)
+@pytest.mark.parametrize("n_rows", [1, 6])
+def test_is_the_product(n_out: int, n_in: int, n_rows: int) -> None:
+    """A sum of n products, each step rounded once, is off by n * 2^-24 of the sum of their sizes at most."""
+    x, w = bfloat16s(n_rows, n_in), bfloat16s(n_out, n_in)
+    packed = pack(w)
+    assert isinstance(packed, Panels)
+    exact, size = x.astype(np.float64) @ w.T.astype(np.float64), np.abs(x) @ np.abs(w).T.astype(np.float64)
+    assert (np.abs(product(x, packed) - exact) <= n_in * 2.0**-24 * size).all()
+
+
+@pytest.mark.parametrize("n_in", [3, 4, 33, 576])
+def test_sums_in_order_by_fused_steps(n_in: int) -> None:
+    """Rule 2 to the bit: float64 holds the product of two float32 exactly, so a fused step is one addition in
+    it, rounded (twice, which differs from once in one sum of 2^29).
+    """
+    x, w = np.random.default_rng(n_in).standard_normal((1, n_in)).astype(np.float32), bfloat16s(WIDTH, n_in)
+    sums = np.zeros(WIDTH, np.float32)
+    for k in range(n_in):
+        sums = (sums.astype(np.float64) + np.float64(x[0, k]) * w[:, k].astype(np.float64)).astype(np.float32)
+    assert np.array_equal(product(x, pack(w))[0], sums)
+
+
+@pytest.mark.parametrize(("n_out", "n_in"), [*SIZES, (SMALL // 64, 64)])  # the last: with all threads
+def test_a_row_has_the_same_bits_in_any_batch(n_out: int, n_in: int) -> None:
+    x, w = bfloat16s(max(ROWS), n_in), pack(bfloat16s(n_out, n_in))
+    alone = np.concatenate([product(row[None], w) for row in x])
+    for n_rows in ROWS:
+        for first in {0, max(ROWS) - n_rows}:
+            rows = slice(first, first + n_rows)
+            assert np.array_equal(product(x[rows].copy(), w), alone[rows])
+
+
+def test_threads_change_nothing() -> None:
+    x, w = bfloat16s(9, 64), pack(bfloat16s(SMALL // 64, 64))
+    assert isinstance(w, Panels)
+    one, all_cores = (np.empty((9, w.n_out), np.float32) for _ in range(2))
+    cpu.alone(x, w.bits, one)
+    cpu.shared(x, w.bits, all_cores)
+    assert np.array_equal(one, all_cores)
+
+
+def test_bias() -> None:
+    x, w, b = bfloat16s(5, 8), bfloat16s(70, 8), bfloat16s(70)
+    expected = product(x, pack(w)) + b
+    assert np.array_equal(ops()._linear("y", x, pack(w), b, []), expected)
+
+
+# ---- Weights -----------------------------------------------------------------------------------------------
+
+
+def test_packing_is_exact() -> None:
+    w = bfloat16s(65, 7)
+    w[0, :3] = -0.0, np.float32(2.0**-126), np.inf
+    packed = pack(w)
+    assert isinstance(packed, Panels)
+    wide = packed.take(np.arange(65)).astype(np.uint32) << 16
+    assert np.array_equal(wide, w.view(np.uint32))
+
+
+def test_what_bfloat16_cannot_hold_stays() -> None:
+    w = bfloat16s(65, 7)
+    w[64, 6] = np.nextafter(np.float32(1), np.float32(2))
+    assert pack(w) is w
+
+
+def test_half_the_bytes() -> None:
+    config = read_config(TINY)
+    wide, packed = read_weights(TINY, config), read_weights(TINY, config, FastOps.pack)
+    norms = 4 * config.dim
+    assert 2 * norms < packed.nbytes < 0.51 * wide.nbytes
+    assert packed.head is packed.embed  # tied: one copy
+
+
+# ---- The forward pass --------------------------------------------------------------------------------------
+
+
+def logits(kind: type[NumpyOps], weights: Weights, prompts: list[list[int]], n_new: int, c: Config) -> Array:
+    """Of all prompts in a batch, then of n_new steps with the same token each. (n_new + 1, n, vocab_size)"""
+    ops = kind(c, weights, PAGE, len(prompts), len(prompts))
+    starts, found = [0] * len(prompts), list[Array]()
+    for tokens in [prompts, *[[[7]] * len(prompts)] * n_new]:
+        spans = [Span(i, [i], t, starts[i], 1, tile=len(t) > 1) for i, t in enumerate(tokens)]
+        found.append(forward(ops, weights, Batch(spans)).copy())
+        starts = [span.end for span in spans]
+    return np.array(found)
+
+
+def both(directory: Path) -> tuple[Config, Weights, Weights]:
+    config = read_config(directory)
+    return config, read_weights(directory, config), read_weights(directory, config, FastOps.pack)
+
+
+PROMPTS = [[5, 6, 7, 8, 9], [11], [*range(20, 59)]]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_numpy(name: str) -> None:
+    """Families, biases, untied heads; files in bfloat16, and in float16 and float32, which stay as read."""
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder), CASES[name])
+        config, wide, packed = both(Path(folder))
+    assert isinstance(packed.embed, Panels) == (CASES[name].dtype == "BF16")
+    expected = logits(NumpyOps, wide, PROMPTS, 3, config)
+    found = logits(FastOps, packed, PROMPTS, 3, config)
+    assert np.abs(found - expected).max() < 2e-4  # test_model.py's ROUNDING
+    if CASES[name].dtype != "BF16":
+        assert np.array_equal(found, expected)
+
+
+def test_same_bits_alone_and_batched() -> None:
+    config, _, packed = both(TINY)
+    together = logits(FastOps, packed, PROMPTS, 3, config)
+    for i, prompt in enumerate(PROMPTS):
+        assert np.array_equal(logits(FastOps, packed, [prompt], 3, config)[:, 0], together[:, i])
+
+
+def test_a_matrix_of_each_kind() -> None:
+    """One matrix that bfloat16 cannot hold is NumPy's, the others are not."""
+    config, wide, packed = both(TINY)
+    packed.layers[1] = replace(packed.layers[1], w_down=wide.layers[1].w_down)
+    expected = logits(NumpyOps, wide, PROMPTS, 1, config)
+    assert np.abs(logits(FastOps, packed, PROMPTS, 1, config) - expected).max() < 2e-3
+
+
+# ---- Starting ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", [cpu.one_row, cpu.four_rows], ids=lambda kernel: kernel.py_func.__name__)
+def test_kernels_use_vectors(kernel: Any) -> None:
+    """A kernel that the compiler did not vectorise is right, and ten times as slow."""
+    fresh = njit(nogil=True, fastmath=cpu.LIBERTIES)(
+        kernel.py_func
+    )  # what comes from the cache has no listing
+    x, w, y = np.zeros((4, 4), np.float32), np.zeros((4, WIDTH), np.uint16), np.zeros((4, WIDTH), np.float32)
+    fresh(*((x, w, y) if kernel is cpu.four_rows else (x[0], w, y[0])))
+    [code] = fresh.inspect_asm().values()
+    fused = [line for line in code.splitlines() if re.search(r"\bv?fn?m(add|la)\w*\s", line)]
+    assert len([line for line in fused if re.search(r"[zy]mm|\.4s", line)]) >= 4, code
