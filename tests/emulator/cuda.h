@@ -19,6 +19,7 @@
 #define __device__ static
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __align__(n) __attribute__((aligned(n)))
 #define __shared__ static __attribute__((section("cuda_shared")))  // one section, which can be poisoned as a whole
 
 struct dim3 { unsigned x = 1, y = 1, z = 1; };
@@ -47,6 +48,7 @@ static inline __nv_bfloat16 __float2bfloat16(float f) {  // to the nearest, ties
   return {uint16_t((u + 0x7fff + ((u >> 16) & 1)) >> 16)};
 }
 
+static inline uint16_t __bfloat16_as_ushort(__nv_bfloat16 b) { return b.bits; }
 static inline unsigned __float_as_uint(float f) { return bits_of<unsigned>(f); }
 static inline float __uint_as_float(unsigned u) { return bits_of<float>(u); }
 static inline int __float_as_int(float f) { return bits_of<int>(f); }
@@ -149,6 +151,14 @@ __attribute__((noinline, no_sanitize("thread"))) static T atomicAdd(T *address, 
   emulator::note(emulator::ATOMIC, address, sizeof *address);
   T old = *address;
   *address = old + value;
+  return old;
+}
+
+template <class T>
+__attribute__((noinline, no_sanitize("thread"))) static T atomicOr(T *address, T value) {
+  emulator::note(emulator::ATOMIC, address, sizeof *address);
+  T old = *address;
+  *address = old | value;
   return old;
 }
 
