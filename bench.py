@@ -41,13 +41,14 @@ from api import encode_event
 from background import EventLog, Producer, Registry
 from channels import Delta, Finish, Usage
 from engine import Engine, Job
-from model import Batch, Cache, Context, NumpyOps, Sampling, Span, forward
+from model import PAGE, Context, NumpyOps, Sampling, Span
 from store import Limits, Row, Store
 from tokenizer import Tokenizer
 from weights import Config, Weights, read_config, read_weights
 
 Prompts = list[list[int]]
 GREEDY = Sampling(temperature=0)
+MAX_BATCH = 8
 
 
 class Speeds(NamedTuple):
@@ -90,6 +91,11 @@ def speeds(prompts: Prompts, started: float, token_times: list[list[float]], sai
 # --- contenders ---------------------------------------------------------------------------------------------
 
 
+def numpy_ops(config: Config, weights: Weights, max_seq_len: int) -> NumpyOps:
+    """With pages for all sequences of a batch."""
+    return NumpyOps(config, weights, max_seq_len, MAX_BATCH * -(-max_seq_len // PAGE), MAX_BATCH)
+
+
 def engine_run(engine: Engine) -> Run:
     """Engine.generate, as the server calls it."""
 
@@ -106,23 +112,21 @@ def engine_run(engine: Engine) -> Run:
     return lambda prompts, n_new: asyncio.run(all_of(prompts, n_new))
 
 
-def forward_run(config: Config, weights: Weights, max_seq_len: int) -> Run:
+def forward_run(ops: NumpyOps) -> Run:
     """The forward pass and the choice of the tokens, one step after another."""
-    ops = NumpyOps(config, max_seq_len)
 
     def run(prompts: Prompts, n_new: int) -> Speeds:
-        caches = [Cache(config, len(prompt) + n_new) for prompt in prompts]
+        size = ops.n_pages // len(prompts)
         said: Prompts = [[] for _ in prompts]
         times, started = [], time.perf_counter()
         for n in range(n_new):
             start = len(prompts[0]) + n - 1 if n else 0
             spans = [
-                Span(cache, output[-1:] or prompt, start, wanted=True)
-                for cache, prompt, output in zip(caches, prompts, said, strict=True)
+                Span(i, range(i * size, (i + 1) * size), output[-1:] or prompt, start, 1, tile=not output)
+                for i, (prompt, output) in enumerate(zip(prompts, said, strict=True))
             ]
-            logits = forward(ops, weights, Batch(spans))
             contexts = [Context(GREEDY, prompt, out) for prompt, out in zip(prompts, said, strict=True)]
-            for output, choice in zip(said, ops.pick(logits, contexts), strict=True):
+            for output, [choice] in zip(said, ops.read(ops.launch(spans, contexts)), strict=True):
                 output.append(choice.token_id)
             times.append(time.perf_counter())
         return speeds(prompts, started, [times] * len(prompts), said[0])
@@ -173,8 +177,9 @@ def cpu(args: argparse.Namespace) -> None:
     config = read_config(directory)
     weights = read_weights(directory, config)
     max_seq_len = min(config.max_seq_len, 256 + args.new)
-    engine = Engine(config, weights, max_seq_len)
-    contenders = {"engine": engine_run(engine), "forward": forward_run(config, weights, max_seq_len)}
+    engine = Engine(numpy_ops(config, weights, max_seq_len))
+    forward = forward_run(numpy_ops(config, weights, max_seq_len))
+    contenders = {"engine": engine_run(engine), "forward": forward}
     if model := transformers_model(directory, args.threads):
         for attention in ("eager", "sdpa"):
             contenders[f"transformers {attention}"] = transformers_run(model, attention)
@@ -255,7 +260,7 @@ def store(args: argparse.Namespace) -> None:
         lines = asyncio.run(store_run(Path(folder) / "store.db", args.responses))
     directory = hub.find(args.model)
     config = read_config(directory)
-    engine = Engine(config, read_weights(directory, config), 256)
+    engine = Engine(numpy_ops(config, read_weights(directory, config), 256))
     rate = engine_run(engine)(prompts(Tokenizer(directory / "tokenizer.json"), 8, 32), N_DELTAS).decode
     engine.close()
     report = "\n".join(

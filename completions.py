@@ -161,7 +161,8 @@ def _usage(choices: list[Usage]) -> dict[str, Any]:
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": max((u.cached_tokens for u in choices), default=0)},
+        # What one choice finds may be what another of them has computed: that was no saving.
+        "prompt_tokens_details": {"cached_tokens": min((u.cached_tokens for u in choices), default=0)},
         "completion_tokens_details": {"reasoning_tokens": sum(u.reasoning_tokens for u in choices)},
     }
 

@@ -4,12 +4,19 @@
 
 Rules of this file:
 1. One thread owns the model. asyncio talks to it through two queues: jobs and aborts in, steps out.
-2. Sequences wait, then run. A step takes one token of every running sequence that decodes, and a tile of
+2. Sequences wait, then run. A step takes the next token of every running sequence that decodes, and tiles of
    prompt of those that do not yet, oldest first: long prompts are read beside the decoding of others.
-3. A sequence ends once: stop token, length, failure or abort. Its memory is dropped before the next step.
-4. An exception in a step fails the sequences in it, and no others: the next request works.
+3. A tile of a prompt is found in the pages of an earlier one where its bits are the same, else computed.
+4. Where pages run out, the youngest goes back to wait. What it had is computed again, row by row as it was:
+   its tokens are those of a sequence that nobody disturbed.
+5. Steps are launched before those ahead of them are read, as many as the ops allow. What came behind a token
+   that ended a sequence is thrown away.
+6. Drafts are computed beside the next token and kept as far as they are what is chosen: what is said does
+   not depend on them.
+7. A sequence ends once: stop token, length, failure or abort. Its pages are free before the next step.
+8. An exception in a step fails the sequences in it, and no others: the next request works.
 
-Not here: text (tokenizer.py, worker.py), the forward pass and sampling (model.py).
+Not here: text (tokenizer.py, worker.py), the forward pass and sampling (model.py), the pool (pages.py).
 """
 
 import asyncio
@@ -18,24 +25,39 @@ import queue
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from model import Batch, Cache, Choice, Context, NumpyOps, Sampling, Span, forward
-from weights import Config, Weights
+from model import PAGE, Choice, Context, Sampling, Span, Ticket
+from pages import ROOT, Name, OutOfPages, Pages, name_of
+from weights import Config
 
 log = logging.getLogger("engine")
 
-MAX_RUNNING = 16  # sequences a step
-MAX_STEP_ROWS = 256  # tokens a step: bounds how long the others wait for a prompt
-TILE = (
-    128  # prompt tokens a sequence a step: always cut at its multiples, so that the sums are always the same
-)
+MAX_TILES = 2  # a step, beside the sequences that decode: bounds how long they wait for a prompt
 MAX_STEP_S = 30  # of the slowest model; it is waited for at the end
 CLOSING = "The server is shutting down."
+
+
+class Ops(Protocol):
+    """What computes the steps, and owns the memory of the pages: model.NumpyOps is the spec."""
+
+    config: Config
+    max_seq_len: int
+    n_pages: int
+    max_batch: int  # sequences a step
+    tile: int  # tokens of a prompt that are computed together, a multiple of PAGE: cut at its multiples
+    n_ahead: int  # steps that may be launched before the first of them is read
+    row_invariant: bool  # has a row the same bits in a tile as by itself?
+
+    def launch(self, spans: Items[Span], contexts: Items[Context]) -> Ticket: ...
+
+    def read(self, ticket: Ticket) -> list[list[Choice]]: ...
 
 
 class Constraint(Protocol):
@@ -44,6 +66,8 @@ class Constraint(Protocol):
     def mask(self) -> NDArray[np.bool_]: ...  # the tokens that may come next, (vocab_size,)
 
     def advance(self, token_id: int) -> None: ...  # one of them came; raises ValueError if it gives up
+
+    def copy(self) -> "Constraint": ...  # to look ahead with
 
 
 @dataclass(frozen=True)
@@ -65,6 +89,33 @@ class Step(NamedTuple):
     tokens: list[Choice]
     finish: Literal["stop", "length", "failed"] | None = None
     message: str = ""  # for failed: what went wrong
+    cached_tokens: int = 0  # of the prompt, that were found and not computed
+
+
+class Lookup:
+    """What may come next, by prompt lookup: what followed the last time that the last tokens came."""
+
+    N_GRAM = 2
+
+    def __init__(self, token_ids: Items[int]) -> None:
+        self._tokens: list[int] = []
+        self._behind: dict[tuple[int, ...], int] = {}  # an n-gram: the position behind it
+        self._found: int | None = None  # the position behind where the last tokens came before
+        self.extend(token_ids)
+
+    def extend(self, token_ids: Items[int]) -> None:
+        for token_id in token_ids:
+            self._tokens.append(token_id)
+            n_gram = tuple(self._tokens[-self.N_GRAM :])
+            self._found = self._behind.get(n_gram)
+            self._behind[n_gram] = len(self._tokens)
+
+    def drafts(self, n: int) -> list[int]:
+        """At most n tokens; what has come round once is expected to come round again."""
+        if self._found is None:
+            return []
+        period = len(self._tokens) - self._found
+        return [self._tokens[self._found + i % period] for i in range(n)]
 
 
 @dataclass(eq=False)
@@ -73,38 +124,104 @@ class Sequence:
 
     job: Job
     emit: Callable[[Step], None]
-    cache: Cache | None = None  # None while waiting
-    n_cached: int = 0  # tokens whose keys and values are in the cache
-    output: list[int] = field(default_factory=list)
+    n_prefill: int  # tokens that are read in tiles
+    output: list[int] = field(default_factory=list)  # as far as it is read
+    slot: int | None = None  # None while waiting
+    pages: list[int] = field(default_factory=list)  # its table
+    names: list[Name] = field(default_factory=list)  # of its first pages, by their content
+    n_launched: int = 0  # tokens whose keys and values are in the pages, once all that is launched has run
+    n_unread: int = 0  # tokens that were chosen in steps not read yet
+    verifying: bool = False  # is a step with drafts of it not read yet? It says how many tokens there are
+    n_drafts: int = 0  # to compute at once: fewer while they are wrong
+    lookup: Lookup | None = None
     mask: NDArray[np.bool_] | None = None  # the tokens that may come next, where a constraint says so
+    n_found: int = 0  # tokens of the prompt that others had computed
+    n_lost: int = 0  # tokens it had when its pages were taken from it: to find them again is no gain
 
-    def span(self) -> Span:
-        """The tokens to compute next."""
-        assert self.cache is not None
-        tile = self.job.prompt[self.n_cached : self.n_cached + TILE] or self.output[-1:]
-        return Span(self.cache, tile, self.n_cached, wanted=self.n_cached + len(tile) >= len(self.job.prompt))
+    @property
+    def n_known(self) -> int:
+        return len(self.job.prompt) + len(self.output)
 
-    def context(self) -> Context:
-        """What the choice of its next token depends on."""
-        return Context(self.job.sampling, self.job.prompt, self.output, self.mask)
+    def finish(self) -> Literal["stop", "length"] | None:
+        if self.output[-1] in self.job.stop_token_ids:
+            return "stop"
+        return "length" if len(self.output) == self.job.max_tokens else None
+
+    def token_ids(self, start: int, end: int) -> list[int]:
+        n = len(self.job.prompt)
+        return self.job.prompt[start:end] + self.output[max(0, start - n) : max(0, end - n)]
+
+    def name(self, i: int) -> Name:
+        """Of its page number i."""
+        for j in range(len(self.names), i + 1):
+            before = self.names[-1] if self.names else ROOT
+            self.names.append(name_of(before, self.token_ids(j * PAGE, (j + 1) * PAGE)))
+        return self.names[i]
+
+    def n_lacking(self) -> int:
+        """Pages that it needs for its tokens and one more."""
+        return max(0, -(-(self.n_known + 1) // PAGE) - len(self.pages))
+
+    def contexts(self, drafts: Items[int] = ()) -> list[Context]:
+        """What the choice of the next token depends on, and behind each draft that its constraint allows."""
+        prompt, sampling, mask = self.job.prompt, self.job.sampling, self.mask
+        contexts = [Context(sampling, prompt, self.output, mask, self.n_unread)]
+        ahead = self.job.constraint.copy() if self.job.constraint and drafts else None
+        for i, token_id in enumerate(drafts, 1):
+            if ahead and mask is not None:
+                mask = _mask_behind(ahead, token_id) if mask[token_id] else None
+                if mask is None:
+                    break
+            contexts.append(Context(sampling, prompt, [*self.output, *drafts[:i]], mask))
+        return contexts
+
+
+def _mask_behind(constraint: Constraint, token_id: int) -> NDArray[np.bool_] | None:
+    """None where nothing may come, or the constraint gives up: when the token comes, that is said."""
+    try:
+        constraint.advance(token_id)
+        mask = constraint.mask()
+    except Exception:
+        return None
+    return mask if mask.any() else None
+
+
+class Planned(NamedTuple):
+    """A sequence's part in a step."""
+
+    sequence: Sequence
+    span: Span
+    contexts: list[Context]  # of its wanted rows
+    drafts: list[int]  # the last of its tokens that nobody has chosen yet
+
+
+class Flight(NamedTuple):
+    """A step that was launched."""
+
+    ticket: Ticket
+    plan: list[Planned]
 
 
 class Engine:
     """Runs a model in a thread of its own."""
 
-    def __init__(self, config: Config, weights: Weights, max_seq_len: int) -> None:
-        self.config = config
-        self.max_seq_len = max_seq_len
-        self._weights = weights
-        self._ops = NumpyOps(config, max_seq_len)
+    def __init__(self, ops: Ops, speculate: int = 0) -> None:
+        """`speculate`: tokens to draft at once, at most."""
+        self.config = ops.config
+        self.max_seq_len = min(ops.max_seq_len, ops.n_pages * PAGE)
+        self._ops = ops
+        self._speculate = speculate
         self._inbox: queue.SimpleQueue[tuple[Literal["start", "abort", "wake"], Sequence | None]] = (
             queue.SimpleQueue()
         )
-        self._waiting: deque[Sequence] = deque()
-        self._running: list[Sequence] = []
+        self._waiting: deque[Sequence] = deque()  # oldest first, all younger than those that run
+        self._running: list[Sequence] = []  # oldest first
+        self._flights: deque[Flight] = deque()
+        self._pages = Pages(ops.n_pages)
+        self._slots = list(reversed(range(ops.max_batch)))  # the free ones
         self._open = True  # False: nothing is put into the inbox any more that would need an answer
         self._lock = threading.Lock()  # holds that sentence together: close() comes from another thread
-        self.n_steps = 0
+        self._count = dict.fromkeys(["steps", "preemptions", "cached_tokens", "drafted", "accepted"], 0)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -113,7 +230,14 @@ class Engine:
         contextlib.aclosing.
         """
         loop, steps = asyncio.get_running_loop(), asyncio.Queue[Step]()
-        sequence = Sequence(job, emit=lambda step: _call_soon(loop, steps, step))
+        lookup = Lookup(job.prompt) if self._speculate else None
+        sequence = Sequence(
+            job,
+            emit=lambda step: _call_soon(loop, steps, step),
+            n_prefill=len(job.prompt),
+            n_drafts=self._speculate,
+            lookup=lookup,
+        )
         with self._lock:
             if self._open:
                 self._inbox.put(("start", sequence))
@@ -132,7 +256,8 @@ class Engine:
         return bool(self._running or self._waiting)
 
     def counts(self) -> dict[str, int]:
-        return {"running": len(self._running), "waiting": len(self._waiting), "steps": self.n_steps}
+        now = {"running": len(self._running), "waiting": len(self._waiting)}
+        return now | self._count | {"pages": self._pages.n, "free_pages": self._pages.n_free}
 
     def close(self) -> None:
         """Fail what is left, end the thread; one that does not come back from a step is left behind."""
@@ -145,14 +270,12 @@ class Engine:
 
     def _run(self) -> None:
         while self._open:
-            idle = not self._running and not self._waiting
-            self._read_inbox(wait=idle)
-            while self._waiting and len(self._running) < MAX_RUNNING:
-                self._running.append(sequence := self._waiting.popleft())
-                sequence.cache = Cache(self.config, len(sequence.job.prompt) + sequence.job.max_tokens)
-                self._constrain(sequence)
-            if self._running:
-                self._step()
+            self._read_inbox(wait=not self._running and not self._waiting and not self._flights)
+            self._admit()
+            if plan := self._plan():
+                self._launch(plan)
+            if self._flights and (len(self._flights) > self._ops.n_ahead or not plan):
+                self._read()
         self._read_inbox(wait=False)
         for sequence in [*self._running, *self._waiting]:
             self._fail(sequence, CLOSING)
@@ -161,66 +284,205 @@ class Engine:
         while wait or not self._inbox.empty():
             wait = False
             match self._inbox.get():
-                case "start", Sequence() as sequence:
+                case "start", Sequence(job=job) as sequence:
                     self._waiting.append(sequence)
+                    if not job.prompt or len(job.prompt) + job.max_tokens > self.max_seq_len:
+                        got = f"got {len(job.prompt)} and at most {job.max_tokens}"
+                        self._fail(sequence, f"expected a prompt and {self.max_seq_len} tokens in all, {got}")
                 case "abort", Sequence() as sequence:
                     self._drop(sequence)
                 case _:
                     pass  # the loop looks at what woke it
 
-    def _step(self) -> None:
-        spans = self._schedule()
-        try:
-            logits = forward(self._ops, self._weights, Batch([span for _, span in spans]))
-            wanted = [sequence for sequence, span in spans if span.wanted]
-            contexts = [s.context() for s in wanted]
-            choices = iter(self._ops.pick(logits, contexts))
-        except Exception as error:
-            log.exception("a step failed, and the %d requests in it", len(spans))
-            for sequence, _ in spans:
-                self._fail(sequence, f"{type(error).__name__} in the engine; its log has the details.")
-            return
-        self.n_steps += 1
-        for sequence, span in spans:
-            sequence.n_cached += len(span.token_ids)
-            if span.wanted:
-                self._advance(sequence, next(choices))
+    def _admit(self) -> None:
+        """Let the oldest run while there are pages for all that is known, and one more for each that runs."""
+        while self._waiting and self._slots:
+            owed = sum(s.n_lacking() for s in [*self._running, self._waiting[0]])
+            if self._running and owed + len(self._running) > self._pages.n_free:
+                return
+            sequence = self._waiting.popleft()
+            sequence.slot = self._slots.pop()
+            self._running.append(sequence)
+            self._constrain(sequence)
 
-    def _schedule(self) -> list[tuple[Sequence, Span]]:
+    # --- what comes next ------------------------------------------------------------------------------------
+
+    def _plan(self) -> list[Planned]:
+        """The next step; what is in flight and then the youngest make room where pages run out."""
+        while True:
+            try:
+                return self._planned()
+            except OutOfPages:
+                if self._flights:
+                    self._read()
+                else:
+                    self._preempt(self._running[-1])
+
+    def _planned(self) -> list[Planned]:
         """Decoding sequences first: a step never makes them wait."""
-        free, spans = MAX_STEP_ROWS, []
-        for sequence in sorted(self._running, key=lambda s: not s.output):  # stable: oldest first
-            span = sequence.span()
-            if len(span.token_ids) <= free:
-                spans.append((sequence, span))
-                free -= len(span.token_ids)
-        return spans
+        n_left, plan = (
+            MAX_TILES * self._ops.tile,
+            list[Planned](),
+        )  # rows of prompts and of what is computed again
+        for sequence in sorted(
+            self._running, key=lambda s: s.n_launched < s.n_prefill
+        ):  # stable: oldest first
+            self._find(sequence)
+            if planned := self._next(sequence, n_left):
+                self._reserve(sequence, planned.span.end)
+                plan.append(planned)
+                n_rows = sequence.n_known - sequence.n_launched
+                n_left -= min(n_rows, self._ops.tile) if n_rows > 1 else 0
+        return plan
 
-    def _advance(self, sequence: Sequence, choice: Choice) -> None:
-        sequence.output.append(choice.token_id)
-        finish: Literal["stop", "length"] | None = None
-        if choice.token_id in sequence.job.stop_token_ids:
-            finish = "stop"
-        elif len(sequence.output) == sequence.job.max_tokens:
-            finish = "length"
+    def _find(self, sequence: Sequence) -> None:
+        """Share the tiles that come next, as far as somebody has computed them; never the last token."""
+        n = PAGE if self._ops.row_invariant else self._ops.tile
+        while sequence.n_launched + n < sequence.n_prefill:
+            numbers = range(sequence.n_launched // PAGE, (sequence.n_launched + n) // PAGE)
+            found = [page for i in numbers if (page := self._pages.find(sequence.name(i))) is not None]
+            if len(found) < len(numbers):
+                return
+            for page in found:
+                self._pages.share(page)
+            sequence.pages += found
+            sequence.n_launched += n
+            if sequence.n_launched > sequence.n_lost:
+                sequence.n_found += n
+                self._count["cached_tokens"] += n
+
+    def _next(self, sequence: Sequence, n_left: int) -> Planned | None:
+        """The sequence's part in the next step; None where it has to wait."""
+        s, start = sequence, sequence.n_launched
+        assert s.slot is not None
+        if s.n_unread:
+            chained = Span(s.slot, s.pages, None, start, 1, tile=False)
+            return Planned(s, chained, s.contexts(), []) if self._may_chain(s) else None
+        tile = start < s.n_prefill
+        end = min(start + self._ops.tile, s.n_prefill if tile else s.n_known)
+        if end - start > max(n_left, 1):
+            return None
+        contexts = s.contexts([] if tile else self._drafts(s)) if end == s.n_known else []
+        drafts = [*contexts[-1].output[len(s.output) :]] if contexts else []
+        token_ids = s.token_ids(start, end) + drafts
+        return Planned(s, Span(s.slot, s.pages, token_ids, start, len(contexts), tile), contexts, drafts)
+
+    def _may_chain(self, sequence: Sequence) -> bool:
+        """May it go on from a token that nobody has read?"""
+        s = sequence
+        needs_it = s.job.constraint or s.verifying or (s.lookup and s.lookup.drafts(1))
+        return not needs_it and len(s.output) + s.n_unread < s.job.max_tokens
+
+    def _drafts(self, sequence: Sequence) -> list[int]:
+        """What may come behind its last token; no stop token, for nothing comes behind that."""
+        s = sequence
+        if s.lookup is None:
+            return []
+        room = (len(s.pages) + self._pages.n_free) * PAGE - s.n_known  # drafts drive nobody out
+        n = min(s.n_drafts, s.job.max_tokens - len(s.output) - 1, room)
+        return list(takewhile(lambda token_id: token_id not in s.job.stop_token_ids, s.lookup.drafts(n)))
+
+    def _reserve(self, sequence: Sequence, end: int) -> None:
+        """Pages for all tokens before `end`; raises OutOfPages."""
+        pages = sequence.pages
+        while len(pages) * PAGE < end:
+            pages.append(self._pages.take(after=pages[-1] if pages else None))
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Back to the others that wait, before them all: they are younger."""
+        self._running.remove(sequence)
+        self._waiting.appendleft(sequence)
+        self._clear(sequence)
+        sequence.n_lost = max(sequence.n_lost, sequence.n_launched)
+        sequence.n_launched = 0
+        if self._ops.row_invariant:
+            sequence.n_prefill = sequence.n_known
+        self._count["preemptions"] += 1
+
+    # --- steps ----------------------------------------------------------------------------------------------
+
+    def _launch(self, plan: list[Planned]) -> None:
+        try:
+            contexts = [context for planned in plan for context in planned.contexts]
+            ticket = self._ops.launch([planned.span for planned in plan], contexts)
+        except Exception as error:
+            while self._flights:  # what was chosen before
+                self._read()
+            self._fail_all(plan, error)
+            return
+        for sequence, span, _, _ in plan:
+            sequence.n_launched = span.end
+            sequence.n_unread += span.n_wanted
+            sequence.verifying = span.n_wanted > 1
+        self._flights.append(Flight(ticket, plan))
+        self._count["steps"] += 1
+
+    def _read(self) -> None:
+        """What the oldest step in flight has brought."""
+        ticket, plan = self._flights.popleft()
+        try:
+            chosen = iter(self._ops.read(ticket))
+        except Exception as error:
+            self._fail_all(plan, error)
+            return
+        for planned in plan:
+            choices = next(chosen) if planned.contexts else []
+            if planned.sequence.slot is not None:  # it has not ended, and nobody has left it
+                self._advance(planned, choices)
+
+    def _advance(self, planned: Planned, choices: list[Choice]) -> None:
+        """Keep the drafts that were chosen, and what was chosen behind the last of them."""
+        s, span, _, drafts = planned
+        s.n_unread -= len(choices)
+        pairs = zip(drafts, choices, strict=False)
+        n_kept = len(list(takewhile(lambda pair: pair[0] == pair[1].token_id, pairs)))
+        if drafts:
+            s.verifying = False
+            s.n_launched -= len(drafts) - n_kept
+            s.n_drafts = min(self._speculate, 2 * n_kept or 1)
+            self._count["drafted"] += len(drafts)
+            self._count["accepted"] += n_kept
+        tokens = choices[: n_kept + 1]
+        s.output += (token_ids := [choice.token_id for choice in tokens])
+        if s.lookup:
+            s.lookup.extend(token_ids)
+        self._name(s, span.start, span.end - len(drafts) + n_kept)
+        if not tokens:
+            return
+        finish = s.finish()
         if finish:
-            self._drop(sequence)
-        sequence.emit(Step([choice], finish))
+            self._drop(s)
+        s.emit(Step(tokens, finish, cached_tokens=s.n_found))
         if not finish:
-            self._constrain(sequence, choice.token_id)
+            self._constrain(s, tokens)
 
-    def _constrain(self, sequence: Sequence, token_id: int | None = None) -> None:
+    def _name(self, sequence: Sequence, start: int, end: int) -> None:
+        """Make known the pages that these tokens have filled, where anybody may share them."""
+        s, tile = sequence, self._ops.tile
+        limit = end if self._ops.row_invariant else min(end, s.n_prefill // tile * tile)
+        for i in range(start // PAGE, limit // PAGE):
+            self._pages.name(s.pages[i], s.name(i))
+
+    def _constrain(self, sequence: Sequence, tokens: Items[Choice] = ()) -> None:
         """Bring the sequence's mask up to date; where its constraint gives up, the sequence alone fails."""
         if constraint := sequence.job.constraint:
             try:
-                if token_id is not None:
-                    constraint.advance(token_id)
+                for token in tokens:
+                    constraint.advance(token.token_id)
                 sequence.mask = constraint.mask()
                 if not sequence.mask.any():
                     raise ValueError("no token may come next")
             except Exception:
                 log.exception("the constraint of a request gave up")
                 self._fail(sequence, "The constraint on the output gave up; the log has the details.")
+
+    # --- ends -----------------------------------------------------------------------------------------------
+
+    def _fail_all(self, plan: list[Planned], error: Exception) -> None:
+        log.error("a step failed, and the %d requests in it", len(plan), exc_info=error)
+        for sequence, *_ in plan:
+            if sequence.slot is not None:
+                self._fail(sequence, f"{type(error).__name__} in the engine; its log has the details.")
 
     def _fail(self, sequence: Sequence, message: str) -> None:
         self._drop(sequence)
@@ -230,9 +492,18 @@ class Engine:
         """Forget a sequence, wherever it is."""
         if sequence in self._running:
             self._running.remove(sequence)
+            self._clear(sequence)
         if sequence in self._waiting:
             self._waiting.remove(sequence)
-        sequence.cache = None
+
+    def _clear(self, sequence: Sequence) -> None:
+        """Give its place and its pages back. What is in flight may still write to them, and has its turn
+        before whatever is launched for others.
+        """
+        assert sequence.slot is not None
+        self._slots.append(sequence.slot)
+        self._pages.release(sequence.pages)
+        sequence.slot, sequence.pages = None, []
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, steps: asyncio.Queue[Step], step: Step) -> None:

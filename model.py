@@ -1,6 +1,7 @@
 """The forward pass of a transformer, written once, over an `ops` object; NumpyOps is the spec, in float32.
 
-    Batch of Spans --forward()--> logits of the rows that are wanted --ops.pick()--> token ids
+    Spans --ops.launch()--> a Ticket --ops.read()--> the Choices of the rows that are wanted
+    within: Batch --forward()--> logits of those rows --pick()--> Choices
 
 Authority: "Attention Is All You Need" (arXiv 1706.03762), RMSNorm 1910.07467, RoPE 2104.09864,
 SwiGLU 2002.05202, grouped-query attention 2305.13245; what a family adds is in `weights.py`.
@@ -9,14 +10,17 @@ Rules of this file:
 1. The ops are cut where a GPU kernel is: each is one kernel's work, with its norm, bias or residual inside.
 2. A step's rows are tokens of any number of sequences. Prefill and decode are the same pass.
 3. Rotary pairs are adjacent (weights.py puts them so): a pair is a complex number, a rotation one product.
-4. A sequence gets the same bits alone and in any batch: no product and no sum runs over rows of two spans,
-   for BLAS sums one row in another order than several. Prefill and decode agree up to rounding, about 1e-6.
-5. What is drawn depends on logits, seed, choice and position alone.
+4. A sequence gets the same bits alone and in any batch, wherever its pages lie: no product and no sum runs
+   over rows of two groups or over a page and a half, for BLAS sums one row in another order than several.
+   A tile of the prompt and its rows one by one agree up to rounding, about 1e-6.
+5. What is drawn depends on logits, seed, choice and the number of the output token alone.
 
-Not here: which rows to compute next (engine.py), files (weights.py).
+Not here: which rows to compute next (engine.py), whose page is whose (pages.py), files (weights.py).
 """
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -28,63 +32,97 @@ from weights import Config, Layer, Weights, rope_table
 Array = NDArray[np.float32]
 Ints = NDArray[np.int64]
 
+PAGE = 64  # tokens whose keys and values one page holds
 BLOCK_BYTES = 4 * 2**20  # of weights, for one product: fits the last cache of most processors
 
 # --- what goes in -------------------------------------------------------------------------------------------
 
 
-class Cache:
-    """Keys and values of one sequence: room for its tokens, doubled when it is full, up to `max_tokens`.
-
-    All room at once would not do: a huge page of memory is given as a whole when a byte of it is written,
-    and the first token alone writes to one in every layer and head.
-    """
-
-    def __init__(self, config: Config, max_tokens: int) -> None:
-        self._max_tokens = max_tokens
-        self.k: Array = np.empty((config.n_layers, config.n_kv_heads, 0, config.head_dim), np.float32)
-        self.v = self.k
-
-    def reserve(self, n_tokens: int) -> None:
-        """Make room for so many tokens in all."""
-        room = self.k.shape[2]
-        if n_tokens > room:
-            room = max(n_tokens, min(2 * room, self._max_tokens))
-            self.k, self.v = _widened(self.k, room), _widened(self.v, room)
-
-
-def _widened(old: Array, room: int) -> Array:
-    n_layers, n_kv_heads, n_tokens, head_dim = old.shape
-    new = np.empty((n_layers, n_kv_heads, room, head_dim), np.float32)
-    new[:, :, :n_tokens] = old
-    return new
-
-
 class Span(NamedTuple):
-    """Consecutive tokens of one sequence in a batch."""
+    """Consecutive tokens of one sequence in a step."""
 
-    cache: Cache
-    token_ids: Sequence[int]
-    start: int  # position of the first of them; all before it are in the cache
-    wanted: bool  # are the logits of the last one wanted?
+    slot: int  # the place, of max_batch, that the sequence runs in
+    pages: Sequence[int]  # the token at position p has its keys and values in pages[p // PAGE]
+    token_ids: Sequence[int] | None  # None: the one token that the slot chose last, not yet read perhaps
+    start: int  # position of the first of them; all before it are in the pages
+    n_wanted: int  # of how many of its last rows a choice is wanted
+    tile: bool  # are they computed together? Else each row is by itself
+
+    @property
+    def end(self) -> int:
+        return self.start + (1 if self.token_ids is None else len(self.token_ids))
+
+
+class Group(NamedTuple):
+    """Rows that are computed together: a tile, or a token."""
+
+    pages: Sequence[int]
+    start: int  # position of the first
+    rows: slice  # of the batch
+
+
+class Run(NamedTuple):
+    """Pages of a sequence that lie one after another, with as many tokens in each."""
+
+    pages: slice  # of the pool
+    n_tokens: int  # PAGE, but in a last page that is not full
+    columns: slice  # their tokens among those that are looked at
 
 
 class Batch:
-    """One step's rows: the tokens of all spans, one span after another."""
+    """One step's rows: the tokens of all spans, one span after another. No span is chained here."""
 
     def __init__(self, spans: Sequence[Span]) -> None:
-        ends = [int(end) for end in np.cumsum([len(s.token_ids) for s in spans])]
-        self.spans = spans
-        self.groups = [
-            slice(end - len(s.token_ids), end) for s, end in zip(spans, ends, strict=True)
-        ]  # their rows
-        self.token_ids: Ints = np.concatenate([np.array(s.token_ids, np.int64) for s in spans])  # (n_rows,)
+        self.groups: list[Group] = []
+        token_ids, wanted = list[int](), list[int]()
+        for span in spans:
+            assert span.token_ids is not None
+            first, n = len(token_ids), len(span.token_ids)
+            size = n if span.tile else 1
+            for i in range(0, n, max(size, 1)):
+                self.groups.append(Group(span.pages, span.start + i, slice(first + i, first + i + size)))
+            token_ids += span.token_ids
+            wanted += range(len(token_ids) - span.n_wanted, len(token_ids))
+        self.rows = [group.rows for group in self.groups]
+        self.token_ids: Ints = np.array(token_ids, np.int64)  # (n_rows,)
         self.positions: Ints = np.concatenate(
-            [s.start + np.arange(len(s.token_ids)) for s in spans]
+            [span.start + np.arange(span.end - span.start) for span in spans]
         )  # (n_rows,)
-        self.wanted: Ints = np.array(
-            [end - 1 for s, end in zip(spans, ends, strict=True) if s.wanted], np.int64
-        )
+        self.pages: Ints = np.array(
+            [span.pages[p // PAGE] for span in spans for p in range(span.start, span.end)], np.int64
+        )  # (n_rows,)
+        self.wanted: Ints = np.array(wanted, np.int64)  # rows
+        self._runs: dict[int | None, list[list[Run]]] = {}
+
+    def runs(self, window: int | None) -> list[list[Run]]:
+        """What each group attends to, from the page on with the first key that it sees."""
+        if window not in self._runs:
+            self._runs[window] = [
+                list(
+                    runs(
+                        group.pages,
+                        0 if window is None else max(0, group.start - window + 1) // PAGE,
+                        group.start + group.rows.stop - group.rows.start,
+                    )
+                )
+                for group in self.groups
+            ]
+        return self._runs[window]
+
+
+def runs(pages: Sequence[int], first: int, end: int) -> Iterator[Run]:
+    """The pages from number `first` on with the tokens before position `end`, in as few runs as can be."""
+    i, n_full = first, end // PAGE
+    while i < n_full:
+        j = i + 1
+        while j < n_full and pages[j] == pages[j - 1] + 1:
+            j += 1
+        columns = slice((i - first) * PAGE, (j - first) * PAGE)
+        yield Run(slice(pages[i], pages[i] + j - i), PAGE, columns)
+        i = j
+    if end % PAGE:
+        columns = slice((n_full - first) * PAGE, end - first * PAGE)
+        yield Run(slice(pages[n_full], pages[n_full] + 1), end % PAGE, columns)
 
 
 @dataclass(frozen=True)
@@ -113,6 +151,12 @@ class Context(NamedTuple):
     prompt: Sequence[int]
     output: Sequence[int]
     mask: NDArray[np.bool_] | None = None  # (vocab_size,) the tokens that may be chosen; None: all
+    n_unread: int = 0  # tokens at the end of the output that are chosen, but not read: of chained spans only
+
+    @property
+    def n_output(self) -> int:
+        """The number of the token to choose, from 0."""
+        return len(self.output) + self.n_unread
 
 
 class Choice(NamedTuple):
@@ -123,11 +167,14 @@ class Choice(NamedTuple):
     top: tuple[tuple[int, float], ...] = ()  # (token_id, logprob), likeliest first
 
 
+Ticket = list[list[Choice]]  # of a step that was launched; what it is inside is the ops' own affair
+
+
 # --- the forward pass ---------------------------------------------------------------------------------------
 
 
 def forward(ops: "NumpyOps", weights: Weights, batch: Batch) -> Array:
-    """The logits of the wanted rows, (n_wanted, vocab_size); keys and values go to the spans' caches."""
+    """The logits of the wanted rows, (n_wanted, vocab_size); keys and values go to the spans' pages."""
     x = ops.embed(batch, weights)  # (n_rows, dim), the residual stream
     for i, layer in enumerate(weights.layers):
         qkv = ops.qkv(x, layer, batch)  # (n_rows, (n_heads + 2 * n_kv_heads) * head_dim)
@@ -143,17 +190,68 @@ class NumpyOps:
     op reuses.
     """
 
-    def __init__(self, config: Config, max_seq_len: int) -> None:
+    tile = 128  # tokens of a prompt that are computed together: always cut at its multiples
+    n_ahead = 0  # steps that may be launched before the first of them is read
+    row_invariant = False  # has a row the same bits in a tile as by itself?
+
+    def __init__(
+        self, config: Config, weights: Weights, max_seq_len: int, n_pages: int, max_batch: int
+    ) -> None:
         self.config = config
+        self.weights = weights
+        self.max_seq_len = max_seq_len
+        self.n_pages = n_pages
+        self.max_batch = max_batch
         self._rope = rope_table(config, max_seq_len)  # (max_seq_len, head_dim / 2) complex64
+        # All of a page lies together: memory that no token has reached yet is never touched, and is not real.
+        shape = (n_pages, config.n_layers, 2, config.n_kv_heads, PAGE, config.head_dim)
+        self._kv: Array = np.empty(shape, np.float32)
+        self._chosen = [deque[int](maxlen=self.n_ahead + 1) for _ in range(max_batch)]  # by slots, the last
         self._buffers: dict[str, Array] = {}
+
+    @staticmethod
+    def page_bytes(config: Config) -> int:
+        return 2 * 4 * config.n_layers * config.n_kv_heads * PAGE * config.head_dim
+
+    # --- steps ----------------------------------------------------------------------------------------------
+
+    def launch(self, spans: Sequence[Span], contexts: Sequence[Context]) -> Ticket:
+        """Begin a step; here, do it. `contexts`: of each wanted row, in the order of the rows.
+
+        A step sees what the steps before it have written and chosen.
+        """
+        known = [
+            span if span.token_ids is not None else span._replace(token_ids=[self._chosen[span.slot][-1]])
+            for span in spans
+        ]
+        logits = forward(self, self.weights, Batch(known))
+        slots = [span.slot for span in spans for _ in range(span.n_wanted)]
+        whole = [self._whole(context, slot) for context, slot in zip(contexts, slots, strict=True)]
+        choices = iter(self.pick(logits, whole))
+        ticket = [[next(choices) for _ in range(span.n_wanted)] for span in spans if span.n_wanted]
+        for slot, context, choice in zip(slots, contexts, itertools.chain(*ticket), strict=True):
+            if not context.n_unread:
+                self._chosen[slot].clear()
+            self._chosen[slot].append(choice.token_id)
+        return ticket
+
+    def _whole(self, context: Context, slot: int) -> Context:
+        """With the tokens of the output that nobody has read."""
+        unread = list(self._chosen[slot])[-context.n_unread :] if context.n_unread else []
+        return context._replace(output=[*context.output, *unread], n_unread=0) if unread else context
+
+    def read(self, ticket: Ticket) -> list[list[Choice]]:
+        """What each span that wanted something got, in their order; tickets are read as they were made."""
+        return ticket
+
+    # --- the ops --------------------------------------------------------------------------------------------
 
     def embed(self, batch: Batch, weights: Weights) -> Array:
         x = self._buffer("x", len(batch.token_ids), self.config.dim)
         return np.take(weights.embed, batch.token_ids, axis=0, out=x)
 
     def qkv(self, x: Array, layer: Layer, batch: Batch) -> Array:
-        return self._linear("qkv", self._rms_norm(x, layer.attn_norm), layer.wqkv, layer.bqkv, batch.groups)
+        return self._linear("qkv", self._rms_norm(x, layer.attn_norm), layer.wqkv, layer.bqkv, batch.rows)
 
     def attend(self, qkv: Array, layer: Layer, i: int, batch: Batch) -> Array:
         """Norm and rotate q and k, append k and v to the caches, attend."""
@@ -167,23 +265,21 @@ class NumpyOps:
         if c.rotary[i]:
             pairs = heads[:, :n_qk].view(np.complex64)
             pairs *= self._rope[batch.positions, None]
+        q *= np.float32(c.head_dim**-0.5)
+        pages = self._kv[:, i]  # (n_pages, 2, n_kv_heads, PAGE, head_dim)
+        pages[batch.pages, 0, :, batch.positions % PAGE] = k
+        pages[batch.pages, 1, :, batch.positions % PAGE] = v
         y = self._buffer("y", n_rows, c.n_heads * c.head_dim)
-        for span, rows in zip(batch.spans, batch.groups, strict=True):
-            end = span.start + len(span.token_ids)
-            span.cache.reserve(end)
-            span.cache.k[i, :, span.start : end] = k[rows].transpose(1, 0, 2)
-            span.cache.v[i, :, span.start : end] = v[rows].transpose(1, 0, 2)
-            self._attend_one(
-                q[rows], span.cache.k[i, :, :end], span.cache.v[i, :, :end], c.windows[i], y[rows]
-            )
+        for group, runs in zip(batch.groups, batch.runs(c.windows[i]), strict=True):
+            self._attend_one(q[group.rows], pages, runs, group.start, c.windows[i], y[group.rows])
         return y
 
     def out(self, x: Array, y: Array, layer: Layer, batch: Batch) -> None:
-        x += self._linear("out", y, layer.wo, layer.bo, batch.groups)
+        x += self._linear("out", y, layer.wo, layer.bo, batch.rows)
 
     def gate_up(self, x: Array, layer: Layer, batch: Batch) -> Array:
         normed = self._rms_norm(x, layer.mlp_norm)
-        both = self._linear("gate_up", normed, layer.w_gate_up, layer.b_gate_up, batch.groups)
+        both = self._linear("gate_up", normed, layer.w_gate_up, layer.b_gate_up, batch.rows)
         gate, up = both[:, : self.config.hidden_dim], both[:, self.config.hidden_dim :]
         h = np.negative(gate, out=self._buffer("h", len(x), self.config.hidden_dim))
         with np.errstate(over="ignore"):  # exp(-gate) may be infinite: then silu(gate) is 0, as it should be
@@ -194,7 +290,7 @@ class NumpyOps:
         return h
 
     def down(self, x: Array, h: Array, layer: Layer, batch: Batch) -> None:
-        x += self._linear("down", h, layer.w_down, layer.b_down, batch.groups)
+        x += self._linear("down", h, layer.w_down, layer.b_down, batch.rows)
 
     def logits(self, x: Array, weights: Weights, batch: Batch) -> Array:
         last = self._rms_norm(x[batch.wanted], weights.norm)
@@ -229,27 +325,41 @@ class NumpyOps:
         y *= 1 / np.sqrt(np.vecdot(x, x)[:, None] / x.shape[1] + self.config.norm_eps)
         return y
 
-    def _attend_one(self, q: Array, k: Array, v: Array, window: int | None, y: Array) -> None:
-        """softmax(q k^T / sqrt(head_dim)) v for the last n tokens of one sequence, into y.
+    def _attend_one(
+        self, q: Array, pages: Array, runs: list[Run], start: int, window: int | None, y: Array
+    ) -> None:
+        """softmax(q k^T) v for the tokens of one group, into y: page by page, so that the sums are the same
+        wherever the pages lie.
 
-        q (n, n_heads, head_dim); k, v (n_kv_heads, end, head_dim); n_heads / n_kv_heads query heads share a
-        key head.
+        q (n, n_heads, head_dim), scaled; pages (n_pages, 2, n_kv_heads, PAGE, head_dim); n_heads / n_kv_heads
+        query heads share a key head.
         """
-        n, (n_kv_heads, end, head_dim) = len(q), k.shape
-        first = 0 if window is None else max(0, end - n - window + 1)  # what the first query can still see
-        k, v = k[:, first:], v[:, first:]
+        n, n_kv_heads, head_dim = len(q), pages.shape[2], pages.shape[4]
         q = q.reshape(n, n_kv_heads, -1, head_dim).transpose(1, 2, 0, 3).reshape(n_kv_heads, -1, head_dim)
-        scores = q @ k.transpose(0, 2, 1)  # (n_kv_heads, group * n, end - first)
-        scores *= head_dim**-0.5
-        if n > 1:
-            query, key = np.arange(end - n, end)[:, None], np.arange(first, end)
+        n_keys = runs[-1].columns.stop
+        scores = np.empty((*q.shape[:2], n_keys), np.float32)  # (n_kv_heads, group * n, n_keys)
+        by_page = [_by_page(scores, run) for run in runs]
+        for run, part in zip(runs, by_page, strict=True):
+            np.matmul(q, pages[run.pages, 0, :, : run.n_tokens].swapaxes(2, 3), out=part)
+        if n > 1 or window is not None:
+            query, key = np.arange(start, start + n)[:, None], np.arange(start + n - n_keys, start + n)
             hidden = key > query if window is None else (key > query) | (key <= query - window)
-            scores.reshape(n_kv_heads, -1, n, end - first)[:, :, hidden] = -np.inf
+            scores.reshape(n_kv_heads, -1, n, n_keys)[:, :, hidden] = -np.inf
         scores -= scores.max(axis=-1, keepdims=True)
         np.exp(scores, out=scores)
         scores /= scores.sum(axis=-1, keepdims=True)
-        heads = (scores @ v).reshape(n_kv_heads, -1, n, head_dim)
+        parts = np.empty((-(-n_keys // PAGE), *q.shape), np.float32)  # what each page adds
+        for run, part in zip(runs, by_page, strict=True):
+            first = run.columns.start // PAGE
+            np.matmul(part, pages[run.pages, 1, :, : run.n_tokens], out=parts[first : first + len(part)])
+        heads = parts.sum(axis=0).reshape(n_kv_heads, -1, n, head_dim)
         y.reshape(n, n_kv_heads, -1, head_dim)[:] = heads.transpose(2, 0, 1, 3)
+
+
+def _by_page(scores: Array, run: Run) -> Array:
+    """The columns of a run, as a view (its pages, n_kv_heads, group * n, n_tokens)."""
+    n_kv_heads, n, _ = scores.shape
+    return scores[:, :, run.columns].reshape(n_kv_heads, n, -1, run.n_tokens).transpose(2, 0, 1, 3)
 
 
 def _norm_heads(heads: Array, w: Array, eps: float) -> None:
@@ -270,7 +380,7 @@ def _pick(raw: Array, context: Context) -> Choice:
     if s.temperature == 0:
         token_id = int(logits.argmax())
     else:
-        token_id = _draw(_filtered(logits, s), _uniform(s.seed, s.choice, len(context.output)))
+        token_id = _draw(_filtered(logits, s), _uniform(s.seed, s.choice, context.n_output))
     if s.n_top_logprobs is None:
         return Choice(token_id)
     logprobs = raw - raw.max()
@@ -324,10 +434,10 @@ def _draw(p: NDArray[np.float64], u: float) -> int:
     return int(np.searchsorted(total, min(u * total[-1], np.nextafter(total[-1], 0)), side="right"))
 
 
-def _uniform(seed: int, choice: int, position: int) -> float:
+def _uniform(seed: int, choice: int, number: int) -> float:
     """A number in [0, 1) that depends on its arguments alone: Philox is a function of key and counter."""
     key = np.array([seed & 0xFFFF_FFFF_FFFF_FFFF, choice], np.uint64)
-    return float(np.random.Generator(np.random.Philox(key=key, counter=position)).random())
+    return float(np.random.Generator(np.random.Philox(key=key, counter=number)).random())
 
 
 def _top(logprobs: Array, n: int) -> tuple[tuple[int, float], ...]:

@@ -19,6 +19,7 @@ import json
 import logging
 import math
 import os
+import re
 import secrets
 import signal
 import socket
@@ -46,6 +47,7 @@ from background import Registry
 from chat import BadInput, ChatTemplate
 from engine import Engine
 from grammar import Grammars
+from model import PAGE, NumpyOps
 from store import Limits, Store
 from tokenizer import Tokenizer
 from worker import LocalWorker
@@ -137,8 +139,27 @@ DONE_LINE = "end Responses streams without 'data: [DONE]'"
 TEMPORARY = "refuse background with store=false, as OpenAI did at first, not keep it for 10 minutes"
 STORE = "SQLite file that keeps responses; in memory they are lost at exit"
 SECRET = "key of what clients keep for us: reasoning, compactions (default: another at each start)"
+KV_MEMORY = "memory for keys and values, such as 2G (default: a quarter of what is free)"
+SPECULATE = "tokens to draft from what was said before; 0: none"
 DEVICES = ("auto", "cuda", "cpu")  # auto: cuda where it is built, else cpu
 LEVELS = ("debug", "info", "warning", "error")
+
+
+SUFFIXES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def size(text: str) -> int:
+    """Bytes, with a suffix: 512M, 1.5G"""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", text, re.ASCII | re.IGNORECASE)
+    if not found or not (n_bytes := int(float(found[1]) * SUFFIXES[found[2].upper()])):
+        raise argparse.ArgumentTypeError(f"expected bytes such as 512M or 2G, got {text}")
+    return n_bytes
+
+
+def natural(text: str) -> int:
+    if not text.isascii() or not text.isdigit():
+        raise argparse.ArgumentTypeError(f"expected 0 or more, got {text}")
+    return int(text)
 
 
 def positive(text: str) -> int:
@@ -156,6 +177,9 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "device":              ("auto",               {"choices": DEVICES, "help": "where to compute"}),
     "threads":             (None,                 {"type": positive, "help": "of BLAS (default: all cores)"}),
     "max-model-len":       (None,                 {"type": positive, "help": LENGTH}),
+    "kv-memory":           (None,                 {"type": size, "metavar": "BYTES", "help": KV_MEMORY}),
+    "max-batch":           (16,                   {"type": positive, "help": "sequences to run at once"}),
+    "speculate":           (0,                    {"type": natural, "help": SPECULATE}),
     "served-model-name":   (None,                 {"metavar": "NAME", "action": "append", "help": NAME}),
     "api-key":             (None,                 {"metavar": "KEY", "help": KEY}),
     "no-done-line":        (False,                {"action": "store_true", "help": DONE_LINE}),
@@ -195,7 +219,7 @@ def main() -> int:
             raise ValueError("--device cuda: the GPU engine is not built yet; use --device cpu")
         listener = bind(args.host, args.port)
         directory = hub.find(args.model)
-        worker = load(directory, args.max_model_len)
+        worker = load(directory, args)
         defaults = generation_defaults(worker.engine.config.generation)
         store = open_store(args)
     except (ValueError, OSError, MemoryError, sqlite3.Error) as error:
@@ -226,17 +250,42 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def load(directory: Path, max_model_len: int | None) -> LocalWorker:
+def load(directory: Path, args: argparse.Namespace) -> LocalWorker:
     config = weights.read_config(directory)
-    length = max_model_len or config.max_seq_len
+    length = args.max_model_len or config.max_seq_len
     if not 2 <= length <= config.max_seq_len:
         limit = f"expected 2 to {config.max_seq_len}, the model's own limit"
         raise weights.UnsupportedModel(f"--max-model-len {length}: {limit}")
     vocabulary = directory / "tokenizer.json"
     template, tokenizer = ChatTemplate.load(directory), Tokenizer(vocabulary)
     grammars = Grammars(vocabulary, config.vocab_size, config.eos_token_ids)
-    engine = Engine(config, weights.read_weights(directory, config), length)
-    return LocalWorker(engine, tokenizer, template, grammars)
+    loaded = weights.read_weights(directory, config)
+    n_pages = pool(NumpyOps.page_bytes(config), length, args.max_batch, args.kv_memory)
+    ops = NumpyOps(config, loaded, length, n_pages, args.max_batch)
+    return LocalWorker(Engine(ops, args.speculate), tokenizer, template, grammars)
+
+
+def pool(page_bytes: int, length: int, max_batch: int, kv_memory: int | None) -> int:
+    """Pages for keys and values. By default a quarter of the memory that is free, as far as it can be used by
+    whole contexts of all that run at once; what is not used is not taken.
+    """
+    if kv_memory:
+        if kv_memory < page_bytes:
+            limit = f"expected {page_bytes} or more, for a page of {PAGE} tokens"
+            raise ValueError(f"--kv-memory {kv_memory}: {limit}")
+        return kv_memory // page_bytes
+    whole = max_batch * -(-length // PAGE)
+    return max(1, min(whole, free_memory() // 4 // page_bytes))
+
+
+def free_memory() -> int:
+    """Bytes, as far as the system says: what is available on Linux, what is there elsewhere."""
+    lines = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
+    found = [path.read_text(encoding="utf-8") if path.exists() else "" for path in lines]
+    available = re.search(r"MemAvailable: +(\d+) kB", found[0])
+    in_all = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4 * 2**30
+    free = int(available[1]) * 1024 if available else in_all
+    return min(free, int(found[1])) if found[1].strip().isdigit() else free
 
 
 def open_store(args: argparse.Namespace) -> Store:
@@ -330,7 +379,7 @@ def announce(
     for name, value in {
         "model": f"{names[0]} ({config.model_type}), {config.n_params / 1e6:.1f} M parameters",
         "memory": f"{weights_mb:.0f} MB of weights in float32, {per_token / 1e3:.0f} kB a token of context",
-        "context": f"{worker.engine.max_seq_len} tokens",
+        "context": f"{worker.engine.max_seq_len} tokens, of {worker.engine.counts()['pages'] * PAGE} in all",
         "device": f"cpu, {max(blas, default=1)} BLAS threads",
         "store": "in memory: responses are lost at exit" if args.store == IN_MEMORY else args.store,
         "listening": url,

@@ -94,6 +94,7 @@ class LocalWorker:
         usage = Usage(len(prompt.token_ids), 0)
         async with aclosing(self.engine.generate(job)) as steps:
             async for step in steps:
+                usage = usage._replace(cached_tokens=step.cached_tokens)
                 for token in step.tokens:  # one by one: a step may cross any number of channels
                     was = parser.state
                     stops = token.token_id in job.stop_token_ids

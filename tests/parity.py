@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 import hub
-from model import Array, Batch, Cache, NumpyOps, Span, forward
+from model import Array, Batch, NumpyOps, Span, forward
 from weights import Part, layer_parts, outer_parts, parse_config, read_config, read_weights
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -41,6 +41,7 @@ TOLERANCE = 1e-3  # of a logit
 N_PROMPT, N_GREEDY = 40, 64
 CHECKED = [0, 13, N_PROMPT - 1, 70, N_PROMPT + N_GREEDY - 2]  # positions whose logits the golden files hold
 PROMPT_SEED = 2  # one with which no greedy text is decided by a margin below TOLERANCE
+N_PAGES = 128  # of every model here
 N_TOP = 50  # logits kept of a position, where the vocabulary is a real one
 
 
@@ -212,25 +213,29 @@ class Ours:
             raw = json.loads((directory / "config.json").read_text())
             self.config = parse_config(raw | changes, {})
         self.weights = read_weights(directory, self.config)
-        self.ops = NumpyOps(self.config, min(self.config.max_seq_len, 1024))
+        length = min(self.config.max_seq_len, 1024)
+        self.ops = NumpyOps(self.config, self.weights, length, N_PAGES, max_batch=1)
 
     def logits(self, token_ids: Sequence[int], positions: Sequence[int]) -> Array:
         """(len(positions), vocab_size): read in chunks that end at these positions, in ascending order."""
-        cache = Cache(self.config, len(token_ids))
         starts = [0, *(position + 1 for position in positions)]
         spans = [
-            Span(cache, token_ids[start : end + 1], start, wanted=True)
-            for start, end in zip(starts, positions, strict=False)
+            tile(token_ids[start : end + 1], start) for start, end in zip(starts, positions, strict=False)
         ]
         return np.concatenate([forward(self.ops, self.weights, Batch([span])).copy() for span in spans])
 
     def greedy(self, prompt: Sequence[int], n: int) -> list[int]:
         """The prompt at once, then token by token."""
-        cache, token_ids = Cache(self.config, len(prompt) + n), list(prompt)
+        token_ids = list(prompt)
         for start in [0, *range(len(prompt), len(prompt) + n - 1)]:
-            span = Span(cache, token_ids[start:], start, wanted=True)
-            token_ids.append(int(forward(self.ops, self.weights, Batch([span]))[0].argmax()))
+            logits = forward(self.ops, self.weights, Batch([tile(token_ids[start:], start)]))
+            token_ids.append(int(logits[0].argmax()))
         return token_ids[len(prompt) :]
+
+
+def tile(token_ids: Sequence[int], start: int, pages: Sequence[int] = range(N_PAGES)) -> Span:
+    """Tokens that are computed together, the choice behind the last of them wanted."""
+    return Span(0, pages, token_ids, start, n_wanted=1, tile=True)
 
 
 # ---- Golden files ------------------------------------------------------------------------------------------

@@ -32,10 +32,10 @@ def test_both_of_ours_say_the_same() -> None:
     weights = read_weights(TINY, config)
     prompts = bench.prompts(Tokenizer(TINY / "tokenizer.json"), 3, 20)
     assert [len(prompt) for prompt in prompts] == [20] * 3
-    engine = Engine(config, weights, 64)
+    engine = Engine(bench.numpy_ops(config, weights, 64))
     said = bench.engine_run(engine)(prompts, 9).said
     engine.close()
-    assert said == bench.forward_run(config, weights, 64)(prompts, 9).said
+    assert said == bench.forward_run(bench.numpy_ops(config, weights, 64))(prompts, 9).said
     assert len(said) == 9
 
 

@@ -123,6 +123,6 @@ def test_usage_is_summed_over_the_choices_of_one_prompt() -> None:
         "prompt_tokens": 7,
         "completion_tokens": 7,
         "total_tokens": 14,
-        "prompt_tokens_details": {"cached_tokens": 6},
+        "prompt_tokens_details": {"cached_tokens": 5},
         "completion_tokens_details": {"reasoning_tokens": 3},
     }

@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "channels":    set(),
     "chat":        set(),
     "hub":         set(),
+    "pages":       set(),
     "sealed":      set(),
     "sse":         set(),
     "store":       set(),
@@ -36,19 +37,19 @@ MAY_IMPORT = {
     "answers":     {"background", "params", "sse"},
     "grammar":     {"params"},
     "model":       {"weights"},
-    "engine":      {"model", "weights"},
+    "engine":      {"model", "pages", "weights"},
     "worker":      {"channels", "chat", "engine", "grammar", "model", "params", "tokenizer"},
     "api":         {"answers", "background", "channels", "completions", "params", "responses", "sealed",
                     "sse", "store", "worker"},
-    "server":      {"answers", "api", "background", "chat", "engine", "grammar", "hub", "store", "tokenizer",
-                    "weights", "worker"},
+    "server":      {"answers", "api", "background", "chat", "engine", "grammar", "hub", "model", "store",
+                    "tokenizer", "weights", "worker"},
     "bench":       {"answers", "api", "background", "channels", "engine", "hub", "model", "params",
                     "responses", "store", "tokenizer", "weights"},
 }
 # fmt: on
 
 # Bytes and time come from outside: these are functions of their arguments.
-SANS_IO = {"channels", "chat", "completions", "params", "responses", "sealed", "sse"}
+SANS_IO = {"channels", "chat", "completions", "pages", "params", "responses", "sealed", "sse"}
 IO = {"asyncio", "concurrent", "multiprocessing", "os", "queue", "random", "secrets", "select", "socket",
       "subprocess", "tempfile", "threading", "time", "uuid"}  # fmt: skip
 

@@ -29,7 +29,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the server's modules
 
 from chat import ChatTemplate
-from model import Batch, Cache, NumpyOps, Span, forward
+from model import PAGE, Batch, NumpyOps, Span, forward
 from tokenizer import Tokenizer
 from weights import Config, Weights, read_config, read_weights
 
@@ -58,10 +58,11 @@ class Answer(NamedTuple):
 
 def load(directory: Path) -> Model:
     config = read_config(directory)
+    weights = read_weights(directory, config)
     return Model(
         config,
-        read_weights(directory, config),
-        NumpyOps(config, config.max_seq_len),
+        weights,
+        NumpyOps(config, weights, config.max_seq_len, -(-config.max_seq_len // PAGE), max_batch=1),
         Tokenizer(directory / "tokenizer.json"),
         ChatTemplate.load(directory),
     )
@@ -74,11 +75,12 @@ def prompt_ids(model: Model, asked: Example) -> list[int]:
 
 def generate(model: Model, prompt: list[int]) -> tuple[str, bool]:
     """The likeliest token, again and again: the text, and whether the model ended it within MAX_TOKENS."""
-    cache = Cache(model.config, len(prompt) + MAX_TOKENS)
+    pages = range(model.ops.n_pages)
     decoder, text = model.tokenizer.decoder(), ""
     token_ids, n_cached = prompt, 0
     for _ in range(MAX_TOKENS):
-        logits = forward(model.ops, model.weights, Batch([Span(cache, token_ids, n_cached, wanted=True)]))
+        span = Span(0, pages, token_ids, n_cached, n_wanted=1, tile=True)
+        logits = forward(model.ops, model.weights, Batch([span]))
         n_cached += len(token_ids)
         token_ids = [int(logits[0].argmax())]
         if token_ids[0] in model.config.eos_token_ids:
