@@ -637,29 +637,39 @@ class CudaOps:
         yield part
 
     def _launch(self, step: list[Placed]) -> tuple[Desk, Flight]:
+        desk, flight, batch = self._prepared(step)
+        if batch.is_decode:
+            self._replay(batch)
+        else:
+            self._compute(batch)
+        self._collect(flight, sum(flight.n_choices))
+        return desk, flight
+
+    def _prepared(self, step: list[Placed]) -> tuple[Desk, Flight, Batch]:
+        """Bring a step's numbers to the device."""
         split = [p for p in step if not p.span.tile and p.rows.stop <= self._max_split]
         whole = [p for p in step if p not in split]
-        rows, tiles = sum(len(p.rows) for p in step), self._tiles(split)
+        n_rows, tiles = sum(len(p.rows) for p in step), self._tiles(split)
         is_decode = not whole and len(tiles) == len(split)
-        desk = self._desks[bucket(rows) if is_decode else 0]
+        desk = self._desks[bucket(n_rows) if is_decode else 0]
         flight = desk.free.pop() if desk.free else Flight(self._cp, desk.table)
         flight.fill(tiles=tiles + self._tiles(whole), **rows_of(step), **wanted_of(step))
         flight.expect(step)
         self._bring(step)
         desk.numbers.set(flight.numbers, self._stream)
         n_pieces = max((-(-p.span.end // self._piece) for p in split), default=1)
-        n_wanted = sum(flight.n_choices)
-        if is_decode:
-            n = bucket(rows)
-            self._replay(Batch(desk.views, n, n, n, 0, bucket(n_pieces), True))
-        else:
-            n_whole = len(self._tiles(whole))
-            self._compute(Batch(desk.views, rows, n_wanted, len(tiles), n_whole, n_pieces, False))
+        if is_decode:  # of a size that comes again
+            n = bucket(n_rows)
+            return desk, flight, Batch(desk.views, n, n, n, 0, bucket(n_pieces), True)
+        n_wanted, n_whole = sum(flight.n_choices), len(self._tiles(whole))
+        return desk, flight, Batch(desk.views, n_rows, n_wanted, len(tiles), n_whole, n_pieces, False)
+
+    def _collect(self, flight: Flight, n_wanted: int) -> None:
+        """Send for what was chosen."""
         if n_wanted:
             choices = self._buffers["choices"][:n_wanted]
             choices.get(self._stream, out=flight.choices[:n_wanted], blocking=False)
         flight.arrived.record(self._stream)
-        return desk, flight
 
     def _tiles(self, step: list[Placed]) -> list[tuple[int, ...]]:
         """kernels.cu's tiles: QUERIES queries of a span and a key head each."""

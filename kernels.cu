@@ -104,20 +104,6 @@ __device__ __forceinline__ uint4 normed(const float *x, float scale, uint4 w) {
   return y;
 }
 
-// y = x / sqrt(mean(x^2) + eps) * w: NumpyOps._rms_norm, for the products of more rows than one tile
-//   w (DIM,)   x (., DIM)   rows (n_rows,) which of x, or null: all   y (n_rows, DIM)
-//   grid: n_rows / 8, block: 256; a warp a row
-extern "C" __global__ void __launch_bounds__(256) rms_norm(weight *w, const float *x, const int *rows, bf16 *y, int n_rows) {
-  start_next();
-  await_previous();
-  int row = blockIdx.x * 8 + threadIdx.x / 32;
-  if (row >= n_rows) return;
-  x += (size_t)(rows ? rows[row] : row) * DIM, y += (size_t)row * DIM;
-  float scale = row_scale(x);
-  for (int i = threadIdx.x % 32 * 8; i < DIM; i += 256)
-    *(uint4 *)(y + i) = normed(x + i, scale, *(const uint4 *)(w + i));
-}
-
 // ---- Products ----------------------------------------------------------------------------------------------
 // y = x w^T for x (n_rows, size), w (n_columns, size), on the tensor cores.
 //
@@ -301,6 +287,22 @@ extern "C" __global__ void __launch_bounds__(256) logits(weight *w, weight *norm
   linear<1, LOGITS_TILES, AHEAD>(matrices, DIM, VOCAB_SIZE, n_rows, input, [&](int row, int column, float *v) {
     y[(size_t)row * VOCAB_SIZE + column] = v[0];
   });
+}
+
+#if ROW_TILES == 1  // what follows is no product, and needs no second compilation
+
+// y = x / sqrt(mean(x^2) + eps) * w: NumpyOps._rms_norm, for the products of more rows than one tile
+//   w (DIM,)   x (., DIM)   rows (n_rows,) which of x, or null: all   y (n_rows, DIM)
+//   grid: n_rows / 8, block: 256; a warp a row
+extern "C" __global__ void __launch_bounds__(256) rms_norm(weight *w, const float *x, const int *rows, bf16 *y, int n_rows) {
+  start_next();
+  await_previous();
+  int row = blockIdx.x * 8 + threadIdx.x / 32;
+  if (row >= n_rows) return;
+  x += (size_t)(rows ? rows[row] : row) * DIM, y += (size_t)row * DIM;
+  float scale = row_scale(x);
+  for (int i = threadIdx.x % 32 * 8; i < DIM; i += 256)
+    *(uint4 *)(y + i) = normed(x + i, scale, *(const uint4 *)(w + i));
 }
 
 // x = table[token]: NumpyOps.embed; where the host does not know the token, the one that its slot has chosen
@@ -860,3 +862,4 @@ extern "C" __global__ void __launch_bounds__(PICK_THREADS) count(const int *toke
     else atomicAdd(&counts[tokens[i]], 1u);
   }
 }
+#endif

@@ -26,6 +26,7 @@ import struct
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -73,14 +74,17 @@ def parameters_of(code: str) -> dict[str, list[Parameter]]:
 
 def build(code: str, options: Sequence[str], check: bool) -> Path:
     """The shared library that the text of a kernels.cu makes."""
+    chosen = subprocess.run(["g++", "-E", "-fdirectives-only", "-P", *options, "-x", "c++", "-"], input=code, capture_output=True, text=True)
+    names = parameters_of(chosen.stdout)  # those that the options leave
     calls = "".join(
         f'extern "C" __attribute__((no_sanitize("thread"))) void launch_{name}(void **a) {{ {name}('
         + ", ".join(f"*({p.kind} {'*' * p.is_pointer}*)a[{i}]" for i, p in enumerate(parameters))
         + "); }\n"
-        for name, parameters in parameters_of(code).items()
+        for name, parameters in names.items()
     )
     code = re.sub(r'extern\s+"C"\s+(?=__global__)', "", code)
-    text = f'#include "cuda.h"\n#line 1 "kernels.cu"\n{code}\n{calls}'
+    # a namespace without a name: or what is shared in a template would be put elsewhere
+    text = f'#include "cuda.h"\nnamespace {{\n#line 1 "kernels.cu"\n{code}\n}}\n{calls}'
     watch = ["-g", "-O1", "-fsanitize=thread,alignment"] if check else ["-O2"]
     kernels = made(text, ".o", [*FLAGS, *options, *watch, "-c", "-x", "c++", "-"])
     checker = ["-DCHECKER"] if check else []
@@ -122,6 +126,10 @@ class Array(np.ndarray[Any, Any]):
 
     def __array_finalize__(self, obj: Any) -> None:
         self.emulator = getattr(obj, "emulator", None)  # type: ignore[assignment]
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"data": (self.ctypes.data, False)}
 
     def set(self, host: Any, stream: "Stream | None" = None) -> None:
         assert type(host) is np.ndarray, "set() copies from the host's memory"
@@ -204,17 +212,21 @@ class Event:
 
 
 class Module:
-    """cupy.RawModule of one kernels.cu."""
+    """cupy.RawModule of one kernels.cu: compiled when it is first needed."""
 
     def __init__(self, emulator: "Emulator", code: str, options: Sequence[str]) -> None:
-        self.emulator = emulator
-        defines = [option for option in options if option.startswith("-D")]
-        self.library = ctypes.CDLL(str(build(code, defines, emulator.check)))
-        self.library.emulator_launch.restype = ctypes.c_char_p
-        self.kernels = {name: Kernel(self, name, ps) for name, ps in parameters_of(code).items()}
+        self.emulator, self.code = emulator, code
+        self.defines = [option for option in options if option.startswith("-D")]
+        self.signatures = parameters_of(code)
+
+    @cached_property
+    def library(self) -> Any:
+        library = ctypes.CDLL(str(build(self.code, self.defines, self.emulator.check)))
+        library.emulator_launch.restype = ctypes.c_char_p
+        return library
 
     def get_function(self, name: str) -> "Kernel":
-        return self.kernels[name]
+        return Kernel(self, name, self.signatures[name])
 
 
 class Kernel:
@@ -331,9 +343,10 @@ class Emulator:
         self.uint16, self.uint64, self.float32, self.int32 = np.uint16, np.uint64, np.float32, np.int32
         self.cuda = SimpleNamespace(
             Stream=lambda non_blocking=False: Stream(self),
-            Event=lambda **options: Event(self),
+            Event=lambda disable_timing=False: Event(self),
             Device=lambda: SimpleNamespace(mem_info=(self.free, self.total), compute_capability="90"),
             get_current_stream=lambda: self.current,
+            alloc_pinned_memory=lambda n_bytes: bytearray(b"\xff" * n_bytes),
             memory=SimpleNamespace(OutOfMemoryError=MemoryError),
             driver=SimpleNamespace(CUDADriverError=RuntimeError),
         )

@@ -15,8 +15,8 @@
 
 // ---- The language ------------------------------------------------------------------------------------------
 
-#define __global__ static
-#define __device__ static
+#define __global__
+#define __device__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
