@@ -13,12 +13,12 @@
 // 2. A kernel may start while the one before it still runs (programmatic dependent launch). Before await_previous()
 //    it touches weights only, which have a type of their own.
 // 3. Sizes of the model are constants of the compilation, as are ROW_TILES and COLUMN_TILES, how much of a product a
-//    block computes: cuda.py compiles the file once for each shape. Rows of every matrix begin at multiples of 16 bytes.
+//    block computes: gpu.py compiles the file once for each shape. Rows of every matrix begin at multiples of 16 bytes.
 // 4. A warp's instruction is entered by all its lanes, a barrier by all the block's threads.
 //
 // Written R: rows of this step (tokens); S: sequences in it; P: pages; all arrays are row-major.
 //
-// Not here: which rows a step has and where its pages are (engine.py), launches and memory (cuda.py).
+// Not here: which rows a step has and where its pages are (engine.py), launches and memory (gpu.py).
 
 #ifdef __CUDACC__
 #include <cuda_bf16.h>

@@ -39,13 +39,15 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+import gpu
 import hub
+import kernels
 import weights
 from answers import STATUS, error_response, new_id
 from api import ALIAS, Api, encode_event, generation_defaults
 from background import Registry
 from chat import BadInput, ChatTemplate
-from engine import Engine
+from engine import Engine, Ops
 from grammar import Grammars
 from model import PAGE, NumpyOps
 from store import Limits, Store
@@ -215,8 +217,7 @@ def main() -> int:
     if args.threads:
         threadpoolctl.threadpool_limits(args.threads, user_api="blas")
     try:
-        if args.device == "cuda":
-            raise ValueError("--device cuda: the GPU engine is not built yet; use --device cpu")
+        args.device = device(args.device)
         listener = bind(args.host, args.port)
         directory = hub.find(args.model)
         worker = load(directory, args)
@@ -260,14 +261,27 @@ def load(directory: Path, args: argparse.Namespace) -> LocalWorker:
     template, tokenizer = ChatTemplate.load(directory), Tokenizer(vocabulary)
     grammars = Grammars(vocabulary, config.vocab_size, config.eos_token_ids)
     loaded = weights.read_weights(directory, config)
-    n_pages = pool(NumpyOps.page_bytes(config), length, args.max_batch, args.kv_memory)
-    ops = NumpyOps(config, loaded, length, n_pages, args.max_batch)
+    kind: type[NumpyOps] | type[gpu.CudaOps] = NumpyOps
+    room = free_memory() // 4
+    if args.device == "cuda":
+        kernels.check_sizes(config)
+        kind, room = gpu.CudaOps, gpu.room(config, length, args.max_batch)
+    n_pages = pool(kind.page_bytes(config), length, args.max_batch, args.kv_memory, room)
+    ops: Ops = kind(config, loaded, length, n_pages, args.max_batch)
     return LocalWorker(Engine(ops, args.speculate), tokenizer, template, grammars)
 
 
-def pool(page_bytes: int, length: int, max_batch: int, kv_memory: int | None) -> int:
-    """Pages for keys and values. By default a quarter of the memory that is free, as far as it can be used by
-    whole contexts of all that run at once; what is not used is not taken.
+def device(wanted: str) -> str:
+    """cpu or cuda, for auto what there is; raises ValueError where there is no GPU to compute on."""
+    missing = None if wanted == "cpu" else gpu.missing()
+    if wanted == "cuda" and missing:
+        raise ValueError(f"--device cuda: {missing}")
+    return "cpu" if wanted == "cpu" or missing else "cuda"
+
+
+def pool(page_bytes: int, length: int, max_batch: int, kv_memory: int | None, room: int) -> int:
+    """Pages for keys and values; by default what there is room for, as far as whole contexts of all that run
+    at once can use it. On the CPU that is no more than is used: what no token reaches is never real.
     """
     if kv_memory:
         if kv_memory < page_bytes:
@@ -275,7 +289,7 @@ def pool(page_bytes: int, length: int, max_batch: int, kv_memory: int | None) ->
             raise ValueError(f"--kv-memory {kv_memory}: {limit}")
         return kv_memory // page_bytes
     whole = max_batch * -(-length // PAGE)
-    return max(1, min(whole, free_memory() // 4 // page_bytes))
+    return max(1, min(whole, room // page_bytes))
 
 
 def free_memory() -> int:
@@ -372,15 +386,16 @@ def announce(
     config = worker.engine.config
     host, port = listener.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    per_token = 2 * 4 * config.n_layers * config.n_kv_heads * config.head_dim  # k and v, float32
+    dtype, size = ("bfloat16", 2) if args.device == "cuda" else ("float32", 4)
+    per_token = 2 * size * config.n_layers * config.n_kv_heads * config.head_dim  # k and v
     blas = [lib["num_threads"] for lib in threadpoolctl.threadpool_info() if lib["user_api"] == "blas"]
-    weights_mb = config.n_params * 4 / 1e6
+    weights_mb = config.n_params * size / 1e6
     body = json.dumps({"model": names[0], "input": "What is the capital of France?"})
     for name, value in {
         "model": f"{names[0]} ({config.model_type}), {config.n_params / 1e6:.1f} M parameters",
-        "memory": f"{weights_mb:.0f} MB of weights in float32, {per_token / 1e3:.0f} kB a token of context",
+        "memory": f"{weights_mb:.0f} MB of weights in {dtype}, {per_token / 1e3:.0f} kB a token of context",
         "context": f"{worker.engine.max_seq_len} tokens, of {worker.engine.counts()['pages'] * PAGE} in all",
-        "device": f"cpu, {max(blas, default=1)} BLAS threads",
+        "device": "cuda" if args.device == "cuda" else f"cpu, {max(blas, default=1)} BLAS threads",
         "store": "in memory: responses are lost at exit" if args.store == IN_MEMORY else args.store,
         "listening": url,
     }.items():

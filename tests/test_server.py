@@ -835,7 +835,6 @@ WRONG_FLAGS = [
     (("--model", "/no/such/directory"),                        "/no/such/directory"),
     (("--model", "no-such-org/no-such-model"),                 "no-such-org/no-such-model"),
     (("--model", str(TINY / "config.json")),                   "is a file"),
-    (("--model", str(TINY), "--device", "cuda"),               "--device cuda"),
     (("--model", str(TINY), "--max-model-len", "1"),           "--max-model-len"),
     (("--model", str(TINY), "--max-model-len", "0"),           "--max-model-len"),
     (("--model", str(TINY), "--max-model-len", "4096"),        "2048"),

@@ -74,7 +74,12 @@ def parameters_of(code: str) -> dict[str, list[Parameter]]:
 
 def build(code: str, options: Sequence[str], check: bool) -> Path:
     """The shared library that the text of a kernels.cu makes."""
-    chosen = subprocess.run(["g++", "-E", "-fdirectives-only", "-P", *options, "-x", "c++", "-"], input=code, capture_output=True, text=True)
+    chosen = subprocess.run(
+        ["g++", "-E", "-fdirectives-only", "-P", *options, "-x", "c++", "-"],
+        input=code,
+        capture_output=True,
+        text=True,
+    )
     names = parameters_of(chosen.stdout)  # those that the options leave
     calls = "".join(
         f'extern "C" __attribute__((no_sanitize("thread"))) void launch_{name}(void **a) {{ {name}('
@@ -300,7 +305,7 @@ class Kernel:
 
 
 class Driver:
-    """What cuda.py asks of libcuda: a launch with attributes, its structures read by cuda.h's offsets."""
+    """What gpu.py asks of libcuda: a launch with attributes, its structures read by cuda.h's offsets."""
 
     def __init__(self, emulator: "Emulator") -> None:
         self.emulator = emulator

@@ -1,239 +1,53 @@
-"""The ops of model.py on a GPU: kernels.cu, its launches and its memory.
+"""The ops of model.py on a GPU.
 
-    Spans --launch()--> rows, tiles, settings of a step: one copy to the device --> a graph, or kernel by kernel
-                                                                      --> one copy back --read()--> Choices
+    Spans --launch()--> the numbers of a step --copy--> a graph, or kernels --copy--> --read()--> Choices
 
-Authority: model.NumpyOps, op by op; CuPy's reference (https://docs.cupy.dev); cuda.h for cuLaunchKernelEx.
+Authority: model.NumpyOps, op by op; CuPy's reference (https://docs.cupy.dev).
 
 Rules of this file:
-1. Nothing is allocated once a CudaOps is made. What changes from step to step lies in device memory, so that a
-   graph that was captured once serves for every step of its size.
+1. Nothing is allocated once a CudaOps is made. What changes from step to step lies in device memory: a graph
+   that was captured once serves for every step of its size.
 2. Every row has the same bits whatever it is computed with (kernels.cu), so a step may be padded, cut in
    parts, and made by whichever kernels are fastest.
-3. A kernel gets its arguments through `Kernels` alone, which checks them: CuPy does not.
-4. The host never waits for the device but in read().
+3. The host never waits for the device but in read().
 
-Not here: arithmetic (kernels.cu), which rows come next (engine.py).
+The name: cuda.py would hide the package `cuda`, which CuPy imports.
+
+Not here: arithmetic (kernels.cu), launches (kernels.py), which rows come next (engine.py).
 """
 
-import ctypes
 import importlib
 import logging
 import math
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kernels import (
+    ANY,
+    CHOICE,
+    LOGITS_COLUMNS,
+    MAX_TOP,
+    QUERIES,
+    DeviceArray,
+    Kernels,
+    attend_threads,
+    check_sizes,
+    head_pad,
+    open_driver,
+    shape_for,
+)
 from model import PAGE, Choice, Context, Sampling, Span, forward
-from weights import Config, Layer, UnsupportedModel, Weights, rope_table
+from weights import Config, Layer, Weights, rope_table
 
-log = logging.getLogger("cuda")
-
-CODE = Path(__file__).parent / "kernels.cu"
-DeviceArray = Any  # cupy.ndarray; bfloat16 is seen as uint16
+log = logging.getLogger("gpu")
 
 
 class OutOfMemory(MemoryError):
     """One line: what the device has, what is wanted, and which options say so."""
-
-
-# ---- kernels.cu --------------------------------------------------------------------------------------------
-
-
-class Shape(NamedTuple):
-    """How much of a product a block computes: 16 * rows by 8 * columns."""
-
-    rows: int
-    columns: int
-
-
-# by the rows of a step: at most so many, in this shape
-SHAPES = [(16, Shape(1, 1)), (128, Shape(4, 2)), (1 << 30, Shape(4, 8))]
-ANY = SHAPES[0][1]  # for kernels that are no product
-
-# what kernels.cu calls the same
-QUERIES = 16  # of a tile of attention
-MAX_TOP = 20  # likeliest tokens whose logprobs can be had: what the API allows
-CHOICE = 2 + 2 * MAX_TOP
-LOGITS_COLUMNS = 4  # the shape of `logits` for one tile of rows
-THREADS = {"pick": 1024, "count": 1024, "keep": 32}  # the others have 256, attention attend_threads()
-
-
-def shape_for(n_rows: int) -> Shape:
-    return next(shape for limit, shape in SHAPES if n_rows <= limit)
-
-
-def head_pad(config: Config) -> int:
-    """Numbers of a key in its page: whole steps of the tensor cores."""
-    return -(-config.head_dim // 32) * 32
-
-
-def attend_threads(config: Config) -> int:
-    """As many as the keys that a block takes at a time; as the shared memory allows."""
-    return 128 if head_pad(config) <= 128 else 64
-
-
-def defines(config: Config, shape: Shape) -> list[str]:
-    """The constants that kernels.cu is compiled with."""
-    c = config
-    values = {
-        "DIM": c.dim,
-        "HIDDEN_DIM": c.hidden_dim,
-        "N_HEADS": c.n_heads,
-        "N_KV_HEADS": c.n_kv_heads,
-        "HEAD_DIM": c.head_dim,
-        "VOCAB_SIZE": c.vocab_size,
-        "NORM_EPS": f"{c.norm_eps!r}f",
-        "ROW_TILES": shape.rows,
-        "COLUMN_TILES": shape.columns,
-    }
-    return [f"-D{name}={value}" for name, value in values.items()]
-
-
-def options(config: Config, shape: Shape) -> tuple[str, ...]:
-    """For NVRTC. No contraction: fused multiply-adds are where kernels.cu says."""
-    return (
-        *defines(config, shape),
-        "--std=c++17",
-        "--fmad=false",
-        *(f"-I{path}" for path in include_paths()),
-    )
-
-
-def include_paths() -> list[str]:
-    """Where cuda_bf16.h is: in the package nvidia-cuda-runtime, or in a toolkit that CuPy finds by itself."""
-    try:
-        from cuda.pathfinder import find_nvidia_header_directory
-    except ImportError:
-        return []
-    found = find_nvidia_header_directory("cudart")
-    return [found] if found else []
-
-
-# The attribute of a launch whose kernel may start before the one ahead of it has ended, and the structures of
-# cuda.h that say so. https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__EXEC.html
-PROGRAMMATIC_STREAM_SERIALIZATION = 6
-
-
-class LaunchAttribute(ctypes.Structure):
-    _fields_ = (("id", ctypes.c_uint), ("pad", ctypes.c_uint), ("value", ctypes.c_uint * 16))
-
-
-class LaunchConfig(ctypes.Structure):
-    _fields_ = (
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared_bytes", ctypes.c_uint),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(LaunchAttribute)),
-        ("n_attributes", ctypes.c_uint),
-    )
-
-
-class Parameter(NamedTuple):
-    name: str
-    dtype: "np.dtype[Any]"  # of the array, or of the number
-    is_array: bool
-
-
-#  type in kernels.cu   in an array or as a number
-DTYPES = {
-    "weight": "u2",
-    "bf16": "u2",
-    "float": "f4",
-    "float2": "c8",
-    "int": "i4",
-    "unsigned": "u4",
-    "u64": "u8",
-}
-
-
-def signatures(code: str) -> dict[str, list[Parameter]]:
-    """The parameters of each kernel in the code."""
-    found = re.findall(r'extern "C" __global__ void (?:__launch_bounds__\(\w+\) )?(\w+)\(([^)]*)\)', code)
-
-    def parse(text: str) -> Parameter:
-        kind, star, name = re.fullmatch(r"\s*(?:const )?(\w+) (\*?)(\w+)\s*", text).groups()  # type: ignore[union-attr]
-        return Parameter(name, np.dtype(DTYPES[kind]), star == "*")
-
-    return {name: [parse(text) for text in texts.split(",")] for name, texts in found}
-
-
-class Kernels:
-    """The kernels of kernels.cu, compiled for one model."""
-
-    def __init__(self, cp: Any, config: Config, driver: Any = None) -> None:
-        """driver: libcuda, for launches that overlap; None: each kernel waits for the one ahead of it."""
-        code = CODE.read_text(encoding="utf-8")
-        self._cp, self._driver = cp, driver
-        self._signatures = signatures(code)
-        self._modules = {
-            shape: cp.RawModule(code=code, options=options(config, shape)) for _, shape in SHAPES
-        }
-        self._functions: dict[tuple[str, Shape], Any] = {}
-        self._threads = THREADS | dict.fromkeys(["attend", "attend_prompt"], attend_threads(config))
-
-    def launch(self, name: str, shape: Shape, grid: tuple[int, ...], *args: Any) -> None:
-        """An array for each array, a number for each number, None for an array that there is none of."""
-        if (name, shape) not in self._functions:
-            self._functions[name, shape] = self._modules[shape].get_function(name)
-        function, block = self._functions[name, shape], (self._threads.get(name, 256),)
-        values = [self._checked(name, p, arg) for p, arg in zip(self._signatures[name], args, strict=True)]
-        if self._driver is None:
-            function(grid, block, tuple(values))
-        elif code := self._launch_early(function.kernel.ptr, grid, block, values):
-            raise RuntimeError(f"cuLaunchKernelEx of {name} returned {code}")
-
-    def _checked(self, kernel: str, parameter: Parameter, arg: Any) -> Any:
-        what = f"{kernel}: {parameter.name}"
-        if not parameter.is_array:
-            return parameter.dtype.type(arg)
-        if arg is None:
-            return np.uintp(0)
-        if arg.dtype != parameter.dtype:
-            raise TypeError(f"{what} is {arg.dtype}, not {parameter.dtype}")
-        if not arg.flags.c_contiguous:
-            raise TypeError(f"{what} is not contiguous")
-        return arg
-
-    def _launch_early(
-        self, function: int, grid: tuple[int, ...], block: tuple[int, ...], values: list[Any]
-    ) -> int:
-        """As soon as every block of the kernel ahead has said start_next(); cuLaunchKernelEx's result."""
-        attribute = LaunchAttribute(PROGRAMMATIC_STREAM_SERIALIZATION)
-        attribute.value[0] = 1
-        config = LaunchConfig(
-            (ctypes.c_uint * 3)(*(*grid, 1, 1)[:3]),
-            (ctypes.c_uint * 3)(*(*block, 1, 1)[:3]),
-            0,
-            self._cp.cuda.get_current_stream().ptr,
-            ctypes.pointer(attribute),
-            1,
-        )
-        held = [np.array(value if isinstance(value, np.generic) else address_of(value)) for value in values]
-        pointers = (ctypes.c_void_p * len(held))(*[value.ctypes.data for value in held])
-        return int(
-            self._driver.cuLaunchKernelEx(ctypes.byref(config), ctypes.c_void_p(function), pointers, None)
-        )
-
-
-def address_of(array: DeviceArray) -> np.uintp:
-    return np.uintp(array.__cuda_array_interface__["data"][0])
-
-
-def open_driver(cp: Any) -> Any:
-    """libcuda, where the device can start a kernel early: compute capability 9.0 and above."""
-    if int(cp.cuda.Device().compute_capability) < 90:
-        return None
-    try:
-        return cp.driver if hasattr(cp, "driver") else ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
 
 
 # ---- Weights -----------------------------------------------------------------------------------------------
@@ -479,6 +293,80 @@ def bucket(n: int) -> int:
     return buckets(n)[-1]
 
 
+# ---- Memory ------------------------------------------------------------------------------------------------
+
+
+class Limits(NamedTuple):
+    """What a step may have of what; larger ones are made in parts."""
+
+    rows: int
+    split: int  # rows whose attention is shared out
+    wanted: int
+
+    @classmethod
+    def of(cls, max_batch: int) -> "Limits":
+        n = bucket(max(max_batch, 32))
+        return cls(2 * CudaOps.tile + max_batch, n, n)
+
+
+def buffer_shapes(config: Config, max_seq_len: int, max_batch: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """All that is allocated beside weights, pages and the numbers of steps: dtype and shape by name."""
+    c, limits = config, Limits.of(max_batch)
+    n_q, n_qkv = c.n_heads * c.head_dim, (c.n_heads + 2 * c.n_kv_heads) * c.head_dim
+    n_pieces = bucket(-(-max_seq_len // attend_threads(c)))
+    return {
+        "x": ("f4", (limits.rows, c.dim)),  # the residual stream
+        "normed": ("u2", (limits.rows, c.dim)),
+        "qkv": ("f4", (limits.rows, n_qkv)),
+        "y": ("u2", (limits.rows, n_q)),
+        "h": ("u2", (limits.rows, c.hidden_dim)),
+        "part": ("f4", (limits.split, c.n_heads, n_pieces, c.head_dim + 2)),
+        "n_done": ("i4", (limits.split * tiles_a_row(c), c.n_kv_heads)),
+        "raw": ("f4", (limits.wanted, c.vocab_size)),
+        "logits": ("f4", (limits.wanted, c.vocab_size)),  # after penalties
+        "masks": ("u4", (limits.wanted, -(-c.vocab_size // 32))),  # a bit a token
+        "choices": ("i4", (limits.wanted, CHOICE)),
+        "rope": ("c8", (max_seq_len, c.head_dim // 2)),
+        "pages": ("i4", (max_batch, -(-max_seq_len // PAGE))),
+        "chosen": ("i4", (max_batch,)),
+        "counts": ("u4", (max_batch, c.vocab_size)),
+        "biases": ("f4", (max_batch, c.vocab_size)),
+        "history": ("i4", (max_seq_len,)),  # the tokens to count
+    }
+
+
+def tiles_a_row(config: Config) -> int:
+    return -(-(config.n_heads // config.n_kv_heads) // QUERIES)
+
+
+def needed(config: Config, max_seq_len: int, n_pages: int, max_batch: int) -> dict[str, int]:
+    """Bytes on the device."""
+    shapes = buffer_shapes(config, max_seq_len, max_batch)
+    return {
+        "weights": 2 * config.n_params,
+        "pages": n_pages * CudaOps.page_bytes(config),
+        "buffers": sum(n_bytes(*shape) for shape in shapes.values()),
+    }
+
+
+def room(config: Config, max_seq_len: int, max_batch: int, cp: Any = None) -> int:
+    """Bytes that are left for pages, a tenth of the device apart."""
+    free, total = (cp or importlib.import_module("cupy")).cuda.Device().mem_info
+    return int(free - total // 10 - sum(needed(config, max_seq_len, 0, max_batch).values()))
+
+
+def missing() -> str | None:
+    """Why there is no GPU to compute on; None where there is one."""
+    try:
+        cupy = importlib.import_module("cupy")
+        n_devices: int = cupy.cuda.runtime.getDeviceCount()
+    except ImportError:
+        return "CuPy is not installed: pip install -e '.[cuda]'"
+    except Exception as error:  # cupy.cuda.runtime.CUDARuntimeError
+        return f"CuPy finds no device: {error}"
+    return None if n_devices else "CuPy finds no device"
+
+
 # ---- The ops -----------------------------------------------------------------------------------------------
 
 
@@ -496,11 +384,8 @@ class CudaOps:
         check_sizes(config)
         self._cp = cp = importlib.import_module("cupy") if cp is None else cp
         self.config, self.max_seq_len, self.n_pages, self.max_batch = config, max_seq_len, n_pages, max_batch
-        self._group = config.n_heads // config.n_kv_heads
+        self._limits, self._group = Limits.of(max_batch), config.n_heads // config.n_kv_heads
         self._piece = attend_threads(config)  # keys that a block attends to at a time
-        self._max_rows = 2 * self.tile + max_batch  # of a step; larger ones are made in parts
-        self._max_split = bucket(max(max_batch, 32))  # rows whose attention is shared out
-        self._max_wanted = self._max_split
         self._graphs: dict[tuple[int, int], Any] = {}  # by rows and pieces; None: it cannot be captured
         self._tables: list[list[int]] = [[] for _ in range(max_batch)]  # the pages of a slot, on the device
         self._counted: list[tuple[Any, int]] = [(None, 0)] * max_batch  # whose output a slot's counts hold
@@ -510,7 +395,7 @@ class CudaOps:
             try:
                 self._allocate(weights)
             except cp.cuda.memory.OutOfMemoryError:
-                raise OutOfMemory(self._lack(weights)) from None
+                raise OutOfMemory(self._lack()) from None
             self._kernels = self._overlapping() or Kernels(cp, config)
 
     @staticmethod
@@ -519,45 +404,18 @@ class CudaOps:
 
     # --- memory ---------------------------------------------------------------------------------------------
 
-    def _shapes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """The buffers: all that is allocated beside weights, pages and the numbers of steps."""
-        c, n_slots, n_wanted = self.config, self.max_batch, self._max_wanted
-        n_q, n_qkv = c.n_heads * c.head_dim, (c.n_heads + 2 * c.n_kv_heads) * c.head_dim
-        n_pieces, tiles_a_row = bucket(-(-self.max_seq_len // self._piece)), -(-self._group // QUERIES)
-        return {
-            "x": ("f4", (self._max_rows, c.dim)),  # the residual stream
-            "normed": ("u2", (self._max_rows, c.dim)),
-            "qkv": ("f4", (self._max_rows, n_qkv)),
-            "y": ("u2", (self._max_rows, n_q)),
-            "h": ("u2", (self._max_rows, c.hidden_dim)),
-            "part": ("f4", (self._max_split, c.n_heads, n_pieces, c.head_dim + 2)),
-            "n_done": ("i4", (self._max_split * tiles_a_row, c.n_kv_heads)),
-            "raw": ("f4", (n_wanted, c.vocab_size)),
-            "logits": ("f4", (n_wanted, c.vocab_size)),  # after penalties
-            "masks": ("u4", (n_wanted, -(-c.vocab_size // 32))),  # a bit a token
-            "choices": ("i4", (n_wanted, CHOICE)),
-            "rope": ("c8", (self.max_seq_len, c.head_dim // 2)),
-            "pages": ("i4", (n_slots, -(-self.max_seq_len // PAGE))),
-            "chosen": ("i4", (n_slots,)),
-            "counts": ("u4", (n_slots, c.vocab_size)),
-            "biases": ("f4", (n_slots, c.vocab_size)),
-            "history": ("i4", (self.max_seq_len,)),  # the tokens to count
-        }
-
     def _allocate(self, weights: Weights) -> None:
         cp, c = self._cp, self.config
-        host = np.ndarray
+        host, shapes = np.ndarray, buffer_shapes(c, self.max_seq_len, self.max_batch)
         self.weights = on_device(weights, lambda a: cp.asarray(bfloat16(a)) if type(a) is host else a)
-        self._buffers = {
-            name: cp.zeros(shape, np.dtype(dtype)) for name, (dtype, shape) in self._shapes().items()
-        }
+        self._buffers = {name: cp.zeros(shape, np.dtype(dtype)) for name, (dtype, shape) in shapes.items()}
         self._buffers["rope"].set(rope_table(c, self.max_seq_len))
         pages = (self.n_pages, c.n_kv_heads, PAGE * head_pad(c))  # what pads a head is 0 and stays so
         self._keys = [cp.zeros(pages, np.uint16) for _ in range(c.n_layers)]
         self._values = [cp.zeros(pages, np.uint16) for _ in range(c.n_layers)]
-        sizes = {n: Table(n, n, n) for n in buckets(self._max_split)}
+        sizes = {n: Table(n, n, n) for n in buckets(self._limits.split)}
         sizes[0] = Table(
-            self._max_rows, self._max_wanted, self._max_rows * -(-self._group // QUERIES)
+            self._limits.rows, self._limits.wanted, self._limits.rows * tiles_a_row(c)
         )  # 0: any step
         self._desks = {}
         for n, table in sizes.items():
@@ -565,20 +423,17 @@ class CudaOps:
             self._desks[n] = Desk(table, numbers, table.views(numbers), [])
         self._stream.synchronize()
 
-    def _lack(self, weights: Weights) -> str:
-        free, total = self._cp.cuda.Device().mem_info
-        outer = {id(a): a.size for a in (weights.embed, weights.head, weights.norm)}
-        inner = sum(a.size for layer in weights.layers for a in vars(layer).values() if a is not None)
-        wanted = {
-            "weights": 2 * (sum(outer.values()) + inner),
-            "pages": self.n_pages * self.page_bytes(self.config),
-            "buffers": sum(n_bytes(*field) for field in self._shapes().values()),
-        }
+    def _lack(self) -> str:
+        total = self._cp.cuda.Device().mem_info[1]
+        wanted = needed(self.config, self.max_seq_len, self.n_pages, self.max_batch)
         parts = ", ".join(f"{name} {n / 1e9:.2f}" for name, n in wanted.items())
-        lacking = max(sum(wanted.values()) - total, 0) / 1e9
+        in_all = sum(wanted.values())
+        lacking = (
+            f"{(in_all - total) / 1e9:.2f} GB are missing" if in_all > total else "others use part of it"
+        )
         return (
-            f"The GPU has {total / 1e9:.2f} GB and {sum(wanted.values()) / 1e9:.2f} GB are wanted ({parts}): "
-            f"{lacking:.2f} GB are missing, or others use it. Lower --kv-memory or --max-batch."
+            f"The GPU has {total / 1e9:.2f} GB and {in_all / 1e9:.2f} GB are wanted ({parts}): {lacking}. "
+            "Lower --kv-memory, --max-batch or --max-model-len."
         )
 
     def _overlapping(self) -> "Kernels | None":
@@ -630,7 +485,7 @@ class CudaOps:
         part, rows, wanted = list[Span](), 0, 0
         for span in spans:
             rows, wanted = rows + n_rows(span), wanted + span.n_wanted
-            if part and (rows > self._max_rows or wanted > self._max_wanted):
+            if part and (rows > self._limits.rows or wanted > self._limits.wanted):
                 yield part
                 part, rows, wanted = [], n_rows(span), span.n_wanted
             part.append(span)
@@ -647,7 +502,7 @@ class CudaOps:
 
     def _prepared(self, step: list[Placed]) -> tuple[Desk, Flight, Batch]:
         """Bring a step's numbers to the device."""
-        split = [p for p in step if not p.span.tile and p.rows.stop <= self._max_split]
+        split = [p for p in step if not p.span.tile and p.rows.stop <= self._limits.split]
         whole = [p for p in step if p not in split]
         n_rows, tiles = sum(len(p.rows) for p in step), self._tiles(split)
         is_decode = not whole and len(tiles) == len(split)
@@ -762,9 +617,20 @@ class CudaOps:
             self._kernels.launch("attend", ANY, grid, *inputs, b["part"], b["n_done"], b["y"], *numbers)
         if batch.n_whole:
             tiles = views["tiles"][batch.n_split :]
-            inputs = qkv, layer.q_norm, b["rope"], keys, values, tiles, pages
-            grid = batch.n_whole, c.n_kv_heads
-            self._kernels.launch("attend_prompt", ANY, grid, *inputs, b["y"], max_pages, window, rotary)
+            whole = (
+                qkv,
+                layer.q_norm,
+                b["rope"],
+                keys,
+                values,
+                tiles,
+                pages,
+                b["y"],
+                max_pages,
+                window,
+                rotary,
+            )
+            self._kernels.launch("attend_prompt", ANY, (batch.n_whole, c.n_kv_heads), *whole)
         return b["y"]
 
     def out(self, x: DeviceArray, y: DeviceArray, layer: Layer, batch: Batch) -> None:
@@ -816,21 +682,3 @@ class CudaOps:
         columns = LOGITS_COLUMNS if name == "logits" and shape.rows == 1 else -(-shape.columns // n_matrices)
         grid = -(-n_columns // (8 * columns)), -(-n // (16 * shape.rows))
         self._kernels.launch(name, shape, grid, *arguments, n)
-
-
-def check_sizes(config: Config) -> None:
-    """Rows of matrices are read 16 bytes at a time; a block's memory holds a tile of heads of 256."""
-    c = config
-    for name, n in {
-        "dim": c.dim,
-        "hidden_dim": c.hidden_dim,
-        "n_heads * head_dim": c.n_heads * c.head_dim,
-    }.items():
-        if n % 8:
-            raise UnsupportedModel(
-                f"{name} is {n}; supported on a GPU: multiples of 8. --device cpu takes it"
-            )
-    if c.head_dim > 256:
-        raise UnsupportedModel(
-            f"head_dim is {c.head_dim}; supported on a GPU: up to 256. --device cpu takes it"
-        )
