@@ -11,7 +11,8 @@ Rules of this file:
    is busy for all of them. A number is the median of the rounds.
 2. What is measured is what runs: `engine` is Engine.generate with all that is around the model, `forward` the
    forward pass and the choice of a token alone. All are greedy, and the table says if they said the same.
-3. A measurement is a row of a table, a contender a column.
+3. A measurement is a row of a table, a contender a column. What only this engine does stands in a table of
+   its own, beside the same without it.
 
 Not here: how long an HTTP request takes.
 """
@@ -184,9 +185,11 @@ def cpu(args: argparse.Namespace) -> None:
         for attention in ("eager", "sdpa"):
             contenders[f"transformers {attention}"] = transformers_run(model, attention)
     with threadpoolctl.threadpool_limits(args.threads, user_api="blas"):
-        found = measure(contenders, Tokenizer(directory / "tokenizer.json"), args.new, args.repeat)
-    engine.close()
-    report = "\n".join([*setting(directory, args), "", *table(found, list(contenders)), ""])
+        tokenizer = Tokenizer(directory / "tokenizer.json")
+        found = measure(contenders, tokenizer, args.new, args.repeat)
+        engine.close()
+        ours = list(own(config, weights, tokenizer, args.new, args.repeat))
+    report = "\n".join([*setting(directory, args), "", *table(found, list(contenders)), "", *ours, ""])
     print(report, end="")
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -248,6 +251,46 @@ def table(found: Found, contenders: Sequence[str]) -> Iterator[str]:
             said = {tuple(runs[who][0].said) for who in contenders}
             cells += [f"{medians['engine'] / best:.2f}", "yes" if len(said) == 1 else "no"]
         yield f"| {name} | " + " | ".join(cells) + " |"
+
+
+# --- what only this engine does -----------------------------------------------------------------------------
+
+N_TURN, N_MORE, N_SPECULATE = 1000, 30, 4
+
+
+def own(config: Config, weights: Weights, tokenizer: Tokenizer, n_new: int, repeat: int) -> Iterator[str]:
+    """A table: a second turn until its first token, decoding in company and with drafts."""
+    length = min(config.max_seq_len, N_TURN + 2 * n_new + N_MORE)
+    engine = Engine(numpy_ops(config, weights, length))
+    drafting = Engine(numpy_ops(config, weights, length), speculate=N_SPECULATE)
+    prose = prompts(tokenizer, 1, N_TURN)[0]
+    copied = prose[:120] * 2 + prose[:20]
+    found: dict[str, list[tuple[float, float]]] = {}
+    for number in range(repeat + 1):
+        turn = [number, *prose[1:]]  # another beginning: nothing of it is known
+        second = [*turn, *engine_run(engine)([turn], n_new).said, *prose[:N_MORE]]
+        cold, cached = (
+            engine_run(engine)([[first, *second[1:]]], 1).prefill for first in (99 + number, number)
+        )
+        few, many = (engine_run(engine)(prompts(tokenizer, n, 32), n_new).decode for n in (1, MAX_BATCH))
+        plain, drafted = (engine_run(e)([copied], n_new).decode for e in (engine, drafting))
+        for name, pair in {
+            f"prefill of a second turn, {len(second)} tokens: cold, cached": (cold, cached),
+            f"decode: batch 1, batch {MAX_BATCH}": (few, many),
+            f"decode of a text that repeats: plain, --speculate {N_SPECULATE}": (plain, drafted),
+        }.items():
+            print(f"round {number}/{repeat}  {name}  {pair[0]:.1f}, {pair[1]:.1f} tok/s", file=sys.stderr)
+            found.setdefault(name, []).extend([pair] if number else [])
+    counts = drafting.counts()
+    engine.close()
+    drafting.close()
+    yield f"| tokens/s, median of {repeat} | without | with | ratio |"
+    yield "|---|---|---|---|"
+    for name, pairs in found.items():
+        without, with_it = (median(column) for column in zip(*pairs, strict=True))
+        yield f"| {name} | {without:.1f} | {with_it:.1f} | {with_it / without:.2f} |"
+    yield ""
+    yield f"Of {counts['drafted']} drafts {counts['accepted']} were accepted."
 
 
 # --- store --------------------------------------------------------------------------------------------------

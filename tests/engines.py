@@ -92,14 +92,23 @@ def tiny() -> Ours:
 
 @contextmanager
 def started(
-    watch: Watch, max_seq_len: int = 1024, n_pages: int = 256, n_ahead: int = 0, speculate: int = 0
+    watch: Watch,
+    max_seq_len: int = 1024,
+    n_pages: int = 256,
+    n_ahead: int = 0,
+    speculate: int = 0,
+    row_invariant: bool = False,
 ) -> Iterator[Engine]:
+    """An engine; when it is left, all pages must be free."""
+
     class WatchedOps(NumpyOps):
         def launch(self, spans: Sequence[Span], contexts: Sequence[Context]) -> Ticket:
             watch.step(spans)
+            if row_invariant:  # as on a GPU: here, because there are no tiles
+                spans = [span._replace(tile=False) for span in spans]
             return super().launch(spans, contexts)
 
-    WatchedOps.n_ahead = n_ahead
+    WatchedOps.n_ahead, WatchedOps.row_invariant = n_ahead, row_invariant
     ops = WatchedOps(tiny().config, tiny().weights, max_seq_len, n_pages, MAX_BATCH)
     watch.engine = started = Engine(ops, speculate)
     try:

@@ -23,7 +23,13 @@ def test_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: py
     assert "| tokens/s, median of 2 | engine | forward |" in printed.out
     for name in bench.MEASUREMENTS:
         assert re.search(rf"^\| {name} \| [1-9][\d.]+ \| [1-9][\d.]+ \|$", printed.out, re.MULTILINE)
-    n_runs = 3 * len(bench.MEASUREMENTS) * 2
+    own = re.findall(r"^\| (.*: .*) \| [\d.]+ \| [\d.]+ \| ([\d.]+) \|$", printed.out, re.MULTILINE)
+    assert [name.partition(":")[0] for name, _ in own] == [
+        "prefill of a second turn, 1033 tokens",
+        "decode",
+        "decode of a text that repeats",
+    ]
+    n_runs = 3 * (len(bench.MEASUREMENTS) * 2 + len(own))
     assert printed.err.count("\n") == n_runs  # a line of progress each
 
 

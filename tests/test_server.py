@@ -610,6 +610,117 @@ def test_context_is_what_the_flag_says(guarded: Server) -> None:
     assert "64" in check_refusal(reply, 400, "context_length_exceeded")["message"]
 
 
+# --- memory, company, drafts --------------------------------------------------------------------------------
+
+# Such prompts and answers repeat themselves: there are drafts, and they are right.
+REPEATED = says("Read the book! The owl said: read the book! " * 6) | {"model": "tiny"}
+
+
+@pytest.fixture(scope="module")
+def drafting() -> Iterator[Server]:
+    with serve("--speculate", "5", "--max-batch", "3", "--kv-memory", "3M") as started:
+        yield started
+
+
+@pytest.mark.parametrize("more", [{"temperature": 0}, {"temperature": 0.9, "seed": 5}, {"stop": ["book"]}])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [RESPONSES, CHAT])
+def test_drafts_change_nothing(server: Server, drafting: Server, path: str, stream: bool, more: Json) -> None:
+    """Bugs: tokens lost, doubled, charged and not delivered where a step brings more than one: group D, such
+    as https://github.com/vllm-project/vllm/pull/37071 and https://github.com/ikawrakow/ik_llama.cpp/pull/2358
+    """
+    usage = {"stream_options": {"include_usage": True}} if stream else {}
+    chat = {"logprobs": True, "top_logprobs": 1, "max_tokens": 90} | usage
+    body = REPEATED | more | (chat if path == CHAT else LOGPROBS | {"max_output_tokens": 90})
+
+    def said(by: Server) -> Any:
+        if not stream:
+            return timeless(by.post(path, body).json) | {"system_fingerprint": "each its own"}
+        got = events(by, path, body)
+        return timeless(got[-1]["response"] if path == RESPONSES else [added_up(got), got[-1]["usage"]])
+
+    assert said(drafting) == said(server)
+
+
+def test_drafts_were_made_and_accepted(drafting: Server) -> None:
+    was = drafting.health()
+    drafting.post(
+        RESPONSES, REPEATED | {"temperature": 0, "logit_bias": {"2041": -100}, "max_output_tokens": 300}
+    )
+    now = drafting.health()
+    accepted, steps = now["accepted"] - was["accepted"], now["steps"] - was["steps"]
+    assert accepted > 50
+    assert steps < 300 - accepted + 5
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_cached_tokens_are_in_the_usage(drafting: Server, stream: bool) -> None:
+    """The second turn begins as the first: whole tiles of it are found, in the words of both APIs."""
+    text = f"Stream: {stream}. " + "one two three " * 60
+    chat = says(text) | {"model": "tiny", "max_tokens": 3}
+    if stream:
+        chat["stream_options"] = {"include_usage": True}
+        first, second = (events(drafting, CHAT, chat)[-1]["usage"] for _ in range(2))
+    else:
+        first, second = (drafting.post(CHAT, chat).json["usage"] for _ in range(2))
+    n = first["prompt_tokens"]
+    assert first["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert second["prompt_tokens_details"] == {"cached_tokens": (n - 1) // 128 * 128}
+    body = says(text) | {"model": "tiny", "max_output_tokens": 3}
+    third = (
+        events(drafting, RESPONSES, body)[-1]["response"] if stream else drafting.post(RESPONSES, body).json
+    )["usage"]
+    assert third["input_tokens_details"]["cached_tokens"] == (n - 1) // 128 * 128 > 0
+
+
+def test_what_never_fits_the_memory_is_refused(drafting: Server) -> None:
+    """24 pages of 64 tokens are less than the model's context; the message names both numbers."""
+    assert drafting.health()["pages"] == 24
+    reply = drafting.post(RESPONSES, LONG | {"model": "tiny"})
+    message = check_refusal(reply, 400, "context_length_exceeded")["message"]
+    assert re.search(r"\b1536 tokens.* \d{4,}", message)
+    body = says("one two three " * 100) | {"model": "tiny", "logit_bias": {"2041": -100}}
+    answer = drafting.post(RESPONSES, body | {"max_output_tokens": 1500}).json
+    assert (answer["status"], answer["usage"]["total_tokens"]) == ("incomplete", 1536)
+
+
+def test_more_than_the_batch_wait(drafting: Server) -> None:
+    body = REPEATED | {"n": 7, "max_tokens": 60, "temperature": 1.0, "seed": 3}
+    most = 0
+    with drafting.connect(http_bytes(CHAT, body)):
+        until(lambda: drafting.health()["waiting"] > 0, "some wait")
+        most = drafting.health()["running"]
+    assert most <= 3
+    until(lambda: drafting.health()["running"] + drafting.health()["waiting"] == 0, "all have left")
+    assert drafting.health()["free_pages"] == 24
+
+
+# fmt: off
+#   text    bytes
+SIZES = [
+    ("1",    1),
+    ("64K",  2**16),
+    ("3m",   3 * 2**20),
+    ("1.5G", 3 * 2**29),
+    ("2GiB", 2**31),
+    ("2GB",  2**31),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("text", "n_bytes"), SIZES)
+def test_sizes(text: str, n_bytes: int) -> None:
+    assert server_program.size(text) == n_bytes
+
+
+def test_memory_by_default() -> None:
+    """A quarter of what is free, but no more than all that run at once can use."""
+    assert server_program.pool(1, 1000, 3, None) == 3 * 16
+    assert server_program.pool(10**15, 1000, 3, None) == 1
+    free = server_program.free_memory()
+    assert 0.5 < server_program.pool(2**20, 2**40, 16, None) * 2**20 / (free / 4) < 2
+
+
 # --- clients that leave -------------------------------------------------------------------------------------
 
 # Never the end of a turn: as many tokens as the context holds, 2 s of work.
@@ -838,6 +949,11 @@ WRONG_FLAGS = [
     (("--model", str(TINY), "--max-model-len", "1"),           "--max-model-len"),
     (("--model", str(TINY), "--max-model-len", "0"),           "--max-model-len"),
     (("--model", str(TINY), "--max-model-len", "4096"),        "2048"),
+    (("--model", str(TINY), "--kv-memory", "lots"),            "--kv-memory"),
+    (("--model", str(TINY), "--kv-memory", "0"),               "--kv-memory"),
+    (("--model", str(TINY), "--kv-memory", "100K"),            "131072 or more"),
+    (("--model", str(TINY), "--max-batch", "0"),               "--max-batch"),
+    (("--model", str(TINY), "--speculate", "-1"),              "--speculate"),
     (("--model", str(TINY), "--port", "65536"),                "65536"),
     (("--model", str(TINY), "--port", "-1"),                   "-1"),
     (("--model", str(TINY), "--port", "http"),                 "http"),

@@ -1,0 +1,376 @@
+"""What a sequence says depends on its request alone: not on what is cached, on who else runs, on pages that
+run out, on steps launched ahead, on drafts. All by ==, logprobs too: the bits.
+"""
+
+import asyncio
+import random
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine import Engine, Job, Lookup
+from engines import (
+    GREEDY,
+    TILE,
+    Answer,
+    Watch,
+    alone,
+    answer,
+    endless,
+    failed,
+    play,
+    started,
+    steps_of,
+    together,
+)
+from grammar import Constraint, Grammars, lark
+from model import PAGE, Choice, Sampling
+from params import Demand
+from parity import TINY
+from tokenizer import Tokenizer
+
+LENGTH = 6 * PAGE  # of the context: what the smallest pool holds
+TOKENIZER = Tokenizer(TINY / "tokenizer.json")
+SCHEMA: dict[str, Any] = {"type": "array", "items": {"enum": ["yes", "no"]}, "minItems": 3, "maxItems": 9}
+TEXTS = [
+    [(5 + 7 * i) % 2000 for i in range(320)],
+    [5, 6, 7, 8] * 80,
+    TOKENIZER.encode(
+        "The fox said: read the book, read the book, and the owl said: I have read the book. " * 30
+    ),
+]
+
+
+class Asked(NamedTuple):
+    """A request, and the number of steps after which its reader leaves."""
+
+    text: int
+    n_prompt: int
+    max_tokens: int
+    sampling: tuple[tuple[str, Any], ...]
+    stop: frozenset[int] = frozenset()
+    constrained: bool = False
+    leaves: int | None = None
+
+    def job(self) -> Job:
+        sampling: Any = {k: dict(v) if k == "logit_bias" else v for k, v in self.sampling}
+        prompt = TEXTS[self.text][: self.n_prompt]
+        constraint = array_of_words().copy() if self.constrained else None
+        stop = self.stop | {2041} if self.constrained else self.stop
+        return Job(prompt, self.max_tokens, stop, Sampling(**sampling), constraint)
+
+
+@cache
+def array_of_words() -> Constraint:
+    return Grammars(TINY / "tokenizer.json", 2048, (2041,)).constraint(
+        lark(Demand("none", schema=SCHEMA), {}, "over")
+    )
+
+
+class Setting(NamedTuple):
+    """An engine, and what may disturb a sequence in it."""
+
+    n_pages: int = 256
+    n_ahead: int = 0
+    speculate: int = 0
+    row_invariant: bool = False
+
+
+@cache
+def undisturbed(asked: Asked, row_invariant: bool) -> Answer:
+    """In an engine of its own: no company, no cache, no drafts, enough pages, one step after another."""
+    with started(Watch(), LENGTH, row_invariant=row_invariant) as engine:
+        return alone(engine, asked.job())
+
+
+async def said(engine: Engine, asked: Asked) -> list[Choice]:
+    """All that its reader gets; if the reader stays, it is what is said undisturbed."""
+    tokens = list[Choice]()
+    async with aclosing(engine.generate(asked.job())) as steps:
+        n = 0
+        async for step in steps:
+            tokens += step.tokens
+            n += 1
+            if n == asked.leaves:
+                break
+    return tokens
+
+
+def check(asked: Asked, tokens: list[Choice], row_invariant: bool = False) -> None:
+    expected = undisturbed(asked._replace(leaves=None), row_invariant)
+    assert expected.finish != "failed"
+    assert tokens == (expected.tokens if asked.leaves is None else expected.tokens[: len(tokens)])
+
+
+SAMPLINGS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "repetition_penalty": 1.3},
+    {"temperature": 0.0, "presence_penalty": 1.0, "frequency_penalty": 0.4},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 1.5, "top_k": 40, "seed": 7, "choice": 1},
+    {"temperature": 1.0, "min_p": 0.2, "seed": 9, "logit_bias": ((7, 4.0), (8, 3.0))},
+]
+requests = st.builds(
+    Asked,
+    text=st.sampled_from([0, 1, 2]),
+    n_prompt=st.sampled_from([1, 5, 63, 64, 65, 127, 128, 129, 200, 256, 257, 300]),
+    max_tokens=st.integers(1, 60),
+    sampling=st.sampled_from([tuple({**s, "n_top_logprobs": 2}.items()) for s in SAMPLINGS]),
+    stop=st.sampled_from([frozenset[int](), frozenset({6, 8, 700})]),
+    constrained=st.sampled_from([False, False, True]),
+    leaves=st.sampled_from([None, None, None, 1, 5]),
+)
+disturbances = st.builds(
+    Setting,
+    n_pages=st.sampled_from([6, 9, 64]),
+    n_ahead=st.sampled_from([0, 1, 3]),
+    speculate=st.sampled_from([0, 1, 5]),
+    row_invariant=st.sampled_from([False, False, True]),
+)
+
+
+@settings(max_examples=16)
+@given(st.lists(requests, min_size=1, max_size=6), disturbances)
+def test_nothing_disturbs_a_sequence(asked: list[Asked], setting: Setting) -> None:
+    """The second time, with what the first has left in the cache."""
+    watch = Watch()
+    with started(watch, LENGTH, *setting) as engine:
+
+        async def main() -> list[list[Choice]]:
+            async with watch.paused(engine):
+                readers = [asyncio.ensure_future(said(engine, one)) for one in asked]
+            return list(await asyncio.gather(*readers))
+
+        for _ in range(2):
+            for one, tokens in zip(asked, play(main(), "all answers"), strict=True):
+                check(one, tokens, setting.row_invariant)
+
+
+# ---- The cache of beginnings -------------------------------------------------------------------------------
+
+
+def cached_tokens(engine: Engine, job: Job) -> int:
+    return play(steps_of(engine, job), "an answer")[-1].cached_tokens
+
+
+@pytest.mark.parametrize("n", [1, TILE - 1, TILE, TILE + 1, 2 * TILE, 2 * TILE + 1, 3 * TILE - 1])
+def test_cached_is_cold(n: int) -> None:
+    """Whole tiles are found, and never the last token: from what follows it the answer comes."""
+    watch = Watch()
+    with started(watch) as engine:
+        cold = play(steps_of(engine, endless(n, 5)), "an answer")
+        n_steps = len(watch.steps)
+        warm = play(steps_of(engine, endless(n, 5)), "the same again")
+        found = (n - 1) // TILE * TILE
+        assert answer(warm) == answer(cold)
+        assert {step.cached_tokens for step in cold} == {0}
+        assert {step.cached_tokens for step in warm} == {found}
+        assert [step.rows for step in watch.steps[n_steps:]] == [[n - found], [1], [1], [1], [1]]
+        assert engine.counts()["cached_tokens"] == found
+
+
+def test_a_second_turn_finds_the_first() -> None:
+    with started(Watch()) as engine, started(Watch()) as cold:
+        first = endless(2 * TILE + 50, 90)  # the answer goes beyond a tile: its rows were not computed in one
+        turn = [*first.prompt, *alone(engine, first).ids, 9, 8, 7]
+        second = replace(first, prompt=turn)
+        expected = alone(cold, second)
+        assert answer(play(steps_of(engine, second), "a second turn")) == expected
+        assert engine.counts()["cached_tokens"] == 2 * TILE
+        assert cached_tokens(engine, replace(first, prompt=[1, *turn])) == 0  # the same tokens behind another
+
+
+def test_where_rows_are_invariant_an_answer_is_found_too() -> None:
+    with started(Watch(), row_invariant=True) as engine:
+        first = endless(PAGE, 2 * PAGE + 5)
+        turn = [*first.prompt, *alone(engine, first).ids, 9, 8, 7]
+        assert cached_tokens(engine, replace(first, prompt=turn)) == 3 * PAGE
+        assert cached_tokens(engine, replace(first, prompt=turn[: 2 * PAGE])) == PAGE
+
+
+def test_choices_of_one_prompt_read_it_once() -> None:
+    """All at once: a tile that one of them has computed is there for the others in the next step."""
+    watch = Watch()
+    with started(watch) as engine:
+        jobs = [replace(endless(2 * TILE + 9, 4), sampling=replace(GREEDY, choice=i)) for i in range(5)]
+        got = together(engine, watch, jobs)
+        assert all(one == got[0] for one in got)
+        assert sum(sum(step.rows) for step in watch.steps) < 2 * len(jobs[0].prompt) + 5 * (9 + 4)
+
+
+def test_what_was_least_recently_used_makes_room() -> None:
+    with started(Watch(), n_pages=10) as engine:
+        old, kept, new = (endless(TILE + 1, 1, first=first) for first in (1, 2, 3))
+        for one in (old, kept, old, kept, new):
+            alone(engine, one)
+        for first in (4, 5, 6):
+            alone(engine, endless(TILE + 1, 1, first=first))
+        assert [cached_tokens(engine, one) for one in (new, old)] == [TILE, 0]
+
+
+# ---- Pages that run out ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("n_ahead", "row_invariant"), [(0, False), (3, False), (3, True)])
+def test_preempted_is_undisturbed(n_ahead: int, row_invariant: bool) -> None:
+    """Four that grow in a pool for two: the younger go back, and say what they would have said. The oldest
+    ends first: nobody takes its pages."""
+    jobs = [replace(endless(30, 110, first=i), sampling=replace(GREEDY, seed=i)) for i in range(4)]
+    watch, ended = Watch(), list[int]()
+    with started(Watch(), 256, row_invariant=row_invariant) as quiet:
+        expected = [alone(quiet, job) for job in jobs]
+
+    async def read(engine: Engine, i: int) -> Answer:
+        got = answer(await steps_of(engine, jobs[i]))
+        ended.append(i)
+        return got
+
+    async def main(engine: Engine) -> list[Answer]:
+        async with watch.paused(engine):
+            readers = [asyncio.ensure_future(read(engine, i)) for i in range(4)]
+        return list(await asyncio.gather(*readers))
+
+    with started(watch, 256, 5, n_ahead, row_invariant=row_invariant) as engine:
+        assert play(main(engine), "four that grow") == expected
+        assert engine.counts()["preemptions"] >= 2
+        assert ended == [0, 1, 2, 3]
+
+
+def test_what_is_found_again_after_a_preemption_is_not_a_saving() -> None:
+    """Else usage would tell how busy the server was."""
+    jobs = [endless(TILE + 1, 150, first=i) for i in range(3)]
+    watch = Watch()
+    with started(watch, 512, 8) as engine:
+
+        async def main() -> list[int]:
+            async with watch.paused(engine):
+                readers = [asyncio.ensure_future(steps_of(engine, job)) for job in jobs]
+            return [steps[-1].cached_tokens for steps in await asyncio.gather(*readers)]
+
+        assert play(main(), "three that grow") == [0, 0, 0]
+        assert engine.counts()["preemptions"] >= 1
+
+
+def test_the_pool_bounds_the_context() -> None:
+    with started(Watch(), 1024, n_pages=3) as engine:
+        assert engine.max_seq_len == 3 * PAGE
+        assert len(alone(engine, endless(2 * PAGE, PAGE)).ids) == PAGE
+        assert failed(alone(engine, endless(2 * PAGE, PAGE + 1)), "got 128 and at most 65")
+
+
+# ---- Steps launched ahead ----------------------------------------------------------------------------------
+
+
+def test_steps_are_launched_before_those_before_them_are_read() -> None:
+    """Three steps more than needed: when the stop token is read, they are under way."""
+    watch, full = Watch(), endless(20, 30)
+    with started(watch) as engine:
+        expected = alone(engine, full)
+    stopping = replace(full, stop_token_ids=frozenset(expected.ids[9:10]))
+    n_said = expected.ids.index(expected.ids[9]) + 1
+    watch = Watch()
+    with started(watch, n_ahead=3) as engine:
+        assert alone(engine, stopping) == Answer(expected.tokens[:n_said], "stop", "")
+        assert alone(engine, full) == expected
+    assert len(watch.steps) == n_said + 3 + len(expected.ids)
+
+
+def test_a_step_that_fails_amid_steps_ahead() -> None:
+    """What was chosen before is said, those in the step fail, and the next request works."""
+    watch, asked = Watch(), endless(20, 30)
+    with started(watch, n_ahead=3) as engine:
+        expected = alone(engine, asked)
+        watch.fail_at = len(watch.steps) + 9
+        got = alone(engine, asked)
+        assert failed(got, "FloatingPointError")
+        assert got.tokens == expected.tokens[:9]
+        assert alone(engine, asked) == expected
+
+
+# ---- Drafts ------------------------------------------------------------------------------------------------
+
+
+def test_drafts_are_accepted_where_the_text_repeats() -> None:
+    watch = Watch()
+    with started(watch) as engine:
+        asked = replace(endless(20, 200), prompt=TEXTS[2][:200])
+        expected = alone(engine, asked)
+    with started(watch, speculate=5) as engine:
+        steps = play(steps_of(engine, asked), "an answer with drafts")
+        assert answer(steps) == expected
+        counts = engine.counts()
+        assert counts["accepted"] > 100
+        assert counts["drafted"] < 2 * counts["accepted"]
+        assert max(len(step.tokens) for step in steps) == 6  # they come as one step
+        assert counts["steps"] == 1 + 200 - 1 - counts["accepted"] + 1  # two tiles, and one step less a draft
+
+
+def test_drafts_of_one_under_a_constraint() -> None:
+    asked = Asked(2, 200, 60, (("temperature", 0.0), ("logit_bias", ((1, 1.0),))), constrained=True)
+    with started(Watch(), LENGTH, speculate=5) as engine:
+        check(asked, play(said(engine, asked), "an array"))
+        assert engine.counts()["accepted"] > 0
+
+
+# fmt: off
+#   tokens                   n  what may follow
+DRAFTS = [
+    ([],                     3, []),
+    ([1],                    3, []),
+    ([1, 2, 3],              3, []),
+    ([1, 2, 3, 4, 1, 2],     1, [3]),
+    ([1, 2, 3, 4, 1, 2],     3, [3, 4, 1]),
+    ([1, 2, 3, 4, 1, 2],     6, [3, 4, 1, 2, 3, 4]),
+    ([1, 2, 3, 1, 2, 4, 1, 2], 2, [4, 1]),
+    ([7, 7, 7],              4, [7, 7, 7, 7]),
+    ([1, 2, 3, 2],           4, []),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("token_ids", "n", "expected"), DRAFTS)
+def test_drafts_are_what_followed_the_last_time(token_ids: list[int], n: int, expected: list[int]) -> None:
+    lookup = Lookup(token_ids[:2])
+    lookup.extend(token_ids[2:])
+    assert lookup.drafts(n) == Lookup(token_ids).drafts(n) == expected
+
+
+# ---- All of it ---------------------------------------------------------------------------------------------
+
+
+def test_soak() -> None:
+    """200 requests, two dozen at a time, in a pool for a few: readers that leave, constraints, drafts."""
+    r = random.Random(4)
+    asked = [
+        Asked(
+            r.randrange(3),
+            r.choice([1, 5, 64, 129, 200, 257]),
+            r.choice([1, 20, 110]),
+            tuple({**r.choice(SAMPLINGS), "n_top_logprobs": 2}.items()),
+            constrained=r.random() < 0.2,
+            leaves=r.choice([None, None, 1, 4]),
+        )
+        for _ in range(200)
+    ]
+    rest = iter(asked)
+
+    async def client(engine: Engine) -> Sequence[tuple[Asked, list[Choice]]]:
+        return [(one, await said(engine, one)) for one in rest]
+
+    async def main(engine: Engine) -> Sequence[Sequence[tuple[Asked, list[Choice]]]]:
+        return await asyncio.gather(*(client(engine) for _ in range(24)))
+
+    with started(Watch(), LENGTH, n_pages=8, n_ahead=3, speculate=4) as engine:
+        got = [pair for client in play(main(engine), "200 answers") for pair in client]
+        counts = engine.counts()
+    assert len(got) == 200
+    for one, tokens in got[::10]:
+        check(one, tokens)
+    assert min(counts[name] for name in ("preemptions", "cached_tokens", "accepted")) > 0
+    assert (counts["running"], counts["waiting"], counts["free_pages"]) == (0, 0, 8)
