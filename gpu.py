@@ -396,7 +396,10 @@ class CudaOps:
                 self._allocate(weights)
             except cp.cuda.memory.OutOfMemoryError:
                 raise OutOfMemory(self._lack()) from None
-            self._kernels = self._overlapping() or Kernels(cp, config)
+            driver = open_driver(cp)
+            self._kernels = Kernels(cp, config, driver)
+            if driver and not self._can_overlap(self._kernels):
+                self._kernels = Kernels(cp, config)
 
     @staticmethod
     def page_bytes(config: Config) -> int:
@@ -436,27 +439,26 @@ class CudaOps:
             "Lower --kv-memory, --max-batch or --max-model-len."
         )
 
-    def _overlapping(self) -> "Kernels | None":
-        """Kernels that start before the one ahead has ended, if this device and driver take them."""
-        driver = open_driver(self._cp)
-        if driver is None:
-            return None
-        kernels, buffers = Kernels(self._cp, self.config, driver), self._buffers
-        arguments = self.weights.norm, buffers["x"], None, buffers["normed"], 1
+    def _can_overlap(self, kernels: Kernels) -> bool:
+        """Do this driver and CuPy take a graph of two kernels of which one starts early?"""
+        x, normed = self._buffers["x"], self._buffers["normed"]
         try:
-            kernels.launch("rms_norm", ANY, (1,), *arguments)
+            kernels.launch("rms_norm", ANY, (1,), self.weights.norm, x, None, normed, 1)
+            kernels.overlap = True
             self._stream.begin_capture()
             try:
                 for _ in range(2):
-                    kernels.launch("rms_norm", ANY, (1,), *arguments)
+                    kernels.launch("rms_norm", ANY, (1,), self.weights.norm, x, None, normed, 1)
             finally:
                 graph = self._stream.end_capture()
             graph.launch(self._stream)
             self._stream.synchronize()
         except Exception as error:
             log.warning("kernels do not overlap: %s", error)
-            return None
-        return kernels
+            return False
+        finally:
+            kernels.overlap = False
+        return True
 
     # --- steps ----------------------------------------------------------------------------------------------
 
@@ -576,11 +578,18 @@ class CudaOps:
             self._graphs[key] = self._captured(batch)
 
     def _captured(self, batch: Batch) -> Any:
-        self._stream.begin_capture()
+        """None where the driver does not take it: then such steps go on kernel by kernel."""
         try:
-            self._compute(batch)
-        finally:
-            graph = self._stream.end_capture()
+            self._kernels.overlap = True
+            self._stream.begin_capture()
+            try:
+                self._compute(batch)
+            finally:
+                self._kernels.overlap = False
+                graph = self._stream.end_capture()
+        except Exception as error:
+            log.warning("no graph of %d rows: %s", batch.n_rows, error)
+            return None
         return graph
 
     def _compute(self, batch: Batch) -> None:

@@ -161,6 +161,7 @@ __device__ __forceinline__ void linear(weight *const (&w)[MATRICES], int size, i
       }
   };
   start_next();
+#pragma unroll
   for (int m = 0; m < MATRICES; m++)
     if (AHEAD > 1 && threadIdx.x == m)
       prefetch(w[m] + (size_t)first_column * size, min(N * 8, n_columns - first_column) * size * 2);
@@ -765,7 +766,7 @@ __device__ __forceinline__ u64 philox(u64 seed, u64 choice, u64 number) {
 //   tokens (R,) of the step   counts, biases (max_batch, VOCAB_SIZE)   chosen (max_batch,)
 //   choices (n, CHOICE): token, or -1 where the logits are no finite numbers; logprob; MAX_TOP likeliest; their logprobs
 //   grid: n, block: PICK_THREADS; a row with slot -1 is none
-extern "C" __global__ void __launch_bounds__(PICK_THREADS) pick(
+extern "C" __global__ void __launch_bounds__(PICK_THREADS, 1) pick(
     const float *raw, float *logits, const int *picked, const float *settings, const u64 *seeds, const unsigned *masks,
     const int *tokens, unsigned *counts, const float *biases, int *chosen, int *choices) {
   __shared__ u64 of_warp[32];
@@ -850,7 +851,7 @@ extern "C" __global__ void __launch_bounds__(PICK_THREADS) pick(
 
 // How often each token has come: what penalties are computed from, of one slot
 //   tokens (n,) prompt, then output   counts (max_batch, VOCAB_SIZE)   grid: 1, block: PICK_THREADS
-extern "C" __global__ void __launch_bounds__(PICK_THREADS) count(const int *tokens, unsigned *counts, int slot,
+extern "C" __global__ void __launch_bounds__(PICK_THREADS, 1) count(const int *tokens, unsigned *counts, int slot,
                                                                  int n_prompt, int n) {
   start_next();
   await_previous();

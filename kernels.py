@@ -8,8 +8,9 @@ https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__EXEC.html.
 Rules of this file:
 1. A kernel gets its arguments through `Kernels` alone, which checks them against its signature: CuPy does
    not, and passes a Python float as a double.
-2. Where device and driver take it, a kernel is put on the processors while the one ahead of it still runs; it
-   waits by itself before it touches what that one writes (kernels.cu, rule 2).
+2. In a graph, where device and driver take it, a kernel is put on the processors while the one ahead of it
+   still runs; it waits by itself before it touches what that one writes (kernels.cu, rule 2). Elsewhere that
+   would not pay: the launch costs more than it saves.
 
 Not here: what is computed (kernels.cu), with which arguments (gpu.py).
 """
@@ -159,7 +160,7 @@ DTYPES = {
 
 def signatures(code: str) -> dict[str, list[Parameter]]:
     """The parameters of each kernel in the code."""
-    found = re.findall(r'extern "C" __global__ void (?:__launch_bounds__\(\w+\) )?(\w+)\(([^)]*)\)', code)
+    found = re.findall(r'extern "C" __global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(([^)]*)\)', code)
 
     def parse(text: str) -> Parameter:
         kind, star, name = re.fullmatch(r"\s*(?:const )?(\w+) (\*?)(\w+)\s*", text).groups()  # type: ignore[union-attr]
@@ -172,7 +173,8 @@ class Kernels:
     """The kernels of kernels.cu, compiled for one model."""
 
     def __init__(self, cp: Any, config: Config, driver: Any = None) -> None:
-        """driver: libcuda, for launches that overlap; None: each kernel waits for the one ahead of it."""
+        """driver: libcuda, for launches that overlap; None: there are none."""
+        self.overlap = False  # do kernels start before the one ahead of them has ended?
         code = CODE.read_text(encoding="utf-8")
         self._cp, self._driver = cp, driver
         self._signatures = signatures(code)
@@ -188,7 +190,7 @@ class Kernels:
             self._functions[name, shape] = self._modules[shape].get_function(name)
         function, block = self._functions[name, shape], (self._threads.get(name, 256),)
         values = [self._checked(name, p, arg) for p, arg in zip(self._signatures[name], args, strict=True)]
-        if self._driver is None:
+        if self._driver is None or not self.overlap:
             function(grid, block, tuple(values))
         elif code := self._launch_early(function.kernel.ptr, grid, block, values):
             raise RuntimeError(f"cuLaunchKernelEx of {name} returned {code}")

@@ -262,7 +262,7 @@ def load(directory: Path, args: argparse.Namespace) -> LocalWorker:
     grammars = Grammars(vocabulary, config.vocab_size, config.eos_token_ids)
     loaded = weights.read_weights(directory, config)
     kind: type[NumpyOps] | type[gpu.CudaOps] = NumpyOps
-    room = free_memory() // 4
+    room = free_memory() // 4  # no more is real than is used
     if args.device == "cuda":
         kernels.check_sizes(config)
         kind, room = gpu.CudaOps, gpu.room(config, length, args.max_batch)
@@ -281,7 +281,7 @@ def device(wanted: str) -> str:
 
 def pool(page_bytes: int, length: int, max_batch: int, kv_memory: int | None, room: int) -> int:
     """Pages for keys and values; by default what there is room for, as far as whole contexts of all that run
-    at once can use it. On the CPU that is no more than is used: what no token reaches is never real.
+    at once can use it.
     """
     if kv_memory:
         if kv_memory < page_bytes:

@@ -182,12 +182,14 @@ def test_graphs_change_nothing_and_are_few() -> None:
 
 
 def test_overlapping_changes_nothing() -> None:
-    """The launch that cuLaunchKernelEx makes is the launch that CuPy makes."""
+    """The launches that cuLaunchKernelEx makes within a graph are those that CuPy makes."""
     early, late = made(VARIED[1]), made(VARIED[1])
     late._kernels = Kernels(late._cp, late.config, None)
     assert early._kernels._driver is not None
-    spans = [tile(tokens(40)), rows([3], 40), rows([4], 41)]
+    spans = [tile(tokens(40)), rows([3], 40), rows([4], 41), rows([5], 42)]
     assert by_steps(early, spans) == by_steps(late, spans)
+    assert early._cp.driver.n_launches > 20
+    assert late._cp.driver.n_launches == 2  # that was asked whether it can
 
 
 def test_a_driver_that_refuses_is_not_asked_again(caplog: pytest.LogCaptureFixture) -> None:

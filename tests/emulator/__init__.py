@@ -309,8 +309,10 @@ class Driver:
 
     def __init__(self, emulator: "Emulator") -> None:
         self.emulator = emulator
+        self.n_launches = 0
 
     def cuLaunchKernelEx(self, config: Any, function: Any, args: Any, extra: Any) -> int:
+        self.n_launches += 1
         raw = ctypes.string_at(ctypes.addressof(config._obj), 56)
         *sizes, shared_bytes, stream, attributes, n_attributes = struct.unpack("<3I3IIxxxxQQIxxxx", raw)
         assert (shared_bytes, n_attributes, extra) == (0, 1, None)
