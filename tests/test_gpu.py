@@ -48,11 +48,14 @@ def ours(name: str) -> Ours:
     return model
 
 
-def made(name: str, order: int = 0, **settings: Any) -> CudaOps:
+def made(name: str, order: int = 0) -> CudaOps:
+    return made_on(Emulator(order), name)
+
+
+def made_on(cp: Any, name: str) -> CudaOps:
+    """`cp`: the emulator, or cupy."""
     model = ours(name)
-    return CudaOps(
-        model.config, model.weights, MAX_SEQ_LEN, N_PAGES, MAX_BATCH, cp=Emulator(order, **settings)
-    )
+    return CudaOps(model.config, model.weights, MAX_SEQ_LEN, N_PAGES, MAX_BATCH, cp)
 
 
 def tokens(n: int, seed: int = 0) -> list[int]:
