@@ -91,33 +91,32 @@ def build(code: str, options: Sequence[str], check: bool) -> Path:
     # a namespace without a name: or what is shared in a template would be put elsewhere
     text = f'#include "cuda.h"\nnamespace {{\n#line 1 "kernels.cu"\n{code}\n}}\n{calls}'
     watch = ["-g", "-O1", "-fsanitize=thread,alignment"] if check else ["-O2"]
-    kernels = made(text, ".o", [*FLAGS, *options, *watch, "-c", "-x", "c++", "-"])
+    # Shared memory is a section of its own, which can be poisoned; g++ would not hear of it within templates.
+    compile_ = ["g++", *FLAGS, *options, *watch, "-c", "-x", "c++", "-"]
+    shared = ["objcopy", "--rename-section", ".bss=cuda_shared"]
+    kernels = made(text, ".o", compile_, shared)
     checker = ["-DCHECKER"] if check else []
-    machine = made(
-        (HERE / "machine.cpp").read_text(),
-        ".o",
-        [*FLAGS, "-O2", "-mno-red-zone", *checker, "-c", "-x", "c++", "-"],
-    )
+    machine = (HERE / "machine.cpp").read_text()
+    host = made(machine, ".o", ["g++", *FLAGS, "-O2", "-mno-red-zone", *checker, "-c", "-x", "c++", "-"])
     # -Bsymbolic: or a kernel called `step` would be glibc's
-    return made("", ".so", ["-shared", "-Wl,-Bsymbolic", str(machine), str(kernels)])
+    return made("", ".so", ["g++", "-shared", "-Wl,-Bsymbolic", str(host), str(kernels)])
 
 
-def made(text: str, suffix: str, command: list[str]) -> Path:
+def made(text: str, suffix: str, command: list[str], after: Sequence[str] = ()) -> Path:
     """What g++ makes of a text; kept under a hash of all that it follows from."""
     headers = "".join((HERE / name).read_text() for name in ("cuda.h", "checker.h"))
-    key = hashlib.sha256("\0".join([text, headers, *command]).encode()).hexdigest()[:24]
+    key = hashlib.sha256("\0".join([text, headers, *command, *after]).encode()).hexdigest()[:24]
     folder = Path(tempfile.gettempdir()) / f"emulator-{os.getuid()}"
     file = folder / (key + suffix)
     if not file.exists():
         folder.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as work:  # others may be making the same
-            unfinished = Path(work) / file.name
-            done = subprocess.run(
-                ["g++", *command, "-o", str(unfinished)], input=text, capture_output=True, text=True
-            )
-            if done.returncode:
-                raise RuntimeError(done.stderr)
-            unfinished.replace(file)
+            unfinished = str(Path(work) / file.name)
+            for words in ([*command, "-o", unfinished], [*after, unfinished] if after else ["true"]):
+                done = subprocess.run(words, input=text, capture_output=True, text=True)
+                if done.returncode:
+                    raise RuntimeError(done.stderr)
+            Path(unfinished).replace(file)
     return file
 
 

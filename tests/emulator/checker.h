@@ -92,7 +92,7 @@ static void access(void *address, size_t n_bytes, bool writes, bool atomic, void
   char *p = (char *)address;
   if (!self || (p >= stacks && p < stacks + MAX_THREADS * STACK_BYTES)) return;  // a thread's own variables
   Region *region = region_of(p);
-  if (!region && p >= __ehdr_start && p < _end) return;  // constants of the program
+  if (!region && p >= __ehdr_start && p < _end) return;  // constants, and what the emulator itself keeps
   if (!region || p + n_bytes > region->end) return complain("out of bounds", code);
   bool is_shared = region == &shared;
   if (region->constant && writes) return complain("a weight is written", code);
