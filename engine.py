@@ -16,7 +16,8 @@ Rules of this file:
 7. A sequence ends once: stop token, length, failure or abort. Its pages are free before the next step.
 8. An exception in a step fails the sequences in it, and no others: the next request works.
 
-Not here: text (tokenizer.py, worker.py), the forward pass and sampling (model.py), the pool (pages.py).
+Not here: text (tokenizer.py, worker.py), the forward pass and sampling (model.py), the pool (pages.py), what
+may come next (drafts.py).
 """
 
 import asyncio
@@ -33,6 +34,7 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from drafts import Lookup
 from model import PAGE, Choice, Context, Sampling, Span, Ticket
 from pages import ROOT, Name, OutOfPages, Pages, name_of
 from weights import Config
@@ -51,7 +53,7 @@ class Ops(Protocol):
     max_seq_len: int
     n_pages: int
     max_batch: int  # sequences a step
-    tile: int  # tokens of a prompt that are computed together, a multiple of PAGE: cut at its multiples
+    tile: int  # tokens of a prompt that are computed together, whole pages; always cut at its multiples
     n_ahead: int  # steps that may be launched before the first of them is read
     row_invariant: bool  # has a row the same bits in a tile as by itself?
 
@@ -90,32 +92,6 @@ class Step(NamedTuple):
     finish: Literal["stop", "length", "failed"] | None = None
     message: str = ""  # for failed: what went wrong
     cached_tokens: int = 0  # of the prompt, that were found and not computed
-
-
-class Lookup:
-    """What may come next, by prompt lookup: what followed the last time that the last tokens came."""
-
-    N_GRAM = 2
-
-    def __init__(self, token_ids: Items[int]) -> None:
-        self._tokens: list[int] = []
-        self._behind: dict[tuple[int, ...], int] = {}  # an n-gram: the position behind it
-        self._found: int | None = None  # the position behind where the last tokens came before
-        self.extend(token_ids)
-
-    def extend(self, token_ids: Items[int]) -> None:
-        for token_id in token_ids:
-            self._tokens.append(token_id)
-            n_gram = tuple(self._tokens[-self.N_GRAM :])
-            self._found = self._behind.get(n_gram)
-            self._behind[n_gram] = len(self._tokens)
-
-    def drafts(self, n: int) -> list[int]:
-        """At most n tokens; what has come round once is expected to come round again."""
-        if self._found is None:
-            return []
-        period = len(self._tokens) - self._found
-        return [self._tokens[self._found + i % period] for i in range(n)]
 
 
 @dataclass(eq=False)
@@ -320,23 +296,21 @@ class Engine:
 
     def _planned(self) -> list[Planned]:
         """Decoding sequences first: a step never makes them wait."""
-        n_left, plan = (
-            MAX_TILES * self._ops.tile,
-            list[Planned](),
-        )  # rows of prompts and of what is computed again
-        for sequence in sorted(
-            self._running, key=lambda s: s.n_launched < s.n_prefill
-        ):  # stable: oldest first
+        plan = list[Planned]()
+        n_left = MAX_TILES * self._ops.tile  # rows of prompts, and of what is computed again
+        n_reading = sum(s.n_launched < s.n_prefill for s in self._running)
+        share = n_left // max(1, min(n_reading, MAX_TILES))  # a short prompt need not wait for a long one
+        for sequence in sorted(self._running, key=lambda s: s.n_launched < s.n_prefill):  # oldest first
             self._find(sequence)
-            if planned := self._next(sequence, n_left):
+            if planned := self._next(sequence, min(n_left, share)):
                 self._reserve(sequence, planned.span.end)
                 plan.append(planned)
-                n_rows = sequence.n_known - sequence.n_launched
-                n_left -= min(n_rows, self._ops.tile) if n_rows > 1 else 0
+                n_rows = planned.span.end - planned.span.start - len(planned.drafts)
+                n_left -= n_rows if n_rows > 1 else 0
         return plan
 
     def _find(self, sequence: Sequence) -> None:
-        """Share the tiles that come next, as far as somebody has computed them; never the last token."""
+        """Share what comes next, as far as somebody has computed them; never the last token."""
         n = PAGE if self._ops.row_invariant else self._ops.tile
         while sequence.n_launched + n < sequence.n_prefill:
             numbers = range(sequence.n_launched // PAGE, (sequence.n_launched + n) // PAGE)
@@ -345,7 +319,8 @@ class Engine:
                 return
             for page in found:
                 self._pages.share(page)
-            sequence.pages += found
+            self._pages.release(sequence.pages[numbers.start :])  # reserved for a step that was not launched
+            sequence.pages[numbers.start :] = found
             sequence.n_launched += n
             if sequence.n_launched > sequence.n_lost:
                 sequence.n_found += n
@@ -359,8 +334,10 @@ class Engine:
             chained = Span(s.slot, s.pages, None, start, 1, tile=False)
             return Planned(s, chained, s.contexts(), []) if self._may_chain(s) else None
         tile = start < s.n_prefill
-        end = min(start + self._ops.tile, s.n_prefill if tile else s.n_known)
+        end = s.n_prefill if tile else s.n_known
         if end - start > max(n_left, 1):
+            end = start + n_left // self._ops.tile * self._ops.tile
+        if end == start:
             return None
         contexts = s.contexts([] if tile else self._drafts(s)) if end == s.n_known else []
         drafts = [*contexts[-1].output[len(s.output) :]] if contexts else []

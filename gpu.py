@@ -486,6 +486,10 @@ class CudaOps:
         """Spans that fit into the buffers together; rows do not depend on each other."""
         part, rows, wanted = list[Span](), 0, 0
         for span in spans:
+            if n_rows(span) > self._limits.rows or span.n_wanted > self._limits.wanted:
+                raise ValueError(
+                    f"{n_rows(span)} rows, {span.n_wanted} of them wanted: at most {self._limits}"
+                )
             rows, wanted = rows + n_rows(span), wanted + span.n_wanted
             if part and (rows > self._limits.rows or wanted > self._limits.wanted):
                 yield part

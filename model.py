@@ -33,6 +33,7 @@ Array = NDArray[np.float32]
 Ints = NDArray[np.int64]
 
 PAGE = 64  # tokens whose keys and values one page holds
+TILE = PAGE  # tokens of a prompt that are computed together, always cut at its multiples
 BLOCK_BYTES = 4 * 2**20  # of weights, for one product: fits the last cache of most processors
 
 # --- what goes in -------------------------------------------------------------------------------------------
@@ -46,7 +47,7 @@ class Span(NamedTuple):
     token_ids: Sequence[int] | None  # None: the one token that the slot chose last, not yet read perhaps
     start: int  # position of the first of them; all before it are in the pages
     n_wanted: int  # of how many of its last rows a choice is wanted
-    tile: bool  # are they computed together? Else each row is by itself
+    tile: bool  # are they computed together, by tiles? Else each row is by itself
 
     @property
     def end(self) -> int:
@@ -78,9 +79,9 @@ class Batch:
         for span in spans:
             assert span.token_ids is not None
             first, n = len(token_ids), len(span.token_ids)
-            size = n if span.tile else 1
-            for i in range(0, n, max(size, 1)):
-                self.groups.append(Group(span.pages, span.start + i, slice(first + i, first + i + size)))
+            for i in range(0, n, size := TILE if span.tile else 1):
+                rows = slice(first + i, first + min(i + size, n))
+                self.groups.append(Group(span.pages, span.start + i, rows))
             token_ids += span.token_ids
             wanted += range(len(token_ids) - span.n_wanted, len(token_ids))
         self.rows = [group.rows for group in self.groups]
@@ -190,7 +191,7 @@ class NumpyOps:
     op reuses.
     """
 
-    tile = 128  # tokens of a prompt that are computed together: always cut at its multiples
+    tile = TILE
     n_ahead = 0  # steps that may be launched before the first of them is read
     row_invariant = False  # has a row the same bits in a tile as by itself?
 

@@ -389,12 +389,14 @@ def announce(
     dtype, size = ("bfloat16", 2) if args.device == "cuda" else ("float32", 4)
     per_token = 2 * size * config.n_layers * config.n_kv_heads * config.head_dim  # k and v
     blas = [lib["num_threads"] for lib in threadpoolctl.threadpool_info() if lib["user_api"] == "blas"]
+    n_pages = worker.engine.counts()["pages"]
     weights_mb = config.n_params * size / 1e6
     body = json.dumps({"model": names[0], "input": "What is the capital of France?"})
     for name, value in {
         "model": f"{names[0]} ({config.model_type}), {config.n_params / 1e6:.1f} M parameters",
         "memory": f"{weights_mb:.0f} MB of weights in {dtype}, {per_token / 1e3:.0f} kB a token of context",
-        "context": f"{worker.engine.max_seq_len} tokens, of {worker.engine.counts()['pages'] * PAGE} in all",
+        "context": f"{worker.engine.max_seq_len} tokens",
+        "pages": f"{n_pages} of {PAGE} tokens, at most {n_pages * PAGE * per_token / 1e6:.0f} MB",
         "device": "cuda" if args.device == "cuda" else f"cpu, {max(blas, default=1)} BLAS threads",
         "store": "in memory: responses are lost at exit" if args.store == IN_MEMORY else args.store,
         "listening": url,

@@ -209,15 +209,27 @@ def test_leaving_while_waiting(tiny_engine: Engine, watch: Watch) -> None:
 
 
 def test_a_long_prompt_does_not_hold_up_who_decodes(tiny_engine: Engine, watch: Watch) -> None:
-    """Each step that reads a tile of the one brings the other a token."""
-    got = together(tiny_engine, watch, [endless(1, 30), endless(4 * TILE - 5, 1)])
+    """Each step that reads tiles of the one brings the other a token."""
+    most = MAX_TILES * TILE
+    got = together(tiny_engine, watch, [endless(1, 30), endless(4 * most - 5, 1)])
     assert [len(answer.ids) for answer in got] == [30, 1]
-    assert [step.rows for step in watch.steps[1:]] == [*[[1, TILE]] * 3, [1, TILE - 5], *[[1]] * 26]
+    assert [step.rows for step in watch.steps[1:]] == [
+        [1, TILE],
+        *[[1, most]] * 3,
+        [1, TILE - 5],
+        *[[1]] * 25,
+    ]
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one(tiny_engine: Engine, watch: Watch) -> None:
+    together(tiny_engine, watch, [endless(6 * TILE, 1), endless(9, 3, first=2)])
+    rows = [[TILE, 9], [1, 2 * TILE], [1, 2 * TILE], [TILE]]
+    assert [step.rows for step in watch.steps[1:]] == rows
 
 
 def test_long_prompts_share_steps(tiny_engine: Engine, watch: Watch) -> None:
     """No step is larger than it may be, none lacks the sequence that decodes, and no token is read twice."""
-    jobs = [endless(1, 40), *(endless(2 * TILE, 1, first=i) for i in range(4)), endless(TILE // 2, 1)]
+    jobs = [endless(1, 40), *(endless(4 * TILE, 1, first=i) for i in range(4)), endless(TILE // 2, 1)]
     got = together(tiny_engine, watch, jobs)
     assert [len(answer.ids) for answer in got] == [40, 1, 1, 1, 1, 1]
     rows = [step.rows for step in watch.steps[1:]]

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import Engine, Job, Lookup
+from drafts import Lookup
+from engine import Engine, Job
 from engines import (
     GREEDY,
     TILE,
@@ -206,12 +207,12 @@ def test_choices_of_one_prompt_read_it_once() -> None:
 
 def test_what_was_least_recently_used_makes_room() -> None:
     with started(Watch(), n_pages=10) as engine:
-        old, kept, new = (endless(TILE + 1, 1, first=first) for first in (1, 2, 3))
+        old, kept, new = (endless(2 * TILE + 1, 1, first=first) for first in (1, 2, 3))
         for one in (old, kept, old, kept, new):
             alone(engine, one)
         for first in (4, 5, 6):
-            alone(engine, endless(TILE + 1, 1, first=first))
-        assert [cached_tokens(engine, one) for one in (new, old)] == [TILE, 0]
+            alone(engine, endless(2 * TILE + 1, 1, first=first))
+        assert [cached_tokens(engine, one) for one in (new, old)] == [2 * TILE, 0]
 
 
 # ---- Pages that run out ------------------------------------------------------------------------------------

@@ -665,12 +665,12 @@ def test_cached_tokens_are_in_the_usage(drafting: Server, stream: bool) -> None:
         first, second = (drafting.post(CHAT, chat).json["usage"] for _ in range(2))
     n = first["prompt_tokens"]
     assert first["prompt_tokens_details"] == {"cached_tokens": 0}
-    assert second["prompt_tokens_details"] == {"cached_tokens": (n - 1) // 128 * 128}
+    assert second["prompt_tokens_details"] == {"cached_tokens": (n - 1) // 64 * 64}
     body = says(text) | {"model": "tiny", "max_output_tokens": 3}
     third = (
         events(drafting, RESPONSES, body)[-1]["response"] if stream else drafting.post(RESPONSES, body).json
     )["usage"]
-    assert third["input_tokens_details"]["cached_tokens"] == (n - 1) // 128 * 128 > 0
+    assert third["input_tokens_details"]["cached_tokens"] == (n - 1) // 64 * 64 > 0
 
 
 def test_what_never_fits_the_memory_is_refused(drafting: Server) -> None:
