@@ -1,19 +1,21 @@
-// The ops of model.py on a GPU. Weights, keys and values are bfloat16; the residual stream and every sum are float32.
+// The ops of model.py on a GPU. Weights, keys and values are bfloat16; the residual stream and every sum are
+// float32.
 //
 //     embed --> [qkv --> attend --> out --> gate_up --> down] x n_layers --> logits --> pick
 //
-// Authority: the op of the same name in model.py, line by line; CUDA C++ Programming Guide; PTX ISA for the three
-// instructions that C++ has no name for. "Fixed split size, whatever the batch" is the recipe of
+// Authority: the op of the same name in model.py, line by line; CUDA C++ Programming Guide; PTX ISA for the
+// three instructions that C++ has no name for. "Fixed split size, whatever the batch" is the recipe of
 // https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/.
 //
 // Rules of this file:
-// 1. A row of activations gets the same bits whatever rows are computed beside it, and by whichever kernel: the order
-//    of every sum follows from the model and the token's position alone. It is compiled without contraction
-//    (--fmad=false), so a fused multiply-add is where fmaf stands. No float atomics.
-// 2. A kernel may start while the one before it still runs (programmatic dependent launch). Before await_previous()
-//    it touches weights only, which have a type of their own.
-// 3. Sizes of the model are constants of the compilation, as are ROW_TILES and COLUMN_TILES, how much of a product a
-//    block computes: gpu.py compiles the file once for each shape. Rows of every matrix begin at multiples of 16 bytes.
+// 1. A row of activations gets the same bits whatever rows are computed beside it, and by whichever kernel:
+//    the order of every sum follows from the model and the token's position alone. It is compiled without
+//    contraction (--fmad=false), so a fused multiply-add is where fmaf stands. No float atomics.
+// 2. A kernel may start while the one before it still runs (programmatic dependent launch). Before
+//    await_previous() it touches weights only, which have a type of their own.
+// 3. Sizes of the model are constants of the compilation, as are ROW_TILES and COLUMN_TILES, how much of a
+//    product a block computes: gpu.py compiles the file once for each shape. Rows of every matrix begin at
+//    multiples of 16 bytes.
 // 4. A warp's instruction is entered by all its lanes, a barrier by all the block's threads.
 //
 // Written R: rows of this step (tokens); S: sequences in it; P: pages; all arrays are row-major.
@@ -25,30 +27,33 @@
 #endif
 
 // DIM HIDDEN_DIM N_HEADS N_KV_HEADS HEAD_DIM VOCAB_SIZE NORM_EPS ROW_TILES COLUMN_TILES: of the compilation
-#define GROUP (N_HEADS / N_KV_HEADS)            // query heads that share a key head
+#define GROUP (N_HEADS / N_KV_HEADS)  // query heads that share a key head
 #define QKV_DIM ((N_HEADS + 2 * N_KV_HEADS) * HEAD_DIM)
-#define HEAD_PAD ((HEAD_DIM + 31) / 32 * 32)    // of a key in its page: whole steps of the tensor cores
-#define PAGE 64                                 // tokens of a page
-#define ALL 0xffffffffu                         // lanes
+#define HEAD_PAD ((HEAD_DIM + 31) / 32 * 32)  // of a key in its page: whole steps of the tensor cores
+#define PAGE 64                               // tokens of a page
+#define ALL 0xffffffffu                       // lanes
 #define LOG2_E 1.44269504f
-#define NEVER __uint_as_float(0xff800000u)      // -infinity: the logit of what may not come
+#define NEVER __uint_as_float(0xff800000u)  // -infinity: the logit of what may not come
 
 typedef __nv_bfloat16 bf16;
 typedef const __nv_bfloat16 weight;  // no kernel writes it
 typedef unsigned long long u64;
 
-// ---- What C++ has no name for ------------------------------------------------------------------------------
+// ---- What C++ has no name for -----------------------------------------------------------------------------
 
 #ifdef __CUDACC__
-// d (16, 8) += a (16, 16) b (16, 8) on the tensor cores. A lane l holds, with g = l / 4 and t = l % 4:
-// a: (g, 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8), each with its right neighbour; b: (2t, g), (2t + 8, g), each
-// with the one below; d: (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1).
+// d (16, 8) += a (16, 16) b (16, 8) on the tensor cores. A lane l holds, with g = l / 4 and t = l % 4: a: (g,
+// 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8), each with its right neighbour; b: (2t, g), (2t + 8, g),
+// each with the one below; d: (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1).
 __device__ __forceinline__ void mma_16x8x16(float *d, const unsigned *a, const unsigned *b) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
-// The kernel behind this one may be put on the processors; it waits in await_previous() until this one has ended.
+// The kernel behind this one may be put on the processors; it waits in await_previous() until this one has
+// ended.
 __device__ __forceinline__ void start_next() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -67,7 +72,7 @@ __device__ __forceinline__ void prefetch(const void *address, int n_bytes) {
 }
 #endif
 
-// ---- Small things ------------------------------------------------------------------------------------------
+// ---- Small things -----------------------------------------------------------------------------------------
 
 __device__ __forceinline__ float warp_sum(float v) {  // for every lane, in one order
   for (int m = 16; m; m /= 2) v += __shfl_xor_sync(ALL, v, m);
@@ -77,21 +82,23 @@ __device__ __forceinline__ float warp_sum(float v) {  // for every lane, in one 
 __device__ __forceinline__ float low(unsigned pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high(unsigned pair) { return __uint_as_float(pair & 0xffff0000u); }
 __device__ __forceinline__ unsigned pack(float low, float high) {
-  return __bfloat16_as_ushort(__float2bfloat16(low)) | (unsigned)__bfloat16_as_ushort(__float2bfloat16(high)) << 16;
+  return __bfloat16_as_ushort(__float2bfloat16(low)) | (unsigned)__bfloat16_as_ushort(__float2bfloat16(high))
+                                                           << 16;
 }
 __device__ __forceinline__ uint4 nothing() {
   uint4 zero = {0, 0, 0, 0};
   return zero;
 }
 
-// ---- Norm --------------------------------------------------------------------------------------------------
+// ---- Norm -------------------------------------------------------------------------------------------------
 
 // 1 / sqrt(mean(x^2) + eps) of a row, x (DIM,), by one warp
 __device__ __forceinline__ float row_scale(const float *x) {
   float sum = 0;
   for (int i = threadIdx.x % 32 * 4; i < DIM; i += 128) {
     float4 v = *(const float4 *)(x + i);
-    sum = fmaf(v.x, v.x, sum), sum = fmaf(v.y, v.y, sum), sum = fmaf(v.z, v.z, sum), sum = fmaf(v.w, v.w, sum);
+    sum = fmaf(v.x, v.x, sum), sum = fmaf(v.y, v.y, sum), sum = fmaf(v.z, v.z, sum),
+    sum = fmaf(v.w, v.w, sum);
   }
   return rsqrtf(warp_sum(sum) / DIM + NORM_EPS);
 }
@@ -99,20 +106,23 @@ __device__ __forceinline__ float row_scale(const float *x) {
 // Eight neighbours of x * scale * w, rounded
 __device__ __forceinline__ uint4 normed(const float *x, float scale, uint4 w) {
   float4 a = *(const float4 *)x, b = *(const float4 *)(x + 4);
-  uint4 y = {pack(a.x * scale * low(w.x), a.y * scale * high(w.x)), pack(a.z * scale * low(w.y), a.w * scale * high(w.y)),
-             pack(b.x * scale * low(w.z), b.y * scale * high(w.z)), pack(b.z * scale * low(w.w), b.w * scale * high(w.w))};
+  uint4 y = {pack(a.x * scale * low(w.x), a.y * scale * high(w.x)),
+             pack(a.z * scale * low(w.y), a.w * scale * high(w.y)),
+             pack(b.x * scale * low(w.z), b.y * scale * high(w.z)),
+             pack(b.z * scale * low(w.w), b.w * scale * high(w.w))};
   return y;
 }
 
-// ---- Products ----------------------------------------------------------------------------------------------
+// ---- Products ---------------------------------------------------------------------------------------------
 // y = x w^T for x (n_rows, size), w (n_columns, size), on the tensor cores.
 //
-// A block computes 16 * ROW_TILES rows and 8 * N columns. Its warps share out `size`, 32 numbers at a time: warp i
-// takes the steps i, i + WARPS, ...; at the end their sums are added up from the first warp to the last. So the order
-// of a sum depends on `size` alone, and a row's bits do not depend on the shape of the block or on other rows.
+// A block computes 16 * ROW_TILES rows and 8 * N columns. Its warps share out `size`, 32 numbers at a time:
+// warp i takes the steps i, i + WARPS, ...; at the end their sums are added up from the first warp to the
+// last. So the order of a sum depends on `size` alone, and a row's bits do not depend on the shape of the
+// block or on other rows.
 //
-// A lane reads 16 bytes of a row: 8 numbers side by side. The instruction wants pairs that lie 8 apart; but w and x
-// are permuted alike, and so the sum has the same terms.
+// A lane reads 16 bytes of a row: 8 numbers side by side. The instruction wants pairs that lie 8 apart; but w
+// and x are permuted alike, and so the sum has the same terms.
 
 #define WARPS 8
 
@@ -121,7 +131,9 @@ struct Plain {
   const bf16 *x;
   int size;
   __device__ __forceinline__ void begin(int first_row, int n_rows) {}
-  __device__ __forceinline__ uint4 load(int row, int k) { return *(const uint4 *)(x + (size_t)row * size + k); }
+  __device__ __forceinline__ uint4 load(int row, int k) {
+    return *(const uint4 *)(x + (size_t)row * size + k);
+  }
 };
 
 // Rows of the residual stream, which are normed as they are read; for one tile of rows
@@ -130,7 +142,9 @@ struct Normed {
   weight *w;
   const int *rows;  // which of x, or null: all
   float *scale;     // (16,) shared
-  __device__ __forceinline__ const float *row_of(int row) { return x + (size_t)(rows ? rows[row] : row) * DIM; }
+  __device__ __forceinline__ const float *row_of(int row) {
+    return x + (size_t)(rows ? rows[row] : row) * DIM;
+  }
   __device__ __forceinline__ void begin(int first_row, int n_rows) {
     for (int i = threadIdx.x / 32; i < min(16, n_rows - first_row); i += WARPS) {
       float s = row_scale(row_of(first_row + i));
@@ -143,21 +157,23 @@ struct Normed {
   }
 };
 
-// Calls output(row, column, sums of the MATRICES) for every element. AHEAD: steps whose weights are on their way.
+// Calls output(row, column, sums of the MATRICES) for every element. AHEAD: steps whose weights are on their
+// way.
 template <int MATRICES, int N, int AHEAD, class Input, class Output>
-__device__ __forceinline__ void linear(weight *const (&w)[MATRICES], int size, int n_columns, int n_rows, Input input,
-                                       Output output) {
+__device__ __forceinline__ void linear(weight *const (&w)[MATRICES], int size, int n_columns, int n_rows,
+                                       Input input, Output output) {
   __shared__ float4 of_warp[WARPS][MATRICES][ROW_TILES][32];
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   int first_row = blockIdx.y * ROW_TILES * 16, first_column = blockIdx.x * N * 8;
   float sum[MATRICES][N][ROW_TILES][4] = {};
   uint4 ahead[AHEAD][MATRICES][N];
-  auto fetch = [&](int step, uint4 (&to)[MATRICES][N]) {
+  auto fetch = [&](int step, uint4(&to)[MATRICES][N]) {
     int k = (step * WARPS + warp) * 32 + t * 8;
     for (int m = 0; m < MATRICES; m++)
       for (int n = 0; n < N; n++) {
         int column = first_column + n * 8 + g;
-        to[m][n] = k < size && column < n_columns ? *(const uint4 *)(w[m] + (size_t)column * size + k) : nothing();
+        to[m][n] =
+            k < size && column < n_columns ? *(const uint4 *)(w[m] + (size_t)column * size + k) : nothing();
       }
   };
   start_next();
@@ -223,7 +239,9 @@ __device__ __forceinline__ void linear(weight *const (&w)[MATRICES], int size, i
 // One tile of rows norms x itself; more take what rms_norm has made of it.
 #if ROW_TILES == 1
 #define AHEAD 4
-#define NORMED(x, w, rows, y) __shared__ float scale[16]; Normed input = {x, w, rows, scale}
+#define NORMED(x, w, rows, y) \
+  __shared__ float scale[16]; \
+  Normed input = {x, w, rows, scale}
 #define LOGITS_TILES 4
 #else
 #define AHEAD 1
@@ -235,8 +253,8 @@ __device__ __forceinline__ void linear(weight *const (&w)[MATRICES], int size, i
 // y = rms_norm(x) w^T + b: NumpyOps.qkv
 //   w (QKV_DIM, DIM)   b (QKV_DIM,) or null   norm (DIM,)   x (R, DIM)   normed (R, DIM)   y (R, QKV_DIM)
 //   grid: QKV_DIM / (8 COLUMN_TILES), R / (16 ROW_TILES); block: 256; as for all products
-extern "C" __global__ void __launch_bounds__(256) qkv(weight *w, weight *b, weight *norm, const float *x,
-                                                      const bf16 *normed, float *y, int n_rows) {
+extern "C" __global__ void __launch_bounds__(256)
+    qkv(weight *w, weight *b, weight *norm, const float *x, const bf16 *normed, float *y, int n_rows) {
   NORMED(x, norm, nullptr, normed);
   weight *const matrices[1] = {w};
   linear<1, COLUMN_TILES, AHEAD>(matrices, DIM, QKV_DIM, n_rows, input, [&](int row, int column, float *v) {
@@ -246,19 +264,21 @@ extern "C" __global__ void __launch_bounds__(256) qkv(weight *w, weight *b, weig
 
 // x += y w^T + b: NumpyOps.out
 //   w (DIM, N_HEADS * HEAD_DIM)   b (DIM,) or null   y (R, N_HEADS * HEAD_DIM)   x (R, DIM)
-extern "C" __global__ void __launch_bounds__(256) out(weight *w, weight *b, const bf16 *y, float *x, int n_rows) {
+extern "C" __global__ void __launch_bounds__(256)
+    out(weight *w, weight *b, const bf16 *y, float *x, int n_rows) {
   Plain input = {y, N_HEADS * HEAD_DIM};
   weight *const matrices[1] = {w};
-  linear<1, COLUMN_TILES, AHEAD>(matrices, N_HEADS * HEAD_DIM, DIM, n_rows, input, [&](int row, int column, float *v) {
-    x[(size_t)row * DIM + column] += v[0] + (b ? __bfloat162float(b[column]) : 0);
-  });
+  linear<1, COLUMN_TILES, AHEAD>(
+      matrices, N_HEADS * HEAD_DIM, DIM, n_rows, input, [&](int row, int column, float *v) {
+        x[(size_t)row * DIM + column] += v[0] + (b ? __bfloat162float(b[column]) : 0);
+      });
 }
 
 // h = silu(gate) * up, of rms_norm(x) w^T + b: NumpyOps.gate_up
 //   w (2 * HIDDEN_DIM, DIM) gate, up   b (2 * HIDDEN_DIM,) or null   norm (DIM,)   x, normed (R, DIM)
 //   h (R, HIDDEN_DIM)   grid: HIDDEN_DIM / (8 PAIR_TILES), R / (16 ROW_TILES)
-extern "C" __global__ void __launch_bounds__(256) gate_up(weight *w, weight *b, weight *norm, const float *x,
-                                                          const bf16 *normed, bf16 *h, int n_rows) {
+extern "C" __global__ void __launch_bounds__(256)
+    gate_up(weight *w, weight *b, weight *norm, const float *x, const bf16 *normed, bf16 *h, int n_rows) {
   NORMED(x, norm, nullptr, normed);
   weight *const matrices[2] = {w, w + (size_t)HIDDEN_DIM * DIM};
   linear<2, PAIR_TILES, AHEAD>(matrices, DIM, HIDDEN_DIM, n_rows, input, [&](int row, int column, float *v) {
@@ -270,24 +290,27 @@ extern "C" __global__ void __launch_bounds__(256) gate_up(weight *w, weight *b, 
 
 // x += h w^T + b: NumpyOps.down
 //   w (DIM, HIDDEN_DIM)   b (DIM,) or null   h (R, HIDDEN_DIM)   x (R, DIM)
-extern "C" __global__ void __launch_bounds__(256) down(weight *w, weight *b, const bf16 *h, float *x, int n_rows) {
+extern "C" __global__ void __launch_bounds__(256)
+    down(weight *w, weight *b, const bf16 *h, float *x, int n_rows) {
   Plain input = {h, HIDDEN_DIM};
   weight *const matrices[1] = {w};
-  linear<1, COLUMN_TILES, AHEAD>(matrices, HIDDEN_DIM, DIM, n_rows, input, [&](int row, int column, float *v) {
-    x[(size_t)row * DIM + column] += v[0] + (b ? __bfloat162float(b[column]) : 0);
-  });
+  linear<1, COLUMN_TILES, AHEAD>(
+      matrices, HIDDEN_DIM, DIM, n_rows, input, [&](int row, int column, float *v) {
+        x[(size_t)row * DIM + column] += v[0] + (b ? __bfloat162float(b[column]) : 0);
+      });
 }
 
 // y = rms_norm(x[rows]) w^T: NumpyOps.logits
 //   w (VOCAB_SIZE, DIM)   norm (DIM,)   x (R, DIM)   normed (n_rows, DIM)   rows (n_rows,) which of x
 //   y (n_rows, VOCAB_SIZE)   grid: VOCAB_SIZE / (8 LOGITS_TILES), n_rows / (16 ROW_TILES)
-extern "C" __global__ void __launch_bounds__(256) logits(weight *w, weight *norm, const float *x, const bf16 *normed,
-                                                         const int *rows, float *y, int n_rows) {
+extern "C" __global__ void __launch_bounds__(256)
+    logits(weight *w, weight *norm, const float *x, const bf16 *normed, const int *rows, float *y,
+           int n_rows) {
   NORMED(x, norm, rows, normed);
   weight *const matrices[1] = {w};
-  linear<1, LOGITS_TILES, AHEAD>(matrices, DIM, VOCAB_SIZE, n_rows, input, [&](int row, int column, float *v) {
-    y[(size_t)row * VOCAB_SIZE + column] = v[0];
-  });
+  linear<1, LOGITS_TILES, AHEAD>(
+      matrices, DIM, VOCAB_SIZE, n_rows, input,
+      [&](int row, int column, float *v) { y[(size_t)row * VOCAB_SIZE + column] = v[0]; });
 }
 
 #if ROW_TILES == 1  // what follows is no product, and needs no second compilation
@@ -295,7 +318,8 @@ extern "C" __global__ void __launch_bounds__(256) logits(weight *w, weight *norm
 // y = x / sqrt(mean(x^2) + eps) * w: NumpyOps._rms_norm, for the products of more rows than one tile
 //   w (DIM,)   x (., DIM)   rows (n_rows,) which of x, or null: all   y (n_rows, DIM)
 //   grid: n_rows / 8, block: 256; a warp a row
-extern "C" __global__ void __launch_bounds__(256) rms_norm(weight *w, const float *x, const int *rows, bf16 *y, int n_rows) {
+extern "C" __global__ void __launch_bounds__(256)
+    rms_norm(weight *w, const float *x, const int *rows, bf16 *y, int n_rows) {
   start_next();
   await_previous();
   int row = blockIdx.x * 8 + threadIdx.x / 32;
@@ -309,34 +333,35 @@ extern "C" __global__ void __launch_bounds__(256) rms_norm(weight *w, const floa
 // x = table[token]: NumpyOps.embed; where the host does not know the token, the one that its slot has chosen
 //   table (VOCAB_SIZE, DIM)   tokens, slots (R,); token -1: chosen[slot]   chosen (max_batch,)   x (R, DIM)
 //   grid: R, block: 256
-extern "C" __global__ void __launch_bounds__(256) embed(weight *table, const int *tokens, const int *slots,
-                                                        const int *chosen, float *x) {
+extern "C" __global__ void __launch_bounds__(256)
+    embed(weight *table, const int *tokens, const int *slots, const int *chosen, float *x) {
   start_next();
   await_previous();
   int row = blockIdx.x, token = tokens[row] < 0 ? chosen[slots[row]] : tokens[row];
-  for (int i = threadIdx.x; i < DIM; i += 256) x[(size_t)row * DIM + i] = __bfloat162float(table[(size_t)token * DIM + i]);
+  for (int i = threadIdx.x; i < DIM; i += 256)
+    x[(size_t)row * DIM + i] = __bfloat162float(table[(size_t)token * DIM + i]);
 }
 
-// ---- Attention ---------------------------------------------------------------------------------------------
+// ---- Attention --------------------------------------------------------------------------------------------
 // softmax(q k^T / sqrt(HEAD_DIM)) v over the pages of a sequence: NumpyOps.attend.
 //
-// keys   (P, N_KV_HEADS, PAGE, HEAD_PAD)   a token's key is a row
-// values (P, N_KV_HEADS, HEAD_PAD, PAGE)   a token's value is a column: a lane finds the 8 keys of its weights at once
-// rope   (max_seq_len, HEAD_DIM / 2)       cos, sin
-// tiles  (n_tiles, TILE)                   16 queries each; below
-// pages  (S, max_pages)                    which of P holds the tokens 64 i, 64 i + 1, ... of a sequence
+// keys   (P, N_KV_HEADS, PAGE, HEAD_PAD)   a token's key is a row values (P, N_KV_HEADS, HEAD_PAD, PAGE)   a
+// token's value is a column: a lane finds the 8 keys of its weights at once rope   (max_seq_len, HEAD_DIM /
+// 2)       cos, sin tiles  (n_tiles, TILE)                   16 queries each; below pages  (S, max_pages)
+// which of P holds the tokens 64 i, 64 i + 1, ... of a sequence
 //
-// The queries of a sequence and a key head are its tokens' GROUP heads, one token after another; a tile is 16 of them.
-// A warp takes 32 keys at a time, with a softmax of their own; the warps of a block take a piece of PIECE keys and put
-// it together; the pieces are added up from first to last. Pieces begin at multiples of PIECE in the sequence, so the
-// order of every sum follows from the position of the query alone.
+// The queries of a sequence and a key head are its tokens' GROUP heads, one token after another; a tile is 16
+// of them. A warp takes 32 keys at a time, with a softmax of their own; the warps of a block take a piece of
+// PIECE keys and put it together; the pieces are added up from first to last. Pieces begin at multiples of
+// PIECE in the sequence, so the order of every sum follows from the position of the query alone.
 
-#define TILE 5                                  // row of the step where its span begins, position of that token,
-                                                // tokens of the span, first query of the tile, sequence
+#define TILE \
+  5   // row of the step where its span begins, position of that token,
+      // tokens of the span, first query of the tile, sequence
 #define ATTEND_WARPS (HEAD_PAD <= 128 ? 4 : 2)  // as the shared memory allows
 #define ATTEND_THREADS (ATTEND_WARPS * 32)
 #define PIECE (ATTEND_WARPS * 32)
-#define EMPTY -1e30f                            // the greatest of no scores
+#define EMPTY -1e30f                               // the greatest of no scores
 #define A_THREAD (HEAD_PAD * 16 / ATTEND_THREADS)  // numbers of a tile's result
 
 struct Tile {
@@ -344,7 +369,11 @@ struct Tile {
   const int *pages;
   int first_piece, last_piece;
   __device__ __forceinline__ Tile(const int *tile, const int *pages, int max_pages, int window)
-      : row(tile[0]), start(tile[1]), n_tokens(tile[2]), first(tile[3]), pages(pages + (size_t)tile[4] * max_pages) {
+      : row(tile[0]),
+        start(tile[1]),
+        n_tokens(tile[2]),
+        first(tile[3]),
+        pages(pages + (size_t)tile[4] * max_pages) {
     n_rows = min(16, n_tokens * GROUP - first);
     last_piece = position(n_rows - 1) / PIECE;
     first_piece = window ? max(0, position(0) - window + 1) / PIECE : 0;
@@ -359,8 +388,8 @@ struct Work {  // shared memory of a block
   float top[ATTEND_WARPS][16], sum[ATTEND_WARPS][16], out[ATTEND_WARPS][16][HEAD_PAD + 8];
 };
 
-// Norm a head of q or k, rotate its pairs, round; by one warp. head, to (HEAD_DIM,); norm may be null; rope too: no
-// rotation.
+// Norm a head of q or k, rotate its pairs, round; by one warp. head, to (HEAD_DIM,); norm may be null; rope
+// too: no rotation.
 __device__ __forceinline__ void rotate(const float *head, weight *norm, const float2 *rope, bf16 *to) {
   const int n = (HEAD_DIM / 2 + 31) / 32;  // pairs of a lane
   int lane = threadIdx.x % 32;
@@ -385,26 +414,29 @@ __device__ __forceinline__ void rotate(const float *head, weight *norm, const fl
 }
 
 // Write the key and the value of a token to its page; by one warp. qkv (QKV_DIM,) of the token
-__device__ __forceinline__ void write_page(const float *qkv, int kv, weight *k_norm, const float2 *rope, bf16 *keys,
-                                           bf16 *values, const int *pages, int position) {
+__device__ __forceinline__ void write_page(const float *qkv, int kv, weight *k_norm, const float2 *rope,
+                                           bf16 *keys, bf16 *values, const int *pages, int position) {
   size_t at = ((size_t)pages[position / PAGE] * N_KV_HEADS + kv) * PAGE * HEAD_PAD;
   rotate(qkv + (N_HEADS + kv) * HEAD_DIM, k_norm, rope, keys + at + position % PAGE * HEAD_PAD);
   const float *v = qkv + (N_HEADS + N_KV_HEADS + kv) * HEAD_DIM;
-  for (int i = threadIdx.x % 32; i < HEAD_DIM; i += 32) values[at + i * PAGE + position % PAGE] = __float2bfloat16(v[i]);
+  for (int i = threadIdx.x % 32; i < HEAD_DIM; i += 32)
+    values[at + i * PAGE + position % PAGE] = __float2bfloat16(v[i]);
 }
 
 // The queries of a tile, normed and rotated, to shared memory; what there is none of is 0.
-__device__ __forceinline__ void load_queries(Work &work, const Tile &tile, int kv, const float *qkv, weight *q_norm,
-                                             const float2 *rope, int rotary) {
+__device__ __forceinline__ void load_queries(Work &work, const Tile &tile, int kv, const float *qkv,
+                                             weight *q_norm, const float2 *rope, int rotary) {
   for (int i = threadIdx.x; i < 16 * (HEAD_PAD + 8); i += ATTEND_THREADS)
-    if (i / (HEAD_PAD + 8) >= tile.n_rows || i % (HEAD_PAD + 8) >= HEAD_DIM) ((bf16 *)work.q)[i] = __float2bfloat16(0);
+    if (i / (HEAD_PAD + 8) >= tile.n_rows || i % (HEAD_PAD + 8) >= HEAD_DIM)
+      ((bf16 *)work.q)[i] = __float2bfloat16(0);
   for (int r = threadIdx.x / 32; r < tile.n_rows; r += ATTEND_WARPS)
     rotate(qkv + (size_t)tile.token(r) * QKV_DIM + tile.head(r, kv) * HEAD_DIM, q_norm,
            rotary ? rope + (size_t)tile.position(r) * (HEAD_DIM / 2) : nullptr, work.q[r]);
 }
 
-// One warp's 32 keys of a piece, all 16 queries: its greatest score, sum of weights and weighted values, in `work`.
-// Column 2t + e of the i-th product of 8 keys is key 8t + 2i + e, so a lane's weights are those of 8 keys side by side.
+// One warp's 32 keys of a piece, all 16 queries: its greatest score, sum of weights and weighted values, in
+// `work`. Column 2t + e of the i-th product of 8 keys is key 8t + 2i + e, so a lane's weights are those of 8
+// keys side by side.
 __device__ __forceinline__ void attend_keys(Work &work, const Tile &tile, int piece, int kv, const bf16 *keys,
                                             const bf16 *values, int window) {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -455,7 +487,8 @@ __device__ __forceinline__ void attend_keys(Work &work, const Tile &tile, int pi
       sum[h] += __shfl_xor_sync(ALL, sum[h], 2);
     }
     unsigned a0[4] = {p[0][0], p[0][1], p[1][0], p[1][1]}, a1[4] = {p[2][0], p[2][1], p[3][0], p[3][1]};
-    int n_keys = last + 1 - (begin + t * 8);  // of this lane's 8; behind them the page may hold anything, a NaN too
+    int n_keys =
+        last + 1 - (begin + t * 8);  // of this lane's 8; behind them the page may hold anything, a NaN too
 #pragma unroll
     for (int n = 0; n < HEAD_PAD / 8; n++) {
       unsigned b[4] = {value[n].x, value[n].y, value[n].z, value[n].w};
@@ -476,8 +509,8 @@ __device__ __forceinline__ void attend_keys(Work &work, const Tile &tile, int pi
   }
 }
 
-// The warps' parts of a piece, put together. A thread has every eighth (or fourth) number of one query's result, from
-// the column_of_thread() on.
+// The warps' parts of a piece, put together. A thread has every eighth (or fourth) number of one query's
+// result, from the column_of_thread() on.
 __device__ __forceinline__ int row_of_thread() { return threadIdx.x / (ATTEND_THREADS / 16); }
 __device__ __forceinline__ int column_of_thread(int i) {
   return threadIdx.x % (ATTEND_THREADS / 16) + i * (ATTEND_THREADS / 16);
@@ -497,11 +530,13 @@ __device__ __forceinline__ void put_together(const Work &work, float &top, float
   for (int i = 0; i < A_THREAD; i++) {
     out[i] = 0;
 #pragma unroll
-    for (int w = 0; w < ATTEND_WARPS; w++) out[i] = fmaf(work.out[w][r][column_of_thread(i)], factor[w], out[i]);
+    for (int w = 0; w < ATTEND_WARPS; w++)
+      out[i] = fmaf(work.out[w][r][column_of_thread(i)], factor[w], out[i]);
   }
 }
 
-// How the sum of the pieces so far, and the next one, are scaled to be added; the greatest score becomes that of both.
+// How the sum of the pieces so far, and the next one, are scaled to be added; the greatest score becomes that
+// of both.
 __device__ __forceinline__ void rescale(float &top, float next_top, float &keep, float &take) {
   float both = fmaxf(top, next_top);
   keep = exp2f(top - both), take = exp2f(next_top - both);
@@ -511,25 +546,27 @@ __device__ __forceinline__ void rescale(float &top, float next_top, float &keep,
 // Write the keys and values of the step's tokens to their pages; for spans of more than one tile
 //   qkv (R, QKV_DIM)   k_norm (HEAD_DIM,) or null   positions, sequences (R,)   window, rotary: of the layer
 //   grid: R, N_KV_HEADS; block: 32
-extern "C" __global__ void __launch_bounds__(32) keep(const float *qkv, weight *k_norm, const float2 *rope, bf16 *keys,
-                                                      bf16 *values, const int *positions, const int *sequences,
-                                                      const int *pages, int max_pages, int rotary) {
+extern "C" __global__ void __launch_bounds__(32)
+    keep(const float *qkv, weight *k_norm, const float2 *rope, bf16 *keys, bf16 *values, const int *positions,
+         const int *sequences, const int *pages, int max_pages, int rotary) {
   start_next();
   await_previous();
   int row = blockIdx.x, position = positions[row];
   if (position < 0) return;
-  write_page(qkv + (size_t)row * QKV_DIM, blockIdx.y, k_norm, rotary ? rope + (size_t)position * (HEAD_DIM / 2) : nullptr,
-             keys, values, pages + (size_t)sequences[row] * max_pages, position);
+  write_page(qkv + (size_t)row * QKV_DIM, blockIdx.y, k_norm,
+             rotary ? rope + (size_t)position * (HEAD_DIM / 2) : nullptr, keys, values,
+             pages + (size_t)sequences[row] * max_pages, position);
 }
 
 // Attention with a block for each piece of each tile; the last block of a tile adds up the pieces.
-//   qkv (R, QKV_DIM)   q_norm, k_norm (HEAD_DIM,) or null   y (R, N_HEADS * HEAD_DIM)
-//   part (R, N_HEADS, grid.x, HEAD_DIM + 2) and n_done (n_tiles, N_KV_HEADS), 0 before and after: between the blocks
-//   writes: 1: the blocks write the keys and values of the step too, as `keep` does; each span is one tile
-//   grid: pieces of the longest sequence, N_KV_HEADS, n_tiles; block: ATTEND_THREADS
-extern "C" __global__ void __launch_bounds__(ATTEND_THREADS) attend(
-    const float *qkv, weight *q_norm, weight *k_norm, const float2 *rope, bf16 *keys, bf16 *values, const int *tiles,
-    const int *pages, float *part, int *n_done, bf16 *y, int max_pages, int window, int rotary, int writes) {
+//   qkv (R, QKV_DIM)   q_norm, k_norm (HEAD_DIM,) or null   y (R, N_HEADS * HEAD_DIM) part (R, N_HEADS,
+//   grid.x, HEAD_DIM + 2) and n_done (n_tiles, N_KV_HEADS), 0 before and after: between the blocks writes: 1:
+//   the blocks write the keys and values of the step too, as `keep` does; each span is one tile grid: pieces
+//   of the longest sequence, N_KV_HEADS, n_tiles; block: ATTEND_THREADS
+extern "C" __global__ void __launch_bounds__(ATTEND_THREADS)
+    attend(const float *qkv, weight *q_norm, weight *k_norm, const float2 *rope, bf16 *keys, bf16 *values,
+           const int *tiles, const int *pages, float *part, int *n_done, bf16 *y, int max_pages, int window,
+           int rotary, int writes) {
   __shared__ __align__(16) Work work;
   __shared__ int is_last;
   start_next();
@@ -541,8 +578,8 @@ extern "C" __global__ void __launch_bounds__(ATTEND_THREADS) attend(
     for (int i = threadIdx.x / 32; i < tile.n_tokens; i += ATTEND_WARPS)
       if ((tile.start + i) / PIECE == piece)
         write_page(qkv + (size_t)(tile.row + i) * QKV_DIM, kv, k_norm,
-                   rotary ? rope + (size_t)(tile.start + i) * (HEAD_DIM / 2) : nullptr, keys, values, tile.pages,
-                   tile.start + i);
+                   rotary ? rope + (size_t)(tile.start + i) * (HEAD_DIM / 2) : nullptr, keys, values,
+                   tile.pages, tile.start + i);
   load_queries(work, tile, kv, qkv, q_norm, rope, rotary);
   __syncthreads();
   attend_keys(work, tile, piece, kv, keys, values, window);
@@ -559,7 +596,8 @@ extern "C" __global__ void __launch_bounds__(ATTEND_THREADS) attend(
     return;
   }
   if (r < tile.n_rows) {
-    float *mine = part + (((size_t)tile.token(r) * N_HEADS + tile.head(r, kv)) * gridDim.x + piece) * (HEAD_DIM + 2);
+    float *mine =
+        part + (((size_t)tile.token(r) * N_HEADS + tile.head(r, kv)) * gridDim.x + piece) * (HEAD_DIM + 2);
     for (int i = 0; i < A_THREAD; i++)
       if (column_of_thread(i) < HEAD_DIM) mine[column_of_thread(i)] = out[i];
     if (column_of_thread(0) == 0) mine[HEAD_DIM] = top, mine[HEAD_DIM + 1] = sum;
@@ -588,12 +626,12 @@ extern "C" __global__ void __launch_bounds__(ATTEND_THREADS) attend(
   }
 }
 
-// The same, to the bit, with a block for each tile, which goes through the pieces itself: for prompts, whose tiles are
-// many. The keys of the step are in their pages already.
+// The same, to the bit, with a block for each tile, which goes through the pieces itself: for prompts, whose
+// tiles are many. The keys of the step are in their pages already.
 //   grid: n_tiles, N_KV_HEADS; block: ATTEND_THREADS
-extern "C" __global__ void __launch_bounds__(ATTEND_THREADS) attend_prompt(
-    const float *qkv, weight *q_norm, const float2 *rope, const bf16 *keys, const bf16 *values, const int *tiles,
-    const int *pages, bf16 *y, int max_pages, int window, int rotary) {
+extern "C" __global__ void __launch_bounds__(ATTEND_THREADS)
+    attend_prompt(const float *qkv, weight *q_norm, const float2 *rope, const bf16 *keys, const bf16 *values,
+                  const int *tiles, const int *pages, bf16 *y, int max_pages, int window, int rotary) {
   __shared__ __align__(16) Work work;
   start_next();
   await_previous();
@@ -620,24 +658,29 @@ extern "C" __global__ void __launch_bounds__(ATTEND_THREADS) attend_prompt(
             __float2bfloat16(out[i] / sum);
 }
 
-// ---- Sampling ----------------------------------------------------------------------------------------------
-// One block chooses a row's token: model.py's _pick. A probability is a whole number here, in units of 2^-40 of the
-// likeliest token's, so that sums are exact and the order of adding does not matter.
+// ---- Sampling ---------------------------------------------------------------------------------------------
+// One block chooses a row's token: model.py's _pick. A probability is a whole number here, in units of 2^-40
+// of the likeliest token's, so that sums are exact and the order of adding does not matter.
 
 #define PICK_THREADS 1024
-#define MAX_TOP 20           // likeliest tokens whose logprobs can be had
+#define MAX_TOP 20  // likeliest tokens whose logprobs can be had
 #define CHOICE (2 + 2 * MAX_TOP)
 #define SEEN_IN_PROMPT 0x80000000u
 enum Flags { PENALISED = 1, BIASED = 2, MASKED = 4, CHAINS = 8 };
 
-// A row's settings: slot; the row of the step where its span begins; how many rows of the span come before it; top_k;
-// Flags; n_top_logprobs or -1
-struct Picked { int slot, first_row, n_before, top_k, flags, n_top; };
+// A row's settings: slot; the row of the step where its span begins; how many rows of the span come before
+// it; top_k; Flags; n_top_logprobs or -1
+struct Picked {
+  int slot, first_row, n_before, top_k, flags, n_top;
+};
 #define PICKED 6
-// temperature as log2(e) / temperature, 0: the likeliest; top_p, min_p, presence, frequency, repetition penalty
-struct Settings { float sharpness, top_p, min_p, presence, frequency, repetition; };
+// temperature as log2(e) / temperature, 0: the likeliest; top_p, min_p, presence, frequency, repetition
+// penalty
+struct Settings {
+  float sharpness, top_p, min_p, presence, frequency, repetition;
+};
 #define SETTINGS 6
-#define SEEDS 3              // seed, choice, number of the output token
+#define SEEDS 3  // seed, choice, number of the output token
 
 template <class T, class Join>
 __device__ __forceinline__ T block_reduce(T *of_warp, T v, Join join) {  // for every thread, in one order
@@ -664,7 +707,8 @@ __device__ __forceinline__ float penalised(float logit, int token, const Picked 
                                            const unsigned *mask) {
   if (p.flags & PENALISED) {
     unsigned count = counts[token];
-    for (int i = 1; i <= p.n_before; i++) count += tokens[p.first_row + i] == token;  // drafts before this one
+    for (int i = 1; i <= p.n_before; i++)
+      count += tokens[p.first_row + i] == token;  // drafts before this one
     if (count) logit = logit > 0 ? logit / s.repetition : logit * s.repetition;
     count &= ~SEEN_IN_PROMPT;
     if (count) logit -= s.presence + s.frequency * count;
@@ -674,8 +718,8 @@ __device__ __forceinline__ float penalised(float logit, int token, const Picked 
   return logit;
 }
 
-// The least distance from the top such that the tokens within it weigh `need` or more, byte by byte from the highest.
-// distance(i), weight(i) of token i
+// The least distance from the top such that the tokens within it weigh `need` or more, byte by byte from the
+// highest. distance(i), weight(i) of token i
 template <class Distance, class Weight>
 __device__ __forceinline__ unsigned reach(u64 need, Distance distance, Weight weight) {
   __shared__ u64 bins[256], left;
@@ -761,14 +805,15 @@ __device__ __forceinline__ u64 philox(u64 seed, u64 choice, u64 number) {
 }
 
 // Choose a token for each wanted row: NumpyOps.pick
-//   raw (n, VOCAB_SIZE)   logits (n, VOCAB_SIZE) for those after penalties
-//   picked (n, PICKED)   settings (n, SETTINGS)   seeds (n, SEEDS)   masks (n, (VOCAB_SIZE + 31) / 32), bit set: may come
-//   tokens (R,) of the step   counts, biases (max_batch, VOCAB_SIZE)   chosen (max_batch,)
-//   choices (n, CHOICE): token, or -1 where the logits are no finite numbers; logprob; MAX_TOP likeliest; their logprobs
-//   grid: n, block: PICK_THREADS; a row with slot -1 is none
-extern "C" __global__ void __launch_bounds__(PICK_THREADS, 1) pick(
-    const float *raw, float *logits, const int *picked, const float *settings, const u64 *seeds, const unsigned *masks,
-    const int *tokens, unsigned *counts, const float *biases, int *chosen, int *choices) {
+//   raw (n, VOCAB_SIZE)   logits (n, VOCAB_SIZE) for those after penalties picked (n, PICKED)   settings (n,
+//   SETTINGS)   seeds (n, SEEDS)   masks (n, (VOCAB_SIZE + 31) / 32), bit set: may come tokens (R,) of the
+//   step   counts, biases (max_batch, VOCAB_SIZE)   chosen (max_batch,) choices (n, CHOICE): token, or -1
+//   where the logits are no finite numbers; logprob; MAX_TOP likeliest; their logprobs grid: n, block:
+//   PICK_THREADS; a row with slot -1 is none
+extern "C" __global__ void __launch_bounds__(PICK_THREADS, 1)
+    pick(const float *raw, float *logits, const int *picked, const float *settings, const u64 *seeds,
+         const unsigned *masks, const int *tokens, unsigned *counts, const float *biases, int *chosen,
+         int *choices) {
   __shared__ u64 of_warp[32];
   __shared__ double sum_of_warp[32];
   start_next();
@@ -851,8 +896,8 @@ extern "C" __global__ void __launch_bounds__(PICK_THREADS, 1) pick(
 
 // How often each token has come: what penalties are computed from, of one slot
 //   tokens (n,) prompt, then output   counts (max_batch, VOCAB_SIZE)   grid: 1, block: PICK_THREADS
-extern "C" __global__ void __launch_bounds__(PICK_THREADS, 1) count(const int *tokens, unsigned *counts, int slot,
-                                                                 int n_prompt, int n) {
+extern "C" __global__ void __launch_bounds__(PICK_THREADS, 1)
+    count(const int *tokens, unsigned *counts, int slot, int n_prompt, int n) {
   start_next();
   await_previous();
   counts += (size_t)slot * VOCAB_SIZE;

@@ -160,7 +160,7 @@ DTYPES = {
 
 def signatures(code: str) -> dict[str, list[Parameter]]:
     """The parameters of each kernel in the code."""
-    found = re.findall(r'extern "C" __global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(([^)]*)\)', code)
+    found = re.findall(r'extern "C" __global__ void (?:__launch_bounds__\([^)]*\)\s+)?(\w+)\(([^)]*)\)', code)
 
     def parse(text: str) -> Parameter:
         kind, star, name = re.fullmatch(r"\s*(?:const )?(\w+) (\*?)(\w+)\s*", text).groups()  # type: ignore[union-attr]

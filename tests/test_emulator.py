@@ -168,10 +168,12 @@ def test_a_graph_repeats_what_was_captured() -> None:
 def test_memory_that_nobody_wrote_is_nan() -> None:
     cp = Emulator()
     assert np.isnan(cp.empty(8, np.float32).get()).all()
-    kernel = (
-        HEAD
-        + """extern "C" __global__ void unset(float* y) { __shared__ float s[4]; if (y[0] > 0) s[1] = 2; y[0] = s[1]; }"""
-    )
+    kernel = """extern "C" __global__ void unset(float* y) {
+      __shared__ float s[4];
+      await_previous();
+      if (y[0] > 0) s[1] = 2;
+      y[0] = s[1];
+    }"""
     y = cp.zeros(1, np.float32)
     cp.RawModule(code=kernel).get_function("unset")((1,), (1,), (y,))
     assert np.isnan(y.get()).all()

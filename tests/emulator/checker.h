@@ -1,17 +1,17 @@
-// Watches every memory access of the kernels: bounds, alignment, races, shared memory read before it is set, and
-// what is touched before await_previous().
+// Watches every memory access of the kernels: bounds, alignment, races, shared memory read before it is set,
+// and what is touched before await_previous().
 //
-// g++ -fsanitize=thread puts a call such as __tsan_read4(address) before each access. The sanitizer itself is not
-// linked: we answer these calls, for we know what a barrier is and where each array ends.
+// g++ -fsanitize=thread puts a call such as __tsan_read4(address) before each access. The sanitizer itself is
+// not linked: we answer these calls, for we know what a barrier is and where each array ends.
 //
 // Rules of this file:
-// 1. Two accesses of one place, one of them a write, must be ordered. Within a block: by __syncthreads, or in one warp
-//    by __syncwarp; a shuffle is no barrier for memory. Between blocks: write, __threadfence, atomic there, and
-//    atomic, __threadfence, read here, with __syncthreads where these are in different threads.
+// 1. Two accesses of one place, one of them a write, must be ordered. Within a block: by __syncthreads, or in
+//    one warp by __syncwarp; a shuffle is no barrier for memory. Between blocks: write, __threadfence, atomic
+//    there, and atomic, __threadfence, read here, with __syncthreads where these are in different threads.
 // 2. A place is two bytes, the smallest number that kernels.cu has.
 // 3. The first fault ends the launch, before the access is made.
 
-struct Access {  // who touched two bytes last, and when
+struct Access {                   // who touched two bytes last, and when
   unsigned block, warp_barriers;  // blocks are counted over all launches, from 1; 0: nobody
   unsigned long epoch, time;      // block barriers and events before it
   unsigned short thread;
@@ -21,8 +21,14 @@ struct Published {  // what a block did so that others see its writes
   unsigned long fence[MAX_THREADS], atomic_time, atomic_epoch;  // fence: when each thread's last one was
   unsigned atomic_thread;
 };
-struct Cell { Access write, read; };
-struct Region { char *begin, *end; bool constant; std::vector<Cell> cells; };
+struct Cell {
+  Access write, read;
+};
+struct Region {
+  char *begin, *end;
+  bool constant;
+  std::vector<Cell> cells;
+};
 
 static std::vector<Region *> regions;  // the arrays of this launch
 static std::map<std::pair<char *, size_t>, Region> known;
@@ -32,7 +38,8 @@ static unsigned long now;
 static std::map<unsigned, Published> published;  // by block
 static char message[400];
 
-extern "C" char __ehdr_start[] __attribute__((visibility("hidden"))), _end[] __attribute__((visibility("hidden")));
+extern "C" char __ehdr_start[] __attribute__((visibility("hidden"))),
+    _end[] __attribute__((visibility("hidden")));
 
 // table: begin, bytes, is constant; of each array
 extern "C" void emulator_arrays(const size_t *table, int n) {
@@ -73,10 +80,11 @@ static bool ordered(const Access &before) {
            (before.thread / 32 == self->id / 32 && before.warp_barriers < warp_barriers[self->id / 32]);
   Published &there = published[before.block], &here = published[serial];
   bool released = before.atomic ||
-      ((before.thread == there.atomic_thread || before.epoch < there.atomic_epoch) &&
-       std::max(there.fence[before.thread], there.fence[there.atomic_thread]) > before.time &&
-       there.atomic_time > before.time);
-  bool acquired = here.atomic_time && (self->id == here.atomic_thread || epoch > here.atomic_epoch) &&
+                  ((before.thread == there.atomic_thread || before.epoch < there.atomic_epoch) &&
+                   std::max(there.fence[before.thread], there.fence[there.atomic_thread]) > before.time &&
+                   there.atomic_time > before.time);
+  bool acquired =
+      here.atomic_time && (self->id == here.atomic_thread || epoch > here.atomic_epoch) &&
       (before.atomic || std::max(here.fence[self->id], here.fence[here.atomic_thread]) > here.atomic_time);
   return released && acquired;
 }
@@ -96,14 +104,16 @@ static void access(void *address, size_t n_bytes, bool writes, bool atomic, void
   if (!region || p + n_bytes > region->end) return complain("out of bounds", code);
   bool is_shared = region == &shared;
   if (region->constant && writes) return complain("a weight is written", code);
-  if (!is_shared && !region->constant && !self->awaited) return complain("touched before await_previous()", code);
+  if (!is_shared && !region->constant && !self->awaited)
+    return complain("touched before await_previous()", code);
   if (region->constant) return;
   Access access = {serial, warp_barriers[self->id / 32], epoch, ++now, (unsigned short)self->id, atomic};
   unsigned since = is_shared ? serial : first_serial;  // what is older is history
   size_t first = (p - region->begin) / 2, last = (p - region->begin + n_bytes - 1) / 2;
   for (Cell *cell = &region->cells[first]; cell <= &region->cells[last]; cell++) {
     const Access &write = cell->write, &read = cell->read;
-    if (is_shared && !writes && write.block != serial) return complain("shared memory read before it is set", code);
+    if (is_shared && !writes && write.block != serial)
+      return complain("shared memory read before it is set", code);
     if (write.block >= since && !(atomic && write.atomic) && !ordered(write))
       return complain(writes ? "two writes race" : "a read races with a write", code, &write);
     if (writes && read.block >= since && !(atomic && read.atomic) && !ordered(read))
@@ -126,12 +136,16 @@ void note(Event event, void *address, size_t n_bytes) {
 extern "C" {
 #define WATCH(name, n, writes) \
   void name(void *p) { access(p, n, writes, false, __builtin_return_address(0)); }
-#define WATCH_SIZE(n)                      \
-  WATCH(__tsan_read##n, n, false)          \
-  WATCH(__tsan_write##n, n, true)          \
+#define WATCH_SIZE(n)                       \
+  WATCH(__tsan_read##n, n, false)           \
+  WATCH(__tsan_write##n, n, true)           \
   WATCH(__tsan_unaligned_read##n, n, false) \
   WATCH(__tsan_unaligned_write##n, n, true)
-WATCH_SIZE(1) WATCH_SIZE(2) WATCH_SIZE(4) WATCH_SIZE(8) WATCH_SIZE(16)
+WATCH_SIZE(1)
+WATCH_SIZE(2)
+WATCH_SIZE(4)
+WATCH_SIZE(8)
+WATCH_SIZE(16)
 void __tsan_read_range(void *p, size_t n) { access(p, n, false, false, __builtin_return_address(0)); }
 void __tsan_write_range(void *p, size_t n) { access(p, n, true, false, __builtin_return_address(0)); }
 void __tsan_init() {}

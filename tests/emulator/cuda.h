@@ -3,17 +3,18 @@
 // Authority: CUDA C++ Programming Guide, "C++ Language Extensions"; for the tensor cores the PTX ISA, "Matrix
 // Fragments for mma.m16n8k16 with floating point type".
 //
-// A fiber runs until CUDA would make threads wait for each other: __syncthreads, or an instruction of a whole warp.
-// The last lane to arrive there does the exchange for all of them: `collective`.
+// A fiber runs until CUDA would make threads wait for each other: __syncthreads, or an instruction of a whole
+// warp. The last lane to arrive there does the exchange for all of them: `collective`.
 //
-// Not here: what kernels.cu has to do without, e.g. textures, clusters, grid-wide barriers, static initialisers.
+// Not here: what kernels.cu has to do without, e.g. textures, clusters, grid-wide barriers, static
+// initialisers.
 #pragma once
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 
-// ---- The language ------------------------------------------------------------------------------------------
+// ---- The language -----------------------------------------------------------------------------------------
 
 #define __global__
 #define __device__
@@ -22,13 +23,23 @@
 #define __align__(n) __attribute__((aligned(n)))
 #define __shared__ static  // in a section of its own: build() in __init__.py
 
-struct dim3 { unsigned x = 1, y = 1, z = 1; };
-struct alignas(8) uint2 { unsigned x, y; };
-struct alignas(16) uint4 { unsigned x, y, z, w; };
-struct alignas(8) float2 { float x, y; };
-struct alignas(16) float4 { float x, y, z, w; };
+struct dim3 {
+  unsigned x = 1, y = 1, z = 1;
+};
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+struct alignas(8) float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
 
-// ---- Number formats ----------------------------------------------------------------------------------------
+// ---- Number formats ---------------------------------------------------------------------------------------
 
 template <class To, class From>
 static inline To bits_of(From from) {
@@ -38,7 +49,9 @@ static inline To bits_of(From from) {
   return to;
 }
 
-struct __nv_bfloat16 { uint16_t bits; };
+struct __nv_bfloat16 {
+  uint16_t bits;
+};
 
 static inline float __bfloat162float(__nv_bfloat16 b) { return bits_of<float>(uint32_t(b.bits) << 16); }
 
@@ -53,7 +66,7 @@ static inline unsigned __float_as_uint(float f) { return bits_of<unsigned>(f); }
 static inline float __uint_as_float(unsigned u) { return bits_of<float>(u); }
 static inline int __float_as_int(float f) { return bits_of<int>(f); }
 
-// ---- The machine -------------------------------------------------------------------------------------------
+// ---- The machine ------------------------------------------------------------------------------------------
 
 namespace emulator {
 
@@ -61,7 +74,12 @@ struct Warp {
   uint32_t ready, live, arrived;  // one bit a lane: can run; has not returned; waits in a collective
   void *frame[32];                // where each waiting lane keeps its operands
 };
-struct Thread { void *stack; dim3 index; unsigned id; bool awaited; };  // awaited: has called await_previous()
+struct Thread {
+  void *stack;
+  dim3 index;
+  unsigned id;
+  bool awaited;
+};  // awaited: has called await_previous()
 
 extern Thread *self;
 extern Warp warps[32];
@@ -90,7 +108,10 @@ static inline void collective(uint32_t mask, Frame *mine, Exchange exchange) {
 }
 
 template <class T>
-struct Shuffle { T in, out; unsigned from; };
+struct Shuffle {
+  T in, out;
+  unsigned from;
+};
 
 template <class T>
 static inline T shuffle(uint32_t mask, T value, unsigned from) {
@@ -111,7 +132,7 @@ static inline unsigned lane() { return self->id % 32; }
 #define blockDim (emulator::block_size)
 #define gridDim (emulator::grid_size)
 
-// ---- Waiting for each other --------------------------------------------------------------------------------
+// ---- Waiting for each other -------------------------------------------------------------------------------
 
 static inline void __syncthreads() { emulator::wait_at_block_barrier(); }
 
@@ -140,8 +161,10 @@ static inline unsigned __ballot_sync(unsigned mask, int predicate) {
   emulator::Shuffle<unsigned> mine{predicate != 0, 0, 0};
   emulator::collective(mask, &mine, [mask](emulator::Shuffle<unsigned> **lane) {
     unsigned all = 0;
-    for (int i = 0; i < 32; i++) if (mask >> i & 1) all |= lane[i]->in << i;
-    for (int i = 0; i < 32; i++) if (mask >> i & 1) lane[i]->out = all;
+    for (int i = 0; i < 32; i++)
+      if (mask >> i & 1) all |= lane[i]->in << i;
+    for (int i = 0; i < 32; i++)
+      if (mask >> i & 1) lane[i]->out = all;
   });
   return mine.out;
 }
@@ -162,24 +185,40 @@ __attribute__((noinline, no_sanitize("thread"))) static T atomicOr(T *address, T
   return old;
 }
 
-// Programmatic dependent launch: what the kernel before this one wrote may be touched after await_previous() only.
+// Programmatic dependent launch: what the kernel before this one wrote may be touched after await_previous()
+// only.
 static inline void start_next() {}
 static inline void await_previous() { emulator::self->awaited = true; }
 static inline void prefetch(const void *, int) {}
 
-// ---- Arithmetic and memory ---------------------------------------------------------------------------------
+// ---- Arithmetic and memory --------------------------------------------------------------------------------
 
 static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 static inline uint64_t __umul64hi(uint64_t a, uint64_t b) { return uint64_t((unsigned __int128)a * b >> 64); }
 static inline int __ffs(int x) { return __builtin_ffs(x); }
-template <class T> static inline T __ldcs(const T *address) { return *address; }  // "streaming": will not be read again
-template <class T> static inline T __ldcg(const T *address) { return *address; }  // past the cache of this processor
-template <class T> static inline T min(T a, T b) { return b < a ? b : a; }
-template <class T> static inline T max(T a, T b) { return a < b ? b : a; }
+template <class T>
+static inline T __ldcs(const T *address) {
+  return *address;
+}  // "streaming": will not be read again
+template <class T>
+static inline T __ldcg(const T *address) {
+  return *address;
+}  // past the cache of this processor
+template <class T>
+static inline T min(T a, T b) {
+  return b < a ? b : a;
+}
+template <class T>
+static inline T max(T a, T b) {
+  return a < b ? b : a;
+}
 
 // d (16, 8) += a (16, 16) b (16, 8): bf16 factors, spread over the lanes as the PTX manual draws them.
 static inline void mma_16x8x16(float *d, const unsigned *a, const unsigned *b) {
-  struct Frame { float *d; const unsigned *a, *b; } mine{d, a, b};
+  struct Frame {
+    float *d;
+    const unsigned *a, *b;
+  } mine{d, a, b};
   emulator::collective(~0u, &mine, [](Frame **lane) {
     auto low = [](unsigned u) { return bits_of<float>(u << 16); };
     auto high = [](unsigned u) { return bits_of<float>(u & 0xffff0000u); };

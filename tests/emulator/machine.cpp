@@ -7,24 +7,27 @@
 // 2. `order` decides who goes next: 0 first to last, 1 last to first, else a random seed. Of any two threads
 //    between two barriers each goes first in one of the orders 0 and 1.
 // 3. Shared memory begins each block as NaN.
-#include "cuda.h"
+#include <sys/mman.h>
+
 #include <cstdlib>
 #include <map>
 #include <numeric>
 #include <random>
-#include <sys/mman.h>
 #include <vector>
+
+#include "cuda.h"
 
 namespace emulator {
 
-// Leave one fiber at label 1 and enter another where it left off. The asm claims to change every register, so the
-// compiler saves what it needs around it.
+// Leave one fiber at label 1 and enter another where it left off. The asm claims to change every register, so
+// the compiler saves what it needs around it.
 static inline __attribute__((always_inline)) void switch_to(void **save, void *load) {
-  asm volatile("push %%rbp; lea 1f(%%rip), %%rax; push %%rax; mov %%rsp, (%0); mov %1, %%rsp; pop %%rax; jmp *%%rax\n"
-               "1: pop %%rbp"
-               : "+D"(save), "+S"(load)
-               :
-               : "rax", "rbx", "rcx", "rdx", "r8", "r9", "r10", "r11", "r12", "r13", "r14", "r15", "memory", "cc");
+  asm volatile(
+      "push %%rbp; lea 1f(%%rip), %%rax; push %%rax; mov %%rsp, (%0); mov %1, %%rsp; pop %%rax; jmp *%%rax\n"
+      "1: pop %%rbp"
+      : "+D"(save), "+S"(load)
+      :
+      : "rax", "rbx", "rcx", "rdx", "r8", "r9", "r10", "r11", "r12", "r13", "r14", "r15", "memory", "cc");
 }
 
 static const int MAX_THREADS = 1024;
@@ -34,12 +37,12 @@ Thread threads[MAX_THREADS], *self;
 Warp warps[32];
 dim3 block_index, block_size, grid_size;
 
-static unsigned long epoch;                    // counts the block barriers
-static char *stacks;                           // one a thread
-static void *host_stack;                       // where emulator_launch was left
+static unsigned long epoch;  // counts the block barriers
+static char *stacks;         // one a thread
+static void *host_stack;     // where emulator_launch was left
 static void (*kernel)(void **), **arguments;
-static uint32_t warps_ready, warps_live;       // one bit a warp, as in Warp
-static unsigned n_waiting, n_alive;            // threads at the block barrier; threads that have not returned
+static uint32_t warps_ready, warps_live;  // one bit a warp, as in Warp
+static unsigned n_waiting, n_alive;       // threads at the block barrier; threads that have not returned
 static int order;
 static std::minstd_rand dice;
 static const char *error;
@@ -139,7 +142,8 @@ static void run_block() {
 extern "C" const char *emulator_launch(void (*kernel_)(void **), void **arguments_, const unsigned *grid,
                                        const unsigned *block, int order_) {
   if (!stacks)
-    stacks = (char *)mmap(0, MAX_THREADS * STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    stacks = (char *)mmap(0, MAX_THREADS * STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
+                          -1, 0);
   kernel = kernel_, arguments = arguments_, order = order_, error = nullptr;
   dice.seed(order + 1);
   grid_size = {grid[0], grid[1], grid[2]}, block_size = {block[0], block[1], block[2]};
@@ -147,7 +151,8 @@ extern "C" const char *emulator_launch(void (*kernel_)(void **), void **argument
   if (order == 1) first = stride = n_blocks - 1;
   if (order > 1) {
     first = dice() % n_blocks;
-    do stride = 1 + dice() % n_blocks; while (std::gcd(stride, n_blocks) != 1);
+    do stride = 1 + dice() % n_blocks;
+    while (std::gcd(stride, n_blocks) != 1);
   }
   for (unsigned n = 0; n < n_blocks && !error; n++) {
     unsigned b = (first + (unsigned long)n * stride) % n_blocks;
