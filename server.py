@@ -33,14 +33,16 @@ import threadpoolctl
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+import gpu
 import hub
+import kernels
 import logs
 import weights
 from api import ALIAS, Api, encode_event, generation_defaults
 from background import Registry
 from chat import ChatTemplate
 from dialects import DIALECTS
-from engine import Engine
+from engine import Engine, Ops
 from front import Keys, make_app
 from grammar import Grammars
 from model import PAGE, NumpyOps
@@ -155,8 +157,7 @@ def main() -> int:
     if args.threads:
         threadpoolctl.threadpool_limits(args.threads, user_api="blas")
     try:
-        if args.device == "cuda":
-            raise ValueError("--device cuda: the GPU engine is not built yet; use --device cpu")
+        args.device = device(args.device)
         listener = bind(args.host, args.port)
         directory = hub.find(args.model)
         worker = load(directory, args)
@@ -202,16 +203,29 @@ def load(directory: Path, args: argparse.Namespace) -> LocalWorker:
     vocabulary = directory / "tokenizer.json"
     template, tokenizer = ChatTemplate.load(directory), Tokenizer(vocabulary)
     grammars = Grammars(vocabulary, config.vocab_size, config.eos_token_ids)
-    cpu = cpu_ops()
-    loaded = weights.read_weights(directory, config, cpu.pack)
-    n_pages = pool(cpu.page_bytes(config), length, args.max_batch, args.kv_memory)
-    ops = cpu(config, loaded, length, n_pages, args.max_batch)
+    kind: type[NumpyOps] | type[gpu.CudaOps]
+    if args.device == "cuda":
+        kernels.check_sizes(config)
+        kind, room = gpu.CudaOps, gpu.room(config, length, args.max_batch)
+    else:
+        kind, room = cpu_ops(), free_memory() // 4  # no more is real than is used
+    loaded = weights.read_weights(directory, config, kind.pack)
+    n_pages = pool(kind.page_bytes(config), length, args.max_batch, args.kv_memory, room)
+    ops: Ops = kind(config, loaded, length, n_pages, args.max_batch)
     return LocalWorker(Engine(ops, args.speculate), tokenizer, template, grammars, args.dialect)
 
 
-def pool(page_bytes: int, length: int, max_batch: int, kv_memory: int | None) -> int:
-    """Pages for keys and values. By default a quarter of the memory that is free, as far as it can be used by
-    whole contexts of all that run at once; what is not used is not taken.
+def device(wanted: str) -> str:
+    """cpu or cuda, for auto what there is; raises ValueError where there is no GPU to compute on."""
+    missing = None if wanted == "cpu" else gpu.missing()
+    if wanted == "cuda" and missing:
+        raise ValueError(f"--device cuda: {missing}")
+    return "cpu" if wanted == "cpu" or missing else "cuda"
+
+
+def pool(page_bytes: int, length: int, max_batch: int, kv_memory: int | None, room: int) -> int:
+    """Pages for keys and values; by default what there is room for, as far as whole contexts of all that run
+    at once can use it.
     """
     if kv_memory:
         if kv_memory < page_bytes:
@@ -219,7 +233,7 @@ def pool(page_bytes: int, length: int, max_batch: int, kv_memory: int | None) ->
             raise ValueError(f"--kv-memory {kv_memory}: {limit}")
         return kv_memory // page_bytes
     whole = max_batch * -(-length // PAGE)
-    return max(1, min(whole, free_memory() // 4 // page_bytes))
+    return max(1, min(whole, room // page_bytes))
 
 
 def free_memory() -> int:
@@ -374,17 +388,18 @@ def announce(
     config = worker.engine.config
     host, port = listener.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    per_token = 2 * 4 * config.n_layers * config.n_kv_heads * config.head_dim  # k and v, float32
+    dtype, size = ("bfloat16", 2) if args.device == "cuda" else ("float32", 4)
+    per_token = 2 * size * config.n_layers * config.n_kv_heads * config.head_dim  # k and v
     blas = [lib["num_threads"] for lib in threadpoolctl.threadpool_info() if lib["user_api"] == "blas"]
     n_pages = worker.engine.counts()["pages"]
     body = json.dumps({"model": names[0], "input": "What is the capital of France?"})
     for name, value in {
         "model": f"{names[0]} ({config.model_type}), {config.n_params / 1e6:.1f} M parameters",
-        "memory": f"{per_token / 1e3:.0f} kB a token of context, keys and values in float32",
+        "memory": f"{per_token / 1e3:.0f} kB a token of context, keys and values in {dtype}",
         "context": f"{worker.engine.max_seq_len} tokens",
         "pages": f"{n_pages} of {PAGE} tokens, at most {n_pages * PAGE * per_token / 1e6:.0f} MB",
         "dialect": worker.dialect,
-        "device": f"cpu: {worker.engine.about}; {max(blas, default=1)} BLAS threads",
+        "device": f"{args.device}: {worker.engine.about}; {max(blas, default=1)} BLAS threads",
         "store": "in memory: responses are lost at exit" if args.store == IN_MEMORY else args.store,
         "listening": url,
     }.items():

@@ -740,11 +740,11 @@ def test_sizes(text: str, n_bytes: int) -> None:
 
 
 def test_memory_by_default() -> None:
-    """A quarter of what is free, but no more than all that run at once can use."""
-    assert server_program.pool(1, 1000, 3, None) == 3 * 16
-    assert server_program.pool(10**15, 1000, 3, None) == 1
-    free = server_program.free_memory()
-    assert 0.5 < server_program.pool(2**20, 2**40, 16, None) * 2**20 / (free / 4) < 2
+    """What there is room for, but no more than all that run at once can use."""
+    assert server_program.pool(1, 1000, 3, None, 10**6) == 3 * 16
+    assert server_program.pool(10**15, 1000, 3, None, 10**6) == 1
+    assert server_program.pool(2**20, 2**40, 16, None, 5 * 2**20) == 5
+    assert 2**20 < server_program.free_memory() < 2**50
 
 
 # --- clients that leave -------------------------------------------------------------------------------------
@@ -977,7 +977,6 @@ WRONG_FLAGS = [
     (("--model", "/no/such/directory"),                        "/no/such/directory"),
     (("--model", "no-such-org/no-such-model"),                 "no-such-org/no-such-model"),
     (("--model", str(TINY / "config.json")),                   "is a file"),
-    (("--model", str(TINY), "--device", "cuda"),               "--device cuda"),
     (("--model", str(TINY), "--max-model-len", "1"),           "--max-model-len"),
     (("--model", str(TINY), "--max-model-len", "0"),           "--max-model-len"),
     (("--model", str(TINY), "--max-model-len", "4096"),        "2048"),

@@ -1,0 +1,699 @@
+"""The ops of model.py on a GPU.
+
+    Spans --launch()--> the numbers of a step --copy--> a graph, or kernels --copy--> --read()--> Choices
+
+Authority: model.NumpyOps, op by op; CuPy's reference (https://docs.cupy.dev).
+
+Rules of this file:
+1. Nothing is allocated once a CudaOps is made. What changes from step to step lies in device memory: a graph
+   that was captured once serves for every step of its size.
+2. Every row has the same bits whatever it is computed with (kernels.cu), so a step may be padded, cut in
+   parts, and made by whichever kernels are fastest.
+3. The host never waits for the device but in read().
+
+The name: cuda.py would hide the package `cuda`, which CuPy imports.
+
+Not here: arithmetic (kernels.cu), launches (kernels.py), which rows come next (engine.py).
+"""
+
+import importlib
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kernels import (
+    ANY,
+    CHOICE,
+    LOGITS_COLUMNS,
+    MAX_TOP,
+    QUERIES,
+    DeviceArray,
+    Kernels,
+    attend_threads,
+    check_sizes,
+    head_pad,
+    open_driver,
+    shape_for,
+)
+from model import PAGE, Choice, Context, Sampling, Span, forward
+from weights import Config, Layer, Weights, rope_table
+
+log = logging.getLogger("gpu")
+
+
+class OutOfMemory(MemoryError):
+    """One line: what the device has, what is wanted, and which options say so."""
+
+
+# ---- Weights -----------------------------------------------------------------------------------------------
+
+
+def bfloat16(array: NDArray[Any]) -> NDArray[np.uint16]:
+    """float32 rounded to the nearest bfloat16, ties to even; uint16 is bfloat16 already."""
+    if array.dtype == np.uint16:
+        return array
+    bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def on_device(weights: Weights, upload: Callable[[Any], DeviceArray]) -> Weights:
+    """The same weights as device arrays; a tied head stays the same array as the embedding."""
+
+    def every(part: Any) -> dict[str, Any]:
+        arrays = {field.name: getattr(part, field.name) for field in fields(part) if field.name != "layers"}
+        return {name: None if array is None else upload(array) for name, array in arrays.items()}
+
+    tied = weights.head is weights.embed
+    embed, norm = upload(weights.embed), upload(weights.norm)
+    layers = [replace(layer, **every(layer)) for layer in weights.layers]
+    return Weights(embed, layers, norm, embed if tied else upload(weights.head))
+
+
+def random_weights(cp: Any, config: Config, seed: int = 0) -> Weights:
+    """Weights of any size, made on the device in seconds: for measuring. Random, for zeros are faster."""
+    n = 1 << 22
+    noise = np.random.default_rng(seed).standard_normal(n, np.float32)
+    blocks: dict[float, DeviceArray] = {}
+
+    def array(*shape: int) -> DeviceArray:
+        scale = shape[-1] ** -0.5 if len(shape) > 1 else 1.0
+        if scale not in blocks:
+            blocks[scale] = cp.asarray(bfloat16(noise * np.float32(scale)))
+        flat = cp.empty(int(np.prod(shape)), np.uint16)
+        for begin in range(0, len(flat), n - 8):  # the next block begins with other numbers
+            m = min(n - 8, len(flat) - begin)
+            flat[begin : begin + m] = blocks[scale][:m]
+        return flat.reshape(shape)
+
+    def ones(n: int) -> DeviceArray:
+        return cp.asarray(bfloat16(np.ones(n, np.float32)))
+
+    c = config
+    n_q, n_qkv = c.n_heads * c.head_dim, (c.n_heads + 2 * c.n_kv_heads) * c.head_dim
+    layers = [
+        Layer(
+            attn_norm=ones(c.dim),
+            wqkv=array(n_qkv, c.dim),
+            wo=array(c.dim, n_q),
+            mlp_norm=ones(c.dim),
+            w_gate_up=array(2 * c.hidden_dim, c.dim),
+            w_down=array(c.dim, c.hidden_dim),
+            bqkv=array(n_qkv) if c.qkv_bias else None,
+            bo=array(c.dim) if c.o_bias else None,
+            b_gate_up=array(2 * c.hidden_dim) if c.mlp_bias else None,
+            b_down=array(c.dim) if c.mlp_bias else None,
+            q_norm=ones(c.head_dim) if c.qk_norm else None,
+            k_norm=ones(c.head_dim) if c.qk_norm else None,
+        )
+        for _ in range(c.n_layers)
+    ]
+    embed = array(c.vocab_size, c.dim)
+    return Weights(embed, layers, ones(c.dim), embed if c.tied else array(c.vocab_size, c.dim))
+
+
+# ---- A step's numbers --------------------------------------------------------------------------------------
+
+PENALISED, BIASED, MASKED, CHAINS = 1, 2, 4, 8  # kernels.cu's Flags
+
+
+class Table:
+    """The numbers of a step, in one piece of memory, so that one copy brings them to the device."""
+
+    def __init__(self, n_rows: int, n_wanted: int, n_tiles: int) -> None:
+        #  name        dtype, shape, padding: no row, no tile, not wanted
+        self.fields: dict[str, tuple[str, tuple[int, ...], int]] = {
+            "seeds": ("u8", (n_wanted, 3), 0),  # seed, choice, number
+            "tokens": ("i4", (n_rows,), 0),  # -1: what the slot has chosen
+            "slots": ("i4", (n_rows,), 0),
+            "positions": ("i4", (n_rows,), -1),
+            "tiles": ("i4", (n_tiles, 5), 0),
+            "wanted": ("i4", (n_wanted,), 0),  # rows
+            "picked": ("i4", (n_wanted, 6), -1),  # kernels.cu's Picked
+            "settings": ("f4", (n_wanted, 6), 0),  # kernels.cu's Settings
+        }
+        self.n_bytes = sum(n_bytes(dtype, shape) for dtype, shape, _ in self.fields.values())
+
+    def views(self, memory: Any) -> dict[str, Any]:
+        """The fields as arrays, in memory (n_bytes,) uint8 of the host or the device."""
+        views, begin = {}, 0
+        for name, (dtype, shape, _) in self.fields.items():
+            end = begin + n_bytes(dtype, shape)
+            views[name] = memory[begin:end].view(np.dtype(dtype)).reshape(shape)
+            begin = end
+        return views
+
+
+def n_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    return math.prod(shape) * np.dtype(dtype).itemsize
+
+
+class Flight:
+    """Memory of the host that a step in flight copies from and to; nobody else's until it is read."""
+
+    def __init__(self, cp: Any, table: Table) -> None:
+        self.fields = table.fields
+        self.numbers = pinned(cp, table.n_bytes)
+        self.views = table.views(self.numbers)
+        shape = len(self.views["wanted"]), CHOICE
+        self.choices = pinned(cp, n_bytes("i4", shape)).view(np.int32).reshape(shape)  # kernels.cu's `pick`
+        self.arrived = cp.cuda.Event(disable_timing=True)
+        self.n_choices: list[int] = []  # of each span that wants any
+        self.n_top: list[int] = []  # of each wanted row; -1: no logprobs
+
+    def fill(self, **lists: Sequence[Any]) -> None:
+        for name, values in lists.items():
+            view, padding = self.views[name], self.fields[name][2]
+            view[len(values) :] = padding
+            if values:
+                view[: len(values)] = values
+
+    def expect(self, step: "list[Placed]") -> None:
+        """Remember what read() has to know."""
+        contexts = [context for p in step for context in p.contexts]
+        self.n_choices = [len(p.contexts) for p in step if p.contexts]
+        self.n_top = [
+            -1 if c.sampling.n_top_logprobs is None else c.sampling.n_top_logprobs for c in contexts
+        ]
+
+    def read(self) -> Iterator[list[Choice]]:
+        """What has arrived, of each span that wants any."""
+        logprobs = self.choices.view(np.float32)
+        first = 0
+        for n in self.n_choices:
+            rows = zip(self.choices[first:], logprobs[first:], self.n_top[first : first + n], strict=False)
+            yield [choice_of(row, logprob, n_top) for row, logprob, n_top in rows]
+            first += n
+
+
+def choice_of(row: NDArray[np.int32], logprob: NDArray[np.float32], n_top: int) -> Choice:
+    if n_top < 0:
+        return Choice(int(row[0]))
+    top = zip(row[2 : 2 + n_top].tolist(), logprob[2 + MAX_TOP :].tolist(), strict=False)
+    return Choice(int(row[0]), float(logprob[1]), tuple(top))
+
+
+def pinned(cp: Any, n: int) -> NDArray[np.uint8]:
+    """Memory of the host that the device reads and writes by itself."""
+    return np.frombuffer(cp.cuda.alloc_pinned_memory(n), np.uint8, n)
+
+
+class Desk(NamedTuple):
+    """Where steps of one size lie: on the device, and on the host those that are not in flight."""
+
+    table: Table
+    numbers: DeviceArray  # (table.n_bytes,) uint8
+    views: dict[str, DeviceArray]
+    free: list[Flight]
+
+
+class Batch(NamedTuple):
+    """How much there is of what in a step; the numbers themselves lie in `views`."""
+
+    views: dict[str, DeviceArray]
+    n_rows: int
+    n_wanted: int
+    n_split: int  # tiles, the first ones, whose pieces are shared out to blocks
+    n_whole: int  # tiles behind them that a block takes as a whole
+    n_pieces: int  # of the longest sequence among the former
+    is_decode: bool  # is each span a tile of the former? Then keys are written on the way
+
+
+class Placed(NamedTuple):
+    """A span, its rows in the step, and what the choices at the last of them depend on."""
+
+    span: Span
+    contexts: list[Context]
+    rows: range
+
+
+def placed(spans: Sequence[Span], contexts: Sequence[Context]) -> list[Placed]:
+    """In the order of the spans; the rows of prompts come behind all others."""
+    first = {False: 0, True: sum(n_rows(span) for span in spans if not span.tile)}
+    rest, found = iter(contexts), []
+    for span in spans:
+        rows = range(first[span.tile], first[span.tile] + n_rows(span))
+        found.append(Placed(span, [next(rest) for _ in range(span.n_wanted)], rows))
+        first[span.tile] = rows.stop
+    return found
+
+
+def n_rows(span: Span) -> int:
+    return 1 if span.token_ids is None else len(span.token_ids)
+
+
+def rows_of(step: list[Placed]) -> dict[str, list[Any]]:
+    """What the table holds of each row, in the order of the rows."""
+    in_order = sorted(step, key=lambda p: p.rows.start)
+    return {
+        "tokens": [t for p in in_order for t in ([-1] if p.span.token_ids is None else p.span.token_ids)],
+        "slots": [p.span.slot for p in in_order for _ in p.rows],
+        "positions": [position for p in in_order for position in range(p.span.start, p.span.end)],
+    }
+
+
+def wanted_of(step: list[Placed]) -> dict[str, list[Any]]:
+    """What the table holds of each wanted row, in the order of the contexts."""
+    rows, picked, settings, seeds = list[int](), [], [], []
+    for span, contexts, span_rows in step:
+        first = span_rows.stop - len(contexts)  # of them; behind it come the drafts
+        for i, context in enumerate(contexts):
+            s = context.sampling
+            flags = PENALISED * is_penalised(s) | BIASED * bool(s.logit_bias)
+            flags |= MASKED * (context.mask is not None) | CHAINS * (len(contexts) == 1)
+            n_top = -1 if s.n_top_logprobs is None else min(s.n_top_logprobs, MAX_TOP)
+            sharpness = (
+                min(1 / (s.temperature * math.log(2)), 1e30) if s.temperature else 0
+            )  # of 2^x, not e^x
+            penalties = s.presence_penalty, s.frequency_penalty, s.repetition_penalty
+            rows.append(first + i)
+            picked.append((span.slot, first, i, min(s.top_k, 1 << 30), flags, n_top))
+            settings.append((sharpness, s.top_p, s.min_p, *penalties))
+            seeds.append((s.seed & 0xFFFF_FFFF_FFFF_FFFF, s.choice, context.n_output))
+    return {"wanted": rows, "picked": picked, "settings": settings, "seeds": seeds}
+
+
+def is_penalised(s: Sampling) -> bool:
+    return bool(s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty)
+
+
+Ticket = list[tuple[Desk, Flight]]
+
+
+def buckets(n: int) -> list[int]:
+    """1, 2, 4, ... up to the first that is n or more."""
+    return [1 << i for i in range((n - 1).bit_length() + 1)]
+
+
+def bucket(n: int) -> int:
+    return buckets(n)[-1]
+
+
+# ---- Memory ------------------------------------------------------------------------------------------------
+
+
+class Limits(NamedTuple):
+    """What a step may have of what; larger ones are made in parts."""
+
+    rows: int
+    split: int  # rows whose attention is shared out
+    wanted: int
+
+    @classmethod
+    def of(cls, max_batch: int) -> "Limits":
+        n = bucket(max(max_batch, 32))
+        return cls(2 * CudaOps.tile + max_batch, n, n)
+
+
+def buffer_shapes(config: Config, max_seq_len: int, max_batch: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """All that is allocated beside weights, pages and the numbers of steps: dtype and shape by name."""
+    c, limits = config, Limits.of(max_batch)
+    n_q, n_qkv = c.n_heads * c.head_dim, (c.n_heads + 2 * c.n_kv_heads) * c.head_dim
+    n_pieces = bucket(-(-max_seq_len // attend_threads(c)))
+    return {
+        "x": ("f4", (limits.rows, c.dim)),  # the residual stream
+        "normed": ("u2", (limits.rows, c.dim)),
+        "qkv": ("f4", (limits.rows, n_qkv)),
+        "y": ("u2", (limits.rows, n_q)),
+        "h": ("u2", (limits.rows, c.hidden_dim)),
+        "part": ("f4", (limits.split, c.n_heads, n_pieces, c.head_dim + 2)),
+        "n_done": ("i4", (limits.split * tiles_a_row(c), c.n_kv_heads)),
+        "raw": ("f4", (limits.wanted, c.vocab_size)),
+        "logits": ("f4", (limits.wanted, c.vocab_size)),  # after penalties
+        "masks": ("u4", (limits.wanted, -(-c.vocab_size // 32))),  # a bit a token
+        "choices": ("i4", (limits.wanted, CHOICE)),
+        "rope": ("c8", (max_seq_len, c.head_dim // 2)),
+        "pages": ("i4", (max_batch, -(-max_seq_len // PAGE))),
+        "chosen": ("i4", (max_batch,)),
+        "counts": ("u4", (max_batch, c.vocab_size)),
+        "biases": ("f4", (max_batch, c.vocab_size)),
+        "history": ("i4", (max_seq_len,)),  # the tokens to count
+    }
+
+
+def tiles_a_row(config: Config) -> int:
+    return -(-(config.n_heads // config.n_kv_heads) // QUERIES)
+
+
+def needed(config: Config, max_seq_len: int, n_pages: int, max_batch: int) -> dict[str, int]:
+    """Bytes on the device."""
+    shapes = buffer_shapes(config, max_seq_len, max_batch)
+    return {
+        "weights": 2 * config.n_params,
+        "pages": n_pages * CudaOps.page_bytes(config),
+        "buffers": sum(n_bytes(*shape) for shape in shapes.values()),
+    }
+
+
+def room(config: Config, max_seq_len: int, max_batch: int, cp: Any = None) -> int:
+    """Bytes that are left for pages, a tenth of the device apart."""
+    free, total = (cp or importlib.import_module("cupy")).cuda.Device().mem_info
+    return int(free - total // 10 - sum(needed(config, max_seq_len, 0, max_batch).values()))
+
+
+def missing() -> str | None:
+    """Why there is no GPU to compute on; None where there is one."""
+    try:
+        cupy = importlib.import_module("cupy")
+        n_devices: int = cupy.cuda.runtime.getDeviceCount()
+    except ImportError:
+        return "CuPy is not installed: pip install -e '.[cuda]'"
+    except Exception as error:  # cupy.cuda.runtime.CUDARuntimeError
+        return f"CuPy finds no device: {error}"
+    return None if n_devices else "CuPy finds no device"
+
+
+# ---- The ops -----------------------------------------------------------------------------------------------
+
+
+class CudaOps:
+    """NumpyOps on a device."""
+
+    pack = staticmethod(bfloat16)  # what weights.read_weights makes of a matrix for these ops
+    tile = 256  # tokens of a prompt that are computed together
+    n_ahead = 4  # steps that may be launched before the first of them is read
+    row_invariant = True
+
+    def __init__(
+        self, config: Config, weights: Weights, max_seq_len: int, n_pages: int, max_batch: int, cp: Any = None
+    ) -> None:
+        """`weights` may be random_weights(). `cp`: the module cupy, or what stands in its place."""
+        check_sizes(config)
+        self._cp = cp = importlib.import_module("cupy") if cp is None else cp
+        self.config, self.max_seq_len, self.n_pages, self.max_batch = config, max_seq_len, n_pages, max_batch
+        self.about = f"CUDA, {2 * config.n_params / 1e6:.0f} MB of weights in bfloat16"
+        self._limits, self._group = Limits.of(max_batch), config.n_heads // config.n_kv_heads
+        self._piece = attend_threads(config)  # keys that a block attends to at a time
+        self._graphs: dict[tuple[int, int], Any] = {}  # by rows and pieces; None: it cannot be captured
+        self._tables: list[list[int]] = [[] for _ in range(max_batch)]  # the pages of a slot, on the device
+        self._counted: list[tuple[Any, int]] = [(None, 0)] * max_batch  # whose output a slot's counts hold
+        self._biased: list[Any] = [None] * max_batch  # whose logit_bias a slot's biases hold
+        self._stream = cp.cuda.Stream(non_blocking=True)
+        with self._stream:
+            try:
+                self._allocate(weights)
+            except cp.cuda.memory.OutOfMemoryError:
+                raise OutOfMemory(self._lack()) from None
+            driver = open_driver(cp)
+            self._kernels = Kernels(cp, config, driver)
+            if driver and not self._can_overlap(self._kernels):
+                self._kernels = Kernels(cp, config)
+
+    @staticmethod
+    def page_bytes(config: Config) -> int:
+        return 2 * 2 * config.n_layers * config.n_kv_heads * PAGE * head_pad(config)
+
+    # --- memory ---------------------------------------------------------------------------------------------
+
+    def _allocate(self, weights: Weights) -> None:
+        cp, c = self._cp, self.config
+        host, shapes = np.ndarray, buffer_shapes(c, self.max_seq_len, self.max_batch)
+        self.weights = on_device(weights, lambda a: cp.asarray(bfloat16(a)) if type(a) is host else a)
+        self._buffers = {name: cp.zeros(shape, np.dtype(dtype)) for name, (dtype, shape) in shapes.items()}
+        self._buffers["rope"].set(rope_table(c, self.max_seq_len))
+        pages = (self.n_pages, c.n_kv_heads, PAGE * head_pad(c))  # what pads a head is 0 and stays so
+        self._keys = [cp.zeros(pages, np.uint16) for _ in range(c.n_layers)]
+        self._values = [cp.zeros(pages, np.uint16) for _ in range(c.n_layers)]
+        sizes = {n: Table(n, n, n) for n in buckets(self._limits.split)}
+        sizes[0] = Table(
+            self._limits.rows, self._limits.wanted, self._limits.rows * tiles_a_row(c)
+        )  # 0: any step
+        self._desks = {}
+        for n, table in sizes.items():
+            numbers = cp.zeros(table.n_bytes, np.uint8)
+            self._desks[n] = Desk(table, numbers, table.views(numbers), [])
+        self._stream.synchronize()
+
+    def _lack(self) -> str:
+        total = self._cp.cuda.Device().mem_info[1]
+        wanted = needed(self.config, self.max_seq_len, self.n_pages, self.max_batch)
+        parts = ", ".join(f"{name} {n / 1e9:.2f}" for name, n in wanted.items())
+        in_all = sum(wanted.values())
+        lacking = (
+            f"{(in_all - total) / 1e9:.2f} GB are missing" if in_all > total else "others use part of it"
+        )
+        return (
+            f"The GPU has {total / 1e9:.2f} GB and {in_all / 1e9:.2f} GB are wanted ({parts}): {lacking}. "
+            "Lower --kv-memory, --max-batch or --max-model-len."
+        )
+
+    def _can_overlap(self, kernels: Kernels) -> bool:
+        """Do this driver and CuPy take a graph of two kernels of which one starts early?"""
+        x, normed = self._buffers["x"], self._buffers["normed"]
+        try:
+            kernels.launch("rms_norm", ANY, (1,), self.weights.norm, x, None, normed, 1)
+            kernels.overlap = True
+            self._stream.begin_capture()
+            try:
+                for _ in range(2):
+                    kernels.launch("rms_norm", ANY, (1,), self.weights.norm, x, None, normed, 1)
+            finally:
+                graph = self._stream.end_capture()
+            graph.launch(self._stream)
+            self._stream.synchronize()
+        except Exception as error:
+            log.warning("kernels do not overlap: %s", error)
+            return False
+        finally:
+            kernels.overlap = False
+        return True
+
+    # --- steps ----------------------------------------------------------------------------------------------
+
+    def launch(self, spans: Sequence[Span], contexts: Sequence[Context]) -> Ticket:
+        """Begin a step. `contexts`: of each wanted row, in the order of the rows."""
+        rest, ticket = iter(contexts), []
+        with self._stream:
+            for part in self._parts(spans):
+                wanted = [next(rest) for span in part for _ in range(span.n_wanted)]
+                ticket.append(self._launch(placed(part, wanted)))
+        return ticket
+
+    def read(self, ticket: Ticket) -> list[list[Choice]]:
+        """What each span that wanted something got, in their order."""
+        chosen: list[list[Choice]] = []
+        for desk, flight in ticket:
+            flight.arrived.synchronize()
+            chosen += flight.read()
+            desk.free.append(flight)
+        if any(choice.token_id < 0 for choices in chosen for choice in choices):
+            raise ArithmeticError("the model's logits are no finite numbers")
+        return chosen
+
+    def _parts(self, spans: Sequence[Span]) -> Iterator[list[Span]]:
+        """Spans that fit into the buffers together; rows do not depend on each other."""
+        part, rows, wanted = list[Span](), 0, 0
+        for span in spans:
+            if n_rows(span) > self._limits.rows or span.n_wanted > self._limits.wanted:
+                raise ValueError(
+                    f"{n_rows(span)} rows, {span.n_wanted} of them wanted: at most {self._limits}"
+                )
+            rows, wanted = rows + n_rows(span), wanted + span.n_wanted
+            if part and (rows > self._limits.rows or wanted > self._limits.wanted):
+                yield part
+                part, rows, wanted = [], n_rows(span), span.n_wanted
+            part.append(span)
+        yield part
+
+    def _launch(self, step: list[Placed]) -> tuple[Desk, Flight]:
+        desk, flight, batch = self._prepared(step)
+        if batch.is_decode:
+            self._replay(batch)
+        else:
+            self._compute(batch)
+        self._collect(flight, sum(flight.n_choices))
+        return desk, flight
+
+    def _prepared(self, step: list[Placed]) -> tuple[Desk, Flight, Batch]:
+        """Bring a step's numbers to the device."""
+        split = [p for p in step if not p.span.tile and p.rows.stop <= self._limits.split]
+        whole = [p for p in step if p not in split]
+        n_rows, tiles = sum(len(p.rows) for p in step), self._tiles(split)
+        is_decode = not whole and len(tiles) == len(split)
+        desk = self._desks[bucket(n_rows) if is_decode else 0]
+        flight = desk.free.pop() if desk.free else Flight(self._cp, desk.table)
+        flight.fill(tiles=tiles + self._tiles(whole), **rows_of(step), **wanted_of(step))
+        flight.expect(step)
+        self._bring(step)
+        desk.numbers.set(flight.numbers, self._stream)
+        n_pieces = max((-(-p.span.end // self._piece) for p in split), default=1)
+        if is_decode:  # of a size that comes again
+            n = bucket(n_rows)
+            return desk, flight, Batch(desk.views, n, n, n, 0, bucket(n_pieces), True)
+        n_wanted, n_whole = sum(flight.n_choices), len(self._tiles(whole))
+        return desk, flight, Batch(desk.views, n_rows, n_wanted, len(tiles), n_whole, n_pieces, False)
+
+    def _collect(self, flight: Flight, n_wanted: int) -> None:
+        """Send for what was chosen."""
+        if n_wanted:
+            choices = self._buffers["choices"][:n_wanted]
+            choices.get(self._stream, out=flight.choices[:n_wanted], blocking=False)
+        flight.arrived.record(self._stream)
+
+    def _tiles(self, step: list[Placed]) -> list[tuple[int, ...]]:
+        """kernels.cu's tiles: QUERIES queries of a span and a key head each."""
+        return [
+            (p.rows.start, p.span.start, len(p.rows), first, p.span.slot)
+            for p in step
+            for first in range(0, len(p.rows) * self._group, QUERIES)
+        ]
+
+    def _bring(self, step: list[Placed]) -> None:
+        """What slots keep from step to step, where the device does not have it yet."""
+        for span, contexts, _ in step:
+            if self._tables[span.slot] != (pages := list(span.pages)):
+                self._tables[span.slot] = pages
+                self._buffers["pages"][span.slot, : len(pages)].set(np.array(pages, np.int32), self._stream)
+            if contexts:
+                self._bring_context(span.slot, contexts[0])
+                if len(contexts) == 1:
+                    self._counted[span.slot] = (contexts[0].output, contexts[0].n_output + 1)
+        masks = [context.mask for p in step for context in p.contexts]
+        if any(mask is not None for mask in masks):
+            allowed = [np.ones(self.config.vocab_size, bool) if mask is None else mask for mask in masks]
+            bits = np.packbits(np.pad(np.array(allowed), ((0, 0), (0, -len(allowed[0]) % 32))), 1, "little")
+            self._buffers["masks"][: len(masks)].set(bits.view(np.uint32), self._stream)
+
+    def _bring_context(self, slot: int, context: Context) -> None:
+        s = context.sampling
+        if s.logit_bias and self._biased[slot] is not s.logit_bias:
+            biases = np.zeros(self.config.vocab_size, np.float32)
+            biases[list(s.logit_bias)] = list(s.logit_bias.values())
+            self._buffers["biases"][slot].set(biases, self._stream)
+            self._biased[slot] = s.logit_bias
+        output, n = self._counted[slot]
+        is_counted = context.n_unread or (output is context.output and n == context.n_output)
+        if is_penalised(s) and not is_counted:
+            tokens = np.array([*context.prompt, *context.output], np.int32)
+            self._buffers["history"][: len(tokens)].set(tokens, self._stream)
+            arguments = self._buffers["history"], self._buffers["counts"], slot
+            self._kernels.launch("count", ANY, (1,), *arguments, len(context.prompt), len(tokens))
+
+    def _replay(self, batch: Batch) -> None:
+        """A step of decoding: as a graph, once one of its size has gone by."""
+        key = batch.n_rows, batch.n_pieces
+        if graph := self._graphs.get(key):
+            graph.launch(self._stream)
+            return
+        self._compute(batch)
+        if key not in self._graphs:  # everything is loaded now: a capture must not do that
+            self._graphs[key] = self._captured(batch)
+
+    def _captured(self, batch: Batch) -> Any:
+        """None where the driver does not take it: then such steps go on kernel by kernel."""
+        try:
+            self._kernels.overlap = True
+            self._stream.begin_capture()
+            try:
+                self._compute(batch)
+            finally:
+                self._kernels.overlap = False
+                graph = self._stream.end_capture()
+        except Exception as error:
+            log.warning("no graph of %d rows: %s", batch.n_rows, error)
+            return None
+        return graph
+
+    def _compute(self, batch: Batch) -> None:
+        logits = forward(self, self.weights, batch)  # type: ignore[arg-type]  # the same ops on other arrays
+        if batch.n_wanted:
+            self.pick(logits, batch)
+
+    # --- the ops --------------------------------------------------------------------------------------------
+
+    def embed(self, batch: Batch, weights: Weights) -> DeviceArray:
+        b, views = self._buffers, batch.views
+        arguments = weights.embed, views["tokens"], views["slots"], b["chosen"], b["x"]
+        self._kernels.launch("embed", ANY, (batch.n_rows,), *arguments)
+        return b["x"]
+
+    def qkv(self, x: DeviceArray, layer: Layer, batch: Batch) -> DeviceArray:
+        normed = self._norm(x, layer.attn_norm, None, batch.n_rows)
+        arguments = layer.wqkv, layer.bqkv, layer.attn_norm, x, normed, self._buffers["qkv"]
+        self._product("qkv", len(layer.wqkv), 1, batch.n_rows, *arguments)
+        return self._buffers["qkv"]
+
+    def attend(self, qkv: DeviceArray, layer: Layer, i: int, batch: Batch) -> DeviceArray:
+        """Norm and rotate q and k, write k and v to the pages, attend."""
+        c, b, views = self.config, self._buffers, batch.views
+        keys, values, pages = self._keys[i], self._values[i], b["pages"]
+        max_pages, window, rotary = pages.shape[1], c.windows[i] or 0, int(c.rotary[i])
+        if not batch.is_decode:
+            arguments = qkv, layer.k_norm, b["rope"], keys, values, views["positions"], views["slots"], pages
+            self._kernels.launch("keep", ANY, (batch.n_rows, c.n_kv_heads), *arguments, max_pages, rotary)
+        if batch.n_split:
+            grid = batch.n_pieces, c.n_kv_heads, batch.n_split
+            inputs = qkv, layer.q_norm, layer.k_norm, b["rope"], keys, values, views["tiles"], pages
+            numbers = max_pages, window, rotary, int(batch.is_decode)
+            self._kernels.launch("attend", ANY, grid, *inputs, b["part"], b["n_done"], b["y"], *numbers)
+        if batch.n_whole:
+            tiles = views["tiles"][batch.n_split :]
+            whole = (
+                qkv,
+                layer.q_norm,
+                b["rope"],
+                keys,
+                values,
+                tiles,
+                pages,
+                b["y"],
+                max_pages,
+                window,
+                rotary,
+            )
+            self._kernels.launch("attend_prompt", ANY, (batch.n_whole, c.n_kv_heads), *whole)
+        return b["y"]
+
+    def out(self, x: DeviceArray, y: DeviceArray, layer: Layer, batch: Batch) -> None:
+        self._product("out", self.config.dim, 1, batch.n_rows, layer.wo, layer.bo, y, x)
+
+    def gate_up(self, x: DeviceArray, layer: Layer, batch: Batch) -> DeviceArray:
+        normed = self._norm(x, layer.mlp_norm, None, batch.n_rows)
+        arguments = layer.w_gate_up, layer.b_gate_up, layer.mlp_norm, x, normed, self._buffers["h"]
+        self._product("gate_up", self.config.hidden_dim, 2, batch.n_rows, *arguments)
+        return self._buffers["h"]
+
+    def down(self, x: DeviceArray, h: DeviceArray, layer: Layer, batch: Batch) -> None:
+        self._product("down", self.config.dim, 1, batch.n_rows, layer.w_down, layer.b_down, h, x)
+
+    def logits(self, x: DeviceArray, weights: Weights, batch: Batch) -> DeviceArray:
+        if batch.n_wanted:
+            rows, raw = batch.views["wanted"], self._buffers["raw"]
+            normed = self._norm(x, weights.norm, rows, batch.n_wanted)
+            self._product(
+                "logits",
+                len(weights.head),
+                1,
+                batch.n_wanted,
+                weights.head,
+                weights.norm,
+                x,
+                normed,
+                rows,
+                raw,
+            )
+        return self._buffers["raw"]
+
+    def pick(self, logits: DeviceArray, batch: Batch) -> None:
+        b, views = self._buffers, batch.views
+        settings = views["picked"], views["settings"], views["seeds"], b["masks"]
+        slots = views["tokens"], b["counts"], b["biases"], b["chosen"]
+        self._kernels.launch(
+            "pick", ANY, (batch.n_wanted,), logits, b["logits"], *settings, *slots, b["choices"]
+        )
+
+    def _norm(self, x: DeviceArray, w: DeviceArray, rows: DeviceArray | None, n: int) -> DeviceArray:
+        """What products of more than one tile of rows begin with; the others norm x themselves."""
+        if shape_for(n).rows > 1:
+            self._kernels.launch("rms_norm", ANY, (-(-n // 8),), w, x, rows, self._buffers["normed"], n)
+        return self._buffers["normed"]
+
+    def _product(self, name: str, n_columns: int, n_matrices: int, n: int, *arguments: Any) -> None:
+        shape = shape_for(n)
+        columns = LOGITS_COLUMNS if name == "logits" and shape.rows == 1 else -(-shape.columns // n_matrices)
+        grid = -(-n_columns // (8 * columns)), -(-n // (16 * shape.rows))
+        self._kernels.launch(name, shape, grid, *arguments, n)

@@ -1,0 +1,911 @@
+// The ops of model.py on a GPU. Weights, keys and values are bfloat16; the residual stream and every sum are
+// float32.
+//
+//     embed --> [qkv --> attend --> out --> gate_up --> down] x n_layers --> logits --> pick
+//
+// Authority: the op of the same name in model.py, line by line; CUDA C++ Programming Guide; PTX ISA for the
+// three instructions that C++ has no name for. "Fixed split size, whatever the batch" is the recipe of
+// https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/.
+//
+// Rules of this file:
+// 1. A row of activations gets the same bits whatever rows are computed beside it, and by whichever kernel:
+//    the order of every sum follows from the model and the token's position alone. It is compiled without
+//    contraction (--fmad=false), so a fused multiply-add is where fmaf stands. No float atomics.
+// 2. A kernel may start while the one before it still runs (programmatic dependent launch). Before
+//    await_previous() it touches weights only, which have a type of their own.
+// 3. Sizes of the model are constants of the compilation, as are ROW_TILES and COLUMN_TILES, how much of a
+//    product a block computes: gpu.py compiles the file once for each shape. Rows of every matrix begin at
+//    multiples of 16 bytes.
+// 4. A warp's instruction is entered by all its lanes, a barrier by all the block's threads.
+//
+// Written R: rows of this step (tokens); S: sequences in it; P: pages; all arrays are row-major.
+//
+// Not here: which rows a step has and where its pages are (engine.py), launches and memory (gpu.py).
+
+#ifdef __CUDACC__
+#include <cuda_bf16.h>
+#endif
+
+// DIM HIDDEN_DIM N_HEADS N_KV_HEADS HEAD_DIM VOCAB_SIZE NORM_EPS ROW_TILES COLUMN_TILES: of the compilation
+#define GROUP (N_HEADS / N_KV_HEADS)  // query heads that share a key head
+#define QKV_DIM ((N_HEADS + 2 * N_KV_HEADS) * HEAD_DIM)
+#define HEAD_PAD ((HEAD_DIM + 31) / 32 * 32)  // of a key in its page: whole steps of the tensor cores
+#define PAGE 64                               // tokens of a page
+#define ALL 0xffffffffu                       // lanes
+#define LOG2_E 1.44269504f
+#define NEVER __uint_as_float(0xff800000u)  // -infinity: the logit of what may not come
+
+typedef __nv_bfloat16 bf16;
+typedef const __nv_bfloat16 weight;  // no kernel writes it
+typedef unsigned long long u64;
+
+// ---- What C++ has no name for -----------------------------------------------------------------------------
+
+#ifdef __CUDACC__
+// d (16, 8) += a (16, 16) b (16, 8) on the tensor cores. A lane l holds, with g = l / 4 and t = l % 4: a: (g,
+// 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8), each with its right neighbour; b: (2t, g), (2t + 8, g),
+// each with the one below; d: (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1).
+__device__ __forceinline__ void mma_16x8x16(float *d, const unsigned *a, const unsigned *b) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+// The kernel behind this one may be put on the processors; it waits in await_previous() until this one has
+// ended.
+__device__ __forceinline__ void start_next() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void await_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// Bring memory to the L2 cache; address and size are multiples of 16 bytes.
+__device__ __forceinline__ void prefetch(const void *address, int n_bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(n_bytes) : "memory");
+#endif
+}
+#endif
+
+// ---- Small things -----------------------------------------------------------------------------------------
+
+__device__ __forceinline__ float warp_sum(float v) {  // for every lane, in one order
+  for (int m = 16; m; m /= 2) v += __shfl_xor_sync(ALL, v, m);
+  return v;
+}
+
+__device__ __forceinline__ float low(unsigned pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high(unsigned pair) { return __uint_as_float(pair & 0xffff0000u); }
+__device__ __forceinline__ unsigned pack(float low, float high) {
+  return __bfloat16_as_ushort(__float2bfloat16(low)) | (unsigned)__bfloat16_as_ushort(__float2bfloat16(high))
+                                                           << 16;
+}
+__device__ __forceinline__ uint4 nothing() {
+  uint4 zero = {0, 0, 0, 0};
+  return zero;
+}
+
+// ---- Norm -------------------------------------------------------------------------------------------------
+
+// 1 / sqrt(mean(x^2) + eps) of a row, x (DIM,), by one warp
+__device__ __forceinline__ float row_scale(const float *x) {
+  float sum = 0;
+  for (int i = threadIdx.x % 32 * 4; i < DIM; i += 128) {
+    float4 v = *(const float4 *)(x + i);
+    sum = fmaf(v.x, v.x, sum), sum = fmaf(v.y, v.y, sum), sum = fmaf(v.z, v.z, sum),
+    sum = fmaf(v.w, v.w, sum);
+  }
+  return rsqrtf(warp_sum(sum) / DIM + NORM_EPS);
+}
+
+// Eight neighbours of x * scale * w, rounded
+__device__ __forceinline__ uint4 normed(const float *x, float scale, uint4 w) {
+  float4 a = *(const float4 *)x, b = *(const float4 *)(x + 4);
+  uint4 y = {pack(a.x * scale * low(w.x), a.y * scale * high(w.x)),
+             pack(a.z * scale * low(w.y), a.w * scale * high(w.y)),
+             pack(b.x * scale * low(w.z), b.y * scale * high(w.z)),
+             pack(b.z * scale * low(w.w), b.w * scale * high(w.w))};
+  return y;
+}
+
+// ---- Products ---------------------------------------------------------------------------------------------
+// y = x w^T for x (n_rows, size), w (n_columns, size), on the tensor cores.
+//
+// A block computes 16 * ROW_TILES rows and 8 * N columns. Its warps share out `size`, 32 numbers at a time:
+// warp i takes the steps i, i + WARPS, ...; at the end their sums are added up from the first warp to the
+// last. So the order of a sum depends on `size` alone, and a row's bits do not depend on the shape of the
+// block or on other rows.
+//
+// A lane reads 16 bytes of a row: 8 numbers side by side. The instruction wants pairs that lie 8 apart; but w
+// and x are permuted alike, and so the sum has the same terms.
+
+#define WARPS 8
+
+// Rows of x as they lie there
+struct Plain {
+  const bf16 *x;
+  int size;
+  __device__ __forceinline__ void begin(int first_row, int n_rows) {}
+  __device__ __forceinline__ uint4 load(int row, int k) {
+    return *(const uint4 *)(x + (size_t)row * size + k);
+  }
+};
+
+// Rows of the residual stream, which are normed as they are read; for one tile of rows
+struct Normed {
+  const float *x;
+  weight *w;
+  const int *rows;  // which of x, or null: all
+  float *scale;     // (16,) shared
+  __device__ __forceinline__ const float *row_of(int row) {
+    return x + (size_t)(rows ? rows[row] : row) * DIM;
+  }
+  __device__ __forceinline__ void begin(int first_row, int n_rows) {
+    for (int i = threadIdx.x / 32; i < min(16, n_rows - first_row); i += WARPS) {
+      float s = row_scale(row_of(first_row + i));
+      if (threadIdx.x % 32 == 0) scale[i] = s;
+    }
+    __syncthreads();
+  }
+  __device__ __forceinline__ uint4 load(int row, int k) {
+    return normed(row_of(row) + k, scale[row % 16], *(const uint4 *)(w + k));
+  }
+};
+
+// Calls output(row, column, sums of the MATRICES) for every element. AHEAD: steps whose weights are on their
+// way.
+template <int MATRICES, int N, int AHEAD, class Input, class Output>
+__device__ __forceinline__ void linear(weight *const (&w)[MATRICES], int size, int n_columns, int n_rows,
+                                       Input input, Output output) {
+  __shared__ float4 of_warp[WARPS][MATRICES][ROW_TILES][32];
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  int first_row = blockIdx.y * ROW_TILES * 16, first_column = blockIdx.x * N * 8;
+  float sum[MATRICES][N][ROW_TILES][4] = {};
+  uint4 ahead[AHEAD][MATRICES][N];
+  auto fetch = [&](int step, uint4(&to)[MATRICES][N]) {
+    int k = (step * WARPS + warp) * 32 + t * 8;
+    for (int m = 0; m < MATRICES; m++)
+      for (int n = 0; n < N; n++) {
+        int column = first_column + n * 8 + g;
+        to[m][n] =
+            k < size && column < n_columns ? *(const uint4 *)(w[m] + (size_t)column * size + k) : nothing();
+      }
+  };
+  start_next();
+#pragma unroll
+  for (int m = 0; m < MATRICES; m++)
+    if (AHEAD > 1 && threadIdx.x == m)
+      prefetch(w[m] + (size_t)first_column * size, min(N * 8, n_columns - first_column) * size * 2);
+#pragma unroll
+  for (int a = 0; a < AHEAD; a++) fetch(a, ahead[a]);
+  await_previous();
+  input.begin(first_row, n_rows);
+  for (int step = 0; step * WARPS * 32 < size; step += AHEAD) {
+#pragma unroll
+    for (int a = 0; a < AHEAD; a++) {
+      if (((step + a) * WARPS + warp) * 32 >= size) break;
+      int k = ((step + a) * WARPS + warp) * 32 + t * 8;
+      uint4 x[ROW_TILES][2];
+#pragma unroll
+      for (int r = 0; r < ROW_TILES * 2; r++) {
+        int row = first_row + r * 8 + g;
+        x[r / 2][r % 2] = k < size && row < n_rows ? input.load(row, k) : nothing();
+      }
+#pragma unroll
+      for (int m = 0; m < MATRICES; m++)
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+          uint4 v = ahead[a][m][n];
+          unsigned b0[2] = {v.x, v.y}, b1[2] = {v.z, v.w};
+#pragma unroll
+          for (int r = 0; r < ROW_TILES; r++) {
+            unsigned a0[4] = {x[r][0].x, x[r][1].x, x[r][0].y, x[r][1].y};
+            unsigned a1[4] = {x[r][0].z, x[r][1].z, x[r][0].w, x[r][1].w};
+            mma_16x8x16(sum[m][n][r], a0, b0);
+            mma_16x8x16(sum[m][n][r], a1, b1);
+          }
+        }
+      fetch(step + a + AHEAD, ahead[a]);
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < N; n++) {
+#pragma unroll
+    for (int i = 0; i < MATRICES * ROW_TILES; i++) {
+      float *d = sum[i / ROW_TILES][n][i % ROW_TILES];
+      float4 v = {d[0], d[1], d[2], d[3]};
+      of_warp[warp][i / ROW_TILES][i % ROW_TILES][lane] = v;
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < ROW_TILES * 128; i += WARPS * 32) {
+      int row = i / 8 % 16, column = i % 8, from = row % 8 * 16 + column / 2 * 4 + row / 8 * 2 + column % 2;
+      float v[MATRICES];
+      for (int m = 0; m < MATRICES; m++) {
+        v[m] = 0;
+        for (int j = 0; j < WARPS; j++) v[m] += ((const float *)of_warp[j][m][i / 128])[from];
+      }
+      row += first_row + i / 128 * 16, column += first_column + n * 8;
+      if (row < n_rows && column < n_columns) output(row, column, v);
+    }
+    __syncthreads();
+  }
+}
+
+// One tile of rows norms x itself; more take what rms_norm has made of it.
+#if ROW_TILES == 1
+#define AHEAD 4
+#define NORMED(x, w, rows, y) \
+  __shared__ float scale[16]; \
+  Normed input = {x, w, rows, scale}
+#define LOGITS_TILES 4
+#else
+#define AHEAD 1
+#define NORMED(x, w, rows, y) Plain input = {y, DIM}
+#define LOGITS_TILES COLUMN_TILES
+#endif
+#define PAIR_TILES ((COLUMN_TILES + 1) / 2)  // of each of two matrices
+
+// y = rms_norm(x) w^T + b: NumpyOps.qkv
+//   w (QKV_DIM, DIM)   b (QKV_DIM,) or null   norm (DIM,)   x (R, DIM)   normed (R, DIM)   y (R, QKV_DIM)
+//   grid: QKV_DIM / (8 COLUMN_TILES), R / (16 ROW_TILES); block: 256; as for all products
+extern "C" __global__ void __launch_bounds__(256)
+    qkv(weight *w, weight *b, weight *norm, const float *x, const bf16 *normed, float *y, int n_rows) {
+  NORMED(x, norm, nullptr, normed);
+  weight *const matrices[1] = {w};
+  linear<1, COLUMN_TILES, AHEAD>(matrices, DIM, QKV_DIM, n_rows, input, [&](int row, int column, float *v) {
+    y[(size_t)row * QKV_DIM + column] = v[0] + (b ? __bfloat162float(b[column]) : 0);
+  });
+}
+
+// x += y w^T + b: NumpyOps.out
+//   w (DIM, N_HEADS * HEAD_DIM)   b (DIM,) or null   y (R, N_HEADS * HEAD_DIM)   x (R, DIM)
+extern "C" __global__ void __launch_bounds__(256)
+    out(weight *w, weight *b, const bf16 *y, float *x, int n_rows) {
+  Plain input = {y, N_HEADS * HEAD_DIM};
+  weight *const matrices[1] = {w};
+  linear<1, COLUMN_TILES, AHEAD>(
+      matrices, N_HEADS * HEAD_DIM, DIM, n_rows, input, [&](int row, int column, float *v) {
+        x[(size_t)row * DIM + column] += v[0] + (b ? __bfloat162float(b[column]) : 0);
+      });
+}
+
+// h = silu(gate) * up, of rms_norm(x) w^T + b: NumpyOps.gate_up
+//   w (2 * HIDDEN_DIM, DIM) gate, up   b (2 * HIDDEN_DIM,) or null   norm (DIM,)   x, normed (R, DIM)
+//   h (R, HIDDEN_DIM)   grid: HIDDEN_DIM / (8 PAIR_TILES), R / (16 ROW_TILES)
+extern "C" __global__ void __launch_bounds__(256)
+    gate_up(weight *w, weight *b, weight *norm, const float *x, const bf16 *normed, bf16 *h, int n_rows) {
+  NORMED(x, norm, nullptr, normed);
+  weight *const matrices[2] = {w, w + (size_t)HIDDEN_DIM * DIM};
+  linear<2, PAIR_TILES, AHEAD>(matrices, DIM, HIDDEN_DIM, n_rows, input, [&](int row, int column, float *v) {
+    float gate = v[0] + (b ? __bfloat162float(b[column]) : 0);
+    float up = v[1] + (b ? __bfloat162float(b[HIDDEN_DIM + column]) : 0);
+    h[(size_t)row * HIDDEN_DIM + column] = __float2bfloat16(gate / (1 + expf(-gate)) * up);
+  });
+}
+
+// x += h w^T + b: NumpyOps.down
+//   w (DIM, HIDDEN_DIM)   b (DIM,) or null   h (R, HIDDEN_DIM)   x (R, DIM)
+extern "C" __global__ void __launch_bounds__(256)
+    down(weight *w, weight *b, const bf16 *h, float *x, int n_rows) {
+  Plain input = {h, HIDDEN_DIM};
+  weight *const matrices[1] = {w};
+  linear<1, COLUMN_TILES, AHEAD>(
+      matrices, HIDDEN_DIM, DIM, n_rows, input, [&](int row, int column, float *v) {
+        x[(size_t)row * DIM + column] += v[0] + (b ? __bfloat162float(b[column]) : 0);
+      });
+}
+
+// y = rms_norm(x[rows]) w^T: NumpyOps.logits
+//   w (VOCAB_SIZE, DIM)   norm (DIM,)   x (R, DIM)   normed (n_rows, DIM)   rows (n_rows,) which of x
+//   y (n_rows, VOCAB_SIZE)   grid: VOCAB_SIZE / (8 LOGITS_TILES), n_rows / (16 ROW_TILES)
+extern "C" __global__ void __launch_bounds__(256)
+    logits(weight *w, weight *norm, const float *x, const bf16 *normed, const int *rows, float *y,
+           int n_rows) {
+  NORMED(x, norm, rows, normed);
+  weight *const matrices[1] = {w};
+  linear<1, LOGITS_TILES, AHEAD>(
+      matrices, DIM, VOCAB_SIZE, n_rows, input,
+      [&](int row, int column, float *v) { y[(size_t)row * VOCAB_SIZE + column] = v[0]; });
+}
+
+#if ROW_TILES == 1  // what follows is no product, and needs no second compilation
+
+// y = x / sqrt(mean(x^2) + eps) * w: NumpyOps._rms_norm, for the products of more rows than one tile
+//   w (DIM,)   x (., DIM)   rows (n_rows,) which of x, or null: all   y (n_rows, DIM)
+//   grid: n_rows / 8, block: 256; a warp a row
+extern "C" __global__ void __launch_bounds__(256)
+    rms_norm(weight *w, const float *x, const int *rows, bf16 *y, int n_rows) {
+  start_next();
+  await_previous();
+  int row = blockIdx.x * 8 + threadIdx.x / 32;
+  if (row >= n_rows) return;
+  x += (size_t)(rows ? rows[row] : row) * DIM, y += (size_t)row * DIM;
+  float scale = row_scale(x);
+  for (int i = threadIdx.x % 32 * 8; i < DIM; i += 256)
+    *(uint4 *)(y + i) = normed(x + i, scale, *(const uint4 *)(w + i));
+}
+
+// x = table[token]: NumpyOps.embed; where the host does not know the token, the one that its slot has chosen
+//   table (VOCAB_SIZE, DIM)   tokens, slots (R,); token -1: chosen[slot]   chosen (max_batch,)   x (R, DIM)
+//   grid: R, block: 256
+extern "C" __global__ void __launch_bounds__(256)
+    embed(weight *table, const int *tokens, const int *slots, const int *chosen, float *x) {
+  start_next();
+  await_previous();
+  int row = blockIdx.x, token = tokens[row] < 0 ? chosen[slots[row]] : tokens[row];
+  for (int i = threadIdx.x; i < DIM; i += 256)
+    x[(size_t)row * DIM + i] = __bfloat162float(table[(size_t)token * DIM + i]);
+}
+
+// ---- Attention --------------------------------------------------------------------------------------------
+// softmax(q k^T / sqrt(HEAD_DIM)) v over the pages of a sequence: NumpyOps.attend.
+//
+// keys   (P, N_KV_HEADS, PAGE, HEAD_PAD)   a token's key is a row values (P, N_KV_HEADS, HEAD_PAD, PAGE)   a
+// token's value is a column: a lane finds the 8 keys of its weights at once rope   (max_seq_len, HEAD_DIM /
+// 2)       cos, sin tiles  (n_tiles, TILE)                   16 queries each; below pages  (S, max_pages)
+// which of P holds the tokens 64 i, 64 i + 1, ... of a sequence
+//
+// The queries of a sequence and a key head are its tokens' GROUP heads, one token after another; a tile is 16
+// of them. A warp takes 32 keys at a time, with a softmax of their own; the warps of a block take a piece of
+// PIECE keys and put it together; the pieces are added up from first to last. Pieces begin at multiples of
+// PIECE in the sequence, so the order of every sum follows from the position of the query alone.
+
+#define TILE \
+  5   // row of the step where its span begins, position of that token,
+      // tokens of the span, first query of the tile, sequence
+#define ATTEND_WARPS (HEAD_PAD <= 128 ? 4 : 2)  // as the shared memory allows
+#define ATTEND_THREADS (ATTEND_WARPS * 32)
+#define PIECE (ATTEND_WARPS * 32)
+#define EMPTY -1e30f                               // the greatest of no scores
+#define A_THREAD (HEAD_PAD * 16 / ATTEND_THREADS)  // numbers of a tile's result
+
+struct Tile {
+  int row, start, n_tokens, first, n_rows;
+  const int *pages;
+  int first_piece, last_piece;
+  __device__ __forceinline__ Tile(const int *tile, const int *pages, int max_pages, int window)
+      : row(tile[0]),
+        start(tile[1]),
+        n_tokens(tile[2]),
+        first(tile[3]),
+        pages(pages + (size_t)tile[4] * max_pages) {
+    n_rows = min(16, n_tokens * GROUP - first);
+    last_piece = position(n_rows - 1) / PIECE;
+    first_piece = window ? max(0, position(0) - window + 1) / PIECE : 0;
+  }
+  __device__ __forceinline__ int position(int r) const { return start + (first + r) / GROUP; }
+  __device__ __forceinline__ int token(int r) const { return row + (first + r) / GROUP; }
+  __device__ __forceinline__ int head(int r, int kv) const { return kv * GROUP + (first + r) % GROUP; }
+};
+
+struct Work {  // shared memory of a block
+  bf16 q[16][HEAD_PAD + 8];
+  float top[ATTEND_WARPS][16], sum[ATTEND_WARPS][16], out[ATTEND_WARPS][16][HEAD_PAD + 8];
+};
+
+// Norm a head of q or k, rotate its pairs, round; by one warp. head, to (HEAD_DIM,); norm may be null; rope
+// too: no rotation.
+__device__ __forceinline__ void rotate(const float *head, weight *norm, const float2 *rope, bf16 *to) {
+  const int n = (HEAD_DIM / 2 + 31) / 32;  // pairs of a lane
+  int lane = threadIdx.x % 32;
+  float2 v[n];
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < n; i++) {
+    float2 zero = {0, 0};
+    v[i] = lane + 32 * i < HEAD_DIM / 2 ? ((const float2 *)head)[lane + 32 * i] : zero;
+    sum = fmaf(v[i].x, v[i].x, sum), sum = fmaf(v[i].y, v[i].y, sum);
+  }
+  float scale = norm ? rsqrtf(warp_sum(sum) / HEAD_DIM + NORM_EPS) : 1;
+#pragma unroll
+  for (int i = 0; i < n; i++) {
+    int pair = lane + 32 * i;
+    if (pair >= HEAD_DIM / 2) break;
+    float a = v[i].x * scale, b = v[i].y * scale;
+    if (norm) a *= __bfloat162float(norm[2 * pair]), b *= __bfloat162float(norm[2 * pair + 1]);
+    float2 one = {1, 0}, turn = rope ? rope[pair] : one;
+    *(unsigned *)(to + 2 * pair) = pack(a * turn.x - b * turn.y, a * turn.y + b * turn.x);
+  }
+}
+
+// Write the key and the value of a token to its page; by one warp. qkv (QKV_DIM,) of the token
+__device__ __forceinline__ void write_page(const float *qkv, int kv, weight *k_norm, const float2 *rope,
+                                           bf16 *keys, bf16 *values, const int *pages, int position) {
+  size_t at = ((size_t)pages[position / PAGE] * N_KV_HEADS + kv) * PAGE * HEAD_PAD;
+  rotate(qkv + (N_HEADS + kv) * HEAD_DIM, k_norm, rope, keys + at + position % PAGE * HEAD_PAD);
+  const float *v = qkv + (N_HEADS + N_KV_HEADS + kv) * HEAD_DIM;
+  for (int i = threadIdx.x % 32; i < HEAD_DIM; i += 32)
+    values[at + i * PAGE + position % PAGE] = __float2bfloat16(v[i]);
+}
+
+// The queries of a tile, normed and rotated, to shared memory; what there is none of is 0.
+__device__ __forceinline__ void load_queries(Work &work, const Tile &tile, int kv, const float *qkv,
+                                             weight *q_norm, const float2 *rope, int rotary) {
+  for (int i = threadIdx.x; i < 16 * (HEAD_PAD + 8); i += ATTEND_THREADS)
+    if (i / (HEAD_PAD + 8) >= tile.n_rows || i % (HEAD_PAD + 8) >= HEAD_DIM)
+      ((bf16 *)work.q)[i] = __float2bfloat16(0);
+  for (int r = threadIdx.x / 32; r < tile.n_rows; r += ATTEND_WARPS)
+    rotate(qkv + (size_t)tile.token(r) * QKV_DIM + tile.head(r, kv) * HEAD_DIM, q_norm,
+           rotary ? rope + (size_t)tile.position(r) * (HEAD_DIM / 2) : nullptr, work.q[r]);
+}
+
+// One warp's 32 keys of a piece, all 16 queries: its greatest score, sum of weights and weighted values, in
+// `work`. Column 2t + e of the i-th product of 8 keys is key 8t + 2i + e, so a lane's weights are those of 8
+// keys side by side.
+__device__ __forceinline__ void attend_keys(Work &work, const Tile &tile, int piece, int kv, const bf16 *keys,
+                                            const bf16 *values, int window) {
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  int begin = piece * PIECE + warp * 32, last = tile.position(tile.n_rows - 1);
+  float out[HEAD_PAD / 8][4] = {}, top[2] = {EMPTY, EMPTY}, sum[2] = {0, 0};
+  if (begin <= last && (!window || begin + 31 > tile.position(0) - window)) {
+    size_t at = ((size_t)tile.pages[begin / PAGE] * N_KV_HEADS + kv) * PAGE * HEAD_PAD;
+    const bf16 *k = keys + at + (begin % PAGE + g / 2 * 8 + g % 2) * HEAD_PAD + t * 8;
+    const bf16 *v = values + at + g * PAGE + begin % PAGE + t * 8;
+    uint4 value[HEAD_PAD / 8];
+#pragma unroll
+    for (int n = 0; n < HEAD_PAD / 8; n++) value[n] = *(const uint4 *)(v + n * 8 * PAGE);
+    float score[4][4] = {};
+#pragma unroll
+    for (int c = 0; c < HEAD_PAD; c += 32) {
+      uint4 q0 = *(const uint4 *)(work.q[g] + c + t * 8), q1 = *(const uint4 *)(work.q[g + 8] + c + t * 8);
+      unsigned a0[4] = {q0.x, q1.x, q0.y, q1.y}, a1[4] = {q0.z, q1.z, q0.w, q1.w};
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        uint4 key = *(const uint4 *)(k + i * 2 * HEAD_PAD + c);
+        unsigned b0[2] = {key.x, key.y}, b1[2] = {key.z, key.w};
+        mma_16x8x16(score[i], a0, b0);
+        mma_16x8x16(score[i], a1, b1);
+      }
+    }
+    // in units of log2, for exp2f
+    float scale = LOG2_E / sqrtf((float)HEAD_DIM);
+#pragma unroll
+    for (int j = 0; j < 16; j++) {
+      int r = g + j % 4 / 2 * 8, key = begin + t * 8 + j / 4 * 2 + j % 2, query = tile.position(r);
+      bool seen = r < tile.n_rows && key <= query && (!window || key > query - window);
+      float s = seen ? score[j / 4][j % 4] * scale : EMPTY;
+      score[j / 4][j % 4] = s;
+      top[j % 4 / 2] = fmaxf(top[j % 4 / 2], s);
+    }
+    unsigned p[4][2];  // the weights, rounded, of two keys each; rows g and g + 8
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      top[h] = fmaxf(top[h], __shfl_xor_sync(ALL, top[h], 1));
+      top[h] = fmaxf(top[h], __shfl_xor_sync(ALL, top[h], 2));
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        float *s = score[i] + 2 * h;
+        p[i][h] = pack(s[0] == EMPTY ? 0 : exp2f(s[0] - top[h]), s[1] == EMPTY ? 0 : exp2f(s[1] - top[h]));
+        sum[h] += low(p[i][h]) + high(p[i][h]);
+      }
+      sum[h] += __shfl_xor_sync(ALL, sum[h], 1);
+      sum[h] += __shfl_xor_sync(ALL, sum[h], 2);
+    }
+    unsigned a0[4] = {p[0][0], p[0][1], p[1][0], p[1][1]}, a1[4] = {p[2][0], p[2][1], p[3][0], p[3][1]};
+    int n_keys =
+        last + 1 - (begin + t * 8);  // of this lane's 8; behind them the page may hold anything, a NaN too
+#pragma unroll
+    for (int n = 0; n < HEAD_PAD / 8; n++) {
+      unsigned b[4] = {value[n].x, value[n].y, value[n].z, value[n].w};
+      for (int i = 0; i < 4; i++) b[i] = n_keys > 2 * i + 1 ? b[i] : n_keys > 2 * i ? b[i] & 0xffff : 0;
+      mma_16x8x16(out[n], a0, b);
+      mma_16x8x16(out[n], a1, b + 2);
+    }
+  }
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    int r = g + 8 * h;
+    if (t == 0) work.top[warp][r] = top[h], work.sum[warp][r] = sum[h];
+#pragma unroll
+    for (int n = 0; n < HEAD_PAD / 8; n++) {
+      float2 pair = {out[n][2 * h], out[n][2 * h + 1]};
+      *(float2 *)&work.out[warp][r][n * 8 + t * 2] = pair;
+    }
+  }
+}
+
+// The warps' parts of a piece, put together. A thread has every eighth (or fourth) number of one query's
+// result, from the column_of_thread() on.
+__device__ __forceinline__ int row_of_thread() { return threadIdx.x / (ATTEND_THREADS / 16); }
+__device__ __forceinline__ int column_of_thread(int i) {
+  return threadIdx.x % (ATTEND_THREADS / 16) + i * (ATTEND_THREADS / 16);
+}
+__device__ __forceinline__ void put_together(const Work &work, float &top, float &sum, float *out) {
+  int r = row_of_thread();
+  float factor[ATTEND_WARPS];
+  top = EMPTY, sum = 0;
+#pragma unroll
+  for (int w = 0; w < ATTEND_WARPS; w++) top = fmaxf(top, work.top[w][r]);
+#pragma unroll
+  for (int w = 0; w < ATTEND_WARPS; w++) {
+    factor[w] = exp2f(work.top[w][r] - top);
+    sum = fmaf(work.sum[w][r], factor[w], sum);
+  }
+#pragma unroll
+  for (int i = 0; i < A_THREAD; i++) {
+    out[i] = 0;
+#pragma unroll
+    for (int w = 0; w < ATTEND_WARPS; w++)
+      out[i] = fmaf(work.out[w][r][column_of_thread(i)], factor[w], out[i]);
+  }
+}
+
+// How the sum of the pieces so far, and the next one, are scaled to be added; the greatest score becomes that
+// of both.
+__device__ __forceinline__ void rescale(float &top, float next_top, float &keep, float &take) {
+  float both = fmaxf(top, next_top);
+  keep = exp2f(top - both), take = exp2f(next_top - both);
+  top = both;
+}
+
+// Write the keys and values of the step's tokens to their pages; for spans of more than one tile
+//   qkv (R, QKV_DIM)   k_norm (HEAD_DIM,) or null   positions, sequences (R,)   window, rotary: of the layer
+//   grid: R, N_KV_HEADS; block: 32
+extern "C" __global__ void __launch_bounds__(32)
+    keep(const float *qkv, weight *k_norm, const float2 *rope, bf16 *keys, bf16 *values, const int *positions,
+         const int *sequences, const int *pages, int max_pages, int rotary) {
+  start_next();
+  await_previous();
+  int row = blockIdx.x, position = positions[row];
+  if (position < 0) return;
+  write_page(qkv + (size_t)row * QKV_DIM, blockIdx.y, k_norm,
+             rotary ? rope + (size_t)position * (HEAD_DIM / 2) : nullptr, keys, values,
+             pages + (size_t)sequences[row] * max_pages, position);
+}
+
+// Attention with a block for each piece of each tile; the last block of a tile adds up the pieces.
+//   qkv (R, QKV_DIM)   q_norm, k_norm (HEAD_DIM,) or null   y (R, N_HEADS * HEAD_DIM) part (R, N_HEADS,
+//   grid.x, HEAD_DIM + 2) and n_done (n_tiles, N_KV_HEADS), 0 before and after: between the blocks writes: 1:
+//   the blocks write the keys and values of the step too, as `keep` does; each span is one tile grid: pieces
+//   of the longest sequence, N_KV_HEADS, n_tiles; block: ATTEND_THREADS
+extern "C" __global__ void __launch_bounds__(ATTEND_THREADS)
+    attend(const float *qkv, weight *q_norm, weight *k_norm, const float2 *rope, bf16 *keys, bf16 *values,
+           const int *tiles, const int *pages, float *part, int *n_done, bf16 *y, int max_pages, int window,
+           int rotary, int writes) {
+  __shared__ __align__(16) Work work;
+  __shared__ int is_last;
+  start_next();
+  await_previous();
+  int piece = blockIdx.x, kv = blockIdx.y;
+  Tile tile(tiles + blockIdx.z * TILE, pages, max_pages, window);
+  if (tile.n_tokens == 0 || piece < tile.first_piece || piece > tile.last_piece) return;
+  if (writes)
+    for (int i = threadIdx.x / 32; i < tile.n_tokens; i += ATTEND_WARPS)
+      if ((tile.start + i) / PIECE == piece)
+        write_page(qkv + (size_t)(tile.row + i) * QKV_DIM, kv, k_norm,
+                   rotary ? rope + (size_t)(tile.start + i) * (HEAD_DIM / 2) : nullptr, keys, values,
+                   tile.pages, tile.start + i);
+  load_queries(work, tile, kv, qkv, q_norm, rope, rotary);
+  __syncthreads();
+  attend_keys(work, tile, piece, kv, keys, values, window);
+  __syncthreads();
+  float top, sum, out[A_THREAD];
+  put_together(work, top, sum, out);
+  int r = row_of_thread(), n_pieces = tile.last_piece - tile.first_piece + 1;
+  if (n_pieces == 1) {
+    if (r < tile.n_rows)
+      for (int i = 0; i < A_THREAD; i++)
+        if (column_of_thread(i) < HEAD_DIM)
+          y[((size_t)tile.token(r) * N_HEADS + tile.head(r, kv)) * HEAD_DIM + column_of_thread(i)] =
+              __float2bfloat16(out[i] / sum);
+    return;
+  }
+  if (r < tile.n_rows) {
+    float *mine =
+        part + (((size_t)tile.token(r) * N_HEADS + tile.head(r, kv)) * gridDim.x + piece) * (HEAD_DIM + 2);
+    for (int i = 0; i < A_THREAD; i++)
+      if (column_of_thread(i) < HEAD_DIM) mine[column_of_thread(i)] = out[i];
+    if (column_of_thread(0) == 0) mine[HEAD_DIM] = top, mine[HEAD_DIM + 1] = sum;
+  }
+  __threadfence();  // this piece can be seen before it is counted
+  __syncthreads();
+  int *count = n_done + blockIdx.z * N_KV_HEADS + kv;
+  if (threadIdx.x == 0) is_last = atomicAdd(count, 1) == n_pieces - 1;
+  __syncthreads();
+  if (!is_last) return;
+  __threadfence();
+  if (threadIdx.x == 0) *count = 0;
+  for (int i = threadIdx.x; i < tile.n_rows * HEAD_DIM; i += ATTEND_THREADS) {
+    size_t head = (size_t)tile.token(i / HEAD_DIM) * N_HEADS + tile.head(i / HEAD_DIM, kv);
+    const float *parts = part + head * gridDim.x * (HEAD_DIM + 2);
+    float top = EMPTY, sum = 0, out = 0;
+#pragma unroll 8
+    for (int p = tile.first_piece; p <= tile.last_piece; p++) {
+      const float *next = parts + (size_t)p * (HEAD_DIM + 2);
+      float keep, take;
+      rescale(top, __ldcg(next + HEAD_DIM), keep, take);
+      sum = sum * keep + __ldcg(next + HEAD_DIM + 1) * take;
+      out = out * keep + __ldcg(next + i % HEAD_DIM) * take;
+    }
+    y[head * HEAD_DIM + i % HEAD_DIM] = __float2bfloat16(out / sum);
+  }
+}
+
+// The same, to the bit, with a block for each tile, which goes through the pieces itself: for prompts, whose
+// tiles are many. The keys of the step are in their pages already.
+//   grid: n_tiles, N_KV_HEADS; block: ATTEND_THREADS
+extern "C" __global__ void __launch_bounds__(ATTEND_THREADS)
+    attend_prompt(const float *qkv, weight *q_norm, const float2 *rope, const bf16 *keys, const bf16 *values,
+                  const int *tiles, const int *pages, bf16 *y, int max_pages, int window, int rotary) {
+  __shared__ __align__(16) Work work;
+  start_next();
+  await_previous();
+  int kv = blockIdx.y, r = row_of_thread();
+  Tile tile(tiles + blockIdx.x * TILE, pages, max_pages, window);
+  if (tile.n_tokens == 0) return;
+  load_queries(work, tile, kv, qkv, q_norm, rope, rotary);
+  float top = EMPTY, sum = 0, out[A_THREAD] = {};
+  for (int piece = tile.first_piece; piece <= tile.last_piece; piece++) {
+    __syncthreads();
+    attend_keys(work, tile, piece, kv, keys, values, window);
+    __syncthreads();
+    float next_top, next_sum, next[A_THREAD], keep, take;
+    put_together(work, next_top, next_sum, next);
+    rescale(top, next_top, keep, take);
+    sum = sum * keep + next_sum * take;
+#pragma unroll
+    for (int i = 0; i < A_THREAD; i++) out[i] = out[i] * keep + next[i] * take;
+  }
+  if (r < tile.n_rows)
+    for (int i = 0; i < A_THREAD; i++)
+      if (column_of_thread(i) < HEAD_DIM)
+        y[((size_t)tile.token(r) * N_HEADS + tile.head(r, kv)) * HEAD_DIM + column_of_thread(i)] =
+            __float2bfloat16(out[i] / sum);
+}
+
+// ---- Sampling ---------------------------------------------------------------------------------------------
+// One block chooses a row's token: model.py's _pick. A probability is a whole number here, in units of 2^-40
+// of the likeliest token's, so that sums are exact and the order of adding does not matter.
+
+#define PICK_THREADS 1024
+#define MAX_TOP 20  // likeliest tokens whose logprobs can be had
+#define CHOICE (2 + 2 * MAX_TOP)
+#define SEEN_IN_PROMPT 0x80000000u
+enum Flags { PENALISED = 1, BIASED = 2, MASKED = 4, CHAINS = 8 };
+
+// A row's settings: slot; the row of the step where its span begins; how many rows of the span come before
+// it; top_k; Flags; n_top_logprobs or -1
+struct Picked {
+  int slot, first_row, n_before, top_k, flags, n_top;
+};
+#define PICKED 6
+// temperature as log2(e) / temperature, 0: the likeliest; top_p, min_p, presence, frequency, repetition
+// penalty
+struct Settings {
+  float sharpness, top_p, min_p, presence, frequency, repetition;
+};
+#define SETTINGS 6
+#define SEEDS 3  // seed, choice, number of the output token
+
+template <class T, class Join>
+__device__ __forceinline__ T block_reduce(T *of_warp, T v, Join join) {  // for every thread, in one order
+  for (int m = 16; m; m /= 2) v = join(v, __shfl_xor_sync(ALL, v, m));
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = v;
+  __syncthreads();
+  v = of_warp[threadIdx.x % 32];
+  for (int m = 16; m; m /= 2) v = join(v, __shfl_xor_sync(ALL, v, m));
+  return v;
+}
+
+// Of two tokens the one with the larger logit is the larger number; of equals the one that comes first.
+__device__ __forceinline__ u64 rank_of(float logit, int token) {
+  unsigned bits = __float_as_uint(logit + 0.f);  // -0 becomes 0
+  bits = bits >> 31 ? ~bits : bits | 0x80000000u;
+  return (u64)bits << 32 | (0xffffffffu - token);
+}
+__device__ __forceinline__ int token_of(u64 rank) { return 0xffffffffu - (unsigned)rank; }
+
+// The logit of a token after penalties, bias and mask: _penalised
+__device__ __forceinline__ float penalised(float logit, int token, const Picked &p, const Settings &s,
+                                           const unsigned *counts, const int *tokens, const float *bias,
+                                           const unsigned *mask) {
+  if (p.flags & PENALISED) {
+    unsigned count = counts[token];
+    for (int i = 1; i <= p.n_before; i++)
+      count += tokens[p.first_row + i] == token;  // drafts before this one
+    if (count) logit = logit > 0 ? logit / s.repetition : logit * s.repetition;
+    count &= ~SEEN_IN_PROMPT;
+    if (count) logit -= s.presence + s.frequency * count;
+  }
+  if (p.flags & BIASED) logit += bias[token];
+  if ((p.flags & MASKED) && !(mask[token / 32] >> token % 32 & 1)) logit = NEVER;
+  return logit;
+}
+
+// The least distance from the top such that the tokens within it weigh `need` or more, byte by byte from the
+// highest. distance(i), weight(i) of token i
+template <class Distance, class Weight>
+__device__ __forceinline__ unsigned reach(u64 need, Distance distance, Weight weight) {
+  __shared__ u64 bins[256], left;
+  __shared__ unsigned found;
+  unsigned prefix = 0;
+  for (int shift = 24; shift >= 0; shift -= 8) {
+    if (threadIdx.x < 256) bins[threadIdx.x] = 0;
+    __syncthreads();
+    for (int i = threadIdx.x; i < VOCAB_SIZE; i += PICK_THREADS) {
+      unsigned d = distance(i);
+      if (shift == 24 || d >> (shift + 8) == prefix >> (shift + 8)) {
+        u64 w = weight(i);
+        if (w) atomicAdd(&bins[d >> shift & 255], w);
+      }
+    }
+    __syncthreads();
+    if (threadIdx.x < 32) {  // a lane takes 8 bins
+      u64 mine = 0, all;
+      for (int i = 0; i < 8; i++) mine += bins[threadIdx.x * 8 + i];
+      all = mine;
+      for (int m = 1; m < 32; m *= 2) {
+        u64 before = __shfl_up_sync(ALL, all, m);
+        if (threadIdx.x >= m) all += before;
+      }
+      unsigned enough = __ballot_sync(ALL, all >= need);
+      if (threadIdx.x == (enough ? __ffs(enough) - 1 : 31)) {
+        u64 rest = need - (all - mine);
+        int bin = threadIdx.x * 8, end = bin + 7;
+        for (; bin < end && bins[bin] < rest; bin++) rest -= bins[bin];
+        found = prefix | (unsigned)bin << shift, left = rest;
+      }
+    }
+    __syncthreads();
+    prefix = found, need = left;
+  }
+  return prefix;
+}
+
+// The token in whose part of [0, sum of weights) the number u * sum lies, u of 64 bits: _draw
+template <class Weight>
+__device__ __forceinline__ int draw(u64 u, Weight weight) {
+  __shared__ u64 of_warp[32], before;
+  __shared__ int found;
+  u64 target = 0;
+  int begin = 0, end = VOCAB_SIZE, n;
+  do {  // a run of tokens a thread; then a token of that run a thread
+    n = (end - begin + PICK_THREADS - 1) / PICK_THREADS;
+    int first = begin + n * threadIdx.x;
+    u64 mine = 0;
+    for (int i = first; i < min(first + n, end); i++) mine += weight(i);
+    u64 all = mine;
+    for (int m = 1; m < 32; m *= 2) {
+      u64 other = __shfl_up_sync(ALL, all, m);
+      if (threadIdx.x % 32 >= m) all += other;
+    }
+    __syncthreads();
+    if (threadIdx.x % 32 == 31) of_warp[threadIdx.x / 32] = all;
+    __syncthreads();
+    u64 total = 0;
+    for (int w = 0; w < 32; w++) {
+      if (w < threadIdx.x / 32) all += of_warp[w];
+      total += of_warp[w];
+    }
+    if (begin == 0 && end == VOCAB_SIZE) target = __umul64hi(u, total);
+    if (all > target && all - mine <= target) found = first, before = all - mine;
+    __syncthreads();
+    begin = found, end = min(begin + n, end), target -= before;
+  } while (n > 1);
+  return begin;
+}
+
+// The first 64 bits of Philox4x64-10 (Salmon et al., SC'11, https://doi.org/10.1145/2063384.2063405) with key
+// (seed, choice) and counter number + 1, which is what numpy.random.Philox(key, counter=number) gives first
+__device__ __forceinline__ u64 philox(u64 seed, u64 choice, u64 number) {
+  u64 c0 = number + 1, c1 = c0 == 0, c2 = 0, c3 = 0;
+  for (int round = 0; round < 10; round++) {
+    u64 high0 = __umul64hi(0xD2E7470EE14C6C93ull, c0), low0 = 0xD2E7470EE14C6C93ull * c0;
+    u64 high1 = __umul64hi(0xCA5A826395121157ull, c2), low1 = 0xCA5A826395121157ull * c2;
+    c0 = high1 ^ c1 ^ seed, c1 = low1, c2 = high0 ^ c3 ^ choice, c3 = low0;
+    seed += 0x9E3779B97F4A7C15ull, choice += 0xBB67AE8584CAA73Bull;
+  }
+  return c0;
+}
+
+// Choose a token for each wanted row: NumpyOps.pick
+//   raw (n, VOCAB_SIZE)   logits (n, VOCAB_SIZE) for those after penalties picked (n, PICKED)   settings (n,
+//   SETTINGS)   seeds (n, SEEDS)   masks (n, (VOCAB_SIZE + 31) / 32), bit set: may come tokens (R,) of the
+//   step   counts, biases (max_batch, VOCAB_SIZE)   chosen (max_batch,) choices (n, CHOICE): token, or -1
+//   where the logits are no finite numbers; logprob; MAX_TOP likeliest; their logprobs grid: n, block:
+//   PICK_THREADS; a row with slot -1 is none
+extern "C" __global__ void __launch_bounds__(PICK_THREADS, 1)
+    pick(const float *raw, float *logits, const int *picked, const float *settings, const u64 *seeds,
+         const unsigned *masks, const int *tokens, unsigned *counts, const float *biases, int *chosen,
+         int *choices) {
+  __shared__ u64 of_warp[32];
+  __shared__ double sum_of_warp[32];
+  start_next();
+  await_previous();
+  int row = blockIdx.x;
+  const Picked p = *(const Picked *)(picked + row * PICKED);
+  const Settings s = *(const Settings *)(settings + row * SETTINGS);
+  if (p.slot < 0) return;
+  raw += (size_t)row * VOCAB_SIZE, logits += (size_t)row * VOCAB_SIZE, choices += row * CHOICE;
+  counts += (size_t)p.slot * VOCAB_SIZE, biases += (size_t)p.slot * VOCAB_SIZE;
+  masks += (size_t)row * ((VOCAB_SIZE + 31) / 32), seeds += row * SEEDS;
+  auto larger = [](u64 a, u64 b) { return a > b ? a : b; };
+
+  u64 raw_best = 0, best = 0, worst = 0;
+  for (int i = threadIdx.x; i < VOCAB_SIZE; i += PICK_THREADS) {
+    float r = raw[i], l = penalised(r, i, p, s, counts, tokens, biases, masks);
+    logits[i] = l;
+    // no number, or infinite: the largest rank there is
+    raw_best = larger(raw_best, r <= 3.4028235e38f ? rank_of(r, i) : ~0ull);
+    best = larger(best, rank_of(l, i));
+    if (l > NEVER) worst = larger(worst, ~rank_of(l, i));
+  }
+  raw_best = block_reduce(of_warp, raw_best, larger);
+  best = block_reduce(of_warp, best, larger);
+  worst = ~block_reduce(of_warp, worst, larger);
+  if (raw_best == ~0ull || raw[token_of(raw_best)] == NEVER) {
+    if (threadIdx.x == 0) choices[0] = -1;
+    return;
+  }
+  int token = token_of(best);
+  float top = logits[token];
+  if (s.sharpness > 0) {
+    // distances from the top as whole numbers, as fine as the furthest allows
+    int exponent = (int)(__float_as_uint(top - logits[token_of(worst)]) >> 23) - 127;
+    float unit = __uint_as_float((unsigned)(min(31 - exponent, 127) + 127) << 23);
+    auto distance = [&](int i) { return (unsigned)fminf((top - logits[i]) * unit, 4294967040.f); };
+    auto probability = [&](int i) { return exp2f((logits[i] - top) * s.sharpness); };
+    unsigned within = 0xffffffffu;
+    if (p.top_k > 0 && p.top_k < VOCAB_SIZE) within = reach(p.top_k, distance, [](int i) { return 1ull; });
+    auto weight = [&](int i) {
+      float q = probability(i);
+      return q >= s.min_p && distance(i) <= within ? (u64)(q * 1099511627776.f) : 0ull;
+    };
+    if (s.top_p < 1) {
+      u64 total = 0;
+      for (int i = threadIdx.x; i < VOCAB_SIZE; i += PICK_THREADS) total += weight(i);
+      total = block_reduce(of_warp, total, [](u64 a, u64 b) { return a + b; });
+      within = min(within, reach(max((u64)((double)total * s.top_p), 1ull), distance, weight));
+    }
+    u64 u = philox(seeds[0], seeds[1], seeds[2]) >> 11 << 11;  // 53 bits, as a double has them
+    token = draw(u, weight);
+  }
+  if (threadIdx.x == 0) {
+    choices[0] = token;
+    if (p.flags & CHAINS) {
+      chosen[p.slot] = token;
+      if (p.flags & PENALISED) counts[token] += 1;
+    }
+  }
+  if (p.n_top < 0) return;
+
+  float raw_top = raw[token_of(raw_best)];
+  double sum = 0;
+  for (int i = threadIdx.x; i < VOCAB_SIZE; i += PICK_THREADS) sum += expf(raw[i] - raw_top);
+  sum = block_reduce(sum_of_warp, sum, [](double a, double b) { return a + b; });
+  float normaliser = log(sum);
+  if (threadIdx.x == 0) choices[1] = __float_as_int(raw[token] - raw_top - normaliser);
+  for (int n = 0; n < p.n_top; n++) {
+    if (threadIdx.x == 0) {
+      choices[2 + n] = token_of(raw_best);
+      choices[2 + MAX_TOP + n] = __float_as_int(raw[token_of(raw_best)] - raw_top - normaliser);
+    }
+    u64 below = raw_best;
+    raw_best = 0;
+    for (int i = threadIdx.x; i < VOCAB_SIZE; i += PICK_THREADS)
+      if (rank_of(raw[i], i) < below) raw_best = larger(raw_best, rank_of(raw[i], i));
+    raw_best = block_reduce(of_warp, raw_best, larger);
+  }
+}
+
+// How often each token has come: what penalties are computed from, of one slot
+//   tokens (n,) prompt, then output   counts (max_batch, VOCAB_SIZE)   grid: 1, block: PICK_THREADS
+extern "C" __global__ void __launch_bounds__(PICK_THREADS, 1)
+    count(const int *tokens, unsigned *counts, int slot, int n_prompt, int n) {
+  start_next();
+  await_previous();
+  counts += (size_t)slot * VOCAB_SIZE;
+  for (int i = threadIdx.x; i < VOCAB_SIZE; i += PICK_THREADS) counts[i] = 0;
+  __syncthreads();
+  for (int i = threadIdx.x; i < n; i += PICK_THREADS) {
+    if (i < n_prompt) atomicOr(&counts[tokens[i]], SEEN_IN_PROMPT);
+    else atomicAdd(&counts[tokens[i]], 1u);
+  }
+}
+#endif

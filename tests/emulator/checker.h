@@ -1,0 +1,156 @@
+// Watches every memory access of the kernels: bounds, alignment, races, shared memory read before it is set,
+// and what is touched before await_previous().
+//
+// g++ -fsanitize=thread puts a call such as __tsan_read4(address) before each access. The sanitizer itself is
+// not linked: we answer these calls, for we know what a barrier is and where each array ends.
+//
+// Rules of this file:
+// 1. Two accesses of one place, one of them a write, must be ordered. Within a block: by __syncthreads, or in
+//    one warp by __syncwarp; a shuffle is no barrier for memory. Between blocks: write, __threadfence, atomic
+//    there, and atomic, __threadfence, read here, with __syncthreads where these are in different threads.
+// 2. A place is two bytes, the smallest number that kernels.cu has.
+// 3. The first fault ends the launch, before the access is made.
+
+struct Access {                   // who touched two bytes last, and when
+  unsigned block, warp_barriers;  // blocks are counted over all launches, from 1; 0: nobody
+  unsigned long epoch, time;      // block barriers and events before it
+  unsigned short thread;
+  bool atomic;
+};
+struct Published {  // what a block did so that others see its writes
+  unsigned long fence[MAX_THREADS], atomic_time, atomic_epoch;  // fence: when each thread's last one was
+  unsigned atomic_thread;
+};
+struct Cell {
+  Access write, read;
+};
+struct Region {
+  char *begin, *end;
+  bool constant;
+  std::vector<Cell> cells;
+};
+
+static std::vector<Region *> regions;  // the arrays of this launch
+static std::map<std::pair<char *, size_t>, Region> known;
+static Region shared;
+static unsigned serial, first_serial, warp_barriers[32];  // of the running block; of the launch's first
+static unsigned long now;
+static std::map<unsigned, Published> published;  // by block
+static char message[400];
+
+extern "C" char __ehdr_start[] __attribute__((visibility("hidden"))),
+    _end[] __attribute__((visibility("hidden")));
+
+// table: begin, bytes, is constant; of each array
+extern "C" void emulator_arrays(const size_t *table, int n) {
+  regions.clear();
+  for (int i = 0; i < n; i++, table += 3) {
+    Region &region = known[{(char *)table[0], table[1]}];
+    region.begin = (char *)table[0], region.end = region.begin + table[1], region.constant = table[2];
+    if (!table[2]) region.cells.resize(table[1] / 2 + 1);
+    regions.push_back(&region);
+  }
+  shared = {__start_cuda_shared, __stop_cuda_shared, false, {}};
+  shared.cells.resize((shared.end - shared.begin) / 2 + 1);
+  first_serial = serial + 1;
+  published.clear();
+}
+
+static void checker_begins_block() {
+  serial++;
+  memset(warp_barriers, 0, sizeof warp_barriers);
+}
+
+static void complain(const char *what, void *code, const Access *other = nullptr) {
+  int n = snprintf(message, sizeof message, "%s at code %#lx, thread %u of block %u", what,
+                   (unsigned long)((char *)code - __ehdr_start - 1), self->id, serial - first_serial);
+  if (other)
+    snprintf(message + n, sizeof message - n, ", against thread %u of block %u", other->thread,
+             other->block - first_serial);
+  error = message;
+  n_alive = 0;
+  void *lost;
+  switch_to(&lost, host_stack);
+}
+
+// Has this earlier access certainly happened, and can it be seen, by what the running thread does now?
+static bool ordered(const Access &before) {
+  if (before.block == serial)
+    return before.thread == self->id || before.epoch < epoch ||
+           (before.thread / 32 == self->id / 32 && before.warp_barriers < warp_barriers[self->id / 32]);
+  Published &there = published[before.block], &here = published[serial];
+  bool released = before.atomic ||
+                  ((before.thread == there.atomic_thread || before.epoch < there.atomic_epoch) &&
+                   std::max(there.fence[before.thread], there.fence[there.atomic_thread]) > before.time &&
+                   there.atomic_time > before.time);
+  bool acquired =
+      here.atomic_time && (self->id == here.atomic_thread || epoch > here.atomic_epoch) &&
+      (before.atomic || std::max(here.fence[self->id], here.fence[here.atomic_thread]) > here.atomic_time);
+  return released && acquired;
+}
+
+static Region *region_of(char *address) {
+  if (address >= shared.begin && address < shared.end) return &shared;
+  for (Region *region : regions)
+    if (address >= region->begin && address < region->end) return region;
+  return nullptr;
+}
+
+static void access(void *address, size_t n_bytes, bool writes, bool atomic, void *code) {
+  char *p = (char *)address;
+  if (!self || (p >= stacks && p < stacks + MAX_THREADS * STACK_BYTES)) return;  // a thread's own variables
+  Region *region = region_of(p);
+  if (!region && p >= __ehdr_start && p < _end) return;  // constants, and what the emulator itself keeps
+  if (!region || p + n_bytes > region->end) return complain("out of bounds", code);
+  bool is_shared = region == &shared;
+  if (region->constant && writes) return complain("a weight is written", code);
+  if (!is_shared && !region->constant && !self->awaited)
+    return complain("touched before await_previous()", code);
+  if (region->constant) return;
+  Access access = {serial, warp_barriers[self->id / 32], epoch, ++now, (unsigned short)self->id, atomic};
+  unsigned since = is_shared ? serial : first_serial;  // what is older is history
+  size_t first = (p - region->begin) / 2, last = (p - region->begin + n_bytes - 1) / 2;
+  for (Cell *cell = &region->cells[first]; cell <= &region->cells[last]; cell++) {
+    const Access &write = cell->write, &read = cell->read;
+    if (is_shared && !writes && write.block != serial)
+      return complain("shared memory read before it is set", code);
+    if (write.block >= since && !(atomic && write.atomic) && !ordered(write))
+      return complain(writes ? "two writes race" : "a read races with a write", code, &write);
+    if (writes && read.block >= since && !(atomic && read.atomic) && !ordered(read))
+      return complain("a write races with a read", code, &read);
+    if (writes) cell->write = access;
+    if (!writes || atomic) cell->read = access;
+  }
+}
+
+void note(Event event, void *address, size_t n_bytes) {
+  if (event == WARP_BARRIER) warp_barriers[self->id / 32]++;
+  if (event == FENCE) published[serial].fence[self->id] = ++now;
+  if (event == ATOMIC) {
+    access(address, n_bytes, true, true, __builtin_return_address(0));
+    Published &here = published[serial];
+    here.atomic_time = ++now, here.atomic_epoch = epoch, here.atomic_thread = self->id;
+  }
+}
+
+extern "C" {
+#define WATCH(name, n, writes) \
+  void name(void *p) { access(p, n, writes, false, __builtin_return_address(0)); }
+#define WATCH_SIZE(n)                       \
+  WATCH(__tsan_read##n, n, false)           \
+  WATCH(__tsan_write##n, n, true)           \
+  WATCH(__tsan_unaligned_read##n, n, false) \
+  WATCH(__tsan_unaligned_write##n, n, true)
+WATCH_SIZE(1)
+WATCH_SIZE(2)
+WATCH_SIZE(4)
+WATCH_SIZE(8)
+WATCH_SIZE(16)
+void __tsan_read_range(void *p, size_t n) { access(p, n, false, false, __builtin_return_address(0)); }
+void __tsan_write_range(void *p, size_t n) { access(p, n, true, false, __builtin_return_address(0)); }
+void __tsan_init() {}
+void __tsan_func_entry(void *) {}
+void __tsan_func_exit() {}
+// -fsanitize=alignment: an address that its type does not allow; a GPU stops there, x86 does not.
+void __ubsan_handle_type_mismatch_v1(void *, void *) { complain("misaligned", __builtin_return_address(0)); }
+}
