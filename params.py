@@ -62,6 +62,7 @@ class Request:
     """What is asked for, the same for both APIs."""
 
     model: str
+    given: frozenset[str]  # parameters that the client has set itself; the others have their defaults
     messages: list[chat.Message]
     tools: list[dict[str, Any]]  # as chat templates take them; [] also when tool_choice is none
     demand: Demand | None  # None: the model may say anything
@@ -352,6 +353,7 @@ def read(body: Any, rows: Mapping[str, Row], defaults: Mapping[str, Any]) -> dic
         values[name] = defaults.get(name, row.default) if given is None else row.check(given, name)
     if values["model"] is None:
         raise missing("model")
+    values["given"] = frozenset(name for name in rows if body.get(name) is not None)
     if values["stream_options"] is not None and not values["stream"]:
         raise wrong_value("stream_options", "stream to be true when it is set", body["stream_options"])
     return values
@@ -425,6 +427,7 @@ def request(
     choice = tool_choice(functions, values["tool_choice"])
     return Request(
         model=values["model"],
+        given=values["given"],
         messages=messages,
         tools=[template_tool(tool) for tool in functions] if choice.calls != "none" else [],
         demand=demand(functions, choice, text_format, values["parallel_tool_calls"]),

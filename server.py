@@ -25,9 +25,10 @@ import socket
 import sqlite3
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import threadpoolctl
 import uvicorn
@@ -39,13 +40,17 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import hub
+import upstreams
 import weights
 from answers import STATUS, error_response, new_id
-from api import ALIAS, Api, encode_event, generation_defaults
+from api import ALIAS, Api, Worker, encode_event, generation_defaults
 from background import Registry
 from chat import BadInput, ChatTemplate
 from engine import Engine
 from grammar import Grammars
+from metering import Counts, Prices
+from relay import Refused
+from remote import RemoteWorker
 from store import Limits, Store
 from tokenizer import Tokenizer
 from worker import LocalWorker
@@ -59,6 +64,13 @@ STALLED_S = 2  # at a stop, what clients get to take their last event, after the
 async def on_bad_input(_: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, BadInput)
     return error_response(STATUS.get(error.code, 400), error.message, error.param, error.code)
+
+
+async def on_refused(_: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, Refused)
+    response = error_response(error.status, error.message, error.param, error.code or None)
+    response.headers.update({"Retry-After": error.retry_after} if error.retry_after else {})
+    return response
 
 
 async def on_http_error(http: HttpRequest, error: Exception) -> Response:
@@ -116,6 +128,7 @@ class Front:
 def make_app(api: Api, api_key: str | None) -> ASGIApp:
     handlers = {
         BadInput: on_bad_input,
+        Refused: on_refused,
         HTTPException: on_http_error,
         RecursionError: on_recursion,
         ClientDisconnect: on_disconnect,
@@ -137,8 +150,46 @@ DONE_LINE = "end Responses streams without 'data: [DONE]'"
 TEMPORARY = "refuse background with store=false, as OpenAI did at first, not keep it for 10 minutes"
 STORE = "SQLite file that keeps responses; in memory they are lost at exit"
 SECRET = "key of what clients keep for us: reasoning, compactions (default: another at each start)"
+UPSTREAM = (
+    "an OpenAI-compatible server whose models are served too, repeatable, such as http://host:8000/v1; "
+    "without --model only those"
+)
+UPSTREAM_KEY = "sent to the upstreams as 'Authorization: Bearer KEY'"
+UNLISTED = "a model that the upstreams serve and do not list, repeatable"
+PROBE = "seconds between two looks at an upstream's /v1/models"
+PER_TOKEN = "give the usage of upstreams its cost: this much a token, an integer; without it, none"
+WEIGHT = "weight of these tokens in the cost, in ten-thousandths"
+COEFFICIENT = "weight of all tokens in the cost, in thousandths"
+LIMITS = upstreams.DEFAULTS
 DEVICES = ("auto", "cuda", "cpu")  # auto: cuda where it is built, else cpu
 LEVELS = ("debug", "info", "warning", "error")
+
+
+def seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
+    return value
+
+
+def natural(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or len(text) > 15:
+        raise argparse.ArgumentTypeError(f"expected 0 or more, got {text}")
+    return int(text)
+
+
+def base_url(text: str) -> str:
+    try:
+        parts = urlsplit(text)
+        _ = parts.port
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected http://HOST:PORT/v1 or the like, got {text}") from error
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise argparse.ArgumentTypeError(f"expected http://HOST:PORT/v1 or the like, got {text}")
+    return text
 
 
 def positive(text: str) -> int:
@@ -167,6 +218,20 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "secret":              (None,                 {"metavar": "TEXT", "help": SECRET}),
     "max-queued":          (256,                  {"type": positive, "help": "background runs that wait"}),
     "shutdown-grace":      (5.0,                  {"type": float, "help": "seconds to finish in at a stop"}),
+    "upstream":            (None,                 {"type": base_url, "metavar": "URL", "action": "append",
+                                                   "help": UPSTREAM}),
+    "upstream-api-key":    (None,                 {"metavar": "KEY", "help": UPSTREAM_KEY}),
+    "upstream-model":      (None,                 {"metavar": "NAME", "action": "append", "help": UNLISTED}),
+    "upstream-connect":    (LIMITS.connect_s,     {"type": seconds, "help": "seconds to connect in"}),
+    "upstream-first-byte": (LIMITS.first_byte_s,  {"type": seconds, "help": "seconds until it answers"}),
+    "upstream-idle":       (LIMITS.idle_s,        {"type": seconds, "help": "seconds of silence in one"}),
+    "upstream-probe":      (LIMITS.probe_s,       {"type": seconds, "help": PROBE}),
+    "price-per-token":     (None,                 {"type": natural, "help": PER_TOKEN}),
+    "price-prompt":        (10_000,               {"type": natural, "help": WEIGHT}),
+    "price-cached":        (10_000,               {"type": natural, "help": WEIGHT}),
+    "price-completion":    (10_000,               {"type": natural, "help": WEIGHT}),
+    "price-reasoning":     (10_000,               {"type": natural, "help": WEIGHT}),
+    "price-coefficient":   (1000,                 {"type": natural, "help": COEFFICIENT}),
     "log-level":           ("info",               {"choices": LEVELS, "help": "how much to log, on stderr"}),
 }
 # fmt: on
@@ -188,25 +253,47 @@ def main() -> int:
         level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    logging.getLogger("httpx2").setLevel(logging.WARNING)
     if args.threads:
         threadpoolctl.threadpool_limits(args.threads, user_api="blas")
     try:
         if args.device == "cuda":
             raise ValueError("--device cuda: the GPU engine is not built yet; use --device cpu")
         listener = bind(args.host, args.port)
-        directory = hub.find(args.model)
-        worker = load(directory, args.max_model_len)
-        defaults = generation_defaults(worker.engine.config.generation)
+        local, names, defaults = load_local(args)
         store = open_store(args)
     except (ValueError, OSError, MemoryError, sqlite3.Error) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+    asyncio.run(serve(args, local, defaults, store, names, listener))
+    return 0
+
+
+def load_local(args: argparse.Namespace) -> tuple[LocalWorker | None, list[str], dict[str, Any]]:
+    """The model on this machine, its names and the parameters it presets; nothing if upstreams are enough."""
+    if args.upstream and not args.model:
+        return None, [], {}
+    directory = hub.find(args.model)
+    worker = load(directory, args.max_model_len)
     by_id = args.model and not Path(args.model).exists()
     names = args.served_model_name or [args.model if by_id else directory.name]
-    asyncio.run(serve(args, worker, defaults, store, names, listener))
-    return 0
+    return worker, names, generation_defaults(worker.engine.config.generation)
+
+
+def remote_worker(args: argparse.Namespace) -> RemoteWorker | None:
+    if not args.upstream:
+        return None
+    limits = upstreams.Limits(
+        args.upstream_connect, args.upstream_first_byte, args.upstream_idle, args.upstream_probe
+    )
+    prices = None
+    if args.price_per_token is not None:
+        weighed = Counts(args.price_prompt, args.price_cached, args.price_completion, args.price_reasoning)
+        prices = Prices(args.price_per_token, weighed, args.price_coefficient)
+    unlisted = args.upstream_model or []
+    return RemoteWorker(upstreams.Upstreams(args.upstream, args.upstream_api_key, limits, unlisted), prices)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -259,15 +346,17 @@ class HttpServer(uvicorn.Server):
 
 async def serve(
     args: argparse.Namespace,
-    worker: LocalWorker,
+    local: LocalWorker | None,
     defaults: dict[str, Any],
     store: Store,
     names: list[str],
     listener: socket.socket,
 ) -> None:
     registry = Registry(store, encode_event, max_queued=args.max_queued)
+    remote = remote_worker(args)
     api = Api(
-        worker,
+        local,
+        remote,
         registry,
         defaults,
         names,
@@ -275,6 +364,8 @@ async def serve(
         done_line=not args.no_done_line,
         temporary=not args.no_temporary,
     )
+    if remote:
+        await remote.upstreams.start()
     await api.take_over()
     patience = math.ceil(args.shutdown_grace) + STALLED_S
     config = uvicorn.Config(
@@ -285,6 +376,7 @@ async def serve(
         server_header=False,
         timeout_graceful_shutdown=patience,  # for clients that neither read nor leave
     )
+    workers: list[Worker] = [worker for worker in (local, remote) if worker]
     server, hurry, stopping = HttpServer(config), asyncio.Event(), list[asyncio.Task[None]]()
 
     def on_signal() -> None:
@@ -293,24 +385,27 @@ async def serve(
             hurry.set()
         else:
             server.should_exit = True
-            stopping.append(asyncio.create_task(stop(args, worker.engine, registry, hurry)))
+            stopping.append(asyncio.create_task(stop(args, workers, registry, hurry)))
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: loop.call_soon_threadsafe(on_signal))
-    loop.call_soon(announce, args, worker, names, listener)
+    loop.call_soon(announce, args, local, remote, names, listener)
     await server.serve(sockets=[listener])
     await asyncio.gather(*stopping)
     store.close()
 
 
-async def stop(args: argparse.Namespace, engine: Engine, registry: Registry, hurry: asyncio.Event) -> None:
+async def stop(
+    args: argparse.Namespace, workers: Sequence[Worker], registry: Registry, hurry: asyncio.Event
+) -> None:
     registry.hold()
     deadline = time.monotonic() + args.shutdown_grace
-    while engine.busy() and not hurry.is_set() and time.monotonic() < deadline:
+    while any(worker.busy() for worker in workers) and not hurry.is_set() and time.monotonic() < deadline:
         await asyncio.sleep(0.02)
     await registry.close(persistent=args.store != IN_MEMORY)
-    await asyncio.to_thread(engine.close)  # what still runs, in the foreground, fails
+    for worker in workers:
+        await worker.close()  # what still runs, in the foreground, fails
 
 
 def sealing_key(secret: str | None) -> bytes:
@@ -318,25 +413,39 @@ def sealing_key(secret: str | None) -> bytes:
 
 
 def announce(
-    args: argparse.Namespace, worker: LocalWorker, names: list[str], listener: socket.socket
+    args: argparse.Namespace,
+    local: LocalWorker | None,
+    remote: RemoteWorker | None,
+    names: list[str],
+    listener: socket.socket,
 ) -> None:
-    config = worker.engine.config
     host, port = listener.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    per_token = 2 * 4 * config.n_layers * config.n_kv_heads * config.head_dim  # k and v, float32
-    blas = [lib["num_threads"] for lib in threadpoolctl.threadpool_info() if lib["user_api"] == "blas"]
-    weights_mb = config.n_params * 4 / 1e6
-    body = json.dumps({"model": names[0], "input": "What is the capital of France?"})
+    elsewhere = list(remote.upstreams.models()) if remote else []
+    body = json.dumps({"model": (names + elsewhere + [ALIAS])[0], "input": "What is the capital of France?"})
+    facts = local_facts(names[0], local) if local else {}
+    if remote:
+        facts["upstreams"] = f"{', '.join(args.upstream)} with {', '.join(elsewhere) or 'no model yet'}"
     for name, value in {
-        "model": f"{names[0]} ({config.model_type}), {config.n_params / 1e6:.1f} M parameters",
-        "memory": f"{weights_mb:.0f} MB of weights in float32, {per_token / 1e3:.0f} kB a token of context",
-        "context": f"{worker.engine.max_seq_len} tokens",
-        "device": f"cpu, {max(blas, default=1)} BLAS threads",
+        **facts,
         "store": "in memory: responses are lost at exit" if args.store == IN_MEMORY else args.store,
         "listening": url,
     }.items():
         print(f"{name:10} {value}")
     print(f"\ncurl {url}/v1/responses -H 'Content-Type: application/json' -d '{body}'\n", flush=True)
+
+
+def local_facts(name: str, worker: LocalWorker) -> dict[str, str]:
+    config = worker.engine.config
+    per_token = 2 * 4 * config.n_layers * config.n_kv_heads * config.head_dim  # k and v, float32
+    blas = [lib["num_threads"] for lib in threadpoolctl.threadpool_info() if lib["user_api"] == "blas"]
+    weights_mb = config.n_params * 4 / 1e6
+    return {
+        "model": f"{name} ({config.model_type}), {config.n_params / 1e6:.1f} M parameters",
+        "memory": f"{weights_mb:.0f} MB of weights in float32, {per_token / 1e3:.0f} kB a token of context",
+        "context": f"{worker.engine.max_seq_len} tokens",
+        "device": f"cpu, {max(blas, default=1)} BLAS threads",
+    }
 
 
 if __name__ == "__main__":

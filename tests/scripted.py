@@ -17,7 +17,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models
 
 import params
-from channels import REASONING_MARKERS, TOOL_MARKERS, Finish, Output
+from channels import REASONING_MARKERS, TOOL_MARKERS, Accepted, Finish, Output
 from chat import ChatTemplate
 from engine import Engine, Job, Step
 from grammar import Grammars
@@ -66,7 +66,7 @@ def said(tokenizer: Tokenizer, steps: Iterable[Sequence[int]], **body: Any) -> l
 
     async def collect() -> list[Output | Finish]:
         async with aclosing(worker.run(worker.prepare(request))) as outputs:
-            return [output async for output in outputs]
+            return [output async for output in outputs if not isinstance(output, Accepted)]
 
     return asyncio.run(collect())
 

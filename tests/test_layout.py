@@ -40,12 +40,15 @@ MAY_IMPORT = {
     "worker":      {"channels", "chat", "engine", "grammar", "model", "params", "tokenizer"},
     "metering":    set(),
     "relay":       {"chat", "completions", "metering", "sse"},
-    "api":         {"answers", "background", "channels", "completions", "params", "responses", "sealed",
-                    "sse", "store", "worker"},
-    "server":      {"answers", "api", "background", "chat", "engine", "grammar", "hub", "store", "tokenizer",
-                    "weights", "worker"},
+    "upstreams":   {"completions", "relay"},
+    "remote":      {"answers", "channels", "chat", "completions", "metering", "params", "relay", "sse",
+                    "upstreams"},
+    "api":         {"answers", "background", "channels", "chat", "completions", "params", "remote",
+                    "responses", "sealed", "sse", "store", "worker"},
+    "server":      {"answers", "api", "background", "chat", "engine", "grammar", "hub", "metering", "relay",
+                    "remote", "store", "tokenizer", "upstreams", "weights", "worker"},
     "bench":       {"answers", "api", "background", "channels", "engine", "hub", "model", "params",
-                    "responses", "store", "tokenizer", "weights"},
+                    "responses", "sse", "store", "tokenizer", "weights"},
 }
 # fmt: on
 
