@@ -46,3 +46,14 @@ def test_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert printed.out == out.read_text(encoding="utf-8")
     for name in ("appended and written", "replayed"):
         assert re.search(rf"^\| {name} \| [1-9]\d+ events/s \|$", printed.out, re.MULTILINE)
+
+
+def test_relay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "relay.md"
+    assert bench.main(["relay", "--repeat", "1", "--events", "320", "--out", str(out)]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == out.read_text(encoding="utf-8")
+    *measured, first = printed.out.strip().splitlines()[6:]
+    assert first == "| first one is here before the second is written | yes | yes | yes | | |"
+    for name, row in zip(bench.RELAYED, measured, strict=False):
+        assert re.fullmatch(rf"\| {re.escape(name)} (\| [\d.]+ ){{5}}\|", row)
