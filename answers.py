@@ -75,7 +75,9 @@ ERROR_TYPES = {
     401:    "authentication_error",
     429:    "rate_limit_error",
     500:    "server_error",
+    502:    "server_error",
     503:    "server_error",
+    504:    "server_error",
 }
 # fmt: on
 
@@ -169,7 +171,8 @@ class Answer(Response):
     """Answers with a log: as a stream that ends in `done`, or with what `whole` makes of it at its end.
 
     `producer` fills the log for as long as the client is there; None: it fills without us. A producer that
-    raises is a bug of ours: its client gets a 500 or, in a stream, a connection that breaks, no clean end.
+    raises before its first event has refused the request. Later it is a bug of ours: its client gets a 500
+    or, in a stream, a connection that breaks, no clean end.
     """
 
     def __init__(
@@ -185,17 +188,11 @@ class Answer(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         producing = asyncio.ensure_future(self._producer or _nothing())
-        sending = asyncio.ensure_future(self._send(producing, scope, receive, send))
-        leaving = asyncio.ensure_future(_disconnect(receive))
         try:
-            await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            await while_there(self._send(producing, scope, receive, send), receive)
         finally:
-            answered = sending.done()
-            for task in (producing, sending, leaving):
-                task.cancel()
-            await asyncio.gather(producing, sending, leaving, return_exceptions=True)
-        if answered:
-            sending.result()  # raises what it raised
+            producing.cancel()
+            await asyncio.gather(producing, return_exceptions=True)
 
     async def _send(self, producing: Producing, scope: Scope, receive: Receive, send: Send) -> None:
         if self._whole:
@@ -204,13 +201,31 @@ class Answer(Response):
             status, body = self._whole(self._events.events)
             await JSONResponse(body, status)(scope, receive, send)
             return
+        if self._producer:
+            await self._events.begun()
+            if not self._events.events:
+                await producing  # it raises why: nothing has been said, so that has its status
         await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
-        async with aclosing(_kept_alive(self._events.read(self._after))) as frames:
+        async with aclosing(kept_alive(self._events.read(self._after))) as frames:
             async for frame in frames:
                 await send({"type": "http.response.body", "body": frame, "more_body": True})
         await producing
         if not self._events.broken_off:  # else the connection just ends, and the client knows
             await send({"type": "http.response.body", "body": self._done})
+
+
+async def while_there(sending: Coroutine[Any, Any, None], receive: Receive) -> None:
+    """Send an answer for as long as the client is there."""
+    answer, leaving = asyncio.ensure_future(sending), asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait({answer, leaving}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        answered = answer.done()
+        for task in (answer, leaving):
+            task.cancel()
+        await asyncio.gather(answer, leaving, return_exceptions=True)
+    if answered:
+        answer.result()  # raises what it raised
 
 
 async def _nothing() -> None:
@@ -222,7 +237,7 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
-async def _kept_alive(frames: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+async def kept_alive(frames: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
     """The frames, and a comment whenever none came for a while: proxies close streams that are silent."""
     coming = asyncio.ensure_future(anext(frames, None))
     try:
@@ -237,3 +252,4 @@ async def _kept_alive(frames: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
                 coming = asyncio.ensure_future(anext(frames, None))
     finally:
         coming.cancel()
+        await asyncio.gather(coming, return_exceptions=True)

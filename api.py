@@ -19,10 +19,11 @@ import json
 import logging
 import re
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, closing
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
@@ -36,11 +37,13 @@ import sse
 import tools
 from answers import Answer, error_body, error_response, new_id, now, read_json
 from background import EventLog, Producer, QueueFull, Registry
-from channels import Delta, Finish, Output, Usage
+from channels import Accepted, Delta, Finish, Output, Usage
+from chat import BadInput
 from metrics import Metrics
 from params import BadRequest
+from remote import RemoteWorker
 from store import TERMINAL, Row
-from worker import LocalWorker, Prompt
+from worker import LocalWorker
 
 log = logging.getLogger("api")
 
@@ -59,6 +62,9 @@ COMPACT = (
     "Be brief and complete. Write the summary only."
 )
 COMPACT_TOKENS = 1024
+
+# What `error.code` of a failed response may be, where a worker has refused what had been accepted.
+REFUSED_LATE = {"rate_limit_exceeded": "rate_limit_exceeded", "server_error": "server_error"}
 
 NUMBER = re.compile("[0-9]{1,18}")  # in a query; int() refuses a few thousand digits in a way of its own
 
@@ -83,12 +89,41 @@ def generation_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+class Prompt(Protocol):
+    """A request that a worker will serve."""
+
+    @property
+    def request(self) -> params.Request: ...
+    @property
+    def n_tokens(self) -> int | None: ...  # None: the worker cannot know
+
+
+class Worker(Protocol):
+    """What turns a Request into what a model says: worker.py here, remote.py elsewhere.
+
+    prepare() raises BadInput for what it refuses. run() too, before it says Accepted; then it never raises
+    for the request's sake, and ends with one Finish.
+    """
+
+    def prepare(self, request: params.Request) -> Any: ...  # the Prompt that its own run() takes
+    def run(self, prompt: Any, choice: int = 0) -> AsyncGenerator[Accepted | Output | Finish]: ...
+    def counts(self) -> dict[str, int]: ...
+    @property
+    def alive(self) -> bool: ...  # not for ever unable to serve
+    def busy(self) -> bool: ...
+    async def close(self) -> None: ...
+
+
 class Api:
-    """The endpoints, over one worker and one store; `key` seals what clients keep for us."""
+    """The endpoints, over a worker here, one elsewhere or both, and one store.
+
+    `names` and `defaults` are those of the model here; `key` seals what clients keep for us.
+    """
 
     def __init__(
         self,
-        worker: LocalWorker,
+        local: LocalWorker | None,
+        remote: RemoteWorker | None,
         registry: Registry,
         defaults: Mapping[str, Any],
         names: list[str],
@@ -97,7 +132,9 @@ class Api:
         temporary: bool = True,
         reasoning_events: str = "openai",
     ) -> None:
-        self._worker = worker
+        self._local = local
+        self._remote = remote
+        self._workers: list[Worker] = [worker for worker in (local, remote) if worker]
         self._registry = registry
         self._defaults = defaults  # of parameters, where the model has its own
         self._names = names
@@ -106,7 +143,9 @@ class Api:
         self._reasoning_events = reasoning_events  # one of responses.REASONING_EVENTS
         self._temporary = temporary  # background responses that are not to be stored: kept for a while
         self._created = now()
-        self.metrics = Metrics(names[0], worker.engine.counts, registry.live, lambda: registry.ended)
+        self.metrics = Metrics(
+            names[0] if names else "upstream", self._counts, registry.live, lambda: registry.ended
+        )
 
     def routes(self) -> list[Route]:
         return [
@@ -170,7 +209,6 @@ class Api:
 
     async def _in_foreground(self, events: EventLog, producer: Producer) -> None:
         with closing(events):
-            events.extend(producer.start())
             await producer.fill(events)
 
     def _producer(self, prompt: Prompt, head: Mapping[str, Any], queued: bool) -> Producer:
@@ -179,14 +217,21 @@ class Api:
         builder = responses.Builder(head, new_id, seal, self._reasoning_events)
 
         async def fill(events: EventLog) -> None:
-            if queued:
-                events.extend(builder.run())
-            async with aclosing(self._outputs(prompt, 0)) as outputs:
-                async for output in outputs:
-                    if isinstance(output, Finish):
-                        events.extend(builder.finish(output, now()))
-                    else:
-                        events.extend(builder.feed(output))
+            try:
+                async with aclosing(self._outputs(prompt, 0)) as outputs:
+                    async for output in outputs:
+                        match output:
+                            case Accepted():
+                                events.extend(builder.run() if queued else builder.start())
+                            case Finish():
+                                events.extend(builder.finish(output, now()))
+                            case _:
+                                events.extend(builder.feed(output))
+            except BadInput as refusal:
+                if not queued:
+                    raise
+                code = REFUSED_LATE.get(refusal.code, "invalid_prompt")
+                events.extend(builder.finish(Finish("failed", None, refusal.message, code), now()))
 
         def end(reason: Any, message: str) -> list[responses.Event]:
             return builder.finish(Finish(reason, message=message), now())
@@ -198,7 +243,7 @@ class Api:
 
         async def producer(row: Row) -> Producer:
             body = row.request | {"input": row.items, "previous_response_id": None}
-            prompt = await self._prepare(params.from_responses(body, self._defaults))
+            prompt = await self._prepare(params.from_responses(body, self._defaults_for(body)))
             return self._producer(prompt, row.response, queued=True)
 
         def interrupted(frames: list[bytes]) -> responses.Event:
@@ -212,7 +257,9 @@ class Api:
         named = {"model": ALIAS} | body if isinstance(body, dict) else body  # the SDK lets the model out
         asked, _ = await self._ask(http, named, chain_suffices=True)
         prompt = await self._prepare(asked)
-        return JSONResponse({"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)})
+        if prompt.n_tokens is None:
+            raise params.unsupported("model", "Only the upstream that has this model could count its tokens.")
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": prompt.n_tokens})
 
     async def compact(self, http: HttpRequest) -> Response:
         """The user's messages, and one item that stands for all the rest: a summary by the model itself."""
@@ -221,8 +268,8 @@ class Api:
         question = {"role": "user", "content": COMPACT}
         ask = {"model": asked.model, "instructions": body.get("instructions"), "input": [*items, question]}
         limits = {"max_output_tokens": COMPACT_TOKENS, "truncation": "auto", "reasoning": {"effort": "none"}}
-        prompt = await self._prepare(params.from_responses(ask | limits, self._defaults))
-        said: list[Output | Finish] = []
+        prompt = await self._prepare(params.from_responses(ask | limits, self._defaults_for(ask)))
+        said: list[Accepted | Output | Finish] = []
 
         async def fill() -> None:
             async with aclosing(self._outputs(prompt, 0)) as outputs:
@@ -231,7 +278,7 @@ class Api:
         return Answer(EventLog(encode_event), fill(), lambda _: self._compacted(items, said))
 
     def _compacted(
-        self, items: list[dict[str, Any]], said: Sequence[Output | Finish]
+        self, items: list[dict[str, Any]], said: Sequence[Accepted | Output | Finish]
     ) -> tuple[int, dict[str, Any]]:
         summary = "".join(o.text for o in said if isinstance(o, Delta) and o.channel == "final")
         finish = said[-1]
@@ -285,13 +332,29 @@ class Api:
         context = await self._context(http, body)
         if chain_suffices and context and not body.get("input"):
             body, context = body | {"input": context}, []
-        request = params.from_responses(body, self._defaults, context)
+        request = params.from_responses(body, self._defaults_for(body), context)
         return request, responses.input_items(body["input"], context, new_id)
 
     async def _prepare(self, request: params.Request) -> Prompt:
-        self._check_model(request.model)
         # In a thread: a long prompt must not stop the streams.
-        return await asyncio.to_thread(self._worker.prepare, request)
+        prompt: Prompt = await asyncio.to_thread(self._worker(request.model).prepare, request)
+        return prompt
+
+    def _worker(self, model: str) -> Worker:
+        """The one that serves a model; raises BadInput."""
+        if self._local and self._is_here(model):
+            return self._local
+        if self._remote and self._remote.serves(model, ALIAS):
+            return self._remote
+        there = ", ".join(map(repr, (*self._models(), ALIAS)))
+        raise BadRequest(f"The model '{model}' does not exist; there is {there}.", "model", "model_not_found")
+
+    def _is_here(self, model: Any) -> bool:
+        return self._local is not None and model in (*self._names, ALIAS)
+
+    def _defaults_for(self, body: Any) -> Mapping[str, Any]:
+        """Presets of parameters, of the model here; what one elsewhere presets nobody knows here."""
+        return self._defaults if isinstance(body, dict) and self._is_here(body.get("model")) else {}
 
     # --- Responses: what became of one --------------------------------------------------------------------
 
@@ -357,7 +420,11 @@ class Api:
     # --- chat completions ----------------------------------------------------------------------------------
 
     async def create_completion(self, http: HttpRequest) -> Response:
-        request = params.from_chat(await read_json(http), self._defaults)
+        body = await read_json(http)
+        name = body.get("model") if isinstance(body, dict) else None
+        if self._remote and isinstance(name, str) and self._worker(name) is self._remote:
+            return self._remote.pass_through(body)
+        request = params.from_chat(body, self._defaults_for(body))
         prompt = await self._prepare(request)
         head = {
             "id": new_id("chatcmpl"),
@@ -374,10 +441,13 @@ class Api:
         async def fill_choice(index: int) -> None:
             async with aclosing(self._outputs(prompt, index)) as outputs:
                 async for output in outputs:
-                    if isinstance(output, Finish):
-                        events.extend(chunks.finish(index, output))
-                    else:
-                        events.extend(chunks.feed(index, output))
+                    match output:
+                        case Accepted():
+                            pass
+                        case Finish():
+                            events.extend(chunks.finish(index, output))
+                        case _:
+                            events.extend(chunks.feed(index, output))
 
         with closing(events):
             events.extend(chunks.start())
@@ -389,51 +459,67 @@ class Api:
     # --- models, health ------------------------------------------------------------------------------------
 
     async def list_models(self, _: HttpRequest) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model(name) for name in self._names]})
+        return JSONResponse({"object": "list", "data": list(self._models().values())})
 
     async def get_model(self, http: HttpRequest) -> Response:
-        self._check_model(http.path_params["id"])
-        return JSONResponse(self._model(http.path_params["id"]))
+        name = http.path_params["id"]
+        self._worker(name)
+        models = self._models()
+        return JSONResponse(models.get(name) or next(iter(models.values())) | {"id": name})
 
     async def health(self, _: HttpRequest) -> Response:
-        """Whether requests are served: not without the engine's thread, and not while the server stops."""
-        ready = self._worker.engine.alive and self._registry.accepts
-        counts = self._worker.engine.counts() | self._registry.counts()
+        """Whether requests are served: not without a worker that works, and not while the server stops."""
+        ready = all(worker.alive for worker in self._workers) and self._registry.accepts
+        counts = self._counts() | self._registry.counts()
         return JSONResponse({"status": "ok" if ready else "not ready"} | counts, 200 if ready else 503)
 
     async def alive(self, _: HttpRequest) -> Response:
         """Whether the process answers at all; else somebody should start it again."""
         return JSONResponse({"status": "ok"})
 
-    def _model(self, name: str) -> dict[str, Any]:
-        length = self._worker.engine.max_seq_len
-        known = {"created": self._created, "owned_by": "local", "max_model_len": length}
-        return {"id": name, "object": "model"} | known
+    def _counts(self) -> dict[str, int]:
+        """What all workers hold together."""
+        counts: Counter[str] = Counter()
+        for worker in self._workers:
+            counts.update(worker.counts())
+        return dict(counts)
 
-    def _check_model(self, name: str) -> None:
-        if name not in (*self._names, ALIAS):
-            there = ", ".join(map(repr, (*self._names, ALIAS)))
-            raise BadRequest(
-                f"The model '{name}' does not exist; there is {there}.", "model", "model_not_found"
-            )
+    def _models(self) -> dict[str, dict[str, Any]]:
+        """Those here, then those of the upstreams, as /v1/models shows them."""
+        head = {"object": "model", "created": self._created}
+        found = {}
+        if self._local:
+            length = self._local.engine.max_seq_len
+            found = {n: head | {"owned_by": "local", "max_model_len": length} for n in self._names}
+        elsewhere = self._remote.upstreams.models() if self._remote else {}
+        others = {
+            n: head | {"owned_by": "upstream"} | model for n, model in elsewhere.items() if n not in found
+        }
+        return {name: {"id": name} | model for name, model in (found | others).items()}
 
     # --- the worker -----------------------------------------------------------------------------------------
 
-    async def _outputs(self, prompt: Prompt, choice: int) -> AsyncGenerator[Output | Finish]:
+    async def _outputs(self, prompt: Prompt, choice: int) -> AsyncGenerator[Accepted | Output | Finish]:
         """What the worker says, with exactly one Finish at the end, whatever happens to it."""
         started, finish, watch = time.monotonic(), Finish("cancelled"), self.metrics.run()
         restorer = tools.Restorer(prompt.request.called)
         try:
-            async with aclosing(self._worker.run(prompt, choice)) as outputs:
+            async with aclosing(self._worker(prompt.request.model).run(prompt, choice)) as outputs:
                 async for output in outputs:
                     if isinstance(output, Finish):
                         finish = output
                         break
+                    if isinstance(output, Accepted):
+                        yield output
+                        continue
                     watch.piece()
                     for restored in restorer.feed(output):
                         yield restored
             if finish.reason == "cancelled":
                 finish = Finish("failed", message="The worker ended without finishing.")
+        except BadInput as refusal:  # before it has accepted
+            finish = Finish("failed", message=refusal.message)
+            raise
         except Exception as error:
             log.exception("the worker failed")
             message = f"{type(error).__name__} in the worker; the server's log has the details."
@@ -446,7 +532,8 @@ class Api:
 
 
 def _log_finish(prompt: Prompt, finish: Finish, seconds: float) -> None:
-    n_in, n_out = len(prompt.token_ids), finish.usage.output_tokens if finish.usage else 0
+    n_in = prompt.n_tokens or (finish.usage.input_tokens if finish.usage else 0)
+    n_out = finish.usage.output_tokens if finish.usage else 0
     if finish.reason == "cancelled":
         log.info("nobody waits any longer: aborted after %.2f s, %d tokens in", seconds, n_in)
     else:

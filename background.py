@@ -99,6 +99,11 @@ class EventLog:
         """A response that the next process shall run: what was read of it is no whole stream."""
         return self._closed and bool(self.status) and not self.ended
 
+    async def begun(self) -> None:
+        """Wait until there is an event, or never will be."""
+        while not (self.events or self._closed):
+            await self._news.wait()
+
     async def written(self) -> None:
         """Wait until the events that there are now are written."""
         n = len(self._frames) + len(self._pending)

@@ -4,6 +4,7 @@
     python bench.py store    background responses through the registry and back, and the memory they take
     python bench.py parse    what the parser of the output costs, in every dialect
     python bench.py server   streams held at once, beside a bare Starlette app that sends the same bytes
+    python bench.py relay    a scripted worker in another process, asked directly and through server.py
 
 `cpu` compares the engine with transformers in float32 (https://github.com/huggingface/transformers), which
 `pip install -e '.[parity]'` brings, with llama.cpp in float16 (https://github.com/ggml-org/llama.cpp), which
@@ -22,23 +23,27 @@ Not here: how good what is said is.
 
 import argparse
 import asyncio
+import contextlib
 import json
 import multiprocessing
 import os
 import platform
 import re
+import subprocess
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from datetime import date
+from functools import partial
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median, quantiles
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, cast
+from urllib.parse import urlsplit
 
 import numpy as np
 import threadpoolctl
@@ -53,6 +58,7 @@ import answers
 import hub
 import params
 import responses
+import sse
 from api import Api, encode_event
 from background import EventLog, Producer, Registry
 from channels import Delta, Dialect, Finish, Parser, Piece, Usage
@@ -602,7 +608,7 @@ def ours(directory: Path) -> ASGIApp:
     grammars = Grammars(vocabulary, config.vocab_size, config.eos_token_ids)
     worker = LocalWorker(engine, tokenizer, ChatTemplate.load(directory), grammars)
     registry = Registry(Store(":memory:", Limits()), encode_event)
-    return make_app(Api(worker, registry, {}, ["bench"], bytes(32)), Keys([]), max(STREAMS) + 1)
+    return make_app(Api(worker, None, registry, {}, ["bench"], bytes(32)), Keys([]), max(STREAMS) + 1)
 
 
 def bare(frames: Sequence[bytes]) -> ASGIApp:
@@ -776,6 +782,155 @@ def frames_of(reply: bytes) -> list[bytes]:
     return frames
 
 
+# --- relay --------------------------------------------------------------------------------------------------
+
+# A contender is a way to the same worker, which writes the time into each of its deltas: the clock of all
+# processes is one, CLOCK_MONOTONIC. A client reads the times where they arrive, whatever is around them.
+WAYS = {"direct": "/v1/chat/completions", "chat": "/v1/chat/completions", "responses": "/v1/responses"}
+WRITTEN_AT = re.compile(rb'"(?:content|delta)":"(\d+\.\d+) ')
+N_STREAMS = 32
+
+
+class Load(NamedTuple):
+    """What the worker is asked to write."""
+
+    n_events: int
+    pace_s: float  # between two of them
+
+
+async def worker_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """One request to the worker: as many frames as its message says."""
+    request = await reader.readuntil(b"\r\n\r\n")
+    length = re.search(rb"content-length: *(\d+)", request, re.IGNORECASE)
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: %s\r\nConnection: close\r\n\r\n"
+    if length is None:
+        writer.write(head % b"application/json" + b'{"object":"list","data":[{"id":"bench"}]}')
+    else:
+        body = json.loads(await reader.readexactly(int(length[1])))
+        load = Load(*json.loads(body["messages"][0]["content"]))
+        writer.write(head % b"text/event-stream")
+        chunk = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "bench"}
+        frame = sse.encode(sse.dumps(chunk | {"choices": [{"index": 0, "delta": {"content": "%.6f token"}}]}))
+        for n in range(load.n_events):
+            if n and load.pace_s:
+                await asyncio.sleep(load.pace_s)
+            writer.write(frame % time.perf_counter())
+            await writer.drain()
+        end = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
+        writer.write(sse.encode(sse.dumps(chunk | end)) + sse.DONE)
+    await writer.drain()
+    writer.close()
+
+
+async def worker_process() -> None:
+    listening = await asyncio.start_server(worker_connection, "127.0.0.1", 0)
+    print(f"listening http://127.0.0.1:{listening.sockets[0].getsockname()[1]}", flush=True)
+    await listening.serve_forever()
+
+
+@contextlib.contextmanager
+def started(*command: str) -> Iterator[str]:
+    """A process of this folder that announces its URL."""
+    folder = Path(__file__).parent
+    with subprocess.Popen(
+        [sys.executable, *command], cwd=folder, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout
+            yield next(line.split()[1] for line in process.stdout if line.startswith("listening"))
+        finally:
+            process.kill()
+
+
+async def times(url: str, path: str, load: Load) -> list[tuple[float, float]]:
+    """When each delta was written, and when it was here."""
+    found = []
+    text = json.dumps(load)
+    asked = {"model": "bench", "stream": True, "store": False, "input": text}
+    body = json.dumps(asked | {"messages": [{"role": "user", "content": text}]}).encode()
+    place = urlsplit(url)
+    reader, writer = await asyncio.open_connection(place.hostname, place.port, limit=2**26)
+    head = f"POST {path} HTTP/1.1\r\nHost: bench\r\nContent-Length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    async for line in reader:
+        if written := WRITTEN_AT.search(line):
+            found.append((float(written[1]), time.perf_counter()))
+        if line.startswith((b"data: [DONE]", b"event: response.output_text.done")):
+            break
+    writer.close()
+    return found
+
+
+async def first_event(url: str, path: str, _: int) -> float:
+    """Milliseconds from the request to the first delta."""
+    asked_at = time.perf_counter()
+    return 1e3 * ((await times(url, path, Load(1, 0)))[0][1] - asked_at)
+
+
+async def latency(url: str, path: str, n_events: int) -> float:
+    """Milliseconds from the worker's write to the client's read, the median of a stream of 200 events/s."""
+    found = await times(url, path, Load(n_events // 40, 0.005))
+    return 1e3 * median(here - written for written, here in found)
+
+
+async def rate(url: str, path: str, n_events: int, n_streams: int = 1) -> float:
+    """Events a second, of all streams together."""
+    load = Load(n_events // n_streams, 0)
+    asked_at = time.perf_counter()
+    found = await asyncio.gather(*(times(url, path, load) for _ in range(n_streams)))
+    return sum(map(len, found)) / (max(pairs[-1][1] for pairs in found) - asked_at)
+
+
+async def before_the_second(url: str, path: str, _: int) -> float:
+    """1 if the client had the worker's first frame before the second was written."""
+    (_written, first_here), (second_written, _here) = await times(url, path, Load(2, 0.1))
+    return float(first_here < second_written)
+
+
+# fmt: off
+RELAYED: dict[str, Callable[[str, str, int], Any]] = {
+    "first event, ms":                                first_event,
+    "an event, ms":                                   latency,
+    "events/s":                                       rate,
+    f"events/s, {N_STREAMS} streams":                 partial(rate, n_streams=N_STREAMS),
+    "first one is here before the second is written": before_the_second,
+}
+# fmt: on
+
+
+def relay(args: argparse.Namespace) -> None:
+    found: dict[str, dict[str, list[float]]] = {name: {way: [] for way in WAYS} for name in RELAYED}
+    with (
+        started("bench.py", "worker") as direct,
+        started("server.py", "--upstream", direct + "/v1", "--port", "0", "--log-level", "warning") as front,
+    ):
+        for number in range(args.repeat + 1):  # the first round warms up
+            for name, measured in RELAYED.items():
+                for way, path in WAYS.items():
+                    value = asyncio.run(measured(direct if way == "direct" else front, path, args.events))
+                    found[name][way] += [value] if number else []
+            print(f"round {number}/{args.repeat}", file=sys.stderr)
+    lines = [
+        f"{date.today()}, a scripted worker, asked directly and through `server.py --upstream`,",
+        f"{cpu_name()}, {os.cpu_count()} cores,",
+        f"Python {platform.python_version()}, httpx2 {version('httpx2')}, uvicorn {version('uvicorn')}.",
+        "",
+        f"| median of {args.repeat} | direct | chat | responses | chat / direct | responses / direct |",
+        "|---|---|---|---|---|---|",
+        *(relayed_row(name, [median(values) for values in ways.values()]) for name, ways in found.items()),
+        "",
+    ]
+    write(lines, args.out)
+
+
+def relayed_row(name: str, medians: list[float]) -> str:
+    if RELAYED[name] is before_the_second:
+        return f"| {name} | " + " | ".join("yes" if m == 1 else "no" for m in medians) + " | | |"
+    cells = [f"{m:.0f}" if m > 100 else f"{m:.2f}" for m in medians]
+    ratios = [f"{m / medians[0]:.2f}" for m in medians[1:]]
+    return f"| {name} | " + " | ".join(cells + ratios) + " |"
+
+
 # --- the command line ---------------------------------------------------------------------------------------
 
 
@@ -795,6 +950,13 @@ def arguments() -> argparse.ArgumentParser:
     add.set_defaults(run=server)
     common(add)
     add.add_argument("--repeat", type=int, default=5, metavar="N", help="rounds (default: 5)")
+    add = commands.add_parser("relay", help="what it costs to ask through --upstream")
+    add.set_defaults(run=relay)
+    add.add_argument("--repeat", type=int, default=5, metavar="N", help="rounds (default: 5)")
+    add.add_argument("--events", type=int, default=8000, metavar="N", help="in a stream (default: 8000)")
+    add.add_argument("--out", type=Path, metavar="FILE", help="write the table there too")
+    add = commands.add_parser("worker", help="the worker that `relay` asks")
+    add.set_defaults(run=lambda _: asyncio.run(worker_process()))
     add = commands.add_parser("cpu", help="prefill and decoding of the model, beside transformers")
     add.set_defaults(run=cpu)
     common(add)

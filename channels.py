@@ -88,10 +88,14 @@ class Usage(NamedTuple):
     cached_tokens: int = 0
 
 
+class Accepted(NamedTuple):
+    """The first thing a worker says of a request: it cannot be refused any more."""
+
+
 class Finish(NamedTuple):
     """The last thing a worker says of a request."""
 
-    reason: Literal["stop", "length", "failed", "cancelled"]
+    reason: Literal["stop", "length", "content_filter", "failed", "cancelled"]
     usage: Usage | None = None
     message: str = ""  # for failed: what went wrong
     code: str = "server_error"

@@ -290,6 +290,20 @@ def from_chat(messages: list[Any]) -> list[Message]:
     return talk.messages
 
 
+# --- prompts that are too long ------------------------------------------------------------------------------
+
+
+def shortened(messages: list[Message]) -> list[list[Message]]:
+    """The messages, then without their oldest turn, then without the two oldest, ...
+
+    A turn goes from one user message to the next, so that a call never loses its output; the system's
+    beginning stays: https://platform.openai.com/docs/api-reference/responses/create (truncation)
+    """
+    n_system = int(messages[0]["role"] == "system")
+    users = [i for i, message in enumerate(messages) if message["role"] == "user"]
+    return [messages, *(messages[:n_system] + messages[i:] for i in users[1:])]
+
+
 # --- templates that take less -------------------------------------------------------------------------------
 
 _dumps = partial(json.dumps, ensure_ascii=False)

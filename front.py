@@ -34,6 +34,7 @@ from answers import STATUS, error_response, new_id
 from api import Api
 from chat import BadInput
 from logs import REQUEST_ID
+from relay import Refused
 
 log = logging.getLogger("front")
 
@@ -47,6 +48,13 @@ METHODS = ("GET", "POST", "DELETE", "HEAD", "OPTIONS")
 async def on_bad_input(_: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, BadInput)
     return error_response(STATUS.get(error.code, 400), error.message, error.param, error.code)
+
+
+async def on_refused(_: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, Refused)
+    response = error_response(error.status, error.message, error.param, error.code or None)
+    response.headers.update({"Retry-After": error.retry_after} if error.retry_after else {})
+    return response
 
 
 async def on_http_error(http: HttpRequest, error: Exception) -> Response:
@@ -179,6 +187,7 @@ def make_app(api: Api, keys: Keys, max_streams: int, origins: Sequence[str] = ()
     routes = [Route("/", on_page), Route("/metrics", on_metrics), *api.routes()]
     handlers = {
         BadInput: on_bad_input,
+        Refused: on_refused,
         HTTPException: on_http_error,
         RecursionError: on_recursion,
         ClientDisconnect: on_disconnect,

@@ -47,4 +47,5 @@ def start(level: str, form: str) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(FORMATS[form]())
     logging.basicConfig(level=level.upper(), handlers=[handler])
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    for chatty in ("uvicorn.error", "httpx2"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)

@@ -67,6 +67,7 @@ class Request:
     """What is asked for, the same for both APIs."""
 
     model: str
+    given: frozenset[str]  # parameters that the client has set itself; the others have their defaults
     messages: list[chat.Message]
     tools: list[dict[str, Any]]  # as chat templates take them; [] also when tool_choice is none
     called: dict[str, Tool]  # what the calls mean, by the names in `tools`
@@ -374,6 +375,7 @@ def read(body: Any, rows: Mapping[str, Row], defaults: Mapping[str, Any]) -> dic
         values[name] = defaults.get(name, row.default) if given is None else row.check(given, name)
     if values["model"] is None:
         raise missing("model")
+    values["given"] = frozenset(name for name in rows if body.get(name) is not None)
     if values["stream_options"] is not None and not values["stream"]:
         raise wrong_value("stream_options", "stream to be true when it is set", body["stream_options"])
     return values
@@ -450,6 +452,7 @@ def request(
     offered = tools if choice.calls != "none" else []
     return Request(
         model=values["model"],
+        given=values["given"],
         messages=messages,
         tools=[tool.offer() for tool in offered],
         called={tool.known_as: tool for tool in offered},

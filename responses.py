@@ -112,6 +112,7 @@ INPUT_PREFIXES = {
 ENDINGS = {
     "stop":         ("completed",  "completed"),
     "length":       ("incomplete", "incomplete"),  # https://github.com/vllm-project/vllm/issues/57998
+    "content_filter": ("incomplete", "incomplete"),
     "failed":       ("failed",     "incomplete"),
     "cancelled":    ("cancelled",  "incomplete"),
 }
@@ -120,6 +121,7 @@ ENDINGS = {
 # No event is named after a cancel: the stream of a cancelled response ends with response.failed around
 # status "cancelled".
 TERMINAL = {"completed": "response.completed", "incomplete": "response.incomplete"}
+INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
 
 
 def label(event: Mapping[str, Any]) -> str:
@@ -335,11 +337,12 @@ class Builder:
     def _response(self, status: str, finish: Finish | None, now: int | None) -> dict[str, Any]:
         """The response object as it stands."""
         error = {"code": finish.code, "message": finish.message} if finish and status == "failed" else None
+        why = INCOMPLETE.get(finish.reason) if finish else None
         return self._head | {
             "status": status,
             "completed_at": now if status == "completed" else None,
             "error": error,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "incomplete_details": {"reason": why} if why else None,
             "output": [dict(item) for item in self.output],
             "usage": usage_object(finish.usage)
             if finish and finish.usage and status != "cancelled"

@@ -25,9 +25,10 @@ import sqlite3
 import struct
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import threadpoolctl
 import uvicorn
@@ -37,15 +38,18 @@ import gpu
 import hub
 import kernels
 import logs
+import upstreams
 import weights
-from api import ALIAS, Api, encode_event, generation_defaults
+from api import ALIAS, Api, Worker, encode_event, generation_defaults
 from background import Registry
 from chat import ChatTemplate
 from dialects import DIALECTS
 from engine import Engine, Ops
 from front import Keys, make_app
 from grammar import Grammars
+from metering import Counts, Prices
 from model import PAGE, NumpyOps
+from remote import RemoteWorker
 from responses import REASONING_EVENTS
 from store import Limits, Store
 from tokenizer import Tokenizer
@@ -57,6 +61,7 @@ SEND_BUFFER_BYTES = 128 * 1024  # of a connection; Linux takes twice as many
 STALLED_S = 2  # at a stop, what clients get to take their last event, after the grace
 
 log = logging.getLogger("server")
+
 
 # --- the command line ---------------------------------------------------------------------------------------
 
@@ -79,6 +84,17 @@ KV_MEMORY = "memory for keys and values, such as 2G (default: a quarter of what 
 SPECULATE = "tokens to draft from what was said before; 0: none"
 DIALECT = "how the model marks reasoning and calls (default: as its chat template says)"
 EVENTS = "names of reasoning events: reasoning_text.* or, for Open Responses' own tests, reasoning.*"
+UPSTREAM = (
+    "an OpenAI-compatible server whose models are served too, repeatable, such as http://host:8000/v1; "
+    "without --model only those"
+)
+UPSTREAM_KEY = "sent to the upstreams as 'Authorization: Bearer KEY'"
+UNLISTED = "a model that the upstreams serve and do not list, repeatable"
+PROBE = "seconds between two looks at an upstream's /v1/models"
+PER_TOKEN = "give the usage of upstreams its cost: this much a token, an integer; without it, none"
+WEIGHT = "weight of these tokens in the cost, in ten-thousandths"
+COEFFICIENT = "weight of all tokens in the cost, in thousandths"
+LIMITS = upstreams.DEFAULTS
 DEVICES = ("auto", "cuda", "cpu")  # auto: cuda where it is built, else cpu
 LEVELS = ("debug", "info", "warning", "error")
 
@@ -94,10 +110,31 @@ def size(text: str) -> int:
     return n_bytes
 
 
+def seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
+    return value
+
+
 def natural(text: str) -> int:
-    if not text.isascii() or not text.isdigit():
+    if not text.isascii() or not text.isdigit() or len(text) > 15:
         raise argparse.ArgumentTypeError(f"expected 0 or more, got {text}")
     return int(text)
+
+
+def base_url(text: str) -> str:
+    try:
+        parts = urlsplit(text)
+        _ = parts.port
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected http://HOST:PORT/v1 or the like, got {text}") from error
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise argparse.ArgumentTypeError(f"expected http://HOST:PORT/v1 or the like, got {text}")
+    return text
 
 
 def positive(text: str) -> int:
@@ -135,6 +172,20 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "secret":              (None,                 {"metavar": "TEXT", "help": SECRET}),
     "max-queued":          (256,                  {"type": positive, "help": "background runs that wait"}),
     "shutdown-grace":      (5.0,                  {"type": float, "help": "seconds to finish in at a stop"}),
+    "upstream":            (None,                 {"type": base_url, "metavar": "URL", "action": "append",
+                                                   "help": UPSTREAM}),
+    "upstream-api-key":    (None,                 {"metavar": "KEY", "help": UPSTREAM_KEY}),
+    "upstream-model":      (None,                 {"metavar": "NAME", "action": "append", "help": UNLISTED}),
+    "upstream-connect":    (LIMITS.connect_s,     {"type": seconds, "help": "seconds to connect in"}),
+    "upstream-first-byte": (LIMITS.first_byte_s,  {"type": seconds, "help": "seconds until it answers"}),
+    "upstream-idle":       (LIMITS.idle_s,        {"type": seconds, "help": "seconds of silence in one"}),
+    "upstream-probe":      (LIMITS.probe_s,       {"type": seconds, "help": PROBE}),
+    "price-per-token":     (None,                 {"type": natural, "help": PER_TOKEN}),
+    "price-prompt":        (10_000,               {"type": natural, "help": WEIGHT}),
+    "price-cached":        (10_000,               {"type": natural, "help": WEIGHT}),
+    "price-completion":    (10_000,               {"type": natural, "help": WEIGHT}),
+    "price-reasoning":     (10_000,               {"type": natural, "help": WEIGHT}),
+    "price-coefficient":   (1000,                 {"type": natural, "help": COEFFICIENT}),
     "log-level":           ("info",               {"choices": LEVELS, "help": "how much to log, on stderr"}),
     "log-format":          ("text",               {"choices": (*logs.FORMATS,), "help": "of its lines"}),
 }
@@ -159,9 +210,7 @@ def main() -> int:
     try:
         args.device = device(args.device)
         listener = bind(args.host, args.port)
-        directory = hub.find(args.model)
-        worker = load(directory, args)
-        defaults = generation_defaults(worker.engine.config.generation)
+        local, names, defaults = load_local(args)
         store = open_store(args)
         keys = Keys(read_keys(args))
     except (ValueError, OSError, MemoryError, sqlite3.Error) as error:
@@ -169,10 +218,33 @@ def main() -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    asyncio.run(serve(args, keys, local, defaults, store, names, listener))
+    return 0
+
+
+def load_local(args: argparse.Namespace) -> tuple[LocalWorker | None, list[str], dict[str, Any]]:
+    """The model on this machine, its names and the parameters it presets; nothing if upstreams are enough."""
+    if args.upstream and not args.model:
+        return None, [], {}
+    directory = hub.find(args.model)
+    worker = load(directory, args)
     by_id = args.model and not Path(args.model).exists()
     names = args.served_model_name or [args.model if by_id else directory.name]
-    asyncio.run(serve(args, keys, worker, defaults, store, names, listener))
-    return 0
+    return worker, names, generation_defaults(worker.engine.config.generation)
+
+
+def remote_worker(args: argparse.Namespace) -> RemoteWorker | None:
+    if not args.upstream:
+        return None
+    limits = upstreams.Limits(
+        args.upstream_connect, args.upstream_first_byte, args.upstream_idle, args.upstream_probe
+    )
+    prices = None
+    if args.price_per_token is not None:
+        weighed = Counts(args.price_prompt, args.price_cached, args.price_completion, args.price_reasoning)
+        prices = Prices(args.price_per_token, weighed, args.price_coefficient)
+    unlisted = args.upstream_model or []
+    return RemoteWorker(upstreams.Upstreams(args.upstream, args.upstream_api_key, limits, unlisted), prices)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -312,15 +384,17 @@ def protocol(reader_timeout: float) -> type[H11Protocol]:
 async def serve(
     args: argparse.Namespace,
     keys: Keys,
-    worker: LocalWorker,
+    local: LocalWorker | None,
     defaults: dict[str, Any],
     store: Store,
     names: list[str],
     listener: socket.socket,
 ) -> None:
     registry = Registry(store, encode_event, max_queued=args.max_queued)
+    remote = remote_worker(args)
     api = Api(
-        worker,
+        local,
+        remote,
         registry,
         defaults,
         names,
@@ -329,6 +403,8 @@ async def serve(
         temporary=not args.no_temporary,
         reasoning_events=args.reasoning_events,
     )
+    if remote:
+        await remote.upstreams.start()
     await api.take_over()
     patience = math.ceil(args.shutdown_grace) + STALLED_S
     config = uvicorn.Config(
@@ -342,6 +418,7 @@ async def serve(
         server_header=False,
         timeout_graceful_shutdown=patience,  # for clients that neither read nor leave
     )
+    workers: list[Worker] = [worker for worker in (local, remote) if worker]
     server, hurry, stopping = HttpServer(config), asyncio.Event(), list[asyncio.Task[None]]()
 
     def on_signal() -> None:
@@ -351,24 +428,27 @@ async def serve(
         else:
             notify("STOPPING=1")
             server.should_exit = True
-            stopping.append(asyncio.create_task(stop(args, worker.engine, registry, hurry)))
+            stopping.append(asyncio.create_task(stop(args, workers, registry, hurry)))
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: loop.call_soon_threadsafe(on_signal))
-    loop.call_soon(announce, args, worker, names, listener)
+    loop.call_soon(announce, args, local, remote, names, listener)
     await server.serve(sockets=[listener])
     await asyncio.gather(*stopping)
     store.close()
 
 
-async def stop(args: argparse.Namespace, engine: Engine, registry: Registry, hurry: asyncio.Event) -> None:
+async def stop(
+    args: argparse.Namespace, workers: Sequence[Worker], registry: Registry, hurry: asyncio.Event
+) -> None:
     registry.hold()
     deadline = time.monotonic() + args.shutdown_grace
-    while engine.busy() and not hurry.is_set() and time.monotonic() < deadline:
+    while any(worker.busy() for worker in workers) and not hurry.is_set() and time.monotonic() < deadline:
         await asyncio.sleep(0.02)
     await registry.close(persistent=args.store != IN_MEMORY)
-    await asyncio.to_thread(engine.close)  # what still runs, in the foreground, fails
+    for worker in workers:
+        await worker.close()  # what still runs, in the foreground, fails
 
 
 def notify(state: str) -> None:
@@ -383,29 +463,42 @@ def sealing_key(secret: str | None) -> bytes:
 
 
 def announce(
-    args: argparse.Namespace, worker: LocalWorker, names: list[str], listener: socket.socket
+    args: argparse.Namespace,
+    local: LocalWorker | None,
+    remote: RemoteWorker | None,
+    names: list[str],
+    listener: socket.socket,
 ) -> None:
-    config = worker.engine.config
     host, port = listener.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    dtype, size = ("bfloat16", 2) if args.device == "cuda" else ("float32", 4)
-    per_token = 2 * size * config.n_layers * config.n_kv_heads * config.head_dim  # k and v
-    blas = [lib["num_threads"] for lib in threadpoolctl.threadpool_info() if lib["user_api"] == "blas"]
-    n_pages = worker.engine.counts()["pages"]
-    body = json.dumps({"model": names[0], "input": "What is the capital of France?"})
+    elsewhere = list(remote.upstreams.models()) if remote else []
+    body = json.dumps({"model": (names + elsewhere + [ALIAS])[0], "input": "What is the capital of France?"})
+    facts = local_facts(args, names[0], local) if local else {}
+    if remote:
+        facts["upstreams"] = f"{', '.join(args.upstream)} with {', '.join(elsewhere) or 'no model yet'}"
     for name, value in {
-        "model": f"{names[0]} ({config.model_type}), {config.n_params / 1e6:.1f} M parameters",
-        "memory": f"{per_token / 1e3:.0f} kB a token of context, keys and values in {dtype}",
-        "context": f"{worker.engine.max_seq_len} tokens",
-        "pages": f"{n_pages} of {PAGE} tokens, at most {n_pages * PAGE * per_token / 1e6:.0f} MB",
-        "dialect": worker.dialect,
-        "device": f"{args.device}: {worker.engine.about}; {max(blas, default=1)} BLAS threads",
+        **facts,
         "store": "in memory: responses are lost at exit" if args.store == IN_MEMORY else args.store,
         "listening": url,
     }.items():
         print(f"{name:10} {value}")
     notify("READY=1")
     print(f"\ncurl {url}/v1/responses -H 'Content-Type: application/json' -d '{body}'\n", flush=True)
+
+
+def local_facts(args: argparse.Namespace, name: str, worker: LocalWorker) -> dict[str, str]:
+    config, n_pages = worker.engine.config, worker.engine.counts()["pages"]
+    dtype, size = ("bfloat16", 2) if args.device == "cuda" else ("float32", 4)
+    per_token = 2 * size * config.n_layers * config.n_kv_heads * config.head_dim  # k and v
+    blas = [lib["num_threads"] for lib in threadpoolctl.threadpool_info() if lib["user_api"] == "blas"]
+    return {
+        "model": f"{name} ({config.model_type}), {config.n_params / 1e6:.1f} M parameters",
+        "memory": f"{per_token / 1e3:.0f} kB a token of context, keys and values in {dtype}",
+        "context": f"{worker.engine.max_seq_len} tokens",
+        "pages": f"{n_pages} of {PAGE} tokens, at most {n_pages * PAGE * per_token / 1e6:.0f} MB",
+        "dialect": worker.dialect,
+        "device": f"{args.device}: {worker.engine.about}; {max(blas, default=1)} BLAS threads",
+    }
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The local worker: a checked Request to what the model says, on this machine.
 
-    Request --prepare()--> Prompt --run()--> Output, Output, ..., Finish
+    Request --prepare()--> Prompt --run()--> Accepted, Output, Output, ..., Finish
 
 Rules of this file:
 1. What can be refused is refused by prepare(), before a byte of the answer has left.
@@ -10,6 +10,7 @@ Rules of this file:
 Not here: what the pieces mean (channels.py), which tokens come (engine.py).
 """
 
+import asyncio
 import bisect
 import secrets
 from collections.abc import AsyncGenerator
@@ -19,8 +20,8 @@ from functools import cache
 from typing import NamedTuple
 
 import dialects
-from channels import Dialect, Finish, Output, Parser, Piece, State, TokenLogprob, Usage
-from chat import ChatTemplate, Message
+from channels import Accepted, Dialect, Finish, Output, Parser, Piece, State, TokenLogprob, Usage
+from chat import ChatTemplate, Message, shortened
 from engine import Engine, Job
 from grammar import BadGrammar, Constraint, Grammars, Thinking, lark
 from model import Choice, Sampling
@@ -40,6 +41,10 @@ class Prompt(NamedTuple):
     after_marker: bool  # the prompt ends with one
     constraint: Constraint | None  # on the answer, where it is not free; each choice takes a copy
 
+    @property
+    def n_tokens(self) -> int:
+        return len(self.token_ids)
+
 
 class LocalWorker:
     """Turns requests into deltas with an engine in this process."""
@@ -58,6 +63,20 @@ class LocalWorker:
         self._template = template
         self._grammars = grammars
         self.dialect = dialect or dialects.recognised(template.source, template.takes_tools)
+
+    def counts(self) -> dict[str, int]:
+        return self.engine.counts()
+
+    @property
+    def alive(self) -> bool:
+        return self.engine.alive
+
+    def busy(self) -> bool:
+        return self.engine.busy()
+
+    async def close(self) -> None:
+        """Fail what still runs."""
+        await asyncio.to_thread(self.engine.close)
 
     def prepare(self, request: Request) -> Prompt:
         """Render, tokenise and check; raises BadInput."""
@@ -96,8 +115,9 @@ class LocalWorker:
         )
         return text, self._tokenizer.encode(text)
 
-    async def run(self, prompt: Prompt, choice: int = 0) -> AsyncGenerator[Output | Finish]:
+    async def run(self, prompt: Prompt, choice: int = 0) -> AsyncGenerator[Accepted | Output | Finish]:
         """What the model says in one of the request's n choices."""
+        yield Accepted()
         request, decoder = prompt.request, self._tokenizer.decoder()
         parser, job = self._parser(prompt), self._job(prompt, choice)
         usage = Usage(len(prompt.token_ids), 0)
@@ -189,14 +209,3 @@ class LocalWorker:
 
 def feed(parser: Parser, pieces: list[Piece]) -> list[Output]:
     return [output for piece in pieces for output in parser.feed(piece)]
-
-
-def shortened(messages: list[Message]) -> list[list[Message]]:
-    """The messages, then without their oldest turn, then without the two oldest, ...
-
-    A turn goes from one user message to the next, so that a call never loses its output; the system's
-    beginning stays: https://platform.openai.com/docs/api-reference/responses/create (truncation)
-    """
-    n_system = int(messages[0]["role"] == "system")
-    users = [i for i, message in enumerate(messages) if message["role"] == "user"]
-    return [messages, *(messages[:n_system] + messages[i:] for i in users[1:])]

@@ -18,7 +18,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models
 
 import params
-from channels import Finish, Output
+from channels import Accepted, Finish, Output
 from chat import ChatTemplate
 from dialects import DIALECTS
 from engine import Engine, Job, Step
@@ -83,7 +83,7 @@ def said(
 
     async def collect() -> list[Output | Finish]:
         async with aclosing(worker.run(worker.prepare(request))) as outputs:
-            return [output async for output in outputs]
+            return [output async for output in outputs if not isinstance(output, Accepted)]
 
     return asyncio.run(collect())
 

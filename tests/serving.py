@@ -117,9 +117,10 @@ def until(holds: Callable[[], bool], what: str) -> None:
 
 
 @contextlib.contextmanager
-def serve(*flags: str, model: Path = TINY, script: tuple[str, ...] = SERVER) -> Iterator[Server]:
+def serve(*flags: str, model: Path | None = TINY, script: tuple[str, ...] = SERVER) -> Iterator[Server]:
     """Start a server, wait until it listens; in the end kill it, unless it has ended."""
-    command = [sys.executable, *script, "--model", str(model), "--port", "0", "--threads", "1", *flags]
+    chosen = ["--model", str(model)] if model else []
+    command = [sys.executable, *script, *chosen, "--port", "0", "--threads", "1", *flags]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         with (

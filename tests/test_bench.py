@@ -91,3 +91,14 @@ def test_the_bare_contender_sends_the_same_bytes() -> None:
     with bench.running(bench.bare, frames) as there:
         assert bench.frames_of(asyncio.run(bench.listener(there.port, 5, paced=False)).body) == frames
     assert sum(bench.DELTA in frame for frame in frames) == 5
+
+
+def test_relay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "relay.md"
+    assert bench.main(["relay", "--repeat", "1", "--events", "320", "--out", str(out)]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == out.read_text(encoding="utf-8")
+    *measured, first = printed.out.strip().splitlines()[6:]
+    assert first == "| first one is here before the second is written | yes | yes | yes | | |"
+    for name, row in zip(bench.RELAYED, measured, strict=False):
+        assert re.fullmatch(rf"\| {re.escape(name)} (\| [\d.]+ ){{5}}\|", row)

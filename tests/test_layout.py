@@ -26,6 +26,7 @@ MAY_IMPORT = {
     "drafts":      set(),
     "hub":         set(),
     "logs":        set(),
+    "metering":    set(),
     "metrics":     set(),
     "page":        set(),
     "pages":       set(),
@@ -51,24 +52,28 @@ MAY_IMPORT = {
     "rules":       {"captures", "responses", "sse"},
     "audit":       {"captures", "rules"},
     "params":      {"chat", "tools"},
+    "relay":       {"chat", "completions", "metering", "sse"},
     "answers":     {"background", "params", "sse"},
     "grammar":     {"calls", "channels", "params", "quoted", "tools"},
+    "upstreams":   {"completions", "relay"},
+    "remote":      {"answers", "channels", "chat", "completions", "metering", "params", "relay", "sse",
+                    "upstreams"},
     "worker":      {"channels", "chat", "dialects", "engine", "grammar", "model", "params", "tokenizer"},
-    "api":         {"answers", "background", "channels", "completions", "metrics", "params", "responses",
-                    "sealed", "sse", "store", "tools", "worker"},
-    "front":       {"answers", "api", "chat", "logs", "metrics", "page"},
+    "api":         {"answers", "background", "channels", "chat", "completions", "metrics", "params",
+                    "remote", "responses", "sealed", "sse", "store", "tools", "worker"},
+    "front":       {"answers", "api", "chat", "logs", "metrics", "page", "relay"},
     "server":      {"api", "background", "chat", "cpu", "dialects", "engine", "front", "gpu", "grammar",
-                    "hub", "kernels", "logs", "model", "responses", "store", "tokenizer", "weights",
-                    "worker"},
+                    "hub", "kernels", "logs", "metering", "model", "remote", "responses", "store",
+                    "tokenizer", "upstreams", "weights", "worker"},
     "bench":       {"answers", "api", "background", "channels", "chat", "cpu", "dialects", "engine", "front",
-                    "grammar", "hub", "model", "params", "responses", "server", "store", "tokenizer",
+                    "grammar", "hub", "model", "params", "responses", "server", "sse", "store", "tokenizer",
                     "weights", "worker"},
 }
 # fmt: on
 
 # Bytes and time come from outside: these are functions of their arguments.
-SANS_IO = {"calls", "captures", "channels", "chat", "completions", "dialects", "drafts", "pages",
-           "params", "quoted", "responses", "rules", "sealed", "sse", "tools"}  # fmt: skip
+SANS_IO = {"calls", "captures", "channels", "chat", "completions", "dialects", "drafts", "metering",
+           "pages", "params", "quoted", "relay", "responses", "rules", "sealed", "sse", "tools"}  # fmt: skip
 IO = {"asyncio", "concurrent", "multiprocessing", "os", "queue", "random", "secrets", "select", "socket",
       "subprocess", "tempfile", "threading", "time", "uuid"}  # fmt: skip
 

@@ -35,7 +35,9 @@ import clients
 import completions
 import dialects
 import laws
+import metering
 import params
+import relay
 import responses
 import scripted
 import sse
@@ -193,6 +195,47 @@ def background_log(chunks: list[list[Any]]) -> Iterator[Any]:
     yield from (frame.decode() for frame in asyncio.run(laws.read(log)))
 
 
+def relayed(
+    chunks: list[bytes],
+    content_type: str = "",
+    stream: bool = True,
+    price: int | None = None,
+    dies: bool = False,
+    **options: Any,
+) -> Iterator[Any]:
+    """The client's writes; then [prompt, cached, completion, reasoning, total] or "unknown"."""
+    meter = metering.Meter(None if price is None else metering.Prices(price))
+    passing = relay.Relay(content_type, stream, meter, **options)
+    try:
+        for chunk in chunks:
+            yield from (out.decode() for out in passing.feed(chunk))
+        yield from (out.decode() for out in (passing.fail("it died") if dies else passing.close()))
+    except completions.Unreadable as error:
+        if not stream:
+            raise
+        yield from (out.decode() for out in passing.fail(str(error)))
+    yield list(meter.used().values()) if meter.counts else "unknown"
+
+
+def relay_headers(chunks: list[list[list[str]]]) -> Iterator[Any]:
+    """The headers that go on; a chunk is a list of [name, value]."""
+    raw = [(name.encode(), value.encode()) for name, value in itertools.chain(*chunks)]
+    yield from ([name.decode(), value.decode()] for name, value in relay.forwarded(raw))
+
+
+def completions_deltas(chunks: list[bytes], content_type: str = "", **options: Any) -> Iterator[Any]:
+    """Items, then ["finish", reason, message]."""
+    reader, deltas = relay.Reader(content_type), completions.Deltas(**options)
+    outputs: list[Output | Finish] = []
+    for frame in itertools.chain(*map(reader.feed, chunks), reader.close()):
+        deltas.is_whole = deltas.is_whole or frame.is_done
+        if frame.document and not deltas.is_over:
+            outputs += deltas.feed(frame.document)
+    outputs += deltas.close(None)
+    yield from laws.items(output for output in outputs if not isinstance(output, Finish))
+    yield from (["finish", o.reason, o.message] for o in outputs if isinstance(o, Finish))
+
+
 def to_output(row: list[Any]) -> Output | Finish:
     match row:
         case ["analysis" | "commentary" | "final" | "refusal" as channel, text]:
@@ -244,20 +287,23 @@ def sayable(value: Any) -> Any:
 
 # fmt: off
 ADAPTERS: dict[str, tuple[Callable[[Any], Any], Run]] = {
-    # module         (chunk in the file -> chunk, run)
-    "sse":           (str.encode, sse_parser),
-    "sse-writer":    (list,       sse_writer),
-    "channels":      (as_it_is,   channels),
-    "tokenizer":     (list,       tokenizer),
-    "worker":        (list,       worker),
-    "worker-events": (list,       worker_events),
-    "tools":         (list,       tools_calls),
-    "codex":         (list,       client(clients.codex)),
-    "ai-sdk":        (list,       client(clients.ai_sdk)),
-    "openai-sdk":    (list,       client(clients.openai_sdk)),
-    "responses":     (list,       responses_events),
-    "completions":   (list,       completions_chunks),
-    "background":    (list,       background_log),
+    # module              (chunk in the file -> chunk, run)
+    "sse":                (str.encode, sse_parser),
+    "sse-writer":         (list,       sse_writer),
+    "channels":           (as_it_is,   channels),
+    "tokenizer":          (list,       tokenizer),
+    "worker":             (list,       worker),
+    "worker-events":      (list,       worker_events),
+    "tools":              (list,       tools_calls),
+    "codex":              (list,       client(clients.codex)),
+    "ai-sdk":             (list,       client(clients.ai_sdk)),
+    "openai-sdk":         (list,       client(clients.openai_sdk)),
+    "responses":          (list,       responses_events),
+    "completions":        (list,       completions_chunks),
+    "completions-deltas": (str.encode, completions_deltas),
+    "relay":              (str.encode, relayed),
+    "relay-headers":      (list,       relay_headers),
+    "background":         (list,       background_log),
 }
 # fmt: on
 

@@ -402,7 +402,7 @@ def test_silence_is_kept_alive() -> None:
             yield b"2"
 
         go_on, found = asyncio.Event(), []
-        async with contextlib.aclosing(answers._kept_alive(slow())) as frames:
+        async with contextlib.aclosing(answers.kept_alive(slow())) as frames:
             async for frame in frames:
                 found.append(frame)
                 if found.count(sse.comment("keep-alive")) == 2:

@@ -1,0 +1,162 @@
+"""An upstream that does what a test says, byte by byte: a raw socket, and no HTTP library in between.
+
+    with upstream(answer) as worker: worker.url --> what `python server.py --upstream` takes
+
+`answer(exchange)` is called for each POST, in a thread of its own, and may send what it likes; when it
+returns the connection is closed. Another answer may be put in its place between two requests.
+"""
+
+import contextlib
+import json
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+PATIENCE_S = 30
+
+Json = dict[str, Any]
+
+
+def head(content_type: str = "text/event-stream", status: str = "200 OK", *more: str) -> bytes:
+    """Of an answer that ends with its connection, unless `more` says how else."""
+    lines = [f"HTTP/1.1 {status}", f"Content-Type: {content_type}", *more]
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+def json_answer(body: Any, status: str = "200 OK", *more: str) -> bytes:
+    raw = json.dumps(body).encode()
+    return head("application/json", status, f"Content-Length: {len(raw)}", *more) + raw
+
+
+CHUNKED = "Transfer-Encoding: chunked"  # of such an answer it can be seen whether it was cut
+LAST_CHUNK = b"0\r\n\r\n"
+
+
+def chunk(data: bytes) -> bytes:
+    return f"{len(data):x}\r\n".encode() + data + b"\r\n" if data else b""
+
+
+def event(value: Any) -> bytes:
+    return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
+
+
+def delta(**delta: Any) -> bytes:
+    return event({"choices": [{"index": 0, "delta": delta}]})
+
+
+def finish(reason: str = "stop") -> bytes:
+    return event({"choices": [{"index": 0, "delta": {}, "finish_reason": reason}]})
+
+
+USAGE = {
+    "prompt_tokens": 14,
+    "completion_tokens": 7,
+    "prompt_tokens_details": {"cached_tokens": 3},
+}
+USED = event({"choices": [], "usage": USAGE})
+DONE = b"data: [DONE]\n\n"
+CALL = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "f", "arguments": ""}}
+
+# What a worker says that reasons, answers and calls: small, for it is cut at every byte.
+FRAMES = [
+    delta(role="assistant", content=""),
+    delta(reasoning_content="so"),
+    delta(content="caf\u00e9"),
+    delta(tool_calls=[CALL]),
+    delta(tool_calls=[{"index": 0, "function": {"arguments": '{"x":1}'}}]),
+    finish("tool_calls"),
+    USED,
+    DONE,
+]
+STREAM = b"".join(FRAMES)
+
+
+class Exchange:
+    """One request, and the connection on which it is answered."""
+
+    def __init__(self, connection: socket.socket, headers: dict[str, str], body: Json) -> None:
+        self.headers = headers  # names in lower case
+        self.body = body
+        self._connection = connection
+
+    def send(self, data: bytes) -> None:
+        self._connection.sendall(data)
+
+    def reset(self) -> None:
+        """End the connection with an error instead of an end."""
+        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self._connection.close()
+
+    def wait_closed(self) -> bool:
+        """Wait until the other side has closed the connection."""
+        try:
+            return self._connection.recv(1) == b""
+        except ConnectionError:
+            return True
+
+
+Answer = Callable[[Exchange], None]
+
+
+def says(data: bytes) -> Answer:
+    return lambda exchange: exchange.send(data)
+
+
+class Upstream:
+    """It listens until it is closed."""
+
+    def __init__(self, answer: Answer, models: tuple[str, ...] = ("m",), port: int = 0) -> None:
+        self.answer = answer
+        self.models: Json = {"object": "list", "data": [{"id": m, "object": "model"} for m in models]}
+        self.exchanges: list[Exchange] = []
+        self._listener = socket.create_server(("127.0.0.1", port), backlog=512)
+        self.port: int = self._listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}/v1"
+        self._thread = threading.Thread(target=self._accept, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """From now on connections are refused."""
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join(PATIENCE_S)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                threading.Thread(target=self._serve, args=[connection], daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        connection.settimeout(PATIENCE_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with contextlib.suppress(OSError), connection, connection.makefile("rb") as lines:
+            if not (request_line := lines.readline()):
+                return
+            method, path, _ = request_line.split()
+            headers = {}
+            while (line := lines.readline().strip()) != b"":
+                name, _, value = line.decode("latin-1").partition(":")
+                headers[name.lower()] = value.strip()
+            body = lines.read(int(headers.get("content-length", 0)))
+            exchange = Exchange(connection, headers, json.loads(body or b"{}"))
+            if method == b"GET":
+                assert path == b"/v1/models"
+                exchange.send(json_answer(self.models))
+                return
+            self.exchanges.append(exchange)
+            self.answer(exchange)
+
+
+@contextlib.contextmanager
+def upstream(
+    answer: Answer | None = None, models: tuple[str, ...] = ("m",), port: int = 0
+) -> Iterator[Upstream]:
+    running = Upstream(answer or says(head() + STREAM), models, port)
+    try:
+        yield running
+    finally:
+        with contextlib.suppress(OSError):
+            running.close()
