@@ -8,16 +8,17 @@ from pathlib import Path
 import pytest
 
 import bench
+from benches import common, cpu, gpu, relay, server
 from dialects import DIALECTS
 from engine import Engine
 from model import NumpyOps
 from serving import TINY
 from tokenizer import Tokenizer
-from weights import read_config, read_weights
+from weights import parse_config, read_config, read_weights
 
 
 def test_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "transformers_model", lambda *_: None)  # gigabytes, where it is installed
+    monkeypatch.setattr(cpu, "transformers_model", lambda *_: None)  # gigabytes, where it is installed
     out = tmp_path / "results" / "cpu.md"
     flags = ["--model", str(TINY), "--repeat", "2", "--new", "3", "--threads", "1", "--out", str(out)]
     assert bench.main(["cpu", *flags]) == 0
@@ -26,7 +27,7 @@ def test_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: py
     assert re.search("^[\\d-]+, tiny, (NumPy|Numba), .* of weights", printed.out)
     contenders = ["engine", "forward"] + ["forward, NumPy"] * ("numba" in sys.modules)
     assert f"| tokens/s, median of 2 | {' | '.join(contenders)} |" in printed.out
-    for name in [*bench.MEASUREMENTS, "batch 8 / batch 1"]:
+    for name in [*cpu.MEASUREMENTS, "batch 8 / batch 1"]:
         cells = r" \| [\d.]+" * len(contenders)
         assert re.search(rf"^\| {name}{cells} \|", printed.out, re.MULTILINE)
     own = re.findall(r"^\| (.*: .*) \| [\d.]+ \| [\d.]+ \| ([\d.]+) \|$", printed.out, re.MULTILINE)
@@ -35,19 +36,19 @@ def test_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: py
         "decode",
         "decode of a text that repeats",
     ]
-    n_runs = 3 * (len(bench.MEASUREMENTS) * len(contenders) + len(own))
+    n_runs = 3 * (len(cpu.MEASUREMENTS) * len(contenders) + len(own))
     assert printed.err.count("round ") == n_runs  # a line of progress each
 
 
 def test_both_of_ours_say_the_same() -> None:
     config = read_config(TINY)
     weights = read_weights(TINY, config)
-    prompts = bench.prompts(Tokenizer(TINY / "tokenizer.json"), 3, 20)
+    prompts = common.prompts(Tokenizer(TINY / "tokenizer.json"), 3, 20)
     assert [len(prompt) for prompt in prompts] == [20] * 3
-    engine = Engine(bench.with_pages(NumpyOps, config, weights, 64))
-    said = bench.engine_run(engine)(prompts, 9).said
+    engine = Engine(common.with_pages(NumpyOps, config, weights, 64))
+    said = common.engine_run(engine)(prompts, 9).said
     engine.close()
-    assert said == bench.forward_run(bench.with_pages(NumpyOps, config, weights, 64))(prompts, 9).said
+    assert said == cpu.forward_run(common.with_pages(NumpyOps, config, weights, 64))(prompts, 9).said
     assert len(said) == 9
 
 
@@ -71,26 +72,26 @@ def test_parse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_server(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "STREAMS", {1: 20, 3: 5})
-    monkeypatch.setattr(bench, "TICK_S", 0.05)
+    monkeypatch.setattr(server, "STREAMS", {1: 20, 3: 5})
+    monkeypatch.setattr(server, "TICK_S", 0.05)
     out = tmp_path / "server.md"
     assert bench.main(["server", "--model", str(TINY), "--repeat", "1", "--out", str(out)]) == 0
     printed = capsys.readouterr().out
     assert printed == out.read_text(encoding="utf-8")
     number, ms = r"[1-9]\d*", r"\d+\.\d ms"
-    for n in bench.STREAMS:
+    for n in server.STREAMS:
         cells = [str(n), number, number, r"\d\.\d\d", r"\d+ µs", r"\d+ µs", ms, ms, ms, ms]
         assert re.search(r"^\| " + r" \| ".join(cells) + r" \|$", printed, re.MULTILINE)
     assert re.search(r"with 3 streams held [1-9]\d* MB, when they had left [1-9]\d* MB", printed)
 
 
 def test_the_bare_contender_sends_the_same_bytes() -> None:
-    with bench.running(bench.ours, TINY) as here:
-        said = asyncio.run(bench.listener(here.port, 5, paced=False)).body
-        frames = bench.frames_of(said)
-    with bench.running(bench.bare, frames) as there:
-        assert bench.frames_of(asyncio.run(bench.listener(there.port, 5, paced=False)).body) == frames
-    assert sum(bench.DELTA in frame for frame in frames) == 5
+    with server.running(server.ours, TINY) as here:
+        said = asyncio.run(server.listener(here.port, 5, paced=False)).body
+        frames = server.frames_of(said)
+    with server.running(server.bare, frames) as there:
+        assert server.frames_of(asyncio.run(server.listener(there.port, 5, paced=False)).body) == frames
+    assert sum(server.DELTA in frame for frame in frames) == 5
 
 
 def test_relay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,5 +101,18 @@ def test_relay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert printed.out == out.read_text(encoding="utf-8")
     *measured, first = printed.out.strip().splitlines()[6:]
     assert first == "| first one is here before the second is written | yes | yes | yes | | |"
-    for name, row in zip(bench.RELAYED, measured, strict=False):
+    for name, row in zip(relay.RELAYED, measured, strict=False):
         assert re.fullmatch(rf"\| {re.escape(name)} (\| [\d.]+ ){{5}}\|", row)
+
+
+def test_gpu_tables() -> None:
+    """What can be seen of it without a GPU: floors, shares and gaps."""
+    shape = gpu.SHAPES["qwen3-0.6b"][1]
+    fields = {"model_type": "qwen3", "eos_token_id": 0} | shape
+    config = parse_config(fields, {})
+    one = gpu.Cell(1, 256, 128)
+    assert gpu.step_bytes(config, one) == 2 * (config.n_params + 2 * 28 * 8 * 128 * 320)
+    found = {("engine", one): 127 / 1000, ("compiled loop", one): 127 / 500}
+    row = next(row for row in gpu.decode_table(config, found, 3e12) if row.startswith("| 1, 256 "))
+    floor = 3e12 / gpu.step_bytes(config, one)
+    assert row == f"| 1, 256 | {floor:.0f} | 1000.0 | {100_000 / floor:.1f} | – | – | – | 500.0 | 2.00 |"

@@ -1,0 +1,345 @@
+"""Prefill and decoding on the processor, beside others: the same weights, prompts, machine and minutes.
+
+    MEASUREMENTS x contenders --run()--> Speeds --median--> a table in Markdown
+
+With transformers in float32 (https://github.com/huggingface/transformers), which `pip install -e '.[parity]'`
+brings, with llama.cpp in float16 (https://github.com/ggml-org/llama.cpp), which `pip install xllamacpp`
+brings, and with the engine itself on NumPy where cpu.py serves it; what is missing is named.
+
+Rules of this file:
+1. What is measured is what runs: `engine` is Engine.generate with all that is around the model, `forward` the
+   forward pass and the choice of a token alone. All are greedy, and the table says if they said the same.
+2. What only this engine does stands in a table of its own, beside the same without it.
+
+Not here: how long an HTTP request takes (server.py).
+"""
+
+import argparse
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import numpy as np
+import threadpoolctl
+
+import hub
+from benches.common import (
+    GREEDY,
+    MAX_BATCH,
+    Prompts,
+    Run,
+    Speeds,
+    cpu_name,
+    cpu_ops,
+    engine_run,
+    model_option,
+    prompts,
+    repeat_option,
+    speeds,
+    with_pages,
+    write,
+)
+from engine import Engine
+from model import Context, NumpyOps, Span
+from tokenizer import Tokenizer
+from weights import Config, Weights, read_config, read_json, read_weights
+
+
+class Measurement(NamedTuple):
+    """A run of `batch` prompts of n_prompt tokens, and which of its speeds counts."""
+
+    n_prompt: int
+    batch: int
+    n_new: int | None  # None: what --new says
+    speed: Callable[[Speeds], float]
+
+
+# fmt: off
+#  tokens/s                         n_prompt  batch  n_new  speed
+MEASUREMENTS = {
+    "prefill, 128 tokens": Measurement(128,   1,     1,     lambda speeds: speeds.prefill),
+    "decode, batch 1":     Measurement(32,    1,     None,  lambda speeds: speeds.decode),
+    "decode, batch 8":     Measurement(32,    8,     None,  lambda speeds: speeds.decode),
+}
+# fmt: on
+
+OURS = ("engine", "forward")
+
+
+def forward_run(ops: NumpyOps) -> Run:
+    """The forward pass and the choice of the tokens, one step after another."""
+
+    def run(prompts: Prompts, n_new: int) -> Speeds:
+        size = ops.n_pages // len(prompts)
+        said: Prompts = [[] for _ in prompts]
+        times, started = [], time.perf_counter()
+        for n in range(n_new):
+            start = len(prompts[0]) + n - 1 if n else 0
+            spans = [
+                Span(i, range(i * size, (i + 1) * size), output[-1:] or prompt, start, 1, tile=not output)
+                for i, (prompt, output) in enumerate(zip(prompts, said, strict=True))
+            ]
+            contexts = [Context(GREEDY, prompt, out) for prompt, out in zip(prompts, said, strict=True)]
+            for output, [choice] in zip(said, ops.read(ops.launch(spans, contexts)), strict=True):
+                output.append(choice.token_id)
+            times.append(time.perf_counter())
+        return speeds(prompts, started, [times] * len(prompts), said[0])
+
+    return run
+
+
+def transformers_run(model: Any, attention: str) -> Run:
+    """The same steps with their model and their cache; `generate` is slower by what it checks around them."""
+    import torch
+
+    def run(prompts: Prompts, n_new: int) -> Speeds:
+        with torch.inference_mode():
+            return steps(prompts, n_new)
+
+    def steps(prompts: Prompts, n_new: int) -> Speeds:
+        model.set_attn_implementation(attention)
+        said, times, cache, started = [], [], None, time.perf_counter()
+        token_ids = torch.tensor(prompts)  # (batch, n_tokens)
+        for _ in range(n_new):
+            output = model(token_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            cache, token_ids = output.past_key_values, output.logits[:, -1:].argmax(-1)
+            said.append(int(token_ids[0, 0]))
+            times.append(time.perf_counter())
+        return speeds(prompts, started, [times] * len(prompts), said)
+
+    return run
+
+
+def transformers_model(directory: Path, n_threads: int) -> Any:
+    """Their model of the same files, float32; None where they are not installed."""
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        print(f"no comparison ({error}): pip install -e '.[parity]' brings it", file=sys.stderr)
+        return None
+    torch.set_num_threads(n_threads)
+    transformers.utils.logging.disable_progress_bar()
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+
+
+def llama_cpp_run(server: Any, tokenizer: Tokenizer) -> Run:
+    """Their server's completions, in this process: a thread a sequence, as it has slots."""
+
+    def one(prompt: list[int], n_new: int) -> list[tuple[float, str]]:
+        pieces: list[tuple[float, str]] = []
+
+        def on_chunk(chunk: Any) -> bool:
+            pieces.append((time.perf_counter(), chunk["choices"][0]["text"]))
+            return False  # go on
+
+        greedy = {"temperature": 0, "samplers": [], "ignore_eos": True, "cache_prompt": False, "stream": True}
+        server.handle_completions({"prompt": prompt, "n_predict": n_new} | greedy, on_chunk)
+        return pieces[:n_new]  # the last chunk says why it ends
+
+    def run(prompts: Prompts, n_new: int) -> Speeds:
+        started = time.perf_counter()
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            sequences = list(pool.map(lambda prompt: one(prompt, n_new), prompts))
+        times = [[t for t, _ in pieces] for pieces in sequences]
+        said = tokenizer.encode("".join(text for _, text in sequences[0]))
+        return speeds(prompts, started, times, said)
+
+    return run
+
+
+def llama_cpp_server(directory: Path, config: Config, gguf: Path, max_seq_len: int, n_threads: int) -> Any:
+    """Theirs of the same weights, as a file of float16; None where it is not installed or not a Llama."""
+    try:
+        import xllamacpp
+    except ImportError as error:
+        print(f"no comparison ({error}): pip install xllamacpp brings llama.cpp", file=sys.stderr)
+        return None
+    if config.model_type != "llama":
+        print(f"no comparison with llama.cpp: written for llama, not {config.model_type}", file=sys.stderr)
+        return None
+    write_gguf(gguf, config, read_weights(directory, config), read_json(directory / "tokenizer.json"))
+    params = xllamacpp.CommonParams()
+    params.model.path = str(gguf)
+    params.n_parallel = max(m.batch for m in MEASUREMENTS.values())
+    params.n_ctx = params.n_parallel * max_seq_len
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = n_threads
+    params.cache_ram_mib = 0  # no prompt of an earlier round
+    params.verbosity = 0
+    return xllamacpp.Server(params)
+
+
+def write_gguf(path: Path, c: Config, weights: Weights, tokenizer: dict[str, Any]) -> None:
+    """https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; rotary pairs are adjacent there as here."""
+    from gguf import GGUFWriter, LlamaFileType, TokenType
+
+    writer = GGUFWriter(path, "llama")
+    writer.add_file_type(LlamaFileType.MOSTLY_F16)
+    writer.add_context_length(c.max_seq_len)
+    writer.add_embedding_length(c.dim)
+    writer.add_block_count(c.n_layers)
+    writer.add_feed_forward_length(c.hidden_dim)
+    writer.add_head_count(c.n_heads)
+    writer.add_head_count_kv(c.n_kv_heads)
+    writer.add_rope_dimension_count(c.head_dim)
+    writer.add_rope_freq_base(c.rope.theta)
+    writer.add_layer_norm_rms_eps(c.norm_eps)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    vocabulary = tokenizer["model"]["vocab"]
+    special = {token["content"] for token in tokenizer["added_tokens"]}
+    writer.add_token_list(sorted(vocabulary, key=lambda token: vocabulary[token]))
+    kinds = {token: TokenType.CONTROL if token in special else TokenType.NORMAL for token in vocabulary}
+    writer.add_token_types([kinds[token] for token in sorted(vocabulary, key=lambda t: vocabulary[t])])
+    writer.add_token_merges([" ".join(merge) for merge in tokenizer["model"]["merges"]])
+    tensors = {"token_embd": weights.embed, "output_norm": weights.norm}
+    n_q, n_kv = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+    for i, layer in enumerate(weights.layers):
+        parts = {"attn_norm": layer.attn_norm, "attn_output": layer.wo, "ffn_norm": layer.mlp_norm}
+        parts["ffn_down"] = layer.w_down
+        parts["ffn_gate"], parts["ffn_up"] = np.split(layer.w_gate_up, 2)
+        parts["attn_q"], parts["attn_k"], parts["attn_v"] = np.split(layer.wqkv, [n_q, n_q + n_kv])
+        tensors |= {f"blk.{i}.{name}": array for name, array in parts.items()}
+    for name, array in tensors.items():
+        writer.add_tensor(f"{name}.weight", array if array.ndim == 1 else array.astype(np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def run(args: argparse.Namespace) -> None:
+    with threadpoolctl.threadpool_limits(args.threads, user_api="blas"), TemporaryDirectory() as folder:
+        write(compare(args, Path(folder)), args.out)
+
+
+def compare(args: argparse.Namespace, folder: Path) -> list[str]:
+    directory = hub.find(args.model)
+    config = read_config(directory)
+    tokenizer = Tokenizer(directory / "tokenizer.json")
+    max_seq_len = min(config.max_seq_len, 256 + args.new)
+    ops = cpu_ops()
+    weights = read_weights(directory, config, ops.pack)
+    engine = Engine(with_pages(ops, config, weights, max_seq_len))
+    forward = forward_run(with_pages(ops, config, weights, max_seq_len))
+    contenders = {"engine": engine_run(engine), "forward": forward}
+    if ops is not NumpyOps:
+        spec = with_pages(NumpyOps, config, read_weights(directory, config), max_seq_len)
+        contenders["forward, NumPy"] = forward_run(spec)
+    if server := llama_cpp_server(directory, config, folder / "f16.gguf", max_seq_len, args.threads):
+        contenders["llama.cpp F16"] = llama_cpp_run(server, tokenizer)
+    if model := transformers_model(directory, args.threads):
+        for attention in ("eager", "sdpa"):
+            contenders[f"transformers {attention}"] = transformers_run(model, attention)
+    found = measure(contenders, tokenizer, args.new, args.repeat)
+    engine.close()
+    ours = own(ops, config, weights, tokenizer, args)
+    about = f"{directory.name}, {engine.about}"
+    return [*setting(about, args), "", *table(found, list(contenders)), "", *ours, ""]
+
+
+Found = dict[str, dict[str, list[Speeds]]]  # measurement -> contender -> a run a round
+
+
+def measure(contenders: dict[str, Run], tokenizer: Tokenizer, n_new: int, repeat: int) -> Found:
+    """All runs; a round before the first warms up and does not count."""
+    found: Found = {name: {contender: [] for contender in contenders} for name in MEASUREMENTS}
+    for number in range(repeat + 1):
+        for name, m in MEASUREMENTS.items():
+            for contender, run in contenders.items():
+                result = run(prompts(tokenizer, m.batch, m.n_prompt), m.n_new or n_new)
+                if number:
+                    found[name][contender].append(result)
+                shown = f"{m.speed(result):8.1f} tok/s" if number else "warm"
+                print(f"round {number}/{repeat}  {name:20} {contender:20} {shown}", file=sys.stderr)
+    return found
+
+
+def setting(about: str, args: argparse.Namespace) -> Iterator[str]:
+    """What a number means nothing without."""
+    used = [name for name in ("numpy", "numba", "torch", "transformers", "xllamacpp") if name in sys.modules]
+    versions = ", ".join(f"{name} {version(name)}" for name in used)
+    yield f"{date.today()}, {about}, {args.new} tokens decoded a sequence,"
+    yield f"{cpu_name()}, {os.cpu_count()} cores, {args.threads} threads,"
+    yield f"Python {platform.python_version()}, {versions}."
+
+
+def table(found: Found, contenders: Sequence[str]) -> Iterator[str]:
+    """Medians, how many times as fast the engine is as each of the others, and what a batch brings."""
+    others = [name for name in contenders if name not in OURS]
+    n_rounds = len(next(iter(found.values()))[contenders[0]])
+    columns = [*contenders, *(f"engine / {name}" for name in others), *(["same words"] if others else [])]
+    yield f"| tokens/s, median of {n_rounds} | " + " | ".join(columns) + " |"
+    yield "|---" * (len(columns) + 1) + "|"
+    medians = {
+        name: [median(map(MEASUREMENTS[name].speed, runs[who])) for who in contenders]
+        for name, runs in found.items()
+    }
+    for name, values in medians.items():
+        cells = [f"{value:.1f}" for value in values]
+        cells += [f"{values[0] / values[contenders.index(who)]:.2f}" for who in others]
+        said = {tuple(runs[0].said) for runs in found[name].values()}
+        cells += [("yes" if len(said) == 1 else "no")] if others else []
+        yield f"| {name} | " + " | ".join(cells) + " |"
+    one, eight = medians["decode, batch 1"], medians["decode, batch 8"]
+    gains = [f"{many / alone:.2f}" for alone, many in zip(one, eight, strict=True)]
+    yield "| batch 8 / batch 1 | " + " | ".join([*gains, *[""] * (len(columns) - len(contenders))]) + " |"
+
+
+# --- what only this engine does -----------------------------------------------------------------------------
+
+N_TURN, N_MORE, N_SPECULATE = 1000, 30, 4
+
+
+def own(
+    ops: type[NumpyOps], config: Config, weights: Weights, tokenizer: Tokenizer, args: argparse.Namespace
+) -> Iterator[str]:
+    """A table: a second turn until its first token, decoding in company and with drafts."""
+    n_new, repeat = args.new, args.repeat
+    length = min(config.max_seq_len, N_TURN + 2 * n_new + N_MORE)
+    engine = Engine(with_pages(ops, config, weights, length))
+    drafting = Engine(with_pages(ops, config, weights, length), speculate=N_SPECULATE)
+    prose = prompts(tokenizer, 1, N_TURN)[0]
+    copied = prose[:120] * 2 + prose[:20]
+    found: dict[str, list[tuple[float, float]]] = {}
+    for number in range(repeat + 1):
+        turn = [number, *prose[1:]]  # another beginning: nothing of it is known
+        second = [*turn, *engine_run(engine)([turn], n_new).said, *prose[:N_MORE]]
+        cold, cached = (
+            engine_run(engine)([[first, *second[1:]]], 1).prefill for first in (99 + number, number)
+        )
+        few, many = (engine_run(engine)(prompts(tokenizer, n, 32), n_new).decode for n in (1, MAX_BATCH))
+        plain, drafted = (engine_run(e)([copied], n_new).decode for e in (engine, drafting))
+        for name, pair in {
+            f"prefill of a second turn, {len(second)} tokens: cold, cached": (cold, cached),
+            f"decode: batch 1, batch {MAX_BATCH}": (few, many),
+            f"decode of a text that repeats: plain, --speculate {N_SPECULATE}": (plain, drafted),
+        }.items():
+            print(f"round {number}/{repeat}  {name}  {pair[0]:.1f}, {pair[1]:.1f} tok/s", file=sys.stderr)
+            found.setdefault(name, []).extend([pair] if number else [])
+    counts = drafting.counts()
+    engine.close()
+    drafting.close()
+    yield f"| tokens/s, median of {repeat} | without | with | ratio |"
+    yield "|---|---|---|---|"
+    for name, pairs in found.items():
+        without, with_it = (median(column) for column in zip(*pairs, strict=True))
+        yield f"| {name} | {without:.1f} | {with_it:.1f} | {with_it / without:.2f} |"
+    yield ""
+    yield f"Of {counts['drafted']} drafts {counts['accepted']} were accepted."
+
+
+def options(add: argparse.ArgumentParser) -> None:
+    model_option(add)
+    repeat_option(add)
+    add.add_argument("--new", type=int, default=64, metavar="N", help="tokens to decode (default: 64)")
+    add.add_argument("--threads", type=int, default=os.cpu_count(), metavar="N", help="default: all cores")

@@ -1,0 +1,114 @@
+"""Background responses through the registry and back, and the memory they take.
+
+Not here: what a model costs beside it, but for one line.
+"""
+
+import argparse
+import asyncio
+import os
+import platform
+import sys
+import time
+from contextlib import aclosing
+from datetime import date
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import answers
+import hub
+import params
+import responses
+from api import encode_event
+from background import EventLog, Producer, Registry
+from benches.common import (
+    cpu_name,
+    cpu_ops,
+    engine_run,
+    model_option,
+    prompts,
+    resident_mb,
+    with_pages,
+    write,
+)
+from channels import Delta, Finish, Usage
+from engine import Engine
+from store import Limits, Row, Store
+from tokenizer import Tokenizer
+from weights import read_config, read_weights
+
+N_DELTAS = 64  # tokens of one response: a frame each, and eight around them
+
+
+def run(args: argparse.Namespace) -> None:
+    with TemporaryDirectory() as folder:
+        lines = asyncio.run(store_run(Path(folder) / "store.db", args.responses))
+    directory = hub.find(args.model)
+    config = read_config(directory)
+    ops = cpu_ops()
+    engine = Engine(with_pages(ops, config, read_weights(directory, config, ops.pack), 256))
+    rate = engine_run(engine)(prompts(Tokenizer(directory / "tokenizer.json"), 8, 32), N_DELTAS).decode
+    engine.close()
+    report = [
+        f"{date.today()}, {args.responses} background responses of {N_DELTAS} tokens, stored in a file,",
+        f"{cpu_name()}, {os.cpu_count()} cores, Python {platform.python_version()}.",
+        "",
+        "| what | how much |",
+        "|---|---|",
+        *(f"| {name} | {value} |" for name, value in lines.items()),
+        f"| {directory.name}, decode, batch 8 | {rate:.0f} tokens/s |",
+        "",
+    ]
+    write(report, args.out)
+
+
+async def store_run(path: Path, n_responses: int) -> dict[str, str]:
+    """Events appended and written, events read back, and the resident memory on the way."""
+    database = Store(str(path), Limits())
+    registry = Registry(database, encode_event)
+    ids, memory, started = [], {}, time.perf_counter()
+    for n in range(1, n_responses + 1):
+        row, producer = scripted(f"resp_{n}")
+        ids.append(row.id)
+        events = await registry.submit(row, producer)
+        async with aclosing(events.read()) as frames:
+            n_events = len([frame async for frame in frames])
+        if n in (n_responses // 10, n_responses):
+            memory[n] = resident_mb()
+            print(f"{n}/{n_responses} responses, {memory[n]:.0f} MB resident", file=sys.stderr)
+    appended, started = time.perf_counter() - started, time.perf_counter()
+    for id_ in ids:
+        again = await registry.events(id_)
+        assert again
+        async with aclosing(again.read()) as frames:
+            assert len([frame async for frame in frames]) == n_events
+    replayed = time.perf_counter() - started
+    await registry.close(persistent=True)
+    database.close()
+    n_all = n_responses * n_events
+    at = {f"resident memory after {n} responses": f"{mb:.0f} MB" for n, mb in memory.items()}
+    return {
+        "appended and written": f"{n_all / appended:.0f} events/s",
+        "replayed": f"{n_all / replayed:.0f} events/s",
+    } | at
+
+
+def scripted(id: str) -> tuple[Row, Producer]:
+    """A response whose tokens are already there."""
+    request = params.from_responses({"model": "bench", "input": "hi", "background": True}, {})
+    head = {"id": id, "object": "response", "created_at": 0, "model": "bench"} | request.echo
+    builder = responses.Builder(head, answers.new_id)
+
+    async def fill(events: EventLog) -> None:
+        events.extend(builder.run())
+        for _ in range(N_DELTAS):
+            events.extend(builder.feed(Delta("final", " token")))
+            await asyncio.sleep(0)  # as tokens come: one by one
+        events.extend(builder.finish(Finish("stop", Usage(8, N_DELTAS)), 0))
+
+    row = Row(id, time.time(), None, True, True, True, {}, [], head)
+    return row, Producer(lambda: builder.start(queued=True), fill, lambda *_: [])
+
+
+def options(add: argparse.ArgumentParser) -> None:
+    model_option(add)
+    add.add_argument("--responses", type=int, default=10_000, metavar="N", help="how many (default: 10000)")
