@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import hashlib
 import json
-import logging
 import math
 import os
 import re
@@ -34,33 +33,24 @@ import threadpoolctl
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-import gpu
 import hub
-import kernels
+import loading
 import logs
 import upstreams
-import weights
 from api import ALIAS, Api, Worker, encode_event, generation_defaults
 from background import Registry
-from chat import ChatTemplate
 from dialects import DIALECTS
-from engine import Engine, Ops
 from front import Keys, make_app
-from grammar import Grammars
 from metering import Counts, Prices
-from model import PAGE, NumpyOps
 from remote import RemoteWorker
 from responses import REASONING_EVENTS
 from store import Limits, Store
-from tokenizer import Tokenizer
 from worker import LocalWorker
 
 IN_MEMORY = ":memory:"
 MAX_HEAD_BYTES = 64 * 1024  # of a request: its line and its headers; h11 answers 400 to more
 SEND_BUFFER_BYTES = 128 * 1024  # of a connection; Linux takes twice as many
 STALLED_S = 2  # at a stop, what clients get to take their last event, after the grace
-
-log = logging.getLogger("server")
 
 
 # --- the command line ---------------------------------------------------------------------------------------
@@ -208,7 +198,7 @@ def main() -> int:
     if args.threads:
         threadpoolctl.threadpool_limits(args.threads, user_api="blas")
     try:
-        args.device = device(args.device)
+        args.device = loading.device(args.device)
         listener = bind(args.host, args.port)
         local, names, defaults = load_local(args)
         store = open_store(args)
@@ -227,7 +217,7 @@ def load_local(args: argparse.Namespace) -> tuple[LocalWorker | None, list[str],
     if args.upstream and not args.model:
         return None, [], {}
     directory = hub.find(args.model)
-    worker = load(directory, args)
+    worker = loading.load(directory, args)
     by_id = args.model and not Path(args.model).exists()
     names = args.served_model_name or [args.model if by_id else directory.name]
     return worker, names, generation_defaults(worker.engine.config.generation)
@@ -266,74 +256,12 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def load(directory: Path, args: argparse.Namespace) -> LocalWorker:
-    config = weights.read_config(directory)
-    length = args.max_model_len or config.max_seq_len
-    if not 2 <= length <= config.max_seq_len:
-        limit = f"expected 2 to {config.max_seq_len}, the model's own limit"
-        raise weights.UnsupportedModel(f"--max-model-len {length}: {limit}")
-    vocabulary = directory / "tokenizer.json"
-    template, tokenizer = ChatTemplate.load(directory), Tokenizer(vocabulary)
-    grammars = Grammars(vocabulary, config.vocab_size, config.eos_token_ids)
-    kind: type[NumpyOps] | type[gpu.CudaOps]
-    if args.device == "cuda":
-        kernels.check_sizes(config)
-        kind, room = gpu.CudaOps, gpu.room(config, length, args.max_batch)
-    else:
-        kind, room = cpu_ops(), free_memory() // 4  # no more is real than is used
-    loaded = weights.read_weights(directory, config, kind.pack)
-    n_pages = pool(kind.page_bytes(config), length, args.max_batch, args.kv_memory, room)
-    ops: Ops = kind(config, loaded, length, n_pages, args.max_batch)
-    return LocalWorker(Engine(ops, args.speculate), tokenizer, template, grammars, args.dialect)
-
-
-def device(wanted: str) -> str:
-    """cpu or cuda, for auto what there is; raises ValueError where there is no GPU to compute on."""
-    missing = None if wanted == "cpu" else gpu.missing()
-    if wanted == "cuda" and missing:
-        raise ValueError(f"--device cuda: {missing}")
-    return "cpu" if wanted == "cpu" or missing else "cuda"
-
-
-def pool(page_bytes: int, length: int, max_batch: int, kv_memory: int | None, room: int) -> int:
-    """Pages for keys and values; by default what there is room for, as far as whole contexts of all that run
-    at once can use it.
-    """
-    if kv_memory:
-        if kv_memory < page_bytes:
-            limit = f"expected {page_bytes} or more, for a page of {PAGE} tokens"
-            raise ValueError(f"--kv-memory {kv_memory}: {limit}")
-        return kv_memory // page_bytes
-    whole = max_batch * -(-length // PAGE)
-    return max(1, min(whole, room // page_bytes))
-
-
-def free_memory() -> int:
-    """Bytes, as far as the system says: what is available on Linux, what is there elsewhere."""
-    lines = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
-    found = [path.read_text(encoding="utf-8") if path.exists() else "" for path in lines]
-    available = re.search(r"MemAvailable: +(\d+) kB", found[0])
-    in_all = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4 * 2**30
-    free = int(available[1]) * 1024 if available else in_all
-    return min(free, int(found[1])) if found[1].strip().isdigit() else free
-
-
 def read_keys(args: argparse.Namespace) -> list[str]:
     lines = args.api_key_file.read_text(encoding="utf-8").splitlines() if args.api_key_file else []
     keys = [*(args.api_key or []), *filter(None, map(str.strip, lines))]
     if args.api_key_file and not keys:
         raise ValueError(f"--api-key-file {args.api_key_file}: expected a key a line, got none")
     return keys
-
-
-def cpu_ops() -> type[NumpyOps]:
-    """The fastest that is installed."""
-    try:
-        from cpu import FastOps
-    except ImportError as error:
-        log.info("NumPy computes (%s); pip install -e '.[fast]' brings what is twice as fast", error)
-        return NumpyOps
-    return FastOps
 
 
 def open_store(args: argparse.Namespace) -> Store:
@@ -473,7 +401,7 @@ def announce(
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     elsewhere = list(remote.upstreams.models()) if remote else []
     body = json.dumps({"model": (names + elsewhere + [ALIAS])[0], "input": "What is the capital of France?"})
-    facts = local_facts(args, names[0], local) if local else {}
+    facts = loading.facts(args, names[0], local) if local else {}
     if remote:
         facts["upstreams"] = f"{', '.join(args.upstream)} with {', '.join(elsewhere) or 'no model yet'}"
     for name, value in {
@@ -484,21 +412,6 @@ def announce(
         print(f"{name:10} {value}")
     notify("READY=1")
     print(f"\ncurl {url}/v1/responses -H 'Content-Type: application/json' -d '{body}'\n", flush=True)
-
-
-def local_facts(args: argparse.Namespace, name: str, worker: LocalWorker) -> dict[str, str]:
-    config, n_pages = worker.engine.config, worker.engine.counts()["pages"]
-    dtype, size = ("bfloat16", 2) if args.device == "cuda" else ("float32", 4)
-    per_token = 2 * size * config.n_layers * config.n_kv_heads * config.head_dim  # k and v
-    blas = [lib["num_threads"] for lib in threadpoolctl.threadpool_info() if lib["user_api"] == "blas"]
-    return {
-        "model": f"{name} ({config.model_type}), {config.n_params / 1e6:.1f} M parameters",
-        "memory": f"{per_token / 1e3:.0f} kB a token of context, keys and values in {dtype}",
-        "context": f"{worker.engine.max_seq_len} tokens",
-        "pages": f"{n_pages} of {PAGE} tokens, at most {n_pages * PAGE * per_token / 1e6:.0f} MB",
-        "dialect": worker.dialect,
-        "device": f"{args.device}: {worker.engine.about}; {max(blas, default=1)} BLAS threads",
-    }
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ Not here: anything that is measured.
 import argparse
 import asyncio
 import platform
-import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import aclosing
@@ -40,16 +39,6 @@ def speeds(prompts: Prompts, started: float, token_times: list[list[float]], sai
     n_decoded = sum(t > first for times in token_times for t in times)
     n_prompt = sum(map(len, prompts))
     return Speeds(n_prompt / (first - started), n_decoded / max(last - first, 1e-9), said)
-
-
-def cpu_ops() -> type[NumpyOps]:
-    """What the server computes with."""
-    try:
-        from cpu import FastOps
-    except ImportError as error:
-        print(f"no compiled products ({error}): pip install -e '.[fast]' brings them", file=sys.stderr)
-        return NumpyOps
-    return FastOps
 
 
 def with_pages(ops: type[NumpyOps], config: Config, weights: Weights, max_seq_len: int) -> NumpyOps:

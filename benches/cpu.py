@@ -39,7 +39,6 @@ from benches.common import (
     Run,
     Speeds,
     cpu_name,
-    cpu_ops,
     engine_run,
     model_option,
     prompts,
@@ -49,6 +48,7 @@ from benches.common import (
     write,
 )
 from engine import Engine
+from loading import cpu_ops
 from model import Context, NumpyOps, Span
 from tokenizer import Tokenizer
 from weights import Config, Weights, read_config, read_json, read_weights

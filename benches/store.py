@@ -22,7 +22,6 @@ from api import encode_event
 from background import EventLog, Producer, Registry
 from benches.common import (
     cpu_name,
-    cpu_ops,
     engine_run,
     model_option,
     prompts,
@@ -32,6 +31,7 @@ from benches.common import (
 )
 from channels import Delta, Finish, Usage
 from engine import Engine
+from loading import cpu_ops
 from store import Limits, Row, Store
 from tokenizer import Tokenizer
 from weights import read_config, read_weights

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+import loading
 import model
 import server
 
@@ -32,5 +33,5 @@ class FaultyOps(model.NumpyOps):
 
 
 if __name__ == "__main__":
-    vars(server)["cpu_ops"] = lambda: FaultyOps
+    vars(loading)["cpu_ops"] = lambda: FaultyOps
     sys.exit(server.main())

@@ -20,7 +20,7 @@ import pytest
 
 import emulator
 import gpu
-import server
+import loading
 from emulator import Emulator
 from engine import Engine, Job
 from engines import alone, play, steps_of, tiny
@@ -336,8 +336,8 @@ def test_every_sound_case_has_sizes_that_the_kernels_take() -> None:
 @pytest.mark.skipif(gpu.missing() is None, reason="there is a GPU")
 def test_a_gpu_that_is_missing_is_named() -> None:
     with pytest.raises(ValueError, match="--device cuda: CuPy"):
-        server.device("cuda")
-    assert server.device("auto") == server.device("cpu") == "cpu"
+        loading.device("cuda")
+    assert loading.device("auto") == loading.device("cpu") == "cpu"
 
 
 def test_room_is_what_weights_and_buffers_leave() -> None:

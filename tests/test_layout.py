@@ -61,11 +61,12 @@ MAY_IMPORT = {
     "worker":      {"channels", "chat", "dialects", "engine", "grammar", "model", "params", "tokenizer"},
     "api":         {"answers", "background", "channels", "chat", "completions", "metrics", "params",
                     "remote", "responses", "sealed", "sse", "store", "tools", "worker"},
+    "loading":     {"chat", "cpu", "engine", "gpu", "grammar", "kernels", "model", "tokenizer", "weights",
+                    "worker"},
     "front":       {"answers", "api", "chat", "logs", "metrics", "page", "relay"},
     "bench":       set(),
-    "server":      {"api", "background", "chat", "cpu", "dialects", "engine", "front", "gpu", "grammar",
-                    "hub", "kernels", "logs", "metering", "model", "remote", "responses", "store",
-                    "tokenizer", "upstreams", "weights", "worker"},
+    "server":      {"api", "background", "dialects", "front", "hub", "loading", "logs", "metering", "remote",
+                    "responses", "store", "upstreams", "worker"},
 }
 # fmt: on
 
