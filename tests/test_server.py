@@ -24,6 +24,7 @@ from openai.types.responses import ParsedResponse
 import answers
 import engine
 import laws
+import loading
 import server as server_program
 import sse
 from faulty_server import AFTER_TOKENS, NAN, RAISES
@@ -741,10 +742,10 @@ def test_sizes(text: str, n_bytes: int) -> None:
 
 def test_memory_by_default() -> None:
     """What there is room for, but no more than all that run at once can use."""
-    assert server_program.pool(1, 1000, 3, None, 10**6) == 3 * 16
-    assert server_program.pool(10**15, 1000, 3, None, 10**6) == 1
-    assert server_program.pool(2**20, 2**40, 16, None, 5 * 2**20) == 5
-    assert 2**20 < server_program.free_memory() < 2**50
+    assert loading.pool(1, 1000, 3, None, 10**6) == 3 * 16
+    assert loading.pool(10**15, 1000, 3, None, 10**6) == 1
+    assert loading.pool(2**20, 2**40, 16, None, 5 * 2**20) == 5
+    assert 2**20 < loading.free_memory() < 2**50
 
 
 # --- clients that leave -------------------------------------------------------------------------------------
