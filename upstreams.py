@@ -183,7 +183,7 @@ class Upstreams:
 
     async def start(self) -> None:
         """Ask them for their models, and again from time to time."""
-        await self._probe_all()
+        await self.probe()
         self._probing = asyncio.create_task(self._probe_forever())
 
     async def close(self) -> None:
@@ -272,9 +272,10 @@ class Upstreams:
     async def _probe_forever(self) -> None:
         while True:
             await asyncio.sleep(self._limits.probe_s)
-            await self._probe_all()
+            await self.probe()
 
-    async def _probe_all(self) -> None:
+    async def probe(self) -> None:
+        """Ask all of them for their models."""
         await asyncio.gather(*map(self._probe, self._upstreams))
 
     async def _probe(self, upstream: Upstream) -> None:

@@ -257,7 +257,7 @@ async def workers(
     """A worker over these upstreams, which have been asked for their models."""
     worker = RemoteWorker(Upstreams(urls, "key", limits), prices)
     try:
-        await worker.upstreams._probe_all()
+        await worker.upstreams.probe()
         yield worker
     finally:
         await worker.close()
@@ -533,6 +533,26 @@ async def response_outcome(worker: RemoteWorker) -> str:
         return "refused"
     assert isinstance(end, Finish)
     return end.reason
+
+
+def test_an_endless_line_does_not_fill_memory() -> None:
+    """64 MiB without a line end: the connection is closed at the limit, and the rest is never read."""
+    n_sent = 0
+
+    def answer(exchange: Exchange) -> None:
+        nonlocal n_sent
+        exchange.send(head() + b"data: ")
+        for _ in range(64):
+            exchange.send(BIG)
+            n_sent += len(BIG)
+
+    async def run(url: str) -> None:
+        async with workers(url) as worker:
+            assert await outcome(worker, STREAMED) == "error"
+
+    with upstream(answer) as worker:
+        asyncio.run(run(worker.url))
+        assert n_sent < sse.MAX_EVENT_BYTES + 16 * 2**20  # the sockets' buffers
 
 
 def test_an_endless_answer_does_not_fill_memory() -> None:
@@ -917,7 +937,7 @@ def test_circuit_opens_and_closes(caplog: pytest.LogCaptureFixture) -> None:
             assert (caught.value.status, caught.value.retry_after) == (503, "5")
             assert len(worker.exchanges) == 3  # the fourth was not sent
             worker.answer = names("a")
-            await asked.upstreams._probe_all()
+            await asked.upstreams.probe()
             assert await who(asked) == "a"
 
     caplog.set_level(logging.WARNING, "upstreams")
@@ -932,9 +952,9 @@ def test_probes_open_the_circuit_of_one_that_is_gone() -> None:
     async def run(worker: Upstream) -> None:
         async with workers(worker.url, limits=QUICK._replace(max_failures=2)) as asked:
             worker.close()
-            await asked.upstreams._probe_all()
+            await asked.upstreams.probe()
             assert asked.counts()["upstreams_down"] == 0
-            await asked.upstreams._probe_all()
+            await asked.upstreams.probe()
             assert asked.counts()["upstreams_down"] == 1
 
     with upstream() as worker:
