@@ -211,6 +211,13 @@ def stream_is_the_answer(peer: Peer) -> None:
     same_answer(plain, told, lambda: outline(answer()), f"plain: {plain}\nstreamed: {told}")
 
 
+def plain_by_default(peer: Peer) -> None:
+    for path, body in GOOD.items():
+        reply = peer.once(path, {"model": peer.model} | body)
+        if reply.status not in NOT_THERE:
+            expect(reply.json, "expected a JSON object, for no stream was asked for", reply)
+
+
 def chat_outline(chunks: list[Json]) -> dict[int, Json]:
     """What chunks, or the choices of a completion, say, choice by choice."""
     said: dict[int, Json] = {}
@@ -425,7 +432,7 @@ def lists_input(peer: Peer) -> None:
 
 
 def in_background(peer: Peer, body: Json) -> Json:
-    first = peer.once("/responses", {"model": peer.model, "background": True} | HI)
+    first = peer.once("/responses", {"model": peer.model, "stream": False, "background": True} | HI)
     if first.json.get("background") is not True and first.json.get("status") in TERMINAL:
         raise NotApplicable(f"background is ignored: the answer is {first.json['status']} at once")
     return whole(peer, "/responses", body | {"background": True})
@@ -444,7 +451,7 @@ def ended(peer: Peer, id: object) -> Json:
 
 
 def background_is_honoured(peer: Peer) -> None:
-    reply = peer.once("/responses", {"model": peer.model, "background": True} | HI)
+    reply = peer.once("/responses", {"model": peer.model, "stream": False, "background": True} | HI)
     if reply.status in REFUSED:
         raise NotApplicable(f"refused: {reply}")
     waits = reply.json.get("status") in ("queued", "in_progress") and reply.json.get("output") == []
@@ -604,7 +611,7 @@ BAD: dict[str, list[tuple[str, Json]]] = {
                              ("/chat/completions", {"messages": [{"content": "hi"}]})],
     "out-of-range":         [("/responses",        {"temperature": 99}),
                              ("/responses",        {"top_p": -1}),
-                             ("/responses",        {"max_output_tokens": 0}),
+                             ("/chat/completions", {"presence_penalty": 99}),
                              ("/chat/completions", {"temperature": 99}),
                              ("/chat/completions", {"n": 0}),
                              ("/chat/completions", {"top_logprobs": 99, "logprobs": True})],
@@ -630,7 +637,7 @@ def refusals(peer: Peer, rule: str) -> Iterator[Reply]:
         yield from (peer.once(path, b'{"model": ') for path in there)
     for path, change in BAD[rule]:
         body = {"model": peer.model} | GOOD[path] | change
-        for stream in (None, None if {"stream", "stream_options"} & change.keys() else True):
+        for stream in (False, True) if not {"stream", "stream_options"} & change.keys() else (None,):
             if path in there:
                 asked = {"stream": stream} | body
                 yield peer.once(path, {k: v for k, v in asked.items() if v is not None})
@@ -725,6 +732,9 @@ EXCHANGES = {
         "GET /models lists the models",
         OPENAI + "models/list"),
 
+    "plain-by-default":    Check(plain_by_default,          "B09",
+        "without stream the answer is a JSON object",
+        OPENAI + "responses/create"),
     "stream-is-answer":    Check(stream_is_the_answer,      "C06 C15 G05",
         "a Responses stream says what the plain answer says, and so counts its usage",
         GITHUB + "EricLBuehler/mistral.rs/pull/2309"),
