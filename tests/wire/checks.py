@@ -211,6 +211,13 @@ def stream_is_the_answer(peer: Peer) -> None:
     same_answer(plain, told, lambda: outline(answer()), f"plain: {plain}\nstreamed: {told}")
 
 
+def plain_by_default(peer: Peer) -> None:
+    for path, body in GOOD.items():
+        reply = peer.once(path, {"model": peer.model} | body)
+        if reply.status not in NOT_THERE:
+            expect(reply.json, "expected a JSON object, for no stream was asked for", reply)
+
+
 def chat_outline(chunks: list[Json]) -> dict[int, Json]:
     """What chunks, or the choices of a completion, say, choice by choice."""
     said: dict[int, Json] = {}
@@ -425,7 +432,7 @@ def lists_input(peer: Peer) -> None:
 
 
 def in_background(peer: Peer, body: Json) -> Json:
-    first = peer.once("/responses", {"model": peer.model, "background": True} | HI)
+    first = peer.once("/responses", {"model": peer.model, "stream": False, "background": True} | HI)
     if first.json.get("background") is not True and first.json.get("status") in TERMINAL:
         raise NotApplicable(f"background is ignored: the answer is {first.json['status']} at once")
     return whole(peer, "/responses", body | {"background": True})
@@ -444,7 +451,7 @@ def ended(peer: Peer, id: object) -> Json:
 
 
 def background_is_honoured(peer: Peer) -> None:
-    reply = peer.once("/responses", {"model": peer.model, "background": True} | HI)
+    reply = peer.once("/responses", {"model": peer.model, "stream": False, "background": True} | HI)
     if reply.status in REFUSED:
         raise NotApplicable(f"refused: {reply}")
     waits = reply.json.get("status") in ("queued", "in_progress") and reply.json.get("output") == []
@@ -604,7 +611,7 @@ BAD: dict[str, list[tuple[str, Json]]] = {
                              ("/chat/completions", {"messages": [{"content": "hi"}]})],
     "out-of-range":         [("/responses",        {"temperature": 99}),
                              ("/responses",        {"top_p": -1}),
-                             ("/responses",        {"max_output_tokens": 0}),
+                             ("/chat/completions", {"presence_penalty": 99}),
                              ("/chat/completions", {"temperature": 99}),
                              ("/chat/completions", {"n": 0}),
                              ("/chat/completions", {"top_logprobs": 99, "logprobs": True})],
@@ -630,7 +637,7 @@ def refusals(peer: Peer, rule: str) -> Iterator[Reply]:
         yield from (peer.once(path, b'{"model": ') for path in there)
     for path, change in BAD[rule]:
         body = {"model": peer.model} | GOOD[path] | change
-        for stream in (None, None if {"stream", "stream_options"} & change.keys() else True):
+        for stream in (False, True) if not {"stream", "stream_options"} & change.keys() else (None,):
             if path in there:
                 asked = {"stream": stream} | body
                 yield peer.once(path, {k: v for k, v in asked.items() if v is not None})
@@ -641,12 +648,10 @@ def refuses(rule: str, peer: Peer) -> None:
         expect(400 <= reply.status < 500, "expected a refusal, with a status of 4xx", reply)
 
 
-def refuses_or_serves_any_model(peer: Peer) -> None:
-    replies = list(refusals(peer, "unknown-model"))
-    if all(reply.status == 200 for reply in replies):
-        raise NotApplicable("any name is served")
-    for reply in replies:
-        expect(reply.status in (400, 404), "expected a refusal of a model that is not there", reply)
+def refuses_or_serves_any_model(rule: str, peer: Peer) -> None:
+    if all(reply.status == 200 for reply in refusals(peer, "unknown-model")):
+        raise NotApplicable("whatever name is asked for is served")
+    refuses(rule, peer)
 
 
 def bad_requests(peer: Peer) -> Iterator[Reply]:
@@ -725,6 +730,9 @@ EXCHANGES = {
         "GET /models lists the models",
         OPENAI + "models/list"),
 
+    "plain-by-default":    Check(plain_by_default,          "B09",
+        "without stream the answer is a JSON object",
+        OPENAI + "responses/create"),
     "stream-is-answer":    Check(stream_is_the_answer,      "C06 C15 G05",
         "a Responses stream says what the plain answer says, and so counts its usage",
         GITHUB + "EricLBuehler/mistral.rs/pull/2309"),
@@ -828,10 +836,10 @@ EXCHANGES = {
     "bad-json":            Check(partial(refuses, "bad-json"),     "B14",
         "a body that is no JSON is refused",
         OPENAI + "responses/create"),
-    "bad-model":           Check(partial(refuses, "bad-model"),    "",
+    "bad-model":           Check(partial(refuses_or_serves_any_model, "bad-model"), "",
         "a model that is no string is refused, and one that is missing",
         OPENAI + "responses/create"),
-    "unknown-model":       Check(refuses_or_serves_any_model,      "",
+    "unknown-model":       Check(partial(refuses_or_serves_any_model, "unknown-model"), "",
         "a model that is not there is refused",
         OPENAI + "responses/create"),
     "bad-input":           Check(partial(refuses, "bad-input"),    "B14",

@@ -16,7 +16,7 @@ import captures
 import rules
 
 Json = dict[str, Any]
-PATIENCE_S = 60.0  # a small model on a busy machine
+PATIENCE_S = 120.0  # a small model on a busy machine
 
 
 class Reply(NamedTuple):
@@ -81,8 +81,8 @@ class Peer:
             return Reply(described(method, path, body), 0, {}, repr(error).encode(), [])
 
     def post(self, path: str, body: Json | None = None) -> Reply:
-        """To the model."""
-        return self.ask("POST", path, {"model": self.model} | (body or {}))
+        """To the model, without stream if nothing else is said."""
+        return self.ask("POST", path, {"model": self.model, "stream": False} | (body or {}))
 
     def first_events(self, path: str, body: Json, n: int) -> list[Json]:
         """Of a stream that we leave then."""
