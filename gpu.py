@@ -511,8 +511,10 @@ class CudaOps:
 
     def _prepared(self, step: list[Placed]) -> tuple[Desk, Flight, Batch]:
         """Bring a step's numbers to the device."""
-        split = [p for p in step if not p.span.tile and p.rows.stop <= self._limits.split]
-        whole = [p for p in step if p not in split]
+        parts: dict[bool, list[Placed]] = {True: [], False: []}
+        for p in step:
+            parts[not p.span.tile and p.rows.stop <= self._limits.split].append(p)
+        split, whole = parts[True], parts[False]
         n_rows, tiles = sum(len(p.rows) for p in step), self._tiles(split)
         is_decode = not whole and len(tiles) == len(split)
         desk = self._desks[bucket(n_rows) if is_decode else 0]

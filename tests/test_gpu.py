@@ -341,7 +341,7 @@ def test_a_gpu_that_is_missing_is_named() -> None:
 
 
 def test_room_is_what_weights_and_buffers_leave() -> None:
-    model, cp = ours(VARIED[0]), Emulator()
+    model, cp = ours(VARIED[0]), Emulator(memory=10**8)
     left = gpu.room(model.config, MAX_SEQ_LEN, MAX_BATCH, cp)
     n_pages = left // CudaOps.page_bytes(model.config)
     CudaOps(model.config, model.weights, MAX_SEQ_LEN, n_pages, MAX_BATCH, cp)
