@@ -362,12 +362,15 @@ def missing() -> str | None:
     """Why there is no GPU to compute on; None where there is one."""
     try:
         cupy = importlib.import_module("cupy")
-        n_devices: int = cupy.cuda.runtime.getDeviceCount()
+        n_devices = cupy.cuda.runtime.getDeviceCount()
     except ImportError:
         return "CuPy is not installed: pip install -e '.[cuda]'"
-    except Exception as error:  # cupy.cuda.runtime.CUDARuntimeError
+    except Exception as error:  # cupy.cuda.runtime.CUDARuntimeError: no driver, or one that is too old
         return f"CuPy finds no device: {error}"
-    return None if n_devices else "CuPy finds no device"
+    if not n_devices:
+        return "CuPy finds no device"
+    capability = int(cupy.cuda.Device().compute_capability)
+    return None if capability >= 80 else f"compute capability {capability / 10}; 8.0 or above is supported"
 
 
 # ---- The ops -----------------------------------------------------------------------------------------------
