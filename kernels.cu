@@ -805,7 +805,7 @@ __device__ __forceinline__ u64 philox(u64 seed, u64 choice, u64 number) {
 }
 
 // Choose a token for each wanted row: NumpyOps.pick
-//   raw (n, VOCAB_SIZE)   logits (n, VOCAB_SIZE) for those after penalties
+//   raw (n, VOCAB_SIZE)   logits (n, VOCAB_SIZE) for those after penalties, where there are any
 //   picked (n, PICKED)   settings (n, SETTINGS)   seeds (n, SEEDS)
 //   masks (n, (VOCAB_SIZE + 31) / 32), bit set: may come   tokens (R,) of the step
 //   counts, biases (max_batch, VOCAB_SIZE)   chosen (max_batch,)
@@ -827,11 +827,12 @@ extern "C" __global__ void __launch_bounds__(PICK_THREADS, 1)
   counts += (size_t)p.slot * VOCAB_SIZE, biases += (size_t)p.slot * VOCAB_SIZE;
   masks += (size_t)row * ((VOCAB_SIZE + 31) / 32), seeds += row * SEEDS;
   auto larger = [](u64 a, u64 b) { return a > b ? a : b; };
+  bool changed = p.flags & (PENALISED | BIASED | MASKED);
 
   u64 raw_best = 0, best = 0, worst = 0;
   for (int i = threadIdx.x; i < VOCAB_SIZE; i += PICK_THREADS) {
     float r = raw[i], l = penalised(r, i, p, s, counts, tokens, biases, masks);
-    logits[i] = l;
+    if (changed) logits[i] = l;
     // no number, or infinite: the largest rank there is
     raw_best = larger(raw_best, r <= 3.4028235e38f ? rank_of(r, i) : ~0ull);
     best = larger(best, rank_of(l, i));
@@ -840,23 +841,24 @@ extern "C" __global__ void __launch_bounds__(PICK_THREADS, 1)
   raw_best = block_reduce(of_warp, raw_best, larger);
   best = block_reduce(of_warp, best, larger);
   worst = ~block_reduce(of_warp, worst, larger);
-  if (raw_best == ~0ull || raw[token_of(raw_best)] == NEVER) {
+  const float *used = changed ? logits : raw;
+  int token = token_of(best);
+  float top = used[token];
+  if (raw_best == ~0ull || top == NEVER) {
     if (threadIdx.x == 0) choices[0] = -1;
     return;
   }
-  int token = token_of(best);
-  float top = logits[token];
   if (s.sharpness > 0) {
     // distances from the top as whole numbers, as fine as the furthest allows
-    int exponent = (int)(__float_as_uint(top - logits[token_of(worst)]) >> 23) - 127;
+    int exponent = (int)(__float_as_uint(top - used[token_of(worst)]) >> 23) - 127;
     float unit = __uint_as_float((unsigned)(min(31 - exponent, 127) + 127) << 23);
-    auto distance = [&](int i) { return (unsigned)fminf((top - logits[i]) * unit, 4294967040.f); };
-    auto probability = [&](int i) { return exp2f((logits[i] - top) * s.sharpness); };
+    auto distance = [&](int i) { return (unsigned)fminf((top - used[i]) * unit, 4294967040.f); };
+    auto probability = [&](int i) { return exp2f((used[i] - top) * s.sharpness); };
     unsigned within = 0xffffffffu;
     if (p.top_k > 0 && p.top_k < VOCAB_SIZE) within = reach(p.top_k, distance, [](int i) { return 1ull; });
     auto weight = [&](int i) {
       float q = probability(i);
-      return q >= s.min_p && distance(i) <= within ? (u64)(q * 1099511627776.f) : 0ull;
+      return q >= fminf(s.min_p, 1) && distance(i) <= within ? (u64)(q * 1099511627776.f) : 0ull;
     };
     if (s.top_p < 1) {
       u64 total = 0;
