@@ -9,7 +9,8 @@ Rules of this file:
    that was captured once serves for every step of its size.
 2. Every row has the same bits whatever it is computed with (kernels.cu), so a step may be padded, cut in
    parts, and made by whichever kernels are fastest.
-3. The host never waits for the device but in read().
+3. The host waits for the device in read() alone; and where a request comes whose mask, bias or counts the
+   device does not have.
 
 The name: cuda.py would hide the package `cuda`, which CuPy imports.
 
@@ -155,8 +156,10 @@ def n_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 class Flight:
     """Memory of the host that a step in flight copies from and to; nobody else's until it is read."""
 
-    def __init__(self, cp: Any, table: Table) -> None:
+    def __init__(self, cp: Any, table: Table, pages: tuple[int, ...]) -> None:
+        """pages: the shape of the tables of all slots."""
         self.fields = table.fields
+        self.pages = pinned(cp, n_bytes("i4", pages)).view(np.int32).reshape(pages)
         self.numbers = pinned(cp, table.n_bytes)
         self.views = table.views(self.numbers)
         shape = len(self.views["wanted"]), CHOICE
@@ -359,12 +362,15 @@ def missing() -> str | None:
     """Why there is no GPU to compute on; None where there is one."""
     try:
         cupy = importlib.import_module("cupy")
-        n_devices: int = cupy.cuda.runtime.getDeviceCount()
+        n_devices = cupy.cuda.runtime.getDeviceCount()
     except ImportError:
         return "CuPy is not installed: pip install -e '.[cuda]'"
-    except Exception as error:  # cupy.cuda.runtime.CUDARuntimeError
+    except Exception as error:  # cupy.cuda.runtime.CUDARuntimeError: no driver, or one that is too old
         return f"CuPy finds no device: {error}"
-    return None if n_devices else "CuPy finds no device"
+    if not n_devices:
+        return "CuPy finds no device"
+    capability = int(cupy.cuda.Device().compute_capability)
+    return None if capability >= 80 else f"compute capability {capability / 10}; 8.0 or above is supported"
 
 
 # ---- The ops -----------------------------------------------------------------------------------------------
@@ -510,15 +516,17 @@ class CudaOps:
 
     def _prepared(self, step: list[Placed]) -> tuple[Desk, Flight, Batch]:
         """Bring a step's numbers to the device."""
-        split = [p for p in step if not p.span.tile and p.rows.stop <= self._limits.split]
-        whole = [p for p in step if p not in split]
+        parts: dict[bool, list[Placed]] = {True: [], False: []}
+        for p in step:
+            parts[not p.span.tile and p.rows.stop <= self._limits.split].append(p)
+        split, whole = parts[True], parts[False]
         n_rows, tiles = sum(len(p.rows) for p in step), self._tiles(split)
         is_decode = not whole and len(tiles) == len(split)
         desk = self._desks[bucket(n_rows) if is_decode else 0]
-        flight = desk.free.pop() if desk.free else Flight(self._cp, desk.table)
+        flight = desk.free.pop() if desk.free else Flight(self._cp, desk.table, self._buffers["pages"].shape)
         flight.fill(tiles=tiles + self._tiles(whole), **rows_of(step), **wanted_of(step))
         flight.expect(step)
-        self._bring(step)
+        self._bring(step, flight)
         desk.numbers.set(flight.numbers, self._stream)
         n_pieces = max((-(-p.span.end // self._piece) for p in split), default=1)
         if is_decode:  # of a size that comes again
@@ -542,12 +550,18 @@ class CudaOps:
             for first in range(0, len(p.rows) * self._group, QUERIES)
         ]
 
-    def _bring(self, step: list[Placed]) -> None:
-        """What slots keep from step to step, where the device does not have it yet."""
+    def _bring(self, step: list[Placed], flight: Flight) -> None:
+        """What slots keep from step to step, where the device does not have it yet.
+
+        Tables of pages grow at any time, so they are copied from memory that the device reads by itself: a
+        copy from any other would wait for the steps in flight.
+        """
         for span, contexts, _ in step:
             if self._tables[span.slot] != (pages := list(span.pages)):
                 self._tables[span.slot] = pages
-                self._buffers["pages"][span.slot, : len(pages)].set(np.array(pages, np.int32), self._stream)
+                row = flight.pages[span.slot, : len(pages)]
+                row[:] = pages
+                self._buffers["pages"][span.slot, : len(pages)].set(row, self._stream)
             if contexts:
                 self._bring_context(span.slot, contexts[0])
                 if len(contexts) == 1:

@@ -14,13 +14,13 @@
 // 2. A kernel may start while the one before it still runs (programmatic dependent launch). Before
 //    await_previous() it touches weights only, which have a type of their own.
 // 3. Sizes of the model are constants of the compilation, as are ROW_TILES and COLUMN_TILES, how much of a
-//    product a block computes: gpu.py compiles the file once for each shape. Rows of every matrix begin at
-//    multiples of 16 bytes.
+//    product a block computes: kernels.py compiles the file once for each shape. Rows of every matrix begin
+//    at multiples of 16 bytes.
 // 4. A warp's instruction is entered by all its lanes, a barrier by all the block's threads.
 //
 // Written R: rows of this step (tokens); S: sequences in it; P: pages; all arrays are row-major.
 //
-// Not here: which rows a step has and where its pages are (engine.py), launches and memory (gpu.py).
+// Not here: which rows a step has (engine.py), memory (gpu.py), launches (kernels.py).
 
 #ifdef __CUDACC__
 #include <cuda_bf16.h>
@@ -42,9 +42,10 @@ typedef unsigned long long u64;
 // ---- What C++ has no name for -----------------------------------------------------------------------------
 
 #ifdef __CUDACC__
-// d (16, 8) += a (16, 16) b (16, 8) on the tensor cores. A lane l holds, with g = l / 4 and t = l % 4: a: (g,
-// 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8), each with its right neighbour; b: (2t, g), (2t + 8, g),
-// each with the one below; d: (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1).
+// d (16, 8) += a (16, 16) b (16, 8) on the tensor cores. A lane l holds, with g = l / 4 and t = l % 4:
+// a: (g, 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8), each with its right neighbour;
+// b: (2t, g), (2t + 8, g), each with the one below;
+// d: (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1).
 __device__ __forceinline__ void mma_16x8x16(float *d, const unsigned *a, const unsigned *b) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
@@ -157,8 +158,8 @@ struct Normed {
   }
 };
 
-// Calls output(row, column, sums of the MATRICES) for every element. AHEAD: steps whose weights are on their
-// way.
+// Calls output(row, column, sums of the MATRICES) for every element.
+// AHEAD: steps whose weights are on their way.
 template <int MATRICES, int N, int AHEAD, class Input, class Output>
 __device__ __forceinline__ void linear(weight *const (&w)[MATRICES], int size, int n_columns, int n_rows,
                                        Input input, Output output) {
@@ -345,19 +346,19 @@ extern "C" __global__ void __launch_bounds__(256)
 // ---- Attention --------------------------------------------------------------------------------------------
 // softmax(q k^T / sqrt(HEAD_DIM)) v over the pages of a sequence: NumpyOps.attend.
 //
-// keys   (P, N_KV_HEADS, PAGE, HEAD_PAD)   a token's key is a row values (P, N_KV_HEADS, HEAD_PAD, PAGE)   a
-// token's value is a column: a lane finds the 8 keys of its weights at once rope   (max_seq_len, HEAD_DIM /
-// 2)       cos, sin tiles  (n_tiles, TILE)                   16 queries each; below pages  (S, max_pages)
-// which of P holds the tokens 64 i, 64 i + 1, ... of a sequence
+// keys   (P, N_KV_HEADS, PAGE, HEAD_PAD)   a token's key is a row
+// values (P, N_KV_HEADS, HEAD_PAD, PAGE)   a token's value is a column: a lane finds 8 keys' numbers at once
+// rope   (max_seq_len, HEAD_DIM / 2)       cos, sin
+// tiles  (n_tiles, TILE)                   16 queries each: the row where their span begins, the position of
+//                                          that token, tokens of the span, first query, sequence
+// pages  (S, max_pages)                    which of P holds the tokens 64 i, 64 i + 1, ... of a sequence
 //
 // The queries of a sequence and a key head are its tokens' GROUP heads, one token after another; a tile is 16
 // of them. A warp takes 32 keys at a time, with a softmax of their own; the warps of a block take a piece of
 // PIECE keys and put it together; the pieces are added up from first to last. Pieces begin at multiples of
 // PIECE in the sequence, so the order of every sum follows from the position of the query alone.
 
-#define TILE \
-  5   // row of the step where its span begins, position of that token,
-      // tokens of the span, first query of the tile, sequence
+#define TILE 5
 #define ATTEND_WARPS (HEAD_PAD <= 128 ? 4 : 2)  // as the shared memory allows
 #define ATTEND_THREADS (ATTEND_WARPS * 32)
 #define PIECE (ATTEND_WARPS * 32)
@@ -434,9 +435,8 @@ __device__ __forceinline__ void load_queries(Work &work, const Tile &tile, int k
            rotary ? rope + (size_t)tile.position(r) * (HEAD_DIM / 2) : nullptr, work.q[r]);
 }
 
-// One warp's 32 keys of a piece, all 16 queries: its greatest score, sum of weights and weighted values, in
-// `work`. Column 2t + e of the i-th product of 8 keys is key 8t + 2i + e, so a lane's weights are those of 8
-// keys side by side.
+// One warp's 32 keys of a piece, all 16 queries: greatest score, sum of weights, weighted values, in `work`.
+// Column 2t + e of the i-th product of 8 keys is key 8t + 2i + e: a lane has weights of 8 neighbours.
 __device__ __forceinline__ void attend_keys(Work &work, const Tile &tile, int piece, int kv, const bf16 *keys,
                                             const bf16 *values, int window) {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -559,10 +559,11 @@ extern "C" __global__ void __launch_bounds__(32)
 }
 
 // Attention with a block for each piece of each tile; the last block of a tile adds up the pieces.
-//   qkv (R, QKV_DIM)   q_norm, k_norm (HEAD_DIM,) or null   y (R, N_HEADS * HEAD_DIM) part (R, N_HEADS,
-//   grid.x, HEAD_DIM + 2) and n_done (n_tiles, N_KV_HEADS), 0 before and after: between the blocks writes: 1:
-//   the blocks write the keys and values of the step too, as `keep` does; each span is one tile grid: pieces
-//   of the longest sequence, N_KV_HEADS, n_tiles; block: ATTEND_THREADS
+//   qkv (R, QKV_DIM)   q_norm, k_norm (HEAD_DIM,) or null   y (R, N_HEADS * HEAD_DIM)
+//   part (R, N_HEADS, grid.x, HEAD_DIM + 2) and n_done (n_tiles, N_KV_HEADS), 0 before and after: between the
+//   blocks   window, rotary: of the layer
+//   writes: 1: the blocks write the keys and values of the step too, as `keep` does; each span is one tile
+//   grid: pieces of the longest sequence, N_KV_HEADS, n_tiles; block: ATTEND_THREADS
 extern "C" __global__ void __launch_bounds__(ATTEND_THREADS)
     attend(const float *qkv, weight *q_norm, weight *k_norm, const float2 *rope, bf16 *keys, bf16 *values,
            const int *tiles, const int *pages, float *part, int *n_done, bf16 *y, int max_pages, int window,
@@ -674,8 +675,7 @@ struct Picked {
   int slot, first_row, n_before, top_k, flags, n_top;
 };
 #define PICKED 6
-// temperature as log2(e) / temperature, 0: the likeliest; top_p, min_p, presence, frequency, repetition
-// penalty
+// sharpness: log2(e) / temperature, 0: the likeliest; the penalties as in model.py's Sampling
 struct Settings {
   float sharpness, top_p, min_p, presence, frequency, repetition;
 };
@@ -805,11 +805,12 @@ __device__ __forceinline__ u64 philox(u64 seed, u64 choice, u64 number) {
 }
 
 // Choose a token for each wanted row: NumpyOps.pick
-//   raw (n, VOCAB_SIZE)   logits (n, VOCAB_SIZE) for those after penalties picked (n, PICKED)   settings (n,
-//   SETTINGS)   seeds (n, SEEDS)   masks (n, (VOCAB_SIZE + 31) / 32), bit set: may come tokens (R,) of the
-//   step   counts, biases (max_batch, VOCAB_SIZE)   chosen (max_batch,) choices (n, CHOICE): token, or -1
-//   where the logits are no finite numbers; logprob; MAX_TOP likeliest; their logprobs grid: n, block:
-//   PICK_THREADS; a row with slot -1 is none
+//   raw (n, VOCAB_SIZE)   logits (n, VOCAB_SIZE) for those after penalties, where there are any
+//   picked (n, PICKED)   settings (n, SETTINGS)   seeds (n, SEEDS)
+//   masks (n, (VOCAB_SIZE + 31) / 32), bit set: may come   tokens (R,) of the step
+//   counts, biases (max_batch, VOCAB_SIZE)   chosen (max_batch,)
+//   choices (n, CHOICE): token, or -1 where the logits are no finite numbers; logprob; MAX_TOP likeliest;
+//   their logprobs   grid: n, block: PICK_THREADS; a row with slot -1 is none
 extern "C" __global__ void __launch_bounds__(PICK_THREADS, 1)
     pick(const float *raw, float *logits, const int *picked, const float *settings, const u64 *seeds,
          const unsigned *masks, const int *tokens, unsigned *counts, const float *biases, int *chosen,
@@ -826,11 +827,12 @@ extern "C" __global__ void __launch_bounds__(PICK_THREADS, 1)
   counts += (size_t)p.slot * VOCAB_SIZE, biases += (size_t)p.slot * VOCAB_SIZE;
   masks += (size_t)row * ((VOCAB_SIZE + 31) / 32), seeds += row * SEEDS;
   auto larger = [](u64 a, u64 b) { return a > b ? a : b; };
+  bool changed = p.flags & (PENALISED | BIASED | MASKED);
 
   u64 raw_best = 0, best = 0, worst = 0;
   for (int i = threadIdx.x; i < VOCAB_SIZE; i += PICK_THREADS) {
     float r = raw[i], l = penalised(r, i, p, s, counts, tokens, biases, masks);
-    logits[i] = l;
+    if (changed) logits[i] = l;
     // no number, or infinite: the largest rank there is
     raw_best = larger(raw_best, r <= 3.4028235e38f ? rank_of(r, i) : ~0ull);
     best = larger(best, rank_of(l, i));
@@ -839,23 +841,24 @@ extern "C" __global__ void __launch_bounds__(PICK_THREADS, 1)
   raw_best = block_reduce(of_warp, raw_best, larger);
   best = block_reduce(of_warp, best, larger);
   worst = ~block_reduce(of_warp, worst, larger);
-  if (raw_best == ~0ull || raw[token_of(raw_best)] == NEVER) {
+  const float *used = changed ? logits : raw;
+  int token = token_of(best);
+  float top = used[token];
+  if (raw_best == ~0ull || top == NEVER) {
     if (threadIdx.x == 0) choices[0] = -1;
     return;
   }
-  int token = token_of(best);
-  float top = logits[token];
   if (s.sharpness > 0) {
     // distances from the top as whole numbers, as fine as the furthest allows
-    int exponent = (int)(__float_as_uint(top - logits[token_of(worst)]) >> 23) - 127;
+    int exponent = (int)(__float_as_uint(top - used[token_of(worst)]) >> 23) - 127;
     float unit = __uint_as_float((unsigned)(min(31 - exponent, 127) + 127) << 23);
-    auto distance = [&](int i) { return (unsigned)fminf((top - logits[i]) * unit, 4294967040.f); };
-    auto probability = [&](int i) { return exp2f((logits[i] - top) * s.sharpness); };
+    auto distance = [&](int i) { return (unsigned)fminf((top - used[i]) * unit, 4294967040.f); };
+    auto probability = [&](int i) { return exp2f((used[i] - top) * s.sharpness); };
     unsigned within = 0xffffffffu;
     if (p.top_k > 0 && p.top_k < VOCAB_SIZE) within = reach(p.top_k, distance, [](int i) { return 1ull; });
     auto weight = [&](int i) {
       float q = probability(i);
-      return q >= s.min_p && distance(i) <= within ? (u64)(q * 1099511627776.f) : 0ull;
+      return q >= fminf(s.min_p, 1) && distance(i) <= within ? (u64)(q * 1099511627776.f) : 0ull;
     };
     if (s.top_p < 1) {
       u64 total = 0;

@@ -386,6 +386,8 @@ def test_logits_that_are_no_numbers_are_an_error(worst: float) -> None:
         pick(m, raw, [Context(Sampling(), [], [])])
     with pytest.raises(ArithmeticError, match="no finite numbers"):
         pick(m, np.full((1, 1001), -np.inf, np.float32), [Context(Sampling(), [], [])])
+    with pytest.raises(ArithmeticError, match="no finite numbers"):  # NumPy's would be drawn from nothing
+        pick(m, np.zeros((1, 1001), np.float32), [Context(Sampling(), [], [], np.zeros(1001, bool))])
     assert (
         pick(m, np.arange(1001, dtype=np.float32)[None], [Context(Sampling(temperature=0), [], [])])[
             0

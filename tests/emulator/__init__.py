@@ -37,8 +37,8 @@ HERE = Path(__file__).parent
 # None where it can run, else why it cannot: the fibers are switched by x86-64's instructions
 MISSING = (
     None
-    if shutil.which("g++") and platform.machine() == "x86_64"
-    else "the emulator needs g++ on x86-64; neither is replaced by anything"
+    if shutil.which("g++") and (platform.system(), platform.machine()) == ("Linux", "x86_64")
+    else "the emulator needs g++ on Linux and x86-64"
 )
 
 KERNEL = re.compile(
