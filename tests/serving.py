@@ -101,8 +101,8 @@ def http_bytes(path: str, body: Json) -> bytes:
 def http_chunks(connection: socket.socket) -> Iterator[bytes]:
     """The chunks of a reply with Transfer-Encoding: chunked, each as the server wrote it."""
     with connection.makefile("rb") as lines:
-        while lines.readline() != b"\r\n":
-            pass
+        while (line := lines.readline()) != b"\r\n":
+            assert line, "expected the head of a reply, got the end of the connection"
         while size := int(lines.readline(), 16):
             yield lines.read(size)
             assert lines.readline() == b"\r\n"
