@@ -1,0 +1,139 @@
+"""What the README shows of the code's own tables: `python tests/pictures.py` writes it anew.
+
+responses.GRAMMAR --events()--> pictures/events.svg     test_layout.MAY_IMPORT --layers()--> lines of text
+"""
+
+import sys
+from collections.abc import Iterator, Mapping
+from html import escape
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT)]  # as a script, this file finds the modules beside tests/
+
+from responses import GRAMMAR  # noqa: E402
+
+PICTURE = ROOT / "pictures" / "events.svg"
+STYLE = """
+  text { font: 12px ui-monospace, monospace; fill: #24292f; text-anchor: middle }
+  .state { font-weight: 600 } .edge { font-size: 10px; fill: #57606a }
+  rect { fill: #f6f8fa; stroke: #8c959f } path { fill: none; stroke: #8c959f; marker-end: url(#head) }
+  #head path { fill: #8c959f; stroke: none; marker-end: none }
+  @media (prefers-color-scheme: dark) {
+    text { fill: #e6edf3 } .edge { fill: #9ea7b3 }
+    rect { fill: #161b22; stroke: #6e7681 } path { stroke: #6e7681 } #head path { fill: #6e7681 }
+  }
+"""
+HEAD = (
+    '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
+    'orient="auto"><path d="M0,0 L8,4 L0,8 z"/></marker></defs>'
+)
+
+# --- the automaton of events --------------------------------------------------------------------------------
+
+# fmt: off
+#  state              column, row
+PLACES = {
+    "start":           (0, 0),
+    "created":         (1, 0),
+    "queued":          (2, 0),
+    "between":         (0, 1),
+    "message":         (1, 1),
+    "text":            (2, 1),
+    "text done":       (3, 1),
+    "message done":    (4, 1),
+    "refusal":         (2, 2),
+    "refusal done":    (3, 2),
+    "reasoning":       (1, 3),
+    "thought":         (2, 3),
+    "thought done":    (3, 3),
+    "reasoning done":  (4, 3),
+    "call":            (2, 4),
+    "call done":       (4, 4),
+    "custom":          (2, 5),
+    "custom done":     (4, 5),
+    "end":             (0, 6),
+}
+# Arrows that neither stay in a row nor begin or end an item: {0},{1} is the middle of the box they leave and
+# {2},{3} of the one they reach; and where the text stands, seen from the former.
+ROUTES = {
+    ("created", "between"):           ("M{0},{1} m0,13 v25 H{2} V{3} m0,-13", -120,  34),
+    ("queued", "between"):            ("M{0},{1} m0,13 v25 H{2} V{3} m0,-13", -120,  34),
+    ("queued", "end"):                ("M{0},{1} m40,13 v30 H8 V{3} h18",       66,  40),
+    ("between", "end"):               ("M{0},{1} m-40,13 V{3} m0,-13",         -10, 400),
+    ("message", "refusal"):           ("M{0},{1} m20,13 V{3} H{2} m-64,0",     108,  83),
+    ("refusal done", "message done"): ("M{0},{1} m64,0 H{2} V{3} m0,13",       126,  -5),
+}
+# fmt: on
+STEP_X, STEP_Y, WIDTH, HEIGHT = 250, 88, 128, 26
+
+
+def at(state: str) -> tuple[int, int]:
+    column, row = PLACES[state]
+    return 90 + column * STEP_X, 30 + row * STEP_Y
+
+
+def events() -> str:
+    edges: dict[tuple[str, str], list[str]] = {}
+    for (state, event), following in GRAMMAR.items():
+        edges.setdefault((state, following), []).append(event.removeprefix("response."))
+    (right, _), (_, bottom) = at("message done"), at("end")
+    size = f'viewBox="0 0 {right + 210} {bottom + 30}"'
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">']
+    parts += ["<title>The events of a Response: a box is a state, an arrow an event</title>"]
+    return "\n".join([*parts, f"<style>{STYLE}</style>", HEAD, *drawn(edges), "</svg>", ""])
+
+
+def drawn(edges: Mapping[tuple[str, str], list[str]]) -> Iterator[str]:
+    for (state, following), labels in edges.items():
+        path, x, y = route(state, following)
+        yield f'<path d="{path}"/>'
+        yield from lettering(x, y, labels)
+    for state in PLACES:
+        x, y = at(state)
+        yield f'<rect x="{x - WIDTH // 2}" y="{y - HEIGHT // 2}" width="{WIDTH}" height="{HEIGHT}" rx="6"/>'
+        yield f'<text class="state" x="{x}" y="{y + 4}">{state}</text>'
+
+
+def route(state: str, following: str) -> tuple[str, int, int]:
+    """An arrow's path, and the middle of the line of text above it."""
+    (x, y), (to_x, to_y), row = at(state), at(following), PLACES[state][1]
+    if state == following:  # a delta
+        return f"M{x - 30},{y - 13} c0,-25 60,-25 60,0", x, y - 34
+    if (state, following) in ROUTES:
+        path, right, down = ROUTES[state, following]
+        return path.format(x, y, to_x, to_y), x + right, y + down
+    if following == "between":  # an item is done
+        rail = x + 130 + 8 * row
+        return f"M{x + 64},{y} H{rail} V{at('created')[1] + 52} H{to_x + 40} V{to_y - 13}", x + 132, y - 5
+    if row != PLACES[following][1]:  # an item begins
+        return f"M{x + 30},{y + 13} V{to_y} H{to_x - 64}", to_x - 132, to_y - 5
+    return f"M{x + 64},{y} H{to_x - 64}", to_x - 125, to_y - 5
+
+
+def lettering(x: int, y: int, labels: list[str]) -> Iterator[str]:
+    """Above the arrow its event; below it the item or part that the event holds."""
+    for i, text in enumerate(reversed(labels)):
+        event, _, held = text.partition(" ")
+        yield f'<text class="edge" x="{x}" y="{y - 12 * i}">{escape(event)}</text>'
+        if held:
+            yield f'<text class="edge" x="{x}" y="{y + 16}">{escape(held)}</text>'
+
+
+# --- imports ------------------------------------------------------------------------------------------------
+
+
+def layers(may_import: Mapping[str, set[str]]) -> list[str]:
+    """A line a layer: a module imports from the lines above its own alone."""
+    depths: dict[str, int] = {}
+    for module, imported in may_import.items():
+        depths[module] = 1 + max((depths[name] for name in imported), default=-1)
+    return [
+        " ".join(module for module in may_import if depths[module] == depth)
+        for depth in range(max(depths.values()) + 1)
+    ]
+
+
+if __name__ == "__main__":
+    PICTURE.parent.mkdir(exist_ok=True)
+    PICTURE.write_text(events(), encoding="utf-8")
