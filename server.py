@@ -289,7 +289,7 @@ def protocol(reader_timeout: float) -> type[H11Protocol]:
     """
 
     class Protocol(H11Protocol):
-        deadline: asyncio.TimerHandle | None = None
+        deadline: asyncio.TimerHandle | None = None  # while writing is paused
 
         def pause_writing(self) -> None:
             super().pause_writing()
@@ -297,6 +297,13 @@ def protocol(reader_timeout: float) -> type[H11Protocol]:
 
         def resume_writing(self) -> None:
             super().resume_writing()
+            self.relent()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            self.relent()
+
+        def relent(self) -> None:
             if self.deadline:
                 self.deadline.cancel()
 

@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
 from starlette.requests import Request as HttpRequest
+from uvicorn.server import ServerState
 
 import answers
 import params
 from faulty_server import SLOW
 from front import Keys
+from server import protocol
 from serving import TINY, Json, Reply, Server, http_bytes, http_chunks, run, serve, until
 from store import SCHEMA, Limits, Store
 
@@ -236,6 +239,39 @@ def test_a_reader_that_does_not_read_is_dropped() -> None:
         read = b"".join(until_reset(client))
     assert read.startswith(b"HTTP/1.1 200 OK")
     assert b"response.incomplete" not in read
+
+
+def test_a_reader_that_leaves_unread_is_not_dropped_once_more(caplog: pytest.LogCaptureFixture) -> None:
+    """Its time limit goes with the connection: a socket that is closed takes no options."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(20):
+            await send({"type": "http.response.body", "body": b"x" * 2**20, "more_body": True})
+
+    async def leave() -> None:
+        config = uvicorn.Config(app, log_config=None, lifespan="off")
+        config.load()
+        state, lost = ServerState(), asyncio.Event()
+
+        class Watched(protocol(0.01)):  # type: ignore[misc]
+            def pause_writing(self) -> None:
+                super().pause_writing()
+                self.transport.abort()  # before its time is over
+
+            def connection_lost(self, exc: Exception | None) -> None:
+                super().connection_lost(exc)
+                self.loop.call_later(0.02, lost.set)  # behind the limit
+
+        loop = asyncio.get_running_loop()
+        async with await loop.create_server(lambda: Watched(config, state, {}), "127.0.0.1", 0) as listening:
+            _, writer = await asyncio.open_connection(*listening.sockets[0].getsockname())
+            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            await lost.wait()
+            writer.close()
+
+    asyncio.run(leave())
+    assert [record for record in caplog.records if record.name == "asyncio"] == []
 
 
 def nested(depth: int) -> bytes:
