@@ -775,7 +775,6 @@ __device__ __forceinline__ int draw(u64 u, Weight weight) {
       u64 other = __shfl_up_sync(ALL, all, m);
       if (threadIdx.x % 32 >= m) all += other;
     }
-    __syncthreads();
     if (threadIdx.x % 32 == 31) of_warp[threadIdx.x / 32] = all;
     __syncthreads();
     u64 total = 0;
