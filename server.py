@@ -71,7 +71,8 @@ TEMPORARY = "refuse background with store=false, as OpenAI did at first, not kee
 STORE = "SQLite file that keeps responses; in memory they are lost at exit"
 SECRET = "key of what clients keep for us: reasoning, compactions (default: another at each start)"
 KV_MEMORY = "memory for keys and values, such as 2G (default: a quarter of what is free)"
-SPECULATE = "tokens to draft from what was said before; 0: none"
+MAX_DRAFTS = 16  # of a sequence in a step: a GPU verifies as many at the price of one
+SPECULATE = f"tokens to draft from what was said before, up to {MAX_DRAFTS}; 0: none"
 DIALECT = "how the model marks reasoning and calls (default: as its chat template says)"
 EVENTS = "names of reasoning events: reasoning_text.* or, for Open Responses' own tests, reasoning.*"
 UPSTREAM = (
@@ -144,7 +145,8 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "max-model-len":       (None,                 {"type": positive, "help": LENGTH}),
     "kv-memory":           (None,                 {"type": size, "metavar": "BYTES", "help": KV_MEMORY}),
     "max-batch":           (16,                   {"type": positive, "help": "sequences to run at once"}),
-    "speculate":           (0,                    {"type": natural, "help": SPECULATE}),
+    "speculate":           (0,                    {"type": int, "choices": range(MAX_DRAFTS + 1),
+                                                   "metavar": "N", "help": SPECULATE}),
     "served-model-name":   (None,                 {"metavar": "NAME", "action": "append", "help": NAME}),
     "dialect":             (None,                 {"choices": tuple(DIALECTS), "help": DIALECT}),
     "api-key":             (None,                 {"metavar": "KEY", "action": "append", "help": KEY}),

@@ -54,15 +54,15 @@ PLACES = {
     "custom done":     (4, 5),
     "end":             (0, 6),
 }
-# Arrows that neither stay in a row nor begin or end an item: {0},{1} is the middle of the box they leave and
-# {2},{3} of the one they reach; and where the text stands, seen from the former.
+# Arrows that neither stay in a row nor begin or end an item, from the middle of the box they leave to an edge
+# of the one they reach; and where the text stands, seen from the former.
 ROUTES = {
-    ("created", "between"):           ("M{0},{1} m0,13 v25 H{2} V{3} m0,-13", -120,  34),
-    ("queued", "between"):            ("M{0},{1} m0,13 v25 H{2} V{3} m0,-13", -120,  34),
-    ("queued", "end"):                ("M{0},{1} m40,13 v30 H8 V{3} h18",       66,  40),
-    ("between", "end"):               ("M{0},{1} m-40,13 V{3} m0,-13",         -10, 400),
-    ("message", "refusal"):           ("M{0},{1} m20,13 V{3} H{2} m-64,0",     108,  83),
-    ("refusal done", "message done"): ("M{0},{1} m64,0 H{2} V{3} m0,13",       126,  -5),
+    ("created", "between"):           ("M{x},{y} m0,13 v25 H{to_x} V{top}",       -120,  34),
+    ("queued", "between"):            ("M{x},{y} m0,13 v25 H{to_x} V{top}",       -120,  34),
+    ("queued", "end"):                ("M{x},{y} m40,13 v37 H8 V{to_y} H{left}",    66,  46),
+    ("between", "end"):               ("M{x},{y} m-40,13 V{top}",                    0, 400),
+    ("message", "refusal"):           ("M{x},{y} m20,13 V{to_y} H{left}",          108,  83),
+    ("refusal done", "message done"): ("M{x},{y} m64,0 H{to_x} V{bottom}",         126,  -5),
 }
 # fmt: on
 STEP_X, STEP_Y, WIDTH, HEIGHT = 250, 88, 128, 26
@@ -70,7 +70,7 @@ STEP_X, STEP_Y, WIDTH, HEIGHT = 250, 88, 128, 26
 
 def at(state: str) -> tuple[int, int]:
     column, row = PLACES[state]
-    return 90 + column * STEP_X, 30 + row * STEP_Y
+    return 90 + column * STEP_X, 30 + row * STEP_Y + 40 * (row > 0)
 
 
 def events() -> str:
@@ -78,7 +78,7 @@ def events() -> str:
     for (state, event), following in GRAMMAR.items():
         edges.setdefault((state, following), []).append(event.removeprefix("response."))
     (right, _), (_, bottom) = at("message done"), at("end")
-    size = f'viewBox="0 0 {right + 210} {bottom + 30}"'
+    size = f'viewBox="0 0 {right + 250} {bottom + 30}"'
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">']
     parts += ["<title>The events of a Response: a box is a state, an arrow an event</title>"]
     return "\n".join([*parts, f"<style>{STYLE}</style>", HEAD, *drawn(edges), "</svg>", ""])
@@ -102,13 +102,14 @@ def route(state: str, following: str) -> tuple[str, int, int]:
         return f"M{x - 30},{y - 13} c0,-25 60,-25 60,0", x, y - 34
     if (state, following) in ROUTES:
         path, right, down = ROUTES[state, following]
-        return path.format(x, y, to_x, to_y), x + right, y + down
+        edges = {"top": to_y - 13, "bottom": to_y + 13, "left": to_x - 64}
+        return path.format(x=x, y=y, to_x=to_x, to_y=to_y, **edges), x + right, y + down
     if following == "between":  # an item is done
-        rail = x + 130 + 8 * row
-        return f"M{x + 64},{y} H{rail} V{at('created')[1] + 52} H{to_x + 40} V{to_y - 13}", x + 132, y - 5
+        rail = x + 190 + 8 * row
+        return f"M{x + 64},{y} H{rail} V{at('created')[1] + 72} H{to_x + 40} V{to_y - 13}", x + 132, y - 5
     if row != PLACES[following][1]:  # an item begins
         return f"M{x + 30},{y + 13} V{to_y} H{to_x - 64}", to_x - 132, to_y - 5
-    return f"M{x + 64},{y} H{to_x - 64}", to_x - 125, to_y - 5
+    return f"M{x + 64},{y} H{to_x - 64}", (x + to_x) // 2, to_y - 5
 
 
 def lettering(x: int, y: int, labels: list[str]) -> Iterator[str]:

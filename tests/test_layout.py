@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import pictures
 from serving import ROOT, run
 
 MODULES = {path.stem: path for path in ROOT.glob("*.py")}
@@ -201,3 +202,16 @@ def test_numbers_in_the_readme_are_measured() -> None:
     measured = (ROOT / "results" / "cpu.md").read_text(encoding="utf-8").splitlines()
     assert rows
     assert set(rows) <= set(measured)
+
+
+def test_the_picture_of_the_events_is_drawn_from_their_table() -> None:
+    assert pictures.PICTURE.read_text(encoding="utf-8") == pictures.events(), (
+        "python tests/pictures.py draws it"
+    )
+
+
+def test_readme_shows_the_layers_of_imports() -> None:
+    shown = [line.strip() for line in README.splitlines()]
+    layers = pictures.layers({name: row for name, row in MAY_IMPORT.items() if name not in SCRIPTS})
+    start = shown.index(layers[0])
+    assert shown[start : start + len(layers)] == layers
