@@ -13,7 +13,7 @@ Rules of this file:
 2. What somebody holds now is read from him at a scrape, never kept in step here.
 3. Labels have few values, all ours: a route's template, never a path; nothing that a client has written.
 
-Not here: the route (front.py), what a relayed request costs.
+Not here: the route (front.py), what a relayed request costs (metering.py).
 """
 
 import operator
@@ -85,15 +85,21 @@ METERS = {
     "http_request_duration_seconds":         Meter(ROUTE,   SECONDS,  "From head to last byte."),
 }
 
-#  behind the prefix                          kind       what                            read
+#  behind the prefix                       kind       what                        read
 READINGS = {
-    "num_requests_running":            Reading("gauge",   "Sequences with a place.",      got("running")),
-    "num_requests_waiting":            Reading("gauge",   "Sequences that wait for one.", got("waiting")),
-    "kv_cache_usage_perc":             Reading("gauge",   "Share of the KV cache in use.",used),
-    "num_preemptions":                 Reading("counter", "Sequences put back to wait.",  got("preemptions")),
-    "spec_decode_num_draft_tokens":    Reading("counter", "Tokens guessed.",              got("drafted")),
-    "spec_decode_num_accepted_tokens": Reading("counter", "Tokens guessed right.",        got("accepted")),
-    "engine_steps":                    Reading("counter", "Forward passes.",              got("steps")),
+    "num_requests_running":            Reading("gauge",   "Sequences with a place.",  got("running")),
+    "num_requests_waiting":            Reading("gauge",   "Those that wait for one.", got("waiting")),
+    "kv_cache_usage_perc":             Reading("gauge",   "Share of the KV cache.",   used),
+    "num_preemptions":                 Reading("counter", "Those put back to wait.",  got("preemptions")),
+    "spec_decode_num_draft_tokens":    Reading("counter", "Tokens guessed.",          got("drafted")),
+    "spec_decode_num_accepted_tokens": Reading("counter", "Tokens guessed right.",    got("accepted")),
+    "engine_steps":                    Reading("counter", "Forward passes.",          got("steps")),
+    "upstreams_down":                  Reading("gauge",   "Upstreams not asked now.", got("upstreams_down")),
+    "relayed_requests_done":           Reading("counter", "Upstreams have answered.", got("relayed_done")),
+    "relayed_requests_failed":         Reading("counter", "They have not.",           got("relayed_error")),
+    "relayed_requests_left":           Reading("counter", "The client has left.", got("relayed_disconnect")),
+    "relayed_tokens":                  Reading("counter", "Weighed as they cost.",   got("relayed_total")),
+    "relayed_cost":                    Reading("counter", "In units of the price.",   got("relayed_cost")),
 }
 
 #  behind the prefix                   kind      what, by status

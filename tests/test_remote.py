@@ -213,6 +213,8 @@ def test_two_workers_and_a_model_here() -> None:
         ] * 2
         counts = front.health()
         assert (counts["relayed_done"], counts["relayed_usage_unknown"], counts["running"]) == (2, 2, 0)
+        scraped = front.get("/metrics").body.decode()
+        assert 'llmref:relayed_requests_done_total{model_name="tiny"} 2.0' in scraped
 
 
 def test_an_upstream_may_come_later() -> None:
