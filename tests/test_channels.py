@@ -427,6 +427,7 @@ CASES = [
     # What is no call is text, to the letter, in the item that was open.
     (f"a\n\n{NONE}\nb",                                            f"[final]a\n\n{NONE}\nb"),
     (f"<think>a {NONE} b</think>c",                                f"[analysis]a {NONE} b[final]c"),
+    (f"<tool_call>{{'name': 'f'}}</tool_call>{NONE}",              f"[call f]{{}}[final]{NONE}"),
     ("a<tool_call></tool_call>b",                                  "[final]a<tool_call></tool_call>b"),
     ("<tool_call>{'name': ''}",                                    "[final]<tool_call>{'name': ''}"),
     ("<tool_call>a<think>b",                                       "[final]<tool_call>a[analysis]b"),
