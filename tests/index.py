@@ -16,6 +16,12 @@ INTRO = """\
 Made by `python tests/index.py`. A replay is a file in `replays/`, a test is in the file named, `wire` a rule
 that `pytest tests/wire` holds against any server, ours too. `tests/mutants.toml` undoes what keeps them out.
 """
+OTHERS = """\
+## Replays of rules
+
+| | |
+|---|---|
+"""
 
 
 def toml(path: Path) -> dict[str, dict[str, list[str]]]:
@@ -28,17 +34,29 @@ def bugs() -> dict[str, list[str]]:
     return {id_: row for group in groups for id_, row in group.items() if id_ != "title"}
 
 
+def files() -> Iterator[tuple[Path, dict[str, str]]]:
+    """The replays that are files, and what is in them."""
+    for path in sorted((TESTS / "replays").glob("*.toml")):
+        yield path, tomllib.loads(path.read_text(encoding="utf-8"))
+
+
 def replays() -> Iterator[tuple[str, str]]:
     """(id, where it is replayed)"""
-    for path in sorted((TESTS / "replays").glob("*.toml")):
-        found = tomllib.loads(path.read_text(encoding="utf-8")).get("bug", "")
-        yield from ((id_, f"[{path.stem}](replays/{path.name})") for id_ in found.split())
+    for path, fields in files():
+        yield from ((id_, f"[{path.stem}](replays/{path.name})") for id_ in fields.get("bug", "").split())
     for path in sorted(TESTS.glob("**/test_*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             for id_ in marked(node):
                 assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
                 name = path.relative_to(TESTS)
                 yield id_, f"[{name}]({name}) `{node.name}`"
+
+
+def rules_replayed() -> Iterator[str]:
+    """Of the files that name no bug: what they replay is a rule, and their source says it."""
+    for path, fields in files():
+        if "bug" not in fields:
+            yield f"| [{path.stem}](replays/{path.name}) | [{fields['title']}]({fields['source']}) |"
 
 
 def marked(node: ast.AST) -> Iterator[str]:
@@ -67,6 +85,7 @@ def index() -> str:
                 places = "<br>".join(where.get(id_, ["not yet"]))
                 lines.append(f"| {id_} | [{name}]({GITHUB}{link}) | {rule} | {places} |")
         lines.append("")
+    lines.append(OTHERS + "\n".join(rules_replayed()) + "\n")
     n_replayed = len({id_ for id_, _ in replays()})
     n_seen = len({id_ for id_, _ in wire_rules()} | {id_ for id_, _ in replays()})
     lines.append(f"{len(bugs())} bugs: {n_replayed} replayed, {n_seen} replayed or seen from outside.")

@@ -219,6 +219,7 @@ SHORT = {
 # fmt: on
 
 
+@pytest.mark.bug("D01", "D04", "D06")
 @pytest.mark.parametrize("name", DIALECTS)
 def test_no_grouping_is_seen(name: str) -> None:
     """Every way to group the tokens of an output into steps."""
@@ -275,6 +276,7 @@ LONG = [
 # fmt: on
 
 
+@pytest.mark.bug("E09")
 @pytest.mark.parametrize(("name", "start", "more"), LONG)
 def test_the_work_is_linear(name: str, start: str, more: str) -> None:
     """E09: ten times the text is ten times the calls of functions, and what is held is not copied."""
@@ -425,6 +427,7 @@ CASES = [
     # What is no call is text, to the letter, in the item that was open.
     (f"a\n\n{NONE}\nb",                                            f"[final]a\n\n{NONE}\nb"),
     (f"<think>a {NONE} b</think>c",                                f"[analysis]a {NONE} b[final]c"),
+    (f"<tool_call>{{'name': 'f'}}</tool_call>{NONE}",              f"[call f]{{}}[final]{NONE}"),
     ("a<tool_call></tool_call>b",                                  "[final]a<tool_call></tool_call>b"),
     ("<tool_call>{'name': ''}",                                    "[final]<tool_call>{'name': ''}"),
     ("<tool_call>a<think>b",                                       "[final]<tool_call>a[analysis]b"),
@@ -554,6 +557,7 @@ def test_case(text: str, items: str) -> None:
         assert written_down(found) == items
 
 
+@pytest.mark.bug("E01", "E12", "E14", "E15")
 @pytest.mark.parametrize(
     ("name", "text", "items"), [(name, *case) for name, cases in OTHERS.items() for case in cases]
 )
@@ -582,6 +586,7 @@ def test_what_ends_the_turn(name: str, text: str, items: str) -> None:
         assert reader.stopped
 
 
+@pytest.mark.bug("E05")
 @pytest.mark.parametrize(("name", "text", "items"), CUT)
 def test_what_is_cut_off(name: str, text: str, items: str) -> None:
     """By a limit. The rest, which would tell call from text, is not to be had: half a tag is no answer."""

@@ -71,6 +71,7 @@ def test_damaged_outputs_that_they_read(row: Row) -> None:
     assert ours(row["tokens"]) == row["said"]
 
 
+@pytest.mark.bug("E13", "E16")
 @pytest.mark.parametrize("row", UNREAD, ids=lambda row: "".join(row["tokens"]))
 def test_damaged_outputs_that_they_do_not_read(row: Row) -> None:
     """Ours goes on, and shows no markup; what was said before is the same."""

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from pages import ROOT, Name, OutOfPages, Pages, name_of
 
-N = 6
+N = 4
 NAMES = [name_of(ROOT, [i]) for i in range(4)]
 
 
@@ -116,5 +116,6 @@ def test_the_least_recently_used_is_forgotten_first_and_the_end_before_the_begin
     pages.release(old)
     lost = [pages.take() for _ in range(4)]
     assert lost == [*reversed(new), *reversed(old)]
+    assert [pages.find(name) for name in NAMES] == [None] * 4
     with pytest.raises(OutOfPages):
         pages.take()

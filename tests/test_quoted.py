@@ -145,6 +145,13 @@ def test_refused(syntax: str, definition: str) -> None:
         quoted.grammar(syntax, definition)
 
 
+def test_there_are_so_many_names() -> None:
+    """The library follows rules by recursion, and dies of too many."""
+    quoted.grammar("lark", "start: " + "a " * (quoted.MAX_NAMES - 1))
+    with pytest.raises(quoted.BadSource, match="at most 2000 names"):
+        quoted.grammar("lark", "start: " + "a " * 2000)
+
+
 @pytest.mark.parametrize("unit", ['"\\', "(?<a", "[", "(?", "/\\", "<a", "{1", "\\p{", '"a".."', "(?s)"])
 def test_linear_time(unit: str) -> None:
     """What is never closed is looked for once: 16 Ki characters, and pytest's time limit."""

@@ -70,6 +70,7 @@ PLAIN = (
 )
 
 
+@pytest.mark.bug("B01")
 @pytest.mark.parametrize(
     ("chunks", "stream"),
     [([SEED], True), ([SEED[i : i + 1] for i in range(len(SEED))], True), ([PLAIN], False)],
@@ -176,6 +177,7 @@ def test_what_has_no_usage_passes_byte_for_byte(data: bytes) -> None:
     )
 
 
+@pytest.mark.bug("B02")
 def test_every_frame_leaves_before_the_next_comes() -> None:
     """Elsewhere all of it left at the end: cocoon, CountTokens.cpp."""
     passing = Relay("", True, Meter(), shows_usage=True)
@@ -183,6 +185,7 @@ def test_every_frame_leaves_before_the_next_comes() -> None:
     assert passing.close() == [DONE]
 
 
+@pytest.mark.bug("A18")
 def test_one_long_line_takes_linear_time() -> None:
     """Bytewise, each byte is looked at a few times, not as often as there are bytes."""
     data = b'data: {"choices":[],"x":"' + b"y" * 200_000 + b'"}\n\n' + finish() + DONE
@@ -209,6 +212,7 @@ MODES = [
 # fmt: on
 
 
+@pytest.mark.bug("B03")
 @pytest.mark.parametrize(("content_type", "start", "found"), MODES)
 def test_mode(content_type: str, start: bytes, found: str | None) -> None:
     assert relay.mode(content_type, start) == found
@@ -355,6 +359,7 @@ def test_a_request_and_its_answer() -> None:
             assert exchange.body["stream_options"] == {"include_usage": True}
 
 
+@pytest.mark.bug("B06", "B07")
 def test_response_headers_are_of_this_connection() -> None:
     """`Content-Length: 9` beside a rewritten body. https://github.com/sgl-project/sglang/pull/27523"""
     packed = gzip.compress(PLAIN)
@@ -384,6 +389,7 @@ ENDS: dict[str, tuple[int, Callable[[int], Answer]]] = {
 }
 
 
+@pytest.mark.bug("B13")
 @pytest.mark.parametrize("how", ENDS)
 def test_upstream_dies_at_every_byte(how: str) -> None:
     """Elsewhere: 200, half an answer, no error, no [DONE]. https://github.com/open-webui/open-webui/issues/29628"""
@@ -535,6 +541,7 @@ async def response_outcome(worker: RemoteWorker) -> str:
     return end.reason
 
 
+@pytest.mark.bug("A18", "I06")
 def test_an_endless_line_does_not_fill_memory() -> None:
     """64 MiB without a line end: the connection is closed at the limit, and the rest is never read."""
     n_sent = 0
@@ -555,6 +562,7 @@ def test_an_endless_line_does_not_fill_memory() -> None:
         assert n_sent < sse.MAX_EVENT_BYTES + 16 * 2**20  # the sockets' buffers
 
 
+@pytest.mark.bug("I06")
 def test_an_endless_answer_does_not_fill_memory() -> None:
     """A response is kept as a whole, so there is a limit to it; what passes through is not kept."""
 
@@ -592,6 +600,7 @@ def test_many_streams_at_once() -> None:
 # --- time ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.bug("B02")
 @pytest.mark.parametrize("api", ["chat", "responses"])
 def test_first_frame_is_out_before_the_second_is_written(api: str) -> None:
     """Elsewhere the client got all of it at the end. cocoon, CountTokens.cpp"""
@@ -701,6 +710,7 @@ def test_a_client_hears_from_us_while_the_upstream_reads(monkeypatch: pytest.Mon
         asyncio.run(run(worker.url))
 
 
+@pytest.mark.bug("I03")
 @pytest.mark.parametrize("after", ["no byte", "some bytes"])
 @pytest.mark.parametrize("body", [STREAMED, ASK, None], ids=["stream", "plain", "response"])
 def test_who_leaves_ends_the_work_behind(body: Json | None, after: str) -> None:
@@ -733,6 +743,7 @@ def test_who_leaves_ends_the_work_behind(body: Json | None, after: str) -> None:
         asyncio.run(run(worker.url))
 
 
+@pytest.mark.bug("I06")
 def test_a_slow_client_slows_its_upstream_down() -> None:
     """Nothing is read ahead: what the upstream has sent is bounded by the sockets' buffers."""
     n_sent = 0
@@ -773,6 +784,7 @@ def test_a_slow_client_slows_its_upstream_down() -> None:
 # --- accounting ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.bug("B12")
 @pytest.mark.parametrize("api", ["chat", "responses"])
 @pytest.mark.parametrize("how", ["done", "error", "disconnect"])
 def test_usage_is_settled_once_on_every_path(how: str, api: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -813,6 +825,7 @@ def test_usage_is_settled_once_on_every_path(how: str, api: str, caplog: pytest.
     assert (counts[f"relayed_{how}"], counts["relayed_cost"], counts["relayed_usage_unknown"]) == (1, 42, 0)
 
 
+@pytest.mark.bug("B05")
 def test_usage_that_was_not_seen_is_unknown(caplog: pytest.LogCaptureFixture) -> None:
     async def run(url: str) -> None:
         async with workers(url) as worker:
@@ -1043,6 +1056,7 @@ REFUSED = [
 # fmt: on
 
 
+@pytest.mark.bug("B09")
 @pytest.mark.parametrize(("more", "param"), REFUSED)
 def test_stream_options_turn_nothing_into_a_stream(more: Json, param: str) -> None:
     """A client that wanted JSON got SSE: cocoon, ValidateRequest.cpp."""

@@ -99,6 +99,7 @@ def test_chat_passes_byte_for_byte(server: Server, worker: Server) -> None:
     assert priced["usage"]["total_cost"] == 3 * used["usage"]["total_tokens"]
 
 
+@pytest.mark.bug("B08")
 def test_usage_that_was_not_asked_for_does_not_come(server: Server) -> None:
     """The front asks for it, and counts: cocoon, ValidateRequest.cpp, forced it on the client."""
     for more in ({}, {"stream_options": {"include_usage": False}}):
@@ -148,6 +149,7 @@ def test_only_the_upstream_can_count_tokens(server: Server) -> None:
     assert (reply.status, reply.json["error"]["code"]) == (400, "unsupported_parameter")
 
 
+@pytest.mark.bug("I03")
 @pytest.mark.parametrize("how", ["cancel", "leave", "leave chat"])
 def test_the_worker_is_idle_once_nobody_waits(server: Server, worker: Server, how: str) -> None:
     """https://github.com/BerriAI/litellm/pull/30245"""
@@ -170,6 +172,7 @@ def test_the_worker_is_idle_once_nobody_waits(server: Server, worker: Server, ho
 # --- what breaks --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.bug("B13", "C19")
 def test_a_worker_that_is_killed_ends_every_answer() -> None:
     with ExitStack() as stack:
         worker = stack.enter_context(serve())

@@ -4,7 +4,7 @@
 
     title    the rule in one sentence
     source   https link to the bug or to the rule
-    bug      its id in bugs.toml
+    bug      its id in bugs.toml, or some; left out where the source is the rule itself and no report
     result   "valid" | "invalid": it must raise | "disputed": the note says who differs
     input    array of chunks, as they came; what a chunk is, ADAPTERS says
     was      array of what the buggy program made of it
