@@ -17,6 +17,8 @@ Rules of this file:
    alone, in any batch and in a prompt; threads share out panels, and change nothing.
 3. Rows are taken by fours: a weight that has been widened serves four. What is left is taken one by one.
 4. No bit is lost: a matrix with a value that bfloat16 cannot hold stays as it is, and NumPy multiplies by it.
+5. Norms, and the attention of rows that are computed by themselves, are kernels too: for one token NumPy's
+   calls take longer than what they do.
 
 Not here: what the ops are (model.py), files (weights.py).
 """
@@ -25,7 +27,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -33,7 +35,7 @@ import threadpoolctl
 from numba import njit, prange
 from numpy.typing import NDArray
 
-from model import Array, Batch, NumpyOps
+from model import PAGE, Array, Batch, Ints, NumpyOps
 from weights import Weights, widen
 
 log = logging.getLogger("cpu")
@@ -143,6 +145,60 @@ alone: Product = njit(nogil=True, cache=True)(product)
 shared: Product = njit(nogil=True, cache=True, parallel=True)(product)
 
 
+# Sums whose order the compiler may choose: the same whatever stands around, for it chooses when it compiles.
+within_a_row = njit(nogil=True, cache=True, fastmath=LIBERTIES | {"reassoc"})
+
+
+@within_a_row
+def normed(x: Any, w: Any, eps: Any, y: Any) -> None:
+    """RMSNorm of each row; w (n,)."""
+    for r in range(len(x)):
+        total = np.float32(0)
+        for d in range(len(w)):
+            total += x[r, d] * x[r, d]
+        scale = np.float32(1) / np.sqrt(total / np.float32(len(w)) + eps)
+        for d in range(len(w)):
+            y[r, d] = x[r, d] * scale * w[d]
+
+
+@within_a_row
+def one_head(q: Any, kv: Any, i: int, table: Any, first: int, end: int, h: int, y: Any) -> None:
+    """y = softmax(q k^T) v of the heads q, (n, head_dim), that share key head h; kv is NumpyOps' pool."""
+    n, head_dim = q.shape
+    scores = np.empty((n, end - first), np.float32)
+    for t in range(first, end):
+        key = kv[table[t // PAGE], i, 0, h, t % PAGE]
+        for g in range(n):
+            total = np.float32(0)
+            for d in range(head_dim):
+                total += q[g, d] * key[d]
+            scores[g, t - first] = total
+    for g in range(n):
+        scores[g] = np.exp(scores[g] - scores[g].max())
+        scores[g] /= scores[g].sum()
+    y[:] = 0
+    for t in range(first, end):
+        value = kv[table[t // PAGE], i, 1, h, t % PAGE]
+        for g in range(n):
+            p = scores[g, t - first]
+            for d in range(head_dim):
+                y[g, d] += p * value[d]
+
+
+def attention(q: Any, kv: Any, i: int, tables: Any, firsts: Any, ends: Any, y: Any) -> None:
+    """Single rows: q and y (n_rows, n_heads, head_dim); row r sees what is from firsts[r] to ends[r]."""
+    n_kv_heads = kv.shape[3]
+    n = q.shape[1] // n_kv_heads
+    for task in prange(len(q) * n_kv_heads):
+        r, h = task // n_kv_heads, task % n_kv_heads
+        heads = slice(h * n, h * n + n)
+        one_head(q[r, heads], kv, i, tables[r], firsts[r], ends[r], h, y[r, heads])
+
+
+attention_alone = njit(nogil=True, cache=True)(attention)
+attention_shared = njit(nogil=True, cache=True, parallel=True)(attention)
+
+
 def compiled() -> int:
     """Compile the kernels, or read them from __pycache__; how many threads there are for large products.
 
@@ -171,14 +227,26 @@ def compiled() -> int:
 # --- the ops ------------------------------------------------------------------------------------------------
 
 
+class Alone(NamedTuple):
+    """Rows that are computed by themselves, and what each of them sees."""
+
+    rows: Ints  # of the batch
+    tables: Ints  # (n, n_pages)
+    firsts: Ints  # positions
+    ends: Ints  # behind the last
+    n_keys: int  # of all
+
+
 class FastOps(NumpyOps):
-    """NumpyOps with other products, for weights that were read with `pack`."""
+    """NumpyOps by kernels, for weights that were read with `pack`."""
 
     pack = staticmethod(pack)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._n_threads = compiled()
+        self._seen: Batch | None = None  # the batch that `_alone` is of
+        self._alone: dict[int | None, Alone] = {}
         size = f"{self.weights.nbytes / 1e6:.0f} MB of weights, in bfloat16 where that is exact"
         self.about = f"Numba, {self._n_threads} threads, {size}"
 
@@ -203,3 +271,34 @@ class FastOps(NumpyOps):
         if b is not None:
             y += b
         return y
+
+    def _rms_norm(self, x: Array, w: Array) -> Array:
+        y = self._buffer("normed", *x.shape)
+        normed(x, w, np.float32(self.config.norm_eps), y)
+        return y
+
+    def _attend_all(self, q: Array, i: int, batch: Batch, y: Array) -> None:
+        """Tiles as NumpyOps has them, the other rows each by itself, whoever is beside it."""
+        window, alone = self.config.windows[i], self._rows_alone(batch, self.config.windows[i])
+        for group, runs in zip(batch.groups, batch.runs(window), strict=True):
+            if group.rows.stop - group.rows.start > 1:
+                self._attend_one(q[group.rows], self._kv[:, i], runs, group.start, window, y[group.rows])
+        if len(alone.rows):
+            answers = np.empty((len(alone.rows), *q.shape[1:]), np.float32)
+            n_products = 2 * q[0].size * alone.n_keys
+            attend = attention_shared if self._n_threads > 1 and n_products > SMALL else attention_alone
+            attend(q[alone.rows], self._kv, i, alone.tables, alone.firsts, alone.ends, answers)
+            y[alone.rows] = answers.reshape(len(answers), -1)
+
+    def _rows_alone(self, batch: Batch, window: int | None) -> Alone:
+        """The rows of a batch that are groups of their own, the same in every layer with this window."""
+        if self._seen is not batch:
+            self._seen, self._alone = batch, {}
+        if window not in self._alone:
+            single = [n for n, rows in enumerate(batch.rows) if rows.stop - rows.start == 1]
+            rows = np.array([batch.rows[n].start for n in single], np.int64)
+            ends = batch.positions[rows] + 1
+            firsts = np.maximum(ends - window, 0) if window else np.zeros_like(ends)
+            found = Alone(rows, batch.tables[single], firsts, ends, int((ends - firsts).sum()))
+            self._alone[window] = found
+        return self._alone[window]

@@ -22,6 +22,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -92,8 +93,17 @@ class Batch:
         self.pages: Ints = np.array(
             [span.pages[p // PAGE] for span in spans for p in range(span.start, span.end)], np.int64
         )  # (n_rows,)
+        self.places = self.positions % PAGE  # in those pages
         self.wanted: Ints = np.array(wanted, np.int64)  # rows
         self._runs: dict[int | None, list[list[Run]]] = {}
+
+    @cached_property
+    def tables(self) -> Ints:
+        """The page tables of the groups, (n_groups, n_pages of the longest); 0 behind the end of one."""
+        tables = np.zeros((len(self.groups), max(len(group.pages) for group in self.groups)), np.int64)
+        for table, group in zip(tables, self.groups, strict=True):
+            table[: len(group.pages)] = group.pages
+        return tables
 
     def runs(self, window: int | None) -> list[list[Run]]:
         """What each group attends to, from the page on with the first key that it sees."""
@@ -270,11 +280,10 @@ class NumpyOps:
             pairs *= self._rope[batch.positions, None]
         q *= np.float32(c.head_dim**-0.5)
         pages = self._kv[:, i]  # (n_pages, 2, n_kv_heads, PAGE, head_dim)
-        pages[batch.pages, 0, :, batch.positions % PAGE] = k
-        pages[batch.pages, 1, :, batch.positions % PAGE] = v
+        pages[batch.pages, 0, :, batch.places] = k
+        pages[batch.pages, 1, :, batch.places] = v
         y = self._buffer("y", n_rows, c.n_heads * c.head_dim)
-        for group, runs in zip(batch.groups, batch.runs(c.windows[i]), strict=True):
-            self._attend_one(q[group.rows], pages, runs, group.start, c.windows[i], y[group.rows])
+        self._attend_all(q, i, batch, y)
         return y
 
     def out(self, x: Array, y: Array, layer: Layer, batch: Batch) -> None:
@@ -327,6 +336,12 @@ class NumpyOps:
         y = np.multiply(x, w, out=self._buffer("normed", *x.shape))
         y *= 1 / np.sqrt(np.vecdot(x, x)[:, None] / x.shape[1] + self.config.norm_eps)
         return y
+
+    def _attend_all(self, q: Array, i: int, batch: Batch, y: Array) -> None:
+        """Group by group; q (n_rows, n_heads, head_dim), scaled; y (n_rows, n_heads * head_dim)."""
+        window = self.config.windows[i]
+        for group, runs in zip(batch.groups, batch.runs(window), strict=True):
+            self._attend_one(q[group.rows], self._kv[:, i], runs, group.start, window, y[group.rows])
 
     def _attend_one(
         self, q: Array, pages: Array, runs: list[Run], start: int, window: int | None, y: Array
