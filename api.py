@@ -41,6 +41,7 @@ from channels import Accepted, Delta, Finish, Output, Usage
 from chat import BadInput
 from metrics import Metrics
 from params import BadRequest
+from relay import Refused
 from remote import RemoteWorker
 from store import TERMINAL, Row
 from worker import LocalWorker
@@ -62,9 +63,6 @@ COMPACT = (
     "Be brief and complete. Write the summary only."
 )
 COMPACT_TOKENS = 1024
-
-# What `error.code` of a failed response may be, where a worker has refused what had been accepted.
-REFUSED_LATE = {"rate_limit_exceeded": "rate_limit_exceeded", "server_error": "server_error"}
 
 NUMBER = re.compile("[0-9]{1,18}")  # in a query; int() refuses a few thousand digits in a way of its own
 
@@ -230,7 +228,7 @@ class Api:
             except BadInput as refusal:
                 if not queued:
                     raise
-                code = REFUSED_LATE.get(refusal.code, "invalid_prompt")
+                code = refusal.late_code if isinstance(refusal, Refused) else "invalid_prompt"
                 events.extend(builder.finish(Finish("failed", None, refusal.message, code), now()))
 
         def end(reason: Any, message: str) -> list[responses.Event]:
@@ -282,8 +280,9 @@ class Api:
     ) -> tuple[int, dict[str, Any]]:
         summary = "".join(o.text for o in said if isinstance(o, Delta) and o.channel == "final")
         finish = said[-1]
-        if not summary or not isinstance(finish, Finish) or finish.usage is None:
-            return 500, error_body(500, "The model wrote no summary.", code="server_error")
+        if not isinstance(finish, Finish) or finish.reason not in ("stop", "length") or not summary:
+            failure = finish.message if isinstance(finish, Finish) else ""
+            return 500, error_body(500, failure or "The model wrote no summary.", code="server_error")
         blob = sealed.seal(self._key, "compaction", summary)
         users = [item for item in items if item["type"] == "message" and item["role"] == "user"]
         return 200, {
@@ -291,7 +290,7 @@ class Api:
             "object": "response.compaction",
             "created_at": now(),
             "output": [*users, {"id": new_id("cmp"), "type": "compaction", "encrypted_content": blob}],
-            "usage": responses.usage_object(finish.usage),
+            "usage": responses.usage_object(finish.usage or Usage(0, 0)),
         }
 
     async def _read(self, http: HttpRequest) -> Any:
@@ -502,7 +501,7 @@ class Api:
     async def _outputs(self, prompt: Prompt, choice: int) -> AsyncGenerator[Accepted | Output | Finish]:
         """What the worker says, with exactly one Finish at the end, whatever happens to it."""
         started, finish, watch = time.monotonic(), Finish("cancelled"), self.metrics.run()
-        restorer = tools.Restorer(prompt.request.called)
+        restorer, accepted = tools.Restorer(prompt.request.called), False
         try:
             async with aclosing(self._worker(prompt.request.model).run(prompt, choice)) as outputs:
                 async for output in outputs:
@@ -510,6 +509,7 @@ class Api:
                         finish = output
                         break
                     if isinstance(output, Accepted):
+                        accepted = True
                         yield output
                         continue
                     watch.piece()
@@ -521,9 +521,11 @@ class Api:
             finish = Finish("failed", message=refusal.message)
             raise
         except Exception as error:
-            log.exception("the worker failed")
             message = f"{type(error).__name__} in the worker; the server's log has the details."
             finish = Finish("failed", message=message)
+            if not accepted:
+                raise
+            log.exception("the worker failed")
         finally:
             usage = finish.usage or Usage(0, 0)
             watch.end(finish.reason, usage.input_tokens, usage.cached_tokens, usage.output_tokens)

@@ -28,21 +28,20 @@ BENCHES = {
 # fmt: on
 
 
-def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Measure speeds, beside others.")
-    commands = parser.add_subparsers(required=True, metavar="WHAT")
-    for name, about in BENCHES.items():
-        bench = importlib.import_module(f"benches.{name}")
-        add = commands.add_parser(name, help=about, description=bench.__doc__)
-        add.add_argument("--out", type=Path, metavar="FILE", help="write the table there too")
-        bench.options(add)
-        add.set_defaults(run=bench.run)
-    return parser
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    args = arguments().parse_args(argv)
-    args.run(args)
+    rows = "\n".join(f"  {name:8} {about}" for name, about in BENCHES.items())
+    parser = argparse.ArgumentParser(
+        description=f"Measure speeds, beside others.\n\n{rows}",
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    parser.add_argument("what", choices=BENCHES, metavar="WHAT", help="and its options: WHAT --help")
+    given = sys.argv[1:] if argv is None else argv
+    name = parser.parse_args(given[:1]).what
+    bench = importlib.import_module(f"benches.{name}")  # it alone: the others may need what is not installed
+    options = argparse.ArgumentParser(prog=f"bench.py {name}", description=BENCHES[name])
+    options.add_argument("--out", type=Path, metavar="FILE", help="write the table there too")
+    bench.options(options)
+    bench.run(options.parse_args(given[1:]))
     return 0
 
 

@@ -22,6 +22,7 @@ import json
 import re
 from collections.abc import Collection, Generator, Iterator, Mapping
 from typing import Any, Literal, NoReturn
+from urllib.parse import unquote
 
 from channels import Arguments, Body, Call, Close, Finder, Output, Piece, Schemas
 
@@ -387,11 +388,16 @@ def kinds(schema: Mapping[str, Any], name: str) -> set[str]:
 
 def target(root: Mapping[str, Any], ref: str) -> Any:
     """What a local $ref points to, None for others: https://www.rfc-editor.org/rfc/rfc6901"""
+    if not ref.startswith("#"):
+        return None
     node: Any = root
-    for part in ref.removeprefix("#").split("/")[1:]:
+    for part in unquote(ref[1:]).split("/")[1:]:
         name = part.replace("~1", "/").replace("~0", "~")
-        node = node.get(name) if isinstance(node, Mapping) else None
-    return node if ref.startswith("#") else None
+        if isinstance(node, list):
+            node = dict(zip(map(str, range(len(node))), node, strict=True)).get(name)
+        else:
+            node = node.get(name) if isinstance(node, Mapping) else None
+    return node
 
 
 def _typed(text: str, kinds: set[str]) -> str:

@@ -45,7 +45,10 @@ PART = {"type": str, "text": str, "refusal": str, "annotations": list, "logprobs
 ITEM = {"type": str, "id": str, "status": str, "role": str, "content": [PART], "summary": [PART],
         "call_id": str, "name": str, "arguments": str, "input": str}
 SNAPSHOT = {"id": str, "status": str, "output": [ITEM], "usage": USAGE, "error": {}, "incomplete_details": {}}
-CALL = {"index": int, "id": str, "type": str, "function": {"name": str, "arguments": str}}
+CALL = {
+    "index": int, "id": str, "type": str,
+    "function": {"name": str, "arguments": str}, "custom": {"name": str, "input": str},
+}  # fmt: skip
 DELTA = {"role": str, "content": str, "tool_calls": [CALL]}
 
 #  kind          the types of an event's members: [X] is a list of objects of type X; others may be anything

@@ -23,6 +23,7 @@ may come next (drafts.py).
 import asyncio
 import logging
 import queue
+import sys
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
@@ -42,6 +43,7 @@ from weights import Config
 log = logging.getLogger("engine")
 
 MAX_TILES = 2  # a step, beside the sequences that decode: bounds how long they wait for a prompt
+SWITCH_S = 0.0005  # how long the other threads of the process may keep this one from the interpreter
 MAX_STEP_S = 30  # of the slowest model; it is waited for at the end
 CLOSING = "The server is shutting down."
 
@@ -252,6 +254,7 @@ class Engine:
     # --- the thread -----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        sys.setswitchinterval(SWITCH_S)
         while self._open:
             self._read_inbox(wait=not self._running and not self._waiting and not self._flights)
             self._admit()

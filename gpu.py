@@ -114,7 +114,9 @@ def random_weights(cp: Any, config: Config, seed: int = 0) -> Weights:
         for _ in range(c.n_layers)
     ]
     embed = array(c.vocab_size, c.dim)
-    return Weights(embed, layers, ones(c.dim), embed if c.tied else array(c.vocab_size, c.dim))
+    head = embed if c.tied else array(c.vocab_size, c.dim)
+    cp.cuda.get_current_stream().synchronize()  # they will be read on another one
+    return Weights(embed, layers, ones(c.dim), head)
 
 
 # ---- A step's numbers --------------------------------------------------------------------------------------
@@ -309,7 +311,7 @@ class Limits(NamedTuple):
     @classmethod
     def of(cls, max_batch: int) -> "Limits":
         n = bucket(max(max_batch, 32))
-        return cls(2 * CudaOps.tile + max_batch, n, n)
+        return cls(max(2 * CudaOps.tile + max_batch, n), n, n)
 
 
 def buffer_shapes(config: Config, max_seq_len: int, max_batch: int) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -270,6 +270,8 @@ class Grammars:
         """Raises BadGrammar for a schema or grammar that cannot be enforced."""
         schemas = [("schema", demand.schema)] if demand.schema is not None else []
         for part, schema in [*schemas, *demand.functions]:
+            if lost := next(_lost(schema), None):
+                raise BadGrammar(lost, part)
             if _levels(schema) > MAX_LEVELS:
                 raise BadGrammar(f"it is more than {MAX_LEVELS} levels deep, $refs included", part)
             if _goes_round(schema):
@@ -321,13 +323,37 @@ def _goes_round(root: dict[str, Any]) -> bool:
     return False
 
 
+def _lost(root: dict[str, Any]) -> Iterator[str]:
+    """What llguidance may follow and this file cannot: to somewhere else, or from another beginning."""
+    for node in _nodes(root):
+        if isinstance(node, dict):
+            if isinstance(ref := node.get("$ref"), str) and calls.target(root, ref) is None:
+                yield f"$ref {ref[:80]} leads nowhere in the schema"
+            if node is not root and isinstance(node.get("$id"), str):
+                yield "an $id inside the schema cannot be enforced"
+
+
 def _levels(root: dict[str, Any]) -> int:
-    """How deep it is, with all that its $refs lead to one below the other: no chain of them is longer."""
+    """How deep it is, $refs followed. Where they go in circles: with all that they lead to one below the
+    other, for no chain of them is longer.
+    """
+
+    def behind(node: Any) -> list[Any]:
+        ref = node.get("$ref") if isinstance(node, dict) else None
+        return [calls.target(root, ref)] if isinstance(ref, str) else []
+
     nodes, depths = _nodes(root), dict[int, int]()
+    below = {id(node): [id(held) for held in (*_held(node), *behind(node))] for node in nodes}
+    try:
+        for node in TopologicalSorter(below).static_order():
+            depths[node] = 1 + max((depths[held] for held in below.get(node, ())), default=0)
+        return depths[id(root)]
+    except CycleError:
+        depths.clear()
     for node in reversed(nodes):  # what a node holds comes before it
         depths[id(node)] = 1 + max((depths[id(held)] for held in _held(node)), default=0)
-    refs = {node["$ref"] for node in nodes if isinstance(node, dict) and isinstance(node.get("$ref"), str)}
-    return depths[id(root)] + sum(depths.get(id(calls.target(root, ref)), 0) for ref in refs)
+    targets = {id(found) for node in nodes for found in behind(node)}
+    return depths[id(root)] + sum(depths.get(found, 0) for found in targets)
 
 
 def _nodes(root: dict[str, Any]) -> list[Any]:

@@ -13,7 +13,8 @@ Rules of this file:
 2. What somebody holds now is read from him at a scrape, never kept in step here.
 3. Labels have few values, all ours: a route's template, never a path; nothing that a client has written.
 
-Not here: the route (front.py), what a relayed request costs (metering.py).
+Not here: the route (front.py), what a relayed request costs (metering.py). Chat that passes through to an
+upstream is counted by remote.py, as relayed_* alone.
 """
 
 import operator
@@ -114,6 +115,7 @@ REASONS = {
     "length":       "length",
     "failed":       "error",
     "cancelled":    "abort",
+    "content_filter": "content_filter",
 }
 # fmt: on
 

@@ -314,6 +314,13 @@ class Refused(BadInput):
         self.retry_after = retry_after  # seconds or a date, as the upstream had it
         self.elsewhere = elsewhere  # another upstream may serve it
 
+    @property
+    def late_code(self) -> str:
+        """The `error.code` of a response that had been accepted: there are few."""
+        if self.status == 429:
+            return "rate_limit_exceeded"
+        return "server_error" if self.status >= 500 else "invalid_prompt"
+
 
 def error_object(message: str, code: str = "server_error") -> dict[str, Any]:
     return {"message": message, "type": "server_error", "param": None, "code": code}

@@ -20,7 +20,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -98,7 +98,7 @@ def _tools(request: Request) -> dict[str, Any]:
         names = [name for name, _ in demand.functions]
         tools = [tool for tool in tools if tool["function"]["name"] in names]
         choice = demand.calls
-    strict = {tool.get("name") for tool in request.echo.get("tools", ()) if tool.get("strict")}
+    strict = {name for name, tool in request.called.items() if tool.strict}
     tools = [
         {
             **tool,
@@ -142,7 +142,8 @@ class Ledger:
     """What was used, request by request."""
 
     def __init__(self) -> None:
-        self.totals: Counter[str] = Counter()
+        named = (*get_args(Outcome), "usage_unknown", "total")
+        self.totals = Counter({f"relayed_{name}": 0 for name in named})  # from the start: a rate needs a zero
 
     def settle(self, model: str, upstream: str, outcome: Outcome, meter: Meter) -> None:
         """Once a request, whatever became of it."""
@@ -226,11 +227,11 @@ class RemoteWorker:
                     else:
                         yield last
             except Refused as refused:
-                finish = Finish("failed", None, refused.message, refused.code or "server_error")
+                finish = Finish("failed", None, refused.message, refused.late_code)
             except (Died, Unreadable) as error:
                 finish = Finish("failed", usage(meter), f"The answer cannot be used: {error}.")
             outcome = "error" if finish and finish.reason == "failed" else "done"
-        except Refused:
+        except Exception:
             outcome = "error"
             raise
         finally:

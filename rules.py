@@ -587,7 +587,7 @@ def calls(c: Capture) -> Found:
     known: dict[int, int] = {}  # calls of a choice
     for n, index, choice, raw in choices(c):
         for call, its_raw in paired(choice.get("delta", {}), raw.get("delta") or {}, "tool_calls"):
-            function, place = call.get("function", {}), call.get("index")
+            named, place = call.get("function", {}) | call.get("custom", {}), call.get("index")
             if place is None:
                 yield n, "expected an index in each delta of a call, got none"
             elif place == known.get(index, 0):
@@ -596,16 +596,16 @@ def calls(c: Capture) -> Found:
                     yield n, f"expected a call to begin with id, type, name and arguments '', got {its_raw}"
             elif place >= known.get(index, 0):
                 yield n, f"expected the calls of a choice to count 0, 1, 2, ..., got {place}"
-            elif {"id", "type"} & its_raw.keys() or "name" in function:
+            elif {"id", "type"} & its_raw.keys() or "name" in named:
                 yield n, f"expected later deltas of a call to hold index and arguments only, got {its_raw}"
         if choice.get("finish_reason") == "tool_calls" and not known.get(index):
             yield n, "expected finish_reason 'tool_calls' of a choice with calls only, got one without"
 
 
 def begins(call: Json) -> bool:
-    function = call.get("function", {})
-    named = "id" in call and call.get("type") == "function" and "name" in function
-    return named and function.get("arguments") == ""
+    kind = call.get("type", "")
+    said, holds = call.get(kind, {}), {"function": "arguments", "custom": "input"}
+    return "id" in call and kind in holds and "name" in said and said.get(holds[kind]) == ""
 
 
 def chunk_texts(c: Capture) -> Found:

@@ -23,6 +23,7 @@ import shutil
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import date
@@ -95,11 +96,13 @@ def engine(directory: Path) -> Callable[[Cell], Run]:
     max_batch, length = max(cell.batch for cell in DECODE), max(sum(cell[1:]) for cell in DECODE) + 1
     n_pages = max_batch * -(-length // PAGE)
     weights = read_weights(directory, config, CudaOps.pack)
-    run = engine_run(Engine(CudaOps(config, weights, length, n_pages, max_batch)))
+    ours = Engine(CudaOps(config, weights, length, n_pages, max_batch))
+    run = engine_run(ours)
 
     def timed_run(prompts: Prompts, n_new: int) -> None:
         run(prompts, n_new)
 
+    weakref.finalize(timed_run, ours.close)  # its thread would keep the card's memory from the others
     return lambda cell: timed_run
 
 
@@ -161,7 +164,11 @@ def continuous(directory: Path) -> Callable[[Cell], Run]:
             raise RuntimeError(f"expected {n_new} tokens for each of {len(prompts)} prompts, got {lengths}")
         synchronize()
 
-    return lambda cell: run
+    def start(cell: Cell) -> Run:
+        model.destroy_cached_continuous_batching_manager()  # it is sized for what it is first asked
+        return run
+
+    return start
 
 
 def synchronize() -> None:
@@ -207,13 +214,22 @@ def compiled_decoder(causal: Any, config: Config, cell: Cell) -> Any:
     from torch.nn.functional import scaled_dot_product_attention, silu
 
     model, head = causal.model, causal.lm_head  # a tied head is the embedding already
-    room = (cell.batch, config.n_kv_heads, cell.n_prompt + cell.n_new + 1, config.head_dim)
+    length = -(-(cell.n_prompt + cell.n_new) // 64) * 64  # masks are read by whole vectors
+    room = (cell.batch, config.n_kv_heads, length, config.head_dim)
     kept = [(zeros(room), zeros(room)) for _ in range(config.n_layers)]
-    visible = torch.ones(room[2], room[2], dtype=torch.bool, device=device()).tril()
+    visible = torch.ones(length, length, dtype=torch.bool, device=device()).tril()
+    for tensor in (visible, *(tensor for pair in kept for tensor in pair)):
+        torch._dynamo.mark_static_address(tensor)  # what a step changes may be in a CUDA graph only then
 
     def rotated(x: Any, cos: Any, sin: Any) -> Any:
         first, second = x.chunk(2, -1)
         return x * cos + torch.cat([-second, first], -1) * sin
+
+    def attended(q: Any, keys: Any, values: Any, mask: Any) -> Any:
+        if q.shape[2] > 1:
+            return scaled_dot_product_attention(q, keys, values, mask, enable_gqa=True)
+        q = q.unflatten(1, (config.n_kv_heads, -1)).squeeze(3)  # one token: heads as queries, keys read once
+        return scaled_dot_product_attention(q, keys, values, mask).flatten(1, 2).unsqueeze(2)
 
     def decoder(token_ids: Any, positions: Any) -> Any:
         x = model.embed_tokens(token_ids)
@@ -228,9 +244,7 @@ def compiled_decoder(causal: Any, config: Config, cell: Cell) -> Any:
                 q, k = a.q_norm(q), a.k_norm(k)
             keys[:, :, positions] = rotated(k, cos, sin)
             values[:, :, positions] = v
-            y = scaled_dot_product_attention(
-                rotated(q, cos, sin), keys, values, visible[positions], enable_gqa=True
-            )
+            y = attended(rotated(q, cos, sin), keys, values, visible[positions])
             x = x + a.o_proj(y.transpose(1, 2).flatten(2))
             m, normed = layer.mlp, layer.post_attention_layernorm(x)
             x = x + m.down_proj(silu(m.gate_proj(normed)) * m.up_proj(normed))
@@ -275,7 +289,7 @@ def read_bandwidth(n_bytes: int = 4 * 2**30) -> float:
     """Bytes a second of a kernel that only reads: the limit of decoding on this card."""
     import cupy
 
-    x = cupy.random.default_rng(0).integers(0, 2**32, n_bytes // 4, dtype=cupy.uint32)
+    x = cupy.arange(n_bytes // 4, dtype=cupy.uint32) * cupy.uint32(2_654_435_761)  # no two alike
     out, kernel = cupy.zeros(1, cupy.uint32), cupy.RawKernel(READ, "read_all")
     n_blocks = 8 * cupy.cuda.Device().attributes["MultiProcessorCount"]
     times = []
@@ -318,16 +332,21 @@ def measure(name: str, directory: Path, vocab_size: int, found: Found, deadline:
     start, cells = CONTENDERS[name]
     try:
         at = start(directory)
-        for cell in cells:
-            if time.monotonic() > deadline and name != "engine":
-                print(f"out of time: {name} {cell} was not run", file=sys.stderr)
-                continue
+    except Exception as error:
+        print(f"{name:24} {type(error).__name__}: {str(error)[:300]}", file=sys.stderr)
+        return
+    for cell in cells:
+        if time.monotonic() > deadline and name != "engine":
+            print(f"out of time: {name} {cell} was not run", file=sys.stderr)
+            continue
+        try:
             found[name, cell] = seconds(at(cell), cell, vocab_size)
             rate = cell.batch * max(cell.n_new - 1, 1) / found[name, cell]
             print(f"{name:24} {cell}  {rate:10.1f} tok/s", file=sys.stderr)
-    except Exception as error:
-        print(f"{name:24} {type(error).__name__}: {str(error)[:300]}", file=sys.stderr)
-    at = None  # type: ignore[assignment]  # or it would keep the card's memory
+        except Exception as error:
+            print(f"{name:24} {cell}  {type(error).__name__}: {str(error)[:300]}", file=sys.stderr)
+            release()
+    del at, start  # or it would keep the card's memory
     release()
 
 

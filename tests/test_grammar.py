@@ -356,6 +356,12 @@ def demanding(lark: str) -> Demand:
     return Demand("required", (("p", tool.schema() or {}),), inputs=inputs)
 
 
+def lists(ref: str, i: int) -> dict[str, Any]:
+    return {"type": "array", "items": {"$ref": ref % i}}
+
+
+SPACED = {f"a {i}": lists("#/$defs/a%%20%d", i + 1) for i in range(6000)} | {"a 6000": {}}
+
 # fmt: off
 #  schema                                                                  to blame
 REFUSED: list[tuple[Demand, str]] = [
@@ -367,6 +373,10 @@ REFUSED: list[tuple[Demand, str]] = [
     (Demand("none", schema={"$ref": "#/$defs/a", "$defs": ROUND}),         "schema"),
     (Demand("none", schema={"type": "object", "properties": {"a": SELF}}), "schema"),
     (Demand("none", schema=chain(1000)),                                   "schema"),
+    (Demand("none", schema={"anyOf": [lists("#/anyOf/%d", i) for i in range(1, 6001)] + [{}]}), "schema"),
+    (Demand("none", schema={"$ref": "#/$defs/a%200", "$defs": SPACED}),    "schema"),
+    (Demand("none", schema={"$ref": "https://e.x/s"}),                     "schema"),
+    (Demand("none", schema={"items": {"$id": "https://e.x/s"}}),           "schema"),
     (Demand("required", (("f", {"type": 5}),)),                            "f"),
     (Demand("required", (("f", {"$ref": "#"}),)),                          "f"),
     (demanding("start: nowhere"),                                          "p"),
@@ -387,6 +397,15 @@ def test_what_cannot_be_enforced_is_refused(demand: Demand, part: str) -> None:
 def test_a_schema_may_be_deep() -> None:
     """Bug: one deeper than llguidance's stack took the process with it; this one does not."""
     GRAMMARS.check(Demand("none", schema=chain(300)))
+
+
+def test_a_schema_may_be_wide() -> None:
+    """Many $refs, none below another: as generators write them."""
+    small = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "string"}}}}
+    many = {f"p{i}": {"$ref": f"#/$defs/d{i}"} for i in range(400)}
+    defined = {f"d{i}": small | {"title": f"{i}"} for i in range(400)}
+    GRAMMARS.check(Demand("none", schema={"type": "object", "properties": many, "$defs": defined}))
+    GRAMMARS.check(Demand("none", schema={"anyOf": [{"type": "string"}, lists("#/anyOf/%d", 0)]}))
 
 
 def test_a_schema_may_hold_itself() -> None:

@@ -60,7 +60,7 @@ MAY_IMPORT = {
     "remote":      {"answers", "channels", "chat", "completions", "metering", "params", "relay", "sse",
                     "upstreams"},
     "worker":      {"channels", "chat", "dialects", "engine", "grammar", "model", "params", "tokenizer"},
-    "api":         {"answers", "background", "channels", "chat", "completions", "metrics", "params",
+    "api":         {"answers", "background", "channels", "chat", "completions", "metrics", "params", "relay",
                     "remote", "responses", "sealed", "sse", "store", "tools", "worker"},
     "loading":     {"chat", "cpu", "engine", "gpu", "grammar", "kernels", "model", "tokenizer", "weights",
                     "worker"},

@@ -6,12 +6,13 @@ import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import metrics
+from channels import Finish
 from faulty_server import ENDS, RAISES, SLOW
 from serving import TINY, Json, Server, http_bytes, http_chunks, serve, until
 
@@ -166,3 +167,8 @@ def test_a_record_is_one_line_whatever_a_client_says(server: Server) -> None:
     assert len(lines) >= 2
     assert [each for each in lines if not re.fullmatch(line, each)] == []
     assert not any(each.startswith("2026-01-01") for each in lines)
+
+
+def test_every_end_has_its_word() -> None:
+    """Bug: a word was missing, and the run that ended so had no end for its client."""
+    assert metrics.REASONS.keys() == set(get_args(Finish.__annotations__["reason"]))

@@ -275,3 +275,13 @@ def test_wrong_flags_of_upstreams(flags: tuple[str, str]) -> None:
     with pytest.raises(SystemExit) as caught:
         server_program.arguments().parse_args(flags)
     assert caught.value.code == 2
+
+
+def test_an_upstream_that_filters() -> None:
+    """Its finish_reason is an end like others: incomplete, as OpenAI has it."""
+    answer = says(head() + delta(content="a") + finish("content_filter") + DONE)
+    with upstream(answer, ("m",)) as worker, serve("--upstream", worker.url, model=None) as front:
+        response = created(front, {"model": "m", "input": "hi"})
+        assert response["status"] == "incomplete"
+        assert response["incomplete_details"] == {"reason": "content_filter"}
+        assert front.health()["relayed_done"] == 1

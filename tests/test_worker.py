@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from contextlib import aclosing
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 import laws
 import params
+import tools
 from channels import Accepted, Finish, Output, Usage
 from chat import ChatTemplate
 from dialects import DIALECTS
@@ -146,6 +148,24 @@ def test_a_demanded_call(engine: Engine, name: str) -> None:
         ((kind, called, arguments),), reason, _ = ended(asyncio.run(run(worker, body | hot)))
         assert (kind, called, reason) == ("call", "f", "stop")
         jsonschema.validate(json.loads(arguments), SCHEMA)
+
+
+@pytest.mark.parametrize("name", [name for name in DIALECTS if name != "harmony"])
+def test_a_demanded_input(engine: Engine, name: str) -> None:
+    """Of a custom tool: its grammar holds in JSON's quotes, and bare where parameters are written in XML."""
+    grammars = Grammars(TINY / "tokenizer.json", 2048, (2041,))
+    worker = LocalWorker(engine, Tokenizer(TINY / "tokenizer.json"), ChatTemplate.load(TINY), grammars, name)
+    wanted = {"type": "grammar", "syntax": "regex", "definition": '[a-c]{2}"[0-9]{3}\\n'}
+    tool = {"type": "custom", "name": "patch", "format": wanted}
+    body = {"model": "m", "input": "hi", "tools": [tool], "tool_choice": "required", "temperature": 2}
+    more = {"reasoning": {"effort": "none"}, "parallel_tool_calls": False, "seed": 1}
+    request = params.from_responses(body | more, {})
+    restorer = tools.Restorer(request.called)
+    outputs = [output for said in asyncio.run(run(worker, body | more)) if not isinstance(said, Finish)
+               for output in restorer.feed(said)]  # fmt: skip
+    ((kind, called, given),) = items(outputs)
+    assert (kind, called) == ("custom", "patch")
+    assert re.fullmatch(wanted["definition"], given)
 
 
 async def run(worker: LocalWorker, body: dict[str, Any]) -> list[Output | Finish]:

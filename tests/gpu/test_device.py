@@ -121,6 +121,7 @@ def test_sampling_is_that_of_numpy() -> None:
 @pytest.mark.skipif(
     not shutil.which("compute-sanitizer"), reason="no compute-sanitizer: CUDA's toolkit has it"
 )
+@pytest.mark.timeout(600)  # every access is watched
 @pytest.mark.parametrize("tool", ["memcheck", "synccheck", "initcheck", "racecheck"])
 def test_compute_sanitizer(tool: str) -> None:
     here = Path(__file__)
@@ -130,6 +131,8 @@ def test_compute_sanitizer(tool: str) -> None:
         tool,
         "--error-exitcode",
         "9",
+        "--report-api-errors",
+        "no",  # what CuPy asks of a driver that lacks it is no fault
         sys.executable,
         "-m",
         "pytest",
@@ -137,9 +140,11 @@ def test_compute_sanitizer(tool: str) -> None:
     ]
     inner = [str(here), "-k", "test_logprobs_are_those_of_numpy and (qwen3-layer-types or llama-biases)"]
     ended = subprocess.run(
-        [*command, *inner], capture_output=True, text=True, timeout=110, cwd=here.parents[2]
+        [*command, *inner], capture_output=True, text=True, timeout=580, cwd=here.parents[2]
     )
     assert ended.returncode == 0, ended.stdout[-3000:]
+    assert "passed" in ended.stdout
+    assert "skipped" not in ended.stdout
 
 
 def test_pages_are_of_the_size_that_is_computed_with() -> None:
