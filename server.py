@@ -409,7 +409,9 @@ def announce(
     host, port = listener.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     elsewhere = list(remote.upstreams.models()) if remote else []
-    body = json.dumps({"model": (names + elsewhere + [ALIAS])[0], "input": "What is the capital of France?"})
+    # A small model rambles when it is sampled, one time in four until its context is full.
+    body = {"input": "What is the capital of France?", "temperature": 0}
+    body_json = json.dumps({"model": (names + elsewhere + [ALIAS])[0]} | body)
     facts = loading.facts(args, names[0], local) if local else {}
     if remote:
         facts["upstreams"] = f"{', '.join(args.upstream)} with {', '.join(elsewhere) or 'no model yet'}"
@@ -420,7 +422,7 @@ def announce(
     }.items():
         print(f"{name:10} {value}")
     notify("READY=1")
-    print(f"\ncurl {url}/v1/responses -H 'Content-Type: application/json' -d '{body}'\n", flush=True)
+    print(f"\ncurl {url}/v1/responses -H 'Content-Type: application/json' -d '{body_json}'\n", flush=True)
 
 
 if __name__ == "__main__":
