@@ -280,7 +280,8 @@ class FastOps(NumpyOps):
     def _attend_all(self, q: Array, i: int, batch: Batch, y: Array) -> None:
         """Tiles as NumpyOps has them, the other rows each by itself, whoever is beside it."""
         window, alone = self.config.windows[i], self._rows_alone(batch, self.config.windows[i])
-        for group, runs in zip(batch.groups, batch.runs(window), strict=True):
+        has_tiles = len(alone.rows) < len(batch.groups)  # a step that only decodes has none
+        for group, runs in zip(batch.groups, batch.runs(window), strict=True) if has_tiles else ():
             if group.rows.stop - group.rows.start > 1:
                 self._attend_one(q[group.rows], self._kv[:, i], runs, group.start, window, y[group.rows])
         if len(alone.rows):

@@ -410,8 +410,8 @@ def announce(
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     elsewhere = list(remote.upstreams.models()) if remote else []
     # A small model rambles when it is sampled, one time in four until its context is full.
-    body = {"input": "What is the capital of France?", "temperature": 0}
-    body_json = json.dumps({"model": (names + elsewhere + [ALIAS])[0]} | body)
+    asked = {"input": "What is the capital of France?", "temperature": 0}
+    body = json.dumps({"model": (names + elsewhere + [ALIAS])[0]} | asked)
     facts = loading.facts(args, names[0], local) if local else {}
     if remote:
         facts["upstreams"] = f"{', '.join(args.upstream)} with {', '.join(elsewhere) or 'no model yet'}"
@@ -422,7 +422,7 @@ def announce(
     }.items():
         print(f"{name:10} {value}")
     notify("READY=1")
-    print(f"\ncurl {url}/v1/responses -H 'Content-Type: application/json' -d '{body_json}'\n", flush=True)
+    print(f"\ncurl {url}/v1/responses -H 'Content-Type: application/json' -d '{body}'\n", flush=True)
 
 
 if __name__ == "__main__":
