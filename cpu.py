@@ -23,9 +23,12 @@ Rules of this file:
 Not here: what the ops are (model.py), files (weights.py).
 """
 
+import ctypes
+import importlib.metadata
 import logging
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -40,16 +43,18 @@ from weights import Weights, widen
 
 log = logging.getLogger("cpu")
 
-WIDTH = 64  # outputs of a panel: four registers of AVX-512, eight of AVX2
+WIDTH = 96  # outputs of a panel: six registers of AVX-512, twelve of AVX2
 STEP = 4  # inputs that a sum takes between being read from the cache and written back
 TILE = 4  # rows
+BLOCK = 2**25  # numbers of packed matrices that lie in one piece of memory
 SMALL = 2**18  # multiplications: fewer are done before a second thread has woken up
 
-# "omp" hands work over in a microsecond, for its threads wait actively; "workqueue" takes 60, and dies when
-# two engines in a process use it, so one thread is better: "threadsafe" leaves it out.
+# With "tbb" the calling thread does what no other has begun, so beside other work it waits for nobody. With
+# "omp" each waits for all, and one that has no processor stops the others: a tenth of the speed. "threadsafe"
+# leaves out "workqueue", which takes 60 us to hand work over, and dies when two engines in a process use it.
 config: Any = numba.config
 config.THREADING_LAYER = "threadsafe"
-config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
+config.THREADING_LAYER_PRIORITY = ["tbb", "omp", "workqueue"]
 
 # --- the weights --------------------------------------------------------------------------------------------
 
@@ -72,13 +77,32 @@ class Panels:
         return found
 
 
+class Blocks:
+    """Zeros side by side in large pieces, which the system maps by huge pages: where each matrix of a few
+    MB has memory of its own, a fifth of the time goes into looking up its pages.
+    """
+
+    def __init__(self) -> None:
+        self._rest = np.empty(0, np.uint16)
+
+    def zeros(self, *shape: int) -> NDArray[np.uint16]:
+        n = math.prod(shape)
+        if n > len(self._rest):
+            self._rest = np.zeros(max(n, BLOCK), np.uint16)
+        found, self._rest = self._rest[:n], self._rest[n:]
+        return found.reshape(shape)
+
+
+blocks = Blocks()
+
+
 def pack(w: Array) -> Array | Panels:
     """The matrix by panels, or as it came where bfloat16 cannot hold it."""
     (n_out, n_in), halves = w.shape, w.view(np.uint16).reshape(*w.shape, 2)  # lower, upper: little-endian
     if halves[..., 0].any():
         return w
     n_panels, n_steps = -(-n_out // WIDTH), -(-n_in // STEP)
-    bits = np.zeros((n_panels, n_steps * STEP, WIDTH), np.uint16)
+    bits = blocks.zeros(n_panels, n_steps * STEP, WIDTH)
     for panel, first in zip(bits, range(0, n_out, WIDTH), strict=True):
         rows = halves[first : first + WIDTH, :, 1]
         panel[:n_in, : len(rows)] = rows.T
@@ -91,6 +115,7 @@ def pack(w: Array) -> Array | Panels:
 
 LIBERTIES = {"contract"}
 kernel = njit(nogil=True, cache=True, fastmath=LIBERTIES)
+parallel_kernel = njit(nogil=True, cache=True, fastmath=LIBERTIES, parallel=True)
 
 
 @njit(inline="always")
@@ -129,20 +154,32 @@ def four_rows(x: Any, w: Any, y: Any) -> None:
             y[r, j] = sums[r, j]
 
 
+@kernel
+def panel(x: Any, w: Any, p: int, y: Any) -> None:
+    """The columns of y = x @ w that panel p of w, (n_panels, n_in, WIDTH), holds: it stays in the cache until
+    all rows have had it.
+    """
+    columns, n_tiled = slice(p * WIDTH, min((p + 1) * WIDTH, y.shape[1])), len(x) // TILE * TILE
+    for r in range(0, n_tiled, TILE):
+        four_rows(x[r : r + TILE], w[p], y[r : r + TILE, columns])
+    for r in range(n_tiled, len(x)):
+        one_row(x[r], w[p], y[r, columns])
+
+
+# By one thread and by all. They are functions of their own, for Numba's cache does not tell `parallel` apart:
+# of one function it would give the first that was compiled, whichever is asked for.
+
+
+@kernel
 def product(x: Any, w: Any, y: Any) -> None:
-    """y = x @ w with w as (n_panels, n_in, WIDTH): a panel stays in the cache until all rows have had it."""
-    n_tiled = len(x) // TILE * TILE
+    for p in range(len(w)):
+        panel(x, w, p, y)
+
+
+@parallel_kernel
+def shared_product(x: Any, w: Any, y: Any) -> None:
     for p in prange(len(w)):
-        columns = slice(p * WIDTH, min((p + 1) * WIDTH, y.shape[1]))
-        for r in range(0, n_tiled, TILE):
-            four_rows(x[r : r + TILE], w[p], y[r : r + TILE, columns])
-        for r in range(n_tiled, len(x)):
-            one_row(x[r], w[p], y[r, columns])
-
-
-Product = Callable[[Array, NDArray[np.uint16], Array], None]
-alone: Product = njit(nogil=True, cache=True)(product)
-shared: Product = njit(nogil=True, cache=True, parallel=True)(product)
+        panel(x, w, p, y)
 
 
 # Sums whose order the compiler may choose: the same whatever stands around, for it chooses when it compiles.
@@ -185,18 +222,38 @@ def one_head(q: Any, kv: Any, i: int, table: Any, first: int, end: int, h: int, 
                 y[g, d] += p * value[d]
 
 
-def attention(q: Any, kv: Any, i: int, tables: Any, firsts: Any, ends: Any, y: Any) -> None:
-    """Single rows: q and y (n_rows, n_heads, head_dim); row r sees what is from firsts[r] to ends[r]."""
+@kernel
+def head(q: Any, kv: Any, i: int, tables: Any, firsts: Any, ends: Any, task: int, y: Any) -> None:
+    """A row and a key head, of single rows: q and y (n_rows, n_heads, head_dim); row r sees what is from
+    firsts[r] to ends[r].
+    """
     n_kv_heads = kv.shape[3]
-    n = q.shape[1] // n_kv_heads
-    for task in prange(len(q) * n_kv_heads):
-        r, h = task // n_kv_heads, task % n_kv_heads
-        heads = slice(h * n, h * n + n)
-        one_head(q[r, heads], kv, i, tables[r], firsts[r], ends[r], h, y[r, heads])
+    n, r, h = q.shape[1] // n_kv_heads, task // n_kv_heads, task % n_kv_heads
+    heads = slice(h * n, h * n + n)
+    one_head(q[r, heads], kv, i, tables[r], firsts[r], ends[r], h, y[r, heads])
 
 
-attention_alone = njit(nogil=True, cache=True)(attention)
-attention_shared = njit(nogil=True, cache=True, parallel=True)(attention)
+@kernel
+def attention(q: Any, kv: Any, i: int, tables: Any, firsts: Any, ends: Any, y: Any) -> None:
+    for task in range(len(q) * kv.shape[3]):
+        head(q, kv, i, tables, firsts, ends, task, y)
+
+
+@parallel_kernel
+def shared_attention(q: Any, kv: Any, i: int, tables: Any, firsts: Any, ends: Any, y: Any) -> None:
+    for task in prange(len(q) * kv.shape[3]):
+        head(q, kv, i, tables, firsts, ends, task, y)
+
+
+def load_tbb() -> None:
+    """Where pip has put it neither Numba nor the system looks for it."""
+    try:
+        files = importlib.metadata.files("tbb") or []
+    except importlib.metadata.PackageNotFoundError:
+        return
+    for file in files:
+        if file.name in ("libtbb.so.12", "tbb12.dll"):
+            ctypes.CDLL(str(file.locate()))
 
 
 def compiled() -> int:
@@ -205,6 +262,7 @@ def compiled() -> int:
     As many as BLAS may use, so that one option limits both.
     """
     started = time.perf_counter()
+    load_tbb()
     blas = [lib["num_threads"] for lib in threadpoolctl.threadpool_info() if lib["user_api"] == "blas"]
     n_threads: int = min(max(blas, default=1), config.NUMBA_NUM_THREADS)
     x, y, panels = (
@@ -213,10 +271,10 @@ def compiled() -> int:
         pack(np.zeros((1, STEP), "f4")),
     )
     assert isinstance(panels, Panels)
-    alone(x, panels.bits, y)
+    product(x, panels.bits, y)
     if n_threads > 1:
         try:
-            shared(x, panels.bits, y)
+            shared_product(x, panels.bits, y)
         except ValueError as error:  # no threading layer; it says what to install
             log.warning("one thread: %s", " ".join(str(error).split()))
             n_threads = 1
@@ -265,9 +323,9 @@ class FastOps(NumpyOps):
         padded = np.pad(x, [(0, 0), (0, w.bits.shape[1] - w.n_in)]) if w.n_in % STEP else x
         if self._n_threads > 1 and len(x) * w.bits.size > SMALL:
             numba.set_num_threads(self._n_threads)  # of this thread, whichever calls
-            shared(padded, w.bits, y)
+            shared_product(padded, w.bits, y)
         else:
-            alone(padded, w.bits, y)
+            product(padded, w.bits, y)
         if b is not None:
             y += b
         return y
@@ -279,15 +337,15 @@ class FastOps(NumpyOps):
 
     def _attend_all(self, q: Array, i: int, batch: Batch, y: Array) -> None:
         """Tiles as NumpyOps has them, the other rows each by itself, whoever is beside it."""
-        window, alone = self.config.windows[i], self._rows_alone(batch, self.config.windows[i])
-        has_tiles = len(alone.rows) < len(batch.groups)  # a step that only decodes has none
-        for group, runs in zip(batch.groups, batch.runs(window), strict=True) if has_tiles else ():
-            if group.rows.stop - group.rows.start > 1:
-                self._attend_one(q[group.rows], self._kv[:, i], runs, group.start, window, y[group.rows])
+        alone = self._rows_alone(batch, self.config.windows[i])
+        if len(alone.rows) < len(batch.groups):  # a step that only decodes has no tiles
+            for group in batch.groups:
+                if group.rows.stop - group.rows.start > 1:
+                    self._attend_one(q[group.rows], i, group, y[group.rows])
         if len(alone.rows):
             answers = np.empty((len(alone.rows), *q.shape[1:]), np.float32)
             n_products = 2 * q[0].size * alone.n_keys
-            attend = attention_shared if self._n_threads > 1 and n_products > SMALL else attention_alone
+            attend = shared_attention if self._n_threads > 1 and n_products > SMALL else attention
             attend(q[alone.rows], self._kv, i, alone.tables, alone.firsts, alone.ends, answers)
             y[alone.rows] = answers.reshape(len(answers), -1)
 

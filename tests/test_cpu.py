@@ -84,9 +84,32 @@ def test_threads_change_nothing() -> None:
     x, w = bfloat16s(9, 64), pack(bfloat16s(SMALL // 64, 64))
     assert isinstance(w, Panels)
     one, all_cores = (np.empty((9, w.n_out), np.float32) for _ in range(2))
-    cpu.alone(x, w.bits, one)
-    cpu.shared(x, w.bits, all_cores)
+    cpu.product(x, w.bits, one)
+    cpu.shared_product(x, w.bits, all_cores)
     assert np.array_equal(one, all_cores)
+
+
+def test_what_threads_share_is_compiled_for_threads() -> None:
+    """Numba's cache once gave the kernel of one thread for both, for it was made of the same function."""
+    x, y = bfloat16s(1, 4), np.empty((1, WIDTH), np.float32)
+    q, kv, rows = (
+        np.zeros((1, 2, 4), np.float32),
+        np.zeros((1, 1, 2, 1, PAGE, 4), np.float32),
+        np.zeros(1, int),
+    )
+    arguments: dict[Any, tuple[Any, ...]] = {
+        (cpu.product, cpu.shared_product): (x, np.zeros((1, 4, WIDTH), np.uint16), y),
+        (cpu.attention, cpu.shared_attention): (q, kv, 0, rows[None], rows, rows + 1, q.copy()),
+    }
+    for kernels, given in arguments.items():
+        assert len({place(kernel) for kernel in kernels}) == 2  # what the cache tells functions by
+        for kernel, is_parallel in zip(kernels, (False, True), strict=True):
+            kernel(*given)
+            assert all(bool(result.reload_init) is is_parallel for result in kernel.overloads.values())
+
+
+def place(kernel: Any) -> tuple[str, int]:
+    return kernel.py_func.__qualname__, kernel.py_func.__code__.co_firstlineno
 
 
 def test_bias() -> None:
@@ -117,7 +140,7 @@ def test_half_the_bytes() -> None:
     config = read_config(TINY)
     wide, packed = read_weights(TINY, config), read_weights(TINY, config, FastOps.pack)
     norms = 4 * config.dim
-    assert 2 * norms < packed.nbytes < 0.51 * wide.nbytes
+    assert 2 * norms < packed.nbytes < 0.6 * wide.nbytes  # 128 outputs take two panels of 96
     assert packed.head is packed.embed  # tied: one copy
 
 
