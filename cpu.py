@@ -114,8 +114,20 @@ def pack(w: Array) -> Array | Panels:
 # other liberty: LLVM keeps the order of each sum.
 
 LIBERTIES = {"contract"}
-kernel = njit(nogil=True, cache=True, fastmath=LIBERTIES)
-parallel_kernel = njit(nogil=True, cache=True, fastmath=LIBERTIES, parallel=True)
+
+
+def may_keep() -> bool:
+    """Is there a folder in which Numba can keep what it compiles? Without one each start compiles."""
+    try:
+        njit(cache=True)(may_keep)
+    except RuntimeError:
+        return False
+    return True
+
+
+CACHE = may_keep()
+kernel = njit(nogil=True, cache=CACHE, fastmath=LIBERTIES)
+parallel_kernel = njit(nogil=True, cache=CACHE, fastmath=LIBERTIES, parallel=True)
 
 
 @njit(inline="always")
@@ -183,7 +195,7 @@ def shared_product(x: Any, w: Any, y: Any) -> None:
 
 
 # Sums whose order the compiler may choose: the same whatever stands around, for it chooses when it compiles.
-within_a_row = njit(nogil=True, cache=True, fastmath=LIBERTIES | {"reassoc"})
+within_a_row = njit(nogil=True, cache=CACHE, fastmath=LIBERTIES | {"reassoc"})
 
 
 @within_a_row
@@ -261,20 +273,20 @@ def compiled() -> int:
 
     As many as BLAS may use, so that one option limits both.
     """
+    log.info("getting the kernels ready: the first start compiles them, which takes about ten seconds")
     started = time.perf_counter()
     load_tbb()
     blas = [lib["num_threads"] for lib in threadpoolctl.threadpool_info() if lib["user_api"] == "blas"]
     n_threads: int = min(max(blas, default=1), config.NUMBA_NUM_THREADS)
-    x, y, panels = (
-        np.zeros((1, STEP), np.float32),
-        np.zeros((1, 1), np.float32),
-        pack(np.zeros((1, STEP), "f4")),
-    )
-    assert isinstance(panels, Panels)
-    product(x, panels.bits, y)
+    row, q, at = np.zeros((1, STEP), np.float32), np.zeros((1, 1, 1), np.float32), np.zeros(1, np.int64)
+    panels, kv = np.zeros((1, STEP, WIDTH), np.uint16), np.zeros((1, 1, 2, 1, PAGE, 1), np.float32)
+    normed(row, row[0], np.float32(1), row.copy())
+    product(row, panels, row.copy())
+    attention(q, kv, 0, at[None], at, at + 1, q.copy())
     if n_threads > 1:
         try:
-            shared_product(x, panels.bits, y)
+            shared_product(row, panels, row.copy())
+            shared_attention(q, kv, 0, at[None], at, at + 1, q.copy())
         except ValueError as error:  # no threading layer; it says what to install
             log.warning("one thread: %s", " ".join(str(error).split()))
             n_threads = 1

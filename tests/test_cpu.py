@@ -108,6 +108,16 @@ def test_what_threads_share_is_compiled_for_threads() -> None:
             assert all(bool(result.reload_init) is is_parallel for result in kernel.overloads.values())
 
 
+def test_nothing_is_left_to_compile_for_the_first_request() -> None:
+    kernels: list[Any] = [cpu.normed, cpu.product, cpu.shared_product, cpu.attention, cpu.shared_attention]
+    cpu.compiled()
+    before = [list(kernel.overloads) for kernel in kernels]
+    config = read_config(TINY)
+    for prompts in ([[1] * 60], [[1] * 5] * 9):
+        logits(FastOps, read_weights(TINY, config, pack), prompts, 3, config)
+    assert [list(kernel.overloads) for kernel in kernels] == before
+
+
 def place(kernel: Any) -> tuple[str, int]:
     return kernel.py_func.__qualname__, kernel.py_func.__code__.co_firstlineno
 
