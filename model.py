@@ -240,9 +240,7 @@ class NumpyOps:
             pairs = heads[:, :n_qk].view(np.complex64)
             pairs *= self._rope[batch.positions, None]
         q *= np.float32(c.head_dim**-0.5)
-        pages = self._kv[:, i]  # (n_pages, 2, n_kv_heads, PAGE, head_dim)
-        pages[batch.pages, 0, :, batch.places] = k
-        pages[batch.pages, 1, :, batch.places] = v
+        self._keep(k, v, i, batch)
         y = self._buffer("y", n_rows, c.n_heads * c.head_dim)
         self._attend_all(q, i, batch, y)
         return y
@@ -297,6 +295,11 @@ class NumpyOps:
         y = np.multiply(x, w, out=self._buffer("normed", *x.shape))
         y *= 1 / np.sqrt(np.vecdot(x, x)[:, None] / x.shape[1] + self.config.norm_eps)
         return y
+
+    def _keep(self, k: Array, v: Array, i: int, batch: Batch) -> None:
+        pages = self._kv[:, i]  # (n_pages, 2, n_kv_heads, PAGE, head_dim)
+        pages[batch.pages, 0, :, batch.places] = k
+        pages[batch.pages, 1, :, batch.places] = v
 
     def _attend_all(self, q: Array, i: int, batch: Batch, y: Array) -> None:
         """Group by group; q (n_rows, n_heads, head_dim), scaled; y (n_rows, n_heads * head_dim)."""
