@@ -210,7 +210,7 @@ def test_the_picture_of_the_events_is_drawn_from_their_table() -> None:
     )
 
 
-CHAPTERS = re.findall(r"^### (.*): ([\d,]+) lines\n(.*?)(?=^##)", README, re.MULTILINE | re.DOTALL)
+CHAPTERS = re.findall(r"^### ([^\n]*): ([\d,]+) lines\n(.*?)(?=^##)", README, re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize(("title", "size", "text"), CHAPTERS, ids=[title for title, *_ in CHAPTERS])
