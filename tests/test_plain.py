@@ -14,7 +14,6 @@ Not here: the fast kernels against NumPy (test_kernels.py), a real GPU (tests/gp
 """
 
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,6 @@ from model import PAGE, Array, Batch, Context, NumpyOps, Sampling, Span, _pick
 from plain import PlainOps
 from test_gpu import (
     VARIED,
-    apart,
     by_steps,
     choices,
     engine_of,
@@ -63,6 +61,7 @@ from test_kernels import (
 pytestmark = pytest.mark.skipif(emulator.MISSING is not None, reason=str(emulator.MISSING))
 
 STEP = 2**-8  # of bfloat16: from a number to the next one, at most
+PRODUCTS = {"qkv": 3e-4, "gate_up": STEP, "logits": 3e-4, "out": 1e-6, "down": 1e-6}
 
 
 def pair(name: str) -> tuple[Both, Both]:
@@ -70,92 +69,91 @@ def pair(name: str) -> tuple[Both, Both]:
     return both(name, 0), both(name, 0, ops=PlainOps)
 
 
-def together(got: Sequence[Array], tolerance: float) -> bool:
-    """By rows: what the fast kernel says and what the plain one says."""
-    fast, plain = got
-    return near(fast, plain, tolerance)
-
-
-def nearly_the_same(got: Sequence[Array], share: float = 0.02) -> bool:
+def nearly_the_same(got: Array, expected: Array, share: float = 0.02) -> bool:
     """Numbers that were rounded: within a step, and nearly all of them equal."""
-    fast, plain = got
-    return together(got, STEP) and float((fast != plain).mean()) <= share
+    return near(got, expected, STEP) and float((got != expected).mean()) <= share
 
 
 # ---- Kernel by kernel --------------------------------------------------------------------------------------
 
 
+def products(m: Both, n: int) -> dict[str, Array]:
+    """What each product makes of the same n rows."""
+    c, batch = m.config, m.batch(n, wanted(n))
+    m.cuda.qkv(m.put("x", noise(n, c.dim)), m.device_layer, batch)
+    m.cuda.gate_up(m.cuda._buffers["x"], m.device_layer, batch)
+    m.cuda.logits(m.cuda._buffers["x"], m.cuda.weights, batch)
+    got = {"qkv": m.got("qkv", n), "gate_up": m.got("h", n), "logits": m.got("raw", len(wanted(n)))}
+    m.cuda.out(m.cuda._buffers["x"], m.put("y", noise(n, c.n_heads * c.head_dim)), m.device_layer, batch)
+    got["out"] = m.got("x", n)
+    m.cuda.down(m.put("x", noise(n, c.dim)), m.put("h", noise(n, c.hidden_dim)), m.device_layer, batch)
+    return got | {"down": m.got("x", n)}
+
+
+def wanted(n: int) -> list[int]:
+    return [n - 1, 0, n // 2]
+
+
 @pytest.mark.parametrize("n", [1, 31, 32, 33])
 @pytest.mark.parametrize("name", ["grouped", "plain"])
 def test_products(name: str, n: int) -> None:
-    fast, plain = pair(name)
-    c, numpy, spans = plain.config, plain.numpy, spans_of(n)
-    x, y, h = noise(n, c.dim), noise(n, c.n_heads * c.head_dim), noise(n, c.hidden_dim)
-    got: dict[str, list[Array]] = {"qkv": [], "h": [], "out": [], "down": [], "raw": []}
-    wanted = [n - 1, 0, n // 2]
-    for m in (fast, plain):
-        m.cuda.qkv(m.put("x", x), m.device_layer, m.batch(n))
-        got["qkv"].append(m.got("qkv", n))
-        m.cuda.gate_up(m.cuda._buffers["x"], m.device_layer, m.batch(n))
-        got["h"].append(m.got("h", n))
-        m.cuda.logits(m.cuda._buffers["x"], m.cuda.weights, m.batch(n, wanted))
-        got["raw"].append(m.got("raw", 3))
-        m.cuda.out(m.put("x", x), m.put("y", y), m.device_layer, m.batch(n))
-        got["out"].append(m.got("x", n))
-        m.cuda.down(m.put("x", x), m.put("h", h), m.device_layer, m.batch(n))
-        got["down"].append(m.got("x", n))
-    assert near(got["qkv"][1], numpy.qkv(x, plain.layer, spans))
-    assert near(got["h"][1], numpy.gate_up(x, plain.layer, spans), 8e-3)
-    assert near(got["raw"][1], numpy._rms_norm(x[wanted], plain.weights.norm) @ plain.weights.head.T)
-    for op, inputs in (("out", y), ("down", h)):
+    fast, plain = (products(m, n) for m in pair(name))
+    for op, tolerance in PRODUCTS.items():
+        assert near(fast[op], plain[op], tolerance), op
+    assert nearly_the_same(fast["gate_up"], plain["gate_up"])
+    m = both(name, 0)
+    numpy, layer, spans, x = m.numpy, m.layer, spans_of(n), noise(n, m.config.dim)
+    assert near(plain["qkv"], numpy.qkv(x, layer, spans))
+    assert near(plain["gate_up"], numpy.gate_up(x, layer, spans), 8e-3)
+    assert near(plain["logits"], numpy._rms_norm(x[wanted(n)], m.weights.norm) @ m.weights.head.T)
+    for op, size in (("out", m.config.n_heads * m.config.head_dim), ("down", m.config.hidden_dim)):
         expected = x.copy()
-        getattr(numpy, op)(expected, rounded(inputs), plain.layer, spans)
-        assert near(got[op][1], expected, 1e-6)
-        assert together(got[op], 1e-6)
-    assert together(got["qkv"], 3e-4)
-    assert together(got["raw"], 3e-4)
-    assert nearly_the_same(got["h"])
+        getattr(numpy, op)(expected, rounded(noise(n, size)), layer, spans)
+        assert near(plain[op], expected, PRODUCTS[op])
 
 
 @pytest.mark.parametrize("n", [1, 31, 32, 33])
 def test_norm(n: int) -> None:
+    """`rms_norm` itself: `qkv` and others do without where there is one tile of rows."""
     fast, plain = pair("grouped")
-    x = noise(n, fast.config.dim)
-    which = np.arange(n, dtype=np.int32)[::-1].copy()
-    for order in (None, which):
-        got = []
-        for m in (fast, plain):
-            chosen = None if order is None else m.cuda._cp.asarray(order)
-            device_x, w, normed = m.put("x", x), m.device_layer.attn_norm, m.cuda._buffers["normed"]
-            if m is plain:
-                m.cuda._norm(device_x, w, chosen, n)
-            else:  # the kernel itself: products of one tile of rows do without
-                m.cuda._kernels.launch("rms_norm", ANY, (-(-n // 8),), w, device_x, chosen, normed, n)
-            got.append(m.got("normed", n))
-        expected = plain.numpy._rms_norm(x if order is None else x[order], plain.layer.attn_norm)
-        assert near(got[1], expected, STEP)
-        assert nearly_the_same(got, 1e-3)
+    x, w = noise(n, fast.config.dim), plain.layer.attn_norm
+    for order in (None, np.arange(n, dtype=np.int32)[::-1].copy()):
+        which = [order if order is None else m.cuda._cp.asarray(order) for m in (fast, plain)]
+        normed = fast.cuda._buffers["normed"]
+        arguments = fast.device_layer.attn_norm, fast.put("x", x), which[0], normed, n
+        fast.cuda._kernels.launch("rms_norm", ANY, (-(-n // 8),), *arguments)
+        plain.cuda._norm(plain.put("x", x), plain.device_layer.attn_norm, which[1], n)
+        got = plain.got("normed", n)
+        assert near(got, plain.numpy._rms_norm(x if order is None else x[order], w), STEP)
+        assert nearly_the_same(fast.got("normed", n), got, 1e-3)
+
+
+def attended(m: Both, n: int) -> list[Array]:
+    """Attention of n tokens as a prompt, then of one, then of four; and what is in the pages then."""
+    qkv = qkv_noise(m, n + 5)
+    prompt = attend(m, [span(1, 0, n, True)], qkv[:n])
+    token = attend(m, [span(1, n, 1, False)], qkv[n : n + 1])
+    some = attend(m, [span(1, n + 1, 4, False)], qkv[n + 1 :])
+    kept = [widened(pool[0].get()) for pool in (m.cuda._keys, m.cuda._values)]
+    return [np.concatenate([prompt, token, some]), *kept]
+
+
+def attended_alike(fast: list[Array], plain: list[Array]) -> bool:
+    """To up to 32 keys, to more of them; and what was kept."""
+    kept = all(nearly_the_same(*pools, 1e-3) for pools in zip(fast[1:], plain[1:], strict=True))
+    return kept and nearly_the_same(fast[0][:32], plain[0][:32]) and near(fast[0], plain[0], 5e-3)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_attend(name: str) -> None:
-    """A prompt, a token, some at once: queries that see one key, 31, 32, 33, and those of several pieces."""
+    """Queries that see one key, 31, 32, 33, and those of several pieces."""
     fast, plain = pair(name)
-    for length in (30, 131):
-        qkv = qkv_noise(plain, length + 5)
-        expected = plain.numpy.attend(qkv.copy(), plain.layer, 0, Batch([span(1, 0, length + 5, True)]))
-        got = []
-        for m in (fast, plain):
-            prompt = attend(m, [span(1, 0, length, True)], qkv[:length])
-            token = attend(m, [span(1, length, 1, False)], qkv[length : length + 1])
-            some = attend(m, [span(1, length + 1, 4, False)], qkv[length + 1 :])
-            got.append(np.concatenate([prompt, token, some]))
-        assert near(got[1], expected, 8e-3)
-        assert nearly_the_same([y[:32] for y in got])
-        assert together(got, 5e-3)
-        for pool in ("_keys", "_values"):
-            kept = [widened(getattr(m.cuda, pool)[0].get()) for m in (fast, plain)]
-            assert nearly_the_same(kept, 1e-3)
+    for n in (30, 131):
+        spans = Batch([span(1, 0, n + 5, True)])
+        expected = plain.numpy.attend(qkv_noise(plain, n + 5), plain.layer, 0, spans)
+        got = attended(plain, n)
+        assert near(got[0], expected, 8e-3)
+        assert attended_alike(attended(fast, n), got)
 
 
 @pytest.mark.parametrize("changes", SAMPLINGS, ids=str)
@@ -238,4 +236,6 @@ def test_the_same_logprobs_whichever_way_a_prompt_is_read(name: str) -> None:
         assert [choices(ops, [span]) for span in spans][-1] == [[whole]], way
     for slot in (1, 2, 3):
         assert [page(ops, number) for number in pages(slot)] == [page(ops, number) for number in pages(0)]
-    assert apart([whole], by_steps(made(name), [tile(token_ids)])) < 0.05
+    fast = made(name)
+    by_steps(fast, [tile(token_ids)])
+    assert near(fast._buffers["raw"].get()[:1], ops._buffers["raw"].get()[:1], 2e-2)
