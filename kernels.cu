@@ -46,8 +46,8 @@ typedef unsigned long long u64;
 
 // ---- Plain ------------------------------------------------------------------------------------------------
 // The ops in loops alone: a thread makes one number, and adds it up from the first term to the last. No
-// shared memory, no tensor cores, no kernel that starts the next one early; all of them: plain.py. plain_pick
-// stands among the sampling, beside what it has in common with `pick`.
+// shared memory and no tensor cores; each waits for the one before it, and lets none start early. plain.py
+// launches them. plain_pick stands among the sampling, beside what it has in common with `pick`.
 //   n: numbers to make; grid: n / 256, block: 256
 
 #if PLAIN

@@ -188,14 +188,14 @@ def test_pick_under_a_mask_and_from_no_numbers() -> None:
 @pytest.mark.parametrize("order", [0, 1])
 @pytest.mark.parametrize("name", ["many-heads", "large-head"])
 def test_no_plain_kernel_races_or_leaves_its_arrays(name: str, order: int) -> None:
-    run_every_kernel(both(name, order, True, PlainOps), 35)
+    run_every_kernel(both(name, order, True, PlainOps), 20)
 
 
 # ---- All together ------------------------------------------------------------------------------------------
 
 
 def test_every_op_is_plain() -> None:
-    """NumpyOps has no op that is left to a fast kernel; these are launched to see whether kernels overlap."""
+    """No op is left to a fast kernel: rms_norm is what the driver is asked with whether kernels overlap."""
     ops = made_on(Emulator(), VARIED[0], PlainOps)
     by_steps(ops, [tile(tokens(40)), rows([3], 40), rows([4, 5], 41, n_wanted=2)])
     launched = {kernel.name for kernel in ops._cp.kernels}
@@ -208,7 +208,7 @@ def test_the_same_tokens_as_with_numpy() -> None:
     """tests/models/tiny, greedy: answers, and a long prompt, which comes from the pages the second time."""
     config, weights = tiny().config, tiny().weights
     long = [token for question in QUESTIONS for token in job(question).prompt]
-    jobs = [job(question, 12) for question in QUESTIONS[:3]]
+    jobs = [job(question, 12) for question in QUESTIONS[2:4]]
     jobs += [Job(long, 12, frozenset(), Sampling(temperature=0))] * 2
     answers = []
     for kind in (NumpyOps, CudaOps, PlainOps):
@@ -217,8 +217,8 @@ def test_the_same_tokens_as_with_numpy() -> None:
             answers.append([alone(engine, j).ids for j in jobs])
             assert engine.counts()["cached_tokens"] == len(long) // PAGE * PAGE
     assert answers[0] == answers[1] == answers[2]
-    assert answers[2][3] == answers[2][4]
-    assert len({tuple(ids) for ids in answers[2]}) == 4
+    assert answers[2][2] == answers[2][3]
+    assert len({tuple(ids) for ids in answers[2]}) == 3
 
 
 @pytest.mark.parametrize("name", VARIED)
