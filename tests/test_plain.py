@@ -130,11 +130,14 @@ def test_norm(n: int) -> None:
 
 def attended(m: Both, n: int) -> list[Array]:
     """Attention of n tokens as a prompt, then of one, then of four; and what is in the pages then."""
-    qkv = qkv_noise(m, n + 5)
+    qkv, pools = qkv_noise(m, n + 5), (m.cuda._keys[0], m.cuda._values[0])
+    with m.cuda._stream:
+        for pool in pools:  # others have been here
+            pool.set(np.zeros(pool.shape, np.uint16))
     prompt = attend(m, [span(1, 0, n, True)], qkv[:n])
     token = attend(m, [span(1, n, 1, False)], qkv[n : n + 1])
     some = attend(m, [span(1, n + 1, 4, False)], qkv[n + 1 :])
-    kept = [widened(pool[0].get()) for pool in (m.cuda._keys, m.cuda._values)]
+    kept = [widened(pool.get()) for pool in pools]
     return [np.concatenate([prompt, token, some]), *kept]
 
 
