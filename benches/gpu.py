@@ -6,7 +6,8 @@ Each contender reads the same bfloat16 files, is warm before it is timed, and de
 sequence. `transformers` is timed eager, with a static cache and a compiled forward pass, and by its own
 continuous batching; `compiled loop` is the shortest decoder that torch.compile makes fast, in the manner of
 gpt-fast (https://github.com/meta-pytorch/gpt-fast); llama.cpp is timed by its own `llama-bench`, where that
-is on the PATH. Each runs as its documentation says it runs fastest.
+is on the PATH. Each runs as its documentation says it runs fastest. `plain kernels` is our engine with a
+thread for each number: against it one sees what the fast kernels bring.
 
 Rules of this file:
 1. The floor of a step is the bytes that it must read (weights once, keys and values of every sequence) over
@@ -38,6 +39,7 @@ from benches.common import Prompts, engine_run, write
 from engine import Engine
 from gpu import CudaOps
 from model import PAGE
+from plain import PlainOps
 from weights import Config, read_config, read_weights
 
 # fmt: off
@@ -74,6 +76,7 @@ class Cell(NamedTuple):
 DECODE = [Cell(batch, context, 128) for context in (256, 4096) for batch in (1, 4, 16, 64)]
 FIRST = [Cell(1, n_prompt, 1) for n_prompt in (128, 512, 2048)]
 ONE_SEQUENCE = [cell for cell in DECODE if cell.batch == 1]
+SHORT = [Cell(1, 256, 128)]
 WARM_UPS, ROUNDS = 1, 3
 
 Run = Callable[[Prompts, int], None]  # (prompts, tokens to say after each): back when they are said
@@ -90,13 +93,19 @@ class Contender(NamedTuple):
 # --- ours ---------------------------------------------------------------------------------------------------
 
 
-def engine(directory: Path) -> Callable[[Cell], Run]:
+class PlainForward(PlainOps):
+    """The forward pass by plain kernels; one thread that goes through the vocabulary would hide it."""
+
+    pick = CudaOps.pick
+
+
+def engine(directory: Path, ops: type[CudaOps] = CudaOps) -> Callable[[Cell], Run]:
     """Engine.generate, as the server calls it, all around the model included."""
     config = read_config(directory)
     max_batch, length = max(cell.batch for cell in DECODE), max(sum(cell[1:]) for cell in DECODE) + 1
     n_pages = max_batch * -(-length // PAGE)
     weights = read_weights(directory, config, CudaOps.pack)
-    ours = Engine(CudaOps(config, weights, length, n_pages, max_batch))
+    ours = Engine(ops(config, weights, length, n_pages, max_batch))
     run = engine_run(ours)
 
     def timed_run(prompts: Prompts, n_new: int) -> None:
@@ -263,6 +272,7 @@ def zeros(shape: Sequence[int]) -> Any:
 CONTENDERS = {
     #                                    start                                                cells
     "engine":                  Contender(engine,                                              DECODE + FIRST),
+    "plain kernels":           Contender(partial(engine, ops=PlainForward),                   SHORT),
     "transformers eager":      Contender(generated,                                           DECODE + FIRST),
     "transformers compiled":   Contender(partial(generated, cache_implementation="static"),   ONE_SEQUENCE),
     "transformers continuous": Contender(continuous,                                          DECODE),
@@ -432,13 +442,13 @@ def setting(shape: str, bandwidth: float) -> Iterator[str]:
 
 def decode_table(config: Config, found: Found, bandwidth: float) -> Iterator[str]:
     """tokens/s of all sequences together; the engine's share of the floor; how many times the best peer."""
-    peers = [name for name in CONTENDERS if name != "engine"]
+    others = [name for name in CONTENDERS if name != "engine"]
     yield (
         "| batch, context | floor, tokens/s | engine | % of floor | "
-        + " | ".join(peers)
+        + " | ".join(others)
         + " | engine / best |"
     )
-    yield "|---" * (len(peers) + 5) + "|"
+    yield "|---" * (len(others) + 5) + "|"
     for cell in DECODE:
         rates = {
             name: cell.batch * (cell.n_new - 1) / found[name, cell]
@@ -446,14 +456,14 @@ def decode_table(config: Config, found: Found, bandwidth: float) -> Iterator[str
             if (name, cell) in found
         }
         floor = cell.batch * bandwidth / step_bytes(config, cell)
-        best = max((rates[name] for name in peers if name in rates), default=None)
+        best = max((rates[name] for name in rates.keys() - {"engine", "plain kernels"}), default=None)
         ours = rates.get("engine")
         cells = [
             f"{cell.batch}, {cell.n_prompt}",
             f"{floor:.0f}",
             shown(ours),
             shown(ours and 100 * ours / floor),
-            *(shown(rates.get(name)) for name in peers),
+            *(shown(rates.get(name)) for name in others),
             f"{ours / best:.2f}" if ours and best else "–",
         ]
         yield "| " + " | ".join(cells) + " |"

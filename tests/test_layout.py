@@ -53,6 +53,7 @@ MAY_IMPORT = {
     "rules":       {"captures", "responses", "sse"},
     "audit":       {"captures", "rules"},
     "params":      {"chat", "tools"},
+    "plain":       {"gpu", "kernels", "weights"},
     "relay":       {"chat", "completions", "metering", "sse"},
     "answers":     {"background", "params", "sse"},
     "grammar":     {"calls", "channels", "params", "quoted", "tools"},
