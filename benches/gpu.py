@@ -9,9 +9,13 @@ that torch.compile makes fast, in the manner of gpt-fast (https://github.com/met
 is timed by its own `llama-bench`. `engine-no-early` and `engine-no-graphs` are the engine less what they say:
 what that is worth here.
 
-    python bench.py gpu --contenders engine engine-no-early engine-no-graphs compiled-loop --out FILE.md
-    python bench.py gpu --contenders transformers-compiled transformers-eager --out FILE.md
-    python bench.py gpu --contenders --out FILE.md  # measures nothing: the report of what is kept
+As commands of less than ten minutes each; the minutes are estimates for qwen3-0.6b:
+
+    minutes   python bench.py gpu --out FILE.md --contenders
+      2-3         engine engine-no-early engine-no-graphs compiled-loop
+      4-6         transformers-compiled transformers-eager
+      4-6         transformers-continuous transformers-continuous-graphs
+      0                                                  nobody: the report of what is kept
 
 Rules of this file:
 1. The floor of a step is the bytes that it must read (weights once, keys and values of every sequence) over
@@ -19,8 +23,8 @@ Rules of this file:
 2. Decoding is the time of n_new tokens less the time of one, so that a prompt's reading never counts; where
    that is no clear difference it is no result. What tells the time of each token is asked for it instead.
 3. Weights are random and never zeros: a product of zeros is faster.
-4. What is measured is on disk at once: Rows in FILE.json beside FILE.md. Commands add to them, each contender
-   in each cell on each device and shape being one Row; so may a command that is ended from outside.
+4. What is measured is on disk at once, whatever ends the command: Rows in FILE.json beside FILE.md, one for
+   each contender in each cell on each device and shape. The next command adds to them.
 
 transformers takes the package `kernels` of Hugging Face for missing where this repository is on sys.path, for
 kernels.py hides it. With it, and FlashAttention from it, continuous batching would be faster.
@@ -169,13 +173,18 @@ def no_graphs(ops: CudaOps) -> None:
 # --- transformers -------------------------------------------------------------------------------------------
 
 
+def transformers() -> Any:
+    """The package, quiet."""
+    package = importlib.import_module("transformers")
+    package.utils.logging.set_verbosity_error()
+    package.utils.logging.disable_progress_bar()
+    return package
+
+
 def model_of(directory: Path) -> Any:
     import torch
-    import transformers
 
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+    model = transformers().AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
     return model.to(device()).eval()
 
 
@@ -216,18 +225,16 @@ def generated(directory: Path, cells: Sequence[Cell], cache: str | None = None) 
 @contextmanager
 def continuous(directory: Path, cells: Sequence[Cell], graphs: bool | None) -> Iterator[Started]:
     """generate_batch: pages and a scheduler. graphs: CUDA's; None: as transformers decides."""
-    import transformers
-
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)  # or each call is a line
     model = model_of(directory)
 
     def at(cell: Cell) -> Round:
         model.destroy_cached_continuous_batching_manager()  # it is sized for what it is first asked
         release()  # and the next one takes what memory is free
-        settings = transformers.GenerationConfig(
+        settings = transformers().GenerationConfig(
             max_new_tokens=cell.n_new, do_sample=False, eos_token_id=-1, pad_token_id=0
         )
-        batching = transformers.ContinuousBatchingConfig(use_cuda_graph=graphs)
+        batching = transformers().ContinuousBatchingConfig(use_cuda_graph=graphs)
 
         def round_(prompts: Prompts) -> Times:
             done = model.generate_batch(
@@ -442,7 +449,7 @@ def cupy() -> Any:
     return importlib.import_module("cupy")
 
 
-def read_bandwidth(n_launches: int = 8) -> float:
+def read_bandwidth(n_launches: int = 4) -> float:
     """Bytes a second of a kernel that only reads: the limit of decoding on this card."""
     cp = cupy()
     n = min(
@@ -453,16 +460,21 @@ def read_bandwidth(n_launches: int = 8) -> float:
     for begin in range(0, len(x), len(noise)):
         x[begin : begin + len(noise)] = cp.asarray(noise[: len(x) - begin])
     kernel = cp.RawModule(code=READ).get_function("read_all")
-    n_blocks = 4 * cp.cuda.runtime.getDeviceProperties(0)["multiProcessorCount"]  # all at once
-    times = []
-    for _ in range(WARM_UPS + ROUNDS):
+    n_processors = cp.cuda.runtime.getDeviceProperties(0)["multiProcessorCount"]
+
+    def elapsed(n_blocks: int) -> float:
         cp.cuda.get_current_stream().synchronize()
         started = time.perf_counter()
         for _ in range(n_launches):
             kernel((n_blocks,), (512,), (x, np.int32(n), out))
         cp.cuda.get_current_stream().synchronize()
-        times.append(time.perf_counter() - started)
-    return 16 * int(n) * n_launches / median(times[WARM_UPS:])
+        return time.perf_counter() - started
+
+    def warm(n_blocks: int) -> float:
+        return median([elapsed(n_blocks) for _ in range(WARM_UPS + ROUNDS)][WARM_UPS:])
+
+    best = min(warm(n_processors * blocks) for blocks in (1, 2, 4, 8))  # how many it takes differs by card
+    return float(16 * n * n_launches / best)
 
 
 def step_bytes(config: Config, cell: Cell) -> int:
@@ -591,10 +603,9 @@ def checkpoint(args: argparse.Namespace, folder: Path) -> Path:
     if args.model:
         return Path(args.model)
     import torch
-    import transformers
 
     architecture, fields = SHAPES[args.shape]
-    cls = getattr(transformers, architecture)
+    cls = getattr(transformers(), architecture)
     torch.manual_seed(0)
     with torch.device(device()):
         model = cls(cls.config_class(**fields)).to(torch.bfloat16)
