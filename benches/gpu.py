@@ -230,11 +230,16 @@ def continuous(directory: Path, cells: Sequence[Cell], graphs: bool | None) -> I
 
     def at(cell: Cell) -> Round:
         model.destroy_cached_continuous_batching_manager()  # it is sized for what it is first asked
-        release()  # and the next one takes what memory is free
+        release()
         settings = transformers().GenerationConfig(
             max_new_tokens=cell.n_new, do_sample=False, eos_token_id=-1, pad_token_id=0
         )
-        batching = transformers().ContinuousBatchingConfig(use_cuda_graph=graphs)
+        # Twice what it needs, as safety margins ask. By itself it takes all free memory, and fills a mask for
+        # that, and captures graphs of that: minutes before it begins.
+        n_blocks = 2 * cell.batch * -(-(cell.n_prompt + cell.n_new) // 256)
+        batching = transformers().ContinuousBatchingConfig(
+            use_cuda_graph=graphs, block_size=256, num_blocks=n_blocks, max_batch_tokens=8192
+        )
 
         def round_(prompts: Prompts) -> Times:
             done = model.generate_batch(
