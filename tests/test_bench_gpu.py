@@ -15,7 +15,7 @@ import pytest
 
 import bench
 import emulator
-from benches import gpu
+from benches import gpu, gpu_contenders
 from emulator import Emulator
 from gpu import CudaOps
 from parity import CASES, write
@@ -23,7 +23,7 @@ from serving import ROOT
 from weights import parse_config, read_config
 
 
-def row_of(contender: str, cell: gpu.Cell, seconds: float | None, why: str = "") -> gpu.Row:
+def row_of(contender: str, cell: gpu_contenders.Cell, seconds: float | None, why: str = "") -> gpu.Row:
     card, weights = "a card", "random weights of the shape of qwen3-0.6b"
     about = "24 of 24 graphs" if seconds else ""
     return gpu.Row(card, weights, contender, cell, seconds, why, about, 2000, 3e12, "2026-01-01", "cupy 14")
@@ -33,7 +33,7 @@ def test_report() -> None:
     """Floors, shares, the best of the peers, gaps and what they are due to."""
     fields = {"model_type": "qwen3", "eos_token_id": 0} | gpu.SHAPES["qwen3-0.6b"][1]
     config = parse_config(fields, {})
-    one = gpu.Cell(1, 256, 128)
+    one = gpu_contenders.Cell(1, 256, 128)
     assert gpu.step_bytes(config, one) == 2 * (config.n_params + 2 * 28 * 8 * 128 * 320)
     rows = [
         row_of("engine", one, 127 / 1000),
@@ -41,9 +41,9 @@ def test_report() -> None:
         row_of("engine-no-graphs", one, 127 / 3000),  # itself, so not the best of its peers
         row_of("compiled-loop", one, 127 / 500),
         row_of("transformers-eager", one, 127 / 250),
-        row_of("transformers-eager", gpu.Cell(64, 256, 128), None, "OutOfMemoryError: 80 GB"),
-        row_of("transformers-eager", gpu.Cell(64, 4096, 128), None, "OutOfMemoryError: 80 GB"),
-        row_of("engine", gpu.Cell(1, 512, 1), 0.0025),
+        row_of("transformers-eager", gpu_contenders.Cell(64, 256, 128), None, "OutOfMemoryError: 80 GB"),
+        row_of("transformers-eager", gpu_contenders.Cell(64, 4096, 128), None, "OutOfMemoryError: 80 GB"),
+        row_of("engine", gpu_contenders.Cell(1, 512, 1), 0.0025),
     ]
     report = list(gpu.report(rows))
     assert report[0] == "## a card, random weights of the shape of qwen3-0.6b"
@@ -86,7 +86,7 @@ def test_commands(
     program = tmp_path / "llama-bench"
     program.write_text("#!/bin/sh\necho '[{\"avg_ns\": 8000000}]'")
     program.chmod(0o755)
-    (tmp_path / gpu.GGUF).touch()
+    (tmp_path / gpu_contenders.GGUF).touch()
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     bench.main([*flags, "--contenders", "llama.cpp"])
     printed = capsys.readouterr().out
@@ -118,7 +118,7 @@ def test_times() -> None:
         with pytest.raises(ArithmeticError, match="no clear rest"):
             gpu.seconds(lambda prompts, times=(first, whole): times, list)  # type: ignore[misc]
     # the second begins late: of 2 + 2 tokens behind the first ones, 3 come in the 3 s from then on
-    assert gpu.decode_seconds([[1, 2, 4], [2, 3, 5]]) == 3 * 4 / 3
+    assert gpu_contenders.decode_seconds([[1, 2, 4], [2, 3, 5]]) == 3 * 4 / 3
 
 
 @pytest.mark.usefixtures("cuda")
@@ -127,12 +127,12 @@ def test_a_prompt_whose_first_token_is_timed_is_a_new_one() -> None:
     for n_new, n_different in ((1, gpu.WARM_UPS + gpu.ROUNDS), (5, 1)):
         seen = list[list[list[int]]]()
 
-        def round_(prompts: list[list[int]], seen: list[list[list[int]]] = seen) -> gpu.Times:
+        def round_(prompts: list[list[int]], seen: list[list[list[int]]] = seen) -> gpu_contenders.Times:
             seen.append(prompts)
             return 0, len(seen)
 
-        started = gpu.Started(lambda cell, round_=round_: round_, lambda: "so")  # type: ignore[misc]
-        rng, cell = np.random.default_rng(0), gpu.Cell(1, 16, n_new)
+        started = gpu_contenders.Started(lambda cell, round_=round_: round_, lambda: "so")  # type: ignore[misc]
+        rng, cell = np.random.default_rng(0), gpu_contenders.Cell(1, 16, n_new)
         assert gpu.measured(started, cell, 512, rng, math.inf) == gpu.Result(2, "", "so")
         assert len({str(prompts) for prompts in seen}) == n_different
 
@@ -166,7 +166,9 @@ def test_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: 
     transformers = pytest.importorskip("transformers", reason="torch and transformers: .[parity]")
     monkeypatch.setitem(gpu.SHAPES, "tiny", ("Qwen3ForCausalLM", TINY_QWEN3))
     flags = ["gpu", "--shape", "tiny", *LITTLE, "--minutes", "999"]
-    bench.main([*flags, "--contenders", *(name for name in gpu.CONTENDERS if "transformers" in name)])
+    bench.main(
+        [*flags, "--contenders", *(name for name in gpu_contenders.CONTENDERS if "transformers" in name)]
+    )
     printed = capsys.readouterr().out
     number = r"-?[\d.]+"
     assert re.search(rf"^\| 1, 9 \| {number} \| – \| – (\| {number} ){{4}}\| – \|$", printed, re.MULTILINE)
@@ -179,7 +181,7 @@ def test_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: 
     settings = {"do_sample": False, "min_new_tokens": 9, "max_new_tokens": 9, "pad_token_id": 0}
     expected = model.generate(token_ids, attention_mask=torch.ones_like(token_ids), **settings)
     with torch.no_grad():
-        decoder = gpu.compiled_decoder(model, read_config(tmp_path), gpu.Cell(2, 4, 9))
+        decoder = gpu_contenders.compiled_decoder(model, read_config(tmp_path), gpu_contenders.Cell(2, 4, 9))
         said = [decoder(token_ids, torch.arange(4))]
         for position in range(4, 12):
             said.append(decoder(said[-1], torch.tensor([position])))
