@@ -46,11 +46,11 @@ def with_pages(ops: type[NumpyOps], config: Config, weights: Weights, max_seq_le
     return ops(config, weights, max_seq_len, MAX_BATCH * -(-max_seq_len // PAGE), MAX_BATCH)
 
 
-def engine_run(engine: Engine) -> Run:
+def engine_run(engine: Engine, sampling: Sampling = GREEDY) -> Run:
     """Engine.generate, as the server calls it."""
 
     async def one(prompt: list[int], n_new: int) -> list[tuple[float, int]]:
-        async with aclosing(engine.generate(Job(prompt, n_new, frozenset(), GREEDY))) as steps:
+        async with aclosing(engine.generate(Job(prompt, n_new, frozenset(), sampling))) as steps:
             return [(time.perf_counter(), token.token_id) async for step in steps for token in step.tokens]
 
     async def all_of(prompts: Prompts, n_new: int) -> Speeds:

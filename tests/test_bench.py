@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 import bench
-from benches import common, cpu, gpu, relay, server
+from benches import common, cpu, relay, server
 from dialects import DIALECTS
 from engine import Engine
 from model import NumpyOps
 from serving import TINY
 from tokenizer import Tokenizer
-from weights import parse_config, read_config, read_weights
+from weights import read_config, read_weights
 
 
 def test_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,22 +110,3 @@ def test_relay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert first == "| first one is here before the second is written | yes | yes | yes | | |"
     for name, row in zip(relay.RELAYED, measured, strict=False):
         assert re.fullmatch(rf"\| {re.escape(name)} (\| [\d.]+ ){{5}}\|", row)
-
-
-def test_gpu_tables() -> None:
-    """What can be seen of it without a GPU: floors, shares and gaps."""
-    shape = gpu.SHAPES["qwen3-0.6b"][1]
-    fields = {"model_type": "qwen3", "eos_token_id": 0} | shape
-    config = parse_config(fields, {})
-    one = gpu.Cell(1, 256, 128)
-    assert gpu.step_bytes(config, one) == 2 * (config.n_params + 2 * 28 * 8 * 128 * 320)
-    found = {
-        ("engine", one): 127 / 1000,
-        ("plain kernels", one): 127 / 600,
-        ("compiled loop", one): 127 / 500,
-    }
-    row = next(row for row in gpu.decode_table(config, found, 3e12) if row.startswith("| 1, 256 "))
-    floor = 3e12 / gpu.step_bytes(config, one)
-    assert (
-        row == f"| 1, 256 | {floor:.0f} | 1000.0 | {100_000 / floor:.1f} | 600.0 | – | – | – | 500.0 | 2.00 |"
-    )
