@@ -71,6 +71,19 @@ __device__ __forceinline__ void prefetch(const void *address, int n_bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(n_bytes) : "memory");
 #endif
 }
+// Begin to copy 16 bytes to shared memory; zeros, and nothing is read, where `is_there` is false. What a thread
+// has begun since its last end_copies() is a group; await_copies<N>() returns when its groups but the last N
+// have arrived, for its own eyes: others see them after a barrier.
+__device__ __forceinline__ void begin_copy(uint4 *to, const void *from, bool is_there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((unsigned)__cvta_generic_to_shared(to)),
+               "l"(from), "r"(is_there ? 16 : 0)
+               : "memory");
+}
+__device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N>
+__device__ __forceinline__ void await_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
 #endif
 
 // ---- Small things -----------------------------------------------------------------------------------------
@@ -117,15 +130,19 @@ __device__ __forceinline__ uint4 normed(const float *x, float scale, uint4 w) {
 // ---- Products ---------------------------------------------------------------------------------------------
 // y = x w^T for x (n_rows, size), w (n_columns, size), on the tensor cores.
 //
-// A block computes 16 * ROW_TILES rows and 8 * N columns. Its warps share out `size`, 32 numbers at a time:
-// warp i takes the steps i, i + WARPS, ...; at the end their sums are added up from the first warp to the
-// last. So the order of a sum depends on `size` alone, and a row's bits do not depend on the shape of the
-// block or on other rows.
+// `size` is cut into WARPS parts, of equally many steps of 32 numbers. A part is summed up step by step, from
+// zero; then the parts are added from first to last. So the order of a sum depends on `size` alone, and a
+// row's bits do not depend on the shape of the block or on other rows.
+//
+// A block computes 16 * ROW_TILES rows and 8 * N columns of each matrix, in one of two ways:
+// few rows    each warp takes a part, for the whole block: all weights are on their way at once
+// many rows   each warp takes a part of the block, for all of `size`: what is read, two or four warps use
 //
 // A lane reads 16 bytes of a row: 8 numbers side by side. The instruction wants pairs that lie 8 apart; but w
 // and x are permuted alike, and so the sum has the same terms.
 
 #define WARPS 8
+__device__ __forceinline__ int steps_of_part(int size) { return ((size + 31) / 32 + WARPS - 1) / WARPS; }
 
 // Rows of x as they lie there
 struct Plain {
@@ -158,23 +175,35 @@ struct Normed {
   }
 };
 
-// Calls output(row, column, sums of the MATRICES) for every element.
+// The two products that one lane's 16 bytes of each are good for: sum (16, 8) += x (16, 32) w (8, 32)^T.
+// low, high: of x, rows g and g + 8
+__device__ __forceinline__ void multiply(float *sum, uint4 low, uint4 high, uint4 w) {
+  unsigned a0[4] = {low.x, high.x, low.y, high.y}, b0[2] = {w.x, w.y};
+  unsigned a1[4] = {low.z, high.z, low.w, high.w}, b1[2] = {w.z, w.w};
+  mma_16x8x16(sum, a0, b0);
+  mma_16x8x16(sum, a1, b1);
+}
+
+// linear() calls output(row, column, sums of the MATRICES) for every element.
+#if ROW_TILES < 8  // few rows
+
 // AHEAD: steps whose weights are on their way.
 template <int MATRICES, int N, int AHEAD, class Input, class Output>
 __device__ __forceinline__ void linear(weight *const (&w)[MATRICES], int size, int n_columns, int n_rows,
                                        Input input, Output output) {
   __shared__ float4 of_warp[WARPS][MATRICES][ROW_TILES][32];
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  int first_row = blockIdx.y * ROW_TILES * 16, first_column = blockIdx.x * N * 8;
+  int first_row = blockIdx.x * ROW_TILES * 16, first_column = blockIdx.y * N * 8;
+  int part = steps_of_part(size), begin = warp * part * 32;
   float sum[MATRICES][N][ROW_TILES][4] = {};
   uint4 ahead[AHEAD][MATRICES][N];
-  auto fetch = [&](int step, uint4(&to)[MATRICES][N]) {
-    int k = (step * WARPS + warp) * 32 + t * 8;
+  auto fetch = [&](int step, uint4(&to)[MATRICES][N]) {  // a step of the part
+    int k = begin + step * 32 + t * 8;
     for (int m = 0; m < MATRICES; m++)
       for (int n = 0; n < N; n++) {
         int column = first_column + n * 8 + g;
-        to[m][n] =
-            k < size && column < n_columns ? *(const uint4 *)(w[m] + (size_t)column * size + k) : nothing();
+        bool is_there = step < part && k < size && column < n_columns;
+        to[m][n] = is_there ? *(const uint4 *)(w[m] + (size_t)column * size + k) : nothing();
       }
   };
   start_next();
@@ -186,11 +215,11 @@ __device__ __forceinline__ void linear(weight *const (&w)[MATRICES], int size, i
   for (int a = 0; a < AHEAD; a++) fetch(a, ahead[a]);
   await_previous();
   input.begin(first_row, n_rows);
-  for (int step = 0; step * WARPS * 32 < size; step += AHEAD) {
+  for (int step = 0; step < part; step += AHEAD) {
 #pragma unroll
     for (int a = 0; a < AHEAD; a++) {
-      if (((step + a) * WARPS + warp) * 32 >= size) break;
-      int k = ((step + a) * WARPS + warp) * 32 + t * 8;
+      int k = begin + (step + a) * 32 + t * 8;
+      if (step + a >= part || k - t * 8 >= size) break;
       uint4 x[ROW_TILES][2];
 #pragma unroll
       for (int r = 0; r < ROW_TILES * 2; r++) {
@@ -200,17 +229,9 @@ __device__ __forceinline__ void linear(weight *const (&w)[MATRICES], int size, i
 #pragma unroll
       for (int m = 0; m < MATRICES; m++)
 #pragma unroll
-        for (int n = 0; n < N; n++) {
-          uint4 v = ahead[a][m][n];
-          unsigned b0[2] = {v.x, v.y}, b1[2] = {v.z, v.w};
+        for (int n = 0; n < N; n++)
 #pragma unroll
-          for (int r = 0; r < ROW_TILES; r++) {
-            unsigned a0[4] = {x[r][0].x, x[r][1].x, x[r][0].y, x[r][1].y};
-            unsigned a1[4] = {x[r][0].z, x[r][1].z, x[r][0].w, x[r][1].w};
-            mma_16x8x16(sum[m][n][r], a0, b0);
-            mma_16x8x16(sum[m][n][r], a1, b1);
-          }
-        }
+          for (int r = 0; r < ROW_TILES; r++) multiply(sum[m][n][r], x[r][0], x[r][1], ahead[a][m][n]);
       fetch(step + a + AHEAD, ahead[a]);
     }
   }
@@ -237,6 +258,85 @@ __device__ __forceinline__ void linear(weight *const (&w)[MATRICES], int size, i
   }
 }
 
+#else  // many rows
+
+// x and w come through shared memory, STAGES steps at a time: one is computed with, the others are on their
+// way. Eight lanes read or write two rows of a stage, which lie in all banks once.
+#define STAGES 3
+
+template <int MATRICES, int N, int AHEAD, class Output>
+__device__ __forceinline__ void linear(weight *const (&w)[MATRICES], int size, int n_columns, int n_rows,
+                                       Plain input, Output output) {
+  const int ROWS = ROW_TILES * 16, COLUMNS = N * 8;        // of the block
+  const int WARP_ROWS = ROW_TILES / 2, WARP_COLUMNS = N / 4;  // of a warp, tiles: the warps lie 2 by 4
+  __shared__ uint4 x_of[STAGES][ROWS][4], w_of[STAGES][MATRICES][COLUMNS][4];
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  int first_row = blockIdx.x * ROWS, row = warp % 2 * WARP_ROWS * 16 + g;
+  int first_column = blockIdx.y * COLUMNS, column = warp / 2 * WARP_COLUMNS * 8;
+  int n_steps = (size + 31) / 32, part = steps_of_part(size);
+  int piece = threadIdx.x % 4, copied = threadIdx.x / 4;  // 16 bytes of the rows that this thread copies
+  auto copy_w = [&](int step) {
+    int k = step * 32 + piece * 8;
+#pragma unroll
+    for (int m = 0; m < MATRICES; m++)
+#pragma unroll
+      for (int i = 0; i < COLUMNS / 64; i++) {
+        int c = copied + i * 64;
+        begin_copy(&w_of[step % STAGES][m][c][piece], w[m] + (size_t)(first_column + c) * size + k,
+                   k < size && first_column + c < n_columns);
+      }
+  };
+  auto copy_x = [&](int step) {
+    int k = step * 32 + piece * 8;
+#pragma unroll
+    for (int i = 0; i < ROWS / 64; i++) {
+      int r = copied + i * 64;
+      begin_copy(&x_of[step % STAGES][r][piece], input.x + (size_t)(first_row + r) * size + k,
+                 k < size && first_row + r < n_rows);
+    }
+    end_copies();
+  };
+  start_next();
+  for (int step = 0; step < STAGES - 1; step++) copy_w(step);
+  await_previous();
+  for (int step = 0; step < STAGES - 1; step++) copy_x(step);
+  float total[MATRICES][WARP_COLUMNS][WARP_ROWS][4] = {};
+  for (int step = 0; step < n_steps;) {
+    float sum[MATRICES][WARP_COLUMNS][WARP_ROWS][4] = {};
+    for (int end = min(step + part, n_steps); step < end; step++) {
+      await_copies<STAGES - 2>();
+      __syncthreads();  // this step has come for all, and all have done with the one before it
+      copy_w(step + STAGES - 1);
+      copy_x(step + STAGES - 1);
+      uint4 b[MATRICES][WARP_COLUMNS];
+#pragma unroll
+      for (int m = 0; m < MATRICES; m++)
+#pragma unroll
+        for (int n = 0; n < WARP_COLUMNS; n++) b[m][n] = w_of[step % STAGES][m][column + n * 8 + g][t];
+#pragma unroll
+      for (int r = 0; r < WARP_ROWS; r++) {
+        uint4 low = x_of[step % STAGES][row + r * 16][t], high = x_of[step % STAGES][row + r * 16 + 8][t];
+#pragma unroll
+        for (int m = 0; m < MATRICES; m++)
+#pragma unroll
+          for (int n = 0; n < WARP_COLUMNS; n++) multiply(sum[m][n][r], low, high, b[m][n]);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < sizeof total / 4; i++) (&total[0][0][0][0])[i] += (&sum[0][0][0][0])[i];
+  }
+#pragma unroll
+  for (int i = 0; i < WARP_ROWS * WARP_COLUMNS * 4; i++) {
+    int r = i / 4 / WARP_COLUMNS, n = i / 4 % WARP_COLUMNS;
+    int y_row = first_row + row + r * 16 + i % 4 / 2 * 8;
+    int y_column = first_column + column + n * 8 + t * 2 + i % 2;
+    float v[MATRICES];
+    for (int m = 0; m < MATRICES; m++) v[m] = total[m][n][r][i % 4];
+    if (y_row < n_rows && y_column < n_columns) output(y_row, y_column, v);
+  }
+}
+#endif
+
 // One tile of rows norms x itself; more take what rms_norm has made of it.
 #if ROW_TILES == 1
 #define AHEAD 4
@@ -253,7 +353,8 @@ __device__ __forceinline__ void linear(weight *const (&w)[MATRICES], int size, i
 
 // y = rms_norm(x) w^T + b: NumpyOps.qkv
 //   w (QKV_DIM, DIM)   b (QKV_DIM,) or null   norm (DIM,)   x (R, DIM)   normed (R, DIM)   y (R, QKV_DIM)
-//   grid: QKV_DIM / (8 COLUMN_TILES), R / (16 ROW_TILES); block: 256; as for all products
+//   grid: R / (16 ROW_TILES), QKV_DIM / (8 COLUMN_TILES); block: 256; as for all products. The blocks that
+//   share weights come one after another, so that these stream by once.
 extern "C" __global__ void __launch_bounds__(256)
     qkv(weight *w, weight *b, weight *norm, const float *x, const bf16 *normed, float *y, int n_rows) {
   NORMED(x, norm, nullptr, normed);
@@ -277,7 +378,7 @@ extern "C" __global__ void __launch_bounds__(256)
 
 // h = silu(gate) * up, of rms_norm(x) w^T + b: NumpyOps.gate_up
 //   w (2 * HIDDEN_DIM, DIM) gate, up   b (2 * HIDDEN_DIM,) or null   norm (DIM,)   x, normed (R, DIM)
-//   h (R, HIDDEN_DIM)   grid: HIDDEN_DIM / (8 PAIR_TILES), R / (16 ROW_TILES)
+//   h (R, HIDDEN_DIM)   grid: R / (16 ROW_TILES), HIDDEN_DIM / (8 PAIR_TILES)
 extern "C" __global__ void __launch_bounds__(256)
     gate_up(weight *w, weight *b, weight *norm, const float *x, const bf16 *normed, bf16 *h, int n_rows) {
   NORMED(x, norm, nullptr, normed);
@@ -303,7 +404,7 @@ extern "C" __global__ void __launch_bounds__(256)
 
 // y = rms_norm(x[rows]) w^T: NumpyOps.logits
 //   w (VOCAB_SIZE, DIM)   norm (DIM,)   x (R, DIM)   normed (n_rows, DIM)   rows (n_rows,) which of x
-//   y (n_rows, VOCAB_SIZE)   grid: VOCAB_SIZE / (8 LOGITS_TILES), n_rows / (16 ROW_TILES)
+//   y (n_rows, VOCAB_SIZE)   grid: n_rows / (16 ROW_TILES), VOCAB_SIZE / (8 LOGITS_TILES)
 extern "C" __global__ void __launch_bounds__(256)
     logits(weight *w, weight *norm, const float *x, const bf16 *normed, const int *rows, float *y,
            int n_rows) {

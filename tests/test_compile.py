@@ -1,6 +1,6 @@
 """kernels.cu by the real compiler, without a GPU: NVRTC for three architectures and shapes of real models.
 
-No kernel may spill registers to memory; registers and shared memory stay within what lets enough blocks run
+No kernel may keep registers or arrays of its own in memory; registers and shared memory stay within what lets enough blocks run
 at once on a processor of 65,536 registers. Needs the packages of the extra `cuda`, and no driver.
 """
 
@@ -39,7 +39,7 @@ MODELS = {
     }.items()
 }
 # by shape; of kernels that are no product, one
-REGISTERS = {(1, 1): 128, (4, 2): 128, (4, 8): 255}
+REGISTERS = {(1, 1): 128, (4, 4): 128, (8, 16): 255}
 LIMITS = {"attend": 168, "attend_prompt": 168, "pick": 64, "count": 64}
 # fmt: on
 SHARED_BYTES = 48 * 1024  # what a block has without asking
@@ -65,7 +65,7 @@ def compiled(c: Config, shape: Shape, architecture: str) -> dict[str, Use]:
     compiler()._NVRTCProgram(CODE.read_text(), "kernels.cu", method="cubin").compile(flags, log)
     found = {}
     for part in log.text.split("Compiling entry function '")[1:]:
-        spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill", part))
+        spilled = sum(int(n) for n in re.findall(r"(\d+) bytes (?:stack|spill)", part))
         registers, shared = re.search(r"Used (\d+) registers", part), re.search(r"(\d+) bytes smem", part)
         assert registers
         found[part.partition("'")[0]] = Use(int(registers[1]), int(shared[1]) if shared else 0, spilled)
@@ -73,8 +73,8 @@ def compiled(c: Config, shape: Shape, architecture: str) -> dict[str, Use]:
 
 
 CASES = [(name, ANY, "sm_90") for name in MODELS]
-CASES += [(name, shape, "sm_90") for name in ("Qwen3-0.6B", "Llama-3-8B") for _, shape in SHAPES[1:]]
-CASES += [("Qwen3-0.6B", shape, other) for _, shape in SHAPES for other in ("sm_80", "sm_120")]
+CASES += [(name, shape, "sm_90") for name in ("Qwen3-0.6B", "Llama-3-8B") for shape in SHAPES[1:]]
+CASES += [("Qwen3-0.6B", shape, other) for shape in SHAPES for other in ("sm_80", "sm_120")]
 
 
 @pytest.mark.parametrize(

@@ -112,9 +112,10 @@ def by_steps(ops: Any, spans: Sequence[Span], sampling: Sampling = BITS) -> list
 # ---- Laws, to the bit --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", VARIED)
-def test_prefill_is_decode_and_chunked_is_whole(name: str) -> None:
+@pytest.mark.parametrize(("name", "enough"), [(VARIED[0], 64), (VARIED[0], 1), (VARIED[1], 64)])
+def test_prefill_is_decode_and_chunked_is_whole(name: str, enough: int) -> None:
     ops, token_ids = made(name), tokens(100)
+    ops.enough = enough
     [whole] = by_steps(ops, [tile(token_ids)])
     one_by_one = [rows(token_ids[i : i + 1], i, 1, n_wanted=i == 99) for i in range(100)]
     ways = {
