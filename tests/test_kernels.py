@@ -441,6 +441,9 @@ def test_no_kernel_races_or_leaves_its_arrays(name: str, order: int) -> None:
         for i in range(3)
     ]
     assert all(0 <= choice.token_id < 33 for step in steps for [choice] in m.cuda.read(step))
+    all_rows = m.cuda._limits.rows  # to the end of the buffers
+    m.cuda.qkv(m.cuda._buffers["x"], m.device_layer, m.batch(all_rows))
+    m.got("qkv", all_rows)
     m.cuda.enough = 64
     several = [Span(slot, [8 + slot], [1] * 6, 0, 0, tile=False) for slot in range(3)]
     m.cuda.read(m.cuda.launch(several, []))
