@@ -184,13 +184,27 @@ __device__ __forceinline__ void multiply(float *sum, uint4 low, uint4 high, uint
   mma_16x8x16(sum, a1, b1);
 }
 
-// linear() calls output(row, column, sums of the MATRICES) for every element.
+__device__ __forceinline__ void put(float *y, float v) { *y = v; }
+__device__ __forceinline__ void put(bf16 *y, float v) { *y = __float2bfloat16(v); }
+
+// linear(): y[row, column] = before[row, column] + value(column, the sums of the MATRICES); before may be null
 #if ROW_TILES < 8  // few rows
 
-// AHEAD: steps whose weights are on their way.
-template <int MATRICES, int N, int AHEAD, class Input, class Output>
+// AHEAD: steps whose weights are on their way. One tile of rows norms x itself; more take what rms_norm has
+// made of it.
+#if ROW_TILES == 1
+#define AHEAD 4
+#define LOGITS_TILES 4
+#define NORMED(x, w, rows, y) \
+  __shared__ float scale[16]; \
+  Normed input = {x, w, rows, scale}
+#else
+#define AHEAD 1
+#endif
+
+template <int MATRICES, int N, class Input, class T, class Value>
 __device__ __forceinline__ void linear(weight *const (&w)[MATRICES], int size, int n_columns, int n_rows,
-                                       Input input, Output output) {
+                                       Input input, const float *before, T *y, Value value) {
   __shared__ float4 of_warp[WARPS][MATRICES][ROW_TILES][32];
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   int first_row = blockIdx.x * ROW_TILES * 16, first_column = blockIdx.y * N * 8;
@@ -235,6 +249,20 @@ __device__ __forceinline__ void linear(weight *const (&w)[MATRICES], int size, i
       fetch(step + a + AHEAD, ahead[a]);
     }
   }
+  // The warps' sums are put together for eight columns at a time: MINE numbers a thread, 32 rows apart. What
+  // they are added to is read before anything is written, or each would wait for the one ahead of it.
+  const int MINE = (ROW_TILES + 1) / 2;
+  auto row_of = [&](int i) { return threadIdx.x / 8 + i * 32; };  // of the block
+  auto at = [&](int n, int i) {                                   // in y, or -1
+    int row = first_row + row_of(i), column = first_column + n * 8 + threadIdx.x % 8;
+    bool is_there = row_of(i) < ROW_TILES * 16 && row < n_rows && column < n_columns;
+    return is_there ? (ptrdiff_t)row * n_columns + column : -1;
+  };
+  float old[N][MINE];
+#pragma unroll
+  for (int n = 0; n < N; n++)
+#pragma unroll
+    for (int i = 0; i < MINE; i++) old[n][i] = before && at(n, i) >= 0 ? before[at(n, i)] : 0;
 #pragma unroll
   for (int n = 0; n < N; n++) {
 #pragma unroll
@@ -244,15 +272,17 @@ __device__ __forceinline__ void linear(weight *const (&w)[MATRICES], int size, i
       of_warp[warp][i / ROW_TILES][i % ROW_TILES][lane] = v;
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < ROW_TILES * 128; i += WARPS * 32) {
-      int row = i / 8 % 16, column = i % 8, from = row % 8 * 16 + column / 2 * 4 + row / 8 * 2 + column % 2;
+#pragma unroll
+    for (int i = 0; i < MINE; i++) {
+      if (at(n, i) < 0) continue;
+      int row = row_of(i), column = threadIdx.x % 8;
+      int from = row % 8 * 16 + column / 2 * 4 + row / 8 % 2 * 2 + column % 2;
       float v[MATRICES];
       for (int m = 0; m < MATRICES; m++) {
         v[m] = 0;
-        for (int j = 0; j < WARPS; j++) v[m] += ((const float *)of_warp[j][m][i / 128])[from];
+        for (int j = 0; j < WARPS; j++) v[m] += ((const float *)of_warp[j][m][row / 16])[from];
       }
-      row += first_row + i / 128 * 16, column += first_column + n * 8;
-      if (row < n_rows && column < n_columns) output(row, column, v);
+      put(y + at(n, i), old[n][i] + value(first_column + n * 8 + column, v));
     }
     __syncthreads();
   }
@@ -260,96 +290,96 @@ __device__ __forceinline__ void linear(weight *const (&w)[MATRICES], int size, i
 
 #else  // many rows
 
-// x and w come through shared memory, STAGES steps at a time: one is computed with, the others are on their
-// way. Eight lanes read or write two rows of a stage, which lie in all banks once.
+// x and w come through shared memory, a step at a time: while one is computed with, two are on their way. Four
+// lanes copy or read 32 numbers of a row; eight lanes two rows, which lie side by side, so each in other banks.
 #define STAGES 3
+typedef uint4 Rows[4];  // 32 numbers of each
 
-template <int MATRICES, int N, int AHEAD, class Output>
+template <int N>
+__device__ __forceinline__ void copy_rows(Rows *to, const bf16 *from, int first, int n_rows, int size,
+                                          int step) {
+  int piece = threadIdx.x % 4, k = step * 32 + piece * 8;
+#pragma unroll
+  for (int i = 0; i < N; i += WARPS * 8) {
+    int row = threadIdx.x / 4 + i;
+    begin_copy(&to[row][piece], from + (size_t)(first + row) * size + k, k < size && first + row < n_rows);
+  }
+}
+
+template <int MATRICES, int N, class T, class Value>
 __device__ __forceinline__ void linear(weight *const (&w)[MATRICES], int size, int n_columns, int n_rows,
-                                       Plain input, Output output) {
-  const int ROWS = ROW_TILES * 16, COLUMNS = N * 8;        // of the block
-  const int WARP_ROWS = ROW_TILES / 2, WARP_COLUMNS = N / 4;  // of a warp, tiles: the warps lie 2 by 4
-  __shared__ uint4 x_of[STAGES][ROWS][4], w_of[STAGES][MATRICES][COLUMNS][4];
+                                       Plain input, const float *before, T *y, Value value) {
+  const int ROWS = ROW_TILES * 16, COLUMNS = N * 8;  // of the block
+  const int R = ROW_TILES / 2, C = N / 4;            // tiles of a warp: the warps lie 2 by 4
+  __shared__ Rows x_of[STAGES][ROWS], w_of[STAGES][MATRICES][COLUMNS];
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  int first_row = blockIdx.x * ROWS, row = warp % 2 * WARP_ROWS * 16 + g;
-  int first_column = blockIdx.y * COLUMNS, column = warp / 2 * WARP_COLUMNS * 8;
-  int n_steps = (size + 31) / 32, part = steps_of_part(size);
-  int piece = threadIdx.x % 4, copied = threadIdx.x / 4;  // 16 bytes of the rows that this thread copies
+  int first_row = blockIdx.x * ROWS, row = warp % 2 * R * 16 + g;
+  int first_column = blockIdx.y * COLUMNS, column = warp / 2 * C * 8;
   auto copy_w = [&](int step) {
-    int k = step * 32 + piece * 8;
 #pragma unroll
     for (int m = 0; m < MATRICES; m++)
-#pragma unroll
-      for (int i = 0; i < COLUMNS / 64; i++) {
-        int c = copied + i * 64;
-        begin_copy(&w_of[step % STAGES][m][c][piece], w[m] + (size_t)(first_column + c) * size + k,
-                   k < size && first_column + c < n_columns);
-      }
+      copy_rows<COLUMNS>(w_of[step % STAGES][m], w[m], first_column, n_columns, size, step);
   };
   auto copy_x = [&](int step) {
-    int k = step * 32 + piece * 8;
-#pragma unroll
-    for (int i = 0; i < ROWS / 64; i++) {
-      int r = copied + i * 64;
-      begin_copy(&x_of[step % STAGES][r][piece], input.x + (size_t)(first_row + r) * size + k,
-                 k < size && first_row + r < n_rows);
-    }
+    copy_rows<ROWS>(x_of[step % STAGES], input.x, first_row, n_rows, size, step);
     end_copies();
   };
   start_next();
   for (int step = 0; step < STAGES - 1; step++) copy_w(step);
   await_previous();
   for (int step = 0; step < STAGES - 1; step++) copy_x(step);
-  float total[MATRICES][WARP_COLUMNS][WARP_ROWS][4] = {};
-  for (int step = 0; step < n_steps;) {
-    float sum[MATRICES][WARP_COLUMNS][WARP_ROWS][4] = {};
-    for (int end = min(step + part, n_steps); step < end; step++) {
+  float total[C * R * 4][MATRICES] = {};
+  for (int step = 0, n_steps = (size + 31) / 32; step < n_steps;) {
+    float sum[C][R][MATRICES][4] = {};
+    for (int end = min(step + steps_of_part(size), n_steps); step < end; step++) {
       await_copies<STAGES - 2>();
       __syncthreads();  // this step has come for all, and all have done with the one before it
       copy_w(step + STAGES - 1);
       copy_x(step + STAGES - 1);
-      uint4 b[MATRICES][WARP_COLUMNS];
+      uint4 b[MATRICES][C];
 #pragma unroll
       for (int m = 0; m < MATRICES; m++)
 #pragma unroll
-        for (int n = 0; n < WARP_COLUMNS; n++) b[m][n] = w_of[step % STAGES][m][column + n * 8 + g][t];
+        for (int c = 0; c < C; c++) b[m][c] = w_of[step % STAGES][m][column + c * 8 + g][t];
 #pragma unroll
-      for (int r = 0; r < WARP_ROWS; r++) {
+      for (int r = 0; r < R; r++) {
         uint4 low = x_of[step % STAGES][row + r * 16][t], high = x_of[step % STAGES][row + r * 16 + 8][t];
 #pragma unroll
         for (int m = 0; m < MATRICES; m++)
 #pragma unroll
-          for (int n = 0; n < WARP_COLUMNS; n++) multiply(sum[m][n][r], low, high, b[m][n]);
+          for (int c = 0; c < C; c++) multiply(sum[c][r][m], low, high, b[m][c]);
       }
     }
 #pragma unroll
-    for (int i = 0; i < sizeof total / 4; i++) (&total[0][0][0][0])[i] += (&sum[0][0][0][0])[i];
-  }
+    for (int i = 0; i < C * R * 4; i++)
 #pragma unroll
-  for (int i = 0; i < WARP_ROWS * WARP_COLUMNS * 4; i++) {
-    int r = i / 4 / WARP_COLUMNS, n = i / 4 % WARP_COLUMNS;
-    int y_row = first_row + row + r * 16 + i % 4 / 2 * 8;
-    int y_column = first_column + column + n * 8 + t * 2 + i % 2;
-    float v[MATRICES];
-    for (int m = 0; m < MATRICES; m++) v[m] = total[m][n][r][i % 4];
-    if (y_row < n_rows && y_column < n_columns) output(y_row, y_column, v);
+      for (int m = 0; m < MATRICES; m++) total[i][m] += sum[i / 4 / R][i / 4 % R][m][i % 4];
   }
+  auto each = [&](auto use) {  // number: which, its column, its place in y, has it one?
+#pragma unroll
+    for (int i = 0; i < C * R * 4; i++) {
+      int y_row = first_row + row + i / 4 % R * 16 + i % 4 / 2 * 8;
+      int y_column = first_column + column + i / 4 / R * 8 + t * 2 + i % 2;
+      size_t at = (size_t)y_row * n_columns + y_column;
+      use(i, min(y_column, n_columns - 1), at, y_row < n_rows && y_column < n_columns);
+    }
+  };
+  float result[C * R * 4];  // all is read before anything is written, as above
+  each([&](int i, int, size_t at, bool is_there) { result[i] = before && is_there ? before[at] : 0; });
+  each([&](int i, int column, size_t, bool) { result[i] += value(column, total[i]); });
+  each([&](int i, int, size_t at, bool is_there) {
+    if (is_there) put(y + at, result[i]);
+  });
 }
 #endif
 
-// One tile of rows norms x itself; more take what rms_norm has made of it.
-#if ROW_TILES == 1
-#define AHEAD 4
-#define NORMED(x, w, rows, y) \
-  __shared__ float scale[16]; \
-  Normed input = {x, w, rows, scale}
-#define LOGITS_TILES 4
-#else
-#define AHEAD 1
+#if ROW_TILES > 1
 #define NORMED(x, w, rows, y) Plain input = {y, DIM}
 #define LOGITS_TILES COLUMN_TILES
 #endif
 #define PAIR_TILES ((COLUMN_TILES + 1) / 2)  // of each of two matrices
+
+__device__ __forceinline__ float bias(weight *b, int column) { return b ? __bfloat162float(b[column]) : 0; }
 
 // y = rms_norm(x) w^T + b: NumpyOps.qkv
 //   w (QKV_DIM, DIM)   b (QKV_DIM,) or null   norm (DIM,)   x (R, DIM)   normed (R, DIM)   y (R, QKV_DIM)
@@ -359,9 +389,8 @@ extern "C" __global__ void __launch_bounds__(256)
     qkv(weight *w, weight *b, weight *norm, const float *x, const bf16 *normed, float *y, int n_rows) {
   NORMED(x, norm, nullptr, normed);
   weight *const matrices[1] = {w};
-  linear<1, COLUMN_TILES, AHEAD>(matrices, DIM, QKV_DIM, n_rows, input, [&](int row, int column, float *v) {
-    y[(size_t)row * QKV_DIM + column] = v[0] + (b ? __bfloat162float(b[column]) : 0);
-  });
+  linear<1, COLUMN_TILES>(matrices, DIM, QKV_DIM, n_rows, input, nullptr, y,
+                          [&](int column, float *v) { return v[0] + bias(b, column); });
 }
 
 // x += y w^T + b: NumpyOps.out
@@ -370,10 +399,8 @@ extern "C" __global__ void __launch_bounds__(256)
     out(weight *w, weight *b, const bf16 *y, float *x, int n_rows) {
   Plain input = {y, N_HEADS * HEAD_DIM};
   weight *const matrices[1] = {w};
-  linear<1, COLUMN_TILES, AHEAD>(
-      matrices, N_HEADS * HEAD_DIM, DIM, n_rows, input, [&](int row, int column, float *v) {
-        x[(size_t)row * DIM + column] += v[0] + (b ? __bfloat162float(b[column]) : 0);
-      });
+  linear<1, COLUMN_TILES>(matrices, N_HEADS * HEAD_DIM, DIM, n_rows, input, x, x,
+                          [&](int column, float *v) { return v[0] + bias(b, column); });
 }
 
 // h = silu(gate) * up, of rms_norm(x) w^T + b: NumpyOps.gate_up
@@ -383,11 +410,11 @@ extern "C" __global__ void __launch_bounds__(256)
     gate_up(weight *w, weight *b, weight *norm, const float *x, const bf16 *normed, bf16 *h, int n_rows) {
   NORMED(x, norm, nullptr, normed);
   weight *const matrices[2] = {w, w + (size_t)HIDDEN_DIM * DIM};
-  linear<2, PAIR_TILES, AHEAD>(matrices, DIM, HIDDEN_DIM, n_rows, input, [&](int row, int column, float *v) {
-    float gate = v[0] + (b ? __bfloat162float(b[column]) : 0);
-    float up = v[1] + (b ? __bfloat162float(b[HIDDEN_DIM + column]) : 0);
-    h[(size_t)row * HIDDEN_DIM + column] = __float2bfloat16(gate / (1 + expf(-gate)) * up);
-  });
+  linear<2, PAIR_TILES>(matrices, DIM, HIDDEN_DIM, n_rows, input, nullptr, h,
+                        [&](int column, float *v) {
+                          float gate = v[0] + bias(b, column), up = v[1] + bias(b, HIDDEN_DIM + column);
+                          return gate / (1 + expf(-gate)) * up;
+                        });
 }
 
 // x += h w^T + b: NumpyOps.down
@@ -396,10 +423,8 @@ extern "C" __global__ void __launch_bounds__(256)
     down(weight *w, weight *b, const bf16 *h, float *x, int n_rows) {
   Plain input = {h, HIDDEN_DIM};
   weight *const matrices[1] = {w};
-  linear<1, COLUMN_TILES, AHEAD>(
-      matrices, HIDDEN_DIM, DIM, n_rows, input, [&](int row, int column, float *v) {
-        x[(size_t)row * DIM + column] += v[0] + (b ? __bfloat162float(b[column]) : 0);
-      });
+  linear<1, COLUMN_TILES>(matrices, HIDDEN_DIM, DIM, n_rows, input, x, x,
+                          [&](int column, float *v) { return v[0] + bias(b, column); });
 }
 
 // y = rms_norm(x[rows]) w^T: NumpyOps.logits
@@ -410,9 +435,8 @@ extern "C" __global__ void __launch_bounds__(256)
            int n_rows) {
   NORMED(x, norm, rows, normed);
   weight *const matrices[1] = {w};
-  linear<1, LOGITS_TILES, AHEAD>(
-      matrices, DIM, VOCAB_SIZE, n_rows, input,
-      [&](int row, int column, float *v) { y[(size_t)row * VOCAB_SIZE + column] = v[0]; });
+  linear<1, LOGITS_TILES>(matrices, DIM, VOCAB_SIZE, n_rows, input, nullptr, y,
+                          [](int column, float *v) { return v[0]; });
 }
 
 #if ROW_TILES == 1  // what follows is no product, and needs no second compilation
