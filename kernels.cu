@@ -4,7 +4,7 @@
 //     embed --> [qkv --> attend --> out --> gate_up --> down] x n_layers --> logits --> pick
 //
 // Authority: the op of the same name in model.py, line by line; CUDA C++ Programming Guide; PTX ISA for the
-// three instructions that C++ has no name for. "Fixed split size, whatever the batch" is the recipe of
+// instructions that C++ has no name for. "Fixed split size, whatever the batch" is the recipe of
 // https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/.
 //
 // Rules of this file:
@@ -71,9 +71,9 @@ __device__ __forceinline__ void prefetch(const void *address, int n_bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(n_bytes) : "memory");
 #endif
 }
-// Begin to copy 16 bytes to shared memory; zeros, and nothing is read, where `is_there` is false. What a thread
-// has begun since its last end_copies() is a group; await_copies<N>() returns when its groups but the last N
-// have arrived, for its own eyes: others see them after a barrier.
+// Begin to copy 16 bytes to shared memory; zeros, and nothing is read, where `is_there` is false. What a
+// thread has begun since its last end_copies() is a group; await_copies<N>() returns when its groups but the
+// last N have arrived, for its own eyes: others see them after a barrier.
 __device__ __forceinline__ void begin_copy(uint4 *to, const void *from, bool is_there) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((unsigned)__cvta_generic_to_shared(to)),
                "l"(from), "r"(is_there ? 16 : 0)
@@ -187,7 +187,7 @@ __device__ __forceinline__ void multiply(float *sum, uint4 low, uint4 high, uint
 __device__ __forceinline__ void put(float *y, float v) { *y = v; }
 __device__ __forceinline__ void put(bf16 *y, float v) { *y = __float2bfloat16(v); }
 
-// linear(): y[row, column] = before[row, column] + value(column, the sums of the MATRICES); before may be null
+// linear(): y[row, column] = before[row, column] + value(column, its sums by MATRICES); before may be null
 #if ROW_TILES < 8  // few rows
 
 // AHEAD: steps whose weights are on their way. One tile of rows norms x itself; more take what rms_norm has
@@ -252,17 +252,19 @@ __device__ __forceinline__ void linear(weight *const (&w)[MATRICES], int size, i
   // The warps' sums are put together for eight columns at a time: MINE numbers a thread, 32 rows apart. What
   // they are added to is read before anything is written, or each would wait for the one ahead of it.
   const int MINE = (ROW_TILES + 1) / 2;
-  auto row_of = [&](int i) { return threadIdx.x / 8 + i * 32; };  // of the block
-  auto at = [&](int n, int i) {                                   // in y, or -1
-    int row = first_row + row_of(i), column = first_column + n * 8 + threadIdx.x % 8;
-    bool is_there = row_of(i) < ROW_TILES * 16 && row < n_rows && column < n_columns;
-    return is_there ? (ptrdiff_t)row * n_columns + column : -1;
+  int row = threadIdx.x / 8, of_eight = threadIdx.x % 8;
+  auto at = [&](int n, int i) {
+    return (size_t)(first_row + row + i * 32) * n_columns + first_column + n * 8 + of_eight;
+  };
+  auto is_there = [&](int n, int i) {
+    return row + i * 32 < ROW_TILES * 16 && first_row + row + i * 32 < n_rows &&
+           first_column + n * 8 + of_eight < n_columns;
   };
   float old[N][MINE];
 #pragma unroll
   for (int n = 0; n < N; n++)
 #pragma unroll
-    for (int i = 0; i < MINE; i++) old[n][i] = before && at(n, i) >= 0 ? before[at(n, i)] : 0;
+    for (int i = 0; i < MINE; i++) old[n][i] = before && is_there(n, i) ? before[at(n, i)] : 0;
 #pragma unroll
   for (int n = 0; n < N; n++) {
 #pragma unroll
@@ -274,15 +276,14 @@ __device__ __forceinline__ void linear(weight *const (&w)[MATRICES], int size, i
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < MINE; i++) {
-      if (at(n, i) < 0) continue;
-      int row = row_of(i), column = threadIdx.x % 8;
-      int from = row % 8 * 16 + column / 2 * 4 + row / 8 % 2 * 2 + column % 2;
+      if (!is_there(n, i)) continue;
+      int tile = (row + i * 32) / 16, from = row % 8 * 16 + of_eight / 2 * 4 + row / 8 % 2 * 2 + of_eight % 2;
       float v[MATRICES];
       for (int m = 0; m < MATRICES; m++) {
         v[m] = 0;
-        for (int j = 0; j < WARPS; j++) v[m] += ((const float *)of_warp[j][m][row / 16])[from];
+        for (int j = 0; j < WARPS; j++) v[m] += ((const float *)of_warp[j][m][tile])[from];
       }
-      put(y + at(n, i), old[n][i] + value(first_column + n * 8 + column, v));
+      put(y + at(n, i), old[n][i] + value(first_column + n * 8 + of_eight, v));
     }
     __syncthreads();
   }
@@ -290,8 +291,8 @@ __device__ __forceinline__ void linear(weight *const (&w)[MATRICES], int size, i
 
 #else  // many rows
 
-// x and w come through shared memory, a step at a time: while one is computed with, two are on their way. Four
-// lanes copy or read 32 numbers of a row; eight lanes two rows, which lie side by side, so each in other banks.
+// x and w come through shared memory, a step at a time: while one is computed with, two are on their way.
+// Four lanes copy or read a row's 32 numbers, eight lanes two rows, side by side: all banks, each once.
 #define STAGES 3
 typedef uint4 Rows[4];  // 32 numbers of each
 
@@ -355,6 +356,7 @@ __device__ __forceinline__ void linear(weight *const (&w)[MATRICES], int size, i
 #pragma unroll
       for (int m = 0; m < MATRICES; m++) total[i][m] += sum[i / 4 / R][i / 4 % R][m][i % 4];
   }
+  await_copies<0>();  // of what is behind the last step: zeros, but they may not outlive the block
   auto each = [&](auto use) {  // number: which, its column, its place in y, has it one?
 #pragma unroll
     for (int i = 0; i < C * R * 4; i++) {

@@ -181,9 +181,7 @@ class Kernels:
         code = CODE.read_text(encoding="utf-8")
         self._cp, self._driver = cp, driver
         self._signatures = signatures(code)
-        self._modules = {
-            shape: cp.RawModule(code=code, options=options(config, shape)) for shape in SHAPES
-        }
+        self._modules = {shape: cp.RawModule(code=code, options=options(config, shape)) for shape in SHAPES}
         self._functions: dict[tuple[str, Shape], Any] = {}
         self._threads = THREADS | dict.fromkeys(["attend", "attend_prompt"], attend_threads(config))
 

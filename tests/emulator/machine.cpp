@@ -135,6 +135,12 @@ void await_copies(int n) {
 
 static void fiber() {
   kernel(arguments);
+  for (auto &group : copies[self->id])
+    if (!group.empty()) {
+      error = "a thread ended while copies of its own were on their way";
+      n_alive = 0;
+      switch_to(&self->stack, host_stack);
+    }
   Warp &warp = warps[self->id / 32];
   uint32_t bit = 1u << self->id % 32;
   warp.live &= ~bit, warp.ready &= ~bit;
