@@ -49,7 +49,6 @@ from worker import LocalWorker
 log = logging.getLogger("api")
 
 ALIAS = "default"  # a name that any model answers to
-GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 # Of a response that has ended; a second cancel of a cancelled one is answered like the first.
 CANNOT_CANCEL = {
@@ -75,16 +74,6 @@ def encode_event(number: int, event: dict[str, Any]) -> bytes:
 
 def encode_chunk(_: int, chunk: dict[str, Any]) -> bytes:
     return sse.encode(sse.dumps(chunk))
-
-
-def generation_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters that generation_config.json presets; raises BadRequest for a value out of range."""
-    given = {name: generation[name] for name in GENERATION_DEFAULTS if generation.get(name) is not None}
-    if generation.get("do_sample") is False:
-        given["temperature"] = 0  # greedy
-    return {
-        name: params.COMMON[name].check(value, f"generation_config.{name}") for name, value in given.items()
-    }
 
 
 class Prompt(Protocol):
@@ -115,7 +104,7 @@ class Worker(Protocol):
 class Api:
     """The endpoints, over a worker here, one elsewhere or both, and one store.
 
-    `names` and `defaults` are those of the model here; `key` seals what clients keep for us.
+    `key` seals what clients keep for us.
     """
 
     def __init__(
@@ -123,8 +112,6 @@ class Api:
         local: LocalWorker | None,
         remote: RemoteWorker | None,
         registry: Registry,
-        defaults: Mapping[str, Any],
-        names: list[str],
         key: bytes,
         done_line: bool = True,
         temporary: bool = True,
@@ -134,15 +121,13 @@ class Api:
         self._remote = remote
         self._workers: list[Worker] = [worker for worker in (local, remote) if worker]
         self._registry = registry
-        self._defaults = defaults  # of parameters, where the model has its own
-        self._names = names
         self._key = key
         self._done = sse.DONE if done_line else b""
         self._reasoning_events = reasoning_events  # one of responses.REASONING_EVENTS
         self._temporary = temporary  # background responses that are not to be stored: kept for a while
         self._created = now()
         self.metrics = Metrics(
-            names[0] if names else "upstream", self._counts, registry.live, lambda: registry.ended
+            local.names[0] if local else "upstream", self._counts, registry.live, lambda: registry.ended
         )
 
     def routes(self) -> list[Route]:
@@ -349,11 +334,12 @@ class Api:
         raise BadRequest(f"The model '{model}' does not exist; there is {there}.", "model", "model_not_found")
 
     def _is_here(self, model: Any) -> bool:
-        return self._local is not None and model in (*self._names, ALIAS)
+        return self._local is not None and model in (*self._local.names, ALIAS)
 
     def _defaults_for(self, body: Any) -> Mapping[str, Any]:
         """Presets of parameters, of the model here; what one elsewhere presets nobody knows here."""
-        return self._defaults if isinstance(body, dict) and self._is_here(body.get("model")) else {}
+        named = body.get("model") if isinstance(body, dict) else None
+        return self._local.defaults if self._local and self._is_here(named) else {}
 
     # --- Responses: what became of one --------------------------------------------------------------------
 
@@ -489,7 +475,7 @@ class Api:
         found = {}
         if self._local:
             length = self._local.engine.max_seq_len
-            found = {n: head | {"owned_by": "local", "max_model_len": length} for n in self._names}
+            found = {n: head | {"owned_by": "local", "max_model_len": length} for n in self._local.names}
         elsewhere = self._remote.upstreams.models() if self._remote else {}
         others = {
             n: head | {"owned_by": "upstream"} | model for n, model in elsewhere.items() if n not in found

@@ -37,7 +37,7 @@ import hub
 import loading
 import logs
 import upstreams
-from api import ALIAS, Api, Worker, encode_event, generation_defaults
+from api import ALIAS, Api, Worker, encode_event
 from background import Registry
 from dialects import DIALECTS
 from front import Keys, make_app
@@ -202,7 +202,7 @@ def main() -> int:
     try:
         args.device = loading.device(args.device)
         listener = bind(args.host, args.port)
-        local, names, defaults = load_local(args)
+        local = None if args.upstream and not args.model else loading.load(hub.find(args.model), args)
         store = open_store(args)
         keys = Keys(read_keys(args))
     except (ValueError, OSError, MemoryError, sqlite3.Error) as error:
@@ -210,19 +210,8 @@ def main() -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    asyncio.run(serve(args, keys, local, defaults, store, names, listener))
+    asyncio.run(serve(args, keys, local, store, listener))
     return 0
-
-
-def load_local(args: argparse.Namespace) -> tuple[LocalWorker | None, list[str], dict[str, Any]]:
-    """The model on this machine, its names and the parameters it presets; nothing if upstreams are enough."""
-    if args.upstream and not args.model:
-        return None, [], {}
-    directory = hub.find(args.model)
-    worker = loading.load(directory, args)
-    by_id = args.model and not Path(args.model).exists()
-    names = args.served_model_name or [args.model if by_id else directory.name]
-    return worker, names, generation_defaults(worker.engine.config.generation)
 
 
 def remote_worker(args: argparse.Namespace) -> RemoteWorker | None:
@@ -322,9 +311,7 @@ async def serve(
     args: argparse.Namespace,
     keys: Keys,
     local: LocalWorker | None,
-    defaults: dict[str, Any],
     store: Store,
-    names: list[str],
     listener: socket.socket,
 ) -> None:
     registry = Registry(store, encode_event, max_queued=args.max_queued)
@@ -333,8 +320,6 @@ async def serve(
         local,
         remote,
         registry,
-        defaults,
-        names,
         sealing_key(args.secret),
         done_line=not args.no_done_line,
         temporary=not args.no_temporary,
@@ -370,7 +355,7 @@ async def serve(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: loop.call_soon_threadsafe(on_signal))
-    loop.call_soon(announce, args, local, remote, names, listener)
+    loop.call_soon(announce, args, local, remote, listener)
     await server.serve(sockets=[listener])
     await asyncio.gather(*stopping)
     store.close()
@@ -403,7 +388,6 @@ def announce(
     args: argparse.Namespace,
     local: LocalWorker | None,
     remote: RemoteWorker | None,
-    names: list[str],
     listener: socket.socket,
 ) -> None:
     host, port = listener.getsockname()[:2]
@@ -411,8 +395,9 @@ def announce(
     elsewhere = list(remote.upstreams.models()) if remote else []
     # A small model rambles when it is sampled, one time in four until its context is full.
     asked = {"input": "What is the capital of France?", "temperature": 0}
-    body = json.dumps({"model": (names + elsewhere + [ALIAS])[0]} | asked)
-    facts = loading.facts(args, names[0], local) if local else {}
+    names = [*(local.names if local else ()), *elsewhere, ALIAS]
+    body = json.dumps({"model": names[0]} | asked)
+    facts = loading.facts(args, local) if local else {}
     if remote:
         facts["upstreams"] = f"{', '.join(args.upstream)} with {', '.join(elsewhere) or 'no model yet'}"
     for name, value in {
