@@ -176,6 +176,13 @@ def test_readme_starts_in_one_command(command: str) -> None:
     assert sum(command in line for line in README.splitlines()) == 1
 
 
+def test_curl_in_the_readme_says_what_it_sends() -> None:
+    """vLLM and SGLang refuse a body whose type is not JSON; curl's own is that of a form."""
+    commands = [line for line in README.splitlines() if re.match(r" +curl .* -d ", line)]
+    assert len(commands) == len(re.findall(r"\bcurl [^`]*? -d ", README)) > 0
+    assert [line for line in commands if "-H 'Content-Type: application/json'" not in line] == []
+
+
 @pytest.mark.parametrize("words", [words for words in readme_commands() if len(words) > 1], ids=shlex.join)
 def test_readme_commands_exist(words: list[str]) -> None:
     script, *rest = words
