@@ -20,7 +20,7 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, closing
 from functools import partial
 from typing import Any, Protocol
@@ -35,7 +35,7 @@ import responses
 import sealed
 import sse
 import tools
-from answers import Answer, error_body, error_response, new_id, now, read_json
+from answers import Answer, Whole, error_body, error_response, new_id, now, read_json, wants_stream
 from background import EventLog, Producer, QueueFull, Registry
 from channels import Accepted, Delta, Finish, Output, Usage
 from chat import BadInput
@@ -179,7 +179,7 @@ class Api:
         if request.background:
             return await self._in_background(row, producer, request.stream)
         events = self._registry.foreground_log(row if request.store else None)
-        whole = None if request.stream else lambda events: (200, responses.fold(events))
+        whole = None if request.stream else self._whole(responses.fold, 200)
         return Answer(events, self._in_foreground(events, producer), whole, self._done)
 
     async def _in_background(self, row: Row, producer: Producer, stream: bool) -> Response:
@@ -267,7 +267,8 @@ class Api:
         finish = said[-1]
         if not isinstance(finish, Finish) or finish.reason not in ("stop", "length") or not summary:
             failure = finish.message if isinstance(finish, Finish) else ""
-            return 500, error_body(500, failure or "The model wrote no summary.", code="server_error")
+            status = 500 if self._registry.accepts else 503
+            return status, error_body(status, failure or "The model wrote no summary.", code="server_error")
         blob = sealed.seal(self._key, "compaction", summary)
         users = [item for item in items if item["type"] == "message" and item["role"] == "user"]
         return 200, {
@@ -345,7 +346,7 @@ class Api:
 
     async def get_response(self, http: HttpRequest) -> Response:
         row = await self._row(http)
-        if http.query_params.get("stream") not in ("true", "True", "1"):
+        if not wants_stream(http.query_params):
             return JSONResponse(row.response)
         after = _starting_after(http.query_params.get("starting_after"))
         refused = "This response cannot be streamed because it was not created with "
@@ -419,7 +420,7 @@ class Api:
         }
         events = EventLog(encode_chunk)
         chunks = completions.Chunks(head, new_id, request.n, request.include_usage, request.named_call)
-        whole = None if request.stream else _whole_completion
+        whole = None if request.stream else self._whole(completions.fold, 500)
         return Answer(events, self._fill_completion(events, prompt, chunks), whole, sse.DONE)
 
     async def _fill_completion(self, events: EventLog, prompt: Prompt, chunks: completions.Chunks) -> None:
@@ -440,6 +441,19 @@ class Api:
                 for index in range(prompt.request.n):
                     group.create_task(fill_choice(index))
             events.extend(chunks.end())
+
+    def _whole(self, fold: Callable[[list[dict[str, Any]]], dict[str, Any]], failed: int) -> Whole:
+        """What the events amount to; `failed`: its status then, but at a stop, when it may be tried again."""
+
+        def whole(events: list[dict[str, Any]]) -> tuple[int, dict[str, Any]]:
+            body = fold(events)
+            if not body.get("error"):
+                return 200, body
+            if self._registry.accepts:
+                return failed, body
+            return 503, error_body(503, body["error"]["message"], code="server_error")
+
+        return whole
 
     # --- models, health ------------------------------------------------------------------------------------
 
@@ -527,11 +541,6 @@ def _log_finish(prompt: Prompt, finish: Finish, seconds: float) -> None:
     else:
         rate = n_out / max(seconds, 1e-9)
         log.info("%s: %d tokens in, %d out, %.2f s, %.1f tok/s", finish.reason, n_in, n_out, seconds, rate)
-
-
-def _whole_completion(chunks: list[dict[str, Any]]) -> tuple[int, dict[str, Any]]:
-    body = completions.fold(chunks)
-    return (500 if "error" in body else 200), body
 
 
 def _starting_after(value: str | None) -> int:

@@ -66,8 +66,8 @@ MAY_IMPORT = {
                     "weights", "worker"},
     "front":       {"answers", "api", "chat", "logs", "metrics", "page", "relay"},
     "bench":       set(),
-    "server":      {"api", "background", "dialects", "front", "hub", "loading", "logs", "metering", "remote",
-                    "responses", "store", "upstreams", "worker"},
+    "server":      {"answers", "api", "background", "dialects", "front", "hub", "loading", "logs", "metering",
+                    "remote", "responses", "store", "upstreams", "worker"},
 }
 # fmt: on
 
