@@ -101,7 +101,7 @@ def json_response(status: int, body: dict[str, Any]) -> JSONResponse:
 
 
 def wants_stream(query: QueryParams) -> bool:
-    """Of a response that is got."""
+    """Whether who gets a response asks for its events."""
     return query.get("stream") in ("true", "True", "1")
 
 

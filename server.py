@@ -119,7 +119,7 @@ def size(text: str) -> int:
 
 
 def at_least(low: float, kind: Callable[[str], T]) -> Callable[[str], T]:
-    """A finite number, or what else would become a time or a size that nothing can have."""
+    """A number from `low` to MAX_NUMBER; NaN and infinity are none."""
 
     def number(text: str) -> T:
         try:
