@@ -20,7 +20,7 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, closing
 from functools import partial
 from typing import Any, Protocol
@@ -35,7 +35,7 @@ import responses
 import sealed
 import sse
 import tools
-from answers import Answer, error_body, error_response, new_id, now, read_json
+from answers import Answer, Whole, error_body, error_response, new_id, now, read_json, wants_stream
 from background import EventLog, Producer, QueueFull, Registry
 from channels import Accepted, Delta, Finish, Output, Usage
 from chat import BadInput
@@ -49,7 +49,6 @@ from worker import LocalWorker
 log = logging.getLogger("api")
 
 ALIAS = "default"  # a name that any model answers to
-GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 # Of a response that has ended; a second cancel of a cancelled one is answered like the first.
 CANNOT_CANCEL = {
@@ -75,16 +74,6 @@ def encode_event(number: int, event: dict[str, Any]) -> bytes:
 
 def encode_chunk(_: int, chunk: dict[str, Any]) -> bytes:
     return sse.encode(sse.dumps(chunk))
-
-
-def generation_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters that generation_config.json presets; raises BadRequest for a value out of range."""
-    given = {name: generation[name] for name in GENERATION_DEFAULTS if generation.get(name) is not None}
-    if generation.get("do_sample") is False:
-        given["temperature"] = 0  # greedy
-    return {
-        name: params.COMMON[name].check(value, f"generation_config.{name}") for name, value in given.items()
-    }
 
 
 class Prompt(Protocol):
@@ -115,7 +104,7 @@ class Worker(Protocol):
 class Api:
     """The endpoints, over a worker here, one elsewhere or both, and one store.
 
-    `names` and `defaults` are those of the model here; `key` seals what clients keep for us.
+    `key` seals what clients keep for us.
     """
 
     def __init__(
@@ -123,8 +112,6 @@ class Api:
         local: LocalWorker | None,
         remote: RemoteWorker | None,
         registry: Registry,
-        defaults: Mapping[str, Any],
-        names: list[str],
         key: bytes,
         done_line: bool = True,
         temporary: bool = True,
@@ -134,15 +121,13 @@ class Api:
         self._remote = remote
         self._workers: list[Worker] = [worker for worker in (local, remote) if worker]
         self._registry = registry
-        self._defaults = defaults  # of parameters, where the model has its own
-        self._names = names
         self._key = key
         self._done = sse.DONE if done_line else b""
         self._reasoning_events = reasoning_events  # one of responses.REASONING_EVENTS
         self._temporary = temporary  # background responses that are not to be stored: kept for a while
         self._created = now()
         self.metrics = Metrics(
-            names[0] if names else "upstream", self._counts, registry.live, lambda: registry.ended
+            local.names[0] if local else "upstream", self._counts, registry.live, lambda: registry.ended
         )
 
     def routes(self) -> list[Route]:
@@ -194,7 +179,7 @@ class Api:
         if request.background:
             return await self._in_background(row, producer, request.stream)
         events = self._registry.foreground_log(row if request.store else None)
-        whole = None if request.stream else lambda events: (200, responses.fold(events))
+        whole = None if request.stream else self._whole(responses.fold, 200)
         return Answer(events, self._in_foreground(events, producer), whole, self._done)
 
     async def _in_background(self, row: Row, producer: Producer, stream: bool) -> Response:
@@ -282,7 +267,8 @@ class Api:
         finish = said[-1]
         if not isinstance(finish, Finish) or finish.reason not in ("stop", "length") or not summary:
             failure = finish.message if isinstance(finish, Finish) else ""
-            return 500, error_body(500, failure or "The model wrote no summary.", code="server_error")
+            status = 500 if self._registry.accepts else 503
+            return status, error_body(status, failure or "The model wrote no summary.", code="server_error")
         blob = sealed.seal(self._key, "compaction", summary)
         users = [item for item in items if item["type"] == "message" and item["role"] == "user"]
         return 200, {
@@ -349,17 +335,18 @@ class Api:
         raise BadRequest(f"The model '{model}' does not exist; there is {there}.", "model", "model_not_found")
 
     def _is_here(self, model: Any) -> bool:
-        return self._local is not None and model in (*self._names, ALIAS)
+        return self._local is not None and model in (*self._local.names, ALIAS)
 
     def _defaults_for(self, body: Any) -> Mapping[str, Any]:
         """Presets of parameters, of the model here; what one elsewhere presets nobody knows here."""
-        return self._defaults if isinstance(body, dict) and self._is_here(body.get("model")) else {}
+        named = body.get("model") if isinstance(body, dict) else None
+        return self._local.defaults if self._local and self._is_here(named) else {}
 
     # --- Responses: what became of one --------------------------------------------------------------------
 
     async def get_response(self, http: HttpRequest) -> Response:
         row = await self._row(http)
-        if http.query_params.get("stream") not in ("true", "True", "1"):
+        if not wants_stream(http.query_params):
             return JSONResponse(row.response)
         after = _starting_after(http.query_params.get("starting_after"))
         refused = "This response cannot be streamed because it was not created with "
@@ -433,7 +420,7 @@ class Api:
         }
         events = EventLog(encode_chunk)
         chunks = completions.Chunks(head, new_id, request.n, request.include_usage, request.named_call)
-        whole = None if request.stream else _whole_completion
+        whole = None if request.stream else self._whole(completions.fold, 500)
         return Answer(events, self._fill_completion(events, prompt, chunks), whole, sse.DONE)
 
     async def _fill_completion(self, events: EventLog, prompt: Prompt, chunks: completions.Chunks) -> None:
@@ -454,6 +441,19 @@ class Api:
                 for index in range(prompt.request.n):
                     group.create_task(fill_choice(index))
             events.extend(chunks.end())
+
+    def _whole(self, fold: Callable[[list[dict[str, Any]]], dict[str, Any]], failed: int) -> Whole:
+        """What the events amount to; `failed`: its status then, but at a stop, when it may be tried again."""
+
+        def whole(events: list[dict[str, Any]]) -> tuple[int, dict[str, Any]]:
+            body = fold(events)
+            if not body.get("error"):
+                return 200, body
+            if self._registry.accepts:
+                return failed, body
+            return 503, error_body(503, body["error"]["message"], code="server_error")
+
+        return whole
 
     # --- models, health ------------------------------------------------------------------------------------
 
@@ -489,7 +489,7 @@ class Api:
         found = {}
         if self._local:
             length = self._local.engine.max_seq_len
-            found = {n: head | {"owned_by": "local", "max_model_len": length} for n in self._names}
+            found = {n: head | {"owned_by": "local", "max_model_len": length} for n in self._local.names}
         elsewhere = self._remote.upstreams.models() if self._remote else {}
         others = {
             n: head | {"owned_by": "upstream"} | model for n, model in elsewhere.items() if n not in found
@@ -541,11 +541,6 @@ def _log_finish(prompt: Prompt, finish: Finish, seconds: float) -> None:
     else:
         rate = n_out / max(seconds, 1e-9)
         log.info("%s: %d tokens in, %d out, %.2f s, %.1f tok/s", finish.reason, n_in, n_out, seconds, rate)
-
-
-def _whole_completion(chunks: list[dict[str, Any]]) -> tuple[int, dict[str, Any]]:
-    body = completions.fold(chunks)
-    return (500 if "error" in body else 200), body
 
 
 def _starting_after(value: str | None) -> int:

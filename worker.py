@@ -13,11 +13,11 @@ Not here: what the pieces mean (channels.py), which tokens come (engine.py).
 import asyncio
 import bisect
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from datetime import datetime
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import dialects
 from channels import Accepted, Dialect, Finish, Output, Parser, Piece, State, TokenLogprob, Usage
@@ -56,9 +56,13 @@ class LocalWorker:
         template: ChatTemplate,
         grammars: Grammars,
         dialect: str | None = None,
+        names: Sequence[str] = ("model",),
+        defaults: Mapping[str, Any] | None = None,
     ) -> None:
-        """`dialect`: its name, where the template's is not to decide."""
+        """`dialect`: its name, where the template's is not to decide; `defaults` of parameters, by name."""
         self.engine = engine
+        self.names = names  # of the model, in requests
+        self.defaults = defaults or {}
         self._tokenizer = tokenizer
         self._template = template
         self._grammars = grammars

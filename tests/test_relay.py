@@ -106,6 +106,16 @@ def test_costs(counts: Counts, prices: Prices, adjusted: tuple[int, ...], costs:
     assert tuple(prices.costs(counts).values()) == costs
 
 
+@pytest.mark.parametrize(("cached", "reasoning", "total"), [(9, 0, 1), (0, 9, 5), (9, 9, 0)])
+def test_a_part_is_no_more_than_its_whole(cached: int, reasoning: int, total: int) -> None:
+    """Bug: more was cached than the prompt has, the rest cost -4, and the counter of all costs fell."""
+    details = {"prompt_tokens_details": {"cached_tokens": cached}, "reasoning_tokens": reasoning}
+    meter = Meter(Prices(1, Counts(10_000, 0, 10_000, 0)))
+    usage = meter.read({"usage": {"prompt_tokens": 5, "completion_tokens": 1} | details})
+    assert usage
+    assert (usage["total_cost"], meter.used()["total"]) == (total, total)
+
+
 @pytest.mark.parametrize("coefficient", [1000, 1500, 333])
 @pytest.mark.parametrize("multiplier", [10_000, 1_000, 80_000])
 def test_doubles_cost_what_integers_would(coefficient: int, multiplier: int) -> None:

@@ -476,6 +476,7 @@ NO_JSON_OBJECTS = {
     "infinite":            ("invalid_json",  b'{"temperature": -Infinity}'),
     "infinite by size":    ("invalid_json",  b'{"temperature": 1e999}'),
     "a long number":       ("invalid_json",  b'{"seed": %s}' % (b"9" * 5000)),
+    "UTF-16":              ("invalid_json",  '{"model": "tiny", "input": "hi"}'.encode("utf-16")),
     "no UTF-8":            ("invalid_json",  b'{"model": "tiny", "input": "\xff"}'),
     "half a surrogate":    ("invalid_json",  rb'{"model": "tiny", "input": "a\ud83d"}'),
     "surrogate in a name": ("invalid_json",  rb'{"model": "tiny", "\ude00": 1}'),
@@ -539,13 +540,27 @@ def test_nesting_is_refused_at_every_depth(server: Server) -> None:
 @pytest.mark.parametrize(("method", "path", "status", "code", "allow"), ELSEWHERE)
 def test_elsewhere(server: Server, method: str, path: str, status: int, code: str, allow: str | None) -> None:
     reply = server.request(method, path, None)
-    check_refusal(reply, status, code)
+    error = check_refusal(reply, status, code)
     assert allow is None or allow in reply.headers["allow"].split(", ")
+    assert code != "unknown_url" or "/v1/responses, " in error["message"]  # what there is
 
 
 def test_body_too_large(server: Server) -> None:
     body = b'{"input": "%s"}' % (b"x" * answers.MAX_BODY_BYTES)
     check_refusal(server.post(RESPONSES, body), 413, "body_too_large")
+
+
+def test_a_body_that_announces_too_much_is_not_read(server: Server) -> None:
+    """Bug: it was read until it was too large, or until its time was over."""
+    head = b"POST /v1/responses HTTP/1.1\r\nHost: test\r\nContent-Length: 99999999999\r\n\r\n"
+    with server.connect(head) as connection, connection.makefile("rb") as lines:
+        assert lines.readline().startswith(b"HTTP/1.1 413 ")
+
+
+def test_a_byte_order_mark_is_ignored(server: Server) -> None:
+    """RFC 8259, section 8.1: parsers may, and some Windows tools write one."""
+    body = b"\xef\xbb\xbf" + json.dumps(responses_body("text")).encode()
+    assert server.post(RESPONSES, body).json["status"] == "completed"
 
 
 @pytest.mark.parametrize("encoding", ["br", "zstd", "gzip, banana"])
@@ -921,8 +936,8 @@ def test_signal_ends_every_answer_properly(number: signal.Signals) -> None:
         streams = [http_chunks(connect(path, stream=True)) for path in (RESPONSES, CHAT)]
         for stream in streams:
             next(stream)
-        whole = connect(CHAT, stream=False)
-        until(lambda: server.health()["running"] == 3, "all three are being answered")
+        whole = [connect(path, stream=False) for path in (RESPONSES, CHAT)]
+        until(lambda: server.health()["running"] == 4, "all four are being answered")
         server.interrupt(number)
         *_, last, done = streams[0]
         response = json.loads(last.partition(b"\ndata: ")[2])["response"]
@@ -931,8 +946,12 @@ def test_signal_ends_every_answer_properly(number: signal.Signals) -> None:
         *_, last, done = streams[1]
         assert json.loads(last.removeprefix(b"data: "))["error"]["message"] == engine.CLOSING
         assert done == sse.DONE
-        with whole.makefile("rb") as lines:
-            assert lines.readline().startswith(b"HTTP/1.1 500")
+        for connection in whole:  # clients try again: nothing has been said
+            reply = http.client.HTTPResponse(connection)
+            reply.begin()
+            assert (reply.status, int(reply.headers["retry-after"]) > 0) == (503, True)
+            error = json.loads(reply.read())["error"]
+            assert (error["message"], error["code"]) == (engine.CLOSING, "server_error")
         assert server.exit_status() == 0
         assert "Traceback" not in server.log()
 
@@ -1033,6 +1052,52 @@ def test_port_is_taken_while_the_model_is_still_loaded() -> None:
     with contextlib.closing(server_program.bind("127.0.0.1", 0)) as listener:
         port = str(listener.getsockname()[1])
         check_complaint(("--model", "/not/looked/for", "--port", port), port)
+
+
+TEXTS = {server_program.text, server_program.key, server_program.origin, server_program.base_url}
+TYPES = {
+    name: settings["type"] for name, (_, settings) in server_program.OPTIONS.items() if "type" in settings
+}
+NUMBERS = [name for name, kind in TYPES.items() if kind not in TEXTS | {Path}]
+SILLY = [
+    *((name, value) for name in TYPES if name != "api-key-file" for value in ("", " ")),
+    *((name, value) for name in NUMBERS for value in ("nan", "inf", "-inf", "1e999", "-5", "9" * 5000, "x")),
+    *(("cors-origin", value) for value in ("nonsense", "https://x/", "https://x/y", "x.org", "https://")),
+    *(("upstream", value) for value in ("nonsense", "ftp://x", "http://")),
+    *((name, value) for name in ("api-key", "upstream-api-key") for value in ("cl\u00e9", "a\nb")),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), SILLY, ids=[f"{name}={value[:9]!r}" for name, value in SILLY])
+def test_silly_values(name: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bugs: an empty key let everybody in, an empty host was every address, a grace of inf a traceback."""
+    with pytest.raises(SystemExit) as caught:
+        server_program.arguments().parse_args([f"--{name}={value}"])
+    assert caught.value.code == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert f"error: argument --{name}: " in line
+    assert "expected " in line
+    assert "invalid " not in line  # argparse's word for a type that does not explain itself
+
+
+def test_every_option_that_takes_a_text_checks_it() -> None:
+    takes = {"action": "append"}.items()
+    unchecked = [
+        name
+        for name, (default, settings) in server_program.OPTIONS.items()
+        if not {"type", "choices"} & settings.keys() and (default is None or takes <= settings.items())
+    ]
+    assert unchecked == []
+
+
+def test_a_host_that_is_none() -> None:
+    check_complaint(("--model", str(TINY), "--host", "a..b", "--port", "0"), "a..b")
+
+
+def test_version() -> None:
+    ended = run("server.py", "--version")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert re.fullmatch(r"llmref \d+\.\d+\.\d+\n", ended.stdout)
 
 
 def test_every_flag_is_explained() -> None:
