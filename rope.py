@@ -7,7 +7,7 @@ trained on, each function of ROPE_TYPES names its own. The types and their numbe
 https://github.com/huggingface/transformers/blob/main/src/transformers/modeling_rope_utils.py.
 
 Rules of this file:
-  * A type is a function from the frequencies as trained to those in use and the factor on cos and sin.
+  * A type is a function: the frequencies as trained, to those in use and the factor on cos and sin.
   * Frequencies and angles are float64: an angle of some thousands is off by 2e-4 in float32.
 
 Not here: reading the numbers from config.json (weights.py), turning q and k (model.py).
@@ -26,7 +26,7 @@ Freq = NDArray[np.float64]  # radians per position for each pair of a head. (hea
 
 @dataclass(frozen=True)
 class Rope:
-    """What a type does not use keeps these defaults."""
+    """The numbers of a type; those that it does not use keep these defaults."""
 
     theta: float
     type: str = "default"  # a key of ROPE_TYPES
@@ -37,8 +37,8 @@ class Rope:
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn: the ramp begins and ends at whole pairs
-    attention_factor: float | None = None  # yarn; None: it follows from the factor and these two
-    mscale: float | None = None  # yarn: DeepSeek's addition, like the next
+    attention_factor: float | None = None  # yarn; None: it follows from the factor and the next two
+    mscale: float | None = None  # yarn: added by DeepSeek, like mscale_all_dim
     mscale_all_dim: float | None = None  # yarn
 
 
@@ -105,7 +105,7 @@ def yarn_magnitude(rope: Rope) -> float:
 
 
 def partly_stretched(freq: Freq, factor: float, kept: Freq) -> Freq:
-    """Of each pair: 1 and above: as trained; 0 and below: stretched by the factor; between: a mixture."""
+    """Each pair by what is `kept` of it, from 1, as trained, down to 0, stretched by the whole factor."""
     kept = np.clip(kept, 0, 1)
     return freq * kept + freq / factor * (1 - kept)
 

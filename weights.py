@@ -34,7 +34,7 @@ from rope import ROPE_TYPES, Rope
 
 Array = NDArray[np.float32]
 Tensors = dict[str, NDArray[Any]]  # of the checkpoint: float32, float16, or bfloat16 seen as uint16
-Fields = Mapping[str, Any]  # of config.json, over the defaults of absent ones; null is None, not absent
+Fields = Mapping[str, Any]  # of config.json, over the defaults of those that are absent; null is None
 
 
 class UnsupportedModel(ValueError):
@@ -281,7 +281,7 @@ def parse_config(raw: Fields, generation: dict[str, Any]) -> Config:
 
 
 def complete(fields: dict[str, Any]) -> Fields:
-    """The fields with the derived ones filled in, each of its kind; raises UnsupportedModel."""
+    """The fields, all checked, with those that follow from others filled in; raises UnsupportedModel."""
     check(fields, {name: kind for name, (kind, _) in FIELDS.items()})
     n_heads, n_layers = fields["num_attention_heads"], fields["num_hidden_layers"]
     derived = {"num_key_value_heads": n_heads, "head_dim": fields["hidden_size"] // n_heads}
@@ -323,10 +323,10 @@ def parse_rope(fields: Fields) -> Rope:
     if rope.get("factor") is None:
         rope["factor"] = length / rope[original]
     known = {ours: rope[theirs] for theirs, (ours, _) in ROPE_FIELDS.items() if rope.get(theirs) is not None}
-    made = Rope(**known)
-    frequencies = above(made.low_freq_factor, "low_freq_factor")
-    check(vars(made), {"high_freq_factor": frequencies, "beta_fast": above(made.beta_slow, "beta_slow")})
-    return made
+    read = Rope(**known)
+    check(vars(read), {"high_freq_factor": above(read.low_freq_factor, "low_freq_factor")})
+    check(vars(read), {"beta_fast": above(read.beta_slow, "beta_slow")})
+    return read
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -340,7 +340,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def found_in(directory: Path) -> str:
-    """What lies there instead, for messages about what does not."""
+    """What is there instead, for messages about what is not."""
     if not directory.is_dir():
         return "no such directory"
     names = sorted(entry.name for entry in directory.iterdir())
@@ -455,7 +455,7 @@ def check_tensors(tensors: Tensors, wanted: dict[str, tuple[int, ...]], config: 
         if name not in tensors:
             raise UnsupportedModel(f"tensor {name} {shape} is missing; the files hold {len(tensors)} tensors")
         if tensors[name].shape != shape:
-            raise UnsupportedModel(f"tensor {name} is {tensors[name].shape}; config.json makes it {shape}")
+            raise UnsupportedModel(f"tensor {name} is {tensors[name].shape}; config.json says {shape}")
     for name in sorted(tensors.keys() - wanted.keys()):
         if name == "lm_head.weight" and np.array_equal(tensors[name], tensors["model.embed_tokens.weight"]):
             continue  # tied, and saved twice
@@ -465,15 +465,15 @@ def check_tensors(tensors: Tensors, wanted: dict[str, tuple[int, ...]], config: 
 
 
 def progress(title: str, n_bytes: int) -> "tqdm[Any]":
-    """A bar on a terminal, for files that take longer than a glance (1 GB: about a second)."""
-    hidden = True if n_bytes < 1e9 else None  # None is tqdm's word for: unless stderr is a terminal
+    """A bar on a terminal, for files that take more than about a second."""
+    hidden = True if n_bytes < 1e9 else None  # None, to tqdm: unless stderr is a terminal
     return tqdm(desc=title, total=n_bytes, unit="B", unit_scale=True, disable=hidden)
 
 
 def fuse(
     tensors: Tensors, parts: list[Part], head_dim: int, bar: "tqdm[Any]", pack: Callable[[Array], Matrix]
 ) -> dict[str, Matrix]:
-    """float32 arrays by field; each tensor is read once and written once, and a matrix packed at once."""
+    """float32 arrays by field; each tensor is read and written once, each matrix packed once it is whole."""
     arrays: dict[str, Matrix] = {}
     for field in dict.fromkeys(part.field for part in parts):
         group = [part for part in parts if part.field == field]
@@ -496,7 +496,7 @@ def adjacent_pairs(tensor: NDArray[Any], head_dim: int) -> NDArray[Any]:
 
 
 def widen(tensor: NDArray[Any], out: Array) -> None:
-    """Write any of DTYPES to float32; bfloat16, seen as uint16, is the upper half of a float32."""
+    """Write a tensor of any of DTYPES as float32; bfloat16, seen as uint16, is the upper half of one."""
     if tensor.dtype == np.uint16:
         np.left_shift(tensor, 16, out=out.view(np.uint32), dtype=np.uint32)
     else:
@@ -504,7 +504,7 @@ def widen(tensor: NDArray[Any], out: Array) -> None:
 
 
 def bfloat16(array: NDArray[Any]) -> NDArray[np.uint16]:
-    """float32 rounded to the nearest, ties to even; not for NaN. uint16 is taken for bfloat16 already."""
+    """The bfloat16 nearest to each float32, ties to even; not for NaN. uint16 is bfloat16 already."""
     if array.dtype == np.uint16:
         return array
     bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
