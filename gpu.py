@@ -42,7 +42,8 @@ from kernels import (
     shape_for,
 )
 from model import PAGE, Choice, Context, Sampling, Span, forward
-from weights import Config, Layer, Weights, rope_table
+from rope import rope_table
+from weights import Config, Layer, Weights
 
 log = logging.getLogger("gpu")
 
@@ -423,7 +424,7 @@ class CudaOps:
         host, shapes = np.ndarray, buffer_shapes(c, self.max_seq_len, self.max_batch)
         self.weights = on_device(weights, lambda a: cp.asarray(bfloat16(a)) if type(a) is host else a)
         self._buffers = {name: cp.zeros(shape, np.dtype(dtype)) for name, (dtype, shape) in shapes.items()}
-        self._buffers["rope"].set(rope_table(c, self.max_seq_len))
+        self._buffers["rope"].set(rope_table(c.rope, c.head_dim, self.max_seq_len))
         pages = (self.n_pages, c.n_kv_heads, PAGE * head_pad(c))  # what pads a head is 0 and stays so
         self._keys = [cp.zeros(pages, np.uint16) for _ in range(c.n_layers)]
         self._values = [cp.zeros(pages, np.uint16) for _ in range(c.n_layers)]

@@ -576,8 +576,8 @@ extern "C" __global__ void __launch_bounds__(256)
 // y = rms_norm(x[rows]) w^T: NumpyOps.logits
 //   w (VOCAB_SIZE, DIM)   norm (DIM,)   x (R, DIM)   normed (n_rows, DIM)   rows (n_rows,) which of x
 //   y (n_rows, VOCAB_SIZE)   grid: n_rows / (16 ROW_TILES), VOCAB_SIZE / (8 LOGITS_TILES)
-//   Two blocks a processor, or ptxas spills to make room for a third; one where the sums fill the registers.
-extern "C" __global__ void __launch_bounds__(256, ROW_TILES == 1 ? 2 : 1)
+//   Of one tile two blocks a processor, or ptxas spills to make room for a third.
+extern "C" __global__ void __launch_bounds__(256, ROW_TILES == 1 ? 2 : 0)
     logits(weight *w, weight *norm, const float *x, const bf16 *normed, const int *rows, float *y,
            int n_rows) {
   NORMED(x, norm, rows, normed);

@@ -16,7 +16,8 @@ import emulator
 from emulator import Emulator
 from gpu import CudaOps, bfloat16, placed, random_weights
 from model import PAGE, Array, Batch, Choice, Context, NumpyOps, Sampling, Span, _pick, _uniform
-from weights import Config, Layer, Rope, Weights
+from rope import Rope
+from weights import Config, Layer, Weights
 
 pytestmark = pytest.mark.skipif(emulator.MISSING is not None, reason=str(emulator.MISSING))
 
@@ -47,7 +48,6 @@ def config(**changes: Any) -> Config:
         "qk_norm": True,
         "eos_token_ids": (),
         "generation": {},
-        "dtype": "bfloat16",
     }
     return Config(**values | changes)
 
