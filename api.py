@@ -38,9 +38,8 @@ import tools
 from answers import Answer, error_body, error_response, new_id, now, read_json
 from background import EventLog, Producer, QueueFull, Registry
 from channels import Accepted, Delta, Finish, Output, Usage
-from chat import BadInput
+from checks import BadInput, unsupported, wrong_value
 from metrics import Metrics
-from params import BadRequest
 from relay import Refused
 from remote import RemoteWorker
 from store import TERMINAL, Row
@@ -78,7 +77,7 @@ def encode_chunk(_: int, chunk: dict[str, Any]) -> bytes:
 
 
 def generation_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters that generation_config.json presets; raises BadRequest for a value out of range."""
+    """The parameters that generation_config.json presets; raises BadInput for a value out of range."""
     given = {name: generation[name] for name in GENERATION_DEFAULTS if generation.get(name) is not None}
     if generation.get("do_sample") is False:
         given["temperature"] = 0  # greedy
@@ -167,9 +166,7 @@ class Api:
         body = await self._read(http)
         request, items = await self._ask(http, body)
         if request.background and not (request.store or self._temporary):
-            raise params.unsupported(
-                "background", "This server runs only what it may store: send store=true."
-            )
+            raise unsupported("background", "This server runs only what it may store: send store=true.")
         prompt = await self._prepare(request)
         types = [tool["type"] for tool in request.echo["tools"]]
         if hidden := [name for name in types if name not in params.TOOL_TYPES]:
@@ -256,7 +253,7 @@ class Api:
         asked, _ = await self._ask(http, named, chain_suffices=True)
         prompt = await self._prepare(asked)
         if prompt.n_tokens is None:
-            raise params.unsupported("model", "Only the upstream that has this model could count its tokens.")
+            raise unsupported("model", "Only the upstream that has this model could count its tokens.")
         return JSONResponse({"object": "response.input_tokens", "input_tokens": prompt.n_tokens})
 
     async def compact(self, http: HttpRequest) -> Response:
@@ -309,7 +306,7 @@ class Api:
         try:
             return sealed.unseal(self._key, item["type"], str(item.get("encrypted_content")))
         except sealed.BadSeal as error:
-            raise BadRequest(str(error), f"input[{i}].encrypted_content") from error
+            raise BadInput(str(error), f"input[{i}].encrypted_content") from error
 
     async def _context(self, http: HttpRequest, body: Any) -> list[dict[str, Any]]:
         """The items of the chain that a request continues."""
@@ -319,9 +316,9 @@ class Api:
         row = await self._find(http, id_)
         if row is None:
             message = f"Previous response with id '{id_}' not found."
-            raise BadRequest(message, "previous_response_id", "previous_response_not_found")
+            raise BadInput(message, "previous_response_id", "previous_response_not_found")
         if row.response["status"] not in TERMINAL:
-            raise BadRequest(f"Previous response with id '{id_}' has not ended yet.", "previous_response_id")
+            raise BadInput(f"Previous response with id '{id_}' has not ended yet.", "previous_response_id")
         return row.context
 
     async def _ask(
@@ -346,7 +343,7 @@ class Api:
         if self._remote and self._remote.serves(model, ALIAS):
             return self._remote
         there = ", ".join(map(repr, (*self._models(), ALIAS)))
-        raise BadRequest(f"The model '{model}' does not exist; there is {there}.", "model", "model_not_found")
+        raise BadInput(f"The model '{model}' does not exist; there is {there}.", "model", "model_not_found")
 
     def _is_here(self, model: Any) -> bool:
         return self._local is not None and model in (*self._names, ALIAS)
@@ -364,28 +361,28 @@ class Api:
         after = _starting_after(http.query_params.get("starting_after"))
         refused = "This response cannot be streamed because it was not created with "
         if not row.background:
-            raise BadRequest(refused + "background=true.", "stream")
+            raise BadInput(refused + "background=true.", "stream")
         if not row.streamed:
-            raise BadRequest(refused + "stream=true.", "stream")
+            raise BadInput(refused + "stream=true.", "stream")
         events = await self._registry.events(row.id)
         if events is None:
-            raise BadRequest("This response can no longer be streamed: its events have expired.", "stream")
+            raise BadInput("This response can no longer be streamed: its events have expired.", "stream")
         return Answer(events, done=self._done, after=after)
 
     async def cancel_response(self, http: HttpRequest) -> Response:
         row = await self._row(http)
         if not row.background:
-            raise BadRequest("Cannot cancel a synchronous response.")
+            raise BadInput("Cannot cancel a synchronous response.")
         await self._registry.cancel(row.id)
         row = await self._row(http)
         if row.response["status"] != "cancelled":
-            raise BadRequest(CANNOT_CANCEL[row.response["status"]])
+            raise BadInput(CANNOT_CANCEL[row.response["status"]])
         return JSONResponse(row.response)
 
     async def delete_response(self, http: HttpRequest) -> Response:
         row = await self._row(http)
         if row.response["status"] not in TERMINAL:
-            raise BadRequest("Cannot delete an in-flight response.")
+            raise BadInput("Cannot delete an in-flight response.")
         await self._registry.delete(row.id)
         return JSONResponse({"id": row.id, "object": "response", "deleted": True})
 
@@ -393,12 +390,12 @@ class Api:
         row, query = await self._row(http), http.query_params
         limit = _limit(query.get("limit", "20"))
         if (order := query.get("order", "desc")) not in ("asc", "desc"):
-            raise params.wrong_value("order", "'asc' or 'desc'", order)
+            raise wrong_value("order", "'asc' or 'desc'", order)
         items = row.items if order == "asc" else row.items[::-1]
         if after := query.get("after"):
             ids = [item["id"] for item in items]
             if after not in ids:
-                raise params.wrong_value("after", "the id of an input item", after)
+                raise wrong_value("after", "the id of an input item", after)
             items = items[ids.index(after) + 1 :]
         page = items[:limit]
         ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
@@ -408,7 +405,7 @@ class Api:
         id_ = http.path_params["id"]
         row = await self._find(http, id_)
         if row is None:
-            raise BadRequest(f"Response with id '{id_}' not found.", None, "response_not_found")
+            raise BadInput(f"Response with id '{id_}' not found.", None, "response_not_found")
         return row
 
     async def _find(self, http: HttpRequest, id: str) -> Row | None:
@@ -551,11 +548,11 @@ def _whole_completion(chunks: list[dict[str, Any]]) -> tuple[int, dict[str, Any]
 def _starting_after(value: str | None) -> int:
     """-1: from the first event on."""
     if value is not None and not NUMBER.fullmatch(value):
-        raise params.wrong_value("starting_after", "a sequence number, 0 or more", value)
+        raise wrong_value("starting_after", "a sequence number, 0 or more", value)
     return -1 if value is None else int(value)
 
 
 def _limit(value: str) -> int:
     if not (NUMBER.fullmatch(value) and 1 <= int(value) <= 100):
-        raise params.wrong_value("limit", "an integer from 1 to 100", value)
+        raise wrong_value("limit", "an integer from 1 to 100", value)
     return int(value)

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import sse
-from chat import BadInput
+from checks import BadInput
 from completions import Unreadable, fold, objects
 from metering import Document, Meter
 

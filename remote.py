@@ -25,11 +25,11 @@ from typing import Any, Literal, NamedTuple, get_args
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-import params
 import sse
 from answers import SSE_HEADERS, kept_alive, while_there
 from channels import Accepted, Finish, Output, Usage
 from chat import Message, shortened
+from checks import boolean, mapping, shown, wrong_value
 from completions import Deltas, Unreadable
 from metering import Meter, Prices
 from params import Request
@@ -56,29 +56,14 @@ class Prompt(NamedTuple):
     n_tokens: None = None  # only the upstream knows
 
 
-# Of the same name and meaning in both APIs.
-SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "stop",
-    "stop_token_ids",
-)
-
-
 def chat_body(request: Request, model: str) -> dict[str, Any]:
     """The request in the words of chat completions.
 
     What the client has not set is not sent: the upstream may preset it, and not every server knows it.
     """
     body: dict[str, Any] = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
-    body |= {name: getattr(request, name) for name in SAMPLING if name in request.given}
+    stops = {name: getattr(request, name) for name in ("stop", "stop_token_ids", "ignore_eos")}
+    body |= {name: value for name, value in (request.sampling | stops).items() if name in request.given}
     if request.max_tokens is not None:
         body["max_tokens"] = request.max_tokens  # its newer name is known to fewer
     if request.n_top_logprobs is not None:
@@ -267,7 +252,7 @@ async def _frames_of(reply: Reply) -> AsyncGenerator[Frame]:
             for frame in reader.feed(chunk):
                 reply.is_said = reply.is_said or frame.is_done
                 if frame.data and not (frame.document or frame.is_done):  # what it held is lost
-                    raise Unreadable(f"expected JSON in each event, got {params.shown(frame.data)}")
+                    raise Unreadable(f"expected JSON in each event, got {shown(frame.data)}")
                 yield frame
     for frame in [] if reply.is_said else reader.close():
         yield frame
@@ -295,11 +280,11 @@ class PassThrough(Response):
 
     def __init__(self, worker: RemoteWorker, body: dict[str, Any]) -> None:
         options = body.get("stream_options")
-        self._wants_stream = params.boolean(body.get("stream") or False, "stream")
+        self._wants_stream = boolean(body.get("stream") or False, "stream")
         if options is not None and not self._wants_stream:
             # It never turns a plain answer into a stream: cocoon, ValidateRequest.cpp
-            raise params.wrong_value("stream_options", "stream to be true when it is set", options)
-        options = params.mapping(options or {}, "stream_options")
+            raise wrong_value("stream_options", "stream to be true when it is set", options)
+        options = mapping(options or {}, "stream_options")
         self._shows_usage = options.get("include_usage") is True or not self._wants_stream
         if self._wants_stream:
             body = body | {"stream_options": options | {"include_usage": True}}

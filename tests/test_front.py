@@ -17,7 +17,8 @@ from starlette.requests import Request as HttpRequest
 from uvicorn.server import ServerState
 
 import answers
-import params
+import chat
+from checks import BadInput
 from faulty_server import SLOW
 from front import Keys
 from server import protocol
@@ -297,11 +298,11 @@ def test_depth(body: bytes, depth: int) -> None:
 
 
 def test_conversations_are_so_long(server: Server) -> None:
-    turns = [{"role": "user", "content": ""}] * (params.MAX_ITEMS + 1)
+    turns = [{"role": "user", "content": ""}] * (chat.MAX_ITEMS + 1)
     for path, name in ((RESPONSES, "input"), (CHAT, "messages")):
         refusal = error(server.post(path, {"model": "tiny", name: turns}, **MINE), 400)
         assert (refusal["param"], refusal["code"]) == (name, "invalid_value")
-        assert str(params.MAX_ITEMS) in refusal["message"]
+        assert str(chat.MAX_ITEMS) in refusal["message"]
 
 
 def test_heads_are_so_large(server: Server) -> None:
@@ -323,7 +324,7 @@ def test_a_body_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
             await asyncio.Event().wait()
 
         http = HttpRequest({"type": "http", "method": "POST", "headers": []}, receive)
-        with pytest.raises(params.BadRequest) as caught:
+        with pytest.raises(BadInput) as caught:
             await answers.read_json(http)
         assert answers.STATUS[caught.value.code] == 408
 

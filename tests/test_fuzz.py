@@ -16,7 +16,7 @@ import params
 import responses
 import sse
 from channels import Finish
-from chat import BadInput
+from checks import BadInput
 from scripted import in_steps, said, vocabulary
 from serving import Reply, Server, serve
 

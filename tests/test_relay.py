@@ -25,6 +25,7 @@ import remote
 import sse
 import upstream as scripted
 from channels import Accepted, Delta, Finish, Output, Usage
+from checks import BadInput
 from completions import Unreadable
 from metering import Counts, Meter, Prices
 from relay import Refused, Relay
@@ -1062,6 +1063,6 @@ REFUSED = [
 def test_stream_options_turn_nothing_into_a_stream(more: Json, param: str) -> None:
     """A client that wanted JSON got SSE: cocoon, ValidateRequest.cpp."""
     worker = RemoteWorker(Upstreams(["http://127.0.0.1:9/v1"]))
-    with pytest.raises(params.BadRequest) as caught:
+    with pytest.raises(BadInput) as caught:
         worker.pass_through(ASK | more)
     assert caught.value.param == param
