@@ -65,6 +65,7 @@ def now() -> int:
 STATUS = {
     "model_not_found":              404,
     "response_not_found":           404,
+    "item_not_found":               404,
     "request_timeout":              408,
     "body_too_large":               413,
     "unsupported_content_encoding": 415,

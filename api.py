@@ -38,7 +38,8 @@ import tools
 from answers import Answer, error_body, error_response, new_id, now, read_json
 from background import EventLog, Producer, QueueFull, Registry
 from channels import Accepted, Delta, Finish, Output, Usage
-from checks import BadInput, unsupported, wrong_value
+from chat import MAX_ITEMS
+from checks import BadInput, needed, text, unsupported, wrong_value
 from metrics import Metrics
 from relay import Refused
 from remote import RemoteWorker
@@ -187,7 +188,7 @@ class Api:
             response=head | request.echo,
             owner=http.scope["owner"],
         )
-        producer = self._producer(prompt, row.response, request.background)
+        producer = self._producer(prompt, row, request.background)
         if request.background:
             return await self._in_background(row, producer, request.stream)
         events = self._registry.foreground_log(row if request.store else None)
@@ -203,13 +204,21 @@ class Api:
         return Answer(events, done=self._done) if stream else JSONResponse(events.events[0]["response"])
 
     async def _in_foreground(self, events: EventLog, producer: Producer) -> None:
+        """When its client leaves it is cancelled, and what it has said can be retrieved (B17)."""
         with closing(events):
-            await producer.fill(events)
+            try:
+                await producer.fill(events)
+            except asyncio.CancelledError:
+                if events.status and not events.ended:
+                    events.extend(producer.end("cancelled", ""))
+                await events.written()
+                raise
 
-    def _producer(self, prompt: Prompt, head: Mapping[str, Any], queued: bool) -> Producer:
+    def _producer(self, prompt: Prompt, row: Row, queued: bool) -> Producer:
         """What makes the events of one response, in the foreground or, `queued`, in its turn."""
-        seal = partial(sealed.seal, self._key, "reasoning") if prompt.request.seal_reasoning else None
-        builder = responses.Builder(head, new_id, seal, self._reasoning_events)
+        seal = partial(sealed.seal, self._key, "reasoning", row.owner)
+        seals = prompt.request.seal_reasoning
+        builder = responses.Builder(row.response, new_id, seal if seals else None, self._reasoning_events)
 
         async def fill(events: EventLog) -> None:
             try:
@@ -239,7 +248,7 @@ class Api:
         async def producer(row: Row) -> Producer:
             body = row.request | {"input": row.items, "previous_response_id": None}
             prompt = await self._prepare(params.from_responses(body, self._defaults_for(body)))
-            return self._producer(prompt, row.response, queued=True)
+            return self._producer(prompt, row, queued=True)
 
         def interrupted(frames: list[bytes]) -> responses.Event:
             events = [json.loads(event.data) for event in sse.Parser().feed(b"".join(frames))]
@@ -270,17 +279,18 @@ class Api:
             async with aclosing(self._outputs(prompt, 0)) as outputs:
                 said.extend([output async for output in outputs])
 
-        return Answer(EventLog(encode_event), fill(), lambda _: self._compacted(items, said))
+        owner = http.scope["owner"]
+        return Answer(EventLog(encode_event), fill(), lambda _: self._compacted(owner, items, said))
 
     def _compacted(
-        self, items: list[dict[str, Any]], said: Sequence[Accepted | Output | Finish]
+        self, owner: str, items: list[dict[str, Any]], said: Sequence[Accepted | Output | Finish]
     ) -> tuple[int, dict[str, Any]]:
         summary = "".join(o.text for o in said if isinstance(o, Delta) and o.channel == "final")
         finish = said[-1]
         if not isinstance(finish, Finish) or finish.reason not in ("stop", "length") or not summary:
             failure = finish.message if isinstance(finish, Finish) else ""
             return 500, error_body(500, failure or "The model wrote no summary.", code="server_error")
-        blob = sealed.seal(self._key, "compaction", summary)
+        blob = sealed.seal(self._key, "compaction", owner, summary)
         users = [item for item in items if item["type"] == "message" and item["role"] == "user"]
         return 200, {
             "id": new_id("resp"),
@@ -291,27 +301,39 @@ class Api:
         }
 
     async def _read(self, http: HttpRequest) -> Any:
-        """The body, with what clients keep for us opened: compactions, and reasoning without its text."""
-        body = await read_json(http)
-        items = body.get("input") if isinstance(body, dict) else None
-        for i, item in enumerate(items if isinstance(items, list) else ()):
-            kind = item.get("type") if isinstance(item, dict) else None
-            if kind == "compaction":
-                item["summary"] = self._opened(item, i)
-            elif kind == "reasoning" and item.get("encrypted_content") and not item.get("content"):
-                item["content"] = [{"type": "reasoning_text", "text": self._opened(item, i)}]
+        """The body, with the items that we keep, and those that clients keep for us opened."""
+        body, owner = await read_json(http), http.scope["owner"]
+        found = body.get("input") if isinstance(body, dict) else None
+        items: list[Any] = found if isinstance(found, list) else []
+        kept: dict[str, dict[str, Any]] = {}
+        for i, item in enumerate(items[:MAX_ITEMS]):  # with more it is refused
+            match item:
+                case {"type": "compaction"}:
+                    item["summary"] = self._opened(owner, item, i)
+                case {"type": "reasoning", "encrypted_content": blob} if blob and not item.get("content"):
+                    item["content"] = [{"type": "reasoning_text", "text": self._opened(owner, item, i)}]
+                case dict() if _is_reference(item):
+                    items[i] = await self._referred(owner, needed(item, "id", text, f"input[{i}]"), kept, i)
         return body
 
-    def _opened(self, item: Mapping[str, Any], i: int) -> str:
+    async def _referred(self, owner: str, id: str, kept: dict[str, dict[str, Any]], i: int) -> dict[str, Any]:
+        """The item of a stored response; `kept` are those that have been read for this request."""
+        if id not in kept and (row := await self._registry.with_item(id, owner)):
+            kept |= {item["id"]: item for item in row.context}
+        if id not in kept:
+            raise BadInput(f"Item with id '{id}' not found.", f"input[{i}].id", "item_not_found")
+        return kept[id]
+
+    def _opened(self, owner: str, item: Mapping[str, Any], i: int) -> str:
         try:
-            return sealed.unseal(self._key, item["type"], str(item.get("encrypted_content")))
+            return sealed.unseal(self._key, item["type"], owner, str(item.get("encrypted_content")))
         except sealed.BadSeal as error:
             raise BadInput(str(error), f"input[{i}].encrypted_content") from error
 
-    async def _context(self, http: HttpRequest, body: Any) -> list[dict[str, Any]]:
+    async def _context(self, http: HttpRequest, body: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The items of the chain that a request continues."""
-        id_ = body.get("previous_response_id") if isinstance(body, dict) else None
-        if not isinstance(id_, str):
+        id_ = body.get("previous_response_id")
+        if id_ is None:
             return []
         row = await self._find(http, id_)
         if row is None:
@@ -325,10 +347,12 @@ class Api:
         self, http: HttpRequest, body: Any, chain_suffices: bool = False
     ) -> tuple[params.Request, list[dict[str, Any]]]:
         """What is asked, and all items of the conversation; `chain_suffices`: `input` may be left out."""
+        defaults = self._defaults_for(body)
+        params.read_responses(body, defaults)  # what is wrong in itself is told first
         context = await self._context(http, body)
         if chain_suffices and context and not body.get("input"):
             body, context = body | {"input": context}, []
-        request = params.from_responses(body, self._defaults_for(body), context)
+        request = params.from_responses(body, defaults, context)
         return request, responses.input_items(body["input"], context, new_id)
 
     async def _prepare(self, request: params.Request) -> Prompt:
@@ -528,6 +552,12 @@ class Api:
             watch.end(finish.reason, usage.input_tokens, usage.cached_tokens, usage.output_tokens)
             _log_finish(prompt, finish, time.monotonic() - started)
         yield finish
+
+
+def _is_reference(item: Mapping[str, Any]) -> bool:
+    """The SDK's type of one may be null."""
+    nameless = item.get("type") is None and item.get("role") is None and item.get("id") is not None
+    return nameless or item.get("type") == "item_reference"
 
 
 def _log_finish(prompt: Prompt, finish: Finish, seconds: float) -> None:

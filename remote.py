@@ -32,7 +32,7 @@ from chat import Message, shortened
 from checks import boolean, mapping, shown, wrong_value
 from completions import Deltas, Unreadable
 from metering import Meter, Prices
-from params import Request
+from params import MOVED, Request
 from relay import Frame, Reader, Refused, Relay, error_object, forwarded
 from upstreams import RETRY_AFTER_S, Died, Reply, Upstreams
 
@@ -54,6 +54,17 @@ class Prompt(NamedTuple):
     body: dict[str, Any]  # all but the messages
     candidates: list[list[Message]]  # the messages; then, where they may be cut, without their oldest turns
     n_tokens: None = None  # only the upstream knows
+
+
+def asked_as(param: str) -> str:
+    """A parameter of chat completions, by the name that it has in the Responses API."""
+    name, dot, inside = param.partition(".")
+    name = name.partition("[")[0]
+    if name not in MOVED:
+        return param
+    if name != "response_format":  # what is inside has another place
+        return MOVED[name]
+    return MOVED[name] + (dot + inside).removeprefix(".json_schema")
 
 
 def chat_body(request: Request, model: str) -> dict[str, Any]:
@@ -228,11 +239,21 @@ class RemoteWorker:
         """Drops the oldest turns for as long as the upstream says that the prompt is too long."""
         for messages in prompt.candidates[:-1]:
             try:
-                return await self.upstreams.open(PATH, prompt.body | {"messages": messages})
+                return await self._ask(prompt, messages)
             except Refused as refused:
                 if refused.code != "context_length_exceeded":
                     raise
-        return await self.upstreams.open(PATH, prompt.body | {"messages": prompt.candidates[-1]})
+        return await self._ask(prompt, prompt.candidates[-1])
+
+    async def _ask(self, prompt: Prompt, messages: list[Message]) -> Reply:
+        """Raises Refused, which names what the client has sent."""
+        try:
+            return await self.upstreams.open(PATH, prompt.body | {"messages": messages})
+        except Refused as refused:
+            if theirs := refused.param:
+                refused.param = asked_as(theirs)
+                refused.message = refused.message.replace(f"'{theirs}'", f"'{refused.param}'")
+            raise
 
     def pass_through(self, body: dict[str, Any]) -> Response:
         """The answer to a chat request; raises BadInput."""

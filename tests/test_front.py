@@ -23,7 +23,7 @@ from faulty_server import SLOW
 from front import Keys
 from server import protocol
 from serving import TINY, Json, Reply, Server, http_bytes, http_chunks, run, serve, until
-from store import SCHEMA, Limits, Store
+from store import ITEMS, SCHEMA, Limits, Store
 
 RESPONSES, CHAT = "/v1/responses", "/v1/chat/completions"
 FAULTY = ("-m", "tests.faulty_server")
@@ -99,6 +99,16 @@ def test_to_another_key_a_response_does_not_exist(server: Server, my_response: s
     assert server.get(f"{RESPONSES}/{my_response}", **MINE).status == 200  # nothing has happened to it
 
 
+def test_to_another_key_an_item_does_not_exist(server: Server) -> None:
+    """Neither where it is stored here, nor where its client keeps it for us."""
+    compacted = server.post(RESPONSES + "/compact", HI, **MINE).json["output"][-1]
+    stored = {"type": "item_reference", "id": server.post(RESPONSES, HI, **MINE).json["output"][-1]["id"]}
+    for item, status in ((compacted, 400), (stored, 404)):
+        body = HI | {"input": [item, {"role": "user", "content": "hi"}]}
+        assert server.post(RESPONSES, body, **MINE).status == 200
+        error(server.post(RESPONSES, body, **YOURS), status)
+
+
 def test_a_key_stays_the_owner_over_a_restart(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("mine\n\n yours \n")
     flags = ("--store", str(tmp_path / "store.db"), "--api-key-file", str(tmp_path / "keys"))
@@ -113,16 +123,16 @@ def test_a_key_stays_the_owner_over_a_restart(tmp_path: Path) -> None:
         error(server.get(f"{RESPONSES}/{id_}"), 401)
 
 
-def test_a_store_without_owners_gets_them(tmp_path: Path) -> None:
-    """A file of version 1 is of a time when no response had an owner."""
+def test_a_store_of_an_earlier_version_becomes_one_of_this(tmp_path: Path) -> None:
+    """In version 1 no response had an owner, and no item could be found by its id."""
     path = tmp_path / "store.db"
-    changes = {"user_version = 2": "user_version = 1", "response    TEXT NOT NULL,": "response TEXT NOT NULL"}
-    older = "\n".join(line for line in SCHEMA.splitlines() if "owner" not in line)
+    older = "\n".join(line for line in SCHEMA.replace(ITEMS, "").splitlines() if "owner" not in line)
+    changes = {"user_version = 3": "user_version = 1", "response    TEXT NOT NULL,": "response TEXT NOT NULL"}
     for now, then in changes.items():
         older = older.replace(now, then)
     with closing(sqlite3.connect(path)) as db:
         db.executescript(older)
-        texts = ("{}", "[]", '{"status": "completed"}')
+        texts = ("{}", '[{"id": "msg_1"}]', '{"status": "completed", "output": [{"id": "msg_2"}]}')
         db.execute("INSERT INTO responses VALUES ('resp_1', 0, 1, 1, 0, 0, 0, 0, ?, ?, ?)", texts)
         db.commit()
     for _ in range(2):  # once is enough
@@ -130,9 +140,10 @@ def test_a_store_without_owners_gets_them(tmp_path: Path) -> None:
             row = opened.get("resp_1")
             assert row is not None
             assert row.owner == ""
+            assert opened.with_item("msg_1", "") == opened.with_item("msg_2", "") == row
     with closing(sqlite3.connect(path)) as db:
-        db.execute("PRAGMA user_version = 3")
-    with pytest.raises(sqlite3.DatabaseError, match="version 2"):
+        db.execute("PRAGMA user_version = 4")
+    with pytest.raises(sqlite3.DatabaseError, match="version 3"):
         Store(str(path), Limits())
 
 

@@ -991,6 +991,7 @@ REQUESTS: list[tuple[Json, Json]] = [
     ({},                                                {}),
     ({"max_output_tokens": 7, "seed": 5, "stop": "x"},  {"max_tokens": 7, "seed": 5, "stop": ["x"]}),
     ({"temperature": 0, "top_p": 0.5, "top_k": 4},      {"temperature": 0, "top_p": 0.5, "top_k": 4}),
+    ({"ignore_eos": True, "stop_token_ids": [3]},       {"ignore_eos": True, "stop_token_ids": [3]}),
     ({"reasoning": {"effort": "low"}},
                     {"reasoning_effort": "low",
                      "chat_template_kwargs": {"enable_thinking": True, "reasoning_effort": "low"}}),
