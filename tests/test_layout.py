@@ -62,7 +62,7 @@ MAY_IMPORT = {
                     "sse", "upstreams"},
     "worker":      {"channels", "chat", "checks", "dialects", "engine", "grammar", "model", "params",
                     "tokenizer"},
-    "api":         {"answers", "background", "channels", "checks", "completions", "metrics", "params",
+    "api":         {"answers", "background", "channels", "chat", "checks", "completions", "metrics", "params",
                     "relay", "remote", "responses", "sealed", "sse", "store", "tools", "worker"},
     "loading":     {"chat", "cpu", "engine", "gpu", "grammar", "kernels", "model", "tokenizer", "weights",
                     "worker"},

@@ -684,9 +684,8 @@ def test_drafts_change_nothing(server: Server, drafting: Server, path: str, stre
 
 def test_drafts_were_made_and_accepted(drafting: Server) -> None:
     was = drafting.health()
-    drafting.post(
-        RESPONSES, REPEATED | {"temperature": 0, "logit_bias": {"2041": -100}, "max_output_tokens": 300}
-    )
+    body = {"model": "tiny", "input": REPEATED, "temperature": 0, "logit_bias": {"2041": -100}}
+    drafting.post(RESPONSES, body | {"max_output_tokens": 300})
     now = drafting.health()
     accepted, steps = now["accepted"] - was["accepted"], now["steps"] - was["steps"]
     assert accepted > 50

@@ -127,7 +127,7 @@ def test_the_turn_ends_with_its_marker(end: str, ends: set[str]) -> None:
 
 
 def test_the_end_can_be_ignored() -> None:
-    """vLLM's ignore_eos: the model's own end is a token like others, what the client has named still stops."""
+    """vLLM's ignore_eos: the model's own end is a token like others, what the client has named stops."""
     tokenizer = vocabulary([b"a", b"b", b"c"])
     steps = [ids_of(tokenizer, [b"a", END.encode(), b"b", b"c"])]
     (stop,) = ids_of(tokenizer, [b"c"])
