@@ -15,12 +15,13 @@ Not here: parameters (params.py), the life of background responses (background.p
 """
 
 import asyncio
+import itertools
 import json
 import logging
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, closing
 from functools import partial
 from typing import Any, Protocol
@@ -75,6 +76,17 @@ def encode_event(number: int, event: dict[str, Any]) -> bytes:
 
 def encode_chunk(_: int, chunk: dict[str, Any]) -> bytes:
     return sse.encode(sse.dumps(chunk))
+
+
+def item_ids(response_id: str) -> Callable[[str], str]:
+    """Draws the ids of a response's items: each says which response it is of, as OpenAI's do."""
+    numbers = itertools.count()
+    return lambda prefix: f"{prefix}_{response_id.removeprefix('resp_')}{next(numbers):08x}"
+
+
+def response_of(item_id: str) -> str:
+    """Where an item is, if it is of item_ids()."""
+    return "resp_" + item_id.partition("_")[2][:-8]
 
 
 def generation_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
@@ -218,7 +230,9 @@ class Api:
         """What makes the events of one response, in the foreground or, `queued`, in its turn."""
         seal = partial(sealed.seal, self._key, "reasoning", row.owner)
         seals = prompt.request.seal_reasoning
-        builder = responses.Builder(row.response, new_id, seal if seals else None, self._reasoning_events)
+        builder = responses.Builder(
+            row.response, item_ids(row.id), seal if seals else None, self._reasoning_events
+        )
 
         async def fill(events: EventLog) -> None:
             try:
@@ -305,7 +319,7 @@ class Api:
         body, owner = await read_json(http), http.scope["owner"]
         found = body.get("input") if isinstance(body, dict) else None
         items: list[Any] = found if isinstance(found, list) else []
-        kept: dict[str, dict[str, Any]] = {}
+        kept: dict[str, list[dict[str, Any]]] = {}
         for i, item in enumerate(items[:MAX_ITEMS]):  # with more it is refused
             match item:
                 case {"type": "compaction"}:
@@ -313,16 +327,20 @@ class Api:
                 case {"type": "reasoning", "encrypted_content": blob} if blob and not item.get("content"):
                     item["content"] = [{"type": "reasoning_text", "text": self._opened(owner, item, i)}]
                 case dict() if _is_reference(item):
-                    items[i] = await self._referred(owner, needed(item, "id", text, f"input[{i}]"), kept, i)
+                    items[i] = await self._referred(http, needed(item, "id", text, f"input[{i}]"), kept, i)
         return body
 
-    async def _referred(self, owner: str, id: str, kept: dict[str, dict[str, Any]], i: int) -> dict[str, Any]:
-        """The item of a stored response; `kept` are those that have been read for this request."""
-        if id not in kept and (row := await self._registry.with_item(id, owner)):
-            kept |= {item["id"]: item for item in row.context}
-        if id not in kept:
-            raise BadInput(f"Item with id '{id}' not found.", f"input[{i}].id", "item_not_found")
-        return kept[id]
+    async def _referred(
+        self, http: HttpRequest, id: str, kept: dict[str, list[dict[str, Any]]], i: int
+    ) -> dict[str, Any]:
+        """An item that a stored response has said; `kept`: of the responses that have been looked up."""
+        home = response_of(id)
+        if home not in kept:
+            row = await self._find(http, home)
+            kept[home] = row.response["output"] if row else []
+        if found := [item for item in kept[home] if item["id"] == id]:
+            return found[0]
+        raise BadInput(f"Item with id '{id}' not found.", f"input[{i}].id", "item_not_found")
 
     def _opened(self, owner: str, item: Mapping[str, Any], i: int) -> str:
         try:

@@ -232,10 +232,6 @@ class Registry:
         await self._evict()
         return await self._call(self._store.get, id)
 
-    async def with_item(self, id: str, owner: str) -> Row | None:
-        """The newest stored response of an owner that has an item of this id."""
-        return await self._call(self._store.with_item, id, owner)
-
     async def events(self, id: str) -> EventLog | None:
         """The log of a background response; None when its events are no longer kept."""
         if job := self._jobs.get(id):

@@ -2,7 +2,7 @@
 
     (value, its path) --Check--> the value as we use it, or BadInput
 
-Authority: openai-openapi, `Error`; the codes that the `openai` package's users meet.
+Authority: https://platform.openai.com/docs/guides/error-codes; openai-openapi, `Error`.
 
 Rules of this file:
 1. null means absent: where something is needed, it is missing, and never of a wrong type.

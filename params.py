@@ -365,7 +365,7 @@ def from_chat(body: Any, defaults: Mapping[str, Any]) -> Request:
     if values["messages"] is None:
         raise missing("messages")
     if values["top_logprobs"] and not values["logprobs"]:
-        raise wrong_value("top_logprobs", "logprobs to be true when it is set", values["top_logprobs"])
+        raise wrong_value("top_logprobs", "logprobs to be true where it is not 0", values["top_logprobs"])
     tools = [chat_tool(tool, f"tools[{i}]") for i, tool in enumerate(values["tools"])]
     limit = values["max_completion_tokens"]
     wanted, path = values["response_format"], "response_format.json_schema"
@@ -408,7 +408,7 @@ def request(
         named_call=choice.named,
         stream=values["stream"],
         include_usage=bool((values["stream_options"] or {}).get("include_usage")) or not values["stream"],
-        n=values.get("n", 1),
+        n=values["n"],
         max_tokens=max_tokens,
         sampling={name: values[name] for name in SAMPLING},
         n_top_logprobs=n_top_logprobs,

@@ -24,16 +24,7 @@ from typing import Any, NamedTuple
 
 TERMINAL = ("completed", "incomplete", "failed", "cancelled")
 
-# Of the items that each response has taken or made: where they are.
-ITEMS = """
-CREATE TABLE IF NOT EXISTS items (
-    id          TEXT NOT NULL,
-    response_id TEXT NOT NULL REFERENCES responses ON DELETE CASCADE,
-    PRIMARY KEY (id, response_id)
-) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS by_response ON items (response_id);
-"""
-SCHEMA = f"""
+SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (
     id          TEXT PRIMARY KEY,
     born_at     REAL NOT NULL,              -- Unix seconds, as all times here
@@ -55,22 +46,12 @@ CREATE TABLE IF NOT EXISTS events (
     PRIMARY KEY (response_id, number)
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS by_end ON responses (ended_at);
-{ITEMS}
-PRAGMA user_version = 3;
+PRAGMA user_version = 2;
 """
-VERSION = 3
+VERSION = 2
 
 # What makes a file of an earlier version one of the next.
-UPGRADES = {
-    1: "ALTER TABLE responses ADD COLUMN owner TEXT NOT NULL DEFAULT ''; PRAGMA user_version = 2;",
-    2: f"""
-{ITEMS}
-INSERT OR IGNORE INTO items
-    SELECT json_extract(value, '$.id'), r.id FROM responses r, json_each(r.items)
-    UNION SELECT json_extract(value, '$.id'), r.id FROM responses r, json_each(r.response, '$.output');
-PRAGMA user_version = 3;
-""",
-}
+UPGRADES = {1: "ALTER TABLE responses ADD COLUMN owner TEXT NOT NULL DEFAULT ''; PRAGMA user_version = 2;"}
 
 SETTINGS = ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = NORMAL", "foreign_keys = ON")
 
@@ -163,7 +144,6 @@ class Store:
                 ),
             )
             self._insert_events(row.id, 0, frames)
-            self._insert_items(row.id, row.context)
 
     def append(self, id: str, first: int, frames: Sequence[bytes], newest: Newest, now: float) -> None:
         """Events number `first` and on; `newest` is the response object in the last that holds one, None if
@@ -184,19 +164,9 @@ class Store:
                     "row_bytes = length(request) + length(items) + ? WHERE id = ?",
                     (text, ended_at, len(text), id),
                 )
-                self._insert_items(id, newest["output"])
 
     def get(self, id: str) -> Row | None:
         found = self._db.execute(f"SELECT {COLUMNS} FROM responses WHERE id = ?", (id,)).fetchone()
-        return _row(found) if found else None
-
-    def with_item(self, id: str, owner: str) -> Row | None:
-        """The newest response of an owner that has an item of this id."""
-        found = self._db.execute(
-            f"SELECT {COLUMNS} FROM responses WHERE owner = ? AND "
-            "id IN (SELECT response_id FROM items WHERE items.id = ?) ORDER BY born_at DESC LIMIT 1",
-            (owner, id),
-        ).fetchone()
         return _row(found) if found else None
 
     def frames(self, id: str) -> list[bytes]:
@@ -230,10 +200,6 @@ class Store:
     def _insert_events(self, id: str, first: int, frames: Sequence[bytes]) -> None:
         rows = ((id, first + i, frame) for i, frame in enumerate(frames))
         self._db.executemany("INSERT INTO events VALUES (?, ?, ?)", rows)
-
-    def _insert_items(self, id: str, items: Sequence[dict[str, Any]]) -> None:
-        rows = ((item["id"], id) for item in items)
-        self._db.executemany("INSERT OR IGNORE INTO items VALUES (?, ?)", rows)
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:

@@ -664,10 +664,9 @@ def test_item_references(server: Server) -> None:
         second = created(server, HI | tools | {"input": [asked, *references, result]})
         assert second["usage"]["input_tokens"] == whole["usage"]["input_tokens"]
         assert listed(server, second["id"])[1:3] == [thought, call]
-    said = {"type": "item_reference", "id": second["output"][-1]["id"]}
-    third = HI | {"input": [{"type": "item_reference", "id": listed(server, second["id"])[0]["id"]}, said]}
-    assert created(server, third)["status"] == "completed"
-    for unknown in ("msg_unknown", "\0"):
+    kept = second["output"][-1]["id"]
+    server.request("DELETE", path(second["id"]), None)
+    for unknown in ("msg_unknown", "\0", thought["id"] + "0", thought["id"][3:], kept):
         reply = server.post(RESPONSES, HI | {"input": [asked, {"type": "item_reference", "id": unknown}]})
         message = f"Item with id '{unknown}' not found."
         assert (reply.status, reply.json) == (404, error(message, "input[1].id", "item_not_found"))

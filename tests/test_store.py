@@ -127,23 +127,6 @@ def test_deleted_parent_leaves_the_context_of_its_child(db: Store) -> None:
     assert child.context == [*row().items, WEATHER]
 
 
-def test_an_item_is_found_where_it_is_newest(db: Store) -> None:
-    """Of its owner alone, and for as long as there is a response that has it."""
-    db.insert(ended("resp_1", items=[{"id": "msg_1"}], owner="a"))
-    db.insert(row("resp_2", items=[{"id": "msg_1"}], owner="a", born_at=NOW + 1))
-    db.insert(ended("resp_3", items=[{"id": "msg_1"}], owner="b", born_at=NOW + 2))
-    db.append("resp_2", 0, [], state("completed", {"id": "msg_2"}), NOW)
-
-    def where(id: str, owner: str) -> str:
-        found = db.with_item(id, owner)
-        return found.id if found else ""
-
-    assert [where("msg_1", owner) for owner in ("a", "b", "")] == ["resp_2", "resp_3", ""]
-    assert [where("msg_2", "a"), where("msg_2", "b"), where("msg_3", "a")] == ["resp_2", "", ""]
-    db.delete("resp_2")
-    assert [where("msg_1", "a"), where("msg_2", "a")] == ["resp_1", ""]
-
-
 # --- limits -------------------------------------------------------------------------------------------------
 
 FULL = 2 * size(ended("a"))  # bytes of two
