@@ -29,7 +29,7 @@ from starlette.types import Receive, Scope, Send
 
 import sse
 from background import EventLog
-from params import BadRequest
+from checks import BadInput
 
 MAX_BODY_BYTES = 8 * 2**20
 MAX_BODY_S = 60  # until it has come
@@ -62,6 +62,7 @@ def now() -> int:
 STATUS = {
     "model_not_found":              404,
     "response_not_found":           404,
+    "item_not_found":               404,
     "request_timeout":              408,
     "body_too_large":               413,
     "unsupported_content_encoding": 415,
@@ -106,12 +107,12 @@ def wants_stream(query: QueryParams) -> bool:
 
 
 async def read_json(http: HttpRequest) -> Any:
-    """The body of a request; raises BadRequest."""
+    """The body of a request; raises BadInput."""
     encoding = http.headers.get("content-encoding", "").strip().lower() or "identity"
     if encoding not in ENCODINGS:
         message = f"Expected a body encoded as {', '.join(ENCODINGS)}, got '{encoding}'."
-        raise BadRequest(message, None, "unsupported_content_encoding")
-    too_large = BadRequest(f"Expected a body of at most {MAX_BODY_BYTES} bytes.", None, "body_too_large")
+        raise BadInput(message, None, "unsupported_content_encoding")
+    too_large = BadInput(f"Expected a body of at most {MAX_BODY_BYTES} bytes.", None, "body_too_large")
     if int(http.headers.get("content-length", 0)) > MAX_BODY_BYTES:
         raise too_large
     body = bytearray()
@@ -122,7 +123,7 @@ async def read_json(http: HttpRequest) -> Any:
                 if len(body) > MAX_BODY_BYTES:
                     raise too_large
     except TimeoutError as error:
-        raise BadRequest(f"Expected the body within {MAX_BODY_S} s.", None, "request_timeout") from error
+        raise BadInput(f"Expected the body within {MAX_BODY_S} s.", None, "request_timeout") from error
     return await asyncio.to_thread(_parse, bytes(body), encoding)  # a large body must not stop the streams
 
 
@@ -130,14 +131,14 @@ def _parse(body: bytes, encoding: str) -> Any:
     plain = _decoded(body, encoding)
     if depth(plain) > MAX_DEPTH:
         message = f"Expected a body nested at most {MAX_DEPTH} deep."
-        raise BadRequest(message, None, "invalid_json")
+        raise BadInput(message, None, "invalid_json")
     try:
         text = plain.decode("utf-8-sig")  # json.loads() takes UTF-16 too, RFC 8259 section 8.1 does not
         value = json.loads(text, parse_constant=_no_constant)
         # 1e999 is no number, half a surrogate pair is no text
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
-        raise BadRequest(f"Could not parse the body as JSON: {error}", None, "invalid_json") from error
+        raise BadInput(f"Could not parse the body as JSON: {error}", None, "invalid_json") from error
     return value
 
 
@@ -149,11 +150,11 @@ def _decoded(body: bytes, encoding: str) -> bytes:
     try:
         unpacked = unpacker.decompress(body, MAX_BODY_BYTES)
     except zlib.error as error:
-        raise BadRequest(f"Could not unpack the body: {error}", None, "invalid_json") from error
+        raise BadInput(f"Could not unpack the body: {error}", None, "invalid_json") from error
     if (not unpacker.eof and not unpacker.unconsumed_tail) or unpacker.unused_data:
-        raise BadRequest("Could not unpack the body: expected one whole stream.", None, "invalid_json")
+        raise BadInput("Could not unpack the body: expected one whole stream.", None, "invalid_json")
     if unpacker.unconsumed_tail:
-        raise BadRequest(f"Expected at most {MAX_BODY_BYTES} bytes when unpacked.", None, "body_too_large")
+        raise BadInput(f"Expected at most {MAX_BODY_BYTES} bytes when unpacked.", None, "body_too_large")
     return unpacked
 
 

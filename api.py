@@ -15,6 +15,7 @@ Not here: parameters (params.py), the life of background responses (background.p
 """
 
 import asyncio
+import itertools
 import json
 import logging
 import re
@@ -38,9 +39,9 @@ import tools
 from answers import Answer, Whole, error_body, error_response, new_id, now, read_json, wants_stream
 from background import EventLog, Producer, QueueFull, Registry
 from channels import Accepted, Delta, Finish, Output, Usage
-from chat import BadInput
+from chat import MAX_ITEMS
+from checks import BadInput, needed, text, unsupported, wrong_value
 from metrics import Metrics
-from params import BadRequest
 from relay import Refused
 from remote import RemoteWorker
 from store import TERMINAL, Row
@@ -74,6 +75,17 @@ def encode_event(number: int, event: dict[str, Any]) -> bytes:
 
 def encode_chunk(_: int, chunk: dict[str, Any]) -> bytes:
     return sse.encode(sse.dumps(chunk))
+
+
+def item_ids(response_id: str) -> Callable[[str], str]:
+    """Draws the ids of a response's items: each says which response it is of, as OpenAI's do."""
+    numbers = itertools.count()
+    return lambda prefix: f"{prefix}_{response_id.removeprefix('resp_')}{next(numbers):08x}"
+
+
+def response_of(item_id: str) -> str:
+    """Where an item is, if it is of item_ids()."""
+    return "resp_" + item_id.partition("_")[2][:-8]
 
 
 class Prompt(Protocol):
@@ -152,9 +164,7 @@ class Api:
         body = await self._read(http)
         request, items = await self._ask(http, body)
         if request.background and not (request.store or self._temporary):
-            raise params.unsupported(
-                "background", "This server runs only what it may store: send store=true."
-            )
+            raise unsupported("background", "This server runs only what it may store: send store=true.")
         prompt = await self._prepare(request)
         types = [tool["type"] for tool in request.echo["tools"]]
         if hidden := [name for name in types if name not in params.TOOL_TYPES]:
@@ -175,7 +185,7 @@ class Api:
             response=head | request.echo,
             owner=http.scope["owner"],
         )
-        producer = self._producer(prompt, row.response, request.background)
+        producer = self._producer(prompt, row, request.background)
         if request.background:
             return await self._in_background(row, producer, request.stream)
         events = self._registry.foreground_log(row if request.store else None)
@@ -191,13 +201,23 @@ class Api:
         return Answer(events, done=self._done) if stream else JSONResponse(events.events[0]["response"])
 
     async def _in_foreground(self, events: EventLog, producer: Producer) -> None:
+        """When its client leaves it is cancelled, and what it has said can be retrieved (B17)."""
         with closing(events):
-            await producer.fill(events)
+            try:
+                await producer.fill(events)
+            except asyncio.CancelledError:
+                if events.status and not events.ended:
+                    events.extend(producer.end("cancelled", ""))
+                await events.written()
+                raise
 
-    def _producer(self, prompt: Prompt, head: Mapping[str, Any], queued: bool) -> Producer:
+    def _producer(self, prompt: Prompt, row: Row, queued: bool) -> Producer:
         """What makes the events of one response, in the foreground or, `queued`, in its turn."""
-        seal = partial(sealed.seal, self._key, "reasoning") if prompt.request.seal_reasoning else None
-        builder = responses.Builder(head, new_id, seal, self._reasoning_events)
+        seal = partial(sealed.seal, self._key, "reasoning", row.owner)
+        seals = prompt.request.seal_reasoning
+        builder = responses.Builder(
+            row.response, item_ids(row.id), seal if seals else None, self._reasoning_events
+        )
 
         async def fill(events: EventLog) -> None:
             try:
@@ -227,7 +247,7 @@ class Api:
         async def producer(row: Row) -> Producer:
             body = row.request | {"input": row.items, "previous_response_id": None}
             prompt = await self._prepare(params.from_responses(body, self._defaults_for(body)))
-            return self._producer(prompt, row.response, queued=True)
+            return self._producer(prompt, row, queued=True)
 
         def interrupted(frames: list[bytes]) -> responses.Event:
             events = [json.loads(event.data) for event in sse.Parser().feed(b"".join(frames))]
@@ -241,7 +261,7 @@ class Api:
         asked, _ = await self._ask(http, named, chain_suffices=True)
         prompt = await self._prepare(asked)
         if prompt.n_tokens is None:
-            raise params.unsupported("model", "Only the upstream that has this model could count its tokens.")
+            raise unsupported("model", "Only the upstream that has this model could count its tokens.")
         return JSONResponse({"object": "response.input_tokens", "input_tokens": prompt.n_tokens})
 
     async def compact(self, http: HttpRequest) -> Response:
@@ -258,10 +278,11 @@ class Api:
             async with aclosing(self._outputs(prompt, 0)) as outputs:
                 said.extend([output async for output in outputs])
 
-        return Answer(EventLog(encode_event), fill(), lambda _: self._compacted(items, said))
+        owner = http.scope["owner"]
+        return Answer(EventLog(encode_event), fill(), lambda _: self._compacted(owner, items, said))
 
     def _compacted(
-        self, items: list[dict[str, Any]], said: Sequence[Accepted | Output | Finish]
+        self, owner: str, items: list[dict[str, Any]], said: Sequence[Accepted | Output | Finish]
     ) -> tuple[int, dict[str, Any]]:
         summary = "".join(o.text for o in said if isinstance(o, Delta) and o.channel == "final")
         finish = said[-1]
@@ -269,7 +290,7 @@ class Api:
             failure = finish.message if isinstance(finish, Finish) else ""
             status = 500 if self._registry.accepts else 503
             return status, error_body(status, failure or "The model wrote no summary.", code="server_error")
-        blob = sealed.seal(self._key, "compaction", summary)
+        blob = sealed.seal(self._key, "compaction", owner, summary)
         users = [item for item in items if item["type"] == "message" and item["role"] == "user"]
         return 200, {
             "id": new_id("resp"),
@@ -280,44 +301,62 @@ class Api:
         }
 
     async def _read(self, http: HttpRequest) -> Any:
-        """The body, with what clients keep for us opened: compactions, and reasoning without its text."""
-        body = await read_json(http)
-        items = body.get("input") if isinstance(body, dict) else None
-        for i, item in enumerate(items if isinstance(items, list) else ()):
-            kind = item.get("type") if isinstance(item, dict) else None
-            if kind == "compaction":
-                item["summary"] = self._opened(item, i)
-            elif kind == "reasoning" and item.get("encrypted_content") and not item.get("content"):
-                item["content"] = [{"type": "reasoning_text", "text": self._opened(item, i)}]
+        """The body, with the items that we keep, and those that clients keep for us opened."""
+        body, owner = await read_json(http), http.scope["owner"]
+        found = body.get("input") if isinstance(body, dict) else None
+        items: list[Any] = found if isinstance(found, list) else []
+        kept: dict[str, list[dict[str, Any]]] = {}
+        for i, item in enumerate(items[:MAX_ITEMS]):  # with more it is refused
+            match item:
+                case {"type": "compaction"}:
+                    item["summary"] = self._opened(owner, item, i)
+                case {"type": "reasoning", "encrypted_content": blob} if blob and not item.get("content"):
+                    item["content"] = [{"type": "reasoning_text", "text": self._opened(owner, item, i)}]
+                case dict() if _is_reference(item):
+                    items[i] = await self._referred(http, needed(item, "id", text, f"input[{i}]"), kept, i)
         return body
 
-    def _opened(self, item: Mapping[str, Any], i: int) -> str:
-        try:
-            return sealed.unseal(self._key, item["type"], str(item.get("encrypted_content")))
-        except sealed.BadSeal as error:
-            raise BadRequest(str(error), f"input[{i}].encrypted_content") from error
+    async def _referred(
+        self, http: HttpRequest, id: str, kept: dict[str, list[dict[str, Any]]], i: int
+    ) -> dict[str, Any]:
+        """An item that a stored response has said; `kept`: of the responses that have been looked up."""
+        home = response_of(id)
+        if home not in kept:
+            row = await self._find(http, home)
+            kept[home] = row.response["output"] if row else []
+        if found := [item for item in kept[home] if item["id"] == id]:
+            return found[0]
+        raise BadInput(f"Item with id '{id}' not found.", f"input[{i}].id", "item_not_found")
 
-    async def _context(self, http: HttpRequest, body: Any) -> list[dict[str, Any]]:
+    def _opened(self, owner: str, item: Mapping[str, Any], i: int) -> str:
+        try:
+            return sealed.unseal(self._key, item["type"], owner, str(item.get("encrypted_content")))
+        except sealed.BadSeal as error:
+            raise BadInput(str(error), f"input[{i}].encrypted_content") from error
+
+    async def _context(self, http: HttpRequest, body: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The items of the chain that a request continues."""
-        id_ = body.get("previous_response_id") if isinstance(body, dict) else None
-        if not isinstance(id_, str):
+        id_ = body.get("previous_response_id")
+        if id_ is None:
             return []
         row = await self._find(http, id_)
         if row is None:
             message = f"Previous response with id '{id_}' not found."
-            raise BadRequest(message, "previous_response_id", "previous_response_not_found")
+            raise BadInput(message, "previous_response_id", "previous_response_not_found")
         if row.response["status"] not in TERMINAL:
-            raise BadRequest(f"Previous response with id '{id_}' has not ended yet.", "previous_response_id")
+            raise BadInput(f"Previous response with id '{id_}' has not ended yet.", "previous_response_id")
         return row.context
 
     async def _ask(
         self, http: HttpRequest, body: Any, chain_suffices: bool = False
     ) -> tuple[params.Request, list[dict[str, Any]]]:
         """What is asked, and all items of the conversation; `chain_suffices`: `input` may be left out."""
+        defaults = self._defaults_for(body)
+        params.read_responses(body, defaults)  # what is wrong in itself is told first
         context = await self._context(http, body)
         if chain_suffices and context and not body.get("input"):
             body, context = body | {"input": context}, []
-        request = params.from_responses(body, self._defaults_for(body), context)
+        request = params.from_responses(body, defaults, context)
         return request, responses.input_items(body["input"], context, new_id)
 
     async def _prepare(self, request: params.Request) -> Prompt:
@@ -332,7 +371,7 @@ class Api:
         if self._remote and self._remote.serves(model, ALIAS):
             return self._remote
         there = ", ".join(map(repr, (*self._models(), ALIAS)))
-        raise BadRequest(f"The model '{model}' does not exist; there is {there}.", "model", "model_not_found")
+        raise BadInput(f"The model '{model}' does not exist; there is {there}.", "model", "model_not_found")
 
     def _is_here(self, model: Any) -> bool:
         return self._local is not None and model in (*self._local.names, ALIAS)
@@ -351,28 +390,28 @@ class Api:
         after = _starting_after(http.query_params.get("starting_after"))
         refused = "This response cannot be streamed because it was not created with "
         if not row.background:
-            raise BadRequest(refused + "background=true.", "stream")
+            raise BadInput(refused + "background=true.", "stream")
         if not row.streamed:
-            raise BadRequest(refused + "stream=true.", "stream")
+            raise BadInput(refused + "stream=true.", "stream")
         events = await self._registry.events(row.id)
         if events is None:
-            raise BadRequest("This response can no longer be streamed: its events have expired.", "stream")
+            raise BadInput("This response can no longer be streamed: its events have expired.", "stream")
         return Answer(events, done=self._done, after=after)
 
     async def cancel_response(self, http: HttpRequest) -> Response:
         row = await self._row(http)
         if not row.background:
-            raise BadRequest("Cannot cancel a synchronous response.")
+            raise BadInput("Cannot cancel a synchronous response.")
         await self._registry.cancel(row.id)
         row = await self._row(http)
         if row.response["status"] != "cancelled":
-            raise BadRequest(CANNOT_CANCEL[row.response["status"]])
+            raise BadInput(CANNOT_CANCEL[row.response["status"]])
         return JSONResponse(row.response)
 
     async def delete_response(self, http: HttpRequest) -> Response:
         row = await self._row(http)
         if row.response["status"] not in TERMINAL:
-            raise BadRequest("Cannot delete an in-flight response.")
+            raise BadInput("Cannot delete an in-flight response.")
         await self._registry.delete(row.id)
         return JSONResponse({"id": row.id, "object": "response", "deleted": True})
 
@@ -380,12 +419,12 @@ class Api:
         row, query = await self._row(http), http.query_params
         limit = _limit(query.get("limit", "20"))
         if (order := query.get("order", "desc")) not in ("asc", "desc"):
-            raise params.wrong_value("order", "'asc' or 'desc'", order)
+            raise wrong_value("order", "'asc' or 'desc'", order)
         items = row.items if order == "asc" else row.items[::-1]
         if after := query.get("after"):
             ids = [item["id"] for item in items]
             if after not in ids:
-                raise params.wrong_value("after", "the id of an input item", after)
+                raise wrong_value("after", "the id of an input item", after)
             items = items[ids.index(after) + 1 :]
         page = items[:limit]
         ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
@@ -395,7 +434,7 @@ class Api:
         id_ = http.path_params["id"]
         row = await self._find(http, id_)
         if row is None:
-            raise BadRequest(f"Response with id '{id_}' not found.", None, "response_not_found")
+            raise BadInput(f"Response with id '{id_}' not found.", None, "response_not_found")
         return row
 
     async def _find(self, http: HttpRequest, id: str) -> Row | None:
@@ -533,6 +572,12 @@ class Api:
         yield finish
 
 
+def _is_reference(item: Mapping[str, Any]) -> bool:
+    """The SDK's type of one may be null."""
+    nameless = item.get("type") is None and item.get("role") is None and item.get("id") is not None
+    return nameless or item.get("type") == "item_reference"
+
+
 def _log_finish(prompt: Prompt, finish: Finish, seconds: float) -> None:
     n_in = prompt.n_tokens or (finish.usage.input_tokens if finish.usage else 0)
     n_out = finish.usage.output_tokens if finish.usage else 0
@@ -546,11 +591,11 @@ def _log_finish(prompt: Prompt, finish: Finish, seconds: float) -> None:
 def _starting_after(value: str | None) -> int:
     """-1: from the first event on."""
     if value is not None and not NUMBER.fullmatch(value):
-        raise params.wrong_value("starting_after", "a sequence number, 0 or more", value)
+        raise wrong_value("starting_after", "a sequence number, 0 or more", value)
     return -1 if value is None else int(value)
 
 
 def _limit(value: str) -> int:
     if not (NUMBER.fullmatch(value) and 1 <= int(value) <= 100):
-        raise params.wrong_value("limit", "an integer from 1 to 100", value)
+        raise wrong_value("limit", "an integer from 1 to 100", value)
     return int(value)

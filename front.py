@@ -35,7 +35,7 @@ import metrics
 import page
 from answers import STATUS, error_response, new_id, wants_stream
 from api import Api
-from chat import BadInput
+from checks import BadInput
 from logs import REQUEST_ID
 from relay import Refused
 

@@ -69,7 +69,7 @@ def load(directory: Path, args: argparse.Namespace) -> LocalWorker:
 
 
 def generation_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters that generation_config.json presets; raises BadRequest for a value out of range."""
+    """The parameters that generation_config.json presets; raises BadInput for a value out of range."""
     given = {name: generation[name] for name in GENERATION_DEFAULTS if generation.get(name) is not None}
     if generation.get("do_sample") is False:
         given["temperature"] = 0  # greedy

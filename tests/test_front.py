@@ -20,8 +20,9 @@ from starlette.requests import Request as HttpRequest
 from uvicorn.server import ServerState
 
 import answers
-import params
+import chat
 import server as server_program
+from checks import BadInput
 from faulty_server import SLOW
 from front import Keys
 from server import protocol
@@ -100,6 +101,16 @@ def test_to_another_key_a_response_does_not_exist(server: Server, my_response: s
     assert theirs.status == nobodys.status in (400, 404)
     assert theirs.body.replace(my_response.encode(), b"") == nobodys.body.replace(unknown.encode(), b"")
     assert server.get(f"{RESPONSES}/{my_response}", **MINE).status == 200  # nothing has happened to it
+
+
+def test_to_another_key_an_item_does_not_exist(server: Server) -> None:
+    """Neither where it is stored here, nor where its client keeps it for us."""
+    compacted = server.post(RESPONSES + "/compact", HI, **MINE).json["output"][-1]
+    stored = {"type": "item_reference", "id": server.post(RESPONSES, HI, **MINE).json["output"][-1]["id"]}
+    for item, status in ((compacted, 400), (stored, 404)):
+        body = HI | {"input": [item, {"role": "user", "content": "hi"}]}
+        assert server.post(RESPONSES, body, **MINE).status == 200
+        error(server.post(RESPONSES, body, **YOURS), status)
 
 
 def test_a_key_stays_the_owner_over_a_restart(tmp_path: Path) -> None:
@@ -454,11 +465,11 @@ def test_depth(body: bytes, depth: int) -> None:
 
 
 def test_conversations_are_so_long(server: Server) -> None:
-    turns = [{"role": "user", "content": ""}] * (params.MAX_ITEMS + 1)
+    turns = [{"role": "user", "content": ""}] * (chat.MAX_ITEMS + 1)
     for path, name in ((RESPONSES, "input"), (CHAT, "messages")):
         refusal = error(server.post(path, {"model": "tiny", name: turns}, **MINE), 400)
         assert (refusal["param"], refusal["code"]) == (name, "invalid_value")
-        assert str(params.MAX_ITEMS) in refusal["message"]
+        assert str(chat.MAX_ITEMS) in refusal["message"]
 
 
 def test_heads_are_so_large(server: Server) -> None:
@@ -476,7 +487,7 @@ def test_a_body_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
             await asyncio.Event().wait()
 
         http = HttpRequest({"type": "http", "method": "POST", "headers": []}, receive)
-        with pytest.raises(params.BadRequest) as caught:
+        with pytest.raises(BadInput) as caught:
             await answers.read_json(http)
         assert answers.STATUS[caught.value.code] == 408
 

@@ -25,6 +25,7 @@ import remote
 import sse
 import upstream as scripted
 from channels import Accepted, Delta, Finish, Output, Usage
+from checks import BadInput
 from completions import Unreadable
 from metering import Counts, Meter, Prices
 from relay import Refused, Relay
@@ -1000,6 +1001,7 @@ REQUESTS: list[tuple[Json, Json]] = [
     ({},                                                {}),
     ({"max_output_tokens": 7, "seed": 5, "stop": "x"},  {"max_tokens": 7, "seed": 5, "stop": ["x"]}),
     ({"temperature": 0, "top_p": 0.5, "top_k": 4},      {"temperature": 0, "top_p": 0.5, "top_k": 4}),
+    ({"ignore_eos": True, "stop_token_ids": [3]},       {"ignore_eos": True, "stop_token_ids": [3]}),
     ({"reasoning": {"effort": "low"}},
                     {"reasoning_effort": "low",
                      "chat_template_kwargs": {"enable_thinking": True, "reasoning_effort": "low"}}),
@@ -1072,6 +1074,6 @@ REFUSED = [
 def test_stream_options_turn_nothing_into_a_stream(more: Json, param: str) -> None:
     """A client that wanted JSON got SSE: cocoon, ValidateRequest.cpp."""
     worker = RemoteWorker(Upstreams(["http://127.0.0.1:9/v1"]))
-    with pytest.raises(params.BadRequest) as caught:
+    with pytest.raises(BadInput) as caught:
         worker.pass_through(ASK | more)
     assert caught.value.param == param
