@@ -9,7 +9,7 @@ Rules of this file:
 1. One path: a producer fills an event log, whoever reads it and whenever.
 2. What can be refused is refused before a response is accepted, in the background too.
 3. A response that is kept is stored before its last event is seen: EricLBuehler/mistral.rs#1946
-4. While it runs, a foreground response belongs to its request alone: nobody finds it.
+4. While it runs, a foreground response belongs to its request: no other can look it up.
 
 Not here: parameters (params.py), the life of background responses (background.py), HTTP itself (answers.py).
 """
@@ -89,7 +89,7 @@ def response_of(item_id: str) -> str:
 
 
 class Prompt(Protocol):
-    """A request that a worker will serve."""
+    """A checked request, ready for its worker."""
 
     @property
     def request(self) -> params.Request: ...

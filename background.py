@@ -13,7 +13,7 @@ Rules of this file:
 3. An event is seen when it is written, so no restart takes back what was seen. One write takes all events
    that came during the last one: the tokens do not wait for the disk. A write that fails is logged, its
    events are seen all the same, and the next write takes them too.
-4. A response ends once, in its log: a cancel that comes before the last event wins, a later one has lost.
+4. A response ends once, in its log: a cancel that comes before the last event wins, a later one is void.
 5. Everything ends: a producer that returns, raises, is cancelled or was killed leaves a terminal event.
 
 Not here: SQL (store.py), what an event says (responses.py), HTTP (api.py, answers.py).
@@ -124,18 +124,29 @@ class EventLog:
             else:
                 await self._news.wait()
 
+    async def write_again(self) -> bool:
+        """Try once more what a write has failed to keep; whether all is kept now."""
+        if self._write and not self.is_kept and self._writing is None:
+            self._writing = asyncio.create_task(self._write_all(self._write))
+        if self._writing:
+            await asyncio.shield(self._writing)  # whoever waits may leave
+        return self.is_kept
+
     async def _write_all(self, write: Write) -> None:
-        while self._pending:
-            n, newest = len(self._pending), _newest(self._pending)
+        while self._pending or not self.is_kept:
+            n, newest = len(self._pending), _newest(self._pending) or self.seen
             kept = _newest(self._frames[self._n_kept - 1 : self._n_kept])
             frames = [frame for frame, _ in self._frames[self._n_kept :] + self._pending]
             try:
                 await write(self._n_kept, frames, None if newest is kept else newest)
             except Exception:
-                log.exception("%d events could not be stored; they are lost at exit", len(frames))
+                log.exception("%d events could not be stored yet", len(frames))
+                self._show(n)
+                if not self._pending:
+                    break
             else:
                 self._n_kept += len(frames)
-            self._show(n)
+                self._show(n)
         self._writing = None
 
     def _show(self, n: int) -> None:
@@ -354,6 +365,9 @@ class Registry:
     async def _evict(self) -> None:
         if time.monotonic() - self._evicted_at > EVICT_EVERY_S:
             self._evicted_at = time.monotonic()
+            for job in [*self._jobs.values()]:
+                if job.ending and job.ending.done() and await job.log.write_again():  # the disk was full
+                    self._jobs.pop(job.row.id, None)
             await self._call(self._store.evict, time.time())
 
     async def _call(self, function: Callable[..., T], *args: Any) -> T:

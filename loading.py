@@ -59,8 +59,8 @@ def load(directory: Path, args: argparse.Namespace) -> LocalWorker:
         kind, room = gpu.CudaOps, gpu.room(config, length, args.max_batch)
     else:
         kind, room = cpu_ops(), free_memory() // 4  # no more is real than is used
-    loaded = weights.read_weights(directory, config, kind.pack)
     n_pages = pool(kind.page_bytes(config), length, args.max_batch, args.kv_memory, room)
+    loaded = weights.read_weights(directory, config, kind.pack)
     ops: Ops = kind(config, loaded, length, n_pages, args.max_batch)
     by_id = args.model and not Path(args.model).exists()
     names = args.served_model_name or [args.model if by_id else directory.name]

@@ -10,7 +10,7 @@ https://docs.vllm.ai/en/stable/usage/metrics/
 Rules of this file:
 1. What vLLM has too is called as there behind `vllm:`, with its unit and the label `model_name`. The prefix
    is our own: one Prometheus may scrape a relay and the vLLM behind it, and would count each token twice.
-2. What somebody holds now is read from him at a scrape, never kept in step here.
+2. Gauges are read from their owner at each scrape, never kept in step here.
 3. Labels have few values, all ours: a route's template, never a path; nothing that a client has written.
 
 Not here: the route (front.py), what a relayed request costs (metering.py). Chat that passes through to an

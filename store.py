@@ -16,11 +16,14 @@ Not here: threads (background.py calls all this in one), what an event says (res
 """
 
 import json
+import logging
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+log = logging.getLogger("store")
 
 TERMINAL = ("completed", "incomplete", "failed", "cancelled")
 
@@ -181,7 +184,13 @@ class Store:
     def live(self) -> list[Row]:
         """What a process that died has left unfinished, oldest first."""
         found = self._db.execute(f"SELECT {COLUMNS} FROM responses WHERE ended_at IS NULL ORDER BY born_at")
-        return [_row(columns) for columns in found]
+        rows = []
+        for columns in found:
+            try:
+                rows.append(_row(columns))
+            except ValueError:
+                log.exception("response %s cannot be read, and stays as it is", columns[0])
+        return rows
 
     def evict(self, now: float) -> None:
         """Forget what is over the limits."""

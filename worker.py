@@ -5,7 +5,7 @@
 Rules of this file:
 1. What can be refused is refused by prepare(), before a byte of the answer has left.
 2. run() ends with exactly one Finish, unless its reader leaves first; then the engine drops the sequence.
-3. Usage counts the tokens that were read from the engine: a stop token too, and nothing behind a stop string.
+3. Usage counts the tokens that were read from the engine: a stop token too, but nothing after a stop string.
 
 Not here: what the pieces mean (channels.py), which tokens come (engine.py).
 """

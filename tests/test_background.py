@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import background
 import laws
 import params
 import sse
@@ -572,6 +573,43 @@ def test_readers_end_when_the_store_has_gone() -> None:
 
 
 # --- stop and start -----------------------------------------------------------------------------------------
+
+
+def test_what_met_a_full_disk_is_written_once_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stayed in memory for ever, and after a restart what had completed had failed."""
+    monkeypatch.setattr(background, "EVICT_EVERY_S", 0)
+    path = str(tmp_path / "store.db")
+    limit = "PRAGMA max_page_count = {}"
+
+    async def main() -> None:
+        with closing(Store(path, Limits())) as store:
+            registry, go = Registry(store, encode_event), asyncio.Event()
+
+            async def waits() -> AsyncIterator[Said]:
+                await go.wait()
+                yield Delta("final", "long" * 20_000)
+                yield DONE
+
+            first, second = row(), row()
+            log = await registry.submit(first, producer(first, waits))
+            store._db.execute(limit.format(1))  # SQLite's own: as much as there is, and no more
+            go.set()
+            frames = await read(log)
+            assert log.status == "completed"
+            assert (await ended(registry, first.id)).response["status"] == "completed"
+            assert registry.counts() == {"background": 1}
+            store._db.execute(limit.format(1 << 20))
+            await registry.submit(second, producer(second, hello))
+            await ended(registry, second.id)
+            await registry.get("another")  # looks after the store
+            assert registry.counts() == {"background": 0}
+            assert store.frames(first.id) == frames
+        with closing(Store(path, Limits())) as store:
+            assert not store.live()
+
+    within_patience(main())
 
 
 @pytest.mark.parametrize("persistent", [True, False])

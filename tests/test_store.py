@@ -83,6 +83,16 @@ def test_live_ones_oldest_first(db: Store) -> None:
     assert [live.id for live in db.live()] == ["resp_a", "resp_c"]
 
 
+def test_one_that_cannot_be_read_does_not_keep_the_others(
+    db: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("resp_a", "resp_b"):
+        db.insert(row(name))
+    db._db.execute("UPDATE responses SET request = '{' WHERE id = 'resp_a'")
+    assert [live.id for live in db.live()] == ["resp_b"]
+    assert "response resp_a cannot be read" in caplog.text
+
+
 @pytest.mark.parametrize("status", TERMINAL)
 @pytest.mark.parametrize("later", [None, "in_progress", *TERMINAL])
 def test_terminal_state_never_changes(db: Store, status: str, later: str | None) -> None:
