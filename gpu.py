@@ -328,6 +328,7 @@ def buffer_shapes(config: Config, max_seq_len: int, max_batch: int) -> dict[str,
         "part": ("f4", (limits.split, c.n_heads, n_pieces, c.head_dim + 2)),
         "n_done": ("i4", (limits.split * tiles_a_row(c), c.n_kv_heads)),
         "raw": ("f4", (limits.wanted, c.vocab_size)),
+        "best": ("u8", (limits.wanted,)),  # of each row the likeliest token, as kernels.cu ranks them
         "logits": ("f4", (limits.wanted, c.vocab_size)),  # after penalties
         "masks": ("u4", (limits.wanted, -(-c.vocab_size // 32))),  # a bit a token
         "choices": ("i4", (limits.wanted, CHOICE)),
@@ -647,21 +648,9 @@ class CudaOps:
             numbers = max_pages, window, rotary, int(batch.is_decode)
             self._kernels.launch("attend", ANY, grid, *inputs, b["part"], b["n_done"], b["y"], *numbers)
         if batch.n_whole:
-            tiles = views["tiles"][batch.n_split :]
-            whole = (
-                qkv,
-                layer.q_norm,
-                b["rope"],
-                keys,
-                values,
-                tiles,
-                pages,
-                b["y"],
-                max_pages,
-                window,
-                rotary,
-            )
-            self._kernels.launch("attend_prompt", ANY, (batch.n_whole, c.n_kv_heads), *whole)
+            grid = batch.n_whole, c.n_kv_heads
+            inputs = qkv, layer.q_norm, b["rope"], keys, values, views["tiles"][batch.n_split :], pages
+            self._kernels.launch("attend_prompt", ANY, grid, *inputs, b["y"], max_pages, window, rotary)
         return b["y"]
 
     def out(self, x: DeviceArray, y: DeviceArray, layer: Layer, batch: Batch) -> None:
@@ -680,27 +669,16 @@ class CudaOps:
         if batch.n_wanted:
             rows, raw = batch.views["wanted"], self._buffers["raw"]
             normed = self._norm(x, weights.norm, rows, batch.n_wanted)
-            self._product(
-                "logits",
-                len(weights.head),
-                1,
-                batch.n_wanted,
-                weights.head,
-                weights.norm,
-                x,
-                normed,
-                rows,
-                raw,
-            )
+            arguments = weights.head, weights.norm, x, normed, rows, raw, self._buffers["best"]
+            self._product("logits", len(weights.head), 1, batch.n_wanted, *arguments)
         return self._buffers["raw"]
 
     def pick(self, logits: DeviceArray, batch: Batch) -> None:
         b, views = self._buffers, batch.views
         settings = views["picked"], views["settings"], views["seeds"], b["masks"]
         slots = views["tokens"], b["counts"], b["biases"], b["chosen"]
-        self._kernels.launch(
-            "pick", ANY, (batch.n_wanted,), logits, b["logits"], *settings, *slots, b["choices"]
-        )
+        arguments = logits, b["best"], b["logits"], *settings, *slots, b["choices"]
+        self._kernels.launch("pick", ANY, (batch.n_wanted,), *arguments)
 
     def _norm(self, x: DeviceArray, w: DeviceArray, rows: DeviceArray | None, n: int) -> DeviceArray:
         """What products of more than one tile of rows begin with; the others norm x themselves."""

@@ -91,6 +91,17 @@ __device__ __forceinline__ uint4 nothing() {
   return zero;
 }
 
+// Of two tokens the one with the larger logit is the larger number; of equals the one that comes first. What is
+// no number, or infinite, is larger than all: NO_NUMBER.
+#define NO_NUMBER ~0ull
+__device__ __forceinline__ u64 rank_of(float logit, int token) {
+  if (!(logit <= 3.4028235e38f)) return NO_NUMBER;
+  unsigned bits = __float_as_uint(logit + 0.f);  // -0 becomes 0
+  bits = bits >> 31 ? ~bits : bits | 0x80000000u;
+  return (u64)bits << 32 | (0xffffffffu - token);
+}
+__device__ __forceinline__ int token_of(u64 rank) { return 0xffffffffu - (unsigned)rank; }
+
 // ---- Norm -------------------------------------------------------------------------------------------------
 
 // 1 / sqrt(mean(x^2) + eps) of a row, x (DIM,), by one warp
@@ -301,17 +312,33 @@ extern "C" __global__ void __launch_bounds__(256)
       });
 }
 
+// The likeliest of the tokens whose logits the block has written: so that none of a whole row need be read again
+__device__ __forceinline__ void find_best(const float *y, u64 *best, int first_row, int n_rows,
+                                          int first_column) {
+  __syncthreads();
+  int end = min(first_column + 8 * LOGITS_TILES, VOCAB_SIZE);
+  for (int row = first_row + threadIdx.x / 32; row < min(first_row + 16 * ROW_TILES, n_rows); row += WARPS) {
+    u64 rank = 0;
+    for (int i = first_column + threadIdx.x % 32; i < end; i += 32)
+      rank = max(rank, rank_of(y[(size_t)row * VOCAB_SIZE + i], i));
+    for (int m = 16; m; m /= 2) rank = max(rank, __shfl_xor_sync(ALL, rank, m));
+    if (threadIdx.x % 32 == 0) atomicMax(&best[row], rank);
+  }
+}
+
 // y = rms_norm(x[rows]) w^T: NumpyOps.logits
 //   w (VOCAB_SIZE, DIM)   norm (DIM,)   x (R, DIM)   normed (n_rows, DIM)   rows (n_rows,) which of x
-//   y (n_rows, VOCAB_SIZE)   grid: VOCAB_SIZE / (8 LOGITS_TILES), n_rows / (16 ROW_TILES)
+//   y (n_rows, VOCAB_SIZE)   best (n_rows,) 0 before; the greatest rank_of
+//   grid: VOCAB_SIZE / (8 LOGITS_TILES), n_rows / (16 ROW_TILES)
 extern "C" __global__ void __launch_bounds__(256)
-    logits(weight *w, weight *norm, const float *x, const bf16 *normed, const int *rows, float *y,
+    logits(weight *w, weight *norm, const float *x, const bf16 *normed, const int *rows, float *y, u64 *best,
            int n_rows) {
   NORMED(x, norm, rows, normed);
   weight *const matrices[1] = {w};
   linear<1, LOGITS_TILES, AHEAD>(
       matrices, DIM, VOCAB_SIZE, n_rows, input,
       [&](int row, int column, float *v) { y[(size_t)row * VOCAB_SIZE + column] = v[0]; });
+  find_best(y, best, blockIdx.y * 16 * ROW_TILES, n_rows, blockIdx.x * 8 * LOGITS_TILES);
 }
 
 #if ROW_TILES == 1  // what follows is no product, and needs no second compilation
@@ -662,8 +689,13 @@ extern "C" __global__ void __launch_bounds__(ATTEND_THREADS)
 // ---- Sampling ---------------------------------------------------------------------------------------------
 // One block chooses a row's token: model.py's _pick. A probability is a whole number here, in units of 2^-40
 // of the likeliest token's, so that sums are exact and the order of adding does not matter.
+//
+// The likeliest token is known from `logits`, so a row that asks for no more is not read. Otherwise the tokens
+// that are left are a set, a bit each, in shared memory: top_k and top_p make it small in two passes over the
+// vocabulary; every pass after them, and the draw, goes through the few that are left.
 
 #define PICK_THREADS 1024
+#define WORDS ((VOCAB_SIZE + 31) / 32)  // of a bit a token
 #define MAX_TOP 20  // likeliest tokens whose logprobs can be had
 #define CHOICE (2 + 2 * MAX_TOP)
 #define SEEN_IN_PROMPT 0x80000000u
@@ -693,14 +725,6 @@ __device__ __forceinline__ T block_reduce(T *of_warp, T v, Join join) {  // for 
   return v;
 }
 
-// Of two tokens the one with the larger logit is the larger number; of equals the one that comes first.
-__device__ __forceinline__ u64 rank_of(float logit, int token) {
-  unsigned bits = __float_as_uint(logit + 0.f);  // -0 becomes 0
-  bits = bits >> 31 ? ~bits : bits | 0x80000000u;
-  return (u64)bits << 32 | (0xffffffffu - token);
-}
-__device__ __forceinline__ int token_of(u64 rank) { return 0xffffffffu - (unsigned)rank; }
-
 // The logit of a token after penalties, bias and mask: _penalised
 __device__ __forceinline__ float penalised(float logit, int token, const Picked &p, const Settings &s,
                                            const unsigned *counts, const int *tokens, const float *bias,
@@ -718,76 +742,108 @@ __device__ __forceinline__ float penalised(float logit, int token, const Picked 
   return logit;
 }
 
-// The least distance from the top such that the tokens within it weigh `need` or more, byte by byte from the
-// highest. distance(i), weight(i) of token i
-template <class Distance, class Weight>
-__device__ __forceinline__ unsigned reach(u64 need, Distance distance, Weight weight) {
-  __shared__ u64 bins[256], left;
-  __shared__ unsigned found;
-  unsigned prefix = 0;
-  for (int shift = 24; shift >= 0; shift -= 8) {
-    if (threadIdx.x < 256) bins[threadIdx.x] = 0;
-    __syncthreads();
-    for (int i = threadIdx.x; i < VOCAB_SIZE; i += PICK_THREADS) {
-      unsigned d = distance(i);
-      if (shift == 24 || d >> (shift + 8) == prefix >> (shift + 8)) {
-        u64 w = weight(i);
-        if (w) atomicAdd(&bins[d >> shift & 255], w);
+// f(logit) of each token in the words [begin, end) of the set, by one warp; where f says no, the token leaves it.
+// Eight logits of a lane are on their way at a time.
+template <class F>
+__device__ __forceinline__ void each_of(unsigned *set, int begin, int end, const float *logits, F f) {
+  int lane = threadIdx.x % 32;
+  for (int first = begin; first < end; first += 32) {
+    unsigned word = first + lane < end ? set[first + lane] : 0, some = __ballot_sync(ALL, word != 0);
+    for (int j = 0; j < 32; j += 8) {
+      if (!(some >> j & 255)) continue;
+      bool is_in[8];
+      float logit[8];
+#pragma unroll
+      for (int i = 0; i < 8; i++) {
+        is_in[i] = __shfl_sync(ALL, word, j + i) >> lane & 1;
+        logit[i] = is_in[i] ? logits[(first + j + i) * 32 + lane] : 0;
+      }
+#pragma unroll
+      for (int i = 0; i < 8; i++) {
+        unsigned stay = __ballot_sync(ALL, is_in[i] && f(logit[i]));
+        if (lane == j + i) word = stay;
       }
     }
-    __syncthreads();
-    if (threadIdx.x < 32) {  // a lane takes 8 bins
-      u64 mine = 0, all;
-      for (int i = 0; i < 8; i++) mine += bins[threadIdx.x * 8 + i];
-      all = mine;
-      for (int m = 1; m < 32; m *= 2) {
-        u64 before = __shfl_up_sync(ALL, all, m);
-        if (threadIdx.x >= m) all += before;
-      }
-      unsigned enough = __ballot_sync(ALL, all >= need);
-      if (threadIdx.x == (enough ? __ffs(enough) - 1 : 31)) {
-        u64 rest = need - (all - mine);
-        int bin = threadIdx.x * 8, end = bin + 7;
-        for (; bin < end && bins[bin] < rest; bin++) rest -= bins[bin];
-        found = prefix | (unsigned)bin << shift, left = rest;
-      }
-    }
-    __syncthreads();
-    prefix = found, need = left;
+    if (first + lane < end) set[first + lane] = word;
   }
-  return prefix;
 }
 
-// The token in whose part of [0, sum of weights) the number u * sum lies, u of 64 bits: _draw
+// Leave in the set the tokens that are nearest to the top: those within the least distance such that they weigh
+// need(the weight of all) or more. distance(logit) is found byte by byte from the highest: what the tokens of
+// each byte weigh is added up, and those with a greater one leave with the next pass.
+template <class Distance, class Weight, class Need>
+__device__ __forceinline__ void narrow(unsigned *set, const float *logits, Distance distance, Weight weight,
+                                       Need need) {
+  // a sum of 64 bits is two numbers: shared memory adds 32 bits at once, 64 in a loop of tries
+  __shared__ unsigned low_of[256], high_of[256], found;
+  __shared__ u64 rest;
+  const int n = (WORDS + 31) / 32;  // of a warp
+  int warp = threadIdx.x / 32;
+  unsigned prefix = 0;
+  for (int shift = 24; shift >= -8; shift -= 8) {
+    if (threadIdx.x < 256) low_of[threadIdx.x] = high_of[threadIdx.x] = 0;
+    __syncthreads();
+    each_of(set, n * warp, min(n * warp + n, WORDS), logits, [&](float logit) {
+      unsigned d = distance(logit), before = shift == 24 ? 0 : d >> (shift + 8);
+      if (before == prefix && shift >= 0) {
+        u64 w = weight(logit);
+        unsigned byte = d >> shift & 255, low = (unsigned)w, high = (unsigned)(w >> 32);
+        if (w && atomicAdd(&low_of[byte], low) + low < low) high++;
+        if (high) atomicAdd(&high_of[byte], high);
+      }
+      return before <= prefix;
+    });
+    __syncthreads();
+    if (shift >= 0 && warp == 0) {  // a lane takes 8 bytes
+      auto sum_of = [&](int byte) { return (u64)high_of[byte] << 32 | low_of[byte]; };
+      u64 mine = 0, all;
+      for (int i = 0; i < 8; i++) mine += sum_of(threadIdx.x * 8 + i);
+      all = mine;
+      for (int m = 1; m < 32; m *= 2) {
+        u64 other = __shfl_up_sync(ALL, all, m);
+        if (threadIdx.x >= m) all += other;
+      }
+      u64 needed = shift == 24 ? need(__shfl_sync(ALL, all, 31)) : rest;
+      unsigned enough = __ballot_sync(ALL, all >= needed);
+      __syncwarp();
+      if (threadIdx.x == (enough ? __ffs(enough) - 1 : 31)) {
+        int byte = threadIdx.x * 8, last = byte + 7;
+        needed -= all - mine;
+        for (; byte < last && sum_of(byte) < needed; byte++) needed -= sum_of(byte);
+        found = byte, rest = needed;
+      }
+    }
+    __syncthreads();
+    if (shift >= 0) prefix = prefix << 8 | found;
+  }
+}
+
+// The token of the set in whose part of [0, sum of weights) the number u * sum lies, u of 64 bits: _draw
 template <class Weight>
-__device__ __forceinline__ int draw(u64 u, Weight weight) {
-  __shared__ u64 of_warp[32], before;
-  __shared__ int found;
+__device__ __forceinline__ int draw(u64 u, unsigned *set, const float *logits, Weight weight) {
+  __shared__ u64 of_warp[32];
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, begin = 0, end = WORDS, n;
   u64 target = 0;
-  int begin = 0, end = VOCAB_SIZE, n;
-  do {  // a run of tokens a thread; then a token of that run a thread
-    n = (end - begin + PICK_THREADS - 1) / PICK_THREADS;
-    int first = begin + n * threadIdx.x;
-    u64 mine = 0;
-    for (int i = first; i < min(first + n, end); i++) mine += weight(i);
-    u64 all = mine;
-    for (int m = 1; m < 32; m *= 2) {
-      u64 other = __shfl_up_sync(ALL, all, m);
-      if (threadIdx.x % 32 >= m) all += other;
-    }
-    if (threadIdx.x % 32 == 31) of_warp[threadIdx.x / 32] = all;
+  do {  // a run of words a warp; then the run where it lies in runs; then one word
+    n = (end - begin + 31) / 32;
+    int first = begin + n * warp;
+    u64 mine = 0, total = 0;
+    each_of(set, first, min(first + n, end), logits, [&](float logit) { return mine += weight(logit), true; });
+    for (int m = 16; m; m /= 2) mine += __shfl_xor_sync(ALL, mine, m);
+    if (lane == 0) of_warp[warp] = mine;
     __syncthreads();
-    u64 total = 0;
-    for (int w = 0; w < 32; w++) {
-      if (w < threadIdx.x / 32) all += of_warp[w];
-      total += of_warp[w];
-    }
-    if (begin == 0 && end == VOCAB_SIZE) target = __umul64hi(u, total);
-    if (all > target && all - mine <= target) found = first, before = all - mine;
+    for (int w = 0; w < 32; w++) total += of_warp[w];
+    if (begin == 0 && end == WORDS) target = __umul64hi(u, total);
+    for (int w = 0; target >= of_warp[w]; w++) target -= of_warp[w], begin += n;
+    end = min(begin + n, end);
     __syncthreads();
-    begin = found, end = min(begin + n, end), target -= before;
   } while (n > 1);
-  return begin;
+  u64 all = set[begin] >> lane & 1 ? weight(logits[begin * 32 + lane]) : 0;
+  for (int m = 1; m < 32; m *= 2) {
+    u64 other = __shfl_up_sync(ALL, all, m);
+    if (lane >= m) all += other;
+  }
+  return begin * 32 + __ffs(__ballot_sync(ALL, all > target)) - 1;
 }
 
 // The first 64 bits of Philox4x64-10 (Salmon et al., SC'11, https://doi.org/10.1145/2063384.2063405) with key
@@ -804,69 +860,65 @@ __device__ __forceinline__ u64 philox(u64 seed, u64 choice, u64 number) {
 }
 
 // Choose a token for each wanted row: NumpyOps.pick
-//   raw (n, VOCAB_SIZE)   logits (n, VOCAB_SIZE) for those after penalties, where there are any
-//   picked (n, PICKED)   settings (n, SETTINGS)   seeds (n, SEEDS)
-//   masks (n, (VOCAB_SIZE + 31) / 32), bit set: may come   tokens (R,) of the step
-//   counts, biases (max_batch, VOCAB_SIZE)   chosen (max_batch,)
-//   choices (n, CHOICE): token, or -1 where the logits are no finite numbers; logprob; MAX_TOP likeliest;
-//   their logprobs   grid: n, block: PICK_THREADS; a row with slot -1 is none
+//   raw (n, VOCAB_SIZE)   best (n,) of it, by `logits`; 0 after   logits (n, VOCAB_SIZE) for those after
+//   penalties, where there are any   picked (n, PICKED)   settings (n, SETTINGS)   seeds (n, SEEDS)
+//   masks (n, WORDS), bit set: may come   tokens (R,) of the step   counts, biases (max_batch, VOCAB_SIZE)
+//   chosen (max_batch,)   choices (n, CHOICE): token, or -1 where the logits are no finite numbers; logprob;
+//   MAX_TOP likeliest; their logprobs   grid: n, block: PICK_THREADS; a row with slot -1 is none
 extern "C" __global__ void __launch_bounds__(PICK_THREADS, 1)
-    pick(const float *raw, float *logits, const int *picked, const float *settings, const u64 *seeds,
-         const unsigned *masks, const int *tokens, unsigned *counts, const float *biases, int *chosen,
-         int *choices) {
+    pick(const float *raw, u64 *best, float *logits, const int *picked, const float *settings,
+         const u64 *seeds, const unsigned *masks, const int *tokens, unsigned *counts, const float *biases,
+         int *chosen, int *choices) {
   __shared__ u64 of_warp[32];
   __shared__ double sum_of_warp[32];
+  __shared__ unsigned set[WORDS];
   start_next();
   await_previous();
   int row = blockIdx.x;
   const Picked p = *(const Picked *)(picked + row * PICKED);
   const Settings s = *(const Settings *)(settings + row * SETTINGS);
+  u64 raw_best = best[row], used_best = raw_best;
+  __syncthreads();
+  if (threadIdx.x == 0) best[row] = 0;
   if (p.slot < 0) return;
   raw += (size_t)row * VOCAB_SIZE, logits += (size_t)row * VOCAB_SIZE, choices += row * CHOICE;
   counts += (size_t)p.slot * VOCAB_SIZE, biases += (size_t)p.slot * VOCAB_SIZE;
-  masks += (size_t)row * ((VOCAB_SIZE + 31) / 32), seeds += row * SEEDS;
+  masks += (size_t)row * WORDS, seeds += row * SEEDS;
   auto larger = [](u64 a, u64 b) { return a > b ? a : b; };
-  bool changed = p.flags & (PENALISED | BIASED | MASKED);
+  const float *used = raw;
 
-  u64 raw_best = 0, best = 0, worst = 0;
-  for (int i = threadIdx.x; i < VOCAB_SIZE; i += PICK_THREADS) {
-    float r = raw[i], l = penalised(r, i, p, s, counts, tokens, biases, masks);
-    if (changed) logits[i] = l;
-    // no number, or infinite: the largest rank there is
-    raw_best = larger(raw_best, r <= 3.4028235e38f ? rank_of(r, i) : ~0ull);
-    best = larger(best, rank_of(l, i));
-    if (l > NEVER) worst = larger(worst, ~rank_of(l, i));
+  if (p.flags & (PENALISED | BIASED | MASKED)) {
+    used_best = 0;
+    for (int i = threadIdx.x; i < VOCAB_SIZE; i += PICK_THREADS) {
+      logits[i] = penalised(raw[i], i, p, s, counts, tokens, biases, masks);
+      used_best = larger(used_best, rank_of(logits[i], i));
+    }
+    used_best = block_reduce(of_warp, used_best, larger);
+    used = logits;
   }
-  raw_best = block_reduce(of_warp, raw_best, larger);
-  best = block_reduce(of_warp, best, larger);
-  worst = ~block_reduce(of_warp, worst, larger);
-  const float *used = changed ? logits : raw;
-  int token = token_of(best);
+  int token = token_of(used_best);
   float top = used[token];
-  if (raw_best == ~0ull || top == NEVER) {
+  if (raw_best == NO_NUMBER || used_best == NO_NUMBER || top == NEVER) {
     if (threadIdx.x == 0) choices[0] = -1;
     return;
   }
   if (s.sharpness > 0) {
-    // distances from the top as whole numbers, as fine as the furthest allows
-    int exponent = (int)(__float_as_uint(top - used[token_of(worst)]) >> 23) - 127;
-    float unit = __uint_as_float((unsigned)(min(31 - exponent, 127) + 127) << 23);
-    auto distance = [&](int i) { return (unsigned)fminf((top - used[i]) * unit, 4294967040.f); };
-    auto probability = [&](int i) { return exp2f((used[i] - top) * s.sharpness); };
-    unsigned within = 0xffffffffu;
-    if (p.top_k > 0 && p.top_k < VOCAB_SIZE) within = reach(p.top_k, distance, [](int i) { return 1ull; });
-    auto weight = [&](int i) {
-      float q = probability(i);
-      return q >= fminf(s.min_p, 1) && distance(i) <= within ? (u64)(q * 1099511627776.f) : 0ull;
+    // How far below the top: in powers of two of the probability, which is 0 from 40 on; and as a whole number
+    auto below = [&](float logit) { return (top - logit) * s.sharpness; };
+    auto distance = [&](float logit) { return (unsigned)fminf(below(logit) * 67108864.f, 4294967040.f); };
+    auto weight = [&](float logit) {
+      float q = exp2f(-below(logit));
+      return q >= fminf(s.min_p, 1) ? (u64)(q * 1099511627776.f) : 0ull;
     };
-    if (s.top_p < 1) {
-      u64 total = 0;
-      for (int i = threadIdx.x; i < VOCAB_SIZE; i += PICK_THREADS) total += weight(i);
-      total = block_reduce(of_warp, total, [](u64 a, u64 b) { return a + b; });
-      within = min(within, reach(max((u64)((double)total * s.top_p), 1ull), distance, weight));
-    }
+    for (int i = threadIdx.x; i < WORDS; i += PICK_THREADS)
+      set[i] = i < VOCAB_SIZE / 32 ? ALL : (1u << VOCAB_SIZE % 32) - 1;
+    __syncthreads();
+    if (p.top_k > 0 && p.top_k < VOCAB_SIZE)
+      narrow(set, used, distance, [](float) { return 1ull; }, [&](u64 all) { return (u64)p.top_k; });
+    if (s.top_p < 1)
+      narrow(set, used, distance, weight, [&](u64 all) { return max((u64)((double)all * s.top_p), 1ull); });
     u64 u = philox(seeds[0], seeds[1], seeds[2]) >> 11 << 11;  // 53 bits, as a double has them
-    token = draw(u, weight);
+    token = draw(u, set, used, weight);
   }
   if (threadIdx.x == 0) {
     choices[0] = token;

@@ -59,6 +59,7 @@ CONFIGS = {
     "many-heads": config(dim=40, hidden_dim=8, n_heads=18, n_kv_heads=1, head_dim=4, vocab_size=33),
     "large-head": config(dim=40, hidden_dim=8, n_heads=2, n_kv_heads=2, head_dim=136, vocab_size=33),
 }
+MANY_TOKENS = config(dim=8, hidden_dim=8, n_heads=2, n_kv_heads=1, head_dim=4, vocab_size=70_001)
 # fmt: on
 
 
@@ -120,7 +121,7 @@ class Both:
 
 @cache
 def both(name: str, order: int, check: bool = False) -> Both:
-    return Both(CONFIGS[name], order, check)
+    return Both((CONFIGS | {"many-tokens": MANY_TOKENS})[name], order, check)
 
 
 def noise(*shape: int) -> Array:
@@ -172,7 +173,18 @@ def test_logits_are_those_of_the_wanted_rows(order: int) -> None:
     for wanted in ([32], [7, 0, 3], list(range(20))):
         m.cuda.logits(m.put("x", x), m.cuda.weights, m.batch(33, wanted))
         normed = m.numpy._rms_norm(x[wanted], m.weights.norm)
-        assert near(m.got("raw", len(wanted)), normed @ m.weights.head.T)
+        assert near(raw := m.got("raw", len(wanted)), normed @ m.weights.head.T)
+        assert list(m.got("best", len(wanted))) == [best(row) for row in raw]
+        m.put("best", np.zeros(len(wanted), np.uint64))  # as `pick` leaves it
+
+
+def best(row: Array) -> int:
+    """kernels.cu's rank of the likeliest token: its logit in an order of integers, then what comes first."""
+    if not row.max() <= np.finfo(np.float32).max:  # no number, or infinite
+        return 2**64 - 1
+    bits = int(np.float32(row.max() + np.float32(0)).view(np.uint32))  # -0 becomes 0
+    bits = 2**32 - 1 - bits if bits >> 31 else bits | 1 << 31
+    return bits << 32 | 2**32 - 1 - int(row.argmax())
 
 
 def test_a_row_has_the_same_bits_beside_any_others() -> None:
@@ -313,6 +325,7 @@ def pick(m: Both, raw: Array, contexts: Sequence[Context], slot: int = 2) -> lis
         step = placed([Span(slot, [0], [0], 0, 1, tile=False)], [context])
         with m.cuda._stream:
             desk, flight, batch = m.cuda._prepared(step)
+            m.put("best", np.array([best(row)], np.uint64))
             m.cuda.pick(m.put("raw", row[None]), batch)
             m.cuda._collect(flight, 1)
         [[choice]] = m.cuda.read([(desk, flight)])
@@ -342,6 +355,34 @@ def test_pick(changes: dict[str, Any], order: int) -> None:
     ]
     for got, logits, context in zip(pick(m, raw, contexts), raw, contexts, strict=True):
         assert same(got, _pick(logits, context))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"top_k": 40}, {"top_p": 0.9}, {"top_p": 0.2, "min_p": 0.001}, {"top_k": 30_000, "top_p": 0.99}],
+    ids=str,
+)
+def test_pick_of_many_tokens(changes: dict[str, Any]) -> None:
+    """So many that a warp has words of many, and a draw goes over runs of runs."""
+    m = both("many-tokens", 0)
+    raw = np.random.default_rng(7).normal(0, 2, (4, 70_001)).astype(np.float32)
+    raw[:, [5, 40_000, 70_000]] += 8
+    contexts = [Context(Sampling(**changes | {"seed": seed}), [], []) for seed in range(4)]
+    assert pick(m, raw, contexts) == [_pick(row, c) for row, c in zip(raw, contexts, strict=True)]
+
+
+def test_the_best_is_forgotten_once_it_is_picked() -> None:
+    """Of rows that pad a step too, or the next one would find it."""
+    m = both("grouped", 0)
+    for slot in (2, -1):
+        with m.cuda._stream:
+            step = placed([Span(2, [0], [0], 0, 1, tile=False)], [Context(Sampling(temperature=0), [], [])])
+            desk, flight, batch = m.cuda._prepared(step)
+            desk.views["picked"].set(np.array([[slot, 0, 0, 0, 0, -1]], np.int32))
+            m.put("best", np.array([best(np.zeros(1001, np.float32))], np.uint64))
+            m.cuda.pick(m.put("raw", np.zeros((1, 1001), np.float32)), batch)
+            desk.free.append(flight)
+            assert m.got("best", 1) == 0
 
 
 def test_pick_among_the_tokens_of_a_mask() -> None:
