@@ -11,8 +11,9 @@
 // 1. A row of activations gets the same bits whatever rows are computed beside it, and by whichever kernel:
 //    the order of every sum follows from the model and the token's position alone. It is compiled without
 //    contraction (--fmad=false), so a fused multiply-add is where fmaf stands. No float atomics.
-// 2. A kernel may start while the one before it still runs (programmatic dependent launch). Before
-//    await_previous() it touches weights only, which have a type of their own.
+// 2. A kernel may start while those before it still run (programmatic dependent launch). Before
+//    await_previous() it touches only what no kernel writes, weights and tables, which have types of their
+//    own; and prefetches what it likes, for that reads nothing.
 // 3. Sizes of the model are constants of the compilation, as are ROW_TILES and COLUMN_TILES, how much of a
 //    product a block computes: kernels.py compiles the file once for each shape. Rows of every matrix begin
 //    at multiples of 16 bytes.
@@ -37,6 +38,7 @@
 
 typedef __nv_bfloat16 bf16;
 typedef const __nv_bfloat16 weight;  // no kernel writes it
+typedef const int table;             // nor this: it comes from the host, before the first kernel of a step
 typedef unsigned long long u64;
 
 // ---- What C++ has no name for -----------------------------------------------------------------------------
@@ -91,8 +93,8 @@ __device__ __forceinline__ uint4 nothing() {
   return zero;
 }
 
-// Of two tokens the one with the larger logit is the larger number; of equals the one that comes first. What is
-// no number, or infinite, is larger than all: NO_NUMBER.
+// Of two tokens the one with the larger logit is the larger number; of equals the one that comes first. What
+// is no number, or infinite, is larger than all: NO_NUMBER.
 #define NO_NUMBER ~0ull
 __device__ __forceinline__ u64 rank_of(float logit, int token) {
   if (!(logit <= 3.4028235e38f)) return NO_NUMBER;
@@ -312,7 +314,7 @@ extern "C" __global__ void __launch_bounds__(256)
       });
 }
 
-// The likeliest of the tokens whose logits the block has written: so that none of a whole row need be read again
+// The likeliest of the tokens whose logits the block has just written, so that no row is read again as a whole
 __device__ __forceinline__ void find_best(const float *y, u64 *best, int first_row, int n_rows,
                                           int first_column) {
   __syncthreads();
@@ -570,6 +572,19 @@ __device__ __forceinline__ void rescale(float &top, float next_top, float &keep,
   top = both;
 }
 
+// What a piece needs from memory beside this step's own numbers, on its way to the L2 cache until these are there
+__device__ __forceinline__ void prefetch_piece(const Tile &tile, int piece, int kv, const bf16 *keys,
+                                               const bf16 *values, weight *q_norm, weight *k_norm) {
+  int begin = piece * PIECE + threadIdx.x * PAGE, end = tile.position(tile.n_rows - 1) + 1;
+  if (threadIdx.x < PIECE / PAGE && begin < end) {
+    size_t at = ((size_t)tile.pages[begin / PAGE] * N_KV_HEADS + kv) * PAGE * HEAD_PAD;
+    prefetch(keys + at, min(PAGE, end - begin) * HEAD_PAD * 2);
+    prefetch(values + at, PAGE * HEAD_PAD * 2);
+  }
+  if (threadIdx.x == 32 && q_norm && HEAD_DIM % 8 == 0)
+    prefetch(q_norm, HEAD_DIM * 2), prefetch(k_norm, HEAD_DIM * 2);
+}
+
 // Write the keys and values of the step's tokens to their pages; for spans of more than one tile
 //   qkv (R, QKV_DIM)   k_norm (HEAD_DIM,) or null   positions, sequences (R,)   window, rotary: of the layer
 //   grid: R, N_KV_HEADS; block: 32
@@ -593,15 +608,17 @@ extern "C" __global__ void __launch_bounds__(32)
 //   grid: pieces of the longest sequence, N_KV_HEADS, n_tiles; block: ATTEND_THREADS
 extern "C" __global__ void __launch_bounds__(ATTEND_THREADS)
     attend(const float *qkv, weight *q_norm, weight *k_norm, const float2 *rope, bf16 *keys, bf16 *values,
-           const int *tiles, const int *pages, float *part, int *n_done, bf16 *y, int max_pages, int window,
+           table *tiles, table *pages, float *part, int *n_done, bf16 *y, int max_pages, int window,
            int rotary, int writes) {
   __shared__ __align__(16) Work work;
   __shared__ int is_last;
   start_next();
-  await_previous();
   int piece = blockIdx.x, kv = blockIdx.y;
   Tile tile(tiles + blockIdx.z * TILE, pages, max_pages, window);
-  if (tile.n_tokens == 0 || piece < tile.first_piece || piece > tile.last_piece) return;
+  bool is_there = tile.n_tokens > 0 && tile.first_piece <= piece && piece <= tile.last_piece;
+  if (is_there) prefetch_piece(tile, piece, kv, keys, values, q_norm, k_norm);
+  await_previous();
+  if (!is_there) return;
   if (writes)
     for (int i = threadIdx.x / 32; i < tile.n_tokens; i += ATTEND_WARPS)
       if ((tile.start + i) / PIECE == piece)
@@ -630,14 +647,16 @@ extern "C" __global__ void __launch_bounds__(ATTEND_THREADS)
       if (column_of_thread(i) < HEAD_DIM) mine[column_of_thread(i)] = out[i];
     if (column_of_thread(0) == 0) mine[HEAD_DIM] = top, mine[HEAD_DIM + 1] = sum;
   }
-  __threadfence();  // this piece can be seen before it is counted
   __syncthreads();
-  int *count = n_done + blockIdx.z * N_KV_HEADS + kv;
-  if (threadIdx.x == 0) is_last = atomicAdd(count, 1) == n_pieces - 1;
+  if (threadIdx.x == 0) {  // its fences are for the block: barriers stand between it and the others
+    int *count = n_done + blockIdx.z * N_KV_HEADS + kv;
+    __threadfence();  // this piece can be seen before it is counted
+    is_last = atomicAdd(count, 1) == n_pieces - 1;
+    __threadfence();  // the others' pieces are seen after that
+    if (is_last) *count = 0;
+  }
   __syncthreads();
   if (!is_last) return;
-  __threadfence();
-  if (threadIdx.x == 0) *count = 0;
   for (int i = threadIdx.x; i < tile.n_rows * HEAD_DIM; i += ATTEND_THREADS) {
     size_t head = (size_t)tile.token(i / HEAD_DIM) * N_HEADS + tile.head(i / HEAD_DIM, kv);
     const float *parts = part + head * gridDim.x * (HEAD_DIM + 2);
@@ -659,7 +678,7 @@ extern "C" __global__ void __launch_bounds__(ATTEND_THREADS)
 //   grid: n_tiles, N_KV_HEADS; block: ATTEND_THREADS
 extern "C" __global__ void __launch_bounds__(ATTEND_THREADS)
     attend_prompt(const float *qkv, weight *q_norm, const float2 *rope, const bf16 *keys, const bf16 *values,
-                  const int *tiles, const int *pages, bf16 *y, int max_pages, int window, int rotary) {
+                  table *tiles, table *pages, bf16 *y, int max_pages, int window, int rotary) {
   __shared__ __align__(16) Work work;
   start_next();
   await_previous();
@@ -690,9 +709,9 @@ extern "C" __global__ void __launch_bounds__(ATTEND_THREADS)
 // One block chooses a row's token: model.py's _pick. A probability is a whole number here, in units of 2^-40
 // of the likeliest token's, so that sums are exact and the order of adding does not matter.
 //
-// The likeliest token is known from `logits`, so a row that asks for no more is not read. Otherwise the tokens
-// that are left are a set, a bit each, in shared memory: top_k and top_p make it small in two passes over the
-// vocabulary; every pass after them, and the draw, goes through the few that are left.
+// The likeliest token is known from `logits`; a row that asks for no more is not read. Else the tokens that may
+// come are a set in shared memory, a bit each. top_k or top_p make it small in two passes over the vocabulary;
+// each pass after these, and the draw, goes through the few that are left.
 
 #define PICK_THREADS 1024
 #define WORDS ((VOCAB_SIZE + 31) / 32)  // of a bit a token
@@ -742,8 +761,8 @@ __device__ __forceinline__ float penalised(float logit, int token, const Picked 
   return logit;
 }
 
-// f(logit) of each token in the words [begin, end) of the set, by one warp; where f says no, the token leaves it.
-// Eight logits of a lane are on their way at a time.
+// Calls f(logit) for each token in the words [begin, end) of the set, by one warp; where f says no, the token
+// leaves the set. Eight logits of a lane are on their way at a time.
 template <class F>
 __device__ __forceinline__ void each_of(unsigned *set, int begin, int end, const float *logits, F f) {
   int lane = threadIdx.x % 32;
@@ -768,9 +787,9 @@ __device__ __forceinline__ void each_of(unsigned *set, int begin, int end, const
   }
 }
 
-// Leave in the set the tokens that are nearest to the top: those within the least distance such that they weigh
-// need(the weight of all) or more. distance(logit) is found byte by byte from the highest: what the tokens of
-// each byte weigh is added up, and those with a greater one leave with the next pass.
+// Leave in the set the tokens nearest to the top: those within the least distance such that they weigh
+// need(the weight of all) or more. It is found byte by byte from the highest: what the tokens weigh is added up
+// by their byte, and those with a greater one leave in the next pass. distance(logit), weight(logit)
 template <class Distance, class Weight, class Need>
 __device__ __forceinline__ void narrow(unsigned *set, const float *logits, Distance distance, Weight weight,
                                        Need need) {
@@ -828,7 +847,10 @@ __device__ __forceinline__ int draw(u64 u, unsigned *set, const float *logits, W
     n = (end - begin + 31) / 32;
     int first = begin + n * warp;
     u64 mine = 0, total = 0;
-    each_of(set, first, min(first + n, end), logits, [&](float logit) { return mine += weight(logit), true; });
+    each_of(set, first, min(first + n, end), logits, [&](float logit) {
+      mine += weight(logit);
+      return true;
+    });
     for (int m = 16; m; m /= 2) mine += __shfl_xor_sync(ALL, mine, m);
     if (lane == 0) of_warp[warp] = mine;
     __syncthreads();
@@ -903,7 +925,7 @@ extern "C" __global__ void __launch_bounds__(PICK_THREADS, 1)
     return;
   }
   if (s.sharpness > 0) {
-    // How far below the top: in powers of two of the probability, which is 0 from 40 on; and as a whole number
+    // How far below the top: in powers of two of the probability, of which 40 make it 0; and as whole numbers
     auto below = [&](float logit) { return (top - logit) * s.sharpness; };
     auto distance = [&](float logit) { return (unsigned)fminf(below(logit) * 67108864.f, 4294967040.f); };
     auto weight = [&](float logit) {

@@ -149,6 +149,7 @@ class Parameter(NamedTuple):
 #  type in kernels.cu   in an array or as a number
 DTYPES = {
     "weight": "u2",
+    "table": "i4",
     "bf16": "u2",
     "float": "f4",
     "float2": "c8",
