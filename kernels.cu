@@ -314,7 +314,7 @@ extern "C" __global__ void __launch_bounds__(256)
       });
 }
 
-// The likeliest of the tokens whose logits the block has just written, so that no row is read again as a whole
+// The likeliest of the tokens whose logits the block has just written: no row is read again as a whole
 __device__ __forceinline__ void find_best(const float *y, u64 *best, int first_row, int n_rows,
                                           int first_column) {
   __syncthreads();
@@ -572,7 +572,7 @@ __device__ __forceinline__ void rescale(float &top, float next_top, float &keep,
   top = both;
 }
 
-// What a piece needs from memory beside this step's own numbers, on its way to the L2 cache until these are there
+// What a piece needs from memory beside this step's own numbers, on its way to the L2 cache while those come
 __device__ __forceinline__ void prefetch_piece(const Tile &tile, int piece, int kv, const bf16 *keys,
                                                const bf16 *values, weight *q_norm, weight *k_norm) {
   int begin = piece * PIECE + threadIdx.x * PAGE, end = tile.position(tile.n_rows - 1) + 1;
@@ -709,9 +709,9 @@ extern "C" __global__ void __launch_bounds__(ATTEND_THREADS)
 // One block chooses a row's token: model.py's _pick. A probability is a whole number here, in units of 2^-40
 // of the likeliest token's, so that sums are exact and the order of adding does not matter.
 //
-// The likeliest token is known from `logits`; a row that asks for no more is not read. Else the tokens that may
-// come are a set in shared memory, a bit each. top_k or top_p make it small in two passes over the vocabulary;
-// each pass after these, and the draw, goes through the few that are left.
+// The likeliest token is known from `logits`; a row that asks for no more is not read. Else the tokens that
+// may come are a set in shared memory, a bit each. top_k or top_p make it small in two passes over the
+// vocabulary; each pass after these, and the draw, goes through the few that are left.
 
 #define PICK_THREADS 1024
 #define WORDS ((VOCAB_SIZE + 31) / 32)  // of a bit a token
@@ -788,8 +788,8 @@ __device__ __forceinline__ void each_of(unsigned *set, int begin, int end, const
 }
 
 // Leave in the set the tokens nearest to the top: those within the least distance such that they weigh
-// need(the weight of all) or more. It is found byte by byte from the highest: what the tokens weigh is added up
-// by their byte, and those with a greater one leave in the next pass. distance(logit), weight(logit)
+// need(the weight of all) or more. It is found byte by byte from the highest: what the tokens weigh is added
+// up by their byte, and those with a greater one leave in the next pass. distance(logit), weight(logit)
 template <class Distance, class Weight, class Need>
 __device__ __forceinline__ void narrow(unsigned *set, const float *logits, Distance distance, Weight weight,
                                        Need need) {
@@ -891,7 +891,7 @@ extern "C" __global__ void __launch_bounds__(PICK_THREADS, 1)
     pick(const float *raw, u64 *best, float *logits, const int *picked, const float *settings,
          const u64 *seeds, const unsigned *masks, const int *tokens, unsigned *counts, const float *biases,
          int *chosen, int *choices) {
-  __shared__ u64 of_warp[32];
+  __shared__ u64 of_warp[32], raw_best;
   __shared__ double sum_of_warp[32];
   __shared__ unsigned set[WORDS];
   start_next();
@@ -899,21 +899,22 @@ extern "C" __global__ void __launch_bounds__(PICK_THREADS, 1)
   int row = blockIdx.x;
   const Picked p = *(const Picked *)(picked + row * PICKED);
   const Settings s = *(const Settings *)(settings + row * SETTINGS);
-  u64 raw_best = best[row], used_best = raw_best;
+  if (threadIdx.x == 0) raw_best = best[row], best[row] = 0;
   __syncthreads();
-  if (threadIdx.x == 0) best[row] = 0;
   if (p.slot < 0) return;
+  size_t of_slot = (size_t)p.slot * VOCAB_SIZE;
   raw += (size_t)row * VOCAB_SIZE, logits += (size_t)row * VOCAB_SIZE, choices += row * CHOICE;
-  counts += (size_t)p.slot * VOCAB_SIZE, biases += (size_t)p.slot * VOCAB_SIZE;
   masks += (size_t)row * WORDS, seeds += row * SEEDS;
   auto larger = [](u64 a, u64 b) { return a > b ? a : b; };
   const float *used = raw;
+  u64 used_best = raw_best;
 
   if (p.flags & (PENALISED | BIASED | MASKED)) {
     used_best = 0;
     for (int i = threadIdx.x; i < VOCAB_SIZE; i += PICK_THREADS) {
-      logits[i] = penalised(raw[i], i, p, s, counts, tokens, biases, masks);
-      used_best = larger(used_best, rank_of(logits[i], i));
+      float logit = penalised(raw[i], i, p, s, counts + of_slot, tokens, biases + of_slot, masks);
+      logits[i] = logit;
+      used_best = larger(used_best, rank_of(logit, i));
     }
     used_best = block_reduce(of_warp, used_best, larger);
     used = logits;
@@ -946,7 +947,7 @@ extern "C" __global__ void __launch_bounds__(PICK_THREADS, 1)
     choices[0] = token;
     if (p.flags & CHAINS) {
       chosen[p.slot] = token;
-      if (p.flags & PENALISED) counts[token] += 1;
+      if (p.flags & PENALISED) counts[of_slot + token] += 1;
     }
   }
   if (p.n_top < 0) return;
@@ -957,16 +958,17 @@ extern "C" __global__ void __launch_bounds__(PICK_THREADS, 1)
   sum = block_reduce(sum_of_warp, sum, [](double a, double b) { return a + b; });
   float normaliser = log(sum);
   if (threadIdx.x == 0) choices[1] = __float_as_int(raw[token] - raw_top - normaliser);
+  u64 next = raw_best;
   for (int n = 0; n < p.n_top; n++) {
     if (threadIdx.x == 0) {
-      choices[2 + n] = token_of(raw_best);
-      choices[2 + MAX_TOP + n] = __float_as_int(raw[token_of(raw_best)] - raw_top - normaliser);
+      choices[2 + n] = token_of(next);
+      choices[2 + MAX_TOP + n] = __float_as_int(raw[token_of(next)] - raw_top - normaliser);
     }
-    u64 below = raw_best;
-    raw_best = 0;
+    u64 below = next;
+    next = 0;
     for (int i = threadIdx.x; i < VOCAB_SIZE; i += PICK_THREADS)
-      if (rank_of(raw[i], i) < below) raw_best = larger(raw_best, rank_of(raw[i], i));
-    raw_best = block_reduce(of_warp, raw_best, larger);
+      if (rank_of(raw[i], i) < below) next = larger(next, rank_of(raw[i], i));
+    next = block_reduce(of_warp, next, larger);
   }
 }
 
