@@ -904,7 +904,7 @@ extern "C" __global__ void __launch_bounds__(PICK_THREADS, 1)
   if (p.slot < 0) return;
   size_t of_slot = (size_t)p.slot * VOCAB_SIZE;
   raw += (size_t)row * VOCAB_SIZE, logits += (size_t)row * VOCAB_SIZE, choices += row * CHOICE;
-  masks += (size_t)row * WORDS, seeds += row * SEEDS;
+  seeds += row * SEEDS;
   auto larger = [](u64 a, u64 b) { return a > b ? a : b; };
   const float *used = raw;
   u64 used_best = raw_best;
@@ -912,7 +912,8 @@ extern "C" __global__ void __launch_bounds__(PICK_THREADS, 1)
   if (p.flags & (PENALISED | BIASED | MASKED)) {
     used_best = 0;
     for (int i = threadIdx.x; i < VOCAB_SIZE; i += PICK_THREADS) {
-      float logit = penalised(raw[i], i, p, s, counts + of_slot, tokens, biases + of_slot, masks);
+      float logit = penalised(raw[i], i, p, s, counts + of_slot, tokens, biases + of_slot,
+                              masks + (size_t)row * WORDS);
       logits[i] = logit;
       used_best = larger(used_best, rank_of(logit, i));
     }
