@@ -101,21 +101,24 @@ def include_paths() -> list[str]:
 
 
 def check_sizes(config: Config) -> None:
-    """Rows of matrices are read 16 bytes at a time; a block's memory holds a tile of heads of 256."""
+    """Rows of matrices are read 16 bytes at a time, heads by pairs; a block's memory holds a tile of heads of
+    256, and a bit for each token.
+    """
     c = config
-    for name, n in {
-        "dim": c.dim,
-        "hidden_dim": c.hidden_dim,
-        "n_heads * head_dim": c.n_heads * c.head_dim,
-    }.items():
-        if n % 8:
-            raise UnsupportedModel(
-                f"{name} is {n}; supported on a GPU: multiples of 8. --device cpu takes it"
-            )
-    if c.head_dim > 256:
-        raise UnsupportedModel(
-            f"head_dim is {c.head_dim}; supported on a GPU: up to 256. --device cpu takes it"
-        )
+    # fmt: off
+    #  name                   size                     multiples of, up to
+    rules = [
+        ("dim",                  c.dim,                    8, None),
+        ("hidden_dim",           c.hidden_dim,             8, None),
+        ("n_heads * head_dim",   c.n_heads * c.head_dim,   8, None),
+        ("head_dim",             c.head_dim,               2, 256),
+        ("vocab_size",           c.vocab_size,             1, 300_000),
+    ]
+    # fmt: on
+    for name, n, step, most in rules:
+        if n % step or (most and n > most):
+            takes = f"multiples of {step}" + f" up to {most}" * bool(most)
+            raise UnsupportedModel(f"{name} is {n}; supported on a GPU: {takes}. --device cpu takes it")
 
 
 # --- launches -----------------------------------------------------------------------------------------------
@@ -123,6 +126,8 @@ def check_sizes(config: Config) -> None:
 # The attribute of a launch whose kernel may start before the one ahead of it has ended, and the structures of
 # cuda.h that say so.
 PROGRAMMATIC_STREAM_SERIALIZATION = 6
+NULL = np.uintp(0)
+MAX_SEEN = 10_000  # arrays; those of a model and its buffers are some hundred
 
 
 class LaunchAttribute(ctypes.Structure):
@@ -183,29 +188,44 @@ class Kernels:
             shape: cp.RawModule(code=code, options=options(config, shape)) for _, shape in SHAPES
         }
         self._functions: dict[tuple[str, Shape], Any] = {}
+        self._seen: dict[
+            int, DeviceArray
+        ] = {}  # contiguous arrays by id, which is theirs while they are here
         self._threads = THREADS | dict.fromkeys(["attend", "attend_prompt"], attend_threads(config))
+
+    def load(self) -> None:
+        """Compile what is not compiled yet, all shapes: no step has to wait for that."""
+        for _, shape in SHAPES:
+            self._function("logits", shape)
 
     def launch(self, name: str, shape: Shape, grid: tuple[int, ...], *args: Any) -> None:
         """An array for each array, a number for each number, None for an array that there is none of."""
-        if (name, shape) not in self._functions:
-            self._functions[name, shape] = self._modules[shape].get_function(name)
-        function, block = self._functions[name, shape], (self._threads.get(name, 256),)
+        function, block = self._function(name, shape), (self._threads.get(name, 256),)
         values = [self._checked(name, p, arg) for p, arg in zip(self._signatures[name], args, strict=True)]
         if self._driver is None or not self.overlap:
             function(grid, block, tuple(values))
         elif code := self._launch_early(function.kernel.ptr, grid, block, values):
             raise RuntimeError(f"cuLaunchKernelEx of {name} returned {code}")
 
+    def _function(self, name: str, shape: Shape) -> Any:
+        if (name, shape) not in self._functions:
+            self._functions[name, shape] = self._modules[shape].get_function(name)
+        return self._functions[name, shape]
+
     def _checked(self, kernel: str, parameter: Parameter, arg: Any) -> Any:
-        what = f"{kernel}: {parameter.name}"
-        if not parameter.is_array:
-            return parameter.dtype.type(arg)
+        _, dtype, is_array = parameter
+        if not is_array:
+            return dtype.type(arg)
         if arg is None:
-            return np.uintp(0)
-        if arg.dtype != parameter.dtype:
-            raise TypeError(f"{what} is {arg.dtype}, not {parameter.dtype}")
-        if not arg.flags.c_contiguous:
-            raise TypeError(f"{what} is not contiguous")
+            return NULL
+        if arg.dtype is not dtype and arg.dtype != dtype:  # mostly it is the same object
+            raise TypeError(f"{kernel}: {parameter.name} is {arg.dtype}, not {dtype}")
+        if id(arg) not in self._seen:
+            if not arg.flags.c_contiguous:
+                raise TypeError(f"{kernel}: {parameter.name} is not contiguous")
+            if len(self._seen) == MAX_SEEN:
+                self._seen.clear()
+            self._seen[id(arg)] = arg
         return arg
 
     def _launch_early(
@@ -222,15 +242,13 @@ class Kernels:
             ctypes.pointer(attribute),
             1,
         )
-        held = [np.array(value if isinstance(value, np.generic) else address_of(value)) for value in values]
+        held = [
+            np.array(value if isinstance(value, np.generic) else np.uintp(value.data.ptr)) for value in values
+        ]
         pointers = (ctypes.c_void_p * len(held))(*[value.ctypes.data for value in held])
         return int(
             self._driver.cuLaunchKernelEx(ctypes.byref(config), ctypes.c_void_p(function), pointers, None)
         )
-
-
-def address_of(array: DeviceArray) -> np.uintp:
-    return np.uintp(array.__cuda_array_interface__["data"][0])
 
 
 def open_driver(cp: Any) -> Any:

@@ -14,7 +14,7 @@ import pytest
 
 import emulator
 from emulator import Emulator
-from gpu import CudaOps, bfloat16, placed, random_weights
+from gpu import CudaOps, bfloat16, placed
 from model import PAGE, Array, Batch, Choice, Context, NumpyOps, Sampling, Span, _pick, _uniform
 from weights import Config, Layer, Rope, Weights
 
@@ -63,6 +63,50 @@ MANY_TOKENS = config(dim=8, hidden_dim=8, n_heads=2, n_kv_heads=1, head_dim=4, v
 # fmt: on
 
 
+def random_weights(cp: Any, config: Config, seed: int = 0) -> Weights:
+    """Weights of any size, made on the device in seconds: for measuring. Random, for zeros are faster."""
+    n = 1 << 22
+    noise = np.random.default_rng(seed).standard_normal(n, np.float32)
+    blocks: dict[float, Any] = {}
+
+    def array(*shape: int) -> Any:
+        scale = shape[-1] ** -0.5 if len(shape) > 1 else 1.0
+        if scale not in blocks:
+            blocks[scale] = cp.asarray(bfloat16(noise * np.float32(scale)))
+        flat = cp.empty(int(np.prod(shape)), np.uint16)
+        for begin in range(0, len(flat), n - 8):  # the next block begins with other numbers
+            m = min(n - 8, len(flat) - begin)
+            flat[begin : begin + m] = blocks[scale][:m]
+        return flat.reshape(shape)
+
+    def ones(n: int) -> Any:
+        return cp.asarray(bfloat16(np.ones(n, np.float32)))
+
+    c = config
+    n_q, n_qkv = c.n_heads * c.head_dim, (c.n_heads + 2 * c.n_kv_heads) * c.head_dim
+    layers = [
+        Layer(
+            attn_norm=ones(c.dim),
+            wqkv=array(n_qkv, c.dim),
+            wo=array(c.dim, n_q),
+            mlp_norm=ones(c.dim),
+            w_gate_up=array(2 * c.hidden_dim, c.dim),
+            w_down=array(c.dim, c.hidden_dim),
+            bqkv=array(n_qkv) if c.qkv_bias else None,
+            bo=array(c.dim) if c.o_bias else None,
+            b_gate_up=array(2 * c.hidden_dim) if c.mlp_bias else None,
+            b_down=array(c.dim) if c.mlp_bias else None,
+            q_norm=ones(c.head_dim) if c.qk_norm else None,
+            k_norm=ones(c.head_dim) if c.qk_norm else None,
+        )
+        for _ in range(c.n_layers)
+    ]
+    embed = array(c.vocab_size, c.dim)
+    head = embed if c.tied else array(c.vocab_size, c.dim)
+    cp.cuda.get_current_stream().synchronize()  # they will be read on another one
+    return Weights(embed, layers, ones(c.dim), head)
+
+
 def widened(array: Any) -> Any:
     """bfloat16, seen as uint16, as float32."""
     return (array.astype(np.uint32) << 16).view(np.float32)
@@ -101,10 +145,10 @@ class Both:
 
     def batch(self, n_rows: int, wanted: Sequence[int] = ()) -> Any:
         """A batch of rows for the ops that look at no page."""
-        from gpu import Batch as CudaBatch
+        from gpu import DeviceStep
 
         views = {"wanted": self.cuda._cp.asarray(np.array(wanted, np.int32))}
-        return CudaBatch(views, n_rows, len(wanted), 0, 0, 1, False)
+        return DeviceStep(views, n_rows, len(wanted), 0, 0, 1, False)
 
     def put(self, name: str, values: Array) -> Any:
         """Values in the first rows of a buffer."""
@@ -214,10 +258,10 @@ def attend(m: Both, spans: list[Span], qkv: Array) -> Array:
     step = placed(spans, [])
     rows = [i for p in step for i in p.rows]
     with m.cuda._stream:
-        desk, flight, batch = m.cuda._prepared(step)
+        memory, host, batch = m.cuda._prepared(step)
         m.cuda.attend(m.put("qkv", qkv[np.argsort(rows)]), m.device_layer, 0, batch)
         y = m.got("y", len(rows))
-    desk.free.append(flight)
+    memory.free.append(host)
     return y[rows]
 
 
@@ -324,11 +368,11 @@ def pick(m: Both, raw: Array, contexts: Sequence[Context], slot: int = 2) -> lis
     for row, context in zip(raw, contexts, strict=True):
         step = placed([Span(slot, [0], [0], 0, 1, tile=False)], [context])
         with m.cuda._stream:
-            desk, flight, batch = m.cuda._prepared(step)
+            memory, host, batch = m.cuda._prepared(step)
             m.put("best", np.array([best(row)], np.uint64))
             m.cuda.pick(m.put("raw", row[None]), batch)
-            m.cuda._collect(flight, 1)
-        [[choice]] = m.cuda.read([(desk, flight)])
+            m.cuda._collect(host, 1)
+        [[choice]] = m.cuda.read([(memory, host)])
         picked.append(choice)
     return picked
 
@@ -377,11 +421,11 @@ def test_the_best_is_forgotten_once_it_is_picked() -> None:
     for slot in (2, -1):
         with m.cuda._stream:
             step = placed([Span(2, [0], [0], 0, 1, tile=False)], [Context(Sampling(temperature=0), [], [])])
-            desk, flight, batch = m.cuda._prepared(step)
-            desk.views["picked"].set(np.array([[slot, 0, 0, 0, 0, -1]], np.int32))
+            memory, host, batch = m.cuda._prepared(step)
+            memory.views["picked"].set(np.array([[slot, 0, 0, 0, 0, -1]], np.int32))
             m.put("best", np.array([best(np.zeros(1001, np.float32))], np.uint64))
             m.cuda.pick(m.put("raw", np.zeros((1, 1001), np.float32)), batch)
-            desk.free.append(flight)
+            memory.free.append(host)
             assert m.got("best", 1) == 0
 
 

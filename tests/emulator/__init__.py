@@ -133,8 +133,8 @@ class Array(np.ndarray[Any, Any]):
         self.emulator = getattr(obj, "emulator", None)  # type: ignore[assignment]
 
     @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {"data": (self.ctypes.data, False)}
+    def data(self) -> Any:
+        return SimpleNamespace(ptr=self.ctypes.data)
 
     def set(self, host: Any, stream: "Stream | None" = None) -> None:
         assert type(host) is np.ndarray, "set() copies from the host's memory"

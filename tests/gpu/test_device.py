@@ -18,12 +18,13 @@ import numpy as np
 import pytest
 
 import gpu
-from gpu import CudaOps, random_weights
+from gpu import CudaOps
 from kernels import Kernels
 from model import Choice, Context, NumpyOps, Sampling, Span
 from parity import CASES
 from test_compile import MODELS
 from test_gpu import BITS, BITS_OF_ALL, apart, by_steps, choices, made_on, ours, rows, tile, tokens
+from test_kernels import random_weights
 from weights import Config
 
 pytestmark = pytest.mark.skipif(gpu.missing() is not None, reason=f"no GPU: {gpu.missing()}")
