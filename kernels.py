@@ -201,7 +201,17 @@ class Kernels:
     def launch(self, name: str, shape: Shape, grid: tuple[int, ...], *args: Any) -> None:
         """An array for each array, a number for each number, None for an array that there is none of."""
         function, block = self._function(name, shape), (self._threads.get(name, 256),)
-        values = [self._checked(name, p, arg) for p, arg in zip(self._signatures[name], args, strict=True)]
+        values, seen = [], self._seen
+        for parameter, arg in zip(self._signatures[name], args, strict=True):
+            _, dtype, is_array = parameter
+            if not is_array:
+                values.append(dtype.type(arg))
+            elif arg is None:
+                values.append(NULL)
+            else:
+                if id(arg) not in seen or arg.dtype is not dtype:
+                    self._check(name, parameter, arg)
+                values.append(arg)
         if self._driver is None or not self.overlap:
             function(grid, block, tuple(values))
         elif code := self._launch_early(function.kernel.ptr, grid, block, values):
@@ -212,21 +222,14 @@ class Kernels:
             self._functions[name, shape] = self._modules[shape].get_function(name)
         return self._functions[name, shape]
 
-    def _checked(self, kernel: str, parameter: Parameter, arg: Any) -> Any:
-        _, dtype, is_array = parameter
-        if not is_array:
-            return dtype.type(arg)
-        if arg is None:
-            return NULL
-        if arg.dtype is not dtype and arg.dtype != dtype:  # mostly it is the same object
-            raise TypeError(f"{kernel}: {parameter.name} is {arg.dtype}, not {dtype}")
-        if id(arg) not in self._seen:
-            if not arg.flags.c_contiguous:
-                raise TypeError(f"{kernel}: {parameter.name} is not contiguous")
-            if len(self._seen) == MAX_SEEN:
-                self._seen.clear()
-            self._seen[id(arg)] = arg
-        return arg
+    def _check(self, kernel: str, parameter: Parameter, array: DeviceArray) -> None:
+        if array.dtype != parameter.dtype:
+            raise TypeError(f"{kernel}: {parameter.name} is {array.dtype}, not {parameter.dtype}")
+        if not array.flags.c_contiguous:
+            raise TypeError(f"{kernel}: {parameter.name} is not contiguous")
+        if len(self._seen) == MAX_SEEN:
+            self._seen.clear()
+        self._seen[id(array)] = array
 
     def _launch_early(
         self, function: int, grid: tuple[int, ...], block: tuple[int, ...], values: list[Any]
