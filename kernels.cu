@@ -715,6 +715,7 @@ extern "C" __global__ void __launch_bounds__(ATTEND_THREADS)
 
 #define PICK_THREADS 1024
 #define WORDS ((VOCAB_SIZE + 31) / 32)  // of a bit a token
+#define NOTHING (40u << 26)             // the distance from which on a token weighs nothing
 #define MAX_TOP 20  // likeliest tokens whose logprobs can be had
 #define CHOICE (2 + 2 * MAX_TOP)
 #define SEEN_IN_PROMPT 0x80000000u
@@ -790,6 +791,7 @@ __device__ __forceinline__ void each_of(unsigned *set, int begin, int end, const
 // Leave in the set the tokens nearest to the top: those within the least distance such that they weigh
 // need(the weight of all) or more. It is found byte by byte from the highest: what the tokens weigh is added
 // up by their byte, and those with a greater one leave in the next pass. distance(logit), weight(logit)
+// Tokens that weigh nothing leave at once: most are that far off at a low temperature, all in the same bins.
 template <class Distance, class Weight, class Need>
 __device__ __forceinline__ void narrow(unsigned *set, const float *logits, Distance distance, Weight weight,
                                        Need need) {
@@ -804,6 +806,7 @@ __device__ __forceinline__ void narrow(unsigned *set, const float *logits, Dista
     __syncthreads();
     each_of(set, n * warp, min(n * warp + n, WORDS), logits, [&](float logit) {
       unsigned d = distance(logit), before = shift == 24 ? 0 : d >> (shift + 8);
+      if (d >= NOTHING) return false;
       if (before == prefix && shift >= 0) {
         u64 w = weight(logit);
         unsigned byte = d >> shift & 255, low = (unsigned)w, high = (unsigned)(w >> 32);
@@ -927,7 +930,7 @@ extern "C" __global__ void __launch_bounds__(PICK_THREADS, 1)
     return;
   }
   if (s.sharpness > 0) {
-    // How far below the top: in powers of two of the probability, of which 40 make it 0; and as whole numbers
+    // How far below the top: in powers of two of the probability, of which 40 make it 0; and in 2^-26 of them
     auto below = [&](float logit) { return (top - logit) * s.sharpness; };
     auto distance = [&](float logit) { return (unsigned)fminf(below(logit) * 67108864.f, 4294967040.f); };
     auto weight = [&](float logit) {

@@ -403,7 +403,14 @@ def test_pick(changes: dict[str, Any], order: int) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"top_k": 40}, {"top_p": 0.9}, {"top_p": 0.2, "min_p": 0.001}, {"top_k": 30_000, "top_p": 0.99}],
+    [
+        {},
+        {"top_k": 40},
+        {"top_p": 0.9},
+        {"top_p": 0.2, "min_p": 0.001},
+        {"top_k": 30_000, "top_p": 0.99},
+        {"temperature": 0.05, "top_k": 40, "top_p": 0.95},  # most tokens weigh nothing
+    ],
     ids=str,
 )
 def test_pick_of_many_tokens(changes: dict[str, Any]) -> None:
