@@ -190,7 +190,7 @@ class Placed(NamedTuple):
     """A span, its rows in the step, and what the choices at the last of them depend on."""
 
     span: Span
-    contexts: list[Context]
+    contexts: Sequence[Context]
     rows: range
 
 
@@ -199,9 +199,10 @@ def placed(spans: Sequence[Span], contexts: Sequence[Context]) -> list[Placed]:
     first = {False: 0, True: sum(n_rows(span) for span in spans if not span.tile)}
     found, i = list[Placed](), 0
     for span in spans:
-        rows = range(first[span.tile], first[span.tile] + n_rows(span))
-        found.append(Placed(span, list(contexts[i : i + span.n_wanted]), rows))
-        first[span.tile], i = rows.stop, i + span.n_wanted
+        begin, n_wanted = first[span.tile], span.n_wanted
+        first[span.tile] = end = begin + n_rows(span)
+        found.append(Placed(span, contexts[i : i + n_wanted], range(begin, end)))
+        i += n_wanted
     return found
 
 
@@ -547,7 +548,7 @@ class CudaOps:
             bits = np.packbits(np.pad(np.array(allowed), ((0, 0), (0, -len(allowed[0]) % 32))), 1, "little")
             self._buffers["masks"][: len(masks)].set(bits.view(np.uint32), self._stream)
 
-    def _bring_context(self, slot: int, contexts: list[Context]) -> None:
+    def _bring_context(self, slot: int, contexts: Sequence[Context]) -> None:
         """What the choices of a slot depend on beside the logits."""
         context = contexts[0]
         s = context.sampling
