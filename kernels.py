@@ -117,7 +117,7 @@ def check_sizes(config: Config) -> None:
     # fmt: on
     for name, n, step, most in rules:
         if n % step or (most and n > most):
-            takes = f"multiples of {step}" + f" up to {most}" * bool(most)
+            takes = ", ".join([f"multiples of {step}"] * (step > 1) + [f"up to {most}"] * bool(most))
             raise UnsupportedModel(f"{name} is {n}; supported on a GPU: {takes}. --device cpu takes it")
 
 
@@ -188,9 +188,7 @@ class Kernels:
             shape: cp.RawModule(code=code, options=options(config, shape)) for _, shape in SHAPES
         }
         self._functions: dict[tuple[str, Shape], Any] = {}
-        self._seen: dict[
-            int, DeviceArray
-        ] = {}  # contiguous arrays by id, which is theirs while they are here
+        self._seen: dict[int, DeviceArray] = {}  # contiguous ones by id, theirs as long as they are here
         self._threads = THREADS | dict.fromkeys(["attend", "attend_prompt"], attend_threads(config))
 
     def load(self) -> None:

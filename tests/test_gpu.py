@@ -341,9 +341,9 @@ def test_out_of_memory_says_what_is_missing() -> None:
     ("changes", "says"),
     [
         ({"dim": 44}, "dim is 44; supported on a GPU: multiples of 8. --device cpu takes it"),
-        ({"head_dim": 264}, "head_dim is 264; .* multiples of 2 up to 256"),
+        ({"head_dim": 264}, "head_dim is 264; .* multiples of 2, up to 256"),
         ({"head_dim": 15, "n_heads": 16}, "head_dim is 15"),
-        ({"vocab_size": 300_001}, "vocab_size is 300001"),
+        ({"vocab_size": 300_001}, "vocab_size is 300001; supported on a GPU: up to 300000"),
     ],
 )
 def test_sizes_that_no_kernel_takes(changes: dict[str, Any], says: str) -> None:
