@@ -197,7 +197,6 @@ class Engine:
         self._waiting: deque[Sequence] = deque()  # oldest first, all younger than those that run
         self._running: list[Sequence] = []  # oldest first
         self._flights: deque[Flight] = deque()
-        self._said: list[tuple[asyncio.AbstractEventLoop, asyncio.Queue[Step], Step]] = []  # not sent yet
         self._pages = Pages(ops.n_pages)
         self._slots = list(reversed(range(ops.max_batch)))  # the free ones
         self._open = True  # False: nothing is put into the inbox any more that would need an answer
@@ -214,7 +213,7 @@ class Engine:
         lookup = Lookup(job.prompt) if self._speculate else None
         sequence = Sequence(
             job,
-            emit=lambda step: self._said.append((loop, steps, step)),
+            emit=lambda step: _call_soon(loop, steps, step),
             n_prefill=len(job.prompt),
             n_drafts=self._speculate,
             lookup=lookup,
@@ -223,7 +222,7 @@ class Engine:
             if self._open:
                 self._inbox.put(("start", sequence))
             else:
-                steps.put_nowait(Step([], "failed", CLOSING))
+                sequence.emit(Step([], "failed", CLOSING))
         try:
             while True:
                 step = await steps.get()
@@ -257,7 +256,6 @@ class Engine:
     def _run(self) -> None:
         sys.setswitchinterval(SWITCH_S)
         while self._open:
-            self._send()
             self._read_inbox(wait=not self._running and not self._waiting and not self._flights)
             self._admit()
             if plan := self._plan():
@@ -267,16 +265,6 @@ class Engine:
         self._read_inbox(wait=False)
         for sequence in [*self._running, *self._waiting]:
             self._fail(sequence, CLOSING)
-        self._send()
-
-    def _send(self) -> None:
-        """Hand over what was said since the last time: a loop is woken once, whatever the sequences."""
-        said, self._said = self._said, []
-        for loop in dict.fromkeys(loop for loop, _, _ in said):
-            try:
-                loop.call_soon_threadsafe(_put, [(steps, step) for of, steps, step in said if of is loop])
-            except RuntimeError:  # the loop has closed, and with it whoever waited
-                log.debug("a step came after its reader had gone")
 
     def _read_inbox(self, wait: bool) -> None:
         while wait or not self._inbox.empty():
@@ -505,6 +493,8 @@ class Engine:
         sequence.slot, sequence.pages = None, []
 
 
-def _put(said: list[tuple[asyncio.Queue[Step], Step]]) -> None:
-    for steps, step in said:
-        steps.put_nowait(step)
+def _call_soon(loop: asyncio.AbstractEventLoop, steps: asyncio.Queue[Step], step: Step) -> None:
+    try:
+        loop.call_soon_threadsafe(steps.put_nowait, step)
+    except RuntimeError:  # the loop has closed, and with it whoever waited
+        log.debug("a step came after its reader had gone")
