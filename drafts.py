@@ -21,16 +21,16 @@ class Lookup:
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self._tokens: list[int] = []
-        self._behind: dict[tuple[int, ...], int] = {}  # an n-gram: the position behind it
-        self._found: int | None = None  # the position behind where the last tokens came before
+        self._after: dict[tuple[int, ...], int] = {}  # an n-gram: the position after it
+        self._found: int | None = None  # the position after where the last tokens came before
         self.extend(token_ids)
 
     def extend(self, token_ids: Sequence[int]) -> None:
         for token_id in token_ids:
             self._tokens.append(token_id)
             n_gram = tuple(self._tokens[-N_GRAM:])
-            self._found = self._behind.get(n_gram)
-            self._behind[n_gram] = len(self._tokens)
+            self._found = self._after.get(n_gram)
+            self._after[n_gram] = len(self._tokens)
 
     def drafts(self, n: int) -> list[int]:
         """At most n tokens; what has come round once is expected to come round again."""

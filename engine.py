@@ -9,12 +9,13 @@ Rules of this file:
 3. A tile of a prompt is found in the pages of an earlier one where its bits are the same, else computed.
 4. Where pages run out, the youngest goes back to wait. What it had is computed again, row by row as it was:
    its tokens are those of a sequence that nobody disturbed.
-5. Steps are launched before those ahead of them are read, as many as the ops allow. What came behind a token
-   that ended a sequence is thrown away.
+5. Steps are launched before those ahead of them are read, as many as the ops allow. Tokens computed past the
+   end of a sequence are discarded.
 6. Drafts are computed beside the next token and kept as far as they are what is chosen: what is said does
    not depend on them.
 7. A sequence ends once: stop token, length, failure or abort. Its pages are free before the next step.
-8. An exception in a step fails the sequences in it, and no others: the next request works.
+8. An exception in a step fails the sequences in it, and no others: the next request works. One outside of a
+   step, which nobody foresaw, fails all, and the engine says that it is not alive.
 
 Not here: text (tokenizer.py, worker.py), the forward pass and sampling (model.py), the pool (pages.py), what
 may come next (drafts.py).
@@ -25,10 +26,11 @@ import logging
 import queue
 import sys
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import takewhile
 from typing import Literal, NamedTuple, Protocol
 
@@ -45,7 +47,9 @@ log = logging.getLogger("engine")
 MAX_TILES = 2  # a step, beside the sequences that decode: bounds how long they wait for a prompt
 SWITCH_S = 0.0005  # how long the other threads of the process may keep this one from the interpreter
 MAX_STEP_S = 30  # of the slowest model; it is waited for at the end
+MAX_FAILED = 3  # steps one after another, and the engine is not alive: a device can fail for good
 CLOSING = "The server is shutting down."
+BROKEN = "The engine has stopped; its log has the details."
 
 
 class Ops(Protocol):
@@ -102,7 +106,8 @@ class Sequence:
     """A job while it runs."""
 
     job: Job
-    emit: Callable[[Step], None]
+    loop: asyncio.AbstractEventLoop  # of whoever waits
+    steps: asyncio.Queue[Step]  # for him
     n_prefill: int  # tokens that are read in tiles
     output: list[int] = field(default_factory=list)  # as far as it is read
     slot: int | None = None  # None while waiting
@@ -137,25 +142,29 @@ class Sequence:
             self.names.append(name_of(before, self.token_ids(j * PAGE, (j + 1) * PAGE)))
         return self.names[i]
 
+    def next_name(self) -> Name | None:
+        """Of the page that it reads next, where another may share it."""
+        return self.name(self.n_launched // PAGE) if self.n_launched + PAGE < self.n_prefill else None
+
     def n_lacking(self) -> int:
         """Pages that it needs for its tokens and one more."""
         return max(0, -(-(self.n_known + 1) // PAGE) - len(self.pages))
 
     def contexts(self, drafts: Items[int] = ()) -> list[Context]:
-        """What the choice of the next token depends on, and behind each draft that its constraint allows."""
+        """What the choice of the next token depends on, and after each draft that its constraint allows."""
         prompt, sampling, mask = self.job.prompt, self.job.sampling, self.mask
         contexts = [Context(sampling, prompt, self.output, mask, self.n_unread)]
         ahead = self.job.constraint.copy() if self.job.constraint and drafts else None
         for i, token_id in enumerate(drafts, 1):
             if ahead and mask is not None:
-                mask = _mask_behind(ahead, token_id) if mask[token_id] else None
+                mask = _mask_after(ahead, token_id) if mask[token_id] else None
                 if mask is None:
                     break
             contexts.append(Context(sampling, prompt, [*self.output, *drafts[:i]], mask))
         return contexts
 
 
-def _mask_behind(constraint: Constraint, token_id: int) -> NDArray[np.bool_] | None:
+def _mask_after(constraint: Constraint, token_id: int) -> NDArray[np.bool_] | None:
     """None where nothing may come, or the constraint gives up: when the token comes, that is said."""
     try:
         constraint.advance(token_id)
@@ -172,6 +181,11 @@ class Planned(NamedTuple):
     span: Span
     contexts: list[Context]  # of its wanted rows
     drafts: list[int]  # the last of its tokens that nobody has chosen yet
+
+    def names(self) -> list[Name]:
+        """Of the pages that a part of a prompt fills."""
+        numbers = range(self.span.start // PAGE, self.span.end // PAGE) if self.span.tile else ()
+        return [self.sequence.name(i) for i in numbers]
 
 
 class Flight(NamedTuple):
@@ -191,16 +205,19 @@ class Engine:
         self.about = ops.about
         self._ops = ops
         self._speculate = speculate
-        self._inbox: queue.SimpleQueue[tuple[Literal["start", "abort", "wake"], Sequence | None]] = (
-            queue.SimpleQueue()
-        )
+        self._inbox = queue.SimpleQueue[Callable[[], None]]()  # what to do between two steps
         self._waiting: deque[Sequence] = deque()  # oldest first, all younger than those that run
         self._running: list[Sequence] = []  # oldest first
         self._flights: deque[Flight] = deque()
         self._pages = Pages(ops.n_pages)
         self._slots = list(reversed(range(ops.max_batch)))  # the free ones
-        self._open = True  # False: nothing is put into the inbox any more that would need an answer
-        self._lock = threading.Lock()  # holds that sentence together: close() comes from another thread
+        self._said: list[tuple[Sequence, Step]] = []  # since the last _deliver()
+        self._why_closed = CLOSING
+        self._open = True  # False: no new job may be queued
+        self._lock = (
+            threading.Lock()
+        )  # between looking at that and queueing: close() comes from another thread
+        self._n_failed = 0  # steps since one that worked
         self._count = dict.fromkeys(["steps", "preemptions", "cached_tokens", "drafted", "accepted"], 0)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -209,20 +226,14 @@ class Engine:
         """Steps of one sequence. Leaving early, by whatever way, aborts it: consume under
         contextlib.aclosing.
         """
-        loop, steps = asyncio.get_running_loop(), asyncio.Queue[Step]()
-        lookup = Lookup(job.prompt) if self._speculate else None
-        sequence = Sequence(
-            job,
-            emit=lambda step: _call_soon(loop, steps, step),
-            n_prefill=len(job.prompt),
-            n_drafts=self._speculate,
-            lookup=lookup,
-        )
+        steps = asyncio.Queue[Step]()
+        n_drafts, n_prefill = self._speculate, len(job.prompt)
+        sequence = Sequence(job, asyncio.get_running_loop(), steps, n_prefill, n_drafts=n_drafts)
         with self._lock:
             if self._open:
-                self._inbox.put(("start", sequence))
+                self._inbox.put(partial(self._start, sequence))
             else:
-                sequence.emit(Step([], "failed", CLOSING))
+                steps.put_nowait(Step([], "failed", self._why_closed))
         try:
             while True:
                 step = await steps.get()
@@ -230,7 +241,7 @@ class Engine:
                 if step.finish:
                     return
         finally:
-            self._inbox.put(("abort", sequence))  # nothing to do if it has ended
+            self._inbox.put(partial(self._drop, sequence))  # nothing to do if it has ended
 
     def busy(self) -> bool:
         return bool(self._running or self._waiting)
@@ -238,7 +249,7 @@ class Engine:
     @property
     def alive(self) -> bool:
         """Whether jobs are worked at."""
-        return self._open and self._thread.is_alive()
+        return self._open and self._thread.is_alive() and self._n_failed < MAX_FAILED
 
     def counts(self) -> dict[str, int]:
         now = {"running": len(self._running), "waiting": len(self._waiting)}
@@ -248,48 +259,77 @@ class Engine:
         """Fail what is left, end the thread; one that does not come back from a step is left behind."""
         with self._lock:
             self._open = False
-        self._inbox.put(("wake", None))
+        self._inbox.put(lambda: None)  # to wake it
         self._thread.join(MAX_STEP_S)
 
     # --- the thread -----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         sys.setswitchinterval(SWITCH_S)
-        while self._open:
-            self._read_inbox(wait=not self._running and not self._waiting and not self._flights)
-            self._admit()
-            if plan := self._plan():
-                self._launch(plan)
-            if self._flights and (len(self._flights) > self._ops.n_ahead or not plan):
-                self._read()
+        try:
+            while self._open:
+                self._turn()
+        except Exception:
+            log.exception("the engine has stopped")
+            self._why_closed = BROKEN
+        with self._lock:
+            self._open = False
         self._read_inbox(wait=False)
         for sequence in [*self._running, *self._waiting]:
-            self._fail(sequence, CLOSING)
+            self._fail(sequence, self._why_closed)
+        self._deliver()
+
+    def _turn(self) -> None:
+        self._read_inbox(wait=not self._running and not self._waiting and not self._flights)
+        self._admit()
+        if plan := self._plan():
+            self._launch(plan)
+        if self._flights and (len(self._flights) > self._ops.n_ahead or not plan):
+            self._read()
+        self._deliver()
 
     def _read_inbox(self, wait: bool) -> None:
         while wait or not self._inbox.empty():
             wait = False
-            match self._inbox.get():
-                case "start", Sequence(job=job) as sequence:
-                    self._waiting.append(sequence)
-                    if not job.prompt or len(job.prompt) + job.max_tokens > self.max_seq_len:
-                        got = f"got {len(job.prompt)} and at most {job.max_tokens}"
-                        self._fail(sequence, f"expected a prompt and {self.max_seq_len} tokens in all, {got}")
-                case "abort", Sequence() as sequence:
-                    self._drop(sequence)
-                case _:
-                    pass  # the loop looks at what woke it
+            self._inbox.get()()
+
+    def _start(self, sequence: Sequence) -> None:
+        job = sequence.job
+        self._waiting.append(sequence)
+        if not job.prompt or job.max_tokens < 1 or len(job.prompt) + job.max_tokens > self.max_seq_len:
+            got = f"got {len(job.prompt)} and at most {job.max_tokens}"
+            self._fail(sequence, f"expected a prompt and a token more, {self.max_seq_len} in all; {got}")
+
+    def _deliver(self) -> None:
+        """To each event loop at once: a call for each sequence takes longer than a small model's step."""
+        by_loop = defaultdict[asyncio.AbstractEventLoop, list[tuple[Sequence, Step]]](list)
+        for sequence, step in self._said:
+            by_loop[sequence.loop].append((sequence, step))
+        self._said = []
+        for loop, said in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(_hand_over, said)
+            except RuntimeError:  # the loop has closed, and with it whoever waited
+                log.debug("a step came after its reader had gone")
 
     def _admit(self) -> None:
         """Let the oldest run while there are pages for all that is known, and one more for each that runs."""
         while self._waiting and self._slots:
-            owed = sum(s.n_lacking() for s in [*self._running, self._waiting[0]])
+            sequence = self._waiting[0]
+            owed = sum(s.n_lacking() for s in [*self._running, sequence]) - self._n_shared(sequence)
             if self._running and owed + len(self._running) > self._pages.n_free:
                 return
-            sequence = self._waiting.popleft()
+            self._waiting.popleft()
             sequence.slot = self._slots.pop()
+            if self._speculate and sequence.lookup is None:
+                sequence.lookup = Lookup(sequence.job.prompt)
             self._running.append(sequence)
             self._constrain(sequence)
+
+    def _n_shared(self, sequence: Sequence) -> int:
+        """Pages of its prompt that others have in use: it will need none of its own for them."""
+        names = (sequence.name(i) for i in range((sequence.n_prefill - 1) // PAGE))
+        return sum(1 for _ in takewhile(self._pages.is_used, names))
 
     # --- what comes next ------------------------------------------------------------------------------------
 
@@ -310,11 +350,15 @@ class Engine:
         n_left = MAX_TILES * self._ops.tile  # rows of prompts, and of what is computed again
         n_reading = sum(s.n_launched < s.n_prefill for s in self._running)
         share = n_left // max(1, min(n_reading, MAX_TILES))  # a short prompt need not wait for a long one
+        being_read = {name for flight in self._flights for planned in flight.plan for name in planned.names()}
         for sequence in sorted(self._running, key=lambda s: s.n_launched < s.n_prefill):  # oldest first
             self._find(sequence)
+            if sequence.next_name() in being_read:
+                continue  # another reads the same, and it will be found
             if planned := self._next(sequence, min(n_left, share)):
                 self._reserve(sequence, planned.span.end)
                 plan.append(planned)
+                being_read.update(planned.names())
                 n_rows = planned.span.end - planned.span.start - len(planned.drafts)
                 n_left -= n_rows if n_rows > 1 else 0
         return plan
@@ -361,11 +405,12 @@ class Engine:
         return not needs_it and len(s.output) + s.n_unread < s.job.max_tokens
 
     def _drafts(self, sequence: Sequence) -> list[int]:
-        """What may come behind its last token; no stop token, for nothing comes behind that."""
+        """What may come after its last token; no stop token, for nothing comes after that."""
         s = sequence
         if s.lookup is None:
             return []
-        room = (len(s.pages) + self._pages.n_free) * PAGE - s.n_known  # drafts drive nobody out
+        n_free = max(0, self._pages.n_free - len(self._running))  # drafts drive nobody out
+        room = (len(s.pages) + n_free) * PAGE - s.n_known
         n = min(s.n_drafts, s.job.max_tokens - len(s.output) - 1, room)
         return list(takewhile(lambda token_id: token_id not in s.job.stop_token_ids, s.lookup.drafts(n)))
 
@@ -373,7 +418,7 @@ class Engine:
         """Pages for all tokens before `end`; raises OutOfPages."""
         pages = sequence.pages
         while len(pages) * PAGE < end:
-            pages.append(self._pages.take(after=pages[-1] if pages else None))
+            pages.append(self._pages.take())
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the others that wait, before them all: they are younger."""
@@ -412,13 +457,14 @@ class Engine:
         except Exception as error:
             self._fail_all(plan, error)
             return
+        self._n_failed = 0
         for planned in plan:
             choices = next(chosen) if planned.contexts else []
             if planned.sequence.slot is not None:  # it has not ended, and nobody has left it
                 self._advance(planned, choices)
 
     def _advance(self, planned: Planned, choices: list[Choice]) -> None:
-        """Keep the drafts that were chosen, and what was chosen behind the last of them."""
+        """Keep the drafts that were chosen, and what was chosen after the last of them."""
         s, span, _, drafts = planned
         s.n_unread -= len(choices)
         pairs = zip(drafts, choices, strict=False)
@@ -439,7 +485,7 @@ class Engine:
         finish = s.finish()
         if finish:
             self._drop(s)
-        s.emit(Step(tokens, finish, cached_tokens=s.n_found))
+        self._said.append((s, Step(tokens, finish, cached_tokens=s.n_found)))
         if not finish:
             self._constrain(s, tokens)
 
@@ -466,6 +512,7 @@ class Engine:
     # --- ends -----------------------------------------------------------------------------------------------
 
     def _fail_all(self, plan: list[Planned], error: Exception) -> None:
+        self._n_failed += 1
         log.error("a step failed, and the %d requests in it", len(plan), exc_info=error)
         for sequence, *_ in plan:
             if sequence.slot is not None:
@@ -473,7 +520,7 @@ class Engine:
 
     def _fail(self, sequence: Sequence, message: str) -> None:
         self._drop(sequence)
-        sequence.emit(Step([], "failed", message))
+        self._said.append((sequence, Step([], "failed", message)))
 
     def _drop(self, sequence: Sequence) -> None:
         """Forget a sequence, wherever it is."""
@@ -493,8 +540,6 @@ class Engine:
         sequence.slot, sequence.pages = None, []
 
 
-def _call_soon(loop: asyncio.AbstractEventLoop, steps: asyncio.Queue[Step], step: Step) -> None:
-    try:
-        loop.call_soon_threadsafe(steps.put_nowait, step)
-    except RuntimeError:  # the loop has closed, and with it whoever waited
-        log.debug("a step came after its reader had gone")
+def _hand_over(said: list[tuple[Sequence, Step]]) -> None:
+    for sequence, step in said:
+        sequence.steps.put_nowait(step)

@@ -3,6 +3,8 @@
 //
 //     embed --> [qkv --> attend --> out --> gate_up --> down] x n_layers --> logits --> pick
 //
+// Each op is there twice: plain, to be read first and to hold the other one against; and fast.
+//
 // Authority: the op of the same name in model.py, line by line; CUDA C++ Programming Guide; PTX ISA for the
 // three instructions that C++ has no name for. "Fixed split size, whatever the batch" is the recipe of
 // https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/.
@@ -18,6 +20,7 @@
 //    product a block computes: kernels.py compiles the file once for each shape. Rows of every matrix begin
 //    at multiples of 16 bytes.
 // 4. A warp's instruction is entered by all its lanes, a barrier by all the block's threads.
+// 5. Plain kernels are a compilation of their own (PLAIN). They round to bfloat16 where the fast ones do.
 //
 // Written R: rows of this step (tokens); S: sequences in it; P: pages; all arrays are row-major.
 //
@@ -25,8 +28,10 @@
 
 #ifdef __CUDACC__
 #include <cuda_bf16.h>
+__device__ __forceinline__ void await_previous();  // until the kernel before this one has ended
 #endif
 
+// PLAIN: 1 in the compilation of the plain kernels, 0 in the others
 // DIM HIDDEN_DIM N_HEADS N_KV_HEADS HEAD_DIM VOCAB_SIZE NORM_EPS ROW_TILES COLUMN_TILES: of the compilation
 #define GROUP (N_HEADS / N_KV_HEADS)  // query heads that share a key head
 #define QKV_DIM ((N_HEADS + 2 * N_KV_HEADS) * HEAD_DIM)
@@ -40,6 +45,144 @@ typedef __nv_bfloat16 bf16;
 typedef const __nv_bfloat16 weight;  // no kernel writes it
 typedef const int table;             // nor this: it comes from the host, before the first kernel of a step
 typedef unsigned long long u64;
+
+// ---- Plain ------------------------------------------------------------------------------------------------
+// The ops in loops alone: a thread makes one number, and adds it up from the first term to the last. No
+// shared memory and no tensor cores; each waits for the one before it, and lets none start early. plain.py
+// launches them. plain_pick stands among the sampling, beside what it has in common with `pick`.
+//   n: numbers to make; grid: n / 256, block: 256
+
+#if PLAIN
+
+__device__ int index_of_thread() { return blockIdx.x * 256 + threadIdx.x; }
+
+// x = table[token]: NumpyOps.embed; where the host does not know the token, the one that its slot has chosen
+//   table (VOCAB_SIZE, DIM)   tokens, slots (R,); token -1: chosen[slot]   chosen (max_batch,)   x (R, DIM)
+extern "C" __global__ void plain_embed(weight *table, const int *tokens, const int *slots, const int *chosen,
+                                       float *x, int n) {
+  await_previous();
+  int i = index_of_thread(), row = i / DIM;
+  if (i >= n) return;
+  int token = tokens[row] < 0 ? chosen[slots[row]] : tokens[row];
+  x[i] = __bfloat162float(table[(size_t)token * DIM + i % DIM]);
+}
+
+// y = x / sqrt(mean(x^2) + eps) * w: NumpyOps._rms_norm
+//   w (DIM,)   x (., DIM)   rows (n / DIM,) which of x, or null: all   y (n / DIM, DIM)
+extern "C" __global__ void plain_rms_norm(weight *w, const float *x, const int *rows, bf16 *y, int n) {
+  await_previous();
+  int i = index_of_thread();
+  if (i >= n) return;
+  x += (size_t)(rows ? rows[i / DIM] : i / DIM) * DIM;
+  float sum = 0;
+  for (int k = 0; k < DIM; k++) sum += x[k] * x[k];
+  y[i] = __float2bfloat16(x[i % DIM] * rsqrtf(sum / DIM + NORM_EPS) * __bfloat162float(w[i % DIM]));
+}
+
+// y = x w^T + b, or with adds y += x w^T + b: NumpyOps._linear, and what qkv, out, gate_up, down, logits are
+//   w (n_columns, size)   b (n_columns,) or null   x (n / n_columns, size)   y (n / n_columns, n_columns)
+extern "C" __global__ void plain_linear(weight *w, weight *b, const bf16 *x, float *y, int size,
+                                        int n_columns, int adds, int n) {
+  await_previous();
+  int i = index_of_thread(), column = i % n_columns;
+  if (i >= n) return;
+  x += (size_t)(i / n_columns) * size, w += (size_t)column * size;
+  float sum = 0;
+  for (int k = 0; k < size; k++) sum += __bfloat162float(x[k]) * __bfloat162float(w[k]);
+  sum += b ? __bfloat162float(b[column]) : 0;
+  y[i] = adds ? y[i] + sum : sum;
+}
+
+// h = silu(gate) * up: the end of NumpyOps.gate_up
+//   both (R, 2 * HIDDEN_DIM) gate, up   h (R, HIDDEN_DIM)
+extern "C" __global__ void plain_silu_mul(const float *both, bf16 *h, int n) {
+  await_previous();
+  int i = index_of_thread();
+  if (i >= n) return;
+  both += (size_t)(i / HIDDEN_DIM) * 2 * HIDDEN_DIM + i % HIDDEN_DIM;
+  float gate = both[0], up = both[HIDDEN_DIM];
+  h[i] = __float2bfloat16(gate / (1 + expf(-gate)) * up);
+}
+
+// Where a page has the first number of a token's key, and of its value, whose next ones are PAGE apart
+//   keys (P, N_KV_HEADS, PAGE, HEAD_PAD)   values (P, N_KV_HEADS, HEAD_PAD, PAGE)   pages (max_pages,)
+__device__ size_t key_at(const int *pages, int kv, int position) {
+  return (((size_t)pages[position / PAGE] * N_KV_HEADS + kv) * PAGE + position % PAGE) * HEAD_PAD;
+}
+__device__ size_t value_at(const int *pages, int kv, int position) {
+  return ((size_t)pages[position / PAGE] * N_KV_HEADS + kv) * HEAD_PAD * PAGE + position % PAGE;
+}
+
+// Norm the heads of q and k, rotate their pairs, write k and v to the page of the token: NumpyOps.attend
+// until it attends. A thread has a head, for the norm is of all of it.
+//   qkv (R, QKV_DIM): q becomes what is attended with, rounded   q_norm, k_norm (HEAD_DIM,) or null
+//   rope (max_seq_len, HEAD_DIM / 2) cos, sin   positions, sequences (R,); position -1: no row
+//   pages (S, max_pages)   rotary: of the layer
+extern "C" __global__ void plain_keep(float *qkv, weight *q_norm, weight *k_norm, const float2 *rope,
+                                      bf16 *keys, bf16 *values, const int *positions, const int *sequences,
+                                      const int *pages, int max_pages, int rotary, int n) {
+  await_previous();
+  int i = index_of_thread(), n_heads = N_HEADS + 2 * N_KV_HEADS, row = i / n_heads, head = i % n_heads;
+  if (i >= n || positions[row] < 0) return;
+  float *v = qkv + (size_t)i * HEAD_DIM;
+  int position = positions[row], kv = head - N_HEADS;  // below 0: a query; from N_KV_HEADS on: a value
+  pages += (size_t)sequences[row] * max_pages;
+  if (kv >= N_KV_HEADS) {
+    size_t at = value_at(pages, kv - N_KV_HEADS, position);
+    for (int k = 0; k < HEAD_DIM; k++) values[at + k * PAGE] = __float2bfloat16(v[k]);
+    return;
+  }
+  if (weight *norm = kv < 0 ? q_norm : k_norm) {
+    float sum = 0;
+    for (int k = 0; k < HEAD_DIM; k++) sum += v[k] * v[k];
+    float scale = rsqrtf(sum / HEAD_DIM + NORM_EPS);
+    for (int k = 0; k < HEAD_DIM; k++) v[k] = v[k] * scale * __bfloat162float(norm[k]);
+  }
+  for (int k = 0; k < HEAD_DIM; k += 2) {
+    float2 one = {1, 0}, turn = rotary ? rope[(size_t)position * (HEAD_DIM / 2) + k / 2] : one;
+    float a = v[k], b = v[k + 1];
+    v[k] = a * turn.x - b * turn.y, v[k + 1] = a * turn.y + b * turn.x;
+  }
+  for (int k = 0; k < HEAD_DIM; k++) {
+    bf16 rounded = __float2bfloat16(v[k]);
+    if (kv < 0)
+      v[k] = __bfloat162float(rounded);
+    else
+      keys[key_at(pages, kv, position) + k] = rounded;
+  }
+}
+
+// q k / sqrt(HEAD_DIM), of a head
+__device__ float score(const float *q, const bf16 *k) {
+  float sum = 0;
+  for (int i = 0; i < HEAD_DIM; i++) sum += q[i] * __bfloat162float(k[i]);
+  return sum / sqrtf((float)HEAD_DIM);
+}
+
+// softmax(q k^T / sqrt(HEAD_DIM)) v over what a token sees: NumpyOps._attend_one. Each number goes through
+// all keys twice, for the greatest score and for the sums. (`attend` rounds a key's share below another
+// greatest score: that of the 32 keys around it.)
+//   qkv (R, QKV_DIM), as plain_keep leaves it   y (R, N_HEADS * HEAD_DIM)   window: of the layer, 0: none
+extern "C" __global__ void plain_attend(const float *qkv, const bf16 *keys, const bf16 *values,
+                                        const int *positions, const int *sequences, const int *pages, bf16 *y,
+                                        int max_pages, int window, int n) {
+  await_previous();
+  int i = index_of_thread(), row = i / (N_HEADS * HEAD_DIM), head = i / HEAD_DIM % N_HEADS, kv = head / GROUP;
+  if (i >= n || positions[row] < 0) return;
+  const float *q = qkv + (size_t)row * QKV_DIM + head * HEAD_DIM;
+  int last = positions[row], first = window ? max(0, last - window + 1) : 0;
+  pages += (size_t)sequences[row] * max_pages;
+  float top = NEVER, sum = 0, out = 0;
+  for (int p = first; p <= last; p++) top = fmaxf(top, score(q, keys + key_at(pages, kv, p)));
+  for (int p = first; p <= last; p++) {
+    float share = expf(score(q, keys + key_at(pages, kv, p)) - top);
+    share = __bfloat162float(__float2bfloat16(share));
+    sum += share;
+    out += share * __bfloat162float(values[value_at(pages, kv, p) + i % HEAD_DIM * PAGE]);
+  }
+  y[i] = __float2bfloat16(out / sum);
+}
+#endif  // PLAIN
 
 // ---- What C++ has no name for -----------------------------------------------------------------------------
 
@@ -104,6 +247,7 @@ __device__ __forceinline__ u64 rank_of(float logit, int token) {
 }
 __device__ __forceinline__ int token_of(u64 rank) { return 0xffffffffu - (unsigned)rank; }
 
+#if !PLAIN
 // ---- Norm -------------------------------------------------------------------------------------------------
 
 // 1 / sqrt(mean(x^2) + eps) of a row, x (DIM,), by one warp
@@ -332,7 +476,8 @@ __device__ __forceinline__ void find_best(const float *y, u64 *best, int first_r
 //   w (VOCAB_SIZE, DIM)   norm (DIM,)   x (R, DIM)   normed (n_rows, DIM)   rows (n_rows,) which of x
 //   y (n_rows, VOCAB_SIZE)   best (n_rows,) 0 before; the greatest rank_of
 //   grid: VOCAB_SIZE / (8 LOGITS_TILES), n_rows / (16 ROW_TILES)
-extern "C" __global__ void __launch_bounds__(256)
+//   Two blocks a processor, or ptxas spills to make room for a third; one where the sums fill the registers.
+extern "C" __global__ void __launch_bounds__(256, ROW_TILES == 1 ? 2 : 1)
     logits(weight *w, weight *norm, const float *x, const bf16 *normed, const int *rows, float *y, u64 *best,
            int n_rows) {
   NORMED(x, norm, rows, normed);
@@ -704,14 +849,18 @@ extern "C" __global__ void __launch_bounds__(ATTEND_THREADS)
         y[((size_t)tile.token(r) * N_HEADS + tile.head(r, kv)) * HEAD_DIM + column_of_thread(i)] =
             __float2bfloat16(out[i] / sum);
 }
+#endif  // ROW_TILES == 1
+#endif  // !PLAIN
 
+#if PLAIN || ROW_TILES == 1
 // ---- Sampling ---------------------------------------------------------------------------------------------
-// One block chooses a row's token: model.py's _pick. A probability is a whole number here, in units of 2^-40
-// of the likeliest token's, so that sums are exact and the order of adding does not matter.
+// One block chooses a row's token, or plainly one thread: model.py's _pick. A probability is a whole number
+// here, in units of 2^-40 of the likeliest token's, so that sums are exact and the order of adding does not
+// matter.
 //
-// The likeliest token is known from `logits`; a row that asks for no more is not read. Else the tokens that
-// may come are a set in shared memory, a bit each. top_k or top_p make it small in two passes over the
-// vocabulary; each pass after these, and the draw, goes through the few that are left.
+// For the block, the likeliest token is known from `logits`; a row that asks for no more is not read. Else
+// the tokens that may come are a set in shared memory, a bit each. top_k or top_p make it small in two passes
+// over the vocabulary; each pass after these, and the draw, goes through the few that are left.
 
 #define PICK_THREADS 1024
 #define WORDS ((VOCAB_SIZE + 31) / 32)  // of a bit a token
@@ -734,17 +883,6 @@ struct Settings {
 #define SETTINGS 6
 #define SEEDS 3  // seed, choice, number of the output token
 
-template <class T, class Join>
-__device__ __forceinline__ T block_reduce(T *of_warp, T v, Join join) {  // for every thread, in one order
-  for (int m = 16; m; m /= 2) v = join(v, __shfl_xor_sync(ALL, v, m));
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = v;
-  __syncthreads();
-  v = of_warp[threadIdx.x % 32];
-  for (int m = 16; m; m /= 2) v = join(v, __shfl_xor_sync(ALL, v, m));
-  return v;
-}
-
 // The logit of a token after penalties, bias and mask: _penalised
 __device__ __forceinline__ float penalised(float logit, int token, const Picked &p, const Settings &s,
                                            const unsigned *counts, const int *tokens, const float *bias,
@@ -760,6 +898,116 @@ __device__ __forceinline__ float penalised(float logit, int token, const Picked 
   if (p.flags & BIASED) logit += bias[token];
   if ((p.flags & MASKED) && !(mask[token / 32] >> token % 32 & 1)) logit = NEVER;
   return logit;
+}
+
+// The first 64 bits of Philox4x64-10 (Salmon et al., SC'11, https://doi.org/10.1145/2063384.2063405) with key
+// (seed, choice) and counter number + 1, which is what numpy.random.Philox(key, counter=number) gives first
+__device__ __forceinline__ u64 philox(u64 seed, u64 choice, u64 number) {
+  u64 c0 = number + 1, c1 = c0 == 0, c2 = 0, c3 = 0;
+  for (int round = 0; round < 10; round++) {
+    u64 high0 = __umul64hi(0xD2E7470EE14C6C93ull, c0), low0 = 0xD2E7470EE14C6C93ull * c0;
+    u64 high1 = __umul64hi(0xCA5A826395121157ull, c2), low1 = 0xCA5A826395121157ull * c2;
+    c0 = high1 ^ c1 ^ seed, c1 = low1, c2 = high0 ^ c3 ^ choice, c3 = low0;
+    seed += 0x9E3779B97F4A7C15ull, choice += 0xBB67AE8584CAA73Bull;
+  }
+  return c0;
+}
+
+#if PLAIN
+// The greatest logit such that the tokens from it upwards weigh `need` or more; weight(i) of token i
+template <class Weight>
+__device__ float lowest(const float *logits, u64 need, Weight weight) {
+  float least = -NEVER;
+  for (u64 sum = 0; sum < need;) {
+    float next = NEVER;
+    for (int i = 0; i < VOCAB_SIZE; i++)
+      if (logits[i] < least) next = fmaxf(next, logits[i]);
+    if (next == NEVER) break;
+    for (int i = 0; i < VOCAB_SIZE; i++)
+      if (logits[i] == next) sum += weight(i);
+    least = next;
+  }
+  return least;
+}
+
+// Choose a token for each wanted row, by a thread: NumpyOps.pick, line by line. Arguments as of `pick` below.
+extern "C" __global__ void plain_pick(const float *raw, float *logits, const int *picked,
+                                      const float *settings, const u64 *seeds, const unsigned *masks,
+                                      const int *tokens, unsigned *counts, const float *biases, int *chosen,
+                                      int *choices, int n) {
+  await_previous();
+  int row = index_of_thread();
+  if (row >= n) return;
+  const Picked p = *(const Picked *)(picked + row * PICKED);
+  const Settings s = *(const Settings *)(settings + row * SETTINGS);
+  if (p.slot < 0) return;
+  raw += (size_t)row * VOCAB_SIZE, logits += (size_t)row * VOCAB_SIZE, choices += row * CHOICE;
+  counts += (size_t)p.slot * VOCAB_SIZE, biases += (size_t)p.slot * VOCAB_SIZE;
+  masks += (size_t)row * ((VOCAB_SIZE + 31) / 32), seeds += row * SEEDS;
+
+  int token = 0;
+  bool finite = true;
+  float raw_top = NEVER;
+  for (int i = 0; i < VOCAB_SIZE; i++) {
+    finite = finite && raw[i] <= 3.4028235e38f;  // no NaN either
+    raw_top = fmaxf(raw_top, raw[i]);
+    logits[i] = penalised(raw[i], i, p, s, counts, tokens, biases, masks);
+    if (logits[i] > logits[token]) token = i;
+  }
+  float top = logits[token];
+  if (!finite || top == NEVER) {
+    choices[0] = -1;
+    return;
+  }
+  if (s.sharpness > 0) {
+    float least = NEVER;
+    if (p.top_k > 0 && p.top_k < VOCAB_SIZE) least = lowest(logits, p.top_k, [](int i) { return 1ull; });
+    auto weight = [&](int i) {
+      float q = exp2f((logits[i] - top) * s.sharpness);
+      return q >= fminf(s.min_p, 1) && logits[i] >= least ? (u64)(q * 1099511627776.f) : 0ull;
+    };
+    u64 total = 0;
+    for (int i = 0; i < VOCAB_SIZE; i++) total += weight(i);
+    if (s.top_p < 1) {
+      least = fmaxf(least, lowest(logits, max((u64)((double)total * s.top_p), 1ull), weight));
+      total = 0;
+      for (int i = 0; i < VOCAB_SIZE; i++) total += weight(i);
+    }
+    u64 target = __umul64hi(philox(seeds[0], seeds[1], seeds[2]) >> 11 << 11, total);
+    for (token = 0; weight(token) <= target; token++) target -= weight(token);
+  }
+  choices[0] = token;
+  if (p.flags & CHAINS) {
+    chosen[p.slot] = token;
+    if (p.flags & PENALISED) counts[token] += 1;
+  }
+  if (p.n_top < 0) return;
+
+  double sum = 0;
+  for (int i = 0; i < VOCAB_SIZE; i++) sum += expf(raw[i] - raw_top);
+  float normaliser = log(sum);
+  choices[1] = __float_as_int(raw[token] - raw_top - normaliser);
+  u64 above = ~0ull;
+  for (int k = 0; k < p.n_top; k++) {
+    u64 next = 0;
+    for (int i = 0; i < VOCAB_SIZE; i++)
+      if (rank_of(raw[i], i) < above) next = max(next, rank_of(raw[i], i));
+    choices[2 + k] = token_of(next);
+    choices[2 + MAX_TOP + k] = __float_as_int(raw[token_of(next)] - raw_top - normaliser);
+    above = next;
+  }
+}
+#else
+
+template <class T, class Join>
+__device__ __forceinline__ T block_reduce(T *of_warp, T v, Join join) {  // for every thread, in one order
+  for (int m = 16; m; m /= 2) v = join(v, __shfl_xor_sync(ALL, v, m));
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = v;
+  __syncthreads();
+  v = of_warp[threadIdx.x % 32];
+  for (int m = 16; m; m /= 2) v = join(v, __shfl_xor_sync(ALL, v, m));
+  return v;
 }
 
 // Calls f(logit) for each token in the words [begin, end) of the set, by one warp; where f says no, the token
@@ -871,19 +1119,6 @@ __device__ __forceinline__ int draw(u64 u, unsigned *set, const float *logits, W
   return begin * 32 + __ffs(__ballot_sync(ALL, all > target)) - 1;
 }
 
-// The first 64 bits of Philox4x64-10 (Salmon et al., SC'11, https://doi.org/10.1145/2063384.2063405) with key
-// (seed, choice) and counter number + 1, which is what numpy.random.Philox(key, counter=number) gives first
-__device__ __forceinline__ u64 philox(u64 seed, u64 choice, u64 number) {
-  u64 c0 = number + 1, c1 = c0 == 0, c2 = 0, c3 = 0;
-  for (int round = 0; round < 10; round++) {
-    u64 high0 = __umul64hi(0xD2E7470EE14C6C93ull, c0), low0 = 0xD2E7470EE14C6C93ull * c0;
-    u64 high1 = __umul64hi(0xCA5A826395121157ull, c2), low1 = 0xCA5A826395121157ull * c2;
-    c0 = high1 ^ c1 ^ seed, c1 = low1, c2 = high0 ^ c3 ^ choice, c3 = low0;
-    seed += 0x9E3779B97F4A7C15ull, choice += 0xBB67AE8584CAA73Bull;
-  }
-  return c0;
-}
-
 // Choose a token for each wanted row: NumpyOps.pick
 //   raw (n, VOCAB_SIZE)   best (n,) of it, by `logits`; 0 after   logits (n, VOCAB_SIZE) for those after
 //   penalties, where there are any   picked (n, PICKED)   settings (n, SETTINGS)   seeds (n, SEEDS)
@@ -900,14 +1135,13 @@ extern "C" __global__ void __launch_bounds__(PICK_THREADS, 1)
   start_next();
   await_previous();
   int row = blockIdx.x;
-  const Picked p = *(const Picked *)(picked + row * PICKED);
+  const Picked &p = *(const Picked *)(picked + row * PICKED);  // no copy: registers are few
   const Settings s = *(const Settings *)(settings + row * SETTINGS);
   if (threadIdx.x == 0) raw_best = best[row], best[row] = 0;
   __syncthreads();
   if (p.slot < 0) return;
   size_t of_slot = (size_t)p.slot * VOCAB_SIZE;
-  raw += (size_t)row * VOCAB_SIZE, logits += (size_t)row * VOCAB_SIZE, choices += row * CHOICE;
-  seeds += row * SEEDS;
+  raw += (size_t)row * VOCAB_SIZE, logits += (size_t)row * VOCAB_SIZE;
   auto larger = [](u64 a, u64 b) { return a > b ? a : b; };
   const float *used = raw;
   u64 used_best = raw_best;
@@ -926,7 +1160,7 @@ extern "C" __global__ void __launch_bounds__(PICK_THREADS, 1)
   int token = token_of(used_best);
   float top = used[token];
   if (raw_best == NO_NUMBER || used_best == NO_NUMBER || top == NEVER) {
-    if (threadIdx.x == 0) choices[0] = -1;
+    if (threadIdx.x == 0) choices[row * CHOICE] = -1;
     return;
   }
   if (s.sharpness > 0) {
@@ -944,9 +1178,11 @@ extern "C" __global__ void __launch_bounds__(PICK_THREADS, 1)
       narrow(set, used, distance, [](float) { return 1ull; }, [&](u64 all) { return (u64)p.top_k; });
     if (s.top_p < 1)
       narrow(set, used, distance, weight, [&](u64 all) { return max((u64)((double)all * s.top_p), 1ull); });
+    seeds += row * SEEDS;
     u64 u = philox(seeds[0], seeds[1], seeds[2]) >> 11 << 11;  // 53 bits, as a double has them
     token = draw(u, set, used, weight);
   }
+  choices += row * CHOICE;
   if (threadIdx.x == 0) {
     choices[0] = token;
     if (p.flags & CHAINS) {
@@ -990,4 +1226,5 @@ extern "C" __global__ void __launch_bounds__(PICK_THREADS, 1)
     else atomicAdd(&counts[tokens[i]], 1u);
   }
 }
-#endif
+#endif  // !PLAIN
+#endif  // PLAIN || ROW_TILES == 1

@@ -41,6 +41,7 @@ class Shape(NamedTuple):
 # by the rows of a step: at most so many, in this shape
 SHAPES = [(16, Shape(1, 1)), (128, Shape(4, 2)), (1 << 30, Shape(4, 8))]
 ANY = SHAPES[0][1]  # for kernels that are no product
+PLAIN = Shape(0, 0)  # for those that have no blocks of a product: a module of their own
 
 # what kernels.cu calls the same
 QUERIES = 16  # of a tile of attention
@@ -77,6 +78,7 @@ def defines(config: Config, shape: Shape) -> list[str]:
         "NORM_EPS": f"{c.norm_eps!r}f",
         "ROW_TILES": shape.rows,
         "COLUMN_TILES": shape.columns,
+        "PLAIN": int(shape == PLAIN),
     }
     return [f"-D{name}={value}" for name, value in values.items()]
 
@@ -184,9 +186,8 @@ class Kernels:
         code = CODE.read_text(encoding="utf-8")
         self._cp, self._driver = cp, driver
         self._signatures = signatures(code)
-        self._modules = {
-            shape: cp.RawModule(code=code, options=options(config, shape)) for _, shape in SHAPES
-        }
+        shapes = [*(shape for _, shape in SHAPES), PLAIN]  # CuPy compiles what is asked for
+        self._modules = {shape: cp.RawModule(code=code, options=options(config, shape)) for shape in shapes}
         self._functions: dict[tuple[str, Shape], Any] = {}
         self._seen: dict[int, DeviceArray] = {}  # contiguous ones by id, theirs as long as they are here
         self._threads = THREADS | dict.fromkeys(["attend", "attend_prompt"], attend_threads(config))
@@ -194,7 +195,7 @@ class Kernels:
     def load(self) -> None:
         """Compile what is not compiled yet, all shapes: no step has to wait for that."""
         for _, shape in SHAPES:
-            self._function("logits", shape)
+            self._modules[shape].get_function("logits")
 
     def launch(self, name: str, shape: Shape, grid: tuple[int, ...], *args: Any) -> None:
         """An array for each array, a number for each number, None for an array that there is none of."""

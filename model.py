@@ -10,8 +10,8 @@ Rules of this file:
 1. The ops are cut where a GPU kernel is: each is one kernel's work, with its norm, bias or residual inside.
 2. A step's rows are tokens of any number of sequences. Prefill and decode are the same pass.
 3. Rotary pairs are adjacent (weights.py puts them so): a pair is a complex number, a rotation one product.
-4. A sequence gets the same bits alone and in any batch, wherever its pages lie: no product and no sum runs
-   over rows of two groups or over a page and a half, for BLAS sums one row in another order than several.
+4. A sequence gets the same bits alone and in any batch, wherever its pages lie: every product covers
+   rows of one group and whole pages, for BLAS sums one row in another order than several.
    A tile of the prompt and its rows one by one agree up to rounding, about 1e-6.
 5. What is drawn depends on logits, seed, choice and the number of the output token alone.
 
@@ -20,7 +20,7 @@ Not here: which rows to compute next (engine.py), whose page is whose (pages.py)
 
 import itertools
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -63,14 +63,6 @@ class Group(NamedTuple):
     rows: slice  # of the batch
 
 
-class Run(NamedTuple):
-    """Pages of a sequence that lie one after another, with as many tokens in each."""
-
-    pages: slice  # of the pool
-    n_tokens: int  # PAGE, but in a last page that is not full
-    columns: slice  # their tokens among those that are looked at
-
-
 class Batch:
     """One step's rows: the tokens of all spans, one span after another. No span is chained here."""
 
@@ -95,7 +87,6 @@ class Batch:
         )  # (n_rows,)
         self.places = self.positions % PAGE  # in those pages
         self.wanted: Ints = np.array(wanted, np.int64)  # rows
-        self._runs: dict[int | None, list[list[Run]]] = {}
 
     @cached_property
     def tables(self) -> Ints:
@@ -104,36 +95,6 @@ class Batch:
         for table, group in zip(tables, self.groups, strict=True):
             table[: len(group.pages)] = group.pages
         return tables
-
-    def runs(self, window: int | None) -> list[list[Run]]:
-        """What each group attends to, from the page on with the first key that it sees."""
-        if window not in self._runs:
-            self._runs[window] = [
-                list(
-                    runs(
-                        group.pages,
-                        0 if window is None else max(0, group.start - window + 1) // PAGE,
-                        group.start + group.rows.stop - group.rows.start,
-                    )
-                )
-                for group in self.groups
-            ]
-        return self._runs[window]
-
-
-def runs(pages: Sequence[int], first: int, end: int) -> Iterator[Run]:
-    """The pages from number `first` on with the tokens before position `end`, in as few runs as can be."""
-    i, n_full = first, end // PAGE
-    while i < n_full:
-        j = i + 1
-        while j < n_full and pages[j] == pages[j - 1] + 1:
-            j += 1
-        columns = slice((i - first) * PAGE, (j - first) * PAGE)
-        yield Run(slice(pages[i], pages[i] + j - i), PAGE, columns)
-        i = j
-    if end % PAGE:
-        columns = slice((n_full - first) * PAGE, end - first * PAGE)
-        yield Run(slice(pages[n_full], pages[n_full] + 1), end % PAGE, columns)
 
 
 @dataclass(frozen=True)
@@ -279,9 +240,7 @@ class NumpyOps:
             pairs = heads[:, :n_qk].view(np.complex64)
             pairs *= self._rope[batch.positions, None]
         q *= np.float32(c.head_dim**-0.5)
-        pages = self._kv[:, i]  # (n_pages, 2, n_kv_heads, PAGE, head_dim)
-        pages[batch.pages, 0, :, batch.places] = k
-        pages[batch.pages, 1, :, batch.places] = v
+        self._keep(k, v, i, batch)
         y = self._buffer("y", n_rows, c.n_heads * c.head_dim)
         self._attend_all(q, i, batch, y)
         return y
@@ -337,47 +296,41 @@ class NumpyOps:
         y *= 1 / np.sqrt(np.vecdot(x, x)[:, None] / x.shape[1] + self.config.norm_eps)
         return y
 
+    def _keep(self, k: Array, v: Array, i: int, batch: Batch) -> None:
+        pages = self._kv[:, i]  # (n_pages, 2, n_kv_heads, PAGE, head_dim)
+        pages[batch.pages, 0, :, batch.places] = k
+        pages[batch.pages, 1, :, batch.places] = v
+
     def _attend_all(self, q: Array, i: int, batch: Batch, y: Array) -> None:
         """Group by group; q (n_rows, n_heads, head_dim), scaled; y (n_rows, n_heads * head_dim)."""
-        window = self.config.windows[i]
-        for group, runs in zip(batch.groups, batch.runs(window), strict=True):
-            self._attend_one(q[group.rows], self._kv[:, i], runs, group.start, window, y[group.rows])
+        for group in batch.groups:
+            self._attend_one(q[group.rows], i, group, y[group.rows])
 
-    def _attend_one(
-        self, q: Array, pages: Array, runs: list[Run], start: int, window: int | None, y: Array
-    ) -> None:
-        """softmax(q k^T) v for the tokens of one group, into y: page by page, so that the sums are the same
-        wherever the pages lie.
+    def _attend_one(self, q: Array, i: int, group: Group, y: Array) -> None:
+        """softmax(q k^T) v for the tokens of one group, into y; a whole page is one product, so that sums are
+        the same wherever the pages lie.
 
-        q (n, n_heads, head_dim), scaled; pages (n_pages, 2, n_kv_heads, PAGE, head_dim); n_heads / n_kv_heads
-        query heads share a key head.
+        q (n, n_heads, head_dim), scaled; n_heads / n_kv_heads query heads share a key head.
         """
-        n, n_kv_heads, head_dim = len(q), pages.shape[2], pages.shape[4]
-        q = q.reshape(n, n_kv_heads, -1, head_dim).transpose(1, 2, 0, 3).reshape(n_kv_heads, -1, head_dim)
-        n_keys = runs[-1].columns.stop
-        scores = np.empty((*q.shape[:2], n_keys), np.float32)  # (n_kv_heads, group * n, n_keys)
-        by_page = [_by_page(scores, run) for run in runs]
-        for run, part in zip(runs, by_page, strict=True):
-            np.matmul(q, pages[run.pages, 0, :, : run.n_tokens].swapaxes(2, 3), out=part)
-        if n > 1 or window is not None:
-            query, key = np.arange(start, start + n)[:, None], np.arange(start + n - n_keys, start + n)
-            hidden = key > query if window is None else (key > query) | (key <= query - window)
-            scores.reshape(n_kv_heads, -1, n, n_keys)[:, :, hidden] = -np.inf
-        scores -= scores.max(axis=-1, keepdims=True)
+        c, n, window = self.config, len(q), self.config.windows[i]
+        end = group.start + n
+        first = 0 if window is None else max(0, group.start - window + 1) // PAGE
+        numbers = range(first, -(-end // PAGE))  # of the pages with keys that are seen
+        pages = [group.pages[number] for number in numbers]
+        kv = self._kv[pages, i]  # (n_pages, 2, n_kv_heads, PAGE, head_dim)
+        kv[-1, :, :, (end - 1) % PAGE + 1 :] = 0  # what no token has reached
+        q = q.reshape(n, c.n_kv_heads, -1, c.head_dim).transpose(1, 2, 0, 3)
+        q = q.reshape(c.n_kv_heads, -1, c.head_dim)  # (n_kv_heads, group * n, head_dim)
+        scores = q @ kv[:, 0].swapaxes(2, 3)  # (n_pages, n_kv_heads, group * n, PAGE)
+        query = np.arange(group.start, end)[:, None]
+        key = np.arange(numbers.start * PAGE, numbers.stop * PAGE).reshape(-1, 1, 1, 1, PAGE)
+        hidden = (key > query) if window is None else (key > query) | (key <= query - window)
+        np.copyto(scores.reshape(len(kv), c.n_kv_heads, -1, n, PAGE), -np.inf, where=hidden)
+        scores -= scores.max(axis=(0, 3), keepdims=True)
         np.exp(scores, out=scores)
-        scores /= scores.sum(axis=-1, keepdims=True)
-        parts = np.empty((-(-n_keys // PAGE), *q.shape), np.float32)  # what each page adds
-        for run, part in zip(runs, by_page, strict=True):
-            first = run.columns.start // PAGE
-            np.matmul(part, pages[run.pages, 1, :, : run.n_tokens], out=parts[first : first + len(part)])
-        heads = parts.sum(axis=0).reshape(n_kv_heads, -1, n, head_dim)
-        y.reshape(n, n_kv_heads, -1, head_dim)[:] = heads.transpose(2, 0, 1, 3)
-
-
-def _by_page(scores: Array, run: Run) -> Array:
-    """The columns of a run, as a view (its pages, n_kv_heads, group * n, n_tokens)."""
-    n_kv_heads, n, _ = scores.shape
-    return scores[:, :, run.columns].reshape(n_kv_heads, n, -1, run.n_tokens).transpose(2, 0, 1, 3)
+        scores /= scores.sum(axis=(0, 3), keepdims=True)
+        heads = (scores @ kv[:, 1]).sum(axis=0).reshape(c.n_kv_heads, -1, n, c.head_dim)
+        y.reshape(n, c.n_kv_heads, -1, c.head_dim)[:] = heads.transpose(2, 0, 1, 3)
 
 
 def _norm_heads(heads: Array, w: Array, eps: float) -> None:

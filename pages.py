@@ -24,7 +24,7 @@ ROOT: Name = b""  # what stands before the first page
 
 
 def name_of(before: Name, token_ids: Sequence[int]) -> Name:
-    """The name of a page with these tokens behind a page with that name."""
+    """The name of a page with these tokens after a page with that name."""
     return sha256(before + array("q", token_ids).tobytes()).digest()
 
 
@@ -46,14 +46,11 @@ class Pages:
     def n_free(self) -> int:
         return len(self._free)
 
-    def take(self, after: int | None = None) -> int:
-        """A page for one user, the one behind `after` where it serves as well; raises OutOfPages."""
+    def take(self) -> int:
+        """A page for one user; raises OutOfPages."""
         if not self._free:
             raise OutOfPages
-        page = next(iter(self._free))
-        if after is not None and after + 1 in self._free and after + 1 not in self._names:
-            page = after + 1
-        del self._free[page]
+        page, _ = self._free.popitem(last=False)
         if (name := self._names.pop(page, None)) is not None:
             del self._named[name]
         self._users[page] = 1
@@ -68,13 +65,18 @@ class Pages:
     def find(self, name: Name) -> int | None:
         return self._named.get(name)
 
+    def is_used(self, name: Name) -> bool:
+        return name in self._named and self._named[name] not in self._free
+
     def share(self, page: int) -> None:
         """One user more for a page that was found."""
         self._users[page] += 1
         self._free.pop(page, None)
 
     def release(self, pages: Sequence[int]) -> None:
-        """One user less for each page of a table; what hangs on another is forgotten before that other."""
+        """One user less for each page of a table; later pages are freed first, so that a page outlives
+        those that depend on it.
+        """
         for page in reversed(pages):
             self._users[page] -= 1
             if not self._users[page]:

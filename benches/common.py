@@ -46,11 +46,11 @@ def with_pages(ops: type[NumpyOps], config: Config, weights: Weights, max_seq_le
     return ops(config, weights, max_seq_len, MAX_BATCH * -(-max_seq_len // PAGE), MAX_BATCH)
 
 
-def engine_run(engine: Engine) -> Run:
+def engine_run(engine: Engine, sampling: Sampling = GREEDY) -> Run:
     """Engine.generate, as the server calls it."""
 
     async def one(prompt: list[int], n_new: int) -> list[tuple[float, int]]:
-        async with aclosing(engine.generate(Job(prompt, n_new, frozenset(), GREEDY))) as steps:
+        async with aclosing(engine.generate(Job(prompt, n_new, frozenset(), sampling))) as steps:
             return [(time.perf_counter(), token.token_id) async for step in steps for token in step.tokens]
 
     async def all_of(prompts: Prompts, n_new: int) -> Speeds:
@@ -62,11 +62,11 @@ def engine_run(engine: Engine) -> Run:
     return lambda prompts, n_new: asyncio.run(all_of(prompts, n_new))
 
 
-def prompts(tokenizer: Tokenizer, batch: int, n_prompt: int) -> Prompts:
-    """Pieces of the README's prose."""
+def prompts(tokenizer: Tokenizer, batch: int, n_prompt: int, number: int = 0) -> Prompts:
+    """Pieces of the README's prose; those of each number begin with another token, so none is in a cache."""
     prose = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
     token_ids = tokenizer.encode(prose * (1 + batch * n_prompt // 1024))
-    return [token_ids[i * n_prompt : (i + 1) * n_prompt] for i in range(batch)]
+    return [[number, *token_ids[i * n_prompt + 1 : (i + 1) * n_prompt]] for i in range(batch)]
 
 
 def cpu_name() -> str:

@@ -256,7 +256,7 @@ def measure(contenders: dict[str, Run], tokenizer: Tokenizer, n_new: int, repeat
     for number in range(repeat + 1):
         for name, m in MEASUREMENTS.items():
             for contender, run in contenders.items():
-                result = run(prompts(tokenizer, m.batch, m.n_prompt), m.n_new or n_new)
+                result = run(prompts(tokenizer, m.batch, m.n_prompt, number), m.n_new or n_new)
                 if number:
                     found[name][contender].append(result)
                 shown = f"{m.speed(result):8.1f} tok/s" if number else "warm"
@@ -274,25 +274,21 @@ def setting(about: str, args: argparse.Namespace) -> Iterator[str]:
 
 
 def table(found: Found, contenders: Sequence[str]) -> Iterator[str]:
-    """Medians, how many times as fast the engine is as each of the others, and what a batch brings."""
-    others = [name for name in contenders if name not in OURS]
+    """Medians, of the others with how many times as fast the engine is; and what a batch brings."""
     n_rounds = len(next(iter(found.values()))[contenders[0]])
-    columns = [*contenders, *(f"engine / {name}" for name in others), *(["same words"] if others else [])]
-    yield f"| tokens/s, median of {n_rounds} | " + " | ".join(columns) + " |"
-    yield "|---" * (len(columns) + 1) + "|"
+    yield f"| tokens/s, median of {n_rounds} (engine / it) | {' | '.join(contenders)} | same words |"
+    yield "|---" * (len(contenders) + 2) + "|"
     medians = {
-        name: [median(map(MEASUREMENTS[name].speed, runs[who])) for who in contenders]
+        name: {who: median(map(MEASUREMENTS[name].speed, runs[who])) for who in contenders}
         for name, runs in found.items()
     }
     for name, values in medians.items():
-        cells = [f"{value:.1f}" for value in values]
-        cells += [f"{values[0] / values[contenders.index(who)]:.2f}" for who in others]
+        ours = values[OURS[0]]
+        cells = [f"{v:.1f}" + ("" if who in OURS else f" ({ours / v:.2f})") for who, v in values.items()]
         said = {tuple(runs[0].said) for runs in found[name].values()}
-        cells += [("yes" if len(said) == 1 else "no")] if others else []
-        yield f"| {name} | " + " | ".join(cells) + " |"
+        yield f"| {name} | {' | '.join(cells)} | {'yes' if len(said) == 1 else 'no'} |"
     one, eight = medians["decode, batch 1"], medians["decode, batch 8"]
-    gains = [f"{many / alone:.2f}" for alone, many in zip(one, eight, strict=True)]
-    yield "| batch 8 / batch 1 | " + " | ".join([*gains, *[""] * (len(columns) - len(contenders))]) + " |"
+    yield f"| batch 8 / batch 1 | {' | '.join(f'{eight[who] / one[who]:.2f}' for who in contenders)} | |"
 
 
 # --- what only this engine does -----------------------------------------------------------------------------
@@ -312,7 +308,7 @@ def own(
     copied = prose[:120] * 2 + prose[:20]
     found: dict[str, list[tuple[float, float]]] = {}
     for number in range(repeat + 1):
-        turn = [number, *prose[1:]]  # another beginning: nothing of it is known
+        [turn] = prompts(tokenizer, 1, N_TURN, number)
         second = [*turn, *engine_run(engine)([turn], n_new).said, *prose[:N_MORE]]
         cold, cached = (
             engine_run(engine)([[first, *second[1:]]], 1).prefill for first in (99 + number, number)

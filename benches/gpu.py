@@ -1,44 +1,64 @@
-"""How near the memory's limit the engine decodes on a GPU, and others beside it, on the same random weights.
+"""How near the memory's limit the engine decodes on a GPU, and others beside it, on the same weights.
 
-    shape --checkpoint()--> files --CELLS x contenders--> seconds --table()--> tokens/s and % of the floor
+    shape --checkpoint()--> files --CONTENDERS x cells--> Rows --report()--> tokens/s and % of the floor
 
-Each contender reads the same bfloat16 files, is warm before it is timed, and decodes greedily past any end of
-sequence. `transformers` is timed eager, with a static cache and a compiled forward pass, and by its own
-continuous batching; `compiled loop` is the shortest decoder that torch.compile makes fast, in the manner of
-gpt-fast (https://github.com/meta-pytorch/gpt-fast); llama.cpp is timed by its own `llama-bench`, where that
-is on the PATH. Each runs as its documentation says it runs fastest.
+Each contender (benches/gpu_contenders.py) reads the same bfloat16 files, is warm before it is timed, and
+decodes past any end of sequence.
+
+As commands of less than ten minutes each; the minutes are estimates for qwen3-0.6b:
+
+    minutes   python bench.py gpu --out FILE.md --contenders
+      2-3         engine engine-no-early engine-no-graphs engine-plain compiled-loop
+      4-6         transformers-compiled transformers-eager
+      4-6         transformers-continuous transformers-continuous-graphs
+      0                                                  nobody: the report of what is kept
 
 Rules of this file:
 1. The floor of a step is the bytes that it must read (weights once, keys and values of every sequence) over
-   the bandwidth that a kernel which only reads reaches here, in the same run.
-2. Decoding is the time of n_new tokens less the time of one, so that a prompt's reading never counts.
+   the bandwidth that a kernel which only reads reaches here, in the same command.
+2. What is no clear difference of two runs is no result.
 3. Weights are random and never zeros: a product of zeros is faster.
+4. What is measured is on disk at once, whatever ends the command: Rows in FILE.json beside FILE.md, one for
+   each contender in each cell on each device and shape. The next command adds to them.
 
 Not here: whether the answers are right (tests/gpu).
 """
 
 import argparse
-import gc
-import shutil
-import subprocess
+import json
 import sys
 import time
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import date
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from benches.common import Prompts, engine_run, write
-from engine import Engine
-from gpu import CudaOps
-from model import PAGE
-from weights import Config, read_config, read_weights
+import numpy as np
+
+from benches.common import Prompts
+from benches.gpu_contenders import (
+    CONTENDERS,
+    GGUF,
+    OURS,
+    SAMPLED,
+    Cell,
+    Round,
+    Started,
+    Times,
+    cupy,
+    device,
+    release,
+    transformers,
+)
+from weights import Config, read_config
+
+BEGAN = time.monotonic()
 
 # fmt: off
 #  shape            architecture          its config.json, as the model of that name has it
@@ -63,221 +83,24 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 # fmt: on
 
 
-class Cell(NamedTuple):
-    """What is timed: sequences side by side, tokens of each prompt, tokens to decode; 1: until the first."""
-
-    batch: int
-    n_prompt: int
-    n_new: int
-
-
-DECODE = [Cell(batch, context, 128) for context in (256, 4096) for batch in (1, 4, 16, 64)]
-FIRST = [Cell(1, n_prompt, 1) for n_prompt in (128, 512, 2048)]
-ONE_SEQUENCE = [cell for cell in DECODE if cell.batch == 1]
 WARM_UPS, ROUNDS = 1, 3
-
-Run = Callable[[Prompts, int], None]  # (prompts, tokens to say after each): back when they are said
-Found = dict[tuple[str, Cell], float]  # median seconds
-
-
-class Contender(NamedTuple):
-    """Somebody who can decode, and the cells that are worth the minutes it takes to compile for them."""
-
-    start: Callable[[Path], Callable[[Cell], Run]]  # reads the files once; a cell is a cell's own
-    cells: list[Cell]
+CELL_S = 25  # after these a cell is content with fewer rounds
+CLEAR = 0.2  # decoding must be this much of a run that it is found from
 
 
-# --- ours ---------------------------------------------------------------------------------------------------
-
-
-def engine(directory: Path) -> Callable[[Cell], Run]:
-    """Engine.generate, as the server calls it, all around the model included."""
-    config = read_config(directory)
-    max_batch, length = max(cell.batch for cell in DECODE), max(sum(cell[1:]) for cell in DECODE) + 1
-    n_pages = max_batch * -(-length // PAGE)
-    weights = read_weights(directory, config, CudaOps.pack)
-    ours = Engine(CudaOps(config, weights, length, n_pages, max_batch))
-    run = engine_run(ours)
-
-    def timed_run(prompts: Prompts, n_new: int) -> None:
-        run(prompts, n_new)
-
-    weakref.finalize(timed_run, ours.close)  # its thread would keep the card's memory from the others
-    return lambda cell: timed_run
-
-
-# --- transformers -------------------------------------------------------------------------------------------
-
-
-def model_of(directory: Path) -> Any:
-    import torch
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
-    return model.to(device()).eval()
-
-
-def device() -> str:
-    """The GPU; a dry run on a machine without one takes the processor."""
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def generated(directory: Path, **settings: Any) -> Callable[[Cell], Run]:
-    """model.generate, greedy, for exactly so many tokens."""
-    import torch
-
-    model = model_of(directory)
-
-    def run(prompts: Prompts, n_new: int) -> None:
-        token_ids = torch.tensor(prompts, device=model.device)
-        with torch.inference_mode():
-            model.generate(
-                token_ids,
-                attention_mask=torch.ones_like(token_ids),
-                do_sample=False,
-                min_new_tokens=n_new,
-                max_new_tokens=n_new,
-                pad_token_id=0,
-                **settings,
-            )
-        synchronize()
-
-    return lambda cell: run
-
-
-def continuous(directory: Path) -> Callable[[Cell], Run]:
-    """generate_batch: pages, CUDA graphs and a scheduler, as transformers 5 has them."""
-    import transformers
-
-    model = model_of(directory)
-
-    def run(prompts: Prompts, n_new: int) -> None:
-        settings = transformers.GenerationConfig(
-            max_new_tokens=n_new, do_sample=False, eos_token_id=-1, pad_token_id=0
-        )
-        done = model.generate_batch(prompts, generation_config=settings, persistent_manager=True)
-        lengths = [len(result.generated_tokens) for result in done.values()]
-        if lengths != [n_new] * len(prompts):  # it reports failures in its log alone
-            raise RuntimeError(f"expected {n_new} tokens for each of {len(prompts)} prompts, got {lengths}")
-        synchronize()
-
-    def start(cell: Cell) -> Run:
-        model.destroy_cached_continuous_batching_manager()  # it is sized for what it is first asked
-        return run
-
-    return start
-
-
-def synchronize() -> None:
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-# --- a compiled loop ----------------------------------------------------------------------------------------
-
-
-def compiled_loop(directory: Path) -> Callable[[Cell], Run]:
-    """Static keys and values, one compiled step, CUDA graphs by torch.compile; prompts in one pass."""
-    import torch
-
-    torch.set_float32_matmul_precision("high")
-    model, config = model_of(directory), read_config(directory)
-
-    def start(cell: Cell) -> Run:
-        decoder = compiled_decoder(model, config, cell)
-        step = torch.compile(decoder, mode="reduce-overhead", fullgraph=True)
-
-        def run(prompts: Prompts, n_new: int) -> None:
-            n_prompt = len(prompts[0])
-            with torch.inference_mode():
-                token_ids = torch.tensor(prompts, device=device())
-                token_ids = decoder(token_ids, torch.arange(n_prompt, device=device()))
-                position = torch.tensor([n_prompt], device=device())
-                for _ in range(n_new - 1):
-                    token_ids = step(token_ids.clone(), position)
-                    position += 1
-            synchronize()
-
-        return run
-
-    return start
-
-
-def compiled_decoder(causal: Any, config: Config, cell: Cell) -> Any:
-    """The forward pass in torch, over the model's own modules: (batch, n) token ids to (batch, 1)."""
-    import torch
-    from torch.nn.functional import scaled_dot_product_attention, silu
-
-    model, head = causal.model, causal.lm_head  # a tied head is the embedding already
-    length = -(-(cell.n_prompt + cell.n_new) // 64) * 64  # masks are read by whole vectors
-    room = (cell.batch, config.n_kv_heads, length, config.head_dim)
-    kept = [(zeros(room), zeros(room)) for _ in range(config.n_layers)]
-    visible = torch.ones(length, length, dtype=torch.bool, device=device()).tril()
-    for tensor in (visible, *(tensor for pair in kept for tensor in pair)):
-        torch._dynamo.mark_static_address(tensor)  # what a step changes may be in a CUDA graph only then
-
-    def rotated(x: Any, cos: Any, sin: Any) -> Any:
-        first, second = x.chunk(2, -1)
-        return x * cos + torch.cat([-second, first], -1) * sin
-
-    def attended(q: Any, keys: Any, values: Any, mask: Any) -> Any:
-        if q.shape[2] > 1:
-            return scaled_dot_product_attention(q, keys, values, mask, enable_gqa=True)
-        q = q.unflatten(1, (config.n_kv_heads, -1)).squeeze(3)  # one token: heads as queries, keys read once
-        return scaled_dot_product_attention(q, keys, values, mask).flatten(1, 2).unsqueeze(2)
-
-    def decoder(token_ids: Any, positions: Any) -> Any:
-        x = model.embed_tokens(token_ids)
-        cos, sin = (t[:, None] for t in model.rotary_emb(x, positions[None]))
-        for layer, (keys, values) in zip(model.layers, kept, strict=True):
-            a, normed = layer.self_attn, layer.input_layernorm(x)
-            q, k, v = (
-                p(normed).unflatten(-1, (-1, config.head_dim)).transpose(1, 2)
-                for p in (a.q_proj, a.k_proj, a.v_proj)
-            )
-            if config.qk_norm:
-                q, k = a.q_norm(q), a.k_norm(k)
-            keys[:, :, positions] = rotated(k, cos, sin)
-            values[:, :, positions] = v
-            y = attended(rotated(q, cos, sin), keys, values, visible[positions])
-            x = x + a.o_proj(y.transpose(1, 2).flatten(2))
-            m, normed = layer.mlp, layer.post_attention_layernorm(x)
-            x = x + m.down_proj(silu(m.gate_proj(normed)) * m.up_proj(normed))
-        return head(model.norm(x[:, -1:])).argmax(-1)
-
-    return decoder
-
-
-def zeros(shape: Sequence[int]) -> Any:
-    import torch
-
-    return torch.zeros(shape, dtype=torch.bfloat16, device=device())
-
-
-# fmt: off
-CONTENDERS = {
-    #                                    start                                                cells
-    "engine":                  Contender(engine,                                              DECODE + FIRST),
-    "transformers eager":      Contender(generated,                                           DECODE + FIRST),
-    "transformers compiled":   Contender(partial(generated, cache_implementation="static"),   ONE_SEQUENCE),
-    "transformers continuous": Contender(continuous,                                          DECODE),
-    "compiled loop":           Contender(compiled_loop,                                       ONE_SEQUENCE),
-}
-# fmt: on
+def cells_of(args: argparse.Namespace) -> list[Cell]:
+    decoding = [Cell(batch, context, args.new) for context in args.contexts for batch in args.batches]
+    sampled = Cell(1, args.contexts[0], args.new, sampled=True)
+    return [*decoding, sampled, *(Cell(1, n, 1) for n in args.prompts)]
 
 
 # --- the floor ----------------------------------------------------------------------------------------------
 
 READ = r"""
-extern "C" __global__ void read_all(const uint4* x, size_t n, unsigned* out) {
+extern "C" __global__ void read_all(const unsigned *x, int n, unsigned *out) {
   unsigned seen = 0;
-  for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < n; i += (size_t)gridDim.x * blockDim.x) {
-    uint4 v = x[i];
+  for (long i = blockIdx.x * (long)blockDim.x + threadIdx.x; i < n; i += (long)gridDim.x * blockDim.x) {
+    uint4 v = ((const uint4 *)x)[i];
     seen ^= v.x ^ v.y ^ v.z ^ v.w;
   }
   if (seen == 0x9e3779b9u) *out = seen;  // never, as good as; without it nothing would be read
@@ -285,22 +108,32 @@ extern "C" __global__ void read_all(const uint4* x, size_t n, unsigned* out) {
 """
 
 
-def read_bandwidth(n_bytes: int = 4 * 2**30) -> float:
+def read_bandwidth(n_launches: int = 4) -> float:
     """Bytes a second of a kernel that only reads: the limit of decoding on this card."""
-    import cupy
+    cp = cupy()
+    n = min(
+        1 << 28, cp.cuda.Device().mem_info[0] >> 8
+    )  # 16 bytes each: 4 GiB, or a sixteenth of what is free
+    noise = np.random.default_rng(0).integers(0, 1 << 32, 1 << 22, np.uint32)
+    x, out = cp.empty(4 * n, np.uint32), cp.zeros(1, np.uint32)
+    for begin in range(0, len(x), len(noise)):
+        x[begin : begin + len(noise)] = cp.asarray(noise[: len(x) - begin])
+    kernel = cp.RawModule(code=READ).get_function("read_all")
+    n_processors = cp.cuda.runtime.getDeviceProperties(0)["multiProcessorCount"]
 
-    x = cupy.arange(n_bytes // 4, dtype=cupy.uint32) * cupy.uint32(2_654_435_761)  # no two alike
-    out, kernel = cupy.zeros(1, cupy.uint32), cupy.RawKernel(READ, "read_all")
-    n_blocks = 8 * cupy.cuda.Device().attributes["MultiProcessorCount"]
-    times = []
-    for _ in range(WARM_UPS + 10):
-        began, ended = cupy.cuda.Event(), cupy.cuda.Event()
-        began.record()
-        kernel((n_blocks,), (512,), (x, cupy.uint64(n_bytes // 16), out))
-        ended.record()
-        ended.synchronize()
-        times.append(cupy.cuda.get_elapsed_time(began, ended) / 1e3)
-    return n_bytes / float(median(times[WARM_UPS:]))
+    def elapsed(n_blocks: int) -> float:
+        cp.cuda.get_current_stream().synchronize()
+        started = time.perf_counter()
+        for _ in range(n_launches):
+            kernel((n_blocks,), (512,), (x, np.int32(n), out))
+        cp.cuda.get_current_stream().synchronize()
+        return time.perf_counter() - started
+
+    def warm(n_blocks: int) -> float:
+        return median([elapsed(n_blocks) for _ in range(WARM_UPS + ROUNDS)][WARM_UPS:])
+
+    best = min(warm(n_processors * blocks) for blocks in (1, 2, 4, 8))  # how many it takes differs by card
+    return float(16 * n * n_launches / best)
 
 
 def step_bytes(config: Config, cell: Cell) -> int:
@@ -315,157 +148,248 @@ def step_bytes(config: Config, cell: Cell) -> int:
 # --- measuring ----------------------------------------------------------------------------------------------
 
 
+class Result(NamedTuple):
+    seconds: float | None  # median, of decoding or until the first token; None: there is none
+    why: str  # there is none
+    about: str = ""  # how it ran
+
+
+OUT_OF_TIME = "out of time"
+
+
 def run(args: argparse.Namespace) -> None:
-    """The table for one shape."""
-    bandwidth, deadline = read_bandwidth(), time.monotonic() + 60 * args.minutes
-    with TemporaryDirectory() as folder:
-        directory = checkpoint(args.shape, Path(folder))
-        config, found = read_config(directory), Found()
-        for name in CONTENDERS:
-            measure(name, directory, config.vocab_size, found, deadline)
-    lines = [*setting(args.shape, bandwidth), "", *decode_table(config, found, bandwidth), ""]
-    write([*lines, *first_table(found), "", *llama_bench(args.gguf), ""], args.out)
+    """Measure what is asked for, and report it with what is kept."""
+    rows = read_rows(args.out)
+    if args.contenders:
+        with TemporaryDirectory() as folder:
+            measure_all(args, checkpoint(args, Path(folder)), rows)
+    print("\n".join(report(rows.values())), end="")
 
 
-def measure(name: str, directory: Path, vocab_size: int, found: Found, deadline: float) -> None:
-    """Time one contender in its cells; what it cannot do is said, and is a gap in the table."""
-    start, cells = CONTENDERS[name]
-    try:
-        at = start(directory)
-    except Exception as error:
-        print(f"{name:24} {type(error).__name__}: {str(error)[:300]}", file=sys.stderr)
-        return
-    for cell in cells:
-        if time.monotonic() > deadline and name != "engine":
-            print(f"out of time: {name} {cell} was not run", file=sys.stderr)
-            continue
-        try:
-            found[name, cell] = seconds(at(cell), cell, vocab_size)
-            rate = cell.batch * max(cell.n_new - 1, 1) / found[name, cell]
-            print(f"{name:24} {cell}  {rate:10.1f} tok/s", file=sys.stderr)
-        except Exception as error:
-            print(f"{name:24} {cell}  {type(error).__name__}: {str(error)[:300]}", file=sys.stderr)
-            release()
-    del at, start  # or it would keep the card's memory
+def measure_all(args: argparse.Namespace, directory: Path, rows: "Rows") -> None:
+    config, bandwidth = read_config(directory), read_bandwidth()
+    card = cupy().cuda.runtime.getDeviceProperties(0)["name"].decode()
+    weights = args.model.name if args.model else f"random weights of the shape of {args.shape}"
     release()
+    for name in (name for name in CONTENDERS if name in args.contenders):
+        cells = [cell for cell in cells_of(args) if CONTENDERS[name].takes(cell)]
+        for cell, result in measure(name, directory, cells, config.vocab_size, BEGAN + 60 * args.minutes):
+            floor = cell.batch * bandwidth / step_bytes(config, cell)
+            row = Row(card, weights, name, cell, *result, floor, bandwidth, str(date.today()), versions())
+            rows[row[:4]] = rows.get(row[:4], row) if result.why == OUT_OF_TIME else row
+            save(rows, args.out)  # whoever ends this, or however it ends
+            print(
+                f"{time.monotonic() - BEGAN:5.0f} s  {name:30} {cell!s:18} {progress(row)}", file=sys.stderr
+            )
+        release()
 
 
-def seconds(run: Run, cell: Cell, vocab_size: int) -> float:
-    """Of decoding, or until the first token."""
-    if cell.n_new == 1:  # a prompt that has been read before would come out of a prefix cache
-        return timed(run, lambda: random_prompts(cell, vocab_size), 1)
-    prompts = random_prompts(cell, vocab_size)
-    return timed(run, lambda: prompts, cell.n_new) - timed(run, lambda: prompts, 1)
+def versions() -> str:
+    found = []
+    for name in ("cupy-cuda13x", "cupy-cuda12x", "torch", "transformers"):
+        with suppress(PackageNotFoundError):
+            found.append(f"{name} {version(name)}")
+    return ", ".join(found) or "none of the packages it knows"
 
 
-def timed(run: Run, prompts: Callable[[], Prompts], n_new: int) -> float:
-    """Median seconds of a run, warm."""
-    times = []
-    for _ in range(WARM_UPS + ROUNDS):
-        given, started = prompts(), time.perf_counter()
-        run(given, n_new)
-        times.append(time.perf_counter() - started)
-    return median(times[WARM_UPS:])
+def progress(row: "Row") -> str:
+    if not row.seconds:
+        return row.why
+    return f"{1e3 * row.seconds:10.1f} ms" if row.cell.n_new == 1 else f"{rate(row):10.1f} tok/s"
 
 
-def release() -> None:
-    """Give the memory of the last contender back to the card."""
-    gc.collect()
-    with suppress(ImportError):
-        import torch
+def measure(
+    name: str, directory: Path, cells: Sequence[Cell], vocab_size: int, deadline: float
+) -> Iterator[tuple[Cell, Result]]:
+    """Time one contender in its cells; what it cannot do is said, and is a gap in the table."""
+    rng, done = np.random.default_rng(0), 0
+    try:
+        if time.monotonic() > deadline:
+            raise TimeoutError(OUT_OF_TIME)
+        with CONTENDERS[name].start(directory, cells) as started:
+            for cell in cells:
+                yield cell, measured(started, cell, vocab_size, rng, deadline)
+                done += 1
+    except Exception as error:
+        yield from ((cell, Result(None, said(error))) for cell in cells[done:])
 
-        torch.compiler.reset()
-        torch.cuda.empty_cache()
-    with suppress(ImportError):
-        import cupy
 
-        cupy.get_default_memory_pool().free_all_blocks()
+def measured(
+    started: Started, cell: Cell, vocab_size: int, rng: np.random.Generator, deadline: float
+) -> Result:
+    if time.monotonic() > deadline:
+        return Result(None, OUT_OF_TIME)
+    try:
+        release()  # what was compiled for another cell would be made to fit this one too
+        prompts = random_prompts(rng, cell, vocab_size)
+        # a prompt that has been read before would come out of a prefix cache
+        new = partial(random_prompts, rng, cell, vocab_size) if cell.n_new == 1 else lambda: prompts
+        return Result(seconds(started.at(cell), new), "", started.about())
+    except Exception as error:
+        return Result(None, said(error))
 
 
-def checkpoint(shape: str, folder: Path) -> Path:
-    """Random weights of a real shape, as files that all contenders read."""
+def said(error: Exception) -> str:
+    if str(error) == OUT_OF_TIME:
+        return OUT_OF_TIME
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def seconds(round_: Round, prompts: Callable[[], Prompts]) -> float:
+    """Median of the rounds, warm."""
+    times, began = list[Times](), time.monotonic()
+    while len(times) <= WARM_UPS or (len(times) < WARM_UPS + ROUNDS and time.monotonic() - began < CELL_S):
+        times.append(round_(prompts()))
+    for first, whole in times[WARM_UPS:]:
+        if whole - first < CLEAR * whole:
+            raise ArithmeticError(
+                f"{first:.4f} s until the first token and {whole:.4f} s in all: no clear rest"
+            )
+    return median(whole - first for first, whole in times[WARM_UPS:])
+
+
+def checkpoint(args: argparse.Namespace, folder: Path) -> Path:
+    """--model, or random weights of a real shape, as files that all contenders read."""
+    if args.model:
+        return Path(args.model)
     import torch
-    import transformers
 
-    architecture, fields = SHAPES[shape]
-    cls = getattr(transformers, architecture)
+    architecture, fields = SHAPES[args.shape]
+    cls = getattr(transformers(), architecture)
     torch.manual_seed(0)
     with torch.device(device()):
         model = cls(cls.config_class(**fields)).to(torch.bfloat16)
     model.save_pretrained(folder)
-    del model
-    release()
+    if args.gguf:
+        (folder / GGUF).symlink_to(args.gguf.resolve())
     return folder
 
 
-def random_prompts(cell: Cell, vocab_size: int) -> Prompts:
-    import numpy as np
-
-    rng = np.random.default_rng()
+def random_prompts(rng: np.random.Generator, cell: Cell, vocab_size: int) -> Prompts:
     return [[int(i) for i in rng.integers(0, vocab_size, cell.n_prompt)] for _ in range(cell.batch)]
 
 
-def llama_bench(gguf: Path | None) -> list[str]:
-    """What llama.cpp says of itself, on a GGUF file of the same shape."""
-    program = shutil.which("llama-bench")
-    if not program or not gguf:
-        return ["llama.cpp was not run: it needs `llama-bench` on the PATH and --gguf FILE."]
-    command = [program, "-m", str(gguf), "-ngl", "99", "-p", "512", "-n", "128", "-o", "md"]
-    return ["llama.cpp, by its own llama-bench:", "", subprocess.check_output(command, text=True).strip()]
+# --- what is kept -------------------------------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    """A Result, what it is of (the first four fields), and what it is held against."""
+
+    device: str
+    weights: str
+    contender: str
+    cell: Cell
+    seconds: float | None
+    why: str
+    about: str
+    floor: float  # tokens/s of all sequences that the bandwidth allows
+    bandwidth: float
+    date: str
+    versions: str
+
+
+Rows = dict[tuple[str, str, str, Cell], Row]
+
+
+def read_rows(out: Path | None) -> Rows:
+    """Those beside the report that stands there."""
+    file = out and out.with_suffix(".json")
+    if not file or not file.exists():
+        return {}
+    rows = (Row(**kept | {"cell": Cell(**kept["cell"])}) for kept in json.loads(file.read_text("utf-8")))
+    return {row[:4]: row for row in rows}
+
+
+def save(rows: Rows, out: Path | None) -> None:
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        kept = [row._asdict() | {"cell": row.cell._asdict()} for row in rows.values()]
+        out.with_suffix(".json").write_text(json.dumps(kept, indent=1), encoding="utf-8")
+        out.write_text("\n".join(report(rows.values())), encoding="utf-8")
 
 
 # --- the report ---------------------------------------------------------------------------------------------
 
 
-def setting(shape: str, bandwidth: float) -> Iterator[str]:
-    import cupy
-
-    card = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
-    yield f"{date.today()}, {card}, random weights of the shape of {shape} in bfloat16, greedy,"
-    yield f"a kernel that only reads reaches {bandwidth / 1e9:.0f} GB/s,"
-    versions = []
-    for name in ("cupy-cuda13x", "cupy-cuda12x", "torch", "transformers"):
-        with suppress(PackageNotFoundError):
-            versions.append(f"{name} {version(name)}")
-    yield ", ".join(versions) + "."
-
-
-def decode_table(config: Config, found: Found, bandwidth: float) -> Iterator[str]:
-    """tokens/s of all sequences together; the engine's share of the floor; how many times the best peer."""
-    peers = [name for name in CONTENDERS if name != "engine"]
-    yield (
-        "| batch, context | floor, tokens/s | engine | % of floor | "
-        + " | ".join(peers)
-        + " | engine / best |"
-    )
-    yield "|---" * (len(peers) + 5) + "|"
-    for cell in DECODE:
-        rates = {
-            name: cell.batch * (cell.n_new - 1) / found[name, cell]
-            for name in CONTENDERS
-            if (name, cell) in found
-        }
-        floor = cell.batch * bandwidth / step_bytes(config, cell)
-        best = max((rates[name] for name in peers if name in rates), default=None)
-        ours = rates.get("engine")
-        cells = [
-            f"{cell.batch}, {cell.n_prompt}",
-            f"{floor:.0f}",
-            shown(ours),
-            shown(ours and 100 * ours / floor),
-            *(shown(rates.get(name)) for name in peers),
-            f"{ours / best:.2f}" if ours and best else "–",
-        ]
-        yield "| " + " | ".join(cells) + " |"
+def report(rows: Iterable[Row]) -> Iterator[str]:
+    """A section for each device and weights."""
+    for (card, weights), group in groupby(sorted(rows, key=lambda row: row[:2]), lambda row: row[:2]):
+        section = list(group)
+        yield f"## {card}, {weights}"
+        yield ""
+        bandwidth = max(row.bandwidth for row in section)
+        found = "; ".join(sorted({row.versions for row in section}))
+        yield f"bfloat16; a kernel that only reads reaches {bandwidth / 1e9:.0f} GB/s; {found}."
+        yield "tokens/s of all sequences together, greedy where nothing else is said; sampled: temperature"
+        yield f"{SAMPLED.temperature}, top_p {SAMPLED.top_p}, top_k {SAMPLED.top_k}."
+        decoding = [row for row in section if row.cell.n_new > 1]
+        first = [row for row in section if row.cell.n_new == 1]
+        for lines in (decoding and decode_table(decoding), first and first_table(first), notes(section)):
+            yield from ["", *lines] if lines else []
+        yield ""
 
 
-def first_table(found: Found) -> Iterator[str]:
+def decode_table(rows: Sequence[Row]) -> Iterator[str]:
+    """tokens/s; the engine's share of the floor; how many times the best peer."""
+    others = [name for name in contenders(rows) if name != OURS]
+    yield from heading("batch, context", "floor", OURS, "% of floor", *others, f"{OURS} / best peer")
+    for cell, of_cell in by_cell(rows):
+        rates = {name: rate(row) for name, row in of_cell.items() if row.seconds}
+        ours = rates.get(OURS)
+        floor = max(row.floor for row in of_cell.values())
+        best = max((of_peer for name, of_peer in rates.items() if not name.startswith(OURS)), default=None)
+        numbers = [floor, ours, ours and 100 * ours / floor, *map(rates.get, others)]
+        ratio = f"{ours / best:.2f}" if ours and best else "–"
+        yield line(str(cell), *map(shown, numbers), ratio)
+
+
+def first_table(rows: Sequence[Row]) -> Iterator[str]:
     """Milliseconds to the first token."""
-    yield "| ms to the first token | engine | transformers eager |"
-    yield "|---|---|---|"
-    for cell in FIRST:
-        times = [found.get((name, cell)) for name in ("engine", "transformers eager")]
-        yield f"| prompt of {cell.n_prompt} | " + " | ".join(shown(t and 1e3 * t) for t in times) + " |"
+    names = contenders(rows)
+    yield from heading("ms to the first token", *names)
+    for cell, of_cell in by_cell(rows):
+        times = {name: 1e3 * row.seconds for name, row in of_cell.items() if row.seconds}
+        yield line(f"prompt of {cell.n_prompt}", *(shown(times.get(name)) for name in names))
+
+
+def notes(section: Sequence[Row]) -> Iterator[str]:
+    """Of each contender: when and how it ran; what has no number, and why."""
+    for name in contenders(section):
+        rows = [row for row in section if row.contender == name]
+        dates, abouts = sorted({row.date for row in rows}), sorted({row.about for row in rows if row.about})
+        if abouts:
+            yield f"- {name}: {', '.join(dates)}; {'; '.join(abouts)}"
+        for why in sorted({row.why for row in rows if row.why}):
+            cells = "; ".join(str(row.cell) for row in rows if row.why == why)
+            yield f"- {name}, at {cells}: {why}"
+
+
+def rate(row: Row) -> float:
+    """tokens/s of all sequences together."""
+    assert row.seconds
+    return row.cell.batch * (row.cell.n_new - 1) / row.seconds
+
+
+def contenders(rows: Iterable[Row]) -> list[str]:
+    found = {row.contender for row in rows}
+    return [name for name in CONTENDERS if name in found]
+
+
+def by_cell(rows: Iterable[Row]) -> Iterator[tuple[Cell, dict[str, Row]]]:
+    def order(row: Row) -> tuple[Any, ...]:
+        return row.cell.sampled, row.cell.n_prompt, row.cell
+
+    for cell, group in groupby(sorted(rows, key=order), lambda row: row.cell):
+        yield cell, {row.contender: row for row in group}
+
+
+def heading(*cells: str) -> Iterator[str]:
+    yield line(*cells)
+    yield "|---" * len(cells) + "|"
+
+
+def line(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def shown(value: float | None) -> str:
@@ -474,7 +398,22 @@ def shown(value: float | None) -> str:
 
 def options(add: argparse.ArgumentParser) -> None:
     add.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b", help="default: qwen3-0.6b")
+    add.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint in place of a shape")
     add.add_argument(
-        "--minutes", type=float, default=9, help="begin nothing of others after these (default: 9)"
+        "--contenders",
+        nargs="*",
+        choices=CONTENDERS,
+        default=[*CONTENDERS],
+        metavar="NAME",
+        help=f"of {', '.join(CONTENDERS)} (default: all)",
     )
+    add.add_argument("--minutes", type=float, default=6, help="begin nothing after these (default: 6)")
+    for name, default, about in (
+        ("contexts", [256, 4096], "tokens of the prompts that decoding begins behind"),
+        ("batches", [1, 4, 16, 64], "sequences that decode side by side"),
+        ("prompts", [128, 512, 2048], "tokens of the prompts whose first token is timed"),
+    ):
+        text = f"{about} (default: {' '.join(map(str, default))})"
+        add.add_argument(f"--{name}", type=int, nargs="+", default=default, metavar="N", help=text)
+    add.add_argument("--new", type=int, default=128, metavar="N", help="tokens to decode (default: 128)")
     add.add_argument("--gguf", type=Path, metavar="FILE", help="the same shape, for llama.cpp's llama-bench")

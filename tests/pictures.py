@@ -1,6 +1,6 @@
-"""What the README shows of the code's own tables: `python tests/pictures.py` writes it anew.
+"""What the README shows of the code's own table: `python tests/pictures.py` writes it anew.
 
-responses.GRAMMAR --events()--> pictures/events.svg     test_layout.MAY_IMPORT --layers()--> lines of text
+responses.GRAMMAR --events()--> pictures/events.svg
 """
 
 import sys
@@ -122,17 +122,6 @@ def lettering(x: int, y: int, labels: list[str]) -> Iterator[str]:
 
 
 # --- imports ------------------------------------------------------------------------------------------------
-
-
-def layers(may_import: Mapping[str, set[str]]) -> list[str]:
-    """A line a layer: a module imports from the lines above its own alone."""
-    depths: dict[str, int] = {}
-    for module, imported in may_import.items():
-        depths[module] = 1 + max((depths[name] for name in imported), default=-1)
-    return [
-        " ".join(module for module in may_import if depths[module] == depth)
-        for depth in range(max(depths.values()) + 1)
-    ]
 
 
 if __name__ == "__main__":

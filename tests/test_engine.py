@@ -6,10 +6,13 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from engine import CLOSING, MAX_TILES, Engine, Job
+from engine import BROKEN, CLOSING, MAX_FAILED, MAX_TILES, Engine, Job
 from engines import (
+    GREEDY,
     MAX_BATCH,
     QUESTIONS,
     TILE,
@@ -296,6 +299,7 @@ FAULTS = [
     ("a bias without a token",   replace(endless(3, 5), sampling=OUT_OF_VOCABULARY), "IndexError"),
     ("a prompt without a token", replace(endless(3, 5), prompt=[5, 9999]),           "IndexError"),
     ("no prompt",                endless(0, 5),                                      "got 0 and at most 5"),
+    ("nothing to say",           endless(3, 0),                                      "got 3 and at most 0"),
     ("beyond the context",       endless(1000, 30),                                  "got 1000 and"),
 ]
 # fmt: on
@@ -307,6 +311,37 @@ def test_a_request_that_cannot_be_served(what: str, asked: Job, message: str, ti
     assert failed(alone(tiny_engine, asked), message)
     assert alone(tiny_engine, job("Say OK")).finish == "stop"
     assert tiny_engine.counts()["running"] == 0
+
+
+def test_an_engine_whose_steps_all_fail_is_not_alive(tiny_engine: Engine) -> None:
+    for _ in range(MAX_FAILED):
+        assert tiny_engine.alive
+        assert failed(alone(tiny_engine, replace(endless(3, 5), sampling=OUT_OF_VOCABULARY)), "IndexError")
+    assert not tiny_engine.alive
+    alone(tiny_engine, job("Say OK"))
+    assert tiny_engine.alive
+
+
+class CannotLookAhead:
+    """A constraint that fails where none is expected to."""
+
+    def mask(self) -> NDArray[np.bool_]:
+        return np.ones(tiny().config.vocab_size, bool)
+
+    def advance(self, token_id: int) -> None: ...
+
+    def copy(self) -> "CannotLookAhead":
+        raise MemoryError("a fault made on purpose")
+
+
+def test_what_nobody_foresaw_fails_all_and_hangs_none(caplog: pytest.LogCaptureFixture) -> None:
+    """The engine's thread died, and everybody waited for ever."""
+    asked = Job([5, 6, 7, 8] * 20, 30, frozenset(), GREEDY, CannotLookAhead())
+    with started(watch := Watch(), speculate=4) as engine:
+        assert all(failed(answer, BROKEN) for answer in together(engine, watch, [asked, endless(5, 30)]))
+        assert not engine.alive
+        assert failed(alone(engine, job("hi")), BROKEN)
+    assert "a fault made on purpose" in caplog.text
 
 
 def test_close_fails_who_runs_and_who_waits(tiny_engine: Engine, watch: Watch) -> None:

@@ -51,10 +51,10 @@ def made(name: str, order: int = 0) -> CudaOps:
     return made_on(Emulator(order), name)
 
 
-def made_on(cp: Any, name: str) -> CudaOps:
+def made_on(cp: Any, name: str, ops: type[CudaOps] = CudaOps) -> CudaOps:
     """`cp`: the emulator, or cupy."""
     model = ours(name)
-    return CudaOps(model.config, model.weights, MAX_SEQ_LEN, N_PAGES, MAX_BATCH, cp)
+    return ops(model.config, model.weights, MAX_SEQ_LEN, N_PAGES, MAX_BATCH, cp)
 
 
 def tokens(n: int, seed: int = 0) -> list[int]:
@@ -181,6 +181,16 @@ def test_graphs_change_nothing_and_are_few() -> None:
         for _ in range(3):
             assert choices(ops, decode) == choices(plain, decode)
     assert sorted(ops._graphs) == [(1, 1), (2, 1), (4, 1), (8, 1)]
+
+
+def test_a_graph_is_captured_launch_for_launch_by_early_ones() -> None:
+    ops, decode = made(VARIED[1]), [rows([3], 0)]
+    cp, n_asked = ops._cp, ops._cp.driver.n_launches
+    assert n_asked == 2  # whether it can
+    assert choices(ops, decode) == choices(ops, decode) == choices(ops, decode)
+    n_early, n_all = cp.driver.n_launches - n_asked, cp.n_launches - n_asked - 1
+    assert n_all == 2 * n_early  # once kernel by kernel, once to be captured, then no more
+    assert n_early == len(ops._graphs[1, 1].work) > 5 * ops.config.n_layers
 
 
 def test_overlapping_changes_nothing() -> None:
@@ -431,8 +441,9 @@ def test_arguments_are_checked(change: Any, says: str) -> None:
 
 def test_all_shapes_are_loaded_before_the_first_step() -> None:
     """A shape that no step had needed was compiled when the first long prompt came, and it waited."""
-    ops = made(VARIED[0])
-    assert {shape for _, shape in ops._kernels._functions} >= {shape for _, shape in SHAPES}
+    kernels = made(VARIED[0])._kernels
+    asked_for = {id(kernel.module) for kernel in kernels._cp.kernels}
+    assert asked_for >= {id(kernels._modules[shape]) for _, shape in SHAPES}
 
 
 def test_the_structures_are_those_of_cuda_h() -> None:

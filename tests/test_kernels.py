@@ -119,7 +119,7 @@ def rounded(array: Array) -> Array:
 class Both:
     """The same model for the two ops."""
 
-    def __init__(self, c: Config, order: int, check: bool = False) -> None:
+    def __init__(self, c: Config, order: int, check: bool, ops: type[CudaOps]) -> None:
         rng = np.random.default_rng(1)
         cp = Emulator(order, check)
         device = random_weights(cp, c)
@@ -139,7 +139,7 @@ class Both:
         layers = [Layer(**{name: host(a) for name, a in vars(layer).items()}) for layer in device.layers]
         self.weights = Weights(host(device.embed), layers, host(device.norm), host(device.head))
         self.config = c
-        self.cuda = CudaOps(c, device, MAX_SEQ_LEN, n_pages=16, max_batch=4, cp=cp)
+        self.cuda = ops(c, device, MAX_SEQ_LEN, n_pages=16, max_batch=4, cp=cp)
         self.numpy = NumpyOps(c, self.weights, MAX_SEQ_LEN, n_pages=16, max_batch=4)
         self.layer, self.device_layer = self.weights.layers[0], self.cuda.weights.layers[0]
 
@@ -164,8 +164,8 @@ class Both:
 
 
 @cache
-def both(name: str, order: int, check: bool = False) -> Both:
-    return Both((CONFIGS | {"many-tokens": MANY_TOKENS})[name], order, check)
+def both(name: str, order: int, check: bool = False, ops: type[CudaOps] = CudaOps) -> Both:
+    return Both((CONFIGS | {"many-tokens": MANY_TOKENS})[name], order, check, ops)
 
 
 def noise(*shape: int) -> Array:
@@ -505,8 +505,11 @@ def test_the_first_of_equals_is_the_likeliest() -> None:
 @pytest.mark.parametrize("name", ["many-heads", "large-head"])
 def test_no_kernel_races_or_leaves_its_arrays(name: str, order: int) -> None:
     """Every kernel, in every shape, on shapes that are small: the checker is slow."""
-    m = both(name, order, True)
-    prompt = Span(0, PAGES, [1] * 140, 0, 1, tile=True)
+    run_every_kernel(both(name, order, True))
+
+
+def run_every_kernel(m: Both, n_prompt: int = 140) -> None:
+    prompt = Span(0, PAGES, [1] * n_prompt, 0, 1, tile=True)
     drafts = Span(1, [3, 4, 5], [5, 6, 7], 0, 3, tile=False)
     penalised = Sampling(top_k=5, top_p=0.9, presence_penalty=1.0, logit_bias={3: 1.0}, n_top_logprobs=2)
     mask = np.arange(33) % 2 == 0
@@ -516,7 +519,8 @@ def test_no_kernel_races_or_leaves_its_arrays(name: str, order: int) -> None:
     output = [first[0][0].token_id]
     steps = [
         m.cuda.launch(
-            [Span(0, PAGES, None, 140 + i, 1, tile=False)], [Context(penalised, [1], output, None, 1 + i)]
+            [Span(0, PAGES, None, n_prompt + i, 1, tile=False)],
+            [Context(penalised, [1], output, None, 1 + i)],
         )
         for i in range(3)
     ]

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from model import PAGE, Array, Batch, Choice, Context, NumpyOps, Sampling, Span, Ticket, _draw, forward, runs
+from model import PAGE, Array, Batch, Choice, Context, NumpyOps, Sampling, Span, Ticket, _draw, forward
 from parity import CASES, N_PAGES, Ours, tile, write
 from weights import Layer, rope_table
 
@@ -229,27 +229,6 @@ def test_the_same_bits_wherever_the_pages_lie(n: int, name: str) -> None:
         decode = [run(model, [one_by_one([i], n + i, pages)])[0] for i in range(3)]
         found.append(np.array([*prefill, *decode]))
     assert all(np.array_equal(logits, found[0]) for logits in found)
-
-
-# fmt: off
-#  pages           first  end  (pages in a row, tokens in each, columns)
-RUNS = [
-    ([5],          0,     1,   [(5, 6, 1, 0, 1)]),
-    ([5],          0,     64,  [(5, 6, 64, 0, 64)]),
-    ([5, 6],       0,     65,  [(5, 6, 64, 0, 64), (6, 7, 1, 64, 65)]),
-    ([5, 6, 7],    0,     192, [(5, 8, 64, 0, 192)]),
-    ([5, 6, 9],    0,     192, [(5, 7, 64, 0, 128), (9, 10, 64, 128, 192)]),
-    ([7, 6, 5],    0,     150, [(7, 8, 64, 0, 64), (6, 7, 64, 64, 128), (5, 6, 22, 128, 150)]),
-    ([7, 3, 4, 5], 1,     250, [(3, 5, 64, 0, 128), (5, 6, 58, 128, 186)]),
-    ([7, 3],       1,     66,  [(3, 4, 2, 0, 2)]),
-]
-# fmt: on
-
-
-@pytest.mark.parametrize(("pages", "first", "end", "expected"), RUNS)
-def test_runs_of_pages(pages: list[int], first: int, end: int, expected: list[tuple[int, ...]]) -> None:
-    found = [(run.pages, run.n_tokens, run.columns) for run in runs(pages, first, end)]
-    assert found == [(slice(a, b), n, slice(c, d)) for a, b, n, c, d in expected]
 
 
 def test_logits_are_those_of_the_wanted_rows_in_their_order() -> None:

@@ -30,7 +30,7 @@ class Machine(RuleBasedStateMachine):
         table = data.draw(st.sampled_from(self.tables))
         used = self.users()
         try:
-            page = self.pages.take(after=table[-1] if table else None)
+            page = self.pages.take()
         except OutOfPages:
             assert len(used) == N
             return
@@ -91,17 +91,6 @@ def test_a_name_is_that_of_the_whole_beginning() -> None:
         name_of(before, token_ids) for before in (ROOT, *NAMES) for token_ids in ([1], [2], [1, 2], [513])
     ]
     assert len({*names}) == len(names)
-
-
-def test_pages_come_in_a_row() -> None:
-    """Pages in a row are read at once."""
-    pages = Pages(8)
-    one = [pages.take(), pages.take()]
-    two = [pages.take()]
-    assert (one, two) == ([0, 1], [2])
-    pages.release(one)
-    assert [pages.take(after=2), pages.take(after=3)] == [3, 4]
-    assert [pages.take(), pages.take(after=0)] == [0, 1]
 
 
 def test_the_least_recently_used_is_forgotten_first_and_the_end_before_the_beginning() -> None:

@@ -343,6 +343,27 @@ def test_drafts_are_what_followed_the_last_time(token_ids: list[int], n: int, ex
     assert lookup.drafts(n) == Lookup(token_ids).drafts(n) == expected
 
 
+@pytest.mark.parametrize("n_prompt", [44, 48, 50])
+def test_drafts_drive_nobody_out(n_prompt: int) -> None:
+    """Drafts that are all wrong, and another sequence that needs the last free page."""
+    biased = replace(GREEDY, logit_bias={5: 100})
+    jobs = [Job([5, 5, *[9] * (n_prompt - 2)], 40, frozenset(), biased), endless(60, 8, first=11)]
+    for speculate in (0, 16):
+        with started(watch := Watch(), n_pages=3, speculate=speculate) as engine:
+            together(engine, watch, jobs)
+            assert engine.counts()["preemptions"] == 0
+
+
+@pytest.mark.parametrize("n_ahead", [0, 3])
+def test_a_prompt_that_comes_four_times_at_once_is_read_once(n_ahead: int) -> None:
+    """Nine of its ten pages are shared, so that 20 pages serve all four together."""
+    with started(watch := Watch(), n_pages=20, n_ahead=n_ahead) as engine:
+        answers = together(engine, watch, [endless(640, 30)] * 4)
+        assert engine.counts()["cached_tokens"] == 3 * 9 * PAGE
+    assert len({str(answer) for answer in answers}) == 1
+    assert max(step.n_running for step in watch.steps) == 4
+
+
 # ---- All of it ---------------------------------------------------------------------------------------------
 
 

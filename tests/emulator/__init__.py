@@ -332,6 +332,9 @@ class Driver:
 # --- the whole ----------------------------------------------------------------------------------------------
 
 
+PROPERTIES = {"name": b"the emulator", "multiProcessorCount": 2}
+
+
 class Emulator:
     """The module `cupy`, as far as it is used.
 
@@ -356,8 +359,10 @@ class Emulator:
             alloc_pinned_memory=lambda n_bytes: bytearray(b"\xff" * n_bytes),
             memory=SimpleNamespace(OutOfMemoryError=MemoryError),
             driver=SimpleNamespace(CUDADriverError=RuntimeError),
+            runtime=SimpleNamespace(getDeviceProperties=lambda i: PROPERTIES),
         )
         self.driver = Driver(self)
+        self.get_default_memory_pool = lambda: SimpleNamespace(free_all_blocks=lambda: None)
 
     def RawModule(self, *, code: str, options: Sequence[str] = ()) -> Module:
         return Module(self, code, options)

@@ -1,0 +1,406 @@
+"""Who decodes on a GPU beside the engine, and the engine itself: each as it runs fastest, on the same files.
+
+    start(folder, cells) --> Started --at(cell)--> Round --round(prompts)--> seconds
+
+`transformers` runs eager, with a static cache and a compiled forward pass, and by its own continuous
+batching, as it chooses to run that and with CUDA graphs; `compiled-loop` is the shortest decoder that
+torch.compile makes fast, in the manner of gpt-fast (https://github.com/meta-pytorch/gpt-fast); llama.cpp
+runs in its own `llama-bench`. `engine-no-early` and `engine-no-graphs` are the engine less what they say, and
+`engine-plain` has a thread for each number in place of the fast kernels: they show what all that is worth.
+
+Rules of this file:
+1. Decoding is the time of n_new tokens less the time of one, so that a prompt's reading never counts. Who
+   tells the time of each token is asked for it instead.
+2. Whoever is through gives the card's memory back to the next one.
+
+transformers takes the package `kernels` of Hugging Face for missing where this repository is on sys.path, for
+kernels.py hides it. With it, and FlashAttention from it, continuous batching would be faster.
+
+Not here: rounds, medians, what came of it (benches/gpu.py).
+"""
+
+import gc
+import importlib
+import json
+import logging
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benches.common import GREEDY, Prompts, engine_run
+from engine import Engine
+from gpu import CudaOps
+from kernels import Kernels
+from model import PAGE, Sampling
+from plain import PlainOps
+from weights import Config, read_config, read_weights
+
+
+class Cell(NamedTuple):
+    """What is timed: sequences side by side, tokens of each prompt, tokens to decode; 1: until the first."""
+
+    batch: int
+    n_prompt: int
+    n_new: int
+    sampled: bool = False  # as SAMPLED, the usual request; else greedily
+
+    def __str__(self) -> str:
+        return f"{self.batch}, {self.n_prompt}" + ", sampled" * self.sampled
+
+
+SAMPLED = Sampling(temperature=0.7, top_p=0.9, top_k=50, seed=1)
+
+Run = Callable[[Prompts, int], object]  # (prompts, tokens to say after each): back when they are said
+Times = tuple[float, float]  # seconds: until the first token, where the rest is what is timed, else 0; of all
+Round = Callable[[Prompts], Times]
+
+
+class Started(NamedTuple):
+    """A contender that has read its files."""
+
+    at: Callable[[Cell], Round]  # ready for a cell, and done with the one before
+    about: Callable[[], str]  # how it has run
+
+
+class Contender(NamedTuple):
+    """Somebody who can decode, and the cells that are worth the minutes they take."""
+
+    start: Callable[[Path, Sequence[Cell]], AbstractContextManager[Started]]
+    takes: Callable[[Cell], bool]
+
+
+def rounds(run: Run, cell: Cell) -> Round:
+    """By the clock on the wall."""
+
+    def elapsed(prompts: Prompts, n_new: int) -> float:
+        started = time.perf_counter()
+        run(prompts, n_new)
+        return time.perf_counter() - started
+
+    if cell.n_new == 1:
+        return lambda prompts: (0, elapsed(prompts, 1))
+    return lambda prompts: (elapsed(prompts, 1), elapsed(prompts, cell.n_new))
+
+
+def cupy() -> Any:
+    return importlib.import_module("cupy")
+
+
+def release() -> None:
+    """Give the memory of what is done with back to the card."""
+    gc.collect()
+    if torch := sys.modules.get("torch"):
+        torch.compiler.reset()
+        torch.cuda.empty_cache()
+    cupy().get_default_memory_pool().free_all_blocks()
+
+
+# --- ours ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def engine(
+    directory: Path,
+    cells: Sequence[Cell],
+    kind: type[CudaOps] = CudaOps,
+    less: Callable[[CudaOps], None] = lambda ops: None,
+) -> Iterator[Started]:
+    """Engine.generate, as the server calls it, all around the model included."""
+    config = read_config(directory)
+    max_batch = max(cell.batch for cell in cells)
+    length = max(cell.n_prompt + cell.n_new for cell in cells) + 1
+    weights = read_weights(directory, config, CudaOps.pack)
+    ops = kind(config, weights, length, max_batch * -(-length // PAGE), max_batch)
+    less(ops)
+    ours = Engine(ops)
+
+    def about() -> str:
+        graphs = list(ops._graphs.values())
+        early = "early launches" if ops._kernels._driver else "no early launches"
+        return f"{sum(map(bool, graphs))} of {len(graphs)} graphs, {early}"
+
+    try:
+        yield Started(lambda cell: rounds(engine_run(ours, SAMPLED if cell.sampled else GREEDY), cell), about)
+    finally:
+        ours.close()
+
+
+class PlainForward(PlainOps):
+    """The forward pass by plain kernels; one thread that goes through the vocabulary would hide it."""
+
+    pick = CudaOps.pick
+
+
+def no_early(ops: CudaOps) -> None:
+    ops._kernels = Kernels(ops._cp, ops.config)
+
+
+def no_graphs(ops: CudaOps) -> None:
+    ops._replay = ops._compute  # type: ignore[method-assign]
+
+
+# --- transformers -------------------------------------------------------------------------------------------
+
+
+def transformers() -> Any:
+    """The package, quiet."""
+    package = importlib.import_module("transformers")
+    package.utils.logging.set_verbosity_error()
+    package.utils.logging.disable_progress_bar()
+    return package
+
+
+def model_of(directory: Path) -> Any:
+    import torch
+
+    model = transformers().AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+    return model.to(device()).eval()
+
+
+def device() -> str:
+    """The GPU; a dry run on a machine without one takes the processor."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def attention(model: Any) -> str:
+    return f"attention {model.config._attn_implementation}"
+
+
+@contextmanager
+def generated(directory: Path, cells: Sequence[Cell], cache: str | None = None) -> Iterator[Started]:
+    """model.generate, greedy, for exactly so many tokens; behind a static cache it compiles itself."""
+    import torch
+
+    model = model_of(directory)
+
+    def run(prompts: Prompts, n_new: int) -> None:
+        token_ids = torch.tensor(prompts, device=model.device)
+        model.generate(
+            token_ids,
+            attention_mask=torch.ones_like(token_ids),
+            do_sample=False,
+            min_new_tokens=n_new,
+            max_new_tokens=n_new,
+            pad_token_id=0,
+            cache_implementation=cache,
+        )
+        synchronize()
+
+    yield Started(partial(rounds, run), partial(attention, model))
+
+
+@contextmanager
+def continuous(directory: Path, cells: Sequence[Cell], graphs: bool | None) -> Iterator[Started]:
+    """generate_batch: pages and a scheduler. graphs: CUDA's; None: as transformers decides."""
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)  # or each call is a line
+    model = model_of(directory)
+
+    def at(cell: Cell) -> Round:
+        model.destroy_cached_continuous_batching_manager()  # it is sized for what it is first asked
+        release()
+        settings = transformers().GenerationConfig(
+            max_new_tokens=cell.n_new, do_sample=False, eos_token_id=-1, pad_token_id=0
+        )
+        # Twice what it needs, as safety margins ask. By itself it takes all free memory, and fills a mask for
+        # that, and captures graphs of that: minutes before it begins.
+        n_blocks = 2 * cell.batch * -(-(cell.n_prompt + cell.n_new) // 256)
+        batching = transformers().ContinuousBatchingConfig(
+            use_cuda_graph=graphs, block_size=256, num_blocks=n_blocks, max_batch_tokens=8192
+        )
+
+        def round_(prompts: Prompts) -> Times:
+            done = model.generate_batch(
+                prompts,
+                generation_config=settings,
+                continuous_batching_config=batching,
+                persistent_manager=True,
+                record_timestamps=True,  # around its work it stops a thread and collects garbage
+            )
+            times = [result.timestamps for result in done.values()]
+            if [len(of_one) for of_one in times] != [cell.n_new] * cell.batch:  # it only logs failures
+                raise RuntimeError(f"expected {cell.n_new} tokens each, got {[*map(len, times)]}")
+            return 0, decode_seconds(times)
+
+        return round_
+
+    def about() -> str:
+        manager = model._cached_continuous_batching_manager
+        manager.switch_to_cb_friendly_attn(model)  # it has switched back
+        config = manager.continuous_batching_config
+        return (
+            f"{attention(model)}, use_cuda_graph {config.use_cuda_graph}, async {config.use_async_batching}"
+        )
+
+    yield Started(at, about)
+    model.destroy_cached_continuous_batching_manager()
+
+
+def decode_seconds(times: Sequence[Sequence[float]]) -> float:
+    """Of all tokens behind the first, were they said as those are that come once every sequence has begun."""
+    begun = max(of_one[0] for of_one in times)
+    n_timed = sum(t > begun for of_one in times for t in of_one)
+    n_all = sum(len(of_one) - 1 for of_one in times)
+    return (max(of_one[-1] for of_one in times) - begun) * n_all / n_timed
+
+
+def synchronize() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+# --- a compiled loop ----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def compiled_loop(directory: Path, cells: Sequence[Cell]) -> Iterator[Started]:
+    """Static keys and values, one compiled step, CUDA graphs by torch.compile; prompts in one pass."""
+    import torch
+
+    torch.set_float32_matmul_precision("high")
+    model, config = model_of(directory), read_config(directory)
+
+    def at(cell: Cell) -> Round:
+        decoder = compiled_decoder(model, config, cell)
+        step = torch.compile(decoder, mode="reduce-overhead", fullgraph=True)
+
+        def run(prompts: Prompts, n_new: int) -> None:
+            n_prompt = len(prompts[0])
+            with torch.no_grad():
+                token_ids = torch.tensor(prompts, device=device())
+                token_ids = decoder(token_ids, torch.arange(n_prompt, device=device()))
+                position = torch.tensor([n_prompt], device=device())
+                for _ in range(n_new - 1):
+                    token_ids = step(token_ids.clone(), position)
+                    position += 1
+            synchronize()
+
+        return rounds(run, cell)
+
+    yield Started(at, lambda: "scaled_dot_product_attention, reduce-overhead")
+
+
+def compiled_decoder(causal: Any, config: Config, cell: Cell) -> Any:
+    """The forward pass in torch, over the model's own modules: (batch, n) token ids to (batch, 1)."""
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention, silu
+
+    model, head = causal.model, causal.lm_head  # a tied head is the embedding already
+    length = -(-(cell.n_prompt + cell.n_new) // 64) * 64  # masks are read by whole vectors
+    room = (cell.batch, config.n_kv_heads, length, config.head_dim)
+    kept = [(zeros(room), zeros(room)) for _ in range(config.n_layers)]
+    visible = torch.ones(length, length, dtype=torch.bool, device=device()).tril()
+    for tensor in (visible, *(tensor for pair in kept for tensor in pair)):
+        torch._dynamo.mark_static_address(tensor)  # what a step changes may be in a CUDA graph only then
+
+    def rotated(x: Any, cos: Any, sin: Any) -> Any:
+        first, second = x.chunk(2, -1)
+        return x * cos + torch.cat([-second, first], -1) * sin
+
+    def attended(q: Any, keys: Any, values: Any, mask: Any) -> Any:
+        if q.shape[2] > 1:
+            return scaled_dot_product_attention(q, keys, values, mask, enable_gqa=True)
+        q = q.unflatten(1, (config.n_kv_heads, -1)).squeeze(3)  # one token: heads as queries, keys read once
+        return scaled_dot_product_attention(q, keys, values, mask).flatten(1, 2).unsqueeze(2)
+
+    def decoder(token_ids: Any, positions: Any) -> Any:
+        x = model.embed_tokens(token_ids)
+        cos, sin = (t[:, None] for t in model.rotary_emb(x, positions[None]))
+        for layer, (keys, values) in zip(model.layers, kept, strict=True):
+            a, normed = layer.self_attn, layer.input_layernorm(x)
+            q, k, v = (
+                p(normed).unflatten(-1, (-1, config.head_dim)).transpose(1, 2)
+                for p in (a.q_proj, a.k_proj, a.v_proj)
+            )
+            if config.qk_norm:
+                q, k = a.q_norm(q), a.k_norm(k)
+            keys[:, :, positions] = rotated(k, cos, sin)
+            values[:, :, positions] = v
+            y = attended(rotated(q, cos, sin), keys, values, visible[positions])
+            x = x + a.o_proj(y.transpose(1, 2).flatten(2))
+            m, normed = layer.mlp, layer.post_attention_layernorm(x)
+            x = x + m.down_proj(silu(m.gate_proj(normed)) * m.up_proj(normed))
+        return head(model.norm(x[:, -1:])).argmax(-1)
+
+    return decoder
+
+
+def zeros(shape: Sequence[int]) -> Any:
+    import torch
+
+    return torch.zeros(shape, dtype=torch.bfloat16, device=device())
+
+
+# --- llama.cpp ----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def llama_bench(directory: Path, cells: Sequence[Cell]) -> Iterator[Started]:
+    """Its own measurement, of a GGUF file of the same shape."""
+    program, model = shutil.which("llama-bench"), directory / GGUF
+    if not program or not model.exists():
+        raise FileNotFoundError("it needs `llama-bench` on the PATH and --gguf FILE")
+
+    def at(cell: Cell) -> Round:
+        of_cell = ["-p", "0", "-n", str(cell.n_new), "-d", str(cell.n_prompt)]
+        command = [program, "-m", str(model), "-ngl", "99", *of_cell, "-r", "1", "-o", "json"]
+
+        def round_(prompts: Prompts) -> Times:
+            [measured] = json.loads(subprocess.check_output(command, stderr=subprocess.DEVNULL))
+            return 0, measured["avg_ns"] / 1e9 * (cell.n_new - 1) / cell.n_new
+
+        return round_
+
+    yield Started(at, lambda: "llama-bench")
+
+
+GGUF = "model.gguf"  # in the checkpoint's folder
+
+# --- who is timed in what -----------------------------------------------------------------------------------
+
+
+def any_cell(cell: Cell) -> bool:
+    return True
+
+
+def greedy(cell: Cell) -> bool:
+    return not cell.sampled
+
+
+def decode(cell: Cell) -> bool:
+    return greedy(cell) and cell.n_new > 1
+
+
+def short(cell: Cell) -> bool:
+    return decode(cell) and cell.n_prompt < 1024
+
+
+def one_sequence(cell: Cell) -> bool:
+    return decode(cell) and cell.batch == 1
+
+
+OURS = "engine"  # and, with a dash behind, less something
+# fmt: off
+CONTENDERS = {  # the strongest first: time may run out
+    #                                 start                                                     takes
+    OURS:                             Contender(engine,                                         any_cell),
+    "compiled-loop":                  Contender(compiled_loop,                                  one_sequence),
+    f"{OURS}-no-early":               Contender(partial(engine, less=no_early),                 short),
+    f"{OURS}-no-graphs":              Contender(partial(engine, less=no_graphs),                short),
+    f"{OURS}-plain":                  Contender(partial(engine, kind=PlainForward),             short),
+    "transformers-compiled":          Contender(partial(generated, cache="static"),             one_sequence),
+    "transformers-eager":             Contender(generated,                                      greedy),
+    "transformers-continuous":        Contender(partial(continuous, graphs=None),               short),
+    "transformers-continuous-graphs": Contender(partial(continuous, graphs=True),               short),
+    "llama.cpp":                      Contender(llama_bench,                                    one_sequence),
+}
+# fmt: on

@@ -1,0 +1,188 @@
+"""bench.py gpu without a GPU: its report, what it keeps, dry runs on the emulator and on torch's CPU."""
+
+import gc
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import cast
+
+import numpy as np
+import pytest
+
+import bench
+import emulator
+from benches import gpu, gpu_contenders
+from emulator import Emulator
+from gpu import CudaOps
+from parity import CASES, write
+from serving import ROOT
+from weights import parse_config, read_config
+
+
+def row_of(contender: str, cell: gpu_contenders.Cell, seconds: float | None, why: str = "") -> gpu.Row:
+    card, weights = "a card", "random weights of the shape of qwen3-0.6b"
+    about = "24 of 24 graphs" if seconds else ""
+    return gpu.Row(card, weights, contender, cell, seconds, why, about, 2000, 3e12, "2026-01-01", "cupy 14")
+
+
+def test_report() -> None:
+    """Floors, shares, the best of the peers, gaps and what they are due to."""
+    fields = {"model_type": "qwen3", "eos_token_id": 0} | gpu.SHAPES["qwen3-0.6b"][1]
+    config = parse_config(fields, {})
+    one = gpu_contenders.Cell(1, 256, 128)
+    assert gpu.step_bytes(config, one) == 2 * (config.n_params + 2 * 28 * 8 * 128 * 320)
+    rows = [
+        row_of("engine", one, 127 / 1000),
+        row_of("engine", one._replace(sampled=True), 127 / 900),
+        row_of("engine-no-graphs", one, 127 / 3000),  # itself, so not the best of its peers
+        row_of("compiled-loop", one, 127 / 500),
+        row_of("transformers-eager", one, 127 / 250),
+        row_of("transformers-eager", gpu_contenders.Cell(64, 256, 128), None, "OutOfMemoryError: 80 GB"),
+        row_of("transformers-eager", gpu_contenders.Cell(64, 4096, 128), None, "OutOfMemoryError: 80 GB"),
+        row_of("engine", gpu_contenders.Cell(1, 512, 1), 0.0025),
+    ]
+    report = list(gpu.report(rows))
+    assert report[0] == "## a card, random weights of the shape of qwen3-0.6b"
+    assert "bfloat16; a kernel that only reads reaches 3000 GB/s; cupy 14." in report
+    assert "| 1, 256 | 2000.0 | 1000.0 | 50.0 | 500.0 | 3000.0 | 250.0 | 2.00 |" in report
+    assert "| 1, 256, sampled | 2000.0 | 900.0 | 45.0 | – | – | – | – |" in report
+    assert "| prompt of 512 | 2.5 |" in report
+    assert "- engine: 2026-01-01; 24 of 24 graphs" in report
+    assert "- transformers-eager, at 64, 256; 64, 4096: OutOfMemoryError: 80 GB" in report
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The emulator in CuPy's place, and as little to measure as there can be."""
+    if emulator.MISSING:
+        pytest.skip(emulator.MISSING)
+    monkeypatch.setitem(sys.modules, "cupy", cast("ModuleType", Emulator(memory=1 << 27)))
+    monkeypatch.setattr(gpu, "ROUNDS", 1)
+    monkeypatch.setattr(gpu, "CLEAR", -math.inf)  # what a busy machine makes of milliseconds is not the point
+
+
+LITTLE = ["--contexts", "9", "--batches", "1", "2", "--prompts", "7", "--new", "8"]
+
+
+@pytest.mark.usefixtures("cuda")
+def test_commands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Commands add to one report; what is kept can be asked for again, and is not lost for lack of time."""
+    write(tmp_path, CASES["smollm3-untied-biases"])
+    out = tmp_path / "results" / "gpu.md"
+    flags = ["gpu", "--model", str(tmp_path), *LITTLE, "--out", str(out), "--minutes", "999"]
+    assert bench.main([*flags, "--contenders", "engine"]) == 0
+    assert not [thing for thing in gc.get_objects() if type(thing) is CudaOps]  # the card is for the next one
+    assert capsys.readouterr().err.count(" tok/s") == 3
+
+    less = ["engine-no-early", "engine-no-graphs", "engine-plain", "llama.cpp"]
+    bench.main([*flags, "--batches", "1", "--contenders", *less])
+    assert "llama.cpp, at 1, 9: FileNotFoundError: it needs `llama-bench`" in capsys.readouterr().out
+    program = tmp_path / "llama-bench"
+    program.write_text("#!/bin/sh\necho '[{\"avg_ns\": 8000000}]'")
+    program.chmod(0o755)
+    (tmp_path / gpu_contenders.GGUF).touch()
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    bench.main([*flags, "--contenders", "llama.cpp"])
+    printed = capsys.readouterr().out
+    assert printed == out.read_text(encoding="utf-8")
+    number = r"-?[\d.]+"
+    row = rf"^\| 1, 9 (\| {number} ){{6}}\| 1000.0 \| {number} \|$"
+    assert re.search(row, printed, re.MULTILINE)
+    assert re.search(rf"^\| 2, 9 (\| {number} ){{3}}(\| – ){{5}}\|$", printed, re.MULTILINE)
+    assert re.search(rf"^\| 1, 9, sampled (\| {number} ){{3}}\| – ", printed, re.MULTILINE)
+    assert re.search(rf"^\| prompt of 7 \| {number} \|$", printed, re.MULTILINE)
+    assert "graphs, early launches" in printed
+    assert "graphs, no early launches" in printed
+    assert "0 of 0 graphs" in printed
+    assert "Error" not in printed
+
+    assert bench.main([*flags, "--contenders"]) == 0  # measures nothing
+    assert capsys.readouterr().out == printed
+    kept = gpu.read_rows(out)
+    bench.main([*flags, "--contenders", "engine", "transformers-eager", "--minutes", "0"])
+    assert "\n- transformers-eager, at 1, 9; 2, 9; 1, 7: out of time" in capsys.readouterr().out
+    assert kept.items() <= gpu.read_rows(out).items()
+
+
+def test_times() -> None:
+    """A median of warm rounds; what cannot be told from the noise is no result; a slow cell has fewer."""
+    given = iter([(9.0, 1.0), (1.0, 3.0), (1.0, 9.0), (1.0, 4.0)])
+    assert gpu.seconds(lambda prompts: next(given), list) == 3
+    for first, whole in ((1.0, 0.9), (1.0, 1.2)):
+        with pytest.raises(ArithmeticError, match="no clear rest"):
+            gpu.seconds(lambda prompts, times=(first, whole): times, list)  # type: ignore[misc]
+    # the second begins late: of 2 + 2 tokens behind the first ones, 3 come in the 3 s from then on
+    assert gpu_contenders.decode_seconds([[1, 2, 4], [2, 3, 5]]) == 3 * 4 / 3
+
+
+@pytest.mark.usefixtures("cuda")
+def test_a_prompt_whose_first_token_is_timed_is_a_new_one() -> None:
+    """Or it would come out of a prefix cache; the prompts that decoding begins behind should."""
+    for n_new, n_different in ((1, gpu.WARM_UPS + gpu.ROUNDS), (5, 1)):
+        seen = list[list[list[int]]]()
+
+        def round_(prompts: list[list[int]], seen: list[list[list[int]]] = seen) -> gpu_contenders.Times:
+            seen.append(prompts)
+            return 0, len(seen)
+
+        started = gpu_contenders.Started(lambda cell, round_=round_: round_, lambda: "so")  # type: ignore[misc]
+        rng, cell = np.random.default_rng(0), gpu_contenders.Cell(1, 16, n_new)
+        assert gpu.measured(started, cell, 512, rng, math.inf) == gpu.Result(2, "", "so")
+        assert len({str(prompts) for prompts in seen}) == n_different
+
+
+def test_a_slow_cell_has_fewer_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "CELL_S", 0)
+    times = iter([(0.0, 9.0), (0.0, 2.0)])
+    assert gpu.seconds(lambda prompts: next(times), list) == 2
+
+
+def test_nothing_of_the_server_is_needed() -> None:
+    """A machine with a GPU may have CuPy, torch and pytest, and not all that the server needs."""
+    absent = ("gguf", "httpx2", "llguidance", "starlette", "uvicorn")
+    code = "import sys; sys.modules.update(dict.fromkeys(sys.argv[1:])); import benches.gpu, test_device"
+    paths = [str(ROOT), *(str(ROOT / folder) for folder in ("tests", "tests/gpu"))]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    subprocess.run([sys.executable, "-c", code, *absent], env=environment, check=True)
+
+
+TINY_QWEN3 = {
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 32, "intermediate_size": 128, "vocab_size": 512, "tie_word_embeddings": True,
+    "rope_theta": 1e6, "max_position_embeddings": 256}  # fmt: skip
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.filterwarnings("default")  # theirs
+def test_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that run on a CPU in seconds; the loop before it is compiled says what transformers says."""
+    torch = pytest.importorskip("torch", reason="torch and transformers: .[parity]")
+    transformers = pytest.importorskip("transformers", reason="torch and transformers: .[parity]")
+    monkeypatch.setitem(gpu.SHAPES, "tiny", ("Qwen3ForCausalLM", TINY_QWEN3))
+    flags = ["gpu", "--shape", "tiny", *LITTLE, "--minutes", "999"]
+    bench.main(
+        [*flags, "--contenders", *(name for name in gpu_contenders.CONTENDERS if "transformers" in name)]
+    )
+    printed = capsys.readouterr().out
+    number = r"-?[\d.]+"
+    assert re.search(rf"^\| 1, 9 \| {number} \| – \| – (\| {number} ){{4}}\| – \|$", printed, re.MULTILINE)
+    assert "Error" not in printed
+
+    torch.manual_seed(0)
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**TINY_QWEN3)).to(torch.bfloat16).eval()
+    model.save_pretrained(tmp_path)
+    token_ids = torch.tensor([[5, 3, 100, 7], [1, 2, 3, 4]])
+    settings = {"do_sample": False, "min_new_tokens": 9, "max_new_tokens": 9, "pad_token_id": 0}
+    expected = model.generate(token_ids, attention_mask=torch.ones_like(token_ids), **settings)
+    with torch.no_grad():
+        decoder = gpu_contenders.compiled_decoder(model, read_config(tmp_path), gpu_contenders.Cell(2, 4, 9))
+        said = [decoder(token_ids, torch.arange(4))]
+        for position in range(4, 12):
+            said.append(decoder(said[-1], torch.tensor([position])))
+    assert torch.cat(said, 1).tolist() == expected[:, 4:].tolist()
