@@ -5,7 +5,7 @@
 Authority: https://platform.openai.com/docs/guides/error-codes; https://asgi.readthedocs.io for disconnects.
 
 Rules of this file:
-1. Before the first byte an error has its status code; after it only events follow, and the last one tells.
+1. Before the first byte an error has its status code; after it, failures are reported only by the last event.
 2. When the client leaves, a producer that works for it alone is cancelled, and so the engine's sequence.
 3. One write an event: some parsers lose an event that is cut.
 
@@ -22,29 +22,26 @@ from contextlib import aclosing
 from itertools import accumulate
 from typing import Any
 
+from starlette.datastructures import QueryParams
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 import sse
 from background import EventLog
-from params import BadRequest
+from checks import BadInput
 
 MAX_BODY_BYTES = 8 * 2**20
 MAX_BODY_S = 60  # until it has come
 MAX_DEPTH = 128  # of lists and objects in it: a schema nests two for each level of what it describes
 ENCODINGS = ("identity", "gzip", "x-gzip", "deflate")
-KEEP_ALIVE_S = (
-    15  # "every 15 seconds or so": html.spec.whatwg.org/multipage/server-sent-events.html#authoring-notes
-)
+# "every 15 seconds or so": html.spec.whatwg.org/multipage/server-sent-events.html#authoring-notes
+KEEP_ALIVE_S = 15
 
 NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 SSE_HEADERS = [
-    (
-        b"content-type",
-        b"text/event-stream; charset=utf-8",
-    ),  # github.com/open-metadata/OpenMetadata/pull/29532
+    (b"content-type", b"text/event-stream; charset=utf-8"),  # open-metadata/OpenMetadata#29532
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would collect the events
 ]
@@ -65,6 +62,7 @@ def now() -> int:
 STATUS = {
     "model_not_found":              404,
     "response_not_found":           404,
+    "item_not_found":               404,
     "request_timeout":              408,
     "body_too_large":               413,
     "unsupported_content_encoding": 415,
@@ -95,40 +93,52 @@ def error_body(
 def error_response(
     status: int, message: str, param: str | None = None, code: str | None = None
 ) -> JSONResponse:
+    return json_response(status, error_body(status, message, param, code))
+
+
+def json_response(status: int, body: dict[str, Any]) -> JSONResponse:
     retry = {"Retry-After": str(RETRY_AFTER_S[status])} if status in RETRY_AFTER_S else None
-    return JSONResponse(error_body(status, message, param, code), status, retry)
+    return JSONResponse(body, status, retry)
+
+
+def wants_stream(query: QueryParams) -> bool:
+    """Whether who gets a response asks for its events."""
+    return query.get("stream") in ("true", "True", "1")
 
 
 async def read_json(http: HttpRequest) -> Any:
-    """The body of a request; raises BadRequest."""
+    """The body of a request; raises BadInput."""
     encoding = http.headers.get("content-encoding", "").strip().lower() or "identity"
     if encoding not in ENCODINGS:
         message = f"Expected a body encoded as {', '.join(ENCODINGS)}, got '{encoding}'."
-        raise BadRequest(message, None, "unsupported_content_encoding")
+        raise BadInput(message, None, "unsupported_content_encoding")
+    too_large = BadInput(f"Expected a body of at most {MAX_BODY_BYTES} bytes.", None, "body_too_large")
+    if int(http.headers.get("content-length", 0)) > MAX_BODY_BYTES:
+        raise too_large
     body = bytearray()
     try:
         async with asyncio.timeout(MAX_BODY_S):
             async for chunk in http.stream():
                 body += chunk
                 if len(body) > MAX_BODY_BYTES:
-                    message = f"Expected a body of at most {MAX_BODY_BYTES} bytes."
-                    raise BadRequest(message, None, "body_too_large")
+                    raise too_large
     except TimeoutError as error:
-        raise BadRequest(f"Expected the body within {MAX_BODY_S} s.", None, "request_timeout") from error
+        raise BadInput(f"Expected the body within {MAX_BODY_S} s.", None, "request_timeout") from error
     return await asyncio.to_thread(_parse, bytes(body), encoding)  # a large body must not stop the streams
 
 
 def _parse(body: bytes, encoding: str) -> Any:
-    text = _decoded(body, encoding)
-    if depth(text) > MAX_DEPTH:
+    plain = _decoded(body, encoding)
+    if depth(plain) > MAX_DEPTH:
         message = f"Expected a body nested at most {MAX_DEPTH} deep."
-        raise BadRequest(message, None, "invalid_json")
+        raise BadInput(message, None, "invalid_json")
     try:
+        text = plain.decode("utf-8-sig")  # json.loads() takes UTF-16 too, RFC 8259 section 8.1 does not
         value = json.loads(text, parse_constant=_no_constant)
         # 1e999 is no number, half a surrogate pair is no text
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
-        raise BadRequest(f"Could not parse the body as JSON: {error}", None, "invalid_json") from error
+        raise BadInput(f"Could not parse the body as JSON: {error}", None, "invalid_json") from error
     return value
 
 
@@ -140,11 +150,11 @@ def _decoded(body: bytes, encoding: str) -> bytes:
     try:
         unpacked = unpacker.decompress(body, MAX_BODY_BYTES)
     except zlib.error as error:
-        raise BadRequest(f"Could not unpack the body: {error}", None, "invalid_json") from error
+        raise BadInput(f"Could not unpack the body: {error}", None, "invalid_json") from error
     if (not unpacker.eof and not unpacker.unconsumed_tail) or unpacker.unused_data:
-        raise BadRequest("Could not unpack the body: expected one whole stream.", None, "invalid_json")
+        raise BadInput("Could not unpack the body: expected one whole stream.", None, "invalid_json")
     if unpacker.unconsumed_tail:
-        raise BadRequest(f"Expected at most {MAX_BODY_BYTES} bytes when unpacked.", None, "body_too_large")
+        raise BadInput(f"Expected at most {MAX_BODY_BYTES} bytes when unpacked.", None, "body_too_large")
     return unpacked
 
 
@@ -199,7 +209,7 @@ class Answer(Response):
             await producing
             await self._events.written()
             status, body = self._whole(self._events.events)
-            await JSONResponse(body, status)(scope, receive, send)
+            await json_response(status, body)(scope, receive, send)
             return
         if self._producer:
             await self._events.begun()

@@ -15,12 +15,13 @@ Not here: parameters (params.py), the life of background responses (background.p
 """
 
 import asyncio
+import itertools
 import json
 import logging
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, closing
 from functools import partial
 from typing import Any, Protocol
@@ -35,12 +36,12 @@ import responses
 import sealed
 import sse
 import tools
-from answers import Answer, error_body, error_response, new_id, now, read_json
+from answers import Answer, Whole, error_body, error_response, new_id, now, read_json, wants_stream
 from background import EventLog, Producer, QueueFull, Registry
 from channels import Accepted, Delta, Finish, Output, Usage
-from chat import BadInput
+from chat import MAX_ITEMS
+from checks import BadInput, needed, text, unsupported, wrong_value
 from metrics import Metrics
-from params import BadRequest
 from relay import Refused
 from remote import RemoteWorker
 from store import TERMINAL, Row
@@ -49,7 +50,6 @@ from worker import LocalWorker
 log = logging.getLogger("api")
 
 ALIAS = "default"  # a name that any model answers to
-GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 # Of a response that has ended; a second cancel of a cancelled one is answered like the first.
 CANNOT_CANCEL = {
@@ -77,14 +77,15 @@ def encode_chunk(_: int, chunk: dict[str, Any]) -> bytes:
     return sse.encode(sse.dumps(chunk))
 
 
-def generation_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters that generation_config.json presets; raises BadRequest for a value out of range."""
-    given = {name: generation[name] for name in GENERATION_DEFAULTS if generation.get(name) is not None}
-    if generation.get("do_sample") is False:
-        given["temperature"] = 0  # greedy
-    return {
-        name: params.COMMON[name].check(value, f"generation_config.{name}") for name, value in given.items()
-    }
+def item_ids(response_id: str) -> Callable[[str], str]:
+    """Draws the ids of a response's items: each says which response it is of, as OpenAI's do."""
+    numbers = itertools.count()
+    return lambda prefix: f"{prefix}_{response_id.removeprefix('resp_')}{next(numbers):08x}"
+
+
+def response_of(item_id: str) -> str:
+    """Where an item is, if it is of item_ids()."""
+    return "resp_" + item_id.partition("_")[2][:-8]
 
 
 class Prompt(Protocol):
@@ -115,7 +116,7 @@ class Worker(Protocol):
 class Api:
     """The endpoints, over a worker here, one elsewhere or both, and one store.
 
-    `names` and `defaults` are those of the model here; `key` seals what clients keep for us.
+    `key` seals what clients keep for us.
     """
 
     def __init__(
@@ -123,8 +124,6 @@ class Api:
         local: LocalWorker | None,
         remote: RemoteWorker | None,
         registry: Registry,
-        defaults: Mapping[str, Any],
-        names: list[str],
         key: bytes,
         done_line: bool = True,
         temporary: bool = True,
@@ -134,15 +133,13 @@ class Api:
         self._remote = remote
         self._workers: list[Worker] = [worker for worker in (local, remote) if worker]
         self._registry = registry
-        self._defaults = defaults  # of parameters, where the model has its own
-        self._names = names
         self._key = key
         self._done = sse.DONE if done_line else b""
         self._reasoning_events = reasoning_events  # one of responses.REASONING_EVENTS
         self._temporary = temporary  # background responses that are not to be stored: kept for a while
         self._created = now()
         self.metrics = Metrics(
-            names[0] if names else "upstream", self._counts, registry.live, lambda: registry.ended
+            local.names[0] if local else "upstream", self._counts, registry.live, lambda: registry.ended
         )
 
     def routes(self) -> list[Route]:
@@ -167,9 +164,7 @@ class Api:
         body = await self._read(http)
         request, items = await self._ask(http, body)
         if request.background and not (request.store or self._temporary):
-            raise params.unsupported(
-                "background", "This server runs only what it may store: send store=true."
-            )
+            raise unsupported("background", "This server runs only what it may store: send store=true.")
         prompt = await self._prepare(request)
         types = [tool["type"] for tool in request.echo["tools"]]
         if hidden := [name for name in types if name not in params.TOOL_TYPES]:
@@ -190,11 +185,11 @@ class Api:
             response=head | request.echo,
             owner=http.scope["owner"],
         )
-        producer = self._producer(prompt, row.response, request.background)
+        producer = self._producer(prompt, row, request.background)
         if request.background:
             return await self._in_background(row, producer, request.stream)
         events = self._registry.foreground_log(row if request.store else None)
-        whole = None if request.stream else lambda events: (200, responses.fold(events))
+        whole = None if request.stream else self._whole(responses.fold, 200)
         return Answer(events, self._in_foreground(events, producer), whole, self._done)
 
     async def _in_background(self, row: Row, producer: Producer, stream: bool) -> Response:
@@ -206,13 +201,23 @@ class Api:
         return Answer(events, done=self._done) if stream else JSONResponse(events.events[0]["response"])
 
     async def _in_foreground(self, events: EventLog, producer: Producer) -> None:
+        """When its client leaves it is cancelled, and what it has said can be retrieved (B17)."""
         with closing(events):
-            await producer.fill(events)
+            try:
+                await producer.fill(events)
+            except asyncio.CancelledError:
+                if events.status and not events.ended:
+                    events.extend(producer.end("cancelled", ""))
+                await events.written()
+                raise
 
-    def _producer(self, prompt: Prompt, head: Mapping[str, Any], queued: bool) -> Producer:
+    def _producer(self, prompt: Prompt, row: Row, queued: bool) -> Producer:
         """What makes the events of one response, in the foreground or, `queued`, in its turn."""
-        seal = partial(sealed.seal, self._key, "reasoning") if prompt.request.seal_reasoning else None
-        builder = responses.Builder(head, new_id, seal, self._reasoning_events)
+        seal = partial(sealed.seal, self._key, "reasoning", row.owner)
+        seals = prompt.request.seal_reasoning
+        builder = responses.Builder(
+            row.response, item_ids(row.id), seal if seals else None, self._reasoning_events
+        )
 
         async def fill(events: EventLog) -> None:
             try:
@@ -242,7 +247,7 @@ class Api:
         async def producer(row: Row) -> Producer:
             body = row.request | {"input": row.items, "previous_response_id": None}
             prompt = await self._prepare(params.from_responses(body, self._defaults_for(body)))
-            return self._producer(prompt, row.response, queued=True)
+            return self._producer(prompt, row, queued=True)
 
         def interrupted(frames: list[bytes]) -> responses.Event:
             events = [json.loads(event.data) for event in sse.Parser().feed(b"".join(frames))]
@@ -256,7 +261,7 @@ class Api:
         asked, _ = await self._ask(http, named, chain_suffices=True)
         prompt = await self._prepare(asked)
         if prompt.n_tokens is None:
-            raise params.unsupported("model", "Only the upstream that has this model could count its tokens.")
+            raise unsupported("model", "Only the upstream that has this model could count its tokens.")
         return JSONResponse({"object": "response.input_tokens", "input_tokens": prompt.n_tokens})
 
     async def compact(self, http: HttpRequest) -> Response:
@@ -273,17 +278,19 @@ class Api:
             async with aclosing(self._outputs(prompt, 0)) as outputs:
                 said.extend([output async for output in outputs])
 
-        return Answer(EventLog(encode_event), fill(), lambda _: self._compacted(items, said))
+        owner = http.scope["owner"]
+        return Answer(EventLog(encode_event), fill(), lambda _: self._compacted(owner, items, said))
 
     def _compacted(
-        self, items: list[dict[str, Any]], said: Sequence[Accepted | Output | Finish]
+        self, owner: str, items: list[dict[str, Any]], said: Sequence[Accepted | Output | Finish]
     ) -> tuple[int, dict[str, Any]]:
         summary = "".join(o.text for o in said if isinstance(o, Delta) and o.channel == "final")
         finish = said[-1]
         if not isinstance(finish, Finish) or finish.reason not in ("stop", "length") or not summary:
             failure = finish.message if isinstance(finish, Finish) else ""
-            return 500, error_body(500, failure or "The model wrote no summary.", code="server_error")
-        blob = sealed.seal(self._key, "compaction", summary)
+            status = 500 if self._registry.accepts else 503
+            return status, error_body(status, failure or "The model wrote no summary.", code="server_error")
+        blob = sealed.seal(self._key, "compaction", owner, summary)
         users = [item for item in items if item["type"] == "message" and item["role"] == "user"]
         return 200, {
             "id": new_id("resp"),
@@ -294,44 +301,62 @@ class Api:
         }
 
     async def _read(self, http: HttpRequest) -> Any:
-        """The body, with what clients keep for us opened: compactions, and reasoning without its text."""
-        body = await read_json(http)
-        items = body.get("input") if isinstance(body, dict) else None
-        for i, item in enumerate(items if isinstance(items, list) else ()):
-            kind = item.get("type") if isinstance(item, dict) else None
-            if kind == "compaction":
-                item["summary"] = self._opened(item, i)
-            elif kind == "reasoning" and item.get("encrypted_content") and not item.get("content"):
-                item["content"] = [{"type": "reasoning_text", "text": self._opened(item, i)}]
+        """The body, with the items that we keep, and those that clients keep for us opened."""
+        body, owner = await read_json(http), http.scope["owner"]
+        found = body.get("input") if isinstance(body, dict) else None
+        items: list[Any] = found if isinstance(found, list) else []
+        kept: dict[str, list[dict[str, Any]]] = {}
+        for i, item in enumerate(items[:MAX_ITEMS]):  # with more it is refused
+            match item:
+                case {"type": "compaction"}:
+                    item["summary"] = self._opened(owner, item, i)
+                case {"type": "reasoning", "encrypted_content": blob} if blob and not item.get("content"):
+                    item["content"] = [{"type": "reasoning_text", "text": self._opened(owner, item, i)}]
+                case dict() if _is_reference(item):
+                    items[i] = await self._referred(http, needed(item, "id", text, f"input[{i}]"), kept, i)
         return body
 
-    def _opened(self, item: Mapping[str, Any], i: int) -> str:
-        try:
-            return sealed.unseal(self._key, item["type"], str(item.get("encrypted_content")))
-        except sealed.BadSeal as error:
-            raise BadRequest(str(error), f"input[{i}].encrypted_content") from error
+    async def _referred(
+        self, http: HttpRequest, id: str, kept: dict[str, list[dict[str, Any]]], i: int
+    ) -> dict[str, Any]:
+        """An item that a stored response has said; `kept`: of the responses that have been looked up."""
+        home = response_of(id)
+        if home not in kept:
+            row = await self._find(http, home)
+            kept[home] = row.response["output"] if row else []
+        if found := [item for item in kept[home] if item["id"] == id]:
+            return found[0]
+        raise BadInput(f"Item with id '{id}' not found.", f"input[{i}].id", "item_not_found")
 
-    async def _context(self, http: HttpRequest, body: Any) -> list[dict[str, Any]]:
+    def _opened(self, owner: str, item: Mapping[str, Any], i: int) -> str:
+        try:
+            return sealed.unseal(self._key, item["type"], owner, str(item.get("encrypted_content")))
+        except sealed.BadSeal as error:
+            raise BadInput(str(error), f"input[{i}].encrypted_content") from error
+
+    async def _context(self, http: HttpRequest, body: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The items of the chain that a request continues."""
-        id_ = body.get("previous_response_id") if isinstance(body, dict) else None
-        if not isinstance(id_, str):
+        id_ = body.get("previous_response_id")
+        if id_ is None:
             return []
         row = await self._find(http, id_)
         if row is None:
             message = f"Previous response with id '{id_}' not found."
-            raise BadRequest(message, "previous_response_id", "previous_response_not_found")
+            raise BadInput(message, "previous_response_id", "previous_response_not_found")
         if row.response["status"] not in TERMINAL:
-            raise BadRequest(f"Previous response with id '{id_}' has not ended yet.", "previous_response_id")
+            raise BadInput(f"Previous response with id '{id_}' has not ended yet.", "previous_response_id")
         return row.context
 
     async def _ask(
         self, http: HttpRequest, body: Any, chain_suffices: bool = False
     ) -> tuple[params.Request, list[dict[str, Any]]]:
         """What is asked, and all items of the conversation; `chain_suffices`: `input` may be left out."""
+        defaults = self._defaults_for(body)
+        params.read_responses(body, defaults)  # what is wrong in itself is told first
         context = await self._context(http, body)
         if chain_suffices and context and not body.get("input"):
             body, context = body | {"input": context}, []
-        request = params.from_responses(body, self._defaults_for(body), context)
+        request = params.from_responses(body, defaults, context)
         return request, responses.input_items(body["input"], context, new_id)
 
     async def _prepare(self, request: params.Request) -> Prompt:
@@ -346,46 +371,47 @@ class Api:
         if self._remote and self._remote.serves(model, ALIAS):
             return self._remote
         there = ", ".join(map(repr, (*self._models(), ALIAS)))
-        raise BadRequest(f"The model '{model}' does not exist; there is {there}.", "model", "model_not_found")
+        raise BadInput(f"The model '{model}' does not exist; there is {there}.", "model", "model_not_found")
 
     def _is_here(self, model: Any) -> bool:
-        return self._local is not None and model in (*self._names, ALIAS)
+        return self._local is not None and model in (*self._local.names, ALIAS)
 
     def _defaults_for(self, body: Any) -> Mapping[str, Any]:
         """Presets of parameters, of the model here; what one elsewhere presets nobody knows here."""
-        return self._defaults if isinstance(body, dict) and self._is_here(body.get("model")) else {}
+        named = body.get("model") if isinstance(body, dict) else None
+        return self._local.defaults if self._local and self._is_here(named) else {}
 
     # --- Responses: what became of one --------------------------------------------------------------------
 
     async def get_response(self, http: HttpRequest) -> Response:
         row = await self._row(http)
-        if http.query_params.get("stream") not in ("true", "True", "1"):
+        if not wants_stream(http.query_params):
             return JSONResponse(row.response)
         after = _starting_after(http.query_params.get("starting_after"))
         refused = "This response cannot be streamed because it was not created with "
         if not row.background:
-            raise BadRequest(refused + "background=true.", "stream")
+            raise BadInput(refused + "background=true.", "stream")
         if not row.streamed:
-            raise BadRequest(refused + "stream=true.", "stream")
+            raise BadInput(refused + "stream=true.", "stream")
         events = await self._registry.events(row.id)
         if events is None:
-            raise BadRequest("This response can no longer be streamed: its events have expired.", "stream")
+            raise BadInput("This response can no longer be streamed: its events have expired.", "stream")
         return Answer(events, done=self._done, after=after)
 
     async def cancel_response(self, http: HttpRequest) -> Response:
         row = await self._row(http)
         if not row.background:
-            raise BadRequest("Cannot cancel a synchronous response.")
+            raise BadInput("Cannot cancel a synchronous response.")
         await self._registry.cancel(row.id)
         row = await self._row(http)
         if row.response["status"] != "cancelled":
-            raise BadRequest(CANNOT_CANCEL[row.response["status"]])
+            raise BadInput(CANNOT_CANCEL[row.response["status"]])
         return JSONResponse(row.response)
 
     async def delete_response(self, http: HttpRequest) -> Response:
         row = await self._row(http)
         if row.response["status"] not in TERMINAL:
-            raise BadRequest("Cannot delete an in-flight response.")
+            raise BadInput("Cannot delete an in-flight response.")
         await self._registry.delete(row.id)
         return JSONResponse({"id": row.id, "object": "response", "deleted": True})
 
@@ -393,12 +419,12 @@ class Api:
         row, query = await self._row(http), http.query_params
         limit = _limit(query.get("limit", "20"))
         if (order := query.get("order", "desc")) not in ("asc", "desc"):
-            raise params.wrong_value("order", "'asc' or 'desc'", order)
+            raise wrong_value("order", "'asc' or 'desc'", order)
         items = row.items if order == "asc" else row.items[::-1]
         if after := query.get("after"):
             ids = [item["id"] for item in items]
             if after not in ids:
-                raise params.wrong_value("after", "the id of an input item", after)
+                raise wrong_value("after", "the id of an input item", after)
             items = items[ids.index(after) + 1 :]
         page = items[:limit]
         ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
@@ -408,7 +434,7 @@ class Api:
         id_ = http.path_params["id"]
         row = await self._find(http, id_)
         if row is None:
-            raise BadRequest(f"Response with id '{id_}' not found.", None, "response_not_found")
+            raise BadInput(f"Response with id '{id_}' not found.", None, "response_not_found")
         return row
 
     async def _find(self, http: HttpRequest, id: str) -> Row | None:
@@ -433,7 +459,7 @@ class Api:
         }
         events = EventLog(encode_chunk)
         chunks = completions.Chunks(head, new_id, request.n, request.include_usage, request.named_call)
-        whole = None if request.stream else _whole_completion
+        whole = None if request.stream else self._whole(completions.fold, 500)
         return Answer(events, self._fill_completion(events, prompt, chunks), whole, sse.DONE)
 
     async def _fill_completion(self, events: EventLog, prompt: Prompt, chunks: completions.Chunks) -> None:
@@ -454,6 +480,19 @@ class Api:
                 for index in range(prompt.request.n):
                     group.create_task(fill_choice(index))
             events.extend(chunks.end())
+
+    def _whole(self, fold: Callable[[list[dict[str, Any]]], dict[str, Any]], failed: int) -> Whole:
+        """What the events amount to; `failed`: its status then, but at a stop, when it may be tried again."""
+
+        def whole(events: list[dict[str, Any]]) -> tuple[int, dict[str, Any]]:
+            body = fold(events)
+            if not body.get("error"):
+                return 200, body
+            if self._registry.accepts:
+                return failed, body
+            return 503, error_body(503, body["error"]["message"], code="server_error")
+
+        return whole
 
     # --- models, health ------------------------------------------------------------------------------------
 
@@ -489,7 +528,7 @@ class Api:
         found = {}
         if self._local:
             length = self._local.engine.max_seq_len
-            found = {n: head | {"owned_by": "local", "max_model_len": length} for n in self._names}
+            found = {n: head | {"owned_by": "local", "max_model_len": length} for n in self._local.names}
         elsewhere = self._remote.upstreams.models() if self._remote else {}
         others = {
             n: head | {"owned_by": "upstream"} | model for n, model in elsewhere.items() if n not in found
@@ -533,6 +572,12 @@ class Api:
         yield finish
 
 
+def _is_reference(item: Mapping[str, Any]) -> bool:
+    """The SDK's type of one may be null."""
+    nameless = item.get("type") is None and item.get("role") is None and item.get("id") is not None
+    return nameless or item.get("type") == "item_reference"
+
+
 def _log_finish(prompt: Prompt, finish: Finish, seconds: float) -> None:
     n_in = prompt.n_tokens or (finish.usage.input_tokens if finish.usage else 0)
     n_out = finish.usage.output_tokens if finish.usage else 0
@@ -543,19 +588,14 @@ def _log_finish(prompt: Prompt, finish: Finish, seconds: float) -> None:
         log.info("%s: %d tokens in, %d out, %.2f s, %.1f tok/s", finish.reason, n_in, n_out, seconds, rate)
 
 
-def _whole_completion(chunks: list[dict[str, Any]]) -> tuple[int, dict[str, Any]]:
-    body = completions.fold(chunks)
-    return (500 if "error" in body else 200), body
-
-
 def _starting_after(value: str | None) -> int:
     """-1: from the first event on."""
     if value is not None and not NUMBER.fullmatch(value):
-        raise params.wrong_value("starting_after", "a sequence number, 0 or more", value)
+        raise wrong_value("starting_after", "a sequence number, 0 or more", value)
     return -1 if value is None else int(value)
 
 
 def _limit(value: str) -> int:
     if not (NUMBER.fullmatch(value) and 1 <= int(value) <= 100):
-        raise params.wrong_value("limit", "an integer from 1 to 100", value)
+        raise wrong_value("limit", "an integer from 1 to 100", value)
     return int(value)

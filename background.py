@@ -50,15 +50,13 @@ class EventLog:
     def __init__(
         self, encode: Encode, write: Write | None = None, frames: Sequence[bytes] = (), newest: Newest = None
     ) -> None:
-        self.seen = newest  # the newest response object in an event that readers see
         self.events: list[Event] = []  # of this process
         self._encode = encode
         self._write = write
-        self._newest = newest  # the newest in any event
-        self._frames = list(frames)  # readers see these
+        # A frame, and the newest response object in it and those before it.
+        self._frames: list[tuple[bytes, Newest]] = [(frame, newest) for frame in frames]  # readers see these
         self._pending: list[tuple[bytes, Newest]] = []  # encoded, not written yet
         self._n_kept = len(frames)  # written: fewer than `_frames` when a write has failed
-        self._newest_kept = newest
         self._writing: asyncio.Task[None] | None = None
         self._closed = False
         self._news = asyncio.Event()
@@ -66,7 +64,13 @@ class EventLog:
     @property
     def status(self) -> str:
         """Of the response: queued, in_progress or a terminal one; "" before its first event."""
-        return self._newest["status"] if self._newest else ""
+        newest = _newest(self._pending) or self.seen
+        return newest["status"] if newest else ""
+
+    @property
+    def seen(self) -> Newest:
+        """The newest response object that readers see."""
+        return _newest(self._frames)
 
     @property
     def ended(self) -> bool:
@@ -81,9 +85,9 @@ class EventLog:
         """Append events, in their order."""
         for event in events:
             frame = self._encode(len(self._frames) + len(self._pending), event)
-            self._pending.append((frame, event.get("response")))
+            newest = event.get("response") or _newest(self._pending) or self.seen
+            self._pending.append((frame, newest))
             self.events.append(event)
-            self._newest = event.get("response") or self._newest
         if self._write is None:
             self._show(len(self._pending))
         elif self._pending and self._writing is None:
@@ -115,35 +119,38 @@ class EventLog:
         position = after + 1
         while position < len(self._frames) or self._pending or not self._closed:
             if position < len(self._frames):
-                yield self._frames[position]
+                yield self._frames[position][0]
                 position += 1
             else:
                 await self._news.wait()
 
     async def _write_all(self, write: Write) -> None:
         while self._pending:
-            n, newest = len(self._pending), self._newest
-            frames = self._frames[self._n_kept :] + [frame for frame, _ in self._pending]
+            n, newest = len(self._pending), _newest(self._pending)
+            kept = _newest(self._frames[self._n_kept - 1 : self._n_kept])
+            frames = [frame for frame, _ in self._frames[self._n_kept :] + self._pending]
             try:
-                await write(self._n_kept, frames, None if newest is self._newest_kept else newest)
+                await write(self._n_kept, frames, None if newest is kept else newest)
             except Exception:
                 log.exception("%d events could not be stored; they are lost at exit", len(frames))
             else:
-                self._n_kept, self._newest_kept = self._n_kept + len(frames), newest
+                self._n_kept += len(frames)
             self._show(n)
         self._writing = None
 
     def _show(self, n: int) -> None:
         """The first `n` pending events are for readers now."""
-        for frame, response in self._pending[:n]:
-            self._frames.append(frame)
-            self.seen = response or self.seen
+        self._frames += self._pending[:n]
         del self._pending[:n]
         self._wake()
 
     def _wake(self) -> None:
         self._news.set()
         self._news = asyncio.Event()
+
+
+def _newest(frames: Sequence[tuple[bytes, Newest]]) -> Newest:
+    return frames[-1][1] if frames else None
 
 
 class Producer(NamedTuple):

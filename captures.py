@@ -89,7 +89,11 @@ def read(stream: bytes) -> Capture:
     """A recorded stream; raises ValueError where it is of neither kind."""
     found, tail = frames(stream)
     raw = [parsed(frame.event.data) for frame in found if frame.event and frame.event.data != "[DONE]"]
-    return captured(raw)._replace(frames=found, tail=tail)
+    try:
+        return captured(raw)._replace(frames=found, tail=tail)
+    except ValueError as error:  # an error's body, most often: it says more than we can
+        said = "".join(c if c.isprintable() else " " for c in stream[:400].decode(errors="replace"))
+        raise ValueError(f"{error}: {said or 'nothing'}") from error
 
 
 def captured(raw: Iterable[Json]) -> Capture:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
@@ -30,56 +30,16 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
+from checks import BadInput, list_of, mapping, needed, one_of, text, wrong_type
 from tools import as_arguments, joined
+
+MAX_ITEMS = 4096  # of a conversation: each costs time in the template, whatever the context holds
 
 Message = dict[str, Any]  # role, content (a string); reasoning_content, tool_calls; tool_call_id, name
 Tools = list[dict[str, Any]] | None  # {"type": "function", "function": {"name", "description", "parameters"}}
-T = TypeVar("T")
 
 
-class BadInput(ValueError):
-    """The request cannot be served: why, at which place in it (None: all of it), and OpenAI's code."""
-
-    def __init__(self, message: str, param: str | None = None, code: str = "invalid_value") -> None:
-        super().__init__(message)
-        self.message, self.param, self.code = message, param, code
-
-
-# --- checks -------------------------------------------------------------------------------------------------
-
-# fmt: off
-JSON_TYPES = {str: "a string", list: "an array", dict: "an object", bool: "a boolean", int: "a number",
-              float: "a number", type(None): "null"}
-# fmt: on
-
-
-def _checked(value: Any, kind: type[T], param: str) -> T:
-    """`value`, if it is of the type; `object` is every type."""
-    if not isinstance(value, kind):
-        expected, found = JSON_TYPES[kind], JSON_TYPES[type(value)]
-        raise BadInput(f"'{param}' must be {expected}, not {found}.", param, "invalid_type")
-    return value
-
-
-def _required(fields: dict[str, Any], name: str, kind: type[T], param: str) -> T:
-    """The field of the object at `param`, which must have it."""
-    if name not in fields:
-        raise BadInput(f"'{param}.{name}' is missing.", f"{param}.{name}", "missing_required_parameter")
-    return _checked(fields[name], kind, f"{param}.{name}")
-
-
-def _picked(table: Mapping[str, T], key: str, param: str, note: str = "") -> T:
-    """What the table has for the key found at `param`."""
-    if key not in table:
-        raise BadInput(f"'{key}' is not supported{note}; supported are {', '.join(table)}.", param)
-    return table[key]
-
-
-def _objects(value: Any, param: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of the array at `param`, each behind its own place."""
-    for n, item in enumerate(_checked(value, list, param)):
-        yield f"{param}[{n}]", _checked(item, dict, f"{param}[{n}]")
-
+# --- content ------------------------------------------------------------------------------------------------
 
 # fmt: off
 #  type of part      where its text is
@@ -93,16 +53,30 @@ PARTS = {
 # fmt: on
 
 
-def _text(content: Any, param: str) -> str:
+def _text(content: Any, path: str) -> str:
     """The text of a string, or of an array of parts: a line each, as vLLM and llama.cpp join them."""
     if isinstance(content, str):
         return content
+    if not isinstance(content, list):
+        raise wrong_type(path, "a string or an array", content)
     lines = []
-    for place, part in _objects(content, param):
-        kind = _required(part, "type", str, place)
-        field = _picked(PARTS, kind, f"{place}.type", ": the model reads text only")
-        lines.append(_required(part, field, str, place))
+    for place, part in _objects(content, path):
+        field = PARTS[needed(part, "type", one_of(*PARTS), place)]
+        lines.append(needed(part, field, text, place))
     return "\n".join(lines)
+
+
+def _objects(value: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of an array, each behind its own path."""
+    for i, item in enumerate(list_of(mapping, MAX_ITEMS)(value, path)):
+        yield f"{path}[{i}]", item
+
+
+#  type of call   what it is called with, and that as the model wrote it
+CALLS: dict[str, tuple[str, Callable[[str], str]]] = {
+    "function": ("arguments", str),
+    "custom": ("input", as_arguments),
+}
 
 
 # --- the assembler ------------------------------------------------------------------------------------------
@@ -117,7 +91,9 @@ class Conversation:
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
-        self.names: dict[str, str] = {}  # call id -> function: a result has only the id, templates want both
+        # Calls without their result, by id: what is called (a result has only the id, templates want both),
+        # and whether a result must come, which nobody has of a call that was cut.
+        self.waiting: dict[str, tuple[str, bool]] = {}
 
     def say(self, role: str, text: str) -> None:
         """A message, or more of the last: a turn of the assistant is one, the system's beginning is one."""
@@ -133,20 +109,29 @@ class Conversation:
         turn = self.messages[-1]
         turn["reasoning_content"] = _paragraphs(turn.get("reasoning_content", ""), text)
 
-    def call(self, call_id: str, name: str, arguments: str) -> None:
+    def call(self, call_id: str, name: str, arguments: str, is_cut: bool = False) -> None:
         """A function call of the assistant's turn."""
         self.say("assistant", "")
-        self.names[call_id] = name
+        self.waiting[call_id] = name, not is_cut
         function = {"name": name, "arguments": _arguments(arguments)}
         call = {"id": call_id, "type": "function", "function": function}
         self.messages[-1].setdefault("tool_calls", []).append(call)
 
-    def result(self, call_id: str, text: str, param: str) -> None:
-        """What the function returned to an earlier call."""
-        if call_id not in self.names:
-            raise BadInput(f"No earlier tool call has the id '{call_id}'.", param)
-        name = self.names[call_id]
+    def result(self, call_id: str, text: str, path: str) -> None:
+        """What the function returned to an earlier call: once."""
+        if call_id not in self.waiting:
+            raise BadInput(f"No tool call found for function call output with call_id {call_id}.", path)
+        name, _ = self.waiting.pop(call_id)
         self.messages.append({"role": "tool", "tool_call_id": call_id, "name": name, "content": text})
+
+    def whole(self, path: str) -> list[Message]:
+        """The messages, which came at `path`: there are some, and each call has its result."""
+        if not self.messages:
+            raise BadInput(f"'{path}' has no message.", path)
+        for call_id, (_, is_due) in self.waiting.items():
+            if is_due:
+                raise BadInput(f"No tool output found for function call {call_id}.", path)
+        return self.messages
 
 
 def _arguments(text: str) -> Any:
@@ -161,62 +146,47 @@ def _arguments(text: str) -> Any:
 
 # --- Responses: input items ---------------------------------------------------------------------------------
 
-Reader = Callable[[Conversation, dict[str, Any], str], None]  # adds the item at a place to the conversation
+Reader = Callable[[Conversation, dict[str, Any], str], None]  # adds the item at a path to the conversation
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 
 
-def _message(talk: Conversation, item: dict[str, Any], param: str) -> None:
-    role = _picked(ROLES, _required(item, "role", str, param), f"{param}.role")
-    talk.say(role, _text(_required(item, "content", object, param), f"{param}.content"))
+def _message(talk: Conversation, item: dict[str, Any], path: str) -> None:
+    role = ROLES[needed(item, "role", one_of(*ROLES), path)]
+    talk.say(role, needed(item, "content", _text, path))
 
 
-def _reasoning(talk: Conversation, item: dict[str, Any], param: str) -> None:
+def _reasoning(talk: Conversation, item: dict[str, Any], path: str) -> None:
     """The model's own words; a summary is another's, and no model was trained on it."""
-    if text := _text(item.get("content") or "", f"{param}.content"):
-        talk.think(text)
+    if thought := _text(item.get("content") or "", f"{path}.content"):
+        talk.think(thought)
 
 
-def _function_call(talk: Conversation, item: dict[str, Any], param: str) -> None:
-    talk.call(
-        _required(item, "call_id", str, param), _name(item, param), _required(item, "arguments", str, param)
-    )
+def _call(kind: str, talk: Conversation, item: dict[str, Any], path: str) -> None:
+    """By the name that the model knows."""
+    field, as_written = CALLS[kind]
+    call_id, name = needed(item, "call_id", text, path), needed(item, "name", text, path)
+    known_as = joined(text(item.get("namespace") or "", f"{path}.namespace"), name)
+    called = as_written(needed(item, field, text, path))
+    talk.call(call_id, known_as, called, is_cut=item.get("status") == "incomplete")
 
 
-def _custom_tool_call(talk: Conversation, item: dict[str, Any], param: str) -> None:
-    arguments = as_arguments(_required(item, "input", str, param))
-    talk.call(_required(item, "call_id", str, param), _name(item, param), arguments)
+def _call_output(talk: Conversation, item: dict[str, Any], path: str) -> None:
+    output = needed(item, "output", _text, path)
+    talk.result(needed(item, "call_id", text, path), output, f"{path}.call_id")
 
 
-def _name(item: dict[str, Any], param: str) -> str:
-    """As the model knows it."""
-    namespace = _checked(item.get("namespace") or "", str, f"{param}.namespace")
-    return joined(namespace, _required(item, "name", str, param))
-
-
-def _call_output(talk: Conversation, item: dict[str, Any], param: str) -> None:
-    output = _text(_required(item, "output", object, param), f"{param}.output")
-    talk.result(_required(item, "call_id", str, param), output, f"{param}.call_id")
-
-
-def _item_reference(talk: Conversation, item: dict[str, Any], param: str) -> None:
-    """A fuller program would look the item up among its stored responses."""
-    message = "'item_reference' is not supported: send the item itself."
-    raise BadInput(message, f"{param}.type", "unsupported_parameter")
-
-
-def _compaction(talk: Conversation, item: dict[str, Any], param: str) -> None:
+def _compaction(talk: Conversation, item: dict[str, Any], path: str) -> None:
     """What POST /v1/responses/compact has made of an older part of the conversation."""
-    talk.say("user", "Summary of the conversation so far:\n" + _required(item, "summary", str, param))
+    talk.say("user", "Summary of the conversation so far:\n" + needed(item, "summary", text, path))
 
 
 ITEMS: dict[str, Reader] = {
     "message": _message,
     "reasoning": _reasoning,
-    "function_call": _function_call,
+    "function_call": partial(_call, "function"),
     "function_call_output": _call_output,
-    "custom_tool_call": _custom_tool_call,
+    "custom_tool_call": partial(_call, "custom"),
     "custom_tool_call_output": _call_output,
-    "item_reference": _item_reference,
     "compaction": _compaction,
 }
 
@@ -228,47 +198,43 @@ def from_responses(
     talk = Conversation()
     if instructions:
         talk.say("system", instructions)
+    if not isinstance(input, str | list):
+        raise wrong_type("input", "a string or an array", input)
     items = [{"role": "user", "content": input}] if isinstance(input, str) else input
-    for param, item in [*_objects(list(context), "previous_response_id"), *_objects(items, "input")]:
-        kind = "message" if item.get("type") is None else _checked(item["type"], str, f"{param}.type")
-        _picked(ITEMS, kind, f"{param}.type")(talk, item, param)
-    if not (items and talk.messages):
+    chain = [(f"previous_response_id[{i}]", item) for i, item in enumerate(context)]
+    for path, item in [*chain, *_objects(items, "input")]:
+        kind = "message" if item.get("type") is None else item["type"]
+        ITEMS[one_of(*ITEMS)(kind, f"{path}.type")](talk, item, path)
+    if not items:
         raise BadInput("'input' has no message.", "input")
-    return talk.messages
+    return talk.whole("input")
 
 
 # --- Chat Completions: messages -----------------------------------------------------------------------------
 
 
-#  type of call   what it is called with, and that as the model wrote it
-CALLS: dict[str, tuple[str, Callable[[str], str]]] = {
-    "function": ("arguments", str),
-    "custom": ("input", as_arguments),
-}
-
-
-def _assistant(talk: Conversation, message: dict[str, Any], param: str) -> None:
+def _assistant(talk: Conversation, message: dict[str, Any], path: str) -> None:
     """Reasoning by either of its two names: https://docs.vllm.ai/en/latest/features/reasoning_outputs.html"""
     names = [name for name in ("reasoning_content", "reasoning") if message.get(name)]
     calls = message.get("tool_calls") or []
     for name in names[:1]:
-        talk.think(_checked(message[name], str, f"{param}.{name}"))
-    refusal = _checked(message.get("refusal") or "", str, f"{param}.refusal")
+        talk.think(text(message[name], f"{path}.{name}"))
+    refusal = text(message.get("refusal") or "", f"{path}.refusal")
     if message.get("content") is not None or not (names or calls or refusal):
-        _message(talk, message, param)
+        _message(talk, message, path)
     if refusal:
         talk.say("assistant", refusal)
-    for place, call in _objects(calls, f"{param}.tool_calls"):
-        kind = _checked(call.get("type", "function"), str, f"{place}.type")
-        field, as_written = _picked(CALLS, kind, f"{place}.type")
-        called, inside = _required(call, kind, dict, place), f"{place}.{kind}"
-        name, text = _required(called, "name", str, inside), _required(called, field, str, inside)
-        talk.call(_required(call, "id", str, place), name, as_written(text))
+    for place, call in _objects(calls, f"{path}.tool_calls"):
+        kind = one_of(*CALLS)(call.get("type") or "function", f"{place}.type")
+        (field, as_written), inside = CALLS[kind], f"{place}.{kind}"
+        called = needed(call, kind, mapping, place)
+        name, given = needed(called, "name", text, inside), needed(called, field, text, inside)
+        talk.call(needed(call, "id", text, place), name, as_written(given))
 
 
-def _tool(talk: Conversation, message: dict[str, Any], param: str) -> None:
-    text = _text(_required(message, "content", object, param), f"{param}.content")
-    talk.result(_required(message, "tool_call_id", str, param), text, f"{param}.tool_call_id")
+def _tool(talk: Conversation, message: dict[str, Any], path: str) -> None:
+    content = needed(message, "content", _text, path)
+    talk.result(needed(message, "tool_call_id", text, path), content, f"{path}.tool_call_id")
 
 
 CHAT_ROLES: dict[str, Reader] = {
@@ -283,11 +249,9 @@ CHAT_ROLES: dict[str, Reader] = {
 def from_chat(messages: list[Any]) -> list[Message]:
     """The messages of a Chat Completions request; raises BadInput."""
     talk = Conversation()
-    for param, message in _objects(messages, "messages"):
-        _picked(CHAT_ROLES, _required(message, "role", str, param), f"{param}.role")(talk, message, param)
-    if not talk.messages:
-        raise BadInput("'messages' has no message.", "messages")
-    return talk.messages
+    for path, message in _objects(messages, "messages"):
+        CHAT_ROLES[needed(message, "role", one_of(*CHAT_ROLES), path)](talk, message, path)
+    return talk.whole("messages")
 
 
 # --- prompts that are too long ------------------------------------------------------------------------------

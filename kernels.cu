@@ -6,7 +6,7 @@
 // Each op is there twice: plain, to be read first and to hold the other one against; and fast.
 //
 // Authority: the op of the same name in model.py, line by line; CUDA C++ Programming Guide; PTX ISA for the
-// three instructions that C++ has no name for. "Fixed split size, whatever the batch" is the recipe of
+// instructions that C++ has no name for. "Fixed split size, whatever the batch" is the recipe of
 // https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/.
 //
 // Rules of this file:
@@ -216,6 +216,19 @@ __device__ __forceinline__ void prefetch(const void *address, int n_bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(n_bytes) : "memory");
 #endif
 }
+// Begin to copy 16 bytes to shared memory; zeros, and nothing is read, where `is_there` is false. What a
+// thread has begun since its last end_copies() is a group; await_copies<N>() returns when its groups but the
+// last N have arrived, for its own eyes: others see them after a barrier.
+__device__ __forceinline__ void begin_copy(uint4 *to, const void *from, bool is_there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((unsigned)__cvta_generic_to_shared(to)),
+               "l"(from), "r"(is_there ? 16 : 0)
+               : "memory");
+}
+__device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N>
+__device__ __forceinline__ void await_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
 #endif
 
 // ---- Small things -----------------------------------------------------------------------------------------
@@ -274,15 +287,19 @@ __device__ __forceinline__ uint4 normed(const float *x, float scale, uint4 w) {
 // ---- Products ---------------------------------------------------------------------------------------------
 // y = x w^T for x (n_rows, size), w (n_columns, size), on the tensor cores.
 //
-// A block computes 16 * ROW_TILES rows and 8 * N columns. Its warps share out `size`, 32 numbers at a time:
-// warp i takes the steps i, i + WARPS, ...; at the end their sums are added up from the first warp to the
-// last. So the order of a sum depends on `size` alone, and a row's bits do not depend on the shape of the
-// block or on other rows.
+// `size` is cut into WARPS parts, of equally many steps of 32 numbers. A part is summed up step by step, from
+// zero; then the parts are added from first to last. So the order of a sum depends on `size` alone, and a
+// row's bits do not depend on the shape of the block or on other rows.
+//
+// A block computes 16 * ROW_TILES rows and 8 * N columns of each matrix, in one of two ways:
+// few rows    each warp takes a part, for the whole block: all weights are on their way at once
+// many rows   each warp takes a part of the block, for all of `size`: what is read, two or four warps use
 //
 // A lane reads 16 bytes of a row: 8 numbers side by side. The instruction wants pairs that lie 8 apart; but w
 // and x are permuted alike, and so the sum has the same terms.
 
 #define WARPS 8
+__device__ __forceinline__ int steps_of_part(int size) { return ((size + 31) / 32 + WARPS - 1) / WARPS; }
 
 // Rows of x as they lie there
 struct Plain {
@@ -315,23 +332,49 @@ struct Normed {
   }
 };
 
-// Calls output(row, column, sums of the MATRICES) for every element.
-// AHEAD: steps whose weights are on their way.
-template <int MATRICES, int N, int AHEAD, class Input, class Output>
+// The two products that one lane's 16 bytes of each are good for: sum (16, 8) += x (16, 32) w (8, 32)^T.
+// low, high: of x, rows g and g + 8
+__device__ __forceinline__ void multiply(float *sum, uint4 low, uint4 high, uint4 w) {
+  unsigned a0[4] = {low.x, high.x, low.y, high.y}, b0[2] = {w.x, w.y};
+  unsigned a1[4] = {low.z, high.z, low.w, high.w}, b1[2] = {w.z, w.w};
+  mma_16x8x16(sum, a0, b0);
+  mma_16x8x16(sum, a1, b1);
+}
+
+__device__ __forceinline__ void put(float *y, float v) { *y = v; }
+__device__ __forceinline__ void put(bf16 *y, float v) { *y = __float2bfloat16(v); }
+
+// linear(): y[row, column] = before[row, column] + value(column, its sums by MATRICES); before may be null
+#if ROW_TILES < 8  // few rows
+
+// AHEAD: steps whose weights are on their way. One tile of rows norms x itself; more take what rms_norm has
+// made of it.
+#if ROW_TILES == 1
+#define AHEAD 4
+#define LOGITS_TILES 4
+#define NORMED(x, w, rows, y) \
+  __shared__ float scale[16]; \
+  Normed input = {x, w, rows, scale}
+#else
+#define AHEAD 1
+#endif
+
+template <int MATRICES, int N, class Input, class T, class Value>
 __device__ __forceinline__ void linear(weight *const (&w)[MATRICES], int size, int n_columns, int n_rows,
-                                       Input input, Output output) {
+                                       Input input, const float *before, T *y, Value value) {
   __shared__ float4 of_warp[WARPS][MATRICES][ROW_TILES][32];
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  int first_row = blockIdx.y * ROW_TILES * 16, first_column = blockIdx.x * N * 8;
+  int first_row = blockIdx.x * ROW_TILES * 16, first_column = blockIdx.y * N * 8;
+  int part = steps_of_part(size), begin = warp * part * 32;
   float sum[MATRICES][N][ROW_TILES][4] = {};
   uint4 ahead[AHEAD][MATRICES][N];
-  auto fetch = [&](int step, uint4(&to)[MATRICES][N]) {
-    int k = (step * WARPS + warp) * 32 + t * 8;
+  auto fetch = [&](int step, uint4(&to)[MATRICES][N]) {  // a step of the part
+    int k = begin + step * 32 + t * 8;
     for (int m = 0; m < MATRICES; m++)
       for (int n = 0; n < N; n++) {
         int column = first_column + n * 8 + g;
-        to[m][n] =
-            k < size && column < n_columns ? *(const uint4 *)(w[m] + (size_t)column * size + k) : nothing();
+        bool is_there = step < part && k < size && column < n_columns;
+        to[m][n] = is_there ? *(const uint4 *)(w[m] + (size_t)column * size + k) : nothing();
       }
   };
   start_next();
@@ -343,11 +386,11 @@ __device__ __forceinline__ void linear(weight *const (&w)[MATRICES], int size, i
   for (int a = 0; a < AHEAD; a++) fetch(a, ahead[a]);
   await_previous();
   input.begin(first_row, n_rows);
-  for (int step = 0; step * WARPS * 32 < size; step += AHEAD) {
+  for (int step = 0; step < part; step += AHEAD) {
 #pragma unroll
     for (int a = 0; a < AHEAD; a++) {
-      if (((step + a) * WARPS + warp) * 32 >= size) break;
-      int k = ((step + a) * WARPS + warp) * 32 + t * 8;
+      int k = begin + (step + a) * 32 + t * 8;
+      if (step + a >= part || k - t * 8 >= size) break;
       uint4 x[ROW_TILES][2];
 #pragma unroll
       for (int r = 0; r < ROW_TILES * 2; r++) {
@@ -357,20 +400,28 @@ __device__ __forceinline__ void linear(weight *const (&w)[MATRICES], int size, i
 #pragma unroll
       for (int m = 0; m < MATRICES; m++)
 #pragma unroll
-        for (int n = 0; n < N; n++) {
-          uint4 v = ahead[a][m][n];
-          unsigned b0[2] = {v.x, v.y}, b1[2] = {v.z, v.w};
+        for (int n = 0; n < N; n++)
 #pragma unroll
-          for (int r = 0; r < ROW_TILES; r++) {
-            unsigned a0[4] = {x[r][0].x, x[r][1].x, x[r][0].y, x[r][1].y};
-            unsigned a1[4] = {x[r][0].z, x[r][1].z, x[r][0].w, x[r][1].w};
-            mma_16x8x16(sum[m][n][r], a0, b0);
-            mma_16x8x16(sum[m][n][r], a1, b1);
-          }
-        }
+          for (int r = 0; r < ROW_TILES; r++) multiply(sum[m][n][r], x[r][0], x[r][1], ahead[a][m][n]);
       fetch(step + a + AHEAD, ahead[a]);
     }
   }
+  // The warps' sums are put together for eight columns at a time: MINE numbers a thread, 32 rows apart. What
+  // they are added to is read before anything is written, or each would wait for the one ahead of it.
+  const int MINE = (ROW_TILES + 1) / 2;
+  int row = threadIdx.x / 8, of_eight = threadIdx.x % 8;
+  auto at = [&](int n, int i) {
+    return (size_t)(first_row + row + i * 32) * n_columns + first_column + n * 8 + of_eight;
+  };
+  auto is_there = [&](int n, int i) {
+    return row + i * 32 < ROW_TILES * 16 && first_row + row + i * 32 < n_rows &&
+           first_column + n * 8 + of_eight < n_columns;
+  };
+  float old[N][MINE];
+#pragma unroll
+  for (int n = 0; n < N; n++)
+#pragma unroll
+    for (int i = 0; i < MINE; i++) old[n][i] = before && is_there(n, i) ? before[at(n, i)] : 0;
 #pragma unroll
   for (int n = 0; n < N; n++) {
 #pragma unroll
@@ -380,44 +431,125 @@ __device__ __forceinline__ void linear(weight *const (&w)[MATRICES], int size, i
       of_warp[warp][i / ROW_TILES][i % ROW_TILES][lane] = v;
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < ROW_TILES * 128; i += WARPS * 32) {
-      int row = i / 8 % 16, column = i % 8, from = row % 8 * 16 + column / 2 * 4 + row / 8 * 2 + column % 2;
+#pragma unroll
+    for (int i = 0; i < MINE; i++) {
+      if (!is_there(n, i)) continue;
+      int tile = (row + i * 32) / 16, from = row % 8 * 16 + of_eight / 2 * 4 + row / 8 % 2 * 2 + of_eight % 2;
       float v[MATRICES];
       for (int m = 0; m < MATRICES; m++) {
         v[m] = 0;
-        for (int j = 0; j < WARPS; j++) v[m] += ((const float *)of_warp[j][m][i / 128])[from];
+        for (int j = 0; j < WARPS; j++) v[m] += ((const float *)of_warp[j][m][tile])[from];
       }
-      row += first_row + i / 128 * 16, column += first_column + n * 8;
-      if (row < n_rows && column < n_columns) output(row, column, v);
+      put(y + at(n, i), old[n][i] + value(first_column + n * 8 + of_eight, v));
     }
     __syncthreads();
   }
 }
 
-// One tile of rows norms x itself; more take what rms_norm has made of it.
-#if ROW_TILES == 1
-#define AHEAD 4
-#define NORMED(x, w, rows, y) \
-  __shared__ float scale[16]; \
-  Normed input = {x, w, rows, scale}
-#define LOGITS_TILES 4
-#else
-#define AHEAD 1
+#else  // many rows
+
+// x and w come through shared memory, a step at a time: while one is computed with, two are on their way.
+// Four lanes copy or read a row's 32 numbers, eight lanes two rows, side by side: all banks, each once.
+#define STAGES 3
+typedef uint4 Rows[4];  // 32 numbers of each
+
+template <int N>
+__device__ __forceinline__ void copy_rows(Rows *to, const bf16 *from, int first, int n_rows, int size,
+                                          int step) {
+  int piece = threadIdx.x % 4, k = step * 32 + piece * 8;
+#pragma unroll
+  for (int i = 0; i < N; i += WARPS * 8) {
+    int row = threadIdx.x / 4 + i;
+    begin_copy(&to[row][piece], from + (size_t)(first + row) * size + k, k < size && first + row < n_rows);
+  }
+}
+
+template <int MATRICES, int N, class T, class Value>
+__device__ __forceinline__ void linear(weight *const (&w)[MATRICES], int size, int n_columns, int n_rows,
+                                       Plain input, const float *before, T *y, Value value) {
+  const int ROWS = ROW_TILES * 16, COLUMNS = N * 8;  // of the block
+  const int R = ROW_TILES / 2, C = N / 4;            // tiles of a warp: the warps lie 2 by 4
+  __shared__ Rows x_of[STAGES][ROWS], w_of[STAGES][MATRICES][COLUMNS];
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  int first_row = blockIdx.x * ROWS, row = warp % 2 * R * 16 + g;
+  int first_column = blockIdx.y * COLUMNS, column = warp / 2 * C * 8;
+  auto copy_w = [&](int step) {
+#pragma unroll
+    for (int m = 0; m < MATRICES; m++)
+      copy_rows<COLUMNS>(w_of[step % STAGES][m], w[m], first_column, n_columns, size, step);
+  };
+  auto copy_x = [&](int step) {
+    copy_rows<ROWS>(x_of[step % STAGES], input.x, first_row, n_rows, size, step);
+    end_copies();
+  };
+  start_next();
+  for (int step = 0; step < STAGES - 1; step++) copy_w(step);
+  await_previous();
+  for (int step = 0; step < STAGES - 1; step++) copy_x(step);
+  float total[C * R * 4][MATRICES] = {};
+  for (int step = 0, n_steps = (size + 31) / 32; step < n_steps;) {
+    float sum[C][R][MATRICES][4] = {};
+    for (int end = min(step + steps_of_part(size), n_steps); step < end; step++) {
+      await_copies<STAGES - 2>();
+      __syncthreads();  // this step has come for all, and all have done with the one before it
+      copy_w(step + STAGES - 1);
+      copy_x(step + STAGES - 1);
+      uint4 b[MATRICES][C];
+#pragma unroll
+      for (int m = 0; m < MATRICES; m++)
+#pragma unroll
+        for (int c = 0; c < C; c++) b[m][c] = w_of[step % STAGES][m][column + c * 8 + g][t];
+#pragma unroll
+      for (int r = 0; r < R; r++) {
+        uint4 low = x_of[step % STAGES][row + r * 16][t], high = x_of[step % STAGES][row + r * 16 + 8][t];
+#pragma unroll
+        for (int m = 0; m < MATRICES; m++)
+#pragma unroll
+          for (int c = 0; c < C; c++) multiply(sum[c][r][m], low, high, b[m][c]);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < C * R * 4; i++)
+#pragma unroll
+      for (int m = 0; m < MATRICES; m++) total[i][m] += sum[i / 4 / R][i / 4 % R][m][i % 4];
+  }
+  await_copies<0>();  // of what is behind the last step: zeros, but they may not outlive the block
+  auto each = [&](auto use) {  // number: which, its column, its place in y, has it one?
+#pragma unroll
+    for (int i = 0; i < C * R * 4; i++) {
+      int y_row = first_row + row + i / 4 % R * 16 + i % 4 / 2 * 8;
+      int y_column = first_column + column + i / 4 / R * 8 + t * 2 + i % 2;
+      size_t at = (size_t)y_row * n_columns + y_column;
+      use(i, min(y_column, n_columns - 1), at, y_row < n_rows && y_column < n_columns);
+    }
+  };
+  float result[C * R * 4];  // all is read before anything is written, as above
+  each([&](int i, int, size_t at, bool is_there) { result[i] = before && is_there ? before[at] : 0; });
+  each([&](int i, int column, size_t, bool) { result[i] += value(column, total[i]); });
+  each([&](int i, int, size_t at, bool is_there) {
+    if (is_there) put(y + at, result[i]);
+  });
+}
+#endif
+
+#if ROW_TILES > 1
 #define NORMED(x, w, rows, y) Plain input = {y, DIM}
 #define LOGITS_TILES COLUMN_TILES
 #endif
 #define PAIR_TILES ((COLUMN_TILES + 1) / 2)  // of each of two matrices
 
+__device__ __forceinline__ float bias(weight *b, int column) { return b ? __bfloat162float(b[column]) : 0; }
+
 // y = rms_norm(x) w^T + b: NumpyOps.qkv
 //   w (QKV_DIM, DIM)   b (QKV_DIM,) or null   norm (DIM,)   x (R, DIM)   normed (R, DIM)   y (R, QKV_DIM)
-//   grid: QKV_DIM / (8 COLUMN_TILES), R / (16 ROW_TILES); block: 256; as for all products
+//   grid: R / (16 ROW_TILES), QKV_DIM / (8 COLUMN_TILES); block: 256; as for all products. The blocks that
+//   share weights come one after another, so that these stream by once.
 extern "C" __global__ void __launch_bounds__(256)
     qkv(weight *w, weight *b, weight *norm, const float *x, const bf16 *normed, float *y, int n_rows) {
   NORMED(x, norm, nullptr, normed);
   weight *const matrices[1] = {w};
-  linear<1, COLUMN_TILES, AHEAD>(matrices, DIM, QKV_DIM, n_rows, input, [&](int row, int column, float *v) {
-    y[(size_t)row * QKV_DIM + column] = v[0] + (b ? __bfloat162float(b[column]) : 0);
-  });
+  linear<1, COLUMN_TILES>(matrices, DIM, QKV_DIM, n_rows, input, nullptr, y,
+                          [&](int column, float *v) { return v[0] + bias(b, column); });
 }
 
 // x += y w^T + b: NumpyOps.out
@@ -426,24 +558,22 @@ extern "C" __global__ void __launch_bounds__(256)
     out(weight *w, weight *b, const bf16 *y, float *x, int n_rows) {
   Plain input = {y, N_HEADS * HEAD_DIM};
   weight *const matrices[1] = {w};
-  linear<1, COLUMN_TILES, AHEAD>(
-      matrices, N_HEADS * HEAD_DIM, DIM, n_rows, input, [&](int row, int column, float *v) {
-        x[(size_t)row * DIM + column] += v[0] + (b ? __bfloat162float(b[column]) : 0);
-      });
+  linear<1, COLUMN_TILES>(matrices, N_HEADS * HEAD_DIM, DIM, n_rows, input, x, x,
+                          [&](int column, float *v) { return v[0] + bias(b, column); });
 }
 
 // h = silu(gate) * up, of rms_norm(x) w^T + b: NumpyOps.gate_up
 //   w (2 * HIDDEN_DIM, DIM) gate, up   b (2 * HIDDEN_DIM,) or null   norm (DIM,)   x, normed (R, DIM)
-//   h (R, HIDDEN_DIM)   grid: HIDDEN_DIM / (8 PAIR_TILES), R / (16 ROW_TILES)
+//   h (R, HIDDEN_DIM)   grid: R / (16 ROW_TILES), HIDDEN_DIM / (8 PAIR_TILES)
 extern "C" __global__ void __launch_bounds__(256)
     gate_up(weight *w, weight *b, weight *norm, const float *x, const bf16 *normed, bf16 *h, int n_rows) {
   NORMED(x, norm, nullptr, normed);
   weight *const matrices[2] = {w, w + (size_t)HIDDEN_DIM * DIM};
-  linear<2, PAIR_TILES, AHEAD>(matrices, DIM, HIDDEN_DIM, n_rows, input, [&](int row, int column, float *v) {
-    float gate = v[0] + (b ? __bfloat162float(b[column]) : 0);
-    float up = v[1] + (b ? __bfloat162float(b[HIDDEN_DIM + column]) : 0);
-    h[(size_t)row * HIDDEN_DIM + column] = __float2bfloat16(gate / (1 + expf(-gate)) * up);
-  });
+  linear<2, PAIR_TILES>(matrices, DIM, HIDDEN_DIM, n_rows, input, nullptr, h,
+                        [&](int column, float *v) {
+                          float gate = v[0] + bias(b, column), up = v[1] + bias(b, HIDDEN_DIM + column);
+                          return gate / (1 + expf(-gate)) * up;
+                        });
 }
 
 // x += h w^T + b: NumpyOps.down
@@ -452,10 +582,8 @@ extern "C" __global__ void __launch_bounds__(256)
     down(weight *w, weight *b, const bf16 *h, float *x, int n_rows) {
   Plain input = {h, HIDDEN_DIM};
   weight *const matrices[1] = {w};
-  linear<1, COLUMN_TILES, AHEAD>(
-      matrices, HIDDEN_DIM, DIM, n_rows, input, [&](int row, int column, float *v) {
-        x[(size_t)row * DIM + column] += v[0] + (b ? __bfloat162float(b[column]) : 0);
-      });
+  linear<1, COLUMN_TILES>(matrices, HIDDEN_DIM, DIM, n_rows, input, x, x,
+                          [&](int column, float *v) { return v[0] + bias(b, column); });
 }
 
 // The likeliest of the tokens whose logits the block has just written: no row is read again as a whole
@@ -475,17 +603,16 @@ __device__ __forceinline__ void find_best(const float *y, u64 *best, int first_r
 // y = rms_norm(x[rows]) w^T: NumpyOps.logits
 //   w (VOCAB_SIZE, DIM)   norm (DIM,)   x (R, DIM)   normed (n_rows, DIM)   rows (n_rows,) which of x
 //   y (n_rows, VOCAB_SIZE)   best (n_rows,) 0 before; the greatest rank_of
-//   grid: VOCAB_SIZE / (8 LOGITS_TILES), n_rows / (16 ROW_TILES)
-//   Two blocks a processor, or ptxas spills to make room for a third; one where the sums fill the registers.
-extern "C" __global__ void __launch_bounds__(256, ROW_TILES == 1 ? 2 : 1)
+//   grid: n_rows / (16 ROW_TILES), VOCAB_SIZE / (8 LOGITS_TILES)
+//   Of one tile two blocks a processor, or ptxas spills to make room for a third.
+extern "C" __global__ void __launch_bounds__(256, ROW_TILES == 1 ? 2 : 0)
     logits(weight *w, weight *norm, const float *x, const bf16 *normed, const int *rows, float *y, u64 *best,
            int n_rows) {
   NORMED(x, norm, rows, normed);
   weight *const matrices[1] = {w};
-  linear<1, LOGITS_TILES, AHEAD>(
-      matrices, DIM, VOCAB_SIZE, n_rows, input,
-      [&](int row, int column, float *v) { y[(size_t)row * VOCAB_SIZE + column] = v[0]; });
-  find_best(y, best, blockIdx.y * 16 * ROW_TILES, n_rows, blockIdx.x * 8 * LOGITS_TILES);
+  linear<1, LOGITS_TILES>(matrices, DIM, VOCAB_SIZE, n_rows, input, nullptr, y,
+                          [](int column, float *v) { return v[0]; });
+  find_best(y, best, blockIdx.x * 16 * ROW_TILES, n_rows, blockIdx.y * 8 * LOGITS_TILES);
 }
 
 #if ROW_TILES == 1  // what follows is no product, and needs no second compilation

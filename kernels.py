@@ -38,9 +38,8 @@ class Shape(NamedTuple):
     columns: int
 
 
-# by the rows of a step: at most so many, in this shape
-SHAPES = [(16, Shape(1, 1)), (128, Shape(4, 2)), (1 << 30, Shape(4, 8))]
-ANY = SHAPES[0][1]  # for kernels that are no product
+SHAPES = ONE_TILE, FEW_ROWS, MANY_ROWS = Shape(1, 1), Shape(4, 4), Shape(8, 16)
+ANY = ONE_TILE  # for kernels that are no product
 PLAIN = Shape(0, 0)  # for those that have no blocks of a product: a module of their own
 
 # what kernels.cu calls the same
@@ -51,8 +50,12 @@ LOGITS_COLUMNS = 4  # the shape of `logits` for one tile of rows
 THREADS = {"pick": 1024, "count": 1024, "keep": 32}  # the others have 256, attention attend_threads()
 
 
-def shape_for(n_rows: int) -> Shape:
-    return next(shape for limit, shape in SHAPES if n_rows <= limit)
+def shape_for(n_rows: int, n_columns: int, enough: int) -> Shape:
+    """The largest that leaves no processor idle: `enough` blocks of it."""
+    if n_rows <= 16:
+        return ONE_TILE
+    n_blocks = -(-n_rows // (16 * MANY_ROWS.rows)) * -(-n_columns // (8 * MANY_ROWS.columns))
+    return MANY_ROWS if n_blocks >= enough else FEW_ROWS
 
 
 def head_pad(config: Config) -> int:
@@ -186,7 +189,7 @@ class Kernels:
         code = CODE.read_text(encoding="utf-8")
         self._cp, self._driver = cp, driver
         self._signatures = signatures(code)
-        shapes = [*(shape for _, shape in SHAPES), PLAIN]  # CuPy compiles what is asked for
+        shapes = [*SHAPES, PLAIN]  # CuPy compiles what is asked for
         self._modules = {shape: cp.RawModule(code=code, options=options(config, shape)) for shape in shapes}
         self._functions: dict[tuple[str, Shape], Any] = {}
         self._seen: dict[int, DeviceArray] = {}  # contiguous ones by id, theirs as long as they are here
@@ -194,7 +197,7 @@ class Kernels:
 
     def load(self) -> None:
         """Compile what is not compiled yet, all shapes: no step has to wait for that."""
-        for _, shape in SHAPES:
+        for shape in SHAPES:
             self._modules[shape].get_function("logits")
 
     def launch(self, name: str, shape: Shape, grid: tuple[int, ...], *args: Any) -> None:

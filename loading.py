@@ -13,12 +13,15 @@ import argparse
 import logging
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import threadpoolctl
 
 import gpu
 import kernels
+import params
 import weights
 from chat import ChatTemplate
 from engine import Engine, Ops
@@ -28,6 +31,8 @@ from tokenizer import Tokenizer
 from worker import LocalWorker
 
 log = logging.getLogger("loading")
+
+GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def device(wanted: str) -> str:
@@ -44,6 +49,7 @@ def load(directory: Path, args: argparse.Namespace) -> LocalWorker:
     if not 2 <= length <= config.max_seq_len:
         limit = f"expected 2 to {config.max_seq_len}, the model's own limit"
         raise weights.UnsupportedModel(f"--max-model-len {length}: {limit}")
+    defaults = generation_defaults(config.generation)
     vocabulary = directory / "tokenizer.json"
     template, tokenizer = ChatTemplate.load(directory), Tokenizer(vocabulary)
     grammars = Grammars(vocabulary, config.vocab_size, config.eos_token_ids)
@@ -56,7 +62,20 @@ def load(directory: Path, args: argparse.Namespace) -> LocalWorker:
     loaded = weights.read_weights(directory, config, kind.pack)
     n_pages = pool(kind.page_bytes(config), length, args.max_batch, args.kv_memory, room)
     ops: Ops = kind(config, loaded, length, n_pages, args.max_batch)
-    return LocalWorker(Engine(ops, args.speculate), tokenizer, template, grammars, args.dialect)
+    by_id = args.model and not Path(args.model).exists()
+    names = args.served_model_name or [args.model if by_id else directory.name]
+    engine = Engine(ops, args.speculate)
+    return LocalWorker(engine, tokenizer, template, grammars, args.dialect, names, defaults)
+
+
+def generation_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters that generation_config.json presets; raises BadInput for a value out of range."""
+    given = {name: generation[name] for name in GENERATION_DEFAULTS if generation.get(name) is not None}
+    if generation.get("do_sample") is False:
+        given["temperature"] = 0  # greedy
+    return {
+        name: params.COMMON[name].check(value, f"generation_config.{name}") for name, value in given.items()
+    }
 
 
 def cpu_ops() -> type[NumpyOps]:
@@ -92,13 +111,13 @@ def free_memory() -> int:
     return min(free, int(found[1])) if found[1].strip().isdigit() else free
 
 
-def facts(args: argparse.Namespace, name: str, worker: LocalWorker) -> dict[str, str]:
+def facts(args: argparse.Namespace, worker: LocalWorker) -> dict[str, str]:
     config, n_pages = worker.engine.config, worker.engine.counts()["pages"]
     dtype, size = ("bfloat16", 2) if args.device == "cuda" else ("float32", 4)
     per_token = 2 * size * config.n_layers * config.n_kv_heads * config.head_dim  # k and v
     blas = [lib["num_threads"] for lib in threadpoolctl.threadpool_info() if lib["user_api"] == "blas"]
     return {
-        "model": f"{name} ({config.model_type}), {config.n_params / 1e6:.1f} M parameters",
+        "model": f"{worker.names[0]} ({config.model_type}), {config.n_params / 1e6:.1f} M parameters",
         "memory": f"{per_token / 1e3:.0f} kB a token of context, keys and values in {dtype}",
         "context": f"{worker.engine.max_seq_len} tokens",
         "pages": f"{n_pages} of {PAGE} tokens, at most {n_pages * PAGE * per_token / 1e6:.0f} MB",

@@ -3,8 +3,8 @@
     logging.getLogger(name).info(...) ----> TextLines | JsonLines --> one line
 
 Rules of this file:
-1. A record is one line of text, whatever a client wrote into it, and any number of lines of traceback; as
-   JSON it is one line with all of it.
+1. A record is one line of text, whatever a client wrote into it, and any number of lines of traceback, all
+   without control characters; as JSON it is one line with all of it.
 2. The id is the one in the reply's x-request-id header; what runs on behind a request keeps its id.
 
 Not here: who logs what.
@@ -13,16 +13,27 @@ Not here: who logs what.
 import contextvars
 import json
 import logging
+import re
 import traceback
+from typing import Any
 
 REQUEST_ID = contextvars.ContextVar("REQUEST_ID", default="")  # "": not about a request
 
 
+CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # what moves a terminal's cursor, or starts a line
+
+
+def escaped(text: str) -> str:
+    return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
 class TextLines(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
-        message = record.message.replace("\r", "\\r").replace("\n", "\\n")  # no line of a client's making
         about = f" [{id_}]" if (id_ := REQUEST_ID.get()) else ""
-        return f"{self.formatTime(record)} {record.levelname} {record.name}{about}: {message}"
+        return f"{self.formatTime(record)} {record.levelname} {record.name}{about}: {escaped(record.message)}"
+
+    def formatException(self, ei: Any) -> str:
+        return "\n".join(map(escaped, super().formatException(ei).split("\n")))
 
 
 class JsonLines(logging.Formatter):
@@ -39,6 +50,9 @@ class JsonLines(logging.Formatter):
         return json.dumps(line | getattr(record, "fields", {}))
 
 
+# What uvicorn warns of are requests that server.py and front.py refuse, and log with their ids.
+CHATTY = {"uvicorn.error": logging.ERROR, "httpx2": logging.WARNING}
+
 FORMATS: dict[str, type[logging.Formatter]] = {"text": TextLines, "json": JsonLines}
 
 
@@ -47,5 +61,5 @@ def start(level: str, form: str) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(FORMATS[form]())
     logging.basicConfig(level=level.upper(), handlers=[handler])
-    for chatty in ("uvicorn.error", "httpx2"):
-        logging.getLogger(chatty).setLevel(logging.WARNING)
+    for chatty, enough in CHATTY.items():
+        logging.getLogger(chatty).setLevel(enough)

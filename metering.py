@@ -8,7 +8,8 @@ formula; https://platform.openai.com/docs/api-reference for the names in a usage
 Rules of this file:
 1. Usage that was not seen is unknown, which is not 0.
 2. A counter only grows: servers that send usage with every chunk are not counted twice.
-3. What is no count (a negative, a fraction, a word) is 0.
+3. What is no count (a negative, a fraction, a word) is 0; of what is cached no more counts than the prompt
+   has, of reasoning no more than the completion.
 
 Not here: which documents go by (relay.py), what becomes of the sums (remote.py).
 """
@@ -25,6 +26,11 @@ class Counts(NamedTuple):
     cached: int = 0  # of the prompt
     completion: int = 0
     reasoning: int = 0  # of the completion
+
+    def capped(self) -> "Counts":
+        """A part is no more than its whole, whatever a server says: else the rest would cost less than 0."""
+        cached, reasoning = min(self.cached, self.prompt), min(self.reasoning, self.completion)
+        return self._replace(cached=cached, reasoning=reasoning)
 
 
 # Where each of them stands in a usage object: chat's names, then those of Responses.
@@ -101,7 +107,7 @@ class Meter:
         usage = usage_of(found)
         if usage is not None:
             seen = Counts(*(max(_count(usage, path) for path in paths) for paths in PATHS))
-            self.counts = Counts(*map(max, seen, self.counts or seen))
+            self.counts = Counts(*map(max, seen, self.counts or seen)).capped()
             usage |= self.prices.costs(self.counts) if self.prices else {}
         return usage
 

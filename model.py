@@ -28,7 +28,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from weights import Config, Layer, Weights, as_read, rope_table
+from rope import rope_table
+from weights import Config, Layer, Weights, as_read
 
 Array = NDArray[np.float32]
 Ints = NDArray[np.int64]
@@ -176,7 +177,7 @@ class NumpyOps:
         self.max_seq_len = max_seq_len
         self.n_pages = n_pages
         self.max_batch = max_batch
-        self._rope = rope_table(config, max_seq_len)  # (max_seq_len, head_dim / 2) complex64
+        self._rope = rope_table(config.rope, config.head_dim, max_seq_len)  # complex64
         # All of a page lies together: memory that no token has reached yet is never touched, and is not real.
         shape = (n_pages, config.n_layers, 2, config.n_kv_heads, PAGE, config.head_dim)
         self._kv: Array = np.empty(shape, np.float32)

@@ -4,38 +4,49 @@
     body of POST /v1/chat/completions  --from_chat()-------> Request
 
 Authority: https://platform.openai.com/docs/api-reference/responses/create and .../chat/create. What OpenAI
-lacks (top_k, min_p, repetition_penalty, stop_token_ids, chat_template_kwargs) has the names of vLLM.
+lacks (top_k, min_p, repetition_penalty, stop_token_ids, ignore_eos, chat_template_kwargs) has vLLM's names:
+https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html
 
 Rules of this file:
 1. null means absent. Unknown keys are ignored: https://github.com/openresponses/openresponses
 2. What would change the answer and is not built is refused with `unsupported_parameter`, never ignored.
 3. A hint, which cannot change the answer, is accepted, and echoed where the response has a place for it.
-4. Every error has a message that says what was expected and what came, the parameter's path, and a code.
 
-Not here: what messages mean (chat.py), which models there are (api.py), how long a prompt is (worker.py).
+Not here: what a value may be, and how an error sounds (checks.py), what messages mean (chat.py), which models
+there are (api.py), how long a prompt is (worker.py).
 """
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import chat
-from chat import BadInput
+from checks import (
+    BadInput,
+    Check,
+    anything,
+    boolean,
+    integer,
+    list_of,
+    mapping,
+    members,
+    missing,
+    needed,
+    number,
+    one_of,
+    refused,
+    shown,
+    string,
+    text,
+    unsupported,
+    wrong_value,
+)
 from tools import Grammar, Tool, joined
 
-Check = Callable[[Any, str], Any]  # (value, its path) -> the value as we use it; raises BadRequest
-
-MAX_ITEMS = 4096  # of a conversation: each costs time in the template, whatever the context holds
 MAX_STOP = 1024  # characters of a stop string: so many are held back
-TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 MAX_GRAMMAR = 2**16  # characters
-
-
-class BadRequest(BadInput):
-    """The request cannot be served as it is."""
-
 
 Calls = Literal["none", "auto", "required"]  # may the answer, or must it, call functions
 
@@ -77,18 +88,11 @@ class Request:
     include_usage: bool  # chat: one more chunk with the usage
     n: int  # choices
     max_tokens: int | None  # None: as far as the context reaches
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    seed: int | None  # None: another one each time
-    presence_penalty: float
-    frequency_penalty: float
-    repetition_penalty: float
-    logit_bias: dict[int, float]
+    sampling: dict[str, Any]  # those of SAMPLING; seed None: another one each time
     n_top_logprobs: int | None  # None: no logprobs
     stop: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
+    ignore_eos: bool  # go on behind the model's own end
     store: bool  # Responses: keep it, so that it can be asked for and continued
     background: bool  # Responses: run it apart from this request
     parallel_tool_calls: bool
@@ -98,129 +102,7 @@ class Request:
     echo: dict[str, Any]  # Responses: the members of the response object that repeat the request
 
 
-# --- checks -------------------------------------------------------------------------------------------------
-
-
-def shown(value: Any) -> str:
-    """A value for an error message."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def wrong_type(path: str, expected: str, value: Any) -> BadRequest:
-    return BadRequest(
-        f"Invalid type for '{path}': expected {expected}, got {shown(value)}.", path, "invalid_type"
-    )
-
-
-def wrong_value(path: str, expected: str, value: Any) -> BadRequest:
-    return BadRequest(
-        f"Invalid value for '{path}': expected {expected}, got {shown(value)}.", path, "invalid_value"
-    )
-
-
-def missing(path: str) -> BadRequest:
-    return BadRequest(f"Missing required parameter: '{path}'.", path, "missing_required_parameter")
-
-
-def unsupported(path: str, why: str) -> BadRequest:
-    return BadRequest(f"Unsupported parameter: '{path}'. {why}", path, "unsupported_parameter")
-
-
-def boolean(value: Any, path: str) -> bool:
-    if not isinstance(value, bool):
-        raise wrong_type(path, "a boolean", value)
-    return value
-
-
-def number(low: float, high: float) -> Check:
-    def check(value: Any, path: str) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise wrong_type(path, "a number", value)
-        if not low <= value <= high:  # NaN too
-            raise wrong_value(path, f"a number from {low:g} to {high:g}", value)
-        return value
-
-    return check
-
-
-def integer(low: int, high: int) -> Check:
-    def check(value: Any, path: str) -> int:
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise wrong_type(path, "an integer", value)
-        if not low <= value <= high:
-            raise wrong_value(path, f"an integer from {low} to {high}", value)
-        return value
-
-    return check
-
-
-def string(max_length: int = 2**20, min_length: int = 0) -> Check:
-    def check(value: Any, path: str) -> str:
-        if not isinstance(value, str):
-            raise wrong_type(path, "a string", value)
-        if not min_length <= len(value) <= max_length:
-            raise wrong_value(path, f"a string of {min_length} to {max_length} characters", value)
-        return value
-
-    return check
-
-
-def one_of(*allowed: str) -> Check:
-    def check(value: Any, path: str) -> str:
-        if string()(value, path) not in allowed:
-            raise wrong_value(path, "one of " + ", ".join(map(repr, allowed)), value)
-        return str(value)
-
-    return check
-
-
-def list_of(item: Check, max_items: int = 1024) -> Check:
-    def check(value: Any, path: str) -> list[Any]:
-        if not isinstance(value, list):
-            raise wrong_type(path, "a list", value)
-        if len(value) > max_items:
-            raise wrong_value(path, f"at most {max_items} items", f"{len(value)} items")
-        return [item(v, f"{path}[{i}]") for i, v in enumerate(value)]
-
-    return check
-
-
-def mapping(value: Any, path: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise wrong_type(path, "an object", value)
-    return value
-
-
-def members(**rows: Check) -> Check:
-    """An object; the members named are checked, others are let through, nulls are absent."""
-
-    def check(value: Any, path: str) -> dict[str, Any]:
-        present = {k: v for k, v in mapping(value, path).items() if v is not None}
-        return {k: rows[k](v, f"{path}.{k}") if k in rows else v for k, v in present.items()}
-
-    return check
-
-
-def anything(value: Any, path: str) -> Any:
-    """A hint, whatever it says: enums of hints grow monthly."""
-    return value
-
-
-def bounded(value: Any, path: str) -> Any:
-    """A list that is checked elsewhere, but for its length."""
-    return list_of(anything, MAX_ITEMS)(value, path) if isinstance(value, list) else value
-
-
-def refused(why: str, *harmless: Any) -> Check:
-    """Only the values that ask for nothing are taken."""
-
-    def check(value: Any, path: str) -> Any:
-        if not any(type(value) is type(h) and value == h for h in harmless):  # 0 == False
-            raise unsupported(path, why)
-        return value
-
-    return check
+# --- checks of one parameter each ---------------------------------------------------------------------------
 
 
 def metadata(value: Any, path: str) -> dict[str, str]:
@@ -236,6 +118,17 @@ def logit_bias(value: Any, path: str) -> dict[int, float]:
             raise wrong_value(path, "token ids as keys", key)
         bias[int(key)] = number(-100, 100)(amount, f"{path}.{key}")
     return bias
+
+
+def identifier(value: Any, path: str) -> str:
+    if not NAME.fullmatch(text(value, path)):
+        raise wrong_value(path, "1 to 64 letters, digits, '_' or '-'", value)
+    return str(value)
+
+
+def top_k(value: Any, path: str) -> int:
+    """0 is all; -1 is vLLM's."""
+    return int(max(integer(-1, 2**31)(value, path), 0))
 
 
 def stop(value: Any, path: str) -> tuple[str, ...]:
@@ -295,22 +188,58 @@ INCLUDES = (  # openai.types.responses.ResponseIncludable
 )
 
 # fmt: off
+# How a token is chosen: the fields of model.Sampling.
 #   parameter              check                                       default     echoed
-COMMON = {
-    "model":               Row(string(256, min_length=1)),
-    "stream":              Row(boolean,                                False),
+SAMPLING = {
     "temperature":         Row(number(0, 2),                           1.0,        True),
     "top_p":               Row(number(0, 1),                           1.0,        True),
-    "top_k":               Row(integer(-1, 2**31),                     0),         # -1 is vLLM's "all"
+    "top_k":               Row(top_k,                                  0),
     "min_p":               Row(number(0, 1),                           0.0),
     "seed":                Row(integer(-(2**63), 2**63 - 1)),
     "presence_penalty":    Row(number(-2, 2),                          0.0,        True),
     "frequency_penalty":   Row(number(-2, 2),                          0.0,        True),
     "repetition_penalty":  Row(number(0.01, 10),                       1.0),
     "logit_bias":          Row(logit_bias,                             {}),
+}
+
+# What others have and this server has not.
+#   parameter                    what asks for nothing
+NOT_BUILT: dict[str, tuple[Any, ...]] = {
+    "structured_outputs":         (),        # vLLM's, as all but `grammar`; OpenAI has text.format
+    "guided_json":                (),        # its older names
+    "guided_choice":              (),
+    "guided_regex":               (),
+    "guided_grammar":             (),
+    "grammar":                    ("",),     # llama.cpp's
+    "min_tokens":                 (0,),
+    "bad_words":                  ([],),
+    "allowed_token_ids":          (),
+    "prompt_logprobs":            (),
+    "logprob_token_ids":          (),
+    "best_of":                    (1,),
+    "use_beam_search":            (False,),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens":        (True,),
+    "add_special_tokens":         (False,),
+    "truncate_prompt_tokens":     (),
+    "thinking_token_budget":      (),
+    "include_reasoning":          (True,),
+    "repetition_detection":       (),
+    "documents":                  ([],),
+    "chat_template":              (),
+    "echo":                       (False,),
+    "add_generation_prompt":      (True,),
+    "continue_final_message":     (False,),
+}
+
+#   parameter              check                                       default     echoed
+COMMON = SAMPLING | {
+    "model":               Row(string(256, min_length=1)),
+    "stream":              Row(boolean,                                False),
     "top_logprobs":        Row(integer(0, 20),                         0,          True),
     "stop":                Row(stop,                                   ()),
     "stop_token_ids":      Row(list_of(integer(0, 2**31)),             []),
+    "ignore_eos":          Row(boolean,                                False),
     "parallel_tool_calls": Row(boolean,                                True,       True),
     "metadata":            Row(metadata,                               {},         True),
     "chat_template_kwargs": Row(template_kwargs,                       {}),
@@ -319,12 +248,21 @@ COMMON = {
     "service_tier":        Row(anything),
     "user":                Row(anything),
     "moderation":          Row(refused("This server does not moderate.")),
+} | {name: Row(refused("It is not built here.", *harmless)) for name, harmless in NOT_BUILT.items()}
+
+#   in chat completions    in the Responses API
+MOVED = {
+    "messages":              "input",
+    "max_tokens":            "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format":       "text.format",
+    "reasoning_effort":      "reasoning.effort",
 }
 
 RESPONSES = COMMON | {
-    "input":                Row(bounded),  # chat.from_responses checks it
-    "instructions":         Row(string(),                              None,       True),
-    "previous_response_id": Row(string(),                              None,       True),
+    "input":                Row(anything),  # chat.from_responses checks it
+    "instructions":         Row(text,                                  None,       True),
+    "previous_response_id": Row(text,                                  None,       True),
     "conversation":         Row(refused("This server keeps no conversations; send their items as input.")),
     "store":                Row(boolean,                               True,       True),
     "background":           Row(boolean,                               False,      True),
@@ -339,10 +277,15 @@ RESPONSES = COMMON | {
     "truncation":           Row(one_of("auto", "disabled"),            "disabled", True),
     "prompt":               Row(refused("This server has no stored prompts.")),
     "context_management":   Row(refused("This server does not compact by itself.")),
+    "n":                    Row(refused("A response is one answer; ask for each.", 1), 1),
+    "logprobs":             Row(refused("Use 'include' and 'top_logprobs'.", False)),
+} | {
+    name: Row(refused(f"In the Responses API, this parameter has moved to '{new}'."))
+    for name, new in MOVED.items()
 }
 
 CHAT = COMMON | {
-    "messages":              Row(bounded),  # chat.from_chat checks them
+    "messages":              Row(anything),  # chat.from_chat checks them
     "n":                     Row(integer(1, 16),                       1),
     "max_tokens":            Row(integer(1, 2**31)),
     "max_completion_tokens": Row(integer(1, 2**31)),
@@ -368,7 +311,7 @@ def read(body: Any, rows: Mapping[str, Row], defaults: Mapping[str, Any]) -> dic
     (generation_config.json).
     """
     if not isinstance(body, dict):
-        raise BadRequest(f"The request body must be a JSON object, got {shown(body)}.", None, "invalid_type")
+        raise BadInput(f"The request body must be a JSON object, got {shown(body)}.", None, "invalid_type")
     values = {}
     for name, row in rows.items():
         given = body.get(name)
@@ -381,12 +324,17 @@ def read(body: Any, rows: Mapping[str, Row], defaults: Mapping[str, Any]) -> dic
     return values
 
 
-def from_responses(body: Any, defaults: Mapping[str, Any], context: Sequence[dict[str, Any]] = ()) -> Request:
-    """Check a body of POST /v1/responses; `context` are the items of the chain before it. Raises BadInput."""
+def read_responses(body: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """What can be said of a body of POST /v1/responses before its chain is known; raises BadInput."""
     if isinstance(body, dict) and body.get("conversation") and body.get("previous_response_id"):
         message = "'conversation' and 'previous_response_id' cannot both be set."
-        raise BadRequest(message, "conversation", "mutually_exclusive_parameters")
-    values = read(body, RESPONSES, defaults)
+        raise BadInput(message, "conversation", "mutually_exclusive_parameters")
+    return read(body, RESPONSES, defaults)
+
+
+def from_responses(body: Any, defaults: Mapping[str, Any], context: Sequence[dict[str, Any]] = ()) -> Request:
+    """Check a body of POST /v1/responses; `context` are the items of the chain before it. Raises BadInput."""
+    values = read_responses(body, defaults)
     if values["input"] is None:
         raise missing("input")
     tools = [responses_tool(tool, f"tools[{i}]") for i, tool in enumerate(values["tools"])]
@@ -416,13 +364,13 @@ def from_chat(body: Any, defaults: Mapping[str, Any]) -> Request:
     values = read(body, CHAT, defaults)
     if values["messages"] is None:
         raise missing("messages")
-    if body.get("top_logprobs") is not None and not values["logprobs"]:
-        raise wrong_value("top_logprobs", "logprobs to be true when it is set", values["top_logprobs"])
+    if values["top_logprobs"] and not values["logprobs"]:
+        raise wrong_value("top_logprobs", "logprobs to be true where it is not 0", values["top_logprobs"])
     tools = [chat_tool(tool, f"tools[{i}]") for i, tool in enumerate(values["tools"])]
     limit = values["max_completion_tokens"]
     wanted, path = values["response_format"], "response_format.json_schema"
     if wanted.get("type") == "json_schema":
-        wanted = {"type": "json_schema"} | mapping(wanted.get("json_schema"), path)
+        wanted = {"type": "json_schema"} | needed(wanted, "json_schema", mapping, "response_format")
     return request(
         values,
         messages=chat.from_chat(values["messages"]),
@@ -460,20 +408,13 @@ def request(
         named_call=choice.named,
         stream=values["stream"],
         include_usage=bool((values["stream_options"] or {}).get("include_usage")) or not values["stream"],
-        n=values.get("n", 1),
+        n=values["n"],
         max_tokens=max_tokens,
-        temperature=values["temperature"],
-        top_p=values["top_p"],
-        top_k=max(values["top_k"], 0),
-        min_p=values["min_p"],
-        seed=values["seed"],
-        presence_penalty=values["presence_penalty"],
-        frequency_penalty=values["frequency_penalty"],
-        repetition_penalty=values["repetition_penalty"],
-        logit_bias=values["logit_bias"],
+        sampling={name: values[name] for name in SAMPLING},
         n_top_logprobs=n_top_logprobs,
         stop=values["stop"],
         stop_token_ids=tuple(values["stop_token_ids"]),
+        ignore_eos=values["ignore_eos"],
         store=bool(values["store"]),
         background=values.get("background", False),
         parallel_tool_calls=values["parallel_tool_calls"],
@@ -491,26 +432,25 @@ Told = tuple[dict[str, Any], list[Tool]]  # a tool as the response object repeat
 
 def responses_tool(tool: dict[str, Any], path: str) -> Told:
     """Hosted tools are accepted, and never offered to the model: Codex sends some unasked."""
-    read = TOOL_TYPES.get(string()(tool.get("type"), f"{path}.type"))
-    return read(tool, path) if read else (tool, [])
+    kind = needed(tool, "type", one_of(*TOOL_TYPES, *HOSTED), path)
+    return (tool, []) if kind in HOSTED else TOOL_TYPES[kind](tool, path)
 
 
 def chat_tool(tool: dict[str, Any], path: str) -> Tool:
     """Its fields stand below a key of its type, those of a grammar below one more."""
-    kind = one_of("function", "custom")(tool.get("type"), f"{path}.type")
-    place = f"{path}.{kind}"
-    fields = mapping(tool.get(kind), place)
+    kind = needed(tool, "type", one_of("function", "custom"), path)
+    fields, place = needed(tool, kind, mapping, path), f"{path}.{kind}"
     if kind == "function":
         return function_tool(fields, place)[1][0]
     wanted, inside = fields.get("format"), "format"
     if isinstance(wanted, dict) and wanted.get("type") == "grammar":
         inside = "format.grammar"
-        wanted = {"type": "grammar", **mapping(wanted.get("grammar"), f"{place}.{inside}")}
+        wanted = {"type": "grammar", **needed(wanted, "grammar", mapping, f"{place}.format")}
     return custom_tool(fields | {"format": wanted}, place, inside=inside)[1][0]
 
 
-function_fields = members(description=string(), parameters=mapping, strict=boolean)
-custom_fields = members(description=string())
+function_fields = members(description=text, parameters=mapping, strict=boolean)
+custom_fields = members(description=text)
 grammar_fields = members(
     type=one_of("text", "grammar"),
     syntax=one_of("lark", "regex"),
@@ -522,7 +462,7 @@ def function_tool(tool: Mapping[str, Any], path: str, namespace: str = "") -> To
     """All keys present, null where nothing was said: https://github.com/openresponses/openresponses (zod
     schema)
     """
-    name, given = tool_name(tool, path), function_fields(tool, path)
+    name, given = needed(tool, "name", identifier, path), function_fields(tool, path)
     echoed = {"name": name} | {k: given.get(k) for k in ("description", "parameters")}
     offered = Tool(**echoed, namespace=namespace, strict=bool(given.get("strict")))
     return {"type": "function", **echoed, "strict": offered.strict}, [offered]
@@ -530,7 +470,7 @@ def function_tool(tool: Mapping[str, Any], path: str, namespace: str = "") -> To
 
 def custom_tool(tool: Mapping[str, Any], path: str, namespace: str = "", inside: str = "format") -> Told:
     """A tool that takes any text, or what a grammar accepts, whose fields are `inside`."""
-    name, given = tool_name(tool, path), custom_fields(tool, path)
+    name, given = needed(tool, "name", identifier, path), custom_fields(tool, path)
     place, grammar = f"{path}.{inside}", None
     wanted = grammar_fields(given.get("format", {"type": "text"}), place)
     for field in ("type", "syntax", "definition") if wanted.get("type") != "text" else ():
@@ -545,11 +485,12 @@ def custom_tool(tool: Mapping[str, Any], path: str, namespace: str = "", inside:
 
 def namespace_tool(tool: Mapping[str, Any], path: str) -> Told:
     """Functions and custom tools under one name more."""
-    name, description = tool_name(tool, path), string()(tool.get("description") or "", f"{path}.description")
+    name = needed(tool, "name", identifier, path)
+    description = text(tool.get("description") or "", f"{path}.description")
     told: list[Told] = []
-    for i, inner in enumerate(list_of(mapping, 128)(tool.get("tools"), f"{path}.tools")):
+    for i, inner in enumerate(needed(tool, "tools", list_of(mapping, 128), path)):
         place = f"{path}.tools[{i}]"
-        kind = one_of("function", "custom")(inner.get("type"), f"{place}.type")
+        kind = needed(inner, "type", one_of("function", "custom"), place)
         told.append((function_tool if kind == "function" else custom_tool)(inner, place, name))
     echoed = {"type": "namespace", "name": name, "description": description}
     return echoed | {"tools": [one for one, _ in told]}, [tool for _, tools in told for tool in tools]
@@ -562,11 +503,24 @@ TOOL_TYPES: dict[str, Callable[[dict[str, Any], str], Told]] = {
 }
 
 
-def tool_name(tool: Mapping[str, Any], path: str) -> str:
-    name: str = string()("" if tool.get("name") is None else tool["name"], f"{path}.name")
-    if not TOOL_NAME.fullmatch(name):
-        raise wrong_value(f"{path}.name", "1 to 64 letters, digits, '_' or '-'", tool.get("name"))
-    return name
+# Those that a server runs itself: openai.types.responses.ToolParam.
+HOSTED = (
+    "apply_patch",
+    "code_interpreter",
+    "computer",
+    "computer_use_preview",
+    "file_search",
+    "image_generation",
+    "local_shell",
+    "mcp",
+    "programmatic_tool_calling",
+    "shell",
+    "tool_search",
+    "web_search",
+    "web_search_2025_08_26",
+    "web_search_preview",
+    "web_search_preview_2025_03_11",
+)
 
 
 # --- what the answer must be --------------------------------------------------------------------------------
@@ -596,36 +550,39 @@ def tool_choice(tools: list[Tool], choice: Any) -> ToolChoice:
 
 def picked_tools(choice: dict[str, Any]) -> tuple[Calls, list[tuple[bool, str]], bool]:
     """Of a tool_choice that is an object: (is it a custom one, its name) of each tool that it lists."""
-    kind = string()(choice.get("type"), "tool_choice.type")
+    kind = needed(choice, "type", text, "tool_choice")
     if kind in ("function", "custom"):
-        return "required", [named_tool(choice, f"tool_choice.{kind}")], True
+        return "required", named_tool(choice, "tool_choice"), True
     if kind != "allowed_tools":
-        raise unsupported("tool_choice.type", f"This server runs no tools, so none can be forced: {kind}")
-    # The fields stand beside `type` in Responses, below a key of that name in chat completions.
-    path = "tool_choice.allowed_tools"
-    fields = mapping(choice.get(kind, choice), path)
-    listed = list_of(mapping, 128)(fields.get("tools"), "tool_choice.tools")
-    ours = [tool for tool in listed if tool.get("type", "function") in ("function", "custom")]
-    calls = one_of("auto", "required")(fields.get("mode"), "tool_choice.mode")
-    return "required" if calls == "required" else "auto", [named_tool(tool, path) for tool in ours], False
+        why = f"This server runs no tools, so none can be forced: {shown(kind)}"
+        raise unsupported("tool_choice.type", why)
+    fields, path = beside_or_below(choice, kind, "tool_choice")
+    listed = needed(fields, "tools", list_of(named_tool, 128, min_items=1), path)
+    calls = needed(fields, "mode", one_of("auto", "required"), path)
+    return "required" if calls == "required" else "auto", [one for tools in listed for one in tools], False
 
 
-def named_tool(tool: dict[str, Any], path: str) -> tuple[bool, str]:
-    kind = tool.get("type", "function")
-    fields = mapping(tool.get(kind, tool), path)
-    namespace = string()(fields.get("namespace") or "", path)
-    return kind == "custom", joined(namespace, string()(fields.get("name"), path))
+def named_tool(value: Any, path: str) -> list[tuple[bool, str]]:
+    """Nothing for a hosted tool: the model is not told of it."""
+    kind = one_of("function", "custom", *HOSTED)(mapping(value, path).get("type", "function"), f"{path}.type")
+    if kind in HOSTED:
+        return []
+    fields, path = beside_or_below(value, kind, path)
+    namespace = text(fields.get("namespace") or "", f"{path}.namespace")
+    return [(kind == "custom", joined(namespace, needed(fields, "name", text, path)))]
+
+
+def beside_or_below(value: dict[str, Any], kind: str, path: str) -> tuple[dict[str, Any], str]:
+    """The fields that belong to a type, and where: beside `type` in Responses, below its name in chat."""
+    return (needed(value, kind, mapping, path), f"{path}.{kind}") if kind in value else (value, path)
 
 
 def text_format(given: Mapping[str, Any], path: str) -> TextFormat:
     """The schema that the text must fit."""
     match given.get("type", "text"):
         case "json_schema":
-            for name, check in (("name", string(64, min_length=1)), ("schema", mapping)):
-                if given.get(name) is None:
-                    raise missing(f"{path}.{name}")
-                check(given[name], f"{path}.{name}")
-            return TextFormat(given["schema"], f"{path}.schema")
+            needed(given, "name", identifier, path)
+            return TextFormat(needed(given, "schema", mapping, path), f"{path}.schema")
         case "json_object":
             return TextFormat({"type": "object"}, path)
         case _:
@@ -642,7 +599,7 @@ def demand(tools: list[Tool], choice: ToolChoice, text: TextFormat, parallel: bo
     for name, schema in schemas.items():
         if schema["type"] != "object":
             message = f"Invalid schema for '{name}': arguments are an object."
-            raise BadRequest(message, "tools", "invalid_json_schema")
+            raise BadInput(message, "tools", "invalid_json_schema")
     return Demand(
         calls=choice.calls,
         functions=tuple(schemas.items()),

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import sse
-from chat import BadInput
+from checks import BadInput
 from completions import Unreadable, fold, objects
 from metering import Document, Meter
 
@@ -159,9 +159,6 @@ def shown(data: bytes | bytearray) -> str:
 
 # --- the relay ----------------------------------------------------------------------------------------------
 
-# Of a Responses stream that goes by.
-ENDS = ("response.completed", "response.incomplete", "response.failed")
-
 
 class Relay:
     """One answer on its way to a client who asked for `n` choices and, if `shows_usage`, for their usage."""
@@ -247,8 +244,6 @@ class Relay:
         self._finished.update(
             str(c.get("index")) for c in objects(found.get("choices")) if c.get("finish_reason")
         )
-        if found.get("type") in ENDS:
-            self._finished.update(range(self._n))
 
     def _end(self) -> list[bytes]:
         if self._wants_stream:

@@ -25,14 +25,14 @@ from typing import Any, Literal, NamedTuple, get_args
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-import params
 import sse
 from answers import SSE_HEADERS, kept_alive, while_there
 from channels import Accepted, Finish, Output, Usage
 from chat import Message, shortened
+from checks import boolean, mapping, shown, wrong_value
 from completions import Deltas, Unreadable
 from metering import Meter, Prices
-from params import Request
+from params import MOVED, Request
 from relay import Frame, Reader, Refused, Relay, error_object, forwarded
 from upstreams import RETRY_AFTER_S, Died, Reply, Upstreams
 
@@ -56,20 +56,15 @@ class Prompt(NamedTuple):
     n_tokens: None = None  # only the upstream knows
 
 
-# Of the same name and meaning in both APIs.
-SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "stop",
-    "stop_token_ids",
-)
+def asked_as(param: str) -> str:
+    """A parameter of chat completions, by the name that it has in the Responses API."""
+    name, dot, inside = param.partition(".")
+    name = name.partition("[")[0]
+    if name not in MOVED:
+        return param
+    if name != "response_format":  # what is inside has another place
+        return MOVED[name]
+    return MOVED[name] + (dot + inside).removeprefix(".json_schema")
 
 
 def chat_body(request: Request, model: str) -> dict[str, Any]:
@@ -78,7 +73,8 @@ def chat_body(request: Request, model: str) -> dict[str, Any]:
     What the client has not set is not sent: the upstream may preset it, and not every server knows it.
     """
     body: dict[str, Any] = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
-    body |= {name: getattr(request, name) for name in SAMPLING if name in request.given}
+    stops = {name: getattr(request, name) for name in ("stop", "stop_token_ids", "ignore_eos")}
+    body |= {name: value for name, value in (request.sampling | stops).items() if name in request.given}
     if request.max_tokens is not None:
         body["max_tokens"] = request.max_tokens  # its newer name is known to fewer
     if request.n_top_logprobs is not None:
@@ -243,11 +239,21 @@ class RemoteWorker:
         """Drops the oldest turns for as long as the upstream says that the prompt is too long."""
         for messages in prompt.candidates[:-1]:
             try:
-                return await self.upstreams.open(PATH, prompt.body | {"messages": messages})
+                return await self._ask(prompt, messages)
             except Refused as refused:
                 if refused.code != "context_length_exceeded":
                     raise
-        return await self.upstreams.open(PATH, prompt.body | {"messages": prompt.candidates[-1]})
+        return await self._ask(prompt, prompt.candidates[-1])
+
+    async def _ask(self, prompt: Prompt, messages: list[Message]) -> Reply:
+        """Raises Refused, which names what the client has sent."""
+        try:
+            return await self.upstreams.open(PATH, prompt.body | {"messages": messages})
+        except Refused as refused:
+            if theirs := refused.param:
+                refused.param = asked_as(theirs)
+                refused.message = refused.message.replace(f"'{theirs}'", f"'{refused.param}'")
+            raise
 
     def pass_through(self, body: dict[str, Any]) -> Response:
         """The answer to a chat request; raises BadInput."""
@@ -267,7 +273,7 @@ async def _frames_of(reply: Reply) -> AsyncGenerator[Frame]:
             for frame in reader.feed(chunk):
                 reply.is_said = reply.is_said or frame.is_done
                 if frame.data and not (frame.document or frame.is_done):  # what it held is lost
-                    raise Unreadable(f"expected JSON in each event, got {params.shown(frame.data)}")
+                    raise Unreadable(f"expected JSON in each event, got {shown(frame.data)}")
                 yield frame
     for frame in [] if reply.is_said else reader.close():
         yield frame
@@ -295,11 +301,11 @@ class PassThrough(Response):
 
     def __init__(self, worker: RemoteWorker, body: dict[str, Any]) -> None:
         options = body.get("stream_options")
-        self._wants_stream = params.boolean(body.get("stream") or False, "stream")
+        self._wants_stream = boolean(body.get("stream") or False, "stream")
         if options is not None and not self._wants_stream:
             # It never turns a plain answer into a stream: cocoon, ValidateRequest.cpp
-            raise params.wrong_value("stream_options", "stream to be true when it is set", options)
-        options = params.mapping(options or {}, "stream_options")
+            raise wrong_value("stream_options", "stream to be true when it is set", options)
+        options = mapping(options or {}, "stream_options")
         self._shows_usage = options.get("include_usage") is True or not self._wants_stream
         if self._wants_stream:
             body = body | {"stream_options": options | {"include_usage": True}}

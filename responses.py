@@ -225,7 +225,6 @@ class Builder:
         reasoning_events: str = "openai",
     ) -> None:
         self.state = "start"
-        self.status = ""
         self.output: list[dict[str, Any]] = []  # closed items
         self._head = dict(head)
         self._new_id = new_id
@@ -330,9 +329,7 @@ class Builder:
     def _envelope(
         self, type_: str, status: str, finish: Finish | None = None, now: int | None = None
     ) -> Event:
-        event = self._event(type_, response=self._response(status, finish, now))
-        self.status = status
-        return event
+        return self._event(type_, response=self._response(status, finish, now))
 
     def _response(self, status: str, finish: Finish | None, now: int | None) -> dict[str, Any]:
         """The response object as it stands."""

@@ -103,7 +103,6 @@ class Tokenizer:
         self.added = {token.content: token_id for token_id, token in tokens.items()}
         self.added_by_id = {token_id: token.content for token_id, token in tokens.items()}
         self.control = {token_id for token_id, token in tokens.items() if token.special}
-        self.vocab_size = 1 + max(self._tokenizer.get_vocab().values(), default=-1)  # the ids may have gaps
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, without bos and eos: the chat template writes those that the model wants."""

@@ -1,6 +1,6 @@
 """Checkpoint files to named arrays: config.json to Config, safetensors to float32.
 
-    directory --read_config()--> Config --read_weights()--> Weights      Config --rope_table()--> cos + i sin
+    directory --read_config()--> Config --read_weights()--> Weights
 
 Authority: names, defaults and meaning of the fields are those of Hugging Face transformers 5
 (https://github.com/huggingface/transformers, models/<model_type>/configuration_<model_type>.py and
@@ -8,13 +8,15 @@ modeling_rope_utils.py); the file format is https://github.com/huggingface/safet
 
 Rules of this file:
   * One description for all families: FAMILIES holds what differs, and the tensors of a layer are one table.
+  * Each field of config.json is held against its Kind before it is used.
   * config.json and the tensors must agree in every name and shape. What this file does not know raises
     UnsupportedModel; nothing is guessed, skipped or left random.
   * Each tensor is copied once: from the memory map, widened, into its rows of the matrix it shares.
   * Rotary pairs are ADJACENT here. Row (half, pair) of a head in the checkpoint, meant for `rotate_half`,
     becomes row (pair, half): a head of q or k, seen as complex numbers, is rotated by one multiplication.
 
-Not here: quantised files, mixtures of experts, the tokenizer; obtaining the files is hub.py's affair.
+Not here: quantised files, mixtures of experts; rotary frequencies (rope.py), the tokenizer (tokenizer.py),
+obtaining the files (hub.py).
 """
 
 import json
@@ -28,13 +30,121 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from rope import ROPE_TYPES, Rope
+
 Array = NDArray[np.float32]
 Tensors = dict[str, NDArray[Any]]  # of the checkpoint: float32, float16, or bfloat16 seen as uint16
-Fields = Mapping[str, Any]  # of config.json, over the defaults of absent ones; null is None, not absent
+Fields = Mapping[str, Any]  # of config.json, over the defaults of those that are absent; null is None
 
 
 class UnsupportedModel(ValueError):
     """One line: which field, tensor or file, what it holds, and what is supported."""
+
+
+# ---- The fields of config.json -----------------------------------------------------------------------------
+
+
+class Kind(NamedTuple):
+    """What a field may be: for the reader of an error, and as a test of its value."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+def whole(low: int, high: int) -> Kind:
+    return Kind(f"a whole number from {low} to {high}", lambda v: type(v) is int and low <= v <= high)
+
+
+def number(low: float, high: float) -> Kind:
+    return Kind(f"a number from {low:g} to {high:g}", lambda v: type(v) in (int, float) and low <= v <= high)
+
+
+def above(low: float, name: str) -> Kind:
+    return Kind(f"a number above {name}, {low:g}", lambda v: v > low)
+
+
+def one_of(*allowed: object) -> Kind:
+    return Kind(" or ".join(map(json.dumps, allowed)), lambda v: v in allowed)
+
+
+def list_of(n: int, *allowed: object) -> Kind:
+    words = f"{one_of(*allowed).words}, {n} times"
+    return Kind(words, lambda v: type(v) is list and len(v) == n and all(item in allowed for item in v))
+
+
+def optional(kind: Kind) -> Kind:
+    return Kind(f"{kind.words}, or null", lambda v: v is None or kind.holds(v))
+
+
+MAX = 2**31 - 1
+SIZE = whole(1, MAX)
+COUNT = whole(1, 2**16)
+NUMBER = number(1e-12, 1e12)
+FLAG = Kind("true or false", lambda v: type(v) is bool)
+TOKEN_ID = whole(0, MAX)
+TOKEN_IDS = Kind(
+    "a token id, a list of them, or null",
+    lambda v: v is None or all(map(TOKEN_ID.holds, v if type(v) is list else [v])),
+)
+ROPE = Kind(
+    "an object, with one set of numbers for all layers",
+    lambda v: type(v) is dict and not any(type(member) is dict for member in v.values()),
+)
+# a fuller program would read scales and multiply by them
+UNQUANTISED = Kind("null: tensors of bfloat16, float16, float32", lambda v: not v)
+
+# fmt: off
+#  field; lists by layer: complete()    what it may be         where it and the family's default are absent
+FIELDS: dict[str, tuple[Kind, Any]] = {
+    "hidden_act":                       (one_of("silu"),       "silu"),
+    "quantization_config":              (UNQUANTISED,          None),
+    "hidden_size":                      (SIZE,                 None),
+    "intermediate_size":                (SIZE,                 None),
+    "vocab_size":                       (SIZE,                 None),
+    "max_position_embeddings":          (SIZE,                 None),
+    "num_hidden_layers":                (COUNT,                None),
+    "num_attention_heads":              (COUNT,                None),
+    "num_key_value_heads":              (optional(COUNT),      None),  # null: num_attention_heads
+    "head_dim":                         (optional(COUNT),      None),  # null: hidden_size / heads
+    "rms_norm_eps":                     (NUMBER,               1e-6),
+    "tie_word_embeddings":              (FLAG,                 False),
+    "attention_bias":                   (FLAG,                 False),
+    "mlp_bias":                         (FLAG,                 False),
+    "eos_token_id":                     (TOKEN_IDS,            None),
+    "use_sliding_window":               (FLAG,                 False),
+    "sliding_window":                   (optional(SIZE),       4096),
+    "max_window_layers":                (whole(0, MAX),        28),
+    "no_rope_layer_interval":           (optional(COUNT),      None),  # null: every layer is rotary
+    "rope_theta":                       (number(2, 1e12),      10_000.0),
+    "partial_rotary_factor":            (one_of(1, None),      None),  # a fuller program would rotate less
+    "original_max_position_embeddings": (optional(SIZE),       None),
+    "rope_scaling":                     (optional(ROPE),       None),
+    "rope_parameters":                  (optional(ROPE),       None),
+}
+
+#  field of `rope_parameters`           of Rope                 what it may be
+ROPE_FIELDS: dict[str, tuple[str, Kind]] = {
+    "rope_type":                        ("type",                one_of(*ROPE_TYPES)),
+    "rope_theta":                       ("theta",               number(2, 1e12)),
+    "factor":                           ("factor",              optional(NUMBER)),
+    "original_max_position_embeddings": ("original_max_seq_len", SIZE),
+    "low_freq_factor":                  ("low_freq_factor",     optional(NUMBER)),
+    "high_freq_factor":                 ("high_freq_factor",    optional(NUMBER)),
+    "beta_fast":                        ("beta_fast",           optional(NUMBER)),
+    "beta_slow":                        ("beta_slow",           optional(NUMBER)),
+    "truncate":                         ("truncate",            FLAG),
+    "attention_factor":                 ("attention_factor",    optional(NUMBER)),
+    "mscale":                           ("mscale",              optional(NUMBER)),
+    "mscale_all_dim":                   ("mscale_all_dim",      optional(NUMBER)),
+}
+# fmt: on
+
+
+def check(fields: Fields, kinds: Mapping[str, Kind], file: object = "config.json") -> None:
+    for name, kind in kinds.items():
+        value = fields.get(name)
+        if not kind.holds(value):
+            raise UnsupportedModel(f"{file}: {name} is {json.dumps(value)[:80]}; supported: {kind.words}")
 
 
 # ---- What the families differ in ---------------------------------------------------------------------------
@@ -42,25 +152,18 @@ class UnsupportedModel(ValueError):
 
 def is_rotary(fields: Fields, layer: int) -> bool:
     """`no_rope_layers` has 1 for layers WITH rotary positions; the interval counts those without, from 1."""
-    if fields["no_rope_layers"] is not None:
-        return bool(fields["no_rope_layers"][layer])
-    return fields["no_rope_layer_interval"] is None or (layer + 1) % fields["no_rope_layer_interval"] != 0
+    given, interval = fields.get("no_rope_layers"), fields["no_rope_layer_interval"]
+    if given is not None:
+        return bool(given[layer])
+    return interval is None or (layer + 1) % interval != 0
 
 
-def no_layer(fields: Fields, layer: int) -> bool:
-    return False
-
-
-def every_layer(fields: Fields, layer: int) -> bool:
-    return True
-
-
-def upper_layers(fields: Fields, layer: int) -> bool:
-    return bool(layer >= fields["max_window_layers"])
-
-
-def unrotated_layers(fields: Fields, layer: int) -> bool:
+def is_unrotated(fields: Fields, layer: int) -> bool:
     return not is_rotary(fields, layer)
+
+
+def is_upper(fields: Fields, layer: int) -> bool:
+    return bool(layer >= fields["max_window_layers"])
 
 
 class Family(NamedTuple):
@@ -70,41 +173,23 @@ class Family(NamedTuple):
     o_bias: bool | str
     mlp_bias: bool | str
     qk_norm: bool  # RMSNorm over each head of q and k, before the rotation
-    slides: Callable[[Fields, int], bool]  # has this layer a window? asked where `layer_types` is absent
-    defaults: dict[str, Any]  # of absent fields, where they are not those of DEFAULTS
+    slides: bool | Callable[[Fields, int], bool]  # has a layer a window, where `layer_types` does not say so?
+    defaults: dict[str, Any]  # of absent fields, where they are not those of FIELDS
 
-
-DEFAULTS: dict[str, Any] = {
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10_000.0,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "num_key_value_heads": None,  # None: as many as num_attention_heads
-    "head_dim": None,  # None: hidden_size / num_attention_heads
-    "eos_token_id": None,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-    "layer_types": None,
-    "no_rope_layers": None,
-    "no_rope_layer_interval": None,  # None: every layer is rotary
-}
 
 # fmt: off
 FAMILIES = {
-    #                  qkv_bias          o_bias            mlp_bias    qk_norm  slides            defaults
-    "llama":    Family("attention_bias", "attention_bias", "mlp_bias", False,   no_layer,         {
+    #                  qkv_bias          o_bias            mlp_bias    qk_norm  slides        defaults
+    "llama":    Family("attention_bias", "attention_bias", "mlp_bias", False,   False,        {
                        "eos_token_id": 2, "max_position_embeddings": 2048}),
-    "mistral":  Family(False,            False,            False,      False,   every_layer,      {
+    "mistral":  Family(False,            False,            False,      False,   True,         {
                        "eos_token_id": 2, "max_position_embeddings": 131_072, "num_key_value_heads": 8,
                        "use_sliding_window": True}),
-    "qwen2":    Family(True,             False,            False,      False,   upper_layers,     {
+    "qwen2":    Family(True,             False,            False,      False,   is_upper,     {
                        "max_position_embeddings": 32_768, "num_key_value_heads": 32}),
-    "qwen3":    Family("attention_bias", "attention_bias", False,      True,    upper_layers,     {
+    "qwen3":    Family("attention_bias", "attention_bias", False,      True,    is_upper,     {
                        "max_position_embeddings": 32_768, "num_key_value_heads": 32, "head_dim": 128}),
-    "smollm3":  Family("attention_bias", "attention_bias", "mlp_bias", False,   unrotated_layers, {
+    "smollm3":  Family("attention_bias", "attention_bias", "mlp_bias", False,   is_unrotated, {
                        "max_position_embeddings": 32_768, "num_key_value_heads": 4, "eos_token_id": 128_001,
                        "rope_theta": 2_000_000.0, "tie_word_embeddings": True, "sliding_window": None,
                        "no_rope_layer_interval": 4}),
@@ -114,21 +199,17 @@ FAMILIES = {
 
 # ---- config.json -------------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class Rope:
-    """Rotary frequencies and their scaling; what a type does not use keeps these defaults."""
-
-    theta: float
-    type: str = "default"  # a key of ROPE_TYPES
-    factor: float = 1.0  # linear, llama3, yarn: how much longer the context has become
-    original_max_seq_len: int = 0  # llama3, yarn: before that
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0  # llama3
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0  # yarn
-    truncate: bool = True  # yarn: the ramp begins and ends at whole pairs
-    attention_factor: float = 1.0  # yarn: multiplies cos and sin, so q and k both
+# its whole numbers: our name for each
+SIZES = {
+    "hidden_size": "dim",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "num_key_value_heads": "n_kv_heads",
+    "head_dim": "head_dim",
+    "intermediate_size": "hidden_dim",
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "max_seq_len",
+}
 
 
 @dataclass(frozen=True)
@@ -146,8 +227,8 @@ class Config:
     max_seq_len: int
     norm_eps: float
     rope: Rope
-    windows: tuple[int | None, ...]  # a layer: a token sees itself and the window - 1 before it; None: all
-    rotary: tuple[bool, ...]  # a layer: False: no positions at all (NoPE)
+    windows: tuple[int | None, ...]  # per layer: a token sees itself and the window - 1 before it; None: all
+    rotary: tuple[bool, ...]  # per layer; False: no positions at all (NoPE)
     tied: bool  # the head is the embedding
     qkv_bias: bool
     o_bias: bool
@@ -155,26 +236,12 @@ class Config:
     qk_norm: bool
     eos_token_ids: tuple[int, ...]
     generation: dict[str, Any]  # generation_config.json; {} without one
-    dtype: str  # of the files, as config.json says; the arrays are float32 whatever it is
 
     @property
     def n_params(self) -> int:
         """Numbers in the checkpoint; a tied head is not counted twice."""
         layer = sum(math.prod(part.shape) for part in layer_parts(self))
         return self.n_layers * layer + sum(math.prod(part.shape) for part in outer_parts(self))
-
-
-# config.json's whole numbers: our name for each
-SIZES = {
-    "hidden_size": "dim",
-    "num_hidden_layers": "n_layers",
-    "num_attention_heads": "n_heads",
-    "num_key_value_heads": "n_kv_heads",
-    "head_dim": "head_dim",
-    "intermediate_size": "hidden_dim",
-    "vocab_size": "vocab_size",
-    "max_position_embeddings": "max_seq_len",
-}
 
 
 def read_config(directory: Path) -> Config:
@@ -187,15 +254,10 @@ def read_config(directory: Path) -> Config:
 
 
 def parse_config(raw: Fields, generation: dict[str, Any]) -> Config:
-    if raw.get("model_type") not in FAMILIES:
-        raise unsupported("model_type", raw.get("model_type"), ", ".join(FAMILIES))
+    check(raw, {"model_type": one_of(*FAMILIES)})
+    check(generation, {"eos_token_id": TOKEN_IDS}, "generation_config.json")
     family = FAMILIES[raw["model_type"]]
-    fields = {**DEFAULTS, **family.defaults, **raw}
-    if fields["hidden_act"] != "silu":
-        raise unsupported("hidden_act", fields["hidden_act"], '"silu"')
-    if fields.get("quantization_config"):  # a fuller program would multiply by quantised weights
-        raise unsupported("quantization_config", fields["quantization_config"], "bfloat16, float16, float32")
-    sizes = parse_sizes(fields)
+    fields = complete({name: default for name, (_, default) in FIELDS.items()} | family.defaults | dict(raw))
     eos = fields["eos_token_id"] if generation.get("eos_token_id") is None else generation["eos_token_id"]
 
     def switched(bias: bool | str) -> bool:
@@ -203,138 +265,74 @@ def parse_config(raw: Fields, generation: dict[str, Any]) -> Config:
 
     return Config(
         model_type=raw["model_type"],
-        **sizes,
-        norm_eps=number(fields, "rms_norm_eps"),
+        **{ours: fields[theirs] for theirs, ours in SIZES.items()},
+        norm_eps=fields["rms_norm_eps"],
         rope=parse_rope(fields),
-        windows=parse_windows(fields, family, sizes["n_layers"]),
-        rotary=parse_rotary(fields, sizes["n_layers"]),
-        tied=bool(fields["tie_word_embeddings"]),
+        windows=parse_windows(fields, family.slides),
+        rotary=tuple(is_rotary(fields, layer) for layer in range(fields["num_hidden_layers"])),
+        tied=fields["tie_word_embeddings"],
         qkv_bias=switched(family.qkv_bias),
         o_bias=switched(family.o_bias),
         mlp_bias=switched(family.mlp_bias),
         qk_norm=family.qk_norm,
         eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
         generation=generation,
-        dtype=fields.get("dtype") or fields.get("torch_dtype") or "float32",  # transformers 5 renamed it
     )
 
 
-def parse_sizes(fields: Fields) -> dict[str, int]:
-    """The numbers of SIZES under our names."""
-    derived = dict(fields)
-    if fields["num_key_value_heads"] is None:
-        derived["num_key_value_heads"] = whole(fields, "num_attention_heads")
-    if fields["head_dim"] is None:
-        derived["head_dim"] = whole(fields, "hidden_size") // whole(fields, "num_attention_heads")
-    sizes = {ours: whole(derived, theirs) for theirs, ours in SIZES.items()}
-    if sizes["n_heads"] % sizes["n_kv_heads"]:
-        raise unsupported("num_key_value_heads", sizes["n_kv_heads"], "a divisor of num_attention_heads")
-    if sizes["head_dim"] % 2:
-        raise unsupported("head_dim", sizes["head_dim"], "an even number, for rotary pairs")
-    return sizes
+def complete(fields: dict[str, Any]) -> Fields:
+    """The fields, all checked, with those that follow from others filled in; raises UnsupportedModel."""
+    check(fields, {name: kind for name, (kind, _) in FIELDS.items()})
+    n_heads, n_layers = fields["num_attention_heads"], fields["num_hidden_layers"]
+    derived = {"num_key_value_heads": n_heads, "head_dim": fields["hidden_size"] // n_heads}
+    fields |= {name: value for name, value in derived.items() if fields[name] is None}
+    kinds = {
+        "num_key_value_heads": Kind("a divisor of num_attention_heads", lambda n: n_heads % n == 0),
+        "head_dim": Kind("an even number above 0, for rotary pairs", lambda n: n > 0 and n % 2 == 0),
+        "layer_types": optional(list_of(n_layers, "full_attention", "sliding_attention")),
+        "no_rope_layers": optional(list_of(n_layers, 1, 0)),
+    }
+    check(fields, kinds)
+    return fields
 
 
-def parse_windows(fields: Fields, family: Family, n_layers: int) -> tuple[int | None, ...]:
+def parse_windows(fields: Fields, slides: bool | Callable[[Fields, int], bool]) -> tuple[int | None, ...]:
     """Which layers attend within `sliding_window`: by `layer_types`, else by the family's habit."""
-    types, known = fields["layer_types"], {"full_attention", "sliding_attention"}
-    if types is not None and (len(types) != n_layers or {*types} - known):
-        raise unsupported("layer_types", types, f"full_attention or sliding_attention, {n_layers} times")
-    if not fields["use_sliding_window"] or fields["sliding_window"] is None:
-        return (None,) * n_layers
-    if types is None:
-        slides = [family.slides(fields, layer) for layer in range(n_layers)]
-    else:
-        slides = [kind == "sliding_attention" for kind in types]
-    window = whole(fields, "sliding_window")
-    return tuple(window if sliding else None for sliding in slides)
+    window = fields["sliding_window"] if fields["use_sliding_window"] else None
+    types = fields.get("layer_types")
 
+    def has_window(layer: int) -> bool:
+        if types is not None:
+            return bool(types[layer] == "sliding_attention")
+        return slides if isinstance(slides, bool) else slides(fields, layer)
 
-def parse_rotary(fields: Fields, n_layers: int) -> tuple[bool, ...]:
-    given = fields["no_rope_layers"]
-    if given is not None and len(given) < n_layers:
-        raise unsupported("no_rope_layers", given, f"1 (rotary) or 0, {n_layers} times")
-    return tuple(is_rotary(fields, layer) for layer in range(n_layers))
-
-
-# rope_type: the numbers that it must come with
-ROPE_TYPES: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "yarn": (),  # all its numbers have defaults: parse_yarn
-}
+    return tuple(window if has_window(layer) else None for layer in range(fields["num_hidden_layers"]))
 
 
 def parse_rope(fields: Fields) -> Rope:
     """From `rope_scaling` and `rope_theta`, or transformers 5's `rope_parameters`, which holds both."""
-    given = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
-    rope = {name: fields.get(name) for name in ("rope_theta", "partial_rotary_factor")} | given
-    if any(isinstance(value, dict) for value in rope.values()):
-        raise unsupported("rope_parameters", given, "one set of numbers for all layers")
-    if rope["partial_rotary_factor"] not in (None, 1):  # a fuller program would rotate part of each head
-        raise unsupported("partial_rotary_factor", rope["partial_rotary_factor"], "1")
-    rope_type = rope.get("rope_type", rope.get("type", "default"))  # "type" is the older spelling
-    if rope_type not in ROPE_TYPES:
-        raise unsupported("rope_type", rope_type, ", ".join(ROPE_TYPES))
-    max_seq_len = whole(fields, "max_position_embeddings")
-    original = fields.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
-    rope["original_max_position_embeddings"] = original or max_seq_len
-    scaling: dict[str, Any] = {name: number(rope, name) for name in ROPE_TYPES[rope_type]}
-    if rope_type == "yarn":
-        scaling = parse_yarn(rope, max_seq_len)
-    return Rope(
-        theta=number(rope, "rope_theta"),
-        type=rope_type,
-        original_max_seq_len=whole(rope, "original_max_position_embeddings"),
-        **scaling,
-    )
-
-
-def parse_yarn(rope: Fields, max_seq_len: int) -> dict[str, Any]:
-    """The fields of Rope for YaRN, https://arxiv.org/abs/2309.00071; `mscale` is DeepSeek's addition."""
-    factor = max_seq_len / rope["original_max_position_embeddings"]
-    if rope.get("factor") is not None:
-        factor = number(rope, "factor")
-
-    def magnitude(mscale: float) -> float:  # sqrt(1/t) of section 3.4, equation 22
-        return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
-
-    if rope.get("attention_factor") is not None:
-        attention_factor = number(rope, "attention_factor")
-    elif rope.get("mscale") and rope.get("mscale_all_dim"):
-        attention_factor = magnitude(number(rope, "mscale")) / magnitude(number(rope, "mscale_all_dim"))
-    else:
-        attention_factor = magnitude(1)
-    return {
-        "factor": factor,
-        "attention_factor": attention_factor,
-        "truncate": bool(rope.get("truncate", True)),
-        **{name: number(rope, name) for name in ("beta_fast", "beta_slow") if rope.get(name)},
-    }
-
-
-def whole(fields: Fields, name: str) -> int:
-    value = fields.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise unsupported(name, value, "a whole number above 0")
-    return value
-
-
-def number(fields: Fields, name: str) -> float:
-    value = fields.get(name)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise unsupported(name, value, "a number above 0")
-    return float(value)
-
-
-def unsupported(name: str, value: object, supported: str) -> UnsupportedModel:
-    return UnsupportedModel(f"config.json: {name} is {json.dumps(value)[:80]}; supported: {supported}")
+    given = fields["rope_scaling"] or fields["rope_parameters"] or {}
+    length, original = fields["max_position_embeddings"], "original_max_position_embeddings"
+    rope = {"rope_theta": fields["rope_theta"], original: length, **given}
+    rope.setdefault("rope_type", given.get("type", "default"))  # "type" is the older spelling
+    if fields[original] is not None:  # written outside, it wins
+        rope[original] = fields[original]
+    check(given, {"partial_rotary_factor": FIELDS["partial_rotary_factor"][0]})
+    check(rope, {name: kind for name, (_, kind) in ROPE_FIELDS.items() if name in rope})
+    check(rope, dict.fromkeys(ROPE_TYPES[rope["rope_type"]].needs, NUMBER))
+    if rope.get("factor") is None:
+        rope["factor"] = length / rope[original]
+    known = {ours: rope[theirs] for theirs, (ours, _) in ROPE_FIELDS.items() if rope.get(theirs) is not None}
+    read = Rope(**known)
+    check(vars(read), {"high_freq_factor": above(read.low_freq_factor, "low_freq_factor")})
+    check(vars(read), {"beta_fast": above(read.beta_slow, "beta_slow")})
+    return read
 
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # JSONDecodeError or UnicodeDecodeError
+    except (ValueError, RecursionError) as error:  # JSONDecodeError, UnicodeDecodeError; nested too deeply
         raise UnsupportedModel(f"{path} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise UnsupportedModel(f"{path} holds a JSON {type(value).__name__}; supported: an object")
@@ -342,68 +340,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def found_in(directory: Path) -> str:
-    """What lies there instead, for messages about what does not."""
+    """What is there instead, for messages about what is not."""
     if not directory.is_dir():
         return "no such directory"
     names = sorted(entry.name for entry in directory.iterdir())
     return f"found {', '.join(names[:8]) or 'nothing'}{', ...' if len(names) > 8 else ''}"
-
-
-# ---- Rotary positions --------------------------------------------------------------------------------------
-
-
-def rope_table(config: Config, n: int) -> NDArray[np.complex64]:
-    """cos + i sin of every pair's angle at positions 0 .. n-1, times the attention factor. (n, head_dim/2)
-
-    Angles are float64: an angle of some thousands is off by 2e-4 in float32.
-    """
-    angles = np.arange(n)[:, None] * inv_freq(config)  # (n, head_dim/2) float64
-    table = np.empty(angles.shape, np.complex64)
-    table.real = np.cos(angles) * config.rope.attention_factor
-    table.imag = np.sin(angles) * config.rope.attention_factor
-    return table
-
-
-def inv_freq(config: Config) -> NDArray[np.float64]:
-    """Radians a position for each pair of a head: theta^(-2 pair / head_dim), scaled. (head_dim/2,)"""
-    rope = config.rope
-    freq: NDArray[np.float64] = rope.theta ** -(np.arange(0, config.head_dim, 2) / config.head_dim)
-    kept = ROPE_KEPT[rope.type](rope, freq)  # (head_dim/2,) 1: as trained; 0: stretched by the factor
-    return freq * kept + freq / rope.factor * (1 - kept)
-
-
-def none_kept(rope: Rope, freq: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Linear interpolation, https://arxiv.org/abs/2306.15595; by default the factor is 1."""
-    return np.zeros_like(freq)
-
-
-def llama3_kept(rope: Rope, freq: NDArray[np.float64]) -> NDArray[np.float64]:
-    """By the turns that a pair makes within the original context.
-
-    https://github.com/meta-llama/llama-models/blob/main/models/llama3/model.py, apply_scaling
-    """
-    turns = rope.original_max_seq_len * freq / (2 * math.pi)
-    return np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0, 1)
-
-
-def yarn_kept(rope: Rope, freq: NDArray[np.float64]) -> NDArray[np.float64]:
-    """A ramp over the pairs, from the one that turns beta_fast times to the one that turns beta_slow times.
-
-    https://github.com/jquesnelle/yarn/blob/master/scaled_rope/LlamaYaRNScaledRotaryEmbedding.py
-    """
-    n_pairs = len(freq)
-
-    def pair_that_turns(times: float) -> float:  # inv_freq's formula solved for the pair
-        return n_pairs * math.log(rope.original_max_seq_len / (times * 2 * math.pi)) / math.log(rope.theta)
-
-    low, high = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)
-    if rope.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, 2 * n_pairs - 1)  # head_dim - 1 in the original: beyond the last pair
-    return 1 - np.clip((np.arange(n_pairs, dtype=np.float64) - low) / (high - low or 0.001), 0, 1)
-
-
-ROPE_KEPT = {"default": none_kept, "linear": none_kept, "llama3": llama3_kept, "yarn": yarn_kept}
 
 
 # ---- Weights -----------------------------------------------------------------------------------------------
@@ -514,7 +455,7 @@ def check_tensors(tensors: Tensors, wanted: dict[str, tuple[int, ...]], config: 
         if name not in tensors:
             raise UnsupportedModel(f"tensor {name} {shape} is missing; the files hold {len(tensors)} tensors")
         if tensors[name].shape != shape:
-            raise UnsupportedModel(f"tensor {name} is {tensors[name].shape}; config.json makes it {shape}")
+            raise UnsupportedModel(f"tensor {name} is {tensors[name].shape}; config.json says {shape}")
     for name in sorted(tensors.keys() - wanted.keys()):
         if name == "lm_head.weight" and np.array_equal(tensors[name], tensors["model.embed_tokens.weight"]):
             continue  # tied, and saved twice
@@ -524,15 +465,15 @@ def check_tensors(tensors: Tensors, wanted: dict[str, tuple[int, ...]], config: 
 
 
 def progress(title: str, n_bytes: int) -> "tqdm[Any]":
-    """A bar on a terminal, for files that take longer than a glance (1 GB: about a second)."""
-    hidden = True if n_bytes < 1e9 else None  # None is tqdm's word for: unless stderr is a terminal
+    """A bar on a terminal, for files that take more than about a second."""
+    hidden = True if n_bytes < 1e9 else None  # None, to tqdm: unless stderr is a terminal
     return tqdm(desc=title, total=n_bytes, unit="B", unit_scale=True, disable=hidden)
 
 
 def fuse(
     tensors: Tensors, parts: list[Part], head_dim: int, bar: "tqdm[Any]", pack: Callable[[Array], Matrix]
 ) -> dict[str, Matrix]:
-    """float32 arrays by field; each tensor is read once and written once, and a matrix packed at once."""
+    """float32 arrays by field; each tensor is read and written once, each matrix packed once it is whole."""
     arrays: dict[str, Matrix] = {}
     for field in dict.fromkeys(part.field for part in parts):
         group = [part for part in parts if part.field == field]
@@ -555,11 +496,19 @@ def adjacent_pairs(tensor: NDArray[Any], head_dim: int) -> NDArray[Any]:
 
 
 def widen(tensor: NDArray[Any], out: Array) -> None:
-    """Write any of DTYPES to float32; bfloat16, seen as uint16, is the upper half of a float32."""
+    """Write a tensor of any of DTYPES as float32; bfloat16, seen as uint16, is the upper half of one."""
     if tensor.dtype == np.uint16:
         np.left_shift(tensor, 16, out=out.view(np.uint32), dtype=np.uint32)
     else:
         np.copyto(out, tensor)
+
+
+def bfloat16(array: NDArray[Any]) -> NDArray[np.uint16]:
+    """The bfloat16 nearest to each float32, ties to even; not for NaN. uint16 is bfloat16 already."""
+    if array.dtype == np.uint16:
+        return array
+    bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
 
 # ---- safetensors -------------------------------------------------------------------------------------------
@@ -567,6 +516,11 @@ def widen(tensor: NDArray[Any], out: Array) -> None:
 
 # NumPy has no bfloat16
 DTYPES: dict[str, np.dtype[Any]] = {"BF16": np.dtype("<u2"), "F16": np.dtype("<f2"), "F32": np.dtype("<f4")}
+
+FILE_NAMES = Kind(
+    "an object from the names of tensors to the names of files",
+    lambda v: type(v) is dict and all(type(name) is str for name in v.values()),
+)
 
 
 def map_tensors(directory: Path) -> Tensors:
@@ -577,7 +531,9 @@ def map_tensors(directory: Path) -> Tensors:
     if not index.is_file():
         raise UnsupportedModel(f"no {single.name}, no {index.name} in {directory}: {found_in(directory)}")
     tensors: Tensors = {}
-    for shard in sorted(set(read_json(index).get("weight_map", {}).values())):
+    fields = read_json(index)
+    check(fields, {"weight_map": FILE_NAMES}, index)
+    for shard in sorted({*fields["weight_map"].values()}):
         if not (directory / shard).is_file():
             raise UnsupportedModel(f"no {shard}, which {index} names: {found_in(directory)}")
         tensors |= map_file(directory / shard)
@@ -594,7 +550,7 @@ def map_file(path: Path) -> Tensors:
         raise UnsupportedModel(f"{path} has {size} bytes, its header {begin}: truncated, or not safetensors")
     try:
         header = dict(json.loads(file[8:begin].tobytes()))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise UnsupportedModel(f"{path} has a broken safetensors header: {error}") from None
     header.pop("__metadata__", None)
     tensors: Tensors = {}

@@ -13,19 +13,20 @@ Not here: what the pieces mean (channels.py), which tokens come (engine.py).
 import asyncio
 import bisect
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from datetime import datetime
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import dialects
 from channels import Accepted, Dialect, Finish, Output, Parser, Piece, State, TokenLogprob, Usage
 from chat import ChatTemplate, Message, shortened
+from checks import BadInput
 from engine import Engine, Job
 from grammar import BadGrammar, Constraint, Grammars, Thinking, lark
 from model import Choice, Sampling
-from params import BadRequest, Demand, Request
+from params import Demand, Request
 from tokenizer import Tokenizer
 
 
@@ -56,9 +57,13 @@ class LocalWorker:
         template: ChatTemplate,
         grammars: Grammars,
         dialect: str | None = None,
+        names: Sequence[str] = ("model",),
+        defaults: Mapping[str, Any] | None = None,
     ) -> None:
-        """`dialect`: its name, where the template's is not to decide."""
+        """`dialect`: its name, where the template's is not to decide; `defaults` of parameters, by name."""
         self.engine = engine
+        self.names = names  # of the model, in requests
+        self.defaults = defaults or {}
         self._tokenizer = tokenizer
         self._template = template
         self._grammars = grammars
@@ -96,13 +101,13 @@ class LocalWorker:
         if not 0 < len(token_ids) < limit:
             expected = f"This model's context is {limit} tokens, of which the answer needs at least one"
             message = f"{expected}; the prompt has {len(token_ids)}."
-            raise BadRequest(message, None, "context_length_exceeded")
+            raise BadInput(message, None, "context_length_exceeded")
         if max(token_ids) >= self.engine.config.vocab_size:
             message = f"The prompt holds a token ({max(token_ids)}) that the model has no embedding for."
-            raise BadRequest(message, None, "invalid_prompt")
+            raise BadInput(message, None, "invalid_prompt")
         rest = limit - len(token_ids)
         max_tokens = rest if request.max_tokens is None else min(request.max_tokens, rest)
-        seed = secrets.randbits(63) if request.seed is None else request.seed
+        seed = secrets.randbits(63) if request.sampling["seed"] is None else request.sampling["seed"]
         row, added = dialects.DIALECTS[self.dialect], self._tokenizer.added
         dialect = dialects.find(row, added, self._template.source, tools=bool(request.tools))
         opening = dialects.opening(text, dialect)
@@ -158,25 +163,18 @@ class LocalWorker:
 
     def _job(self, prompt: Prompt, choice: int) -> Job:
         request = prompt.request
-        sampling = Sampling(
-            temperature=request.temperature,
-            top_p=request.top_p,
-            top_k=request.top_k,
-            min_p=request.min_p,
-            seed=prompt.seed,
-            choice=choice,
-            presence_penalty=request.presence_penalty,
-            frequency_penalty=request.frequency_penalty,
-            repetition_penalty=request.repetition_penalty,
-            logit_bias=request.logit_bias,
-            n_top_logprobs=request.n_top_logprobs,
-        )
-        stops = frozenset((*self.engine.config.eos_token_ids, *request.stop_token_ids))
+        given = {"seed": prompt.seed, "choice": choice, "n_top_logprobs": request.n_top_logprobs}
+        # What is demanded has an end of its own, behind which nothing may come.
+        goes_on = request.ignore_eos and not prompt.constraint
+        ends = () if goes_on else self.engine.config.eos_token_ids
+        stops = frozenset((*ends, *request.stop_token_ids))
         constraint = prompt.constraint.copy() if prompt.constraint else None
-        return Job(prompt.token_ids, prompt.max_tokens, stops, sampling, constraint)
+        return Job(
+            prompt.token_ids, prompt.max_tokens, stops, Sampling(**request.sampling | given), constraint
+        )
 
     def _constraint(self, demand: Demand, dialect: Dialect, state: State, after_marker: bool) -> Constraint:
-        """What the answer must keep to; raises BadRequest where it cannot be enforced."""
+        """What the answer must keep to; raises BadInput where it cannot be enforced."""
         thinking: Thinking = "open" if state == "analysis" else "over" if after_marker else "possible"
         try:
             self._grammars.check(demand)
@@ -184,17 +182,18 @@ class LocalWorker:
         except BadGrammar as error:
             if wanted := dict(demand.inputs).get(error.part):
                 message = f"Invalid {wanted.syntax} grammar for '{error.part}': {error}"
-                raise BadRequest(message, wanted.path) from error
+                raise BadInput(message, wanted.path) from error
             path = demand.schema_path if error.part == "schema" else "tools"
             message = f"Invalid schema for '{error.part}': {error}"
-            raise BadRequest(message, path, "invalid_json_schema") from error
+            raise BadInput(message, path, "invalid_json_schema") from error
 
     def _check_token_ids(self, request: Request) -> None:
         n = self.engine.config.vocab_size
-        for name, ids in (("logit_bias", request.logit_bias), ("stop_token_ids", request.stop_token_ids)):
+        named = {"logit_bias": request.sampling["logit_bias"], "stop_token_ids": request.stop_token_ids}
+        for name, ids in named.items():
             if any(token_id >= n for token_id in ids):
                 message = f"Invalid value for '{name}': expected token ids below {n}, got {max(ids)}."
-                raise BadRequest(message, name, "invalid_value")
+                raise BadInput(message, name, "invalid_value")
 
     def _logprobs(self, token: Choice, request: Request) -> tuple[TokenLogprob, ...]:
         if token.logprob is None:

@@ -87,8 +87,10 @@ async def times(url: str, path: str, load: Load) -> list[tuple[float, float]]:
     """When each delta was written, and when it was here."""
     found = []
     text = json.dumps(load)
-    asked = {"model": "bench", "stream": True, "store": False, "input": text}
-    body = json.dumps(asked | {"messages": [{"role": "user", "content": text}]}).encode()
+    says = (
+        {"input": text} if path.endswith("responses") else {"messages": [{"role": "user", "content": text}]}
+    )
+    body = json.dumps({"model": "bench", "stream": True, "store": False} | says).encode()
     place = urlsplit(url)
     reader, writer = await asyncio.open_connection(place.hostname, place.port, limit=2**26)
     head = f"POST {path} HTTP/1.1\r\nHost: bench\r\nContent-Length: {len(body)}\r\n\r\n"

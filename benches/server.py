@@ -77,9 +77,9 @@ def ours(directory: Path) -> ASGIApp:
     tokenizer = Tokenizer(vocabulary)
     engine = cast(Engine, Script(config, tokenizer.encode(" a")[0]))
     grammars = Grammars(vocabulary, config.vocab_size, config.eos_token_ids)
-    worker = LocalWorker(engine, tokenizer, ChatTemplate.load(directory), grammars)
+    worker = LocalWorker(engine, tokenizer, ChatTemplate.load(directory), grammars, names=["bench"])
     registry = Registry(Store(":memory:", Limits()), encode_event)
-    return make_app(Api(worker, None, registry, {}, ["bench"], bytes(32)), Keys([]), max(STREAMS) + 1)
+    return make_app(Api(worker, None, registry, bytes(32)), Keys([]), max(STREAMS) + 1)
 
 
 def bare(frames: Sequence[bytes]) -> ASGIApp:

@@ -49,7 +49,7 @@ class ScriptedEngine:
     ) -> None:
         self.config = SimpleNamespace(
             eos_token_ids=frozenset(tokenizer.added[end] for end in tokenizer.added.keys() & ends),
-            vocab_size=tokenizer.vocab_size,
+            vocab_size=vocab_size(tokenizer),
         )
         self.max_seq_len = 4096
         self._steps = [[Choice(token_id, -1.0) for token_id in step] for step in steps]
@@ -115,7 +115,12 @@ def vocabulary(tokens: Iterable[bytes], dialect: str = "hermes") -> Tokenizer:
         return Tokenizer(path)
 
 
+def vocab_size(tokenizer: Tokenizer) -> int:
+    """Added tokens are its last."""
+    return 1 + max(tokenizer.added.values())
+
+
 def ids_of(tokenizer: Tokenizer, tokens: Iterable[bytes]) -> list[int]:
     """Of whole tokens; a marker is the added token."""
-    ids = {tokenizer.token_bytes(token_id): token_id for token_id in range(tokenizer.vocab_size)}
+    ids = {tokenizer.token_bytes(token_id): token_id for token_id in range(vocab_size(tokenizer))}
     return [ids[token] for token in tokens]

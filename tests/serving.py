@@ -158,5 +158,6 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def environment() -> dict[str, str]:
-    """Without what would change what a process prints, and without a network for the Hub."""
-    return os.environ | {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "100"}
+    """Without what would change what a process prints or demands, and without a network for the Hub."""
+    ours = {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "100"}
+    return {name: value for name, value in os.environ.items() if name != "LLMREF_API_KEY"} | ours

@@ -242,6 +242,17 @@ def test_what_is_no_recording(script: str, stream: bytes, flags: Iterable[str]) 
     assert complaint.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "body", [b'{"error": {"message": "Unsupported Media Type"}}', b"<p>\x1b[2JUnsupported Media Type</p>\n"]
+)
+def test_an_error_for_a_recording_is_shown(body: bytes) -> None:
+    """What was recorded is most often a refusal: it says why, on one line and without control characters."""
+    status, said, complaint = command("responses.py", body)
+    assert (status, said) == (2, "")
+    assert "Unsupported Media Type" in complaint
+    assert complaint.removesuffix("\n").isprintable()
+
+
 def test_sse_py_shows_the_frames() -> None:
     status, said, _ = command("sse.py", b": hi\n\nevent: a\ndata: \xc3\xa9\n\ndata: b\n\ndata: c")
     assert status == 1

@@ -23,6 +23,7 @@ import sse
 from api import encode_event
 from background import EventLog, NotStored, Producer, QueueFull, Registry
 from channels import Delta, Finish, Output, Usage
+from checks import BadInput
 from responses import Builder, interrupted
 from store import TERMINAL, Limits, Newest, Row, Store
 
@@ -648,7 +649,7 @@ def test_next_process_ends_what_a_dead_one_left(tmp_path: Path, can_run: bool) -
     async def main() -> None:
         async def again(left: Row) -> Producer:
             if not can_run:
-                raise params.BadRequest("Another model is served now.")
+                raise BadInput("Another model is served now.")
             return producer(left, hello)
 
         with closing(Store(str(tmp_path / "db"), Limits())) as store:

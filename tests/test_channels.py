@@ -19,11 +19,11 @@ import dialects
 from channels import Delta, Dialect, Finder, Finish, Parser, Piece, State, TokenLogprob
 from dialects import DIALECTS
 from laws import parse
-from scripted import END, ENDS, MARKERS, TEMPLATE, TEMPLATES, in_steps, said, vocabulary
+from scripted import END, ENDS, MARKERS, TEMPLATE, TEMPLATES, in_steps, said, vocab_size, vocabulary
 from tokenizer import Tokenizer
 
 TINY = Tokenizer(Path(__file__).parent / "models" / "tiny" / "tokenizer.json")
-TOKEN_OF_BYTE = {TINY.token_bytes(i)[0]: i for i in range(TINY.vocab_size) if len(TINY.token_bytes(i)) == 1}
+TOKEN_OF_BYTE = {TINY.token_bytes(i)[0]: i for i in range(vocab_size(TINY)) if len(TINY.token_bytes(i)) == 1}
 CALL = '{"name": "f", "arguments": {"a": "<think>\\n"}}'
 BARE = '{"name": "f"}'
 SCHEMA = {"type": "object", "properties": {"s": {"type": "string"}, "n": {"type": "integer"}}}
@@ -187,7 +187,7 @@ words = cache(lambda name: vocabulary([unit.encode() for unit in (*UNITS[name], 
 def token_ids_of(name: str, units: Iterable[str]) -> list[int]:
     """A token a unit."""
     tokenizer = words(name)
-    ids = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
+    ids = {tokenizer.token_bytes(i): i for i in range(vocab_size(tokenizer))}
     return [ids[unit.encode()] for unit in units]
 
 

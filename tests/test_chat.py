@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 import dialects
 from channels import Parser, Piece
-from chat import BadInput, BadTemplate, ChatTemplate, Message, from_chat, from_responses
+from chat import BadTemplate, ChatTemplate, Message, from_chat, from_responses
+from checks import BadInput
 from laws import parse
 from scripted import END, TEMPLATES
 
@@ -56,6 +57,7 @@ def tool(call_id: str, name: str, content: str) -> Message:
 CALL = {"type": "function_call", "call_id": "call_1", "name": "f", "arguments": '{"x": 1}'}
 CALL_2 = CALL | {"call_id": "call_2", "name": "g"}
 OUTPUT = {"type": "function_call_output", "call_id": "call_1", "output": "42"}
+CUT = {"status": "incomplete"}
 OUTPUT_2 = OUTPUT | {"call_id": "call_2"}
 HM = {
     "type": "reasoning",
@@ -133,40 +135,44 @@ RESPONSES = [
     ("a summary is not reasoning",
         [user("hi"), SUMMARY, SUMMARY | {"content": None}, ANSWER], None,
         [user("hi"), assistant("Hello")]),
+    ("a call that was cut needs no output, and may have one",
+        [CALL | CUT, user("hi"), CALL_2 | CUT, OUTPUT_2], None,
+        [assistant("", F), user("hi"), assistant("", G), tool("call_2", "g", "42")]),
     ("output in parts",
         [CALL, OUTPUT | {"output": [TEXT]}], None,
         [assistant("", F), tool("call_1", "f", "t")]),
     ("a custom call is one with its input as the one argument",
-        [CUSTOM_CALL, CUSTOM_OUTPUT, CUSTOM_OUTPUT | {"output": [TEXT, TEXT]}], None,
-        [assistant("", P), tool("call_3", "p", "done"), tool("call_3", "p", "t\nt")]),
+        [CUSTOM_CALL, CUSTOM_OUTPUT, CUSTOM_CALL, CUSTOM_OUTPUT | {"output": [TEXT, TEXT]}], None,
+        [assistant("", P), tool("call_3", "p", "done"), assistant("", P), tool("call_3", "p", "t\nt")]),
     ("a name in a namespace is both",
-        [CALL | {"namespace": "n"}, CUSTOM_CALL | {"namespace": "n"}, OUTPUT], None,
-        [assistant("", ("call_1", "n__f", F[2]), ("call_3", "n__p", P[2])), tool("call_1", "n__f", "42")]),
+        [CALL | {"namespace": "n"}, OUTPUT, CUSTOM_CALL | {"namespace": "n"}, CUSTOM_OUTPUT], None,
+        [assistant("", ("call_1", "n__f", F[2])), tool("call_1", "n__f", "42"),
+         assistant("", ("call_3", "n__p", P[2])), tool("call_3", "n__p", "done")]),
     ("arguments that are no object stay text",
-        [CALL | {"arguments": text} for text in NO_OBJECTS], None,
-        [assistant("", *(("call_1", "f", text) for text in NO_OBJECTS))]),
+        [*(CALL | {"arguments": text} for text in NO_OBJECTS), OUTPUT], None,
+        [assistant("", *(("call_1", "f", text) for text in NO_OBJECTS)), tool("call_1", "f", "42")]),
 ]
 
-MISSING, UNSUPPORTED = "missing_required_parameter", "unsupported_parameter"
+MISSING = "missing_required_parameter"
 TYPE, VALUE = "invalid_type", "invalid_value"
 
 #    input                                              param                         code
 BAD_RESPONSES: list[tuple[Any, str, str]] = [
     (7,                                                 "input",                      TYPE),
-    (None,                                              "input",                      TYPE),
+    (None,                                              "input",                      MISSING),
     (["hi"],                                            "input[0]",                   TYPE),
     ([{}],                                              "input[0].role",              MISSING),
     ([user("a"), {"role": "user"}],                     "input[1].content",           MISSING),
     ([says("tool", "x")],                               "input[0].role",              VALUE),
     ([{"role": 1, "content": "x"}],                     "input[0].role",              TYPE),
-    ([says("user", None)],                              "input[0].content",           TYPE),
+    ([says("user", None)],                              "input[0].content",           MISSING),
+    ([says("user", 5)],                                 "input[0].content",           TYPE),
     ([says("user", ["x"])],                             "input[0].content[0]",        TYPE),
     ([says("user", [{"text": "x"}])],                   "input[0].content[0].type",   MISSING),
     ([says("user", [{"type": "input_text"}])],          "input[0].content[0].text",   MISSING),
     ([says("user", [TEXT | {"text": True}])],           "input[0].content[0].text",   TYPE),
     ([says("user", [TEXT, IMAGE])],                     "input[0].content[1].type",   VALUE),
     ([says("user", [FILE])],                            "input[0].content[0].type",   VALUE),
-    ([{"type": "item_reference", "id": "msg_1"}],       "input[0].type",              UNSUPPORTED),
     ([{"type": "web_search_call"}],                     "input[0].type",              VALUE),
     ([{"type": []}],                                    "input[0].type",              TYPE),
     ([{"type": "function_call", "name": "f"}],          "input[0].call_id",           MISSING),
@@ -177,6 +183,9 @@ BAD_RESPONSES: list[tuple[Any, str, str]] = [
     ([CUSTOM_CALL, CUSTOM_OUTPUT | {"output": [IMAGE]}], "input[1].output[0].type",   VALUE),
     ([OUTPUT, CALL],                                    "input[0].call_id",           VALUE),
     ([CALL, OUTPUT_2],                                  "input[1].call_id",           VALUE),
+    ([CALL, OUTPUT, OUTPUT],                            "input[2].call_id",           VALUE),
+    ([CALL, user("hi")],                                "input",                      VALUE),
+    ([CALL, CUSTOM_CALL, OUTPUT],                       "input",                      VALUE),
     ([CALL, OUTPUT | {"output": {}}],                   "input[1].output",            TYPE),
     ([HM | {"content": [{"type": "reasoning_text"}]}],  "input[0].content[0].text",   MISSING),
 ]
@@ -194,6 +203,12 @@ def test_bad_responses_input(input: Any, param: str, code: str) -> None:
         from_responses(input, None)
     assert (error.value.param, error.value.code) == (param, code)
     assert error.value.message == str(error.value) != ""
+
+
+def test_an_open_call_is_named_as_openai_names_it() -> None:
+    """https://github.com/openai/openai-agents-python/issues/673"""
+    with pytest.raises(BadInput, match=r"^No tool output found for function call call_1\.$"):
+        from_responses("well?", None, [CALL])
 
 
 @pytest.mark.parametrize(("input", "instructions"), [([], "Be brief."), ([SUMMARY], None)])
@@ -232,8 +247,8 @@ CHAT = [
         [CALLS, RESULT, {"role": "assistant", "tool_calls": [CHAT_CALL]}, RESULT | {"content": [PART]}],
         [assistant("", F), tool("call_1", "f", "42"), assistant("", F), tool("call_1", "f", "t")]),
     ("a custom call has its input as the one argument",
-        [CALLS | {"tool_calls": [CHAT_CALL, CHAT_CUSTOM]}, RESULT | {"tool_call_id": "call_3"}],
-        [assistant("", F, P), tool("call_3", "p", "42")]),
+        [CALLS | {"tool_calls": [CHAT_CALL, CHAT_CUSTOM]}, RESULT | {"tool_call_id": "call_3"}, RESULT],
+        [assistant("", F, P), tool("call_3", "p", "42"), tool("call_1", "f", "42")]),
     ("a refusal is what was said",
         [says("assistant", None) | {"refusal": "No."}, user("why?")],
         [assistant("No."), user("why?")]),
@@ -255,12 +270,13 @@ CHAT = [
 BAD_CHAT: list[tuple[Any, str, str]] = [
     ([],                                        "messages",                                  VALUE),
     ("hi",                                      "messages",                                  TYPE),
-    ([None],                                    "messages[0]",                               TYPE),
+    ([None],                                    "messages[0]",                               MISSING),
     ([{"content": "hi"}],                       "messages[0].role",                          MISSING),
     ([says("function", "42")],                  "messages[0].role",                          VALUE),
     ([says("user", [PART, IMAGE_URL])],         "messages[0].content[1].type",               VALUE),
-    ([says("user", None)],                      "messages[0].content",                       TYPE),
-    ([says("assistant", None)],                 "messages[0].content",                       TYPE),
+    ([says("user", None)],                      "messages[0].content",                       MISSING),
+    ([says("user", 5)],                         "messages[0].content",                       TYPE),
+    ([says("assistant", None)],                 "messages[0].content",                       MISSING),
     ([{"role": "assistant"}],                   "messages[0].content",                       MISSING),
     ([assistant("") | {"reasoning": ["Hm."]}],  "messages[0].reasoning",                     TYPE),
     ([assistant("") | {"tool_calls": "f"}],     "messages[0].tool_calls",                    TYPE),
@@ -270,10 +286,12 @@ BAD_CHAT: list[tuple[Any, str, str]] = [
     ([assistant("") | {"refusal": 5}],          "messages[0].refusal",                       TYPE),
     (calls({"id": "call_1"}),                   "messages[0].tool_calls[0].function",        MISSING),
     (calls(CHAT_CALL | {"function": {}}),       "messages[0].tool_calls[0].function.name",   MISSING),
-    (calls(CHAT_CALL | {"id": None}),           "messages[0].tool_calls[0].id",              TYPE),
+    (calls(CHAT_CALL | {"id": None}),           "messages[0].tool_calls[0].id",              MISSING),
+    (calls(CHAT_CALL),                          "messages",                                  VALUE),
     ([user("hi"), RESULT],                      "messages[1].tool_call_id",                  VALUE),
     ([CALLS, says("tool", "42")],               "messages[1].tool_call_id",                  MISSING),
-    ([CALLS, RESULT | {"content": None}],       "messages[1].content",                       TYPE),
+    ([CALLS, RESULT | {"content": None}],       "messages[1].content",                       MISSING),
+    ([CALLS, RESULT, RESULT],                   "messages[2].tool_call_id",                  VALUE),
 ]
 # fmt: on
 
@@ -442,7 +460,7 @@ REFUSED = [
     ("TypeError",         "{{ messages[0].content + 1 }}", [user("a")],                "concatenate"),
     ("ZeroDivisionError", "{{ 1 // (1 - messages | length) }}", [user("a")],           "division"),
     ("SecurityError",     "{{ messages.append(1) }}", [user("a")],                     "append"),
-    ("text has no items", LLAMA_3, from_responses([CALL | {"arguments": "{"}], None),  "'items'"),
+    ("text has no items", LLAMA_3, from_responses([CALL | CUT | {"arguments": "{"}], None),  "'items'"),
 ]
 # fmt: on
 
@@ -458,7 +476,7 @@ def test_what_a_template_raises_is_the_requests_fault(
 
 def test_a_template_that_ignores_tools_has_them_as_text() -> None:
     template = ChatTemplate(CHATML, {})
-    talk = [user("q"), HM, ANSWER, CALL, CALL, OUTPUT, OUTPUT]
+    talk = [user("q"), HM, ANSWER, CALL, CALL | {"call_id": "call_2"}, OUTPUT, OUTPUT_2]
     prompt = template.render(from_responses(talk, "Be brief."), [WEATHER], NOW)
     assert not template.takes_tools
     assert prompt.startswith("<|im_start|>system\nBe brief.\n\n# Tools\n")
@@ -521,7 +539,7 @@ def test_what_is_rendered_is_read(file: str, reasoning: str, text: str, called: 
     turn: list[Any] = [HM | {"content": [{"type": "reasoning_text", "text": reasoning}]}] if shown else []
     turn += [says("assistant", text)] if text else []
     for n, arguments in enumerate(called):
-        turn.append(CALL | {"call_id": f"call_{n}", "arguments": json.dumps(arguments)})
+        turn.append(CALL | CUT | {"call_id": f"call_{n}", "arguments": json.dumps(arguments)})
     tools = [{"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}]
     before = template.render([user("q")], tools, NOW)
     if file == "deepseek-r1":

@@ -54,7 +54,8 @@ MODELS = {
 }
 ARCHITECTURES = ["sm_80", "sm_90", "sm_120"]
 # by shape; of kernels that are no product, one; of plain ones, what lets a block of 256 run at all
-REGISTERS = {(1, 1): 128, (4, 2): 128, (4, 8): 255, PLAIN: 255}
+REGISTERS = {(1, 1): 128, (4, 4): 128, (8, 16): 255, PLAIN: 255}
+ONE_BLOCK = {((4, 4), "sm_120"): 168}  # where it takes more, and fewer blocks run at once
 LIMITS = {"attend": 168, "attend_prompt": 168, "pick": 64, "count": 64}
 # fmt: on
 SHARED_BYTES = 48 * 1024  # what a block has without asking
@@ -87,7 +88,7 @@ def compiled(c: Config, shape: Shape, architecture: str) -> dict[str, Use]:
     return found
 
 
-CASES = list(itertools.product(MODELS, [PLAIN, *(shape for _, shape in SHAPES)], ARCHITECTURES))
+CASES = list(itertools.product(MODELS, [PLAIN, *SHAPES], ARCHITECTURES))
 
 
 @pytest.mark.parametrize(
@@ -98,10 +99,11 @@ def test_kernels_fit(name: str, shape: Shape, architecture: str) -> None:
     products = {"qkv", "out", "gate_up", "down", "logits"}
     plain = {kernel for kernel in signatures(CODE.read_text()) if kernel.startswith("plain_")}
     expected = {PLAIN: plain, ANY: signatures(CODE.read_text()).keys() - plain}
+    most = ONE_BLOCK.get((shape, architecture), REGISTERS[shape])
     assert used.keys() == expected.get(shape, products)
     for kernel, use in used.items():
         assert use.memory_bytes == 0, kernel
-        assert use.registers <= LIMITS.get(kernel, REGISTERS[shape]), kernel
+        assert use.registers <= LIMITS.get(kernel, most), kernel
         assert use.shared_bytes <= (0 if shape == PLAIN else SHARED_BYTES), kernel
 
 

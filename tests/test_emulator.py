@@ -4,6 +4,7 @@ Each bug is planted into a kernel that is right; most of them change no output i
 most races of a GPU do not on the day they are written.
 """
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -47,6 +48,29 @@ extern "C" __global__ void __launch_bounds__(64) total(weight* w, const float* x
   }
 }
 """
+# y[i] = sum of the 4 numbers x[4 (63 - i)] and of those 256, 512, ... behind them, by copies one round ahead
+ROUNDS = """
+extern "C" __global__ void __launch_bounds__(64) rounds(const float* x, float* y, int n) {
+  __shared__ uint4 round[2][64];
+  int at = threadIdx.x * 4;
+  await_previous();
+  begin_copy(&round[0][threadIdx.x], x + at, at < n);
+  end_copies();
+  float sum = 0;
+  for (int i = 0; i * 256 < n; i++) {
+    at += 256;
+    begin_copy(&round[(i + 1) % 2][threadIdx.x], x + at, at < n);
+    end_copies();  // of the next round
+    await_copies<1>();
+    __syncthreads();  // 1
+    uint4 v = round[i % 2][63 - threadIdx.x];
+    sum += __uint_as_float(v.x) + __uint_as_float(v.y) + __uint_as_float(v.z) + __uint_as_float(v.w);
+    __syncthreads();  // 2
+  }
+  await_copies<0>();
+  y[threadIdx.x] = sum;
+}
+"""
 # the fence of thread 0 on the wrong side of the barrier: it is not for what others do there
 BARRIER, THERE = "  __syncthreads();  // 2\n", "  if (threadIdx.x == 0) __threadfence();  // there\n"
 EARLY = BARRIER + THERE, THERE + BARRIER
@@ -75,17 +99,30 @@ PLANTED = [
     ("writes_weights",    "n_done[0] = 0;",             "((bf16*)w)[0] = {0};",        "a weight is written"),
     ("misaligned",        "part[b]",                    "((float2*)(part + 1))->x",    "misaligned"),
 ]
+PLANTED_IN_ROUNDS = [
+    ("not_awaited",       "await_copies<1>();",         "",                            UNSET),
+    ("awaited_too_few",   "await_copies<1>();",         "await_copies<2>();",          UNSET),
+    ("not_ended",         "end_copies();  // of",       "// of",                       UNSET),
+    ("left_on_its_way",   "await_copies<0>();",         "",                            "ended while copies"),
+    ("not_seen_by_all",   "__syncthreads();  // 1",     "",                            f"{UNSET}|{RACE}"),
+    ("not_read_by_all",   "__syncthreads();  // 2",     "",                            f"{UNSET}|{RACE}"),
+    ("copy_too_far",      "x + at, at < n);\n    end",  "x + at, true);\n    end",     "out of bounds"),
+    ("copy_too_early",    "  await_previous();\n",      "",                            "await_previous"),
+    ("copy_misaligned",   "x + at, at < n);\n    end",  "x + at + 1, true);\n    end", "misaligned"),
+    ("copy_to_global",    "&round[0][threadIdx.x]",     "(uint4*)(y + at)",            "not shared"),
+]
 # fmt: on
 
 
 def planted() -> str:
-    """The kernel, and beside it each wrong one under a name of its own."""
-    kernels = [TOTAL]
-    for name, line, becomes, _ in PLANTED:
-        assert TOTAL.count(line) == 1, line
-        kernels.append(
-            TOTAL.replace(line, becomes).replace("void __launch_bounds__(64) total", f"void {name}")
-        )
+    """The kernels, and beside them each wrong one under a name of its own."""
+    kernels = [TOTAL, ROUNDS]
+    for right, bugs in ((TOTAL, PLANTED), (ROUNDS, PLANTED_IN_ROUNDS)):
+        for name, line, becomes, _ in bugs:
+            assert right.count(line) == 1, line
+            kernels.append(
+                re.sub(r"void __launch_bounds__\(64\) \w+", f"void {name}", right.replace(line, becomes))
+            )
     return HEAD + "".join(kernels)
 
 
@@ -100,6 +137,25 @@ def total(cp: Emulator, name: str = "total", n: int = 200, x: Any = None) -> flo
     return float(y.get()[0])
 
 
+def rounds(cp: Emulator, name: str = "rounds", n: int = 1200) -> list[float]:
+    y = cp.zeros(64, np.float32)
+    kernel = cp.RawModule(code=planted()).get_function(name)
+    kernel((1,), (64,), (cp.asarray(np.arange(n, dtype=np.float32)), y, np.int32(n)))
+    return [float(v) for v in y.get()]
+
+
+@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize("order", range(4))
+def test_rounds(order: int, check: bool) -> None:
+    fours = np.pad(np.arange(1200), (0, 80)).reshape(5, 64, 4).sum((0, 2))
+    assert rounds(Emulator(order, check)) == list(fours[::-1])
+
+
+@pytest.mark.parametrize("name", ["not_awaited", "awaited_too_few"])
+def test_a_copy_that_nobody_waits_for_does_not_arrive(name: str) -> None:
+    assert np.isnan(rounds(Emulator(), name)).all()
+
+
 @pytest.mark.parametrize("check", [False, True])
 @pytest.mark.parametrize("order", range(4))
 def test_total(order: int, check: bool) -> None:
@@ -107,11 +163,15 @@ def test_total(order: int, check: bool) -> None:
 
 
 @pytest.mark.parametrize("order", [0, 1])
-@pytest.mark.parametrize(("name", "says"), [(row[0], row[3]) for row in PLANTED])
-def test_planted(name: str, says: str, order: int) -> None:
+@pytest.mark.parametrize(
+    ("run", "name", "says"),
+    [(total, row[0], row[3]) for row in PLANTED] + [(rounds, row[0], row[3]) for row in PLANTED_IN_ROUNDS],
+    ids=[row[0] for row in PLANTED + PLANTED_IN_ROUNDS],
+)
+def test_planted(run: Any, name: str, says: str, order: int) -> None:
     with pytest.raises(RuntimeError, match=says) as caught:
-        total(Emulator(order, check=True), name)
-    if "deadlock" not in str(caught.value):
+        run(Emulator(order, check=True), name)
+    if "deadlock" not in says and "ended" not in says:
         assert "kernels.cu:" in str(caught.value), "the checker names the line"
 
 

@@ -6,18 +6,23 @@ import signal
 import socket
 import sqlite3
 import subprocess
-from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, closing, suppress
+from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
+import httpx2 as httpx
 import pytest
 import uvicorn
+from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
 from uvicorn.server import ServerState
 
 import answers
-import params
+import chat
+import server as server_program
+from checks import BadInput
 from faulty_server import SLOW
 from front import Keys
 from server import protocol
@@ -98,6 +103,16 @@ def test_to_another_key_a_response_does_not_exist(server: Server, my_response: s
     assert server.get(f"{RESPONSES}/{my_response}", **MINE).status == 200  # nothing has happened to it
 
 
+def test_to_another_key_an_item_does_not_exist(server: Server) -> None:
+    """Neither where it is stored here, nor where its client keeps it for us."""
+    compacted = server.post(RESPONSES + "/compact", HI, **MINE).json["output"][-1]
+    stored = {"type": "item_reference", "id": server.post(RESPONSES, HI, **MINE).json["output"][-1]["id"]}
+    for item, status in ((compacted, 400), (stored, 404)):
+        body = HI | {"input": [item, {"role": "user", "content": "hi"}]}
+        assert server.post(RESPONSES, body, **MINE).status == 200
+        error(server.post(RESPONSES, body, **YOURS), status)
+
+
 def test_a_key_stays_the_owner_over_a_restart(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("mine\n\n yours \n")
     flags = ("--store", str(tmp_path / "store.db"), "--api-key-file", str(tmp_path / "keys"))
@@ -148,6 +163,23 @@ def test_what_needs_a_key(path: str, sent: bytes) -> None:
     assert Keys([]).owner(scope) == ""
 
 
+@pytest.mark.parametrize("sent", [None, b"", b"Bearer", b"Bearer ", b"bearer  \t", b"Basic "])
+def test_no_key_is_no_key(sent: bytes | None) -> None:
+    """Bug: a request without a key had the digest of an empty one, and `--api-key=` opened the server."""
+    headers = [] if sent is None else [(b"authorization", sent)]
+    assert Keys(["", "mine"]).owner({"headers": headers}) is None
+
+
+def test_a_key_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other users of the machine cannot read it there."""
+    args = server_program.arguments().parse_args(["--api-key", " one "])
+    monkeypatch.setenv("LLMREF_API_KEY", "two\n")
+    assert server_program.read_keys(args) == ["one", "two"]
+    monkeypatch.setenv("LLMREF_API_KEY", "")  # meant to be one: without it everybody would be let in
+    with pytest.raises(ValueError, match="LLMREF_API_KEY: expected a key, got nothing"):
+        server_program.read_keys(args)
+
+
 def test_each_key_is_somebody_else(server: Server) -> None:
     owners = {
         Keys(["mine", "yours"]).owner({"headers": [(b"authorization", b"bearer " + key)]})
@@ -167,7 +199,8 @@ def test_a_file_without_keys_is_none(tmp_path: Path) -> None:
         "server.py", "--model", str(TINY), "--port", "0", "--api-key-file", str(tmp_path / "keys")
     )
     assert ended.returncode == 2
-    assert "expected a key a line" in ended.stderr
+    assert "--api-key-file" in ended.stderr
+    assert "expected a key, got nothing" in ended.stderr
 
 
 # --- other origins ------------------------------------------------------------------------------------------
@@ -181,6 +214,7 @@ def test_cors(server: Server) -> None:
     reply = server.request("OPTIONS", RESPONSES, None, Origin=PAGE, **asked)  # browsers ask without the key
     assert (reply.status, reply.headers["access-control-allow-origin"]) == (200, PAGE)
     assert "authorization" in reply.headers["access-control-allow-headers"]
+    assert_noted(server, reply)
     reply = server.post(RESPONSES, HI, Origin=PAGE, **MINE)
     assert (reply.status, reply.headers["access-control-allow-origin"]) == (200, PAGE)
     assert "x-request-id" in reply.headers["access-control-expose-headers"]
@@ -188,7 +222,83 @@ def test_cors(server: Server) -> None:
         server.get("/v1/models", Origin=PAGE).headers["access-control-allow-origin"] == PAGE
     )  # the 401, too
     reply = server.post(RESPONSES, HI, Origin="https://elsewhere.org", **MINE)
+    assert (reply.status, "access-control-allow-origin" in reply.headers) == (200, False)
+    reply = server.request("OPTIONS", RESPONSES, None, Origin="https://elsewhere.org", **asked)
     assert "access-control-allow-origin" not in reply.headers
+    assert error(reply, 400)["message"] == "Disallowed CORS origin."
+    assert_noted(server, reply)
+
+
+def assert_noted(server: Server, reply: Reply) -> None:
+    """A line of the log has the reply's id."""
+    until(lambda: f"[{reply.headers['x-request-id']}]" in server.log(), "it is noted, behind its reply")
+
+
+TEXT, FORM, JSON = "text/plain", "application/x-www-form-urlencoded", "Application/JSON; charset=utf-8"
+ELSEWHERE = "https://elsewhere.org"
+
+
+@pytest.mark.parametrize(
+    ("origin", "content_type", "status"),
+    [
+        (None,      FORM, 200),  # curl's own
+        (None,      None, 200),
+        (PAGE,      TEXT, 200),
+        (ELSEWHERE, JSON, 200),  # no browser's: it asks first, and is told no
+        (ELSEWHERE, TEXT, 415),
+        (ELSEWHERE, FORM, 415),
+        (ELSEWHERE, None, 415),
+        ("null",    TEXT, 415),  # a page from a file, or in a sandbox
+        ("",        TEXT, 200),
+        ("itself",  TEXT, 200),
+    ],
+)  # fmt: skip
+def test_pages_of_other_sites(
+    server: Server, origin: str | None, content_type: str | None, status: int
+) -> None:
+    """Bug: any page could have a server without keys compute, blindly: browsers send such bodies unasked."""
+    sent = {"Origin": server.url if origin == "itself" else origin, "Content_Type": content_type}
+    headers = {name: value for name, value in sent.items() if value is not None}
+    reply = server.request("POST", RESPONSES, json.dumps(HI).encode(), **headers, **MINE)
+    assert reply.status == status, reply.body
+    assert status == 200 or error(reply, status)["code"] == "unsupported_content_type"
+
+
+# --- what is no HTTP request --------------------------------------------------------------------------------
+
+NO_HTTP = {
+    "a length that is no number": b"POST /v1/responses HTTP/1.1\r\nHost: x\r\nContent-Length: x\r\n\r\n",
+    "no host": b"GET / HTTP/1.1\r\n\r\n",
+    "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(64)) + b"\r\n\r\n",
+    "a chunk without a size": b"POST /v1/responses HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer mine\r\n"
+    b"Transfer-Encoding: chunked\r\n\r\nx\r\n",
+}
+
+
+@pytest.mark.parametrize("data", NO_HTTP.values(), ids=NO_HTTP)
+def test_what_is_no_http_gets_an_error_like_any_other(server: Server, data: bytes) -> None:
+    """Bug: uvicorn's own "Invalid HTTP request received.", as text and without an id."""
+    with server.connect(data) as client:
+        whole = HTTPResponse(client)
+        whole.begin()
+        headers = {name.lower(): value for name, value in whole.getheaders()}
+        reply = Reply(whole.status, headers, whole.read())
+        assert client.recv(1) == b""
+    assert error(reply, 400) == {
+        "message": "Invalid HTTP request received.", "type": "invalid_request_error", "param": None,
+        "code": "invalid_http",
+    }  # fmt: skip
+    assert_noted(server, reply)
+
+
+def test_a_websocket_is_told_to_use_http(server: Server) -> None:
+    """Codex falls back at this status alone; uvicorn's log said that a library was missing."""
+    handshake = {"Upgrade": "websocket", "Connection": "Upgrade", "Sec_WebSocket_Version": "13"}
+    reply = server.get(RESPONSES, **handshake, **MINE)
+    assert "POST to /v1/responses" in error(reply, 426)["message"]
+    assert reply.headers["upgrade"] == "HTTP/1.1"
+    assert_noted(server, reply)
+    assert "library" not in server.log()
 
 
 # --- limits -------------------------------------------------------------------------------------------------
@@ -211,6 +321,11 @@ def test_there_is_room_for_so_many_streams(server: Server) -> None:
         assert error(refused, 503)["type"] == "server_error"
         assert int(refused.headers["retry-after"]) > 0
         error(server.get(f"{RESPONSES}/{first}?stream=true", **MINE), 503)
+        for path in (CHAT, f"{RESPONSES}/input_tokens", f"{RESPONSES}/compact"):
+            error(server.post(path, HI, **MINE), 503)
+        assert server.get(f"{RESPONSES}/{first}?stream=false", **MINE).status == 200  # it ends at once
+        assert server.get("/v1/models?stream=true", **MINE).status == 200
+        error(server.post("/v1/banana", HI, **MINE), 404)
         assert server.get(f"{RESPONSES}/{first}", **MINE).json["status"] == "in_progress"
         assert server.post(f"{RESPONSES}/{first}/cancel", {}, **MINE).json["status"] == "cancelled"
     until(lambda: server.post(RESPONSES, HI, **MINE).status == 200, "there is room again")
@@ -251,29 +366,82 @@ def test_a_reader_that_leaves_unread_is_not_dropped_once_more(caplog: pytest.Log
         for _ in range(20):
             await send({"type": "http.response.body", "body": b"x" * 2**20, "more_body": True})
 
+    class Watched(protocol(0.01)):  # type: ignore[misc]
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self.transport.abort()  # before its time is over
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            self.loop.call_later(0.02, lost.set)  # behind the limit
+
     async def leave() -> None:
-        config = uvicorn.Config(app, log_config=None, lifespan="off")
-        config.load()
-        state, lost = ServerState(), asyncio.Event()
-
-        class Watched(protocol(0.01)):  # type: ignore[misc]
-            def pause_writing(self) -> None:
-                super().pause_writing()
-                self.transport.abort()  # before its time is over
-
-            def connection_lost(self, exc: Exception | None) -> None:
-                super().connection_lost(exc)
-                self.loop.call_later(0.02, lost.set)  # behind the limit
-
-        loop = asyncio.get_running_loop()
-        async with await loop.create_server(lambda: Watched(config, state, {}), "127.0.0.1", 0) as listening:
-            _, writer = await asyncio.open_connection(*listening.sockets[0].getsockname())
+        async with connected(app, Watched) as (_, writer):
             writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
             await lost.wait()
-            writer.close()
 
+    lost = asyncio.Event()
     asyncio.run(leave())
     assert [record for record in caplog.records if record.name == "asyncio"] == []
+
+
+@asynccontextmanager
+async def connected(app: Any, kind: Any) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A connection to an application behind a protocol of this kind, in this process."""
+    config, state = uvicorn.Config(app, log_config=None, lifespan="off"), ServerState()
+    config.load()
+    loop = asyncio.get_running_loop()
+    async with await loop.create_server(lambda: kind(config, state, {}), "127.0.0.1", 0) as listening:
+        reader, writer = await asyncio.open_connection(*listening.sockets[0].getsockname())
+        yield reader, writer
+        writer.close()
+
+
+WHOLE = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+UNREAD = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n"
+DAWDLERS = [
+    # what comes at once   then, one by one      n of answers
+    (b"",                  b"",                  0),
+    (b"GET /hea",          b"",                  0),
+    (b"GET /",             b"a",                 0),
+    (WHOLE + b"GET /hea",  b"a",                 1),
+    (UNREAD,               b"a",                 1),  # a body that nobody reads
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("begun", "drop", "n_answers"), DAWDLERS)
+def test_a_head_that_does_not_come(
+    monkeypatch: pytest.MonkeyPatch, begun: bytes, drop: bytes, n_answers: int
+) -> None:
+    """Bug: half a head held its connection for ever, however slowly it came, and nothing counted it."""
+    monkeypatch.setattr(server_program, "MAX_HEAD_S", 0.05)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def dawdle() -> bytes:
+        read = b""
+        async with connected(app, protocol(60)) as (reader, writer):
+            writer.write(begun)
+            try:
+                while True:
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(0.002 if drop else None):
+                            piece = await reader.read(1000)
+                            assert piece, "expected a connection that breaks, got one that ends"
+                            read += piece
+                    writer.write(drop)
+            except ConnectionError:
+                return read
+
+    assert asyncio.run(dawdle()).count(b"HTTP/1.1 200 OK") == n_answers
+
+
+def test_an_idle_connection_is_kept_longer_than_clients_keep_it() -> None:
+    """Bug: both kept it for 5 s, and a request that was sent as it was closed was lost."""
+    kept = server_program.http_config(Starlette(), server_program.arguments().parse_args([]))
+    assert kept.timeout_keep_alive > 2 * (httpx.Limits().keepalive_expiry or 0) > 0
 
 
 def nested(depth: int) -> bytes:
@@ -297,21 +465,17 @@ def test_depth(body: bytes, depth: int) -> None:
 
 
 def test_conversations_are_so_long(server: Server) -> None:
-    turns = [{"role": "user", "content": ""}] * (params.MAX_ITEMS + 1)
+    turns = [{"role": "user", "content": ""}] * (chat.MAX_ITEMS + 1)
     for path, name in ((RESPONSES, "input"), (CHAT, "messages")):
         refusal = error(server.post(path, {"model": "tiny", name: turns}, **MINE), 400)
         assert (refusal["param"], refusal["code"]) == (name, "invalid_value")
-        assert str(params.MAX_ITEMS) in refusal["message"]
+        assert str(chat.MAX_ITEMS) in refusal["message"]
 
 
 def test_heads_are_so_large(server: Server) -> None:
     assert server.get("/v1/models", X_Large="x" * 60_000, **MINE).status == 200
     with server.connect(b"GET /v1/models HTTP/1.1\r\nX-Large: " + b"x" * 66_000) as client:  # and no end
-        reply = b""
-        while not reply.endswith(b"Invalid HTTP request received."):  # h11 says so, in any pieces
-            piece = client.recv(1000)
-            assert piece
-            reply += piece
+        reply = b"".join(iter(lambda: client.recv(1000), b""))
     assert reply.startswith(b"HTTP/1.1 400 ")
 
 
@@ -323,7 +487,7 @@ def test_a_body_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
             await asyncio.Event().wait()
 
         http = HttpRequest({"type": "http", "method": "POST", "headers": []}, receive)
-        with pytest.raises(params.BadRequest) as caught:
+        with pytest.raises(BadInput) as caught:
             await answers.read_json(http)
         assert answers.STATUS[caught.value.code] == 408
 

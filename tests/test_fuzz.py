@@ -16,8 +16,8 @@ import params
 import responses
 import sse
 from channels import Finish
-from chat import BadInput
-from scripted import in_steps, said, vocabulary
+from checks import BadInput
+from scripted import in_steps, said, vocab_size, vocabulary
 from serving import Reply, Server, serve
 
 N_EXAMPLES = 150
@@ -174,7 +174,7 @@ TOKENIZER = vocabulary([b"get", b'{"name": "f", "arguments": {', b"}}", b"\n\n"]
 @settings(max_examples=100)
 @given(
     st.lists(
-        st.integers(0, TOKENIZER.vocab_size - 1) | st.integers(256, TOKENIZER.vocab_size - 1), max_size=40
+        st.integers(0, vocab_size(TOKENIZER) - 1) | st.integers(256, vocab_size(TOKENIZER) - 1), max_size=40
     ),
     st.lists(st.integers(1, 5), min_size=1, max_size=3),
     st.booleans(),

@@ -24,7 +24,20 @@ from emulator import Emulator
 from engine import Engine, Job
 from engines import alone, play, steps_of, tiny
 from gpu import CudaOps, OutOfMemory, bfloat16, on_device
-from kernels import ANY, CODE, SHAPES, Kernels, LaunchAttribute, LaunchConfig, check_sizes, signatures
+from kernels import (
+    ANY,
+    CODE,
+    FEW_ROWS,
+    MANY_ROWS,
+    ONE_TILE,
+    SHAPES,
+    Kernels,
+    LaunchAttribute,
+    LaunchConfig,
+    check_sizes,
+    shape_for,
+    signatures,
+)
 from model import PAGE, Choice, Context, NumpyOps, Sampling, Span
 from parity import CASES, Ours, config_json, write
 from test_kernels import random_weights, widened
@@ -112,9 +125,10 @@ def by_steps(ops: Any, spans: Sequence[Span], sampling: Sampling = BITS) -> list
 # ---- Laws, to the bit --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", VARIED)
-def test_prefill_is_decode_and_chunked_is_whole(name: str) -> None:
+@pytest.mark.parametrize(("name", "enough"), [(VARIED[0], 64), (VARIED[0], 1), (VARIED[1], 64)])
+def test_prefill_is_decode_and_chunked_is_whole(name: str, enough: int) -> None:
     ops, token_ids = made(name), tokens(100)
+    ops.enough = enough
     [whole] = by_steps(ops, [tile(token_ids)])
     one_by_one = [rows(token_ids[i : i + 1], i, 1, n_wanted=i == 99) for i in range(100)]
     ways = {
@@ -408,6 +422,22 @@ def test_random_weights_have_the_shapes_of_read_ones(name: str) -> None:
 # ---- Launches ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("n_rows", "n_columns", "shape"),
+    [
+        (1, 151936, ONE_TILE),
+        (16, 151936, ONE_TILE),
+        (17, 151936, MANY_ROWS),  # logits of a batch
+        (64, 6144, FEW_ROWS),  # Qwen3-0.6B's gate_up: 48 blocks of the largest shape
+        (512, 1024, FEW_ROWS),  # its out: 32
+        (512, 4096, MANY_ROWS),
+        (256, 4096, MANY_ROWS),  # Llama-3-8B's out: 64
+    ],
+)
+def test_the_shape_of_a_product_leaves_no_processor_idle(n_rows: int, n_columns: int, shape: Any) -> None:
+    assert shape_for(n_rows, n_columns, CudaOps.enough) == shape
+
+
 def test_signatures_are_those_that_the_emulator_finds() -> None:
     ours_, theirs = signatures(CODE.read_text()), emulator.parameters_of(CODE.read_text())
     assert {name: [(p.name, p.is_array) for p in ps] for name, ps in ours_.items()} == {
@@ -443,7 +473,7 @@ def test_all_shapes_are_loaded_before_the_first_step() -> None:
     """A shape that no step had needed was compiled when the first long prompt came, and it waited."""
     kernels = made(VARIED[0])._kernels
     asked_for = {id(kernel.module) for kernel in kernels._cp.kernels}
-    assert asked_for >= {id(kernels._modules[shape]) for _, shape in SHAPES}
+    assert asked_for >= {id(kernels._modules[shape]) for shape in SHAPES}
 
 
 def test_the_structures_are_those_of_cuda_h() -> None:

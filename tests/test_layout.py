@@ -24,51 +24,54 @@ SCRIPTS = {"bench"}  # run from the checkout, and imported by nobody
 #  module         of ours, it may import
 MAY_IMPORT = {
     "channels":    set(),
+    "checks":      set(),
     "drafts":      set(),
-    "hub":         set(),
     "logs":        set(),
     "metering":    set(),
     "metrics":     set(),
     "page":        set(),
     "pages":       set(),
     "quoted":      set(),
+    "rope":        set(),
     "sealed":      set(),
     "sse":         set(),
     "store":       set(),
-    "weights":     set(),
     "background":  {"store"},
     "calls":       {"channels"},
     "captures":    {"sse"},
     "completions": {"channels"},
-    "kernels":     {"weights"},
-    "model":       {"weights"},
     "responses":   {"channels"},
     "tokenizer":   {"channels"},
     "tools":       {"channels"},
-    "chat":        {"tools"},
-    "cpu":         {"model", "weights"},
+    "weights":     {"rope"},
+    "answers":     {"background", "checks", "sse"},
+    "chat":        {"checks", "tools"},
     "dialects":    {"calls", "channels"},
-    "engine":      {"drafts", "model", "pages", "weights"},
-    "gpu":         {"kernels", "model", "weights"},
+    "hub":         {"weights"},
+    "kernels":     {"weights"},
+    "model":       {"rope", "weights"},
+    "relay":       {"checks", "completions", "metering", "sse"},
     "rules":       {"captures", "responses", "sse"},
     "audit":       {"captures", "rules"},
-    "params":      {"chat", "tools"},
-    "plain":       {"gpu", "kernels", "weights"},
-    "relay":       {"chat", "completions", "metering", "sse"},
-    "answers":     {"background", "params", "sse"},
-    "grammar":     {"calls", "channels", "params", "quoted", "tools"},
+    "cpu":         {"model", "weights"},
+    "engine":      {"drafts", "model", "pages", "weights"},
+    "gpu":         {"kernels", "model", "rope", "weights"},
+    "params":      {"chat", "checks", "tools"},
     "upstreams":   {"completions", "relay"},
-    "remote":      {"answers", "channels", "chat", "completions", "metering", "params", "relay", "sse",
-                    "upstreams"},
-    "worker":      {"channels", "chat", "dialects", "engine", "grammar", "model", "params", "tokenizer"},
-    "api":         {"answers", "background", "channels", "chat", "completions", "metrics", "params", "relay",
-                    "remote", "responses", "sealed", "sse", "store", "tools", "worker"},
-    "loading":     {"chat", "cpu", "engine", "gpu", "grammar", "kernels", "model", "tokenizer", "weights",
-                    "worker"},
-    "front":       {"answers", "api", "chat", "logs", "metrics", "page", "relay"},
+    "grammar":     {"calls", "channels", "params", "quoted", "tools"},
+    "plain":       {"gpu", "kernels", "weights"},
+    "remote":      {"answers", "channels", "chat", "checks", "completions", "metering", "params", "relay",
+                    "sse", "upstreams"},
+    "worker":      {"channels", "chat", "checks", "dialects", "engine", "grammar", "model", "params",
+                    "tokenizer"},
+    "api":         {"answers", "background", "channels", "chat", "checks", "completions", "metrics",
+                    "params", "relay", "remote", "responses", "sealed", "sse", "store", "tools", "worker"},
+    "loading":     {"chat", "cpu", "engine", "gpu", "grammar", "kernels", "model", "params", "tokenizer",
+                    "weights", "worker"},
+    "front":       {"answers", "api", "checks", "logs", "metrics", "page", "relay"},
     "bench":       set(),
-    "server":      {"api", "background", "dialects", "front", "hub", "loading", "logs", "metering", "remote",
-                    "responses", "store", "upstreams", "worker"},
+    "server":      {"answers", "api", "background", "dialects", "front", "hub", "loading", "logs",
+                    "metering", "remote", "responses", "store", "upstreams", "worker"},
 }
 # fmt: on
 
@@ -175,6 +178,13 @@ def test_py_modules_are_the_modules() -> None:
 )
 def test_readme_starts_in_one_command(command: str) -> None:
     assert sum(command in line for line in README.splitlines()) == 1
+
+
+def test_curl_in_the_readme_says_what_it_sends() -> None:
+    """vLLM and SGLang refuse a body whose type is not JSON; curl's own is that of a form."""
+    commands = [line for line in README.splitlines() if re.match(r" +curl .* -d ", line)]
+    assert len(commands) == len(re.findall(r"\bcurl [^`]*? -d ", README)) > 0
+    assert [line for line in commands if "-H 'Content-Type: application/json'" not in line] == []
 
 
 @pytest.mark.parametrize("words", [words for words in readme_commands() if len(words) > 1], ids=shlex.join)

@@ -180,12 +180,11 @@ def test_background_must_survive_disconnect(server: Server) -> None:
 
 @pytest.mark.bug("I01")
 def test_generation_survives_disconnect(server: Server) -> None:
-    """In the foreground it must not, and nothing of it is kept: ggml-org/llama.cpp#24496."""
-    with streaming(server, LONG) as (id_, frames):
+    """In the foreground it must not: ggml-org/llama.cpp#24496."""
+    with streaming(server, LONG) as (_, frames):
         list(itertools.islice(frames, 3))
         assert server.health()["running"] == 1
     until(lambda: is_idle(server), "the engine is idle")
-    assert server.get(path(id_)).status == 404
 
 
 # --- resume -------------------------------------------------------------------------------------------------
@@ -399,6 +398,27 @@ def test_foreground_response_that_runs_is_its_clients_alone(server: Server) -> N
         reply = server.post(RESPONSES, HI | {"previous_response_id": id_})
         assert reply.json["error"]["code"] == "previous_response_not_found"
     until(lambda: is_idle(server), "the engine is idle")
+
+
+@pytest.mark.parametrize("store", [True, False])
+def test_foreground_response_whose_client_left(server: Server, store: bool) -> None:
+    """It was gone for ever; "the cancelled non-background response becomes retrievable" (B17)."""
+    with streaming(server, LONG | {"store": store}) as (id_, frames):
+        seen = [parsed(frame) for frame in itertools.islice(frames, 40)]
+    if not store:
+        until(lambda: is_idle(server), "the engine is idle")
+        assert (server.get(path(id_)).status, server.get(path(id_)).json) == not_found(id_)
+        return
+    until(lambda: server.get(path(id_)).status == 200, "it is stored")
+    found = server.get(path(id_)).json
+    laws.check_body(found)
+    assert (found["status"], found["usage"], found["error"]) == ("cancelled", None, None)
+    said = "".join(event["delta"] for event in seen if event["type"].endswith("reasoning_text.delta"))
+    assert said
+    assert found["output"][0]["content"][0]["text"].startswith(said)
+    reply = server.post(path(id_, "cancel"), {})
+    assert (reply.status, reply.json) == (400, error(SYNCHRONOUS))
+    assert server.request("DELETE", path(id_), None).status == 200
 
 
 @pytest.mark.parametrize("id_", ["resp_unknown", "x" * 2000, "%00", "a%20b", "%F0%9F%A6%9C"])
@@ -629,6 +649,49 @@ def test_chain_behind_one_that_runs(server: Server) -> None:
             assert (reply.status, reply.json) == (400, error(message, "previous_response_id"))
 
 
+def test_item_references(server: Server) -> None:
+    """It was always refused. As the Vercel AI SDK sends what was said before (packages/openai,
+    convert-to-openai-responses-input.ts), and in the shortest form that the SDK has.
+    """
+    tools = {"tools": [WEATHER]}
+    asked = {"role": "user", "content": [{"type": "input_text", "text": TOKYO}]}
+    first = created(server, HI | tools | {"input": [asked]})
+    thought, call = first["output"]
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": RESULT}
+    whole = created(server, HI | tools | {"input": [asked, thought, call, result]})
+    for shape in ({"type": "item_reference"}, {"type": None}, {}):
+        references = [{**shape, "id": item["id"]} for item in (thought, call)]
+        second = created(server, HI | tools | {"input": [asked, *references, result]})
+        assert second["usage"]["input_tokens"] == whole["usage"]["input_tokens"]
+        assert listed(server, second["id"])[1:3] == [thought, call]
+    kept = second["output"][-1]["id"]
+    server.request("DELETE", path(second["id"]), None)
+    for unknown in ("msg_unknown", "\0", thought["id"] + "0", thought["id"][3:], kept):
+        reply = server.post(RESPONSES, HI | {"input": [asked, {"type": "item_reference", "id": unknown}]})
+        message = f"Item with id '{unknown}' not found."
+        assert (reply.status, reply.json) == (404, error(message, "input[1].id", "item_not_found"))
+    reply = server.post(RESPONSES, HI | {"input": [{"type": "item_reference"}]})
+    assert (reply.status, reply.json["error"]["code"]) == (400, "missing_required_parameter")
+
+
+def test_an_open_call_of_the_chain_wants_its_output(server: Server) -> None:
+    """The model was told of a call, and never what came of it: https://github.com/openai/openai-agents-python/issues/673"""
+    first = created(server, HI | {"input": TOKYO, "tools": [WEATHER]})
+    call = first["output"][-1]
+    reply = server.post(RESPONSES, HI | {"previous_response_id": first["id"]})
+    message = f"No tool output found for function call {call['call_id']}."
+    assert (reply.status, reply.json) == (400, error(message, "input"))
+
+
+@pytest.mark.parametrize("previous", ["resp_unknown", "resp_unknown" * 9])
+@pytest.mark.parametrize("change", [{"temperature": 9}, {"conversation": "conv_1"}, {"metadata": []}])
+def test_what_is_wrong_in_itself_is_told_before_the_chain_is_looked_up(
+    server: Server, change: Json, previous: str
+) -> None:
+    reply = server.post(RESPONSES, HI | change | {"previous_response_id": previous})
+    assert (reply.status, reply.json["error"]["param"]) == (400, next(iter(change)))
+
+
 # --- what is kept -------------------------------------------------------------------------------------------
 
 
@@ -740,7 +803,7 @@ REFUSED: list[tuple[Json, int, str | None, str]] = [
     ({"temperature": 3},                       400,    "temperature",          VALUE),
     ({"background": "yes"},                    400,    "background",           TYPE),
     ({"store": 1},                             400,    "store",                TYPE),
-    ({"tools": [{"type": "function"}]},        400,    "tools[0].name",        VALUE),
+    ({"tools": [{"type": "function"}]},        400,    "tools[0].name",        MISSING),
     ({"previous_response_id": 7},              400,    "previous_response_id", TYPE),
     ({"previous_response_id": "resp_unknown"}, 400,    "previous_response_id", "previous_response_not_found"),
     ({"conversation": "conv_1"},               400,    "conversation",         "unsupported_parameter"),

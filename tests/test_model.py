@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from model import PAGE, Array, Batch, Choice, Context, NumpyOps, Sampling, Span, Ticket, _draw, forward
 from parity import CASES, N_PAGES, Ours, tile, write
-from weights import Layer, rope_table
+from rope import rope_table
+from weights import Layer
 
 Vector = NDArray[np.float64]
 
@@ -74,7 +75,7 @@ class Oracle:
 
     def __init__(self, model: Ours, n: int) -> None:
         self.config, self.weights = model.config, model.weights
-        self.rope = rope_table(model.config, n).astype(np.complex128)
+        self.rope = rope_table(model.config.rope, model.config.head_dim, n).astype(np.complex128)
         self.keys: list[list[Vector]] = [
             [] for _ in self.weights.layers
         ]  # a layer, a position: (n_kv_heads, head_dim)

@@ -1,13 +1,16 @@
 """Every row of params.RESPONSES and params.CHAT: what it takes, what it refuses, and what is echoed."""
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
+from openai.types.responses import ToolParam
 
 import params
-from chat import BadInput
-from params import CHAT, RESPONSES, BadRequest, Demand, Request
+from checks import BadInput
+from model import Sampling
+from params import CHAT, RESPONSES, Demand, Request
 from tools import Grammar, Tool
 
 Json = dict[str, Any]
@@ -31,6 +34,8 @@ LOW = {"effort": "low", "summary": "auto"}
 PLAIN = {"format": {"type": "text"}}
 JSON = {"type": "json_object"}
 SCHEMA = {"type": "json_schema", "name": "x"}
+ODD_NAME = {"name": "a b!"}
+SPACED = {"type": "json_schema", "json_schema": ODD_NAME | {"schema": {}}}
 OBJECT = Demand("none", schema={"type": "object"}, schema_path="response_format.json_schema")
 FUNCTION = {"type": "function", "name": "f", "description": None, "parameters": None, "strict": False}
 ONE_TOOL = {"tools": [FUNCTION]}
@@ -66,6 +71,10 @@ ALLOWED = {"type": "allowed_tools", "mode": "required", "tools": [NAMED]}
 NEVER, OTHER, IN_ONE = ALLOWED | {"mode": "none"}, NAMED | {"name": "g"}, {"conversation": "c"}
 NO_NAMES = {"type": "allowed_tools", "mode": "auto", "tools": [{"function": "x"}]}
 NO_OBJECT = {"tools": [FUNCTION | {"parameters": {"type": "array"}}]}
+MISTYPED = ALLOWED | {"tools": [NAMED | {"type": "fucntion"}]}
+NONE_OF_THEM = ALLOWED | {"tools": []}
+NAMELESS = {"type": "function"}
+NESTED_NAMELESS = {"type": "function", "function": {}}
 LISTED = NAMED | {"name": ["f"]}
 BAD_SCHEMA = "invalid_json_schema"
 GBNF, UNDEFINED = LARK | {"syntax": "gbnf"}, LARK | {"definition": None}
@@ -108,6 +117,7 @@ COMMON: dict[str, Values] = {
     "top_logprobs":          ([0, 20],                       [True, "1"], [-1, 21],         []),
     "stop":                  (["a", list("abcd"), []],       [5, {}],     ["", ["a"] * 5, "a" * 1025],  []),
     "stop_token_ids":        ([[], [0, 5]],                  [5, "5"],    [[5] * 1025],     []),
+    "ignore_eos":            ([True, False],                 [1, "yes"],  [],               []),
     "parallel_tool_calls":   ([True, False],                 [0, "no"],   [],               []),
     "metadata":              ([{}, LONGEST],                 [[], "a"],   [PAIRS_17],       []),
     "chat_template_kwargs":  ([{}, KWARGS],                  [[], True],  [],               []),
@@ -116,6 +126,31 @@ COMMON: dict[str, Values] = {
     "service_tier":          (["auto", "of next year"],      [],          [],               []),
     "user":                  (["someone", ""],               [],          [],               []),
     "moderation":            ([],                            [],          [],               ["auto", {}]),
+    "structured_outputs":    ([],                            [],          [],               [{"json": {}}]),
+    "guided_json":           ([],                            [],          [],               [{}]),
+    "guided_choice":         ([],                            [],          [],               [["a", "b"]]),
+    "guided_regex":          ([],                            [],          [],               ["a+"]),
+    "guided_grammar":        ([],                            [],          [],               ['root ::= "a"']),
+    "grammar":               ([""],                          [],          [],               ['root ::= "a"']),
+    "min_tokens":            ([0],                           [],          [],               [1, False]),
+    "bad_words":             ([[]],                          [],          [],               [["a"]]),
+    "allowed_token_ids":     ([],                            [],          [],               [[5]]),
+    "prompt_logprobs":       ([],                            [],          [],               [0, 1]),
+    "logprob_token_ids":     ([],                            [],          [],               [[5]]),
+    "best_of":               ([1],                           [],          [],               [2, True]),
+    "use_beam_search":       ([False],                       [],          [],               [True]),
+    "include_stop_str_in_output": ([False],                  [],          [],               [True]),
+    "skip_special_tokens":   ([True],                        [],          [],               [False]),
+    "add_special_tokens":    ([False],                       [],          [],               [True]),
+    "truncate_prompt_tokens": ([],                           [],          [],               [5, -1]),
+    "thinking_token_budget": ([],                            [],          [],               [5]),
+    "include_reasoning":     ([True],                        [],          [],               [False]),
+    "repetition_detection":  ([],                            [],          [],               [{}]),
+    "documents":             ([[]],                          [],          [],               [[PLAIN]]),
+    "chat_template":         ([],                            [],          [],               ["{{ tools }}"]),
+    "echo":                  ([False],                       [],          [],               [True]),
+    "add_generation_prompt": ([True],                        [],          [],               [False]),
+    "continue_final_message": ([False],                      [],          [],               [True]),
 }
 
 VALUES: dict[str, dict[str, Values]] = {
@@ -137,6 +172,13 @@ VALUES: dict[str, dict[str, Values]] = {
     "truncation":            (["auto", "disabled"],          [False],     ["none"],         []),
     "prompt":                ([],                            [],          [],               [{}]),
     "context_management":    ([],                            [],          [],               [[]]),
+    "n":                     ([1],                           [],          [],               [2, "many"]),
+    "logprobs":              ([False],                       [],          [],               [True, 5]),
+    "messages":              ([],                            [],          [],               [[HI]]),
+    "max_tokens":            ([],                            [],          [],               [5]),
+    "max_completion_tokens": ([],                            [],          [],               [5]),
+    "response_format":       ([],                            [],          [],               [JSON]),
+    "reasoning_effort":      ([],                            [],          [],               ["low"]),
   },
   "chat": COMMON | {
     "messages":              ([[HI]],                        ["hi", 5],   [[]],             []),
@@ -187,43 +229,51 @@ INSIDE: list[tuple[str, str, str, Json]] = [
     ("chat",      "stream_options",               VALUE,       {"stream": False, "stream_options": {}}),
     ("chat",      "response_format.type",         VALUE,       {"response_format": {"type": "xml"}}),
     ("chat",      "response_format.type",         MISSING,     {"response_format": {"json_schema": {}}}),
-    ("chat",      "response_format.json_schema",  TYPE,        {"response_format": {"type": "json_schema"}}),
-    ("chat",      "top_logprobs",                 VALUE,       {"top_logprobs": 0}),
+    ("chat",      "response_format.json_schema",  MISSING,     {"response_format": {"type": "json_schema"}}),
+    ("chat",      "response_format.json_schema.name", VALUE,   {"response_format": SPACED}),
+    ("responses", "text.format.name",             VALUE,       {"text": {"format": SCHEMA | ODD_NAME}}),
     ("chat",      "top_logprobs",                 VALUE,       {"logprobs": False, "top_logprobs": 3}),
     ("responses", "tools[0]",                     TYPE,        {"tools": [5]}),
-    ("responses", "tools[1].type",                TYPE,        {"tools": [FUNCTION, {}]}),
-    ("responses", "tools[0].name",                VALUE,       {"tools": [CUSTOM | {"name": None}]}),
+    ("responses", "tools[1].type",                MISSING,     {"tools": [FUNCTION, {}]}),
+    ("responses", "tools[0].type",                MISSING,     {"tools": [{"type": None}]}),
+    ("responses", "tools[1].type",                VALUE,       {"tools": [FUNCTION, {"type": "fucntion"}]}),
+    ("responses", "tools[0].type",                VALUE,       {"tools": [{"type": "x" * 2**20}]}),
+    ("responses", "tools[0].name",                MISSING,     {"tools": [CUSTOM | {"name": None}]}),
     ("responses", "tools[0].format",              TYPE,        {"tools": [CUSTOM | {"format": "text"}]}),
     ("responses", "tools[0].format.type",         VALUE,       {"tools": [CUSTOM | {"format": PLAIN_JSON}]}),
     ("responses", "tools[0].format.type",         MISSING,     {"tools": [CUSTOM | {"format": {}}]}),
     ("responses", "tools[0].format.syntax",       VALUE,       {"tools": [CUSTOM | {"format": GBNF}]}),
     ("responses", "tools[0].format.definition",   MISSING,     {"tools": [CUSTOM | {"format": UNDEFINED}]}),
-    ("responses", "tools[0].tools",               TYPE,        {"tools": [NAMESPACE | {"tools": None}]}),
+    ("responses", "tools[0].tools",               MISSING,     {"tools": [NAMESPACE | {"tools": None}]}),
     ("responses", "tools[0].tools[0].type",       VALUE,       {"tools": [HIDDEN]}),
     ("responses", "tools",                        VALUE,       {"tools": [NAMESPACE, NAMESPACE]}),
     ("responses", "tools",                        VALUE,       {"tools": [NAMESPACE, JOINED]}),
-    ("responses", "tools[0].name",                VALUE,       {"tools": [{"type": "function"}]}),
+    ("responses", "tools[0].name",                MISSING,     {"tools": [{"type": "function"}]}),
     ("responses", "tools[0].name",                VALUE,       {"tools": [FUNCTION | {"name": "x" * 65}]}),
     ("responses", "tools[0].name",                VALUE,       {"tools": [FUNCTION | {"name": "f\n"}]}),
     ("responses", "tools[0].name",                TYPE,        {"tools": [FUNCTION | {"name": 5}]}),
     ("responses", "tools[0].parameters",          TYPE,        {"tools": [FUNCTION | {"parameters": []}]}),
     ("responses", "tools[0].description",         TYPE,        {"tools": [FUNCTION | {"description": 5}]}),
     ("responses", "tools",                        VALUE,       {"tools": [FUNCTION, FUNCTION]}),
-    ("chat",      "tools[0].function",            TYPE,        {"tools": [FUNCTION]}),
+    ("chat",      "tools[0].function",            MISSING,     {"tools": [FUNCTION]}),
     ("chat",      "tools[0].type",                VALUE,       {"tools": [HOSTED]}),
-    ("chat",      "tools[0].custom",              TYPE,        {"tools": [CUSTOM]}),
-    ("chat",      "tools[0].custom.format.grammar", TYPE,      {"tools": [NO_GRAMMAR]}),
-    ("chat",      "tools[0].function.name",       VALUE,       {"tools": [NESTED | {"function": {}}]}),
+    ("chat",      "tools[0].custom",              MISSING,     {"tools": [CUSTOM]}),
+    ("chat",      "tools[0].custom.format.grammar", MISSING,   {"tools": [NO_GRAMMAR]}),
+    ("chat",      "tools[0].function.name",       MISSING,     {"tools": [NESTED | {"function": {}}]}),
     ("responses", "tool_choice",                  VALUE,       {"tool_choice": "required"}),
     ("responses", "tool_choice",                  VALUE,       ONE_TOOL | {"tool_choice": OTHER}),
-    ("responses", "tool_choice.type",             TYPE,        ONE_TOOL | {"tool_choice": {"name": "f"}}),
+    ("responses", "tool_choice.type",             MISSING,     ONE_TOOL | {"tool_choice": {"name": "f"}}),
+    ("responses", "tool_choice.name",             MISSING,     ONE_TOOL | {"tool_choice": NAMELESS}),
     ("responses", "tool_choice.type",             UNSUPPORTED, HOSTED_ONLY | {"tool_choice": FORCED}),
     ("responses", "tool_choice",                  VALUE,       HOSTED_ONLY | {"tool_choice": "required"}),
     ("responses", "tool_choice",                  VALUE,       ONE_TOOL | {"tool_choice": PICKED}),
     ("responses", "tool_choice",                  VALUE,       ONE_TOOL | {"tool_choice": IN_NAMESPACE}),
-    ("responses", "tool_choice.tools",            TYPE,        {"tool_choice": {"type": "allowed_tools"}}),
-    ("responses", "tool_choice.function",         TYPE,        ONE_TOOL | {"tool_choice": LISTED}),
-    ("responses", "tool_choice.allowed_tools",    TYPE,        ONE_TOOL | {"tool_choice": NO_NAMES}),
+    ("responses", "tool_choice.tools",            MISSING,     {"tool_choice": {"type": "allowed_tools"}}),
+    ("responses", "tool_choice.tools",            VALUE,       ONE_TOOL | {"tool_choice": NONE_OF_THEM}),
+    ("responses", "tool_choice.tools[0].type",    VALUE,       ONE_TOOL | {"tool_choice": MISTYPED}),
+    ("responses", "tool_choice.name",             TYPE,        ONE_TOOL | {"tool_choice": LISTED}),
+    ("responses", "tool_choice.tools[0].function", TYPE,       ONE_TOOL | {"tool_choice": NO_NAMES}),
+    ("chat",      "tool_choice.function.name",    MISSING,     TOOLS | {"tool_choice": NESTED_NAMELESS}),
     ("responses", "tools",                        BAD_SCHEMA,  NO_OBJECT | {"tool_choice": "required"}),
     ("responses", "tool_choice.mode",             VALUE,       ONE_TOOL | {"tool_choice": NEVER}),
     ("chat",      "tool_choice",                  VALUE,       {"tool_choice": NESTED}),
@@ -247,7 +297,7 @@ def refusal(api: str, change: Json) -> BadInput:
         read(api, change)
     assert caught.value.message
     assert "\n" not in caught.value.message
-    assert len(caught.value.message) < 400
+    assert len(caught.value.message) < 500
     return caught.value
 
 
@@ -266,6 +316,17 @@ def test_no_row_is_missing_here(api: str) -> None:
     assert VALUES[api].keys() == APIS[api][2].keys()
     hints = {"service_tier", "user"}  # cannot be wrong
     assert {name for name, (_, *bad) in VALUES[api].items() if not any(bad)} == hints
+
+
+def test_each_sampling_parameter_is_a_field_of_the_sampler() -> None:
+    assert params.SAMPLING.keys() <= {field.name for field in dataclasses.fields(Sampling)}
+
+
+def test_hosted_tools_are_those_of_the_sdk() -> None:
+    """What it does not know is a slip of the pen, which would lose the tool."""
+    types = [get_type_hints(tool)["type"] for tool in get_args(ToolParam)]
+    known = {name for each in types for name in get_args(each)}
+    assert known == {*params.HOSTED, *params.TOOL_TYPES}
 
 
 @pytest.mark.parametrize(("api", "name", "value"), GOOD)
@@ -289,7 +350,7 @@ def test_bad_value_inside(api: str, param: str, code: str, change: Json) -> None
 
 @pytest.mark.parametrize(("api", "name"), [row[:2] for row in ROWS])
 def test_null_is_absent(api: str, name: str) -> None:
-    if name in ("model", "input", "messages"):
+    if name in ("model", "input" if api == "responses" else "messages"):
         error = refusal(api, {name: None})
         assert (error.param, error.code) == (name, "missing_required_parameter")
     else:
@@ -299,7 +360,7 @@ def test_null_is_absent(api: str, name: str) -> None:
 @pytest.mark.parametrize("body", [None, [], "hi", 5, True, [RESPONSES_BODY]])
 @pytest.mark.parametrize("api", APIS)
 def test_body_is_an_object(api: str, body: Any) -> None:
-    with pytest.raises(BadRequest) as caught:
+    with pytest.raises(BadInput) as caught:
         APIS[api][0](body, {})
     assert (caught.value.param, caught.value.code) == (None, TYPE)
 
@@ -309,8 +370,7 @@ def test_unknown_keys_are_ignored(api: str) -> None:
     assert read(api, {"banana": object(), "": None}) == read(api, {})
 
 
-def test_the_other_api_is_unknown_here() -> None:
-    assert read("responses", {"n": "many", "max_tokens": -1}) == read("responses", {})
+def test_the_other_api_is_unknown_to_chat() -> None:
     assert read("chat", {"max_output_tokens": -1, "background": True}) == read("chat", {})
 
 
@@ -324,13 +384,14 @@ MEANING: list[tuple[str, str, Any, Json]] = [
     ("chat",      "max_tokens",      5,                          {"max_tokens": 5}),
     ("chat",      "max_tokens",      6,                          BOTH_LIMITS),
     ("chat",      "n",               1,                          {}),
-    ("responses", "top_k",           0,                          {"top_k": -1}),
+    ("responses", "ignore_eos",      True,                       {"ignore_eos": True}),
+    ("chat",      "ignore_eos",      False,                      {}),
     ("responses", "stop",            ("a",),                     {"stop": "a"}),
     ("responses", "stop",            ("a", "b"),                 {"stop": ["a", "b"]}),
-    ("responses", "logit_bias",      {5: 1},                     {"logit_bias": {"05": 1}}),
     ("responses", "n_top_logprobs",  None,                       {"top_logprobs": 3}),
     ("responses", "n_top_logprobs",  0,                          {"include": [SHOWN]}),
     ("chat",      "n_top_logprobs",  None,                       {}),
+    ("chat",      "n_top_logprobs",  None,                       {"top_logprobs": 0}),
     ("chat",      "n_top_logprobs",  0,                          {"logprobs": True}),
     ("chat",      "n_top_logprobs",  3,                          {"logprobs": True, "top_logprobs": 3}),
     ("responses", "truncate",        True,                       {"truncation": "auto"}),
@@ -401,6 +462,20 @@ def test_meaning(api: str, attribute: str, value: Any, change: Json) -> None:
     assert getattr(read(api, change), attribute) == value
 
 
+@pytest.mark.parametrize("api", APIS)
+def test_sampling(api: str) -> None:
+    found = read(api, {"top_k": -1, "logit_bias": {"05": 1}, "min_p": 0.5}).sampling
+    assert found.keys() == params.SAMPLING.keys()
+    assert (found["top_k"], found["logit_bias"], found["min_p"], found["seed"]) == (0, {5: 1}, 0.5, None)
+
+
+def test_what_has_moved_says_where_to() -> None:
+    """As OpenAI has it: chat's names on /v1/responses, which would be lost in silence."""
+    error = refusal("responses", {"response_format": JSON})
+    expected = "In the Responses API, this parameter has moved to 'text.format'."
+    assert error.message == f"Unsupported parameter: 'response_format'. {expected}"
+
+
 @pytest.mark.parametrize(("change", "members"), ECHOES)
 def test_echo(change: Json, members: Json) -> None:
     echo = read("responses", change).echo
@@ -428,6 +503,6 @@ RESOLVED = [
 @pytest.mark.parametrize("api", APIS)
 def test_defaults_are_the_models(api: str, given: Json, defaults: Json, holds: float) -> None:
     request = read(api, given, defaults)
-    assert request.temperature == holds
+    assert request.sampling["temperature"] == holds
     if api == "responses":
         assert request.echo["temperature"] == holds  # numbers, never null: openresponses' schema

@@ -25,6 +25,7 @@ import remote
 import sse
 import upstream as scripted
 from channels import Accepted, Delta, Finish, Output, Usage
+from checks import BadInput
 from completions import Unreadable
 from metering import Counts, Meter, Prices
 from relay import Refused, Relay
@@ -104,6 +105,16 @@ COSTS = [
 def test_costs(counts: Counts, prices: Prices, adjusted: tuple[int, ...], costs: tuple[int, ...]) -> None:
     assert tuple(prices.adjusted(counts)) == adjusted
     assert tuple(prices.costs(counts).values()) == costs
+
+
+@pytest.mark.parametrize(("cached", "reasoning", "total"), [(9, 0, 1), (0, 9, 5), (9, 9, 0)])
+def test_a_part_is_no_more_than_its_whole(cached: int, reasoning: int, total: int) -> None:
+    """Bug: more was cached than the prompt has, the rest cost -4, and the counter of all costs fell."""
+    details = {"prompt_tokens_details": {"cached_tokens": cached}, "reasoning_tokens": reasoning}
+    meter = Meter(Prices(1, Counts(10_000, 0, 10_000, 0)))
+    usage = meter.read({"usage": {"prompt_tokens": 5, "completion_tokens": 1} | details})
+    assert usage
+    assert (usage["total_cost"], meter.used()["total"]) == (total, total)
 
 
 @pytest.mark.parametrize("coefficient", [1000, 1500, 333])
@@ -990,6 +1001,7 @@ REQUESTS: list[tuple[Json, Json]] = [
     ({},                                                {}),
     ({"max_output_tokens": 7, "seed": 5, "stop": "x"},  {"max_tokens": 7, "seed": 5, "stop": ["x"]}),
     ({"temperature": 0, "top_p": 0.5, "top_k": 4},      {"temperature": 0, "top_p": 0.5, "top_k": 4}),
+    ({"ignore_eos": True, "stop_token_ids": [3]},       {"ignore_eos": True, "stop_token_ids": [3]}),
     ({"reasoning": {"effort": "low"}},
                     {"reasoning_effort": "low",
                      "chat_template_kwargs": {"enable_thinking": True, "reasoning_effort": "low"}}),
@@ -1062,6 +1074,6 @@ REFUSED = [
 def test_stream_options_turn_nothing_into_a_stream(more: Json, param: str) -> None:
     """A client that wanted JSON got SSE: cocoon, ValidateRequest.cpp."""
     worker = RemoteWorker(Upstreams(["http://127.0.0.1:9/v1"]))
-    with pytest.raises(params.BadRequest) as caught:
+    with pytest.raises(BadInput) as caught:
         worker.pass_through(ASK | more)
     assert caught.value.param == param

@@ -57,7 +57,8 @@ from test_server import (  # noqa: F401
     test_what_the_tiny_model_says,
     timeless,
 )
-from upstream import DONE, FRAMES, Exchange, delta, finish, head, says, upstream
+from test_server import says as says_in
+from upstream import DONE, FRAMES, Exchange, delta, finish, head, json_answer, says, upstream
 
 QUICK = ("--upstream-probe", "0.1")
 
@@ -132,8 +133,7 @@ REFUSALS = [
 def test_what_the_worker_refuses_is_refused(
     server: Server, path: str, more: Json, param: str | None, code: str, stream: bool
 ) -> None:
-    both = {"model": "tiny", "input": "hi", "messages": [{"role": "user", "content": "hi"}], "stream": stream}
-    reply = server.post(path, both | more)
+    reply = server.post(path, {"model": "tiny", "stream": stream} | says_in(path, "hi") | more)
     assert (reply.status, reply.json["error"]["param"], reply.json["error"]["code"]) == (400, param, code)
 
 
@@ -226,7 +226,7 @@ def test_an_upstream_may_come_later() -> None:
         early.close()
     with serve("--upstream", early.url, *QUICK, model=None) as front:
         for path_ in (CHAT, RESPONSES):
-            reply = front.post(path_, {"model": "m", "input": "hi", "messages": []})
+            reply = front.post(path_, {"model": "m"} | says_in(path_, "hi"))
             assert (reply.status, reply.headers["retry-after"]) == (503, "5")
         assert front.get("/v1/models").json["data"] == []
         with upstream(port=early.port):
@@ -275,6 +275,37 @@ def test_wrong_flags_of_upstreams(flags: tuple[str, str]) -> None:
     with pytest.raises(SystemExit) as caught:
         server_program.arguments().parse_args(flags)
     assert caught.value.code == 2
+
+
+# fmt: off
+#  what the upstream finds fault with              what the client has sent
+RENAMED = [
+    ("response_format.json_schema.schema.type",     "text.format.schema.type"),
+    ("response_format.type",                        "text.format.type"),
+    ("response_format",                             "text.format"),
+    ("max_tokens",                                  "max_output_tokens"),
+    ("messages[3].content",                         "input"),
+    ("messages",                                    "input"),
+    ("reasoning_effort",                            "reasoning.effort"),
+    ("temperature",                                 "temperature"),
+]
+# fmt: on
+
+
+def test_an_upstream_names_what_the_client_has_sent() -> None:
+    """Bug: a parameter of the other API was named, which nobody had sent."""
+
+    def answer(exchange: Exchange) -> None:
+        theirs = exchange.body["messages"][0]["content"]
+        refusal = {"message": f"Invalid '{theirs}'.", "param": theirs, "code": "invalid_value"}
+        exchange.send(json_answer({"error": refusal}, "400 Bad Request"))
+
+    with upstream(answer, ("m",)) as worker, serve("--upstream", worker.url, model=None) as front:
+        for theirs, ours in RENAMED:
+            found = front.post(RESPONSES, {"model": "m", "input": theirs}).json["error"]
+            assert (found["param"], found["message"]) == (ours, f"Invalid '{ours}'.")
+            asked = {"model": "m", **says_in(CHAT, theirs)}
+            assert front.post(CHAT, asked).json["error"]["param"] == theirs
 
 
 def test_an_upstream_that_filters() -> None:

@@ -24,24 +24,26 @@ THINK: dict[str, Any] = {
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))
 def test_round_trip(text: str) -> None:
-    assert unseal(KEY, "p", seal(KEY, "p", text)) == text
+    assert unseal(KEY, "p", "o", seal(KEY, "p", "o", text)) == text
 
 
 @pytest.mark.parametrize("change", ["", "x", "AAAA", "=", "é", "\ud800"])
 def test_not_ours(change: str) -> None:
     with pytest.raises(BadSeal):
-        unseal(KEY, "p", change)
+        unseal(KEY, "p", "o", change)
 
 
 def test_changed_or_of_another_key() -> None:
-    blob = seal(KEY, "p", "four")
+    blob = seal(KEY, "p", "o", "four")
     for i in range(len(blob)):
         with pytest.raises(BadSeal):
-            unseal(KEY, "p", blob[:i] + ("A" if blob[i] != "A" else "B") + blob[i + 1 :])
+            unseal(KEY, "p", "o", blob[:i] + ("A" if blob[i] != "A" else "B") + blob[i + 1 :])
     with pytest.raises(BadSeal):
-        unseal(b"q" * 32, "p", blob)
+        unseal(b"q" * 32, "p", "o", blob)
     with pytest.raises(BadSeal):
-        unseal(KEY, "another purpose", blob)
+        unseal(KEY, "another purpose", "o", blob)
+    with pytest.raises(BadSeal):
+        unseal(KEY, "p", "another owner", blob)
 
 
 # --- through the server -------------------------------------------------------------------------------------

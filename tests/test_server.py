@@ -79,9 +79,9 @@ ASKED: dict[str, tuple[str, Json, list[str]]] = {
 # fmt: on
 
 
-def says(text: str) -> Json:
-    """In the words of both APIs."""
-    return {"input": text, "messages": [{"role": "user", "content": text}]}
+def says(path: str, text: str) -> Json:
+    """In the words of one of the APIs."""
+    return {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"input": text}
 
 
 def responses_body(asked: str) -> Json:
@@ -234,7 +234,13 @@ def test_tool_result_is_read(server: Server) -> None:
 
 def test_seed_decides_what_is_drawn(server: Server) -> None:
     def drawn(seed: int) -> str:
-        body = {"model": "tiny", **says(STORY), "temperature": 2, "seed": seed, "max_output_tokens": 60}
+        body = {
+            "model": "tiny",
+            **says(RESPONSES, STORY),
+            "temperature": 2,
+            "seed": seed,
+            "max_output_tokens": 60,
+        }
         return json.dumps(timeless(server.post(RESPONSES, body).json["output"]))
 
     assert drawn(1) == drawn(1) != drawn(2)
@@ -326,7 +332,7 @@ def test_done_once(server: Server) -> None:
 
 
 def test_choices_are_drawn_apart(server: Server) -> None:
-    body = {"model": "tiny", **says(STORY), "n": 3, "temperature": 2, "seed": 1, "max_tokens": 60}
+    body = {"model": "tiny", **says(CHAT, STORY), "n": 3, "temperature": 2, "seed": 1, "max_tokens": 60}
     streamed = events(server, CHAT, body)
     whole = server.post(CHAT, body).json
     assert added_up(streamed) == {i: as_added_up(choice) for i, choice in enumerate(whole["choices"])}
@@ -420,7 +426,7 @@ def test_silence_is_kept_alive() -> None:
 # --- refusals -----------------------------------------------------------------------------------------------
 
 LONG_TEXT = "one two three four five six seven " * 400
-LONG = says(LONG_TEXT)
+LONG = says(RESPONSES, LONG_TEXT)
 FUNCTION = {"type": "function", **WEATHER}
 BANANA = {"type": "banana", "role": "banana", "content": ""}
 PREVIOUS = "previous_response_id"
@@ -442,7 +448,7 @@ REFUSED: list[tuple[str, str | None, str, Json]] = [
     (RESPONSES, "input[0].type",       "invalid_value",               {"input": [BANANA]}),
     (CHAT,      "messages[0].role",    "invalid_value",               {"messages": [BANANA]}),
     (RESPONSES, None,                  "context_length_exceeded",     LONG),
-    (CHAT,      None,                  "context_length_exceeded",     LONG),
+    (CHAT,      None,                  "context_length_exceeded",     says(CHAT, LONG_TEXT)),
     (RESPONSES, None,                  "context_length_exceeded",     LONG | {"truncation": "auto"}),
     (RESPONSES, "temperature",         "invalid_value",               {"temperature": 2.1}),
     (CHAT,      "temperature",         "invalid_value",               {"temperature": -0.1}),
@@ -460,7 +466,9 @@ REFUSED: list[tuple[str, str | None, str, Json]] = [
     (RESPONSES, "tool_choice",         "invalid_value",               {"tool_choice": NAMED}),
     (RESPONSES, "tools",               "invalid_value",               {"tools": [FUNCTION, FUNCTION]}),
     (RESPONSES, "tools[0].name",       "invalid_value",               {"tools": [FUNCTION | {"name": "."}]}),
-    (CHAT,      "tools[0].function",   "invalid_type",                {"tools": [FUNCTION]}),
+    (CHAT,      "tools[0].function",   "missing_required_parameter",  {"tools": [FUNCTION]}),
+    (RESPONSES, "response_format",     "unsupported_parameter",       {"response_format": {"type": "text"}}),
+    (CHAT,      "guided_regex",        "unsupported_parameter",       {"guided_regex": "a+"}),
     (CHAT,      "functions",           "unsupported_parameter",       {"functions": [WEATHER]}),
 ]
 
@@ -476,6 +484,7 @@ NO_JSON_OBJECTS = {
     "infinite":            ("invalid_json",  b'{"temperature": -Infinity}'),
     "infinite by size":    ("invalid_json",  b'{"temperature": 1e999}'),
     "a long number":       ("invalid_json",  b'{"seed": %s}' % (b"9" * 5000)),
+    "UTF-16":              ("invalid_json",  '{"model": "tiny", "input": "hi"}'.encode("utf-16")),
     "no UTF-8":            ("invalid_json",  b'{"model": "tiny", "input": "\xff"}'),
     "half a surrogate":    ("invalid_json",  rb'{"model": "tiny", "input": "a\ud83d"}'),
     "surrogate in a name": ("invalid_json",  rb'{"model": "tiny", "\ude00": 1}'),
@@ -539,13 +548,27 @@ def test_nesting_is_refused_at_every_depth(server: Server) -> None:
 @pytest.mark.parametrize(("method", "path", "status", "code", "allow"), ELSEWHERE)
 def test_elsewhere(server: Server, method: str, path: str, status: int, code: str, allow: str | None) -> None:
     reply = server.request(method, path, None)
-    check_refusal(reply, status, code)
+    error = check_refusal(reply, status, code)
     assert allow is None or allow in reply.headers["allow"].split(", ")
+    assert code != "unknown_url" or "/v1/responses, " in error["message"]  # what there is
 
 
 def test_body_too_large(server: Server) -> None:
     body = b'{"input": "%s"}' % (b"x" * answers.MAX_BODY_BYTES)
     check_refusal(server.post(RESPONSES, body), 413, "body_too_large")
+
+
+def test_a_body_that_announces_too_much_is_not_read(server: Server) -> None:
+    """Bug: it was read until it was too large, or until its time was over."""
+    head = b"POST /v1/responses HTTP/1.1\r\nHost: test\r\nContent-Length: 99999999999\r\n\r\n"
+    with server.connect(head) as connection, connection.makefile("rb") as lines:
+        assert lines.readline().startswith(b"HTTP/1.1 413 ")
+
+
+def test_a_byte_order_mark_is_ignored(server: Server) -> None:
+    """RFC 8259, section 8.1: parsers may, and some Windows tools write one."""
+    body = b"\xef\xbb\xbf" + json.dumps(responses_body("text")).encode()
+    assert server.post(RESPONSES, body).json["status"] == "completed"
 
 
 @pytest.mark.parametrize("encoding", ["br", "zstd", "gzip, banana"])
@@ -609,8 +632,8 @@ def test_api_key_opens(guarded: Server) -> None:
 
 
 def test_done_line_can_be_turned_off(guarded: Server) -> None:
-    body = {"input": "hi", "messages": [{"role": "user", "content": "hi"}], "model": "one", "stream": True}
-    last = {path: guarded.post(path, body, Authorization="Bearer key").body for path in (RESPONSES, CHAT)}
+    body, key = {"model": "one", "stream": True}, {"Authorization": "Bearer key"}
+    last = {path: guarded.post(path, body | says(path, "hi"), **key).body for path in (RESPONSES, CHAT)}
     assert b"[DONE]" not in last[RESPONSES]
     assert last[RESPONSES].endswith(b"}\n\n")
     assert last[CHAT].endswith(sse.DONE)  # there it is OpenAI's own
@@ -640,7 +663,7 @@ def test_context_is_what_the_flag_says(guarded: Server) -> None:
 # --- memory, company, drafts --------------------------------------------------------------------------------
 
 # Such prompts and answers repeat themselves: there are drafts, and they are right.
-REPEATED = says("Read the book! The owl said: read the book! " * 6) | {"model": "tiny"}
+REPEATED = "Read the book! The owl said: read the book! " * 6
 
 
 @pytest.fixture(scope="module")
@@ -658,7 +681,12 @@ def test_drafts_change_nothing(server: Server, drafting: Server, path: str, stre
     """
     usage = {"stream_options": {"include_usage": True}} if stream else {}
     chat = {"logprobs": True, "top_logprobs": 1, "max_tokens": 90} | usage
-    body = REPEATED | more | (chat if path == CHAT else LOGPROBS | {"max_output_tokens": 90})
+    body = (
+        {"model": "tiny"}
+        | says(path, REPEATED)
+        | more
+        | (chat if path == CHAT else LOGPROBS | {"max_output_tokens": 90})
+    )
 
     def said(by: Server) -> Any:
         if not stream:
@@ -671,9 +699,8 @@ def test_drafts_change_nothing(server: Server, drafting: Server, path: str, stre
 
 def test_drafts_were_made_and_accepted(drafting: Server) -> None:
     was = drafting.health()
-    drafting.post(
-        RESPONSES, REPEATED | {"temperature": 0, "logit_bias": {"2041": -100}, "max_output_tokens": 300}
-    )
+    body = {"model": "tiny", "input": REPEATED, "temperature": 0, "logit_bias": {"2041": -100}}
+    drafting.post(RESPONSES, body | {"max_output_tokens": 300})
     now = drafting.health()
     accepted, steps = now["accepted"] - was["accepted"], now["steps"] - was["steps"]
     assert accepted > 50
@@ -684,7 +711,7 @@ def test_drafts_were_made_and_accepted(drafting: Server) -> None:
 def test_cached_tokens_are_in_the_usage(drafting: Server, stream: bool) -> None:
     """The second turn begins as the first: whole tiles of it are found, in the words of both APIs."""
     text = f"Stream: {stream}. " + "one two three " * 60
-    chat = says(text) | {"model": "tiny", "max_tokens": 3}
+    chat = says(CHAT, text) | {"model": "tiny", "max_tokens": 3}
     if stream:
         chat["stream_options"] = {"include_usage": True}
         first, second = (events(drafting, CHAT, chat)[-1]["usage"] for _ in range(2))
@@ -693,7 +720,7 @@ def test_cached_tokens_are_in_the_usage(drafting: Server, stream: bool) -> None:
     n = first["prompt_tokens"]
     assert first["prompt_tokens_details"] == {"cached_tokens": 0}
     assert second["prompt_tokens_details"] == {"cached_tokens": (n - 1) // 64 * 64}
-    body = says(text) | {"model": "tiny", "max_output_tokens": 3}
+    body = says(RESPONSES, text) | {"model": "tiny", "max_output_tokens": 3}
     third = (
         events(drafting, RESPONSES, body)[-1]["response"] if stream else drafting.post(RESPONSES, body).json
     )["usage"]
@@ -706,13 +733,13 @@ def test_what_never_fits_the_memory_is_refused(drafting: Server) -> None:
     reply = drafting.post(RESPONSES, LONG | {"model": "tiny"})
     message = check_refusal(reply, 400, "context_length_exceeded")["message"]
     assert re.search(r"\b1536 tokens.* \d{4,}", message)
-    body = says("one two three " * 100) | {"model": "tiny", "logit_bias": {"2041": -100}}
+    body = says(RESPONSES, "one two three " * 100) | {"model": "tiny", "logit_bias": {"2041": -100}}
     answer = drafting.post(RESPONSES, body | {"max_output_tokens": 1500}).json
     assert (answer["status"], answer["usage"]["total_tokens"]) == ("incomplete", 1536)
 
 
 def test_more_than_the_batch_wait(drafting: Server) -> None:
-    body = REPEATED | {"n": 7, "max_tokens": 60, "temperature": 1.0, "seed": 3}
+    body = {"model": "tiny", **says(CHAT, REPEATED), "n": 7, "max_tokens": 60, "temperature": 1.0, "seed": 3}
     most = 0
     with drafting.connect(http_bytes(CHAT, body)):
         until(lambda: drafting.health()["waiting"] > 0, "some wait")
@@ -785,7 +812,7 @@ def test_client_leaves_a_stream(server: Server, path: str, n_frames: int) -> Non
     Invariant: the sequence is gone within a step. https://github.com/ggml-org/llama.cpp/issues/24496
     """
     was = mark(server)
-    with server.connect(http_bytes(path, ENDLESS | says(STORY) | {"stream": True})) as connection:
+    with server.connect(http_bytes(path, ENDLESS | says(path, STORY) | {"stream": True})) as connection:
         assert len(list(itertools.islice(http_chunks(connection), n_frames))) == n_frames
     check_idle(server, was)
 
@@ -795,7 +822,7 @@ def test_client_leaves_a_stream(server: Server, path: str, n_frames: int) -> Non
 def test_client_leaves_before_a_whole_answer(server: Server, path: str) -> None:
     """Bug: disconnects are seen only where something is sent. https://github.com/BerriAI/litellm/issues/37140"""
     was = mark(server)
-    with server.connect(http_bytes(path, ENDLESS | says(STORY))):
+    with server.connect(http_bytes(path, ENDLESS | says(path, STORY))):
         until(lambda: server.health()["steps"] > was.steps + 3, "the answer is being made")
     check_idle(server, was)
 
@@ -808,7 +835,7 @@ def test_client_leaves_during_prefill(server: Server, stream: bool) -> None:
     Sixteen choices of a prompt of some 1,500 tokens are about a hundred steps of prefill.
     """
     was = mark(server)
-    prompt = says(LONG_TEXT[: len(LONG_TEXT) // 5]) | {"n": 16}
+    prompt = says(CHAT, LONG_TEXT[: len(LONG_TEXT) // 5]) | {"n": 16}
     with server.connect(http_bytes(CHAT, ENDLESS | prompt | {"stream": stream})):
         until(lambda: server.health()["running"] > 0, "the prompt is being read")
     check_idle(server, was)
@@ -816,9 +843,9 @@ def test_client_leaves_during_prefill(server: Server, stream: bool) -> None:
 
 def test_client_leaves_while_it_waits(server: Server) -> None:
     was = mark(server)
-    with server.connect(http_bytes(CHAT, ENDLESS | says(STORY) | {"n": 16})):
+    with server.connect(http_bytes(CHAT, ENDLESS | says(CHAT, STORY) | {"n": 16})):
         until(lambda: server.health()["running"] == 16, "the engine is full")
-        with server.connect(http_bytes(RESPONSES, ENDLESS | says(STORY) | {"stream": True})):
+        with server.connect(http_bytes(RESPONSES, ENDLESS | says(RESPONSES, STORY) | {"stream": True})):
             until(lambda: server.health()["waiting"] == 1, "one waits")
         until(lambda: server.health()["waiting"] == 0, "none waits")
         assert server.health()["running"] == 16
@@ -826,7 +853,7 @@ def test_client_leaves_while_it_waits(server: Server) -> None:
 
 
 def test_client_leaves_amid_its_request(server: Server) -> None:
-    half = http_bytes(RESPONSES, ENDLESS | says(STORY))[:-10]
+    half = http_bytes(RESPONSES, ENDLESS | says(RESPONSES, STORY))[:-10]
     was = mark(server)
     with server.connect(half):
         pass
@@ -882,7 +909,12 @@ def test_engine_fails_in_a_completion(faulty: Server) -> None:
 def test_what_cannot_be_said_never_looks_like_an_end(faulty: Server, path: str) -> None:
     """Bug: an event that cannot be encoded is left out, and the stream ends as if all were said."""
     logprobs = {"logprobs": True} if path == CHAT else LOGPROBS
-    body = {"model": "tiny", **says("hi"), **logprobs, "chat_template_kwargs": {"enable_thinking": False}}
+    body = {
+        "model": "tiny",
+        **says(path, "hi"),
+        **logprobs,
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
     check_refusal(faulty.post(path, body | {"seed": NAN}), 500, "server_error", "server_error")
     with pytest.raises(http.client.IncompleteRead) as caught:
         faulty.post(path, body | {"seed": NAN, "stream": True})
@@ -915,14 +947,14 @@ def test_signal_ends_every_answer_properly(number: signal.Signals) -> None:
     with serve("--shutdown-grace", "0") as server, contextlib.ExitStack() as open_connections:
 
         def connect(path: str, stream: bool) -> socket.socket:
-            body = ENDLESS | says(STORY) | {"stream": stream}
+            body = ENDLESS | says(path, STORY) | {"stream": stream}
             return open_connections.enter_context(server.connect(http_bytes(path, body)))
 
         streams = [http_chunks(connect(path, stream=True)) for path in (RESPONSES, CHAT)]
         for stream in streams:
             next(stream)
-        whole = connect(CHAT, stream=False)
-        until(lambda: server.health()["running"] == 3, "all three are being answered")
+        whole = [connect(path, stream=False) for path in (RESPONSES, CHAT)]
+        until(lambda: server.health()["running"] == 4, "all four are being answered")
         server.interrupt(number)
         *_, last, done = streams[0]
         response = json.loads(last.partition(b"\ndata: ")[2])["response"]
@@ -931,8 +963,12 @@ def test_signal_ends_every_answer_properly(number: signal.Signals) -> None:
         *_, last, done = streams[1]
         assert json.loads(last.removeprefix(b"data: "))["error"]["message"] == engine.CLOSING
         assert done == sse.DONE
-        with whole.makefile("rb") as lines:
-            assert lines.readline().startswith(b"HTTP/1.1 500")
+        for connection in whole:  # clients try again: nothing has been said
+            reply = http.client.HTTPResponse(connection)
+            reply.begin()
+            assert (reply.status, int(reply.headers["retry-after"]) > 0) == (503, True)
+            error = json.loads(reply.read())["error"]
+            assert (error["message"], error["code"]) == (engine.CLOSING, "server_error")
         assert server.exit_status() == 0
         assert "Traceback" not in server.log()
 
@@ -941,7 +977,9 @@ def test_request_that_comes_after_the_signal_is_answered_too() -> None:
     """Bug: it was given to an engine that had ended, and the process waited for the answer for ever."""
     request = http_bytes(RESPONSES, {"model": "tiny", "input": "hi"})
     with serve("--shutdown-grace", "0") as server, server.connect(request[:-5]) as connection:
-        with server.connect(http_bytes(RESPONSES, ENDLESS | says(STORY) | {"stream": True})) as other:
+        with server.connect(
+            http_bytes(RESPONSES, ENDLESS | says(RESPONSES, STORY) | {"stream": True})
+        ) as other:
             chunks = http_chunks(other)
             next(chunks)
             server.interrupt()
@@ -1033,6 +1071,52 @@ def test_port_is_taken_while_the_model_is_still_loaded() -> None:
     with contextlib.closing(server_program.bind("127.0.0.1", 0)) as listener:
         port = str(listener.getsockname()[1])
         check_complaint(("--model", "/not/looked/for", "--port", port), port)
+
+
+TEXTS = {server_program.text, server_program.key, server_program.origin, server_program.base_url}
+TYPES = {
+    name: settings["type"] for name, (_, settings) in server_program.OPTIONS.items() if "type" in settings
+}
+NUMBERS = [name for name, kind in TYPES.items() if kind not in TEXTS | {Path}]
+SILLY = [
+    *((name, value) for name in TYPES if name != "api-key-file" for value in ("", " ")),
+    *((name, value) for name in NUMBERS for value in ("nan", "inf", "-inf", "1e999", "-5", "9" * 5000, "x")),
+    *(("cors-origin", value) for value in ("nonsense", "https://x/", "https://x/y", "x.org", "https://")),
+    *(("upstream", value) for value in ("nonsense", "ftp://x", "http://")),
+    *((name, value) for name in ("api-key", "upstream-api-key") for value in ("cl\u00e9", "a\nb")),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), SILLY, ids=[f"{name}={value[:9]!r}" for name, value in SILLY])
+def test_silly_values(name: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bugs: an empty key let everybody in, an empty host was every address, a grace of inf a traceback."""
+    with pytest.raises(SystemExit) as caught:
+        server_program.arguments().parse_args([f"--{name}={value}"])
+    assert caught.value.code == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert f"error: argument --{name}: " in line
+    assert "expected " in line
+    assert "invalid " not in line  # argparse's word for a type that does not explain itself
+
+
+def test_every_option_that_takes_a_text_checks_it() -> None:
+    takes = {"action": "append"}.items()
+    unchecked = [
+        name
+        for name, (default, settings) in server_program.OPTIONS.items()
+        if not {"type", "choices"} & settings.keys() and (default is None or takes <= settings.items())
+    ]
+    assert unchecked == []
+
+
+def test_a_host_that_is_none() -> None:
+    check_complaint(("--model", str(TINY), "--host", "a..b", "--port", "0"), "a..b")
+
+
+def test_version() -> None:
+    ended = run("server.py", "--version")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert re.fullmatch(r"llmref \d+\.\d+\.\d+\n", ended.stdout)
 
 
 def test_every_flag_is_explained() -> None:

@@ -99,9 +99,8 @@ def test_a_call_given_back_is_one_that_would_be_read(text: str) -> None:
 def test_what_a_template_renders_is_read_back(text: str) -> None:
     """A custom call in the history is written as the model would write it now."""
     call = {"type": "custom_tool_call", "call_id": "call_1", "name": "patch", "input": text}
-    messages = from_responses(
-        [{"role": "user", "content": "hi"}, call, {"role": "user", "content": "?"}], None
-    )
+    output = {"type": "custom_tool_call_output", "call_id": "call_1", "output": "done"}
+    messages = from_responses([{"role": "user", "content": "hi"}, call, output], None)
     prompt = scripted.TEMPLATES["hermes"].render(messages, [PATCH.offer()], datetime(2026, 1, 1))
     written = prompt[prompt.rindex("<tool_call>") : prompt.rindex("</tool_call>") + len("</tool_call>")]
     restorer, parser = Restorer(TOOLS), Parser(DIALECTS["hermes"])

@@ -1,12 +1,13 @@
-"""weights.py against small random checkpoints written here, and rotary tables against formulas written here.
+"""weights.py against small random checkpoints written here.
 
-Nothing below uses weights.py's own tables of tensors: names, shapes, the layout of rotary pairs and the
-formulas are spelled out a second time, so that a mistake there is not repeated here.
+Nothing below uses weights.py's own tables of tensors: names, shapes and the layout of rotary pairs are
+spelled out a second time, so that a mistake there is not repeated here.
 """
 
+import contextlib
+import itertools
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 import weights
-from weights import UnsupportedModel, parse_config, read_config, read_weights, rope_table
+from rope import ROPE_TYPES, rope_table
+from test_rope import LLAMA3
+from weights import UnsupportedModel, parse_config, read_config, read_weights
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -118,8 +121,6 @@ CONFIGS = [
     ("llama",   {"sliding_window": 9},                     {"windows": FULL}),
     ("llama",   {"tie_word_embeddings": True},             {"tied": True}),
     ("llama",   {"rms_norm_eps": 1e-5},                    {"norm_eps": 1e-5}),
-    ("llama",   {"torch_dtype": "float16"},                {"dtype": "float16"}),
-    ("llama",   {"dtype": "bfloat16"},                     {"dtype": "bfloat16"}),
     ("llama",   {"eos_token_id": [5, 6]},                  {"eos_token_ids": (5, 6)}),
     ("llama",   {"eos_token_id": None},                    {"eos_token_ids": ()}),
     ("mistral", {},                                        {"windows": (4096,) * 4}),
@@ -181,6 +182,8 @@ def test_generation_config_wins_for_eos(tmp_path: Path) -> None:
     assert read_config(tmp_path).generation == generation
     (tmp_path / "generation_config.json").write_text("{}")
     assert read_config(tmp_path).eos_token_ids == (3,)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
+    refuses(tmp_path, ['generation_config.json: eos_token_id is "</s>"', "a token id"])
 
 
 # fmt: off
@@ -195,7 +198,21 @@ REFUSED = [
     ({"num_hidden_layers": True},                             ["num_hidden_layers is true"]),
     ({"num_key_value_heads": 3},                              ["num_key_value_heads is 3", "divisor"]),
     ({"head_dim": 7},                                         ["head_dim is 7", "even"]),
+    ({"model_type": []},                                      ["model_type is []"]),
+    ({"hidden_size": 2**31},                                  ["hidden_size is 2147483648", "2147483647"]),
+    ({"num_hidden_layers": 10**9},                            ["num_hidden_layers is 1000000000", "65536"]),
+    ({"hidden_size": 3, "head_dim": None},                    ["head_dim is 0", "even"]),
+    ({"num_key_value_heads": [2]},                            ["num_key_value_heads is [2]", "or null"]),
     ({"rms_norm_eps": 0},                                     ["rms_norm_eps is 0"]),
+    ({"rms_norm_eps": math.inf},                              ["rms_norm_eps is Infinity"]),
+    ({"attention_bias": "false"},                             ['attention_bias is "false"', "true or false"]),
+    ({"tie_word_embeddings": "false"},                        ['tie_word_embeddings is "false"']),
+    ({"mlp_bias": 0},                                         ["mlp_bias is 0", "true or false"]),
+    ({"use_sliding_window": "no"},                            ['use_sliding_window is "no"']),
+    ({"max_window_layers": None},                             ["max_window_layers is null", "whole number"]),
+    ({"eos_token_id": "</s>"},                                ['eos_token_id is "</s>"', "a token id"]),
+    ({"eos_token_id": [2, None]},                             ["eos_token_id is [2, null]", "a list"]),
+    ({"eos_token_id": -1},                                    ["eos_token_id is -1"]),
     ({"rope_theta": "big"},                                   ['rope_theta is "big"']),
     ({"partial_rotary_factor": 0.5},                          ["partial_rotary_factor is 0.5"]),
     ({"rope_parameters": {"partial_rotary_factor": 0.5}},     ["partial_rotary_factor is 0.5"]),
@@ -204,9 +221,19 @@ REFUSED = [
     ({"rope_scaling": {"type": "linear"}},                    ["factor is null"]),
     ({"rope_scaling": {"type": "llama3", "factor": 8.0}},     ["low_freq_factor is null"]),
     ({"rope_parameters": {"full_attention": {}}},             ["rope_parameters", "all layers"]),
+    ({"rope_scaling": "yarn"},                                ['rope_scaling is "yarn"', "an object"]),
+    ({"rope_scaling": 4},                                     ["rope_scaling is 4", "an object"]),
+    ({"rope_parameters": [1]},                                ["rope_parameters is [1]", "an object"]),
     ({"layer_types": ["full_attention"]},                     ["layer_types", "4 times"]),
     ({"layer_types": ["chunked_attention"] * 4},              ["layer_types", "chunked_attention"]),
+    ({"layer_types": 4},                                      ["layer_types is 4", "4 times, or null"]),
+    ({"layer_types": [[]] * 4},                               ["layer_types is [[], [], [], []]"]),
     ({"model_type": "smollm3", "no_rope_layers": [1]},        ["no_rope_layers is [1]", "4 times"]),
+    ({"model_type": "smollm3", "no_rope_layers": 3},          ["no_rope_layers is 3", "4 times"]),
+    ({"model_type": "smollm3", "no_rope_layers": ["1"] * 4},  ["no_rope_layers", "1 or 0, 4 times"]),
+    ({"model_type": "smollm3", "no_rope_layer_interval": 0},  ["no_rope_layer_interval is 0"]),
+    ({"model_type": "smollm3", "no_rope_layer_interval": "x"},
+                                                              ['no_rope_layer_interval is "x"', "whole"]),
     ({"model_type": "mistral", "sliding_window": -1},         ["sliding_window is -1"]),
 ]
 # fmt: on
@@ -220,92 +247,30 @@ def test_config_refused(changes: dict[str, Any], words: list[str]) -> None:
     assert "\n" not in str(refusal.value)
 
 
-# ---- Rotary positions --------------------------------------------------------------------------------------
-
-THETA = 500_000.0
-ORIGINAL = {"original_max_position_embeddings": 8192}
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **ORIGINAL}
-YARN = {"type": "yarn", "factor": 4.0, **ORIGINAL}
-HEAD_DIM = 128
-
-
-def plain(pair: int) -> float:
-    return float(THETA ** (-2 * pair / HEAD_DIM))
-
-
-def linear(pair: int) -> float:
-    return plain(pair) / 4
-
-
-def llama3(pair: int) -> float:
-    """https://github.com/meta-llama/llama-models/blob/main/models/llama3/model.py, apply_scaling"""
-    wavelength = 2 * math.pi / plain(pair)
-    if wavelength < 8192 / 4.0:
-        return plain(pair)
-    if wavelength > 8192 / 1.0:
-        return plain(pair) / 8.0
-    smooth = (8192 / wavelength - 1.0) / (4.0 - 1.0)
-    return (1 - smooth) * plain(pair) / 8.0 + smooth * plain(pair)
-
-
-def yarn(pair: int, fast: float = 32, slow: float = 1, whole: bool = True) -> float:
-    """https://arxiv.org/abs/2309.00071, section 3.2, with the ramp over dimensions of its published code"""
-    low = HEAD_DIM * math.log(8192 / (fast * 2 * math.pi)) / (2 * math.log(THETA))
-    high = HEAD_DIM * math.log(8192 / (slow * 2 * math.pi)) / (2 * math.log(THETA))
-    if whole:
-        low, high = math.floor(low), math.ceil(high)
-    stretched = min(max((pair - low) / (high - low), 0), 1)
-    return plain(pair) * (1 - stretched) + plain(pair) / 4 * stretched
-
-
-def yarn_fractional(pair: int) -> float:
-    return yarn(pair, 20, 2, whole=False)
-
-
-def scaled(**scaling: Any) -> dict[str, Any]:
-    return {"rope_theta": THETA, "rope_scaling": scaling}
-
-
-def mscale(factor: float, mscale: float = 1) -> float:
-    return 0.1 * mscale * math.log(factor) + 1
-
-
 # fmt: off
-#    rope_theta or rope_parameters, rope_scaling            frequency        on cos and sin
-ROPES: list[tuple[dict[str, Any], Callable[[int], float], float]] = [
-    ({"rope_theta": THETA},                                 plain,           1.0),
-    ({"rope_parameters": {"rope_theta": THETA}},            plain,           1.0),
-    (scaled(type="linear", factor=4),                       linear,          1.0),
-    (scaled(rope_type="linear", factor=4),                  linear,          1.0),
-    (scaled(**LLAMA3),                                      llama3,          1.0),
-    ({"rope_parameters": {"rope_theta": THETA, **LLAMA3}},  llama3,          1.0),
-    (scaled(**YARN),                                        yarn,            mscale(4)),
-    (scaled(**YARN | {"factor": None}),                     yarn,            mscale(4)),
-    (scaled(**YARN, attention_factor=1.3),                  yarn,            1.3),
-    (scaled(**YARN, mscale=1.0, mscale_all_dim=0.7),        yarn,            mscale(4) / mscale(4, 0.7)),
-    (scaled(**YARN, beta_fast=20, beta_slow=2, truncate=False),
-                                                            yarn_fractional, mscale(4)),
-]
+JUNK: list[Any] = [None, True, "false", "x", -1, 0, 1, 2, 2.5, 1e-300, 10**400, math.nan, math.inf,
+                   [], [1], [[]], {}, {"a": 1}, {"a": {}}]
 # fmt: on
 
 
-@pytest.mark.parametrize(("changes", "frequency", "magnitude"), ROPES)
-def test_rope_table(changes: dict[str, Any], frequency: Callable[[int], float], magnitude: float) -> None:
-    raw = SMALL | {"head_dim": HEAD_DIM, "max_position_embeddings": 4 * 8192} | changes
-    table = rope_table(parse_config(raw, {}), 8193)
-    assert table.shape == (8193, HEAD_DIM // 2)
-    assert table.dtype == np.complex64
-    for position in (0, 1, 100, 8192):
-        for pair in range(HEAD_DIM // 2):
-            angle = position * frequency(pair)
-            expected = complex(magnitude * math.cos(angle), magnitude * math.sin(angle))
-            assert table[position, pair] == pytest.approx(expected, abs=2e-7)
+@pytest.mark.parametrize("model_type", weights.FAMILIES)
+def test_whatever_a_field_holds_is_read_or_refused(model_type: str) -> None:
+    """Each field, and each of `rope_parameters` under each type: finite angles, or UnsupportedModel."""
+    fields = [*weights.FIELDS, "layer_types", "no_rope_layers"]
+    changes: list[dict[str, Any]] = [{field: junk} for field in fields for junk in JUNK]
+    for kind, field, junk in itertools.product(ROPE_TYPES, weights.ROPE_FIELDS, JUNK):
+        changes.append({"rope_parameters": {**LLAMA3, "rope_type": kind, field: junk}})
+    read = 0
+    for change in changes:
+        raw = {**SMALL, "model_type": model_type, "use_sliding_window": True, **change}
+        with contextlib.suppress(UnsupportedModel):
+            config = parse_config(raw, {})
+            assert np.isfinite(rope_table(config.rope, config.head_dim, 4)).all(), change
+            read += 1
+    assert 0 < read < len(changes)
 
 
-def test_top_level_original_context_wins() -> None:
-    """Phi-style files keep it beside `rope_scaling`, and transformers prefers it there."""
-    config = parse_config(SMALL | scaled(**YARN) | {"original_max_position_embeddings": 128}, {})
-    assert config.rope.original_max_seq_len == 128
+# ---- Weights -----------------------------------------------------------------------------------------------
 
 
 def test_adjacent_pairs_rotate_like_rotate_half(tmp_path: Path) -> None:
@@ -313,7 +278,7 @@ def test_adjacent_pairs_rotate_like_rotate_half(tmp_path: Path) -> None:
     tensors = checkpoint(tmp_path)
     config = read_config(tmp_path)
     x = np.random.default_rng(1).standard_normal(config.dim).astype(np.float32)
-    table = rope_table(config, 6)[5]  # (head_dim/2,)
+    table = rope_table(config.rope, config.head_dim, 6)[5]  # (head_dim/2,)
 
     theirs = (tensors["model.layers.0.self_attn.q_proj.weight"] @ x).reshape(config.n_heads, config.head_dim)
     cos, sin = np.tile(table.real, 2), np.tile(table.imag, 2)
@@ -325,8 +290,6 @@ def test_adjacent_pairs_rotate_like_rotate_half(tmp_path: Path) -> None:
     np.testing.assert_allclose(ours.real, rotated[:, : config.head_dim // 2], atol=1e-5)
     np.testing.assert_allclose(ours.imag, rotated[:, config.head_dim // 2 :], atol=1e-5)
 
-
-# ---- Weights -----------------------------------------------------------------------------------------------
 
 # a head of 8: row i of ours is row PAIRED[i] of the checkpoint's
 PAIRED = [0, 4, 1, 5, 2, 6, 3, 7]
@@ -409,6 +372,21 @@ def test_bfloat16_is_exact_to_the_last_bit(tmp_path: Path) -> None:
     out = np.empty(1 << 16, np.float32)
     weights.widen(bits, out)
     assert out.tobytes() == b"".join(b"\0\0" + int(value).to_bytes(2, "little") for value in bits)
+
+
+# float32 -> bfloat16: to nearest, ties to even; the largest becomes infinity, a subnormal keeps its sign
+# fmt: off
+ROUNDED = {0x3F800000: 0x3F80, 0x3F807FFF: 0x3F80, 0x3F808000: 0x3F80, 0x3F808001: 0x3F81, 0x3F818000: 0x3F82,
+           0xBF808000: 0xBF80, 0x7F800000: 0x7F80, 0xFF800000: 0xFF80, 0x7F7FFFFF: 0x7F80, 0x80000001: 0x8000}
+# fmt: on
+
+
+def test_bfloat16_rounds_to_nearest_even() -> None:
+    values = np.array(list(ROUNDED), np.uint32).view(np.float32)
+    rounded = weights.bfloat16(values)
+    assert [hex(bits) for bits in rounded] == [hex(bits) for bits in ROUNDED.values()]
+    assert weights.bfloat16(rounded) is rounded, "what is bfloat16 already"
+    assert np.array_equal(weights.bfloat16(values[::2]), rounded[::2]), "a view with gaps"
 
 
 def test_a_file_of_the_safetensors_library(tmp_path: Path) -> None:
@@ -509,11 +487,13 @@ BROKEN: list[tuple[str, bytes | None, list[str]]] = [
     (CONFIG,  b"{",                                                   ["config.json is not JSON"]),
     (CONFIG,  b"[]",                                                  ["config.json holds a JSON list"]),
     (CONFIG,  b"\xff",                                                ["config.json is not JSON"]),
+    (CONFIG,  b'{"a":' * 10**5,                                       ["config.json is not JSON"]),
     (TENSORS, None,                                                   ["index.json", "found config.json"]),
     (TENSORS, b"",                                                    ["has 0 bytes"]),
     (TENSORS, b"<html>not found</html>",                              ["truncated, or not safetensors"]),
     (TENSORS, header("{'x'}"),                                        ["broken safetensors header"]),
     (TENSORS, header("7"),                                            ["broken safetensors header"]),
+    (TENSORS, header("[" * 10**5),                                    ["broken safetensors header"]),
     (TENSORS, entry(dtype="F32"),                                     ["tensor x", "shape"]),
     (TENSORS, entry(dtype="F8_E4M3", shape=[4], data_offsets=[0, 4]), ["tensor x", "F8_E4M3", "BF16, F16"]),
     (TENSORS, entry(dtype="F32", shape=[5], data_offsets=[0, 20]),    ["tensor x", "truncated"]),
@@ -539,6 +519,13 @@ def test_every_truncation_is_refused(tmp_path: Path) -> None:
     for size in (7, 8, 9, 1000, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:size])
         refuses(tmp_path, [str(path)])
+
+
+@pytest.mark.parametrize("weight_map", [None, ["a"], "a", {"x": 1}, {"x": ["a"]}, {"x": None}])
+def test_index_refused(tmp_path: Path, weight_map: Any) -> None:
+    shard(tmp_path, checkpoint(tmp_path))
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    refuses(tmp_path, [f"index.json: weight_map is {json.dumps(weight_map)}; supported: an object", "files"])
 
 
 def test_missing_shard_and_missing_directory(tmp_path: Path) -> None:

@@ -126,6 +126,20 @@ def test_the_turn_ends_with_its_marker(end: str, ends: set[str]) -> None:
         assert (found, reason, usage.output_tokens) == (SAID, "stop", len(TURNS["harmony"]) + 1)
 
 
+def test_the_end_can_be_ignored() -> None:
+    """vLLM's ignore_eos: the model's own end is a token like others, what the client has named stops."""
+    tokenizer = vocabulary([b"a", b"b", b"c"])
+    steps = [ids_of(tokenizer, [b"a", END.encode(), b"b", b"c"])]
+    (stop,) = ids_of(tokenizer, [b"c"])
+    for more, text, n_tokens in (
+        ({}, "a", 2),
+        ({"ignore_eos": False}, "a", 2),
+        ({"ignore_eos": True, "stop_token_ids": [stop]}, "ab", 4),
+    ):
+        found, reason, usage = ended(said(tokenizer, steps, **more))
+        assert (found, reason, usage.output_tokens) == ([["final", text]], "stop", n_tokens)
+
+
 # --- what is demanded is said, by a real model --------------------------------------------------------------
 
 
@@ -178,6 +192,17 @@ WEATHER = {
     "name": "get_weather",
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
 }
+
+
+def test_what_is_demanded_ends_though_the_end_is_ignored(engine: Engine) -> None:
+    """Its grammar allows nothing behind it."""
+    grammars = Grammars(TINY / "tokenizer.json", 2048, (2041,))
+    worker = LocalWorker(engine, Tokenizer(TINY / "tokenizer.json"), ChatTemplate.load(TINY), grammars)
+    format_ = {"type": "json_schema", "name": "s", "schema": SCHEMA}
+    body = {"model": "m", "input": "hi", "text": {"format": format_}, "ignore_eos": True, "seed": 1}
+    *_, (_, text) = (found := ended(asyncio.run(run(worker, body | {"max_output_tokens": 200}))))[0]
+    assert found[1] == "stop"
+    jsonschema.validate(json.loads(text), SCHEMA)
 
 
 def test_the_dialect_can_be_forced() -> None:

@@ -137,6 +137,17 @@ static void access(void *address, size_t n_bytes, bool writes, bool atomic, void
   }
 }
 
+// What is written as the copy begins; until it ends nobody may read it.
+static void checker_begins_copy(void *to, const void *from, void *code) {
+  if (((size_t)to | (size_t)from) % COPY_BYTES) return complain("misaligned", code);
+  if (region_of((char *)to) != &shared) return complain("a copy to what is not shared", code);
+  access(to, COPY_BYTES, true, false, code);
+  if (from) access((void *)from, COPY_BYTES, false, false, code);
+  Cell *first = &shared.cells[((char *)to - shared.begin) / 2];
+  for (Cell *cell = first; cell < first + COPY_BYTES / 2; cell++) cell->write.block = 0;
+}
+static void checker_ends_copy(void *to, void *code) { access(to, COPY_BYTES, true, false, code); }
+
 void note(Event event, void *address, size_t n_bytes) {
   if (event == WARP_BARRIER) warp_barriers[self->id / 32]++;
   if (event == FENCE) published[serial].acquired[self->id] = {self->id, ++now, epoch};

@@ -89,6 +89,9 @@ enum Event { WARP_BARRIER, FENCE, ATOMIC };
 void wait_at_block_barrier();
 void wait_in_warp();                                                  // until the collective is done
 void note(Event event, void *address = nullptr, size_t n_bytes = 0);  // tells the checker
+void begin_copy(void *to, const void *from, bool is_there);
+void end_copies();
+void await_copies(int n);
 
 // Wait until every lane of `mask` is here; the last one runs exchange(frames) for all.
 template <class Frame, class Exchange>
@@ -198,6 +201,17 @@ __attribute__((noinline, no_sanitize("thread"))) static T atomicMax(T *address, 
 static inline void start_next() {}
 static inline void await_previous() { emulator::self->awaited = true; }
 static inline void prefetch(const void *, int) {}
+
+// Copies that go on by themselves arrive when they are waited for, and no sooner.
+#define ALWAYS_INLINE static inline __attribute__((always_inline))  // so that the checker names the line
+ALWAYS_INLINE void begin_copy(uint4 *to, const void *from, bool is_there) {
+  emulator::begin_copy(to, from, is_there);
+}
+ALWAYS_INLINE void end_copies() { emulator::end_copies(); }
+template <int N>
+ALWAYS_INLINE void await_copies() {
+  emulator::await_copies(N);
+}
 
 // ---- Arithmetic and memory --------------------------------------------------------------------------------
 

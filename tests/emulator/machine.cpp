@@ -6,10 +6,11 @@
 // 1. One block after another, and in it one fiber at a time, so a run can be repeated exactly.
 // 2. `order` decides who goes next: 0 first to last, 1 last to first, else a random seed. Of any two threads
 //    between two barriers each goes first in one of the orders 0 and 1.
-// 3. Shared memory begins each block as NaN.
+// 3. Shared memory begins each block as NaN, and is so where a copy to it is on its way.
 #include <sys/mman.h>
 
 #include <cstdlib>
+#include <deque>
 #include <map>
 #include <numeric>
 #include <random>
@@ -51,9 +52,13 @@ extern "C" char __start_cuda_shared[] __attribute__((weak)), __stop_cuda_shared[
 
 #ifdef CHECKER
 static void checker_begins_block();
+static void checker_begins_copy(void *to, const void *from, void *code);
+static void checker_ends_copy(void *to, void *code);
 #else
 void note(Event, void *, size_t) {}
 static void checker_begins_block() {}
+static void checker_begins_copy(void *, const void *, void *) {}
+static void checker_ends_copy(void *, void *) {}
 #endif
 
 // Which of the set bits goes next, after bit `from`?
@@ -101,8 +106,41 @@ void wait_at_block_barrier() {
   leave(&self->stack);
 }
 
+// ---- Copies to shared memory that go on by themselves
+
+static const size_t COPY_BYTES = 16;
+struct Copy {
+  void *to, *code;
+  const void *from;  // null: zeros
+};
+static std::deque<std::vector<Copy>> copies[MAX_THREADS];  // groups on their way; the last is not ended yet
+
+void begin_copy(void *to, const void *from, bool is_there) {
+  Copy copy = {to, __builtin_return_address(0), is_there ? from : nullptr};
+  checker_begins_copy(copy.to, copy.from, copy.code);
+  memset(to, 0xff, COPY_BYTES);
+  copies[self->id].back().push_back(copy);
+}
+
+void end_copies() { copies[self->id].emplace_back(); }
+
+void await_copies(int n) {
+  for (auto &groups = copies[self->id]; groups.size() > size_t(n) + 1; groups.pop_front())
+    for (Copy &copy : groups.front()) {
+      checker_ends_copy(copy.to, copy.code);
+      if (copy.from) memcpy(copy.to, copy.from, COPY_BYTES);
+      else memset(copy.to, 0, COPY_BYTES);
+    }
+}
+
 static void fiber() {
   kernel(arguments);
+  for (auto &group : copies[self->id])
+    if (!group.empty()) {
+      error = "a thread ended while copies of its own were on their way";
+      n_alive = 0;
+      switch_to(&self->stack, host_stack);
+    }
   Warp &warp = warps[self->id / 32];
   uint32_t bit = 1u << self->id % 32;
   warp.live &= ~bit, warp.ready &= ~bit;
@@ -123,6 +161,7 @@ static void run_block() {
     void **stack = (void **)(stacks + (id + 1) * STACK_BYTES - stagger) - 2;
     stack[0] = (void *)fiber;  // the address to jump to; leaves the stack as a call would
     threads[id] = {stack, index, id, false};
+    copies[id].assign(1, {});
     if (++index.x == block_size.x) {
       index.x = 0;
       if (++index.y == block_size.y) index.y = 0, index.z++;

@@ -1,0 +1,124 @@
+"""Rotary positions: how far each pair of a head turns per token, as a table of cos + i sin.
+
+    Rope --rope_table()--> cos + i sin
+
+Authority: https://arxiv.org/abs/2104.09864, section 3.4; for a context longer than the model was first
+trained on, each function of ROPE_TYPES names its own. The types and their numbers are those of transformers,
+https://github.com/huggingface/transformers/blob/main/src/transformers/modeling_rope_utils.py.
+
+Rules of this file:
+  * A type is a function: the frequencies as trained, to those in use and the factor on cos and sin.
+  * Frequencies and angles are float64: an angle of some thousands is off by 2e-4 in float32.
+
+Not here: reading the numbers from config.json (weights.py), turning q and k (model.py).
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Freq = NDArray[np.float64]  # radians per position for each pair of a head. (head_dim/2,)
+
+
+@dataclass(frozen=True)
+class Rope:
+    """The numbers of a type; those that it does not use keep these defaults."""
+
+    theta: float
+    type: str = "default"  # a key of ROPE_TYPES
+    factor: float = 1.0  # linear, llama3, yarn: how much longer the context has become
+    original_max_seq_len: int = 0  # llama3, yarn: the context before that
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    truncate: bool = True  # yarn: the ramp begins and ends at whole pairs
+    attention_factor: float | None = None  # yarn; None: it follows from the factor and the next two
+    mscale: float | None = None  # yarn: added by DeepSeek, like mscale_all_dim
+    mscale_all_dim: float | None = None  # yarn
+
+
+def rope_table(rope: Rope, head_dim: int, n: int) -> NDArray[np.complex64]:
+    """cos + i sin of every pair's angle at positions 0 .. n-1. (n, head_dim/2)"""
+    trained: Freq = rope.theta ** -(np.arange(0, head_dim, 2) / head_dim)
+    freq, magnitude = ROPE_TYPES[rope.type].scale(rope, trained)
+    angles = np.arange(n)[:, None] * freq  # (n, head_dim/2) float64
+    table = np.empty(angles.shape, np.complex64)
+    table.real = np.cos(angles) * magnitude
+    table.imag = np.sin(angles) * magnitude
+    return table
+
+
+def unscaled(rope: Rope, freq: Freq) -> tuple[Freq, float]:
+    return freq, 1.0
+
+
+def linear(rope: Rope, freq: Freq) -> tuple[Freq, float]:
+    """Linear interpolation, https://arxiv.org/abs/2306.15595."""
+    return freq / rope.factor, 1.0
+
+
+def llama3(rope: Rope, freq: Freq) -> tuple[Freq, float]:
+    """By the turns that a pair makes within the original context.
+
+    https://github.com/meta-llama/llama-models/blob/main/models/llama3/model.py, apply_scaling
+    """
+    turns = rope.original_max_seq_len * freq / (2 * math.pi)
+    kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    return partly_stretched(freq, rope.factor, kept), 1.0
+
+
+def yarn(rope: Rope, freq: Freq) -> tuple[Freq, float]:
+    """A ramp over the pairs, from the one that turns beta_fast times to the one that turns beta_slow times.
+
+    https://arxiv.org/abs/2309.00071, with the ramp of its published code,
+    https://github.com/jquesnelle/yarn/blob/master/scaled_rope/LlamaYaRNScaledRotaryEmbedding.py
+    """
+    n_pairs = len(freq)
+
+    def pair_that_turns(times: float) -> float:  # theta^(-pair / n_pairs) solved for the pair
+        return n_pairs * math.log(rope.original_max_seq_len / (times * 2 * math.pi)) / math.log(rope.theta)
+
+    low, high = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * n_pairs - 1)  # head_dim - 1 in the original: beyond the last pair
+    kept = 1 - (np.arange(n_pairs, dtype=np.float64) - low) / (high - low or 0.001)
+    return partly_stretched(freq, rope.factor, kept), yarn_magnitude(rope)
+
+
+def yarn_magnitude(rope: Rope) -> float:
+    """The attention factor: on cos and sin, so on q and k both."""
+
+    def magnitude(mscale: float) -> float:  # sqrt(1/t) of section 3.4, equation 22
+        return 0.1 * mscale * math.log(rope.factor) + 1 if rope.factor > 1 else 1.0
+
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale is not None and rope.mscale_all_dim is not None:
+        return magnitude(rope.mscale) / magnitude(rope.mscale_all_dim)
+    return magnitude(1)
+
+
+def partly_stretched(freq: Freq, factor: float, kept: Freq) -> Freq:
+    """Each pair by what is `kept` of it, from 1, as trained, down to 0, stretched by the whole factor."""
+    kept = np.clip(kept, 0, 1)
+    return freq * kept + freq / factor * (1 - kept)
+
+
+class Scaling(NamedTuple):
+    scale: Callable[[Rope, Freq], tuple[Freq, float]]
+    needs: tuple[str, ...] = ()  # numbers that config.json must have; the others have defaults
+
+
+# rope_type
+ROPE_TYPES = {
+    "default": Scaling(unscaled),
+    "linear": Scaling(linear, ("factor",)),
+    "llama3": Scaling(llama3, ("factor", "low_freq_factor", "high_freq_factor")),
+    "yarn": Scaling(yarn),
+}
