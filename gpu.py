@@ -76,50 +76,6 @@ def on_device(weights: Weights, upload: Callable[[Any], DeviceArray]) -> Weights
     return Weights(embed, layers, norm, embed if tied else upload(weights.head))
 
 
-def random_weights(cp: Any, config: Config, seed: int = 0) -> Weights:
-    """Weights of any size, made on the device in seconds: for measuring. Random, for zeros are faster."""
-    n = 1 << 22
-    noise = np.random.default_rng(seed).standard_normal(n, np.float32)
-    blocks: dict[float, DeviceArray] = {}
-
-    def array(*shape: int) -> DeviceArray:
-        scale = shape[-1] ** -0.5 if len(shape) > 1 else 1.0
-        if scale not in blocks:
-            blocks[scale] = cp.asarray(bfloat16(noise * np.float32(scale)))
-        flat = cp.empty(int(np.prod(shape)), np.uint16)
-        for begin in range(0, len(flat), n - 8):  # the next block begins with other numbers
-            m = min(n - 8, len(flat) - begin)
-            flat[begin : begin + m] = blocks[scale][:m]
-        return flat.reshape(shape)
-
-    def ones(n: int) -> DeviceArray:
-        return cp.asarray(bfloat16(np.ones(n, np.float32)))
-
-    c = config
-    n_q, n_qkv = c.n_heads * c.head_dim, (c.n_heads + 2 * c.n_kv_heads) * c.head_dim
-    layers = [
-        Layer(
-            attn_norm=ones(c.dim),
-            wqkv=array(n_qkv, c.dim),
-            wo=array(c.dim, n_q),
-            mlp_norm=ones(c.dim),
-            w_gate_up=array(2 * c.hidden_dim, c.dim),
-            w_down=array(c.dim, c.hidden_dim),
-            bqkv=array(n_qkv) if c.qkv_bias else None,
-            bo=array(c.dim) if c.o_bias else None,
-            b_gate_up=array(2 * c.hidden_dim) if c.mlp_bias else None,
-            b_down=array(c.dim) if c.mlp_bias else None,
-            q_norm=ones(c.head_dim) if c.qk_norm else None,
-            k_norm=ones(c.head_dim) if c.qk_norm else None,
-        )
-        for _ in range(c.n_layers)
-    ]
-    embed = array(c.vocab_size, c.dim)
-    head = embed if c.tied else array(c.vocab_size, c.dim)
-    cp.cuda.get_current_stream().synchronize()  # they will be read on another one
-    return Weights(embed, layers, ones(c.dim), head)
-
-
 # ---- A step's numbers --------------------------------------------------------------------------------------
 
 PENALISED, BIASED, MASKED, CHAINS = 1, 2, 4, 8  # kernels.cu's Flags
@@ -156,7 +112,7 @@ def n_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     return math.prod(shape) * np.dtype(dtype).itemsize
 
 
-class Flight:
+class HostMemory:
     """Memory of the host that a step in flight copies from and to; nobody else's until it is read."""
 
     def __init__(self, cp: Any, table: Table, pages: tuple[int, ...]) -> None:
@@ -172,6 +128,7 @@ class Flight:
         self.n_top: list[int] = []  # of each wanted row; -1: no logprobs
 
     def fill(self, **lists: Sequence[Any]) -> None:
+        """The table's fields: what there is, then padding."""
         for name, values in lists.items():
             view, padding = self.views[name], self.fields[name][2]
             view[len(values) :] = padding
@@ -179,7 +136,7 @@ class Flight:
                 view[: len(values)] = values
 
     def expect(self, step: "list[Placed]") -> None:
-        """Remember what read() has to know."""
+        """Remember how the choices that will come are shared out to spans, and what belongs to each."""
         contexts = [context for p in step for context in p.contexts]
         self.n_choices = [len(p.contexts) for p in step if p.contexts]
         self.n_top = [
@@ -188,19 +145,20 @@ class Flight:
 
     def read(self) -> Iterator[list[Choice]]:
         """What has arrived, of each span that wants any."""
-        logprobs = self.choices.view(np.float32)
+        token_ids, logprobs = self.choices[:, 0].tolist(), self.choices.view(np.float32)
         first = 0
         for n in self.n_choices:
-            rows = zip(self.choices[first:], logprobs[first:], self.n_top[first : first + n], strict=False)
-            yield [choice_of(row, logprob, n_top) for row, logprob, n_top in rows]
+            rows = range(first, first + n)
+            yield [
+                Choice(token_ids[i]) if self.n_top[i] < 0 else self._with_logprobs(i, logprobs[i])
+                for i in rows
+            ]
             first += n
 
-
-def choice_of(row: NDArray[np.int32], logprob: NDArray[np.float32], n_top: int) -> Choice:
-    if n_top < 0:
-        return Choice(int(row[0]))
-    top = zip(row[2 : 2 + n_top].tolist(), logprob[2 + MAX_TOP :].tolist(), strict=False)
-    return Choice(int(row[0]), float(logprob[1]), tuple(top))
+    def _with_logprobs(self, i: int, logprobs: NDArray[np.float32]) -> Choice:
+        row, n = self.choices[i], self.n_top[i]
+        top = zip(row[2 : 2 + n].tolist(), logprobs[2 + MAX_TOP :].tolist(), strict=False)
+        return Choice(int(row[0]), float(logprobs[1]), tuple(top))
 
 
 def pinned(cp: Any, n: int) -> NDArray[np.uint8]:
@@ -208,16 +166,16 @@ def pinned(cp: Any, n: int) -> NDArray[np.uint8]:
     return np.frombuffer(cp.cuda.alloc_pinned_memory(n), np.uint8, n)
 
 
-class Desk(NamedTuple):
-    """Where steps of one size lie: on the device, and on the host those that are not in flight."""
+class StepMemory(NamedTuple):
+    """Where the numbers of steps of one size lie: on the device, and on the host for those in flight."""
 
     table: Table
     numbers: DeviceArray  # (table.n_bytes,) uint8
     views: dict[str, DeviceArray]
-    free: list[Flight]
+    free: list[HostMemory]  # those that no step uses
 
 
-class Batch(NamedTuple):
+class DeviceStep(NamedTuple):
     """How much there is of what in a step; the numbers themselves lie in `views`."""
 
     views: dict[str, DeviceArray]
@@ -233,18 +191,19 @@ class Placed(NamedTuple):
     """A span, its rows in the step, and what the choices at the last of them depend on."""
 
     span: Span
-    contexts: list[Context]
+    contexts: Sequence[Context]
     rows: range
 
 
 def placed(spans: Sequence[Span], contexts: Sequence[Context]) -> list[Placed]:
     """In the order of the spans; the rows of prompts come behind all others."""
     first = {False: 0, True: sum(n_rows(span) for span in spans if not span.tile)}
-    rest, found = iter(contexts), []
+    found, i = list[Placed](), 0
     for span in spans:
-        rows = range(first[span.tile], first[span.tile] + n_rows(span))
-        found.append(Placed(span, [next(rest) for _ in range(span.n_wanted)], rows))
-        first[span.tile] = rows.stop
+        begin, n_wanted = first[span.tile], span.n_wanted
+        first[span.tile] = end = begin + n_rows(span)
+        found.append(Placed(span, contexts[i : i + n_wanted], range(begin, end)))
+        i += n_wanted
     return found
 
 
@@ -262,32 +221,40 @@ def rows_of(step: list[Placed]) -> dict[str, list[Any]]:
     }
 
 
-def wanted_of(step: list[Placed]) -> dict[str, list[Any]]:
-    """What the table holds of each wanted row, in the order of the contexts."""
+class Rules(NamedTuple):
+    """What kernels.cu knows of a Sampling: it stays the same from step to step."""
+
+    flags: int
+    top_k: int
+    n_top: int
+    settings: tuple[float, ...]
+    seed: int
+
+
+def rules_of(s: Sampling) -> Rules:
+    penalties = s.presence_penalty, s.frequency_penalty, s.repetition_penalty
+    flags = PENALISED * (penalties != (0, 0, 1)) | BIASED * bool(s.logit_bias)
+    n_top = -1 if s.n_top_logprobs is None else min(s.n_top_logprobs, MAX_TOP)
+    sharpness = min(1 / (s.temperature * math.log(2)), 1e30) if s.temperature else 0  # of 2^x, not e^x
+    settings = sharpness, s.top_p, s.min_p, *penalties
+    return Rules(flags, min(s.top_k, 1 << 30), n_top, settings, s.seed & 0xFFFF_FFFF_FFFF_FFFF)
+
+
+def wanted_of(step: list[Placed], rules: list[Rules]) -> dict[str, list[Any]]:
+    """What the table holds of each wanted row, in the order of the contexts. `rules`: of the slots."""
     rows, picked, settings, seeds = list[int](), [], [], []
     for span, contexts, span_rows in step:
-        first = span_rows.stop - len(contexts)  # of them; behind it come the drafts
+        first, rule = span_rows.stop - len(contexts), rules[span.slot]  # of them; behind it come the drafts
         for i, context in enumerate(contexts):
-            s = context.sampling
-            flags = PENALISED * is_penalised(s) | BIASED * bool(s.logit_bias)
-            flags |= MASKED * (context.mask is not None) | CHAINS * (len(contexts) == 1)
-            n_top = -1 if s.n_top_logprobs is None else min(s.n_top_logprobs, MAX_TOP)
-            sharpness = (
-                min(1 / (s.temperature * math.log(2)), 1e30) if s.temperature else 0
-            )  # of 2^x, not e^x
-            penalties = s.presence_penalty, s.frequency_penalty, s.repetition_penalty
+            flags = rule.flags | MASKED * (context.mask is not None) | CHAINS * (len(contexts) == 1)
             rows.append(first + i)
-            picked.append((span.slot, first, i, min(s.top_k, 1 << 30), flags, n_top))
-            settings.append((sharpness, s.top_p, s.min_p, *penalties))
-            seeds.append((s.seed & 0xFFFF_FFFF_FFFF_FFFF, s.choice, context.n_output))
+            picked.append((span.slot, first, i, rule.top_k, flags, rule.n_top))
+            settings.append(rule.settings)
+            seeds.append((rule.seed, context.sampling.choice, context.n_output))
     return {"wanted": rows, "picked": picked, "settings": settings, "seeds": seeds}
 
 
-def is_penalised(s: Sampling) -> bool:
-    return bool(s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty)
-
-
-Ticket = list[tuple[Desk, Flight]]
+Ticket = list[tuple[StepMemory, HostMemory]]
 
 
 def buckets(n: int) -> list[int]:
@@ -329,6 +296,7 @@ def buffer_shapes(config: Config, max_seq_len: int, max_batch: int) -> dict[str,
         "part": ("f4", (limits.split, c.n_heads, n_pieces, c.head_dim + 2)),
         "n_done": ("i4", (limits.split * tiles_a_row(c), c.n_kv_heads)),
         "raw": ("f4", (limits.wanted, c.vocab_size)),
+        "best": ("u8", (limits.wanted,)),  # of each row the likeliest token, as kernels.cu ranks them
         "logits": ("f4", (limits.wanted, c.vocab_size)),  # after penalties
         "masks": ("u4", (limits.wanted, -(-c.vocab_size // 32))),  # a bit a token
         "choices": ("i4", (limits.wanted, CHOICE)),
@@ -391,7 +359,7 @@ class CudaOps:
     def __init__(
         self, config: Config, weights: Weights, max_seq_len: int, n_pages: int, max_batch: int, cp: Any = None
     ) -> None:
-        """`weights` may be random_weights(). `cp`: the module cupy, or what stands in its place."""
+        """`weights` may lie on the device already. `cp`: the module cupy, or what stands in its place."""
         check_sizes(config)
         self._cp = cp = importlib.import_module("cupy") if cp is None else cp
         self.config, self.max_seq_len, self.n_pages, self.max_batch = config, max_seq_len, n_pages, max_batch
@@ -402,6 +370,8 @@ class CudaOps:
         self._tables: list[list[int]] = [[] for _ in range(max_batch)]  # the pages of a slot, on the device
         self._counted: list[tuple[Any, int]] = [(None, 0)] * max_batch  # whose output a slot's counts hold
         self._biased: list[Any] = [None] * max_batch  # whose logit_bias a slot's biases hold
+        self._samplings = [Sampling()] * max_batch  # of which a slot's rules are
+        self._rules = [rules_of(s) for s in self._samplings]
         self._stream = cp.cuda.Stream(non_blocking=True)
         with self._stream:
             try:
@@ -412,6 +382,8 @@ class CudaOps:
             self._kernels = Kernels(cp, config, driver)
             if driver and not self._can_overlap(self._kernels):
                 self._kernels = Kernels(cp, config)
+            log.info("loading the kernels: some seconds where they have not been compiled before")
+            self._kernels.load()
 
     @staticmethod
     def page_bytes(config: Config) -> int:
@@ -421,21 +393,22 @@ class CudaOps:
 
     def _allocate(self, weights: Weights) -> None:
         cp, c = self._cp, self.config
-        host, shapes = np.ndarray, buffer_shapes(c, self.max_seq_len, self.max_batch)
-        self.weights = on_device(weights, lambda a: cp.asarray(bfloat16(a)) if type(a) is host else a)
+        shapes = buffer_shapes(c, self.max_seq_len, self.max_batch)
+        self.weights = on_device(weights, lambda a: cp.asarray(bfloat16(a)) if type(a) is np.ndarray else a)
         self._buffers = {name: cp.zeros(shape, np.dtype(dtype)) for name, (dtype, shape) in shapes.items()}
         self._buffers["rope"].set(rope_table(c.rope, c.head_dim, self.max_seq_len))
-        pages = (self.n_pages, c.n_kv_heads, PAGE * head_pad(c))  # what pads a head is 0 and stays so
+        # A page has (PAGE, head_pad) keys, as NumpyOps has them, but (head_pad, PAGE) values: their product
+        # wants those of neighbouring tokens together (kernels.cu). What pads a head is 0 and stays so.
+        pages = (self.n_pages, c.n_kv_heads, PAGE * head_pad(c))
         self._keys = [cp.zeros(pages, np.uint16) for _ in range(c.n_layers)]
         self._values = [cp.zeros(pages, np.uint16) for _ in range(c.n_layers)]
         sizes = {n: Table(n, n, n) for n in buckets(self._limits.split)}
-        sizes[0] = Table(
-            self._limits.rows, self._limits.wanted, self._limits.rows * tiles_a_row(c)
-        )  # 0: any step
-        self._desks = {}
+        rows = self._limits.rows
+        sizes[0] = Table(rows, self._limits.wanted, rows * tiles_a_row(c))  # 0: any step
+        self._memory = {}
         for n, table in sizes.items():
             numbers = cp.zeros(table.n_bytes, np.uint8)
-            self._desks[n] = Desk(table, numbers, table.views(numbers), [])
+            self._memory[n] = StepMemory(table, numbers, table.views(numbers), [])
         self._stream.synchronize()
 
     def _lack(self) -> str:
@@ -476,49 +449,49 @@ class CudaOps:
 
     def launch(self, spans: Sequence[Span], contexts: Sequence[Context]) -> Ticket:
         """Begin a step. `contexts`: of each wanted row, in the order of the rows."""
-        rest, ticket = iter(contexts), []
+        ticket, i = Ticket(), 0
         with self._stream:
             for part in self._parts(spans):
-                wanted = [next(rest) for span in part for _ in range(span.n_wanted)]
-                ticket.append(self._launch(placed(part, wanted)))
+                n = sum(span.n_wanted for span in part)
+                ticket.append(self._launch(placed(part, contexts[i : i + n])))
+                i += n
         return ticket
 
     def read(self, ticket: Ticket) -> list[list[Choice]]:
         """What each span that wanted something got, in their order."""
         chosen: list[list[Choice]] = []
-        for desk, flight in ticket:
-            flight.arrived.synchronize()
-            chosen += flight.read()
-            desk.free.append(flight)
+        for memory, host in ticket:
+            host.arrived.synchronize()
+            chosen += host.read()
+            memory.free.append(host)
         if any(choice.token_id < 0 for choices in chosen for choice in choices):
             raise ArithmeticError("the model's logits are no finite numbers")
         return chosen
 
     def _parts(self, spans: Sequence[Span]) -> Iterator[list[Span]]:
         """Spans that fit into the buffers together; rows do not depend on each other."""
-        part, rows, wanted = list[Span](), 0, 0
+        part, rows, wanted, limits = list[Span](), 0, 0, self._limits
         for span in spans:
-            if n_rows(span) > self._limits.rows or span.n_wanted > self._limits.wanted:
-                raise ValueError(
-                    f"{n_rows(span)} rows, {span.n_wanted} of them wanted: at most {self._limits}"
-                )
-            rows, wanted = rows + n_rows(span), wanted + span.n_wanted
-            if part and (rows > self._limits.rows or wanted > self._limits.wanted):
+            n = n_rows(span)
+            if n > limits.rows or span.n_wanted > limits.wanted:
+                raise ValueError(f"{n} rows, {span.n_wanted} of them wanted: at most {limits}")
+            rows, wanted = rows + n, wanted + span.n_wanted
+            if rows > limits.rows or wanted > limits.wanted:
                 yield part
-                part, rows, wanted = [], n_rows(span), span.n_wanted
+                part, rows, wanted = [], n, span.n_wanted
             part.append(span)
         yield part
 
-    def _launch(self, step: list[Placed]) -> tuple[Desk, Flight]:
-        desk, flight, batch = self._prepared(step)
+    def _launch(self, step: list[Placed]) -> tuple[StepMemory, HostMemory]:
+        memory, host, batch = self._prepared(step)
         if batch.is_decode:
             self._replay(batch)
         else:
             self._compute(batch)
-        self._collect(flight, sum(flight.n_choices))
-        return desk, flight
+        self._collect(host, sum(host.n_choices))
+        return memory, host
 
-    def _prepared(self, step: list[Placed]) -> tuple[Desk, Flight, Batch]:
+    def _prepared(self, step: list[Placed]) -> tuple[StepMemory, HostMemory, DeviceStep]:
         """Bring a step's numbers to the device."""
         parts: dict[bool, list[Placed]] = {True: [], False: []}
         for p in step:
@@ -526,25 +499,26 @@ class CudaOps:
         split, whole = parts[True], parts[False]
         n_rows, tiles = sum(len(p.rows) for p in step), self._tiles(split)
         is_decode = not whole and len(tiles) == len(split)
-        desk = self._desks[bucket(n_rows) if is_decode else 0]
-        flight = desk.free.pop() if desk.free else Flight(self._cp, desk.table, self._buffers["pages"].shape)
-        flight.fill(tiles=tiles + self._tiles(whole), **rows_of(step), **wanted_of(step))
-        flight.expect(step)
-        self._bring(step, flight)
-        desk.numbers.set(flight.numbers, self._stream)
+        memory = self._memory[bucket(n_rows) if is_decode else 0]
+        pages = self._buffers["pages"].shape
+        host = memory.free.pop() if memory.free else HostMemory(self._cp, memory.table, pages)
+        self._bring(step, host)
+        host.fill(tiles=tiles + self._tiles(whole), **rows_of(step), **wanted_of(step, self._rules))
+        host.expect(step)
+        memory.numbers.set(host.numbers, self._stream)
         n_pieces = max((-(-p.span.end // self._piece) for p in split), default=1)
         if is_decode:  # of a size that comes again
             n = bucket(n_rows)
-            return desk, flight, Batch(desk.views, n, n, n, 0, bucket(n_pieces), True)
-        n_wanted, n_whole = sum(flight.n_choices), len(self._tiles(whole))
-        return desk, flight, Batch(desk.views, n_rows, n_wanted, len(tiles), n_whole, n_pieces, False)
+            return memory, host, DeviceStep(memory.views, n, n, n, 0, bucket(n_pieces), True)
+        n_wanted, n_whole = sum(host.n_choices), len(self._tiles(whole))
+        return memory, host, DeviceStep(memory.views, n_rows, n_wanted, len(tiles), n_whole, n_pieces, False)
 
-    def _collect(self, flight: Flight, n_wanted: int) -> None:
+    def _collect(self, host: HostMemory, n_wanted: int) -> None:
         """Send for what was chosen."""
         if n_wanted:
             choices = self._buffers["choices"][:n_wanted]
-            choices.get(self._stream, out=flight.choices[:n_wanted], blocking=False)
-        flight.arrived.record(self._stream)
+            choices.get(self._stream, out=host.choices[:n_wanted], blocking=False)
+        host.arrived.record(self._stream)
 
     def _tiles(self, step: list[Placed]) -> list[tuple[int, ...]]:
         """kernels.cu's tiles: QUERIES queries of a span and a key head each."""
@@ -554,44 +528,51 @@ class CudaOps:
             for first in range(0, len(p.rows) * self._group, QUERIES)
         ]
 
-    def _bring(self, step: list[Placed], flight: Flight) -> None:
+    def _bring(self, step: list[Placed], host: HostMemory) -> None:
         """What slots keep from step to step, where the device does not have it yet.
 
         Tables of pages grow at any time, so they are copied from memory that the device reads by itself: a
         copy from any other would wait for the steps in flight.
         """
+        is_masked = False
         for span, contexts, _ in step:
-            if self._tables[span.slot] != (pages := list(span.pages)):
-                self._tables[span.slot] = pages
-                row = flight.pages[span.slot, : len(pages)]
+            if self._tables[span.slot] != span.pages:
+                self._tables[span.slot] = pages = list(span.pages)
+                row = host.pages[span.slot, : len(pages)]
                 row[:] = pages
                 self._buffers["pages"][span.slot, : len(pages)].set(row, self._stream)
             if contexts:
-                self._bring_context(span.slot, contexts[0])
-                if len(contexts) == 1:
-                    self._counted[span.slot] = (contexts[0].output, contexts[0].n_output + 1)
-        masks = [context.mask for p in step for context in p.contexts]
-        if any(mask is not None for mask in masks):
+                self._bring_context(span.slot, contexts)
+                is_masked |= any(context.mask is not None for context in contexts)
+        if is_masked:
+            masks = [context.mask for p in step for context in p.contexts]
             allowed = [np.ones(self.config.vocab_size, bool) if mask is None else mask for mask in masks]
             bits = np.packbits(np.pad(np.array(allowed), ((0, 0), (0, -len(allowed[0]) % 32))), 1, "little")
             self._buffers["masks"][: len(masks)].set(bits.view(np.uint32), self._stream)
 
-    def _bring_context(self, slot: int, context: Context) -> None:
+    def _bring_context(self, slot: int, contexts: Sequence[Context]) -> None:
+        """What the choices of a slot depend on beside the logits."""
+        context = contexts[0]
         s = context.sampling
-        if s.logit_bias and self._biased[slot] is not s.logit_bias:
+        if self._samplings[slot] is not s:
+            self._samplings[slot], self._rules[slot] = s, rules_of(s)
+        flags = self._rules[slot].flags
+        if flags & BIASED and self._biased[slot] is not s.logit_bias:
             biases = np.zeros(self.config.vocab_size, np.float32)
             biases[list(s.logit_bias)] = list(s.logit_bias.values())
             self._buffers["biases"][slot].set(biases, self._stream)
             self._biased[slot] = s.logit_bias
-        output, n = self._counted[slot]
-        is_counted = context.n_unread or (output is context.output and n == context.n_output)
-        if is_penalised(s) and not is_counted:
-            tokens = np.array([*context.prompt, *context.output], np.int32)
-            self._buffers["history"][: len(tokens)].set(tokens, self._stream)
-            arguments = self._buffers["history"], self._buffers["counts"], slot
-            self._kernels.launch("count", ANY, (1,), *arguments, len(context.prompt), len(tokens))
+        if flags & PENALISED:
+            output, n = self._counted[slot]
+            if not context.n_unread and not (output is context.output and n == context.n_output):
+                tokens = np.array([*context.prompt, *context.output], np.int32)
+                self._buffers["history"][: len(tokens)].set(tokens, self._stream)
+                arguments = self._buffers["history"], self._buffers["counts"], slot
+                self._kernels.launch("count", ANY, (1,), *arguments, len(context.prompt), len(tokens))
+            if len(contexts) == 1:  # `pick` counts what it chooses, if it is the only one
+                self._counted[slot] = (context.output, context.n_output + 1)
 
-    def _replay(self, batch: Batch) -> None:
+    def _replay(self, batch: DeviceStep) -> None:
         """A step of decoding: as a graph, once one of its size has gone by."""
         key = batch.n_rows, batch.n_pieces
         if graph := self._graphs.get(key):
@@ -601,108 +582,87 @@ class CudaOps:
         if key not in self._graphs:  # everything is loaded now: a capture must not do that
             self._graphs[key] = self._captured(batch)
 
-    def _captured(self, batch: Batch) -> Any:
+    def _captured(self, batch: DeviceStep) -> Any:
         """None where the driver does not take it: then such steps go on kernel by kernel."""
+        self._kernels.overlap = True
         try:
-            self._kernels.overlap = True
             self._stream.begin_capture()
             try:
                 self._compute(batch)
             finally:
-                self._kernels.overlap = False
                 graph = self._stream.end_capture()
         except Exception as error:
             log.warning("no graph of %d rows: %s", batch.n_rows, error)
             return None
+        finally:
+            self._kernels.overlap = False
         return graph
 
-    def _compute(self, batch: Batch) -> None:
+    def _compute(self, batch: DeviceStep) -> None:
         logits = forward(self, self.weights, batch)  # type: ignore[arg-type]  # the same ops on other arrays
         if batch.n_wanted:
             self.pick(logits, batch)
 
     # --- the ops --------------------------------------------------------------------------------------------
 
-    def embed(self, batch: Batch, weights: Weights) -> DeviceArray:
+    def embed(self, batch: DeviceStep, weights: Weights) -> DeviceArray:
         b, views = self._buffers, batch.views
         arguments = weights.embed, views["tokens"], views["slots"], b["chosen"], b["x"]
         self._kernels.launch("embed", ANY, (batch.n_rows,), *arguments)
         return b["x"]
 
-    def qkv(self, x: DeviceArray, layer: Layer, batch: Batch) -> DeviceArray:
+    def qkv(self, x: DeviceArray, layer: Layer, batch: DeviceStep) -> DeviceArray:
         normed = self._norm(x, layer.attn_norm, None, batch.n_rows)
         arguments = layer.wqkv, layer.bqkv, layer.attn_norm, x, normed, self._buffers["qkv"]
         self._product("qkv", len(layer.wqkv), 1, batch.n_rows, *arguments)
         return self._buffers["qkv"]
 
-    def attend(self, qkv: DeviceArray, layer: Layer, i: int, batch: Batch) -> DeviceArray:
+    def attend(self, qkv: DeviceArray, layer: Layer, i: int, batch: DeviceStep) -> DeviceArray:
         """Norm and rotate q and k, write k and v to the pages, attend."""
         c, b, views = self.config, self._buffers, batch.views
         keys, values, pages = self._keys[i], self._values[i], b["pages"]
-        max_pages, window, rotary = pages.shape[1], c.windows[i] or 0, int(c.rotary[i])
+        max_pages, rotary = pages.shape[1], int(c.rotary[i])
+        of_layer = max_pages, c.windows[i] or 0, rotary
         if not batch.is_decode:
             arguments = qkv, layer.k_norm, b["rope"], keys, values, views["positions"], views["slots"], pages
             self._kernels.launch("keep", ANY, (batch.n_rows, c.n_kv_heads), *arguments, max_pages, rotary)
         if batch.n_split:
             grid = batch.n_pieces, c.n_kv_heads, batch.n_split
             inputs = qkv, layer.q_norm, layer.k_norm, b["rope"], keys, values, views["tiles"], pages
-            numbers = max_pages, window, rotary, int(batch.is_decode)
-            self._kernels.launch("attend", ANY, grid, *inputs, b["part"], b["n_done"], b["y"], *numbers)
+            outputs = b["part"], b["n_done"], b["y"]
+            self._kernels.launch("attend", ANY, grid, *inputs, *outputs, *of_layer, int(batch.is_decode))
         if batch.n_whole:
             tiles = views["tiles"][batch.n_split :]
-            whole = (
-                qkv,
-                layer.q_norm,
-                b["rope"],
-                keys,
-                values,
-                tiles,
-                pages,
-                b["y"],
-                max_pages,
-                window,
-                rotary,
-            )
-            self._kernels.launch("attend_prompt", ANY, (batch.n_whole, c.n_kv_heads), *whole)
+            whole = qkv, layer.q_norm, b["rope"], keys, values, tiles, pages, b["y"]
+            self._kernels.launch("attend_prompt", ANY, (batch.n_whole, c.n_kv_heads), *whole, *of_layer)
         return b["y"]
 
-    def out(self, x: DeviceArray, y: DeviceArray, layer: Layer, batch: Batch) -> None:
+    def out(self, x: DeviceArray, y: DeviceArray, layer: Layer, batch: DeviceStep) -> None:
         self._product("out", self.config.dim, 1, batch.n_rows, layer.wo, layer.bo, y, x)
 
-    def gate_up(self, x: DeviceArray, layer: Layer, batch: Batch) -> DeviceArray:
+    def gate_up(self, x: DeviceArray, layer: Layer, batch: DeviceStep) -> DeviceArray:
         normed = self._norm(x, layer.mlp_norm, None, batch.n_rows)
         arguments = layer.w_gate_up, layer.b_gate_up, layer.mlp_norm, x, normed, self._buffers["h"]
         self._product("gate_up", self.config.hidden_dim, 2, batch.n_rows, *arguments)
         return self._buffers["h"]
 
-    def down(self, x: DeviceArray, h: DeviceArray, layer: Layer, batch: Batch) -> None:
+    def down(self, x: DeviceArray, h: DeviceArray, layer: Layer, batch: DeviceStep) -> None:
         self._product("down", self.config.dim, 1, batch.n_rows, layer.w_down, layer.b_down, h, x)
 
-    def logits(self, x: DeviceArray, weights: Weights, batch: Batch) -> DeviceArray:
+    def logits(self, x: DeviceArray, weights: Weights, batch: DeviceStep) -> DeviceArray:
         if batch.n_wanted:
             rows, raw = batch.views["wanted"], self._buffers["raw"]
             normed = self._norm(x, weights.norm, rows, batch.n_wanted)
-            self._product(
-                "logits",
-                len(weights.head),
-                1,
-                batch.n_wanted,
-                weights.head,
-                weights.norm,
-                x,
-                normed,
-                rows,
-                raw,
-            )
+            arguments = weights.head, weights.norm, x, normed, rows, raw, self._buffers["best"]
+            self._product("logits", len(weights.head), 1, batch.n_wanted, *arguments)
         return self._buffers["raw"]
 
-    def pick(self, logits: DeviceArray, batch: Batch) -> None:
+    def pick(self, logits: DeviceArray, batch: DeviceStep) -> None:
         b, views = self._buffers, batch.views
         settings = views["picked"], views["settings"], views["seeds"], b["masks"]
         slots = views["tokens"], b["counts"], b["biases"], b["chosen"]
-        self._kernels.launch(
-            "pick", ANY, (batch.n_wanted,), logits, b["logits"], *settings, *slots, b["choices"]
-        )
+        arguments = logits, b["best"], b["logits"], *settings, *slots, b["choices"]
+        self._kernels.launch("pick", ANY, (batch.n_wanted,), *arguments)
 
     def _norm(self, x: DeviceArray, w: DeviceArray, rows: DeviceArray | None, n: int) -> DeviceArray:
         """What products of more than one tile of rows begin with; the others norm x themselves."""

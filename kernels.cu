@@ -13,8 +13,9 @@
 // 1. A row of activations gets the same bits whatever rows are computed beside it, and by whichever kernel:
 //    the order of every sum follows from the model and the token's position alone. It is compiled without
 //    contraction (--fmad=false), so a fused multiply-add is where fmaf stands. No float atomics.
-// 2. A kernel may start while the one before it still runs (programmatic dependent launch). Before
-//    await_previous() it touches weights only, which have a type of their own.
+// 2. A kernel may start while those before it still run (programmatic dependent launch). Before
+//    await_previous() it touches only what no kernel writes, weights and tables, which have types of their
+//    own; and prefetches what it likes, for that reads nothing.
 // 3. Sizes of the model are constants of the compilation, as are ROW_TILES and COLUMN_TILES, how much of a
 //    product a block computes: kernels.py compiles the file once for each shape. Rows of every matrix begin
 //    at multiples of 16 bytes.
@@ -42,6 +43,7 @@ __device__ __forceinline__ void await_previous();  // until the kernel before th
 
 typedef __nv_bfloat16 bf16;
 typedef const __nv_bfloat16 weight;  // no kernel writes it
+typedef const int table;             // nor this: it comes from the host, before the first kernel of a step
 typedef unsigned long long u64;
 
 // ---- Plain ------------------------------------------------------------------------------------------------
@@ -229,7 +231,6 @@ __device__ __forceinline__ void await_copies() {
 }
 #endif
 
-#if !PLAIN
 // ---- Small things -----------------------------------------------------------------------------------------
 
 __device__ __forceinline__ float warp_sum(float v) {  // for every lane, in one order
@@ -248,6 +249,18 @@ __device__ __forceinline__ uint4 nothing() {
   return zero;
 }
 
+// Of two tokens the one with the larger logit is the larger number; of equals the one that comes first. What
+// is no number, or infinite, is larger than all: NO_NUMBER.
+#define NO_NUMBER ~0ull
+__device__ __forceinline__ u64 rank_of(float logit, int token) {
+  if (!(logit <= 3.4028235e38f)) return NO_NUMBER;
+  unsigned bits = __float_as_uint(logit + 0.f);  // -0 becomes 0
+  bits = bits >> 31 ? ~bits : bits | 0x80000000u;
+  return (u64)bits << 32 | (0xffffffffu - token);
+}
+__device__ __forceinline__ int token_of(u64 rank) { return 0xffffffffu - (unsigned)rank; }
+
+#if !PLAIN
 // ---- Norm -------------------------------------------------------------------------------------------------
 
 // 1 / sqrt(mean(x^2) + eps) of a row, x (DIM,), by one warp
@@ -573,17 +586,33 @@ extern "C" __global__ void __launch_bounds__(256)
                           [&](int column, float *v) { return v[0] + bias(b, column); });
 }
 
+// The likeliest of the tokens whose logits the block has just written: no row is read again as a whole
+__device__ __forceinline__ void find_best(const float *y, u64 *best, int first_row, int n_rows,
+                                          int first_column) {
+  __syncthreads();
+  int end = min(first_column + 8 * LOGITS_TILES, VOCAB_SIZE);
+  for (int row = first_row + threadIdx.x / 32; row < min(first_row + 16 * ROW_TILES, n_rows); row += WARPS) {
+    u64 rank = 0;
+    for (int i = first_column + threadIdx.x % 32; i < end; i += 32)
+      rank = max(rank, rank_of(y[(size_t)row * VOCAB_SIZE + i], i));
+    for (int m = 16; m; m /= 2) rank = max(rank, __shfl_xor_sync(ALL, rank, m));
+    if (threadIdx.x % 32 == 0) atomicMax(&best[row], rank);
+  }
+}
+
 // y = rms_norm(x[rows]) w^T: NumpyOps.logits
 //   w (VOCAB_SIZE, DIM)   norm (DIM,)   x (R, DIM)   normed (n_rows, DIM)   rows (n_rows,) which of x
-//   y (n_rows, VOCAB_SIZE)   grid: n_rows / (16 ROW_TILES), VOCAB_SIZE / (8 LOGITS_TILES)
+//   y (n_rows, VOCAB_SIZE)   best (n_rows,) 0 before; the greatest rank_of
+//   grid: n_rows / (16 ROW_TILES), VOCAB_SIZE / (8 LOGITS_TILES)
 //   Of one tile two blocks a processor, or ptxas spills to make room for a third.
 extern "C" __global__ void __launch_bounds__(256, ROW_TILES == 1 ? 2 : 0)
-    logits(weight *w, weight *norm, const float *x, const bf16 *normed, const int *rows, float *y,
+    logits(weight *w, weight *norm, const float *x, const bf16 *normed, const int *rows, float *y, u64 *best,
            int n_rows) {
   NORMED(x, norm, rows, normed);
   weight *const matrices[1] = {w};
   linear<1, LOGITS_TILES>(matrices, DIM, VOCAB_SIZE, n_rows, input, nullptr, y,
                           [](int column, float *v) { return v[0]; });
+  find_best(y, best, blockIdx.x * 16 * ROW_TILES, n_rows, blockIdx.y * 8 * LOGITS_TILES);
 }
 
 #if ROW_TILES == 1  // what follows is no product, and needs no second compilation
@@ -815,6 +844,19 @@ __device__ __forceinline__ void rescale(float &top, float next_top, float &keep,
   top = both;
 }
 
+// What a piece needs from memory beside this step's own numbers, on its way to the L2 cache while those come
+__device__ __forceinline__ void prefetch_piece(const Tile &tile, int piece, int kv, const bf16 *keys,
+                                               const bf16 *values, weight *q_norm, weight *k_norm) {
+  int begin = piece * PIECE + threadIdx.x * PAGE, end = tile.position(tile.n_rows - 1) + 1;
+  if (threadIdx.x < PIECE / PAGE && begin < end) {
+    size_t at = ((size_t)tile.pages[begin / PAGE] * N_KV_HEADS + kv) * PAGE * HEAD_PAD;
+    prefetch(keys + at, min(PAGE, end - begin) * HEAD_PAD * 2);
+    prefetch(values + at, PAGE * HEAD_PAD * 2);
+  }
+  if (threadIdx.x == 32 && q_norm && HEAD_DIM % 8 == 0)
+    prefetch(q_norm, HEAD_DIM * 2), prefetch(k_norm, HEAD_DIM * 2);
+}
+
 // Write the keys and values of the step's tokens to their pages; for spans of more than one tile
 //   qkv (R, QKV_DIM)   k_norm (HEAD_DIM,) or null   positions, sequences (R,)   window, rotary: of the layer
 //   grid: R, N_KV_HEADS; block: 32
@@ -838,15 +880,17 @@ extern "C" __global__ void __launch_bounds__(32)
 //   grid: pieces of the longest sequence, N_KV_HEADS, n_tiles; block: ATTEND_THREADS
 extern "C" __global__ void __launch_bounds__(ATTEND_THREADS)
     attend(const float *qkv, weight *q_norm, weight *k_norm, const float2 *rope, bf16 *keys, bf16 *values,
-           const int *tiles, const int *pages, float *part, int *n_done, bf16 *y, int max_pages, int window,
+           table *tiles, table *pages, float *part, int *n_done, bf16 *y, int max_pages, int window,
            int rotary, int writes) {
   __shared__ __align__(16) Work work;
   __shared__ int is_last;
   start_next();
-  await_previous();
   int piece = blockIdx.x, kv = blockIdx.y;
   Tile tile(tiles + blockIdx.z * TILE, pages, max_pages, window);
-  if (tile.n_tokens == 0 || piece < tile.first_piece || piece > tile.last_piece) return;
+  bool is_there = tile.n_tokens > 0 && tile.first_piece <= piece && piece <= tile.last_piece;
+  if (is_there) prefetch_piece(tile, piece, kv, keys, values, q_norm, k_norm);
+  await_previous();
+  if (!is_there) return;
   if (writes)
     for (int i = threadIdx.x / 32; i < tile.n_tokens; i += ATTEND_WARPS)
       if ((tile.start + i) / PIECE == piece)
@@ -875,14 +919,16 @@ extern "C" __global__ void __launch_bounds__(ATTEND_THREADS)
       if (column_of_thread(i) < HEAD_DIM) mine[column_of_thread(i)] = out[i];
     if (column_of_thread(0) == 0) mine[HEAD_DIM] = top, mine[HEAD_DIM + 1] = sum;
   }
-  __threadfence();  // this piece can be seen before it is counted
   __syncthreads();
-  int *count = n_done + blockIdx.z * N_KV_HEADS + kv;
-  if (threadIdx.x == 0) is_last = atomicAdd(count, 1) == n_pieces - 1;
+  if (threadIdx.x == 0) {  // its fences are for the block: barriers stand between it and the others
+    int *count = n_done + blockIdx.z * N_KV_HEADS + kv;
+    __threadfence();  // this piece can be seen before it is counted
+    is_last = atomicAdd(count, 1) == n_pieces - 1;
+    __threadfence();  // the others' pieces are seen after that
+    if (is_last) *count = 0;
+  }
   __syncthreads();
   if (!is_last) return;
-  __threadfence();
-  if (threadIdx.x == 0) *count = 0;
   for (int i = threadIdx.x; i < tile.n_rows * HEAD_DIM; i += ATTEND_THREADS) {
     size_t head = (size_t)tile.token(i / HEAD_DIM) * N_HEADS + tile.head(i / HEAD_DIM, kv);
     const float *parts = part + head * gridDim.x * (HEAD_DIM + 2);
@@ -904,7 +950,7 @@ extern "C" __global__ void __launch_bounds__(ATTEND_THREADS)
 //   grid: n_tiles, N_KV_HEADS; block: ATTEND_THREADS
 extern "C" __global__ void __launch_bounds__(ATTEND_THREADS)
     attend_prompt(const float *qkv, weight *q_norm, const float2 *rope, const bf16 *keys, const bf16 *values,
-                  const int *tiles, const int *pages, bf16 *y, int max_pages, int window, int rotary) {
+                  table *tiles, table *pages, bf16 *y, int max_pages, int window, int rotary) {
   __shared__ __align__(16) Work work;
   start_next();
   await_previous();
@@ -938,8 +984,14 @@ extern "C" __global__ void __launch_bounds__(ATTEND_THREADS)
 // One block chooses a row's token, or plainly one thread: model.py's _pick. A probability is a whole number
 // here, in units of 2^-40 of the likeliest token's, so that sums are exact and the order of adding does not
 // matter.
+//
+// For the block, the likeliest token is known from `logits`; a row that asks for no more is not read. Else
+// the tokens that may come are a set in shared memory, a bit each. top_k or top_p make it small in two passes
+// over the vocabulary; each pass after these, and the draw, goes through the few that are left.
 
 #define PICK_THREADS 1024
+#define WORDS ((VOCAB_SIZE + 31) / 32)  // of a bit a token
+#define NOTHING (40u << 26)             // the distance from which on a token weighs nothing
 #define MAX_TOP 20  // likeliest tokens whose logprobs can be had
 #define CHOICE (2 + 2 * MAX_TOP)
 #define SEEN_IN_PROMPT 0x80000000u
@@ -957,14 +1009,6 @@ struct Settings {
 };
 #define SETTINGS 6
 #define SEEDS 3  // seed, choice, number of the output token
-
-// Of two tokens the one with the larger logit is the larger number; of equals the one that comes first.
-__device__ __forceinline__ u64 rank_of(float logit, int token) {
-  unsigned bits = __float_as_uint(logit + 0.f);  // -0 becomes 0
-  bits = bits >> 31 ? ~bits : bits | 0x80000000u;
-  return (u64)bits << 32 | (0xffffffffu - token);
-}
-__device__ __forceinline__ int token_of(u64 rank) { return 0xffffffffu - (unsigned)rank; }
 
 // The logit of a token after penalties, bias and mask: _penalised
 __device__ __forceinline__ float penalised(float logit, int token, const Picked &p, const Settings &s,
@@ -1093,148 +1137,184 @@ __device__ __forceinline__ T block_reduce(T *of_warp, T v, Join join) {  // for 
   return v;
 }
 
-// The least distance from the top such that the tokens within it weigh `need` or more, byte by byte from the
-// highest. distance(i), weight(i) of token i
-template <class Distance, class Weight>
-__device__ __forceinline__ unsigned reach(u64 need, Distance distance, Weight weight) {
-  __shared__ u64 bins[256], left;
-  __shared__ unsigned found;
-  unsigned prefix = 0;
-  for (int shift = 24; shift >= 0; shift -= 8) {
-    if (threadIdx.x < 256) bins[threadIdx.x] = 0;
-    __syncthreads();
-    for (int i = threadIdx.x; i < VOCAB_SIZE; i += PICK_THREADS) {
-      unsigned d = distance(i);
-      if (shift == 24 || d >> (shift + 8) == prefix >> (shift + 8)) {
-        u64 w = weight(i);
-        if (w) atomicAdd(&bins[d >> shift & 255], w);
+// Calls f(logit) for each token in the words [begin, end) of the set, by one warp; where f says no, the token
+// leaves the set. Eight logits of a lane are on their way at a time.
+template <class F>
+__device__ __forceinline__ void each_of(unsigned *set, int begin, int end, const float *logits, F f) {
+  int lane = threadIdx.x % 32;
+  for (int first = begin; first < end; first += 32) {
+    unsigned word = first + lane < end ? set[first + lane] : 0, some = __ballot_sync(ALL, word != 0);
+    for (int j = 0; j < 32; j += 8) {
+      if (!(some >> j & 255)) continue;
+      bool is_in[8];
+      float logit[8];
+#pragma unroll
+      for (int i = 0; i < 8; i++) {
+        is_in[i] = __shfl_sync(ALL, word, j + i) >> lane & 1;
+        logit[i] = is_in[i] ? logits[(first + j + i) * 32 + lane] : 0;
+      }
+#pragma unroll
+      for (int i = 0; i < 8; i++) {
+        unsigned stay = __ballot_sync(ALL, is_in[i] && f(logit[i]));
+        if (lane == j + i) word = stay;
       }
     }
-    __syncthreads();
-    if (threadIdx.x < 32) {  // a lane takes 8 bins
-      u64 mine = 0, all;
-      for (int i = 0; i < 8; i++) mine += bins[threadIdx.x * 8 + i];
-      all = mine;
-      for (int m = 1; m < 32; m *= 2) {
-        u64 before = __shfl_up_sync(ALL, all, m);
-        if (threadIdx.x >= m) all += before;
-      }
-      unsigned enough = __ballot_sync(ALL, all >= need);
-      if (threadIdx.x == (enough ? __ffs(enough) - 1 : 31)) {
-        u64 rest = need - (all - mine);
-        int bin = threadIdx.x * 8, end = bin + 7;
-        for (; bin < end && bins[bin] < rest; bin++) rest -= bins[bin];
-        found = prefix | (unsigned)bin << shift, left = rest;
-      }
-    }
-    __syncthreads();
-    prefix = found, need = left;
+    if (first + lane < end) set[first + lane] = word;
   }
-  return prefix;
 }
 
-// The token in whose part of [0, sum of weights) the number u * sum lies, u of 64 bits: _draw
+// Leave in the set the tokens nearest to the top: those within the least distance such that they weigh
+// need(the weight of all) or more. It is found byte by byte from the highest: what the tokens weigh is added
+// up by their byte, and those with a greater one leave in the next pass. distance(logit), weight(logit)
+// Tokens that weigh nothing leave at once: most are that far off at a low temperature, all in the same bins.
+template <class Distance, class Weight, class Need>
+__device__ __forceinline__ void narrow(unsigned *set, const float *logits, Distance distance, Weight weight,
+                                       Need need) {
+  // a sum of 64 bits is two numbers: shared memory adds 32 bits at once, 64 in a loop of tries
+  __shared__ unsigned low_of[256], high_of[256], found;
+  __shared__ u64 rest;
+  const int n = (WORDS + 31) / 32;  // of a warp
+  int warp = threadIdx.x / 32;
+  unsigned prefix = 0;
+  for (int shift = 24; shift >= -8; shift -= 8) {
+    if (threadIdx.x < 256) low_of[threadIdx.x] = high_of[threadIdx.x] = 0;
+    __syncthreads();
+    each_of(set, n * warp, min(n * warp + n, WORDS), logits, [&](float logit) {
+      unsigned d = distance(logit), before = shift == 24 ? 0 : d >> (shift + 8);
+      if (d >= NOTHING) return false;
+      if (before == prefix && shift >= 0) {
+        u64 w = weight(logit);
+        unsigned byte = d >> shift & 255, low = (unsigned)w, high = (unsigned)(w >> 32);
+        if (w && atomicAdd(&low_of[byte], low) + low < low) high++;
+        if (high) atomicAdd(&high_of[byte], high);
+      }
+      return before <= prefix;
+    });
+    __syncthreads();
+    if (shift >= 0 && warp == 0) {  // a lane takes 8 bytes
+      auto sum_of = [&](int byte) { return (u64)high_of[byte] << 32 | low_of[byte]; };
+      u64 mine = 0, all;
+      for (int i = 0; i < 8; i++) mine += sum_of(threadIdx.x * 8 + i);
+      all = mine;
+      for (int m = 1; m < 32; m *= 2) {
+        u64 other = __shfl_up_sync(ALL, all, m);
+        if (threadIdx.x >= m) all += other;
+      }
+      u64 needed = shift == 24 ? need(__shfl_sync(ALL, all, 31)) : rest;
+      unsigned enough = __ballot_sync(ALL, all >= needed);
+      __syncwarp();
+      if (threadIdx.x == (enough ? __ffs(enough) - 1 : 31)) {
+        int byte = threadIdx.x * 8, last = byte + 7;
+        needed -= all - mine;
+        for (; byte < last && sum_of(byte) < needed; byte++) needed -= sum_of(byte);
+        found = byte, rest = needed;
+      }
+    }
+    __syncthreads();
+    if (shift >= 0) prefix = prefix << 8 | found;
+  }
+}
+
+// The token of the set in whose part of [0, sum of weights) the number u * sum lies, u of 64 bits: _draw
 template <class Weight>
-__device__ __forceinline__ int draw(u64 u, Weight weight) {
-  __shared__ u64 of_warp[32], before;
-  __shared__ int found;
+__device__ __forceinline__ int draw(u64 u, unsigned *set, const float *logits, Weight weight) {
+  __shared__ u64 of_warp[32];
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, begin = 0, end = WORDS, n;
   u64 target = 0;
-  int begin = 0, end = VOCAB_SIZE, n;
-  do {  // a run of tokens a thread; then a token of that run a thread
-    n = (end - begin + PICK_THREADS - 1) / PICK_THREADS;
-    int first = begin + n * threadIdx.x;
-    u64 mine = 0;
-    for (int i = first; i < min(first + n, end); i++) mine += weight(i);
-    u64 all = mine;
-    for (int m = 1; m < 32; m *= 2) {
-      u64 other = __shfl_up_sync(ALL, all, m);
-      if (threadIdx.x % 32 >= m) all += other;
-    }
-    if (threadIdx.x % 32 == 31) of_warp[threadIdx.x / 32] = all;
+  do {  // a run of words a warp; then the run where it lies in runs; then one word
+    n = (end - begin + 31) / 32;
+    int first = begin + n * warp;
+    u64 mine = 0, total = 0;
+    each_of(set, first, min(first + n, end), logits, [&](float logit) {
+      mine += weight(logit);
+      return true;
+    });
+    for (int m = 16; m; m /= 2) mine += __shfl_xor_sync(ALL, mine, m);
+    if (lane == 0) of_warp[warp] = mine;
     __syncthreads();
-    u64 total = 0;
-    for (int w = 0; w < 32; w++) {
-      if (w < threadIdx.x / 32) all += of_warp[w];
-      total += of_warp[w];
-    }
-    if (begin == 0 && end == VOCAB_SIZE) target = __umul64hi(u, total);
-    if (all > target && all - mine <= target) found = first, before = all - mine;
+    for (int w = 0; w < 32; w++) total += of_warp[w];
+    if (begin == 0 && end == WORDS) target = __umul64hi(u, total);
+    for (int w = 0; target >= of_warp[w]; w++) target -= of_warp[w], begin += n;
+    end = min(begin + n, end);
     __syncthreads();
-    begin = found, end = min(begin + n, end), target -= before;
   } while (n > 1);
-  return begin;
+  u64 all = set[begin] >> lane & 1 ? weight(logits[begin * 32 + lane]) : 0;
+  for (int m = 1; m < 32; m *= 2) {
+    u64 other = __shfl_up_sync(ALL, all, m);
+    if (lane >= m) all += other;
+  }
+  return begin * 32 + __ffs(__ballot_sync(ALL, all > target)) - 1;
 }
 
 // Choose a token for each wanted row: NumpyOps.pick
-//   raw (n, VOCAB_SIZE)   logits (n, VOCAB_SIZE) for those after penalties, where there are any
-//   picked (n, PICKED)   settings (n, SETTINGS)   seeds (n, SEEDS)
-//   masks (n, (VOCAB_SIZE + 31) / 32), bit set: may come   tokens (R,) of the step
-//   counts, biases (max_batch, VOCAB_SIZE)   chosen (max_batch,)
-//   choices (n, CHOICE): token, or -1 where the logits are no finite numbers; logprob; MAX_TOP likeliest;
-//   their logprobs   grid: n, block: PICK_THREADS; a row with slot -1 is none
+//   raw (n, VOCAB_SIZE)   best (n,) of it, by `logits`; 0 after   logits (n, VOCAB_SIZE) for those after
+//   penalties, where there are any   picked (n, PICKED)   settings (n, SETTINGS)   seeds (n, SEEDS)
+//   masks (n, WORDS), bit set: may come   tokens (R,) of the step   counts, biases (max_batch, VOCAB_SIZE)
+//   chosen (max_batch,)   choices (n, CHOICE): token, or -1 where the logits are no finite numbers; logprob;
+//   MAX_TOP likeliest; their logprobs   grid: n, block: PICK_THREADS; a row with slot -1 is none
 extern "C" __global__ void __launch_bounds__(PICK_THREADS, 1)
-    pick(const float *raw, float *logits, const int *picked, const float *settings, const u64 *seeds,
-         const unsigned *masks, const int *tokens, unsigned *counts, const float *biases, int *chosen,
-         int *choices) {
-  __shared__ u64 of_warp[32];
+    pick(const float *raw, u64 *best, float *logits, const int *picked, const float *settings,
+         const u64 *seeds, const unsigned *masks, const int *tokens, unsigned *counts, const float *biases,
+         int *chosen, int *choices) {
+  __shared__ u64 of_warp[32], raw_best;
   __shared__ double sum_of_warp[32];
+  __shared__ unsigned set[WORDS];
   start_next();
   await_previous();
   int row = blockIdx.x;
-  const Picked p = *(const Picked *)(picked + row * PICKED);
+  const Picked &p = *(const Picked *)(picked + row * PICKED);  // no copy: registers are few
   const Settings s = *(const Settings *)(settings + row * SETTINGS);
+  if (threadIdx.x == 0) raw_best = best[row], best[row] = 0;
+  __syncthreads();
   if (p.slot < 0) return;
-  raw += (size_t)row * VOCAB_SIZE, logits += (size_t)row * VOCAB_SIZE, choices += row * CHOICE;
-  counts += (size_t)p.slot * VOCAB_SIZE, biases += (size_t)p.slot * VOCAB_SIZE;
-  masks += (size_t)row * ((VOCAB_SIZE + 31) / 32), seeds += row * SEEDS;
+  size_t of_slot = (size_t)p.slot * VOCAB_SIZE;
+  raw += (size_t)row * VOCAB_SIZE, logits += (size_t)row * VOCAB_SIZE;
   auto larger = [](u64 a, u64 b) { return a > b ? a : b; };
-  bool changed = p.flags & (PENALISED | BIASED | MASKED);
+  const float *used = raw;
+  u64 used_best = raw_best;
 
-  u64 raw_best = 0, best = 0, worst = 0;
-  for (int i = threadIdx.x; i < VOCAB_SIZE; i += PICK_THREADS) {
-    float r = raw[i], l = penalised(r, i, p, s, counts, tokens, biases, masks);
-    if (changed) logits[i] = l;
-    // no number, or infinite: the largest rank there is
-    raw_best = larger(raw_best, r <= 3.4028235e38f ? rank_of(r, i) : ~0ull);
-    best = larger(best, rank_of(l, i));
-    if (l > NEVER) worst = larger(worst, ~rank_of(l, i));
+  if (p.flags & (PENALISED | BIASED | MASKED)) {
+    used_best = 0;
+    for (int i = threadIdx.x; i < VOCAB_SIZE; i += PICK_THREADS) {
+      float logit = penalised(raw[i], i, p, s, counts + of_slot, tokens, biases + of_slot,
+                              masks + (size_t)row * WORDS);
+      logits[i] = logit;
+      used_best = larger(used_best, rank_of(logit, i));
+    }
+    used_best = block_reduce(of_warp, used_best, larger);
+    used = logits;
   }
-  raw_best = block_reduce(of_warp, raw_best, larger);
-  best = block_reduce(of_warp, best, larger);
-  worst = ~block_reduce(of_warp, worst, larger);
-  const float *used = changed ? logits : raw;
-  int token = token_of(best);
+  int token = token_of(used_best);
   float top = used[token];
-  if (raw_best == ~0ull || top == NEVER) {
-    if (threadIdx.x == 0) choices[0] = -1;
+  if (raw_best == NO_NUMBER || used_best == NO_NUMBER || top == NEVER) {
+    if (threadIdx.x == 0) choices[row * CHOICE] = -1;
     return;
   }
   if (s.sharpness > 0) {
-    // distances from the top as whole numbers, as fine as the furthest allows
-    int exponent = (int)(__float_as_uint(top - used[token_of(worst)]) >> 23) - 127;
-    float unit = __uint_as_float((unsigned)(min(31 - exponent, 127) + 127) << 23);
-    auto distance = [&](int i) { return (unsigned)fminf((top - used[i]) * unit, 4294967040.f); };
-    auto probability = [&](int i) { return exp2f((used[i] - top) * s.sharpness); };
-    unsigned within = 0xffffffffu;
-    if (p.top_k > 0 && p.top_k < VOCAB_SIZE) within = reach(p.top_k, distance, [](int i) { return 1ull; });
-    auto weight = [&](int i) {
-      float q = probability(i);
-      return q >= fminf(s.min_p, 1) && distance(i) <= within ? (u64)(q * 1099511627776.f) : 0ull;
+    // How far below the top: in powers of two of the probability, of which 40 make it 0; and in 2^-26 of them
+    auto below = [&](float logit) { return (top - logit) * s.sharpness; };
+    auto distance = [&](float logit) { return (unsigned)fminf(below(logit) * 67108864.f, 4294967040.f); };
+    auto weight = [&](float logit) {
+      float q = exp2f(-below(logit));
+      return q >= fminf(s.min_p, 1) ? (u64)(q * 1099511627776.f) : 0ull;
     };
-    if (s.top_p < 1) {
-      u64 total = 0;
-      for (int i = threadIdx.x; i < VOCAB_SIZE; i += PICK_THREADS) total += weight(i);
-      total = block_reduce(of_warp, total, [](u64 a, u64 b) { return a + b; });
-      within = min(within, reach(max((u64)((double)total * s.top_p), 1ull), distance, weight));
-    }
+    for (int i = threadIdx.x; i < WORDS; i += PICK_THREADS)
+      set[i] = i < VOCAB_SIZE / 32 ? ALL : (1u << VOCAB_SIZE % 32) - 1;
+    __syncthreads();
+    if (p.top_k > 0 && p.top_k < VOCAB_SIZE)
+      narrow(set, used, distance, [](float) { return 1ull; }, [&](u64 all) { return (u64)p.top_k; });
+    if (s.top_p < 1)
+      narrow(set, used, distance, weight, [&](u64 all) { return max((u64)((double)all * s.top_p), 1ull); });
+    seeds += row * SEEDS;
     u64 u = philox(seeds[0], seeds[1], seeds[2]) >> 11 << 11;  // 53 bits, as a double has them
-    token = draw(u, weight);
+    token = draw(u, set, used, weight);
   }
+  choices += row * CHOICE;
   if (threadIdx.x == 0) {
     choices[0] = token;
     if (p.flags & CHAINS) {
       chosen[p.slot] = token;
-      if (p.flags & PENALISED) counts[token] += 1;
+      if (p.flags & PENALISED) counts[of_slot + token] += 1;
     }
   }
   if (p.n_top < 0) return;
@@ -1245,16 +1325,17 @@ extern "C" __global__ void __launch_bounds__(PICK_THREADS, 1)
   sum = block_reduce(sum_of_warp, sum, [](double a, double b) { return a + b; });
   float normaliser = log(sum);
   if (threadIdx.x == 0) choices[1] = __float_as_int(raw[token] - raw_top - normaliser);
+  u64 next = raw_best;
   for (int n = 0; n < p.n_top; n++) {
     if (threadIdx.x == 0) {
-      choices[2 + n] = token_of(raw_best);
-      choices[2 + MAX_TOP + n] = __float_as_int(raw[token_of(raw_best)] - raw_top - normaliser);
+      choices[2 + n] = token_of(next);
+      choices[2 + MAX_TOP + n] = __float_as_int(raw[token_of(next)] - raw_top - normaliser);
     }
-    u64 below = raw_best;
-    raw_best = 0;
+    u64 below = next;
+    next = 0;
     for (int i = threadIdx.x; i < VOCAB_SIZE; i += PICK_THREADS)
-      if (rank_of(raw[i], i) < below) raw_best = larger(raw_best, rank_of(raw[i], i));
-    raw_best = block_reduce(of_warp, raw_best, larger);
+      if (rank_of(raw[i], i) < below) next = larger(next, rank_of(raw[i], i));
+    next = block_reduce(of_warp, next, larger);
   }
 }
 

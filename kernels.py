@@ -106,21 +106,24 @@ def include_paths() -> list[str]:
 
 
 def check_sizes(config: Config) -> None:
-    """Rows of matrices are read 16 bytes at a time; a block's memory holds a tile of heads of 256."""
+    """Rows of matrices are read 16 bytes at a time, heads by pairs; a block's memory holds a tile of heads of
+    256, and a bit for each token.
+    """
     c = config
-    for name, n in {
-        "dim": c.dim,
-        "hidden_dim": c.hidden_dim,
-        "n_heads * head_dim": c.n_heads * c.head_dim,
-    }.items():
-        if n % 8:
-            raise UnsupportedModel(
-                f"{name} is {n}; supported on a GPU: multiples of 8. --device cpu takes it"
-            )
-    if c.head_dim > 256:
-        raise UnsupportedModel(
-            f"head_dim is {c.head_dim}; supported on a GPU: up to 256. --device cpu takes it"
-        )
+    # fmt: off
+    #  name                   size                     multiples of, up to
+    rules = [
+        ("dim",                  c.dim,                    8, None),
+        ("hidden_dim",           c.hidden_dim,             8, None),
+        ("n_heads * head_dim",   c.n_heads * c.head_dim,   8, None),
+        ("head_dim",             c.head_dim,               2, 256),
+        ("vocab_size",           c.vocab_size,             1, 300_000),
+    ]
+    # fmt: on
+    for name, n, step, most in rules:
+        if n % step or (most and n > most):
+            takes = ", ".join([f"multiples of {step}"] * (step > 1) + [f"up to {most}"] * bool(most))
+            raise UnsupportedModel(f"{name} is {n}; supported on a GPU: {takes}. --device cpu takes it")
 
 
 # --- launches -----------------------------------------------------------------------------------------------
@@ -128,6 +131,8 @@ def check_sizes(config: Config) -> None:
 # The attribute of a launch whose kernel may start before the one ahead of it has ended, and the structures of
 # cuda.h that say so.
 PROGRAMMATIC_STREAM_SERIALIZATION = 6
+NULL = np.uintp(0)
+MAX_SEEN = 10_000  # arrays; those of a model and its buffers are some hundred
 
 
 class LaunchAttribute(ctypes.Structure):
@@ -154,6 +159,7 @@ class Parameter(NamedTuple):
 #  type in kernels.cu   in an array or as a number
 DTYPES = {
     "weight": "u2",
+    "table": "i4",
     "bf16": "u2",
     "float": "f4",
     "float2": "c8",
@@ -186,30 +192,46 @@ class Kernels:
         shapes = [*SHAPES, PLAIN]  # CuPy compiles what is asked for
         self._modules = {shape: cp.RawModule(code=code, options=options(config, shape)) for shape in shapes}
         self._functions: dict[tuple[str, Shape], Any] = {}
+        self._seen: dict[int, DeviceArray] = {}  # contiguous ones by id, theirs as long as they are here
         self._threads = THREADS | dict.fromkeys(["attend", "attend_prompt"], attend_threads(config))
+
+    def load(self) -> None:
+        """Compile what is not compiled yet, all shapes: no step has to wait for that."""
+        for shape in SHAPES:
+            self._modules[shape].get_function("logits")
 
     def launch(self, name: str, shape: Shape, grid: tuple[int, ...], *args: Any) -> None:
         """An array for each array, a number for each number, None for an array that there is none of."""
-        if (name, shape) not in self._functions:
-            self._functions[name, shape] = self._modules[shape].get_function(name)
-        function, block = self._functions[name, shape], (self._threads.get(name, 256),)
-        values = [self._checked(name, p, arg) for p, arg in zip(self._signatures[name], args, strict=True)]
+        function, block = self._function(name, shape), (self._threads.get(name, 256),)
+        values, seen = [], self._seen
+        for parameter, arg in zip(self._signatures[name], args, strict=True):
+            _, dtype, is_array = parameter
+            if not is_array:
+                values.append(dtype.type(arg))
+            elif arg is None:
+                values.append(NULL)
+            else:
+                if id(arg) not in seen or arg.dtype is not dtype:
+                    self._check(name, parameter, arg)
+                values.append(arg)
         if self._driver is None or not self.overlap:
             function(grid, block, tuple(values))
         elif code := self._launch_early(function.kernel.ptr, grid, block, values):
             raise RuntimeError(f"cuLaunchKernelEx of {name} returned {code}")
 
-    def _checked(self, kernel: str, parameter: Parameter, arg: Any) -> Any:
-        what = f"{kernel}: {parameter.name}"
-        if not parameter.is_array:
-            return parameter.dtype.type(arg)
-        if arg is None:
-            return np.uintp(0)
-        if arg.dtype != parameter.dtype:
-            raise TypeError(f"{what} is {arg.dtype}, not {parameter.dtype}")
-        if not arg.flags.c_contiguous:
-            raise TypeError(f"{what} is not contiguous")
-        return arg
+    def _function(self, name: str, shape: Shape) -> Any:
+        if (name, shape) not in self._functions:
+            self._functions[name, shape] = self._modules[shape].get_function(name)
+        return self._functions[name, shape]
+
+    def _check(self, kernel: str, parameter: Parameter, array: DeviceArray) -> None:
+        if array.dtype != parameter.dtype:
+            raise TypeError(f"{kernel}: {parameter.name} is {array.dtype}, not {parameter.dtype}")
+        if not array.flags.c_contiguous:
+            raise TypeError(f"{kernel}: {parameter.name} is not contiguous")
+        if len(self._seen) == MAX_SEEN:
+            self._seen.clear()
+        self._seen[id(array)] = array
 
     def _launch_early(
         self, function: int, grid: tuple[int, ...], block: tuple[int, ...], values: list[Any]
@@ -225,15 +247,13 @@ class Kernels:
             ctypes.pointer(attribute),
             1,
         )
-        held = [np.array(value if isinstance(value, np.generic) else address_of(value)) for value in values]
+        held = [
+            np.array(value if isinstance(value, np.generic) else np.uintp(value.data.ptr)) for value in values
+        ]
         pointers = (ctypes.c_void_p * len(held))(*[value.ctypes.data for value in held])
         return int(
             self._driver.cuLaunchKernelEx(ctypes.byref(config), ctypes.c_void_p(function), pointers, None)
         )
-
-
-def address_of(array: DeviceArray) -> np.uintp:
-    return np.uintp(array.__cuda_array_interface__["data"][0])
 
 
 def open_driver(cp: Any) -> Any:

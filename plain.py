@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from gpu import Batch, CudaOps
+from gpu import CudaOps, DeviceStep
 from kernels import PLAIN, DeviceArray
 from weights import Layer, Weights
 
@@ -32,17 +32,17 @@ class PlainOps(CudaOps):
 
     # --- the ops --------------------------------------------------------------------------------------------
 
-    def embed(self, batch: Batch, weights: Weights) -> DeviceArray:
+    def embed(self, batch: DeviceStep, weights: Weights) -> DeviceArray:
         b, views = self._buffers, batch.views
         arguments = weights.embed, views["tokens"], views["slots"], b["chosen"], b["x"]
         self._launch_plain("embed", batch.n_rows * self.config.dim, *arguments)
         return b["x"]
 
-    def qkv(self, x: DeviceArray, layer: Layer, batch: Batch) -> DeviceArray:
+    def qkv(self, x: DeviceArray, layer: Layer, batch: DeviceStep) -> DeviceArray:
         normed = self._norm(x, layer.attn_norm, None, batch.n_rows)
         return self._linear(normed, layer.wqkv, layer.bqkv, self._buffers["qkv"], batch.n_rows)
 
-    def attend(self, qkv: DeviceArray, layer: Layer, i: int, batch: Batch) -> DeviceArray:
+    def attend(self, qkv: DeviceArray, layer: Layer, i: int, batch: DeviceStep) -> DeviceArray:
         c, b, views = self.config, self._buffers, batch.views
         keys, values, pages, rotary = self._keys[i], self._values[i], b["pages"], int(c.rotary[i])
         where = keys, values, views["positions"], views["slots"], pages
@@ -53,26 +53,26 @@ class PlainOps(CudaOps):
         self._launch_plain("attend", n, qkv, *where, b["y"], max_pages, window)
         return b["y"]
 
-    def out(self, x: DeviceArray, y: DeviceArray, layer: Layer, batch: Batch) -> None:
+    def out(self, x: DeviceArray, y: DeviceArray, layer: Layer, batch: DeviceStep) -> None:
         self._linear(y, layer.wo, layer.bo, x, batch.n_rows, adds=1)
 
-    def gate_up(self, x: DeviceArray, layer: Layer, batch: Batch) -> DeviceArray:
+    def gate_up(self, x: DeviceArray, layer: Layer, batch: DeviceStep) -> DeviceArray:
         normed, h = self._norm(x, layer.mlp_norm, None, batch.n_rows), self._buffers["h"]
         both = self._linear(normed, layer.w_gate_up, layer.b_gate_up, self._buffers["gate_up"], batch.n_rows)
         self._launch_plain("silu_mul", batch.n_rows * self.config.hidden_dim, both, h)
         return h
 
-    def down(self, x: DeviceArray, h: DeviceArray, layer: Layer, batch: Batch) -> None:
+    def down(self, x: DeviceArray, h: DeviceArray, layer: Layer, batch: DeviceStep) -> None:
         self._linear(h, layer.w_down, layer.b_down, x, batch.n_rows, adds=1)
 
-    def logits(self, x: DeviceArray, weights: Weights, batch: Batch) -> DeviceArray:
+    def logits(self, x: DeviceArray, weights: Weights, batch: DeviceStep) -> DeviceArray:
         raw = self._buffers["raw"]
         if batch.n_wanted:
             normed = self._norm(x, weights.norm, batch.views["wanted"], batch.n_wanted)
             self._linear(normed, weights.head, None, raw, batch.n_wanted)
         return raw
 
-    def pick(self, logits: DeviceArray, batch: Batch) -> None:
+    def pick(self, logits: DeviceArray, batch: DeviceStep) -> None:
         b, views = self._buffers, batch.views
         settings = views["picked"], views["settings"], views["seeds"], b["masks"]
         slots = views["tokens"], b["counts"], b["biases"], b["chosen"]

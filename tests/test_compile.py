@@ -13,7 +13,18 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kernels import ANY, CODE, PLAIN, SHAPES, Shape, attend_threads, include_paths, options, signatures
+from kernels import (
+    ANY,
+    CODE,
+    PLAIN,
+    SHAPES,
+    Shape,
+    attend_threads,
+    check_sizes,
+    include_paths,
+    options,
+    signatures,
+)
 from test_kernels import config
 from weights import Config
 
@@ -101,3 +112,9 @@ def test_large_heads_fit_into_shared_memory(head_dim: int) -> None:
     c = config(head_dim=head_dim, n_heads=8)
     assert compiled(c, ANY, "sm_80")["attend"].shared_bytes <= SHARED_BYTES
     assert attend_threads(c) == 64
+
+
+def test_a_bit_for_each_token_fits_into_shared_memory() -> None:
+    most = config(vocab_size=300_000)
+    check_sizes(most)
+    assert compiled(most, ANY, "sm_80")["pick"].shared_bytes <= SHARED_BYTES

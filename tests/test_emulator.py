@@ -34,12 +34,12 @@ extern "C" __global__ void __launch_bounds__(64) total(weight* w, const float* x
   if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = sum;
   __syncthreads();  // 1
   if (threadIdx.x == 40) part[blockIdx.x] = of_warp[0] + of_warp[1];
-  __threadfence();  // there
   __syncthreads();  // 2
+  if (threadIdx.x == 0) __threadfence();  // there
   if (threadIdx.x == 0) is_last = atomicAdd(n_done, 1) == gridDim.x - 1;
+  if (threadIdx.x == 0) __threadfence();  // here
   __syncthreads();  // 3
   if (!is_last) return;
-  __threadfence();  // here
   if (threadIdx.x == 33) {
     float all = 0;
     for (int b = 0; b < gridDim.x; b++) all += part[b];
@@ -71,6 +71,11 @@ extern "C" __global__ void __launch_bounds__(64) rounds(const float* x, float* y
   y[threadIdx.x] = sum;
 }
 """
+# the fence of thread 0 on the wrong side of the barrier: it is not for what others do there
+BARRIER, THERE = "  __syncthreads();  // 2\n", "  if (threadIdx.x == 0) __threadfence();  // there\n"
+EARLY = BARRIER + THERE, THERE + BARRIER
+BARRIER, HERE = "  __syncthreads();  // 3\n", "  if (threadIdx.x == 0) __threadfence();  // here\n"
+LATE = HERE + BARRIER, BARRIER + HERE
 UNSET, RACE = "shared memory read before it is set", "race"
 # fmt: off
 #    name                 line                          becomes                        the checker says
@@ -78,8 +83,12 @@ PLANTED = [
     ("no_barrier_1",      "__syncthreads();  // 1",     "",                            f"{UNSET}|{RACE}"),
     ("no_barrier_2",      "__syncthreads();  // 2",     "",                            RACE),
     ("no_barrier_3",      "__syncthreads();  // 3",     "",                            f"{UNSET}|{RACE}"),
-    ("no_fence_there",    "__threadfence();  // there", "",                            "a read races"),
-    ("no_fence_here",     "__threadfence();  // here",  "",                            "a read races"),
+    ("no_fence_there",    "__threadfence();  // there", ";",                           "a read races"),
+    ("no_fence_here",     "__threadfence();  // here",  ";",                           "a read races"),
+    ("other_fence_there", "x == 0) __threadfence();  // there", "x == 9) __threadfence();", "a read races"),
+    ("other_fence_here",  "x == 0) __threadfence();  // here",  "x == 9) __threadfence();", "a read races"),
+    ("fence_too_early",   *EARLY, "a read races"),
+    ("fence_too_late",    *LATE, "a read races"),
     ("one_too_far",       "b < gridDim.x",              "b <= gridDim.x",              "out of bounds"),
     ("no_guard",          "i < n ? x[i] * factor : 0",  "x[i] * factor",               "out of bounds"),
     ("two_writers",       "threadIdx.x == 33",          "threadIdx.x >= 62",           "two writes race"),

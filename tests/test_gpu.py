@@ -23,13 +23,14 @@ import gpu
 from emulator import Emulator
 from engine import Engine, Job
 from engines import alone, play, steps_of, tiny
-from gpu import CudaOps, OutOfMemory, bfloat16, on_device, random_weights
+from gpu import CudaOps, OutOfMemory, bfloat16, on_device
 from kernels import (
     ANY,
     CODE,
     FEW_ROWS,
     MANY_ROWS,
     ONE_TILE,
+    SHAPES,
     Kernels,
     LaunchAttribute,
     LaunchConfig,
@@ -39,7 +40,7 @@ from kernels import (
 )
 from model import PAGE, Choice, Context, NumpyOps, Sampling, Span
 from parity import CASES, Ours, config_json, write
-from test_kernels import widened
+from test_kernels import random_weights, widened
 from weights import UnsupportedModel, Weights, parse_config
 
 pytestmark = pytest.mark.skipif(emulator.MISSING is not None, reason=str(emulator.MISSING))
@@ -227,6 +228,24 @@ def test_a_driver_that_refuses_is_not_asked_again(caplog: pytest.LogCaptureFixtu
     assert by_steps(ops, [tile(tokens(9))]) == by_steps(made(VARIED[1]), [tile(tokens(9))])
 
 
+def test_what_cannot_be_captured_is_launched_kernel_by_kernel_and_late(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A capture that does not even begin left kernels to start early, and outside of graphs."""
+    ops, decode = made(VARIED[0]), [rows([7], 0)]
+    expected = choices(made(VARIED[0]), decode)
+
+    def refuse(stream: Any) -> None:
+        raise RuntimeError("cudaErrorStreamCaptureUnsupported")
+
+    monkeypatch.setattr(emulator.Stream, "begin_capture", refuse)
+    n_early = ops._cp.driver.n_launches
+    for _ in range(3):
+        assert choices(ops, decode) == expected
+    assert caplog.messages == ["no graph of 1 rows: cudaErrorStreamCaptureUnsupported"]
+    assert ops._cp.driver.n_launches == n_early
+
+
 # ---- Steps ahead -------------------------------------------------------------------------------------------
 
 
@@ -273,7 +292,7 @@ def test_nothing_is_allocated_once_it_is_made() -> None:
     for _ in range(3):
         by_steps(ops, [tile(tokens(40)), rows([3], 40), rows([4, 5], 41, n_wanted=2)])
     assert ops._cp.free == free
-    assert all(len(desk.free) <= 1 for desk in ops._desks.values())
+    assert all(len(memory.free) <= 1 for memory in ops._memory.values())
 
 
 # ---- The engine --------------------------------------------------------------------------------------------
@@ -343,7 +362,13 @@ def test_out_of_memory_says_what_is_missing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"), [({"dim": 44}, "dim is 44"), ({"head_dim": 264}, "head_dim is 264")]
+    ("changes", "says"),
+    [
+        ({"dim": 44}, "dim is 44; supported on a GPU: multiples of 8. --device cpu takes it"),
+        ({"head_dim": 264}, "head_dim is 264; .* multiples of 2, up to 256"),
+        ({"head_dim": 15, "n_heads": 16}, "head_dim is 15"),
+        ({"vocab_size": 300_001}, "vocab_size is 300001; supported on a GPU: up to 300000"),
+    ],
 )
 def test_sizes_that_no_kernel_takes(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(UnsupportedModel, match=says):
@@ -442,6 +467,13 @@ def test_arguments_are_checked(change: Any, says: str) -> None:
         kernels.launch("rms_norm", ANY, (1,), *(arguments | change(cp)).values())
     with pytest.raises(ValueError, match="argument"):
         kernels.launch("rms_norm", ANY, (1,), arguments["w"])
+
+
+def test_all_shapes_are_loaded_before_the_first_step() -> None:
+    """A shape that no step had needed was compiled when the first long prompt came, and it waited."""
+    kernels = made(VARIED[0])._kernels
+    asked_for = {id(kernel.module) for kernel in kernels._cp.kernels}
+    assert asked_for >= {id(kernels._modules[shape]) for shape in SHAPES}
 
 
 def test_the_structures_are_those_of_cuda_h() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 import emulator
 from emulator import Emulator
-from gpu import CudaOps, bfloat16, placed, random_weights
+from gpu import CudaOps, bfloat16, placed
 from model import PAGE, Array, Batch, Choice, Context, NumpyOps, Sampling, Span, _pick, _uniform
 from rope import Rope
 from weights import Config, Layer, Weights
@@ -62,7 +62,52 @@ CONFIGS = {
     # sizes of SmolLM2-135M and Qwen2.5-0.5B
     "uneven":     config(dim=576, hidden_dim=4864, n_heads=14, head_dim=64, vocab_size=896, mlp_bias=False),
 }
+MANY_TOKENS = config(dim=8, hidden_dim=8, n_heads=2, n_kv_heads=1, head_dim=4, vocab_size=70_001)
 # fmt: on
+
+
+def random_weights(cp: Any, config: Config, seed: int = 0) -> Weights:
+    """Weights of any size, made on the device in seconds: for measuring. Random, for zeros are faster."""
+    n = 1 << 22
+    noise = np.random.default_rng(seed).standard_normal(n, np.float32)
+    blocks: dict[float, Any] = {}
+
+    def array(*shape: int) -> Any:
+        scale = shape[-1] ** -0.5 if len(shape) > 1 else 1.0
+        if scale not in blocks:
+            blocks[scale] = cp.asarray(bfloat16(noise * np.float32(scale)))
+        flat = cp.empty(int(np.prod(shape)), np.uint16)
+        for begin in range(0, len(flat), n - 8):  # the next block begins with other numbers
+            m = min(n - 8, len(flat) - begin)
+            flat[begin : begin + m] = blocks[scale][:m]
+        return flat.reshape(shape)
+
+    def ones(n: int) -> Any:
+        return cp.asarray(bfloat16(np.ones(n, np.float32)))
+
+    c = config
+    n_q, n_qkv = c.n_heads * c.head_dim, (c.n_heads + 2 * c.n_kv_heads) * c.head_dim
+    layers = [
+        Layer(
+            attn_norm=ones(c.dim),
+            wqkv=array(n_qkv, c.dim),
+            wo=array(c.dim, n_q),
+            mlp_norm=ones(c.dim),
+            w_gate_up=array(2 * c.hidden_dim, c.dim),
+            w_down=array(c.dim, c.hidden_dim),
+            bqkv=array(n_qkv) if c.qkv_bias else None,
+            bo=array(c.dim) if c.o_bias else None,
+            b_gate_up=array(2 * c.hidden_dim) if c.mlp_bias else None,
+            b_down=array(c.dim) if c.mlp_bias else None,
+            q_norm=ones(c.head_dim) if c.qk_norm else None,
+            k_norm=ones(c.head_dim) if c.qk_norm else None,
+        )
+        for _ in range(c.n_layers)
+    ]
+    embed = array(c.vocab_size, c.dim)
+    head = embed if c.tied else array(c.vocab_size, c.dim)
+    cp.cuda.get_current_stream().synchronize()  # they will be read on another one
+    return Weights(embed, layers, ones(c.dim), head)
 
 
 def widened(array: Any) -> Any:
@@ -104,10 +149,10 @@ class Both:
 
     def batch(self, n_rows: int, wanted: Sequence[int] = ()) -> Any:
         """A batch of rows for the ops that look at no page."""
-        from gpu import Batch as CudaBatch
+        from gpu import DeviceStep
 
         views = {"wanted": self.cuda._cp.asarray(np.array(wanted, np.int32))}
-        return CudaBatch(views, n_rows, len(wanted), 0, 0, 1, False)
+        return DeviceStep(views, n_rows, len(wanted), 0, 0, 1, False)
 
     def put(self, name: str, values: Array) -> Any:
         """Values in the first rows of a buffer."""
@@ -124,7 +169,7 @@ class Both:
 
 @cache
 def both(name: str, order: int, check: bool = False, ops: type[CudaOps] = CudaOps, enough: int = 64) -> Both:
-    return Both(CONFIGS[name], order, check, ops, enough)
+    return Both((CONFIGS | {"many-tokens": MANY_TOKENS})[name], order, check, ops, enough)
 
 
 def noise(*shape: int) -> Array:
@@ -175,9 +220,20 @@ def test_logits_are_those_of_the_wanted_rows(order: int, enough: int) -> None:
     m = both("grouped", order, enough=enough)
     x = noise(33, m.config.dim)
     for wanted in ([32], [7, 0, 3], list(range(20))):
+        m.put("best", np.zeros(len(wanted), np.uint64))  # as `pick` leaves it
         m.cuda.logits(m.put("x", x), m.cuda.weights, m.batch(33, wanted))
         normed = m.numpy._rms_norm(x[wanted], m.weights.norm)
-        assert near(m.got("raw", len(wanted)), normed @ m.weights.head.T)
+        assert near(raw := m.got("raw", len(wanted)), normed @ m.weights.head.T)
+        assert list(m.got("best", len(wanted))) == [best(row) for row in raw]
+
+
+def best(row: Array) -> int:
+    """kernels.cu's rank of the likeliest token: its logit in an order of integers, then what comes first."""
+    if not row.max() <= np.finfo(np.float32).max:  # no number, or infinite
+        return 2**64 - 1
+    bits = int(np.float32(row.max() + np.float32(0)).view(np.uint32))  # -0 becomes 0
+    bits = 2**32 - 1 - bits if bits >> 31 else bits | 1 << 31
+    return bits << 32 | 2**32 - 1 - int(row.argmax())
 
 
 @pytest.mark.parametrize("name", ["grouped", "uneven"])
@@ -214,10 +270,10 @@ def attend(m: Both, spans: list[Span], qkv: Array) -> Array:
     step = placed(spans, [])
     rows = [i for p in step for i in p.rows]
     with m.cuda._stream:
-        desk, flight, batch = m.cuda._prepared(step)
+        memory, host, batch = m.cuda._prepared(step)
         m.cuda.attend(m.put("qkv", qkv[np.argsort(rows)]), m.device_layer, 0, batch)
         y = m.got("y", len(rows))
-    desk.free.append(flight)
+    memory.free.append(host)
     return y[rows]
 
 
@@ -324,10 +380,11 @@ def pick(m: Both, raw: Array, contexts: Sequence[Context], slot: int = 2) -> lis
     for row, context in zip(raw, contexts, strict=True):
         step = placed([Span(slot, [0], [0], 0, 1, tile=False)], [context])
         with m.cuda._stream:
-            desk, flight, batch = m.cuda._prepared(step)
+            memory, host, batch = m.cuda._prepared(step)
+            m.put("best", np.array([best(row)], np.uint64))
             m.cuda.pick(m.put("raw", row[None]), batch)
-            m.cuda._collect(flight, 1)
-        [[choice]] = m.cuda.read([(desk, flight)])
+            m.cuda._collect(host, 1)
+        [[choice]] = m.cuda.read([(memory, host)])
         picked.append(choice)
     return picked
 
@@ -354,6 +411,41 @@ def test_pick(changes: dict[str, Any], order: int) -> None:
     ]
     for got, logits, context in zip(pick(m, raw, contexts), raw, contexts, strict=True):
         assert same(got, _pick(logits, context))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"top_k": 40},
+        {"top_p": 0.9},
+        {"top_p": 0.2, "min_p": 0.001},
+        {"top_k": 30_000, "top_p": 0.99},
+        {"temperature": 0.05, "top_k": 40, "top_p": 0.95},  # most tokens weigh nothing
+    ],
+    ids=str,
+)
+def test_pick_of_many_tokens(changes: dict[str, Any]) -> None:
+    """So many that a warp has words of many, and a draw goes over runs of runs."""
+    m = both("many-tokens", 0)
+    raw = np.random.default_rng(7).normal(0, 2, (4, 70_001)).astype(np.float32)
+    raw[:, [5, 40_000, 70_000]] += 8
+    contexts = [Context(Sampling(**changes | {"seed": seed}), [], []) for seed in range(4)]
+    assert pick(m, raw, contexts) == [_pick(row, c) for row, c in zip(raw, contexts, strict=True)]
+
+
+def test_the_best_is_forgotten_once_it_is_picked() -> None:
+    """Of rows that pad a step too, or the next one would find it."""
+    m = both("grouped", 0)
+    for slot in (2, -1):
+        with m.cuda._stream:
+            step = placed([Span(2, [0], [0], 0, 1, tile=False)], [Context(Sampling(temperature=0), [], [])])
+            memory, host, batch = m.cuda._prepared(step)
+            memory.views["picked"].set(np.array([[slot, 0, 0, 0, 0, -1]], np.int32))
+            m.put("best", np.array([best(np.zeros(1001, np.float32))], np.uint64))
+            m.cuda.pick(m.put("raw", np.zeros((1, 1001), np.float32)), batch)
+            memory.free.append(host)
+            assert m.got("best", 1) == 0
 
 
 def test_pick_among_the_tokens_of_a_mask() -> None:

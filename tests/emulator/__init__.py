@@ -8,8 +8,8 @@ ndarray, Stream, Event, Graph; cuda.h for cuLaunchKernelEx.
 Rules of this file:
 1. An Emulator stands where `import cupy` would: it is an argument of whatever uses it.
 2. It is stricter than CuPy: a kernel's arguments must have the number, the types and the memory that its
-   signature says. A parameter `weight*` is memory that no kernel writes; it alone may be touched before
-   await_previous().
+   signature says. A parameter `weight*` or `table*` is memory that no kernel writes; it alone may be touched
+   before await_previous().
 3. Work put on a stream is done when somebody waits for it, and no sooner: as late as a GPU might do it.
 4. Memory that nobody has written is NaN.
 
@@ -51,7 +51,8 @@ FLAGS = ["-std=c++17", "-fPIC", "-w", "-march=native", "-ffp-contract=off", f"-I
 SCALARS: dict[str, Any] = {"int": ctypes.c_int32, "float": ctypes.c_float}
 # the types of an array, seen from Python
 ITEMS = {"float": "f4", "int": "i4", "unsigned": "u4", "u64": "u8", "float2": "c8", "bf16": "u2",
-         "weight": "u2"}
+         "weight": "u2", "table": "i4"}
+CONSTANT = "weight", "table"
 # fmt: on
 
 
@@ -132,8 +133,8 @@ class Array(np.ndarray[Any, Any]):
         self.emulator = getattr(obj, "emulator", None)  # type: ignore[assignment]
 
     @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {"data": (self.ctypes.data, False)}
+    def data(self) -> Any:
+        return SimpleNamespace(ptr=self.ctypes.data)
 
     def set(self, host: Any, stream: "Stream | None" = None) -> None:
         assert type(host) is np.ndarray, "set() copies from the host's memory"
@@ -278,7 +279,7 @@ class Kernel:
             for p, value in zip(self.parameters, packed, strict=True)
             if p.is_pointer and value.value
         ]
-        table = [n for p, (begin, n_bytes) in arrays for n in (begin, n_bytes, p.kind == "weight")]
+        table = [n for p, (begin, n_bytes) in arrays for n in (begin, n_bytes, p.kind in CONSTANT)]
         self.emulator.n_launches += 1
 
         def work(keep: Any = packed) -> None:

@@ -7,7 +7,8 @@
 // Rules of this file:
 // 1. Two accesses of one place, one of them a write, must be ordered. Within a block: by __syncthreads, or in
 //    one warp by __syncwarp; a shuffle is no barrier for memory. Between blocks: write, __threadfence, atomic
-//    there, and atomic, __threadfence, read here, with __syncthreads where these are in different threads.
+//    there, and atomic, __threadfence, read here, with __syncthreads where these are in different threads: a
+//    fence is for all that comes before it, so the thread with the atomic may make it for the whole block.
 // 2. A place is two bytes, the smallest number that kernels.cu has.
 // 3. The first fault ends the launch, before the access is made.
 
@@ -17,9 +18,13 @@ struct Access {                   // who touched two bytes last, and when
   unsigned short thread;
   bool atomic;
 };
+struct Moment {  // of a thread of the running block, or of one that has run
+  unsigned thread;
+  unsigned long time, epoch;
+};
 struct Published {  // what a block did so that others see its writes
-  unsigned long fence[MAX_THREADS], atomic_time, atomic_epoch;  // fence: when each thread's last one was
-  unsigned atomic_thread;
+  Moment atomic;    // its last one
+  Moment released[MAX_THREADS], acquired[MAX_THREADS];  // each thread's last fence before it, and after it
 };
 struct Cell {
   Access write, read;
@@ -73,19 +78,28 @@ static void complain(const char *what, void *code, const Access *other = nullptr
   switch_to(&lost, host_stack);
 }
 
+// Of two moments of one block: has the other one certainly been when this one is?
+static bool follows(const Moment &later, const Moment &before) {
+  return before.time && later.time > before.time &&
+         (later.thread == before.thread || later.epoch > before.epoch);
+}
+
 // Has this earlier access certainly happened, and can it be seen, by what the running thread does now?
 static bool ordered(const Access &before) {
   if (before.block == serial)
     return before.thread == self->id || before.epoch < epoch ||
            (before.thread / 32 == self->id / 32 && before.warp_barriers < warp_barriers[self->id / 32]);
+  // between the write and an atomic there, and between an atomic here and now, lies a fence of one of the two
+  // threads
   Published &there = published[before.block], &here = published[serial];
-  bool released = before.atomic ||
-                  ((before.thread == there.atomic_thread || before.epoch < there.atomic_epoch) &&
-                   std::max(there.fence[before.thread], there.fence[there.atomic_thread]) > before.time &&
-                   there.atomic_time > before.time);
-  bool acquired =
-      here.atomic_time && (self->id == here.atomic_thread || epoch > here.atomic_epoch) &&
-      (before.atomic || std::max(here.fence[self->id], here.fence[here.atomic_thread]) > here.atomic_time);
+  Moment write = {before.thread, before.time, before.epoch}, read = {self->id, now + 1, epoch};
+  auto fenced = [](const Moment &from, const Moment *fences, const Moment &to) {
+    auto lies_between = [&](const Moment &fence) { return follows(fence, from) && follows(to, fence); };
+    return lies_between(fences[from.thread]) || lies_between(fences[to.thread]);
+  };
+  bool released = before.atomic || fenced(write, there.released, there.atomic);
+  bool acquired = here.atomic.time && (before.atomic ? follows(read, here.atomic)
+                                                     : fenced(here.atomic, here.acquired, read));
   return released && acquired;
 }
 
@@ -136,11 +150,13 @@ static void checker_ends_copy(void *to, void *code) { access(to, COPY_BYTES, tru
 
 void note(Event event, void *address, size_t n_bytes) {
   if (event == WARP_BARRIER) warp_barriers[self->id / 32]++;
-  if (event == FENCE) published[serial].fence[self->id] = ++now;
+  if (event == FENCE) published[serial].acquired[self->id] = {self->id, ++now, epoch};
   if (event == ATOMIC) {
     access(address, n_bytes, true, true, __builtin_return_address(0));
+    if (region_of((char *)address) == &shared) return;  // no other block sees it
     Published &here = published[serial];
-    here.atomic_time = ++now, here.atomic_epoch = epoch, here.atomic_thread = self->id;
+    memcpy(here.released, here.acquired, sizeof here.released);
+    here.atomic = {self->id, ++now, epoch};
   }
 }
 

@@ -188,6 +188,14 @@ __attribute__((noinline, no_sanitize("thread"))) static T atomicOr(T *address, T
   return old;
 }
 
+template <class T>
+__attribute__((noinline, no_sanitize("thread"))) static T atomicMax(T *address, T value) {
+  emulator::note(emulator::ATOMIC, address, sizeof *address);
+  T old = *address;
+  if (old < value) *address = value;
+  return old;
+}
+
 // Programmatic dependent launch: what the kernel before this one wrote may be touched after await_previous()
 // only.
 static inline void start_next() {}

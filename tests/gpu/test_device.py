@@ -29,14 +29,14 @@ import numpy as np
 import pytest
 
 import gpu
-from gpu import CudaOps, random_weights
+from gpu import CudaOps
 from kernels import Kernels
 from model import Choice, Context, NumpyOps, Sampling, Span
 from parity import CASES
 from plain import PlainOps
 from test_compile import MODELS
 from test_gpu import BITS, BITS_OF_ALL, apart, by_steps, choices, made_on, ours, rows, tile, tokens
-from test_kernels import Both, near, pick
+from test_kernels import Both, near, pick, random_weights
 from test_plain import attended, attended_alike, nearly_the_same, products
 from weights import Config
 
