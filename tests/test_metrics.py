@@ -1,6 +1,7 @@
 """/metrics, /health, the log and what systemd is told: what those see who run the server."""
 
 import json
+import logging
 import re
 import signal
 import socket
@@ -11,6 +12,7 @@ from typing import Any, get_args
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+import logs
 import metrics
 from channels import Finish
 from faulty_server import ENDS, RAISES, SLOW
@@ -157,12 +159,12 @@ def test_each_line_of_json_knows_its_request() -> None:
 
 
 def test_a_record_is_one_line_whatever_a_client_says(server: Server) -> None:
-    forged = "web_search\x1b[2J\x9b2J\x7f\u2028\n2026-01-01 00:00:00,000 INFO front: forged"
-    reply = server.post(RESPONSES, HI | {"tools": [{"type": forged}]})
+    forged = "x\x1b[2J\x9b2J\x7f\u2028\n2026-01-01 00:00:00,000 INFO front: forged"
+    record = logging.LogRecord("front", logging.INFO, "", 0, "POST %s", (forged,), None)
+    assert r"POST x\x1b[2J\x9b2J\x7f\u2028\n2026-01-01" in logs.TextLines().format(record)
+    server.post(RESPONSES, HI | {"tools": [{"type": forged}]})
     refused = server.post("/v1/x%0A2026-01-01", {})
     until(lambda: refused.headers["x-request-id"] in server.log(), "it is noted, behind its reply")
-    assert reply.status in (200, 400)
-    assert r"web_search\x1b[2J\x9b2J\x7f\u2028\n2026" in server.log()
     line = r"\d{4}-\d\d-\d\d [\d:,]+ [A-Z]+ \w+( \[req_\w+\])?: .+"
     lines = server.log().splitlines()
     assert len(lines) >= 2
