@@ -43,7 +43,7 @@ from kernels import (
 )
 from model import PAGE, Choice, Context, Sampling, Span, forward
 from rope import rope_table
-from weights import Config, Layer, Weights
+from weights import Config, Layer, Weights, bfloat16
 
 log = logging.getLogger("gpu")
 
@@ -53,14 +53,6 @@ class OutOfMemory(MemoryError):
 
 
 # ---- Weights -----------------------------------------------------------------------------------------------
-
-
-def bfloat16(array: NDArray[Any]) -> NDArray[np.uint16]:
-    """float32 rounded to the nearest bfloat16, ties to even; uint16 is bfloat16 already."""
-    if array.dtype == np.uint16:
-        return array
-    bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
 
 def on_device(weights: Weights, upload: Callable[[Any], DeviceArray]) -> Weights:

@@ -14,10 +14,10 @@ import pytest
 
 import emulator
 from emulator import Emulator
-from gpu import CudaOps, bfloat16, placed
+from gpu import CudaOps, placed
 from model import PAGE, Array, Batch, Choice, Context, NumpyOps, Sampling, Span, _pick, _uniform
 from rope import Rope
-from weights import Config, Layer, Weights
+from weights import Config, Layer, Weights, bfloat16
 
 pytestmark = pytest.mark.skipif(emulator.MISSING is not None, reason=str(emulator.MISSING))
 
