@@ -348,7 +348,7 @@ class Engine:
         """Decoding sequences first: a step never makes them wait."""
         plan = list[Planned]()
         n_left = MAX_TILES * self._ops.tile  # rows of prompts, and of what is computed again
-        n_reading = sum(s.n_launched < s.n_prefill for s in self._running)
+        n_reading = len({s.next_name() or s for s in self._running if s.n_launched < s.n_prefill})
         share = n_left // max(1, min(n_reading, MAX_TILES))  # a short prompt need not wait for a long one
         being_read = {name for flight in self._flights for planned in flight.plan for name in planned.names()}
         for sequence in sorted(self._running, key=lambda s: s.n_launched < s.n_prefill):  # oldest first
