@@ -50,8 +50,13 @@ def engine_run(engine: Engine, sampling: Sampling = GREEDY) -> Run:
     """Engine.generate, as the server calls it."""
 
     async def one(prompt: list[int], n_new: int) -> list[tuple[float, int]]:
+        said = list[tuple[float, int]]()
         async with aclosing(engine.generate(Job(prompt, n_new, frozenset(), sampling))) as steps:
-            return [(time.perf_counter(), token.token_id) async for step in steps for token in step.tokens]
+            async for step in steps:
+                said += [(time.perf_counter(), token.token_id) for token in step.tokens]
+                if step.finish == "failed":
+                    raise RuntimeError(step.message)
+        return said
 
     async def all_of(prompts: Prompts, n_new: int) -> Speeds:
         started = time.perf_counter()

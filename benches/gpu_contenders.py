@@ -5,8 +5,8 @@
 `transformers` runs eager, with a static cache and a compiled forward pass, and by its own continuous
 batching, as it chooses to run that and with CUDA graphs; `compiled-loop` is the shortest decoder that
 torch.compile makes fast, in the manner of gpt-fast (https://github.com/meta-pytorch/gpt-fast); llama.cpp
-runs in its own `llama-bench`. `engine-no-early` and `engine-no-graphs` are the engine less what they say, and
-`engine-plain` has a thread for each number in place of the fast kernels: they show what all that is worth.
+runs in its own `llama-bench`. `engine-no-early` and `engine-no-graphs` are the engine less what they say;
+`engine-plain` has a thread for each number of a layer in place of fast kernels. They show what all that brings.
 
 Rules of this file:
 1. Decoding is the time of n_new tokens less the time of one, so that a prompt's reading never counts. Who
@@ -132,9 +132,9 @@ def engine(
 
 
 class PlainForward(PlainOps):
-    """The forward pass by plain kernels; one thread that goes through the vocabulary would hide it."""
+    """The layers by plain kernels; one thread that goes through the vocabulary would hide them."""
 
-    pick = CudaOps.pick
+    logits, pick = CudaOps.logits, CudaOps.pick
 
 
 def no_early(ops: CudaOps) -> None:
