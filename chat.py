@@ -229,7 +229,8 @@ def _assistant(talk: Conversation, message: dict[str, Any], path: str) -> None:
         (field, as_written), inside = CALLS[kind], f"{place}.{kind}"
         called = needed(call, kind, mapping, place)
         name, given = needed(called, "name", text, inside), needed(called, field, text, inside)
-        talk.call(needed(call, "id", text, place), name, as_written(given))
+        is_cut = kind == "function" and isinstance(_arguments(given), str)  # by a limit: nobody could run it
+        talk.call(needed(call, "id", text, place), name, as_written(given), is_cut)
 
 
 def _tool(talk: Conversation, message: dict[str, Any], path: str) -> None:

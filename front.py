@@ -211,7 +211,7 @@ class Gate:
             return unauthorized()
         if headers.get(b"upgrade", b"").lower() == b"websocket":
             return no_websocket()
-        if scope["method"] == "POST" and is_unasked(headers, self._origins):
+        if scope["method"] == "POST" and scope["path"] in BODIES and is_unasked(headers, self._origins):
             return no_json()
         return overloaded() if held and self._n_held >= self._max_streams else None
 

@@ -276,7 +276,7 @@ RESPONSES = COMMON | {
     "tool_choice":          Row(anything,                              "auto",     True),
     "truncation":           Row(one_of("auto", "disabled"),            "disabled", True),
     "prompt":               Row(refused("This server has no stored prompts.")),
-    "context_management":   Row(refused("This server does not compact by itself.")),
+    "context_management":   Row(refused("This server does not compact by itself.", []), []),
     "n":                    Row(refused("A response is one answer; ask for each.", 1), 1),
     "logprobs":             Row(refused("Use 'include' and 'top_logprobs'.", False)),
 } | {
@@ -553,6 +553,8 @@ def picked_tools(choice: dict[str, Any]) -> tuple[Calls, list[tuple[bool, str]],
     kind = needed(choice, "type", text, "tool_choice")
     if kind in ("function", "custom"):
         return "required", named_tool(choice, "tool_choice"), True
+    if kind in ("auto", "none", "required"):
+        raise wrong_value("tool_choice", f"the string '{kind}'", choice)
     if kind != "allowed_tools":
         why = f"This server runs no tools, so none can be forced: {shown(kind)}"
         raise unsupported("tool_choice.type", why)

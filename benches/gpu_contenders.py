@@ -6,7 +6,7 @@
 batching, as it chooses to run that and with CUDA graphs; `compiled-loop` is the shortest decoder that
 torch.compile makes fast, in the manner of gpt-fast (https://github.com/meta-pytorch/gpt-fast); llama.cpp
 runs in its own `llama-bench`. `engine-no-early` and `engine-no-graphs` are the engine less what they say;
-`engine-plain` has a thread for each number of a layer in place of fast kernels. They show what all that brings.
+`engine-plain` has a thread for each number of a layer in place of fast kernels. They show what it brings.
 
 Rules of this file:
 1. Decoding is the time of n_new tokens less the time of one, so that a prompt's reading never counts. Who

@@ -211,6 +211,18 @@ def test_an_open_call_is_named_as_openai_names_it() -> None:
         from_responses("well?", None, [CALL])
 
 
+def test_a_chat_call_that_was_cut_needs_no_result() -> None:
+    """Chat has no status for it, but half a JSON object: nobody could run that."""
+    for arguments, is_due in (('{"city":"Pa', False), ('{"city":"Paris"}', True)):
+        call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        messages = [{"role": "assistant", "tool_calls": [call]}, {"role": "user", "content": "Go on."}]
+        if is_due:
+            with pytest.raises(BadInput, match="No tool output found"):
+                from_chat(messages)
+        else:
+            assert len(from_chat(messages)) == 2
+
+
 @pytest.mark.parametrize(("input", "instructions"), [([], "Be brief."), ([SUMMARY], None)])
 def test_an_input_without_a_message_is_refused(input: list[Any], instructions: str | None) -> None:
     with pytest.raises(BadInput) as error:

@@ -264,6 +264,12 @@ def test_pages_of_other_sites(
     assert status == 200 or error(reply, status)["code"] == "unsupported_content_type"
 
 
+def test_a_cancel_has_no_body_to_be_of_a_type(server: Server) -> None:
+    """The official client for Node sends no type where it sends no body, from whichever origin it runs."""
+    reply = server.request("POST", f"{RESPONSES}/resp_none/cancel", b"", Origin=ELSEWHERE, **MINE)
+    assert reply.status == 404
+
+
 # --- what is no HTTP request --------------------------------------------------------------------------------
 
 NO_HTTP = {
