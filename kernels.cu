@@ -356,12 +356,16 @@ __device__ __forceinline__ void put(bf16 *y, float v) { *y = __float2bfloat16(v)
 // linear(): y[row, column] = before[row, column] + value(column, its sums by MATRICES); before may be null
 #if ROW_TILES < 8  // few rows
 
-// AHEAD: steps of a part whose weights are on their way
+// AHEAD: steps of a part whose weights are on their way to registers. Of those behind them, a block has
+// L2_BYTES brought to the L2 cache. With up to six blocks on each processor that is half of an H100's; of all
+// that they read, lines would leave it before they are used, and be read twice.
 #if ROW_TILES == 1
 #define AHEAD 4
+#define L2_BYTES 32768
 #define LOGITS_TILES 4
 #else
 #define AHEAD 1
+#define L2_BYTES 0
 #endif
 
 template <int MATRICES, int N, class Input, class T, class Value>
@@ -382,11 +386,19 @@ __device__ __forceinline__ void linear(weight *const (&w)[MATRICES], int size, i
         to[m][n] = is_there ? *(const uint4 *)(w[m] + (size_t)column * size + k) : nothing();
       }
   };
-  start_next();
+  auto prefetch_behind = [&]() {
+    const int MOST = L2_BYTES / (WARPS * MATRICES * N * 8);  // of a row's part
+    int k = begin + AHEAD * 32, n_bytes = min(min((part - AHEAD) * 32, size - k) * 2, MOST);
 #pragma unroll
-  for (int m = 0; m < MATRICES; m++)
-    if (AHEAD > 1 && threadIdx.x == m)
-      prefetch(w[m] + (size_t)first_column * size, min(N * 8, n_columns - first_column) * size * 2);
+    for (int m = 0; m < MATRICES; m++)
+#pragma unroll
+      for (int n = 0; n < N; n++) {
+        int column = first_column + n * 8 + g;
+        if (t == 0 && n_bytes > 0 && column < n_columns) prefetch(w[m] + (size_t)column * size + k, n_bytes);
+      }
+  };
+  start_next();
+  prefetch_behind();
 #pragma unroll
   for (int a = 0; a < AHEAD; a++) fetch(a, ahead[a]);
   input.begin(n_rows);

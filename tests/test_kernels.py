@@ -63,6 +63,7 @@ CONFIGS = {
     # sizes of SmolLM2-135M and Qwen2.5-0.5B
     "uneven":     config(dim=576, hidden_dim=4864, n_heads=14, head_dim=64, vocab_size=896, mlp_bias=False),
 }
+LONG = config(dim=1288, hidden_dim=8, n_heads=2, n_kv_heads=1, head_dim=4, vocab_size=33)
 MANY_TOKENS = config(dim=8, hidden_dim=8, n_heads=2, n_kv_heads=1, head_dim=4, vocab_size=70_001)
 # fmt: on
 
@@ -170,7 +171,7 @@ class Both:
 
 @cache
 def both(name: str, order: int, check: bool = False, ops: type[CudaOps] = CudaOps, enough: int = 64) -> Both:
-    return Both((CONFIGS | {"many-tokens": MANY_TOKENS})[name], order, check, ops, enough)
+    return Both((CONFIGS | {"long": LONG, "many-tokens": MANY_TOKENS})[name], order, check, ops, enough)
 
 
 def noise(*shape: int) -> Array:
@@ -270,6 +271,14 @@ def test_a_launch_for_the_norm_is_spared_where_rows_are_few(n: int) -> None:
     m.cuda.qkv(m.put("x", x), m.device_layer, m.batch(n))
     assert not np.isnan(m.got("qkv", n)).any()
     assert np.isnan(m.got("normed", n)).all() == (n <= NORMED_ROWS)
+
+
+@pytest.mark.parametrize("order", [0, 1])
+def test_what_a_product_prefetches_lies_in_its_weights(order: int) -> None:
+    """The checker looks; there is more of a row than registers hold, and parts are short, and empty."""
+    m, x = both("long", order, True), noise(1, LONG.dim)
+    m.cuda.logits(m.put("x", x), m.cuda.weights, m.batch(1, [0]))
+    assert near(m.got("raw", 1), m.numpy._rms_norm(x, m.weights.norm) @ m.weights.head.T)
 
 
 # ---- Attention ---------------------------------------------------------------------------------------------
