@@ -32,6 +32,7 @@ from kernels import (
     CHOICE,
     LOGITS_COLUMNS,
     MAX_TOP,
+    NORMED_ROWS,
     QUERIES,
     DeviceArray,
     Kernels,
@@ -420,12 +421,12 @@ class CudaOps:
         """Do this driver and CuPy take a graph of two kernels of which one starts early?"""
         x, normed = self._buffers["x"], self._buffers["normed"]
         try:
-            kernels.launch("rms_norm", ANY, (1,), self.weights.norm, x, None, normed, 1)
+            kernels.launch("rms_norm", ANY, (1,), self.weights.norm, x, None, normed)
             kernels.overlap = True
             self._stream.begin_capture()
             try:
                 for _ in range(2):
-                    kernels.launch("rms_norm", ANY, (1,), self.weights.norm, x, None, normed, 1)
+                    kernels.launch("rms_norm", ANY, (1,), self.weights.norm, x, None, normed)
             finally:
                 graph = self._stream.end_capture()
             graph.launch(self._stream)
@@ -657,9 +658,9 @@ class CudaOps:
         self._kernels.launch("pick", ANY, (batch.n_wanted,), *arguments)
 
     def _norm(self, x: DeviceArray, w: DeviceArray, rows: DeviceArray | None, n: int) -> DeviceArray:
-        """What products of more than one tile of rows begin with; the others norm x themselves."""
-        if n > 16:
-            self._kernels.launch("rms_norm", ANY, (-(-n // 8),), w, x, rows, self._buffers["normed"], n)
+        """What products of more than NORMED_ROWS begin with; the others norm x themselves."""
+        if n > NORMED_ROWS:
+            self._kernels.launch("rms_norm", ANY, (n,), w, x, rows, self._buffers["normed"])
         return self._buffers["normed"]
 
     def _product(self, name: str, n_columns: int, n_matrices: int, n: int, *arguments: Any) -> None:

@@ -263,33 +263,44 @@ __device__ __forceinline__ int token_of(u64 rank) { return 0xffffffffu - (unsign
 #if !PLAIN
 // ---- Norm -------------------------------------------------------------------------------------------------
 
-// 1 / sqrt(mean(x^2) + eps) of a row, x (DIM,), by one warp
-__device__ __forceinline__ float row_scale(const float *x) {
+// A row is cut into WARPS parts, of equally many steps of 32 numbers: a warp's share of a sum, here and in
+// products
+#define WARPS 8
+__device__ __forceinline__ int steps_of_part(int size) { return ((size + 31) / 32 + WARPS - 1) / WARPS; }
+
+// y = x / sqrt(mean(x^2) + eps) * w of a row (DIM,), by a block: a warp adds up its part, and norms it; the
+// sums of the parts are added from first to last
+//   of_part (WARPS,) shared
+__device__ __forceinline__ void norm_row(const float *x, weight *w, bf16 *y, float *of_part) {
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, n = steps_of_part(DIM) * 32;
+  int begin = warp * n + lane * 4, end = min(warp * n + n, DIM);
   float sum = 0;
-  for (int i = threadIdx.x % 32 * 4; i < DIM; i += 128) {
-    float4 v = *(const float4 *)(x + i);
+  for (int k = begin; k < end; k += 128) {
+    float4 v = *(const float4 *)(x + k);
     sum = fmaf(v.x, v.x, sum), sum = fmaf(v.y, v.y, sum), sum = fmaf(v.z, v.z, sum),
     sum = fmaf(v.w, v.w, sum);
   }
-  return rsqrtf(warp_sum(sum) / DIM + NORM_EPS);
-}
-
-// Eight neighbours of x * scale * w, rounded
-__device__ __forceinline__ uint4 normed(const float *x, float scale, uint4 w) {
-  float4 a = *(const float4 *)x, b = *(const float4 *)(x + 4);
-  uint4 y = {pack(a.x * scale * low(w.x), a.y * scale * high(w.x)),
-             pack(a.z * scale * low(w.y), a.w * scale * high(w.y)),
-             pack(b.x * scale * low(w.z), b.y * scale * high(w.z)),
-             pack(b.z * scale * low(w.w), b.w * scale * high(w.w))};
-  return y;
+  sum = warp_sum(sum);
+  if (lane == 0) of_part[warp] = sum;
+  __syncthreads();
+  sum = 0;
+  for (int i = 0; i < WARPS; i++) sum += of_part[i];
+  float scale = rsqrtf(sum / DIM + NORM_EPS);
+  for (int k = begin; k < end; k += 128) {
+    float4 v = *(const float4 *)(x + k);
+    uint2 of_w = *(const uint2 *)(w + k);
+    uint2 normed = {pack(v.x * scale * low(of_w.x), v.y * scale * high(of_w.x)),
+                    pack(v.z * scale * low(of_w.y), v.w * scale * high(of_w.y))};
+    *(uint2 *)(y + k) = normed;
+  }
 }
 
 // ---- Products ---------------------------------------------------------------------------------------------
 // y = x w^T for x (n_rows, size), w (n_columns, size), on the tensor cores.
 //
-// `size` is cut into WARPS parts, of equally many steps of 32 numbers. A part is summed up step by step, from
-// zero; then the parts are added from first to last. So the order of a sum depends on `size` alone, and a
-// row's bits do not depend on the shape of the block or on other rows.
+// A part of `size` is summed up step by step, from zero; then the parts are added from first to last. So the
+// order of a sum depends on `size` alone, and a row's bits do not depend on the shape of the block or on
+// other rows.
 //
 // A block computes 16 * ROW_TILES rows and 8 * N columns of each matrix, in one of two ways:
 // few rows    each warp takes a part, for the whole block: all weights are on their way at once
@@ -298,37 +309,35 @@ __device__ __forceinline__ uint4 normed(const float *x, float scale, uint4 w) {
 // A lane reads 16 bytes of a row: 8 numbers side by side. The instruction wants pairs that lie 8 apart; but w
 // and x are permuted alike, and so the sum has the same terms.
 
-#define WARPS 8
-__device__ __forceinline__ int steps_of_part(int size) { return ((size + 31) / 32 + WARPS - 1) / WARPS; }
-
 // Rows of x as they lie there
 struct Plain {
   const bf16 *x;
   int size;
-  __device__ __forceinline__ void begin(int first_row, int n_rows) {}
+  __device__ __forceinline__ void begin(int n_rows) { await_previous(); }
   __device__ __forceinline__ uint4 load(int row, int k) {
     return *(const uint4 *)(x + (size_t)row * size + k);
   }
 };
 
-// Rows of the residual stream, which are normed as they are read; for one tile of rows
-struct Normed {
-  const float *x;
+// Rows of the residual stream, normed. Up to NORMED_ROWS each block norms for itself, a warp the part that it
+// multiplies with: that saves a launch. Of more, the blocks would read more than the weights are, each all
+// rows: rms_norm has made x.
+#define NORMED_ROWS 2
+struct Normed : Plain {
+  const float *residual;
   weight *w;
-  const int *rows;  // which of x, or null: all
-  float *scale;     // (16,) shared
-  __device__ __forceinline__ const float *row_of(int row) {
-    return x + (size_t)(rows ? rows[row] : row) * DIM;
-  }
-  __device__ __forceinline__ void begin(int first_row, int n_rows) {
-    for (int i = threadIdx.x / 32; i < min(16, n_rows - first_row); i += WARPS) {
-      float s = row_scale(row_of(first_row + i));
-      if (threadIdx.x % 32 == 0) scale[i] = s;
-    }
-    __syncthreads();
-  }
-  __device__ __forceinline__ uint4 load(int row, int k) {
-    return normed(row_of(row) + k, scale[row % 16], *(const uint4 *)(w + k));
+  const int *rows;  // which of the residual stream, or null: all
+  __device__ __forceinline__ void begin(int n_rows) {
+    __shared__ __align__(16) bf16 few[NORMED_ROWS][DIM];
+    __shared__ float of_part[NORMED_ROWS][WARPS];
+    bool is_few = ROW_TILES == 1 && n_rows <= NORMED_ROWS;
+    if (is_few && threadIdx.x == 0) prefetch(w, DIM * 2);
+    await_previous();
+    if (!is_few) return;
+    for (int i = 0; i < n_rows; i++)
+      norm_row(residual + (size_t)(rows ? rows[i] : i) * DIM, w, few[i], of_part[i]);
+    __syncwarp();
+    x = few[0];
   }
 };
 
@@ -347,16 +356,16 @@ __device__ __forceinline__ void put(bf16 *y, float v) { *y = __float2bfloat16(v)
 // linear(): y[row, column] = before[row, column] + value(column, its sums by MATRICES); before may be null
 #if ROW_TILES < 8  // few rows
 
-// AHEAD: steps whose weights are on their way. One tile of rows norms x itself; more take what rms_norm has
-// made of it.
+// AHEAD: steps of a part whose weights are on their way to registers. Of those behind them, a block has
+// L2_BYTES brought to the L2 cache. With up to six blocks on each processor that is half of an H100's; of all
+// that they read, lines would leave it before they are used, and be read twice.
 #if ROW_TILES == 1
 #define AHEAD 4
+#define L2_BYTES 32768
 #define LOGITS_TILES 4
-#define NORMED(x, w, rows, y) \
-  __shared__ float scale[16]; \
-  Normed input = {x, w, rows, scale}
 #else
 #define AHEAD 1
+#define L2_BYTES 0
 #endif
 
 template <int MATRICES, int N, class Input, class T, class Value>
@@ -377,15 +386,22 @@ __device__ __forceinline__ void linear(weight *const (&w)[MATRICES], int size, i
         to[m][n] = is_there ? *(const uint4 *)(w[m] + (size_t)column * size + k) : nothing();
       }
   };
-  start_next();
+  auto prefetch_behind = [&]() {
+    const int MOST = L2_BYTES / (WARPS * MATRICES * N * 8);  // of a row's part
+    int k = begin + AHEAD * 32, n_bytes = min(min((part - AHEAD) * 32, size - k) * 2, MOST);
 #pragma unroll
-  for (int m = 0; m < MATRICES; m++)
-    if (AHEAD > 1 && threadIdx.x == m)
-      prefetch(w[m] + (size_t)first_column * size, min(N * 8, n_columns - first_column) * size * 2);
+    for (int m = 0; m < MATRICES; m++)
+#pragma unroll
+      for (int n = 0; n < N; n++) {
+        int column = first_column + n * 8 + g;
+        if (t == 0 && n_bytes > 0 && column < n_columns) prefetch(w[m] + (size_t)column * size + k, n_bytes);
+      }
+  };
+  start_next();
+  prefetch_behind();
 #pragma unroll
   for (int a = 0; a < AHEAD; a++) fetch(a, ahead[a]);
-  await_previous();
-  input.begin(first_row, n_rows);
+  input.begin(n_rows);
   for (int step = 0; step < part; step += AHEAD) {
 #pragma unroll
     for (int a = 0; a < AHEAD; a++) {
@@ -533,7 +549,6 @@ __device__ __forceinline__ void linear(weight *const (&w)[MATRICES], int size, i
 #endif
 
 #if ROW_TILES > 1
-#define NORMED(x, w, rows, y) Plain input = {y, DIM}
 #define LOGITS_TILES COLUMN_TILES
 #endif
 #define PAIR_TILES ((COLUMN_TILES + 1) / 2)  // of each of two matrices
@@ -546,7 +561,7 @@ __device__ __forceinline__ float bias(weight *b, int column) { return b ? __bflo
 //   share weights come one after another, so that these stream by once.
 extern "C" __global__ void __launch_bounds__(256)
     qkv(weight *w, weight *b, weight *norm, const float *x, const bf16 *normed, float *y, int n_rows) {
-  NORMED(x, norm, nullptr, normed);
+  Normed input = {{normed, DIM}, x, norm, nullptr};
   weight *const matrices[1] = {w};
   linear<1, COLUMN_TILES>(matrices, DIM, QKV_DIM, n_rows, input, nullptr, y,
                           [&](int column, float *v) { return v[0] + bias(b, column); });
@@ -565,9 +580,10 @@ extern "C" __global__ void __launch_bounds__(256)
 // h = silu(gate) * up, of rms_norm(x) w^T + b: NumpyOps.gate_up
 //   w (2 * HIDDEN_DIM, DIM) gate, up   b (2 * HIDDEN_DIM,) or null   norm (DIM,)   x, normed (R, DIM)
 //   h (R, HIDDEN_DIM)   grid: R / (16 ROW_TILES), HIDDEN_DIM / (8 PAIR_TILES)
-extern "C" __global__ void __launch_bounds__(256)
+//   Of one tile three blocks a processor, or ptxas spills to make room for a fourth.
+extern "C" __global__ void __launch_bounds__(256, ROW_TILES == 1 ? 3 : 0)
     gate_up(weight *w, weight *b, weight *norm, const float *x, const bf16 *normed, bf16 *h, int n_rows) {
-  NORMED(x, norm, nullptr, normed);
+  Normed input = {{normed, DIM}, x, norm, nullptr};
   weight *const matrices[2] = {w, w + (size_t)HIDDEN_DIM * DIM};
   linear<2, PAIR_TILES>(matrices, DIM, HIDDEN_DIM, n_rows, input, nullptr, h,
                         [&](int column, float *v) {
@@ -608,7 +624,7 @@ __device__ __forceinline__ void find_best(const float *y, u64 *best, int first_r
 extern "C" __global__ void __launch_bounds__(256, ROW_TILES == 1 ? 2 : 0)
     logits(weight *w, weight *norm, const float *x, const bf16 *normed, const int *rows, float *y, u64 *best,
            int n_rows) {
-  NORMED(x, norm, rows, normed);
+  Normed input = {{normed, DIM}, x, norm, rows};
   weight *const matrices[1] = {w};
   linear<1, LOGITS_TILES>(matrices, DIM, VOCAB_SIZE, n_rows, input, nullptr, y,
                           [](int column, float *v) { return v[0]; });
@@ -617,19 +633,17 @@ extern "C" __global__ void __launch_bounds__(256, ROW_TILES == 1 ? 2 : 0)
 
 #if ROW_TILES == 1  // what follows is no product, and needs no second compilation
 
-// y = x / sqrt(mean(x^2) + eps) * w: NumpyOps._rms_norm, for the products of more rows than one tile
+// y = x / sqrt(mean(x^2) + eps) * w: NumpyOps._rms_norm, for the products of more than NORMED_ROWS rows
 //   w (DIM,)   x (., DIM)   rows (n_rows,) which of x, or null: all   y (n_rows, DIM)
-//   grid: n_rows / 8, block: 256; a warp a row
+//   grid: n_rows, block: 256
 extern "C" __global__ void __launch_bounds__(256)
-    rms_norm(weight *w, const float *x, const int *rows, bf16 *y, int n_rows) {
+    rms_norm(weight *w, const float *x, const int *rows, bf16 *y) {
+  __shared__ float of_part[WARPS];
   start_next();
+  if (threadIdx.x == 0) prefetch(w, DIM * 2);
   await_previous();
-  int row = blockIdx.x * 8 + threadIdx.x / 32;
-  if (row >= n_rows) return;
-  x += (size_t)(rows ? rows[row] : row) * DIM, y += (size_t)row * DIM;
-  float scale = row_scale(x);
-  for (int i = threadIdx.x % 32 * 8; i < DIM; i += 256)
-    *(uint4 *)(y + i) = normed(x + i, scale, *(const uint4 *)(w + i));
+  int row = blockIdx.x;
+  norm_row(x + (size_t)(rows ? rows[row] : row) * DIM, w, y + (size_t)row * DIM, of_part);
 }
 
 // x = table[token]: NumpyOps.embed; where the host does not know the token, the one that its slot has chosen

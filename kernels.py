@@ -44,6 +44,7 @@ PLAIN = Shape(0, 0)  # for those that have no blocks of a product: a module of t
 
 # what kernels.cu calls the same
 QUERIES = 16  # of a tile of attention
+NORMED_ROWS = 2  # of the residual stream: up to so many, a product norms them itself
 MAX_TOP = 20  # likeliest tokens whose logprobs can be had: what the API allows
 CHOICE = 2 + 2 * MAX_TOP
 LOGITS_COLUMNS = 4  # the shape of `logits` for one tile of rows
@@ -106,14 +107,14 @@ def include_paths() -> list[str]:
 
 
 def check_sizes(config: Config) -> None:
-    """Rows of matrices are read 16 bytes at a time, heads by pairs; a block's memory holds a tile of heads of
-    256, and a bit for each token.
+    """Rows of matrices are read 16 bytes at a time, heads by pairs; a block's memory holds
+    NORMED_ROWS, a tile of heads of 256, and a bit for each token.
     """
     c = config
     # fmt: off
     #  name                   size                     multiples of, up to
     rules = [
-        ("dim",                  c.dim,                    8, None),
+        ("dim",                  c.dim,                    8, 10_000),
         ("hidden_dim",           c.hidden_dim,             8, None),
         ("n_heads * head_dim",   c.n_heads * c.head_dim,   8, None),
         ("head_dim",             c.head_dim,               2, 256),

@@ -114,6 +114,12 @@ def test_large_heads_fit_into_shared_memory(head_dim: int) -> None:
     assert attend_threads(c) == 64
 
 
+def test_normed_rows_fit_into_shared_memory() -> None:
+    widest = config(dim=10_000)
+    check_sizes(widest)
+    assert compiled(widest, ANY, "sm_80")["gate_up"].shared_bytes <= SHARED_BYTES
+
+
 def test_a_bit_for_each_token_fits_into_shared_memory() -> None:
     most = config(vocab_size=300_000)
     check_sizes(most)

@@ -53,6 +53,7 @@ ROUNDS = """
 extern "C" __global__ void __launch_bounds__(64) rounds(const float* x, float* y, int n) {
   __shared__ uint4 round[2][64];
   int at = threadIdx.x * 4;
+  if (threadIdx.x == 0) prefetch(x, n * 4);
   await_previous();
   begin_copy(&round[0][threadIdx.x], x + at, at < n);
   end_copies();
@@ -109,6 +110,8 @@ PLANTED_IN_ROUNDS = [
     ("copy_too_far",      "x + at, at < n);\n    end",  "x + at, true);\n    end",     "out of bounds"),
     ("copy_too_early",    "  await_previous();\n",      "",                            "await_previous"),
     ("copy_misaligned",   "x + at, at < n);\n    end",  "x + at + 1, true);\n    end", "misaligned"),
+    ("prefetch_too_far",  "n * 4",                      "n * 4 + 16",                  "out of bounds"),
+    ("prefetch_odd",      "n * 4",                      "n * 4 - 8",                   "misaligned"),
     ("copy_to_global",    "&round[0][threadIdx.x]",     "(uint4*)(y + at)",            "not shared"),
 ]
 # fmt: on

@@ -364,9 +364,10 @@ def test_out_of_memory_says_what_is_missing() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"dim": 44}, "dim is 44; supported on a GPU: multiples of 8. --device cpu takes it"),
+        ({"dim": 44}, "dim is 44; supported on a GPU: multiples of 8, up to 10000. --device cpu takes it"),
         ({"head_dim": 264}, "head_dim is 264; .* multiples of 2, up to 256"),
         ({"head_dim": 15, "n_heads": 16}, "head_dim is 15"),
+        ({"dim": 10_008}, "dim is 10008; supported on a GPU"),
         ({"vocab_size": 300_001}, "vocab_size is 300001; supported on a GPU: up to 300000"),
     ],
 )
@@ -455,13 +456,12 @@ def test_arguments_are_checked(change: Any, says: str) -> None:
         "x": cp.zeros((4, 48), np.float32),
         "rows": None,
         "y": cp.zeros((4, 48), np.uint16),
-        "n_rows": 4,
     }
-    kernels.launch("rms_norm", ANY, (1,), *arguments.values())
+    kernels.launch("rms_norm", ANY, (4,), *arguments.values())
     with pytest.raises(TypeError, match=says):
-        kernels.launch("rms_norm", ANY, (1,), *(arguments | change(cp)).values())
+        kernels.launch("rms_norm", ANY, (4,), *(arguments | change(cp)).values())
     with pytest.raises(ValueError, match="argument"):
-        kernels.launch("rms_norm", ANY, (1,), arguments["w"])
+        kernels.launch("rms_norm", ANY, (4,), arguments["w"])
 
 
 def test_all_shapes_are_loaded_before_the_first_step() -> None:

@@ -15,14 +15,15 @@ import pytest
 import emulator
 from emulator import Emulator
 from gpu import CudaOps, placed
+from kernels import NORMED_ROWS
 from model import PAGE, Array, Batch, Choice, Context, NumpyOps, Sampling, Span, _pick, _uniform
 from rope import Rope
 from weights import Config, Layer, Weights, bfloat16
 
 pytestmark = pytest.mark.skipif(emulator.MISSING is not None, reason=str(emulator.MISSING))
 
-# of a product, and how many blocks are enough: one tile, few rows, many
-ROWS = [(1, 64), (16, 64), (17, 64), (33, 64), (65, 64), (130, 64), (17, 1), (130, 1)]
+# of a product, and how many blocks are enough: rows it norms itself, one tile, few rows, many
+ROWS = [(1, 64), (2, 64), (3, 64), (16, 64), (17, 64), (33, 64), (65, 64), (130, 64), (17, 1), (130, 1)]
 MAX_SEQ_LEN = 400
 
 
@@ -62,6 +63,7 @@ CONFIGS = {
     # sizes of SmolLM2-135M and Qwen2.5-0.5B
     "uneven":     config(dim=576, hidden_dim=4864, n_heads=14, head_dim=64, vocab_size=896, mlp_bias=False),
 }
+LONG = config(dim=1288, hidden_dim=8, n_heads=2, n_kv_heads=1, head_dim=4, vocab_size=33)
 MANY_TOKENS = config(dim=8, hidden_dim=8, n_heads=2, n_kv_heads=1, head_dim=4, vocab_size=70_001)
 # fmt: on
 
@@ -169,7 +171,7 @@ class Both:
 
 @cache
 def both(name: str, order: int, check: bool = False, ops: type[CudaOps] = CudaOps, enough: int = 64) -> Both:
-    return Both((CONFIGS | {"many-tokens": MANY_TOKENS})[name], order, check, ops, enough)
+    return Both((CONFIGS | {"long": LONG, "many-tokens": MANY_TOKENS})[name], order, check, ops, enough)
 
 
 def noise(*shape: int) -> Array:
@@ -238,8 +240,10 @@ def best(row: Array) -> int:
 
 @pytest.mark.parametrize("name", ["grouped", "uneven"])
 def test_a_row_has_the_same_bits_beside_any_others(name: str) -> None:
-    """Whatever the shape of the blocks: alone, in a tile, in many. The sizes leave parts short, and empty."""
-    shapes = {"grouped": (130, 33, 16, 1), "uneven": (17, 3)}
+    """Whatever the shape of the blocks: alone, in a tile, in many; and whether the product norms its rows or
+    `rms_norm` has. The sizes leave parts short, and empty.
+    """
+    shapes = {"grouped": (130, 33, 16, 3, 2, 1), "uneven": (17, 3, 2)}
     c = CONFIGS[name]
     rows = max(shapes[name])
     x, y, h = noise(rows, c.dim), noise(rows, c.n_heads * c.head_dim), noise(rows, c.hidden_dim)
@@ -257,6 +261,24 @@ def test_a_row_has_the_same_bits_beside_any_others(name: str) -> None:
     for fewer in results[1:]:
         for whole, part in zip(results[0], fewer, strict=True):
             assert np.array_equal(whole[: len(part)], part)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 16])
+def test_a_launch_for_the_norm_is_spared_where_rows_are_few(n: int) -> None:
+    """Up to NORMED_ROWS: of 16, each block of qkv read 64 KB, four times what it read of the weights."""
+    m, x = both("grouped", 0), noise(n, CONFIGS["grouped"].dim)
+    m.put("normed", np.full_like(x, np.nan))
+    m.cuda.qkv(m.put("x", x), m.device_layer, m.batch(n))
+    assert not np.isnan(m.got("qkv", n)).any()
+    assert np.isnan(m.got("normed", n)).all() == (n <= NORMED_ROWS)
+
+
+@pytest.mark.parametrize("order", [0, 1])
+def test_what_a_product_prefetches_lies_in_its_weights(order: int) -> None:
+    """The checker looks; there is more of a row than registers hold, and parts are short, and empty."""
+    m, x = both("long", order, True), noise(1, LONG.dim)
+    m.cuda.logits(m.put("x", x), m.cuda.weights, m.batch(1, [0]))
+    assert near(m.got("raw", 1), m.numpy._rms_norm(x, m.weights.norm) @ m.weights.head.T)
 
 
 # ---- Attention ---------------------------------------------------------------------------------------------

@@ -114,14 +114,14 @@ def test_products(name: str, n: int) -> None:
 
 @pytest.mark.parametrize("n", [1, 31, 32, 33])
 def test_norm(n: int) -> None:
-    """`rms_norm` itself: `qkv` and others do without where there is one tile of rows."""
+    """`rms_norm` itself: `qkv` and others do without where there are no more than NORMED_ROWS."""
     fast, plain = pair("grouped")
     x, w = noise(n, fast.config.dim), plain.layer.attn_norm
     for order in (None, np.arange(n, dtype=np.int32)[::-1].copy()):
         which = [order if order is None else m.cuda._cp.asarray(order) for m in (fast, plain)]
         normed = fast.cuda._buffers["normed"]
-        arguments = fast.device_layer.attn_norm, fast.put("x", x), which[0], normed, n
-        fast.cuda._kernels.launch("rms_norm", ANY, (-(-n // 8),), *arguments)
+        arguments = fast.device_layer.attn_norm, fast.put("x", x), which[0], normed
+        fast.cuda._kernels.launch("rms_norm", ANY, (n,), *arguments)
         plain.cuda._norm(plain.put("x", x), plain.device_layer.attn_norm, which[1], n)
         got = plain.got("normed", n)
         assert near(got, plain.numpy._rms_norm(x if order is None else x[order], w), STEP)

@@ -151,6 +151,12 @@ static void checker_ends_copy(void *to, void *code) { access(to, COPY_BYTES, tru
 void note(Event event, void *address, size_t n_bytes) {
   if (event == WARP_BARRIER) warp_barriers[self->id / 32]++;
   if (event == FENCE) published[serial].acquired[self->id] = {self->id, ++now, epoch};
+  if (event == PREFETCH) {  // reads nothing, but a GPU stops at a wrong address
+    Region *region = region_of((char *)address);
+    void *code = __builtin_return_address(0);
+    if (((size_t)address | n_bytes) % COPY_BYTES) complain("misaligned", code);
+    if (!region || (char *)address + n_bytes > region->end) complain("out of bounds", code);
+  }
   if (event == ATOMIC) {
     access(address, n_bytes, true, true, __builtin_return_address(0));
     if (region_of((char *)address) == &shared) return;  // no other block sees it

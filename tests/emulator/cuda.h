@@ -85,7 +85,7 @@ extern Thread *self;
 extern Warp warps[32];
 extern dim3 block_index, block_size, grid_size;
 
-enum Event { WARP_BARRIER, FENCE, ATOMIC };
+enum Event { WARP_BARRIER, FENCE, ATOMIC, PREFETCH };
 void wait_at_block_barrier();
 void wait_in_warp();                                                  // until the collective is done
 void note(Event event, void *address = nullptr, size_t n_bytes = 0);  // tells the checker
@@ -200,10 +200,13 @@ __attribute__((noinline, no_sanitize("thread"))) static T atomicMax(T *address, 
 // only.
 static inline void start_next() {}
 static inline void await_previous() { emulator::self->awaited = true; }
-static inline void prefetch(const void *, int) {}
+
+#define ALWAYS_INLINE static inline __attribute__((always_inline))  // so that the checker names the line
+ALWAYS_INLINE void prefetch(const void *address, int n_bytes) {
+  emulator::note(emulator::PREFETCH, (void *)address, n_bytes);
+}
 
 // Copies that go on by themselves arrive when they are waited for, and no sooner.
-#define ALWAYS_INLINE static inline __attribute__((always_inline))  // so that the checker names the line
 ALWAYS_INLINE void begin_copy(uint4 *to, const void *from, bool is_there) {
   emulator::begin_copy(to, from, is_there);
 }
