@@ -334,9 +334,8 @@ class Api:
         except sealed.BadSeal as error:
             raise BadInput(str(error), f"input[{i}].encrypted_content") from error
 
-    async def _context(self, http: HttpRequest, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    async def _context(self, http: HttpRequest, id_: str | None) -> list[dict[str, Any]]:
         """The items of the chain that a request continues."""
-        id_ = body.get("previous_response_id")
         if id_ is None:
             return []
         row = await self._find(http, id_)
@@ -351,13 +350,14 @@ class Api:
         self, http: HttpRequest, body: Any, chain_suffices: bool = False
     ) -> tuple[params.Request, list[dict[str, Any]]]:
         """What is asked, and all items of the conversation; `chain_suffices`: `input` may be left out."""
-        defaults = self._defaults_for(body)
-        params.read_responses(body, defaults)  # what is wrong in itself is told first
-        context = await self._context(http, body)
-        if chain_suffices and context and not body.get("input"):
-            body, context = body | {"input": context}, []
-        request = params.from_responses(body, defaults, context)
-        return request, responses.input_items(body["input"], context, new_id)
+        values = params.read_responses(
+            body, self._defaults_for(body)
+        )  # what is wrong in itself is told first
+        context = await self._context(http, values["previous_response_id"])
+        if chain_suffices and context and not values["input"]:
+            values["input"], context = context, []
+        request = params.continued(values, context)
+        return request, responses.input_items(values["input"], context, new_id)
 
     async def _prepare(self, request: params.Request) -> Prompt:
         # In a thread: a long prompt must not stop the streams.

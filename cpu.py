@@ -368,8 +368,8 @@ class FastOps(NumpyOps):
         pages, (head_dim, page) = self._kv[:, :, 0], (self.config.head_dim, PAGE)
         self._keys: Array = pages.reshape(*pages.shape[:3], head_dim, page)  # the same memory, keys across
         assert np.shares_memory(self._keys, self._kv)
-        self._seen: Batch | None = None  # the batch that `_blocks` are of
-        self._blocks: Ints
+        self._seen: Batch | None = None  # the batch that the next two are of
+        self._blocks, self._n_keys = np.empty((0, 3), np.int64), 0
         self.row_invariant = all(isinstance(w, Panels) for w in matrices(self.weights))
         size = f"{self.weights.nbytes / 1e6:.0f} MB of weights, in bfloat16 where that is exact"
         self.about = f"Numba, {self._n_threads} threads, {size}"
@@ -408,9 +408,10 @@ class FastOps(NumpyOps):
     def _attend_all(self, q: Array, i: int, batch: Batch, y: Array) -> None:
         if self._seen is not batch:
             self._seen, self._blocks = batch, blocks_of(batch)
+            self._n_keys = int(batch.positions.sum()) + len(q)  # of all rows, as far as no window hides them
         window = self.config.windows[i] or self.max_seq_len
-        n_products = 2 * q[0].size * int(np.minimum(batch.positions + 1, window).sum())
-        attend = shared_attention if self._n_threads > 1 and n_products > SMALL else attention
+        is_small = 2 * q[0].size * self._n_keys <= SMALL
+        attend = attention if self._n_threads == 1 or is_small else shared_attention
         where = batch.tables, batch.positions, self._blocks, window
         attend(np.ascontiguousarray(q), self._kv, i, *where, y.reshape(q.shape))
 

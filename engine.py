@@ -214,9 +214,7 @@ class Engine:
         self._said: list[tuple[Sequence, Step]] = []  # since the last _deliver()
         self._why_closed = CLOSING
         self._open = True  # False: no new job may be queued
-        self._lock = (
-            threading.Lock()
-        )  # between looking at that and queueing: close() comes from another thread
+        self._lock = threading.Lock()  # of looking at that and queueing: close() comes from another thread
         self._n_failed = 0  # steps since one that worked
         self._count = dict.fromkeys(["steps", "preemptions", "cached_tokens", "drafted", "accepted"], 0)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -348,9 +346,10 @@ class Engine:
         """Decoding sequences first: a step never makes them wait."""
         plan = list[Planned]()
         n_left = MAX_TILES * self._ops.tile  # rows of prompts, and of what is computed again
-        n_reading = len({s.next_name() or s for s in self._running if s.n_launched < s.n_prefill})
-        share = n_left // max(1, min(n_reading, MAX_TILES))  # a short prompt need not wait for a long one
-        being_read = {name for flight in self._flights for planned in flight.plan for name in planned.names()}
+        reading = {s.next_name() or s for s in self._running if s.n_launched < s.n_prefill}
+        share = n_left // max(1, min(len(reading), MAX_TILES))  # a short prompt need not wait for a long one
+        flights = self._flights if reading else ()  # where all decode, nobody asks
+        being_read = {name for flight in flights for planned in flight.plan for name in planned.names()}
         for sequence in sorted(self._running, key=lambda s: s.n_launched < s.n_prefill):  # oldest first
             self._find(sequence)
             if sequence.next_name() in being_read:

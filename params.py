@@ -332,9 +332,13 @@ def read_responses(body: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
     return read(body, RESPONSES, defaults)
 
 
-def from_responses(body: Any, defaults: Mapping[str, Any], context: Sequence[dict[str, Any]] = ()) -> Request:
-    """Check a body of POST /v1/responses; `context` are the items of the chain before it. Raises BadInput."""
-    values = read_responses(body, defaults)
+def from_responses(body: Any, defaults: Mapping[str, Any]) -> Request:
+    """Check a body of POST /v1/responses that continues no chain; raises BadInput."""
+    return continued(read_responses(body, defaults), ())
+
+
+def continued(values: dict[str, Any], context: Sequence[dict[str, Any]]) -> Request:
+    """What read_responses() has read; `context` are the items of the chain before it. Raises BadInput."""
     if values["input"] is None:
         raise missing("input")
     tools = [responses_tool(tool, f"tools[{i}]") for i, tool in enumerate(values["tools"])]

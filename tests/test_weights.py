@@ -16,6 +16,7 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
+import test_rope
 import weights
 from rope import ROPE_TYPES, rope_table
 from test_rope import LLAMA3
@@ -23,13 +24,7 @@ from weights import UnsupportedModel, parse_config, read_config, read_weights
 
 Arrays = dict[str, NDArray[Any]]
 
-SMALL: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": 40,
-    "hidden_size": 24,
-    "intermediate_size": 20,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
+SMALL: dict[str, Any] = test_rope.SMALL | {
     "num_key_value_heads": 2,
     "head_dim": 8,
     "max_position_embeddings": 256,
