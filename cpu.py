@@ -266,10 +266,12 @@ def softmax(s: Any) -> None:
 
 @kernel
 def one_head(
-    q: Any, kv: Any, i: int, h: int, table: Any, positions: Any, rows: Any, window: int, y: Any
+    q: Any, kv: Any, i: int, tables: Any, positions: Any, blocks: Any, window: int, task: int, y: Any
 ) -> None:
-    """y = softmax(q k^T) v for the rows of a block and the heads that share key head h; see attention()."""
-    n, head_dim, (first, stop) = q.shape[1] // kv.shape[3], q.shape[2], rows
+    """y = softmax(q k^T) v for the rows of a block and the heads that share a key head; see attention()."""
+    n_kv_heads, head_dim = kv.shape[3], q.shape[2]
+    n, h, (first, stop, t) = q.shape[1] // n_kv_heads, task % n_kv_heads, blocks[task // n_kv_heads]
+    table = tables[t]
     start = max(0, positions[first] - window + 1) // PAGE * PAGE  # of the first page that is seen
     n_pages = (positions[stop - 1] - start) // PAGE + 1
     scores = np.zeros((stop - first, n, n_pages * PAGE), np.float32)
@@ -302,8 +304,7 @@ def attention(q: Any, kv: Any, i: int, tables: Any, positions: Any, blocks: Any,
     and the number of their page table. A row sees what is less than `window` before it.
     """
     for task in range(len(blocks) * kv.shape[3]):
-        first, stop, t = blocks[task // kv.shape[3]]
-        one_head(q, kv, i, task % kv.shape[3], tables[t], positions, (first, stop), window, y)
+        one_head(q, kv, i, tables, positions, blocks, window, task, y)
 
 
 @parallel_kernel
@@ -311,8 +312,7 @@ def shared_attention(
     q: Any, kv: Any, i: int, tables: Any, positions: Any, blocks: Any, window: int, y: Any
 ) -> None:
     for task in prange(len(blocks) * kv.shape[3]):
-        first, stop, t = blocks[task // kv.shape[3]]
-        one_head(q, kv, i, task % kv.shape[3], tables[t], positions, (first, stop), window, y)
+        one_head(q, kv, i, tables, positions, blocks, window, task, y)
 
 
 def load_tbb() -> None:
