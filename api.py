@@ -11,7 +11,8 @@ Rules of this file:
 3. A response that is kept is stored before its last event is seen: EricLBuehler/mistral.rs#1946
 4. While it runs, a foreground response belongs to its request: no other can look it up.
 
-Not here: parameters (params.py), the life of background responses (background.py), HTTP itself (answers.py).
+Not here: parameters (request/params.py), the life of background responses (background.py), HTTP itself
+(streaming.py).
 """
 
 import asyncio
@@ -31,25 +32,24 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 import completions
-import params
 import responses
-import sealed
 import sse
-import tools
-from answers import Answer, Whole, error_body, error_response, new_id, now, read_json, wants_stream
 from background import EventLog, Producer, QueueFull, Registry
 from channels import Accepted, Delta, Finish, Output, Usage
-from chat import MAX_ITEMS
-from checks import BadInput, needed, text, unsupported, wrong_value
-from metrics import Metrics
-from relay import Refused
-from remote import RemoteWorker
+from gateway.relay import Refused
+from gateway.remote import RemoteWorker
+from request import params, tool_calls, tools
+from request.body import read_json
+from request.messages import MAX_ITEMS
+from request.refusals import BadInput, error_body, error_response, unsupported, wrong_value
+from request.validation import needed, text
+from service import signed_content
+from service.metrics import Metrics
 from store import TERMINAL, Row
-from worker import LocalWorker
+from streaming import Answer, Whole, new_id, now, wants_stream
+from worker import ALIAS, LocalWorker
 
 log = logging.getLogger("api")
-
-ALIAS = "default"  # a name that any model answers to
 
 # Of a response that has ended; a second cancel of a cancelled one is answered like the first.
 CANNOT_CANCEL = {
@@ -98,7 +98,7 @@ class Prompt(Protocol):
 
 
 class Worker(Protocol):
-    """What turns a Request into what a model says: worker.py here, remote.py elsewhere.
+    """What turns a Request into what a model says: worker.py here, gateway/remote.py elsewhere.
 
     prepare() raises BadInput for what it refuses. run() too, before it says Accepted; then it never raises
     for the request's sake, and ends with one Finish.
@@ -167,7 +167,7 @@ class Api:
             raise unsupported("background", "This server runs only what it may store: send store=true.")
         prompt = await self._prepare(request)
         types = [tool["type"] for tool in request.echo["tools"]]
-        if hidden := [name for name in types if name not in params.TOOL_TYPES]:
+        if hidden := [name for name in types if name not in tools.TOOL_TYPES]:
             log.warning(
                 "tools that the model is not told of, for nobody here runs them: %s", ", ".join(hidden)
             )
@@ -213,7 +213,7 @@ class Api:
 
     def _producer(self, prompt: Prompt, row: Row, queued: bool) -> Producer:
         """What makes the events of one response, in the foreground or, `queued`, in its turn."""
-        seal = partial(sealed.seal, self._key, "reasoning", row.owner)
+        seal = partial(signed_content.seal, self._key, "reasoning", row.owner)
         seals = prompt.request.seal_reasoning
         builder = responses.Builder(
             row.response, item_ids(row.id), seal if seals else None, self._reasoning_events
@@ -290,7 +290,7 @@ class Api:
             failure = finish.message if isinstance(finish, Finish) else ""
             status = 500 if self._registry.accepts else 503
             return status, error_body(status, failure or "The model wrote no summary.", code="server_error")
-        blob = sealed.seal(self._key, "compaction", owner, summary)
+        blob = signed_content.seal(self._key, "compaction", owner, summary)
         users = [item for item in items if item["type"] == "message" and item["role"] == "user"]
         return 200, {
             "id": new_id("resp"),
@@ -330,8 +330,8 @@ class Api:
 
     def _opened(self, owner: str, item: Mapping[str, Any], i: int) -> str:
         try:
-            return sealed.unseal(self._key, item["type"], owner, str(item.get("encrypted_content")))
-        except sealed.BadSeal as error:
+            return signed_content.unseal(self._key, item["type"], owner, str(item.get("encrypted_content")))
+        except signed_content.BadSeal as error:
             raise BadInput(str(error), f"input[{i}].encrypted_content") from error
 
     async def _context(self, http: HttpRequest, id_: str | None) -> list[dict[str, Any]]:
@@ -540,7 +540,7 @@ class Api:
     async def _outputs(self, prompt: Prompt, choice: int) -> AsyncGenerator[Accepted | Output | Finish]:
         """What the worker says, with exactly one Finish at the end, whatever happens to it."""
         started, finish, watch = time.monotonic(), Finish("cancelled"), self.metrics.run()
-        restorer, accepted = tools.Restorer(prompt.request.called), False
+        restorer, accepted = tool_calls.Restorer(prompt.request.called), False
         try:
             async with aclosing(self._worker(prompt.request.model).run(prompt, choice)) as outputs:
                 async for output in outputs:

@@ -16,7 +16,7 @@ Rules of this file:
 4. A response ends once, in its log: a cancel that comes before the last event wins, a later one is void.
 5. Everything ends: a producer that returns, raises, is cancelled or was killed leaves a terminal event.
 
-Not here: SQL (store.py), what an event says (responses.py), HTTP (api.py, answers.py).
+Not here: SQL (store.py), what an event says (responses.py), HTTP (api.py, streaming.py).
 """
 
 import asyncio

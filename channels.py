@@ -2,7 +2,7 @@
 
     Piece --Parser.feed()--> [Delta | Call | Arguments | Close, ...] --Parser.close()--> the rest
 
-Authority: the chat templates of the models; what each family writes is a row of dialects.py.
+Authority: the chat templates of the models; what each family writes is a row of dialects/families.py.
 
 Rules of this file:
 1. Every piece is seen, one after another: how many tokens an engine step held cannot be seen from outside.
@@ -14,8 +14,8 @@ Rules of this file:
 5. Stop strings are looked for where the markers are gone, in what the user reads, never in reasoning.
 6. Malformed output is text, a header of its message is not. Nothing here raises on what a model says.
 
-Not here: the markers (dialects.py), how a call is written between them (calls.py), token ids (tokenizer.py),
-item and call ids (responses.py), when generation stops (worker.py).
+Not here: the markers (dialects/families.py), how a call is written between them (dialects/calls.py), token
+ids (tokenizer.py), item and call ids (responses.py), when generation stops (worker.py).
 """
 
 import re
@@ -62,7 +62,7 @@ class Call(NamedTuple):
     """A call begins; its arguments follow, or the input of a custom tool."""
 
     name: str
-    custom: bool = False  # what follows, and the namespace, tools.py finds out
+    custom: bool = False  # what follows, and the namespace, request/tools.py finds out
     namespace: str = ""
 
 

@@ -37,10 +37,11 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from checkpoint.config import Config
 from drafts import Lookup
-from model import PAGE, Choice, Context, Sampling, Span, Ticket
+from model import PAGE, Span, Ticket
 from pages import ROOT, Name, OutOfPages, Pages, name_of
-from weights import Config
+from sampling import Choice, Context, Sampling
 
 log = logging.getLogger("engine")
 

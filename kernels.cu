@@ -17,14 +17,14 @@
 //    await_previous() it touches only what no kernel writes, weights and tables, which have types of their
 //    own; and prefetches what it likes, for that reads nothing.
 // 3. Sizes of the model are constants of the compilation, as are ROW_TILES and COLUMN_TILES, how much of a
-//    product a block computes: kernels.py compiles the file once for each shape. Rows of every matrix begin
+//    product a block computes: devices/kernels.py compiles the file once for each shape. Rows of every matrix begin
 //    at multiples of 16 bytes.
 // 4. A warp's instruction is entered by all its lanes, a barrier by all the block's threads.
 // 5. Plain kernels are a compilation of their own (PLAIN). They round to bfloat16 where the fast ones do.
 //
 // Written R: rows of this step (tokens); S: sequences in it; P: pages; all arrays are row-major.
 //
-// Not here: which rows a step has (engine.py), memory (gpu.py), launches (kernels.py).
+// Not here: which rows a step has (engine.py), memory (devices/cuda.py), launches (devices/kernels.py).
 
 #ifdef __CUDACC__
 #include <cuda_bf16.h>
@@ -48,7 +48,7 @@ typedef unsigned long long u64;
 
 // ---- Plain ------------------------------------------------------------------------------------------------
 // The ops in loops alone: a thread makes one number, and adds it up from the first term to the last. No
-// shared memory and no tensor cores; each waits for the one before it, and lets none start early. plain.py
+// shared memory and no tensor cores; each waits for the one before it, and lets none start early. devices/plain_ops.py
 // launches them. plain_pick stands among the sampling, beside what it has in common with `pick`.
 //   n: numbers to make; grid: n / 256, block: 256
 

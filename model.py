@@ -4,32 +4,35 @@
     within: Batch --forward()--> logits of those rows --pick()--> Choices
 
 Authority: "Attention Is All You Need" (arXiv 1706.03762), RMSNorm 1910.07467, RoPE 2104.09864,
-SwiGLU 2002.05202, grouped-query attention 2305.13245; what a family adds is in `weights.py`.
+SwiGLU 2002.05202, grouped-query attention 2305.13245; what a family adds is in `checkpoint/weights.py`.
 
 Rules of this file:
 1. The ops are cut where a GPU kernel is: each is one kernel's work, with its norm, bias or residual inside.
 2. A step's rows are tokens of any number of sequences. Prefill and decode are the same pass.
-3. Rotary pairs are adjacent (weights.py puts them so): a pair is a complex number, a rotation one product.
+3. Rotary pairs are adjacent (checkpoint/weights.py puts them so): a pair is a complex number, a rotation one
+   product.
 4. A sequence gets the same bits alone and in any batch, wherever its pages lie: every product covers
    rows of one group and whole pages, for BLAS sums one row in another order than several.
    A tile of the prompt and its rows one by one agree up to rounding, about 1e-6.
 5. What is drawn depends on logits, seed, choice and the number of the output token alone.
 
-Not here: which rows to compute next (engine.py), whose page is whose (pages.py), files (weights.py).
+Not here: which rows to compute next (engine.py), whose page is whose (pages.py), files
+(checkpoint/weights.py).
 """
 
 import itertools
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rope import rope_table
-from weights import Config, Layer, Weights, as_read
+from checkpoint.config import Config
+from checkpoint.rope import rope_table
+from checkpoint.weights import Layer, Weights, as_read
+from sampling import Choice, Context, pick_token
 
 Array = NDArray[np.float32]
 Ints = NDArray[np.int64]
@@ -96,48 +99,6 @@ class Batch:
         for table, group in zip(tables, self.groups, strict=True):
             table[: len(group.pages)] = group.pages
         return tables
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How to choose a token. The defaults choose from the model's own distribution."""
-
-    temperature: float = 1.0  # 0 = the likeliest token
-    top_p: float = 1.0
-    top_k: int = 0  # 0 = all
-    min_p: float = 0.0
-    seed: int = 0
-    choice: int = 0  # which of the request's n choices: they share the seed and nothing else
-    presence_penalty: float = (
-        0.0  # both as platform.openai.com/docs/api-reference/chat/create has them: of the output
-    )
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0  # arXiv 1909.05858: of prompt and output, as in generation_config.json
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    n_top_logprobs: int | None = None  # None = no logprobs, 0 = the chosen token's only
-
-
-class Context(NamedTuple):
-    """What a choice depends on besides the logits."""
-
-    sampling: Sampling
-    prompt: Sequence[int]
-    output: Sequence[int]
-    mask: NDArray[np.bool_] | None = None  # (vocab_size,) the tokens that may be chosen; None: all
-    n_unread: int = 0  # tokens at the end of the output that are chosen, but not read: of chained spans only
-
-    @property
-    def n_output(self) -> int:
-        """The number of the token to choose, from 0."""
-        return len(self.output) + self.n_unread
-
-
-class Choice(NamedTuple):
-    """A chosen token; logprobs are the model's own, before temperature, penalties and bias."""
-
-    token_id: int
-    logprob: float | None = None
-    top: tuple[tuple[int, float], ...] = ()  # (token_id, logprob), likeliest first
 
 
 Ticket = Any  # of a step that was launched; what it is inside is the ops' own affair
@@ -269,7 +230,7 @@ class NumpyOps:
         return self._linear("logits", last, weights.head, None, [slice(i, i + 1) for i in range(len(last))])
 
     def pick(self, logits: Array, contexts: Sequence[Context]) -> list[Choice]:
-        return [_pick(row, context) for row, context in zip(logits, contexts, strict=True)]
+        return [pick_token(row, context) for row, context in zip(logits, contexts, strict=True)]
 
     def _buffer(self, name: str, n_rows: int, n_columns: int) -> Array:
         """Uninitialised (n_rows, n_columns), the same memory for the same name."""
@@ -338,84 +299,3 @@ def _norm_heads(heads: Array, w: Array, eps: float) -> None:
     """RMSNorm of each head, in place; heads (n, n_heads, head_dim)."""
     heads *= 1 / np.sqrt(np.vecdot(heads, heads)[..., None] / heads.shape[-1] + eps)
     heads *= w
-
-
-# --- sampling -----------------------------------------------------------------------------------------------
-
-
-def _pick(raw: Array, context: Context) -> Choice:
-    """Choose a token by its logits, (vocab_size,)."""
-    if not np.isfinite(raw.max()):
-        raise ArithmeticError("the model's logits are no finite numbers")
-    s = context.sampling
-    logits = _penalised(raw, context)
-    if s.temperature == 0:
-        token_id = int(logits.argmax())
-    else:
-        token_id = _draw(_filtered(logits, s), _uniform(s.seed, s.choice, context.n_output))
-    if s.n_top_logprobs is None:
-        return Choice(token_id)
-    logprobs = raw - raw.max()
-    logprobs -= np.log(np.exp(logprobs, dtype=np.float64).sum())
-    return Choice(token_id, float(logprobs[token_id]), _top(logprobs, s.n_top_logprobs))
-
-
-def _penalised(logits: Array, context: Context) -> Array:
-    s = context.sampling
-    if s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty or s.logit_bias:
-        logits = logits.copy()
-    if s.repetition_penalty != 1:
-        seen = np.unique(np.array([*context.prompt, *context.output], np.int64))
-        logits[seen] = np.where(
-            logits[seen] > 0, logits[seen] / s.repetition_penalty, logits[seen] * s.repetition_penalty
-        )
-    if (s.presence_penalty or s.frequency_penalty) and context.output:
-        said, count = np.unique(np.array(context.output, np.int64), return_counts=True)
-        logits[said] -= (s.presence_penalty + s.frequency_penalty * count).astype(np.float32)
-    if s.logit_bias:
-        logits[list(s.logit_bias)] += np.array(list(s.logit_bias.values()), np.float32)
-    return logits if context.mask is None else np.where(context.mask, logits, np.float32(-np.inf))
-
-
-def _filtered(logits: Array, s: Sampling) -> NDArray[np.float64]:
-    """Unnormalised probabilities, (vocab_size,), 0 where top_k, top_p or min_p forbid the token.
-
-    All three keep the likeliest tokens, so each is a threshold. top_p counts what top_k has left, as vLLM
-    does.
-    """
-    with np.errstate(over="ignore"):  # a temperature near 0 leaves the likeliest token alone
-        p: NDArray[np.float64] = np.exp(
-            (logits - logits.max()).astype(np.float64) / s.temperature
-        )  # at most 1
-    threshold = s.min_p
-    if 0 < s.top_k < len(p):
-        threshold = max(threshold, np.partition(p, -s.top_k)[-s.top_k])
-    if s.top_p < 1:
-        total = p[p >= threshold].sum()
-        tail = (1 - s.top_p) * total / len(p)  # all tokens below this together do not make up 1 - top_p
-        falling = np.sort(p[p >= max(threshold, tail)])[::-1]
-        n_nucleus = np.searchsorted(np.cumsum(falling), s.top_p * total) + 1
-        threshold = falling[: int(n_nucleus)][-1]
-    p[p < threshold] = 0
-    return p
-
-
-def _draw(p: NDArray[np.float64], u: float) -> int:
-    """The token in whose part of [0, sum of p) the number u * sum lies."""
-    total = np.cumsum(p)
-    return int(np.searchsorted(total, min(u * total[-1], np.nextafter(total[-1], 0)), side="right"))
-
-
-def _uniform(seed: int, choice: int, number: int) -> float:
-    """A number in [0, 1) that depends on its arguments alone: Philox is a function of key and counter."""
-    key = np.array([seed & 0xFFFF_FFFF_FFFF_FFFF, choice], np.uint64)
-    return float(np.random.Generator(np.random.Philox(key=key, counter=number)).random())
-
-
-def _top(logprobs: Array, n: int) -> tuple[tuple[int, float], ...]:
-    if n == 0:
-        return ()
-    likeliest = np.argpartition(logprobs, -n)[-n:]
-    return tuple(
-        (int(i), float(logprobs[i])) for i in likeliest[np.argsort(-logprobs[likeliest], kind="stable")]
-    )

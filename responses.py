@@ -13,7 +13,8 @@ Rules of this file:
 5. An event shares nothing with the builder: what happens later cannot change it.
 6. No event has its `sequence_number` yet: it is given where the event enters the log (background.py).
 
-Not here: time and randomness (arguments), JSON and SSE (sse.py), what the request may say (params.py).
+Not here: time and randomness (arguments), JSON and SSE (sse.py), what the request may say
+(request/params.py).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -364,9 +365,3 @@ def _logprob(p: TokenLogprob, with_bytes: bool) -> dict[str, Any]:
 
 def _without_top(p: TokenLogprob, with_bytes: bool) -> dict[str, Any]:
     return {"token": p.token, "logprob": p.logprob} | ({"bytes": list(p.bytes)} if with_bytes else {})
-
-
-if __name__ == "__main__":  # python responses.py capture.sse: judge a recording
-    import audit
-
-    raise SystemExit(audit.main("judge"))

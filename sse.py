@@ -167,9 +167,3 @@ def comment(text: str) -> bytes:
 
 def _lines(name: str, text: str) -> bytes:
     return b"".join(f"{name}: ".encode() + line + b"\n" for line in LINE_END.split(text.encode()))
-
-
-if __name__ == "__main__":  # python sse.py capture.sse: show its frames
-    import audit
-
-    raise SystemExit(audit.main("show"))

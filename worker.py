@@ -19,15 +19,18 @@ from datetime import datetime
 from functools import cache
 from typing import Any, NamedTuple
 
-import dialects
 from channels import Accepted, Dialect, Finish, Output, Parser, Piece, State, TokenLogprob, Usage
-from chat import ChatTemplate, Message, shortened
-from checks import BadInput
+from dialects import families
+from dialects.structured_output import BadGrammar, Constraint, Grammars, Thinking, lark
 from engine import Engine, Job
-from grammar import BadGrammar, Constraint, Grammars, Thinking, lark
-from model import Choice, Sampling
-from params import Demand, Request
+from request.messages import Message, shortened
+from request.params import Demand, Request
+from request.refusals import BadInput
+from request.template import ChatTemplate
+from sampling import Choice, Sampling
 from tokenizer import Tokenizer
+
+ALIAS = "default"  # a name that any model answers to
 
 
 class Prompt(NamedTuple):
@@ -37,7 +40,7 @@ class Prompt(NamedTuple):
     token_ids: list[int]
     max_tokens: int
     seed: int
-    dialect: Dialect  # dialects.find()
+    dialect: Dialect  # families.find()
     state: State  # in which the answer begins
     after_marker: bool  # the prompt ends with one
     constraint: Constraint | None  # on the answer, where it is not free; each choice takes a copy
@@ -67,7 +70,7 @@ class LocalWorker:
         self._tokenizer = tokenizer
         self._template = template
         self._grammars = grammars
-        self.dialect = dialect or dialects.recognised(template.source, template.takes_tools)
+        self.dialect = dialect or families.recognised(template.source, template.takes_tools)
 
     def counts(self) -> dict[str, int]:
         return self.engine.counts()
@@ -108,9 +111,9 @@ class LocalWorker:
         rest = limit - len(token_ids)
         max_tokens = rest if request.max_tokens is None else min(request.max_tokens, rest)
         seed = secrets.randbits(63) if request.sampling["seed"] is None else request.sampling["seed"]
-        row, added = dialects.DIALECTS[self.dialect], self._tokenizer.added
-        dialect = dialects.find(row, added, self._template.source, tools=bool(request.tools))
-        opening = dialects.opening(text, dialect)
+        row, added = families.DIALECTS[self.dialect], self._tokenizer.added
+        dialect = families.find(row, added, self._template.source, tools=bool(request.tools))
+        opening = families.opening(text, dialect)
         constraint = self._constraint(request.demand, dialect, *opening) if request.demand else None
         return Prompt(request, token_ids, max_tokens, seed, dialect, *opening, constraint)
 

@@ -12,10 +12,12 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import NamedTuple
 
+from checkpoint.config import Config
+from checkpoint.weights import Weights
 from engine import Engine, Job
-from model import PAGE, NumpyOps, Sampling
+from model import PAGE, NumpyOps
+from sampling import Sampling
 from tokenizer import Tokenizer
-from weights import Config, Weights
 
 Prompts = list[list[int]]
 GREEDY = Sampling(temperature=0)

@@ -4,7 +4,7 @@
 
 With transformers in float32 (https://github.com/huggingface/transformers), which `pip install -e '.[parity]'`
 brings, with llama.cpp in float16 (https://github.com/ggml-org/llama.cpp), which `pip install xllamacpp`
-brings, and with the engine itself on NumPy where cpu.py serves it; what is missing is named.
+brings, and with the engine itself on NumPy where devices/cpu.py serves it; what is missing is named.
 
 Rules of this file:
 1. What is measured is what runs: `engine` is Engine.generate with all that is around the model, `forward` the
@@ -31,7 +31,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import threadpoolctl
 
-import hub
 from benches.common import (
     GREEDY,
     MAX_BATCH,
@@ -47,11 +46,14 @@ from benches.common import (
     with_pages,
     write,
 )
+from checkpoint import hub
+from checkpoint.config import Config, read_config, read_json
+from checkpoint.weights import Weights, read_weights
 from engine import Engine
-from loading import cpu_ops
-from model import Context, NumpyOps, Span
+from model import NumpyOps, Span
+from sampling import Context
+from service.loading import cpu_ops
 from tokenizer import Tokenizer
-from weights import Config, Weights, read_config, read_json, read_weights
 
 
 class Measurement(NamedTuple):

@@ -56,7 +56,8 @@ from benches.gpu_contenders import (
     release,
     transformers,
 )
-from weights import Config, read_config
+from checkpoint.config import Config, read_config
+from checkpoint.weights import n_params
 
 BEGAN = time.monotonic()
 
@@ -142,7 +143,7 @@ def step_bytes(config: Config, cell: Cell) -> int:
     """
     embedding = 0 if config.tied else config.vocab_size * config.dim
     kept = 2 * config.n_layers * config.n_kv_heads * config.head_dim * (cell.n_prompt + cell.n_new // 2)
-    return 2 * (config.n_params - embedding + cell.batch * kept)
+    return 2 * (n_params(config) - embedding + cell.batch * kept)
 
 
 # --- measuring ----------------------------------------------------------------------------------------------

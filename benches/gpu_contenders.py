@@ -14,7 +14,7 @@ Rules of this file:
 2. Whoever is through gives the card's memory back to the next one.
 
 transformers takes the package `kernels` of Hugging Face for missing where this repository is on sys.path, for
-kernels.py hides it. With it, and FlashAttention from it, continuous batching would be faster.
+devices/kernels.py hides it. With it, and FlashAttention from it, continuous batching would be faster.
 
 Not here: rounds, medians, what came of it (benches/gpu.py).
 """
@@ -34,12 +34,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benches.common import GREEDY, Prompts, engine_run
+from checkpoint.config import Config, read_config
+from checkpoint.weights import read_weights
+from devices.cuda import CudaOps
+from devices.kernels import Kernels
+from devices.plain_ops import PlainOps
 from engine import Engine
-from gpu import CudaOps
-from kernels import Kernels
-from model import PAGE, Sampling
-from plain import PlainOps
-from weights import Config, read_config, read_weights
+from model import PAGE
+from sampling import Sampling
 
 
 class Cell(NamedTuple):

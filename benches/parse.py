@@ -13,8 +13,8 @@ from statistics import median
 
 from benches.common import cpu_name, repeat_option, write
 from channels import Dialect, Parser, Piece
-from dialects import DIALECTS
-from dialects import find as find_dialect
+from dialects.families import DIALECTS
+from dialects.families import find as find_dialect
 
 PIECE = 4  # characters a token, about
 STREAM = 1000  # tokens a second, of one response: more than most engines give it

@@ -26,19 +26,19 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-import hub
 from api import Api, encode_event
 from background import Registry
 from benches.common import cpu_name, model_option, repeat_option, resident_mb, write
-from chat import ChatTemplate
+from checkpoint import hub
+from checkpoint.config import Config, read_config
+from dialects.structured_output import Grammars
 from engine import Engine, Job, Step
-from front import Keys, make_app
-from grammar import Grammars
-from model import Choice
-from server import bind, protocol
+from middleware import Keys, make_app
+from request.template import ChatTemplate
+from sampling import Choice
+from service.connections import bind, protocol
 from store import Limits, Store
 from tokenizer import Tokenizer
-from weights import Config, read_config
 from worker import LocalWorker
 
 TICK_S = 1.0  # of the paced engine: all streams get a token then, as the sequences of a batch do

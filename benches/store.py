@@ -14,10 +14,8 @@ from datetime import date
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import answers
-import hub
-import params
 import responses
+import streaming
 from api import encode_event
 from background import EventLog, Producer, Registry
 from benches.common import (
@@ -30,11 +28,14 @@ from benches.common import (
     write,
 )
 from channels import Delta, Finish, Usage
+from checkpoint import hub
+from checkpoint.config import read_config
+from checkpoint.weights import read_weights
 from engine import Engine
-from loading import cpu_ops
+from request import params
+from service.loading import cpu_ops
 from store import Limits, Row, Store
 from tokenizer import Tokenizer
-from weights import read_config, read_weights
 
 N_DELTAS = 64  # tokens of one response: a frame each, and eight around them
 
@@ -96,7 +97,7 @@ def scripted(id: str) -> tuple[Row, Producer]:
     """A response whose tokens are already there."""
     request = params.from_responses({"model": "bench", "input": "hi", "background": True}, {})
     head = {"id": id, "object": "response", "created_at": 0, "model": "bench"} | request.echo
-    builder = responses.Builder(head, answers.new_id)
+    builder = responses.Builder(head, streaming.new_id)
 
     async def fill(events: EventLog) -> None:
         events.extend(builder.run())

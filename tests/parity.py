@@ -31,9 +31,10 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-import hub
+from checkpoint import default_model, hub
+from checkpoint.config import parse_config, read_config
+from checkpoint.weights import Part, layer_parts, outer_parts, read_weights
 from model import Array, Batch, NumpyOps, Span, forward
-from weights import Part, layer_parts, outer_parts, parse_config, read_config, read_weights
 
 GOLDEN = Path(__file__).parent / "golden"
 TINY = Path(__file__).parent / "models" / "tiny"
@@ -357,14 +358,14 @@ def real_models() -> Iterator[tuple[str, Path, str]]:
     yield "tiny", TINY, "What is 2+2? Answer with just the number."
     try:
         yield "default", hub.find(None), "What is the capital of France?"
-    except hub.HubError as error:
+    except default_model.HubError as error:
         print(f"default: {error}", file=sys.stderr)
 
 
 def chat_prompt(directory: Path, text: str) -> list[int]:
     from datetime import datetime
 
-    from chat import ChatTemplate
+    from request.template import ChatTemplate
     from tokenizer import Tokenizer
 
     template = ChatTemplate.load(directory)

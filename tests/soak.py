@@ -26,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the server's modules
 
-from serving import Json, Reply, Server, http_bytes, http_chunks, serve, until
+from helpers.serving import Json, Reply, Server, http_bytes, http_chunks, serve, until
 from store import TERMINAL
 
 RESPONSES, CHAT = "/v1/responses", "/v1/chat/completions"

@@ -18,13 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import background
-import laws
-import params
 import sse
 from api import encode_event
 from background import EventLog, NotStored, Producer, QueueFull, Registry
 from channels import Delta, Finish, Output, Usage
-from checks import BadInput
+from helpers import laws
+from request import params
+from request.refusals import BadInput
 from responses import Builder, interrupted
 from store import TERMINAL, Limits, Newest, Row, Store
 

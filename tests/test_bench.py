@@ -9,12 +9,13 @@ import pytest
 
 import bench
 from benches import common, cpu, relay, server
-from dialects import DIALECTS
+from checkpoint.config import read_config
+from checkpoint.weights import read_weights
+from dialects.families import DIALECTS
 from engine import Engine
+from helpers.serving import TINY
 from model import NumpyOps
-from serving import TINY
 from tokenizer import Tokenizer
-from weights import read_config, read_weights
 
 
 def test_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 
 import bench
-import emulator
 from benches import gpu, gpu_contenders
-from emulator import Emulator
-from gpu import CudaOps
+from checkpoint.config import parse_config, read_config
+from checkpoint.weights import n_params
+from devices.cuda import CudaOps
+from helpers import emulator
+from helpers.emulator import Emulator
+from helpers.serving import ROOT
 from parity import CASES, write
-from serving import ROOT
-from weights import parse_config, read_config
 
 
 def row_of(contender: str, cell: gpu_contenders.Cell, seconds: float | None, why: str = "") -> gpu.Row:
@@ -34,7 +35,7 @@ def test_report() -> None:
     fields = {"model_type": "qwen3", "eos_token_id": 0} | gpu.SHAPES["qwen3-0.6b"][1]
     config = parse_config(fields, {})
     one = gpu_contenders.Cell(1, 256, 128)
-    assert gpu.step_bytes(config, one) == 2 * (config.n_params + 2 * 28 * 8 * 128 * 320)
+    assert gpu.step_bytes(config, one) == 2 * (n_params(config) + 2 * 28 * 8 * 128 * 320)
     rows = [
         row_of("engine", one, 127 / 1000),
         row_of("engine", one._replace(sampled=True), 127 / 900),
@@ -152,7 +153,7 @@ def test_nothing_of_the_server_is_needed() -> None:
     """A machine with a GPU may have CuPy, torch and pytest, and not all that the server needs."""
     absent = ("gguf", "httpx2", "llguidance", "starlette", "uvicorn")
     code = "import sys; sys.modules.update(dict.fromkeys(sys.argv[1:])); import benches.gpu, test_device"
-    paths = [str(ROOT), *(str(ROOT / folder) for folder in ("tests", "tests/gpu"))]
+    paths = [str(ROOT), *(str(ROOT / folder) for folder in ("tests", "tests/devices", "tests/gpu"))]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     subprocess.run([sys.executable, "-c", code, *absent], env=environment, check=True)
 

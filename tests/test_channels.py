@@ -1,5 +1,5 @@
-"""Laws of channels.py, calls.py and dialects.py: what a model says does not depend on how it came. Then
-cases, a rule a row; the documented bugs are in tests/replays/channels-*.toml.
+"""Laws of channels.py, dialects/calls.py and dialects/families.py: what a model says does not depend on how
+it came. Then cases, a rule a row; the documented bugs are in tests/replays/channels-*.toml.
 """
 
 import itertools
@@ -15,11 +15,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-import dialects
 from channels import Delta, Dialect, Finder, Finish, Parser, Piece, State, TokenLogprob
-from dialects import DIALECTS
-from laws import parse
-from scripted import END, ENDS, MARKERS, TEMPLATE, TEMPLATES, in_steps, said, vocab_size, vocabulary
+from dialects import families
+from dialects.families import DIALECTS
+from helpers.laws import parse
+from helpers.scripted import END, ENDS, MARKERS, TEMPLATE, TEMPLATES, in_steps, said, vocab_size, vocabulary
 from tokenizer import Tokenizer
 
 TINY = Tokenizer(Path(__file__).parent / "models" / "tiny" / "tokenizer.json")
@@ -33,7 +33,7 @@ Options = dict[str, Any]
 def whole(name: str, tokens: bool) -> Dialect:
     """The dialect with all its markers, each a token or none."""
     row = DIALECTS[name]
-    return dialects.find(row, row.markers if tokens else (), "".join(row.markers), tools=True)
+    return families.find(row, row.markers if tokens else (), "".join(row.markers), tools=True)
 
 
 TOKENS, SPELLED = ({name: whole(name, tokens) for name in DIALECTS} for tokens in (True, False))
@@ -631,7 +631,7 @@ def test_logprobs_of_what_was_held_leave_with_it(name: str, text: str) -> None:
 
 
 def test_a_token_opens_nothing_where_nobody_asked_for_it() -> None:
-    mute = dialects.find(DIALECTS["hermes"], TINY.added, "no reasoning", tools=False)
+    mute = families.find(DIALECTS["hermes"], TINY.added, "no reasoning", tools=False)
     assert parse(as_tokens(["a<tool_call>b"]), parser(mute)) == [["final", "a<tool_call>b"]]
 
 
@@ -648,13 +648,13 @@ def test_a_stop_string_stops_at_its_last_token() -> None:
 
 @pytest.mark.parametrize("file", TEMPLATES)
 def test_the_template_says_which_dialect_it_is(file: str) -> None:
-    found = dialects.recognised(TEMPLATES[file].source, TEMPLATES[file].takes_tools)
+    found = families.recognised(TEMPLATES[file].source, TEMPLATES[file].takes_tools)
     assert found == {"deepseek-r1": "hermes"}.get(file, file)
 
 
 def test_where_the_template_takes_no_tools_they_are_taught_as_hermes_does() -> None:
-    assert dialects.recognised("[TOOL_CALLS]", takes_tools=False) == "hermes"
-    assert dialects.recognised("<|channel|><|message|>", takes_tools=False) == "harmony"
+    assert families.recognised("[TOOL_CALLS]", takes_tools=False) == "hermes"
+    assert families.recognised("<|channel|><|message|>", takes_tools=False) == "harmony"
 
 
 # fmt: off
@@ -684,13 +684,13 @@ OPENINGS = [
 def test_markers(
     added: Sequence[str], template: str, tools: bool, markers: Sequence[str], tokens: Sequence[str]
 ) -> None:
-    found = dialects.find(DIALECTS["hermes"], added, template, tools)
+    found = families.find(DIALECTS["hermes"], added, template, tools)
     assert (found.markers, found.tokens) == (frozenset(markers), frozenset(tokens))
 
 
 @pytest.mark.parametrize(("name", "tail", "state", "after_marker"), OPENINGS)
 def test_opening(name: str, tail: str, state: State, after_marker: bool) -> None:
-    assert dialects.opening("<think> [THINK]" + tail, TOKENS[name]) == (state, after_marker)
+    assert families.opening("<think> [THINK]" + tail, TOKENS[name]) == (state, after_marker)
 
 
 @pytest.mark.parametrize("name", DIALECTS)

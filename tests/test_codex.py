@@ -8,10 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-import clients
-import laws
 import sse
-from serving import Json, Server, serve
+from helpers import clients, laws
+from helpers.serving import Json, Server, serve
 
 PATCH = r"""
 start: begin_patch hunk+ end_patch

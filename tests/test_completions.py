@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import laws
 from channels import Call, Delta, Finish, Output, Usage
 from completions import Chunk, Chunks, fold
-from laws import outputs, usages
+from helpers import laws
+from helpers.laws import outputs, usages
 
 HEAD = {"id": "chatcmpl_1", "created": 1, "model": "m", "system_fingerprint": "fp_1"}
 Choice = list[Output | Finish]

@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from engine import BROKEN, CLOSING, MAX_FAILED, MAX_TILES, Engine, Job
-from engines import (
+from helpers.engines import (
     GREEDY,
     MAX_BATCH,
     QUESTIONS,
@@ -32,7 +32,7 @@ from engines import (
     tiny,
     together,
 )
-from model import Sampling
+from sampling import Sampling
 
 
 @pytest.fixture

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import params
 import responses
 import sse
 from channels import Finish
-from checks import BadInput
-from scripted import in_steps, said, vocab_size, vocabulary
-from serving import Reply, Server, serve
+from helpers.scripted import in_steps, said, vocab_size, vocabulary
+from helpers.serving import Reply, Server, serve
+from request import params
+from request.refusals import BadInput
 
 N_EXAMPLES = 150
 STATUSES = {200, 400, 401, 404, 405, 408, 413, 415, 429}  # 503 too, where there is no room; here there is

@@ -21,13 +21,13 @@ from typing import Any
 import openai
 import pytest
 
-import laws
 import sse
-from serving import PATIENCE_S, TINY, Json, Reply, Server, http_bytes, http_chunks, run, serve, until
+from helpers import laws
+from helpers.serving import PATIENCE_S, TINY, Json, Reply, Server, http_bytes, http_chunks, run, serve, until
 from store import TERMINAL
 
 RESPONSES = "/v1/responses"
-FAULTY = ("-m", "tests.faulty_server")
+FAULTY = ("-m", "tests.helpers.faulty_server")
 RAISES = 666  # the seed that faulty_server.py takes for a fault
 N_SLOTS = 8  # background responses that run at once: background.Registry
 KILLS = 3  # processes that test_kill_loses_nothing_that_was_accepted kills

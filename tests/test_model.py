@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from model import PAGE, Array, Batch, Choice, Context, NumpyOps, Sampling, Span, Ticket, _draw, forward
+from checkpoint.rope import rope_table
+from checkpoint.weights import Layer
+from model import PAGE, Array, Batch, NumpyOps, Span, Ticket, forward
 from parity import CASES, N_PAGES, Ours, tile, write
-from rope import rope_table
-from weights import Layer
+from sampling import Choice, Context, Sampling, draw
 
 Vector = NDArray[np.float64]
 
@@ -427,9 +428,9 @@ def test_a_seed_is_any_integer(seed: int) -> None:
 def test_the_ends_of_a_draw() -> None:
     """A token without probability is never drawn: not the first by 0, not the last by the largest below 1."""
     p = np.array([0.0, 0.3, 0.0, 0.7, 0.0])
-    assert _draw(p, 0.0) == 1
-    assert _draw(p, np.nextafter(1, 0)) == 3
-    assert _draw(np.full(1000, 0.1), np.nextafter(1, 0)) == 999
+    assert draw(p, 0.0) == 1
+    assert draw(p, np.nextafter(1, 0)) == 3
+    assert draw(np.full(1000, 0.1), np.nextafter(1, 0)) == 999
 
 
 RAW = np.array([3, 2, 1, 0.5, -1, -2], np.float32)

@@ -31,19 +31,16 @@ from typing import Any, NamedTuple
 import pytest
 
 import api
-import clients
 import completions
-import dialects
-import laws
-import metering
-import params
-import relay
 import responses
-import scripted
 import sse
-import tools
 from background import EventLog
 from channels import Arguments, Call, Close, Delta, Finish, Output, Parser, Piece, Usage
+from dialects import families
+from gateway import metering, relay
+from gateway.deltas import Deltas, Unreadable
+from helpers import clients, laws, scripted
+from request import params, tool_calls
 from tokenizer import Tokenizer
 
 FOLDER = Path(__file__).parent / "replays"
@@ -78,15 +75,15 @@ def channels(
     chunks: list[Any], dialect: str = "hermes", prompt: str = "", cut: bool = False, **options: Any
 ) -> Iterator[Any]:
     """Items. A chunk of text is a piece, its markers are spelled; in one of tokens each is a piece."""
-    row = dialects.DIALECTS[dialect]
+    row = families.DIALECTS[dialect]
     added = set() if isinstance(chunks[0], str) else row.markers
-    found = dialects.find(row, added, "".join(row.markers), tools=True)
+    found = families.find(row, added, "".join(row.markers), tools=True)
     pieces = [
         piece
         for chunk in chunks
         for piece in ([Piece(chunk)] if isinstance(chunk, str) else [token(text, added) for text in chunk])
     ]
-    yield from laws.parse(pieces, Parser(found, *dialects.opening(prompt, found), **options), cut)
+    yield from laws.parse(pieces, Parser(found, *families.opening(prompt, found), **options), cut)
 
 
 def token(text: str, added: Collection[str]) -> Piece:
@@ -122,7 +119,7 @@ def worker_events(
 
 def tokenized(chunks: list[list[str]], dialect: str) -> tuple[Tokenizer, list[list[int]]]:
     tokens = [[urllib.parse.unquote_to_bytes(token) for token in chunk] for chunk in chunks]
-    added = {name.encode() for name in (*dialects.DIALECTS[dialect].markers, scripted.END)}
+    added = {name.encode() for name in (*families.DIALECTS[dialect].markers, scripted.END)}
     words = (token for chunk in tokens for token in chunk if token not in added)
     vocabulary = scripted.vocabulary(words, dialect)
     return vocabulary, [scripted.ids_of(vocabulary, chunk) for chunk in tokens]
@@ -132,7 +129,7 @@ def tools_calls(chunks: list[list[str]], show: list[str], **body: Any) -> Iterat
     """What `responses` shows of these steps of a model, its calls in the client's words."""
     vocabulary, steps = tokenized(chunks, "hermes")
     request = params.from_responses({"model": "m", "input": "hi"} | body, {})
-    restorer, made = tools.Restorer(request.called), list[Output | Finish]()
+    restorer, made = tool_calls.Restorer(request.called), list[Output | Finish]()
     for output in scripted.said(vocabulary, steps, **body):
         made += [output] if isinstance(output, Finish) else restorer.feed(output)
     yield from shown(made, show)
@@ -210,7 +207,7 @@ def relayed(
         for chunk in chunks:
             yield from (out.decode() for out in passing.feed(chunk))
         yield from (out.decode() for out in (passing.fail("it died") if dies else passing.close()))
-    except completions.Unreadable as error:
+    except Unreadable as error:
         if not stream:
             raise
         yield from (out.decode() for out in passing.fail(str(error)))
@@ -225,7 +222,7 @@ def relay_headers(chunks: list[list[list[str]]]) -> Iterator[Any]:
 
 def completions_deltas(chunks: list[bytes], content_type: str = "", **options: Any) -> Iterator[Any]:
     """Items, then ["finish", reason, message]."""
-    reader, deltas = relay.Reader(content_type), completions.Deltas(**options)
+    reader, deltas = relay.Reader(content_type), Deltas(**options)
     outputs: list[Output | Finish] = []
     for frame in itertools.chain(*map(reader.feed, chunks), reader.close()):
         deltas.is_whole = deltas.is_whole or frame.is_done

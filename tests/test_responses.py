@@ -13,10 +13,10 @@ from openai import omit
 from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import ResponseStreamEvent
 
-import laws
-import params
 from channels import Arguments, Call, Channel, Delta, Finish, Output
-from laws import deltas, finishes, outputs, texts
+from helpers import laws
+from helpers.laws import deltas, finishes, outputs, texts
+from request import params
 from responses import ENDINGS, GRAMMAR, KINDS, REASONING_EVENTS, Builder, Event, fold, label
 
 BODY = {"model": "m", "input": "hi", "tools": [{"type": "function", "name": "f"}], "metadata": {"a": "b"}}

@@ -14,10 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dialects import DIALECTS
+from dialects.families import DIALECTS
+from dialects.structured_output import Constraint, Grammars, lark
 from drafts import Lookup
 from engine import Engine, Job
-from engines import (
+from helpers.engines import (
     GREEDY,
     TILE,
     Answer,
@@ -31,10 +32,10 @@ from engines import (
     steps_of,
     together,
 )
-from grammar import Constraint, Grammars, lark
-from model import PAGE, Choice, Sampling
-from params import Demand
+from model import PAGE
 from parity import TINY
+from request.params import Demand
+from sampling import Choice, Sampling
 from tokenizer import Tokenizer
 
 LENGTH = 6 * PAGE  # of the context: what the smallest pool holds

@@ -21,18 +21,18 @@ import openai
 import pytest
 from openai.types.responses import ParsedResponse
 
-import answers
 import engine
-import laws
-import loading
-import server as server_program
 import sse
-from faulty_server import AFTER_TOKENS, NAN, RAISES
-from serving import TINY, Json, Reply, Server, http_bytes, http_chunks, run, serve, until
+import streaming
+from helpers import laws
+from helpers.faulty_server import AFTER_TOKENS, NAN, RAISES
+from helpers.serving import TINY, Json, Reply, Server, http_bytes, http_chunks, run, serve, until
+from request.body import MAX_BODY_BYTES
+from service import connections, loading, options
 
 RESPONSES, CHAT = "/v1/responses", "/v1/chat/completions"
 ERROR_KEYS = {"message", "type", "param", "code"}
-FAULTY = ("-m", "tests.faulty_server")
+FAULTY = ("-m", "tests.helpers.faulty_server")
 
 
 @pytest.fixture(scope="module")
@@ -409,7 +409,7 @@ def test_silence_is_kept_alive() -> None:
             yield b"2"
 
         go_on, found = asyncio.Event(), []
-        async with contextlib.aclosing(answers.kept_alive(slow())) as frames:
+        async with contextlib.aclosing(streaming.kept_alive(slow())) as frames:
             async for frame in frames:
                 found.append(frame)
                 if found.count(sse.comment("keep-alive")) == 2:
@@ -417,7 +417,7 @@ def test_silence_is_kept_alive() -> None:
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(answers, "KEEP_ALIVE_S", 0.001)
+        patch.setattr(streaming, "KEEP_ALIVE_S", 0.001)
         found = asyncio.run(main())
     assert [frame for frame in found if frame != sse.comment("keep-alive")] == [b"1", b"2"]
     assert found[1] == sse.comment("keep-alive")
@@ -554,7 +554,7 @@ def test_elsewhere(server: Server, method: str, path: str, status: int, code: st
 
 
 def test_body_too_large(server: Server) -> None:
-    body = b'{"input": "%s"}' % (b"x" * answers.MAX_BODY_BYTES)
+    body = b'{"input": "%s"}' % (b"x" * MAX_BODY_BYTES)
     check_refusal(server.post(RESPONSES, body), 413, "body_too_large")
 
 
@@ -764,7 +764,7 @@ SIZES = [
 
 @pytest.mark.parametrize(("text", "n_bytes"), SIZES)
 def test_sizes(text: str, n_bytes: int) -> None:
-    assert server_program.size(text) == n_bytes
+    assert options.size(text) == n_bytes
 
 
 def test_memory_by_default() -> None:
@@ -1070,15 +1070,13 @@ def test_port_is_taken(server: Server) -> None:
 
 def test_port_is_taken_while_the_model_is_still_loaded() -> None:
     """Bug: a port that is bound and not listened on can be bound again, and fails only when all is loaded."""
-    with contextlib.closing(server_program.bind("127.0.0.1", 0)) as listener:
+    with contextlib.closing(connections.bind("127.0.0.1", 0)) as listener:
         port = str(listener.getsockname()[1])
         check_complaint(("--model", "/not/looked/for", "--port", port), port)
 
 
-TEXTS = {server_program.text, server_program.key, server_program.origin, server_program.base_url}
-TYPES = {
-    name: settings["type"] for name, (_, settings) in server_program.OPTIONS.items() if "type" in settings
-}
+TEXTS = {options.text, options.key, options.origin, options.base_url}
+TYPES = {name: settings["type"] for name, (_, settings) in options.OPTIONS.items() if "type" in settings}
 NUMBERS = [name for name, kind in TYPES.items() if kind not in TEXTS | {Path}]
 SILLY = [
     *((name, value) for name in TYPES if name != "api-key-file" for value in ("", " ")),
@@ -1093,7 +1091,7 @@ SILLY = [
 def test_silly_values(name: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Bugs: an empty key let everybody in, an empty host was every address, a grace of inf a traceback."""
     with pytest.raises(SystemExit) as caught:
-        server_program.arguments().parse_args([f"--{name}={value}"])
+        options.arguments().parse_args([f"--{name}={value}"])
     assert caught.value.code == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert f"error: argument --{name}: " in line
@@ -1105,7 +1103,7 @@ def test_every_option_that_takes_a_text_checks_it() -> None:
     takes = {"action": "append"}.items()
     unchecked = [
         name
-        for name, (default, settings) in server_program.OPTIONS.items()
+        for name, (default, settings) in options.OPTIONS.items()
         if not {"type", "choices"} & settings.keys() and (default is None or takes <= settings.items())
     ]
     assert unchecked == []

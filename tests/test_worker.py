@@ -11,21 +11,21 @@ from typing import Any
 import jsonschema
 import pytest
 
-import laws
-import params
-import tools
 from channels import Accepted, Finish, Output, Usage
-from chat import ChatTemplate
-from dialects import DIALECTS
+from checkpoint.config import read_config
+from checkpoint.weights import read_weights
+from dialects.families import DIALECTS
+from dialects.structured_output import Grammars
 from engine import Engine
-from grammar import Grammars
-from laws import items
+from helpers import laws
+from helpers.laws import items
+from helpers.scripted import END, ids_of, in_steps, said, vocabulary
+from helpers.serving import TINY, serve
 from model import NumpyOps
+from request import params, tool_calls
+from request.template import ChatTemplate
 from responses import Builder
-from scripted import END, ids_of, in_steps, said, vocabulary
-from serving import TINY, serve
 from tokenizer import Tokenizer
-from weights import read_config, read_weights
 from worker import LocalWorker
 
 SCHEMA = {
@@ -174,7 +174,7 @@ def test_a_demanded_input(engine: Engine, name: str) -> None:
     body = {"model": "m", "input": "hi", "tools": [tool], "tool_choice": "required", "temperature": 2}
     more = {"reasoning": {"effort": "none"}, "parallel_tool_calls": False, "seed": 1}
     request = params.from_responses(body | more, {})
-    restorer = tools.Restorer(request.called)
+    restorer = tool_calls.Restorer(request.called)
     outputs = [output for said in asyncio.run(run(worker, body | more)) if not isinstance(said, Finish)
                for output in restorer.feed(said)]  # fmt: skip
     ((kind, called, given),) = items(outputs)

@@ -27,20 +27,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-import gpu
-from gpu import CudaOps
-from kernels import Kernels
-from model import Choice, Context, NumpyOps, Sampling, Span
-from parity import CASES
-from plain import PlainOps
 from test_compile import MODELS
-from test_gpu import BITS, BITS_OF_ALL, apart, by_steps, choices, made_on, ours, rows, tile, tokens
+from test_cuda import BITS, BITS_OF_ALL, apart, by_steps, choices, made_on, ours, rows, tile, tokens
 from test_kernels import Both, near, pick, random_weights
-from test_plain import attended, attended_alike, nearly_the_same, products
-from weights import Config
+from test_plain_ops import attended, attended_alike, nearly_the_same, products
 
-pytestmark = pytest.mark.skipif(gpu.missing() is not None, reason=f"no GPU: {gpu.missing()}")
+from checkpoint.config import Config
+from devices import cuda
+from devices.cuda import CudaOps
+from devices.kernels import Kernels
+from devices.plain_ops import PlainOps
+from model import NumpyOps, Span
+from parity import CASES
+from sampling import Choice, Context, Sampling
+
+pytestmark = pytest.mark.skipif(cuda.missing() is not None, reason=f"no GPU: {cuda.missing()}")
 
 LAYERS = 4  # of a model of a real shape: as many as the laws need
 SANITIZER_S = 270  # for one tool, in which every access is watched: two of them in a command of ten minutes

@@ -28,10 +28,11 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the server's modules
 
-from chat import ChatTemplate
+from checkpoint.config import Config, read_config
+from checkpoint.weights import Weights, read_weights
 from model import PAGE, Batch, NumpyOps, Span, forward
+from request.template import ChatTemplate
 from tokenizer import Tokenizer
-from weights import Config, Weights, read_config, read_weights
 
 MAX_TOKENS = 192  # more than the longest reply with its reasoning
 TODAY = datetime(2026, 1, 1)  # for templates that name the date; the tiny model's does not

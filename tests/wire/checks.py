@@ -1,5 +1,5 @@
-"""The rules of tests/wire, as a table: those of rules.py over a few recorded streams, and those that take
-more than one request to be seen.
+"""The rules of tests/wire, as a table: those of audit/rules.py over a few recorded streams, and those that
+take more than one request to be seen.
 
 A check gets the server, returns where all is well, and raises Failed or NotApplicable. What a server need not
 have (background, storage, tools, several choices) it may refuse with a 4xx or 501: then no rule is about it.
@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
-import captures
-import rules
+from audit import recordings, rules, shapes
 from wire.peer import Failed, Json, NotApplicable, Peer, Reply, expect
 
 NOT_THERE = {404, 405, 501}
@@ -106,7 +105,7 @@ def judged(rule: str, peer: Peer) -> None:
 
 def check_stream(name: str, reply: Reply, *names: str) -> None:
     try:
-        capture = captures.read(reply.body)
+        capture = recordings.read(reply.body)
     except ValueError as error:
         raise Failed(str(error), reply) from error
     if found := rules.violations(capture, names or rules.RULES):
@@ -115,7 +114,7 @@ def check_stream(name: str, reply: Reply, *names: str) -> None:
         excerpt = frames.get(first.event, "(the end of the stream)")
         more = f", and {len(found) - 1} more" if len(found) > 1 else ""
         message = f"{name}: event {first.event}: {first.message}{more}"
-        raise Failed(message, rules.shortened(excerpt, 300))
+        raise Failed(message, shapes.shortened(excerpt, 300))
 
 
 # --- bytes and headers --------------------------------------------------------------------------------------
@@ -205,7 +204,7 @@ def stream_is_the_answer(peer: Peer) -> None:
     told = outline(recorded(peer, "text").events[-1].get("response") or {})
     answer = partial(whole, peer, "/responses", HI)
     plain = answer()
-    missing = [key for key in rules.RESPONSE.split() if key not in plain]
+    missing = [key for key in shapes.RESPONSE.split() if key not in plain]
     expect(not missing, f"expected the answer to have {missing}", plain)
     plain = outline(plain)
     same_answer(plain, told, lambda: outline(answer()), f"plain: {plain}\nstreamed: {told}")
@@ -674,7 +673,7 @@ def error_shape(peer: Peer) -> None:
         error = reply.json.get("error")
         if not isinstance(error, dict):
             raise Failed("expected an object error", reply)
-        missing = [name for name in rules.ERROR.split() if name not in error]
+        missing = [name for name in shapes.ERROR.split() if name not in error]
         expect(not missing, f"expected the error to have {missing}", reply)
         texts = isinstance(error["message"], str) and isinstance(error["type"], str)
         texts = texts and all(isinstance(error[name], str | None) for name in ("param", "code"))

@@ -12,8 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-import captures
-import rules
+from audit import recordings, shapes
 
 Json = dict[str, Any]
 PATIENCE_S = 120.0  # a small model on a busy machine
@@ -28,7 +27,7 @@ class Reply(NamedTuple):
 
     @property
     def json(self) -> Json:
-        return captures.parsed(self.body.decode("utf-8", "replace"))
+        return recordings.parsed(self.body.decode("utf-8", "replace"))
 
     @property
     def is_stream(self) -> bool:
@@ -37,12 +36,12 @@ class Reply(NamedTuple):
     @property
     def events(self) -> list[Json]:
         """Of a stream."""
-        data = (frame.event.data for frame in captures.frames(self.body)[0] if frame.event)
-        return [captures.parsed(text) for text in data if text != "[DONE]"]
+        data = (frame.event.data for frame in recordings.frames(self.body)[0] if frame.event)
+        return [recordings.parsed(text) for text in data if text != "[DONE]"]
 
     def __str__(self) -> str:
         said = self.body.decode("utf-8", "replace").strip()
-        return f"{self.asked} -> {self.status} {rules.shortened(said, 300)}"
+        return f"{self.asked} -> {self.status} {shapes.shortened(said, 300)}"
 
 
 class NotApplicable(Exception):
@@ -126,7 +125,7 @@ class Peer:
 
 def described(method: str, path: str, body: Json | bytes | None) -> str:
     shown = json.dumps(body) if isinstance(body, dict) else (body or b"").decode("utf-8", "replace")
-    return rules.shortened(f"{method} {path} {shown}", 300)
+    return shapes.shortened(f"{method} {path} {shown}", 300)
 
 
 def read_all(response: http.client.HTTPResponse) -> tuple[bytes, list[bytes]]:
@@ -148,6 +147,8 @@ def events_of(response: Iterable[bytes]) -> Iterator[Json]:
     for line in response:
         lines.append(line)
         if not line.strip():
-            found, _ = captures.frames(b"".join(lines))
-            yield from (captures.parsed(f.event.data) for f in found if f.event and f.event.data != "[DONE]")
+            found, _ = recordings.frames(b"".join(lines))
+            yield from (
+                recordings.parsed(f.event.data) for f in found if f.event and f.event.data != "[DONE]"
+            )
             lines.clear()

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-import rules
-from serving import Server, serve
+from audit import rules
+from helpers.serving import Server, serve
 from wire.checks import CHECKS
 from wire.conftest import ENDLESS
 from wire.foreign import misbehaving

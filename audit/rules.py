@@ -1,0 +1,202 @@
+"""What a correct stream looks like from outside: RULES, for the streams of any server.
+
+    Capture --violations()--> [Violation(event, rule, message, link), ...]
+
+Authority: https://github.com/openai/openai-openapi (events, items, chunks, and the members they must have),
+https://platform.openai.com/docs/api-reference/responses-streaming, and the WHATWG's text on the bytes. Where
+these are silent, what Azure probed: Azure/azure-sdk-for-net, api-behaviour-contract.md (B1 to B37).
+
+Rules of this file:
+1. RULES is the one list: the command line, the tests' laws and `pytest tests/wire` judge by it.
+2. A rule raises for no stream, whatever it holds, and says little of what another rule forbids.
+3. What is judged does not judge: of responses.py there is its GRAMMAR, and nothing that makes events.
+4. An event's number is its place in the recording, 0 the first: its `sequence_number`, if that is right.
+
+Not here: recordings (recordings.py), the command line (__main__.py), what takes a second request to be seen
+(tests/wire/), and what a text should say.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from audit.chunks import (
+    calls,
+    chunk_fields,
+    chunk_texts,
+    error_is_last,
+    one_completion,
+    one_finish,
+    one_role,
+    usage_apart,
+)
+from audit.events import (
+    announced_empty,
+    arguments_are_json,
+    closed_items,
+    counted,
+    empty_until_the_end,
+    in_order,
+    indices,
+    known_types,
+    no_markup,
+    no_nested_numbers,
+    numbered,
+    one_id_an_item,
+    one_response,
+    one_terminal,
+    required_fields,
+    sums,
+    true_status,
+)
+from audit.framing import (
+    done_is_last,
+    named_frames,
+    no_foreign_line_ends,
+    no_ids,
+    one_json_line,
+    only_utf8,
+    whole_frames,
+)
+from audit.recordings import Capture, Json, captured
+from audit.shapes import Found
+
+
+class Violation(NamedTuple):
+    event: int
+    rule: str  # key of RULES
+    message: str
+    link: str
+
+
+# --- the rules ----------------------------------------------------------------------------------------------
+
+
+class Rule(NamedTuple):
+    kind: str  # of a capture; "" for both
+    find: Callable[[Capture], Found]
+    bugs: str  # ids of tests/BUGS.md
+    title: str
+    link: str  # the rule's authority, or a report of what happens without it
+
+
+SSE = "https://html.spec.whatwg.org/multipage/server-sent-events.html"
+EVENTS = "https://platform.openai.com/docs/api-reference/responses-streaming"
+CHUNKS = "https://platform.openai.com/docs/api-reference/chat-streaming"
+GITHUB = "https://github.com/"
+
+# fmt: off
+RULES = {
+    #  rule            kind         what finds it         bugs
+    #      title
+    #      link
+    "whole-frames":   Rule("",          whole_frames,         "A16 A17",
+        "the bytes end with the end of a frame",
+        GITHUB + "NousResearch/hermes-agent/pull/42314"),
+    "json-line":      Rule("",          one_json_line,        "A11 A14 B14",
+        "the data of a frame is one line: a JSON object, or [DONE]",
+        GITHUB + "caozhiyuan/copilot-api/pull/88"),
+    "utf-8":          Rule("",          only_utf8,            "A08 A09",
+        "the bytes are UTF-8",
+        SSE + "#parsing-an-event-stream"),
+    "line-ends":      Rule("",          no_foreign_line_ends, "A01 A02",
+        "what clients take for a line end is escaped",
+        GITHUB + "modelcontextprotocol/typescript-sdk/pull/1926"),
+    "event-name":     Rule("",          named_frames,         "B17",
+        "the event field is the type of the event; chat completion chunks have none",
+        EVENTS),
+    "no-id":          Rule("",          no_ids,               "A12",
+        "no id: and no retry: lines",
+        GITHUB + "theopenco/llmgateway/pull/2334"),
+    "done-line":      Rule("",          done_is_last,         "A21 C19",
+        "[DONE] is the last frame, and there is one; a Responses stream may have none",
+        GITHUB + "vllm-project/vllm/pull/378"),
+
+    "event-types":    Rule("responses", known_types,          "A15 C05",
+        "the types of the events are those of the API",
+        GITHUB + "router-for-me/CLIProxyAPI/pull/4691"),
+    "fields":         Rule("responses", required_fields,      "C09 C22 H06 H07",
+        "events, items, parts and the response have the members they must have",
+        GITHUB + "lemonade-sdk/lemonade/issues/3607"),
+    "numbers":        Rule("responses", numbered,             "C17",
+        "sequence_number counts 0, 1, 2, ...",
+        GITHUB + "BerriAI/litellm/pull/28899"),
+    "nested-numbers": Rule("responses", no_nested_numbers,    "C02",
+        "nothing inside an event has a sequence_number",
+        GITHUB + "vllm-project/vllm/pull/37071"),
+    "order":          Rule("responses", in_order,             "C01 C05 C08 C13 C14 E01",
+        "events come in the order of responses.GRAMMAR",
+        EVENTS),
+    "terminal":       Rule("responses", one_terminal,         "C18 C19 C20",
+        "the last event is terminal, and no other is",
+        GITHUB + "EricLBuehler/mistral.rs/pull/1943"),
+    "status":         Rule("responses", true_status,          "C15 C23",
+        "an event tells of the status that its response has; error, incomplete_details, completed_at too",
+        GITHUB + "vllm-project/agentic-api/issues/273"),
+    "item-status":    Rule("responses", closed_items,         "C16",
+        "in the end items are completed, but for the last one of a response that was cut",
+        GITHUB + "vllm-project/vllm/issues/57998"),
+    "snapshots":      Rule("responses", empty_until_the_end,  "C04",
+        "output is [] and usage null until the terminal event",
+        EVENTS),
+    "one-response":   Rule("responses", one_response,         "C06 C07",
+        "id, model and parameters of the response never change",
+        GITHUB + "BerriAI/litellm/issues/19125"),
+    "ids":            Rule("responses", one_id_an_item,       "C04 C06 C07 H04",
+        "an item has one id, and a call one call_id, in all its events and in the final output",
+        GITHUB + "BerriAI/litellm/issues/30071"),
+    "indices":        Rule("responses", indices,              "C03 C10 C11 H01",
+        "output_index counts items, content_index the parts of an item: 0, 1, 2, ...",
+        GITHUB + "vllm-project/vllm/issues/45742"),
+    "announced":      Rule("responses", announced_empty,      "C12",
+        "an item or part is announced empty and in_progress",
+        EVENTS),
+    "sums":           Rule("responses", sums,                 "C01 C06 D01 D02 D06 D11 D12 E06 G06",
+        "deltas add up to what the done events say, and these to the final output",
+        GITHUB + "vllm-project/vllm/pull/30437"),
+    "usage":          Rule("responses", counted,              "D09 G04 G05",
+        "the final usage has all its counts, and they agree",
+        GITHUB + "openai/openai-agents-python/issues/1179"),
+    "markup":         Rule("responses", no_markup,            "E01 E09 E16 D18",
+        "no markup of the model's in texts, names and arguments",
+        GITHUB + "vllm-project/vllm/issues/36435"),
+    "arguments":      Rule("responses", arguments_are_json,   "C12 E05 E06",
+        "the arguments of a completed call are JSON",
+        GITHUB + "vllm-project/vllm/issues/51697"),
+
+    "chunk-fields":   Rule("chat",      chunk_fields,         "G01 G07",
+        "chunks have id, object, created, model and choices; choices index, delta and finish_reason",
+        GITHUB + "vllm-project/vllm/pull/19662"),
+    "one-completion": Rule("chat",      one_completion,       "C07",
+        "id, created and model are the same in all chunks",
+        CHUNKS),
+    "role":           Rule("chat",      one_role,             "H05",
+        "the first delta of a choice has the role, later ones have none",
+        GITHUB + "sgl-project/sglang/issues/18335"),
+    "finish-reason":  Rule("chat",      one_finish,           "G01 C18",
+        "finish_reason is null until the last chunk of a choice, and then one of the API's",
+        GITHUB + "ollama/ollama/issues/4357"),
+    "call-deltas":    Rule("chat",      calls,                "E02 E04 G02",
+        "a call begins with index, id, type, name and arguments '', then come index and arguments",
+        GITHUB + "ggml-org/llama.cpp/pull/13800"),
+    "chunk-texts":    Rule("chat",      chunk_texts,          "E01 E05 E06 E09 E16",
+        "no markup of the model's in the content; the arguments of a call are JSON",
+        GITHUB + "vllm-project/vllm/issues/10395"),
+    "usage-chunk":    Rule("chat",      usage_apart,          "B10 B11 G05 G07",
+        "usage comes once, last, without choices; before it usage is null",
+        GITHUB + "BerriAI/litellm/issues/28735"),
+    "error-frame":    Rule("chat",      error_is_last,        "B13 C20",
+        "an error has message, type, param and code, and is the last chunk",
+        GITHUB + "open-webui/open-webui/issues/29628"),
+}
+# fmt: on
+
+
+def violations(what: Capture | Iterable[Json], rules: Iterable[str] = RULES) -> list[Violation]:
+    """What is wrong with a stream, in its order."""
+    capture = what if isinstance(what, Capture) else captured(what)
+    return sorted(
+        Violation(number, id_, message, RULES[id_].link)
+        for id_ in rules
+        if RULES[id_].kind in ("", capture.kind)
+        for number, message in RULES[id_].find(capture)
+    )

@@ -1,0 +1,1 @@
+"""The files of a model to weights: config.json, safetensors, rotary frequencies, and where to get them."""

@@ -1,0 +1,50 @@
+"""From what the user calls a model to a directory in Hugging Face's layout.
+
+    find(None) --> the default model     find("a/directory") --> itself     find("Org/Name") --> the Hub's
+
+Authority: the layout is Hugging Face's (config.json, model.safetensors, tokenizer.json, ...); the Hub is
+reached by its own client, https://huggingface.co/docs/huggingface_hub.
+
+Not here: the default model (default_model.py), any reading of the files for inference.
+"""
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # imported where it is used: only the first start needs it
+    pass
+from checkpoint.default_model import HubError, default_model
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+# Not consolidated.safetensors, Mistral's second copy of the weights, and nothing in folders: onnx/, original/
+HUB_FILES, HUB_IGNORED = ["*.json", "model*.safetensors", "*.jinja"], ["*/*"]
+
+
+def find(model: str | None) -> Path:
+    """The directory of a model: None is the default model, else a directory or a Hub id; raises HubError."""
+    if model is None:
+        return default_model()
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise HubError(f"{path} is a file; a model is a directory that holds config.json and *.safetensors")
+    if HUB_ID.fullmatch(model):
+        return from_hub(model)
+    raise HubError(f"no directory {path.absolute()}, and {model} is no Hub id, such as Qwen/Qwen3-0.6B")
+
+
+def from_hub(model: str) -> Path:
+    """The Hub's files, from its own cache where they are there already."""
+    from huggingface_hub import constants, snapshot_download  # 0.2 s that a directory need not wait for
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED))
+    except Exception as error:  # its own kinds, its HTTP client's or OSError, by version and by cause
+        reason = str(error).strip().split("\n")[0]
+        raise HubError(
+            f"no model {model}: no directory {Path(model).absolute()}, none in {constants.HF_HUB_CACHE},"
+            f" none to be had from {constants.ENDPOINT} ({type(error).__name__}: {reason});"
+            " give a directory that holds the model"
+        ) from error

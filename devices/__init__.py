@@ -1,0 +1,1 @@
+"""The ops of model.py at speed: Numba on a CPU, CUDA on a GPU."""

@@ -1,0 +1,177 @@
+"""What each family of models writes: its markers, where they lead, and how a call looks between them.
+
+    chat template, vocabulary --find()--> Dialect        prompt --opening()--> where the answer begins
+
+Authority: the chat templates that the models come with; for harmony
+https://cookbook.openai.com/articles/openai-harmony and its parser, https://github.com/openai/harmony
+
+Rules of this file:
+1. A dialect is data: a table of transitions, a reader of calls (calls.py), and the forms in which a grammar
+   demands what the parser finds.
+2. The chat template says which dialect it is, for it shows the model what to write; the vocabulary says which
+   of the markers are tokens.
+
+Not here: following the tables (channels.py), writing grammars (structured_output.py).
+"""
+
+from collections.abc import Collection
+from typing import Literal
+
+from channels import Body, Dialect, Forms, Next, State
+from dialects.calls import AsWritten, JsonCalls, NamedCalls, XmlCalls
+
+Transitions = dict[tuple[State | Literal["any"], str], Next]
+
+# fmt: off
+#  (state now,    marker seen)         state next
+THINK: Transitions = {  # Qwen3, SmolLM3, DeepSeek-R1
+    ("any",       "<think>"):          "analysis",
+    ("any",       "</think>"):         "final",     # a stray one is markup all the same
+}
+HERMES: Transitions = THINK | {
+    ("any",       "<tool_call>"):      "call",      # it ends the reasoning: vllm-project/vllm#43221
+    ("call",      "</tool_call>"):     "final",
+}
+LLAMA: Transitions = {
+    ("any",       "<think>"):          "analysis",
+    ("any",       "</think>"):         "call",      # or not: here the answer begins
+    ("any",       "<|python_tag|>"):   "call",
+    ("any",       "<|eom_id|>"):       "end",       # a call: it waits for the result
+    ("any",       "<|eot_id|>"):       "end",
+}
+MISTRAL: Transitions = {
+    ("any",       "[THINK]"):          "analysis",
+    ("any",       "[/THINK]"):         "final",
+    ("any",       "[TOOL_CALLS]"):     "call",      # [CALL_ID] and [ARGS] are the call's own
+    ("final",     "[CALL_ID]"):        "final",     # elsewhere they are markup all the same
+    ("final",     "[ARGS]"):           "final",
+}
+HARMONY: Transitions = {
+    ("any",       "<|start|>"):        "role",
+    ("any",       "<|channel|>"):      "header",
+    ("between",   "<|constrain|>"):    "header",
+    ("role",      "<|constrain|>"):    "header",
+    ("header",    "<|constrain|>"):    "header",
+    ("between",   "<|message|>"):      "content",
+    ("role",      "<|message|>"):      "content",
+    ("header",    "<|message|>"):      "content",
+    ("any",       "<|end|>"):          "between",
+    ("any",       "<|call|>"):         "end",
+    ("any",       "<|return|>"):       "end",
+}
+# fmt: on
+
+CHANNELS: dict[str, State] = {"analysis": "analysis", "commentary": "commentary", "final": "final"}
+
+
+def harmony_header(header: str) -> tuple[State, Body | None]:
+    """What the message is: its recipient decides, wherever it stands, then its channel.
+
+    Of a channel unknown, or of none, it is the answer. Every other word, such as the type of the content,
+    says nothing: https://github.com/openai/harmony/issues/38
+    """
+    words = header.split()
+    recipients = [word.removeprefix("to=") for word in words if word.startswith("to=")]
+    names = [name.removeprefix("functions.") for name in recipients if name not in ("assistant", "all")]
+    if names and names[0]:
+        return "call", AsWritten(names[0])
+    return next((CHANNELS[word] for word in words if word in CHANNELS), "final"), None
+
+
+THINKING = ("<think>", "</think>")
+OBJECT = '{"name": "NAME", "arguments": ARGUMENTS}'
+XML = "<tool_call>\n<function=NAME>\nARGUMENTS</function>\n</tool_call>"
+
+DIALECTS = {
+    "harmony": Dialect(
+        known_by=("<|channel|>", "<|message|>"),
+        transitions=HARMONY,
+        body=lambda _: AsWritten(""),  # the header names the function
+        header=harmony_header,
+        start="between",
+        trims=False,
+        forms=Forms(
+            thought=("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
+            text="<|channel|>final<|message|>TEXT",
+            before="<|channel|>commentary<|message|>TEXT<|end|><|start|>assistant",
+            call="<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGUMENTS",
+            more=None,  # the turn ends with the call
+        ),
+    ),
+    "mistral": Dialect(
+        known_by=("[TOOL_CALLS]", "[ARGS]"),
+        transitions=MISTRAL,
+        body=lambda _: NamedCalls(),
+        reasoning=("[THINK]", "[/THINK]"),
+        calls=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+        forms=Forms(("[THINK]", "[/THINK]"), "TEXT", "TEXT", "[TOOL_CALLS]NAME[ARGS]ARGUMENTS", ""),
+    ),
+    "mistral-v3": Dialect(
+        known_by=("[TOOL_CALLS]",),
+        transitions=MISTRAL,
+        body=lambda _: NamedCalls(),
+        reasoning=("[THINK]", "[/THINK]"),
+        calls=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+        forms=Forms(("[THINK]", "[/THINK]"), "TEXT", "TEXT", OBJECT, ", ", calls=("[TOOL_CALLS][", "]")),
+    ),
+    "qwen3-coder": Dialect(
+        known_by=("<tool_call>", "<function="),
+        transitions=HERMES,
+        body=XmlCalls,
+        reasoning=THINKING,
+        calls=("<tool_call>", "</tool_call>"),
+        closing="</tool_call>",
+        forms=Forms(THINKING, "TEXT", "TEXT", XML, "\n", arguments="xml"),
+    ),
+    "llama": Dialect(
+        known_by=("<|start_header_id|>", '"parameters": '),
+        transitions=LLAMA,
+        body=lambda schemas: JsonCalls(schemas),  # a call may be bare JSON: its name tells it from an answer
+        start="call",
+        reasoning=THINKING,
+        calls=("<|python_tag|>",),
+        forms=Forms(THINKING, "TEXT", None, '{"name": "NAME", "parameters": ARGUMENTS}', None),
+    ),
+    "hermes": Dialect(  # also what tools are taught as where the template ignores them (request/messages.py)
+        known_by=(),
+        transitions=HERMES,
+        body=lambda _: JsonCalls(),
+        reasoning=THINKING,
+        calls=("<tool_call>", "</tool_call>"),
+        closing="</tool_call>",
+        forms=Forms(THINKING, "TEXT", "TEXT", f"<tool_call>\n{OBJECT}\n</tool_call>", "\n"),
+    ),
+}
+
+
+def recognised(template: str, takes_tools: bool) -> str:
+    """The name of the first dialect whose signs are all in the template. One that takes no tools has not
+    taught the model to call: they are described as Hermes does (request/messages.py), and so it will call.
+    """
+    name = next(name for name, row in DIALECTS.items() if all(sign in template for sign in row.known_by))
+    return name if takes_tools or not DIALECTS[name].calls else "hermes"
+
+
+def find(row: Dialect, added: Collection[str], template: str, tools: bool) -> Dialect:
+    """The dialect as this model may write it in this response: without the markers of reasoning that neither
+    its vocabulary nor its template knows, and without those of calls where it was offered no tools.
+    """
+    unknown = {m for m in row.reasoning if m not in added and m not in template}
+    unused = unknown | (set() if tools else {*row.calls})
+    transitions = {key: state for key, state in row.transitions.items() if key[1] not in unused}
+    found = row._replace(transitions=transitions)
+    return found._replace(tokens=found.markers & set(added))
+
+
+def opening(prompt: str, dialect: Dialect) -> tuple[State, bool]:
+    """The state in which generation begins, and whether the prompt ends with a marker: some templates open
+    the reasoning themselves, or end it.
+
+    The prompt's tail decides, never text further up: https://github.com/vllm-project/vllm/pull/34779
+    """
+    tail = prompt.rstrip()
+    for marker in dialect.markers:
+        state = dialect.next("final", marker)
+        if tail.endswith(marker) and state in ("analysis", "final", "call"):
+            return state, True
+    return dialect.start, False

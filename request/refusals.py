@@ -1,0 +1,101 @@
+"""A refusal: what is wrong with a request, and the error object and the status that tell of it.
+
+    what came --wrong_type(), ...--> BadInput --error_response()--> {"error": {message, type, param, code}}
+
+Authority: https://platform.openai.com/docs/guides/error-codes; openai-openapi, `Error`.
+
+Rules of this file:
+1. null means absent: where something is needed, it is missing, and never of a wrong type.
+2. Every error has a message that says what was expected and what came, the parameter's path, and a code.
+3. What came is shown in its first characters: an error and a line of the log stay short whatever was sent.
+
+Not here: which values are refused (validation.py), what stands around an endpoint (middleware.py).
+"""
+
+import json
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+
+class BadInput(ValueError):
+    """The request cannot be served: why, at which place in it (None: all of it), and OpenAI's code."""
+
+    def __init__(self, message: str, param: str | None = None, code: str = "invalid_value") -> None:
+        super().__init__(message)
+        self.message, self.param, self.code = message, param, code
+
+
+# --- refusals -----------------------------------------------------------------------------------------------
+
+
+def shown(value: Any) -> str:
+    """A value for an error message."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def wrong_type(path: str, expected: str, value: Any) -> BadInput:
+    if value is None:
+        return missing(path)
+    message = f"Invalid type for '{path}': expected {expected}, got {shown(value)}."
+    return BadInput(message, path, "invalid_type")
+
+
+def wrong_value(path: str, expected: str, value: Any) -> BadInput:
+    message = f"Invalid value for '{path}': expected {expected}, got {shown(value)}."
+    return BadInput(message, path, "invalid_value")
+
+
+def missing(path: str) -> BadInput:
+    return BadInput(f"Missing required parameter: '{path}'.", path, "missing_required_parameter")
+
+
+def unsupported(path: str, why: str) -> BadInput:
+    return BadInput(f"Unsupported parameter: '{path}'. {why}", path, "unsupported_parameter")
+
+
+# --- errors -------------------------------------------------------------------------------------------------
+
+# fmt: off
+#  code of a BadInput               status     every other is 400
+STATUS = {
+    "model_not_found":              404,
+    "response_not_found":           404,
+    "item_not_found":               404,
+    "request_timeout":              408,
+    "body_too_large":               413,
+    "unsupported_content_encoding": 415,
+}
+
+#  status   type                    every other is invalid_request_error
+ERROR_TYPES = {
+    401:    "authentication_error",
+    429:    "rate_limit_error",
+    500:    "server_error",
+    502:    "server_error",
+    503:    "server_error",
+    504:    "server_error",
+}
+# fmt: on
+
+RETRY_AFTER_S = {429: 10, 503: 10}  # what may be tried again, and when
+
+
+def error_body(
+    status: int, message: str, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """All four keys, always: openai-openapi, `Error`."""
+    error_type = ERROR_TYPES.get(status, "invalid_request_error")
+    return {"error": {"message": message, "type": error_type, "param": param, "code": code}}
+
+
+def error_response(
+    status: int, message: str, param: str | None = None, code: str | None = None
+) -> JSONResponse:
+    return json_response(status, error_body(status, message, param, code))
+
+
+def json_response(status: int, body: dict[str, Any]) -> JSONResponse:
+    retry = {"Retry-After": str(RETRY_AFTER_S[status])} if status in RETRY_AFTER_S else None
+    return JSONResponse(body, status, retry)

@@ -1,0 +1,1 @@
+"""What an operator needs: options, connections, logs, metrics, the page, and a model made ready."""

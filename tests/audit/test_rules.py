@@ -1,0 +1,271 @@
+"""The linter: a good stream passes, a planted fault is named, and nothing that it reads makes it raise."""
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import completions
+import responses
+import sse
+from api import encode_chunk, encode_event
+from audit import recordings, rules, shapes
+from channels import Arguments, Call, Delta, Finish, Output, TokenLogprob, Usage
+from helpers import laws
+from helpers.serving import ROOT
+from request import params
+
+OUTPUTS: list[Output] = [
+    Delta("analysis", "Hm."),
+    Delta("final", "Caf\u00e9", (TokenLogprob("Caf\u00e9", -0.5, "Caf\u00e9".encode()),)),
+    Delta("final", " here"),
+    Call("f"),
+    Arguments('{"a":'),
+    Arguments("1}"),
+]
+STOP = Finish("stop", Usage(9, 8, 1, 2))
+HEAD = {"id": "resp_0", "object": "response", "created_at": 1, "model": "m"}
+ECHO = params.from_responses({"model": "m", "input": "hi", "instructions": "Be\u2028brief"}, {}).echo
+
+
+def responses_stream(finish: Finish = STOP) -> bytes:
+    number = itertools.count(1)
+    builder = responses.Builder(HEAD | ECHO, lambda prefix: f"{prefix}_{next(number)}")
+    made = [builder.start(), *map(builder.feed, OUTPUTS), builder.finish(finish, 2)]
+    return b"".join(encode_event(n, event) for n, event in enumerate(itertools.chain(*made)))
+
+
+def chat_stream(finish: Finish = STOP) -> bytes:
+    number = itertools.count(1)
+    head = {"id": "c_0", "created": 1, "model": "m"}
+    chunks = completions.Chunks(head, lambda prefix: f"{prefix}_{next(number)}", 2, include_usage=True)
+    said = [chunks.feed(0, output) for output in OUTPUTS]
+    made = [chunks.start(), *said, chunks.finish(0, finish), chunks.finish(1, finish), chunks.end()]
+    return b"".join(encode_chunk(0, chunk) for chunk in itertools.chain(*made)) + sse.DONE
+
+
+def lint(stream: bytes) -> list[rules.Violation]:
+    return rules.violations(recordings.read(stream))
+
+
+GOOD = {"responses": responses_stream() + sse.DONE, "chat": chat_stream()}
+
+
+@pytest.mark.parametrize("end", [b"", sse.DONE, b": bye\n\n"])
+@pytest.mark.parametrize("reason", ["stop", "length", "failed", "cancelled"])
+def test_a_good_stream_passes(reason: Any, end: bytes) -> None:
+    found = lint(responses_stream(Finish(reason, STOP.usage, "", "server_error")) + end)
+    assert [violation for violation in found if violation.rule != "arguments"] == []
+
+
+@pytest.mark.parametrize("reason", ["stop", "length", "failed"])
+def test_a_good_completion_passes(reason: Any) -> None:
+    assert lint(chat_stream(Finish(reason, STOP.usage, "", "server_error"))) == []
+
+
+FAULTS = [
+    (rule, fault)
+    for rule, faults in tomllib.loads((ROOT / "tests" / "faults.toml").read_text(encoding="utf-8")).items()
+    for fault in faults
+]
+
+
+def test_every_rule_has_a_fault() -> None:
+    assert {rule for rule, _ in FAULTS} == rules.RULES.keys()
+
+
+@pytest.mark.parametrize(("rule", "fault"), FAULTS, ids=[rule for rule, _ in FAULTS])
+def test_a_planted_fault_is_named(rule: str, fault: dict[str, str]) -> None:
+    good = GOOD[fault["stream"]].decode("latin-1")
+    bad, n = re.subn(fault["old"], fault["new"], good, count=1, flags=re.DOTALL)
+    assert n == 1
+    assert rule in {violation.rule for violation in lint(bad.encode("latin-1"))}
+
+
+@pytest.mark.parametrize("kind", GOOD)
+def test_a_stream_without_a_fault_is_not_accused(kind: str) -> None:
+    assert lint(GOOD[kind]) == []
+
+
+# --- what others say ----------------------------------------------------------------------------------------
+
+
+def test_a_stream_of_what_ours_never_says() -> None:
+    """Refusals, two parts of a message, tools that the server runs: legal, and not made by ours."""
+    place: dict[str, Any] = {"item_id": "i", "output_index": 0, "content_index": 0}
+    text: dict[str, Any] = {"type": "output_text", "text": "a", "annotations": [], "logprobs": []}
+    refusal: dict[str, Any] = {"type": "refusal", "refusal": "no"}
+    message: dict[str, Any] = {"type": "message", "id": "i", "role": "assistant"}
+    head = HEAD | ECHO | {"output": [], "usage": None, "error": None, "incomplete_details": None}
+    usage = responses.usage_object(Usage(1, 2))
+    done = [message | {"status": "completed", "content": [text, refusal]},
+            {"type": "web_search_call", "id": "w", "status": "completed"}]  # fmt: skip
+    part = place | {"content_index": 1}
+    said: list[tuple[str, dict[str, Any]]] = [
+        ("created", {"response": head | {"status": "in_progress"}}),
+        ("in_progress", {"response": head | {"status": "in_progress"}}),
+        (
+            "output_item.added",
+            {"output_index": 0, "item": message | {"status": "in_progress", "content": []}},
+        ),
+        ("content_part.added", place | {"part": text | {"text": ""}}),
+        ("output_text.delta", place | {"delta": "a", "logprobs": [], "obfuscation": "x"}),
+        ("output_text.annotation.added", place | {"annotation_index": 0, "annotation": {}}),
+        ("output_text.done", place | {"text": "a", "logprobs": []}),
+        ("content_part.done", place | {"part": text}),
+        ("content_part.added", part | {"part": refusal | {"refusal": ""}}),
+        ("refusal.delta", part | {"delta": "no"}),
+        ("refusal.done", part | {"refusal": "no"}),
+        ("content_part.done", part | {"part": refusal}),
+        ("output_item.done", {"output_index": 0, "item": done[0]}),
+        ("output_item.added", {"output_index": 1, "item": done[1] | {"status": "in_progress"}}),
+        ("web_search_call.searching", {"output_index": 1, "item_id": "w"}),
+        ("output_item.done", {"output_index": 1, "item": done[1]}),
+        ("completed", {"response": head | {"status": "completed", "output": done, "usage": usage}}),
+    ]
+    named = [{"type": f"response.{type_}"} | more for type_, more in said]
+    assert rules.violations(event | {"sequence_number": n} for n, event in enumerate(named)) == []
+
+
+def test_our_line_ends_in_the_text_are_no_fault() -> None:
+    assert lint(GOOD["responses"].replace(b"\n", b"\r\n")) == []
+
+
+# --- nothing makes it raise ---------------------------------------------------------------------------------
+
+texts = st.sampled_from(
+    ["", "message", "output_text", "function_call", "completed", "{", "\ud800", "</think>"]
+)
+numbers = st.integers(-1, 2) | st.booleans() | st.none() | st.floats()
+known = (
+    *recordings.TYPES.values(),
+    recordings.ITEM,
+    recordings.SNAPSHOT,
+    recordings.USAGE,
+    recordings.CALL,
+    recordings.DELTA,
+)
+members = st.sampled_from(sorted({"finish_reason", *(member for types in known for member in types)}))
+values: st.SearchStrategy[Any] = st.recursive(
+    texts | numbers,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(members, inner, max_size=4),
+    max_leaves=6,
+)
+anything = st.dictionaries(members, values, max_size=6).flatmap(
+    lambda event: st.sampled_from(sorted(shapes.FIELDS)).map(
+        lambda type_: {"type": type_, "choices": []} | event
+    )
+)
+
+
+@given(st.lists(anything, max_size=4), st.sampled_from(["responses", "chat"]))
+def test_no_stream_makes_it_raise(events: list[dict[str, Any]], kind: str) -> None:
+    typed = [recordings.typed(event, recordings.TYPES[kind]) for event in events]
+    found = rules.violations(recordings.Capture(kind, [], events, typed, ""))
+    assert all(0 <= violation.event <= len(events) or not events for violation in found)
+
+
+@given(st.data())
+def test_no_damage_makes_it_raise(data: st.DataObject) -> None:
+    """A good stream with one event changed or left out."""
+    stream = GOOD[data.draw(st.sampled_from(sorted(GOOD)))]
+    events = [json.loads(frame.event.data) for frame in recordings.frames(stream)[0][:-1] if frame.event]
+    place = data.draw(st.integers(0, len(events) - 1))
+    event = events.pop(place)
+    if data.draw(st.booleans()):
+        member = data.draw(st.sampled_from(sorted(event)))
+        events.insert(place, event | {member: data.draw(values)})
+    rules.violations(events)
+
+
+@given(st.binary(max_size=60))
+def test_bytes_are_judged_or_refused(stream: bytes) -> None:
+    lint(b'data: {"choices":[]}\n\n' + stream)
+    with pytest.raises(ValueError, match="expected server-sent events"):
+        lint(stream)
+
+
+# --- the commands -------------------------------------------------------------------------------------------
+
+
+def command(stream: bytes, *flags: str) -> tuple[int, str, str]:
+    command = [sys.executable, "-m", "audit", *flags]
+    done = subprocess.run(command, cwd=ROOT, input=stream, capture_output=True)
+    return done.returncode, done.stdout.decode(), done.stderr.decode()
+
+
+ITEMS = "items: reasoning, message, function_call; 9 tokens in, 8 out"
+SUMMARY = f"Responses stream: 21 events, completed; {ITEMS}"
+
+
+def test_a_recording_is_judged(tmp_path: Path) -> None:
+    assert command(GOOD["responses"]) == (0, f"OK. {SUMMARY}\n", "")
+    path = tmp_path / "chat.sse"
+    path.write_bytes(GOOD["chat"])
+    assert command(b"", str(path))[1].startswith("OK. chat completion chunks: 11, ended by tool_calls")
+
+
+def test_each_fault_is_named_once() -> None:
+    bad = GOOD["responses"].replace(b'"item_id":"msg_2",', b"")
+    status, said, _ = command(bad)
+    assert status == 1
+    assert said.splitlines() == [
+        "fields: events, items, parts and the response have the members they must have",
+        "    https://github.com/lemonade-sdk/lemonade/issues/3607",
+        "    event 9: response.content_part.added lacks item_id",
+        "    event 10 and 1 more: response.output_text.delta lacks item_id",
+        "    event 12: response.output_text.done lacks item_id",
+        "    event 13: response.content_part.done lacks item_id",
+        f"5 violations. {SUMMARY}",
+    ]
+    report = json.loads(command(bad, "--json")[1])
+    assert (report["kind"], report["events"], report["ok"]) == ("responses", 21, False)
+    assert [(v["event"], v["rule"]) for v in report["violations"]] == [(n, "fields") for n in range(9, 14)]
+
+
+@pytest.mark.parametrize("mode", [(), ("--frames",)])
+@pytest.mark.parametrize(("stream", "flags"), [(b"", ()), (b": ping\n\n", ()), (b"", ("no/such/file",))])
+def test_what_is_no_recording(mode: Iterable[str], stream: bytes, flags: Iterable[str]) -> None:
+    status, said, complaint = command(stream, *mode, *flags)
+    assert (status, said) == (2, "")
+    assert complaint.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "body", [b'{"error": {"message": "Unsupported Media Type"}}', b"<p>\x1b[2JUnsupported Media Type</p>\n"]
+)
+def test_an_error_for_a_recording_is_shown(body: bytes) -> None:
+    """What was recorded is most often a refusal: it says why, on one line and without control characters."""
+    status, said, complaint = command(body)
+    assert (status, said) == (2, "")
+    assert "Unsupported Media Type" in complaint
+    assert complaint.removesuffix("\n").isprintable()
+
+
+def test_frames_are_shown() -> None:
+    status, said, _ = command(b": hi\n\nevent: a\ndata: \xc3\xa9\n\ndata: b\n\ndata: c", "--frames")
+    assert status == 1
+    assert said.splitlines() == [
+        "    0 a  \u00e9",
+        "    1 message  b",
+        "expected a blank line before the stream ends, got 7 bytes of an open event",
+    ]
+    rows = command(b"event: a\ndata: b\n\n", "--frames", "--json")
+    assert json.loads(rows[1]) == {"number": 0, "type": "a", "data": "b", "id": ""}
+
+
+def test_the_laws_are_the_rules() -> None:
+    """What the tests hold our own streams to is this list."""
+    with pytest.raises(AssertionError):
+        laws.check_order(
+            [json.loads(f.event.data) for f in recordings.frames(responses_stream())[0][1:] if f.event]
+        )

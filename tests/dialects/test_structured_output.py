@@ -1,0 +1,561 @@
+"""What a grammar lets through, and that a model under it says what was demanded, however hot."""
+
+import json
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jsonschema
+import numpy as np
+import openai
+import pytest
+import tokenizers
+from tokenizers import AddedToken
+
+import completions
+from channels import Dialect, Parser, Piece
+from dialects import families
+from dialects.families import DIALECTS
+from dialects.structured_output import BadGrammar, Grammars, Thinking, lark
+from helpers.laws import parse
+from helpers.scripted import vocab_size
+from helpers.serving import TINY, serve
+from request import tools
+from request.params import Demand
+from tokenizer import Tokenizer
+
+Json = dict[str, Any]
+
+CITY: Json = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 12}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+FUNCTIONS = (("get_weather", CITY), ("stop", {"type": "object"}))
+TOKENIZER = Tokenizer(TINY / "tokenizer.json")
+GRAMMARS = Grammars(TINY / "tokenizer.json", 2048, (2041, 2039))
+
+HERMES = families.find(DIALECTS["hermes"], TOKENIZER.added, "", tools=True)
+NO_THINKING = families.find(DIALECTS["hermes"], ["<tool_call>", "</tool_call>"], "", tools=True)
+
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+OTHER = '<tool_call>\n{"name": "find", "arguments": {}}\n</tool_call>'
+UNFIT = '<tool_call>\n{"name": "get_weather", "arguments": {"town": "Oslo"}}\n</tool_call>'
+OBJECT = '{"city": "Oslo"}'
+THOUGHT = "<think>\nhm {</think>\n\n"
+
+PATCH = tools.Tool("patch", custom=True, grammar=tools.Grammar("lark", r"""
+    start: LINE+ "end"
+    LINE: ("+" | "-") /.*/ LF
+    %import common.LF
+"""))  # fmt: skip
+WHEN = tools.Tool("when", custom=True, grammar=tools.Grammar("regex", r'^[0-2][0-9]:[0-5][0-9] "\\[a-z]"$'))
+CUSTOM = tuple((tool.name, tool.schema() or {}) for tool in (PATCH, WHEN))
+INPUTS = tuple((tool.name, tool.grammar) for tool in (PATCH, WHEN) if tool.grammar)
+
+
+def custom(name: str, input: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {tools.as_arguments(input)}}}\n</tool_call>'
+
+
+REQUIRED = Demand("required", FUNCTIONS)
+EITHER = Demand("required", (*FUNCTIONS, *CUSTOM), inputs=INPUTS)
+MAYBE = Demand("auto", CUSTOM, inputs=INPUTS)
+EDIT, TIME = custom("patch", '+print("\\n")\n-\nend'), custom("when", '23:59 "\\x"')
+NO_EDIT, NO_TIME = custom("patch", "+a\nb\nend"), custom("when", '23:59 "x"')
+ONE = Demand("required", FUNCTIONS, one_call=True)
+AUTO = Demand("auto", FUNCTIONS)
+FORMAT = Demand("none", schema=CITY)
+BOTH = Demand("auto", FUNCTIONS, schema=CITY)
+
+# fmt: off
+#  demand     the answer                 it fits
+ANSWERS: list[tuple[Demand, str, bool]] = [
+    (REQUIRED, CALL,                     True),
+    (REQUIRED, CALL + "\n" + CALL,       True),
+    (REQUIRED, THOUGHT + CALL,           True),
+    (REQUIRED, "Fine. " + CALL,          False),
+    (REQUIRED, "Fine.",                  False),
+    (REQUIRED, OTHER,                    False),
+    (REQUIRED, UNFIT,                    False),
+    (ONE,      CALL,                     True),
+    (ONE,      CALL + "\n" + CALL,       False),
+    (AUTO,     "Fine.",                  True),
+    (AUTO,     CALL,                     True),
+    (AUTO,     "Fine.\n" + CALL,         True),
+    (AUTO,     THOUGHT + "So.\n" + CALL, True),
+    (AUTO,     "Fine.\n" + OTHER,        False),
+    (AUTO,     UNFIT,                    False),
+    (FORMAT,   OBJECT,                   True),
+    (FORMAT,   THOUGHT + OBJECT,         True),
+    (FORMAT,   '{"city": "Oslo"',        False),
+    (FORMAT,   '{"city": 5}',            False),
+    (FORMAT,   "Oslo",                   False),
+    (FORMAT,   CALL,                     False),
+    (BOTH,     OBJECT,                   True),
+    (BOTH,     CALL,                     True),
+    (BOTH,     "Oslo",                   False),
+    (EITHER,   EDIT,                     True),
+    (EITHER,   TIME + "\n" + EDIT,       True),
+    (EITHER,   CALL + "\n" + TIME,       True),
+    (EITHER,   NO_EDIT,                  False),
+    (EITHER,   NO_TIME,                  False),
+    (MAYBE,    "So.\n" + EDIT,           True),
+    (MAYBE,    "So.\n" + NO_EDIT,        False),
+]
+# fmt: on
+
+
+class Vocabulary(NamedTuple):
+    tokenizer: Tokenizer
+    grammars: Grammars
+
+
+TINY_ONE = Vocabulary(TOKENIZER, GRAMMARS)
+
+
+def fits(
+    answer: str, demand: Demand, dialect: Dialect, thinking: Thinking, vocabulary: Vocabulary = TINY_ONE
+) -> bool:
+    """Is every token of the answer in the mask before it, and an end behind it?"""
+    constraint = vocabulary.grammars.constraint(lark(demand, dialect, vocabulary.tokenizer.added, thinking))
+    for token_id in vocabulary.tokenizer.encode(answer):
+        if not constraint.mask()[token_id]:
+            return False
+        constraint.advance(token_id)
+    return bool(constraint.mask()[2041])
+
+
+@pytest.mark.parametrize(("demand", "answer", "expected"), ANSWERS)
+def test_answers(demand: Demand, answer: str, expected: bool) -> None:
+    assert fits(answer, demand, HERMES, "possible") == expected
+
+
+@pytest.mark.parametrize(("demand", "answer", "expected"), ANSWERS)
+def test_answers_behind_an_open_thought(demand: Demand, answer: str, expected: bool) -> None:
+    """The template has begun the reasoning: what is demanded holds behind its end."""
+    rest = answer.removeprefix("<think>\n")
+    closed = rest if "</think>" in rest else "hm</think>\n" + rest
+    assert fits(closed, demand, HERMES, "open") == expected
+
+
+def test_no_thought_where_it_is_over() -> None:
+    assert not fits(THOUGHT + CALL, REQUIRED, HERMES, "over")
+    assert not fits(THOUGHT + CALL, REQUIRED, NO_THINKING, "possible")
+    assert fits(CALL, REQUIRED, NO_THINKING, "possible")
+
+
+HOME: Json = {
+    "type": "object",
+    "properties": {"x": {"type": "boolean"}},
+    "required": ["x"],
+    "additionalProperties": False,
+}
+PERSON: Json = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 10},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "b", "c"]}, "maxItems": 3},
+        "home": HOME,
+    },
+    "required": ["name", "age", "tags", "home"],
+    "additionalProperties": False,
+}
+TRIP: Json = {
+    "type": "object",
+    "properties": {
+        "to": {"type": "string", "maxLength": 8},
+        "by": {"type": "string", "enum": ["train", "boat"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 30},
+        "with": {"type": "array", "items": {"type": "string", "maxLength": 4}, "maxItems": 2},
+    },
+    "required": ["to", "days"],
+    "additionalProperties": False,
+}
+
+# fmt: off
+TO = "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+XML = "<function=get_weather>\n<parameter=city>\nOslo\n</parameter>\n</function>"
+CITY_CALLS = {
+    "harmony":     TO + OBJECT,
+    "mistral":     '[TOOL_CALLS]get_weather[ARGS]{"city": "Oslo"}',
+    "mistral-v3":  '{"name": "get_weather", "arguments": {"city": "Oslo"}}',
+    "qwen3-coder": f"<tool_call>\n{XML}\n</tool_call>",
+    "llama":       '{"name": "get_weather", "parameters": {"city": "Oslo"}}',
+    "hermes":      CALL,
+}
+TEXTS = dict.fromkeys(DIALECTS, "Fine.") | {"harmony": "<|channel|>final<|message|>Fine."}
+# fmt: on
+
+
+def vocabulary(folder: Path, name: str, tokens: bool) -> tuple[Dialect, Vocabulary]:
+    """The tiny model's, without its own markers, and with those of the dialect or not."""
+    content = json.loads((TINY / "tokenizer.json").read_text(encoding="utf-8"))
+    own = HERMES.markers
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] not in own]
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(content), encoding="utf-8")
+    library = tokenizers.Tokenizer.from_file(str(path))
+    if tokens:
+        library.add_special_tokens([AddedToken(m, normalized=False) for m in sorted(DIALECTS[name].markers)])
+        library.save(str(path))
+    tokenizer = Tokenizer(path)
+    row = DIALECTS[name]
+    dialect = families.find(row, tokenizer.added, "".join(row.markers), tools=True)
+    return dialect, Vocabulary(tokenizer, Grammars(path, max(2048, vocab_size(tokenizer)), (2041,)))
+
+
+@pytest.mark.parametrize("tokens", [True, False])
+@pytest.mark.parametrize("name", DIALECTS)
+def test_every_dialect(tmp_path: Path, name: str, tokens: bool) -> None:
+    """With markers that are tokens or spelled, what is a call and what is not is the same."""
+    dialect, words = vocabulary(tmp_path, name, tokens)
+    one, text, forms = CITY_CALLS[name], TEXTS[name], dialect.forms
+    call, several = (
+        one.join(forms.calls),
+        [(one + forms.more + one).join(forms.calls)] if forms.more is not None else [],
+    )
+    thought = "hm {".join(forms.thought)
+    unfit = call.replace("city", "town")
+    before = [forms.before.replace("TEXT", "Fine.") + call] if forms.before else []
+    json_text = forms.text.replace("TEXT", OBJECT)
+    # fmt: off
+    for demand, good, bad in (
+        (REQUIRED, [call, thought + call, *several],                            [text, unfit, *before]),
+        (ONE,      [call],                                            [text, *several]),
+        (AUTO,     [call, text, thought + text, *before],             [unfit]),
+        (FORMAT,   [json_text, thought + json_text],                  [call, text]),
+        (BOTH,     [json_text, call],                                 [text]),
+    ):
+    # fmt: on
+        assert [answer for answer in good if not fits(answer, demand, dialect, "possible", words)] == []
+        assert [answer for answer in bad if fits(answer, demand, dialect, "possible", words)] == []
+    assert fits(thought.removeprefix(forms.thought[0]) + call, REQUIRED, dialect, "open", words)
+
+
+@pytest.mark.parametrize("tokens", [True, False])
+@pytest.mark.parametrize("name", DIALECTS)
+def test_what_is_let_through_is_found(tmp_path: Path, name: str, tokens: bool) -> None:
+    """A model that takes any token of the mask, whichever it is, says what was demanded to our parser."""
+    dialect, words = vocabulary(tmp_path, name, tokens)
+    functions, rng = (("get_weather", CITY), ("plan", TRIP)), random.Random(1)
+    schemas = dict(functions)
+    for demand in 3 * (Demand("required", functions), Demand("auto", functions, schema=PERSON)):
+        reader = Parser(dialect, dialect.start, schemas=schemas)
+        found = parse(any_answer(demand, dialect, words, rng), reader)
+        calls = [item for item in found if item[0] == "call"]
+        assert found == calls or (demand.schema and len(found) == 1)
+        for _, function, arguments in calls:
+            jsonschema.validate(json.loads(arguments), schemas[function])
+        for _, text in () if calls else found:
+            jsonschema.validate(json.loads(text), PERSON)
+
+
+def any_answer(demand: Demand, dialect: Dialect, words: Vocabulary, rng: random.Random) -> Iterator[Piece]:
+    constraint = words.grammars.constraint(lark(demand, dialect, words.tokenizer.added, "over"))
+    decoder = words.tokenizer.decoder()
+    while not (mask := constraint.mask())[2041]:
+        token_id = int(rng.choice(np.flatnonzero(mask)))
+        constraint.advance(token_id)
+        yield from decoder.feed(token_id)
+    yield from decoder.close()
+
+
+# What a string is where it is not quoted, and what is JSON there.
+STRINGS: Json = {
+    "type": "object",
+    "properties": {
+        "s": {"type": "string", "minLength": 1},
+        "e": {"enum": ["a", "é\n"]},
+        "n": {"$ref": "#/$defs/n"},
+        "o": {"type": "object", "properties": {"x": {"type": "string"}}, "additionalProperties": False},
+        "u": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    },
+    "required": ["s"],
+    "$defs": {"n": {"type": "integer"}},
+}
+
+# fmt: off
+PARAMETERS = [
+    # in XML: name, value, ...                       it fits
+    (["s", "<b>\n"],                                True),
+    (["s", "a", "e", "é\n", "n", "5"],              True),
+    (["s", "a", "o", '{"x": "b"}', "u", "5"],        True),
+    (["s", ""],                                      False),
+    (["n", "5"],                                     False),
+    (["s", "a", "e", "b"],                           False),
+    (["s", "a", "n", "five"],                        False),
+    (["s", "a", "o", "x"],                           False),
+    (["n", "5", "s", "a"],                           False),
+]
+UNENFORCEABLE: list[tuple[Json, str]] = [
+    # of the arguments                                               the message says
+    ({"properties": {"a": {"type": "string", "pattern": "^a$"}}},    "'a': of a string only"),
+    ({"properties": {"a>": {"type": "string"}}},                     "'a>' cannot be the name"),
+    ({"properties": {"a": {}}, "minProperties": 1},                  "minProperties cannot be enforced"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("values", "expected"), PARAMETERS)
+def test_parameters_in_xml(tmp_path: Path, values: list[str], expected: bool) -> None:
+    dialect, words = vocabulary(tmp_path, "qwen3-coder", tokens=True)
+    pairs = zip(values[::2], values[1::2], strict=True)
+    written = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in pairs)
+    call = f"<tool_call>\n<function=f>\n{written}</function>\n</tool_call>"
+    assert fits(call, Demand("required", (("f", STRINGS),)), dialect, "over", words) == expected
+
+
+def test_parameters_that_the_schema_does_not_describe(tmp_path: Path) -> None:
+    dialect, words = vocabulary(tmp_path, "qwen3-coder", tokens=True)
+    schema = {"type": "object", "properties": {"a": True, "b": False}, "required": ["c"]}
+    call = "<tool_call>\n<function=f>\n{}</function>\n</tool_call>"
+    required = "<parameter=c>\n[1]\n</parameter>\n"
+    for written, expected in (
+        ("", False),
+        (required, True),
+        (required.replace("c>", "a>", 1) + required, True),
+    ):
+        demand = Demand("required", (("f", schema),))
+        assert fits(call.format(written), demand, dialect, "over", words) == expected
+
+
+@pytest.mark.parametrize(("schema", "message"), UNENFORCEABLE)
+def test_what_cannot_be_enforced_in_xml_is_refused(tmp_path: Path, schema: Json, message: str) -> None:
+    dialect, words = vocabulary(tmp_path, "qwen3-coder", tokens=True)
+    demand = Demand("required", (("f", {"type": "object"} | schema),))
+    with pytest.raises(BadGrammar, match=message) as caught:
+        lark(demand, dialect, words.tokenizer.added, "over")
+    assert caught.value.part == "f"
+
+
+ROUND = {"a": {"allOf": [{"$ref": "#/$defs/b"}]}, "b": {"anyOf": [{"$ref": "#/$defs/a"}]}}
+SELF = {"$ref": "#/properties/a"}
+TREE: Json = {
+    "type": "object",
+    "properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+    "required": ["next"],
+    "additionalProperties": False,
+}
+
+
+def chain(n: int) -> Json:
+    """Objects, each defined in the terms of the next."""
+    objects = {
+        f"a{i}": {"type": "object", "properties": {"p": {"$ref": f"#/$defs/a{i + 1}"}}} for i in range(n)
+    }
+    return {"$ref": "#/$defs/a0", "$defs": {**objects, f"a{n}": {"type": "null"}}}
+
+
+def demanding(lark: str) -> Demand:
+    tool = tools.Tool("p", custom=True, grammar=tools.Grammar("lark", lark))
+    inputs = (("p", tools.Grammar("lark", lark)),)
+    return Demand("required", (("p", tool.schema() or {}),), inputs=inputs)
+
+
+def lists(ref: str, i: int) -> dict[str, Any]:
+    return {"type": "array", "items": {"$ref": ref % i}}
+
+
+SPACED = {f"a {i}": lists("#/$defs/a%%20%d", i + 1) for i in range(6000)} | {"a 6000": {}}
+
+# fmt: off
+#  schema                                                                  to blame
+REFUSED: list[tuple[Demand, str]] = [
+    (Demand("none", schema={"type": "objec"}),                             "schema"),
+    (Demand("none", schema={"not": {}}),                                   "schema"),
+    (Demand("none", schema={"type": "integer", "minimum": 10**400}),       "schema"),
+    (Demand("none", schema={"type": "string", "maxLength": 10**30}),       "schema"),
+    (Demand("none", schema={"$ref": "#"}),                                 "schema"),
+    (Demand("none", schema={"$ref": "#/$defs/a", "$defs": ROUND}),         "schema"),
+    (Demand("none", schema={"type": "object", "properties": {"a": SELF}}), "schema"),
+    (Demand("none", schema=chain(1000)),                                   "schema"),
+    (Demand("none", schema={"anyOf": [lists("#/anyOf/%d", i) for i in range(1, 6001)] + [{}]}), "schema"),
+    (Demand("none", schema={"$ref": "#/$defs/a%200", "$defs": SPACED}),    "schema"),
+    (Demand("none", schema={"$ref": "https://e.x/s"}),                     "schema"),
+    (Demand("none", schema={"items": {"$id": "https://e.x/s"}}),           "schema"),
+    (Demand("required", (("f", {"type": 5}),)),                            "f"),
+    (Demand("required", (("f", {"$ref": "#"}),)),                          "f"),
+    (demanding("start: nowhere"),                                          "p"),
+    (demanding("start: a0\n" + "".join(f"a{i}: a{i + 1}\n" for i in range(3500)) + 'a3500: "x"'), "p"),
+    (demanding('start: "a" }'),                                            "p"),
+    (demanding("start: <think>"),                                          "p"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("demand", "part"), REFUSED)
+def test_what_cannot_be_enforced_is_refused(demand: Demand, part: str) -> None:
+    with pytest.raises(BadGrammar) as caught:
+        GRAMMARS.check(demand)
+    assert caught.value.part == part
+
+
+def test_a_schema_may_be_deep() -> None:
+    """Bug: one deeper than llguidance's stack took the process with it; this one does not."""
+    GRAMMARS.check(Demand("none", schema=chain(300)))
+
+
+def test_a_schema_may_be_wide() -> None:
+    """Many $refs, none below another: as generators write them."""
+    small = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "string"}}}}
+    many = {f"p{i}": {"$ref": f"#/$defs/d{i}"} for i in range(400)}
+    defined = {f"d{i}": small | {"title": f"{i}"} for i in range(400)}
+    GRAMMARS.check(Demand("none", schema={"type": "object", "properties": many, "$defs": defined}))
+    GRAMMARS.check(Demand("none", schema={"anyOf": [{"type": "string"}, lists("#/anyOf/%d", 0)]}))
+
+
+def test_a_schema_may_hold_itself() -> None:
+    """A list is no circle: each turn says something."""
+    GRAMMARS.check(Demand("none", schema=TREE))
+    assert fits('{"next": {"next": null}}', Demand("none", schema=TREE), HERMES, "over")
+
+
+# --- through the server -------------------------------------------------------------------------------------
+
+TOOL: Any = {"type": "function", "name": "get_weather", "parameters": CITY}
+NESTED: Any = {"type": "function", "function": {"name": "get_weather", "parameters": CITY}}
+
+
+HI: Any = {"role": "user", "content": "hi"}
+NAMED: Any = {"type": "function", "name": "get_weather"}
+NESTED_NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
+
+
+@pytest.fixture(scope="module")
+def sdk() -> Iterator[Any]:
+    with serve() as server, server.sdk() as client:
+        yield client
+
+
+def test_json_schema_at_temperature_2(sdk: Any) -> None:
+    for seed in range(50):
+        answer = sdk.responses.create(
+            model="default",
+            input="Describe a person.",
+            temperature=2,
+            reasoning={"effort": "none"},
+            text={"format": {"type": "json_schema", "name": "person", "schema": PERSON, "strict": True}},
+            extra_body={"seed": seed},
+        )
+        jsonschema.validate(json.loads(answer.output_text), PERSON)
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_when_told_to(sdk: Any, choice: Any, stream: bool) -> None:
+    """However hot, and though nothing in the question asks for it."""
+    for seed in range(5):
+        answer = sdk.responses.create(
+            model="default",
+            input="hi",
+            tools=[TOOL],
+            tool_choice=choice,
+            temperature=2,
+            reasoning={"effort": "none"},
+            parallel_tool_calls=False,
+            extra_body={"seed": seed},
+            stream=stream,
+        )
+        (call,) = (list(answer)[-1].response if stream else answer).output
+        assert (call.type, call.name) == ("function_call", "get_weather")
+        jsonschema.validate(json.loads(call.arguments), CITY)
+
+
+@pytest.mark.parametrize(("choice", "reason"), [("required", "tool_calls"), (NESTED_NAMED, "stop")])
+def test_finish_reason_of_a_call(sdk: Any, choice: Any, reason: str) -> None:
+    """Of a named one it is stop: https://platform.openai.com/docs/guides/function-calling"""
+    answer = sdk.chat.completions.create(
+        model="default",
+        messages=[{"role": "user", "content": "hi"}],
+        tools=[NESTED],
+        tool_choice=choice,
+        parallel_tool_calls=False,
+    )
+    assert answer.choices[0].finish_reason == reason
+    assert answer.choices[0].message.tool_calls
+
+
+CUSTOM_TOOLS: dict[str, tuple[str, str]] = {
+    "lark": (
+        'start: "<" LETTER "\\n" END\nEND: /"[^a]{2}"/ | "\\t"\n%import common.LETTER',
+        '<[a-zA-Z]\n("[^a]{2}"|\t)',
+    ),
+    "regex": (r'^(0[0-9]|1[0-2]):[0-5][0-9]\n"(am|pm)"\\$', r'(0[0-9]|1[0-2]):[0-5][0-9]\n"(am|pm)"\\'),
+}
+
+
+@pytest.mark.parametrize("syntax", CUSTOM_TOOLS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_input_keeps_to_its_grammar(sdk: Any, syntax: str, stream: bool) -> None:
+    """However hot: named, required and, where the model chooses to call, auto."""
+    definition, pattern = CUSTOM_TOOLS[syntax]
+    wanted = {"type": "grammar", "syntax": syntax, "definition": definition}
+    tool = {"type": "custom", "name": "p", "format": wanted}
+    chat_tool = {"type": "custom", "custom": {"name": "p", "format": {"type": "grammar", "grammar": wanted}}}
+    hot: Json = {"model": "default", "temperature": 2, "parallel_tool_calls": False, "stream": stream}
+    for seed, choice in enumerate(["required", {"type": "custom", "name": "p"}]):
+        answer = sdk.responses.create(
+            **hot, input="hi", tools=[tool], tool_choice=choice,
+            reasoning={"effort": "none"}, extra_body={"seed": seed},
+        )  # fmt: skip
+        (call,) = (list(answer)[-1].response if stream else answer).output
+        assert (call.type, call.name, call.status) == ("custom_tool_call", "p", "completed")
+        assert re.fullmatch(pattern, call.input), call.input
+        answer = sdk.chat.completions.create(
+            **hot, messages=[{"role": "user", "content": "hi"}], tools=[chat_tool],
+            tool_choice=choice if seed == 0 else {"type": "custom", "custom": {"name": "p"}},
+            reasoning_effort="none", seed=seed,
+        )  # fmt: skip
+        body = completions.fold(chunk.to_dict() for chunk in answer) if stream else answer.to_dict()
+        (said,) = body["choices"][0]["message"]["tool_calls"]
+        assert said["custom"] == {"name": "p", "input": call.input}
+
+
+def test_bad_grammar_is_a_400(sdk: Any) -> None:
+    """Before anything runs, and in the tongue of the request."""
+    for syntax, definition in (("lark", "start: nowhere"), ("regex", "a(")):
+        wanted = {"type": "grammar", "syntax": syntax, "definition": definition}
+        tool: Any = {"type": "custom", "name": "p", "format": wanted}
+        with pytest.raises(openai.BadRequestError) as caught:
+            sdk.responses.create(model="default", input="hi", tools=[tool], stream=True)
+        assert caught.value.param == "tools[0].format.definition"
+        tool = {"type": "custom", "custom": {"name": "p", "format": {"type": "grammar", "grammar": wanted}}}
+        with pytest.raises(openai.BadRequestError) as caught:
+            sdk.chat.completions.create(model="default", messages=[HI], tools=[tool])
+        assert (caught.value.param, caught.value.code) == (
+            "tools[0].custom.format.grammar.definition",
+            "invalid_value",
+        )
+
+
+def test_bad_schema_is_a_400(sdk: Any) -> None:
+    bad = {"type": "json_schema", "name": "x", "schema": {"type": "objec"}}
+    with pytest.raises(openai.BadRequestError) as caught:
+        sdk.responses.create(model="default", input="hi", text={"format": bad})
+    assert (caught.value.code, caught.value.param) == ("invalid_json_schema", "text.format.schema")
+
+
+def test_a_schema_that_goes_round_hangs_nobody(sdk: Any) -> None:
+    """Bug: the grammar was followed for ever in the engine's thread, and all requests waited with it."""
+    for schema in ({"$ref": "#"}, {"$ref": "#/$defs/a", "$defs": ROUND}):
+        text = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
+        with pytest.raises(openai.BadRequestError):
+            sdk.responses.create(model="default", input="hi", text=text)
+    assert sdk.responses.create(model="default", input="hi").status == "completed"
+
+
+# 300 ways to read the same: more than the matcher follows at once, which shows only as it goes.
+WIDE: Json = {"anyOf": [{"type": "object"}] * 300}
+
+
+def test_a_constraint_that_gives_up_fails_its_request_alone(sdk: Any) -> None:
+    tool = {"type": "function", "name": "f", "parameters": WIDE}
+    answer = sdk.responses.create(model="default", input="hi", tools=[tool], tool_choice="required")
+    assert (answer.status, answer.error.code) == ("failed", "server_error")
+    assert "grammar" not in answer.error.message
+    assert sdk.responses.create(model="default", input="hi").status == "completed"

@@ -1,0 +1,1078 @@
+"""Upstreams behind the server: what passes, what becomes of an answer that breaks, and who is asked.
+
+The bugs of other relays are in tests/replays/relay-*.toml and remote-*.toml. Here: the laws behind them, and
+all that needs a connection. The upstream is a raw socket (upstream.py) that sends what a test says, or this
+project's own server in another process.
+"""
+
+import asyncio
+import gzip
+import itertools
+import json
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, cast
+
+import pytest
+from starlette.types import Message
+
+import sse
+from channels import Accepted, Delta, Finish, Output, Usage
+from gateway import relay, remote
+from gateway.deltas import Unreadable
+from gateway.metering import Counts, Meter, Prices
+from gateway.relay import Refused, Relay
+from gateway.remote import RemoteWorker
+from gateway.upstreams import DEFAULTS, Limits, Upstreams
+from helpers import laws
+from helpers import upstream as scripted
+from helpers.serving import Json
+from helpers.upstream import (
+    CHUNKED,
+    DONE,
+    FRAMES,
+    STREAM,
+    Answer,
+    Exchange,
+    Upstream,
+    chunk,
+    delta,
+    event,
+    finish,
+    head,
+    json_answer,
+    says,
+    upstream,
+)
+from request import params
+from request.refusals import BadInput
+
+CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
+ASK: Json = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+STREAMED: Json = ASK | {"stream": True}
+QUICK = DEFAULTS._replace(connect_s=5, first_byte_s=10, idle_s=10, max_failures=10**6)
+
+# --- the seed: three scenarios, and what they cost ----------------------------------------------------------
+
+CHEAP = Prices(per_token=1)
+SEED = (
+    b'data: {"id":"1","choices":[{"index":0,"delta":{"content":"hi"}}]}\n\n'
+    b'data: {"id":"1","choices":[{"index":0,"delta":{},"finish_reason":"stop"}],"usage":'
+    b'{"prompt_tokens":14,"completion_tokens":7,"prompt_tokens_details":{"cached_tokens":3}}}\n\n'
+    b"data: [DONE]\n\n"
+)
+PLAIN = (
+    b'{"id":"1","choices":[],"usage":'
+    + SEED[SEED.index(b'{"prompt_tokens') : SEED.index(b"}\n\ndata: [")]
+    + b"}"
+)
+
+
+@pytest.mark.bug("B01")
+@pytest.mark.parametrize(
+    ("chunks", "stream"),
+    [([SEED], True), ([SEED[i : i + 1] for i in range(len(SEED))], True), ([PLAIN], False)],
+    ids=["sse_whole_events", "sse_byte_split", "raw_json_non_stream"],
+)
+def test_relay_json_parser_eats_sse(chunks: list[bytes], stream: bool) -> None:
+    """200 and no byte: a JSON parser met SSE. https://github.com/TelegramMessenger/cocoon/issues/49"""
+    meter = Meter(CHEAP)
+    passing = Relay("", stream, meter)
+    out = b"".join([*itertools.chain(*map(passing.feed, chunks)), *passing.close()])
+    assert b'"prompt_total_cost":14,"completion_total_cost":7,"total_cost":21' in out
+    assert out.endswith(sse.DONE) == stream
+    line = " ".join(f"{name}={n}" for name, n in meter.used().items())
+    assert line == "prompt=11 cached=3 completion=7 reasoning=0 total=21"
+
+
+# fmt: off
+WEIGHTED = Prices(20, Counts(10_000, 1_000, 80_000, 80_000))
+COSTS = [
+    # counts               prices                               adjusted           costs
+    (Counts(14, 3, 7, 0),  Prices(1),                           (11, 3, 7, 0),     (14, 7, 21)),
+    (Counts(14, 3, 20, 5), WEIGHTED,                            (11, 0, 120, 40),  (220, 3200, 3420)),
+    (Counts(14, 3, 20, 5), WEIGHTED._replace(coefficient=1500), (16, 0, 180, 60),  (320, 4800, 5120)),
+    (Counts(0, 0, 0, 0),   WEIGHTED,                            (0, 0, 0, 0),      (0, 0, 0)),
+    (Counts(7, 0, 3, 0),   WEIGHTED._replace(per_token=0),      (7, 0, 24, 0),     (0, 0, 0)),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("counts", "prices", "adjusted", "costs"), COSTS)
+def test_costs(counts: Counts, prices: Prices, adjusted: tuple[int, ...], costs: tuple[int, ...]) -> None:
+    assert tuple(prices.adjusted(counts)) == adjusted
+    assert tuple(prices.costs(counts).values()) == costs
+
+
+@pytest.mark.parametrize(("cached", "reasoning", "total"), [(9, 0, 1), (0, 9, 5), (9, 9, 0)])
+def test_a_part_is_no_more_than_its_whole(cached: int, reasoning: int, total: int) -> None:
+    """Bug: more was cached than the prompt has, the rest cost -4, and the counter of all costs fell."""
+    details = {"prompt_tokens_details": {"cached_tokens": cached}, "reasoning_tokens": reasoning}
+    meter = Meter(Prices(1, Counts(10_000, 0, 10_000, 0)))
+    usage = meter.read({"usage": {"prompt_tokens": 5, "completion_tokens": 1} | details})
+    assert usage
+    assert (usage["total_cost"], meter.used()["total"]) == (total, total)
+
+
+@pytest.mark.parametrize("coefficient", [1000, 1500, 333])
+@pytest.mark.parametrize("multiplier", [10_000, 1_000, 80_000])
+def test_doubles_cost_what_integers_would(coefficient: int, multiplier: int) -> None:
+    prices = Prices(1, Counts(multiplier, 0, 0, 0), coefficient)
+    found = [prices.adjusted(Counts(prompt=n)).prompt for n in range(2001)]
+    assert found == [n * coefficient * multiplier // 10**7 for n in range(2001)]
+
+
+# --- law 1: where the bytes were cut cannot be seen ---------------------------------------------------------
+
+CR = STREAM.replace(b"\n", b"\r")
+CRLF = STREAM.replace(b"\n", b"\r\n")
+# fmt: off
+STREAMS = {
+    "as ours":        STREAM,
+    "CR":             CR,
+    "CRLF":           CRLF,
+    "mixed":          b"\xef\xbb\xbf: hi\r\n\r" + CRLF[:200] + STREAM[200 - STREAM[:190].count(b"\n"):],
+    "not ended":      STREAM[:-1],
+    "cut":            STREAM[:-40],
+    "not SSE":        b"  \n <html>no</html>",
+    "JSON":           json.dumps({"choices": [{"index": 0, "message": {"content": "\u2028"}}]}).encode(),
+    "garbage":        bytes(range(256)),
+    "half a letter":  delta(content="x").replace(b"x", b"caf\xc3") + finish() + b"data: \xc3",
+    "separators":     delta(content="x").replace(b"x", "\u2028\u0085\f".encode()) + finish() + DONE + DONE,
+}
+# fmt: on
+
+
+def everything(chunks: list[bytes], stream: bool) -> list[Any]:
+    """All that a relay makes of these chunks."""
+    meter = Meter(CHEAP)
+    passing = Relay("", stream, meter)
+    out: list[Any] = []
+    try:
+        for piece in chunks:
+            out += passing.feed(piece)
+        out += passing.close()
+    except Unreadable as error:
+        out += passing.fail(str(error)) if stream else [str(error)]
+    except Refused as error:
+        out.append(error.message)
+    return [*out, meter.counts]
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "plain"])
+@pytest.mark.parametrize("name", STREAMS)
+def test_cuts_cannot_be_seen(name: str, stream: bool) -> None:
+    data = STREAMS[name]
+    expected = everything([data], stream)
+    assert everything([data[i : i + 1] for i in range(len(data))], stream) == expected
+    for i in range(len(data) + 1):
+        assert everything([data[:i], b"", data[i:]], stream) == expected, i
+
+
+def test_two_cuts_cannot_be_seen() -> None:
+    data = b': a\r\n\r\nevent: x\rdata: {"choices":[],\r\ndata: "usage":{}}\n\r\n\ndata: [DONE]\r\r'
+    expected = everything([data], True)
+    for i, j in itertools.combinations(range(len(data)), 2):
+        assert everything([data[:i], data[i:j], data[j:]], True) == expected, (i, j)
+
+
+@pytest.mark.parametrize("data", [STREAM, CR, CRLF])
+def test_what_has_no_usage_passes_byte_for_byte(data: bytes) -> None:
+    passing = Relay("", True, Meter(), shows_usage=True)
+    assert (
+        b"".join(passing.feed(data) + passing.close()).replace(sse.DONE, b"")
+        == data[: data.rindex(b"data: [")]
+    )
+
+
+@pytest.mark.bug("B02")
+def test_every_frame_leaves_before_the_next_comes() -> None:
+    """Elsewhere all of it left at the end: cocoon, CountTokens.cpp."""
+    passing = Relay("", True, Meter(), shows_usage=True)
+    assert [passing.feed(frame) for frame in FRAMES] == [*([frame] for frame in FRAMES[:-1]), []]
+    assert passing.close() == [DONE]
+
+
+@pytest.mark.bug("A18")
+def test_one_long_line_takes_linear_time() -> None:
+    """Bytewise, each byte is looked at a few times, not as often as there are bytes."""
+    data = b'data: {"choices":[],"x":"' + b"y" * 200_000 + b'"}\n\n' + finish() + DONE
+    passing = Relay("", True, Meter())
+    out = [frame for i in range(len(data)) for frame in passing.feed(data[i : i + 1])]
+    assert b"".join(out + passing.close()) == data
+
+
+# fmt: off
+STARTS: dict[relay.Mode | None, list[bytes]] = {
+    "sse":  [b"d", b"e", b"i", b"r", b":", b" \r\n\td", b"\xef\xbb\xbfd", b"\xef\xbb\xbf\n:"],
+    "json": [b"{", b"[", b'"', b"-", b"7", b"t", b"f", b"n", b"<", b"\xef\xbb\xbf{", b"\xefd"],
+    None:   [b"", b"\n", b"\xef", b"\xef\xbb", b"\xef\xbb\xbf"],
+}
+MODES = [
+    # content type                         start            mode
+    ("text/event-stream",                  b"",             "sse"),
+    ("Text/Event-Stream; charset=utf-8",   b"{",            "sse"),
+    ("application/json",                   b"data: ",       "json"),
+    ("application/json ; charset=utf-8",   b"",             "json"),
+    *(("", start, found) for found, starts in STARTS.items() for start in starts),
+    ("text/plain",                         b"data: ",       "sse"),
+]
+# fmt: on
+
+
+@pytest.mark.bug("B03")
+@pytest.mark.parametrize(("content_type", "start", "found"), MODES)
+def test_mode(content_type: str, start: bytes, found: str | None) -> None:
+    assert relay.mode(content_type, start) == found
+
+
+# --- errors of upstreams ------------------------------------------------------------------------------------
+
+LONG = "This model's maximum context length is 10 tokens."
+# fmt: off
+ERRORS: list[tuple[int, Any, int, str | None, str, str]] = [
+    # status, body of the upstream       ours, param, code, message
+    (400, {"error": {"message": "No.", "param": "top_p", "code": "invalid_value"}},
+                                         400, "top_p", "invalid_value", "No."),
+    (400, {"error": {"message": LONG, "code": 400}},
+                                         400, None, "context_length_exceeded", LONG),
+    (400, {"object": "error", "message": "No.", "code": 40301},
+                                         400, None, "", "No."),
+    (500, {"error": {"message": LONG}},  502, None, "", LONG),
+    (422, {"detail": [{"msg": "No."}]},  400, None, "", "The upstream answered with status 422."),
+    (404, {"detail": "No such model."},  404, None, "", "No such model."),
+    (401, {"error": "Bad key"},          502, None, "", "The upstream does not take this server's key (401)"),
+    (429, {"error": {"message": "Wait.", "code": "rate_limit_exceeded"}},
+                                         429, None, "rate_limit_exceeded", "Wait."),
+    (503, None,                          503, None, "", "The upstream answered with status 503."),
+    (418, {"error": {"message": 7}},     502, None, "", "The upstream answered with status 418."),
+    (302, "<html>",                      502, None, "", "The upstream answered with status 302."),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("status", "body", "ours", "param", "code", "message"), ERRORS)
+def test_refusals(status: int, body: Any, ours: int, param: str | None, code: str, message: str) -> None:
+    found = relay.refusal(status, {"retry-after": "7"}, json.dumps(body).encode())
+    assert (found.status, found.param, found.code) == (ours, param, code)
+    assert found.message.startswith(message)
+    assert found.retry_after == "7"
+
+
+# --- one request, in this process ---------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def workers(
+    *urls: str, limits: Limits = QUICK, prices: Prices | None = None
+) -> AsyncIterator[RemoteWorker]:
+    """A worker over these upstreams, which have been asked for their models."""
+    worker = RemoteWorker(Upstreams(urls, "key", limits), prices)
+    try:
+        await worker.upstreams.probe()
+        yield worker
+    finally:
+        await worker.close()
+
+
+class Client:
+    """Calls an ASGI application, and stays for as long as it is told."""
+
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+        self.is_gone = asyncio.Event()
+        self.on_body: Callable[[bytes], None] = lambda body: None
+
+    async def call(self, app: Any, body: Json | None = None, path: str = CHAT) -> None:
+        raw = json.dumps(body).encode()
+        incoming = iter([{"type": "http.request", "body": raw, "more_body": False}])
+
+        async def receive() -> Message:
+            if (message := next(incoming, None)) and body is not None:
+                return message
+            await self.is_gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            self.sent.append(message)
+            self.on_body(message.get("body", b""))
+
+        scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b""}
+        await app(scope, receive, send)
+
+    @property
+    def status(self) -> int:
+        return int(self.sent[0]["status"])
+
+    @property
+    def headers(self) -> dict[bytes, bytes]:
+        return dict(self.sent[0]["headers"])
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.sent)
+
+
+async def passed(worker: RemoteWorker, body: Json) -> Client:
+    """A chat request passed through; raises Refused."""
+    client = Client()
+    await client.call(worker.pass_through(body))
+    return client
+
+
+async def said(worker: RemoteWorker, **body: Any) -> list[Accepted | Output | Finish]:
+    """What the worker says of a Responses request; raises Refused."""
+    request = params.from_responses({"model": "m", "input": "hi"} | body, {})
+    async with aclosing(worker.run(worker.prepare(request))) as outputs:
+        return [output async for output in outputs]
+
+
+def frames_of(body: bytes) -> list[Any]:
+    """The events of a whole stream; its [DONE] came once, and last."""
+    parser = sse.Parser()
+    found = [found.data for found in parser.feed(body)]
+    parser.close()
+    assert [data == "[DONE]" for data in found] == [False] * (len(found) - 1) + [True]
+    return [json.loads(data) for data in found[:-1]]
+
+
+def check_error(frame: Json) -> None:
+    assert frame.keys() == {"error"}
+    assert frame["error"].keys() == {"message", "type", "param", "code"}
+
+
+SAID = [["analysis", "so"], ["final", "caf\u00e9"], ["call", "f", '{"x":1}']]  # by STREAM
+
+
+def test_a_request_and_its_answer() -> None:
+    async def run(worker: Upstream) -> None:
+        async with workers(worker.url, prices=CHEAP) as asked:
+            client = await passed(asked, STREAMED | {"stream_options": {"include_usage": True}})
+            assert client.status == 200
+            assert client.headers[b"content-type"] == b"text/event-stream; charset=utf-8"
+            *_, used = frames_of(client.body)
+            assert used["usage"]["total_cost"] == 21
+            assert client.body.startswith(b"".join(FRAMES[:-2]))
+            first, *outputs, end = await said(asked)
+            assert first == Accepted()
+            assert laws.items(cast(list[Output], outputs)) == SAID
+            assert end == Finish("stop", Usage(14, 7, 0, 3))
+            assert asked.counts()["running"] == 0
+
+    with upstream() as worker:
+        asyncio.run(run(worker))
+        for exchange in worker.exchanges:
+            assert exchange.headers["accept-encoding"] == "identity"
+            assert exchange.headers["authorization"] == "Bearer key"
+            assert exchange.body["stream_options"] == {"include_usage": True}
+
+
+@pytest.mark.bug("B06", "B07")
+def test_response_headers_are_of_this_connection() -> None:
+    """`Content-Length: 9` beside a rewritten body. https://github.com/sgl-project/sglang/pull/27523"""
+    packed = gzip.compress(PLAIN)
+    answer = head(
+        "application/json", "200 OK", f"CONTENT-LENGTH: {len(packed)}", "Content-Encoding: gzip", "X-Model: m"
+    )
+
+    async def run(url: str) -> Client:
+        async with workers(url, prices=CHEAP) as worker:
+            return await passed(worker, ASK)
+
+    with upstream(says(answer + packed)) as worker:
+        client = asyncio.run(run(worker.url))
+    names = [name.lower() for name, _ in client.sent[0]["headers"]]
+    assert sorted(names) == [b"content-length", b"content-type", b"x-model"]
+    assert int(client.headers[b"content-length"]) == len(client.body)
+    assert json.loads(client.body)["usage"]["total_cost"] == 21
+
+
+# --- chaos --------------------------------------------------------------------------------------------------
+
+CHUNKED_HEAD = head("text/event-stream", "200 OK", CHUNKED)
+ENDS: dict[str, tuple[int, Callable[[int], Answer]]] = {
+    # at every n-th byte, the stream up to there, and then
+    "end of the connection": (1, lambda n: says(head() + STREAM[:n])),
+    "end inside a chunk": (7, lambda n: says(CHUNKED_HEAD + b"%x\r\n" % len(STREAM) + STREAM[:n])),
+}
+
+
+@pytest.mark.bug("B13")
+@pytest.mark.parametrize("how", ENDS)
+def test_upstream_dies_at_every_byte(how: str) -> None:
+    """Elsewhere: 200, half an answer, no error, no [DONE]. https://github.com/open-webui/open-webui/issues/29628"""
+    step, ending = ENDS[how]
+    whole = [json.loads(frame[6:]) for frame in FRAMES[:-2]]
+    finished = len(b"".join(FRAMES[:-2])) - 2  # bytes until all is said; usage and [DONE] may be missing
+    is_clean = how == "end of the connection"
+
+    async def run(worker: Upstream) -> None:
+        async with workers(worker.url) as asked:
+            for n in range(0, len(STREAM) + 1, step):
+                worker.answer = ending(n)
+                if n == 0:
+                    with pytest.raises(Refused, match="no answer"):
+                        await passed(asked, STREAMED)
+                    with pytest.raises(Refused, match="no answer"):
+                        await said(asked)
+                    continue
+                frames = frames_of((await passed(asked, STREAMED)).body)
+                complete = [f for f in frames if "error" not in f]
+                assert complete == whole[: len(complete)]
+                errors = frames[len(complete) :]
+                list(map(check_error, errors))
+                assert len(errors) <= 1
+                end = (await said(asked))[-1]
+                assert isinstance(end, Finish)
+                assert (end.reason == "failed") == bool(errors)
+                if n < finished or not is_clean:
+                    assert errors or n == len(STREAM)
+                if not errors:
+                    assert complete == whole
+
+    with upstream() as worker:
+        asyncio.run(run(worker))
+
+
+def drip(exchange: Exchange) -> None:
+    exchange.send(head())
+    for i in range(len(STREAM)):
+        exchange.send(STREAM[i : i + 1])
+
+
+def reset(exchange: Exchange) -> None:
+    exchange.send(head() + STREAM[:300])
+    exchange.reset()
+
+
+BIG = b"x" * 2**20
+
+
+def endless_line(exchange: Exchange) -> None:
+    exchange.send(head() + FRAMES[0] + b"data: ")
+    for _ in range(64):
+        exchange.send(BIG)
+
+
+def endless_answer(exchange: Exchange) -> None:
+    exchange.send(head())
+    frame = delta(content=BIG.decode())
+    for _ in range(64):
+        exchange.send(frame)
+
+
+def endless_json(exchange: Exchange) -> None:
+    exchange.send(head("application/json") + b'{"x":"')
+    for _ in range(64):
+        exchange.send(BIG)
+
+
+def streams(*headers: str) -> bytes:
+    return head("text/event-stream", "200 OK", *headers) + STREAM
+
+
+OOPS = delta(content="x")[:-6] + b"\n\n"
+NONSENSE = event({"choices": [{"delta": {"content": 7, "tool_calls": 5}}, 3]})
+NAMELESS = delta(tool_calls=[{"index": 0, "function": {"arguments": "{}"}}])
+# fmt: off
+CHAOS: dict[str, tuple[str, str, str, Answer]] = {
+    # what it does         stream,    plain,     Responses, how
+    "bytewise":           ("whole",   "whole",   "stop",    drip),
+    "two [DONE]":         ("whole",   "whole",   "stop",    says(streams() + DONE)),
+    "more behind [DONE]": ("whole",   "whole",   "stop",    says(streams() + b"\x00\xff" * 9)),
+    "too long":           ("whole",   "whole",   "stop",    says(streams("Content-Length: 9999"))),
+    "too short":          ("error",   "refused", "failed",  says(streams("Content-Length: 300"))),
+    "wrong chunk size":   ("error",   "refused", "failed",  says(CHUNKED_HEAD + b"fff\r\n" + STREAM[:-9])),
+    "no chunk size":      ("refused", "refused", "refused", says(CHUNKED_HEAD + b"zz\r\n" + STREAM)),
+    "packed badly":       ("refused", "refused", "refused", says(streams("Content-Encoding: gzip"))),
+    "reset":              ("error",   "refused", "failed",  reset),
+    "no finish_reason":   ("error",   "refused", "failed",  says(head() + FRAMES[0] + FRAMES[2])),
+    "half a letter":      ("error",   "refused", "failed",  says(head() + FRAMES[2] + b"data: \xc3")),
+    "garbage":            ("error",   "refused", "failed",  says(head() + bytes(range(256)) * 99)),
+    "garbage frames":     ("error",   "refused", "failed",  says(head() + b"data: \xff{\n\n" * 9)),
+    "unreadable frame":   ("whole",   "refused", "failed",  says(head() + OOPS + finish() + DONE)),
+    "endless line":       ("error",   "refused", "failed",  endless_line),
+    "endless JSON":       ("error",   "refused", "failed",  endless_json),
+    "HTML":               ("error",   "refused", "failed",  says(head("text/html") + b"<html>")),
+    "an array":           ("error",   "refused", "failed",  says(head("application/json") + b"[1]")),
+    "error first":        ("error",   "refused", "failed",  says(head() + event({"error": "No."}))),
+    "nonsense":           ("whole",   "refused", "failed",  says(head() + NONSENSE + DONE)),
+    "call without name":  ("whole",   "whole",   "failed",  says(head() + NAMELESS + DONE)),
+    "nothing":            ("refused", "refused", "refused", says(b"")),
+    "no body":            ("refused", "refused", "refused", says(head())),
+    "no HTTP":            ("refused", "refused", "refused", says(b"\x00\xff garbage \r\n\r\n" * 9)),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", CHAOS)
+def test_chaos(name: str) -> None:
+    """Whatever comes: an answer or an error, in time, and the books are kept."""
+    *expected, answer = CHAOS[name]
+
+    async def run(url: str) -> list[str]:
+        async with workers(url) as worker:
+            found = [
+                await outcome(worker, STREAMED),
+                await outcome(worker, ASK),
+                await response_outcome(worker),
+            ]
+            assert worker.counts()["running"] == 0
+            totals = worker.ledger.totals
+            assert totals["relayed_done"] + totals["relayed_error"] == 3
+            assert totals["relayed_disconnect"] == 0
+            return found
+
+    with upstream(answer) as worker:
+        assert asyncio.run(asyncio.wait_for(run(worker.url), 20)) == expected
+
+
+async def outcome(worker: RemoteWorker, body: Json) -> str:
+    try:
+        client = await passed(worker, body)
+    except Refused:
+        return "refused"
+    if body.get("stream"):
+        assert client.body.endswith(DONE)
+        assert client.body.count(DONE) == 1
+        return "error" if b'data: {"error":' in client.body else "whole"
+    json.loads(client.body)
+    return "whole"
+
+
+async def response_outcome(worker: RemoteWorker) -> str:
+    try:
+        *_, end = await said(worker)
+    except Refused:
+        return "refused"
+    assert isinstance(end, Finish)
+    return end.reason
+
+
+@pytest.mark.bug("A18", "I06")
+def test_an_endless_line_does_not_fill_memory() -> None:
+    """64 MiB without a line end: the connection is closed at the limit, and the rest is never read."""
+    n_sent = 0
+
+    def answer(exchange: Exchange) -> None:
+        nonlocal n_sent
+        exchange.send(head() + b"data: ")
+        for _ in range(64):
+            exchange.send(BIG)
+            n_sent += len(BIG)
+
+    async def run(url: str) -> None:
+        async with workers(url) as worker:
+            assert await outcome(worker, STREAMED) == "error"
+
+    with upstream(answer) as worker:
+        asyncio.run(run(worker.url))
+        assert n_sent < sse.MAX_EVENT_BYTES + 16 * 2**20  # the sockets' buffers
+
+
+@pytest.mark.bug("I06")
+def test_an_endless_answer_does_not_fill_memory() -> None:
+    """A response is kept as a whole, so there is a limit to it; what passes through is not kept."""
+
+    async def run(url: str) -> None:
+        async with workers(url) as worker:
+            *_, end = await said(worker)
+            assert isinstance(end, Finish)
+            assert (end.reason, "expected an answer of at most" in end.message) == ("failed", True)
+
+    with upstream(endless_answer) as worker:
+        asyncio.run(run(worker.url))
+
+
+def test_many_streams_at_once() -> None:
+    n = 200
+    ready = threading.Barrier(n)
+
+    def answer(exchange: Exchange) -> None:
+        exchange.send(head() + FRAMES[0])
+        ready.wait(20)  # all of them run at the same time
+        for frame in FRAMES[1:]:
+            exchange.send(frame)
+
+    async def run(url: str) -> None:
+        async with workers(url) as worker:
+            clients = await asyncio.gather(*(passed(worker, STREAMED) for _ in range(n)))
+            assert {client.body for client in clients} == {b"".join(FRAMES[:-2]) + DONE}
+            assert worker.ledger.totals["relayed_done"] == n
+            assert worker.ledger.totals["relayed_completion"] == 7 * n
+
+    with upstream(answer) as worker:
+        asyncio.run(run(worker.url))
+
+
+# --- time ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.bug("B02")
+@pytest.mark.parametrize("api", ["chat", "responses"])
+def test_first_frame_is_out_before_the_second_is_written(api: str) -> None:
+    """Elsewhere the client got all of it at the end. cocoon, CountTokens.cpp"""
+    seen = threading.Event()
+
+    def answer(exchange: Exchange) -> None:
+        exchange.send(head() + FRAMES[1])
+        assert seen.wait(20), "the first frame was held back"
+        exchange.send(b"".join(FRAMES[2:]))
+
+    async def run(url: str) -> None:
+        async with workers(url) as worker:
+            if api == "chat":
+                client = Client()
+                client.on_body = lambda body: seen.set() if FRAMES[1] == body else None
+                await client.call(worker.pass_through(STREAMED))
+                assert frames_of(client.body)[-1]["choices"][0]["finish_reason"]
+                return
+            request = params.from_responses({"model": "m", "input": "hi"}, {})
+            async with aclosing(worker.run(worker.prepare(request))) as outputs:
+                async for output in outputs:
+                    if isinstance(output, Delta):
+                        seen.set()
+                assert isinstance(output, Finish)
+                assert output.reason == "stop"
+
+    with upstream(answer) as worker:
+        asyncio.run(run(worker.url))
+
+
+def hangs(exchange: Exchange) -> None:
+    exchange.wait_closed()
+
+
+def stalls(exchange: Exchange) -> None:
+    exchange.send(head() + FRAMES[1])
+    exchange.wait_closed()
+
+
+def lingers(exchange: Exchange) -> None:
+    exchange.send(head("text/event-stream", "200 OK", CHUNKED) + chunk(STREAM))
+    exchange.wait_closed()
+
+
+@pytest.mark.parametrize(
+    ("answer", "limits", "found"),
+    [
+        (hangs, QUICK._replace(first_byte_s=0.05), ("refused 504", "refused 504", "refused")),
+        (stalls, QUICK._replace(idle_s=0.05), ("error", "refused 502", "failed")),
+    ],
+    ids=["no first byte", "silence"],
+)
+def test_nothing_waits_for_ever(answer: Answer, limits: Limits, found: tuple[str, str, str]) -> None:
+    async def of(worker: RemoteWorker, body: Json) -> str:
+        try:
+            return "error" if "error" in frames_of((await passed(worker, body)).body)[-1] else "whole"
+        except Refused as refused:
+            return f"refused {refused.status}"
+
+    async def run(url: str) -> tuple[str, str, str]:
+        async with workers(url, limits=limits) as worker:
+            return await of(worker, STREAMED), await of(worker, ASK), await response_outcome(worker)
+
+    with upstream(answer) as worker:
+        assert asyncio.run(run(worker.url)) == found
+
+
+def test_nobody_waits_for_what_is_behind_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.upstreams.LINGER_S", 0.05)
+
+    async def run(url: str) -> None:
+        async with workers(url) as worker:
+            assert frames_of((await passed(worker, STREAMED)).body)[-1]["choices"][0]["finish_reason"]
+            assert (await response_outcome(worker)) == "stop"
+
+    with upstream(lingers) as worker:
+        asyncio.run(run(worker.url))
+
+
+def test_a_client_hears_from_us_while_the_upstream_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the head of a stream nor its first event waits for a long prompt; an error is told in band."""
+    monkeypatch.setattr("gateway.remote.ACCEPT_S", 0.01)
+    heard = threading.Event()
+
+    def answer(exchange: Exchange) -> None:
+        assert heard.wait(20), "nothing came before the upstream's answer"
+        exchange.send(json_answer({"error": {"message": "No."}}, "400 Bad Request"))
+
+    async def run(url: str) -> None:
+        async with workers(url) as worker:
+            client = Client()
+            client.on_body = lambda body: heard.set()
+            await client.call(worker.pass_through(STREAMED))
+            assert client.status == 200
+            (error,) = frames_of(client.body)
+            assert error["error"]["message"] == "No."
+            heard.clear()
+            request = params.from_responses({"model": "m", "input": "hi"}, {})
+            async with aclosing(worker.run(worker.prepare(request))) as outputs:
+                assert await anext(outputs) == Accepted()
+                heard.set()
+                end = await anext(outputs)
+            assert isinstance(end, Finish)
+            assert (end.reason, end.message) == ("failed", "No.")
+
+    with upstream(answer) as worker:
+        asyncio.run(run(worker.url))
+
+
+@pytest.mark.bug("I03")
+@pytest.mark.parametrize("after", ["no byte", "some bytes"])
+@pytest.mark.parametrize("body", [STREAMED, ASK, None], ids=["stream", "plain", "response"])
+def test_who_leaves_ends_the_work_behind(body: Json | None, after: str) -> None:
+    """https://github.com/BerriAI/litellm/pull/30245: the upstream ran on for nobody."""
+    asked, ended = threading.Event(), threading.Event()
+
+    def answer(exchange: Exchange) -> None:
+        exchange.send(head() + FRAMES[1] if after == "some bytes" else b"")
+        asked.set()
+        if exchange.wait_closed():
+            ended.set()
+
+    async def run(url: str) -> None:
+        async with workers(url) as worker:
+            client = Client()
+            app = worker.pass_through(body) if body else None
+            working: asyncio.Task[Any] = asyncio.create_task(client.call(app) if app else said(worker))
+            await asyncio.to_thread(asked.wait, 20)
+            if body:
+                client.is_gone.set()
+                await working
+            else:
+                working.cancel()
+                await asyncio.wait({working})
+            assert await asyncio.to_thread(ended.wait, 20), "the connection stayed open"
+            assert worker.counts()["running"] == 0
+            assert worker.ledger.totals["relayed_disconnect"] == 1
+
+    with upstream(answer) as worker:
+        asyncio.run(run(worker.url))
+
+
+@pytest.mark.bug("I06")
+def test_a_slow_client_slows_its_upstream_down() -> None:
+    """Nothing is read ahead: what the upstream has sent is bounded by the sockets' buffers."""
+    n_sent = 0
+    frame = delta(content="x" * 60_000)
+
+    def answer(exchange: Exchange) -> None:
+        nonlocal n_sent
+        exchange.send(head())
+        for _ in range(1000):  # 60 MB
+            exchange.send(frame)
+            n_sent += len(frame)
+
+    async def run(url: str) -> None:
+        async with workers(url) as worker:
+            reads = asyncio.Event()
+
+            async def send(message: Message) -> None:
+                if message["type"] == "http.response.body":
+                    await reads.wait()
+
+            async def receive() -> Message:
+                await asyncio.Event().wait()
+                raise AssertionError
+
+            working = asyncio.create_task(worker.pass_through(STREAMED)({}, receive, send))
+            before = -1
+            while before != n_sent or n_sent == 0:  # until it stands still
+                before = n_sent
+                await asyncio.sleep(0.1)
+            assert n_sent < 20_000_000
+            working.cancel()
+            await asyncio.wait({working})
+
+    with upstream(answer) as worker:
+        asyncio.run(run(worker.url))
+
+
+# --- accounting ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.bug("B12")
+@pytest.mark.parametrize("api", ["chat", "responses"])
+@pytest.mark.parametrize("how", ["done", "error", "disconnect"])
+def test_usage_is_settled_once_on_every_path(how: str, api: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Elsewhere before the stream ran, so as zero: https://github.com/api7/aisix/issues/108"""
+    used = event({"choices": [{"index": 0, "delta": {"content": "hi"}}], "usage": scripted.USAGE})
+
+    def answer(exchange: Exchange) -> None:
+        exchange.send(head() + used)
+        if how == "disconnect":
+            exchange.wait_closed()
+        elif how == "done":
+            exchange.send(finish() + DONE)
+
+    async def chat(worker: RemoteWorker) -> None:
+        client = Client()
+        if how == "disconnect":
+            client.on_body = lambda body: client.is_gone.set() if body else None
+        await client.call(worker.pass_through(STREAMED))
+
+    async def response(worker: RemoteWorker) -> None:
+        request = params.from_responses({"model": "m", "input": "hi"}, {})
+        async with aclosing(worker.run(worker.prepare(request))) as outputs:
+            async for output in outputs:
+                if how == "disconnect" and isinstance(output, Delta):
+                    break
+
+    async def run(url: str) -> dict[str, int]:
+        async with workers(url, prices=Prices(2)) as worker:
+            await (chat(worker) if api == "chat" else response(worker))
+            return worker.counts()
+
+    caplog.set_level(logging.INFO, "remote")
+    with upstream(answer) as worker:
+        counts = asyncio.run(run(worker.url))
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "remote"]
+    used_up = "prompt=11 cached=3 completion=7 reasoning=0 total=21 cost=42"
+    assert line == f"m of {worker.url}: {how}, usage: {used_up}"
+    assert (counts[f"relayed_{how}"], counts["relayed_cost"], counts["relayed_usage_unknown"]) == (1, 42, 0)
+
+
+@pytest.mark.bug("B05")
+def test_usage_that_was_not_seen_is_unknown(caplog: pytest.LogCaptureFixture) -> None:
+    async def run(url: str) -> None:
+        async with workers(url) as worker:
+            await passed(worker, STREAMED)
+            *_, end = await said(worker)
+            assert end == Finish("stop", None)
+            assert worker.counts()["relayed_usage_unknown"] == 2
+
+    caplog.set_level(logging.INFO, "remote")
+    with upstream(says(head() + FRAMES[2] + finish() + DONE)) as worker:
+        asyncio.run(run(worker.url))
+    assert all(
+        "usage: unknown (null)" in record.getMessage() for record in caplog.records if record.name == "remote"
+    )
+
+
+# --- which upstream -----------------------------------------------------------------------------------------
+
+
+def names(name: str) -> Answer:
+    """An upstream that says its name."""
+    return says(head() + delta(content=name) + finish() + DONE)
+
+
+async def who(worker: RemoteWorker, model: str = "m") -> str:
+    return "".join(o.text for o in await said(worker, model=model) if isinstance(o, Delta))
+
+
+def test_the_least_busy_is_asked() -> None:
+    held = threading.Event()
+
+    def busy(exchange: Exchange) -> None:
+        exchange.send(head() + delta(content="a"))
+        held.wait(20)
+        exchange.send(finish() + DONE)
+
+    async def run(*urls: str) -> None:
+        async with workers(*urls) as worker:
+            first = asyncio.create_task(who(worker))
+            while worker.counts()["running"] == 0:
+                await asyncio.sleep(0)
+            assert [await who(worker) for _ in range(3)] == ["b"] * 3
+            held.set()
+            assert await first == "a"
+            assert sorted([await who(worker), await who(worker)]) in (["a", "a"], ["a", "b"])
+
+    with upstream(busy) as a, upstream(names("b")) as b:
+        asyncio.run(run(a.url, b.url))
+
+
+def test_models_are_those_of_all_upstreams() -> None:
+    async def run(*urls: str) -> None:
+        async with workers(*urls) as worker:
+            assert list(worker.upstreams.models()) == ["m", "x", "y"] or sorted(
+                worker.upstreams.models()
+            ) == ["m", "x", "y"]
+            assert "".join(o.text for o in await said(worker, model="y") if isinstance(o, Delta)) == "b"
+            assert "".join(o.text for o in await said(worker, model="x") if isinstance(o, Delta)) == "a"
+
+    with upstream(names("a"), ("m", "x")) as a, upstream(names("b"), ("m", "y")) as b:
+        asyncio.run(run(a.url, b.url))
+
+
+# fmt: off
+FALLS = {
+    "no connection":   None,
+    "no answer":       says(b""),
+    "head, no byte":   says(head()),
+    "500":             says(json_answer({"error": {"message": "No."}}, "500 Internal Server Error")),
+    "503":             says(json_answer({}, "503 Service Unavailable")),
+    "429":             says(json_answer({}, "429 Too Many Requests")),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", FALLS)
+def test_another_is_asked_before_the_first_byte(name: str) -> None:
+    async def run(a: Upstream, b: Upstream) -> None:
+        async with workers(a.url, b.url) as worker:
+            if FALLS[name] is None:
+                a.close()
+            assert await who(worker) == "b"
+            assert b'"b"' in (await passed(worker, STREAMED)).body
+
+    with upstream(FALLS[name] or says(b"")) as a, upstream(names("b")) as b:
+        asyncio.run(run(a, b))
+
+
+def test_no_other_is_asked_after_the_first_byte() -> None:
+    async def run(*urls: str) -> None:
+        async with workers(*urls) as worker:
+            assert (await response_outcome(worker)) == "failed"
+
+    with upstream(says(head() + FRAMES[2])) as a, upstream(names("b")) as b:
+        asyncio.run(run(a.url, b.url))
+        assert (len(a.exchanges), len(b.exchanges)) == (1, 0)
+
+
+def test_no_other_is_asked_where_the_request_is_at_fault() -> None:
+    async def run(*urls: str) -> None:
+        async with workers(*urls) as worker:
+            with pytest.raises(Refused, match=r"No\.") as caught:
+                await said(worker)
+            assert caught.value.status == 400
+
+    refuses = says(json_answer({"error": {"message": "No."}}, "400 Bad Request"))
+    with upstream(refuses) as a, upstream(names("b")) as b:
+        asyncio.run(run(a.url, b.url))
+        assert (len(a.exchanges), len(b.exchanges)) == (1, 0)
+
+
+def test_circuit_opens_and_closes(caplog: pytest.LogCaptureFixture) -> None:
+    async def run(worker: Upstream) -> None:
+        async with workers(worker.url, limits=QUICK._replace(max_failures=3)) as asked:
+            for _ in range(3):
+                assert asked.counts()["upstreams_down"] == 0
+                with pytest.raises(Refused, match="no answer"):
+                    await said(asked)
+            assert asked.counts()["upstreams_down"] == 1
+            with pytest.raises(Refused, match="can be reached") as caught:
+                await said(asked)
+            assert (caught.value.status, caught.value.retry_after) == (503, "5")
+            assert len(worker.exchanges) == 3  # the fourth was not sent
+            worker.answer = names("a")
+            await asked.upstreams.probe()
+            assert await who(asked) == "a"
+
+    caplog.set_level(logging.WARNING, "upstreams")
+    with upstream(says(b"")) as worker:
+        asyncio.run(run(worker))
+    log = "\n".join(record.getMessage() for record in caplog.records)
+    assert log.count("circuit opened after 3 failures in a row") == 1
+    assert log.count("circuit closed, it works again") == 1
+
+
+def test_probes_open_the_circuit_of_one_that_is_gone() -> None:
+    async def run(worker: Upstream) -> None:
+        async with workers(worker.url, limits=QUICK._replace(max_failures=2)) as asked:
+            worker.close()
+            await asked.upstreams.probe()
+            assert asked.counts()["upstreams_down"] == 0
+            await asked.upstreams.probe()
+            assert asked.counts()["upstreams_down"] == 1
+
+    with upstream() as worker:
+        asyncio.run(run(worker))
+
+
+# --- what is asked ------------------------------------------------------------------------------------------
+
+TOOLS = [{"type": "function", "name": name, "parameters": {"type": "object"}} for name in ("f", "g")]
+F = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+G = {"type": "function", "function": {"name": "g", "parameters": {"type": "object"}}}
+STRICT_F = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "strict": True}}
+SCHEMA = {"name": "n", "schema": {"type": "object"}, "strict": True}
+ALLOWED = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "g"}]}
+NAMED = {"type": "function", "function": {"name": "f"}}
+LOGPROBS = {"top_logprobs": 2, "include": ["message.output_text.logprobs"]}
+# fmt: off
+REQUESTS: list[tuple[Json, Json]] = [
+    # more of the Responses request                     more of the chat request
+    ({},                                                {}),
+    ({"max_output_tokens": 7, "seed": 5, "stop": "x"},  {"max_tokens": 7, "seed": 5, "stop": ["x"]}),
+    ({"temperature": 0, "top_p": 0.5, "top_k": 4},      {"temperature": 0, "top_p": 0.5, "top_k": 4}),
+    ({"ignore_eos": True, "stop_token_ids": [3]},       {"ignore_eos": True, "stop_token_ids": [3]}),
+    ({"reasoning": {"effort": "low"}},
+                    {"reasoning_effort": "low",
+                     "chat_template_kwargs": {"enable_thinking": True, "reasoning_effort": "low"}}),
+    ({"tools": TOOLS},                                  {"tools": [F, G], "tool_choice": "auto"}),
+    ({"tools": TOOLS, "tool_choice": "none"},           {}),
+    ({"tools": TOOLS, "tool_choice": "required"},       {"tools": [F, G], "tool_choice": "required"}),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "f"}},
+                                                        {"tools": [F], "tool_choice": NAMED}),
+    ({"tools": TOOLS, "tool_choice": ALLOWED},          {"tools": [G], "tool_choice": "required"}),
+    ({"tools": [TOOLS[0] | {"strict": True}]},          {"tools": [STRICT_F], "tool_choice": "auto"}),
+    ({"tools": TOOLS, "parallel_tool_calls": False},
+                    {"tools": [F, G], "tool_choice": "auto", "parallel_tool_calls": False}),
+    ({"text": {"format": {"type": "json_schema"} | SCHEMA}},
+                    {"response_format": {"type": "json_schema", "json_schema": SCHEMA}}),
+    ({"text": {"format": {"type": "json_object"}}},     {"response_format": {"type": "json_object"}}),
+    (LOGPROBS,                                          {"logprobs": True, "top_logprobs": 2}),
+]
+# fmt: on
+
+
+STREAM_ASKED = {"stream": True, "stream_options": {"include_usage": True}}
+
+
+@pytest.mark.parametrize(("asked", "more"), REQUESTS)
+def test_what_is_asked(asked: Json, more: Json) -> None:
+    request = params.from_responses({"model": "m", "input": "hi"} | asked, {})
+    always = {"model": "m", "stream": True, "stream_options": {"include_usage": True}}
+    found = json.loads(json.dumps(remote.chat_body(request, "m")))
+    assert found == always | more
+
+
+TURNS = [("user", "one"), ("assistant", "1"), ("user", "two")]
+
+
+def test_the_oldest_turns_are_dropped_where_the_upstream_says_too_long() -> None:
+    """truncation=auto: only the upstream can count, so it is asked again."""
+
+    def answer(exchange: Exchange) -> None:
+        if len(exchange.body["messages"]) > 1:
+            exchange.send(json_answer({"error": {"message": LONG, "code": 400}}, "400 Bad Request"))
+        else:
+            exchange.send(head() + STREAM)
+
+    async def run(url: str) -> None:
+        async with workers(url) as worker:
+            turns = [{"role": role, "content": text} for role, text in TURNS]
+            with pytest.raises(Refused, match="maximum context length"):
+                await said(worker, input=turns)
+            *_, end = await said(worker, input=turns, truncation="auto")
+            assert isinstance(end, Finish)
+            assert end.reason == "stop"
+
+    with upstream(answer) as worker:
+        asyncio.run(run(worker.url))
+        assert worker.exchanges[-1].body["messages"] == [{"role": "user", "content": "two"}]
+
+
+# fmt: off
+REFUSED = [
+    ({"stream_options": {"include_usage": True}},               "stream_options"),
+    ({"stream": False, "stream_options": {}},                   "stream_options"),
+    ({"stream": "yes"},                                         "stream"),
+    ({"stream": True, "stream_options": 7},                     "stream_options"),
+]
+# fmt: on
+
+
+@pytest.mark.bug("B09")
+@pytest.mark.parametrize(("more", "param"), REFUSED)
+def test_stream_options_turn_nothing_into_a_stream(more: Json, param: str) -> None:
+    """A client that wanted JSON got SSE: cocoon, ValidateRequest.cpp."""
+    worker = RemoteWorker(Upstreams(["http://127.0.0.1:9/v1"]))
+    with pytest.raises(BadInput) as caught:
+        worker.pass_through(ASK | more)
+    assert caught.value.param == param

@@ -1,0 +1,318 @@
+"""This project's server in front of another one of its kind: all that holds of one holds of both.
+
+The tests that test_server.py and test_lifecycle.py have of Responses and chat run again here, over a front
+that has no model of its own: it asks the worker behind it by /v1/chat/completions. Then what only it can do.
+"""
+
+import itertools
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import openai
+import pytest
+
+import sse
+from helpers import laws
+from helpers.serving import Json, Server, http_bytes, http_chunks, serve, until
+from helpers.upstream import DONE, FRAMES, Exchange, delta, finish, head, json_answer, says, upstream
+from service import options
+from test_lifecycle import (  # noqa: F401  (collected again, with the fixtures of this file)
+    BACKGROUND,
+    HI,
+    LONG,
+    created,
+    ended,
+    parsed,
+    path,
+    streaming,
+    test_background_must_survive_disconnect,
+    test_background_stream_unexpected_type,
+    test_chain_behind_one_that_was_cut,
+    test_foreground_response_that_runs_is_its_clients_alone,
+    test_previous_response,
+    test_resume_by_position,
+    test_sdk_background,
+    test_sdk_cancel,
+    test_sdk_follows_a_run_from_afar,
+    test_sdk_resumes,
+    test_unknown_response,
+)
+from test_server import (  # noqa: F401
+    ASKED,
+    CHAT,
+    FAULTY,
+    RESPONSES,
+    chat_body,
+    events,
+    responses_body,
+    test_both_apis_say_the_same,
+    test_chat,
+    test_choices_are_drawn_apart,
+    test_parallel_streams_say_what_they_say_alone,
+    test_responses,
+    test_sdk_is_told_of_a_cut,
+    test_sdk_stream_of_chat,
+    test_sdk_stream_of_responses,
+    test_tool_result_is_read,
+    test_what_the_tiny_model_says,
+    timeless,
+)
+from test_server import says as says_in
+
+QUICK = ("--upstream-probe", "0.1")
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Server]:
+    with serve(script=FAULTY) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def server(worker: Server) -> Iterator[Server]:
+    """The front: the tests that are imported know it by this name."""
+    with serve("--upstream", worker.url + "/v1", "--price-per-token", "3", model=None) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def sdk(server: Server) -> Iterator[openai.OpenAI]:
+    with server.sdk() as client:
+        yield client
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_a_front_says_what_its_worker_says(server: Server, worker: Server, asked: str) -> None:
+    there, here = (s.post(RESPONSES, responses_body(asked) | {"seed": 7}).json for s in (worker, server))
+    for name in ("output", "usage", "status", "incomplete_details", "model"):
+        assert timeless(here[name]) == timeless(there[name])
+
+
+def test_chat_passes_byte_for_byte(server: Server, worker: Server) -> None:
+    """But for what differs from one request to the next, and the cost."""
+    body = chat_body("thought, call") | {"stream": True, "stream_options": {"include_usage": True}}
+    *there, used = events(worker, CHAT, body)
+    *here, priced = events(server, CHAT, body)
+    assert timeless(here) == timeless(there)
+    cost = {"prompt_total_cost", "completion_total_cost", "total_cost"}
+    assert priced["usage"].keys() - used["usage"].keys() == cost
+    assert priced["usage"]["total_cost"] == 3 * used["usage"]["total_tokens"]
+
+
+@pytest.mark.bug("B08")
+def test_usage_that_was_not_asked_for_does_not_come(server: Server) -> None:
+    """The front asks for it, and counts: cocoon, ValidateRequest.cpp, forced it on the client."""
+    for more in ({}, {"stream_options": {"include_usage": False}}):
+        chunks = events(server, CHAT, chat_body("text") | more)
+        assert all(chunk["choices"] and not chunk.get("usage") for chunk in chunks)
+
+
+def test_models_are_the_workers(server: Server, worker: Server) -> None:
+    assert server.get("/v1/models").json["data"][0]["id"] == "tiny"
+    assert server.get("/v1/models/tiny").json == worker.get("/v1/models/tiny").json
+    assert server.get("/v1/models/default").json["id"] == "default"
+    reply = server.post(CHAT, {"model": "nope", "messages": []})
+    assert (reply.status, reply.json["error"]["code"]) == (404, "model_not_found")
+
+
+TOO_LONG = "hi" * 9000
+# fmt: off
+REFUSALS = [
+    # path      more of the request                                     param, code
+    (CHAT,      {"temperature": 9},                                     "temperature", "invalid_value"),
+    (CHAT,      {"messages": [{"role": "user", "content": TOO_LONG}]},  None, "context_length_exceeded"),
+    (RESPONSES, {"input": TOO_LONG},                                    None, "context_length_exceeded"),
+    (RESPONSES, {"stop_token_ids": [99_999]},                           "stop_token_ids", "invalid_value"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("path", "more", "param", "code"), REFUSALS)
+def test_what_the_worker_refuses_is_refused(
+    server: Server, path: str, more: Json, param: str | None, code: str, stream: bool
+) -> None:
+    reply = server.post(path, {"model": "tiny", "stream": stream} | says_in(path, "hi") | more)
+    assert (reply.status, reply.json["error"]["param"], reply.json["error"]["code"]) == (400, param, code)
+
+
+def test_what_the_worker_refuses_in_the_background_has_failed(server: Server) -> None:
+    made = created(server, {"model": "tiny", "input": TOO_LONG, "background": True})
+    found = ended(server, made["id"])
+    assert (found["status"], found["error"]["code"]) == ("failed", "invalid_prompt")
+    assert "context" in found["error"]["message"]
+
+
+def test_only_the_upstream_can_count_tokens(server: Server) -> None:
+    reply = server.post(RESPONSES + "/input_tokens", {"model": "tiny", "input": "hi"})
+    assert (reply.status, reply.json["error"]["code"]) == (400, "unsupported_parameter")
+
+
+@pytest.mark.bug("I03")
+@pytest.mark.parametrize("how", ["cancel", "leave", "leave chat"])
+def test_the_worker_is_idle_once_nobody_waits(server: Server, worker: Server, how: str) -> None:
+    """https://github.com/BerriAI/litellm/pull/30245"""
+    if how == "leave chat":
+        endless = chat_body("text") | {"max_tokens": 1900, "logit_bias": LONG["logit_bias"], "stream": True}
+        with server.connect(http_bytes(CHAT, endless)) as connection:
+            next(http_chunks(connection))
+            until(lambda: worker.health()["running"] == 1, "the worker has begun")
+    else:
+        with streaming(server, LONG | (BACKGROUND if how == "cancel" else {})) as (id_, frames):
+            list(itertools.islice(frames, 9))
+            assert worker.health()["running"] == 1
+            if how == "cancel":
+                reply = server.post(path(id_, "cancel"), {}).json
+                assert (reply["status"], reply["usage"]) == ("cancelled", None)
+    until(lambda: worker.health()["running"] == 0, "the worker is idle")
+    until(lambda: server.health()["running"] == 0, "the front is too")
+
+
+# --- what breaks --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.bug("B13", "C19")
+def test_a_worker_that_is_killed_ends_every_answer() -> None:
+    with ExitStack() as stack:
+        worker = stack.enter_context(serve())
+        front = stack.enter_context(serve("--upstream", worker.url + "/v1", *QUICK, model=None))
+        _, frames = stack.enter_context(streaming(front, LONG))
+        in_background, followed = stack.enter_context(streaming(front, LONG | BACKGROUND))
+        seen, also = list(itertools.islice(frames, 9)), list(itertools.islice(followed, 9))
+        worker.process.send_signal(signal.SIGKILL)
+        for head_, tail in ((seen, frames), (also, followed)):
+            found = [parsed(frame) for frame in [*head_, *tail] if frame != sse.DONE]
+            laws.check_response(found)
+            assert found[-1]["type"] == "response.failed"
+            assert found[-1]["response"]["error"]["code"] == "server_error"
+        assert ended(front, in_background)["status"] == "failed"
+        until(lambda: front.health()["upstreams_down"] == 1, "the front has noticed")
+        reply = front.post(RESPONSES, HI)
+        assert (reply.status, reply.headers["retry-after"]) == (503, "5")
+        log = front.log()
+    assert "circuit opened after 3 failures in a row" in log
+    assert "disconnect" not in log
+    assert log.count(f"tiny of {worker.url}/v1: error, usage: unknown (null)") == 2
+
+
+def test_two_workers_and_a_model_here() -> None:
+    """Each name goes where it is; what is here wins, and is what `default` means."""
+    with ExitStack() as stack:
+        a = stack.enter_context(upstream(says(head() + delta(content="a") + finish() + DONE), ("m", "tiny")))
+        b = stack.enter_context(upstream(says(head() + delta(content="b") + finish() + DONE), ("n",)))
+        front = stack.enter_context(
+            serve("--upstream", a.url, "--upstream", b.url, "--upstream-api-key", "k")
+        )
+        assert [model["id"] for model in front.get("/v1/models").json["data"]] == ["tiny", "m", "n"]
+        said = {
+            name: created(front, {"model": name, "input": "hi"}) for name in ("m", "n", "tiny", "default")
+        }
+        texts = {name: response["output"][-1]["content"][0]["text"] for name, response in said.items()}
+        assert (texts["m"], texts["n"]) == ("a", "b")
+        assert texts["tiny"] == texts["default"] == "Hello! How can I help you today?"
+        assert [exchange.headers["authorization"] for exchange in a.exchanges + b.exchanges] == [
+            "Bearer k"
+        ] * 2
+        counts = front.health()
+        assert (counts["relayed_done"], counts["relayed_usage_unknown"], counts["running"]) == (2, 2, 0)
+        scraped = front.get("/metrics").body.decode()
+        assert 'llmref:relayed_requests_done_total{model_name="tiny"} 2.0' in scraped
+
+
+def test_an_upstream_may_come_later() -> None:
+    """Until it has been reached nobody knows its models: 503, not 404."""
+    with upstream() as early:
+        early.close()
+    with serve("--upstream", early.url, *QUICK, model=None) as front:
+        for path_ in (CHAT, RESPONSES):
+            reply = front.post(path_, {"model": "m"} | says_in(path_, "hi"))
+            assert (reply.status, reply.headers["retry-after"]) == (503, "5")
+        assert front.get("/v1/models").json["data"] == []
+        with upstream(port=early.port):
+            until(lambda: bool(front.get("/v1/models").json["data"]), "it is found")
+            assert created(front, {"model": "m", "input": "hi"})["status"] == "completed"
+            assert front.post(CHAT, {"model": "nope", "messages": []}).status == 404
+
+
+def test_a_stop_ends_what_an_upstream_still_says() -> None:
+    def answer(exchange: Exchange) -> None:
+        exchange.send(head() + FRAMES[1])
+        exchange.wait_closed()
+
+    with (
+        upstream(answer) as endless,
+        serve("--upstream", endless.url, "--shutdown-grace", "0.1", model=None) as front,
+    ):
+        with (
+            streaming(front, {"model": "m", "input": "hi"}) as (_, frames),
+            streaming(front, {"model": "m", "input": "hi"} | BACKGROUND) as (_, followed),
+        ):
+            next(frames), next(followed)
+            front.interrupt()
+            for rest in (frames, followed):
+                assert [parsed(frame) for frame in rest if frame != sse.DONE][-1]["type"] == "response.failed"
+        assert front.exit_status() == 0
+
+
+# fmt: off
+WRONG = [
+    ("--upstream", "host:8000/v1"),
+    ("--upstream", "ftp://host/v1"),
+    ("--upstream", "http://"),
+    ("--upstream", "http://host:99999/v1"),
+    ("--upstream", "http://host:x/v1"),
+    ("--upstream-idle", "0"),
+    ("--upstream-idle", "nan"),
+    ("--price-per-token", "-1"),
+    ("--price-per-token", "1.5"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize("flags", WRONG, ids="=".join)
+def test_wrong_flags_of_upstreams(flags: tuple[str, str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        options.arguments().parse_args(flags)
+    assert caught.value.code == 2
+
+
+# fmt: off
+#  what the upstream finds fault with              what the client has sent
+RENAMED = [
+    ("response_format.json_schema.schema.type",     "text.format.schema.type"),
+    ("response_format.type",                        "text.format.type"),
+    ("response_format",                             "text.format"),
+    ("max_tokens",                                  "max_output_tokens"),
+    ("messages[3].content",                         "input"),
+    ("messages",                                    "input"),
+    ("reasoning_effort",                            "reasoning.effort"),
+    ("temperature",                                 "temperature"),
+]
+# fmt: on
+
+
+def test_an_upstream_names_what_the_client_has_sent() -> None:
+    """Bug: a parameter of the other API was named, which nobody had sent."""
+
+    def answer(exchange: Exchange) -> None:
+        theirs = exchange.body["messages"][0]["content"]
+        refusal = {"message": f"Invalid '{theirs}'.", "param": theirs, "code": "invalid_value"}
+        exchange.send(json_answer({"error": refusal}, "400 Bad Request"))
+
+    with upstream(answer, ("m",)) as worker, serve("--upstream", worker.url, model=None) as front:
+        for theirs, ours in RENAMED:
+            found = front.post(RESPONSES, {"model": "m", "input": theirs}).json["error"]
+            assert (found["param"], found["message"]) == (ours, f"Invalid '{ours}'.")
+            asked = {"model": "m", **says_in(CHAT, theirs)}
+            assert front.post(CHAT, asked).json["error"]["param"] == theirs
+
+
+def test_an_upstream_that_filters() -> None:
+    """Its finish_reason is an end like others: incomplete, as OpenAI has it."""
+    answer = says(head() + delta(content="a") + finish("content_filter") + DONE)
+    with upstream(answer, ("m",)) as worker, serve("--upstream", worker.url, model=None) as front:
+        response = created(front, {"model": "m", "input": "hi"})
+        assert response["status"] == "incomplete"
+        assert response["incomplete_details"] == {"reason": "content_filter"}
+        assert front.health()["relayed_done"] == 1

@@ -1,0 +1,1 @@
+"""What tests share: servers, clients, scripted engines, laws; no test is here."""

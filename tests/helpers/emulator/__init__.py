@@ -1,0 +1,405 @@
+"""Runs kernels.cu on the CPU under CuPy's call signatures: g++ compiles it as it is, a thread is a fiber.
+
+    Emulator() --RawModule(code)--> module --get_function(name)--> kernel --kernel(grid, block, args)-->
+
+Authority: CuPy's reference (https://docs.cupy.dev/en/stable/reference/) for RawModule, RawKernel,
+ndarray, Stream, Event, Graph; cuda.h for cuLaunchKernelEx.
+
+Rules of this file:
+1. An Emulator stands where `import cupy` would: it is an argument of whatever uses it.
+2. It is stricter than CuPy: a kernel's arguments must have the number, the types and the memory that its
+   signature says. A parameter `weight*` or `table*` is memory that no kernel writes; it alone may be touched
+   before await_previous().
+3. Work put on a stream is done when somebody waits for it, and no sooner: as late as a GPU might do it.
+4. Memory that nobody has written is NaN.
+
+Not here: the machine (cuda.h, machine.cpp, checker.h); time, which has nothing to do with a GPU's.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import re
+import shutil
+import struct
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+HERE = Path(__file__).parent
+# None where it can run, else why it cannot: the fibers are switched by x86-64's instructions
+MISSING = (
+    None
+    if shutil.which("g++") and (platform.system(), platform.machine()) == ("Linux", "x86_64")
+    else "the emulator needs g++ on Linux and x86-64"
+)
+
+KERNEL = re.compile(
+    r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(([^)]*)\)'
+)
+PARAMETER = re.compile(r"\s*(?:const\s+)?(\w+)\s*(\*?)\s*(\w+)\s*")
+FLAGS = ["-std=c++17", "-fPIC", "-w", "-march=native", "-ffp-contract=off", f"-I{HERE}"]
+
+# fmt: off
+SCALARS: dict[str, Any] = {"int": ctypes.c_int32, "float": ctypes.c_float}
+# the types of an array, seen from Python
+ITEMS = {"float": "f4", "int": "i4", "unsigned": "u4", "u64": "u8", "float2": "c8", "bf16": "u2",
+         "weight": "u2", "table": "i4"}
+CONSTANT = "weight", "table"
+# fmt: on
+
+
+class Parameter(NamedTuple):
+    kind: str
+    is_pointer: bool
+    name: str
+
+
+def parameters_of(code: str) -> dict[str, list[Parameter]]:
+    """The parameters of each kernel in the code."""
+
+    def parse(text: str) -> Parameter:
+        match = PARAMETER.fullmatch(text)
+        assert match, f"no plain parameter: {text}"
+        return Parameter(match[1], match[2] == "*", match[3])
+
+    return {name: [parse(text) for text in texts.split(",")] for name, texts in KERNEL.findall(code)}
+
+
+def build(code: str, options: Sequence[str], check: bool) -> Path:
+    """The shared library that the text of a kernels.cu makes."""
+    chosen = subprocess.run(
+        ["g++", "-E", "-fdirectives-only", "-P", *options, "-x", "c++", "-"],
+        input=code,
+        capture_output=True,
+        text=True,
+    )
+    names = parameters_of(chosen.stdout)  # those that the options leave
+    calls = "".join(
+        f'extern "C" __attribute__((no_sanitize("thread"))) void launch_{name}(void **a) {{ {name}('
+        + ", ".join(f"*({p.kind} {'*' * p.is_pointer}*)a[{i}]" for i, p in enumerate(parameters))
+        + "); }\n"
+        for name, parameters in names.items()
+    )
+    code = re.sub(r'extern\s+"C"\s+(?=__global__)', "", code)
+    # a namespace without a name: or what is shared in a template would be put elsewhere
+    text = f'#include "cuda.h"\nnamespace {{\n#line 1 "kernels.cu"\n{code}\n}}\n{calls}'
+    watch = ["-g", "-O1", "-fsanitize=thread,alignment"] if check else ["-O2"]
+    # Shared memory is a section of its own, which can be poisoned; g++ would not hear of it within templates.
+    compile_ = ["g++", *FLAGS, *options, *watch, "-c", "-x", "c++", "-"]
+    shared = ["objcopy", "--rename-section", ".bss=cuda_shared"]
+    kernels = made(text, ".o", compile_, shared)
+    checker = ["-DCHECKER"] if check else []
+    machine = (HERE / "machine.cpp").read_text()
+    host = made(machine, ".o", ["g++", *FLAGS, "-O2", "-mno-red-zone", *checker, "-c", "-x", "c++", "-"])
+    # -Bsymbolic: or a kernel called `step` would be glibc's
+    return made("", ".so", ["g++", "-shared", "-Wl,-Bsymbolic", str(host), str(kernels)])
+
+
+def made(text: str, suffix: str, command: list[str], after: Sequence[str] = ()) -> Path:
+    """What g++ makes of a text; kept under a hash of all that it follows from."""
+    headers = "".join((HERE / name).read_text() for name in ("cuda.h", "checker.h"))
+    key = hashlib.sha256("\0".join([text, headers, *command, *after]).encode()).hexdigest()[:24]
+    folder = Path(tempfile.gettempdir()) / f"emulator-{os.getuid()}"
+    file = folder / (key + suffix)
+    if not file.exists():
+        folder.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as work:  # others may be making the same
+            unfinished = str(Path(work) / file.name)
+            for words in ([*command, "-o", unfinished], [*after, unfinished] if after else ["true"]):
+                done = subprocess.run(words, input=text, capture_output=True, text=True)
+                if done.returncode:
+                    raise RuntimeError(done.stderr)
+            Path(unfinished).replace(file)
+    return file
+
+
+# --- memory -------------------------------------------------------------------------------------------------
+
+
+class Array(np.ndarray[Any, Any]):
+    """cupy.ndarray, as far as it is used: memory of the device, which the host copies from and to."""
+
+    emulator: "Emulator"
+
+    def __array_finalize__(self, obj: Any) -> None:
+        self.emulator = getattr(obj, "emulator", None)  # type: ignore[assignment]
+
+    @property
+    def data(self) -> Any:
+        return SimpleNamespace(ptr=self.ctypes.data)
+
+    def set(self, host: Any, stream: "Stream | None" = None) -> None:
+        assert type(host) is np.ndarray, "set() copies from the host's memory"
+        assert (host.shape, host.dtype) == (self.shape, self.dtype), "set() wants the same shape and dtype"
+        self.emulator.submit(lambda: np.copyto(self.view(np.ndarray), host), stream)
+        if stream is None:
+            self.emulator.current.synchronize()
+
+    def get(self, stream: "Stream | None" = None, out: Any = None, blocking: bool = True) -> Any:
+        host = np.empty(self.shape, self.dtype) if out is None else out
+        self.emulator.submit(lambda: np.copyto(host, self.view(np.ndarray)), stream)
+        if blocking:
+            (stream or self.emulator.current).synchronize()
+        return host
+
+
+# --- streams ------------------------------------------------------------------------------------------------
+
+
+class Stream:
+    """A queue of work, done when somebody waits for it."""
+
+    def __init__(self, emulator: "Emulator") -> None:
+        self.emulator = emulator
+        self.recording: list[Callable[[], None]] | None = None
+        self.queue: list[Callable[[], None]] = []
+        self.n_done = 0
+        self.ptr = 0
+
+    def __enter__(self) -> "Stream":
+        self.outer, self.emulator.current = self.emulator.current, self
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.emulator.current = self.outer
+
+    def synchronize(self) -> None:
+        self.run_until(self.n_done + len(self.queue))
+
+    def run_until(self, n_done: int) -> None:
+        while self.n_done < n_done:
+            self.n_done += 1
+            self.queue.pop(0)()
+
+    def begin_capture(self) -> None:
+        self.recording = []
+
+    def end_capture(self) -> "Graph":
+        assert self.recording is not None, "nothing is being captured"
+        graph, self.recording = Graph(self.emulator, self.recording), None
+        return graph
+
+
+class Graph:
+    def __init__(self, emulator: "Emulator", work: list[Callable[[], None]]) -> None:
+        self.emulator, self.work = emulator, work
+
+    def launch(self, stream: Stream | None = None) -> None:
+        for item in self.work:
+            self.emulator.submit(item, stream)
+
+
+class Event:
+    def __init__(self, emulator: "Emulator") -> None:
+        self.emulator = emulator
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.stream = stream or self.emulator.current
+        self.mark = self.stream.n_done + len(self.stream.queue)
+
+    def synchronize(self) -> None:
+        self.stream.run_until(self.mark)
+
+    @property
+    def done(self) -> bool:
+        return self.stream.n_done >= self.mark
+
+
+# --- kernels ------------------------------------------------------------------------------------------------
+
+
+class Module:
+    """cupy.RawModule of one kernels.cu: compiled when it is first needed."""
+
+    def __init__(self, emulator: "Emulator", code: str, options: Sequence[str]) -> None:
+        self.emulator, self.code = emulator, code
+        self.defines = [option for option in options if option.startswith("-D")]
+        self.signatures = parameters_of(code)
+
+    @cached_property
+    def library(self) -> Any:
+        library = ctypes.CDLL(str(build(self.code, self.defines, self.emulator.check)))
+        library.emulator_launch.restype = ctypes.c_char_p
+        return library
+
+    def get_function(self, name: str) -> "Kernel":
+        return Kernel(self, name, self.signatures[name])
+
+
+class Kernel:
+    """cupy.RawKernel."""
+
+    def __init__(self, module: Module, name: str, parameters: list[Parameter]) -> None:
+        self.module, self.name, self.parameters = module, name, parameters
+        self.emulator = module.emulator
+        self.emulator.kernels.append(self)
+        self.kernel = SimpleNamespace(ptr=len(self.emulator.kernels))  # the driver's handle
+
+    def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...]) -> None:
+        if len(args) != len(self.parameters):
+            raise TypeError(f"{self.name} takes {len(self.parameters)} arguments, not {len(args)}")
+        packed = [self.pack(p, arg) for p, arg in zip(self.parameters, args, strict=True)]
+        self.submit(grid, block, packed)
+
+    def pack(self, parameter: Parameter, value: Any) -> Any:
+        """The bytes that CUDA would copy. CuPy copies what it gets; here the type must be the parameter's."""
+        what = f"{self.name}: {parameter.name}"
+        if not parameter.is_pointer:
+            if type(value) is not (np.int32 if parameter.kind == "int" else np.float32):
+                raise TypeError(
+                    f"{what}: wants a numpy {parameter.kind}; CuPy passes {type(value).__name__} as it is"
+                )
+            return SCALARS[parameter.kind](value)
+        if isinstance(value, np.uintp) and value == 0:
+            return ctypes.c_void_p(0)
+        if not isinstance(value, Array):
+            raise TypeError(f"{what}: wants an array of the device, not {type(value).__name__}")
+        if value.dtype != np.dtype(ITEMS[parameter.kind]):
+            raise TypeError(f"{what}: wants {ITEMS[parameter.kind]}, not {value.dtype}")
+        if not value.flags.c_contiguous:
+            raise TypeError(f"{what}: not contiguous")
+        return ctypes.c_void_p(value.ctypes.data)
+
+    def submit(self, grid: Sequence[int], block: Sequence[int], packed: list[Any]) -> None:
+        """packed: a ctypes value a parameter, which CUDA copies at the launch."""
+        sizes = [(ctypes.c_uint * 3)(*(*size, 1, 1)[:3]) for size in (grid, block)]
+        if not all(n > 0 for size in sizes for n in size):
+            raise ValueError(f"{self.name}: grid {grid}, block {block}: CUDA wants at least 1 of each")
+        pointers = (ctypes.c_void_p * len(packed))(*[ctypes.addressof(value) for value in packed])
+        arrays = [
+            (p, self.emulator.memory_at(value.value))
+            for p, value in zip(self.parameters, packed, strict=True)
+            if p.is_pointer and value.value
+        ]
+        table = [n for p, (begin, n_bytes) in arrays for n in (begin, n_bytes, p.kind in CONSTANT)]
+        self.emulator.n_launches += 1
+
+        def work(keep: Any = packed) -> None:
+            library = self.module.library
+            if self.emulator.check:
+                library.emulator_arrays((ctypes.c_size_t * len(table))(*table), len(arrays))
+            launch = getattr(library, f"launch_{self.name}")
+            error = library.emulator_launch(launch, pointers, *sizes, self.emulator.order)
+            if error:
+                raise RuntimeError(f"{self.name}: {self.with_line(error.decode())}")
+
+        self.emulator.submit(work)
+
+    def with_line(self, message: str) -> str:
+        """The line of kernels.cu where the checker says an address of the code."""
+        code = re.search("code (0x[0-9a-f]+)", message)
+        if not code:
+            return message
+        command = ["addr2line", "-i", "-e", self.module.library._name, code[1]]
+        lines = subprocess.run(command, capture_output=True, text=True).stdout.split()
+        places = [line.rpartition("/")[2] for line in lines if "kernels.cu:" in line]
+        return message.replace(code[0], " in ".join(places))
+
+
+class Driver:
+    """What kernels.py asks of libcuda: a launch with attributes, its structures read by cuda.h's offsets."""
+
+    def __init__(self, emulator: "Emulator") -> None:
+        self.emulator = emulator
+        self.n_launches = 0
+
+    def cuLaunchKernelEx(self, config: Any, function: Any, args: Any, extra: Any) -> int:
+        self.n_launches += 1
+        raw = ctypes.string_at(ctypes.addressof(config._obj), 56)
+        *sizes, shared_bytes, stream, attributes, n_attributes = struct.unpack("<3I3IIxxxxQQIxxxx", raw)
+        assert (shared_bytes, n_attributes, extra) == (0, 1, None)
+        assert stream == self.emulator.current.ptr
+        attribute = ctypes.string_at(attributes, 72)
+        assert struct.unpack_from("<I4xI", attribute) == (6, 1), "programmatic stream serialization, allowed"
+        kernel = self.emulator.kernels[function.value - 1]
+        types = [ctypes.c_void_p if p.is_pointer else SCALARS[p.kind] for p in kernel.parameters]
+        copies = [
+            kind.from_buffer_copy(ctypes.string_at(args[i], ctypes.sizeof(kind)))
+            for i, kind in enumerate(types)
+        ]
+        kernel.submit(sizes[:3], sizes[3:], copies)
+        return 0
+
+
+# --- the whole ----------------------------------------------------------------------------------------------
+
+
+PROPERTIES = {"name": b"the emulator", "multiProcessorCount": 2}
+
+
+class Emulator:
+    """The module `cupy`, as far as it is used.
+
+    order: 0 runs threads and blocks first to last, 1 last to first, others in an order of their own.
+    check: with the checker, about ten times slower.
+    memory: bytes that the device has.
+    """
+
+    def __init__(self, order: int = 0, check: bool = False, memory: int = 1 << 30) -> None:
+        self.order, self.check = order, check
+        self.free = self.total = memory
+        self.n_launches = 0
+        self.kernels: list[Kernel] = []
+        self.allocated: list[Array] = []
+        self.current = Stream(self)
+        self.uint16, self.uint64, self.float32, self.int32 = np.uint16, np.uint64, np.float32, np.int32
+        self.cuda = SimpleNamespace(
+            Stream=lambda non_blocking=False: Stream(self),
+            Event=lambda disable_timing=False: Event(self),
+            Device=lambda: SimpleNamespace(mem_info=(self.free, self.total), compute_capability="90"),
+            get_current_stream=lambda: self.current,
+            alloc_pinned_memory=lambda n_bytes: bytearray(b"\xff" * n_bytes),
+            memory=SimpleNamespace(OutOfMemoryError=MemoryError),
+            driver=SimpleNamespace(CUDADriverError=RuntimeError),
+            runtime=SimpleNamespace(getDeviceProperties=lambda i: PROPERTIES),
+        )
+        self.driver = Driver(self)
+        self.get_default_memory_pool = lambda: SimpleNamespace(free_all_blocks=lambda: None)
+
+    def RawModule(self, *, code: str, options: Sequence[str] = ()) -> Module:
+        return Module(self, code, options)
+
+    def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Array:
+        n_bytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        if n_bytes > self.free:
+            raise MemoryError(f"{n_bytes} bytes of {self.free}")
+        self.free -= n_bytes
+        flat = np.full(n_bytes + 512, 0xFF, np.uint8)  # CuPy's memory begins at multiples of 512
+        skip = -flat.ctypes.data % 512
+        array: Array = flat[skip : skip + n_bytes].view(dtype).reshape(shape).view(Array)
+        array.emulator = self
+        self.allocated.append(array)
+        return array
+
+    def zeros(self, shape: int | tuple[int, ...], dtype: Any) -> Array:
+        array = self.empty(shape, dtype)
+        array.view(np.ndarray)[...] = 0
+        return array
+
+    def asarray(self, host: Any) -> Array:
+        array = self.empty(host.shape, host.dtype)
+        array.view(np.ndarray)[...] = host
+        return array
+
+    def memory_at(self, address: int) -> tuple[int, int]:
+        """Begin and bytes of the allocation that an address lies in."""
+        for array in self.allocated:
+            begin = array.ctypes.data
+            if begin <= address < begin + array.nbytes:
+                return begin, array.nbytes
+        raise ValueError(f"{address:#x} is no memory of the device")
+
+    def submit(self, work: Callable[[], None], stream: Stream | None = None) -> None:
+        stream = stream or self.current
+        if stream.recording is not None:
+            stream.recording.append(work)
+        else:
+            stream.queue.append(work)

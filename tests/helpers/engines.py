@@ -1,0 +1,195 @@
+"""An engine with the tiny model, and a watch in its thread; for test_engine.py and test_scheduling.py.
+
+    with started(watch) as engine:
+        alone(engine, job) --> Answer; together(engine, watch, jobs) --> [Answer, ...]
+
+Watch stands in the engine's thread, as a subclass of the ops: it writes down each step, holds some back,
+makes one raise. Order follows from that and from asyncio's queue of tasks, never from the clock.
+"""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from datetime import datetime
+from functools import cache
+from typing import Any, NamedTuple, TypeVar
+
+from engine import Engine, Job, Step
+from model import NumpyOps, Span, Ticket
+from parity import TINY, Ours
+from request.template import ChatTemplate
+from sampling import Choice, Context, Sampling
+from tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+PATIENCE_S = 30  # for what takes milliseconds on a quiet machine
+TILE = NumpyOps.tile
+MAX_BATCH = 16
+GREEDY = Sampling(
+    temperature=0, n_top_logprobs=2
+)  # with logprobs, == compares the bits of the logits as well
+QUESTIONS = [
+    "What is 2+2? Answer with just the number.",
+    "hi",
+    "Say OK",
+    "What is the capital of France?",
+    "What is 17 plus 25?",
+    "Tell me a story about a fox that wanted to learn how to read, and about the owl who taught it.",
+]
+
+
+class WatchedStep(NamedTuple):
+    rows: list[int]  # of each sequence
+    n_running: int  # with pages when the step begins
+
+
+class Watch:
+    """The engine's thread, seen from inside."""
+
+    def __init__(self) -> None:
+        self.engine: Engine | None = None
+        self.steps: list[WatchedStep] = []
+        self.hold_at: set[int] = set()  # steps, counted from 0, that wait to be released
+        self.fail_at: int | None = None
+        self._held = threading.Semaphore(0)
+        self._go = threading.Semaphore(0)
+
+    def step(self, spans: Sequence[Span]) -> None:
+        n = len(self.steps)
+        assert self.engine
+        self.steps.append(WatchedStep([s.end - s.start for s in spans], self.engine.counts()["running"]))
+        if n in self.hold_at:
+            self._held.release()
+            self._go.acquire()
+        if n == self.fail_at:
+            raise FloatingPointError("a fault made on purpose")
+
+    @asynccontextmanager
+    async def paused(self, engine: Engine) -> AsyncIterator[None]:
+        """What an idle engine is asked within begins together, in the step after this one."""
+        self.hold_at.add(len(self.steps))
+        async with aclosing(engine.generate(endless(1, 1))) as steps:
+            step = asyncio.ensure_future(anext(steps))
+            await self.held()
+            yield
+            await asyncio.sleep(0)  # the readers that were made begin
+            self.release()
+            await step
+
+    async def held(self) -> None:
+        """Wait until the next of the steps in `hold_at` has begun."""
+        assert await asyncio.to_thread(self._held.acquire, timeout=PATIENCE_S), "no step was held"
+
+    def release(self) -> None:
+        self._go.release()
+
+
+@cache
+def tiny() -> Ours:
+    return Ours(TINY)
+
+
+@contextmanager
+def started(
+    watch: Watch,
+    max_seq_len: int = 1024,
+    n_pages: int = 256,
+    n_ahead: int = 0,
+    speculate: int = 0,
+    row_invariant: bool = False,
+) -> Iterator[Engine]:
+    """An engine; when it is left, all pages must be free."""
+
+    class WatchedOps(NumpyOps):
+        def launch(self, spans: Sequence[Span], contexts: Sequence[Context]) -> Ticket:
+            watch.step(spans)
+            if row_invariant:  # as on a GPU: here, because there are no tiles
+                spans = [span._replace(tile=False) for span in spans]
+            return super().launch(spans, contexts)
+
+    WatchedOps.n_ahead, WatchedOps.row_invariant = n_ahead, row_invariant
+    ops = WatchedOps(tiny().config, tiny().weights, max_seq_len, n_pages, MAX_BATCH)
+    watch.engine = started = Engine(ops, speculate)
+    try:
+        yield started
+    finally:
+        for _ in watch.hold_at:
+            watch.release()
+        started.close()
+        assert started.counts()["free_pages"] == n_pages
+
+
+@cache
+def chat_tools() -> tuple[ChatTemplate, Tokenizer]:
+    return ChatTemplate.load(TINY), Tokenizer(TINY / "tokenizer.json")
+
+
+def job(question: str, max_tokens: int = 40, sampling: Sampling = GREEDY) -> Job:
+    """What the worker makes of a chat."""
+    template, tokenizer = chat_tools()
+    text = template.render([{"role": "user", "content": question}], None, datetime(2026, 1, 1))
+    return Job(tokenizer.encode(text), max_tokens, frozenset(tiny().config.eos_token_ids), sampling)
+
+
+def endless(n_prompt: int, max_tokens: int, first: int = 5) -> Job:
+    """Nonsense that no token stops."""
+    return Job([(first + 7 * i) % 2000 for i in range(n_prompt)], max_tokens, frozenset(), GREEDY)
+
+
+async def steps_of(engine: Engine, job: Job) -> list[Step]:
+    async with aclosing(engine.generate(job)) as steps:
+        return [step async for step in steps]
+
+
+class Answer(NamedTuple):
+    """The steps of a sequence as one; the last of them is its only finish."""
+
+    tokens: list[Choice]
+    finish: str | None
+    message: str
+
+    @property
+    def ids(self) -> list[int]:
+        return [token.token_id for token in self.tokens]
+
+
+def answer(steps: Sequence[Step]) -> Answer:
+    assert [bool(step.finish) for step in steps] == [False] * (len(steps) - 1) + [True]
+    return Answer([token for step in steps for token in step.tokens], steps[-1].finish, steps[-1].message)
+
+
+def play(main: Coroutine[Any, Any, T], what: str) -> T:
+    async def limited() -> T:
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                return await main
+        except TimeoutError:
+            raise AssertionError(f"waited {PATIENCE_S} s for {what}") from None
+
+    return asyncio.run(limited())
+
+
+def alone(engine: Engine, job: Job) -> Answer:
+    return answer(play(steps_of(engine, job), "an answer"))
+
+
+def together(engine: Engine, watch: Watch, jobs: Sequence[Job]) -> list[Answer]:
+    """All of them begin in the same step, as far as they fit."""
+
+    async def main() -> list[Answer]:
+        async with watch.paused(engine):
+            readers = [asyncio.create_task(steps_of(engine, job)) for job in jobs]
+        return [answer(await reader) for reader in readers]
+
+    return play(main(), f"{len(jobs)} answers")
+
+
+def state(engine: Engine) -> tuple[int, int, int]:
+    counts = engine.counts()
+    return counts["running"], counts["waiting"], counts["steps"]
+
+
+def failed(answer: Answer, message: str) -> bool:
+    return answer.finish == "failed" and message in answer.message

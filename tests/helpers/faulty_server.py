@@ -1,0 +1,38 @@
+"""server.py with an engine that fails on demand: `python -m tests.faulty_server`, flags as server.py's.
+
+The request chooses the fault by its seed, so that those beside it and after it are served. Nothing of ours is
+replaced: an op raises, computes nonsense or takes its time, as a driver, the memory, a damaged file or a
+large model may make it do.
+"""
+
+import math
+import sys
+import time
+from collections.abc import Sequence
+
+import model
+import sampling
+import server
+from service import loading
+
+AFTER_TOKENS = 5
+RAISES, NAN, SLOW, ENDS = 666, 667, 668, 669  # seeds
+STEP_S = 0.01  # of the slow one: nobody on the other side of HTTP misses what it does between two tokens
+
+
+class FaultyOps(model.NumpyOps):
+    def pick(self, logits: model.Array, contexts: Sequence[sampling.Context]) -> list[sampling.Choice]:
+        due = {c.sampling.seed for c in contexts if len(c.output) == AFTER_TOKENS}
+        if ENDS in due:
+            raise SystemExit  # of the engine's thread: nothing in it expects that
+        if RAISES in due:
+            raise FloatingPointError("a fault made on purpose")
+        if any(c.sampling.seed == SLOW for c in contexts):
+            time.sleep(STEP_S)
+        choices = super().pick(logits, contexts)
+        return [choice._replace(logprob=math.nan) for choice in choices] if NAN in due else choices
+
+
+if __name__ == "__main__":
+    vars(loading)["cpu_ops"] = lambda: FaultyOps
+    sys.exit(server.main())

@@ -1,0 +1,215 @@
+"""The five laws of a response, as checks that any test of a stream can call.
+
+    1  however the bytes are cut, the events are the same                   test_sse.py
+    2  however the tokens are grouped, what they say is the same            parse(), test_channels.py
+    3  the deltas add up to the output of the terminal event                audit/rules.py
+    4  the events come in the order of responses.GRAMMAR, numbered from 0   audit/rules.py
+    5  a status only moves along, a terminal one never changes              audit/rules.py
+
+check_response() is laws 3, 4 and 5, which any server must keep, and what only ours must: the models of the
+`openai` package, strictly, and no member that the rules do not know.
+Nothing here uses responses.fold or its builder: what is judged does not judge.
+"""
+
+import asyncio
+import json
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import aclosing
+from typing import Any, get_args
+
+import pydantic
+from hypothesis import strategies as st
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.responses import Response, ResponseStreamEvent
+
+import api
+import sse
+from audit import rules, shapes
+from background import EventLog
+from channels import (
+    Arguments,
+    Call,
+    Channel,
+    Close,
+    Delta,
+    Finish,
+    Output,
+    Parser,
+    Piece,
+    TokenLogprob,
+    Usage,
+)
+
+Json = dict[str, Any]
+
+# --- law 2: what outputs say --------------------------------------------------------------------------------
+
+
+def parse(pieces: Iterable[Piece], parser: Parser, cut: bool = False) -> list[list[str]]:
+    """The items that a parser finds."""
+    outputs = [output for piece in pieces for output in parser.feed(piece)]
+    return items([*outputs, *parser.close(cut)])
+
+
+def items(outputs: Iterable[Output]) -> list[list[str]]:
+    """[channel, text] and ["call" or "custom", name, arguments]: what outputs say, however they were cut."""
+    found: list[list[str]] = []
+    open_item = False
+    for output in outputs:
+        match output:
+            case Delta(channel, text, _):
+                if not open_item or found[-1][0] != channel:
+                    found.append([channel, ""])
+                found[-1][1] += text
+            case Call(name, custom):
+                found.append(["custom" if custom else "call", name, ""])
+            case Arguments(text):
+                assert open_item
+                assert found[-1][0] in ("call", "custom")
+                found[-1][2] += text
+        open_item = output != Close()
+    return found
+
+
+# --- what workers say ---------------------------------------------------------------------------------------
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
+tops = st.builds(TokenLogprob, texts, st.floats(-99, 0), st.binary(max_size=3))
+logprobs = st.builds(
+    TokenLogprob, texts, st.floats(-99, 0), st.binary(max_size=3), st.lists(tops, max_size=2).map(tuple)
+)
+deltas = st.builds(
+    Delta,
+    st.sampled_from(get_args(Channel)),
+    texts,
+    st.lists(logprobs, max_size=2).map(tuple),
+)
+names = st.builds(Call, texts, st.booleans(), st.just("") | texts)
+calls = st.tuples(names, st.lists(st.builds(Arguments, texts), max_size=3)).map(
+    lambda call: [call[0], *call[1]]
+)
+outputs = st.lists(deltas.map(lambda d: [d]) | calls | st.just([Close()]), max_size=8).map(
+    lambda runs: [output for run in runs for output in run]
+)
+usages = st.builds(Usage, *[st.integers(0, 9)] * 4)
+finishes = st.builds(
+    Finish,
+    st.sampled_from(["stop", "length", "failed", "cancelled"]),
+    st.none() | usages,
+    texts,
+    st.just("server_error"),
+)
+
+# --- the wire -----------------------------------------------------------------------------------------------
+
+
+def on_the_wire(events: Iterable[Json]) -> list[Json]:
+    """Events through the log and the SSE encoding and back, as a client gets them."""
+    parser, got = sse.Parser(), []
+    log = EventLog(api.encode_event)
+    log.extend(events)
+    log.close()
+    for frame in asyncio.run(read(log)):
+        (event,) = parser.feed(frame)  # one frame an event
+        got.append(json.loads(event.data))
+        assert event.type == got[-1]["type"]
+    parser.close()
+    return got
+
+
+async def read(log: EventLog) -> list[bytes]:
+    async with aclosing(log.read()) as frames:
+        return [frame async for frame in frames]
+
+
+# --- shape --------------------------------------------------------------------------------------------------
+
+# Every response object has them, whatever its status: github.com/openresponses/openresponses, zod schema.
+RESPONSE_KEYS = {
+    *("id", "object", "created_at", "completed_at", "status", "incomplete_details", "error", "model"),
+    *("previous_response_id", "instructions", "output", "tools", "tool_choice", "parallel_tool_calls"),
+    *("truncation", "text", "temperature", "top_p", "presence_penalty", "frequency_penalty", "top_logprobs"),
+    *("reasoning", "usage", "max_output_tokens", "max_tool_calls", "store", "background", "service_tier"),
+    *("metadata", "safety_identifier", "prompt_cache_key"),
+}
+assert len(RESPONSE_KEYS) == 31
+
+STREAM_EVENT: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(ResponseStreamEvent)
+
+
+def check_shape(event: Json) -> None:
+    """One event as it came off the wire."""
+    STREAM_EVENT.validate_json(json.dumps(event), strict=True)
+    assert event.keys() == {"type", "sequence_number", *shapes.FIELDS[event["type"]].split()}, event
+    for part in parts(event):
+        check_members(part)
+    if "response" in event:
+        check_body(event["response"])
+
+
+def check_body(response: Json) -> None:
+    """A response object, in an event or as the whole answer."""
+    Response.model_validate_json(json.dumps(response), strict=True)
+    assert response.keys() == RESPONSE_KEYS
+    for item in response["output"]:
+        for part in [item, *item.get("content", [])]:
+            check_members(part)
+
+
+def check_members(part: Json) -> None:
+    """Of our items and parts: some may go without a member, but ours do not; a call may have a namespace."""
+    ours = {"reasoning": {"status", "content"}, "custom_tool_call": {"status"}}.get(part["type"], set())
+    optional = {"namespace"} if part["type"].endswith("_call") else set()
+    assert part.keys() - optional == {"type", *shapes.MEMBERS[part["type"]].split(), *ours}, part
+
+
+def parts(event: Json) -> Iterator[Json]:
+    """The item or part that an event holds, and the parts of that item."""
+    for held in (event.get("item"), event.get("part")):
+        if held:
+            yield held
+            yield from held.get("content", [])
+
+
+def check_chunk(chunk: Json) -> None:
+    """A chat completion chunk: what the SDK demands, and the keys whose null means something.
+
+    Its type of a chunk knows calls of functions only; its type of a message knows custom ones, in the same
+    form.
+    """
+    known = re.sub('"type": "custom", "custom"', '"type": "function", "custom"', json.dumps(chunk))
+    ChatCompletionChunk.model_validate_json(known, strict=True)
+    for choice in chunk["choices"]:
+        assert choice.keys() == {"index", "delta", "finish_reason", "logprobs"}
+
+
+def check_completion(body: Json) -> None:
+    ChatCompletion.model_validate_json(json.dumps(body), strict=True)
+
+
+# --- laws 3 to 5 --------------------------------------------------------------------------------------------
+
+
+OF_THE_WORKER = {"arguments", "markup", "usage"}  # what it says is not made here: any text, any counts
+
+
+def check_response(events: list[Json]) -> None:
+    """All that must hold of a whole stream, as a client got it."""
+    for event in events:
+        check_shape(event)
+    check_rules(events, *(rules.RULES.keys() - OF_THE_WORKER))
+    last = events[-1]["response"]
+    assert (last["completed_at"] is not None) == (last["status"] == "completed")
+
+
+def check_rules(events: list[Json], *names: str) -> None:
+    assert rules.violations(events, names) == []
+
+
+def check_order(events: list[Json]) -> None:
+    check_rules(events, "order", "numbers", "nested-numbers", "terminal")
+
+
+def check_statuses(events: list[Json]) -> None:
+    check_rules(events, "status", "item-status", "snapshots", "one-response", "terminal")

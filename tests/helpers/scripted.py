@@ -1,0 +1,126 @@
+"""A model that says what it is told, in any dialect: an engine without weights, a vocabulary of given tokens.
+
+For tests of what comes behind the engine. A step holds any number of tokens, as with speculative decoding,
+and the engine's contract holds: nothing behind a stop token, and never more than was asked for.
+"""
+
+import asyncio
+import itertools
+import re
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any, cast
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models
+
+from channels import Accepted, Finish, Output
+from dialects.families import DIALECTS
+from dialects.structured_output import Grammars
+from engine import Engine, Job, Step
+from request import params
+from request.template import ChatTemplate
+from sampling import Choice
+from tokenizer import BYTE_OF, Tokenizer
+from worker import LocalWorker
+
+MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>")  # of Hermes
+END = "<|im_end|>"
+TINY = Path(__file__).parents[1] / "models" / "tiny"
+TEMPLATE = ChatTemplate.load(TINY)
+TEMPLATES = {
+    path.stem: ChatTemplate(path.read_text(encoding="utf-8"), {"bos_token": "", "eos_token": END})
+    for path in (Path(__file__).parents[1] / "templates").iterdir()
+} | {"hermes": TEMPLATE}
+ENDS = {END, "<|call|>", "<|return|>", "<|eot_id|>", "<|eom_id|>"}  # as in generation_config.json
+TAG = re.compile(r"</?\w+>")
+GRAMMARS = Grammars(TINY / "tokenizer.json", 2048, (2041,))  # nothing is demanded in these tests
+TOOL = {"type": "function", "name": "f"}
+
+
+class ScriptedEngine:
+    """Answers every job with the same steps."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, steps: Iterable[Sequence[int]], ends: Iterable[str] = ENDS
+    ) -> None:
+        self.config = SimpleNamespace(
+            eos_token_ids=frozenset(tokenizer.added[end] for end in tokenizer.added.keys() & ends),
+            vocab_size=vocab_size(tokenizer),
+        )
+        self.max_seq_len = 4096
+        self._steps = [[Choice(token_id, -1.0) for token_id in step] for step in steps]
+
+    async def generate(self, job: Job) -> AsyncGenerator[Step]:
+        n_left = job.max_tokens
+        for tokens in self._steps:
+            wanted = tokens[:n_left]
+            ends = [n for n, token in enumerate(wanted, 1) if token.token_id in job.stop_token_ids]
+            if ends:
+                yield Step(wanted[: ends[0]], "stop")
+                return
+            n_left -= len(wanted)
+            yield Step(wanted, None if n_left else "length")
+            if not n_left:
+                return
+        yield Step([], "length")
+
+
+def said(
+    tokenizer: Tokenizer,
+    steps: Iterable[Sequence[int]],
+    dialect: str = "hermes",
+    ends: Iterable[str] = ENDS,
+    **body: Any,
+) -> list[Output | Finish]:
+    """What the worker makes of these steps; `ends` are its config's, `body` is more of the request."""
+    engine = cast(Engine, ScriptedEngine(tokenizer, steps, ends))
+    worker = LocalWorker(engine, tokenizer, TEMPLATES[dialect], GRAMMARS)
+    request = params.from_responses({"model": "m", "input": "hi", "tools": [TOOL]} | body, {})
+
+    async def collect() -> list[Output | Finish]:
+        async with aclosing(worker.run(worker.prepare(request))) as outputs:
+            return [output async for output in outputs if not isinstance(output, Accepted)]
+
+    return asyncio.run(collect())
+
+
+def in_steps(token_ids: Sequence[int], sizes: Iterable[int]) -> list[Sequence[int]]:
+    """Cut into steps of these sizes, over and over."""
+    rest = iter(token_ids)
+    steps = (list(itertools.islice(rest, size)) for size in itertools.cycle(sizes))
+    return list(itertools.takewhile(bool, steps))
+
+
+def vocabulary(tokens: Iterable[bytes], dialect: str = "hermes") -> Tokenizer:
+    """All bytes and these tokens; behind them the markers and the end, as added tokens: those of tags are
+    text, as Qwen has them, the others control tokens.
+    """
+    spelled = {byte: character for character, byte in BYTE_OF.items()}
+    words = dict.fromkeys([*(bytes([n]) for n in range(256)), *tokens])
+    vocab = {"".join(spelled[byte] for byte in word): n for n, word in enumerate(words)}
+    library = tokenizers.Tokenizer(models.BPE(vocab, []))
+    library.decoder = decoders.ByteLevel()
+    markers = sorted(DIALECTS[dialect].markers)
+    library.add_tokens([AddedToken(m, normalized=False) for m in markers if TAG.fullmatch(m)])
+    library.add_special_tokens(
+        [AddedToken(m, normalized=False) for m in (*markers, END) if not TAG.fullmatch(m)]
+    )
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "tokenizer.json"
+        path.write_text(library.to_str(), encoding="utf-8")
+        return Tokenizer(path)
+
+
+def vocab_size(tokenizer: Tokenizer) -> int:
+    """Added tokens are its last."""
+    return 1 + max(tokenizer.added.values())
+
+
+def ids_of(tokenizer: Tokenizer, tokens: Iterable[bytes]) -> list[int]:
+    """Of whole tokens; a marker is the added token."""
+    ids = {tokenizer.token_bytes(token_id): token_id for token_id in range(vocab_size(tokenizer))}
+    return [ids[token] for token in tokens]

@@ -1,0 +1,163 @@
+"""The real server in a process of its own, and a client that hides nothing of what it sends.
+
+    with serve("--api-key", "k") as server: server.post("/v1/responses", {...}) --> Reply
+
+The `openai` package is the other client; this one is for what that would not send or show: bytes that are no
+JSON, headers, frames as they were written, a client that leaves.
+"""
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import openai
+
+ROOT = Path(__file__).parents[2]
+TINY = ROOT / "tests" / "models" / "tiny"
+SERVER = ("server.py",)
+PATIENCE_S = 30  # for what takes milliseconds on a quiet machine
+
+Json = dict[str, Any]
+
+
+class Reply(NamedTuple):
+    status: int
+    headers: dict[str, str]  # names in lower case
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+class Server:
+    """A server that is running."""
+
+    def __init__(self, url: str, process: subprocess.Popen[str], log: Path) -> None:
+        self.url = url
+        self.process = process
+        self._log = log
+
+    def log(self) -> str:
+        """What it has written to stderr so far."""
+        return self._log.read_text(encoding="utf-8")
+
+    def sdk(self, api_key: str = "any") -> openai.OpenAI:
+        return openai.OpenAI(base_url=self.url + "/v1", api_key=api_key, max_retries=0, timeout=PATIENCE_S)
+
+    def request(self, method: str, path: str, body: bytes | None, **headers: str) -> Reply:
+        host = urlsplit(self.url).netloc
+        with contextlib.closing(http.client.HTTPConnection(host, timeout=PATIENCE_S)) as connection:
+            connection.request(method, path, body, {k.replace("_", "-"): v for k, v in headers.items()})
+            response = connection.getresponse()
+            found = {name.lower(): value for name, value in response.getheaders()}
+            return Reply(response.status, found, response.read())
+
+    def get(self, path: str, **headers: str) -> Reply:
+        return self.request("GET", path, None, **headers)
+
+    def post(self, path: str, body: Any, **headers: str) -> Reply:
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return self.request("POST", path, raw, Content_Type="application/json", **headers)
+
+    def health(self) -> Json:
+        found: Json = self.get("/health").json
+        return found
+
+    @contextlib.contextmanager
+    def connect(self, data: bytes) -> Iterator[socket.socket]:
+        """A connection on which `data` was sent; leaving the block is leaving the server."""
+        host, _, port = urlsplit(self.url).netloc.partition(":")
+        with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as connection:
+            connection.sendall(data)
+            yield connection
+
+    def interrupt(self, number: signal.Signals = signal.SIGINT) -> None:
+        self.process.send_signal(number)
+
+    def exit_status(self) -> int:
+        return self.process.wait(PATIENCE_S)
+
+
+def http_bytes(path: str, body: Json) -> bytes:
+    """A whole POST request."""
+    raw = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: test\r\nContent-Length: {len(raw)}\r\n\r\n"
+    return head.encode() + raw
+
+
+def http_chunks(connection: socket.socket) -> Iterator[bytes]:
+    """The chunks of a reply with Transfer-Encoding: chunked, each as the server wrote it."""
+    with connection.makefile("rb") as lines:
+        while (line := lines.readline()) != b"\r\n":
+            assert line, "expected the head of a reply, got the end of the connection"
+        while size := int(lines.readline(), 16):
+            yield lines.read(size)
+            assert lines.readline() == b"\r\n"
+
+
+def until(holds: Callable[[], bool], what: str) -> None:
+    """Wait for something that happens in another process."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline, f"waited {PATIENCE_S} s until {what}"
+        time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def serve(*flags: str, model: Path | None = TINY, script: tuple[str, ...] = SERVER) -> Iterator[Server]:
+    """Start a server, wait until it listens; in the end kill it, unless it has ended."""
+    chosen = ["--model", str(model)] if model else []
+    command = [sys.executable, *script, *chosen, "--port", "0", "--threads", "1", *flags]
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        with (
+            log.open("w") as stderr,
+            subprocess.Popen(
+                command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=stderr, text=True
+            ) as process,
+        ):
+            try:
+                yield Server(listening(process, log), process, log)
+            finally:
+                process.kill()
+
+
+def listening(process: subprocess.Popen[str], log: Path) -> str:
+    """The URL that the server announces."""
+    assert process.stdout
+    watchdog = threading.Timer(PATIENCE_S, process.kill)  # then its stdout ends
+    watchdog.start()
+    try:
+        for line in process.stdout:
+            if line.startswith("listening"):
+                return line.split()[1]
+    finally:
+        watchdog.cancel()
+    raise AssertionError(f"the server ended without listening:\n{log.read_text(encoding='utf-8')}")
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """A command to its end."""
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=environment(), capture_output=True, text=True,
+        timeout=PATIENCE_S,
+    )  # fmt: skip
+
+
+def environment() -> dict[str, str]:
+    """Without what would change what a process prints or demands, and without a network for the Hub."""
+    ours = {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "100"}
+    return {name: value for name, value in os.environ.items() if name != "LLMREF_API_KEY"} | ours

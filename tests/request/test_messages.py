@@ -1,0 +1,718 @@
+"""Requests in tables; what the tiny model's template and small ones like others' make of it."""
+
+import json
+import re
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from channels import Parser, Piece
+from dialects import families
+from helpers.laws import parse
+from helpers.scripted import END, TEMPLATES
+from request.messages import Message, from_chat, from_responses
+from request.refusals import BadInput
+from request.template import BadTemplate, ChatTemplate
+
+QWEN = ChatTemplate.load(Path(__file__).parents[1] / "models" / "tiny")
+NOW = datetime(2026, 3, 9, 8, 7, 6)
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Current weather, <b>now</b>, in °C",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+
+
+def user(content: str) -> Message:
+    return {"role": "user", "content": content}
+
+
+def system(content: str) -> Message:
+    return {"role": "system", "content": content}
+
+
+def assistant(content: str, *calls: tuple[str, str, Any], reasoning: str = "") -> Message:
+    tool_calls = [
+        {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        for call_id, name, arguments in calls
+    ]
+    message: Message = {"role": "assistant", "content": content}
+    message |= {"tool_calls": tool_calls} if calls else {}
+    return message | ({"reasoning_content": reasoning} if reasoning else {})
+
+
+def tool(call_id: str, name: str, content: str) -> Message:
+    return {"role": "tool", "tool_call_id": call_id, "name": name, "content": content}
+
+
+# --- input items --------------------------------------------------------------------------------------------
+
+CALL = {"type": "function_call", "call_id": "call_1", "name": "f", "arguments": '{"x": 1}'}
+CALL_2 = CALL | {"call_id": "call_2", "name": "g"}
+OUTPUT = {"type": "function_call_output", "call_id": "call_1", "output": "42"}
+CUT = {"status": "incomplete"}
+OUTPUT_2 = OUTPUT | {"call_id": "call_2"}
+HM = {
+    "type": "reasoning",
+    "id": "rs_1",
+    "summary": [],
+    "content": [{"type": "reasoning_text", "text": "Hm."}],
+}
+SUMMARY = {"type": "reasoning", "id": "rs_2", "summary": [{"type": "summary_text", "text": "Short."}]}
+HELLO = {"type": "output_text", "text": "Hello", "annotations": [], "logprobs": []}
+ANSWER = {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed", "content": [HELLO]}
+DEVELOPER = {"role": "developer", "content": "d"}
+TEXT = {"type": "input_text", "text": "t"}
+REFUSAL = {"type": "refusal", "refusal": "No."}
+IMAGE = {"type": "input_image", "image_url": "data:"}
+FILE = {"type": "input_file", "file_id": "file-1"}
+
+
+def says(role: str, content: Any) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+CUSTOM_CALL = {"type": "custom_tool_call", "call_id": "call_3", "name": "p", "input": 'a\n"b"'}
+CUSTOM_OUTPUT = {"type": "custom_tool_call_output", "call_id": "call_3", "output": "done"}
+P = ("call_3", "p", {"input": 'a\n"b"'})
+F, G = ("call_1", "f", {"x": 1}), ("call_2", "g", {"x": 1})
+NO_OBJECTS = ['{"x": ', "[1]", "[" * 99999]  # cut by a limit; not an object; too deep for Python's reader
+
+# fmt: off
+#   why
+#       input, instructions
+#       messages
+RESPONSES = [
+    ("a string is a user message",
+        "hi", None,
+        [user("hi")]),
+    ("instructions come first",
+        "hi", "Be brief.",
+        [system("Be brief."), user("hi")]),
+    ("empty instructions are none",
+        "hi", "",
+        [user("hi")]),
+    ("the easy form has no type, or null",
+        [user("a"), user("b") | {"type": None}], None,
+        [user("a"), user("b")]),
+    ("parts are lines",
+        [says("user", [TEXT, {"type": "text", "text": "u"}])], None,
+        [user("t\nu")]),
+    ("an output item comes back as input",
+        [user("hi"), ANSWER, user("more")], None,
+        [user("hi"), assistant("Hello"), user("more")]),
+    ("a refusal is what was said",
+        [says("assistant", [REFUSAL])], None,
+        [assistant("No.")]),
+    ("the system's beginning is one message, a developer's too",
+        [system("s"), DEVELOPER, user("hi")], "i",
+        [system("i\n\ns\n\nd"), user("hi")]),
+    ("later system messages stay where they are",
+        [user("a"), system("s"), DEVELOPER, user("b")], "i",
+        [system("i"), user("a"), system("s"), system("d"), user("b")]),
+    ("reasoning, text and calls are one turn",
+        [user("hi"), HM, ANSWER, CALL, OUTPUT], None,
+        [user("hi"), assistant("Hello", F, reasoning="Hm."), tool("call_1", "f", "42")]),
+    ("parallel calls are one turn, results come in any order",
+        [CALL, CALL_2, OUTPUT_2, OUTPUT], None,
+        [assistant("", F, G), tool("call_2", "g", "42"), tool("call_1", "f", "42")]),
+    ("behind a result the next turn begins",
+        [HM, CALL, OUTPUT, HM, ANSWER], None,
+        [assistant("", F, reasoning="Hm."), tool("call_1", "f", "42"), assistant("Hello", reasoning="Hm.")]),
+    ("two messages and two thoughts of one turn",
+        [HM, ANSWER, HM, ANSWER], None,
+        [assistant("Hello\n\nHello", reasoning="Hm.\n\nHm.")]),
+    ("reasoning that led nowhere is a turn",
+        [user("hi"), HM, user("well?")], None,
+        [user("hi"), assistant("", reasoning="Hm."), user("well?")]),
+    ("a summary is not reasoning",
+        [user("hi"), SUMMARY, SUMMARY | {"content": None}, ANSWER], None,
+        [user("hi"), assistant("Hello")]),
+    ("a call that was cut needs no output, and may have one",
+        [CALL | CUT, user("hi"), CALL_2 | CUT, OUTPUT_2], None,
+        [assistant("", F), user("hi"), assistant("", G), tool("call_2", "g", "42")]),
+    ("output in parts",
+        [CALL, OUTPUT | {"output": [TEXT]}], None,
+        [assistant("", F), tool("call_1", "f", "t")]),
+    ("a custom call is one with its input as the one argument",
+        [CUSTOM_CALL, CUSTOM_OUTPUT, CUSTOM_CALL, CUSTOM_OUTPUT | {"output": [TEXT, TEXT]}], None,
+        [assistant("", P), tool("call_3", "p", "done"), assistant("", P), tool("call_3", "p", "t\nt")]),
+    ("a name in a namespace is both",
+        [CALL | {"namespace": "n"}, OUTPUT, CUSTOM_CALL | {"namespace": "n"}, CUSTOM_OUTPUT], None,
+        [assistant("", ("call_1", "n__f", F[2])), tool("call_1", "n__f", "42"),
+         assistant("", ("call_3", "n__p", P[2])), tool("call_3", "n__p", "done")]),
+    ("arguments that are no object stay text",
+        [*(CALL | {"arguments": text} for text in NO_OBJECTS), OUTPUT], None,
+        [assistant("", *(("call_1", "f", text) for text in NO_OBJECTS)), tool("call_1", "f", "42")]),
+]
+
+MISSING = "missing_required_parameter"
+TYPE, VALUE = "invalid_type", "invalid_value"
+
+#    input                                              param                         code
+BAD_RESPONSES: list[tuple[Any, str, str]] = [
+    (7,                                                 "input",                      TYPE),
+    (None,                                              "input",                      MISSING),
+    (["hi"],                                            "input[0]",                   TYPE),
+    ([{}],                                              "input[0].role",              MISSING),
+    ([user("a"), {"role": "user"}],                     "input[1].content",           MISSING),
+    ([says("tool", "x")],                               "input[0].role",              VALUE),
+    ([{"role": 1, "content": "x"}],                     "input[0].role",              TYPE),
+    ([says("user", None)],                              "input[0].content",           MISSING),
+    ([says("user", 5)],                                 "input[0].content",           TYPE),
+    ([says("user", ["x"])],                             "input[0].content[0]",        TYPE),
+    ([says("user", [{"text": "x"}])],                   "input[0].content[0].type",   MISSING),
+    ([says("user", [{"type": "input_text"}])],          "input[0].content[0].text",   MISSING),
+    ([says("user", [TEXT | {"text": True}])],           "input[0].content[0].text",   TYPE),
+    ([says("user", [TEXT, IMAGE])],                     "input[0].content[1].type",   VALUE),
+    ([says("user", [FILE])],                            "input[0].content[0].type",   VALUE),
+    ([{"type": "web_search_call"}],                     "input[0].type",              VALUE),
+    ([{"type": []}],                                    "input[0].type",              TYPE),
+    ([{"type": "function_call", "name": "f"}],          "input[0].call_id",           MISSING),
+    ([CALL | {"arguments": {}}],                        "input[0].arguments",         TYPE),
+    ([CALL | {"namespace": 5}],                         "input[0].namespace",         TYPE),
+    ([CUSTOM_CALL | {"input": {}}],                     "input[0].input",             TYPE),
+    ([CUSTOM_OUTPUT],                                   "input[0].call_id",           VALUE),
+    ([CUSTOM_CALL, CUSTOM_OUTPUT | {"output": [IMAGE]}], "input[1].output[0].type",   VALUE),
+    ([OUTPUT, CALL],                                    "input[0].call_id",           VALUE),
+    ([CALL, OUTPUT_2],                                  "input[1].call_id",           VALUE),
+    ([CALL, OUTPUT, OUTPUT],                            "input[2].call_id",           VALUE),
+    ([CALL, user("hi")],                                "input",                      VALUE),
+    ([CALL, CUSTOM_CALL, OUTPUT],                       "input",                      VALUE),
+    ([CALL, OUTPUT | {"output": {}}],                   "input[1].output",            TYPE),
+    ([HM | {"content": [{"type": "reasoning_text"}]}],  "input[0].content[0].text",   MISSING),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("why", "input", "instructions", "expected"), RESPONSES)
+def test_responses_input(why: str, input: Any, instructions: str | None, expected: list[Message]) -> None:
+    assert from_responses(input, instructions) == expected
+
+
+@pytest.mark.parametrize(("input", "param", "code"), BAD_RESPONSES)
+def test_bad_responses_input(input: Any, param: str, code: str) -> None:
+    with pytest.raises(BadInput) as error:
+        from_responses(input, None)
+    assert (error.value.param, error.value.code) == (param, code)
+    assert error.value.message == str(error.value) != ""
+
+
+def test_an_open_call_is_named_as_openai_names_it() -> None:
+    """https://github.com/openai/openai-agents-python/issues/673"""
+    with pytest.raises(BadInput, match=r"^No tool output found for function call call_1\.$"):
+        from_responses("well?", None, [CALL])
+
+
+def test_a_chat_call_that_was_cut_needs_no_result() -> None:
+    """Chat has no status for it, but half a JSON object: nobody could run that."""
+    for arguments, is_due in (('{"city":"Pa', False), ('{"city":"Paris"}', True)):
+        call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        messages = [{"role": "assistant", "tool_calls": [call]}, {"role": "user", "content": "Go on."}]
+        if is_due:
+            with pytest.raises(BadInput, match="No tool output found"):
+                from_chat(messages)
+        else:
+            assert len(from_chat(messages)) == 2
+
+
+@pytest.mark.parametrize(("input", "instructions"), [([], "Be brief."), ([SUMMARY], None)])
+def test_an_input_without_a_message_is_refused(input: list[Any], instructions: str | None) -> None:
+    with pytest.raises(BadInput) as error:
+        from_responses(input, instructions)
+    assert error.value.param == "input"
+
+
+# --- chat messages ------------------------------------------------------------------------------------------
+
+CHAT_CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+CHAT_CUSTOM = {"id": "call_3", "type": "custom", "custom": {"name": "p", "input": 'a\n"b"'}}
+CALLS = {"role": "assistant", "content": None, "tool_calls": [CHAT_CALL]}
+RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "42"}
+PART = {"type": "text", "text": "t"}
+IMAGE_URL = {"type": "image_url", "image_url": {"url": "data:"}}
+
+
+def calls(call: dict[str, Any]) -> list[Any]:
+    return [CALLS | {"tool_calls": [call]}]
+
+
+# fmt: off
+#   why
+#       messages of the request
+#       messages for the template
+CHAT = [
+    ("they are much the same",
+        [system("s"), user("hi"), assistant("Hello"), user("more")],
+        [system("s"), user("hi"), assistant("Hello"), user("more")]),
+    ("developer is system, parts are lines",
+        [DEVELOPER, says("user", [PART, PART])],
+        [system("d"), user("t\nt")]),
+    ("content may be null or absent beside calls",
+        [CALLS, RESULT, {"role": "assistant", "tool_calls": [CHAT_CALL]}, RESULT | {"content": [PART]}],
+        [assistant("", F), tool("call_1", "f", "42"), assistant("", F), tool("call_1", "f", "t")]),
+    ("a custom call has its input as the one argument",
+        [CALLS | {"tool_calls": [CHAT_CALL, CHAT_CUSTOM]}, RESULT | {"tool_call_id": "call_3"}, RESULT],
+        [assistant("", F, P), tool("call_3", "p", "42"), tool("call_1", "f", "42")]),
+    ("a refusal is what was said",
+        [says("assistant", None) | {"refusal": "No."}, user("why?")],
+        [assistant("No."), user("why?")]),
+    ("tool_calls may be null",
+        [assistant("Hello") | {"tool_calls": None}],
+        [assistant("Hello")]),
+    ("reasoning by DeepSeek's name",
+        [assistant("Hello") | {"reasoning_content": "Hm."}],
+        [assistant("Hello", reasoning="Hm.")]),
+    ("reasoning by vLLM's name",
+        [assistant("Hello") | {"reasoning": "Hm."}],
+        [assistant("Hello", reasoning="Hm.")]),
+    ("reasoning by both names is there once",
+        [says("assistant", None) | {"reasoning": "Hm.", "reasoning_content": "Hm."}],
+        [assistant("", reasoning="Hm.")]),
+]
+
+#    messages                                   param                                        code
+BAD_CHAT: list[tuple[Any, str, str]] = [
+    ([],                                        "messages",                                  VALUE),
+    ("hi",                                      "messages",                                  TYPE),
+    ([None],                                    "messages[0]",                               MISSING),
+    ([{"content": "hi"}],                       "messages[0].role",                          MISSING),
+    ([says("function", "42")],                  "messages[0].role",                          VALUE),
+    ([says("user", [PART, IMAGE_URL])],         "messages[0].content[1].type",               VALUE),
+    ([says("user", None)],                      "messages[0].content",                       MISSING),
+    ([says("user", 5)],                         "messages[0].content",                       TYPE),
+    ([says("assistant", None)],                 "messages[0].content",                       MISSING),
+    ([{"role": "assistant"}],                   "messages[0].content",                       MISSING),
+    ([assistant("") | {"reasoning": ["Hm."]}],  "messages[0].reasoning",                     TYPE),
+    ([assistant("") | {"tool_calls": "f"}],     "messages[0].tool_calls",                    TYPE),
+    (calls(CHAT_CALL | {"type": "mcp"}),        "messages[0].tool_calls[0].type",            VALUE),
+    (calls(CHAT_CALL | {"type": "custom"}),     "messages[0].tool_calls[0].custom",          MISSING),
+    (calls(CHAT_CUSTOM | {"custom": {}}),       "messages[0].tool_calls[0].custom.name",     MISSING),
+    ([assistant("") | {"refusal": 5}],          "messages[0].refusal",                       TYPE),
+    (calls({"id": "call_1"}),                   "messages[0].tool_calls[0].function",        MISSING),
+    (calls(CHAT_CALL | {"function": {}}),       "messages[0].tool_calls[0].function.name",   MISSING),
+    (calls(CHAT_CALL | {"id": None}),           "messages[0].tool_calls[0].id",              MISSING),
+    (calls(CHAT_CALL),                          "messages",                                  VALUE),
+    ([user("hi"), RESULT],                      "messages[1].tool_call_id",                  VALUE),
+    ([CALLS, says("tool", "42")],               "messages[1].tool_call_id",                  MISSING),
+    ([CALLS, RESULT | {"content": None}],       "messages[1].content",                       MISSING),
+    ([CALLS, RESULT, RESULT],                   "messages[2].tool_call_id",                  VALUE),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("why", "messages", "expected"), CHAT)
+def test_chat_messages(why: str, messages: list[Any], expected: list[Message]) -> None:
+    assert from_chat(messages) == expected
+
+
+@pytest.mark.parametrize(("messages", "param", "code"), BAD_CHAT)
+def test_bad_chat_messages(messages: Any, param: str, code: str) -> None:
+    with pytest.raises(BadInput) as error:
+        from_chat(messages)
+    assert (error.value.param, error.value.code) == (param, code)
+
+
+KEYS = ["type", "role", "content", "text", "call_id", "output", "tool_calls", "function", "reasoning"]
+KINDS = ["user", "assistant", "tool", "message", "reasoning", "text", "function_call_output"]
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.sampled_from(KINDS),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=4),
+)
+
+
+@pytest.mark.parametrize("read", [lambda value: from_responses(value, None), from_chat])
+@given(value=JSON)
+def test_any_json_is_messages_or_a_refusal(read: Callable[[Any], list[Message]], value: Any) -> None:
+    try:
+        messages = read(value)
+    except BadInput:
+        return
+    assert messages
+    assert all(isinstance(message["role"] + message["content"], str) for message in messages)
+
+
+# --- the tiny model's template (Qwen3's) --------------------------------------------------------------------
+
+
+def test_the_prompt_ends_where_the_assistant_begins() -> None:
+    """E10: whether thinking is open is read from the prompt's tail, so the tail must be the template's."""
+    prompt = QWEN.render([user("hi")], None, NOW)
+    assert prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert QWEN.render([user("hi")], None, NOW, enable_thinking=True) == prompt
+    assert QWEN.render([user("hi")], None, NOW, enable_thinking=False) == prompt + "<think>\n\n</think>\n\n"
+
+
+def test_tools_are_shown_as_the_model_saw_them() -> None:
+    """Plain JSON: Jinja's own filter would write \\u003cb\\u003e, json.dumps alone \\u00b0C."""
+    prompt = QWEN.render([user("hi")], [WEATHER], NOW)
+    assert f"<tools>\n{json.dumps(WEATHER, ensure_ascii=False)}\n</tools>" in prompt
+    assert QWEN.takes_tools
+    assert ChatTemplate("{{ tools }}", {}).render([user("hi")], [], NOW) == "None"  # templates test for both
+
+
+WORDS = (
+    st.text(st.characters(codec="utf-8", exclude_characters="<>\n"), min_size=1).map(str.strip).filter(bool)
+)
+ARGUMENTS = st.dictionaries(WORDS, WORDS | st.integers() | st.booleans(), max_size=3)
+CALLED = st.lists(st.tuples(WORDS, ARGUMENTS), max_size=3)
+
+
+@given(reasoning=WORDS, text=WORDS | st.just(""), called=CALLED)
+def test_a_turn_is_rendered_with_its_reasoning_text_and_calls(
+    reasoning: str, text: str, called: list[tuple[str, dict[str, Any]]]
+) -> None:
+    """E11: all of the turn comes back, in the order and format in which the model writes it."""
+    items: list[Any] = [user("q"), HM | {"content": [{"type": "reasoning_text", "text": reasoning}]}]
+    items += [says("assistant", text)] if text else []
+    for n, (name, arguments) in enumerate(called):
+        items.append(CALL | {"call_id": f"call_{n}", "name": name, "arguments": json.dumps(arguments)})
+    items += [OUTPUT | {"call_id": f"call_{n}"} for n in range(len(called))]
+    written = [text] if text else []
+    for name, arguments in called:
+        rendered = json.dumps(arguments, ensure_ascii=False)
+        written.append(f'<tool_call>\n{{"name": "{name}", "arguments": {rendered}}}\n</tool_call>')
+    results = "\n<tool_response>\n42\n</tool_response>" * len(called)
+    assert QWEN.render(from_responses(items, None), None, NOW) == (
+        "<|im_start|>user\nq<|im_end|>\n"
+        f"<|im_start|>assistant\n<think>\n{reasoning}\n</think>\n\n"
+        + "\n".join(written)
+        + "<|im_end|>\n"
+        + (f"<|im_start|>user{results}<|im_end|>\n" if called else "")
+        + "<|im_start|>assistant\n"
+    )
+
+
+# --- templates in the style of others -----------------------------------------------------------------------
+
+CHATML = """
+{%- for message in messages %}
+{{- '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+LLAMA_2 = """
+{%- if messages[0].role == 'system' %}
+    {%- set system = '<<SYS>>\n' + messages[0].content + '\n<</SYS>>\n\n' %}{% set messages = messages[1:] %}
+{%- else %}{% set system = '' %}{% endif %}
+{%- for message in messages %}
+    {%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
+    {%- endif %}
+    {%- if message.role == 'user' %}
+        {{- bos_token + '[INST] ' + (system if loop.first else '') + message.content + ' [/INST]' }}
+    {%- else %}
+        {{- ' ' + message.content + ' ' + eos_token }}
+    {%- endif %}
+{%- endfor %}"""
+
+LLAMA_3 = """
+{{- bos_token + 'Today: ' + strftime_now('%d %b %Y') + '\n' }}
+{%- if tools is not none %}{% for t in tools %}{{ t | tojson(indent=4) + '\n' }}{% endfor %}{% endif %}
+{%- for message in messages %}
+    {%- if message.role == 'hidden' %}{% continue %}{% endif %}
+    {{- '<|' + message.role + '|>' }}
+    {%- generation %}
+    {%- for call in message.tool_calls %}
+        {{- '{"name": "' + call.function.name + '", "parameters": ' }}
+        {%- for key, value in call.function.arguments.items() %}{{ key + '=' + value | tojson }}{% endfor %}
+        {{- '}' }}
+    {%- else %}
+        {{- message.content }}
+    {%- endfor %}
+    {%- endgeneration %}
+    {{- '<|eot_id|>' }}
+{%- endfor %}
+{{- '<|assistant|>' }}"""
+
+GEMMA = """
+{%- if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
+{%- for message in messages %}
+    {{- '<start_of_turn>' + message.role + '\n' + message.content + '<end_of_turn>\n' }}
+{%- endfor %}
+{{- '<start_of_turn>model\n' }}"""
+
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+def test_llama_2_has_its_system_message_and_tokens() -> None:
+    messages = [system("s"), user("a"), assistant("b"), user("c")]
+    prompt = ChatTemplate(LLAMA_2, TOKENS).render(messages, None, NOW)
+    assert prompt == "<s>[INST] <<SYS>>\ns\n<</SYS>>\n\na [/INST] b </s><s>[INST] c [/INST]"
+
+
+def test_llama_3_has_the_date_and_calls_as_objects() -> None:
+    template = ChatTemplate(LLAMA_3, TOKENS)
+    calls = from_responses([user("q"), CALL, OUTPUT], None)
+    prompt = template.render(calls, None, NOW)
+    assert prompt == (
+        "<s>Today: 09 Mar 2026\n<|user|>q<|eot_id|>"
+        '<|assistant|>{"name": "f", "parameters": x=1}<|eot_id|><|tool|>42<|eot_id|><|assistant|>'
+    )
+    assert json.dumps(WEATHER, ensure_ascii=False, indent=4) in template.render(calls, [WEATHER], NOW)
+
+
+def test_blocks_leave_no_lines_and_no_indentation() -> None:
+    source = "{% if messages %}\n  {% set x = 1 %}\n  a\n{% endif %}\n"
+    assert ChatTemplate(source, {}).render([user("q")], None, NOW) == "  a\n"
+
+
+# fmt: off
+#   what it raises        template, messages                                           its words
+REFUSED = [
+    ("raise_exception",   LLAMA_2, [user("a"), user("b")],                             "must alternate"),
+    ("UndefinedError",    "{{ messages[0].name.first }}", [user("a")],                 "no attribute"),
+    ("TypeError",         "{{ messages[0].content + 1 }}", [user("a")],                "concatenate"),
+    ("ZeroDivisionError", "{{ 1 // (1 - messages | length) }}", [user("a")],           "division"),
+    ("SecurityError",     "{{ messages.append(1) }}", [user("a")],                     "append"),
+    ("text has no items", LLAMA_3, from_responses([CALL | CUT | {"arguments": "{"}], None),  "'items'"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("why", "source", "messages", "words"), REFUSED, ids=[case[0] for case in REFUSED])
+def test_what_a_template_raises_is_the_requests_fault(
+    why: str, source: str, messages: list[Message], words: str
+) -> None:
+    with pytest.raises(BadInput, match=words) as error:
+        ChatTemplate(source, TOKENS).render(messages, None, NOW)
+    assert (error.value.param, error.value.code) == (None, "invalid_prompt")
+
+
+def test_a_template_that_ignores_tools_has_them_as_text() -> None:
+    template = ChatTemplate(CHATML, {})
+    talk = [user("q"), HM, ANSWER, CALL, CALL | {"call_id": "call_2"}, OUTPUT, OUTPUT_2]
+    prompt = template.render(from_responses(talk, "Be brief."), [WEATHER], NOW)
+    assert not template.takes_tools
+    assert prompt.startswith("<|im_start|>system\nBe brief.\n\n# Tools\n")
+    assert f"<tools>\n{json.dumps(WEATHER, ensure_ascii=False)}\n</tools>" in prompt
+    assert '<tool_call>\n{"name": <name of the function>, "arguments": <object' in prompt
+    call = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+    result = "<tool_response>\n42\n</tool_response>"
+    assert prompt.endswith(
+        f"<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\nHello\n{call}\n{call}<|im_end|>\n"
+        f"<|im_start|>user\n{result}\n{result}<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert "# Tools" not in template.render([user("q")], None, NOW)
+    thinking = ChatTemplate("{{ messages[1].reasoning_content }}", {})
+    assert thinking.render(from_responses(talk, None), None, NOW) == "Hm."
+
+
+def test_a_template_that_refuses_system_messages_has_them_in_the_users() -> None:
+    template = ChatTemplate(GEMMA, {})
+    messages = [system("s"), user("a"), assistant("b"), system("t")]
+    assert not template.takes_system
+    assert template.render(messages, None, NOW) == (
+        "<start_of_turn>user\ns\n\na<end_of_turn>\n<start_of_turn>assistant\nb<end_of_turn>\n"
+        "<start_of_turn>user\nt<end_of_turn>\n<start_of_turn>model\n"
+    )
+    assert "user\n# Tools" in template.render([user("a")], [WEATHER], NOW)
+
+
+def test_rendering_changes_no_message() -> None:
+    messages = from_responses([system("s"), user("q"), HM, ANSWER, CALL, OUTPUT], None)
+    before = json.dumps(messages)
+    for source in (CHATML, LLAMA_3, GEMMA):
+        ChatTemplate(source, TOKENS).render(messages, [WEATHER], NOW)
+    assert json.dumps(messages) == before
+
+
+# --- templates of other dialects ----------------------------------------------------------------------------
+
+# fmt: off
+#   template           what it can show of a turn besides text; how many calls; what ends it
+SHOWS = {
+    "hermes":         ("reasoning", 2, "<|im_end|>"),
+    "qwen3-coder":    ("reasoning", 2, "<|im_end|>"),
+    "llama":          ("",          1, "<|eot_id|>"),
+    "mistral":        ("reasoning", 2, END),
+    "mistral-v3":     ("",          2, END),
+    "deepseek-r1":    ("",          2, "<｜end▁of▁sentence｜>"),
+    "harmony":        ("reasoning", 1, "<|call|>"),
+}
+# fmt: on
+PARAMETERS = {"type": "object", "properties": {"s": {"type": "string"}, "n": {"type": "integer"}}}
+CALLED_F = st.fixed_dictionaries({}, optional={"s": WORDS, "n": st.integers()})
+
+
+@pytest.mark.parametrize("file", TEMPLATES)
+@given(reasoning=WORDS, text=WORDS, called=st.lists(CALLED_F, max_size=2))
+def test_what_is_rendered_is_read(file: str, reasoning: str, text: str, called: list[dict[str, Any]]) -> None:
+    """A turn of the assistant in the prompt is what our parser reads as that turn."""
+    template, (shown, n_calls, end) = TEMPLATES[file], SHOWS[file]
+    called, text = called[:n_calls], "" if file == "llama" and called else text
+    turn: list[Any] = [HM | {"content": [{"type": "reasoning_text", "text": reasoning}]}] if shown else []
+    turn += [says("assistant", text)] if text else []
+    for n, arguments in enumerate(called):
+        turn.append(CALL | CUT | {"call_id": f"call_{n}", "arguments": json.dumps(arguments)})
+    tools = [{"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}]
+    before = template.render([user("q")], tools, NOW)
+    if file == "deepseek-r1":
+        before = before.removesuffix("<think>\n")
+    prompt = template.render(from_responses([user("q"), *turn], None), tools, NOW)
+    assert prompt.startswith(before)
+    said = prompt.removeprefix(before).split(end)[0]
+    expected = [["analysis", reasoning]] if shown else []
+    expected += [["commentary" if file == "harmony" and called else "final", text]] if text else []
+    found = read(families.recognised(template.source, template.takes_tools), said)
+    assert [[*item[:-1], json.loads(item[-1])] if item[0] == "call" else item for item in found] == [
+        *expected,
+        *(["call", "f", arguments] for arguments in called),
+    ]
+
+
+def read(name: str, said: str) -> list[list[str]]:
+    row = families.DIALECTS[name]
+    dialect = families.find(row, row.markers, "", tools=True)
+    cut = re.split("(" + "|".join(map(re.escape, sorted(row.markers))) + ")", said)
+    pieces = [Piece(text, text if text in row.markers else "") for text in cut if text]
+    return parse(pieces, Parser(dialect, dialect.start, schemas={"f": PARAMETERS}))
+
+
+HARMONY_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a place.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "location": {"type": "string", "description": "A city"},
+                "format": {"enum": ["celsius", "fahrenheit"], "default": "celsius"},
+                "days": {"type": "array", "items": {"type": "integer"}},
+            },
+            "required": ["location"],
+        },
+    },
+}
+
+
+def test_a_harmony_prompt() -> None:
+    """As https://cookbook.openai.com/articles/openai-harmony has it: reasoning of the running turn only."""
+    talk = [system("Be brief."), user("hi"), HM, ANSWER, user("Is it cold?"), HM, CALL, OUTPUT]
+    prompt = TEMPLATES["harmony"].render(
+        from_responses(talk, None), [HARMONY_TOOL], NOW, reasoning_effort="high"
+    )
+    assert prompt == (
+        "<|start|>system<|message|>You are a large language model.\nCurrent date: 2026-03-09\n\n"
+        "Reasoning: high\n\n"
+        "# Valid channels: analysis, commentary, final. Channel must be included for every message.\n"
+        "Calls to these tools must go to the commentary channel: 'functions'.<|end|>"
+        "<|start|>developer<|message|># Instructions\n\nBe brief.\n\n# Tools\n\n## functions\n\n"
+        "namespace functions {\n\n// The weather of a place.\ntype get_weather = (_: {\n"
+        '// A city\nlocation: string,\nformat?: "celsius" | "fahrenheit", // default: celsius\n'
+        "days?: number[],\n}) => any;\n\n} // namespace functions<|end|>"
+        "<|start|>user<|message|>hi<|end|><|start|>assistant<|channel|>final<|message|>Hello<|end|>"
+        "<|start|>user<|message|>Is it cold?<|end|><|start|>assistant<|channel|>analysis<|message|>Hm.<|end|>"
+        '<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": 1}<|call|>'
+        "<|start|>functions.f to=assistant<|channel|>commentary<|message|>42<|end|><|start|>assistant"
+    )
+
+
+# Where gpt-oss's own differs from other models': one call a message, either text or thinking beside
+# it, no name at a result, no system message but the first, a description for granted.
+GPT_OSS = """
+{%- for tool in tools or [] %}{{- '// ' + tool.function.description + tool.function.name + ';' }}{% endfor %}
+{%- if messages[0].role == 'system' %}{{- messages[0].content + ';' }}{% endif %}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' and 'tool_calls' in message %}
+        {%- if message.content and message.thinking %}{{ raise_exception('one or the other') }}{% endif %}
+        {%- if message.thinking %}{{- '(' + message.thinking + ')' }}{% endif %}
+        {{- message.tool_calls[0].function.name + '!' }}
+    {%- elif message.role in ('assistant', 'user', 'tool') %}
+        {{- message.content + (';' if message.role == 'user' else '.') }}
+    {%- endif %}
+{%- endfor %}"""
+
+
+def test_a_template_that_takes_one_call_a_turn_gets_a_turn_for_each() -> None:
+    """With its result behind it, for that has no name there."""
+    talk = [user("q"), HM, ANSWER, CALL, CALL_2, OUTPUT, OUTPUT_2 | {"output": "43"}, user("r")]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    template = ChatTemplate(GPT_OSS, {})
+    assert template.render(from_responses(talk, None), tools, NOW) == "// f;q;Hello.(Hm.)f!42.g!43.r;"
+    assert (template.takes_turns, QWEN.takes_turns) == (False, True)
+
+
+def test_a_template_that_drops_late_system_messages_has_them_in_the_users() -> None:
+    prompt = ChatTemplate(GPT_OSS, {}).render([system("s"), user("a"), system("t"), user("b")], None, NOW)
+    assert prompt == "s;a;t\n\nb;"
+
+
+def test_call_ids_are_as_mistral_wants_them() -> None:
+    """Nine letters and digits, a result's that of its call: its template raises over any other."""
+    calls = "{% for c in m.tool_calls %}{{ c.id }} {% endfor %}"
+    source = (
+        "{{ tools[0].function.name }} {% for m in messages %}" + calls + "{{ m.tool_call_id }} {% endfor %}"
+    )
+    template = ChatTemplate(source, {})
+    messages = from_responses([CALL, CALL_2, OUTPUT_2, OUTPUT], None)
+    _, first, second, *results = template.render(messages, [WEATHER], NOW).split()
+    assert results == [second, first]
+    assert all(re.fullmatch("[a-zA-Z0-9]{9}", call_id) for call_id in (first, second))
+
+
+# --- files --------------------------------------------------------------------------------------------------
+
+
+def write(directory: Path, config: dict[str, Any]) -> Path:
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return directory
+
+
+def test_the_jinja_file_goes_before_the_config(tmp_path: Path) -> None:
+    write(tmp_path, {"chat_template": "old", "bos_token": "<s>"})
+    assert ChatTemplate.load(tmp_path).render([user("a")], None, NOW) == "old"
+    (tmp_path / "chat_template.jinja").write_text("new {{ bos_token }}")
+    assert ChatTemplate.load(tmp_path).render([user("a")], None, NOW) == "new <s>"
+
+
+def test_named_templates_are_picked_by_tools(tmp_path: Path) -> None:
+    named = [
+        {"name": "default", "template": "plain"},
+        {"name": "tool_use", "template": "{{ tools | tojson }}"},
+    ]
+    template = ChatTemplate.load(write(tmp_path, {"chat_template": named}))
+    assert template.render([user("a")], None, NOW) == "plain"
+    assert template.render([user("a")], [WEATHER], NOW) == json.dumps([WEATHER], ensure_ascii=False)
+
+
+def test_tokens_are_strings_objects_or_absent(tmp_path: Path) -> None:
+    config = {
+        "bos_token": None,
+        "eos_token": {"content": "</s>"},
+        "unk_token": "<unk>",
+        "add_bos_token": True,
+    }
+    source = "{{ bos_token }}|{{ eos_token }}|{{ unk_token }}|{{ add_bos_token is defined }}"
+    template = ChatTemplate.load(write(tmp_path, config | {"chat_template": source}))
+    assert template.render([user("a")], None, NOW, eos_token="mine") == "|mine|<unk>|False"
+
+
+# fmt: off
+#   what tokenizer_config.json holds                           what the message says
+NO_TEMPLATE = [
+    (None,                                                     "chat_template.jinja and for chat_template"),
+    ("{}",                                                     "chat_template.jinja and for chat_template"),
+    ('{"chat_template": [{"name": "rag", "template": "x"}]}',  "no chat template"),
+    ("{",                                                      "tokenizer_config.json is no JSON"),
+    ('{"chat_template": "{% if %}"}',                          "no Jinja template: Expected an expression"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("config", "words"), NO_TEMPLATE)
+def test_a_model_without_template_is_refused_at_once(tmp_path: Path, config: str | None, words: str) -> None:
+    if config is not None:
+        (tmp_path / "tokenizer_config.json").write_text(config)
+    with pytest.raises(BadTemplate) as error:
+        ChatTemplate.load(tmp_path)
+    assert words in str(error.value)

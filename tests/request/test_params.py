@@ -1,0 +1,509 @@
+"""Every row of params.RESPONSES and params.CHAT: what it takes, what it refuses, and what is echoed."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, get_args, get_type_hints
+
+import pytest
+from openai.types.responses import ToolParam
+
+from request import params, tools
+from request.params import CHAT, RESPONSES, Demand, Request
+from request.refusals import BadInput
+from request.tools import Grammar, Tool
+from sampling import Sampling
+
+Json = dict[str, Any]
+Read = Callable[[Any, dict[str, Any]], Request]
+
+RESPONSES_BODY: Json = {"model": "m", "input": "hi"}
+CHAT_BODY: Json = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+APIS: dict[str, tuple[Read, Json, dict[str, params.Row]]] = {
+    "responses": (params.from_responses, RESPONSES_BODY, RESPONSES),
+    "chat": (params.from_chat, CHAT_BODY, CHAT),
+}
+
+TYPE, VALUE, UNSUPPORTED = "invalid_type", "invalid_value", "unsupported_parameter"
+MISSING, EXCLUSIVE = "missing_required_parameter", "mutually_exclusive_parameters"
+NAN = float("nan")
+NO_TOKEN_IDS = [{"a": 1}, {"-1": 1}, {"1.0": 1}, {"": 1}, {"\N{SUPERSCRIPT TWO}": 1}, {"9" * 5000: 1}]
+LONGEST = {"k" * 64: "v" * 512}
+PAIRS_17 = {str(i): "" for i in range(17)}
+HI = {"role": "user", "content": "hi"}
+LOW = {"effort": "low", "summary": "auto"}
+PLAIN = {"format": {"type": "text"}}
+JSON = {"type": "json_object"}
+SCHEMA = {"type": "json_schema", "name": "x"}
+ODD_NAME = {"name": "a b!"}
+SPACED = {"type": "json_schema", "json_schema": ODD_NAME | {"schema": {}}}
+OBJECT = Demand("none", schema={"type": "object"}, schema_path="response_format.json_schema")
+FUNCTION = {"type": "function", "name": "f", "description": None, "parameters": None, "strict": False}
+ONE_TOOL = {"tools": [FUNCTION]}
+TOO_MANY = [FUNCTION] * 129
+CUSTOM = {"type": "custom", "name": "p", "description": None, "format": {"type": "text"}}
+LARK = {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'}
+PATCH = CUSTOM | {"format": LARK}
+NESTED_PATCH = {"type": "custom", "custom": {"name": "p", "format": {"type": "grammar", "grammar": LARK}}}
+GRAMMAR = Grammar("lark", LARK["definition"], "tools[0].format.definition")
+INPUT = Tool("p", custom=True).schema() or {}
+GRAMMAR_INPUT = Tool("p", custom=True, grammar=GRAMMAR).schema() or {}
+F, IN_N = (("f", {"type": "object"}),), (("n__f", {"type": "object"}),)
+P, LIMITED = (("p", INPUT),), (("p", GRAMMAR_INPUT),)
+F_, N_F, N_P = Tool("f"), Tool("f", namespace="n"), Tool("p", namespace="n", custom=True)
+CHAT_P = Tool("p", custom=True, grammar=GRAMMAR._replace(path="tools[0].custom.format.grammar.definition"))
+KEPT_TO = Demand("auto", LIMITED, inputs=(("p", GRAMMAR),))
+BY_NAME = {"f": F_, "n__f": N_F, "n__p": N_P}
+NO_GRAMMAR = {"type": "custom", "custom": {"name": "p", "format": {"type": "grammar"}}}
+NAMESPACE = {"type": "namespace", "name": "n", "description": "", "tools": [FUNCTION, CUSTOM]}
+HIDDEN = {"type": "namespace", "name": "n", "tools": [{"type": "web_search"}]}
+NESTED = {"type": "function", "function": {"name": "f"}}
+TWO_TOOLS = {"tools": [FUNCTION, CUSTOM]}
+TOOLS = {"tools": [NESTED]}
+HOSTED = {"type": "web_search"}
+HOSTED_ONLY = {"tools": [HOSTED]}
+NAMED = {"type": "function", "name": "f"}
+FORCED = {"type": "web_search"}
+PICKED = {"type": "custom", "name": "p"}
+IN_NAMESPACE = {"type": "function", "name": "f", "namespace": "n"}
+NAMED_IN_N = {"tools": [NAMESPACE], "tool_choice": IN_NAMESPACE}
+SOME = {"type": "allowed_tools", "mode": "auto", "tools": [PICKED, FORCED]}
+ALLOWED = {"type": "allowed_tools", "mode": "required", "tools": [NAMED]}
+NEVER, OTHER, IN_ONE = ALLOWED | {"mode": "none"}, NAMED | {"name": "g"}, {"conversation": "c"}
+NO_NAMES = {"type": "allowed_tools", "mode": "auto", "tools": [{"function": "x"}]}
+NO_OBJECT = {"tools": [FUNCTION | {"parameters": {"type": "array"}}]}
+MISTYPED = ALLOWED | {"tools": [NAMED | {"type": "fucntion"}]}
+NONE_OF_THEM = ALLOWED | {"tools": []}
+NAMELESS = {"type": "function"}
+NESTED_NAMELESS = {"type": "function", "function": {}}
+LISTED = NAMED | {"name": ["f"]}
+BAD_SCHEMA = "invalid_json_schema"
+GBNF, UNDEFINED = LARK | {"syntax": "gbnf"}, LARK | {"definition": None}
+PLAIN_JSON, JOINED = {"type": "json"}, FUNCTION | {"name": "n__f"}
+NO_TURN = {"chat_template_kwargs": {"add_generation_prompt": False}}
+STREAM = {"stream": True}  # what stream_options needs
+VERBOSE = {"verbosity": "low"}
+KWARGS = {"enable_thinking": True}
+NONE = {"reasoning_effort": "none"}
+
+
+def thinking(enabled: bool, effort: str) -> Json:
+    return {"enable_thinking": enabled, "reasoning_effort": effort}
+
+
+THINKING = {"chat_template_kwargs": KWARGS}
+BRIEF = {"role": "system", "content": "Be brief."}
+BOTH_LIMITS = {"max_tokens": 5, "max_completion_tokens": 6}
+USAGE = {"include_usage": True}
+WITH_USAGE = {"stream_options": USAGE}
+SHOWN = "message.output_text.logprobs"
+YES = {"include_usage": "yes", "include_obfuscation": "yes"}
+OBFUSCATION = "stream_options.include_obfuscation"
+
+Values = tuple[list[Any], list[Any], list[Any], list[Any]]
+# fmt: off
+#   parameter                good                            of another type out of range      unsupported
+COMMON: dict[str, Values] = {
+    "model":                 (["m", "x" * 256],              [5, []],     ["", "x" * 257],  []),
+    "stream":                ([True, False],                 [1, "true"], [],               []),
+    "temperature":           ([0, 0.5, 2],                   ["1", True], [-0.1, 2.1, NAN], []),
+    "top_p":                 ([0, 0.5, 1],                   [[], False], [-0.1, 1.1],      []),
+    "top_k":                 ([-1, 0, 50],                   [1.5, True], [-2],             []),
+    "min_p":                 ([0, 0.05, 1],                  ["0"],       [-0.1, 1.1],      []),
+    "seed":                  ([0, -1, 2**63 - 1],            [1.0, "1"],  [2**63],          []),
+    "presence_penalty":      ([-2, 0, 2],                    [{}],        [-2.1, 2.1],      []),
+    "frequency_penalty":     ([-2, 0, 2],                    ["0"],       [-2.1, 2.1],      []),
+    "repetition_penalty":    ([0.5, 1, 1.3],                 ["1"],       [0, -1],          []),
+    "logit_bias":            ([{}, {"5": -100, "07": 1}],    [[], "5"],   NO_TOKEN_IDS,     []),
+    "top_logprobs":          ([0, 20],                       [True, "1"], [-1, 21],         []),
+    "stop":                  (["a", list("abcd"), []],       [5, {}],     ["", ["a"] * 5, "a" * 1025],  []),
+    "stop_token_ids":        ([[], [0, 5]],                  [5, "5"],    [[5] * 1025],     []),
+    "ignore_eos":            ([True, False],                 [1, "yes"],  [],               []),
+    "parallel_tool_calls":   ([True, False],                 [0, "no"],   [],               []),
+    "metadata":              ([{}, LONGEST],                 [[], "a"],   [PAIRS_17],       []),
+    "chat_template_kwargs":  ([{}, KWARGS],                  [[], True],  [],               []),
+    "safety_identifier":     (["", "x" * 128],               [5],         ["x" * 129],      []),
+    "prompt_cache_key":      (["", "x" * 1024],              [[]],        ["x" * 1025],     []),
+    "service_tier":          (["auto", "of next year"],      [],          [],               []),
+    "user":                  (["someone", ""],               [],          [],               []),
+    "moderation":            ([],                            [],          [],               ["auto", {}]),
+    "structured_outputs":    ([],                            [],          [],               [{"json": {}}]),
+    "guided_json":           ([],                            [],          [],               [{}]),
+    "guided_choice":         ([],                            [],          [],               [["a", "b"]]),
+    "guided_regex":          ([],                            [],          [],               ["a+"]),
+    "guided_grammar":        ([],                            [],          [],               ['root ::= "a"']),
+    "grammar":               ([""],                          [],          [],               ['root ::= "a"']),
+    "min_tokens":            ([0],                           [],          [],               [1, False]),
+    "bad_words":             ([[]],                          [],          [],               [["a"]]),
+    "allowed_token_ids":     ([],                            [],          [],               [[5]]),
+    "prompt_logprobs":       ([],                            [],          [],               [0, 1]),
+    "logprob_token_ids":     ([],                            [],          [],               [[5]]),
+    "best_of":               ([1],                           [],          [],               [2, True]),
+    "use_beam_search":       ([False],                       [],          [],               [True]),
+    "include_stop_str_in_output": ([False],                  [],          [],               [True]),
+    "skip_special_tokens":   ([True],                        [],          [],               [False]),
+    "add_special_tokens":    ([False],                       [],          [],               [True]),
+    "truncate_prompt_tokens": ([],                           [],          [],               [5, -1]),
+    "thinking_token_budget": ([],                            [],          [],               [5]),
+    "include_reasoning":     ([True],                        [],          [],               [False]),
+    "repetition_detection":  ([],                            [],          [],               [{}]),
+    "documents":             ([[]],                          [],          [],               [[PLAIN]]),
+    "chat_template":         ([],                            [],          [],               ["{{ tools }}"]),
+    "echo":                  ([False],                       [],          [],               [True]),
+    "add_generation_prompt": ([True],                        [],          [],               [False]),
+    "continue_final_message": ([False],                      [],          [],               [True]),
+}
+
+VALUES: dict[str, dict[str, Values]] = {
+  "responses": COMMON | {
+    "input":                 (["", "hi", [HI]],              [5, {}],     [[]],             []),
+    "instructions":          (["", "Be brief."],             [5, []],     [],               []),
+    "previous_response_id":  (["resp_1"],                    [5],         [],               []),
+    "conversation":          ([],                            [],          [],               ["c", {}]),
+    "store":                 ([True, False],                 [0],         [],               []),
+    "background":            ([True, False],                 [0],         [],               []),
+    "stream_options":        ([{}, USAGE],                   [[], True],  [],               []),
+    "max_output_tokens":     ([1, 15, 2**31],                [1.0, "9"],  [0, -1],          []),
+    "max_tool_calls":        ([1, 100],                      ["1"],       [0],              []),
+    "include":               ([[], [*params.INCLUDES]],      ["all"],     [],               []),
+    "reasoning":             ([{}, {"effort": "none"}, LOW], ["none"],    [],               []),
+    "text":                  ([{}, PLAIN, VERBOSE],          ["text"],    [],               []),
+    "tools":                 ([[], [FUNCTION], [HOSTED]],    [{}],        [TOO_MANY],       []),
+    "tool_choice":           (["auto", "none"],              [5],         ["any"],          []),
+    "truncation":            (["auto", "disabled"],          [False],     ["none"],         []),
+    "prompt":                ([],                            [],          [],               [{}]),
+    "context_management":    ([[]],                          [],          [],               [[{}]]),
+    "n":                     ([1],                           [],          [],               [2, "many"]),
+    "logprobs":              ([False],                       [],          [],               [True, 5]),
+    "messages":              ([],                            [],          [],               [[HI]]),
+    "max_tokens":            ([],                            [],          [],               [5]),
+    "max_completion_tokens": ([],                            [],          [],               [5]),
+    "response_format":       ([],                            [],          [],               [JSON]),
+    "reasoning_effort":      ([],                            [],          [],               ["low"]),
+  },
+  "chat": COMMON | {
+    "messages":              ([[HI]],                        ["hi", 5],   [[]],             []),
+    "n":                     ([1, 16],                       ["1", True], [0, 17],          []),
+    "max_tokens":            ([1, 2**31],                    [1.5],       [0],              []),
+    "max_completion_tokens": ([1, 2**31],                    [True],      [0],              []),
+    "logprobs":              ([True, False],                 [1, 5],      [],               []),
+    "stream_options":        ([{}, USAGE],                   [True],      [],               []),
+    "response_format":       ([{"type": "text"}, JSON],      ["text"],    [],               []),
+    "tools":                 ([[], [NESTED]],                [5],         [TOO_MANY],       []),
+    "tool_choice":           (["auto", "none"],              [5],         ["any"],          []),
+    "reasoning_effort":      (["none", "low", "max"],        [1],         ["much"],         []),
+    "store":                 ([False],                       [],          [],               [True, 0]),
+    "modalities":            ([["text"]],                    [],          [],               [["audio"]]),
+    "audio":                 ([],                            [],          [],               [{}]),
+    "prediction":            ([],                            [],          [],               [{}]),
+    "web_search_options":    ([],                            [],          [],               [{}]),
+    "functions":             ([],                            [],          [],               [[]]),
+    "function_call":         ([],                            [],          [],               ["auto"]),
+  },
+}
+CODES = (TYPE, VALUE, UNSUPPORTED)
+
+#   API           param of the error              code         what is wrong
+INSIDE: list[tuple[str, str, str, Json]] = [
+    ("responses", "conversation",                 EXCLUSIVE,   {"previous_response_id": "r"} | IN_ONE),
+    ("responses", "logit_bias.5",                 VALUE,       {"logit_bias": {"5": 101}}),
+    ("responses", "logit_bias.5",                 TYPE,        {"logit_bias": {"5": "1"}}),
+    ("responses", "metadata.a",                   TYPE,        {"metadata": {"a": 5}}),
+    ("responses", "metadata.a",                   VALUE,       {"metadata": {"a": "x" * 513}}),
+    ("responses", "metadata",                     VALUE,       {"metadata": {"k" * 65: ""}}),
+    ("responses", "stop[1]",                      TYPE,        {"stop": ["a", 5]}),
+    ("responses", "stop[1]",                      VALUE,       {"stop": ["a", ""]}),
+    ("responses", "stop_token_ids[1]",            VALUE,       {"stop_token_ids": [0, -1]}),
+    ("responses", "include[0]",                   VALUE,       {"include": ["all"]}),
+    ("responses", "reasoning.effort",             VALUE,       {"reasoning": {"effort": "much"}}),
+    ("responses", "reasoning.effort",             TYPE,        {"reasoning": {"effort": 1}}),
+    ("responses", "reasoning.summary",            TYPE,        {"reasoning": {"summary": 17}}),
+    ("responses", "text.verbosity",               TYPE,        {"text": {"verbosity": 5}}),
+    ("responses", "text.format.type",             VALUE,       {"text": {"format": {"type": "xml"}}}),
+    ("responses", "text.format",                  TYPE,        {"text": {"format": "text"}}),
+    ("responses", "text.format.type",             MISSING,     {"text": {"format": {"name": "x"}}}),
+    ("responses", "text.format.schema",           MISSING,     {"text": {"format": SCHEMA}}),
+    ("responses", "chat_template_kwargs.add_generation_prompt", UNSUPPORTED, NO_TURN),
+    ("responses", "stream_options",               VALUE,       {"stream_options": {}}),
+    ("responses", OBFUSCATION,                    TYPE,        STREAM | {"stream_options": YES}),
+    ("chat",      "stream_options.include_usage", TYPE,        STREAM | {"stream_options": YES}),
+    ("chat",      "stream_options",               VALUE,       {"stream": False, "stream_options": {}}),
+    ("chat",      "response_format.type",         VALUE,       {"response_format": {"type": "xml"}}),
+    ("chat",      "response_format.type",         MISSING,     {"response_format": {"json_schema": {}}}),
+    ("chat",      "response_format.json_schema",  MISSING,     {"response_format": {"type": "json_schema"}}),
+    ("chat",      "response_format.json_schema.name", VALUE,   {"response_format": SPACED}),
+    ("responses", "text.format.name",             VALUE,       {"text": {"format": SCHEMA | ODD_NAME}}),
+    ("chat",      "top_logprobs",                 VALUE,       {"logprobs": False, "top_logprobs": 3}),
+    ("responses", "tools[0]",                     TYPE,        {"tools": [5]}),
+    ("responses", "tools[1].type",                MISSING,     {"tools": [FUNCTION, {}]}),
+    ("responses", "tools[0].type",                MISSING,     {"tools": [{"type": None}]}),
+    ("responses", "tools[1].type",                VALUE,       {"tools": [FUNCTION, {"type": "fucntion"}]}),
+    ("responses", "tools[0].type",                VALUE,       {"tools": [{"type": "x" * 2**20}]}),
+    ("responses", "tools[0].name",                MISSING,     {"tools": [CUSTOM | {"name": None}]}),
+    ("responses", "tools[0].format",              TYPE,        {"tools": [CUSTOM | {"format": "text"}]}),
+    ("responses", "tools[0].format.type",         VALUE,       {"tools": [CUSTOM | {"format": PLAIN_JSON}]}),
+    ("responses", "tools[0].format.type",         MISSING,     {"tools": [CUSTOM | {"format": {}}]}),
+    ("responses", "tools[0].format.syntax",       VALUE,       {"tools": [CUSTOM | {"format": GBNF}]}),
+    ("responses", "tools[0].format.definition",   MISSING,     {"tools": [CUSTOM | {"format": UNDEFINED}]}),
+    ("responses", "tools[0].tools",               MISSING,     {"tools": [NAMESPACE | {"tools": None}]}),
+    ("responses", "tools[0].tools[0].type",       VALUE,       {"tools": [HIDDEN]}),
+    ("responses", "tools",                        VALUE,       {"tools": [NAMESPACE, NAMESPACE]}),
+    ("responses", "tools",                        VALUE,       {"tools": [NAMESPACE, JOINED]}),
+    ("responses", "tools[0].name",                MISSING,     {"tools": [{"type": "function"}]}),
+    ("responses", "tools[0].name",                VALUE,       {"tools": [FUNCTION | {"name": "x" * 65}]}),
+    ("responses", "tools[0].name",                VALUE,       {"tools": [FUNCTION | {"name": "f\n"}]}),
+    ("responses", "tools[0].name",                TYPE,        {"tools": [FUNCTION | {"name": 5}]}),
+    ("responses", "tools[0].parameters",          TYPE,        {"tools": [FUNCTION | {"parameters": []}]}),
+    ("responses", "tools[0].description",         TYPE,        {"tools": [FUNCTION | {"description": 5}]}),
+    ("responses", "tools",                        VALUE,       {"tools": [FUNCTION, FUNCTION]}),
+    ("chat",      "tools[0].function",            MISSING,     {"tools": [FUNCTION]}),
+    ("chat",      "tools[0].type",                VALUE,       {"tools": [HOSTED]}),
+    ("chat",      "tools[0].custom",              MISSING,     {"tools": [CUSTOM]}),
+    ("chat",      "tools[0].custom.format.grammar", MISSING,   {"tools": [NO_GRAMMAR]}),
+    ("chat",      "tools[0].function.name",       MISSING,     {"tools": [NESTED | {"function": {}}]}),
+    ("responses", "tool_choice",                  VALUE,       {"tool_choice": "required"}),
+    ("responses", "tool_choice",                  VALUE,       ONE_TOOL | {"tool_choice": OTHER}),
+    ("responses", "tool_choice.type",             MISSING,     ONE_TOOL | {"tool_choice": {"name": "f"}}),
+    ("responses", "tool_choice.name",             MISSING,     ONE_TOOL | {"tool_choice": NAMELESS}),
+    ("responses", "tool_choice.type",             UNSUPPORTED, HOSTED_ONLY | {"tool_choice": FORCED}),
+    ("responses", "tool_choice",                  VALUE,       ONE_TOOL | {"tool_choice": {"type": "auto"}}),
+    ("responses", "tool_choice",                  VALUE,       HOSTED_ONLY | {"tool_choice": "required"}),
+    ("responses", "tool_choice",                  VALUE,       ONE_TOOL | {"tool_choice": PICKED}),
+    ("responses", "tool_choice",                  VALUE,       ONE_TOOL | {"tool_choice": IN_NAMESPACE}),
+    ("responses", "tool_choice.tools",            MISSING,     {"tool_choice": {"type": "allowed_tools"}}),
+    ("responses", "tool_choice.tools",            VALUE,       ONE_TOOL | {"tool_choice": NONE_OF_THEM}),
+    ("responses", "tool_choice.tools[0].type",    VALUE,       ONE_TOOL | {"tool_choice": MISTYPED}),
+    ("responses", "tool_choice.name",             TYPE,        ONE_TOOL | {"tool_choice": LISTED}),
+    ("responses", "tool_choice.tools[0].function", TYPE,       ONE_TOOL | {"tool_choice": NO_NAMES}),
+    ("chat",      "tool_choice.function.name",    MISSING,     TOOLS | {"tool_choice": NESTED_NAMELESS}),
+    ("responses", "tools",                        BAD_SCHEMA,  NO_OBJECT | {"tool_choice": "required"}),
+    ("responses", "tool_choice.mode",             VALUE,       ONE_TOOL | {"tool_choice": NEVER}),
+    ("chat",      "tool_choice",                  VALUE,       {"tool_choice": NESTED}),
+]
+# fmt: on
+
+
+def read(api: str, change: Json, defaults: Json | None = None) -> Request:
+    from_body, body, _ = APIS[api]
+    return from_body(body | change, defaults or {})
+
+
+def context(api: str, name: str, value: Any) -> Json:
+    """The value in a request that allows for it."""
+    needs = {"stream_options": STREAM, "top_logprobs": {"logprobs": True} if api == "chat" else {}}
+    return needs.get(name, {}) | {name: value}
+
+
+def refusal(api: str, change: Json) -> BadInput:
+    with pytest.raises(BadInput) as caught:
+        read(api, change)
+    assert caught.value.message
+    assert "\n" not in caught.value.message
+    assert len(caught.value.message) < 500
+    return caught.value
+
+
+ROWS = [(api, name, values) for api, table in VALUES.items() for name, values in table.items()]
+GOOD = [(api, name, value) for api, name, (good, *_) in ROWS for value in good]
+BAD = [
+    (api, name, value, code)
+    for api, name, (_, *bad) in ROWS
+    for values, code in zip(bad, CODES, strict=True)
+    for value in values
+]
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_no_row_is_missing_here(api: str) -> None:
+    assert VALUES[api].keys() == APIS[api][2].keys()
+    hints = {"service_tier", "user"}  # cannot be wrong
+    assert {name for name, (_, *bad) in VALUES[api].items() if not any(bad)} == hints
+
+
+def test_each_sampling_parameter_is_a_field_of_the_sampler() -> None:
+    assert params.SAMPLING.keys() <= {field.name for field in dataclasses.fields(Sampling)}
+
+
+def test_hosted_tools_are_those_of_the_sdk() -> None:
+    """What it does not know is a slip of the pen, which would lose the tool."""
+    types = [get_type_hints(tool)["type"] for tool in get_args(ToolParam)]
+    known = {name for each in types for name in get_args(each)}
+    assert known == {*tools.HOSTED, *tools.TOOL_TYPES}
+
+
+@pytest.mark.parametrize(("api", "name", "value"), GOOD)
+def test_good_value(api: str, name: str, value: Any) -> None:
+    request = read(api, context(api, name, value))
+    if APIS[api][2][name].echo and name != "tools":
+        assert request.echo.get(name, value) == value
+
+
+@pytest.mark.parametrize(("api", "name", "value", "code"), BAD)
+def test_bad_value(api: str, name: str, value: Any, code: str) -> None:
+    error = refusal(api, context(api, name, value))
+    assert (error.param, error.code) == (name, code)
+
+
+@pytest.mark.parametrize(("api", "param", "code", "change"), INSIDE)
+def test_bad_value_inside(api: str, param: str, code: str, change: Json) -> None:
+    error = refusal(api, change)
+    assert (error.param, error.code) == (param, code)
+
+
+@pytest.mark.parametrize(("api", "name"), [row[:2] for row in ROWS])
+def test_null_is_absent(api: str, name: str) -> None:
+    if name in ("model", "input" if api == "responses" else "messages"):
+        error = refusal(api, {name: None})
+        assert (error.param, error.code) == (name, "missing_required_parameter")
+    else:
+        assert read(api, {name: None}) == read(api, {})
+
+
+@pytest.mark.parametrize("body", [None, [], "hi", 5, True, [RESPONSES_BODY]])
+@pytest.mark.parametrize("api", APIS)
+def test_body_is_an_object(api: str, body: Any) -> None:
+    with pytest.raises(BadInput) as caught:
+        APIS[api][0](body, {})
+    assert (caught.value.param, caught.value.code) == (None, TYPE)
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_unknown_keys_are_ignored(api: str) -> None:
+    assert read(api, {"banana": object(), "": None}) == read(api, {})
+
+
+def test_the_other_api_is_unknown_to_chat() -> None:
+    assert read("chat", {"max_output_tokens": -1, "background": True}) == read("chat", {})
+
+
+# --- what comes of it ---------------------------------------------------------------------------------------
+
+# fmt: off
+MEANING: list[tuple[str, str, Any, Json]] = [
+#   API           attribute          value                       change
+    ("responses", "max_tokens",      None,                       {}),
+    ("responses", "max_tokens",      5,                          {"max_output_tokens": 5}),
+    ("chat",      "max_tokens",      5,                          {"max_tokens": 5}),
+    ("chat",      "max_tokens",      6,                          BOTH_LIMITS),
+    ("chat",      "n",               1,                          {}),
+    ("responses", "ignore_eos",      True,                       {"ignore_eos": True}),
+    ("chat",      "ignore_eos",      False,                      {}),
+    ("responses", "stop",            ("a",),                     {"stop": "a"}),
+    ("responses", "stop",            ("a", "b"),                 {"stop": ["a", "b"]}),
+    ("responses", "n_top_logprobs",  None,                       {"top_logprobs": 3}),
+    ("responses", "n_top_logprobs",  0,                          {"include": [SHOWN]}),
+    ("chat",      "n_top_logprobs",  None,                       {}),
+    ("chat",      "n_top_logprobs",  None,                       {"top_logprobs": 0}),
+    ("chat",      "n_top_logprobs",  0,                          {"logprobs": True}),
+    ("chat",      "n_top_logprobs",  3,                          {"logprobs": True, "top_logprobs": 3}),
+    ("responses", "truncate",        True,                       {"truncation": "auto"}),
+    ("chat",      "truncate",        False,                      {}),
+    ("chat",      "include_usage",   True,                       {}),
+    ("chat",      "include_usage",   False,                      STREAM),
+    ("chat",      "include_usage",   True,                       STREAM | WITH_USAGE),
+    ("responses", "template_kwargs", thinking(False, "low"),     {"reasoning": {"effort": "none"}}),
+    ("responses", "template_kwargs", thinking(True, "low"),      {"reasoning": LOW}),
+    ("responses", "template_kwargs", thinking(True, "high"),     {"reasoning": {"effort": "max"}}),
+    ("responses", "template_kwargs", {},                         {"reasoning": {"effort": None}}),
+    ("chat",      "template_kwargs", thinking(False, "low"),     {"reasoning_effort": "none"}),
+    ("chat",      "template_kwargs", thinking(True, "low"),      NONE | THINKING),
+    ("chat",      "tools",           [NESTED],                   {"tools": [NESTED]}),
+    ("chat",      "tools",           [],                         TOOLS | {"tool_choice": "none"}),
+    ("responses", "tools",           [NESTED],                   {"tools": [FUNCTION, HOSTED]}),
+    ("responses", "demand",          None,                       {"tools": [FUNCTION, CUSTOM, NAMESPACE]}),
+    ("responses", "demand",          Demand("required", P, True), {"tools": [CUSTOM], "tool_choice": PICKED}),
+    ("responses", "demand",          Demand("auto", P),          TWO_TOOLS | {"tool_choice": SOME}),
+    ("responses", "demand",          KEPT_TO,                    {"tools": [PATCH]}),
+    ("responses", "demand",          None,                       {"tools": [PATCH], "tool_choice": "none"}),
+    ("responses", "demand",          Demand("required", IN_N, True), NAMED_IN_N),
+    ("responses", "called",          BY_NAME,                    {"tools": [FUNCTION, NAMESPACE, HOSTED]}),
+    ("chat",      "called",          {"p": CHAT_P},              {"tools": [NESTED_PATCH]}),
+    ("chat",      "called",          {},                         TOOLS | {"tool_choice": "none"}),
+    ("responses", "demand",          Demand("required", F),      ONE_TOOL | {"tool_choice": "required"}),
+    ("responses", "demand",          Demand("required", F),      ONE_TOOL | {"tool_choice": ALLOWED}),
+    ("responses", "demand",          Demand("required", F, True), ONE_TOOL | {"tool_choice": NAMED}),
+    ("responses", "demand",          Demand("auto", F),          {"tools": [FUNCTION | {"strict": True}]}),
+    ("chat",      "demand",          Demand("required", F, True), TOOLS | {"tool_choice": NESTED}),
+    ("chat",      "demand",          OBJECT,                     {"response_format": JSON}),
+    ("responses", "background",      True,                       {"background": True}),
+    ("responses", "store",           True,                       {}),
+    ("responses", "messages",        [BRIEF, HI],                {"instructions": BRIEF["content"]}),
+    ("responses", "messages",        [HI],                       {}),
+    ("chat",      "messages",        [HI],                       {}),
+]
+
+#  change                                   member of the response object: what it says
+ECHOES: list[tuple[Json, Json]] = [
+    ({},                                    {"temperature": 1.0, "top_p": 1.0, "presence_penalty": 0.0,
+                                             "frequency_penalty": 0.0, "top_logprobs": 0, "tools": [],
+                                             "tool_choice": "auto", "truncation": "disabled", "metadata": {},
+                                             "parallel_tool_calls": True, "store": True, "background": False,
+                                             "text": {"format": {"type": "text"}}, "service_tier": "default",
+                                             "reasoning": {"effort": None, "summary": None},
+                                             "previous_response_id": None, "instructions": None,
+                                             "max_output_tokens": None, "max_tool_calls": None,
+                                             "safety_identifier": None, "prompt_cache_key": None}),
+    ({"service_tier": "flex"},              {"service_tier": "default"}),
+    ({"text": {"verbosity": "low"}},        {"text": {"format": {"type": "text"}, "verbosity": "low"}}),
+    ({"text": {"verbosity": None}},         {"text": {"format": {"type": "text"}}}),
+    ({"reasoning": {"effort": "low"}},      {"reasoning": {"effort": "low", "summary": None}}),
+    ({"reasoning": {"summary": "auto"}},    {"reasoning": {"effort": None, "summary": "auto"}}),
+    ({"tools": [{"type": "function", "name": "f"}]},  {"tools": [FUNCTION]}),
+    ({"tools": [FUNCTION | {"strict": True}]},        {"tools": [FUNCTION | {"strict": True}]}),
+    (ONE_TOOL | {"tool_choice": "none"},    ONE_TOOL | {"tool_choice": "none"}),
+    ({"tools": [{"type": "web_search"}]},   {"tools": [{"type": "web_search"}]}),
+    ({"tools": [{"type": "custom", "name": "p"}]},    {"tools": [CUSTOM]}),
+    ({"tools": [PATCH, NAMESPACE]},         {"tools": [PATCH, NAMESPACE]}),
+    ({"metadata": {"a": "b"}},              {"metadata": {"a": "b"}}),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("api", "attribute", "value", "change"), MEANING)
+def test_meaning(api: str, attribute: str, value: Any, change: Json) -> None:
+    assert getattr(read(api, change), attribute) == value
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_sampling(api: str) -> None:
+    found = read(api, {"top_k": -1, "logit_bias": {"05": 1}, "min_p": 0.5}).sampling
+    assert found.keys() == params.SAMPLING.keys()
+    assert (found["top_k"], found["logit_bias"], found["min_p"], found["seed"]) == (0, {5: 1}, 0.5, None)
+
+
+def test_what_has_moved_says_where_to() -> None:
+    """As OpenAI has it: chat's names on /v1/responses, which would be lost in silence."""
+    error = refusal("responses", {"response_format": JSON})
+    expected = "In the Responses API, this parameter has moved to 'text.format'."
+    assert error.message == f"Unsupported parameter: 'response_format'. {expected}"
+
+
+@pytest.mark.parametrize(("change", "members"), ECHOES)
+def test_echo(change: Json, members: Json) -> None:
+    echo = read("responses", change).echo
+    assert {name: echo[name] for name in members} == members
+    assert echo.keys() == ECHOES[0][1].keys()
+
+
+def test_chat_echoes_nothing() -> None:
+    assert read("chat", {"metadata": {"a": "b"}}).echo == {}
+
+
+# fmt: off
+#  given                           default of the model      what holds
+RESOLVED = [
+    ({},                           {},                       1.0),
+    ({},                           {"temperature": 0.2},     0.2),
+    ({"temperature": None},        {"temperature": 0.2},     0.2),
+    ({"temperature": 0},           {"temperature": 0.2},     0),
+    ({"temperature": 1.0},         {"temperature": 0},       1.0),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("given", "defaults", "holds"), RESOLVED)
+@pytest.mark.parametrize("api", APIS)
+def test_defaults_are_the_models(api: str, given: Json, defaults: Json, holds: float) -> None:
+    request = read(api, given, defaults)
+    assert request.sampling["temperature"] == holds
+    if api == "responses":
+        assert request.echo["temperature"] == holds  # numbers, never null: openresponses' schema

@@ -1,0 +1,145 @@
+"""What a model is told of the client's tools, and what its calls become on their way back."""
+
+import json
+from datetime import datetime
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from channels import Arguments, Call, Close, Delta, Output, Parser, Piece
+from dialects.families import DIALECTS
+from helpers import laws, scripted
+from request.messages import from_responses
+from request.tool_calls import Input, Restorer
+from request.tools import Grammar, Tool, as_arguments
+
+texts = st.text(st.characters(exclude_categories=["Cs"]))
+
+PATCH = Tool("patch", custom=True, description="Edit.", grammar=Grammar("lark", 'start: "a"'))
+SEARCH = Tool("search", namespace="docs", parameters={"type": "object"})
+NOTE = Tool("note", namespace="docs", custom=True)
+PLAIN = Tool("f")
+TOOLS = {tool.known_as: tool for tool in (PATCH, SEARCH, NOTE, PLAIN)}
+
+
+# --- the input of a custom tool -----------------------------------------------------------------------------
+
+
+def read(*pieces: str, cut: bool = False) -> list[str]:
+    """What each piece gives, and the end."""
+    reader = Input()
+    return [*map(reader.feed, pieces), "" if cut else reader.close()]
+
+
+def every_escape(text: str) -> str:
+    """JSON with nothing left unescaped, in UTF-16 as JSON has it."""
+    units = text.encode("utf-16-be")
+    return '"' + "".join(f"\\u{units[i : i + 2].hex()}" for i in range(0, len(units), 2)) + '"'
+
+
+WRITERS = [json.dumps, every_escape, lambda text: json.dumps(text, ensure_ascii=False).replace("/", "\\/")]
+
+
+@given(texts, st.sampled_from(WRITERS), st.sampled_from(["", " ", "\n  "]), st.data())
+def test_input_is_what_json_says(text: str, write: Any, blank: str, data: st.DataObject) -> None:
+    """However it is written and cut; what has left is a beginning of it, and whole characters."""
+    written = f'{blank}{{{blank}"input"{blank}:{blank}{write(text)}{blank}}}{blank}'
+    assert json.loads(written) == {"input": text}
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(written)), max_size=4)))
+    pieces = [written[a:b] for a, b in zip([0, *cuts], [*cuts, len(written)], strict=True)]
+    assert "".join(read(*pieces)) == text
+    said = "".join(read(*pieces[:-1], cut=True))
+    assert text.startswith(said)
+    said.encode()
+
+
+# fmt: off
+#  what the model wrote               the input                 why
+ODD = [
+    ('{}',                            ""),                      # the call had no arguments at all
+    ('{"patch": "a"}',                '{"patch": "a"}'),        # another name
+    ('{"input": 5}',                  '{"input": 5}'),          # no string
+    ('*** Begin',                     '*** Begin'),             # no JSON: as harmony's models write it
+    ('{"input": "a", "more": "b"}',   "a"),
+    ('{"input": "a\nb"}',             "a\nb"),                  # a control that JSON wants escaped
+    (r'{"input": "\x41\q"}',          r"\x41\q"),               # escapes that JSON has not
+    (r'{"input": "\uZZZZ"}',          r"\uZZZZ"),
+    (r'{"input": "\ud83d"}',          "\ufffd"),                # half a pair
+    (r'{"input": "\ude00 a"}',        "\ufffd a"),
+    (r'{"input": "\ud83d\ud83d\ude00"}', "\ufffd\U0001f600"),
+    (r'{"input": "\ud83da"}',         "\ufffda"),
+    ('{"in',                          '{"in'),                  # an end where none was
+    ('{"input": "a\\',                "a\\"),
+    ('{"input": "a',                  "a"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("written", "input"), ODD)
+def test_nothing_is_repaired_or_lost(written: str, input: str) -> None:
+    assert "".join(read(written)) == "".join(read(*written)) == input
+
+
+@pytest.mark.parametrize(
+    "cut", ["{", '{"inp', '{"input": "', '{"input": "a\\', r'{"input": "a\u00e', r'{"input": "a\ud83d\u']
+)
+def test_a_cut_leaves_no_half(cut: str) -> None:
+    """max_output_tokens may be reached anywhere."""
+    assert "".join(read(*cut, cut=True)) == ("a" if cut.endswith(("\\", "e", "u")) else "")
+
+
+@given(texts)
+def test_a_call_given_back_is_one_that_would_be_read(text: str) -> None:
+    assert "".join(read(as_arguments(text))) == text
+
+
+@given(texts.filter(lambda text: "tool_call>" not in text))
+def test_what_a_template_renders_is_read_back(text: str) -> None:
+    """A custom call in the history is written as the model would write it now."""
+    call = {"type": "custom_tool_call", "call_id": "call_1", "name": "patch", "input": text}
+    output = {"type": "custom_tool_call_output", "call_id": "call_1", "output": "done"}
+    messages = from_responses([{"role": "user", "content": "hi"}, call, output], None)
+    prompt = scripted.TEMPLATES["hermes"].render(messages, [PATCH.offer()], datetime(2026, 1, 1))
+    written = prompt[prompt.rindex("<tool_call>") : prompt.rindex("</tool_call>") + len("</tool_call>")]
+    restorer, parser = Restorer(TOOLS), Parser(DIALECTS["hermes"])
+    read = [output for one in parser.feed(Piece(written)) for output in restorer.feed(one)]
+    assert laws.items(read) == [["custom", "patch", text]]
+
+
+# --- calls --------------------------------------------------------------------------------------------------
+
+# fmt: off
+#  what the parser found                                            what the client gets
+CALLS: list[tuple[list[Output], list[Output]]] = [
+    ([Call("f"), Arguments("{}"), Close()],                         [Call("f"), Arguments("{}"), Close()]),
+    ([Call("unknown"), Arguments("{}")],                            [Call("unknown"), Arguments("{}")]),
+    ([Call("docs__search"), Arguments("{}"), Close()],
+     [Call("search", namespace="docs"), Arguments("{}"), Close()]),
+    ([Call("patch"), Arguments('{"input"'), Arguments(': "a'), Arguments('b"}'), Close()],
+     [Call("patch", custom=True), Arguments("a"), Arguments("b"), Close()]),
+    ([Call("docs__note"), Arguments("raw"), Close()],
+     [Call("note", custom=True, namespace="docs"), Arguments("raw"), Close()]),
+    ([Call("patch"), Arguments("{"), Call("f"), Arguments('{"input": "a"}')],
+     [Call("patch", custom=True), Arguments("{"), Call("f"), Arguments('{"input": "a"}')]),
+    ([Call("patch"), Arguments("{"), Delta("final", "a")],
+     [Call("patch", custom=True), Arguments("{"), Delta("final", "a")]),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("found", "gets"), CALLS)
+def test_calls_in_the_clients_words(found: list[Output], gets: list[Output]) -> None:
+    restorer = Restorer(TOOLS)
+    assert [output for one in found for output in restorer.feed(one)] == gets
+
+
+def test_what_the_model_is_told() -> None:
+    told = {name: tool.offer() for name, tool in TOOLS.items()}
+    assert told["f"] == {"type": "function", "function": {"name": "f"}}
+    assert told["docs__search"]["function"] == {"name": "docs__search", "parameters": {"type": "object"}}
+    patch = told["patch"]["function"]
+    assert patch["description"] == "Edit."
+    assert patch["parameters"]["required"] == ["input"]
+    assert 'start: "a"' in patch["parameters"]["properties"]["input"]["description"]

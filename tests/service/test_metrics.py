@@ -1,0 +1,176 @@
+"""/metrics, /health, the log and what systemd is told: what those see who run the server."""
+
+import json
+import logging
+import re
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from channels import Finish
+from helpers.faulty_server import ENDS, RAISES, SLOW
+from helpers.serving import TINY, Json, Server, http_bytes, http_chunks, serve, until
+from service import logs, metrics
+
+RESPONSES, CHAT = "/v1/responses", "/v1/chat/completions"
+FAULTY = ("-m", "tests.helpers.faulty_server")
+HI: Json = {"model": "tiny", "input": "hi"}
+EOS = json.loads((TINY / "generation_config.json").read_text())["eos_token_id"]
+ENDLESS: Json = HI | {"seed": SLOW, "logit_bias": {str(token_id): -100 for token_id in EOS}, "stream": True}
+
+Sample = tuple[str, frozenset[tuple[str, str]]]
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with serve(script=FAULTY) as started:
+        yield started
+
+
+def scrape(server: Server) -> dict[Sample, float]:
+    """name, without its prefix, and labels, without the model: value."""
+    reply = server.get("/metrics")
+    assert (reply.status, reply.headers["content-type"]) == (200, metrics.CONTENT_TYPE)
+    families = text_string_to_metric_families(reply.body.decode())
+    found = {}
+    for sample in (sample for family in families for sample in family.samples):
+        labels = frozenset(sample.labels.items() - {("model_name", "tiny")})
+        found[sample.name.removeprefix(metrics.PREFIX), labels] = sample.value
+    return found
+
+
+def value(found: dict[Sample, float], name: str, **labels: str) -> float | None:
+    return found.get((name, frozenset(labels.items())))
+
+
+# --- metrics ------------------------------------------------------------------------------------------------
+
+
+def test_requests_and_tokens(server: Server) -> None:
+    answers = [
+        server.post(RESPONSES, HI | more).json for more in ({}, {"max_output_tokens": 5}, {"seed": RAISES})
+    ]
+    assert [answer["status"] for answer in answers] == ["completed", "incomplete", "failed"]
+    usages = [answer["usage"] for answer in answers if answer["usage"]]
+    found = scrape(server)
+    assert value(found, "prompt_tokens_total") == sum(usage["input_tokens"] for usage in usages)
+    assert value(found, "generation_tokens_total") == sum(usage["output_tokens"] for usage in usages)
+    assert value(found, "request_generation_tokens_sum") == value(found, "generation_tokens_total")
+    for reason, n in {"stop": 1, "length": 1, "error": 1, "abort": None}.items():
+        assert value(found, "request_success_total", finished_reason=reason) == n
+    assert value(found, "http_requests_total", handler=RESPONSES, method="POST", status="200") == 3
+    for name in ("e2e_request_latency_seconds", "time_to_first_token_seconds"):
+        assert value(found, name + "_count") == 3
+        assert value(found, name + "_bucket", le="+Inf") == 3
+    to_first, to_end = (
+        value(found, "time_to_first_token_seconds_sum"),
+        value(found, "e2e_request_latency_seconds_sum"),
+    )
+    assert to_first is not None
+    assert to_end is not None
+    assert 0 < to_first < to_end
+    assert found["process_resident_memory_bytes", frozenset()] > 10e6
+
+
+def test_what_is_held_now_is_read_at_the_scrape(server: Server) -> None:
+    with server.connect(http_bytes(RESPONSES, ENDLESS | {"background": True})) as client:
+        chunks = http_chunks(client)
+        id_ = json.loads(next(chunks).split(b"data: ")[1])["response"]["id"]
+        until(lambda: value(scrape(server), "num_requests_running") == 1, "it runs")
+        assert value(scrape(server), "background_responses", status="in_progress") == 1
+    server.post(f"{RESPONSES}/{id_}/cancel", {})
+    until(lambda: value(scrape(server), "num_requests_running") == 0, "it does not")
+    found = scrape(server)
+    assert value(found, "background_responses", status="in_progress") == 0
+    assert value(found, "background_responses_ended_total", status="cancelled") == 1
+    assert value(found, "request_success_total", finished_reason="abort") == 1
+
+
+def test_clients_cannot_make_series(server: Server) -> None:
+    server.get("/v1/models/one")
+    server.request("BREW", "/v1/models", None)
+    server.get("/banana")
+    was = scrape(server).keys()
+    for n in range(20):
+        server.get(f"/v1/models/{n}?x={n}")
+        server.get(f"/banana/{n}")
+        server.request(f"BREW{n}", "/v1/models", None)
+    assert {
+        sample for sample in scrape(server).keys() - was if "/metrics" not in dict(sample[1]).values()
+    } == set()
+
+
+def test_a_worker_without_pages_has_no_pages() -> None:
+    """A reading that the worker cannot give is left out; one that it can is there."""
+    counts = {"running": 1, "waiting": 0, "steps": 7}
+    told = metrics.Metrics("m", lambda: counts, dict, dict)
+    assert b'llmref:engine_steps_total{model_name="m"} 7.0' in told.render()
+    assert b"kv_cache" not in told.render()
+    counts |= {"pages": 8, "free_pages": 6}
+    assert b'llmref:kv_cache_usage_perc{model_name="m"} 0.25' in told.render()
+
+
+# --- health -------------------------------------------------------------------------------------------------
+
+
+def test_without_its_engine_a_server_lives_but_is_not_ready(server: Server) -> None:
+    assert (server.get("/health").status, server.get("/health/live").status) == (200, 200)
+    with server.connect(http_bytes(RESPONSES, HI | {"seed": ENDS})):
+        until(lambda: server.get("/health").status == 503, "the engine's thread has ended")
+    assert server.health()["status"] == "not ready"
+    assert (server.get("/health/live").status, server.get("/health/live").json) == (200, {"status": "ok"})
+
+
+def test_systemd_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "notify"
+    monkeypatch.setenv("NOTIFY_SOCKET", str(path))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(path))
+        systemd.settimeout(30)
+        with serve() as server:
+            assert systemd.recv(100) == b"READY=1"
+            server.interrupt(signal.SIGTERM)
+            assert systemd.recv(100) == b"STOPPING=1"
+            assert server.exit_status() == 0
+
+
+# --- the log ------------------------------------------------------------------------------------------------
+
+
+def test_each_line_of_json_knows_its_request() -> None:
+    with serve("--log-format", "json", script=FAULTY) as server:
+        replies = [server.post(RESPONSES, HI | more) for more in ({}, {"background": True}, {"seed": RAISES})]
+        until(lambda: server.health()["background"] == 0, "it has ended")
+        refused = server.post("/v1/ba%0Anana", {})
+        until(lambda: refused.headers["x-request-id"] in server.log(), "it is noted, behind its reply")
+        lines: list[dict[str, Any]] = [json.loads(line) for line in server.log().splitlines()]
+    for reply in (*replies, refused):
+        own = [line for line in lines if line["request_id"] == reply.headers["x-request-id"]]
+        assert [line["status"] for line in own if line["logger"] == "front"] == [reply.status]
+        assert ("api" in [line["logger"] for line in own]) == (reply is not refused)  # in the background too
+    (failed,) = [line for line in lines if "exception" in line]
+    assert "FloatingPointError" in failed["exception"]
+
+
+def test_a_record_is_one_line_whatever_a_client_says(server: Server) -> None:
+    forged = "x\x1b[2J\x9b2J\x7f\u2028\n2026-01-01 00:00:00,000 INFO front: forged"
+    record = logging.LogRecord("front", logging.INFO, "", 0, "POST %s", (forged,), None)
+    assert r"POST x\x1b[2J\x9b2J\x7f\u2028\n2026-01-01" in logs.TextLines().format(record)
+    server.post(RESPONSES, HI | {"tools": [{"type": forged}]})
+    refused = server.post("/v1/x%0A2026-01-01", {})
+    until(lambda: refused.headers["x-request-id"] in server.log(), "it is noted, behind its reply")
+    line = r"\d{4}-\d\d-\d\d [\d:,]+ [A-Z]+ \w+( \[req_\w+\])?: .+"
+    lines = server.log().splitlines()
+    assert len(lines) >= 2
+    assert [each for each in lines if not re.fullmatch(line, each)] == []
+    assert not any(each.startswith("2026-01-01") for each in lines)
+
+
+def test_every_end_has_its_word() -> None:
+    """Bug: a word was missing, and the run that ended so had no end for its client."""
+    assert metrics.REASONS.keys() == set(get_args(Finish.__annotations__["reason"]))

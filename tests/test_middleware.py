@@ -1,0 +1,506 @@
+"""What stands around the endpoints: keys, whose responses are whose, other origins, limits, slow clients."""
+
+import asyncio
+import json
+import signal
+import socket
+import sqlite3
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, closing, suppress
+from http.client import HTTPResponse
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request as HttpRequest
+from uvicorn.server import ServerState
+
+import streaming
+from helpers.faulty_server import SLOW
+from helpers.serving import TINY, Json, Reply, Server, http_bytes, http_chunks, run, serve, until
+from middleware import Keys
+from request import body, messages, refusals
+from request.refusals import BadInput
+from service import connections, options
+from service.connections import protocol
+from store import SCHEMA, Limits, Store
+
+RESPONSES, CHAT = "/v1/responses", "/v1/chat/completions"
+FAULTY = ("-m", "tests.helpers.faulty_server")
+HI: Json = {"model": "tiny", "input": "hi"}
+EOS = json.loads((TINY / "generation_config.json").read_text())["eos_token_id"]
+ENDLESS: Json = HI | {"seed": SLOW, "logit_bias": {str(token_id): -100 for token_id in EOS}, "stream": True}
+MINE, YOURS = {"Authorization": "Bearer mine"}, {"Authorization": "Bearer yours"}
+PAGE = "https://example.org"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    flags = ("--max-streams", "2", "--cors-origin", PAGE)
+    with serve("--api-key", "mine", "--api-key", "yours", *flags, script=FAULTY) as started:
+        yield started
+        assert "Traceback" not in started.log()
+
+
+def error(reply: Reply, status: int) -> Json:
+    assert reply.status == status, reply.body
+    assert reply.json.keys() == {"error"}
+    found: Json = reply.json["error"]
+    return found
+
+
+def my_bytes(path: str, body: Json) -> bytes:
+    """A whole POST request, with a key."""
+    return http_bytes(path, body).replace(b"Host: test", b"Host: test\r\nAuthorization: Bearer mine")
+
+
+# --- whose responses are whose ------------------------------------------------------------------------------
+
+#  what is asked of a response  method     path                  more of a body
+ASKED: dict[str, tuple[str, str, Json | None]] = {
+    "what became of it":        ("GET",    "/{id}",              None),
+    "its stream":               ("GET",    "/{id}?stream=true",  None),
+    "its input":                ("GET",    "/{id}/input_items",  None),
+    "to cancel it":             ("POST",   "/{id}/cancel",       {}),
+    "to delete it":             ("DELETE", "/{id}",              None),
+    "to continue it":           ("POST",   "",                   HI | {"previous_response_id": "{id}"}),
+    "to count with it":         ("POST",   "/input_tokens",      HI | {"previous_response_id": "{id}"}),
+    "to compact it":            ("POST",   "/compact",           HI | {"previous_response_id": "{id}"}),
+}  # fmt: skip
+
+
+def ask(server: Server, what: str, id: str, key: Json) -> Reply:
+    method, path, body = ASKED[what]
+    raw = None if body is None else json.dumps(body).replace("{id}", id).encode()
+    return server.request(method, RESPONSES + path.format(id=id), raw, **key)
+
+
+MY_RESPONSES: dict[str, Json] = {
+    "background": HI | {"background": True},
+    "foreground": HI,
+    "running": ENDLESS | {"background": True, "stream": False},
+}
+
+
+@pytest.fixture(scope="module", params=MY_RESPONSES)
+def my_response(request: pytest.FixtureRequest, server: Server) -> Iterator[str]:
+    id_: str = server.post(RESPONSES, MY_RESPONSES[request.param], **MINE).json["id"]
+    yield id_
+    server.post(f"{RESPONSES}/{id_}/cancel", {}, **MINE)
+
+
+@pytest.mark.parametrize("what", ASKED)
+def test_to_another_key_a_response_does_not_exist(server: Server, my_response: str, what: str) -> None:
+    """The reply is the one that an id gets which nobody has: not even that there is one can be learnt."""
+    unknown = "resp_" + "0" * 48
+    theirs, nobodys = ask(server, what, my_response, YOURS), ask(server, what, unknown, YOURS)
+    assert theirs.status == nobodys.status in (400, 404)
+    assert theirs.body.replace(my_response.encode(), b"") == nobodys.body.replace(unknown.encode(), b"")
+    assert server.get(f"{RESPONSES}/{my_response}", **MINE).status == 200  # nothing has happened to it
+
+
+def test_to_another_key_an_item_does_not_exist(server: Server) -> None:
+    """Neither where it is stored here, nor where its client keeps it for us."""
+    compacted = server.post(RESPONSES + "/compact", HI, **MINE).json["output"][-1]
+    stored = {"type": "item_reference", "id": server.post(RESPONSES, HI, **MINE).json["output"][-1]["id"]}
+    for item, status in ((compacted, 400), (stored, 404)):
+        body = HI | {"input": [item, {"role": "user", "content": "hi"}]}
+        assert server.post(RESPONSES, body, **MINE).status == 200
+        error(server.post(RESPONSES, body, **YOURS), status)
+
+
+def test_a_key_stays_the_owner_over_a_restart(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("mine\n\n yours \n")
+    flags = ("--store", str(tmp_path / "store.db"), "--api-key-file", str(tmp_path / "keys"))
+    with serve(*flags) as server:
+        id_ = server.post(RESPONSES, HI, **MINE).json["id"]
+        server.interrupt(signal.SIGTERM)
+        assert server.exit_status() == 0
+    assert b"mine" not in (tmp_path / "store.db").read_bytes()
+    with serve(*flags) as server:
+        assert server.get(f"{RESPONSES}/{id_}", **MINE).json["id"] == id_
+        error(server.get(f"{RESPONSES}/{id_}", **YOURS), 404)
+        error(server.get(f"{RESPONSES}/{id_}"), 401)
+
+
+def test_a_store_without_owners_gets_them(tmp_path: Path) -> None:
+    """A file of version 1 is of a time when no response had an owner."""
+    path = tmp_path / "store.db"
+    changes = {"user_version = 2": "user_version = 1", "response    TEXT NOT NULL,": "response TEXT NOT NULL"}
+    older = "\n".join(line for line in SCHEMA.splitlines() if "owner" not in line)
+    for now, then in changes.items():
+        older = older.replace(now, then)
+    with closing(sqlite3.connect(path)) as db:
+        db.executescript(older)
+        texts = ("{}", "[]", '{"status": "completed"}')
+        db.execute("INSERT INTO responses VALUES ('resp_1', 0, 1, 1, 0, 0, 0, 0, ?, ?, ?)", texts)
+        db.commit()
+    for _ in range(2):  # once is enough
+        with closing(Store(str(path), Limits())) as opened:
+            row = opened.get("resp_1")
+            assert row is not None
+            assert row.owner == ""
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("PRAGMA user_version = 3")
+    with pytest.raises(sqlite3.DatabaseError, match="version 2"):
+        Store(str(path), Limits())
+
+
+# --- keys ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/v1/models", "/v1/responses/resp_1", "/docs"])
+@pytest.mark.parametrize(
+    "sent", [b"", b"Bearer ", b"Bearer min", b"Bearer mine2", b"Basic mine", b"mine", b"\xff"]
+)
+def test_what_needs_a_key(path: str, sent: bytes) -> None:
+    scope = {"type": "http", "path": path, "headers": [(b"authorization", sent)] if sent else []}
+    assert Keys(["mine", "yours"]).owner(scope) is None
+    assert Keys([]).owner(scope) == ""
+
+
+@pytest.mark.parametrize("sent", [None, b"", b"Bearer", b"Bearer ", b"bearer  \t", b"Basic "])
+def test_no_key_is_no_key(sent: bytes | None) -> None:
+    """Bug: a request without a key had the digest of an empty one, and `--api-key=` opened the server."""
+    headers = [] if sent is None else [(b"authorization", sent)]
+    assert Keys(["", "mine"]).owner({"headers": headers}) is None
+
+
+def test_a_key_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other users of the machine cannot read it there."""
+    args = options.arguments().parse_args(["--api-key", " one "])
+    monkeypatch.setenv("LLMREF_API_KEY", "two\n")
+    assert options.read_keys(args) == ["one", "two"]
+    monkeypatch.setenv("LLMREF_API_KEY", "")  # meant to be one: without it everybody would be let in
+    with pytest.raises(ValueError, match="LLMREF_API_KEY: expected a key, got nothing"):
+        options.read_keys(args)
+
+
+def test_each_key_is_somebody_else(server: Server) -> None:
+    owners = {
+        Keys(["mine", "yours"]).owner({"headers": [(b"authorization", b"bearer " + key)]})
+        for key in (b"mine", b"yours")
+    }
+    assert len(owners) == 2
+    assert owners & {"", None} == set()
+    for key in (MINE, YOURS):
+        assert server.get("/v1/models", **key).status == 200
+    assert error(server.get("/metrics"), 401)["code"] == "invalid_api_key"
+
+
+def test_a_file_without_keys_is_none(tmp_path: Path) -> None:
+    """Else a file that was emptied would open the server to all."""
+    (tmp_path / "keys").write_text("\n")
+    ended: subprocess.CompletedProcess[str] = run(
+        "server.py", "--model", str(TINY), "--port", "0", "--api-key-file", str(tmp_path / "keys")
+    )
+    assert ended.returncode == 2
+    assert "--api-key-file" in ended.stderr
+    assert "expected a key, got nothing" in ended.stderr
+
+
+# --- other origins ------------------------------------------------------------------------------------------
+
+
+def test_cors(server: Server) -> None:
+    asked = {
+        "Access_Control_Request_Method": "POST",
+        "Access_Control_Request_Headers": "authorization,content-type",
+    }
+    reply = server.request("OPTIONS", RESPONSES, None, Origin=PAGE, **asked)  # browsers ask without the key
+    assert (reply.status, reply.headers["access-control-allow-origin"]) == (200, PAGE)
+    assert "authorization" in reply.headers["access-control-allow-headers"]
+    assert_noted(server, reply)
+    reply = server.post(RESPONSES, HI, Origin=PAGE, **MINE)
+    assert (reply.status, reply.headers["access-control-allow-origin"]) == (200, PAGE)
+    assert "x-request-id" in reply.headers["access-control-expose-headers"]
+    assert (
+        server.get("/v1/models", Origin=PAGE).headers["access-control-allow-origin"] == PAGE
+    )  # the 401, too
+    reply = server.post(RESPONSES, HI, Origin="https://elsewhere.org", **MINE)
+    assert (reply.status, "access-control-allow-origin" in reply.headers) == (200, False)
+    reply = server.request("OPTIONS", RESPONSES, None, Origin="https://elsewhere.org", **asked)
+    assert "access-control-allow-origin" not in reply.headers
+    assert error(reply, 400)["message"] == "Disallowed CORS origin."
+    assert_noted(server, reply)
+
+
+def assert_noted(server: Server, reply: Reply) -> None:
+    """A line of the log has the reply's id."""
+    until(lambda: f"[{reply.headers['x-request-id']}]" in server.log(), "it is noted, behind its reply")
+
+
+TEXT, FORM, JSON = "text/plain", "application/x-www-form-urlencoded", "Application/JSON; charset=utf-8"
+ELSEWHERE = "https://elsewhere.org"
+
+
+@pytest.mark.parametrize(
+    ("origin", "content_type", "status"),
+    [
+        (None,      FORM, 200),  # curl's own
+        (None,      None, 200),
+        (PAGE,      TEXT, 200),
+        (ELSEWHERE, JSON, 200),  # no browser's: it asks first, and is told no
+        (ELSEWHERE, TEXT, 415),
+        (ELSEWHERE, FORM, 415),
+        (ELSEWHERE, None, 415),
+        ("null",    TEXT, 415),  # a page from a file, or in a sandbox
+        ("",        TEXT, 200),
+        ("itself",  TEXT, 200),
+    ],
+)  # fmt: skip
+def test_pages_of_other_sites(
+    server: Server, origin: str | None, content_type: str | None, status: int
+) -> None:
+    """Bug: any page could have a server without keys compute, blindly: browsers send such bodies unasked."""
+    sent = {"Origin": server.url if origin == "itself" else origin, "Content_Type": content_type}
+    headers = {name: value for name, value in sent.items() if value is not None}
+    reply = server.request("POST", RESPONSES, json.dumps(HI).encode(), **headers, **MINE)
+    assert reply.status == status, reply.body
+    assert status == 200 or error(reply, status)["code"] == "unsupported_content_type"
+
+
+def test_a_cancel_has_no_body_to_be_of_a_type(server: Server) -> None:
+    """The official client for Node sends no type where it sends no body, from whichever origin it runs."""
+    reply = server.request("POST", f"{RESPONSES}/resp_none/cancel", b"", Origin=ELSEWHERE, **MINE)
+    assert reply.status == 404
+
+
+# --- what is no HTTP request --------------------------------------------------------------------------------
+
+NO_HTTP = {
+    "a length that is no number": b"POST /v1/responses HTTP/1.1\r\nHost: x\r\nContent-Length: x\r\n\r\n",
+    "no host": b"GET / HTTP/1.1\r\n\r\n",
+    "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(64)) + b"\r\n\r\n",
+    "a chunk without a size": b"POST /v1/responses HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer mine\r\n"
+    b"Transfer-Encoding: chunked\r\n\r\nx\r\n",
+}
+
+
+@pytest.mark.parametrize("data", NO_HTTP.values(), ids=NO_HTTP)
+def test_what_is_no_http_gets_an_error_like_any_other(server: Server, data: bytes) -> None:
+    """Bug: uvicorn's own "Invalid HTTP request received.", as text and without an id."""
+    with server.connect(data) as client:
+        whole = HTTPResponse(client)
+        whole.begin()
+        headers = {name.lower(): value for name, value in whole.getheaders()}
+        reply = Reply(whole.status, headers, whole.read())
+        assert client.recv(1) == b""
+    assert error(reply, 400) == {
+        "message": "Invalid HTTP request received.", "type": "invalid_request_error", "param": None,
+        "code": "invalid_http",
+    }  # fmt: skip
+    assert_noted(server, reply)
+
+
+def test_a_websocket_is_told_to_use_http(server: Server) -> None:
+    """Codex falls back at this status alone; uvicorn's log said that a library was missing."""
+    handshake = {"Upgrade": "websocket", "Connection": "Upgrade", "Sec_WebSocket_Version": "13"}
+    reply = server.get(RESPONSES, **handshake, **MINE)
+    assert "POST to /v1/responses" in error(reply, 426)["message"]
+    assert reply.headers["upgrade"] == "HTTP/1.1"
+    assert_noted(server, reply)
+    assert "library" not in server.log()
+
+
+# --- limits -------------------------------------------------------------------------------------------------
+
+
+def hold(server: Server, held: ExitStack, **more: Any) -> str:
+    """Open a stream and keep it open; returns the response's id."""
+    request = my_bytes(RESPONSES, ENDLESS | more)
+    client = held.enter_context(server.connect(request))
+    id_: str = json.loads(next(http_chunks(client)).split(b"data: ")[1])["response"]["id"]
+    return id_
+
+
+@pytest.mark.bug("I06")
+def test_there_is_room_for_so_many_streams(server: Server) -> None:
+    with ExitStack() as held:
+        first, _ = hold(server, held, background=True), hold(server, held)
+        refused = server.post(RESPONSES, HI, **MINE)
+        assert error(refused, 503)["code"] == "server_is_overloaded"
+        assert error(refused, 503)["type"] == "server_error"
+        assert int(refused.headers["retry-after"]) > 0
+        error(server.get(f"{RESPONSES}/{first}?stream=true", **MINE), 503)
+        for path in (CHAT, f"{RESPONSES}/input_tokens", f"{RESPONSES}/compact"):
+            error(server.post(path, HI, **MINE), 503)
+        assert server.get(f"{RESPONSES}/{first}?stream=false", **MINE).status == 200  # it ends at once
+        assert server.get("/v1/models?stream=true", **MINE).status == 200
+        error(server.post("/v1/banana", HI, **MINE), 404)
+        assert server.get(f"{RESPONSES}/{first}", **MINE).json["status"] == "in_progress"
+        assert server.post(f"{RESPONSES}/{first}/cancel", {}, **MINE).json["status"] == "cancelled"
+    until(lambda: server.post(RESPONSES, HI, **MINE).status == 200, "there is room again")
+
+
+def until_reset(client: socket.socket) -> Iterator[bytes]:
+    while True:
+        try:
+            chunk = client.recv(65536)
+        except ConnectionResetError:
+            return
+        assert chunk, "expected a connection that breaks, got one that ends"
+        yield chunk
+
+
+@pytest.mark.bug("I01", "I06")
+def test_a_reader_that_does_not_read_is_dropped() -> None:
+    """Its stream ends with its connection, and nothing is computed for it any more."""
+    shown = {"top_logprobs": 20, "include": ["message.output_text.logprobs"], "reasoning": {"effort": "none"}}
+    with serve("--reader-timeout", "0.3", script=FAULTY) as server, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        host, port = server.url.removeprefix("http://").split(":")
+        client.connect((host, int(port)))
+        client.sendall(http_bytes(RESPONSES, ENDLESS | shown))
+        until(lambda: server.health()["running"] == 1, "it runs")
+        until(lambda: server.health()["running"] == 0, "it does not")
+        client.settimeout(30)
+        read = b"".join(until_reset(client))
+    assert read.startswith(b"HTTP/1.1 200 OK")
+    assert b"response.incomplete" not in read
+
+
+def test_a_reader_that_leaves_unread_is_not_dropped_once_more(caplog: pytest.LogCaptureFixture) -> None:
+    """Its time limit goes with the connection: a socket that is closed takes no options."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(20):
+            await send({"type": "http.response.body", "body": b"x" * 2**20, "more_body": True})
+
+    class Watched(protocol(0.01)):  # type: ignore[misc]
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self.transport.abort()  # before its time is over
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            self.loop.call_later(0.02, lost.set)  # behind the limit
+
+    async def leave() -> None:
+        async with connected(app, Watched) as (_, writer):
+            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            await lost.wait()
+
+    lost = asyncio.Event()
+    asyncio.run(leave())
+    assert [record for record in caplog.records if record.name == "asyncio"] == []
+
+
+@asynccontextmanager
+async def connected(app: Any, kind: Any) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A connection to an application behind a protocol of this kind, in this process."""
+    config, state = uvicorn.Config(app, log_config=None, lifespan="off"), ServerState()
+    config.load()
+    loop = asyncio.get_running_loop()
+    async with await loop.create_server(lambda: kind(config, state, {}), "127.0.0.1", 0) as listening:
+        reader, writer = await asyncio.open_connection(*listening.sockets[0].getsockname())
+        yield reader, writer
+        writer.close()
+
+
+WHOLE = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+UNREAD = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n"
+DAWDLERS = [
+    # what comes at once   then, one by one      n of answers
+    (b"",                  b"",                  0),
+    (b"GET /hea",          b"",                  0),
+    (b"GET /",             b"a",                 0),
+    (WHOLE + b"GET /hea",  b"a",                 1),
+    (UNREAD,               b"a",                 1),  # a body that nobody reads
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("begun", "drop", "n_answers"), DAWDLERS)
+def test_a_head_that_does_not_come(
+    monkeypatch: pytest.MonkeyPatch, begun: bytes, drop: bytes, n_answers: int
+) -> None:
+    """Bug: half a head held its connection for ever, however slowly it came, and nothing counted it."""
+    monkeypatch.setattr(connections, "MAX_HEAD_S", 0.05)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def dawdle() -> bytes:
+        read = b""
+        async with connected(app, protocol(60)) as (reader, writer):
+            writer.write(begun)
+            try:
+                while True:
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(0.002 if drop else None):
+                            piece = await reader.read(1000)
+                            assert piece, "expected a connection that breaks, got one that ends"
+                            read += piece
+                    writer.write(drop)
+            except ConnectionError:
+                return read
+
+    assert asyncio.run(dawdle()).count(b"HTTP/1.1 200 OK") == n_answers
+
+
+def test_an_idle_connection_is_kept_longer_than_clients_keep_it() -> None:
+    """Bug: both kept it for 5 s, and a request that was sent as it was closed was lost."""
+    kept = connections.http_config(Starlette(), options.arguments().parse_args([]))
+    assert kept.timeout_keep_alive > 2 * (httpx.Limits().keepalive_expiry or 0) > 0
+
+
+def nested(depth: int) -> bytes:
+    inner = b"[" * (depth - 1) + b'"[[[["' + b"]" * (depth - 1)
+    return b'{"model": "tiny", "input": "hi", "metadata": {}, "banana": %s}' % inner
+
+
+def test_bodies_nest_so_deep(server: Server) -> None:
+    assert server.post(RESPONSES, nested(body.MAX_DEPTH), **MINE).status == 200
+    for depth in (body.MAX_DEPTH + 1, 100_000):
+        assert error(server.post(RESPONSES, nested(depth), **MINE), 400)["code"] == "invalid_json"
+
+
+DEPTHS = [(b"", 0), (b"1", 0), (b"[]", 1), (b'{"a": [{}, [1]]}', 3), (b'"[["', 0), (b'["', 1), (b"]]]", 0),
+          (rb'["\"[["]', 1), (rb'["\\", [[]]]', 3), (rb'"\\\"[[["', 0)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "depth"), DEPTHS)
+def test_depth(text: bytes, depth: int) -> None:
+    assert max(body.depth(text), 0) == depth
+
+
+def test_conversations_are_so_long(server: Server) -> None:
+    turns = [{"role": "user", "content": ""}] * (messages.MAX_ITEMS + 1)
+    for path, name in ((RESPONSES, "input"), (CHAT, "messages")):
+        refusal = error(server.post(path, {"model": "tiny", name: turns}, **MINE), 400)
+        assert (refusal["param"], refusal["code"]) == (name, "invalid_value")
+        assert str(messages.MAX_ITEMS) in refusal["message"]
+
+
+def test_heads_are_so_large(server: Server) -> None:
+    assert server.get("/v1/models", X_Large="x" * 60_000, **MINE).status == 200
+    with server.connect(b"GET /v1/models HTTP/1.1\r\nX-Large: " + b"x" * 66_000) as client:  # and no end
+        reply = b"".join(iter(lambda: client.recv(1000), b""))
+    assert reply.startswith(b"HTTP/1.1 400 ")
+
+
+def test_a_body_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body, "MAX_BODY_S", 0.01)
+
+    async def read() -> None:
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        http = HttpRequest({"type": "http", "method": "POST", "headers": []}, receive)
+        with pytest.raises(BadInput) as caught:
+            await body.read_json(http)
+        assert refusals.STATUS[caught.value.code] == 408
+
+    asyncio.run(read())
+
+
+def test_ids_cannot_be_guessed() -> None:
+    ids = {streaming.new_id("resp") for _ in range(1000)}
+    assert len(ids) == 1000
+    assert {len(id_) for id_ in ids} == {len("resp_") + 48}  # 192 bits
