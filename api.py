@@ -41,12 +41,12 @@ from gateway.remote import RemoteWorker
 from request import params, tool_calls, tools
 from request.body import read_json
 from request.messages import MAX_ITEMS
-from request.refusals import BadInput, error_body, error_response, unsupported, wrong_value
+from request.refusals import BadInput, error_body, unsupported, wrong_value
 from request.validation import needed, text
 from service import signed_content
 from service.metrics import Metrics
 from store import TERMINAL, Row
-from streaming import Answer, Whole, new_id, now, wants_stream
+from streaming import Answer, Whole, error_response, new_id, now, wants_stream
 from worker import ALIAS, LocalWorker
 
 log = logging.getLogger("api")

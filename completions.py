@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from channels import Arguments, Call, Close, Delta, Finish, Output, TokenLogprob, Usage
+from request.refusals import error_object
 
 Chunk = dict[str, Any]
 
@@ -97,8 +98,7 @@ class Chunks:
             return []
         if finish.reason in ("failed", "cancelled"):
             self._failed = True
-            error = {"message": finish.message, "type": "server_error", "param": None, "code": finish.code}
-            return [{"error": error}]
+            return [{"error": error_object(finish.message, code=finish.code)}]
         if finish.usage:
             self._usage.append(finish.usage)
         called = finish.reason == "stop" and self._n_calls[index] and not self._named_call

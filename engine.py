@@ -4,9 +4,9 @@
 
 Rules of this file:
 1. One thread owns the model. asyncio talks to it through two queues: jobs and aborts in, steps out.
-2. Sequences wait, then run. A step takes the next token of every running sequence that decodes, and tiles of
+2. Sequences wait, then run. A step takes the next token of every running sequence that decodes, and chunks of
    prompt of those that do not yet, oldest first: long prompts are read beside the decoding of others.
-3. A tile of a prompt is found in the pages of an earlier one where its bits are the same, else computed.
+3. A chunk of a prompt is found in the pages of an earlier one where its bits are the same, else computed.
 4. Where pages run out, the youngest goes back to wait. What it had is computed again, row by row as it was:
    its tokens are those of a sequence that nobody disturbed.
 5. Steps are launched before those ahead of them are read, as many as the ops allow. Tokens computed past the
@@ -45,7 +45,7 @@ from sampling import Choice, Context, Sampling
 
 log = logging.getLogger("engine")
 
-MAX_TILES = 2  # a step, beside the sequences that decode: bounds how long they wait for a prompt
+MAX_CHUNKS = 2  # a step, beside the sequences that decode: bounds how long they wait for a prompt
 SWITCH_S = 0.0005  # how long the other threads of the process may keep this one from the interpreter
 MAX_STEP_S = 30  # of the slowest model; it is waited for at the end
 MAX_FAILED = 3  # steps one after another, and the engine is not alive: a device can fail for good
@@ -61,9 +61,9 @@ class Ops(Protocol):
     max_seq_len: int
     n_pages: int
     max_batch: int  # sequences a step
-    tile: int  # tokens of a prompt that are computed together, whole pages; always cut at its multiples
+    chunk: int  # tokens of a prompt that are computed together, whole pages; always cut at its multiples
     n_ahead: int  # steps that may be launched before the first of them is read
-    row_invariant: bool  # has a row the same bits in a tile as by itself?
+    chunk_invariant: bool  # has a row the same bits in a prefill chunk as by itself?
 
     def launch(self, spans: Items[Span], contexts: Items[Context]) -> Ticket: ...
 
@@ -109,7 +109,7 @@ class Sequence:
     job: Job
     loop: asyncio.AbstractEventLoop  # of whoever waits
     steps: asyncio.Queue[Step]  # for him
-    n_prefill: int  # tokens that are read in tiles
+    n_prefill: int  # tokens that are read in chunks
     output: list[int] = field(default_factory=list)  # as far as it is read
     slot: int | None = None  # None while waiting
     pages: list[int] = field(default_factory=list)  # its table
@@ -185,7 +185,7 @@ class Planned(NamedTuple):
 
     def names(self) -> list[Name]:
         """Of the pages that a part of a prompt fills."""
-        numbers = range(self.span.start // PAGE, self.span.end // PAGE) if self.span.tile else ()
+        numbers = range(self.span.start // PAGE, self.span.end // PAGE) if self.span.is_chunk else ()
         return [self.sequence.name(i) for i in numbers]
 
 
@@ -346,9 +346,9 @@ class Engine:
     def _planned(self) -> list[Planned]:
         """Decoding sequences first: a step never makes them wait."""
         plan = list[Planned]()
-        n_left = MAX_TILES * self._ops.tile  # rows of prompts, and of what is computed again
+        n_left = MAX_CHUNKS * self._ops.chunk  # rows of prompts, and of what is computed again
         reading = {s.next_name() or s for s in self._running if s.n_launched < s.n_prefill}
-        share = n_left // max(1, min(len(reading), MAX_TILES))  # a short prompt need not wait for a long one
+        share = n_left // max(1, min(len(reading), MAX_CHUNKS))  # a short prompt need not wait for a long one
         flights = self._flights if reading else ()  # where all decode, nobody asks
         being_read = {name for flight in flights for planned in flight.plan for name in planned.names()}
         for sequence in sorted(self._running, key=lambda s: s.n_launched < s.n_prefill):  # oldest first
@@ -365,7 +365,7 @@ class Engine:
 
     def _find(self, sequence: Sequence) -> None:
         """Share what comes next, as far as somebody has computed them; never the last token."""
-        n = PAGE if self._ops.row_invariant else self._ops.tile
+        n = PAGE if self._ops.chunk_invariant else self._ops.chunk
         while sequence.n_launched + n < sequence.n_prefill:
             numbers = range(sequence.n_launched // PAGE, (sequence.n_launched + n) // PAGE)
             found = [page for i in numbers if (page := self._pages.find(sequence.name(i))) is not None]
@@ -385,18 +385,18 @@ class Engine:
         s, start = sequence, sequence.n_launched
         assert s.slot is not None
         if s.n_unread:
-            chained = Span(s.slot, s.pages, None, start, 1, tile=False)
+            chained = Span(s.slot, s.pages, None, start, 1, is_chunk=False)
             return Planned(s, chained, s.contexts(), []) if self._may_chain(s) else None
-        tile = start < s.n_prefill
-        end = s.n_prefill if tile else s.n_known
+        is_chunk = start < s.n_prefill
+        end = s.n_prefill if is_chunk else s.n_known
         if end - start > max(n_left, 1):
-            end = start + n_left // self._ops.tile * self._ops.tile
+            end = start + n_left // self._ops.chunk * self._ops.chunk
         if end == start:
             return None
-        contexts = s.contexts([] if tile else self._drafts(s)) if end == s.n_known else []
+        contexts = s.contexts([] if is_chunk else self._drafts(s)) if end == s.n_known else []
         drafts = [*contexts[-1].output[len(s.output) :]] if contexts else []
         token_ids = s.token_ids(start, end) + drafts
-        return Planned(s, Span(s.slot, s.pages, token_ids, start, len(contexts), tile), contexts, drafts)
+        return Planned(s, Span(s.slot, s.pages, token_ids, start, len(contexts), is_chunk), contexts, drafts)
 
     def _may_chain(self, sequence: Sequence) -> bool:
         """May it go on from a token that nobody has read?"""
@@ -427,7 +427,7 @@ class Engine:
         self._clear(sequence)
         sequence.n_lost = max(sequence.n_lost, sequence.n_launched)
         sequence.n_launched = 0
-        if self._ops.row_invariant:
+        if self._ops.chunk_invariant:
             sequence.n_prefill = sequence.n_known
         self._count["preemptions"] += 1
 
@@ -491,8 +491,8 @@ class Engine:
 
     def _name(self, sequence: Sequence, start: int, end: int) -> None:
         """Make known the pages that these tokens have filled, where anybody may share them."""
-        s, tile = sequence, self._ops.tile
-        limit = end if self._ops.row_invariant else min(end, s.n_prefill // tile * tile)
+        s, chunk = sequence, self._ops.chunk
+        limit = end if self._ops.chunk_invariant else min(end, s.n_prefill // chunk * chunk)
         for i in range(start // PAGE, limit // PAGE):
             self._pages.name(s.pages[i], s.name(i))
 

@@ -34,10 +34,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api import Api
 from gateway.relay import Refused
-from request.refusals import STATUS, BadInput, error_response
+from request.refusals import STATUS, BadInput
 from service import metrics, webpage
 from service.logs import REQUEST_ID
-from streaming import new_id, wants_stream
+from streaming import error_response, new_id, wants_stream
 
 log = logging.getLogger("front")
 

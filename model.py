@@ -13,7 +13,7 @@ Rules of this file:
    product.
 4. A sequence gets the same bits alone and in any batch, wherever its pages lie: every product covers
    rows of one group and whole pages, for BLAS sums one row in another order than several.
-   A tile of the prompt and its rows one by one agree up to rounding, about 1e-6.
+   A chunk of the prompt and its rows one by one agree up to rounding, about 1e-6.
 5. What is drawn depends on logits, seed, choice and the number of the output token alone.
 
 Not here: which rows to compute next (engine.py), whose page is whose (pages.py), files
@@ -38,7 +38,7 @@ Array = NDArray[np.float32]
 Ints = NDArray[np.int64]
 
 PAGE = 64  # tokens whose keys and values one page holds
-TILE = PAGE  # tokens of a prompt that are computed together, always cut at its multiples
+CHUNK = PAGE  # tokens of a prompt that are computed together, always cut at its multiples
 BLOCK_BYTES = 4 * 2**20  # of weights, for one product: fits the last cache of most processors
 
 # --- what goes in -------------------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ class Span(NamedTuple):
     token_ids: Sequence[int] | None  # None: the one token that the slot chose last, not yet read perhaps
     start: int  # position of the first of them; all before it are in the pages
     n_wanted: int  # of how many of its last rows a choice is wanted
-    tile: bool  # are they computed together, by tiles? Else each row is by itself
+    is_chunk: bool  # a chunk of the prompt, computed together; else each row is by itself
 
     @property
     def end(self) -> int:
@@ -60,7 +60,7 @@ class Span(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Rows that are computed together: a tile, or a token."""
+    """Rows that are computed together: a prefill chunk, or a token."""
 
     pages: Sequence[int]
     start: int  # position of the first
@@ -76,7 +76,7 @@ class Batch:
         for span in spans:
             assert span.token_ids is not None
             first, n = len(token_ids), len(span.token_ids)
-            for i in range(0, n, size := TILE if span.tile else 1):
+            for i in range(0, n, size := CHUNK if span.is_chunk else 1):
                 rows = slice(first + i, first + min(i + size, n))
                 self.groups.append(Group(span.pages, span.start + i, rows))
             token_ids += span.token_ids
@@ -125,9 +125,9 @@ class NumpyOps:
     """
 
     pack = staticmethod(as_read)  # what weights.read_weights makes of a matrix for these ops
-    tile = TILE
+    chunk = CHUNK
     n_ahead = 0  # steps that may be launched before the first of them is read
-    row_invariant = False  # has a row the same bits in a tile as by itself?
+    chunk_invariant = False  # has a row the same bits in a prefill chunk as by itself?
 
     def __init__(
         self, config: Config, weights: Weights, max_seq_len: int, n_pages: int, max_batch: int

@@ -148,6 +148,20 @@ def dumps(obj: Any) -> str:
     return ESCAPED.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
+def loads(text: str | bytes | bytearray) -> Any:
+    """Return the value of a JSON text; raises ValueError, whatever is wrong with it.
+
+    Wrong is also what JSON has not (NaN, 1e999), what no text holds (half a surrogate pair), and what is
+    nested deeper than Python can follow.
+    """
+    try:
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    return value
+
+
 def encode(data: str, event: str | None = None) -> bytes:
     """Return the frame of one event, for one write; a CR or CRLF in data will arrive as LF."""
     if event is None:

@@ -20,12 +20,12 @@ from contextlib import aclosing
 from typing import Any
 
 from starlette.datastructures import QueryParams
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 import sse
 from background import EventLog
-from request.refusals import json_response
+from request.refusals import RETRY_AFTER_S, error_body
 
 # "every 15 seconds or so": html.spec.whatwg.org/multipage/server-sent-events.html#authoring-notes
 KEEP_ALIVE_S = 15
@@ -43,6 +43,17 @@ def new_id(prefix: str) -> str:
 
 def now() -> int:
     return int(time.time())
+
+
+def error_response(
+    status: int, message: str, param: str | None = None, code: str | None = None
+) -> JSONResponse:
+    return json_response(status, error_body(status, message, param, code))
+
+
+def json_response(status: int, body: dict[str, Any]) -> JSONResponse:
+    retry = {"Retry-After": str(RETRY_AFTER_S[status])} if status in RETRY_AFTER_S else None
+    return JSONResponse(body, status, retry)
 
 
 def wants_stream(query: QueryParams) -> bool:

@@ -24,7 +24,7 @@ from dialects import families
 from dialects.structured_output import BadGrammar, Constraint, Grammars, Thinking, lark
 from engine import Engine, Job
 from request.messages import Message, shortened
-from request.params import Demand, Request
+from request.params import Request, StructuredOutput
 from request.refusals import BadInput
 from request.template import ChatTemplate
 from sampling import Choice, Sampling
@@ -114,7 +114,11 @@ class LocalWorker:
         row, added = families.DIALECTS[self.dialect], self._tokenizer.added
         dialect = families.find(row, added, self._template.source, tools=bool(request.tools))
         opening = families.opening(text, dialect)
-        constraint = self._constraint(request.demand, dialect, *opening) if request.demand else None
+        constraint = (
+            self._constraint(request.structured_output, dialect, *opening)
+            if request.structured_output
+            else None
+        )
         return Prompt(request, token_ids, max_tokens, seed, dialect, *opening, constraint)
 
     def _encode(self, request: Request, messages: list[Message]) -> tuple[str, list[int]]:
@@ -176,17 +180,19 @@ class LocalWorker:
             prompt.token_ids, prompt.max_tokens, stops, Sampling(**request.sampling | given), constraint
         )
 
-    def _constraint(self, demand: Demand, dialect: Dialect, state: State, after_marker: bool) -> Constraint:
+    def _constraint(
+        self, spec: StructuredOutput, dialect: Dialect, state: State, after_marker: bool
+    ) -> Constraint:
         """What the answer must keep to; raises BadInput where it cannot be enforced."""
         thinking: Thinking = "open" if state == "analysis" else "over" if after_marker else "possible"
         try:
-            self._grammars.check(demand)
-            return self._grammars.constraint(lark(demand, dialect, self._tokenizer.added, thinking))
+            self._grammars.check(spec)
+            return self._grammars.constraint(lark(spec, dialect, self._tokenizer.added, thinking))
         except BadGrammar as error:
-            if wanted := dict(demand.inputs).get(error.part):
+            if wanted := dict(spec.inputs).get(error.part):
                 message = f"Invalid {wanted.syntax} grammar for '{error.part}': {error}"
                 raise BadInput(message, wanted.path) from error
-            path = demand.schema_path if error.part == "schema" else "tools"
+            path = spec.schema_path if error.part == "schema" else "tools"
             message = f"Invalid schema for '{error.part}': {error}"
             raise BadInput(message, path, "invalid_json_schema") from error
 

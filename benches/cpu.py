@@ -88,7 +88,7 @@ def forward_run(ops: NumpyOps) -> Run:
         for n in range(n_new):
             start = len(prompts[0]) + n - 1 if n else 0
             spans = [
-                Span(i, range(i * size, (i + 1) * size), output[-1:] or prompt, start, 1, tile=not output)
+                Span(i, range(i * size, (i + 1) * size), output[-1:] or prompt, start, 1, is_chunk=not output)
                 for i, (prompt, output) in enumerate(zip(prompts, said, strict=True))
             ]
             contexts = [Context(GREEDY, prompt, out) for prompt, out in zip(prompts, said, strict=True)]

@@ -370,7 +370,7 @@ class FastOps(NumpyOps):
         assert np.shares_memory(self._keys, self._kv)
         self._seen: Batch | None = None  # the batch that the next two are of
         self._blocks, self._n_keys = np.empty((0, 3), np.int64), 0
-        self.row_invariant = all(isinstance(w, Panels) for w in matrices(self.weights))
+        self.chunk_invariant = all(isinstance(w, Panels) for w in matrices(self.weights))
         size = f"{self.weights.nbytes / 1e6:.0f} MB of weights, in bfloat16 where that is exact"
         self.about = f"Numba, {self._n_threads} threads, {size}"
 

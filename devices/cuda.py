@@ -99,7 +99,7 @@ class Limits(NamedTuple):
     @classmethod
     def of(cls, max_batch: int) -> "Limits":
         n = bucket(max(max_batch, 32))
-        return cls(max(2 * CudaOps.tile + max_batch, n), n, n)
+        return cls(max(2 * CudaOps.chunk + max_batch, n), n, n)
 
 
 def buffer_shapes(config: Config, max_seq_len: int, max_batch: int) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -171,10 +171,10 @@ class CudaOps:
     """NumpyOps on a device."""
 
     pack = staticmethod(bfloat16)  # what weights.read_weights makes of a matrix for these ops
-    tile = 256  # tokens of a prompt that are computed together
+    chunk = 256  # tokens of a prompt that are computed together
     n_ahead = 4  # steps that may be launched before the first of them is read
     enough = 64  # blocks of the largest shape, of a product; an H100's 132 processors do fewer no faster
-    row_invariant = True
+    chunk_invariant = True
 
     def __init__(
         self, config: Config, weights: Weights, max_seq_len: int, n_pages: int, max_batch: int, cp: Any = None
@@ -315,7 +315,7 @@ class CudaOps:
         """Bring a step's numbers to the device."""
         parts: dict[bool, list[Placed]] = {True: [], False: []}
         for p in step:
-            parts[not p.span.tile and p.rows.stop <= self._limits.split].append(p)
+            parts[not p.span.is_chunk and p.rows.stop <= self._limits.split].append(p)
         split, whole = parts[True], parts[False]
         n_rows, tiles = sum(len(p.rows) for p in step), self._tiles(split)
         is_decode = not whole and len(tiles) == len(split)

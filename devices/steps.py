@@ -143,11 +143,11 @@ class Placed(NamedTuple):
 
 def placed(spans: Sequence[Span], contexts: Sequence[Context]) -> list[Placed]:
     """In the order of the spans; the rows of prompts come behind all others."""
-    first = {False: 0, True: sum(n_rows(span) for span in spans if not span.tile)}
+    first = {False: 0, True: sum(n_rows(span) for span in spans if not span.is_chunk)}
     found, i = list[Placed](), 0
     for span in spans:
-        begin, n_wanted = first[span.tile], span.n_wanted
-        first[span.tile] = end = begin + n_rows(span)
+        begin, n_wanted = first[span.is_chunk], span.n_wanted
+        first[span.is_chunk] = end = begin + n_rows(span)
         found.append(Placed(span, contexts[i : i + n_wanted], range(begin, end)))
         i += n_wanted
     return found

@@ -1,6 +1,6 @@
 """What a model must say: calls and formats as a grammar, and the grammar as masks over the vocabulary.
 
-    Demand --lark()--> grammar --Grammars.constraint()--> Constraint --mask()--> tokens that may come next
+    StructuredOutput --lark()--> grammar --Grammars.constraint()--> Constraint --mask()--> allowed tokens
 
 Authority: https://platform.openai.com/docs/guides/structured-outputs and .../function-calling (tool_choice);
 https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md for the language of the grammars.
@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from channels import Dialect
 from dialects import calls, grammar_in_json
-from request.params import Demand
+from request.params import StructuredOutput
 from request.tools import Grammar
 
 
@@ -94,7 +94,7 @@ class _Writer:
         return "\n".join(name + rule for name, rule in self.rules.items())
 
 
-def lark(demand: Demand, dialect: Dialect, added: Mapping[str, int], thinking: Thinking) -> str:
+def lark(spec: StructuredOutput, dialect: Dialect, added: Mapping[str, int], thinking: Thinking) -> str:
     """The grammar of an answer; `added` has the ids of the dialect's tokens."""
     writer, forms = _Writer(dialect, added), dialect.forms
     newlines = "NEWLINES" if dialect.trims else ""
@@ -106,12 +106,12 @@ def lark(demand: Demand, dialect: Dialect, added: Mapping[str, int], thinking: T
     else:
         thought = ""
     writer.rule("start", f"{thought} body")
-    content = _plain(writer) if demand.schema is None else writer.rule("json", _json(demand.schema))
+    content = _plain(writer) if spec.schema is None else writer.rule("json", _json(spec.schema))
     text = writer.rule("text", writer.sequence(forms.text, TEXT=content))
-    if demand.calls == "none":
+    if spec.calls == "none":
         writer.rule("body", text)
     else:
-        _calls(writer, demand)
+        _calls(writer, spec)
     return str(writer)
 
 
@@ -134,21 +134,21 @@ def _escaped(text: str) -> str:
     return re.escape(text).replace("/", r"\/")
 
 
-def _calls(writer: _Writer, demand: Demand) -> None:
+def _calls(writer: _Writer, spec: StructuredOutput) -> None:
     """One call or several, and what may stand before them, or instead."""
     forms, places = writer.dialect.forms, []
-    for i, (name, schema) in enumerate(demand.functions):
-        wanted = dict(demand.inputs).get(name)
+    for i, (name, schema) in enumerate(spec.functions):
+        wanted = dict(spec.inputs).get(name)
         arguments = writer.rule(f"arguments_{i}", _arguments(writer, name, schema, wanted))
         places.append({"NAME": json.dumps(name), "ARGUMENTS": arguments})
     opening, ending = forms.calls
     writer.rule("call", *(writer.sequence(forms.call, **place) for place in places))
-    more = "" if demand.one_call or forms.more is None else f"({_optional(writer, forms.more)} call)*"
+    more = "" if spec.one_call or forms.more is None else f"({_optional(writer, forms.more)} call)*"
     rest = f"{more} {_optional(writer, ending)}"
     calls = f"{_optional(writer, opening)} call {rest}"
-    if demand.calls == "required":
+    if spec.calls == "required":
         writer.rule("body", calls)
-    elif demand.schema is not None or forms.before is None:
+    elif spec.schema is not None or forms.before is None:
         writer.rule("body", "text", calls)
     else:
         begun = f"{forms.before}{opening}{forms.call}"
@@ -265,10 +265,10 @@ class Grammars:
         self._vocab_size = vocab_size
         self._tokenizer = LLTokenizer(str(tokenizer), n_vocab=vocab_size, eos_token=list(eos_token_ids))
 
-    def check(self, demand: Demand) -> None:
+    def check(self, spec: StructuredOutput) -> None:
         """Raises BadGrammar for a schema or grammar that cannot be enforced."""
-        schemas = [("schema", demand.schema)] if demand.schema is not None else []
-        for part, schema in [*schemas, *demand.functions]:
+        schemas = [("schema", spec.schema)] if spec.schema is not None else []
+        for part, schema in [*schemas, *spec.functions]:
             if lost := next(_lost(schema), None):
                 raise BadGrammar(lost, part)
             if _levels(schema) > MAX_LEVELS:
@@ -281,7 +281,7 @@ class Grammars:
                 raise BadGrammar(str(error), part) from error
             if message := LLMatcher.validate_grammar(grammar, self._tokenizer):
                 raise BadGrammar(message, part)
-        for name, wanted in demand.inputs:
+        for name, wanted in spec.inputs:
             try:
                 rewritten = grammar_in_json.grammar(wanted.syntax, wanted.definition)
             except grammar_in_json.BadSource as error:

@@ -27,7 +27,7 @@ import sse
 from completions import fold
 from gateway.deltas import Unreadable, objects
 from gateway.metering import Document, Meter
-from request.refusals import BadInput
+from request.refusals import BadInput, error_object
 
 # --- the mode -----------------------------------------------------------------------------------------------
 
@@ -316,10 +316,6 @@ class Refused(BadInput):
         if self.status == 429:
             return "rate_limit_exceeded"
         return "server_error" if self.status >= 500 else "invalid_prompt"
-
-
-def error_object(message: str, code: str = "server_error") -> dict[str, Any]:
-    return {"message": message, "type": "server_error", "param": None, "code": code}
 
 
 # fmt: off

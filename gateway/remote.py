@@ -29,11 +29,11 @@ import sse
 from channels import Accepted, Finish, Output, Usage
 from gateway.deltas import Deltas, Unreadable
 from gateway.metering import Meter, Prices
-from gateway.relay import Frame, Reader, Refused, Relay, error_object, forwarded
+from gateway.relay import Frame, Reader, Refused, Relay, forwarded
 from gateway.upstreams import RETRY_AFTER_S, Died, Reply, Upstreams
 from request.messages import Message, shortened
 from request.params import MOVED, Request
-from request.refusals import shown, wrong_value
+from request.refusals import error_object, shown, wrong_value
 from request.validation import boolean, mapping
 from streaming import SSE_HEADERS, kept_alive, while_there
 
@@ -90,11 +90,11 @@ def chat_body(request: Request, model: str) -> dict[str, Any]:
 def _tools(request: Request) -> dict[str, Any]:
     if not request.tools:
         return {}
-    tools, choice, demand = request.tools, "auto", request.demand
-    if demand and demand.functions:  # those that may be called; no server but ours takes the others along
-        names = [name for name, _ in demand.functions]
+    tools, choice, spec = request.tools, "auto", request.structured_output
+    if spec and spec.functions:  # those that may be called; no server but ours takes the others along
+        names = [name for name, _ in spec.functions]
         tools = [tool for tool in tools if tool["function"]["name"] in names]
-        choice = demand.calls
+        choice = spec.calls
     strict = {name for name, tool in request.called.items() if tool.strict}
     tools = [
         {
@@ -109,7 +109,7 @@ def _tools(request: Request) -> dict[str, Any]:
 
 
 def _format(request: Request) -> dict[str, Any]:
-    if not request.demand or request.demand.schema is None:
+    if not request.structured_output or request.structured_output.schema is None:
         return {}
     asked = request.echo["text"]["format"]
     if asked["type"] == "json_object":
@@ -358,7 +358,7 @@ class PassThrough(Response):
         except Refused as refused:
             self._failed = True
             yield sse.encode(
-                sse.dumps({"error": error_object(refused.message, refused.code or "server_error")})
+                sse.dumps({"error": error_object(refused.message, code=refused.code or "server_error")})
             )
             yield sse.DONE
             return

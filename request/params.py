@@ -52,7 +52,7 @@ from request.validation import (
 MAX_STOP = 1024  # characters of a stop string: so many are held back
 
 
-class Demand(NamedTuple):
+class StructuredOutput(NamedTuple):
     """What the answer must be, behind the reasoning."""
 
     calls: Calls
@@ -77,7 +77,7 @@ class Request:
     messages: list[messages.Message]
     tools: list[dict[str, Any]]  # as chat templates take them; [] also when tool_choice is none
     called: dict[str, Tool]  # what the calls mean, by the names in `tools`
-    demand: Demand | None  # None: the model may say anything
+    structured_output: StructuredOutput | None  # None: the model may say anything
     named_call: bool  # tool_choice names the one tool to call
     stream: bool
     include_usage: bool  # chat: one more chunk with the usage
@@ -397,7 +397,7 @@ def request(
         messages=messages,
         tools=[tool.offer() for tool in offered],
         called={tool.known_as: tool for tool in offered},
-        demand=demand(tools, choice, text_format, values["parallel_tool_calls"]),
+        structured_output=structured_output(tools, choice, text_format, values["parallel_tool_calls"]),
         named_call=choice.named,
         stream=values["stream"],
         include_usage=bool((values["stream_options"] or {}).get("include_usage")) or not values["stream"],
@@ -430,7 +430,9 @@ def text_format(given: Mapping[str, Any], path: str) -> TextFormat:
             return TextFormat(None, "")
 
 
-def demand(tools: list[Tool], choice: ToolChoice, text: TextFormat, parallel: bool) -> Demand | None:
+def structured_output(
+    tools: list[Tool], choice: ToolChoice, text: TextFormat, parallel: bool
+) -> StructuredOutput | None:
     """What to enforce; None: the model may say anything."""
     has_limits = any(tool.strict or tool.grammar for tool in choice.allowed)
     is_limited = len(choice.allowed) < len(tools) or has_limits
@@ -441,7 +443,7 @@ def demand(tools: list[Tool], choice: ToolChoice, text: TextFormat, parallel: bo
         if schema["type"] != "object":
             message = f"Invalid schema for '{name}': arguments are an object."
             raise BadInput(message, "tools", "invalid_json_schema")
-    return Demand(
+    return StructuredOutput(
         calls=choice.calls,
         functions=tuple(schemas.items()),
         one_call=choice.named or not parallel,

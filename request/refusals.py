@@ -1,6 +1,6 @@
 """A refusal: what is wrong with a request, and the error object and the status that tell of it.
 
-    what came --wrong_type(), ...--> BadInput --error_response()--> {"error": {message, type, param, code}}
+    what came --wrong_type(), ...--> BadInput --error_body()--> {"error": {message, type, param, code}}
 
 Authority: https://platform.openai.com/docs/guides/error-codes; openai-openapi, `Error`.
 
@@ -14,8 +14,6 @@ Not here: which values are refused (validation.py), what stands around an endpoi
 
 import json
 from typing import Any
-
-from starlette.responses import JSONResponse
 
 
 class BadInput(ValueError):
@@ -82,20 +80,18 @@ ERROR_TYPES = {
 RETRY_AFTER_S = {429: 10, 503: 10}  # what may be tried again, and when
 
 
+def error_object(
+    message: str,
+    error_type: str = "server_error",
+    param: str | None = None,
+    code: str | None = "server_error",
+) -> dict[str, Any]:
+    """All four keys, always: openai-openapi, `Error`."""
+    return {"message": message, "type": error_type, "param": param, "code": code}
+
+
 def error_body(
     status: int, message: str, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """All four keys, always: openai-openapi, `Error`."""
     error_type = ERROR_TYPES.get(status, "invalid_request_error")
-    return {"error": {"message": message, "type": error_type, "param": param, "code": code}}
-
-
-def error_response(
-    status: int, message: str, param: str | None = None, code: str | None = None
-) -> JSONResponse:
-    return json_response(status, error_body(status, message, param, code))
-
-
-def json_response(status: int, body: dict[str, Any]) -> JSONResponse:
-    retry = {"Retry-After": str(RETRY_AFTER_S[status])} if status in RETRY_AFTER_S else None
-    return JSONResponse(body, status, retry)
+    return {"error": error_object(message, error_type, param, code)}

@@ -221,7 +221,7 @@ class Ours:
         """(len(positions), vocab_size): read in chunks that end at these positions, in ascending order."""
         starts = [0, *(position + 1 for position in positions)]
         spans = [
-            tile(token_ids[start : end + 1], start) for start, end in zip(starts, positions, strict=False)
+            prefill(token_ids[start : end + 1], start) for start, end in zip(starts, positions, strict=False)
         ]
         return np.concatenate([forward(self.ops, self.weights, Batch([span])).copy() for span in spans])
 
@@ -229,14 +229,14 @@ class Ours:
         """The prompt at once, then token by token."""
         token_ids = list(prompt)
         for start in [0, *range(len(prompt), len(prompt) + n - 1)]:
-            logits = forward(self.ops, self.weights, Batch([tile(token_ids[start:], start)]))
+            logits = forward(self.ops, self.weights, Batch([prefill(token_ids[start:], start)]))
             token_ids.append(int(logits[0].argmax()))
         return token_ids[len(prompt) :]
 
 
-def tile(token_ids: Sequence[int], start: int, pages: Sequence[int] = range(N_PAGES)) -> Span:
+def prefill(token_ids: Sequence[int], start: int, pages: Sequence[int] = range(N_PAGES)) -> Span:
     """Tokens that are computed together, the choice behind the last of them wanted."""
-    return Span(0, pages, token_ids, start, n_wanted=1, tile=True)
+    return Span(0, pages, token_ids, start, n_wanted=1, is_chunk=True)
 
 
 # ---- Golden files ------------------------------------------------------------------------------------------

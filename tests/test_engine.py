@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engine import BROKEN, CLOSING, MAX_FAILED, MAX_TILES, Engine, Job
+from engine import BROKEN, CLOSING, MAX_CHUNKS, MAX_FAILED, Engine, Job
 from helpers.engines import (
+    CHUNK,
     GREEDY,
     MAX_BATCH,
     QUESTIONS,
-    TILE,
     Answer,
     Watch,
     WatchedStep,
@@ -80,7 +80,7 @@ def test_seeded_sampling_is_the_same_alone_and_beside_seven_others(tiny_engine: 
     assert len({*texts}) == 7
 
 
-@pytest.mark.parametrize("n_prompt", [1, TILE - 1, TILE, TILE + 1, 2 * TILE, 2 * TILE + 1])
+@pytest.mark.parametrize("n_prompt", [1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 1])
 def test_prompts_are_cut_at_the_same_places_in_any_company(n_prompt: int, watch: Watch) -> None:
     """Else their sums would be rounded otherwise, and once in many answers another token would come."""
     asked = endless(n_prompt, 10)
@@ -213,31 +213,31 @@ def test_leaving_while_waiting(tiny_engine: Engine, watch: Watch) -> None:
 
 def test_a_long_prompt_does_not_hold_up_who_decodes(tiny_engine: Engine, watch: Watch) -> None:
     """Each step that reads tiles of the one brings the other a token."""
-    most = MAX_TILES * TILE
+    most = MAX_CHUNKS * CHUNK
     got = together(tiny_engine, watch, [endless(1, 30), endless(4 * most - 5, 1)])
     assert [len(answer.ids) for answer in got] == [30, 1]
     assert [step.rows for step in watch.steps[1:]] == [
-        [1, TILE],
+        [1, CHUNK],
         *[[1, most]] * 3,
-        [1, TILE - 5],
+        [1, CHUNK - 5],
         *[[1]] * 25,
     ]
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one(tiny_engine: Engine, watch: Watch) -> None:
-    together(tiny_engine, watch, [endless(6 * TILE, 1), endless(9, 3, first=2)])
-    rows = [[TILE, 9], [1, 2 * TILE], [1, 2 * TILE], [TILE]]
+    together(tiny_engine, watch, [endless(6 * CHUNK, 1), endless(9, 3, first=2)])
+    rows = [[CHUNK, 9], [1, 2 * CHUNK], [1, 2 * CHUNK], [CHUNK]]
     assert [step.rows for step in watch.steps[1:]] == rows
 
 
 def test_long_prompts_share_steps(tiny_engine: Engine, watch: Watch) -> None:
     """No step is larger than it may be, none lacks the sequence that decodes, and no token is read twice."""
-    jobs = [endless(1, 40), *(endless(4 * TILE, 1, first=i) for i in range(4)), endless(TILE // 2, 1)]
+    jobs = [endless(1, 40), *(endless(4 * CHUNK, 1, first=i) for i in range(4)), endless(CHUNK // 2, 1)]
     got = together(tiny_engine, watch, jobs)
     assert [len(answer.ids) for answer in got] == [40, 1, 1, 1, 1, 1]
     rows = [step.rows for step in watch.steps[1:]]
     assert len(rows) == 40
-    assert all(row[0] == 1 and sum(row) <= 1 + MAX_TILES * TILE for row in rows)
+    assert all(row[0] == 1 and sum(row) <= 1 + MAX_CHUNKS * CHUNK for row in rows)
     assert sum(sum(row) for row in rows) == 40 + sum(len(job.prompt) for job in jobs[1:])
 
 
@@ -245,7 +245,7 @@ def test_prompts_are_read_oldest_first(tiny_engine: Engine, watch: Watch) -> Non
     finished: list[int] = []
 
     async def read(i: int) -> None:
-        await steps_of(tiny_engine, endless(3 * TILE, 1))
+        await steps_of(tiny_engine, endless(3 * CHUNK, 1))
         finished.append(i)
 
     async def main() -> None:
@@ -282,10 +282,10 @@ def test_a_step_that_fails_leaves_no_memory(tiny_engine: Engine, watch: Watch) -
 
 def test_a_step_that_fails_spares_who_is_not_in_it(tiny_engine: Engine, watch: Watch) -> None:
     """Two tiles fill the step, so the third prompt and the fourth have to wait, and only for that."""
-    jobs = [endless(n, 3, first=n) for n in (TILE, TILE, TILE + 1, 7)]
+    jobs = [endless(n, 3, first=n) for n in (CHUNK, CHUNK, CHUNK + 1, 7)]
     watch.fail_at = 1
     one, two, three, four = together(tiny_engine, watch, jobs)
-    assert watch.steps[1].rows == [TILE, TILE]
+    assert watch.steps[1].rows == [CHUNK, CHUNK]
     assert failed(one, "FloatingPointError")
     assert failed(two, "FloatingPointError")
     assert [three, four] == [alone(tiny_engine, job) for job in jobs[2:]]

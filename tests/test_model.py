@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from checkpoint.rope import rope_table
 from checkpoint.weights import Layer
 from model import PAGE, Array, Batch, NumpyOps, Span, Ticket, forward
-from parity import CASES, N_PAGES, Ours, tile, write
+from parity import CASES, N_PAGES, Ours, prefill, write
 from sampling import Choice, Context, Sampling, draw
 
 Vector = NDArray[np.float64]
@@ -46,7 +46,7 @@ def run(model: Ours, spans: Sequence[Span]) -> Array:
 
 def read(model: Ours, pages: Sequence[int], token_ids: Sequence[int], start: int = 0) -> Array:
     """Logits of the last token, (vocab_size,)."""
-    logits: Array = run(model, [tile(token_ids, start, pages)])[0]
+    logits: Array = run(model, [prefill(token_ids, start, pages)])[0]
     return logits
 
 
@@ -55,7 +55,7 @@ def alone(model: Ours, token_ids: Sequence[int]) -> Array:
 
 
 def one_by_one(token_ids: Sequence[int], start: int, pages: Sequence[int], n_wanted: int = 1) -> Span:
-    return Span(0, pages, token_ids, start, n_wanted, tile=False)
+    return Span(0, pages, token_ids, start, n_wanted, is_chunk=False)
 
 
 def written(model: Ours, pages: Sequence[int], n: int) -> Array:
@@ -197,7 +197,7 @@ def test_rows_by_themselves_are_the_rows_of_as_many_steps(name: str) -> None:
     for pages in ([0, 1], [9, 2]):
         read(model, pages, token_ids[:n])
     expected = [run(model, [one_by_one(token_ids[i : i + 1], i, [0, 1])])[0] for i in range(n, 110)]
-    at_once = run(model, [tile([5] * 9, 0, [30]), one_by_one(token_ids[n:], n, [9, 2], n_wanted=70)])
+    at_once = run(model, [prefill([5] * 9, 0, [30]), one_by_one(token_ids[n:], n, [9, 2], n_wanted=70)])
     assert np.array_equal(at_once[1:], expected)
     assert np.array_equal(written(model, [0, 1], 110), written(model, [9, 2], 110))
 
@@ -210,7 +210,9 @@ def test_prefill_and_decode_in_one_batch_give_the_same_bits_as_alone(name: str) 
     for pages, start in zip(tables, starts, strict=True):
         if start:
             read(model, pages, tokens(start))
-    spans = [tile(tokens(n), start, pages) for pages, n, start in zip(tables, lengths, starts, strict=True)]
+    spans = [
+        prefill(tokens(n), start, pages) for pages, n, start in zip(tables, lengths, starts, strict=True)
+    ]
     expected = [run(model, [span])[0] for span in spans]
     kv = [written(model, span.pages, span.end) for span in spans]
     for order in ([0, 1, 2, 3, 4], [4, 2, 0, 3, 1]):
@@ -235,7 +237,9 @@ def test_the_same_bits_wherever_the_pages_lie(n: int, name: str) -> None:
 
 def test_logits_are_those_of_the_wanted_rows_in_their_order() -> None:
     model = ours("llama-2")
-    spans = [tile(tokens(n), 0, [i])._replace(n_wanted=int(n != 31)) for i, n in enumerate((33, 31, 1, 32))]
+    spans = [
+        prefill(tokens(n), 0, [i])._replace(n_wanted=int(n != 31)) for i, n in enumerate((33, 31, 1, 32))
+    ]
     expected = [alone(model, tokens(n)) for n in (33, 1, 32)]
     assert np.array_equal(run(model, spans), expected)
     nothing = run(model, [spans[1]])
@@ -277,14 +281,14 @@ def test_a_chained_span_goes_on_from_the_slots_last_token() -> None:
         ops = Ahead(model.config, model.weights, 64, n_pages=2, max_batch=2)
         prompt, said, tickets = tokens(9), list[int](), list[Ticket]()
         for n in range(6):
-            span = tile(prompt, 0, [0])._replace(slot=1) if n == 0 else Span(1, [0], None, 8 + n, 1, False)
+            span = prefill(prompt, 0, [0])._replace(slot=1) if n == 0 else Span(1, [0], None, 8 + n, 1, False)
             if n > 3:  # the host has read this much by now
                 said.append(tickets[n - 4][0][0].token_id)
             tickets.append(ops.launch([span], [Context(sampling, prompt, said, n_unread=n - len(said))]))
         chained = [choice.token_id for ticket in tickets for [choice] in ops.read(ticket)]
         said = []
         for n in range(6):
-            span = one_by_one(said[-1:], 8 + n, [1]) if n else tile(prompt, 0, [1])
+            span = one_by_one(said[-1:], 8 + n, [1]) if n else prefill(prompt, 0, [1])
             said.append(ops.read(ops.launch([span], [Context(sampling, prompt, said)]))[0][0].token_id)
         assert chained == said
 

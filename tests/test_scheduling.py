@@ -19,8 +19,8 @@ from dialects.structured_output import Constraint, Grammars, lark
 from drafts import Lookup
 from engine import Engine, Job
 from helpers.engines import (
+    CHUNK,
     GREEDY,
-    TILE,
     Answer,
     Watch,
     alone,
@@ -34,7 +34,7 @@ from helpers.engines import (
 )
 from model import PAGE
 from parity import TINY
-from request.params import Demand
+from request.params import StructuredOutput
 from sampling import Choice, Sampling
 from tokenizer import Tokenizer
 
@@ -72,7 +72,7 @@ class Asked(NamedTuple):
 @cache
 def array_of_words() -> Constraint:
     return Grammars(TINY / "tokenizer.json", 2048, (2041,)).constraint(
-        lark(Demand("none", schema=SCHEMA), DIALECTS["hermes"], {}, "over")
+        lark(StructuredOutput("none", schema=SCHEMA), DIALECTS["hermes"], {}, "over")
     )
 
 
@@ -82,13 +82,13 @@ class Setting(NamedTuple):
     n_pages: int = 256
     n_ahead: int = 0
     speculate: int = 0
-    row_invariant: bool = False
+    chunk_invariant: bool = False
 
 
 @cache
-def undisturbed(asked: Asked, row_invariant: bool) -> Answer:
+def undisturbed(asked: Asked, chunk_invariant: bool) -> Answer:
     """In an engine of its own: no company, no cache, no drafts, enough pages, one step after another."""
-    with started(Watch(), LENGTH, row_invariant=row_invariant) as engine:
+    with started(Watch(), LENGTH, chunk_invariant=chunk_invariant) as engine:
         return alone(engine, asked.job())
 
 
@@ -105,8 +105,8 @@ async def said(engine: Engine, asked: Asked) -> list[Choice]:
     return tokens
 
 
-def check(asked: Asked, tokens: list[Choice], row_invariant: bool = False) -> None:
-    expected = undisturbed(asked._replace(leaves=None), row_invariant)
+def check(asked: Asked, tokens: list[Choice], chunk_invariant: bool = False) -> None:
+    expected = undisturbed(asked._replace(leaves=None), chunk_invariant)
     assert expected.finish != "failed"
     assert tokens == (expected.tokens if asked.leaves is None else expected.tokens[: len(tokens)])
 
@@ -134,7 +134,7 @@ disturbances = st.builds(
     n_pages=st.sampled_from([6, 9, 64]),
     n_ahead=st.sampled_from([0, 1, 3]),
     speculate=st.sampled_from([0, 1, 5]),
-    row_invariant=st.sampled_from([False, False, True]),
+    chunk_invariant=st.sampled_from([False, False, True]),
 )
 
 
@@ -152,7 +152,7 @@ def test_nothing_disturbs_a_sequence(asked: list[Asked], setting: Setting) -> No
 
         for _ in range(2):
             for one, tokens in zip(asked, play(main(), "all answers"), strict=True):
-                check(one, tokens, setting.row_invariant)
+                check(one, tokens, setting.chunk_invariant)
 
 
 # ---- The cache of beginnings -------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ def cached_tokens(engine: Engine, job: Job) -> int:
     return play(steps_of(engine, job), "an answer")[-1].cached_tokens
 
 
-@pytest.mark.parametrize("n", [1, TILE - 1, TILE, TILE + 1, 2 * TILE, 2 * TILE + 1, 3 * TILE - 1])
+@pytest.mark.parametrize("n", [1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 1, 3 * CHUNK - 1])
 def test_cached_is_cold(n: int) -> None:
     """Whole tiles are found, and never the last token: from what follows it the answer comes."""
     watch = Watch()
@@ -170,7 +170,7 @@ def test_cached_is_cold(n: int) -> None:
         cold = play(steps_of(engine, endless(n, 5)), "an answer")
         n_steps = len(watch.steps)
         warm = play(steps_of(engine, endless(n, 5)), "the same again")
-        found = (n - 1) // TILE * TILE
+        found = (n - 1) // CHUNK * CHUNK
         assert answer(warm) == answer(cold)
         assert {step.cached_tokens for step in cold} == {0}
         assert {step.cached_tokens for step in warm} == {found}
@@ -180,17 +180,19 @@ def test_cached_is_cold(n: int) -> None:
 
 def test_a_second_turn_finds_the_first() -> None:
     with started(Watch()) as engine, started(Watch()) as cold:
-        first = endless(2 * TILE + 50, 90)  # the answer goes beyond a tile: its rows were not computed in one
+        first = endless(
+            2 * CHUNK + 50, 90
+        )  # the answer goes beyond a tile: its rows were not computed in one
         turn = [*first.prompt, *alone(engine, first).ids, 9, 8, 7]
         second = replace(first, prompt=turn)
         expected = alone(cold, second)
         assert answer(play(steps_of(engine, second), "a second turn")) == expected
-        assert engine.counts()["cached_tokens"] == 2 * TILE
+        assert engine.counts()["cached_tokens"] == 2 * CHUNK
         assert cached_tokens(engine, replace(first, prompt=[1, *turn])) == 0  # the same tokens behind another
 
 
 def test_where_rows_are_invariant_an_answer_is_found_too() -> None:
-    with started(Watch(), row_invariant=True) as engine:
+    with started(Watch(), chunk_invariant=True) as engine:
         first = endless(PAGE, 2 * PAGE + 5)
         turn = [*first.prompt, *alone(engine, first).ids, 9, 8, 7]
         assert cached_tokens(engine, replace(first, prompt=turn)) == 3 * PAGE
@@ -201,7 +203,7 @@ def test_choices_of_one_prompt_read_it_once() -> None:
     """All at once: a tile that one of them has computed is there for the others in the next step."""
     watch = Watch()
     with started(watch) as engine:
-        jobs = [replace(endless(2 * TILE + 9, 4), sampling=replace(GREEDY, choice=i)) for i in range(5)]
+        jobs = [replace(endless(2 * CHUNK + 9, 4), sampling=replace(GREEDY, choice=i)) for i in range(5)]
         got = together(engine, watch, jobs)
         assert all(one == got[0] for one in got)
         assert sum(sum(step.rows) for step in watch.steps) < 2 * len(jobs[0].prompt) + 5 * (9 + 4)
@@ -209,24 +211,24 @@ def test_choices_of_one_prompt_read_it_once() -> None:
 
 def test_what_was_least_recently_used_makes_room() -> None:
     with started(Watch(), n_pages=10) as engine:
-        old, kept, new = (endless(2 * TILE + 1, 1, first=first) for first in (1, 2, 3))
+        old, kept, new = (endless(2 * CHUNK + 1, 1, first=first) for first in (1, 2, 3))
         for one in (old, kept, old, kept, new):
             alone(engine, one)
         for first in (4, 5, 6):
-            alone(engine, endless(2 * TILE + 1, 1, first=first))
-        assert [cached_tokens(engine, one) for one in (new, old)] == [2 * TILE, 0]
+            alone(engine, endless(2 * CHUNK + 1, 1, first=first))
+        assert [cached_tokens(engine, one) for one in (new, old)] == [2 * CHUNK, 0]
 
 
 # ---- Pages that run out ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("n_ahead", "row_invariant"), [(0, False), (3, False), (3, True)])
-def test_preempted_is_undisturbed(n_ahead: int, row_invariant: bool) -> None:
+@pytest.mark.parametrize(("n_ahead", "chunk_invariant"), [(0, False), (3, False), (3, True)])
+def test_preempted_is_undisturbed(n_ahead: int, chunk_invariant: bool) -> None:
     """Four that grow in a pool for two: the younger go back, and say what they would have said. The oldest
     ends first: nobody takes its pages."""
     jobs = [replace(endless(30, 110, first=i), sampling=replace(GREEDY, seed=i)) for i in range(4)]
     watch, ended = Watch(), list[int]()
-    with started(Watch(), 256, row_invariant=row_invariant) as quiet:
+    with started(Watch(), 256, chunk_invariant=chunk_invariant) as quiet:
         expected = [alone(quiet, job) for job in jobs]
 
     async def read(engine: Engine, i: int) -> Answer:
@@ -239,7 +241,7 @@ def test_preempted_is_undisturbed(n_ahead: int, row_invariant: bool) -> None:
             readers = [asyncio.ensure_future(read(engine, i)) for i in range(4)]
         return list(await asyncio.gather(*readers))
 
-    with started(watch, 256, 5, n_ahead, row_invariant=row_invariant) as engine:
+    with started(watch, 256, 5, n_ahead, chunk_invariant=chunk_invariant) as engine:
         assert play(main(engine), "four that grow") == expected
         assert engine.counts()["preemptions"] >= 2
         assert ended == [0, 1, 2, 3]
@@ -247,7 +249,7 @@ def test_preempted_is_undisturbed(n_ahead: int, row_invariant: bool) -> None:
 
 def test_what_is_found_again_after_a_preemption_is_not_a_saving() -> None:
     """Else usage would tell how busy the server was."""
-    jobs = [endless(TILE + 1, 150, first=i) for i in range(3)]
+    jobs = [endless(CHUNK + 1, 150, first=i) for i in range(3)]
     watch = Watch()
     with started(watch, 512, 8) as engine:
 

@@ -86,12 +86,12 @@ def choices(ops: Any, spans: Sequence[Span], sampling: Sampling = BITS) -> list[
     return ops.read(ops.launch(spans, contexts))  # type: ignore[no-any-return]
 
 
-def tile(token_ids: Sequence[int], start: int = 0, slot: int = 0, n_wanted: int = 1) -> Span:
-    return Span(slot, pages(slot), token_ids, start, n_wanted, tile=True)
+def prefill(token_ids: Sequence[int], start: int = 0, slot: int = 0, n_wanted: int = 1) -> Span:
+    return Span(slot, pages(slot), token_ids, start, n_wanted, is_chunk=True)
 
 
 def rows(token_ids: Sequence[int] | None, start: int, slot: int = 0, n_wanted: int = 1) -> Span:
-    return Span(slot, pages(slot), token_ids, start, n_wanted, tile=False)
+    return Span(slot, pages(slot), token_ids, start, n_wanted, is_chunk=False)
 
 
 # ---- What NumpyOps says ------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ def test_logprobs_are_those_of_numpy(name: str) -> None:
     model, token_ids = ours(name), tokens(40)
     case = CASES[name]
     other = parse_config(config_json(case._replace(changes=case.changes | case.otherwise)), {})
-    spans = [tile(token_ids[:33]), rows(token_ids[33:34], 33), rows(token_ids[34:], 34, n_wanted=3)]
+    spans = [prefill(token_ids[:33]), rows(token_ids[33:34], 33), rows(token_ids[34:], 34, n_wanted=3)]
     right, wrong = (
         by_steps(NumpyOps(c, model.weights, MAX_SEQ_LEN, N_PAGES, MAX_BATCH), spans, BITS_OF_ALL)
         for c in (model.config, other)
@@ -131,13 +131,13 @@ def by_steps(ops: Any, spans: Sequence[Span], sampling: Sampling = BITS) -> list
 def test_prefill_is_decode_and_chunked_is_whole(name: str, enough: int) -> None:
     ops, token_ids = made(name), tokens(100)
     ops.enough = enough
-    [whole] = by_steps(ops, [tile(token_ids)])
+    [whole] = by_steps(ops, [prefill(token_ids)])
     one_by_one = [rows(token_ids[i : i + 1], i, 1, n_wanted=i == 99) for i in range(100)]
     ways = {
         "one by one": one_by_one,
-        "two prompts' tiles": [tile(token_ids[:64], 0, 2, 0), tile(token_ids[64:], 64, 2)],
+        "two prompts' tiles": [prefill(token_ids[:64], 0, 2, 0), prefill(token_ids[64:], 64, 2)],
         "33 at a time": [rows(token_ids[i : i + 33], i, 3, n_wanted=i == 99) for i in range(0, 100, 33)],
-        "rows, then a tile": [rows(token_ids[:7], 0, 4, 0), tile(token_ids[7:], 7, 4)],
+        "rows, then a tile": [rows(token_ids[:7], 0, 4, 0), prefill(token_ids[7:], 7, 4)],
     }
     for way, spans in ways.items():
         last = [choices(ops, [span]) for span in spans][-1]
@@ -157,13 +157,13 @@ def page(ops: CudaOps, number: int) -> list[bytes]:
 def test_alone_is_batched(name: str, order: int) -> None:
     ops = made(name, order)
     prompts = [tokens(n, seed=n) for n in (1, 31, 70, 5, 33, 64)]
-    alone = [by_steps(ops, [tile(p, 0, slot)]) for slot, p in enumerate(prompts)]
-    assert choices(ops, [tile(p, 0, slot) for slot, p in enumerate(prompts)]) == alone
+    alone = [by_steps(ops, [prefill(p, 0, slot)]) for slot, p in enumerate(prompts)]
+    assert choices(ops, [prefill(p, 0, slot) for slot, p in enumerate(prompts)]) == alone
     decode = [rows([7 + slot], len(p), slot) for slot, p in enumerate(prompts)]
     alone = [by_steps(ops, [span]) for span in decode]
     for n in (2, 3, 6):
         assert choices(ops, decode[:n]) == alone[:n]
-    mixed = [decode[0], tile(prompts[2], 0, 2), decode[1], tile(prompts[4], 0, 4)]
+    mixed = [decode[0], prefill(prompts[2], 0, 2), decode[1], prefill(prompts[4], 0, 4)]
     assert choices(ops, mixed) == [alone[0], by_steps(ops, [mixed[1]]), alone[1], by_steps(ops, [mixed[3]])]
 
 
@@ -171,15 +171,15 @@ def test_alone_is_batched(name: str, order: int) -> None:
 def test_cached_is_cold(name: str) -> None:
     """A page that another sequence filled serves as well as one's own."""
     ops, token_ids = made(name), tokens(90)
-    [cold] = by_steps(ops, [tile(token_ids, 0, 0)])
-    shared = Span(1, [pages(0)[0], 12], token_ids[PAGE:], PAGE, 1, tile=True)
+    [cold] = by_steps(ops, [prefill(token_ids, 0, 0)])
+    shared = Span(1, [pages(0)[0], 12], token_ids[PAGE:], PAGE, 1, is_chunk=True)
     assert choices(ops, [shared]) == [[cold]]
 
 
 @pytest.mark.parametrize("name", VARIED)
 def test_drafts_change_nothing(name: str) -> None:
     ops, token_ids = made(name), tokens(60)
-    by_steps(ops, [tile(token_ids[:50], 0, slot, 0) for slot in (0, 1, 2)])
+    by_steps(ops, [prefill(token_ids[:50], 0, slot, 0) for slot in (0, 1, 2)])
     expected = by_steps(ops, [rows(token_ids[i : i + 1], i, 0) for i in range(50, 60)])
     assert by_steps(ops, [rows(token_ids[50:60], 50, 1, 10)]) == expected
     wrong = [*token_ids[50:53], 1, 2, 3]
@@ -214,7 +214,7 @@ def test_overlapping_changes_nothing() -> None:
     early, late = made(VARIED[1]), made(VARIED[1])
     late._kernels = Kernels(late._cp, late.config, None)
     assert early._kernels._driver is not None
-    spans = [tile(tokens(40)), rows([3], 40), rows([4], 41), rows([5], 42)]
+    spans = [prefill(tokens(40)), rows([3], 40), rows([4], 41), rows([5], 42)]
     assert by_steps(early, spans) == by_steps(late, spans)
     assert early._cp.driver.n_launches > 20
     assert late._cp.driver.n_launches == 2  # that was asked whether it can
@@ -227,7 +227,7 @@ def test_a_driver_that_refuses_is_not_asked_again(caplog: pytest.LogCaptureFixtu
     model = ours(VARIED[1])
     ops = CudaOps(model.config, model.weights, MAX_SEQ_LEN, N_PAGES, MAX_BATCH, cp)
     assert "kernels do not overlap: cuLaunchKernelEx of rms_norm returned 801" in caplog.text
-    assert by_steps(ops, [tile(tokens(9))]) == by_steps(made(VARIED[1]), [tile(tokens(9))])
+    assert by_steps(ops, [prefill(tokens(9))]) == by_steps(made(VARIED[1]), [prefill(tokens(9))])
 
 
 def test_what_cannot_be_captured_is_launched_kernel_by_kernel_and_late(
@@ -265,7 +265,7 @@ def test_steps_that_are_launched_ahead(sampling: Sampling) -> None:
         for n in range(8):
             chained = ahead and n > 0
             token_ids = None if chained else said[-1:] if n else prompt
-            span = Span(slot, pages(slot), token_ids, 8 + n if n else 0, 1, tile=n == 0)
+            span = Span(slot, pages(slot), token_ids, 8 + n if n else 0, 1, is_chunk=n == 0)
             tickets.append(
                 ops.launch([span], [Context(sampling, prompt, said, n_unread=n if chained else 0)])
             )
@@ -281,7 +281,7 @@ def test_steps_that_are_launched_ahead(sampling: Sampling) -> None:
 
 def test_a_step_that_is_larger_than_the_buffers_is_made_in_parts() -> None:
     ops = made(VARIED[0])
-    spans = [tile(tokens(n, slot), 0, slot, slot % 2) for slot, n in enumerate((100, 90, 80, 100, 110))]
+    spans = [prefill(tokens(n, slot), 0, slot, slot % 2) for slot, n in enumerate((100, 90, 80, 100, 110))]
     expected = by_steps(ops, spans)
     ops._limits = ops._limits._replace(rows=200)
     assert len(ops.launch(spans, [Context(BITS, [], [])] * 2)) == 3
@@ -292,7 +292,7 @@ def test_nothing_is_allocated_once_it_is_made() -> None:
     ops = made(VARIED[0])
     free = ops._cp.free
     for _ in range(3):
-        by_steps(ops, [tile(tokens(40)), rows([3], 40), rows([4, 5], 41, n_wanted=2)])
+        by_steps(ops, [prefill(tokens(40)), rows([3], 40), rows([4, 5], 41, n_wanted=2)])
     assert ops._cp.free == free
     assert all(len(memory.free) <= 1 for memory in ops._memory.values())
 

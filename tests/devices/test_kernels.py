@@ -193,7 +193,7 @@ def near(got: Array, expected: Array, tolerance: float = 4e-3) -> bool:
 
 def spans_of(n_rows: int) -> Batch:
     """NumpyOps wants to know which rows go together."""
-    return Batch([Span(0, range(16), [0] * n_rows, 0, 0, tile=True)])
+    return Batch([Span(0, range(16), [0] * n_rows, 0, 0, is_chunk=True)])
 
 
 # ---- Products ----------------------------------------------------------------------------------------------
@@ -403,7 +403,7 @@ def pick(m: Both, raw: Array, contexts: Sequence[Context], slot: int = 2) -> lis
     """CudaOps.pick for rows of logits, each a span of its own."""
     picked: list[Choice] = []
     for row, context in zip(raw, contexts, strict=True):
-        step = placed([Span(slot, [0], [0], 0, 1, tile=False)], [context])
+        step = placed([Span(slot, [0], [0], 0, 1, is_chunk=False)], [context])
         with m.cuda._stream:
             memory, host, batch = m.cuda._prepared(step)
             m.put("best", np.array([best(row)], np.uint64))
@@ -464,7 +464,9 @@ def test_the_best_is_forgotten_once_it_is_picked() -> None:
     m = both("grouped", 0)
     for slot in (2, -1):
         with m.cuda._stream:
-            step = placed([Span(2, [0], [0], 0, 1, tile=False)], [Context(Sampling(temperature=0), [], [])])
+            step = placed(
+                [Span(2, [0], [0], 0, 1, is_chunk=False)], [Context(Sampling(temperature=0), [], [])]
+            )
             memory, host, batch = m.cuda._prepared(step)
             memory.views["picked"].set(np.array([[slot, 0, 0, 0, 0, -1]], np.int32))
             m.put("best", np.array([best(np.zeros(1001, np.float32))], np.uint64))
@@ -546,8 +548,8 @@ def test_no_kernel_races_or_leaves_its_arrays(name: str, order: int) -> None:
 
 
 def run_every_kernel(m: Both, n_prompt: int = 140) -> None:
-    prompt = Span(0, PAGES, [1] * n_prompt, 0, 1, tile=True)
-    drafts = Span(1, [3, 4, 5], [5, 6, 7], 0, 3, tile=False)
+    prompt = Span(0, PAGES, [1] * n_prompt, 0, 1, is_chunk=True)
+    drafts = Span(1, [3, 4, 5], [5, 6, 7], 0, 3, is_chunk=False)
     penalised = Sampling(top_k=5, top_p=0.9, presence_penalty=1.0, logit_bias={3: 1.0}, n_top_logprobs=2)
     mask = np.arange(33) % 2 == 0
     contexts = [Context(penalised, [1, 2], [3], mask)] * 4
@@ -556,7 +558,7 @@ def run_every_kernel(m: Both, n_prompt: int = 140) -> None:
     output = [first[0][0].token_id]
     steps = [
         m.cuda.launch(
-            [Span(0, PAGES, None, n_prompt + i, 1, tile=False)],
+            [Span(0, PAGES, None, n_prompt + i, 1, is_chunk=False)],
             [Context(penalised, [1], output, None, 1 + i)],
         )
         for i in range(3)
@@ -566,5 +568,5 @@ def run_every_kernel(m: Both, n_prompt: int = 140) -> None:
     m.cuda.qkv(m.cuda._buffers["x"], m.device_layer, m.batch(all_rows))
     m.got("qkv", all_rows)
     m.cuda.enough = 64
-    several = [Span(slot, [8 + slot], [1] * 6, 0, 0, tile=False) for slot in range(3)]
+    several = [Span(slot, [8 + slot], [1] * 6, 0, 0, is_chunk=False) for slot in range(3)]
     m.cuda.read(m.cuda.launch(several, []))

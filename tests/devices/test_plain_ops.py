@@ -27,8 +27,8 @@ from test_cuda import (
     made_on,
     page,
     pages,
+    prefill,
     rows,
-    tile,
     tokens,
 )
 from test_kernels import (
@@ -201,7 +201,7 @@ def test_no_plain_kernel_races_or_leaves_its_arrays(name: str, order: int) -> No
 def test_every_op_is_plain() -> None:
     """No op is left to a fast kernel: rms_norm is what the driver is asked with whether kernels overlap."""
     ops = made_on(Emulator(), VARIED[0], PlainOps)
-    by_steps(ops, [tile(tokens(40)), rows([3], 40), rows([4, 5], 41, n_wanted=2)])
+    by_steps(ops, [prefill(tokens(40)), rows([3], 40), rows([4, 5], 41, n_wanted=2)])
     launched = {name for name, _ in ops._kernels._functions}
     plain = {name for name in signatures(CODE.read_text()) if name.startswith("plain_")}
     assert launched == plain | {"rms_norm"}
@@ -229,17 +229,17 @@ def test_the_same_tokens_as_with_numpy() -> None:
 def test_the_same_logprobs_whichever_way_a_prompt_is_read(name: str) -> None:
     """To the bit: whole, in chunks, row by row, from another's page; and near those of the fast kernels."""
     ops, token_ids = made_on(Emulator(), name, PlainOps), tokens(90)
-    [whole] = by_steps(ops, [tile(token_ids)])
+    [whole] = by_steps(ops, [prefill(token_ids)])
     ways = {
         "one by one": [rows(token_ids[i : i + 1], i, 1, n_wanted=i == 89) for i in range(90)],
-        "in chunks": [tile(token_ids[:64], 0, 2, 0), tile(token_ids[64:], 64, 2)],
-        "rows, then a tile": [rows(token_ids[:7], 0, 3, 0), tile(token_ids[7:], 7, 3)],
-        "cached": [Span(4, [pages(0)[0], 12], token_ids[PAGE:], PAGE, 1, tile=True)],
+        "in chunks": [prefill(token_ids[:64], 0, 2, 0), prefill(token_ids[64:], 64, 2)],
+        "rows, then a tile": [rows(token_ids[:7], 0, 3, 0), prefill(token_ids[7:], 7, 3)],
+        "cached": [Span(4, [pages(0)[0], 12], token_ids[PAGE:], PAGE, 1, is_chunk=True)],
     }
     for way, spans in ways.items():
         assert [choices(ops, [span]) for span in spans][-1] == [[whole]], way
     for slot in (1, 2, 3):
         assert [page(ops, number) for number in pages(slot)] == [page(ops, number) for number in pages(0)]
     fast = made(name)
-    by_steps(fast, [tile(token_ids)])
+    by_steps(fast, [prefill(token_ids)])
     assert near(fast._buffers["raw"].get()[:1], ops._buffers["raw"].get()[:1], 2e-2)

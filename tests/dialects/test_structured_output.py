@@ -23,7 +23,7 @@ from helpers.laws import parse
 from helpers.scripted import vocab_size
 from helpers.serving import TINY, serve
 from request import tools
-from request.params import Demand
+from request.params import StructuredOutput as Must
 from tokenizer import Tokenizer
 
 Json = dict[str, Any]
@@ -61,19 +61,19 @@ def custom(name: str, input: str) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {tools.as_arguments(input)}}}\n</tool_call>'
 
 
-REQUIRED = Demand("required", FUNCTIONS)
-EITHER = Demand("required", (*FUNCTIONS, *CUSTOM), inputs=INPUTS)
-MAYBE = Demand("auto", CUSTOM, inputs=INPUTS)
+REQUIRED = Must("required", FUNCTIONS)
+EITHER = Must("required", (*FUNCTIONS, *CUSTOM), inputs=INPUTS)
+MAYBE = Must("auto", CUSTOM, inputs=INPUTS)
 EDIT, TIME = custom("patch", '+print("\\n")\n-\nend'), custom("when", '23:59 "\\x"')
 NO_EDIT, NO_TIME = custom("patch", "+a\nb\nend"), custom("when", '23:59 "x"')
-ONE = Demand("required", FUNCTIONS, one_call=True)
-AUTO = Demand("auto", FUNCTIONS)
-FORMAT = Demand("none", schema=CITY)
-BOTH = Demand("auto", FUNCTIONS, schema=CITY)
+ONE = Must("required", FUNCTIONS, one_call=True)
+AUTO = Must("auto", FUNCTIONS)
+FORMAT = Must("none", schema=CITY)
+BOTH = Must("auto", FUNCTIONS, schema=CITY)
 
 # fmt: off
-#  demand     the answer                 it fits
-ANSWERS: list[tuple[Demand, str, bool]] = [
+#  spec     the answer                 it fits
+ANSWERS: list[tuple[Must, str, bool]] = [
     (REQUIRED, CALL,                     True),
     (REQUIRED, CALL + "\n" + CALL,       True),
     (REQUIRED, THOUGHT + CALL,           True),
@@ -118,10 +118,14 @@ TINY_ONE = Vocabulary(TOKENIZER, GRAMMARS)
 
 
 def fits(
-    answer: str, demand: Demand, dialect: Dialect, thinking: Thinking, vocabulary: Vocabulary = TINY_ONE
+    answer: str,
+    spec: Must,
+    dialect: Dialect,
+    thinking: Thinking,
+    vocabulary: Vocabulary = TINY_ONE,
 ) -> bool:
     """Is every token of the answer in the mask before it, and an end behind it?"""
-    constraint = vocabulary.grammars.constraint(lark(demand, dialect, vocabulary.tokenizer.added, thinking))
+    constraint = vocabulary.grammars.constraint(lark(spec, dialect, vocabulary.tokenizer.added, thinking))
     for token_id in vocabulary.tokenizer.encode(answer):
         if not constraint.mask()[token_id]:
             return False
@@ -129,17 +133,17 @@ def fits(
     return bool(constraint.mask()[2041])
 
 
-@pytest.mark.parametrize(("demand", "answer", "expected"), ANSWERS)
-def test_answers(demand: Demand, answer: str, expected: bool) -> None:
-    assert fits(answer, demand, HERMES, "possible") == expected
+@pytest.mark.parametrize(("spec", "answer", "expected"), ANSWERS)
+def test_answers(spec: Must, answer: str, expected: bool) -> None:
+    assert fits(answer, spec, HERMES, "possible") == expected
 
 
-@pytest.mark.parametrize(("demand", "answer", "expected"), ANSWERS)
-def test_answers_behind_an_open_thought(demand: Demand, answer: str, expected: bool) -> None:
+@pytest.mark.parametrize(("spec", "answer", "expected"), ANSWERS)
+def test_answers_behind_an_open_thought(spec: Must, answer: str, expected: bool) -> None:
     """The template has begun the reasoning: what is demanded holds behind its end."""
     rest = answer.removeprefix("<think>\n")
     closed = rest if "</think>" in rest else "hm</think>\n" + rest
-    assert fits(closed, demand, HERMES, "open") == expected
+    assert fits(closed, spec, HERMES, "open") == expected
 
 
 def test_no_thought_where_it_is_over() -> None:
@@ -224,7 +228,7 @@ def test_every_dialect(tmp_path: Path, name: str, tokens: bool) -> None:
     before = [forms.before.replace("TEXT", "Fine.") + call] if forms.before else []
     json_text = forms.text.replace("TEXT", OBJECT)
     # fmt: off
-    for demand, good, bad in (
+    for spec, good, bad in (
         (REQUIRED, [call, thought + call, *several],                            [text, unfit, *before]),
         (ONE,      [call],                                            [text, *several]),
         (AUTO,     [call, text, thought + text, *before],             [unfit]),
@@ -232,8 +236,8 @@ def test_every_dialect(tmp_path: Path, name: str, tokens: bool) -> None:
         (BOTH,     [json_text, call],                                 [text]),
     ):
     # fmt: on
-        assert [answer for answer in good if not fits(answer, demand, dialect, "possible", words)] == []
-        assert [answer for answer in bad if fits(answer, demand, dialect, "possible", words)] == []
+        assert [answer for answer in good if not fits(answer, spec, dialect, "possible", words)] == []
+        assert [answer for answer in bad if fits(answer, spec, dialect, "possible", words)] == []
     assert fits(thought.removeprefix(forms.thought[0]) + call, REQUIRED, dialect, "open", words)
 
 
@@ -244,19 +248,22 @@ def test_what_is_let_through_is_found(tmp_path: Path, name: str, tokens: bool) -
     dialect, words = vocabulary(tmp_path, name, tokens)
     functions, rng = (("get_weather", CITY), ("plan", TRIP)), random.Random(1)
     schemas = dict(functions)
-    for demand in 3 * (Demand("required", functions), Demand("auto", functions, schema=PERSON)):
+    for spec in 3 * (
+        Must("required", functions),
+        Must("auto", functions, schema=PERSON),
+    ):
         reader = Parser(dialect, dialect.start, schemas=schemas)
-        found = parse(any_answer(demand, dialect, words, rng), reader)
+        found = parse(any_answer(spec, dialect, words, rng), reader)
         calls = [item for item in found if item[0] == "call"]
-        assert found == calls or (demand.schema and len(found) == 1)
+        assert found == calls or (spec.schema and len(found) == 1)
         for _, function, arguments in calls:
             jsonschema.validate(json.loads(arguments), schemas[function])
         for _, text in () if calls else found:
             jsonschema.validate(json.loads(text), PERSON)
 
 
-def any_answer(demand: Demand, dialect: Dialect, words: Vocabulary, rng: random.Random) -> Iterator[Piece]:
-    constraint = words.grammars.constraint(lark(demand, dialect, words.tokenizer.added, "over"))
+def any_answer(spec: Must, dialect: Dialect, words: Vocabulary, rng: random.Random) -> Iterator[Piece]:
+    constraint = words.grammars.constraint(lark(spec, dialect, words.tokenizer.added, "over"))
     decoder = words.tokenizer.decoder()
     while not (mask := constraint.mask())[2041]:
         token_id = int(rng.choice(np.flatnonzero(mask)))
@@ -307,7 +314,7 @@ def test_parameters_in_xml(tmp_path: Path, values: list[str], expected: bool) ->
     pairs = zip(values[::2], values[1::2], strict=True)
     written = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in pairs)
     call = f"<tool_call>\n<function=f>\n{written}</function>\n</tool_call>"
-    assert fits(call, Demand("required", (("f", STRINGS),)), dialect, "over", words) == expected
+    assert fits(call, Must("required", (("f", STRINGS),)), dialect, "over", words) == expected
 
 
 def test_parameters_that_the_schema_does_not_describe(tmp_path: Path) -> None:
@@ -320,16 +327,16 @@ def test_parameters_that_the_schema_does_not_describe(tmp_path: Path) -> None:
         (required, True),
         (required.replace("c>", "a>", 1) + required, True),
     ):
-        demand = Demand("required", (("f", schema),))
-        assert fits(call.format(written), demand, dialect, "over", words) == expected
+        spec = Must("required", (("f", schema),))
+        assert fits(call.format(written), spec, dialect, "over", words) == expected
 
 
 @pytest.mark.parametrize(("schema", "message"), UNENFORCEABLE)
 def test_what_cannot_be_enforced_in_xml_is_refused(tmp_path: Path, schema: Json, message: str) -> None:
     dialect, words = vocabulary(tmp_path, "qwen3-coder", tokens=True)
-    demand = Demand("required", (("f", {"type": "object"} | schema),))
+    spec = Must("required", (("f", {"type": "object"} | schema),))
     with pytest.raises(BadGrammar, match=message) as caught:
-        lark(demand, dialect, words.tokenizer.added, "over")
+        lark(spec, dialect, words.tokenizer.added, "over")
     assert caught.value.part == "f"
 
 
@@ -351,10 +358,10 @@ def chain(n: int) -> Json:
     return {"$ref": "#/$defs/a0", "$defs": {**objects, f"a{n}": {"type": "null"}}}
 
 
-def demanding(lark: str) -> Demand:
+def demanding(lark: str) -> Must:
     tool = tools.Tool("p", custom=True, grammar=tools.Grammar("lark", lark))
     inputs = (("p", tools.Grammar("lark", lark)),)
-    return Demand("required", (("p", tool.schema() or {}),), inputs=inputs)
+    return Must("required", (("p", tool.schema() or {}),), inputs=inputs)
 
 
 def lists(ref: str, i: int) -> dict[str, Any]:
@@ -365,21 +372,21 @@ SPACED = {f"a {i}": lists("#/$defs/a%%20%d", i + 1) for i in range(6000)} | {"a 
 
 # fmt: off
 #  schema                                                                  to blame
-REFUSED: list[tuple[Demand, str]] = [
-    (Demand("none", schema={"type": "objec"}),                             "schema"),
-    (Demand("none", schema={"not": {}}),                                   "schema"),
-    (Demand("none", schema={"type": "integer", "minimum": 10**400}),       "schema"),
-    (Demand("none", schema={"type": "string", "maxLength": 10**30}),       "schema"),
-    (Demand("none", schema={"$ref": "#"}),                                 "schema"),
-    (Demand("none", schema={"$ref": "#/$defs/a", "$defs": ROUND}),         "schema"),
-    (Demand("none", schema={"type": "object", "properties": {"a": SELF}}), "schema"),
-    (Demand("none", schema=chain(1000)),                                   "schema"),
-    (Demand("none", schema={"anyOf": [lists("#/anyOf/%d", i) for i in range(1, 6001)] + [{}]}), "schema"),
-    (Demand("none", schema={"$ref": "#/$defs/a%200", "$defs": SPACED}),    "schema"),
-    (Demand("none", schema={"$ref": "https://e.x/s"}),                     "schema"),
-    (Demand("none", schema={"items": {"$id": "https://e.x/s"}}),           "schema"),
-    (Demand("required", (("f", {"type": 5}),)),                            "f"),
-    (Demand("required", (("f", {"$ref": "#"}),)),                          "f"),
+REFUSED: list[tuple[Must, str]] = [
+    (Must("none", schema={"type": "objec"}),                             "schema"),
+    (Must("none", schema={"not": {}}),                                   "schema"),
+    (Must("none", schema={"type": "integer", "minimum": 10**400}),       "schema"),
+    (Must("none", schema={"type": "string", "maxLength": 10**30}),       "schema"),
+    (Must("none", schema={"$ref": "#"}),                                 "schema"),
+    (Must("none", schema={"$ref": "#/$defs/a", "$defs": ROUND}),         "schema"),
+    (Must("none", schema={"type": "object", "properties": {"a": SELF}}), "schema"),
+    (Must("none", schema=chain(1000)),                                   "schema"),
+    (Must("none", schema={"anyOf": [lists("#/anyOf/%d", i) for i in range(1, 6001)] + [{}]}), "schema"),
+    (Must("none", schema={"$ref": "#/$defs/a%200", "$defs": SPACED}),    "schema"),
+    (Must("none", schema={"$ref": "https://e.x/s"}),                     "schema"),
+    (Must("none", schema={"items": {"$id": "https://e.x/s"}}),           "schema"),
+    (Must("required", (("f", {"type": 5}),)),                            "f"),
+    (Must("required", (("f", {"$ref": "#"}),)),                          "f"),
     (demanding("start: nowhere"),                                          "p"),
     (demanding("start: a0\n" + "".join(f"a{i}: a{i + 1}\n" for i in range(3500)) + 'a3500: "x"'), "p"),
     (demanding('start: "a" }'),                                            "p"),
@@ -388,16 +395,16 @@ REFUSED: list[tuple[Demand, str]] = [
 # fmt: on
 
 
-@pytest.mark.parametrize(("demand", "part"), REFUSED)
-def test_what_cannot_be_enforced_is_refused(demand: Demand, part: str) -> None:
+@pytest.mark.parametrize(("spec", "part"), REFUSED)
+def test_what_cannot_be_enforced_is_refused(spec: Must, part: str) -> None:
     with pytest.raises(BadGrammar) as caught:
-        GRAMMARS.check(demand)
+        GRAMMARS.check(spec)
     assert caught.value.part == part
 
 
 def test_a_schema_may_be_deep() -> None:
     """Bug: one deeper than llguidance's stack took the process with it; this one does not."""
-    GRAMMARS.check(Demand("none", schema=chain(300)))
+    GRAMMARS.check(Must("none", schema=chain(300)))
 
 
 def test_a_schema_may_be_wide() -> None:
@@ -405,14 +412,14 @@ def test_a_schema_may_be_wide() -> None:
     small = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "string"}}}}
     many = {f"p{i}": {"$ref": f"#/$defs/d{i}"} for i in range(400)}
     defined = {f"d{i}": small | {"title": f"{i}"} for i in range(400)}
-    GRAMMARS.check(Demand("none", schema={"type": "object", "properties": many, "$defs": defined}))
-    GRAMMARS.check(Demand("none", schema={"anyOf": [{"type": "string"}, lists("#/anyOf/%d", 0)]}))
+    GRAMMARS.check(Must("none", schema={"type": "object", "properties": many, "$defs": defined}))
+    GRAMMARS.check(Must("none", schema={"anyOf": [{"type": "string"}, lists("#/anyOf/%d", 0)]}))
 
 
 def test_a_schema_may_hold_itself() -> None:
     """A list is no circle: each turn says something."""
-    GRAMMARS.check(Demand("none", schema=TREE))
-    assert fits('{"next": {"next": null}}', Demand("none", schema=TREE), HERMES, "over")
+    GRAMMARS.check(Must("none", schema=TREE))
+    assert fits('{"next": {"next": null}}', Must("none", schema=TREE), HERMES, "over")
 
 
 # --- through the server -------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import pytest
 from test_compile import MODELS
-from test_cuda import BITS, BITS_OF_ALL, apart, by_steps, choices, made_on, ours, rows, tile, tokens
+from test_cuda import BITS, BITS_OF_ALL, apart, by_steps, choices, made_on, ours, prefill, rows, tokens
 from test_kernels import Both, near, pick, random_weights
 from test_plain_ops import attended, attended_alike, nearly_the_same, products
 
@@ -72,7 +72,7 @@ def span(slot: int, token_ids: Sequence[int], start: int, n_wanted: int = 1, til
 @pytest.mark.parametrize("name", CASES)
 def test_logprobs_are_those_of_numpy(name: str) -> None:
     model, token_ids = ours(name), tokens(40)
-    spans = [tile(token_ids[:33]), rows(token_ids[33:34], 33), rows(token_ids[34:], 34, n_wanted=3)]
+    spans = [prefill(token_ids[:33]), rows(token_ids[33:34], 33), rows(token_ids[34:], 34, n_wanted=3)]
     numpy = NumpyOps(model.config, model.weights, 128, 24, 6)
     assert apart(by_steps(made_on(cupy(), name), spans), by_steps(numpy, spans, BITS_OF_ALL)) < 0.2
 

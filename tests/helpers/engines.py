@@ -25,7 +25,7 @@ from tokenizer import Tokenizer
 T = TypeVar("T")
 
 PATIENCE_S = 30  # for what takes milliseconds on a quiet machine
-TILE = NumpyOps.tile
+CHUNK = NumpyOps.chunk
 MAX_BATCH = 16
 GREEDY = Sampling(
     temperature=0, n_top_logprobs=2
@@ -98,18 +98,18 @@ def started(
     n_pages: int = 256,
     n_ahead: int = 0,
     speculate: int = 0,
-    row_invariant: bool = False,
+    chunk_invariant: bool = False,
 ) -> Iterator[Engine]:
     """An engine; when it is left, all pages must be free."""
 
     class WatchedOps(NumpyOps):
         def launch(self, spans: Sequence[Span], contexts: Sequence[Context]) -> Ticket:
             watch.step(spans)
-            if row_invariant:  # as on a GPU: here, because there are no tiles
-                spans = [span._replace(tile=False) for span in spans]
+            if chunk_invariant:  # as on a GPU: here, because there are no chunks
+                spans = [span._replace(is_chunk=False) for span in spans]
             return super().launch(spans, contexts)
 
-    WatchedOps.n_ahead, WatchedOps.row_invariant = n_ahead, row_invariant
+    WatchedOps.n_ahead, WatchedOps.chunk_invariant = n_ahead, chunk_invariant
     ops = WatchedOps(tiny().config, tiny().weights, max_seq_len, n_pages, MAX_BATCH)
     watch.engine = started = Engine(ops, speculate)
     try:

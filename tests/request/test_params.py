@@ -8,7 +8,8 @@ import pytest
 from openai.types.responses import ToolParam
 
 from request import params, tools
-from request.params import CHAT, RESPONSES, Demand, Request
+from request.params import CHAT, RESPONSES, Request
+from request.params import StructuredOutput as Must
 from request.refusals import BadInput
 from request.tools import Grammar, Tool
 from sampling import Sampling
@@ -36,7 +37,7 @@ JSON = {"type": "json_object"}
 SCHEMA = {"type": "json_schema", "name": "x"}
 ODD_NAME = {"name": "a b!"}
 SPACED = {"type": "json_schema", "json_schema": ODD_NAME | {"schema": {}}}
-OBJECT = Demand("none", schema={"type": "object"}, schema_path="response_format.json_schema")
+OBJECT = Must("none", schema={"type": "object"}, schema_path="response_format.json_schema")
 FUNCTION = {"type": "function", "name": "f", "description": None, "parameters": None, "strict": False}
 ONE_TOOL = {"tools": [FUNCTION]}
 TOO_MANY = [FUNCTION] * 129
@@ -51,7 +52,7 @@ F, IN_N = (("f", {"type": "object"}),), (("n__f", {"type": "object"}),)
 P, LIMITED = (("p", INPUT),), (("p", GRAMMAR_INPUT),)
 F_, N_F, N_P = Tool("f"), Tool("f", namespace="n"), Tool("p", namespace="n", custom=True)
 CHAT_P = Tool("p", custom=True, grammar=GRAMMAR._replace(path="tools[0].custom.format.grammar.definition"))
-KEPT_TO = Demand("auto", LIMITED, inputs=(("p", GRAMMAR),))
+KEPT_TO = Must("auto", LIMITED, inputs=(("p", GRAMMAR),))
 BY_NAME = {"f": F_, "n__f": N_F, "n__p": N_P}
 NO_GRAMMAR = {"type": "custom", "custom": {"name": "p", "format": {"type": "grammar"}}}
 NAMESPACE = {"type": "namespace", "name": "n", "description": "", "tools": [FUNCTION, CUSTOM]}
@@ -409,21 +410,21 @@ MEANING: list[tuple[str, str, Any, Json]] = [
     ("chat",      "tools",           [NESTED],                   {"tools": [NESTED]}),
     ("chat",      "tools",           [],                         TOOLS | {"tool_choice": "none"}),
     ("responses", "tools",           [NESTED],                   {"tools": [FUNCTION, HOSTED]}),
-    ("responses", "demand",          None,                       {"tools": [FUNCTION, CUSTOM, NAMESPACE]}),
-    ("responses", "demand",          Demand("required", P, True), {"tools": [CUSTOM], "tool_choice": PICKED}),
-    ("responses", "demand",          Demand("auto", P),          TWO_TOOLS | {"tool_choice": SOME}),
-    ("responses", "demand",          KEPT_TO,                    {"tools": [PATCH]}),
-    ("responses", "demand",          None,                       {"tools": [PATCH], "tool_choice": "none"}),
-    ("responses", "demand",          Demand("required", IN_N, True), NAMED_IN_N),
+    ("responses", "structured_output", None,                       {"tools": [FUNCTION, CUSTOM, NAMESPACE]}),
+    ("responses", "structured_output", Must("required", P, True), {"tools": [CUSTOM], "tool_choice": PICKED}),
+    ("responses", "structured_output", Must("auto", P),          TWO_TOOLS | {"tool_choice": SOME}),
+    ("responses", "structured_output", KEPT_TO,                    {"tools": [PATCH]}),
+    ("responses", "structured_output", None,                       {"tools": [PATCH], "tool_choice": "none"}),
+    ("responses", "structured_output", Must("required", IN_N, True), NAMED_IN_N),
     ("responses", "called",          BY_NAME,                    {"tools": [FUNCTION, NAMESPACE, HOSTED]}),
     ("chat",      "called",          {"p": CHAT_P},              {"tools": [NESTED_PATCH]}),
     ("chat",      "called",          {},                         TOOLS | {"tool_choice": "none"}),
-    ("responses", "demand",          Demand("required", F),      ONE_TOOL | {"tool_choice": "required"}),
-    ("responses", "demand",          Demand("required", F),      ONE_TOOL | {"tool_choice": ALLOWED}),
-    ("responses", "demand",          Demand("required", F, True), ONE_TOOL | {"tool_choice": NAMED}),
-    ("responses", "demand",          Demand("auto", F),          {"tools": [FUNCTION | {"strict": True}]}),
-    ("chat",      "demand",          Demand("required", F, True), TOOLS | {"tool_choice": NESTED}),
-    ("chat",      "demand",          OBJECT,                     {"response_format": JSON}),
+    ("responses", "structured_output", Must("required", F),      ONE_TOOL | {"tool_choice": "required"}),
+    ("responses", "structured_output", Must("required", F),      ONE_TOOL | {"tool_choice": ALLOWED}),
+    ("responses", "structured_output", Must("required", F, True), ONE_TOOL | {"tool_choice": NAMED}),
+    ("responses", "structured_output", Must("auto", F),          {"tools": [FUNCTION | {"strict": True}]}),
+    ("chat",      "structured_output", Must("required", F, True), TOOLS | {"tool_choice": NESTED}),
+    ("chat",      "structured_output", OBJECT,                     {"response_format": JSON}),
     ("responses", "background",      True,                       {"background": True}),
     ("responses", "store",           True,                       {}),
     ("responses", "messages",        [BRIEF, HI],                {"instructions": BRIEF["content"]}),
