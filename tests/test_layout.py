@@ -64,7 +64,8 @@ MAY_IMPORT = {
 
 # Bytes and time come from outside: these are functions of their arguments.
 SANS_IO = {
-    "audit.chunks", "audit.events", "audit.framing", "audit.recordings", "audit.rules", "audit.shapes",
+    "audit.contents", "audit.members", "audit.order", "audit.recordings", "audit.rules",
+    "audit.rules_chunks", "audit.rules_events", "audit.rules_framing",
     "channels", "completions", "dialects.calls", "dialects.families", "dialects.grammar_in_json", "drafts",
     "gateway.deltas", "gateway.metering", "gateway.relay", "pages", "request.messages", "request.params",
     "request.refusals", "request.tool_calls", "request.tools", "request.validation", "responses",
