@@ -42,7 +42,7 @@ from request import params, tool_calls, tools
 from request.body import read_json
 from request.messages import MAX_ITEMS
 from request.refusals import BadInput, error_body, unsupported, wrong_value
-from request.validation import needed, text
+from request.validation import required, text
 from service import signed_content
 from service.metrics import Metrics
 from store import TERMINAL, Row
@@ -313,7 +313,7 @@ class Api:
                 case {"type": "reasoning", "encrypted_content": blob} if blob and not item.get("content"):
                     item["content"] = [{"type": "reasoning_text", "text": self._opened(owner, item, i)}]
                 case dict() if _is_reference(item):
-                    items[i] = await self._referred(http, needed(item, "id", text, f"input[{i}]"), kept, i)
+                    items[i] = await self._referred(http, required(item, "id", text, f"input[{i}]"), kept, i)
         return body
 
     async def _referred(

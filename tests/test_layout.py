@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "audit":           {"responses", "sse"},
     "model":           {"checkpoint", "sampling"},
     "devices":         {"checkpoint", "model", "sampling"},
-    "request":         {"channels"},
+    "request":         {"channels", "sse"},
     "completions":     {"channels", "request"},
     "dialects":        {"channels", "request"},
     "engine":          {"checkpoint", "drafts", "model", "pages", "sampling"},
@@ -66,9 +66,9 @@ MAY_IMPORT = {
 SANS_IO = {
     "audit.chunks", "audit.events", "audit.framing", "audit.recordings", "audit.rules", "audit.shapes",
     "channels", "completions", "dialects.calls", "dialects.families", "dialects.grammar_in_json", "drafts",
-    "gateway.deltas", "gateway.metering", "gateway.relay", "pages", "request.messages", "request.params",
-    "request.refusals", "request.tool_calls", "request.tools", "request.validation", "responses",
-    "service.signed_content", "sse",
+    "gateway.deltas", "gateway.metering", "gateway.relay", "pages", "request.messages",
+    "request.params", "request.refusals", "request.tool_calls", "request.tools",
+    "request.validation", "responses", "service.signed_content", "sse",
 }  # fmt: skip
 IO = {"asyncio", "concurrent", "multiprocessing", "os", "queue", "random", "secrets", "select", "socket",
       "subprocess", "tempfile", "threading", "time", "uuid"}  # fmt: skip

@@ -19,7 +19,7 @@ Read = Callable[[Any, dict[str, Any]], Request]
 
 RESPONSES_BODY: Json = {"model": "m", "input": "hi"}
 CHAT_BODY: Json = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
-APIS: dict[str, tuple[Read, Json, dict[str, params.Row]]] = {
+APIS: dict[str, tuple[Read, Json, dict[str, params.Parameter]]] = {
     "responses": (params.from_responses, RESPONSES_BODY, RESPONSES),
     "chat": (params.from_chat, CHAT_BODY, CHAT),
 }
