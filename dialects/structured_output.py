@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from channels import Dialect
 from dialects import calls, grammar_in_json
-from request.params import StructuredOutput
+from request.output_format import StructuredOutput
 from request.tools import Grammar
 
 

@@ -16,8 +16,8 @@ Rules of this file:
 2. What would change the answer and is not built is refused with `unsupported_parameter`, never ignored.
 3. A hint, which cannot change the answer, is accepted, and echoed where the response has a place for it.
 
-Not here: the checks that rows are made of (validation.py), what tools and messages mean (tools.py,
-messages.py), which models there are (api.py), how long a prompt may be (worker.py).
+Not here: the checks that rows are made of (validation.py), what tools, messages and formats mean (tools.py,
+messages.py, output_format.py), which models there are (api.py), how long a prompt may be (worker.py).
 """
 
 import re
@@ -26,17 +26,15 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from request import messages
-from request.refusals import BadInput, missing, shown, unsupported, wrong_value
-from request.tools import (
-    Calls,
-    Grammar,
-    Tool,
-    ToolChoice,
-    chat_tool,
-    identifier,
-    responses_tool,
-    tool_choice,
+from request.output_format import (
+    StructuredOutput,
+    TextFormat,
+    format_object,
+    structured_output,
+    text_format,
 )
+from request.refusals import BadInput, missing, shown, unsupported, wrong_value
+from request.tools import Tool, chat_tool, responses_tool, tool_choice
 from request.validation import (
     Check,
     anything,
@@ -52,85 +50,6 @@ from request.validation import (
     string,
     text,
 )
-
-# --- structured output: what the answer may and must be -----------------------------------------------------
-
-
-class StructuredOutput(NamedTuple):
-    """What the answer must be, behind the reasoning."""
-
-    calls: Calls
-    functions: tuple[
-        tuple[str, dict[str, Any]], ...
-    ] = ()  # that may be called: name, schema of the arguments
-    one_call: bool = False  # at most one
-    inputs: tuple[tuple[str, Grammar], ...] = ()  # the custom tools of `functions` that have a grammar
-    schema: dict[str, Any] | None = None  # of the text; None: it may be any text
-    schema_path: str = ""  # where `schema` stands in the request
-
-
-class TextFormat(NamedTuple):
-    schema: dict[str, Any] | None  # None: any text
-    path: str  # where the schema stands in the request
-
-
-def format_object(value: Any, path: str) -> dict[str, Any]:
-    """Check what a format has in both APIs: its type."""
-    check_members = members(type=one_of("text", "json_schema", "json_object"))
-    fields: dict[str, Any] = check_members(value, path)
-    required(fields, "type", text, path)
-    return fields
-
-
-def text_format(fields: Mapping[str, Any], path: str) -> TextFormat:
-    """Return the schema that the text must fit; a format that is not set is `text`."""
-    match fields.get("type", "text"):
-        case "json_schema":
-            required(fields, "name", identifier, path)
-            schema = required(fields, "schema", mapping, path)
-            return TextFormat(schema, f"{path}.schema")
-        case "json_object":
-            return TextFormat({"type": "object"}, path)
-        case _:
-            return TextFormat(None, "")
-
-
-def structured_output(
-    tools: list[Tool], choice: ToolChoice, text: TextFormat, parallel: bool
-) -> StructuredOutput | None:
-    """Return what to enforce; None where the model may say anything. Raises BadInput."""
-    if text.schema is None and not _limits_calls(tools, choice):
-        return None
-    functions: list[tuple[str, dict[str, Any]]] = []
-    inputs: list[tuple[str, Grammar]] = []
-    for tool in choice.allowed:
-        name = tool.qualified_name
-        schema = {"type": "object"} | (tool.schema() or {})
-        if schema["type"] != "object":
-            message = f"Invalid schema for '{name}': arguments are an object."
-            raise BadInput(message, "tools", "invalid_json_schema")
-        functions.append((name, schema))
-        if tool.grammar:
-            inputs.append((name, tool.grammar))
-    return StructuredOutput(
-        calls=choice.calls,
-        functions=tuple(functions),
-        one_call=choice.named or not parallel,
-        inputs=tuple(inputs),
-        schema=text.schema,
-        schema_path=text.path,
-    )
-
-
-def _limits_calls(tools: list[Tool], choice: ToolChoice) -> bool:
-    """Say whether a call must come, or the calls that may come are not all those that a model could write."""
-    if choice.calls == "auto":
-        is_subset = len(choice.allowed) < len(tools)
-        return is_subset or any(tool.strict or tool.grammar for tool in choice.allowed)
-    return choice.calls == "required"
-
-
-# --- the request --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ Rules of this file:
    use of the prefix cache.
 
 Not here: the calls that the model makes (tool_calls.py), what tool_choice and strict schemas demand of the
-answer (params.py).
+answer (output_format.py).
 """
 
 import json

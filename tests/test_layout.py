@@ -67,7 +67,7 @@ SANS_IO = {
     "audit.chunks", "audit.events", "audit.framing", "audit.recordings", "audit.rules", "audit.shapes",
     "channels", "completions", "dialects.calls", "dialects.families", "dialects.grammar_in_json", "drafts",
     "gateway.deltas", "gateway.metering", "gateway.relay", "pages", "request.messages",
-    "request.params", "request.refusals", "request.tool_calls", "request.tools",
+    "request.output_format", "request.params", "request.refusals", "request.tool_calls", "request.tools",
     "request.validation", "responses", "service.signed_content", "sse",
 }  # fmt: skip
 IO = {"asyncio", "concurrent", "multiprocessing", "os", "queue", "random", "secrets", "select", "socket",

@@ -34,7 +34,7 @@ from helpers.engines import (
 )
 from model import PAGE
 from parity import TINY
-from request.params import StructuredOutput
+from request.output_format import StructuredOutput
 from sampling import Choice, Sampling
 from tokenizer import Tokenizer
 

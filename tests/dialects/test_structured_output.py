@@ -23,7 +23,7 @@ from helpers.laws import parse
 from helpers.scripted import vocab_size
 from helpers.serving import TINY, serve
 from request import tools
-from request.params import StructuredOutput as Must
+from request.output_format import StructuredOutput as Must
 from tokenizer import Tokenizer
 
 Json = dict[str, Any]

@@ -8,8 +8,8 @@ import pytest
 from openai.types.responses import ToolParam
 
 from request import params, tools
+from request.output_format import StructuredOutput as Must
 from request.params import CHAT, RESPONSES, Request
-from request.params import StructuredOutput as Must
 from request.refusals import BadInput
 from request.tools import Grammar, Tool
 from sampling import Sampling
