@@ -10,7 +10,7 @@ Rules of this file:
 2. What is demanded is written in the forms of the dialect (families.py): it is what the parser finds there.
 3. A schema that cannot be enforced is refused before anything runs.
 
-Not here: which request demands what (request/params.py), choosing among the tokens (model.py).
+Not here: which request demands what (request/output_format.py), choosing among the tokens (model.py).
 """
 
 import itertools

@@ -2,13 +2,13 @@ r"""Tool calls: the calls that a model makes, put back into the words of the cli
 
     [Call, Arguments, Close, ...] --Restorer.feed()--> the same, of the tools that the client has
 
-A model calls functions by qualified names; tools.Tool.definition() had made functions of the client's tools.
-Restorer undoes that: `docs__search` is the tool `search` of the namespace `docs` again, and the arguments
-{"input": "..."} of a custom tool are its input, which InputDecoder takes out of the JSON as it streams:
+The model is offered every tool as a function with a qualified name (tools.Tool.definition()). Restorer is the
+inverse: a call of `docs__search` is one of `search` in the namespace `docs`, and of the arguments
+{"input": "..."} of a custom tool InputDecoder takes the input out of its JSON, as it streams:
 
     pieces of arguments     {"in    put": "    a\n    b\ud8    3d\ude00    "}
-    state behind each       opening string     string string   string       over
-    input that leaves                          a LF   b        one emoji
+    state behind each       opening string     string string   string      over
+    input that leaves                          a, LF  b        one emoji
 
 Authority: https://platform.openai.com/docs/guides/function-calling (custom tools, namespaces); RFC 8259,
 section 7 (escapes).
