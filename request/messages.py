@@ -31,7 +31,6 @@ from request.validation import list_of, mapping, one_of, required, text
 MAX_ITEMS = 4096  # of a conversation: each costs time in the template, whatever the context holds
 
 Message = dict[str, Any]  # role, content (a string); reasoning_content, tool_calls; tool_call_id, name
-Tools = list[dict[str, Any]] | None  # {"type": "function", "function": {"name", "description", "parameters"}}
 
 
 # --- the assembler ------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ Rules of this file:
 3. A demand is about what stands behind the reasoning, which is always free.
 
 Not here: reading the tools and tool_choice (tools.py), the grammar that enforces a StructuredOutput
-(dialects/structured_output.py), whether a schema can be enforced at all (there too).
+and the refusal of a schema that cannot be enforced (dialects/structured_output.py).
 """
 
 from collections.abc import Mapping
@@ -22,22 +22,22 @@ from request.refusals import BadInput
 from request.tools import Calls, Grammar, Tool, ToolChoice, identifier
 from request.validation import mapping, members, one_of, required, text
 
+Schema = dict[str, Any]  # a JSON schema
+
 
 class StructuredOutput(NamedTuple):
     """What the answer must be, behind the reasoning."""
 
     calls: Calls
-    functions: tuple[
-        tuple[str, dict[str, Any]], ...
-    ] = ()  # that may be called: name, schema of the arguments
+    functions: tuple[tuple[str, Schema], ...] = ()  # that may be called: name, schema of the arguments
     one_call: bool = False  # at most one
     inputs: tuple[tuple[str, Grammar], ...] = ()  # the custom tools of `functions` that have a grammar
-    schema: dict[str, Any] | None = None  # of the text; None: it may be any text
+    schema: Schema | None = None  # of the text; None: it may be any text
     schema_path: str = ""  # where `schema` stands in the request
 
 
 class TextFormat(NamedTuple):
-    schema: dict[str, Any] | None  # None: any text
+    schema: Schema | None  # None: any text
     path: str  # where the schema stands in the request
 
 
@@ -68,7 +68,7 @@ def structured_output(
     """Return what to enforce; None where the model may say anything. Raises BadInput."""
     if text.schema is None and not _limits_calls(tools, choice):
         return None
-    functions: list[tuple[str, dict[str, Any]]] = []
+    functions: list[tuple[str, Schema]] = []
     inputs: list[tuple[str, Grammar]] = []
     for tool in choice.allowed:
         name = tool.qualified_name

@@ -32,8 +32,11 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from request.messages import Conversation, Message, Tools, paragraphs, split_system
+from request.messages import Conversation, Message, paragraphs, split_system
 from request.refusals import BadInput
+from request.tools import ToolDefinition
+
+Tools = list[ToolDefinition] | None  # None: none are offered
 
 _dumps = partial(json.dumps, ensure_ascii=False)
 

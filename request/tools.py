@@ -57,6 +57,9 @@ def qualified_name(namespace: str, name: str) -> str:
 # --- a tool -------------------------------------------------------------------------------------------------
 
 
+ToolDefinition = dict[str, Any]  # {"type": "function", "function": {"name", "description", "parameters"}}
+
+
 class Grammar(NamedTuple):
     """What the input of a custom tool must match."""
 
@@ -95,7 +98,7 @@ class Tool(NamedTuple):
             "additionalProperties": False,
         }
 
-    def definition(self) -> dict[str, Any]:
+    def definition(self) -> ToolDefinition:
         """Return the tool as chat templates take it: always a function."""
         function: dict[str, Any] = {"name": self.qualified_name}
         schema = self.schema()
