@@ -34,10 +34,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api import Api
 from gateway.relay import Refused
+from request.ids import new_id
 from request.refusals import STATUS, BadInput
 from service import metrics, webpage
 from service.logs import REQUEST_ID
-from streaming import error_response, new_id, wants_stream
+from streaming import error_response, wants_stream
 
 log = logging.getLogger("front")
 
@@ -239,7 +240,11 @@ def make_app(api: Api, keys: Keys, max_streams: int, origins: Sequence[str] = ()
     async def on_metrics(_: HttpRequest) -> Response:
         return Response(api.metrics.render(), media_type=metrics.CONTENT_TYPE)
 
-    routes = [Route("/", on_page), Route("/metrics", on_metrics), *api.routes()]
+    routes = [
+        Route("/", on_page),
+        Route("/metrics", on_metrics),
+        *(Route(e.path, e.handler, methods=[e.method]) for e in api.endpoints()),
+    ]
     handlers = {
         BadInput: on_bad_input,
         Refused: on_refused,
