@@ -17,7 +17,7 @@ Not here: time and randomness (arguments), JSON and SSE (sse.py), what the reque
 (request/params.py).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -98,17 +98,6 @@ REASONING_EVENTS = {
     "open-responses":    "response.reasoning",
 }
 
-#   input item                  id
-INPUT_PREFIXES = {
-    "message":                 "msg",
-    "reasoning":               "rs",
-    "function_call":           "fc",
-    "function_call_output":    "fco",
-    "custom_tool_call":        "ctc",
-    "custom_tool_call_output": "ctco",
-    "compaction":              "cmp",
-}
-
 #   finish           status         closing status of the open item
 ENDINGS = {
     "stop":         ("completed",  "completed"),
@@ -144,33 +133,6 @@ def interrupted(events: Iterable[Mapping[str, Any]], message: str) -> Event:
     output = [event["item"] for event in seen if event["type"] == "response.output_item.done"]
     end = {"status": "failed", "error": {"code": "server_error", "message": message}, "output": output}
     return {"type": "response.failed", "response": fold(seen) | end}
-
-
-def input_items(
-    input: str | list[dict[str, Any]], context: Sequence[dict[str, Any]], new_id: Callable[[str], str]
-) -> list[dict[str, Any]]:
-    """A request's items as GET /v1/responses/{id}/input_items lists them: those of its chain, then its own in
-    their long form, each with an id that no other has.
-    """
-    own: list[dict[str, Any]] = [{"role": "user", "content": input}] if isinstance(input, str) else input
-    items = list(context)
-    taken = {item["id"] for item in items}
-    for item in own:
-        items.append(_long_form(item, taken, new_id))
-        taken.add(items[-1]["id"])
-    return items
-
-
-def _long_form(item: Mapping[str, Any], taken: set[str], new_id: Callable[[str], str]) -> dict[str, Any]:
-    kind, id_ = item.get("type") or "message", item.get("id")
-    if not isinstance(id_, str) or not id_ or id_ in taken:  # two of one id: paging by it would go round
-        id_ = new_id(INPUT_PREFIXES.get(kind, "item"))
-    long = {**item, "id": id_, "type": kind}
-    if kind == "message" and isinstance(item["content"], str):
-        is_output = item["role"] == "assistant"
-        part = {"type": "output_text", "annotations": []} if is_output else {"type": "input_text"}
-        long["content"] = [part | {"text": item["content"]}]
-    return long if kind == "compaction" else long | {"status": item.get("status") or "completed"}
 
 
 # --- the builder --------------------------------------------------------------------------------------------

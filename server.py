@@ -25,7 +25,7 @@ from collections.abc import Sequence
 
 import threadpoolctl
 
-from api import Api, Worker, encode_event
+from api import Api, encode_event
 from background import Registry
 from checkpoint import hub
 from gateway import upstreams
@@ -35,8 +35,8 @@ from middleware import Keys, make_app
 from service import loading, logs
 from service.connections import HttpServer, bind, http_config
 from service.options import IN_MEMORY, arguments, read_keys
-from store import Limits, Store
-from worker import ALIAS, LocalWorker
+from store import Retention, Store
+from worker import ALIAS, LocalWorker, Worker
 
 log = logging.getLogger("server")
 
@@ -77,7 +77,9 @@ def remote_worker(args: argparse.Namespace) -> RemoteWorker | None:
 
 def open_store(args: argparse.Namespace) -> Store:
     try:
-        return Store(args.store, Limits(args.store_max_responses, args.store_max_bytes, args.store_max_age))
+        return Store(
+            args.store, Retention(args.store_max_responses, args.store_max_bytes, args.store_max_age)
+        )
     except sqlite3.Error as error:
         raise sqlite3.Error(f"--store {args.store}: {error}") from error
 

@@ -1,6 +1,6 @@
 """The remote worker: a checked Request to what a model behind another server says.
 
-    Request --prepare()--> Prompt --run()--> Accepted, Output, Output, ..., Finish    as worker.py does
+    Request --prepare()--> UpstreamPrompt --run()--> Accepted, Output, ..., Finish    as worker.py demands
     body of POST /v1/chat/completions --pass_through()--> Response                    byte for byte
 
 Authority: https://platform.openai.com/docs/api-reference/chat/create; what that lacks has vLLM's names.
@@ -18,7 +18,7 @@ import asyncio
 import json
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -48,13 +48,17 @@ ACCEPT_S = (
 # --- what is asked ------------------------------------------------------------------------------------------
 
 
-class Prompt(NamedTuple):
-    """A request that an upstream will be asked."""
+class UpstreamPrompt(NamedTuple):
+    """A request as an upstream will be asked; a Prompt of worker.py."""
 
+    worker: "RemoteWorker"
     request: Request
     body: dict[str, Any]  # all but the messages
     candidates: list[list[Message]]  # the messages; then, where they may be cut, without their oldest turns
     n_tokens: None = None  # only the upstream knows
+
+    def run(self, choice: int = 0) -> AsyncGenerator[Accepted | Output | Finish]:
+        return self.worker.run(self, choice)
 
 
 def asked_as(param: str) -> str:
@@ -75,7 +79,7 @@ def chat_body(request: Request, model: str) -> dict[str, Any]:
     """
     body: dict[str, Any] = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
     stops = {name: getattr(request, name) for name in ("stop", "stop_token_ids", "ignore_eos")}
-    body |= {name: value for name, value in (request.sampling | stops).items() if name in request.given}
+    body |= {name: value for name, value in (request.sampling | stops).items() if name in request.explicit}
     if request.max_tokens is not None:
         body["max_tokens"] = request.max_tokens  # its newer name is known to fewer
     if request.n_top_logprobs is not None:
@@ -183,6 +187,7 @@ class RemoteWorker:
         return self.upstreams.counts() | dict(self.ledger.totals)
 
     alive = True  # an upstream that is down may come back
+    defaults: Mapping[str, Any] = {}  # of parameters: what an upstream presets nobody knows here
 
     def busy(self) -> bool:
         return self.upstreams.counts()["running"] > 0
@@ -191,12 +196,15 @@ class RemoteWorker:
         """Fail what still runs."""
         await self.upstreams.close()
 
-    def prepare(self, request: Request) -> Prompt:
+    def prepare(self, request: Request) -> UpstreamPrompt:
         messages = [chat_message(message) for message in request.messages]
         candidates = shortened(messages) if request.truncate else [messages]
-        return Prompt(request, chat_body(request, self._upstream_name(request.model)), candidates)
+        body = chat_body(request, self._upstream_name(request.model))
+        return UpstreamPrompt(self, request, body, candidates)
 
-    async def run(self, prompt: Prompt, choice: int = 0) -> AsyncGenerator[Accepted | Output | Finish]:
+    async def run(
+        self, prompt: UpstreamPrompt, choice: int = 0
+    ) -> AsyncGenerator[Accepted | Output | Finish]:
         """What the model says. Raises Refused before Accepted, and nothing after it."""
         meter = Meter(self.prices)
         outcome: Outcome = "disconnect"
@@ -236,7 +244,7 @@ class RemoteWorker:
         if finish:
             yield finish
 
-    async def _open(self, prompt: Prompt) -> Reply:
+    async def _open(self, prompt: UpstreamPrompt) -> Reply:
         """Drops the oldest turns for as long as the upstream says that the prompt is too long."""
         for messages in prompt.candidates[:-1]:
             try:
@@ -246,7 +254,7 @@ class RemoteWorker:
                     raise
         return await self._ask(prompt, prompt.candidates[-1])
 
-    async def _ask(self, prompt: Prompt, messages: list[Message]) -> Reply:
+    async def _ask(self, prompt: UpstreamPrompt, messages: list[Message]) -> Reply:
         """Raises Refused, which names what the client has sent."""
         try:
             return await self.upstreams.open(PATH, prompt.body | {"messages": messages})

@@ -57,27 +57,27 @@ class Request:
     """What is asked for, the same for both APIs."""
 
     model: str
-    given: frozenset[str]  # parameters that the client has set itself; the others have their defaults
+    explicit: frozenset[str]  # parameters that the client has set; the others have their defaults
     messages: list[messages.Message]
-    tools: list[dict[str, Any]]  # as chat templates take them; [] also when tool_choice is none
-    called: dict[str, Tool]  # what the calls mean, by the names in `tools`
+    tools: list[dict[str, Any]]  # as chat templates take them; [] also where tool_choice is none
+    called: dict[str, Tool]  # the tools that calls mean, by their names in `tools`
     structured_output: StructuredOutput | None  # None: the model may say anything
     named_call: bool  # tool_choice names the one tool to call
     stream: bool
     include_usage: bool  # chat: one more chunk with the usage
     n: int  # choices
     max_tokens: int | None  # None: as far as the context reaches
-    sampling: dict[str, Any]  # those of SAMPLING; seed None: another one each time
+    sampling: dict[str, Any]  # a value for each name in SAMPLING; seed None: another one each time
     n_top_logprobs: int | None  # None: no logprobs
     stop: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
     ignore_eos: bool  # go on behind the model's own end
-    store: bool  # Responses: keep it, so that it can be asked for and continued
-    background: bool  # Responses: run it apart from this request
+    store: bool  # Responses: keep the response, so that it can be retrieved and continued
+    background: bool  # Responses: the run does not end with the HTTP request
     parallel_tool_calls: bool
     truncate: bool  # drop the oldest messages rather than refuse a prompt that is too long
-    seal_reasoning: bool  # Responses: reasoning items carry a blob of themselves, to be given back
-    template_kwargs: dict[str, Any]  # for the chat template: enable_thinking and whatever else it knows
+    seal_reasoning: bool  # Responses: reasoning items carry `encrypted_content`
+    template_kwargs: dict[str, Any]  # for the chat template: enable_thinking and whatever else it takes
     echo: dict[str, Any]  # Responses: the members of the response object that repeat the request
 
 
@@ -286,26 +286,34 @@ CHAT = COMMON | {
 # --- a body to a Request ------------------------------------------------------------------------------------
 
 
-def read(body: Any, rows: Mapping[str, Parameter], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Every parameter of the table, checked and resolved; `defaults` are the model's own
-    (generation_config.json).
-    """
+def model_name(body: Any) -> str:
+    """The model that a request names, which decides who serves it; raises BadInput."""
     if not isinstance(body, dict):
         raise BadInput(f"The request body must be a JSON object, got {shown(body)}.", None, "invalid_type")
-    values = {}
-    for name, row in rows.items():
-        given = body.get(name)
-        values[name] = defaults.get(name, row.default) if given is None else row.check(given, name)
-    if values["model"] is None:
+    if body.get("model") is None:
         raise missing("model")
-    values["given"] = frozenset(name for name in rows if body.get(name) is not None)
+    return str(COMMON["model"].check(body["model"], "model"))
+
+
+def read(body: Any, rows: Mapping[str, Parameter], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The value of every parameter in the table, each checked by itself.
+
+    `defaults` are the model's own (generation_config.json). Raises BadInput.
+    """
+    values: dict[str, Any] = {"model": model_name(body)}
+    explicit = frozenset(name for name in rows if body.get(name) is not None)
+    for name, row in rows.items():
+        if name in explicit:
+            values[name] = row.check(body[name], name)
+        else:
+            values[name] = defaults.get(name, row.default)
     if values["stream_options"] is not None and not values["stream"]:
         raise wrong_value("stream_options", "stream to be true when it is set", body["stream_options"])
-    return values
+    return values | {"explicit": explicit}
 
 
 def read_responses(body: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """What can be said of a body of POST /v1/responses before its chain is known; raises BadInput."""
+    """The parameters of a body of POST /v1/responses: all that can be checked without its chain."""
     if isinstance(body, dict) and body.get("conversation") and body.get("previous_response_id"):
         message = "'conversation' and 'previous_response_id' cannot both be set."
         raise BadInput(message, "conversation", "mutually_exclusive_parameters")
@@ -313,33 +321,37 @@ def read_responses(body: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def from_responses(body: Any, defaults: Mapping[str, Any]) -> Request:
-    """Check a body of POST /v1/responses that continues no chain; raises BadInput."""
-    return continued(read_responses(body, defaults), ())
+    """Check a body of POST /v1/responses that refers to nothing; raises BadInput."""
+    values = read_responses(body, defaults)
+    return responses_request(values, (), values["input"])
 
 
-def continued(values: dict[str, Any], context: Sequence[dict[str, Any]]) -> Request:
-    """What read_responses() has read; `context` are the items of the chain before it. Raises BadInput."""
-    if values["input"] is None:
+def responses_request(values: Mapping[str, Any], chain: Sequence[dict[str, Any]], input: Any) -> Request:
+    """The Request of what read_responses() has read and items.resolve() has resolved; raises BadInput."""
+    if input is None:
         raise missing("input")
     tools = [responses_tool(tool, f"tools[{i}]") for i, tool in enumerate(values["tools"])]
     offered = [tool for _, several in tools for tool in several]
-    shows_logprobs = "message.output_text.logprobs" in values["include"]
-    effort = (values["reasoning"] or {}).get("effort")
+    reasoning = values["reasoning"] or {}
+    n_top_logprobs = None
+    if "message.output_text.logprobs" in values["include"]:
+        n_top_logprobs = values["top_logprobs"]
+    echo = {name: values[name] for name, row in RESPONSES.items() if row.echo}
+    echo |= {
+        "tools": [repeated for repeated, _ in tools],
+        "reasoning": {"effort": reasoning.get("effort"), "summary": reasoning.get("summary")},
+        "text": {"format": {"type": "text"}} | values["text"],
+        "service_tier": "default",
+    }
     return request(
         values,
-        messages=messages.from_responses(values["input"], values["instructions"], context),
+        messages=messages.from_responses(input, values["instructions"], chain),
         tools=offered,
         text_format=text_format(values["text"].get("format", {}), "text.format"),
         max_tokens=values["max_output_tokens"],
-        n_top_logprobs=values["top_logprobs"] if shows_logprobs else None,
-        effort=effort,
-        echo={name: values[name] for name, row in RESPONSES.items() if row.echo}
-        | {
-            "tools": [repeated for repeated, _ in tools],
-            "reasoning": {"effort": effort, "summary": (values["reasoning"] or {}).get("summary")},
-            "text": {"format": {"type": "text"}} | values["text"],
-            "service_tier": "default",
-        },
+        n_top_logprobs=n_top_logprobs,
+        effort=reasoning.get("effort"),
+        echo=echo,
     )
 
 
@@ -350,18 +362,23 @@ def from_chat(body: Any, defaults: Mapping[str, Any]) -> Request:
         raise missing("messages")
     if values["top_logprobs"] and not values["logprobs"]:
         raise wrong_value("top_logprobs", "logprobs to be true where it is not 0", values["top_logprobs"])
-    tools = [chat_tool(tool, f"tools[{i}]") for i, tool in enumerate(values["tools"])]
-    limit = values["max_completion_tokens"]
-    wanted, path = values["response_format"], "response_format.json_schema"
-    if wanted.get("type") == "json_schema":
-        wanted = {"type": "json_schema"} | required(wanted, "json_schema", mapping, "response_format")
+    response_format = values["response_format"]
+    if response_format.get("type") == "json_schema":
+        inside = required(response_format, "json_schema", mapping, "response_format")
+        response_format = {"type": "json_schema"} | inside
+    max_tokens = values["max_completion_tokens"]
+    if max_tokens is None:
+        max_tokens = values["max_tokens"]  # its older name
+    n_top_logprobs = None
+    if values["logprobs"]:
+        n_top_logprobs = values["top_logprobs"]
     return request(
         values,
         messages=messages.from_chat(values["messages"]),
-        tools=tools,
-        text_format=text_format(wanted, path),
-        max_tokens=values["max_tokens"] if limit is None else limit,
-        n_top_logprobs=values["top_logprobs"] if values["logprobs"] else None,
+        tools=[chat_tool(tool, f"tools[{i}]") for i, tool in enumerate(values["tools"])],
+        text_format=text_format(response_format, "response_format.json_schema"),
+        max_tokens=max_tokens,
+        n_top_logprobs=n_top_logprobs,
         effort=values["reasoning_effort"],
         echo={},
     )
@@ -378,20 +395,22 @@ def request(
     echo: dict[str, Any],
 ) -> Request:
     """What both APIs have in common."""
-    switches = {"enable_thinking": effort != "none", "reasoning_effort": EFFORTS.get(effort or "")}
-    thinking = {} if effort is None else switches
+    thinking: dict[str, Any] = {}
+    if effort is not None:
+        thinking = {"enable_thinking": effort != "none", "reasoning_effort": EFFORTS[effort]}
     choice = tool_choice(tools, values["tool_choice"])
-    offered = tools if choice.calls != "none" else []
+    offered = [] if choice.calls == "none" else tools
+    stream_options = values["stream_options"] or {}
     return Request(
         model=values["model"],
-        given=values["given"],
+        explicit=values["explicit"],
         messages=messages,
         tools=[tool.definition() for tool in offered],
         called={tool.qualified_name: tool for tool in offered},
         structured_output=structured_output(tools, choice, text_format, values["parallel_tool_calls"]),
         named_call=choice.named,
         stream=values["stream"],
-        include_usage=bool((values["stream_options"] or {}).get("include_usage")) or not values["stream"],
+        include_usage=bool(stream_options.get("include_usage")) or not values["stream"],
         n=values["n"],
         max_tokens=max_tokens,
         sampling={name: values[name] for name in SAMPLING},
