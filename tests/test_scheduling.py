@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from dialects.families import DIALECTS
 from dialects.structured_output import Constraint, Grammars, lark
-from drafts import Lookup
 from engine import Engine, Job
 from helpers.engines import (
     CHUNK,
@@ -36,6 +35,7 @@ from model import PAGE
 from parity import TINY
 from request.params import StructuredOutput
 from sampling import Choice, Sampling
+from scheduler import PromptLookup
 from tokenizer import Tokenizer
 
 LENGTH = 6 * PAGE  # of the context: what the smallest pool holds
@@ -341,9 +341,9 @@ DRAFTS = [
 
 @pytest.mark.parametrize(("token_ids", "n", "expected"), DRAFTS)
 def test_drafts_are_what_followed_the_last_time(token_ids: list[int], n: int, expected: list[int]) -> None:
-    lookup = Lookup(token_ids[:2])
+    lookup = PromptLookup(token_ids[:2])
     lookup.extend(token_ids[2:])
-    assert lookup.drafts(n) == Lookup(token_ids).drafts(n) == expected
+    assert lookup.drafts(n) == PromptLookup(token_ids).drafts(n) == expected
 
 
 @pytest.mark.parametrize("n_prompt", [44, 48, 50])
