@@ -151,7 +151,7 @@ class Engine:
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
             "steps": self._n_steps,
-            **scheduler.count,
+            **scheduler.counts,
             "pages": scheduler.pool.n_pages,
             "free_pages": scheduler.pool.n_free,
         }

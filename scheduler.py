@@ -37,7 +37,7 @@ from sampling import Choice, Context, Sampling
 MAX_CHUNKS = 2  # prefill chunks a step: bounds how long the sequences that decode wait for their next token
 N_GRAM = 2  # tokens that must have come before, in this order, for what followed them to be a draft
 
-# --- Theory of operation -----------------------------------------------------------------------------------
+# --- Theory of operation ------------------------------------------------------------------------------------
 #
 # The life of a request:
 #
@@ -56,8 +56,8 @@ N_GRAM = 2  # tokens that must have come before, in this order, for what followe
 #                   text had come to this point. Drafts are kept as far as they equal what is chosen; the
 #                   places of the others in the KV cache are written again by the next step.
 # 7. Preemption.    Where a running sequence needs a page and none is left, the youngest gives its slot and its
-#                   pages back and waits, first in line, to start again at 2. Its output is kept; keys and values
-#                   of prompt and output are computed once more.
+#                   pages back and waits, first in line, to start again at 2. Its output is kept; the keys and
+#                   values of prompt and output are computed once more.
 # 8. Finish.        A stop token or max_tokens ends it in postprocess(), a failure or a reader that leaves in
 #                   remove(). Slot and pages are free at once; full pages stay in the prefix cache until they
 #                   are taken.
@@ -80,7 +80,7 @@ N_GRAM = 2  # tokens that must have come before, in this order, for what followe
 #   2      one row    prompt[128:200], a choice      n_computed 200, 1 token of output
 #   3      one row    that token, a choice           n_computed 201, 2 tokens of output
 
-# --- Sequence ----------------------------------------------------------------------------------------------
+# --- Sequence -----------------------------------------------------------------------------------------------
 
 Mask = NDArray[np.bool_]  # (vocab_size,) the tokens that may come next
 
@@ -112,9 +112,7 @@ class Sequence:
     mask: Mask | None = None  # of the constraint, behind the output; None: any token may come next
 
     slot: int | None = None  # row of the batch; None while it waits, and when it has ended
-    page_table: list[int] = field(
-        default_factory=list
-    )  # token p has its keys and values in page_table[p // PAGE]
+    page_table: list[int] = field(default_factory=list)  # the page of token i is page_table[i // PAGE]
     prefix_hashes: list[PrefixHash] = field(default_factory=list)  # one a page, as far as somebody has asked
     n_prefill: int = 0  # tokens at the beginning that are computed in chunks, those behind them row by row
     n_computed: int = 0  # tokens whose keys and values are in the pages once all steps in flight have run
@@ -223,7 +221,7 @@ class Scheduled(NamedTuple):
         return [self.sequence.page_hash(number) for number in numbers]
 
 
-# --- Scheduler --------------------------------------------------------------------------------------------
+# --- Scheduler ----------------------------------------------------------------------------------------------
 
 
 class Scheduler:
@@ -241,9 +239,9 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.failed: list[
             tuple[Sequence, Exception]
-        ] = []  # those that their constraint ended; for the engine
+        ] = []  # for the engine: whose constraint gave up, and how
         self.pool = PagePool(n_pages)
-        self.count = dict.fromkeys(["preemptions", "cached_tokens", "drafted", "accepted"], 0)
+        self.counts = dict.fromkeys(["preemptions", "cached_tokens", "drafted", "accepted"], 0)
         self._chunk = chunk
         self._chunk_invariant = chunk_invariant
         self._speculate = speculate
@@ -295,8 +293,8 @@ class Scheduler:
         if drafts:
             sequence.has_drafts_in_flight = False
             sequence.n_drafts = min(self._speculate, max(1, 2 * n_accepted))
-            self.count["drafted"] += len(drafts)
-            self.count["accepted"] += n_accepted
+            self.counts["drafted"] += len(drafts)
+            self.counts["accepted"] += n_accepted
         if sequence.prompt_lookup is not None:
             sequence.prompt_lookup.extend(token_ids)
         self._register_full_pages(sequence, span.start, span.end - n_rejected)
@@ -312,7 +310,7 @@ class Scheduler:
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
-    # --- Admission -----------------------------------------------------------------------------------------
+    # --- Admission ------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
         """Let the oldest run while there are pages for all tokens of all, and one more page for each."""
@@ -334,7 +332,7 @@ class Scheduler:
         hashes = (sequence.page_hash(number) for number in range((sequence.n_prefill - 1) // PAGE))
         return sum(1 for _ in takewhile(self.pool.is_in_use, hashes))
 
-    # --- The next step -------------------------------------------------------------------------------------
+    # --- The next step --------------------------------------------------------------------------------------
 
     def _next_batch(self, in_flight: Collection[list[Scheduled]]) -> list[Scheduled]:
         """Raises OutOfPages; pages reserved until then stay with their sequences, which will need them."""
@@ -433,7 +431,7 @@ class Scheduler:
         drafts = sequence.prompt_lookup.drafts(min(sequence.n_drafts, n_left, n_places))
         return list(takewhile(lambda token_id: token_id not in sequence.stop_token_ids, drafts))
 
-    # --- Pages ---------------------------------------------------------------------------------------------
+    # --- Pages ----------------------------------------------------------------------------------------------
 
     def _use_prefix_cache(self, sequence: Sequence) -> None:
         """Share the pages that come next, as far as somebody has computed them; never the last token's.
@@ -455,7 +453,7 @@ class Scheduler:
             sequence.n_computed += n
             if sequence.n_computed > sequence.n_preempted:
                 sequence.n_cached += n
-                self.count["cached_tokens"] += n
+                self.counts["cached_tokens"] += n
 
     def _find_pages(self, sequence: Sequence, numbers: range) -> list[int] | None:
         """The pages of the prefix cache that hold these of the sequence; None unless all are there."""
@@ -491,7 +489,7 @@ class Scheduler:
         sequence.n_computed = 0
         if self._chunk_invariant:
             sequence.n_prefill = sequence.n_tokens
-        self.count["preemptions"] += 1
+        self.counts["preemptions"] += 1
 
     def _release(self, sequence: Sequence) -> None:
         assert sequence.slot is not None
@@ -500,7 +498,7 @@ class Scheduler:
         self.pool.release(sequence.page_table)
         sequence.page_table = []  # a new list: a span in flight may still have the old one
 
-    # --- The end, or the next token ------------------------------------------------------------------------
+    # --- The end, or the next token -------------------------------------------------------------------------
 
     def _finish_or_constrain(self, sequence: Sequence, token_ids: list[int]) -> None:
         """End the sequence if its output is complete with these tokens, else say what may come next."""
@@ -528,7 +526,7 @@ class Scheduler:
             self.failed.append((sequence, error))
 
 
-# --- Drafts -----------------------------------------------------------------------------------------------
+# --- Drafts -------------------------------------------------------------------------------------------------
 
 
 class PromptLookup:
