@@ -55,9 +55,9 @@ N_GRAM = 2  # tokens that must have come before, in this order, for what followe
 # 6. Drafts.        With speculative decoding a step also computes the tokens that followed the last time the
 #                   text had come to this point. Drafts are kept as far as they equal what is chosen; the
 #                   places of the others in the KV cache are written again by the next step.
-# 7. Preemption.    Where a running sequence needs a page and none is left, the youngest gives its slot and its
-#                   pages back and waits, first in line, to start again at 2. Its output is kept; the keys and
-#                   values of prompt and output are computed once more.
+# 7. Preemption.    Where a running sequence needs a page and none is left, the youngest gives back its slot
+#                   and its pages and waits, first in line, to start again at 2. Its output is kept; the keys
+#                   and values of prompt and output are computed once more.
 # 8. Finish.        A stop token or max_tokens ends it in postprocess(), a failure or a reader that leaves in
 #                   remove(). Slot and pages are free at once; full pages stay in the prefix cache until they
 #                   are taken.
@@ -107,22 +107,23 @@ class Sequence:
     sampling: Sampling
     constraint: Constraint | None = None
 
-    output: list[int] = field(default_factory=list)  # the tokens chosen, as far as they are read
-    finish: Literal["stop", "length"] | None = None  # set with the last token
-    mask: Mask | None = None  # of the constraint, behind the output; None: any token may come next
+    output: list[int] = field(default_factory=list)  # tokens chosen, as far as they are read
+    finish: Literal["stop", "length"] | None = None  # set when its last token is read
+    mask: Mask | None = None  # the constraint's, for the next token; None: any may come
 
     slot: int | None = None  # row of the batch; None while it waits, and when it has ended
     page_table: list[int] = field(default_factory=list)  # the page of token i is page_table[i // PAGE]
-    prefix_hashes: list[PrefixHash] = field(default_factory=list)  # one a page, as far as somebody has asked
-    n_prefill: int = 0  # tokens at the beginning that are computed in chunks, those behind them row by row
-    n_computed: int = 0  # tokens whose keys and values are in the pages once all steps in flight have run
+    prefix_hashes: list[PrefixHash] = field(
+        default_factory=list
+    )  # of its first pages, as far as they were asked for
+    n_prefill: int = 0  # its first tokens, which are computed in chunks; those behind them row by row
+    n_computed: int = 0  # tokens with keys and values in its pages, once all steps in flight have run
     n_unread: int = 0  # tokens chosen in steps in flight
     n_cached: int = 0  # prompt tokens taken from the prefix cache (usage.cached_tokens)
-    n_preempted: int = 0  # tokens computed before a preemption: to find those in the cache saves nothing
+    n_preempted: int = 0  # tokens it had computed when preempted: to find those in the cache saves nothing
 
     prompt_lookup: "PromptLookup | None" = None
     n_drafts: int = 0  # how many to try in a step: fewer while they are wrong
-    has_drafts_in_flight: bool = False  # then only reading the step tells how many tokens there are
 
     @property
     def n_tokens(self) -> int:
@@ -266,11 +267,10 @@ class Scheduler:
             except OutOfPages:
                 if in_flight:  # what is read may end a sequence, and then its pages are free
                     return []
-                self._preempt(self.running[-1])
-        for sequence, span, _, drafts in batch:
+                self.preempt(self.running[-1])
+        for sequence, span, _, _ in batch:
             sequence.n_computed = span.end
             sequence.n_unread += span.n_wanted
-            sequence.has_drafts_in_flight = bool(drafts)
         return batch
 
     def postprocess(self, scheduled: Scheduled, choices: list[Choice]) -> list[Choice]:
@@ -285,13 +285,12 @@ class Scheduler:
         while n_accepted < len(drafts) and drafts[n_accepted] == choices[n_accepted].token_id:
             n_accepted += 1
         n_rejected = len(drafts) - n_accepted
-        tokens = choices[: n_accepted + 1]  # a rejected draft's row chose a token behind another text
+        tokens = choices[: n_accepted + 1]  # the rows of rejected drafts chose what follows another text
         token_ids = [token.token_id for token in tokens]
         sequence.output += token_ids
         sequence.n_unread -= len(choices)
         sequence.n_computed -= n_rejected
         if drafts:
-            sequence.has_drafts_in_flight = False
             sequence.n_drafts = min(self._speculate, max(1, 2 * n_accepted))
             self.counts["drafted"] += len(drafts)
             self.counts["accepted"] += n_accepted
@@ -335,13 +334,17 @@ class Scheduler:
     # --- The next step --------------------------------------------------------------------------------------
 
     def _next_batch(self, in_flight: Collection[list[Scheduled]]) -> list[Scheduled]:
-        """Raises OutOfPages; pages reserved until then stay with their sequences, which will need them."""
+        """The next step, the decoding sequences first; raises OutOfPages.
+
+        Pages that were reserved until then stay with their sequences, which will need them.
+        """
         batch: list[Scheduled] = []
+        budget = MAX_CHUNKS * self._chunk  # rows of prompts, and of output that is computed again
         prefilling = [sequence for sequence in self.running if sequence.is_prefilling]
-        budget = MAX_CHUNKS * self._chunk  # rows of prompts, and of what is computed again row by row
+        # Sequences that need the same page next count once. A short prompt need not wait for a long one.
         distinct = {sequence.next_page_hash() or sequence for sequence in prefilling}
         n_sharing = max(1, min(len(distinct), MAX_CHUNKS))
-        share = budget // n_sharing  # of each prompt, so that a short one need not wait for a long one
+        share = budget // n_sharing
 
         # decode
         for sequence in self.running:
@@ -355,13 +358,14 @@ class Scheduler:
             return batch
 
         # prefill
-        in_progress = {
-            page for step in in_flight for scheduled in step for page in scheduled.prefilled_pages()
-        }
+        in_progress: set[PrefixHash] = set()  # pages that a step in flight or this one computes
+        for earlier in in_flight:
+            for scheduled in earlier:
+                in_progress.update(scheduled.prefilled_pages())
         for sequence in prefilling:
             self._use_prefix_cache(sequence)
             if sequence.next_page_hash() in in_progress:
-                continue  # once it is computed it is in the prefix cache
+                continue  # and find it in the prefix cache once it is computed
             scheduled = self._prefill(sequence, min(budget, share))
             if scheduled is not None:
                 batch.append(scheduled)
@@ -377,11 +381,11 @@ class Scheduler:
         drafts: list[int] = []
         if end == sequence.n_tokens:
             drafts = self._drafts(sequence)
-        return self._scheduled(sequence, end, drafts, is_chunk=False)
+        return self._schedule_rows(sequence, end, drafts, is_chunk=False)
 
     def _prefill(self, sequence: Sequence, budget: int) -> Scheduled | None:
         end = self._end_within(budget, sequence.n_computed, sequence.n_prefill)
-        return self._scheduled(sequence, end, [], is_chunk=True)
+        return self._schedule_rows(sequence, end, [], is_chunk=True)
 
     def _end_within(self, budget: int, start: int, end: int) -> int:
         """Cut the rows from `start` to `end` to the chunks that the budget allows; a single row is free."""
@@ -389,7 +393,9 @@ class Scheduler:
             return end
         return start + budget // self._chunk * self._chunk
 
-    def _scheduled(self, sequence: Sequence, end: int, drafts: list[int], is_chunk: bool) -> Scheduled | None:
+    def _schedule_rows(
+        self, sequence: Sequence, end: int, drafts: list[int], is_chunk: bool
+    ) -> Scheduled | None:
         """The tokens before `end` that are not computed yet, then the drafts; None where there are none."""
         start = sequence.n_computed
         if end == start:
@@ -405,19 +411,17 @@ class Scheduler:
         return Scheduled(sequence, span, contexts, drafts)
 
     def _chained(self, sequence: Sequence) -> Scheduled | None:
-        """The row of a token that is not read yet; None where the next step depends on what it is."""
-        n_output = len(sequence.output) + sequence.n_unread
-        if (
-            sequence.constraint is not None
-            or sequence.has_drafts_in_flight
-            or n_output >= sequence.max_tokens
-        ):
+        """The row of a token that nobody has read yet; None where the sequence has to wait for it."""
+        if len(sequence.output) + sequence.n_unread >= sequence.max_tokens:
             return None
+        if sequence.constraint is not None:  # the mask of the next choice depends on the token
+            return None
+        # Drafts are in flight, so that nobody knows how many tokens there are, or may follow the token.
         if sequence.prompt_lookup is not None and sequence.prompt_lookup.drafts(1):
             return None
+        assert sequence.slot is not None
         start = sequence.n_computed
         self._reserve_pages(sequence, start + 1)
-        assert sequence.slot is not None
         span = Span(sequence.slot, sequence.page_table, None, start, 1, is_chunk=False)
         return Scheduled(sequence, span, sequence.contexts([]), [])
 
@@ -480,7 +484,7 @@ class Scheduler:
         for number in range(start // PAGE, end // PAGE):
             self.pool.register(sequence.page_table[number], sequence.page_hash(number))
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: Sequence) -> None:
         """Put a running sequence first in line: those that wait are younger."""
         self.running.remove(sequence)
         self.waiting.appendleft(sequence)

@@ -35,7 +35,6 @@ from model import PAGE
 from parity import TINY
 from request.params import StructuredOutput
 from sampling import Choice, Sampling
-from scheduler import PromptLookup
 from tokenizer import Tokenizer
 
 LENGTH = 6 * PAGE  # of the context: what the smallest pool holds
@@ -321,29 +320,6 @@ def test_drafts_of_one_under_a_constraint() -> None:
     with started(Watch(), LENGTH, speculate=5) as engine:
         check(asked, play(said(engine, asked), "an array"))
         assert engine.counts()["accepted"] > 0
-
-
-# fmt: off
-#   tokens                   n  what may follow
-DRAFTS = [
-    ([],                     3, []),
-    ([1],                    3, []),
-    ([1, 2, 3],              3, []),
-    ([1, 2, 3, 4, 1, 2],     1, [3]),
-    ([1, 2, 3, 4, 1, 2],     3, [3, 4, 1]),
-    ([1, 2, 3, 4, 1, 2],     6, [3, 4, 1, 2, 3, 4]),
-    ([1, 2, 3, 1, 2, 4, 1, 2], 2, [4, 1]),
-    ([7, 7, 7],              4, [7, 7, 7, 7]),
-    ([1, 2, 3, 2],           4, []),
-]
-# fmt: on
-
-
-@pytest.mark.parametrize(("token_ids", "n", "expected"), DRAFTS)
-def test_drafts_are_what_followed_the_last_time(token_ids: list[int], n: int, expected: list[int]) -> None:
-    lookup = PromptLookup(token_ids[:2])
-    lookup.extend(token_ids[2:])
-    assert lookup.drafts(n) == PromptLookup(token_ids).drafts(n) == expected
 
 
 @pytest.mark.parametrize("n_prompt", [44, 48, 50])
