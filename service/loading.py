@@ -23,7 +23,7 @@ from checkpoint.config import UnsupportedModel, read_config
 from checkpoint.weights import n_params, read_weights
 from devices import cuda, kernels
 from dialects.structured_output import Grammars
-from engine import Engine, Ops
+from engine import Engine, ModelRunner
 from model import PAGE, NumpyOps
 from request import params
 from request.template import ChatTemplate
@@ -61,10 +61,10 @@ def load(directory: Path, args: argparse.Namespace) -> LocalWorker:
         kind, room = cpu_ops(), free_memory() // 4  # no more is real than is used
     n_pages = pool(kind.page_bytes(config), length, args.max_batch, args.kv_memory, room)
     loaded = read_weights(directory, config, kind.pack)
-    ops: Ops = kind(config, loaded, length, n_pages, args.max_batch)
+    runner: ModelRunner = kind(config, loaded, length, n_pages, args.max_batch)
     by_id = args.model and not Path(args.model).exists()
     names = args.served_model_name or [args.model if by_id else directory.name]
-    engine = Engine(ops, args.speculate)
+    engine = Engine(runner, args.speculate)
     return LocalWorker(engine, tokenizer, template, grammars, args.dialect, names, defaults)
 
 

@@ -33,7 +33,6 @@ SCRIPTS = {"bench"}  # run from the checkout, and imported by nobody
 MAY_IMPORT = {
     "channels":        set(),
     "checkpoint":      set(),
-    "drafts":          set(),
     "pages":           set(),
     "sampling":        set(),
     "sse":             set(),
@@ -47,7 +46,8 @@ MAY_IMPORT = {
     "request":         {"channels", "sse", "store"},
     "completions":     {"channels", "request"},
     "dialects":        {"channels", "request"},
-    "engine":          {"checkpoint", "drafts", "model", "pages", "sampling"},
+    "scheduler":       {"model", "pages", "sampling"},
+    "engine":          {"checkpoint", "model", "sampling", "scheduler"},
     "streaming":       {"background", "request", "sse"},
     "gateway":         {"channels", "completions", "request", "sse", "streaming"},
     "worker":          {"channels", "dialects", "engine", "request", "sampling", "tokenizer"},
@@ -65,10 +65,10 @@ MAY_IMPORT = {
 # Bytes and time come from outside: these are functions of their arguments.
 SANS_IO = {
     "audit.chunks", "audit.events", "audit.framing", "audit.recordings", "audit.rules", "audit.shapes",
-    "channels", "completions", "dialects.calls", "dialects.families", "dialects.grammar_in_json", "drafts",
+    "channels", "completions", "dialects.calls", "dialects.families", "dialects.grammar_in_json",
     "gateway.deltas", "gateway.metering", "gateway.relay", "pages", "request.messages",
     "request.output_format", "request.params", "request.refusals", "request.tool_calls", "request.tools",
-    "request.validation", "responses", "service.signed_content", "sse",
+    "request.validation", "responses", "scheduler", "service.signed_content", "sse",
 }  # fmt: skip
 IO = {"asyncio", "concurrent", "multiprocessing", "os", "queue", "random", "secrets", "select", "socket",
       "subprocess", "tempfile", "threading", "time", "uuid"}  # fmt: skip
