@@ -86,6 +86,7 @@ def as_arguments(input: str) -> str:
 
 
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+MAX_KNOWN_AS = 64 + len("__") + 64  # characters of Tool.known_as: a namespace and a name, each a NAME
 MAX_GRAMMAR = 2**16  # characters
 
 Calls = Literal["none", "auto", "required"]  # may the answer, or must it, call functions
