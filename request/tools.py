@@ -38,6 +38,9 @@ from request.validation import (
 # --- names --------------------------------------------------------------------------------------------------
 
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+MAX_QUALIFIED_NAME = (
+    64 + len("__") + 64
+)  # characters of Tool.qualified_name: a namespace and a name, each a NAME
 
 
 def identifier(value: Any, path: str) -> str:

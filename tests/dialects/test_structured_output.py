@@ -221,7 +221,7 @@ def test_every_dialect(tmp_path: Path, name: str, tokens: bool) -> None:
     one, text, forms = CITY_CALLS[name], TEXTS[name], dialect.forms
     call, several = (
         one.join(forms.calls),
-        [(one + forms.more + one).join(forms.calls)] if forms.more is not None else [],
+        [(one + forms.separator + one).join(forms.calls)] if forms.separator is not None else [],
     )
     thought = "hm {".join(forms.thought)
     unfit = call.replace("city", "town")
