@@ -35,7 +35,6 @@ SCRIPTS = {"bench"}  # run from the checkout, and imported by nobody
 MAY_IMPORT = {
     "channels":        set(),
     "checkpoint":      set(),
-    "drafts":          set(),
     "pages":           set(),
     "sampling":        set(),
     "sse":             set(),
@@ -46,10 +45,11 @@ MAY_IMPORT = {
     "audit":           {"responses", "sse"},
     "model":           {"checkpoint", "sampling"},
     "devices":         {"checkpoint", "model", "sampling"},
-    "request":         {"channels"},
+    "request":         {"channels", "sse", "store"},
     "completions":     {"channels", "request"},
     "dialects":        {"channels", "request"},
-    "engine":          {"checkpoint", "drafts", "model", "pages", "sampling"},
+    "scheduler":       {"model", "pages", "sampling"},
+    "engine":          {"checkpoint", "model", "sampling", "scheduler"},
     "streaming":       {"background", "request", "sse"},
     "gateway":         {"channels", "completions", "request", "sse", "streaming"},
     "worker":          {"channels", "dialects", "engine", "request", "sampling", "tokenizer"},
@@ -67,11 +67,11 @@ MAY_IMPORT = {
 # Bytes and time come from outside: these are functions of their arguments.
 SANS_IO = {
     "audit.contents", "audit.members", "audit.order", "audit.recordings", "audit.rules",
-    "audit.rules_chunks", "audit.rules_events", "audit.rules_framing",
-    "channels", "completions", "dialects.calls", "dialects.families", "dialects.grammar_in_json", "drafts",
-    "gateway.deltas", "gateway.metering", "gateway.relay", "pages", "request.messages", "request.params",
+    "audit.rules_chunks", "audit.rules_events", "audit.rules_framing", "channels", "completions",
+    "dialects.calls", "dialects.families", "dialects.grammar_in_json", "gateway.deltas", "gateway.metering",
+    "gateway.relay", "pages", "request.messages", "request.output_format", "request.params",
     "request.refusals", "request.tool_calls", "request.tools", "request.validation", "responses",
-    "service.signed_content", "sse",
+    "scheduler", "service.signed_content", "sse",
 }  # fmt: skip
 IO = {"asyncio", "concurrent", "multiprocessing", "os", "queue", "random", "secrets", "select", "socket",
       "subprocess", "tempfile", "threading", "time", "uuid"}  # fmt: skip
