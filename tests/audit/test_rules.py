@@ -48,8 +48,8 @@ def chat_stream(finish: Finish = STOP) -> bytes:
     number = itertools.count(1)
     head = {"id": "c_0", "created": 1, "model": "m"}
     chunks = completions.Chunks(head, lambda prefix: f"{prefix}_{next(number)}", 2, include_usage=True)
-    said = [chunks.feed(0, output) for output in OUTPUTS]
-    made = [chunks.start(), *said, chunks.finish(0, finish), chunks.finish(1, finish), chunks.end()]
+    fed = [chunks.feed(0, output) for output in OUTPUTS]
+    made = [chunks.start(), *fed, chunks.finish(0, finish), chunks.finish(1, finish), chunks.end()]
     return b"".join(encode_chunk(0, chunk) for chunk in itertools.chain(*made)) + sse.DONE
 
 
@@ -63,8 +63,8 @@ GOOD = {"responses": responses_stream() + sse.DONE, "chat": chat_stream()}
 @pytest.mark.parametrize("end", [b"", sse.DONE, b": bye\n\n"])
 @pytest.mark.parametrize("reason", ["stop", "length", "failed", "cancelled"])
 def test_a_good_stream_passes(reason: Any, end: bytes) -> None:
-    found = lint(responses_stream(Finish(reason, STOP.usage, "", "server_error")) + end)
-    assert [violation for violation in found if violation.rule != "arguments"] == []
+    violations = lint(responses_stream(Finish(reason, STOP.usage, "", "server_error")) + end)
+    assert [violation for violation in violations if violation.rule != "arguments"] == []
 
 
 @pytest.mark.parametrize("reason", ["stop", "length", "failed"])
@@ -96,6 +96,17 @@ def test_a_stream_without_a_fault_is_not_accused(kind: str) -> None:
     assert lint(GOOD[kind]) == []
 
 
+@pytest.mark.parametrize(
+    "tables", [members.PARTS, members.ITEMS, members.EVENTS], ids=["part", "item", "event"]
+)
+def test_a_member_has_one_type(tables: dict[str, members.Members]) -> None:
+    """So that the type of an event need not be known before its members are read."""
+    types: dict[str, Any] = {}
+    for table in tables.values():
+        for name, type_ in table.items():
+            assert types.setdefault(name.removesuffix("?"), type_) == type_
+
+
 # --- what others say ----------------------------------------------------------------------------------------
 
 
@@ -110,7 +121,7 @@ def test_a_stream_of_what_ours_never_says() -> None:
     done = [message | {"status": "completed", "content": [text, refusal]},
             {"type": "web_search_call", "id": "w", "status": "completed"}]  # fmt: skip
     part = place | {"content_index": 1}
-    said: list[tuple[str, dict[str, Any]]] = [
+    stream: list[tuple[str, dict[str, Any]]] = [
         ("created", {"response": head | {"status": "in_progress"}}),
         ("in_progress", {"response": head | {"status": "in_progress"}}),
         (
@@ -132,8 +143,11 @@ def test_a_stream_of_what_ours_never_says() -> None:
         ("output_item.done", {"output_index": 1, "item": done[1]}),
         ("completed", {"response": head | {"status": "completed", "output": done, "usage": usage}}),
     ]
-    named = [{"type": f"response.{type_}"} | more for type_, more in said]
-    assert rules.violations(event | {"sequence_number": n} for n, event in enumerate(named)) == []
+    events = [
+        {"type": f"response.{type_}", "sequence_number": number} | members_
+        for number, (type_, members_) in enumerate(stream)
+    ]
+    assert rules.violations(events) == []
 
 
 def test_our_line_ends_in_the_text_are_no_fault() -> None:
@@ -173,14 +187,14 @@ anything = st.dictionaries(names, values, max_size=6).flatmap(
 @given(st.lists(anything, max_size=4), st.sampled_from(["responses", "chat"]))
 def test_no_stream_makes_it_raise(events: list[dict[str, Any]], kind: str) -> None:
     typed = [members.typed(event, recordings.TYPES[kind]) for event in events]
-    found = rules.violations(recordings.Capture(kind, [], events, typed, ""))
-    assert all(0 <= violation.event <= len(events) or not events for violation in found)
+    violations = rules.violations(recordings.Capture(kind, [], events, typed, ""))
+    assert all(0 <= violation.event <= len(events) or not events for violation in violations)
 
 
 def test_a_delta_of_another_type_is_a_fault() -> None:
     """It is no object, so it has no role: the rule on roles must not ask it for one."""
-    found = rules.violations([{"choices": [{"index": 0, "delta": "Hi"}]}])
-    assert "chunk-fields" in {violation.rule for violation in found}
+    violations = rules.violations([{"choices": [{"index": 0, "delta": "Hi"}]}])
+    assert "chunk-fields" in {violation.rule for violation in violations}
 
 
 @given(st.data())
@@ -225,9 +239,9 @@ def test_a_recording_is_judged(tmp_path: Path) -> None:
 
 def test_each_fault_is_named_once() -> None:
     bad = GOOD["responses"].replace(b'"item_id":"msg_2",', b"")
-    status, said, _ = command(bad)
+    status, printed, _ = command(bad)
     assert status == 1
-    assert said.splitlines() == [
+    assert printed.splitlines() == [
         "fields: events, items, parts and the response have the members they must have",
         "    https://github.com/lemonade-sdk/lemonade/issues/3607",
         "    event 9: response.content_part.added lacks item_id",
@@ -244,8 +258,8 @@ def test_each_fault_is_named_once() -> None:
 @pytest.mark.parametrize("mode", [(), ("--frames",)])
 @pytest.mark.parametrize(("stream", "flags"), [(b"", ()), (b": ping\n\n", ()), (b"", ("no/such/file",))])
 def test_what_is_no_recording(mode: Iterable[str], stream: bytes, flags: Iterable[str]) -> None:
-    status, said, complaint = command(stream, *mode, *flags)
-    assert (status, said) == (2, "")
+    status, printed, complaint = command(stream, *mode, *flags)
+    assert (status, printed) == (2, "")
     assert complaint.count("\n") == 1
 
 
@@ -254,16 +268,16 @@ def test_what_is_no_recording(mode: Iterable[str], stream: bytes, flags: Iterabl
 )
 def test_an_error_for_a_recording_is_shown(body: bytes) -> None:
     """What was recorded is most often a refusal: it says why, on one line and without control characters."""
-    status, said, complaint = command(body)
-    assert (status, said) == (2, "")
+    status, printed, complaint = command(body)
+    assert (status, printed) == (2, "")
     assert "Unsupported Media Type" in complaint
     assert complaint.removesuffix("\n").isprintable()
 
 
 def test_frames_are_shown() -> None:
-    status, said, _ = command(b": hi\n\nevent: a\ndata: \xc3\xa9\n\ndata: b\n\ndata: c", "--frames")
+    status, printed, _ = command(b": hi\n\nevent: a\ndata: \xc3\xa9\n\ndata: b\n\ndata: c", "--frames")
     assert status == 1
-    assert said.splitlines() == [
+    assert printed.splitlines() == [
         "    0 a  \u00e9",
         "    1 message  b",
         "expected a blank line before the stream ends, got 7 bytes of an open event",

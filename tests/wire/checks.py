@@ -326,17 +326,18 @@ def stop_string(peer: Peer) -> None:
     ):
         if reply.status in REFUSED:
             raise NotApplicable(f"refused: {reply}")
-        said = chat_outline(reply.events if reply.is_stream else [reply.json])
+        chunks = reply.events if reply.is_stream else [reply.json]
         how = "streamed" if reply.is_stream else "plain"
-        expect(said == expected, f"{how}: expected {expected[0]} with stop {stop!r}", said)
+        answer = chat_outline(chunks)
+        expect(answer == expected, f"{how}: expected {expected[0]} with stop {stop!r}", answer)
 
 
 def two_choices(peer: Peer) -> None:
     reply = recorded(peer, "chat-two")
-    said = chat_outline(reply.events)
-    expect(said.keys() == {0, 1}, f"expected choices 0 and 1, got {sorted(map(str, said))}", reply)
-    ended = all(choice["finish_reason"] for choice in said.values())
-    expect(ended and reply.body.count(b"[DONE]") == 1, "expected two ends and one [DONE]", said)
+    choices = chat_outline(reply.events)
+    expect(choices.keys() == {0, 1}, f"expected choices 0 and 1, got {sorted(map(str, choices))}", reply)
+    ended = all(choice["finish_reason"] for choice in choices.values())
+    expect(ended and reply.body.count(b"[DONE]") == 1, "expected two ends and one [DONE]", choices)
 
 
 def chat_logprobs(peer: Peer) -> None:
@@ -470,8 +471,8 @@ def background_streams(peer: Peer) -> None:
     reply = recorded(peer, "background")
     check_stream("background", reply, "order", "terminal", "status", "sums")
     last = reply.events[-1].get("response") or {}
-    found = ended(peer, last.get("id"))
-    expect(found == last, "expected GET to give what the stream said", f"{outline(last)}\n{outline(found)}")
+    final = ended(peer, last.get("id"))
+    expect(final == last, "expected GET to give what the stream said", f"{outline(last)}\n{outline(final)}")
 
 
 def refused_in_background(peer: Peer) -> None:
@@ -580,9 +581,9 @@ def delete_the_running(peer: Peer) -> None:
     if reply.status in NOT_THERE:
         raise NotApplicable(f"nothing can be deleted: {reply}")
     peer.ask("POST", at(id_, "/cancel"))
-    found = peer.ask("GET", at(id_))
-    consistent = found.status == (404 if reply.status == 200 else 200)
-    expect(consistent, f"expected what DELETE answered with {reply.status} to hold", found)
+    later = peer.ask("GET", at(id_))
+    expected = 404 if reply.status == 200 else 200
+    expect(later.status == expected, f"expected what DELETE answered with {reply.status} to hold", later)
 
 
 # --- refusals -----------------------------------------------------------------------------------------------
