@@ -116,6 +116,11 @@ def test_every_folder_of_the_root_is_known() -> None:
     assert ours == {*CHAPTERS, "benches"}
 
 
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_tests_mirror_the_chapters(chapter: str) -> None:
+    assert [*(ROOT / "tests" / chapter).glob("test_*.py")]
+
+
 def test_the_spine_is_short() -> None:
     assert len(SPINE) <= MAX_SPINE
 
