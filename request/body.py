@@ -1,31 +1,34 @@
-"""The body of a request, from the bytes of a connection to JSON, within limits.
+"""The body of a request: from the bytes of a connection to a JSON value, within limits.
 
-    request --read_json()--> value, or BadInput
+    HTTP request --read_json()--> value, or BadInput
 
-Authority: RFC 8259; https://platform.openai.com/docs/guides/error-codes for what is refused.
+Authority: RFC 8259 (JSON), RFC 9110 section 8.4 (Content-Encoding); for what is refused,
+https://platform.openai.com/docs/guides/error-codes.
 
 Rules of this file:
-1. Bytes, seconds and nesting are bounded before anything is built of them.
-2. A large body is parsed in a thread: the streams go on meanwhile.
+1. Bytes, seconds and nesting are bounded before anything is built from them.
+2. A large body is unpacked and parsed in a thread: the streams go on meanwhile.
 
 Not here: what the JSON may say (params.py).
 """
 
 import asyncio
-import json
 import zlib
 from itertools import accumulate
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
 
+import sse
 from request.refusals import BadInput
 
 MAX_BODY_BYTES = 8 * 2**20
-MAX_BODY_S = 60  # until it has come
-MAX_DEPTH = 128  # of lists and objects in it: a schema nests two for each level of what it describes
+MAX_BODY_S = 60  # from the head of the request to the last byte of its body
+MAX_DEPTH = 128  # nested lists and objects: a schema nests two for each level of what it describes
 ENCODINGS = ("identity", "gzip", "x-gzip", "deflate")
+GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS  # zlib.decompressobj(): whichever of the two the header shows
 
+STEP = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
@@ -51,25 +54,19 @@ async def read_json(http: HttpRequest) -> Any:
 
 
 def _parse(body: bytes, encoding: str) -> Any:
-    plain = _decoded(body, encoding)
-    if depth(plain) > MAX_DEPTH:
+    json_text = body if encoding == "identity" else _unpacked(body)
+    if depth(json_text) > MAX_DEPTH:
         message = f"Expected a body nested at most {MAX_DEPTH} deep."
         raise BadInput(message, None, "invalid_json")
     try:
-        text = plain.decode("utf-8-sig")  # json.loads() takes UTF-16 too, RFC 8259 section 8.1 does not
-        value = json.loads(text, parse_constant=_no_constant)
-        # 1e999 is no number, half a surrogate pair is no text
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-    except (ValueError, RecursionError) as error:
+        return sse.loads(json_text.decode("utf-8-sig"))  # not UTF-16, which json takes: RFC 8259, section 8.1
+    except ValueError as error:
         raise BadInput(f"Could not parse the body as JSON: {error}", None, "invalid_json") from error
-    return value
 
 
-def _decoded(body: bytes, encoding: str) -> bytes:
+def _unpacked(body: bytes) -> bytes:
     """Codex compresses its bodies; what they unpack to is bounded like any other."""
-    if encoding == "identity":
-        return body
-    unpacker = zlib.decompressobj(wbits=47)  # 32 + 15: gzip or zlib, by its header
+    unpacker = zlib.decompressobj(wbits=GZIP_OR_ZLIB)
     try:
         unpacked = unpacker.decompress(body, MAX_BODY_BYTES)
     except zlib.error as error:
@@ -86,8 +83,5 @@ def depth(json_text: bytes) -> int:
     unescaped = json_text.replace(b"\\\\", b"").replace(b'\\"', b"")
     outside_strings = b"".join(unescaped.split(b'"')[::2])
     brackets = outside_strings.translate(None, NO_BRACKETS)
-    return max(accumulate(1 if bracket in b"[{" else -1 for bracket in brackets), default=0)
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
+    steps = [STEP[bracket] for bracket in brackets]
+    return max(accumulate(steps), default=0)

@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "audit":           {"responses", "sse"},
     "model":           {"checkpoint", "sampling"},
     "devices":         {"checkpoint", "model", "sampling"},
-    "request":         {"channels", "store"},
+    "request":         {"channels", "sse", "store"},
     "completions":     {"channels", "request"},
     "dialects":        {"channels", "request"},
     "engine":          {"checkpoint", "drafts", "model", "pages", "sampling"},
