@@ -1,18 +1,20 @@
-"""Around every endpoint: who asks, whether there is room, what a failure looks like, and what is noted of it.
+"""ASGI middleware around every endpoint: authentication, admission, errors, access log and metrics.
 
-    request --Front--> preflights --Gate: key, room--> routes --> reply --Front: id, log, metrics--> client
+    request --AccessLog--> Preflights --Admission: API key, room--> endpoint
+    endpoint --reply, or an exception--> error body --AccessLog: x-request-id, log, metrics--> client
 
 Authority: https://platform.openai.com/docs/guides/error-codes; for pages of other sites
 https://fetch.spec.whatwg.org/#http-cors-protocol.
 
 Rules of this file:
-1. Every reply has an x-request-id, every record that is logged for it the same, every error the same body.
-2. A key is known by its digest alone, and all are compared each time: the time taken says nothing.
-3. Long-lived requests are limited in number; short ones, such as a cancel, always get in.
-4. A page of another site gets nothing done without being allowed to: browsers send what is no JSON unasked.
+1. Every reply has an x-request-id, every log record of its request the same; every error has the same body.
+2. A key is kept as its digest alone, and compared with all of them each time: the time taken says nothing.
+3. Admission limits how many requests are held open at once; short ones, such as a cancel, always get in.
+4. A page of another site gets nothing done that it was not allowed: without a preflight browsers send what
+   is no JSON.
 
-Not here: the endpoints (api.py), bodies and streams (streaming.py), limits of a parameter
-(request/params.py).
+Not here: the endpoints, and which of them a client may hold open (api.py), bodies and streams (streaming.py),
+limits of a parameter (request/params.py).
 """
 
 import hashlib
@@ -29,27 +31,22 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api import Api
+from api import Api, Endpoint
 from gateway.relay import Refused
+from request.ids import new_id
 from request.refusals import STATUS, BadInput
 from service import metrics, webpage
 from service.logs import REQUEST_ID
-from streaming import error_response, new_id, wants_stream
+from streaming import error_response, wants_stream
 
 log = logging.getLogger("front")
 
-OPEN = ("/", "/health", "/health/live")  # need no key: the page asks for one
-GONE = 499  # nginx's number for a client that left before its reply began; it is noted, and nobody gets it
-METHODS = ("GET", "POST", "DELETE", "HEAD", "OPTIONS")
-BODIES = {  # posted, and read as slowly as the client sends
-    "/v1/responses",
-    "/v1/responses/input_tokens",
-    "/v1/responses/compact",
-    "/v1/chat/completions",
-}
+KEYLESS_PATHS = ("/", "/health", "/health/live")  # the page asks for a key itself
+CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that left before its reply began: only logged
+METHODS = ("GET", "POST", "DELETE", "HEAD", "OPTIONS")  # others are one label in the metrics
 
 # --- what a failure looks like ------------------------------------------------------------------------------
 
@@ -62,16 +59,19 @@ async def on_bad_input(_: HttpRequest, error: Exception) -> Response:
 async def on_refused(_: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, Refused)
     response = error_response(error.status, error.message, error.param, error.code or None)
-    response.headers.update({"Retry-After": error.retry_after} if error.retry_after else {})
+    if error.retry_after:
+        response.headers["Retry-After"] = error.retry_after
     return response
 
 
 async def on_http_error(http: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message, code = f"{error.detail}: {http.method} {http.url.path}", "method_not_allowed"
+    message = f"{error.detail}: {http.method} {http.url.path}"
+    code = "method_not_allowed"
     if error.status_code == 404:
-        there = dict.fromkeys(route.path for route in http.app.routes if route.path.startswith("/v1/"))
-        message, code = f"{message}; there is {', '.join(there)}", "unknown_url"
+        paths = dict.fromkeys(route.path for route in http.app.routes if route.path.startswith("/v1/"))
+        message += f"; there is {', '.join(paths)}"
+        code = "unknown_url"
     response = error_response(error.status_code, message, code=code)
     response.headers.update(error.headers or {})
     return response
@@ -82,7 +82,7 @@ async def on_recursion(_: HttpRequest, error: Exception) -> Response:
 
 
 async def on_disconnect(_: HttpRequest, error: Exception) -> Response:
-    return Response(status_code=GONE)  # nobody reads it
+    return Response(status_code=CLIENT_CLOSED_REQUEST)  # nobody reads it
 
 
 async def on_exception(_: HttpRequest, error: Exception) -> Response:
@@ -114,25 +114,25 @@ def no_json() -> Response:
     return error_response(415, message, None, "unsupported_content_type")
 
 
-# --- who asks -----------------------------------------------------------------------------------------------
+# --- authentication -----------------------------------------------------------------------------------------
 
 
 class Keys:
-    """The keys that are let in, none: everybody is."""
+    """The API keys that are let in; with none of them everybody is."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         self._digests = [digest(key.encode()) for key in keys]
 
     def owner(self, scope: Scope) -> str | None:
-        """Whose key came: its digest, "" where none is demanded; None for any other, and for none."""
+        """Who asks: the digest of the key; "" where none is needed, None where it is wrong or absent."""
         if not self._digests:
             return ""
         scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
         if scheme.lower() != b"bearer" or not key.strip():
             return None
-        given = digest(key.strip())
-        known = [hmac.compare_digest(given, each) for each in self._digests]
-        return given if any(known) else None
+        owner = digest(key.strip())
+        matches = [hmac.compare_digest(owner, each) for each in self._digests]  # all of them: rule 2
+        return owner if any(matches) else None
 
 
 def digest(key: bytes) -> str:
@@ -142,35 +142,41 @@ def digest(key: bytes) -> str:
 # --- around every endpoint ----------------------------------------------------------------------------------
 
 
-class Front:
-    """The application as uvicorn calls it: gives each request its id, and notes what became of it."""
+class AccessLog:
+    """The application as uvicorn calls it: gives each request its id, logs and counts its reply.
+
+    `paths` are those of the endpoints, as routes spell them: a label has few values.
+    """
 
     def __init__(self, app: ASGIApp, paths: Mapping[Any, str], counted: metrics.Metrics) -> None:
-        self._app, self._metrics = app, counted
-        self._paths = paths  # of the endpoints
+        self._app = app
+        self._paths = paths
+        self._metrics = counted
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        id_, status, started = new_id("req"), GONE, time.perf_counter()
-        REQUEST_ID.set(id_)  # of this task and those that it starts
+        request_id = new_id("req")
+        REQUEST_ID.set(request_id)  # in the log records of this task and those that it starts
+        status = CLIENT_CLOSED_REQUEST
+        started_at = time.perf_counter()
 
-        async def watched(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", id_.encode())]
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
             await send(message)
 
         try:
-            await self._app(scope, receive, watched)
+            await self._app(scope, receive, send_with_id)
         finally:
-            self._note(scope, status, time.perf_counter() - started)
+            self._record(scope, status, time.perf_counter() - started_at)
 
-    def _note(self, scope: Scope, status: int, seconds: float) -> None:
+    def _record(self, scope: Scope, status: int, seconds: float) -> None:
         handler = self._paths.get(scope.get("endpoint"), "none")
         method = scope["method"] if scope["method"] in METHODS else "other"
         self._metrics.add("http_requests", 1, handler, method, str(status))
         self._metrics.observe("http_request_duration_seconds", seconds, handler)
-        level = logging.DEBUG if scope["path"] in OPEN else logging.INFO
+        level = logging.DEBUG if scope["path"] in KEYLESS_PATHS else logging.INFO
         path = scope["raw_path"].decode("ascii", "replace")
         fields = {"method": method, "path": path, "status": status, "seconds": round(seconds, 4)}
         log.log(level, "%s %s: %d in %.3f s", *fields.values(), extra={"fields": fields})
@@ -188,48 +194,76 @@ class Preflights(CORSMiddleware):
         return refusal
 
 
-class Gate:
-    """Lets in whom it knows, as far as there is room; endpoints find in scope["owner"] who asks."""
+class Admission:
+    """Lets in who has a key, as far as there is room; endpoints find the key's owner in scope["owner"]."""
 
-    def __init__(self, app: ASGIApp, keys: Keys, max_streams: int, origins: Sequence[str]) -> None:
-        self._app, self._keys, self._origins = app, keys, {*origins}
-        self._max_streams, self._n_held = max_streams, 0
+    def __init__(
+        self,
+        app: ASGIApp,
+        endpoints: Sequence[Endpoint],
+        keys: Keys,
+        max_streams: int,
+        origins: Sequence[str],
+    ) -> None:
+        self._app = app
+        self._holdable = [(endpoint, route_of(endpoint)) for endpoint in endpoints if endpoint.held_by]
+        self._keys = keys
+        self._origins = {*origins}
+        self._max_streams = max_streams
+        self._n_streams = 0  # requests that clients hold open now
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        held = may_hold(scope)
-        answer = self._refusal(scope, held) or self._app
-        self._n_held += held
-        try:
-            await answer(scope, receive, send)
-        finally:
-            self._n_held -= held
-
-    def _refusal(self, scope: Scope, held: bool) -> ASGIApp | None:
         scope["owner"] = self._keys.owner(scope)
+        held_by = self._held_by(scope)
+        refusal = self._refusal(scope, held_by)
+        if refusal:
+            await refusal(scope, receive, send)
+            return
+        if not held_by:
+            await self._app(scope, receive, send)
+            return
+        self._n_streams += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._n_streams -= 1
+
+    def _held_by(self, scope: Scope) -> str:
+        """What a client may hold this request open with: a body sent slowly, a stream read slowly."""
+        for endpoint, route in self._holdable:
+            match, _ = route.matches(scope)
+            if match is Match.FULL:
+                query = QueryParams(scope["query_string"])
+                if endpoint.held_by == "stream" and not wants_stream(query):
+                    return ""
+                return endpoint.held_by
+        return ""
+
+    def _refusal(self, scope: Scope, held_by: str) -> Response | None:
         headers = dict(scope["headers"])
-        if scope["owner"] is None and scope["path"] not in OPEN:
+        if scope["owner"] is None and scope["path"] not in KEYLESS_PATHS:
             return unauthorized()
         if headers.get(b"upgrade", b"").lower() == b"websocket":
             return no_websocket()
-        if scope["method"] == "POST" and scope["path"] in BODIES and is_unasked(headers, self._origins):
+        if held_by == "body" and is_unasked(headers, self._origins):
             return no_json()
-        return overloaded() if held and self._n_held >= self._max_streams else None
+        if held_by and self._n_streams >= self._max_streams:
+            return overloaded()
+        return None
 
 
-def may_hold(scope: Scope) -> bool:
-    """Whether it may last as long as its client likes: by a body sent slowly, or a stream read slowly."""
-    if scope["method"] == "POST":
-        return scope["path"] in BODIES
-    return scope["path"].startswith("/v1/responses/") and wants_stream(QueryParams(scope["query_string"]))
+def route_of(endpoint: Endpoint) -> Route:
+    return Route(endpoint.path, endpoint.handler, methods=[endpoint.method])
 
 
 def is_unasked(headers: Mapping[bytes, bytes], origins: Set[str]) -> bool:
     """Whether a browser may have sent it for a page of another site without a preflight."""
     origin = headers.get(b"origin", b"").decode("latin-1")
-    is_ours = origin.partition("://")[2] == headers.get(b"host", b"").decode("latin-1")
+    if not origin or origins & {origin, "*"}:
+        return False
+    is_our_page = origin.partition("://")[2] == headers.get(b"host", b"").decode("latin-1")
     content_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-    is_elsewhere = bool(origin) and not is_ours and not origins & {origin, "*"}
-    return is_elsewhere and content_type != b"application/json"
+    return not is_our_page and content_type != b"application/json"
 
 
 def make_app(api: Api, keys: Keys, max_streams: int, origins: Sequence[str] = ()) -> ASGIApp:
@@ -239,7 +273,7 @@ def make_app(api: Api, keys: Keys, max_streams: int, origins: Sequence[str] = ()
     async def on_metrics(_: HttpRequest) -> Response:
         return Response(api.metrics.render(), media_type=metrics.CONTENT_TYPE)
 
-    routes = [Route("/", on_page), Route("/metrics", on_metrics), *api.routes()]
+    endpoints = [Endpoint("GET", "/", on_page), Endpoint("GET", "/metrics", on_metrics), *api.endpoints()]
     handlers = {
         BadInput: on_bad_input,
         Refused: on_refused,
@@ -248,11 +282,15 @@ def make_app(api: Api, keys: Keys, max_streams: int, origins: Sequence[str] = ()
         ClientDisconnect: on_disconnect,
         Exception: on_exception,
     }
-    paths = {route.endpoint: route.path for route in routes}
-    inner = Starlette(routes=routes, exception_handlers=handlers)
-    inner.router.redirect_slashes = False  # to where the Host header says, which is the client's
-    app: ASGIApp = Gate(inner, keys, max_streams, origins)
+    inner = Starlette(routes=[route_of(endpoint) for endpoint in endpoints], exception_handlers=handlers)
+    inner.router.redirect_slashes = False  # it would go to where the Host header says, which is the client's
+    app: ASGIApp = Admission(inner, endpoints, keys, max_streams, origins)
     if origins:
-        methods, exposed = ("GET", "POST", "DELETE"), ("x-request-id", "retry-after")
-        app = Preflights(app, origins, methods, allow_headers=["*"], expose_headers=exposed)
-    return Front(app, paths, api.metrics)
+        app = Preflights(
+            app,
+            origins,
+            allow_methods=("GET", "POST", "DELETE"),
+            allow_headers=["*"],
+            expose_headers=("x-request-id", "retry-after"),
+        )
+    return AccessLog(app, {endpoint.handler: endpoint.path for endpoint in endpoints}, api.metrics)

@@ -31,7 +31,7 @@ from collections.abc import Callable
 
 import threadpoolctl
 
-from api import Api, Worker, encode_event
+from api import Api, encode_event
 from background import Registry
 from checkpoint import hub
 from gateway.remote import RemoteWorker
@@ -39,8 +39,8 @@ from gateway.upstreams import Upstreams
 from middleware import Keys, make_app
 from service import loading, logs, options
 from service.connections import HttpServer, bind, http_config
-from store import Limits, Store
-from worker import ALIAS, LocalWorker
+from store import Retention, Store
+from worker import ALIAS, LocalWorker, Worker
 
 # --- start --------------------------------------------------------------------------------------------------
 
@@ -84,9 +84,9 @@ def remote_worker(args: argparse.Namespace) -> RemoteWorker | None:
 
 
 def open_store(args: argparse.Namespace) -> Store:
-    limits = Limits(args.store_max_responses, args.store_max_bytes, args.store_max_age)
+    retention = Retention(args.store_max_responses, args.store_max_bytes, args.store_max_age)
     try:
-        return Store(args.store, limits)
+        return Store(args.store, retention)
     except sqlite3.Error as error:
         raise sqlite3.Error(f"--store {args.store}: {error}") from error
 

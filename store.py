@@ -72,7 +72,7 @@ DELETE FROM responses WHERE id IN (
 )
 """
 
-Newest = dict[str, Any] | None
+Snapshot = dict[str, Any] | None  # a response object as an event holds it
 
 
 class Ended(Exception):
@@ -98,9 +98,14 @@ class Row(NamedTuple):
         """What a response that continues this one begins with."""
         return [*self.items, *self.response["output"]]
 
+    def at(self, snapshot: dict[str, Any], now: float) -> "Row":
+        """The row with a newer response object, which ends it `now` if it is terminal."""
+        ended_at = now if snapshot["status"] in TERMINAL else None
+        return self._replace(response=snapshot, ended_at=ended_at)
+
 
 @dataclass(frozen=True)
-class Limits:
+class Retention:
     """What the store may hold of terminal responses."""
 
     max_responses: int = 10_000
@@ -112,8 +117,8 @@ class Limits:
 class Store:
     """Opens or creates the file; ":memory:" is a store that is lost with the process."""
 
-    def __init__(self, path: str, limits: Limits) -> None:
-        self._limits = limits
+    def __init__(self, path: str, retention: Retention) -> None:
+        self._retention = retention
         self._db = sqlite3.connect(path, PATIENCE_S, isolation_level=None, check_same_thread=False)
         for setting in SETTINGS:
             self._db.execute(f"PRAGMA {setting}")
@@ -148,9 +153,10 @@ class Store:
             )
             self._insert_events(row.id, 0, frames)
 
-    def append(self, id: str, first: int, frames: Sequence[bytes], newest: Newest, now: float) -> None:
-        """Events number `first` and on; `newest` is the response object in the last that holds one, None if
-        none does. Raises Ended.
+    def append(self, id: str, first: int, frames: Sequence[bytes], snapshot: Snapshot, now: float) -> None:
+        """Store the events from number `first` on, and the newest response object; None: it is as before.
+
+        Raises Ended.
         """
         with self._transaction():
             live = self._db.execute(
@@ -160,8 +166,9 @@ class Store:
             if not live.rowcount:
                 raise Ended(f"expected a live response, got {id}")
             self._insert_events(id, first, frames)
-            if newest:
-                text, ended_at = _dumps(newest), now if newest["status"] in TERMINAL else None
+            if snapshot:
+                text = _dumps(snapshot)
+                ended_at = now if snapshot["status"] in TERMINAL else None
                 self._db.execute(
                     "UPDATE responses SET response = ?, ended_at = ?, "
                     "row_bytes = length(request) + length(items) + ? WHERE id = ?",
@@ -194,7 +201,7 @@ class Store:
 
     def evict(self, now: float) -> None:
         """Forget what is over the limits."""
-        limits = self._limits
+        limits = self._retention
         stale, old = now - limits.events_age_s, now - limits.max_age_s
         with self._transaction():
             expired = "ended_at < ? AND event_bytes > 0"

@@ -1,20 +1,20 @@
-"""What comes in and goes out over HTTP: JSON bodies, errors, and the events of a log as they grow or whole.
+"""The events of a log over HTTP: as a stream of server-sent events, or folded into one JSON object.
 
-    request --read_json()--> body        EventLog --Answer--> frames, or one JSON object
+    EventLog --Answer--> frames as they come, or one JSON object at the end        status, message --> error
 
 Authority: https://platform.openai.com/docs/guides/error-codes; https://asgi.readthedocs.io for disconnects.
 
 Rules of this file:
-1. Before the first byte an error has its status code; after it, failures are reported only by the last event.
-2. When the client leaves, a producer that works for it alone is cancelled, and so the engine's sequence.
-3. One write an event: some parsers lose an event that is cut.
+1. Before the first byte an error has its status code; after it, only the last event tells of a failure.
+2. When the client leaves, the task that works for it alone is cancelled, and with it the engine's sequence.
+3. An event is one write: some parsers lose an event that is cut.
+4. Back-pressure ends here: a client that reads slowly keeps its own frames waiting, and nobody else's.
 
-Not here: routes (api.py), what an event looks like (responses.py, completions.py).
+Not here: endpoints (api.py), what an event looks like (responses.py, completions.py), bodies that come in
+(request/body.py).
 """
 
 import asyncio
-import secrets
-import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any
@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 import sse
-from background import EventLog
+from background import Event, EventLog
 from request.refusals import RETRY_AFTER_S, error_body
 
 # "every 15 seconds or so": html.spec.whatwg.org/multipage/server-sent-events.html#authoring-notes
@@ -37,14 +37,6 @@ SSE_HEADERS = [
 ]
 
 
-def new_id(prefix: str) -> str:
-    return f"{prefix}_{secrets.token_hex(24)}"
-
-
-def now() -> int:
-    return int(time.time())
-
-
 def error_response(
     status: int, message: str, param: str | None = None, code: str | None = None
 ) -> JSONResponse:
@@ -52,66 +44,72 @@ def error_response(
 
 
 def json_response(status: int, body: dict[str, Any]) -> JSONResponse:
-    retry = {"Retry-After": str(RETRY_AFTER_S[status])} if status in RETRY_AFTER_S else None
-    return JSONResponse(body, status, retry)
+    headers = {}
+    if status in RETRY_AFTER_S:
+        headers["Retry-After"] = str(RETRY_AFTER_S[status])
+    return JSONResponse(body, status, headers)
 
 
 def wants_stream(query: QueryParams) -> bool:
-    """Whether who gets a response asks for its events."""
+    """Whether a GET of a response asks for its events."""
     return query.get("stream") in ("true", "True", "1")
 
 
 # --- answers ------------------------------------------------------------------------------------------------
 
-Producing = asyncio.Future[None]
-# The events of a log to a status and a body.
-Whole = Callable[[list[dict[str, Any]]], tuple[int, dict[str, Any]]]
+Fold = Callable[[list[Event]], tuple[int, dict[str, Any]]]  # all events -> status and body
 
 
 class Answer(Response):
-    """Answers with a log: as a stream that ends in `done`, or with what `whole` makes of it at its end.
+    """Answers with a log: folded at its end, or as a stream of the events behind `after`, and then `done`.
 
-    `producer` fills the log for as long as the client is there; None: it fills without us. A producer that
-    raises before its first event has refused the request. Later it is a bug of ours: its client gets a 500
-    or, in a stream, a connection that breaks, no clean end.
+    `filling` works for this client alone; None: the log fills without it. One that raises before the first
+    event has refused the request. Later it has a bug: its client gets a 500 or, in a stream, a connection
+    that breaks, no clean end.
     """
 
     def __init__(
         self,
-        events: EventLog,
-        producer: Coroutine[Any, Any, None] | None = None,
-        whole: Whole | None = None,
+        log: EventLog,
+        filling: asyncio.Task[None] | None = None,
+        fold: Fold | None = None,
         done: bytes = b"",
         after: int = -1,
     ) -> None:
-        self._events, self._producer, self._whole = events, producer, whole
-        self._done, self._after = done, after
+        self._log = log
+        self._filling = filling
+        self._fold = fold
+        self._done = done
+        self._after = after
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        producing = asyncio.ensure_future(self._producer or _nothing())
+        sending = self._send_events(send) if self._fold is None else self._send_body(scope, receive, send)
         try:
-            await while_there(self._send(producing, scope, receive, send), receive)
+            await while_there(sending, receive)
         finally:
-            producing.cancel()
-            await asyncio.gather(producing, return_exceptions=True)
+            if self._filling:
+                self._filling.cancel()
+                await asyncio.gather(self._filling, return_exceptions=True)
 
-    async def _send(self, producing: Producing, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._whole:
-            await producing
-            await self._events.written()
-            status, body = self._whole(self._events.events)
-            await json_response(status, body)(scope, receive, send)
-            return
-        if self._producer:
-            await self._events.begun()
-            if not self._events.events:
-                await producing  # it raises why: nothing has been said, so that has its status
+    async def _send_body(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert self._fold
+        assert self._filling
+        await self._filling
+        status, body = self._fold(self._log.events)
+        await json_response(status, body)(scope, receive, send)
+
+    async def _send_events(self, send: Send) -> None:
+        if self._filling:
+            await self._log.begun()
+            if not self._log.events:
+                await self._filling  # raises why it has refused: that still has its status
         await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
-        async with aclosing(kept_alive(self._events.read(self._after))) as frames:
+        async with aclosing(kept_alive(self._log.read(self._after))) as frames:
             async for frame in frames:
                 await send({"type": "http.response.body", "body": frame, "more_body": True})
-        await producing
-        if not self._events.broken_off:  # else the connection just ends, and the client knows
+        if self._filling:
+            await self._filling
+        if not self._log.is_broken_off:  # else the connection just ends, and the client knows
             await send({"type": "http.response.body", "body": self._done})
 
 
@@ -121,21 +119,18 @@ async def while_there(sending: Coroutine[Any, Any, None], receive: Receive) -> N
     try:
         await asyncio.wait({answer, leaving}, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        answered = answer.done()
+        is_answered = answer.done()
         for task in (answer, leaving):
             task.cancel()
         await asyncio.gather(answer, leaving, return_exceptions=True)
-    if answered:
+    if is_answered:
         answer.result()  # raises what it raised
 
 
-async def _nothing() -> None:
-    pass
-
-
 async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    message = await receive()
+    while message["type"] != "http.disconnect":
+        message = await receive()
 
 
 async def kept_alive(frames: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
@@ -143,14 +138,15 @@ async def kept_alive(frames: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
     coming = asyncio.ensure_future(anext(frames, None))
     try:
         while True:
-            done, _ = await asyncio.wait({coming}, timeout=KEEP_ALIVE_S)
-            if not done:
+            await asyncio.wait({coming}, timeout=KEEP_ALIVE_S)
+            if not coming.done():
                 yield sse.comment("keep-alive")
-            elif (frame := coming.result()) is None:
+                continue
+            frame = coming.result()
+            if frame is None:
                 return
-            else:
-                yield frame
-                coming = asyncio.ensure_future(anext(frames, None))
+            yield frame
+            coming = asyncio.ensure_future(anext(frames, None))
     finally:
         coming.cancel()
         await asyncio.gather(coming, return_exceptions=True)

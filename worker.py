@@ -1,13 +1,18 @@
-"""The local worker: a checked Request to what the model says, on this machine.
+"""The Worker contract, and the worker of this machine: a checked Request to what the model says.
 
-    Request --prepare()--> Prompt --run()--> Accepted, Output, Output, ..., Finish
+    Request --Worker.prepare()--> Prompt --Prompt.run()--> Accepted, Output, Output, ..., Finish
+
+An engine in this process and an upstream server (gateway/remote.py) both keep the contract, so streams,
+background, resume, chains and calls work over either, and nothing behind it can tell which it was.
 
 Rules of this file:
-1. What can be refused is refused by prepare(), before a byte of the answer has left.
-2. run() ends with exactly one Finish, unless its reader leaves first; then the engine drops the sequence.
+1. prepare() refuses with BadInput, before a byte of the answer has left. run() may too, before its Accepted.
+2. run() yields Accepted, any number of Outputs and exactly one Finish, which is the last; behind Accepted it
+   raises only where it has a bug. A reader that leaves early closes it; then the engine drops the sequence.
 3. Usage counts the tokens that were read from the engine: a stop token too, but nothing after a stop string.
 
-Not here: what the pieces mean (channels.py), which tokens come (engine.py).
+Not here: what the pieces mean (channels.py), which tokens come (engine.py), who keeps rule 2 where a worker
+has a bug (api.py).
 """
 
 import asyncio
@@ -17,14 +22,15 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from datetime import datetime
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from channels import Accepted, Dialect, Finish, Output, Parser, Piece, State, TokenLogprob, Usage
 from dialects import families
 from dialects.structured_output import BadGrammar, Constraint, Grammars, Thinking, lark
 from engine import Engine, Job
 from request.messages import Message, shortened
-from request.params import Request, StructuredOutput
+from request.output_format import StructuredOutput
+from request.params import Request
 from request.refusals import BadInput
 from request.template import ChatTemplate
 from sampling import Choice, Sampling
@@ -33,21 +39,61 @@ from tokenizer import Tokenizer
 ALIAS = "default"  # a name that any model answers to
 
 
-class Prompt(NamedTuple):
-    """A request that will be served."""
+# --- the contract -------------------------------------------------------------------------------------------
 
+
+class Prompt(Protocol):
+    """A checked request, made ready for the worker that it carries."""
+
+    @property
+    def request(self) -> Request: ...
+    @property
+    def n_tokens(self) -> int | None: ...  # None: only the upstream can count them
+
+    def run(self, choice: int = 0) -> AsyncGenerator[Accepted | Output | Finish]:
+        """What the model says in one of the request's n choices."""
+
+
+class Worker(Protocol):
+    """What turns a Request into what a model says."""
+
+    @property
+    def defaults(self) -> Mapping[str, Any]: ...  # of parameters, by name: the model's own
+    @property
+    def alive(self) -> bool: ...  # False: it will never serve again
+
+    def prepare(self, request: Request) -> Prompt:
+        """Check what only this worker can check; raises BadInput. It may take long: call it in a thread."""
+
+    def busy(self) -> bool: ...  # a request is in flight
+    def counts(self) -> dict[str, int]: ...  # what it holds, for /health and /metrics
+
+    async def close(self) -> None:
+        """Fail what is in flight."""
+
+
+# --- the worker of this machine -----------------------------------------------------------------------------
+
+
+class LocalPrompt(NamedTuple):
+    """A request that the engine will serve."""
+
+    worker: "LocalWorker"
     request: Request
     token_ids: list[int]
     max_tokens: int
     seed: int
     dialect: Dialect  # families.find()
     state: State  # in which the answer begins
-    after_marker: bool  # the prompt ends with one
-    constraint: Constraint | None  # on the answer, where it is not free; each choice takes a copy
+    after_marker: bool  # the prompt ends with a marker
+    constraint: Constraint | None  # on the answer; each choice takes a copy; None: the answer is free
 
     @property
     def n_tokens(self) -> int:
         return len(self.token_ids)
+
+    def run(self, choice: int = 0) -> AsyncGenerator[Accepted | Output | Finish]:
+        return self.worker.run(self, choice)
 
 
 class LocalWorker:
@@ -63,9 +109,9 @@ class LocalWorker:
         names: Sequence[str] = ("model",),
         defaults: Mapping[str, Any] | None = None,
     ) -> None:
-        """`dialect`: its name, where the template's is not to decide; `defaults` of parameters, by name."""
+        """`names` of the model in requests; `dialect` instead of the one that the template shows."""
         self.engine = engine
-        self.names = names  # of the model, in requests
+        self.names = names
         self.defaults = defaults or {}
         self._tokenizer = tokenizer
         self._template = template
@@ -83,24 +129,42 @@ class LocalWorker:
         return self.engine.busy()
 
     async def close(self) -> None:
-        """Fail what still runs."""
         await asyncio.to_thread(self.engine.close)
 
-    def prepare(self, request: Request) -> Prompt:
+    def prepare(self, request: Request) -> LocalPrompt:
         """Render, tokenise and check; raises BadInput."""
         self._check_token_ids(request)
-        limit, whole = self.engine.max_seq_len, request.messages
-        candidates = shortened(whole) if request.truncate else [whole]
+        text, token_ids = self._fitted(request)
+        max_tokens = self.engine.max_seq_len - len(token_ids)
+        if request.max_tokens is not None:
+            max_tokens = min(max_tokens, request.max_tokens)
+        seed = request.sampling["seed"]
+        if seed is None:
+            seed = secrets.randbits(63)
+        row, added = families.DIALECTS[self.dialect], self._tokenizer.added
+        dialect = families.find(row, added, self._template.source, tools=bool(request.tools))
+        state, after_marker = families.opening(text, dialect)
+        constraint = None
+        if request.structured_output:
+            constraint = self._constraint(request.structured_output, dialect, state, after_marker)
+        return LocalPrompt(
+            self, request, token_ids, max_tokens, seed, dialect, state, after_marker, constraint
+        )
+
+    def _fitted(self, request: Request) -> tuple[str, list[int]]:
+        """The text and the token ids of the prompt, without as many old turns as it may and must drop."""
+        limit = self.engine.max_seq_len
+        candidates = shortened(request.messages) if request.truncate else [request.messages]
 
         @cache
         def encoded(n_dropped: int) -> tuple[str, list[int]]:
             return self._encode(request, candidates[n_dropped])
 
-        # Fewer turns, fewer tokens: the first that fits is found by halving.
-        n_dropped = bisect.bisect_left(
-            range(len(candidates) - 1), True, key=lambda n: len(encoded(n)[1]) < limit
-        )
-        text, token_ids = encoded(n_dropped)
+        def fits(n_dropped: int) -> bool:
+            return len(encoded(n_dropped)[1]) < limit
+
+        # Fewer turns have fewer tokens: bisection finds the first candidate that fits, else the last one.
+        text, token_ids = encoded(bisect.bisect_left(range(len(candidates) - 1), True, key=fits))
         if not 0 < len(token_ids) < limit:
             expected = f"This model's context is {limit} tokens, of which the answer needs at least one"
             message = f"{expected}; the prompt has {len(token_ids)}."
@@ -108,55 +172,44 @@ class LocalWorker:
         if max(token_ids) >= self.engine.config.vocab_size:
             message = f"The prompt holds a token ({max(token_ids)}) that the model has no embedding for."
             raise BadInput(message, None, "invalid_prompt")
-        rest = limit - len(token_ids)
-        max_tokens = rest if request.max_tokens is None else min(request.max_tokens, rest)
-        seed = secrets.randbits(63) if request.sampling["seed"] is None else request.sampling["seed"]
-        row, added = families.DIALECTS[self.dialect], self._tokenizer.added
-        dialect = families.find(row, added, self._template.source, tools=bool(request.tools))
-        opening = families.opening(text, dialect)
-        constraint = (
-            self._constraint(request.structured_output, dialect, *opening)
-            if request.structured_output
-            else None
-        )
-        return Prompt(request, token_ids, max_tokens, seed, dialect, *opening, constraint)
+        return text, token_ids
 
     def _encode(self, request: Request, messages: list[Message]) -> tuple[str, list[int]]:
-        text = self._template.render(
-            messages, request.tools or None, datetime.now(), **request.template_kwargs
-        )
+        tools = request.tools or None
+        text = self._template.render(messages, tools, datetime.now(), **request.template_kwargs)
         return text, self._tokenizer.encode(text)
 
-    async def run(self, prompt: Prompt, choice: int = 0) -> AsyncGenerator[Accepted | Output | Finish]:
-        """What the model says in one of the request's n choices."""
+    async def run(self, prompt: LocalPrompt, choice: int = 0) -> AsyncGenerator[Accepted | Output | Finish]:
         yield Accepted()
-        request, decoder = prompt.request, self._tokenizer.decoder()
-        parser, job = self._parser(prompt), self._job(prompt, choice)
+        decoder = self._tokenizer.decoder()
+        parser = self._parser(prompt)
+        job = self._job(prompt, choice)
         usage = Usage(len(prompt.token_ids), 0)
         async with aclosing(self.engine.generate(job)) as steps:
             async for step in steps:
                 usage = usage._replace(cached_tokens=step.cached_tokens)
                 for token in step.tokens:  # one by one: a step may cross any number of channels
-                    was = parser.state
-                    stops = token.token_id in job.stop_token_ids
-                    pieces = [] if stops else decoder.feed(token.token_id, self._logprobs(token, request))
+                    state_before = parser.state
+                    pieces: list[Piece] = []
+                    if token.token_id not in job.stop_token_ids:
+                        pieces = decoder.feed(token.token_id, self._logprobs(token))
                     for output in feed(parser, pieces):
                         yield output
-                    reasoning = "analysis" in (was, parser.state)
-                    usage = usage._replace(
-                        output_tokens=usage.output_tokens + 1,
-                        reasoning_tokens=usage.reasoning_tokens + reasoning,
-                    )
+                    usage = usage._replace(output_tokens=usage.output_tokens + 1)
+                    if "analysis" in (state_before, parser.state):
+                        usage = usage._replace(reasoning_tokens=usage.reasoning_tokens + 1)
                     if parser.stopped:
                         yield Finish("stop", usage)
                         return
                 if step.finish:
-                    for output in [*feed(parser, decoder.close()), *parser.close(cut=step.finish != "stop")]:
+                    for output in feed(parser, decoder.close()):
+                        yield output
+                    for output in parser.close(cut=step.finish != "stop"):
                         yield output
                     reason = "stop" if parser.stopped else step.finish
                     yield Finish(reason, usage, step.message)
 
-    def _parser(self, prompt: Prompt) -> Parser:
+    def _parser(self, prompt: LocalPrompt) -> Parser:
         request = prompt.request
         functions = [tool["function"] for tool in request.tools]
         return Parser(
@@ -168,49 +221,56 @@ class LocalWorker:
             schemas={function["name"]: function.get("parameters", {}) for function in functions},
         )
 
-    def _job(self, prompt: Prompt, choice: int) -> Job:
+    def _job(self, prompt: LocalPrompt, choice: int) -> Job:
         request = prompt.request
-        given = {"seed": prompt.seed, "choice": choice, "n_top_logprobs": request.n_top_logprobs}
-        # What is demanded has an end of its own, behind which nothing may come.
-        goes_on = request.ignore_eos and not prompt.constraint
-        ends = () if goes_on else self.engine.config.eos_token_ids
-        stops = frozenset((*ends, *request.stop_token_ids))
+        stop_token_ids = {*request.stop_token_ids}
+        # The grammar of structured output has an end of its own, behind which nothing may come.
+        if prompt.constraint or not request.ignore_eos:
+            stop_token_ids.update(self.engine.config.eos_token_ids)
+        resolved = {"seed": prompt.seed, "choice": choice, "n_top_logprobs": request.n_top_logprobs}
+        sampling = Sampling(**request.sampling | resolved)
         constraint = prompt.constraint.copy() if prompt.constraint else None
-        return Job(
-            prompt.token_ids, prompt.max_tokens, stops, Sampling(**request.sampling | given), constraint
-        )
+        return Job(prompt.token_ids, prompt.max_tokens, frozenset(stop_token_ids), sampling, constraint)
 
     def _constraint(
         self, spec: StructuredOutput, dialect: Dialect, state: State, after_marker: bool
     ) -> Constraint:
-        """What the answer must keep to; raises BadInput where it cannot be enforced."""
-        thinking: Thinking = "open" if state == "analysis" else "over" if after_marker else "possible"
+        """The constraint on the answer (structured output); raises BadInput where it cannot be enforced."""
+        thinking: Thinking = "possible"
+        if state == "analysis":
+            thinking = "open"
+        elif after_marker:
+            thinking = "over"
         try:
             self._grammars.check(spec)
             return self._grammars.constraint(lark(spec, dialect, self._tokenizer.added, thinking))
         except BadGrammar as error:
-            if wanted := dict(spec.inputs).get(error.part):
-                message = f"Invalid {wanted.syntax} grammar for '{error.part}': {error}"
-                raise BadInput(message, wanted.path) from error
+            if grammar := dict(spec.inputs).get(error.part):
+                message = f"Invalid {grammar.syntax} grammar for '{error.part}': {error}"
+                raise BadInput(message, grammar.path) from error
             path = spec.schema_path if error.part == "schema" else "tools"
             message = f"Invalid schema for '{error.part}': {error}"
             raise BadInput(message, path, "invalid_json_schema") from error
 
     def _check_token_ids(self, request: Request) -> None:
-        n = self.engine.config.vocab_size
-        named = {"logit_bias": request.sampling["logit_bias"], "stop_token_ids": request.stop_token_ids}
-        for name, ids in named.items():
-            if any(token_id >= n for token_id in ids):
-                message = f"Invalid value for '{name}': expected token ids below {n}, got {max(ids)}."
+        vocab_size = self.engine.config.vocab_size
+        parameters = {
+            "logit_bias": request.sampling["logit_bias"],
+            "stop_token_ids": request.stop_token_ids,
+        }
+        for name, token_ids in parameters.items():
+            largest = max(token_ids, default=0)
+            if largest >= vocab_size:
+                message = f"Invalid value for '{name}': expected token ids below {vocab_size}, got {largest}."
                 raise BadInput(message, name, "invalid_value")
 
-    def _logprobs(self, token: Choice, request: Request) -> tuple[TokenLogprob, ...]:
+    def _logprobs(self, token: Choice) -> tuple[TokenLogprob, ...]:
         if token.logprob is None:
             return ()
-        top = tuple(self._named(token_id, logprob) for token_id, logprob in token.top)
-        return (self._named(token.token_id, token.logprob)._replace(top=top),)
+        top = tuple(self._logprob(token_id, logprob) for token_id, logprob in token.top)
+        return (self._logprob(token.token_id, token.logprob)._replace(top=top),)
 
-    def _named(self, token_id: int, logprob: float) -> TokenLogprob:
+    def _logprob(self, token_id: int, logprob: float) -> TokenLogprob:
         spelled = self._tokenizer.token_bytes(token_id)
         return TokenLogprob(spelled.decode(errors="replace"), logprob, spelled)
 

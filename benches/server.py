@@ -37,7 +37,7 @@ from middleware import Keys, make_app
 from request.template import ChatTemplate
 from sampling import Choice
 from service.connections import bind, protocol
-from store import Limits, Store
+from store import Retention, Store
 from tokenizer import Tokenizer
 from worker import LocalWorker
 
@@ -78,7 +78,7 @@ def ours(directory: Path) -> ASGIApp:
     engine = cast(Engine, Script(config, tokenizer.encode(" a")[0]))
     grammars = Grammars(vocabulary, config.vocab_size, config.eos_token_ids)
     worker = LocalWorker(engine, tokenizer, ChatTemplate.load(directory), grammars, names=["bench"])
-    registry = Registry(Store(":memory:", Limits()), encode_event)
+    registry = Registry(Store(":memory:", Retention()), encode_event)
     return make_app(Api(worker, None, registry, bytes(32)), Keys([]), max(STREAMS) + 1)
 
 

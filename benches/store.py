@@ -15,9 +15,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import responses
-import streaming
 from api import encode_event
-from background import EventLog, Producer, Registry
+from background import Event, EventLog, Reason, Registry
 from benches.common import (
     cpu_name,
     engine_run,
@@ -33,8 +32,9 @@ from checkpoint.config import read_config
 from checkpoint.weights import read_weights
 from engine import Engine
 from request import params
+from request.ids import new_id
 from service.loading import cpu_ops
-from store import Limits, Row, Store
+from store import Retention, Row, Store
 from tokenizer import Tokenizer
 
 N_DELTAS = 64  # tokens of one response: a frame each, and eight around them
@@ -64,14 +64,14 @@ def run(args: argparse.Namespace) -> None:
 
 async def store_run(path: Path, n_responses: int) -> dict[str, str]:
     """Events appended and written, events read back, and the resident memory on the way."""
-    database = Store(str(path), Limits())
+    database = Store(str(path), Retention())
     registry = Registry(database, encode_event)
     ids, memory, started = [], {}, time.perf_counter()
     for n in range(1, n_responses + 1):
-        row, producer = scripted(f"resp_{n}")
+        row = background_row(f"resp_{n}")
         ids.append(row.id)
-        events = await registry.submit(row, producer)
-        async with aclosing(events.read()) as frames:
+        job = await registry.start(row, ScriptedRun(row))
+        async with aclosing(job.log.read()) as frames:
             n_events = len([frame async for frame in frames])
         if n in (n_responses // 10, n_responses):
             memory[n] = resident_mb()
@@ -93,21 +93,30 @@ async def store_run(path: Path, n_responses: int) -> dict[str, str]:
     } | at
 
 
-def scripted(id: str) -> tuple[Row, Producer]:
-    """A response whose tokens are already there."""
+class ScriptedRun:
+    """Makes a response whose tokens are already there."""
+
+    def __init__(self, row: Row) -> None:
+        self._builder = responses.Builder(row.response, new_id)
+
+    def start(self) -> list[Event]:
+        return self._builder.start(queued=True)
+
+    async def fill(self, log: EventLog) -> None:
+        log.extend(self._builder.run())
+        for _ in range(N_DELTAS):
+            log.extend(self._builder.feed(Delta("final", " token")))
+            await asyncio.sleep(0)  # as tokens come: one by one
+        log.extend(self._builder.finish(Finish("stop", Usage(8, N_DELTAS)), 0))
+
+    def end(self, reason: Reason, message: str) -> list[Event]:
+        return self._builder.finish(Finish(reason, message=message), 0)
+
+
+def background_row(id: str) -> Row:
     request = params.from_responses({"model": "bench", "input": "hi", "background": True}, {})
     head = {"id": id, "object": "response", "created_at": 0, "model": "bench"} | request.echo
-    builder = responses.Builder(head, streaming.new_id)
-
-    async def fill(events: EventLog) -> None:
-        events.extend(builder.run())
-        for _ in range(N_DELTAS):
-            events.extend(builder.feed(Delta("final", " token")))
-            await asyncio.sleep(0)  # as tokens come: one by one
-        events.extend(builder.finish(Finish("stop", Usage(8, N_DELTAS)), 0))
-
-    row = Row(id, time.time(), None, True, True, True, {}, [], head)
-    return row, Producer(lambda: builder.start(queued=True), fill, lambda *_: [])
+    return Row(id, time.time(), None, True, True, True, {}, [], head)
 
 
 def options(add: argparse.ArgumentParser) -> None:

@@ -1,6 +1,6 @@
 """The remote worker: a checked Request to what a model behind an upstream server says.
 
-    Request --prepare()--> Prompt --run()--> Accepted, Output, Output, ..., Finish    as worker.py does
+    Request --prepare()--> UpstreamPrompt --run()--> Accepted, Output, ..., Finish    as worker.py does
     body of POST /v1/chat/completions --pass_through()--> Response                    relayed byte for byte
 
 Authority: https://platform.openai.com/docs/api-reference/chat/create; what that lacks has vLLM's names.
@@ -18,7 +18,7 @@ import asyncio
 import json
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -47,13 +47,17 @@ ACCEPT_S = 5
 # --- the request --------------------------------------------------------------------------------------------
 
 
-class Prompt(NamedTuple):
-    """A request that an upstream will be asked."""
+class UpstreamPrompt(NamedTuple):
+    """A request as an upstream will be asked; a Prompt of worker.py."""
 
+    worker: "RemoteWorker"
     request: Request
     body: dict[str, Any]  # all but the messages
     candidates: list[list[Message]]  # the messages; then, where they may be cut, without their oldest turns
     n_tokens: None = None  # only the upstream knows
+
+    def run(self, choice: int = 0) -> AsyncGenerator[Accepted | Output | Finish]:
+        return self.worker.run(self, choice)
 
 
 def responses_param(param: str) -> str:
@@ -72,7 +76,7 @@ def chat_body(request: Request, model: str) -> dict[str, Any]:
     body: dict[str, Any] = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
     stops = {name: getattr(request, name) for name in ("stop", "stop_token_ids", "ignore_eos")}
     for name, value in (request.sampling | stops).items():
-        if name in request.given:  # rule 2
+        if name in request.explicit:  # rule 2
             body[name] = value
     if request.max_tokens is not None:
         body["max_tokens"] = request.max_tokens  # fewer servers know max_completion_tokens
@@ -198,6 +202,7 @@ class RemoteWorker:
         return self.upstreams.counts() | dict(self.ledger.totals)
 
     alive = True  # an upstream that is down may come back
+    defaults: Mapping[str, Any] = {}  # of parameters: what an upstream presets nobody knows here
 
     def busy(self) -> bool:
         return self.upstreams.counts()["running"] > 0
@@ -206,12 +211,15 @@ class RemoteWorker:
         """Fail what still runs."""
         await self.upstreams.close()
 
-    def prepare(self, request: Request) -> Prompt:
+    def prepare(self, request: Request) -> UpstreamPrompt:
         messages = [chat_message(message) for message in request.messages]
         candidates = shortened(messages) if request.truncate else [messages]
-        return Prompt(request, chat_body(request, self._upstream_name(request.model)), candidates)
+        body = chat_body(request, self._upstream_name(request.model))
+        return UpstreamPrompt(self, request, body, candidates)
 
-    async def run(self, prompt: Prompt, choice: int = 0) -> AsyncGenerator[Accepted | Output | Finish]:
+    async def run(
+        self, prompt: UpstreamPrompt, choice: int = 0
+    ) -> AsyncGenerator[Accepted | Output | Finish]:
         """What the model says. Raises Refused before Accepted, and nothing after it."""
         meter = Meter(self.prices)
         outcome: Outcome = "disconnect"
@@ -243,7 +251,7 @@ class RemoteWorker:
         if finish:
             yield finish
 
-    async def _open(self, prompt: Prompt) -> Reply:
+    async def _open(self, prompt: UpstreamPrompt) -> Reply:
         """Ask; without the oldest turns as long as the upstream says that the prompt is too long."""
         for messages in prompt.candidates[:-1]:
             try:
@@ -253,7 +261,7 @@ class RemoteWorker:
                     raise
         return await self._ask(prompt, prompt.candidates[-1])
 
-    async def _ask(self, prompt: Prompt, messages: list[Message]) -> Reply:
+    async def _ask(self, prompt: UpstreamPrompt, messages: list[Message]) -> Reply:
         """Raises Refused, which names the parameter that the client has sent."""
         try:
             return await self.upstreams.open(PATH, prompt.body | {"messages": messages})

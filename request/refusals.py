@@ -64,6 +64,7 @@ STATUS = {
     "request_timeout":              408,
     "body_too_large":               413,
     "unsupported_content_encoding": 415,
+    "rate_limit_exceeded":          429,
 }
 
 #  status   type                    every other is invalid_request_error

@@ -31,9 +31,9 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from request.ids import new_id
 from request.refusals import error_body
 from service import logs
-from streaming import new_id
 
 log = logging.getLogger("connections")
 

@@ -28,7 +28,7 @@ from checkpoint.config import Config, UnsupportedModel, read_config
 from checkpoint.weights import n_params, read_weights
 from devices import cuda, kernels
 from dialects.structured_output import Grammars
-from engine import Engine, Ops
+from engine import Engine, ModelRunner
 from model import PAGE, NumpyOps
 from request import params
 from request.template import ChatTemplate
@@ -72,8 +72,8 @@ def load(directory: Path, args: argparse.Namespace) -> LocalWorker:
         room = free_memory() // 4  # the system gives memory only to pages that are used
     n_pages = pool(ops_class.page_bytes(config), max_seq_len, args.max_batch, args.kv_memory, room)
     weights = read_weights(directory, config, ops_class.pack)
-    ops: Ops = ops_class(config, weights, max_seq_len, n_pages, args.max_batch)
-    engine = Engine(ops, args.speculate)
+    runner: ModelRunner = ops_class(config, weights, max_seq_len, n_pages, args.max_batch)
+    engine = Engine(runner, args.speculate)
     names = args.served_model_name or [default_name(directory, args.model)]
     return LocalWorker(engine, tokenizer, template, grammars, args.dialect, names, defaults)
 

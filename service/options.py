@@ -24,7 +24,7 @@ from gateway.metering import Prices, TokenCounts
 from gateway.upstreams import Timeouts
 from responses import REASONING_EVENTS
 from service import logs
-from store import Limits
+from store import Retention
 from worker import ALIAS
 
 T = TypeVar("T", int, float)
@@ -207,9 +207,9 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "reasoning-events":    ("openai",             {"choices": tuple(REASONING_EVENTS), "help": EVENTS}),
     "no-temporary":        (False,                {"action": "store_true", "help": TEMPORARY}),
     "store":               (IN_MEMORY,            {"type": text, "metavar": "FILE", "help": STORE}),
-    "store-max-responses": (Limits.max_responses, {"type": positive, "help": "keep the newest N"}),
-    "store-max-bytes":     (Limits.max_bytes,     {"type": positive, "help": "and N bytes of them"}),
-    "store-max-age":       (Limits.max_age_s,     {"type": seconds, "help": "each for N seconds"}),
+    "store-max-responses": (Retention.max_responses, {"type": positive, "help": "keep the newest N"}),
+    "store-max-bytes":     (Retention.max_bytes,     {"type": positive, "help": "and N bytes of them"}),
+    "store-max-age":       (Retention.max_age_s,     {"type": seconds, "help": "each for N seconds"}),
     "secret":              (None,                 {"type": text, "metavar": "TEXT", "help": SECRET}),
     "max-queued":          (256,                  {"type": positive, "help": "background runs that wait"}),
     "shutdown-grace":      (5.0,                  {"type": at_least(0, float), "help": GRACE}),

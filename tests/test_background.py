@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 import background
 import sse
 from api import encode_event
-from background import EventLog, NotStored, Producer, QueueFull, Registry
+from background import Event, EventLog, NotStored, QueueFull, Reason, Registry
 from channels import Delta, Finish, Output, Usage
 from helpers import laws
 from request import params
 from request.refusals import BadInput
 from responses import Builder, interrupted
-from store import TERMINAL, Limits, Newest, Row, Store
+from store import TERMINAL, Retention, Row, Snapshot, Store
 
 PATIENCE_S = 30
 RACES = 1000
@@ -56,18 +56,31 @@ def row(**changes: Any) -> Row:
     return Row(id_, 0, None, True, True, True, BODY, body, {"id": id_, **HEAD})._replace(**changes)
 
 
-def producer(row: Row, says: Says) -> Producer:
-    builder = Builder(row.response, new_id)
+class ScriptedRun:
+    """A Run of the background that says what the test wants."""
 
-    async def fill(log: EventLog) -> None:
-        log.extend(builder.run())
-        async for said in says():
-            log.extend(builder.finish(said, 2) if isinstance(said, Finish) else builder.feed(said))
+    def __init__(self, row: Row, says: Says) -> None:
+        self._builder = Builder(row.response, new_id)
+        self._says = says
 
-    def end(reason: Any, message: str) -> list[dict[str, Any]]:
-        return builder.finish(Finish(reason, message=message), 2)
+    def start(self) -> list[Event]:
+        return self._builder.start(True)
 
-    return Producer(lambda: builder.start(True), fill, end)
+    async def fill(self, log: EventLog) -> None:
+        log.extend(self._builder.run())
+        async for said in self._says():
+            if isinstance(said, Finish):
+                log.extend(self._builder.finish(said, 2))
+            else:
+                log.extend(self._builder.feed(said))
+
+    def end(self, reason: Reason, message: str) -> list[Event]:
+        return self._builder.finish(Finish(reason, message=message), 2)
+
+
+async def started(registry: Registry, row: Row, says: Says) -> EventLog:
+    job = await registry.start(row, ScriptedRun(row, says))
+    return job.log
 
 
 async def hello() -> AsyncIterator[Said]:
@@ -155,7 +168,7 @@ def test_readers_get_the_same_bytes(actions: list[tuple[str, int]], stored: bool
         lost = 0  # frames whose write has failed, and that no later one has taken yet
         gate = asyncio.Queue[bool]()
 
-        async def write(first: int, frames: list[bytes], newest: Newest) -> None:
+        async def write(first: int, frames: list[bytes], snapshot: Snapshot) -> None:
             nonlocal lost
             assert first == len(written), "no gap, and nothing twice"
             if await gate.get():
@@ -195,7 +208,7 @@ def test_readers_get_the_same_bytes(actions: list[tuple[str, int]], stored: bool
             assert await task == expected[after + 1 :]
         await log.written()
         assert written == expected[: len(written)]
-        assert log.is_kept == (written == expected) or not stored  # unless the very last write has failed
+        assert log.is_stored == (written == expected) or not stored  # unless the very last write has failed
 
     within_patience(main())
 
@@ -204,13 +217,13 @@ def test_log_goes_on_from_an_earlier_process() -> None:
     """Numbers go on where the frames end, and a reader sees both."""
 
     async def main() -> list[list[bytes]]:
-        log = EventLog(encode, frames=[b"0 zero", b"1 one"], newest={"status": "in_progress"})
+        log = EventLog(encode, frames=[b"0 zero", b"1 one"], snapshot={"status": "in_progress"})
         early = asyncio.create_task(read(log, after=0))
         await asyncio.sleep(0)
         assert (log.status, log.ended) == ("in_progress", False)
         log.extend([{"n": 7, "response": {"status": "failed"}}])
         log.close()
-        assert (log.seen, log.ended) == ({"status": "failed"}, True)
+        assert (log.snapshot, log.ended) == ({"status": "failed"}, True)
         return [await early, await read(log), await read(log, 2), await read(log, 99)]
 
     expected = [[b"1 one", b"2 7"], [b"0 zero", b"1 one", b"2 7"], [], []]
@@ -221,7 +234,7 @@ def test_state_is_seen_when_it_is_written() -> None:
     """Who polls must not learn what a restart could take back."""
 
     async def main() -> None:
-        async def write(first: int, frames: list[bytes], newest: Newest) -> None:
+        async def write(first: int, frames: list[bytes], snapshot: Snapshot) -> None:
             begun.set()
             await go_on.wait()
 
@@ -229,10 +242,10 @@ def test_state_is_seen_when_it_is_written() -> None:
         log = EventLog(encode, write)
         log.extend([{"n": 0, "response": {"status": "completed"}}])
         await begun.wait()
-        assert (log.seen, log.status) == (None, "completed")
+        assert (log.snapshot, log.status) == (None, "completed")
         go_on.set()
         await log.written()
-        assert log.seen == {"status": "completed"}
+        assert log.snapshot == {"status": "completed"}
 
     within_patience(main())
 
@@ -241,7 +254,7 @@ def test_waiting_for_what_is_there_does_not_wait_for_what_comes() -> None:
     """A POST that waits for its first events must return however fast the tokens come."""
 
     async def main() -> None:
-        async def write(first: int, frames: list[bytes], newest: Newest) -> None:
+        async def write(first: int, frames: list[bytes], snapshot: Snapshot) -> None:
             log.extend([{"n": 0}])  # there is always a next one
             await asyncio.sleep(0)
 
@@ -314,9 +327,9 @@ def test_every_producer_ends(_: str, says: Says, status: str, message: str | Non
     """
 
     async def main() -> None:
-        with closing(Store(":memory:", Limits())) as store:
+        with closing(Store(":memory:", Retention())) as store:
             registry, asked = Registry(store, encode_event), row()
-            log = await registry.submit(asked, producer(asked, says))
+            log = await started(registry, asked, says)
             early = asyncio.create_task(read(log))
             response = await check_end(registry, store, asked.id, status)
             laws.check_response(parsed(await early))
@@ -332,12 +345,13 @@ def test_readers_end_even_if_the_last_event_cannot_be_made() -> None:
     """The worst case: the run fails, and so does saying it."""
 
     async def main() -> None:
-        def end(reason: str, message: str) -> list[dict[str, Any]]:
-            raise ZeroDivisionError("a bug in the bug's handler")
+        class WorstRun(ScriptedRun):
+            def end(self, reason: Reason, message: str) -> list[Event]:
+                raise ZeroDivisionError("a bug in the bug's handler")
 
-        with closing(Store(":memory:", Limits())) as store:
+        with closing(Store(":memory:", Retention())) as store:
             registry, asked = Registry(store, encode_event), row()
-            log = await registry.submit(asked, producer(asked, raises)._replace(end=end))
+            log = (await registry.start(asked, WorstRun(asked, raises))).log
             assert parsed(await read(log))[-1]["type"] == "response.output_text.delta"
             await registry.cancel(asked.id)  # nor does this hang
 
@@ -360,9 +374,9 @@ def test_cancel_of_a_running_one_keeps_what_it_said() -> None:
             finally:
                 left.append(True)
 
-        with closing(Store(":memory:", Limits())) as store:
+        with closing(Store(":memory:", Retention())) as store:
             held, registry, asked = Held(), Registry(store, encode_event), row()
-            await registry.submit(asked, producer(asked, says))
+            await started(registry, asked, says)
             await held.runs.wait()
             follower = asyncio.create_task(read((await registry.events(asked.id)) or EventLog(encode)))
             await registry.cancel(asked.id)
@@ -381,13 +395,13 @@ def test_cancel_of_a_running_one_keeps_what_it_said() -> None:
 
 def test_cancel_of_a_queued_one_lets_the_next_run() -> None:
     async def main() -> None:
-        with closing(Store(":memory:", Limits())) as store:
+        with closing(Store(":memory:", Retention())) as store:
             held, registry = Held(), Registry(store, encode_event, max_running=1)
             first, second, third = row(), row(), row()
-            await registry.submit(first, producer(first, held))
+            await started(registry, first, held)
             await held.runs.wait()
             for asked in (second, third):
-                await registry.submit(asked, producer(asked, hello))
+                await started(registry, asked, hello)
             await registry.cancel(second.id)
             assert (await ended(registry, second.id)).response["output"] == []
             held.go_on.set()
@@ -404,7 +418,7 @@ def test_cancel_against_completion() -> None:
     """
 
     async def main() -> None:
-        with closing(Store(":memory:", Limits(max_responses=10 * RACES))) as store:
+        with closing(Store(":memory:", Retention(max_responses=10 * RACES))) as store:
             registry = Registry(store, encode_event, max_running=3)
             ends = [await race(registry, store, Random(seed)) for seed in range(RACES)]
             assert min(ends.count("cancelled"), ends.count("completed")) > RACES / 10, "there was a race"
@@ -438,7 +452,7 @@ async def race(registry: Registry, store: Store, chance: Random) -> str:
         if cancels_after < 6:
             assert statuses[cancels_after] in ("cancelled", "completed")
 
-    log = await registry.submit(asked, producer(asked, says))
+    log = await started(registry, asked, says)
     pollers = [asyncio.create_task(poll(chance.randrange(12))) for _ in range(2)]
     followers = [asyncio.create_task(read(log, after)) for after in (-1, 2)]
     await asyncio.gather(*pollers)
@@ -463,11 +477,11 @@ def test_delete_is_not_undone_by_the_end_of_the_run() -> None:
     """
 
     async def main() -> None:
-        with closing(Store(":memory:", Limits())) as store:
+        with closing(Store(":memory:", Retention())) as store:
             registry = Registry(store, encode_event)
             for _ in range(50):
                 asked = row()
-                log = await registry.submit(asked, producer(asked, hello))
+                log = await started(registry, asked, hello)
                 async with aclosing(log.read()) as frames:
                     async for frame in frames:
                         if b"response.completed" in frame:
@@ -485,11 +499,11 @@ def test_delete_is_not_undone_by_the_end_of_the_run() -> None:
 
 def test_queued_ones_wait_their_turn() -> None:
     async def main() -> None:
-        with closing(Store(":memory:", Limits())) as store:
+        with closing(Store(":memory:", Retention())) as store:
             registry, all_held = Registry(store, encode_event, max_running=2), [Held() for _ in range(5)]
             asked = [row() for _ in all_held]
             for one, held in zip(asked, all_held, strict=True):
-                await registry.submit(one, producer(one, held))
+                await started(registry, one, held)
 
             async def statuses() -> str:
                 found = [await registry.get(one.id) for one in asked]
@@ -513,20 +527,20 @@ def test_queue_is_bounded() -> None:
     """By what is accepted at once, too."""
 
     async def main() -> None:
-        with closing(Store(":memory:", Limits())) as store:
+        with closing(Store(":memory:", Retention())) as store:
             registry, held = Registry(store, encode_event, max_running=1, max_queued=3), Held()
             first = row()
-            await registry.submit(first, producer(first, held))
+            await started(registry, first, held)
             await held.runs.wait()
             asked = [row() for _ in range(10)]
-            submits = (registry.submit(one, producer(one, hello)) for one in asked)
+            submits = (started(registry, one, hello) for one in asked)
             done = await asyncio.gather(*submits, return_exceptions=True)
             assert [isinstance(d, QueueFull) for d in done] == [False] * 3 + [True] * 7
             assert registry.counts() == {"background": 4}
             assert [await registry.get(one.id) for one in asked[3:]] == [None] * 7
             await registry.cancel(asked[0].id)
             again = row()
-            await registry.submit(again, producer(again, hello))
+            await started(registry, again, hello)
             held.go_on.set()
             for one in (first, asked[1], asked[2], again):
                 assert (await ended(registry, one.id)).response["status"] == "completed"
@@ -539,11 +553,11 @@ def test_queue_is_bounded() -> None:
 
 def test_nothing_is_accepted_that_is_not_stored() -> None:
     async def main() -> None:
-        store = Store(":memory:", Limits())
+        store = Store(":memory:", Retention())
         registry, asked = Registry(store, encode_event), row()
         store.close()
         with pytest.raises(NotStored):
-            await registry.submit(asked, producer(asked, hello))
+            await started(registry, asked, hello)
         assert registry.counts() == {"background": 0}
 
     within_patience(main())
@@ -553,9 +567,9 @@ def test_readers_end_when_the_store_has_gone() -> None:
     """What was seen stays so, for as long as the process lives."""
 
     async def main() -> None:
-        store = Store(":memory:", Limits())
+        store = Store(":memory:", Retention())
         held, registry, asked = Held(), Registry(store, encode_event), row()
-        log = await registry.submit(asked, producer(asked, held))
+        log = await started(registry, asked, held)
         await held.runs.wait()
         follower = asyncio.create_task(read(log))
         await log.written()
@@ -584,7 +598,7 @@ def test_what_met_a_full_disk_is_written_once_there_is_room(
     limit = "PRAGMA max_page_count = {}"
 
     async def main() -> None:
-        with closing(Store(path, Limits())) as store:
+        with closing(Store(path, Retention())) as store:
             registry, go = Registry(store, encode_event), asyncio.Event()
 
             async def waits() -> AsyncIterator[Said]:
@@ -593,7 +607,7 @@ def test_what_met_a_full_disk_is_written_once_there_is_room(
                 yield DONE
 
             first, second = row(), row()
-            log = await registry.submit(first, producer(first, waits))
+            log = await started(registry, first, waits)
             store._db.execute(limit.format(1))  # SQLite's own: as much as there is, and no more
             go.set()
             frames = await read(log)
@@ -601,12 +615,12 @@ def test_what_met_a_full_disk_is_written_once_there_is_room(
             assert (await ended(registry, first.id)).response["status"] == "completed"
             assert registry.counts() == {"background": 1}
             store._db.execute(limit.format(1 << 20))
-            await registry.submit(second, producer(second, hello))
+            await started(registry, second, hello)
             await ended(registry, second.id)
             await registry.get("another")  # looks after the store
             assert registry.counts() == {"background": 0}
             assert store.frames(first.id) == frames
-        with closing(Store(path, Limits())) as store:
+        with closing(Store(path, Retention())) as store:
             assert not store.live()
 
     within_patience(main())
@@ -617,16 +631,16 @@ def test_close_ends_what_runs(persistent: bool) -> None:
     """A producer that never ends, and one that waits behind it: it waits for the next process, if any."""
 
     async def main() -> None:
-        with closing(Store(":memory:", Limits())) as store:
+        with closing(Store(":memory:", Retention())) as store:
             registry, running, queued = Registry(store, encode_event, max_running=1), row(), row()
-            logs = [await registry.submit(one, producer(one, Held())) for one in (running, queued)]
+            logs = [await started(registry, one, Held()) for one in (running, queued)]
             followers = [asyncio.create_task(read(log)) for log in logs]
             while logs[0].status == "queued":
                 await asyncio.sleep(0)
             registry.hold()
             refused = row()
             with pytest.raises(QueueFull):
-                await registry.submit(refused, producer(refused, hello))
+                await started(registry, refused, hello)
             await registry.close(persistent)
             response = await check_end(registry, store, running.id, "failed")
             assert response["error"] == {"code": "server_error", "message": SHUT_DOWN}
@@ -644,10 +658,10 @@ def test_close_ends_what_runs(persistent: bool) -> None:
 @pytest.mark.parametrize("persistent", [True, False])
 def test_cancel_wins_over_close(persistent: bool) -> None:
     async def main() -> None:
-        with closing(Store(":memory:", Limits())) as store:
+        with closing(Store(":memory:", Retention())) as store:
             registry, running, queued = Registry(store, encode_event, max_running=1), row(), row()
             for one in (running, queued):
-                await registry.submit(one, producer(one, Held()))
+                await started(registry, one, Held())
             cancels = [asyncio.create_task(registry.cancel(one.id)) for one in (running, queued)]
             await asyncio.sleep(0)
             await registry.close(persistent)
@@ -660,14 +674,14 @@ def test_cancel_wins_over_close(persistent: bool) -> None:
 
 def left_by_a_dead_process(path: Path) -> tuple[list[str], dict[str, list[bytes]]]:
     """Two that ran and two that were queued when it died: asyncio.run() lets no task end by itself."""
-    store = Store(str(path), Limits())
+    store = Store(str(path), Retention())
     asked = [row() for _ in range(4)]
 
     async def main() -> None:
         registry = Registry(store, encode_event, max_running=2)
         for one in asked:
             held = Held()
-            log = await registry.submit(one, producer(one, held))
+            log = await started(registry, one, held)
             if one in asked[:2]:
                 await held.runs.wait()
                 await log.written()
@@ -685,12 +699,12 @@ def test_next_process_ends_what_a_dead_one_left(tmp_path: Path, can_run: bool) -
     ids, before = left_by_a_dead_process(tmp_path / "db")
 
     async def main() -> None:
-        async def again(left: Row) -> Producer:
+        async def again(left: Row) -> ScriptedRun:
             if not can_run:
                 raise BadInput("Another model is served now.")
-            return producer(left, hello)
+            return ScriptedRun(left, hello)
 
-        with closing(Store(str(tmp_path / "db"), Limits())) as store:
+        with closing(Store(str(tmp_path / "db"), Retention())) as store:
             registry = Registry(store, encode_event)
             await registry.take_over(again, lambda frames: interrupted(parsed(frames), "interrupted"))
             for id_ in ids:

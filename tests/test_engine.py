@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engine import BROKEN, CLOSING, MAX_CHUNKS, MAX_FAILED, Engine, Job
+from engine import BROKEN, CLOSING, MAX_FAILED_STEPS, Engine, Job
 from helpers.engines import (
     CHUNK,
     GREEDY,
@@ -33,6 +33,7 @@ from helpers.engines import (
     together,
 )
 from sampling import Sampling
+from scheduler import MAX_CHUNKS
 
 
 @pytest.fixture
@@ -314,7 +315,7 @@ def test_a_request_that_cannot_be_served(what: str, asked: Job, message: str, ti
 
 
 def test_an_engine_whose_steps_all_fail_is_not_alive(tiny_engine: Engine) -> None:
-    for _ in range(MAX_FAILED):
+    for _ in range(MAX_FAILED_STEPS):
         assert tiny_engine.alive
         assert failed(alone(tiny_engine, replace(endless(3, 5), sampling=OUT_OF_VOCABULARY)), "IndexError")
     assert not tiny_engine.alive

@@ -19,15 +19,15 @@ from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
 from uvicorn.server import ServerState
 
-import streaming
 from helpers.faulty_server import SLOW
 from helpers.serving import TINY, Json, Reply, Server, http_bytes, http_chunks, run, serve, until
 from middleware import Keys
 from request import body, messages, refusals
+from request.ids import new_id
 from request.refusals import BadInput
 from service import connections, options
 from service.connections import protocol
-from store import SCHEMA, Limits, Store
+from store import SCHEMA, Retention, Store
 
 RESPONSES, CHAT = "/v1/responses", "/v1/chat/completions"
 FAULTY = ("-m", "tests.helpers.faulty_server")
@@ -140,14 +140,14 @@ def test_a_store_without_owners_gets_them(tmp_path: Path) -> None:
         db.execute("INSERT INTO responses VALUES ('resp_1', 0, 1, 1, 0, 0, 0, 0, ?, ?, ?)", texts)
         db.commit()
     for _ in range(2):  # once is enough
-        with closing(Store(str(path), Limits())) as opened:
+        with closing(Store(str(path), Retention())) as opened:
             row = opened.get("resp_1")
             assert row is not None
             assert row.owner == ""
     with closing(sqlite3.connect(path)) as db:
         db.execute("PRAGMA user_version = 3")
     with pytest.raises(sqlite3.DatabaseError, match="version 2"):
-        Store(str(path), Limits())
+        Store(str(path), Retention())
 
 
 # --- keys ---------------------------------------------------------------------------------------------------
@@ -501,6 +501,6 @@ def test_a_body_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ids_cannot_be_guessed() -> None:
-    ids = {streaming.new_id("resp") for _ in range(1000)}
+    ids = {new_id("resp") for _ in range(1000)}
     assert len(ids) == 1000
     assert {len(id_) for id_ in ids} == {len("resp_") + 48}  # 192 bits

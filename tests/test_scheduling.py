@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from dialects.families import DIALECTS
 from dialects.structured_output import Constraint, Grammars, lark
-from drafts import Lookup
 from engine import Engine, Job
 from helpers.engines import (
     CHUNK,
@@ -34,7 +33,7 @@ from helpers.engines import (
 )
 from model import PAGE
 from parity import TINY
-from request.params import StructuredOutput
+from request.output_format import StructuredOutput
 from sampling import Choice, Sampling
 from tokenizer import Tokenizer
 
@@ -321,29 +320,6 @@ def test_drafts_of_one_under_a_constraint() -> None:
     with started(Watch(), LENGTH, speculate=5) as engine:
         check(asked, play(said(engine, asked), "an array"))
         assert engine.counts()["accepted"] > 0
-
-
-# fmt: off
-#   tokens                   n  what may follow
-DRAFTS = [
-    ([],                     3, []),
-    ([1],                    3, []),
-    ([1, 2, 3],              3, []),
-    ([1, 2, 3, 4, 1, 2],     1, [3]),
-    ([1, 2, 3, 4, 1, 2],     3, [3, 4, 1]),
-    ([1, 2, 3, 4, 1, 2],     6, [3, 4, 1, 2, 3, 4]),
-    ([1, 2, 3, 1, 2, 4, 1, 2], 2, [4, 1]),
-    ([7, 7, 7],              4, [7, 7, 7, 7]),
-    ([1, 2, 3, 2],           4, []),
-]
-# fmt: on
-
-
-@pytest.mark.parametrize(("token_ids", "n", "expected"), DRAFTS)
-def test_drafts_are_what_followed_the_last_time(token_ids: list[int], n: int, expected: list[int]) -> None:
-    lookup = Lookup(token_ids[:2])
-    lookup.extend(token_ids[2:])
-    assert lookup.drafts(n) == Lookup(token_ids).drafts(n) == expected
 
 
 @pytest.mark.parametrize("n_prompt", [44, 48, 50])

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import store
-from store import TERMINAL, Ended, Limits, Row, Store
+from store import TERMINAL, Ended, Retention, Row, Store
 
 NOW = 1_000_000.0
 WEATHER = {"type": "function_call", "id": "fc_1", "call_id": "call_1", "name": "f", "arguments": "{}"}
@@ -21,7 +21,7 @@ ODD_TEXT = 'ü 水 🦜 \u2028 \0 \\ "'
 
 @pytest.fixture
 def db() -> Iterator[Store]:
-    with closing(Store(":memory:", Limits())) as opened:
+    with closing(Store(":memory:", Retention())) as opened:
         yield opened
 
 
@@ -143,20 +143,20 @@ FULL = 2 * size(ended("a"))  # bytes of two
 UNKEPT = ended("a", kept=False)
 
 # fmt: off
-#   what is over               limits                       later stored                               left
-LIMITS: list[tuple[str, Limits, float, list[Row], str]] = [
-    ("nothing",                Limits(),                    1e5,  [row("a"), ended("b")],              "a b"),
-    ("the oldest",             Limits(max_responses=1),     0,    [ended("b", 2), ended("a", 1)],      "b"),
-    ("the first born",         Limits(max_responses=1),     0,    [ended("b"), ended("a", born_at=1)], "b"),
-    ("no live one, by count",  Limits(max_responses=0),     0,    [row("a"), ended("b")],              "a"),
-    ("no live one, by bytes",  Limits(max_bytes=0),         0,    [row("a"), ended("b")],              "a"),
-    ("no live one, by age",    Limits(max_age_s=1),         1e9,  [row("a"), ended("b")],              "a"),
-    ("no live one, store off", Limits(),                    1e9,  [row("a", kept=False)],              "a"),
-    ("one byte",               Limits(max_bytes=FULL - 1),  0,    [ended("a", 1), ended("b", 2)],      "b"),
-    ("not a byte",             Limits(max_bytes=FULL),      0,    [ended("a", 1), ended("b", 2)],      "a b"),
-    ("a second",               Limits(max_age_s=10),        11,   [ended("a"), ended("b", NOW + 1)],   "b"),
-    ("a second, store off",    Limits(events_age_s=10),     11,   [UNKEPT, ended("b", NOW + 1)],       "b"),
-    ("not a second",           Limits(events_age_s=10),     10,   [UNKEPT, ended("b", NOW + 1)],       "a b"),
+#   what is over               limits                        later stored                               left
+LIMITS: list[tuple[str, Retention, float, list[Row], str]] = [
+    ("nothing",                Retention(),                 1e5,  [row("a"), ended("b")],              "a b"),
+    ("the oldest",             Retention(max_responses=1),  0,    [ended("b", 2), ended("a", 1)],      "b"),
+    ("the first born",         Retention(max_responses=1),  0,    [ended("b"), ended("a", born_at=1)], "b"),
+    ("no live one, by count",  Retention(max_responses=0),  0,    [row("a"), ended("b")],              "a"),
+    ("no live one, by bytes",  Retention(max_bytes=0),      0,    [row("a"), ended("b")],              "a"),
+    ("no live one, by age",    Retention(max_age_s=1),      1e9,  [row("a"), ended("b")],              "a"),
+    ("no live one, store off", Retention(),                 1e9,  [row("a", kept=False)],              "a"),
+    ("one byte",               Retention(max_bytes=FULL - 1), 0,   [ended("a", 1), ended("b", 2)],      "b"),
+    ("not a byte",             Retention(max_bytes=FULL),   0,    [ended("a", 1), ended("b", 2)],      "a b"),
+    ("a second",               Retention(max_age_s=10),     11,   [ended("a"), ended("b", NOW + 1)],   "b"),
+    ("a second, store off",    Retention(events_age_s=10),  11,   [UNKEPT, ended("b", NOW + 1)],       "b"),
+    ("not a second",           Retention(events_age_s=10),  10,   [UNKEPT, ended("b", NOW + 1)],       "a b"),
 ]
 # fmt: on
 
@@ -165,7 +165,7 @@ LIMITS: list[tuple[str, Limits, float, list[Row], str]] = [
 @pytest.mark.parametrize(
     ("limits", "later", "rows", "left"), [case[1:] for case in LIMITS], ids=[c[0] for c in LIMITS]
 )
-def test_limits(limits: Limits, later: float, rows: list[Row], left: str) -> None:
+def test_limits(limits: Retention, later: float, rows: list[Row], left: str) -> None:
     with closing(Store(":memory:", limits)) as db:
         for stored in rows:
             db.insert(stored)
@@ -188,7 +188,7 @@ def test_limits_say_what_stays(
     ended_rows: list[tuple[int, bool, list[bytes]]], count: int, max_bytes: int, age: int, events_age: int
 ) -> None:
     """The same rules once more, in Python, over any rows."""
-    with closing(Store(":memory:", Limits(count, max_bytes, age, events_age))) as db:
+    with closing(Store(":memory:", Retention(count, max_bytes, age, events_age))) as db:
         for i, (at, kept, frames) in enumerate(ended_rows):
             db.insert(ended(f"r{i}", at, kept=kept, born_at=i), frames)
         db.evict(9)
@@ -207,7 +207,7 @@ def test_limits_say_what_stays(
 def test_events_expire_before_their_response() -> None:
     """github.com/openai/openai-python/issues/2828: a stream has a last day, its response a later one."""
     whole = size(ended("resp_1"))
-    with closing(Store(":memory:", Limits(max_bytes=whole, max_age_s=100, events_age_s=10))) as db:
+    with closing(Store(":memory:", Retention(max_bytes=whole, max_age_s=100, events_age_s=10))) as db:
         db.insert(ended("resp_1"), [b"0" * whole])
         db.insert(row("resp_2"), [b"0"])
         db.evict(NOW + 11)
@@ -218,7 +218,7 @@ def test_events_expire_before_their_response() -> None:
 
 
 def test_evicted_leaves_no_events() -> None:
-    with closing(Store(":memory:", Limits(max_responses=0))) as db:
+    with closing(Store(":memory:", Retention(max_responses=0))) as db:
         db.insert(row(), [b"0"])
         db.append("resp_1", 1, [b"1"], state("completed"), NOW)
         db.evict(NOW)
@@ -230,11 +230,11 @@ def test_evicted_leaves_no_events() -> None:
 
 def test_file_is_found_again(tmp_path: Path) -> None:
     path = tmp_path / "a b.db"
-    with closing(Store(str(path), Limits())) as db:
+    with closing(Store(str(path), Retention())) as db:
         db.insert(row(), [b"0"])
         db.append("resp_1", 1, [b"1"], state("in_progress"), NOW)
         db.insert(ended("resp_2"))
-    with closing(Store(str(path), Limits())) as db:
+    with closing(Store(str(path), Retention())) as db:
         assert db.live() == [row(response=state("in_progress"))]
         assert db.frames("resp_1") == [b"0", b"1"]
         assert db.get("resp_2") == ended("resp_2")
@@ -247,9 +247,9 @@ def test_file_is_found_again(tmp_path: Path) -> None:
 def test_one_process_owns_the_file(tmp_path: Path) -> None:
     """A second one would fail, as interrupted, what still runs in the first."""
     path = str(tmp_path / "db")
-    with closing(Store(path, Limits())), pytest.raises(sqlite3.OperationalError, match="locked"):
-        Store(path, Limits())
-    Store(path, Limits()).close()
+    with closing(Store(path, Retention())), pytest.raises(sqlite3.OperationalError, match="locked"):
+        Store(path, Retention())
+    Store(path, Retention()).close()
 
 
 def no_database(path: Path) -> None:
@@ -260,7 +260,7 @@ def no_database(path: Path) -> None:
 def test_what_is_no_store(tmp_path: Path, make: Callable[[Path], None]) -> None:
     make(tmp_path / "db")
     with pytest.raises(sqlite3.Error):
-        Store(str(tmp_path / "db"), Limits())
+        Store(str(tmp_path / "db"), Retention())
 
 
 def test_bytes_are_counted_as_they_are_stored(db: Store) -> None:

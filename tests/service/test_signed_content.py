@@ -24,26 +24,26 @@ THINK: dict[str, Any] = {
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))
 def test_round_trip(text: str) -> None:
-    assert unseal(KEY, "p", "o", seal(KEY, "p", "o", text)) == text
+    assert unseal(KEY, "o", "p", seal(KEY, "o", "p", text)) == text
 
 
 @pytest.mark.parametrize("change", ["", "x", "AAAA", "=", "é", "\ud800"])
 def test_not_ours(change: str) -> None:
     with pytest.raises(BadSeal):
-        unseal(KEY, "p", "o", change)
+        unseal(KEY, "o", "p", change)
 
 
 def test_changed_or_of_another_key() -> None:
-    blob = seal(KEY, "p", "o", "four")
+    blob = seal(KEY, "o", "p", "four")
     for i in range(len(blob)):
         with pytest.raises(BadSeal):
-            unseal(KEY, "p", "o", blob[:i] + ("A" if blob[i] != "A" else "B") + blob[i + 1 :])
+            unseal(KEY, "o", "p", blob[:i] + ("A" if blob[i] != "A" else "B") + blob[i + 1 :])
     with pytest.raises(BadSeal):
-        unseal(b"q" * 32, "p", "o", blob)
+        unseal(b"q" * 32, "o", "p", blob)
     with pytest.raises(BadSeal):
-        unseal(KEY, "another purpose", "o", blob)
+        unseal(KEY, "o", "another purpose", blob)
     with pytest.raises(BadSeal):
-        unseal(KEY, "p", "another owner", blob)
+        unseal(KEY, "another owner", "p", blob)
 
 
 # --- through the server -------------------------------------------------------------------------------------

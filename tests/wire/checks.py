@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
-from audit import recordings, rules, shapes
+from audit import members, recordings, rules
 from wire.peer import Failed, Json, NotApplicable, Peer, Reply, expect
 
 NOT_THERE = {404, 405, 501}
@@ -114,7 +114,7 @@ def check_stream(name: str, reply: Reply, *names: str) -> None:
         excerpt = frames.get(first.event, "(the end of the stream)")
         more = f", and {len(found) - 1} more" if len(found) > 1 else ""
         message = f"{name}: event {first.event}: {first.message}{more}"
-        raise Failed(message, shapes.shortened(excerpt, 300))
+        raise Failed(message, members.shortened(excerpt, 300))
 
 
 # --- bytes and headers --------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ def stream_is_the_answer(peer: Peer) -> None:
     told = outline(recorded(peer, "text").events[-1].get("response") or {})
     answer = partial(whole, peer, "/responses", HI)
     plain = answer()
-    missing = [key for key in shapes.RESPONSE.split() if key not in plain]
+    missing = [key for key in members.required(members.RESPONSE) if key not in plain]
     expect(not missing, f"expected the answer to have {missing}", plain)
     plain = outline(plain)
     same_answer(plain, told, lambda: outline(answer()), f"plain: {plain}\nstreamed: {told}")
@@ -673,7 +673,7 @@ def error_shape(peer: Peer) -> None:
         error = reply.json.get("error")
         if not isinstance(error, dict):
             raise Failed("expected an object error", reply)
-        missing = [name for name in shapes.ERROR.split() if name not in error]
+        missing = [name for name in members.ERROR if name not in error]
         expect(not missing, f"expected the error to have {missing}", reply)
         texts = isinstance(error["message"], str) and isinstance(error["type"], str)
         texts = texts and all(isinstance(error[name], str | None) for name in ("param", "code"))

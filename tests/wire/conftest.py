@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from audit import shapes
+from audit.members import shortened
 from helpers.serving import TINY, serve
 from wire.checks import CHECKS
 from wire.peer import Peer
@@ -70,7 +70,7 @@ def tally(results: dict[str, tuple[str, str]]) -> str:
 def markdown(results: dict[str, tuple[str, str]]) -> str:
     lines = ["| rule | result | bugs | what shows it |", "|---|---|---|---|"]
     for rule, (result, shown) in results.items():
-        cell = " ".join(shapes.shortened(shown, 400).replace("|", "\\|").replace("`", "'").split())
+        cell = " ".join(shortened(shown, 400).replace("|", "\\|").replace("`", "'").split())
         said = f"`{cell}`" if cell else ""
         lines.append(f"| {rule}: {CHECKS[rule].title} | {result} | {CHECKS[rule].bugs} | {said} |")
     return "\n".join([*lines, "", tally(results) + ".", ""])

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from audit import recordings, shapes
+from audit import recordings
+from audit.members import shortened
 
 Json = dict[str, Any]
 PATIENCE_S = 120.0  # a small model on a busy machine
@@ -41,7 +42,7 @@ class Reply(NamedTuple):
 
     def __str__(self) -> str:
         said = self.body.decode("utf-8", "replace").strip()
-        return f"{self.asked} -> {self.status} {shapes.shortened(said, 300)}"
+        return f"{self.asked} -> {self.status} {shortened(said, 300)}"
 
 
 class NotApplicable(Exception):
@@ -125,7 +126,7 @@ class Peer:
 
 def described(method: str, path: str, body: Json | bytes | None) -> str:
     shown = json.dumps(body) if isinstance(body, dict) else (body or b"").decode("utf-8", "replace")
-    return shapes.shortened(f"{method} {path} {shown}", 300)
+    return shortened(f"{method} {path} {shown}", 300)
 
 
 def read_all(response: http.client.HTTPResponse) -> tuple[bytes, list[bytes]]:

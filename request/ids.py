@@ -1,0 +1,37 @@
+"""Ids of what the server makes: requests, responses, completions, and the items of a response.
+
+    "resp" --new_id()--> "resp_5d41..."
+    "resp_5d41..." --item_ids()--> "rs_5d41...00000000", "msg_5d41...00000001", ...
+
+Authority: https://platform.openai.com/docs/api-reference/responses/object: an opaque string behind a prefix.
+
+Rules of this file:
+1. An id cannot be guessed.
+2. The id of an item says which response it belongs to, as OpenAI's do: `item_reference` names nothing else.
+
+Not here: what is looked up by an id (items.py, ../store.py).
+"""
+
+import itertools
+import secrets
+from collections.abc import Callable
+
+N_RANDOM_BYTES = 24
+N_NUMBER_DIGITS = 8  # hexadecimal, at the end of an item's id
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}_{secrets.token_hex(N_RANDOM_BYTES)}"
+
+
+def item_ids(response_id: str) -> Callable[[str], str]:
+    """A function that draws the next item's id from its prefix."""
+    numbers = itertools.count()
+    random_part = response_id.removeprefix("resp_")
+    return lambda prefix: f"{prefix}_{random_part}{next(numbers):0{N_NUMBER_DIGITS}x}"
+
+
+def response_id_of(item_id: str) -> str:
+    """The response that has said the item, if the id comes from item_ids()."""
+    _, _, rest = item_id.partition("_")
+    return "resp_" + rest[:-N_NUMBER_DIGITS]
