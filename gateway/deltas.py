@@ -86,8 +86,9 @@ class Deltas:
 
     def feed(self, chunk: Chunk) -> Iterator[Output]:
         if error := chunk.get("error"):
-            message = error.get("message") if isinstance(error, dict) else error
-            self._failure = str(message)
+            if isinstance(error, dict):
+                error = error.get("message")
+            self._failure = str(error)
             self.is_over = True
             return
         for choice in objects(chunk.get("choices")):

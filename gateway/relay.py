@@ -73,11 +73,12 @@ def frame(raw: bytes) -> Frame:
         data = events[0].data
         return Frame(raw, document(data), data)
     text = raw.strip()
-    error = document(text.decode(errors="replace")) if text.startswith(b"{") else None
-    if error:
+    if text.startswith(b"{"):
         # An error without its "data:", amid events: https://github.com/Atomic-Germ/OpenFlowLM-Next/issues/64
-        data = sse.dumps(error)
-        return Frame(sse.encode(data), error, data)
+        error = document(text.decode(errors="replace"))
+        if error:
+            data = sse.dumps(error)
+            return Frame(sse.encode(data), error, data)
     return Frame(raw, None, "")
 
 
@@ -357,7 +358,9 @@ class Refused(BadInput):
         """The `error.code` of a response that was accepted before: the API allows only a few."""
         if self.status == 429:
             return "rate_limit_exceeded"
-        return "server_error" if self.status >= 500 else "invalid_prompt"
+        if self.status >= 500:
+            return "server_error"
+        return "invalid_prompt"
 
 
 # fmt: off
@@ -401,14 +404,10 @@ def read_refusal(status: int, headers: Mapping[str, str], body: bytes) -> Refuse
         message = f"The upstream does not take this server's key ({status}); see --upstream-api-key."
     if not isinstance(message, str) or not message:
         message = f"The upstream answered with status {status}."
-    return Refused(
-        our_status,
-        message,
-        param if isinstance(param, str) else None,
-        code,
-        headers.get("retry-after", ""),
-        status in RETRYABLE,
-    )
+    if not isinstance(param, str):
+        param = None
+    retry_after = headers.get("retry-after", "")
+    return Refused(our_status, message, param, code, retry_after, is_retryable=status in RETRYABLE)
 
 
 # They describe the connection or the body as the upstream encoded it, or the server in front sets its own.

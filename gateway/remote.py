@@ -100,7 +100,7 @@ def _tools(request: Request) -> dict[str, Any]:
         tools = [tool for tool in tools if tool["function"]["name"] in allowed]
         choice = spec.calls
     strict = {name for name, tool in request.called.items() if tool.strict}
-    tools = [_marked(tool) if tool["function"]["name"] in strict else tool for tool in tools]
+    tools = [_marked(tool, strict) for tool in tools]
     if request.named_call:
         choice = {"type": "function", "function": {"name": tools[0]["function"]["name"]}}
     members = {"tools": tools, "tool_choice": choice}
@@ -109,9 +109,12 @@ def _tools(request: Request) -> dict[str, Any]:
     return members
 
 
-def _marked(tool: dict[str, Any]) -> dict[str, Any]:
-    """The tool, marked as strict."""
-    return tool | {"function": tool["function"] | {"strict": True}}
+def _marked(tool: dict[str, Any], strict: set[str]) -> dict[str, Any]:
+    """The tool, marked as strict if its name is among these."""
+    function = tool["function"]
+    if function["name"] not in strict:
+        return tool
+    return tool | {"function": function | {"strict": True}}
 
 
 def _format(request: Request) -> dict[str, Any]:
@@ -191,7 +194,9 @@ class RemoteWorker:
     def _upstream_name(self, name: str) -> str:
         """The name by which an upstream knows the model: the alias is the first model there is."""
         models = self.upstreams.models()
-        return name if name in models else next(iter(models), name)
+        if name in models:
+            return name
+        return next(iter(models), name)
 
     def counts(self) -> dict[str, int]:
         return self.upstreams.counts() | dict(self.ledger.totals)
@@ -355,7 +360,8 @@ class PassThrough(Response):
         opening = asyncio.ensure_future(self._worker.upstreams.open(PATH, self._body))
         try:
             # Until the head is sent a refusal has its status, and the request may be retried elsewhere.
-            await asyncio.wait({opening}, timeout=ACCEPT_S if self._wants_stream else None)
+            timeout_s = ACCEPT_S if self._wants_stream else None
+            await asyncio.wait({opening}, timeout=timeout_s)
             headers = []
             if opening.done():
                 headers = forwarded(opening.result().headers)

@@ -161,8 +161,11 @@ async def read_beginning(response: httpx.Response, n_bytes: int) -> bytes:
 
 
 def reason(error: BaseException) -> str:
+    """Why there is no answer, or no more of it."""
     if isinstance(error, TimeoutError):
         return "it was silent for too long"
+    if isinstance(error, StopAsyncIteration):
+        return "an empty one"
     if str(error):
         return f"{type(error).__name__}: {error}"
     return type(error).__name__
@@ -271,8 +274,7 @@ class Upstreams:
                 await response.aclose()
             if not isinstance(error, httpx.HTTPError | httpx.InvalidURL | TimeoutError | StopAsyncIteration):
                 raise
-            is_empty = isinstance(error, StopAsyncIteration)
-            why = f"no answer to a request ({'an empty one' if is_empty else reason(error)})"
+            why = f"no answer to a request ({reason(error)})"
             upstream.failed(why)
             status = 504 if isinstance(error, TimeoutError) else 502
             raise Refused(status, f"The upstream gave {why}.", is_retryable=True) from error
