@@ -46,13 +46,13 @@ MAX_WIDTH = 106
 RESPONSE_MEMBERS = ("status", "output", "usage")  # the response object repeats the request too
 EVENT_MEMBERS = ("item", "part", "delta", "text")  # an event says its place too: item_id, output_index, ...
 
-Said = Output | Finish  # what a worker yields once it has accepted the request
+WorkerOutput = Output | Finish  # what a worker yields once it has accepted the request
 
 
 class TracedEngine(Engine):
-    """An engine that notes its steps, with room for what the worker makes of each."""
+    """An engine that records its steps, each with a list for what the worker makes of it."""
 
-    steps: list[tuple[Step, list[Said]]]
+    steps: list[tuple[Step, list[WorkerOutput]]]  # of the last job
 
     async def generate(self, job: Job) -> AsyncGenerator[Step]:
         self.steps = []
@@ -63,11 +63,13 @@ class TracedEngine(Engine):
 
 async def run(worker: LocalWorker, engine: TracedEngine, request: params.Request) -> None:
     async for output in worker.run(worker.prepare(request)):
-        if isinstance(output, Said):
-            engine.steps[-1][1].append(output)
+        if isinstance(output, WorkerOutput):
+            _, outputs = engine.steps[-1]
+            outputs.append(output)
 
 
 def walkthrough() -> str:
+    """The page: a heading for each stage, and its data below."""
     config = read_config(TINY)
     tokenizer, template = Tokenizer(TINY / "tokenizer.json"), ChatTemplate.load(TINY)
     grammars = Grammars(TINY / "tokenizer.json", config.vocab_size, config.eos_token_ids)
@@ -85,7 +87,10 @@ def walkthrough() -> str:
     n_first_delta = next(i for i, event in enumerate(events) if event["type"].endswith(".delta"))
     lines = [
         *stage("The body of POST /v1/responses -> bytes", [BODY.decode()]),
-        *stage(f"{name(params.from_responses)}() -> {name(params.Request)}: what is not empty of it", fields),
+        *stage(
+            f"{name(params.from_responses)}() -> {name(params.Request)}: its fields that are not empty",
+            fields,
+        ),
         *stage(f"{name(ChatTemplate.render)}() -> str", [repr(prompt)]),
         *stage(f"{name(Tokenizer.encode)}() -> list[int]: {len(token_ids)} token ids", [str(token_ids)]),
         *stage(
@@ -105,14 +110,12 @@ def walkthrough() -> str:
 
 
 def stage(heading: str, rows: Iterable[str]) -> Iterator[str]:
-    """One stage: who makes it and its type, then the data itself."""
+    """The lines of one stage: the function that makes it and its type, then the data."""
     yield from [heading, *(f"    {shortened(row)}" for row in rows), ""]
 
 
 def token_rows(engine: TracedEngine, tokenizer: Tokenizer) -> Iterator[tuple[str, str]]:
-    """A token, the pieces of text that it completes, and what the parser makes of these; a row is told by the
-    types of the last.
-    """
+    """(types of the outputs, row): a token, the pieces of text that it completes, the parser's outputs."""
     decoder = tokenizer.decoder()
     for step, outputs in engine.steps:
         (choice,) = step.tokens  # without drafts a step chooses one token
@@ -123,7 +126,7 @@ def token_rows(engine: TracedEngine, tokenizer: Tokenizer) -> Iterator[tuple[str
         yield kind, f"{choice.token_id:4}  {piece_column:42}  {output_column}"
 
 
-def built(request: params.Request, outputs: Sequence[Said]) -> Iterator[dict[str, Any]]:
+def built(request: params.Request, outputs: Sequence[WorkerOutput]) -> Iterator[dict[str, Any]]:
     numbers = itertools.count(1)
     builder = Builder(HEAD | request.echo, lambda prefix: f"{prefix}_{next(numbers)}")
     yield from builder.start()
@@ -135,7 +138,7 @@ def built(request: params.Request, outputs: Sequence[Said]) -> Iterator[dict[str
 
 
 def event_rows(events: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    """An event and what it says; a row is told by the event's type."""
+    """(type of the event, row): the event's number, type and contents."""
     for number, event in enumerate(events):
         members = {member: event[member] for member in EVENT_MEMBERS if member in event}
         if "response" in event:
@@ -144,7 +147,7 @@ def event_rows(events: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
 
 
 def elided(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """The rows; of more than four of one kind in a row the first two and the last."""
+    """The texts of (kind, text); of more than four of one kind in succession the first two and the last."""
     for _, group in itertools.groupby(rows, key=lambda row: row[0]):
         texts = [text for _, text in group]
         if len(texts) > 4:
