@@ -202,11 +202,12 @@ class Engine:
         self._readers.pop(sequence, None)
 
     def _step(self) -> None:
-        """Launch the next step; read the oldest in flight, if as many as may be are."""
+        """Schedule and launch the next step, read the oldest in flight, deliver what it brought."""
         batch = self._scheduler.schedule([step.batch for step in self._in_flight])
         if batch:
             self._launch(batch)
-        if self._in_flight and (not batch or len(self._in_flight) > self._runner.n_ahead):
+        is_far_enough_ahead = len(self._in_flight) > self._runner.n_ahead
+        if self._in_flight and (is_far_enough_ahead or not batch):
             self._read()
         self._fail_constrained()
         self._deliver()

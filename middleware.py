@@ -124,7 +124,7 @@ class Keys:
         self._digests = [digest(key.encode()) for key in keys]
 
     def owner(self, scope: Scope) -> str | None:
-        """Who asks: the digest of the key; "" where none is needed, None where it is wrong or absent."""
+        """The digest of the key that came, "" where none is needed; None where it is wrong or absent."""
         if not self._digests:
             return ""
         scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")

@@ -35,7 +35,7 @@ from pages import EMPTY_PREFIX, OutOfPages, PagePool, PrefixHash, prefix_hash
 from sampling import Choice, Context, Sampling
 
 MAX_CHUNKS = 2  # prefill chunks a step: bounds how long the sequences that decode wait for their next token
-N_GRAM = 2  # tokens that must have come before, in this order, for what followed them to be a draft
+N_GRAM = 2  # tokens that have to come again for what followed them to be drafted
 
 # --- Theory of operation ------------------------------------------------------------------------------------
 #
@@ -44,16 +44,16 @@ N_GRAM = 2  # tokens that must have come before, in this order, for what followe
 # 1. Arrival.       The engine makes a Sequence of it, and add() puts it behind all that are `waiting`.
 # 2. Admission.     The oldest waiting sequence moves to `running` when a slot of the batch is free, and pages
 #                   for all its tokens beside those that the running sequences still need.
-# 3. Prefix cache.  Pages of the beginning of its prompt that somebody has computed go into its page table and
-#                   are not computed again. If another sequence is computing its next page right now, it sits
-#                   this step out, and will find the page.
-# 4. Prefill.       The rest of the prompt is computed in chunks, MAX_CHUNKS a step, which all prompts share.
-#                   The last row of the last chunk gives the first token of the output.
+# 3. Prefix cache.  Automatic prefix caching: pages of its prompt that any sequence has computed go into its
+#                   page table and are not computed again. While another sequence computes the page that it
+#                   needs next it sits the step out, and finds the page later.
+# 4. Prefill.       The rest of the prompt is computed in chunks (chunked prefill). All prompts together get
+#                   MAX_CHUNKS a step. The last row of the last chunk gives the first token of the output.
 # 5. Decode.        Each step computes one row, that of the newest token, and chooses the next token. The
 #                   engine may launch a step before it has read the one before: then only the device knows the
 #                   newest token, and the span is chained to it (Span.token_ids is None).
-# 6. Drafts.        With speculative decoding a step also computes the tokens that followed the last time the
-#                   text had come to this point. Drafts are kept as far as they equal what is chosen; the
+# 6. Drafts.        With speculative decoding a step also computes drafts: the tokens that followed where the
+#                   last N_GRAM tokens came before. They are kept as far as they equal what is chosen; the
 #                   places of the others in the KV cache are written again by the next step.
 # 7. Preemption.    Where a running sequence needs a page and none is left, the youngest gives back its slot
 #                   and its pages and waits, first in line, to start again at 2. Its output is kept; the keys
@@ -88,7 +88,8 @@ Mask = NDArray[np.bool_]  # (vocab_size,) the tokens that may come next
 class Constraint(Protocol):
     """What the output must keep to: structured output, constrained decoding."""
 
-    def mask(self) -> Mask: ...
+    def mask(self) -> Mask:
+        """Return which tokens may come next."""
 
     def advance(self, token_id: int) -> None:
         """Take the next token of the output; raises ValueError if the constraint gives up."""
@@ -113,9 +114,7 @@ class Sequence:
 
     slot: int | None = None  # row of the batch; None while it waits, and when it has ended
     page_table: list[int] = field(default_factory=list)  # the page of token i is page_table[i // PAGE]
-    prefix_hashes: list[PrefixHash] = field(
-        default_factory=list
-    )  # of its first pages, as far as they were asked for
+    prefix_hashes: list[PrefixHash] = field(default_factory=list)  # one a full page, made when asked for
     n_prefill: int = 0  # its first tokens, which are computed in chunks; those behind them row by row
     n_computed: int = 0  # tokens with keys and values in its pages, once all steps in flight have run
     n_unread: int = 0  # tokens chosen in steps in flight
@@ -238,9 +237,7 @@ class Scheduler:
         """
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self.failed: list[
-            tuple[Sequence, Exception]
-        ] = []  # for the engine: whose constraint gave up, and how
+        self.failed: list[tuple[Sequence, Exception]] = []  # constraints that gave up; the engine empties it
         self.pool = PagePool(n_pages)
         self.counts = dict.fromkeys(["preemptions", "cached_tokens", "drafted", "accepted"], 0)
         self._chunk = chunk
@@ -324,7 +321,7 @@ class Scheduler:
             sequence.slot = self._free_slots.pop()
             if self._speculate and sequence.prompt_lookup is None:
                 sequence.prompt_lookup = PromptLookup(sequence.prompt)
-            self._constrain(sequence, [])
+            self._constrain(sequence, [])  # for the mask of the first token
 
     def _n_shared_pages(self, sequence: Sequence) -> int:
         """Pages of its prompt that others have in use: none has to be free for them."""

@@ -1,13 +1,14 @@
-"""Responses on disk: what was asked, what was said, and every event, in SQLite.
+"""Responses on disk: the request, the newest response object and every event, in SQLite.
 
-    Row --insert()--> accepted --append()--> its events and newest state --get(), frames()--> whoever asks
+    Row, frames --insert()--> a live response --append()--> more events, in the end a terminal state
+    id --get()--> Row        id --frames()--> [frame, ...]
 
 Authority: https://www.sqlite.org/wal.html. A committed transaction survives the death of this process
 (kill -9); of the machine too, but for what it had not yet written to the disk (synchronous = NORMAL).
 
 Rules of this file:
 1. Events and the state they bring are one transaction: no reader and no restart sees one without the other.
-2. Every row stands for itself: it holds the items of the chain before it, so deleting a parent loses nothing.
+2. A row needs no other: it holds the items of the chain before it, so deleting a parent loses nothing.
 3. A terminal state never changes: the statement that writes a state says so.
 4. The store is bounded by count, bytes and age; the oldest terminal rows go first, live ones never.
 5. One process owns the file: another one would end as interrupted what still runs here.
@@ -35,12 +36,12 @@ CREATE TABLE IF NOT EXISTS responses (
     kept        INTEGER NOT NULL,           -- store: true
     background  INTEGER NOT NULL,
     streamed    INTEGER NOT NULL,           -- created with stream: true
-    row_bytes   INTEGER NOT NULL,           -- of the three texts
-    event_bytes INTEGER NOT NULL,           -- of its events, 0 when they have expired
+    row_bytes   INTEGER NOT NULL,           -- size of the three texts
+    event_bytes INTEGER NOT NULL,           -- size of the response's events, 0 when they have expired
     request     TEXT NOT NULL,              -- the body, to run it again after a restart
-    items       TEXT NOT NULL,              -- its input items behind those of the chain, each with an id
+    items       TEXT NOT NULL,              -- input items behind those of the chain, each with an id
     response    TEXT NOT NULL,              -- the newest response object
-    owner       TEXT NOT NULL DEFAULT ''    -- digest of the key that it was asked for with
+    owner       TEXT NOT NULL DEFAULT ''    -- digest of the API key of the request
 );
 CREATE TABLE IF NOT EXISTS events (
     response_id TEXT NOT NULL REFERENCES responses ON DELETE CASCADE,
@@ -53,15 +54,15 @@ PRAGMA user_version = 2;
 """
 VERSION = 2
 
-# What makes a file of an earlier version one of the next.
+#  version   what makes a file of it one of the next version
 UPGRADES = {1: "ALTER TABLE responses ADD COLUMN owner TEXT NOT NULL DEFAULT ''; PRAGMA user_version = 2;"}
 
 SETTINGS = ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = NORMAL", "foreign_keys = ON")
 
-PATIENCE_S = 1  # with another process that has the file, and may be about to end
+LOCK_TIMEOUT_S = 1  # another process has the file, and may be about to end
 COLUMNS = "id, born_at, ended_at, kept, background, streamed, request, items, response, owner"
 
-# Counting and summing from the newest on: what lies behind a limit goes.
+# Deletes what lies behind a limit, counted and summed up from the newest response on.
 OVER_LIMIT = """
 DELETE FROM responses WHERE id IN (
     SELECT id FROM (
@@ -91,7 +92,7 @@ class Row(NamedTuple):
     request: dict[str, Any]
     items: list[dict[str, Any]]
     response: dict[str, Any]
-    owner: str = ""  # "": asked for without a key
+    owner: str = ""  # "": the server needs no key
 
     @property
     def context(self) -> list[dict[str, Any]]:
@@ -106,12 +107,12 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Retention:
-    """What the store may hold of terminal responses."""
+    """How many terminal responses the store keeps, and for how long."""
 
     max_responses: int = 10_000
     max_bytes: int = 2**30
     max_age_s: float = 30 * 86_400  # as long as OpenAI keeps them: platform.openai.com/docs/guides/your-data
-    events_age_s: float = 600  # replay of a stream, and all of a response with store: false, after its end
+    events_age_s: float = 600  # behind its end: the events of a response, and all of one with store: false
 
 
 class Store:
@@ -119,7 +120,7 @@ class Store:
 
     def __init__(self, path: str, retention: Retention) -> None:
         self._retention = retention
-        self._db = sqlite3.connect(path, PATIENCE_S, isolation_level=None, check_same_thread=False)
+        self._db = sqlite3.connect(path, LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False)
         for setting in SETTINGS:
             self._db.execute(f"PRAGMA {setting}")
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
@@ -136,20 +137,13 @@ class Store:
     def insert(self, row: Row, frames: Sequence[bytes] = ()) -> None:
         """Accept a response with the events that it has; a foreground one comes at its end, with none."""
         texts = [_dumps(row.request), _dumps(row.items), _dumps(row.response)]
-        flags = (row.kept, row.background, row.streamed)
+        times_and_flags = (row.born_at, row.ended_at, row.kept, row.background, row.streamed)
+        sizes = (n_bytes(texts), n_bytes(frames))
+        values = (row.id, *times_and_flags, *texts, row.owner, *sizes)
+        marks = ", ".join("?" * len(values))
         with self._transaction():
             self._db.execute(
-                f"INSERT INTO responses ({COLUMNS}, row_bytes, event_bytes) VALUES (?,?,?,?,?,?,?,?,?,?,?,?)",
-                (
-                    row.id,
-                    row.born_at,
-                    row.ended_at,
-                    *flags,
-                    *texts,
-                    row.owner,
-                    n_bytes(texts),
-                    n_bytes(frames),
-                ),
+                f"INSERT INTO responses ({COLUMNS}, row_bytes, event_bytes) VALUES ({marks})", values
             )
             self._insert_events(row.id, 0, frames)
 
@@ -159,12 +153,12 @@ class Store:
         Raises Ended.
         """
         with self._transaction():
-            live = self._db.execute(
+            update = self._db.execute(
                 "UPDATE responses SET event_bytes = event_bytes + ? WHERE id = ? AND ended_at IS NULL",
                 (n_bytes(frames), id),
             )
-            if not live.rowcount:
-                raise Ended(f"expected a live response, got {id}")
+            if not update.rowcount:
+                raise Ended(f"expected a live response, got {id}, which has ended or is gone")
             self._insert_events(id, first, frames)
             if snapshot:
                 text = _dumps(snapshot)
@@ -176,23 +170,23 @@ class Store:
                 )
 
     def get(self, id: str) -> Row | None:
-        found = self._db.execute(f"SELECT {COLUMNS} FROM responses WHERE id = ?", (id,)).fetchone()
-        return _row(found) if found else None
+        columns = self._db.execute(f"SELECT {COLUMNS} FROM responses WHERE id = ?", (id,)).fetchone()
+        return _row(columns) if columns else None
 
     def frames(self, id: str) -> list[bytes]:
         """All events of a response, in order; [] when they are no longer kept."""
-        found = self._db.execute("SELECT frame FROM events WHERE response_id = ? ORDER BY number", (id,))
-        return [frame for (frame,) in found]
+        rows = self._db.execute("SELECT frame FROM events WHERE response_id = ? ORDER BY number", (id,))
+        return [frame for (frame,) in rows]
 
     def delete(self, id: str) -> None:
         with self._transaction():
             self._db.execute("DELETE FROM responses WHERE id = ?", (id,))
 
     def live(self) -> list[Row]:
-        """What a process that died has left unfinished, oldest first."""
-        found = self._db.execute(f"SELECT {COLUMNS} FROM responses WHERE ended_at IS NULL ORDER BY born_at")
+        """The responses that a process has left unfinished when it died, oldest first."""
+        live = self._db.execute(f"SELECT {COLUMNS} FROM responses WHERE ended_at IS NULL ORDER BY born_at")
         rows = []
-        for columns in found:
+        for columns in live:
             try:
                 rows.append(_row(columns))
             except ValueError:
@@ -200,7 +194,7 @@ class Store:
         return rows
 
     def evict(self, now: float) -> None:
-        """Forget what is over the limits."""
+        """Forget what is too old, and the oldest of what is too much."""
         limits = self._retention
         stale, old = now - limits.events_age_s, now - limits.max_age_s
         with self._transaction():
@@ -222,17 +216,29 @@ class Store:
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield
+            self._db.execute("COMMIT")
         except BaseException:
-            self._db.execute("ROLLBACK")
+            # On a full disk SQLite may have rolled back itself: sqlite.org/lang_transaction.html
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
             raise
-        self._db.execute("COMMIT")
 
 
 def _row(columns: tuple[Any, ...]) -> Row:
-    id_, born_at, ended_at, kept, background, streamed, *texts, owner = columns
-    flags = bool(kept), bool(background), bool(streamed)
-    request, items, response = map(json.loads, texts)
-    return Row(id_, born_at, ended_at, *flags, request, items, response, owner)
+    id_, born_at, ended_at, *flags, request, items, response, owner = columns
+    kept, background, streamed = map(bool, flags)
+    return Row(
+        id_,
+        born_at,
+        ended_at,
+        kept,
+        background,
+        streamed,
+        json.loads(request),
+        json.loads(items),
+        json.loads(response),
+        owner,
+    )
 
 
 def n_bytes(texts: Sequence[str | bytes]) -> int:
@@ -240,5 +246,5 @@ def n_bytes(texts: Sequence[str | bytes]) -> int:
 
 
 def _dumps(value: Any) -> str:
-    """ASCII: a character is a byte."""
+    """JSON in ASCII, of which a character is a byte."""
     return json.dumps(value, separators=(",", ":"))

@@ -1,12 +1,13 @@
-"""The body of a request, from the bytes of a connection to JSON, within limits.
+"""The body of a request: from the bytes of a connection to a JSON value, within limits.
 
-    request --read_json()--> value, or BadInput
+    HTTP request --read_json()--> value, or BadInput
 
-Authority: RFC 8259; https://platform.openai.com/docs/guides/error-codes for what is refused.
+Authority: RFC 8259 (JSON), RFC 9110 section 8.4 (Content-Encoding); for what is refused,
+https://platform.openai.com/docs/guides/error-codes.
 
 Rules of this file:
-1. Bytes, seconds and nesting are bounded before anything is built of them.
-2. A large body is parsed in a thread: the streams go on meanwhile.
+1. Bytes, seconds and nesting are bounded before anything is built from them.
+2. A large body is unpacked and parsed in a thread: the streams go on meanwhile.
 
 Not here: what the JSON may say (params.py).
 """
@@ -22,15 +23,17 @@ import sse
 from request.refusals import BadInput
 
 MAX_BODY_BYTES = 8 * 2**20
-MAX_BODY_S = 60  # in which all of it must arrive
-MAX_DEPTH = 128  # lists and objects within each other: a schema has two for each level that it describes
+MAX_BODY_S = 60  # from the head of the request to the last byte of its body
+MAX_DEPTH = 128  # nested lists and objects: a schema nests two for each level of what it describes
 ENCODINGS = ("identity", "gzip", "x-gzip", "deflate")
+GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS  # zlib.decompressobj(): whichever of the two the header shows
 
+STEP = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 async def read_json(http: HttpRequest) -> Any:
-    """Return the JSON value that a request's body holds; raises BadInput."""
+    """The body of a request; raises BadInput."""
     encoding = http.headers.get("content-encoding", "").strip().lower() or "identity"
     if encoding not in ENCODINGS:
         message = f"Expected a body encoded as {', '.join(ENCODINGS)}, got '{encoding}'."
@@ -47,25 +50,23 @@ async def read_json(http: HttpRequest) -> Any:
                     raise too_large
     except TimeoutError as error:
         raise BadInput(f"Expected the body within {MAX_BODY_S} s.", None, "request_timeout") from error
-    return await asyncio.to_thread(_parse, bytes(body), encoding)  # rule 2
+    return await asyncio.to_thread(_parse, bytes(body), encoding)  # a large body must not stop the streams
 
 
 def _parse(body: bytes, encoding: str) -> Any:
-    plain = _decoded(body, encoding)
-    if depth(plain) > MAX_DEPTH:
+    json_text = body if encoding == "identity" else _unpacked(body)
+    if depth(json_text) > MAX_DEPTH:
         message = f"Expected a body nested at most {MAX_DEPTH} deep."
         raise BadInput(message, None, "invalid_json")
     try:
-        return sse.loads(plain.decode("utf-8-sig"))  # RFC 8259 section 8.1: JSON is UTF-8, never UTF-16
+        return sse.loads(json_text.decode("utf-8-sig"))  # not UTF-16, which json takes: RFC 8259, section 8.1
     except ValueError as error:
         raise BadInput(f"Could not parse the body as JSON: {error}", None, "invalid_json") from error
 
 
-def _decoded(body: bytes, encoding: str) -> bytes:
-    """Codex compresses its bodies: the limit holds for what they unpack to as well."""
-    if encoding == "identity":
-        return body
-    unpacker = zlib.decompressobj(wbits=47)  # 32 + 15: gzip or zlib, by its header
+def _unpacked(body: bytes) -> bytes:
+    """Codex compresses its bodies; what they unpack to is bounded like any other."""
+    unpacker = zlib.decompressobj(wbits=GZIP_OR_ZLIB)
     try:
         unpacked = unpacker.decompress(body, MAX_BODY_BYTES)
     except zlib.error as error:
@@ -78,8 +79,9 @@ def _decoded(body: bytes, encoding: str) -> bytes:
 
 
 def depth(json_text: bytes) -> int:
-    """Return how deep lists and objects nest, without recursion, which the nesting could exhaust."""
+    """How deep lists and objects nest, before anything recurses into them."""
     unescaped = json_text.replace(b"\\\\", b"").replace(b'\\"', b"")
     outside_strings = b"".join(unescaped.split(b'"')[::2])
     brackets = outside_strings.translate(None, NO_BRACKETS)
-    return max(accumulate(1 if bracket in b"[{" else -1 for bracket in brackets), default=0)
+    steps = [STEP[bracket] for bracket in brackets]
+    return max(accumulate(steps), default=0)

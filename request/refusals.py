@@ -1,15 +1,15 @@
-"""A refusal: what is wrong with a request, and the error object and the status that tell of it.
+"""Refusals: what is wrong with a request, and the error object and status that say so.
 
     what came --wrong_type(), ...--> BadInput --error_body()--> {"error": {message, type, param, code}}
 
 Authority: https://platform.openai.com/docs/guides/error-codes; openai-openapi, `Error`.
 
 Rules of this file:
-1. null means absent: where something is needed, it is missing, and never of a wrong type.
+1. null means absent: a null where a value is needed is a missing value, never one of a wrong type.
 2. Every error has a message that says what was expected and what came, the parameter's path, and a code.
-3. What came is shown in its first characters: an error and a line of the log stay short whatever was sent.
+3. A message shows the first characters of what came: it stays short whatever was sent.
 
-Not here: which values are refused (validation.py), what stands around an endpoint (middleware.py).
+Not here: which values are refused (validation.py), which exceptions become which errors (middleware.py).
 """
 
 import json
@@ -17,11 +17,13 @@ from typing import Any
 
 
 class BadInput(ValueError):
-    """The request cannot be served: why, at which place in it (None: all of it), and OpenAI's code."""
+    """The request cannot be served. `param` is the path of what is wrong, None: all of it."""
 
     def __init__(self, message: str, param: str | None = None, code: str = "invalid_value") -> None:
         super().__init__(message)
-        self.message, self.param, self.code = message, param, code
+        self.message = message
+        self.param = param
+        self.code = code  # as OpenAI spells it
 
 
 # --- refusals -----------------------------------------------------------------------------------------------
@@ -78,7 +80,7 @@ ERROR_TYPES = {
 }
 # fmt: on
 
-RETRY_AFTER_S = {429: 10, 503: 10}  # what may be tried again, and when
+RETRY_AFTER_S = {429: 10, 503: 10}  # seconds, by status: these may be tried again
 
 
 def error_object(
@@ -94,5 +96,6 @@ def error_object(
 def error_body(
     status: int, message: str, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
+    """The whole body of an error."""
     error_type = ERROR_TYPES.get(status, "invalid_request_error")
     return {"error": error_object(message, error_type, param, code)}

@@ -51,7 +51,7 @@ def tiny_engine(watch: Watch) -> Iterator[Engine]:
 
 
 def test_text_is_the_models(tiny_engine: Engine) -> None:
-    """One request, read in one tile: what the forward pass says without an engine."""
+    """One request, read in one chunk: what the forward pass says without an engine."""
     asked = job("Say OK")
     got = alone(tiny_engine, asked)
     assert got.finish == "stop"
@@ -213,7 +213,7 @@ def test_leaving_while_waiting(tiny_engine: Engine, watch: Watch) -> None:
 
 
 def test_a_long_prompt_does_not_hold_up_who_decodes(tiny_engine: Engine, watch: Watch) -> None:
-    """Each step that reads tiles of the one brings the other a token."""
+    """Each step that reads chunks of the one brings the other a token."""
     most = MAX_CHUNKS * CHUNK
     got = together(tiny_engine, watch, [endless(1, 30), endless(4 * most - 5, 1)])
     assert [len(answer.ids) for answer in got] == [30, 1]
@@ -282,7 +282,7 @@ def test_a_step_that_fails_leaves_no_memory(tiny_engine: Engine, watch: Watch) -
 
 
 def test_a_step_that_fails_spares_who_is_not_in_it(tiny_engine: Engine, watch: Watch) -> None:
-    """Two tiles fill the step, so the third prompt and the fourth have to wait, and only for that."""
+    """Two chunks fill the step, so the third prompt and the fourth have to wait, and only for that."""
     jobs = [endless(n, 3, first=n) for n in (CHUNK, CHUNK, CHUNK + 1, 7)]
     watch.fail_at = 1
     one, two, three, four = together(tiny_engine, watch, jobs)

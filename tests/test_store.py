@@ -114,6 +114,19 @@ def test_events_and_the_state_they_bring_are_one(db: Store) -> None:
     assert db.frames("resp_1") == [b"0"]
 
 
+def test_a_commit_that_fails_leaves_nothing_open(db: Store) -> None:
+    """Bug: the transaction stayed open, and every later write failed: "within a transaction"."""
+
+    def insert_event_of_nobody() -> None:
+        db._db.execute("PRAGMA defer_foreign_keys = ON")  # the commit finds out
+        db._db.execute("INSERT INTO events VALUES ('resp_nobody', 0, x'00')")
+
+    with pytest.raises(sqlite3.IntegrityError), db._transaction():
+        insert_event_of_nobody()
+    db.insert(row(), [b"0"])
+    assert db.frames("resp_1") == [b"0"]
+
+
 def test_deleted_is_gone_with_its_events(db: Store) -> None:
     """A late write of its run must not bring it back: EricLBuehler/mistral.rs, background_tasks.rs."""
     db.insert(row(), [b"0"])
