@@ -2,8 +2,8 @@
 
     argv --main()--> bind the port, load the model, open the store --serve()--> answer until a signal --stop()
 
-The order of a start: what takes no time and may fail (options, port) comes before what takes minutes (the
-model). Rule 2 is the order of a stop: no new requests, a grace for those that run, then the end of the rest.
+What fails at once (an option, a port in use) comes before what takes minutes (the model). A stop accepts no
+more requests, gives those that run a grace, and ends the rest.
 
 Authority: the command line is in README.md and --help;
 https://www.freedesktop.org/software/systemd/man/sd_notify.html
@@ -91,6 +91,20 @@ def open_store(args: argparse.Namespace) -> Store:
         raise sqlite3.Error(f"--store {args.store}: {error}") from error
 
 
+def make_api(
+    args: argparse.Namespace, local: LocalWorker | None, remote: RemoteWorker | None, registry: Registry
+) -> Api:
+    return Api(
+        local,
+        remote,
+        registry,
+        sealing_key(args.secret),
+        done_line=not args.no_done_line,
+        temporary=not args.no_temporary,
+        reasoning_events=args.reasoning_events,
+    )
+
+
 def sealing_key(secret: str | None) -> bytes:
     """The key of what clients keep for us; without a secret it lasts as long as the process."""
     if secret is None:
@@ -112,15 +126,7 @@ async def serve(
     """Answer requests until a signal stops the server."""
     workers: list[Worker] = [worker for worker in (local, remote) if worker]
     registry = Registry(store, encode_event, max_queued=args.max_queued)
-    api = Api(
-        local,
-        remote,
-        registry,
-        sealing_key(args.secret),
-        done_line=not args.no_done_line,
-        temporary=not args.no_temporary,
-        reasoning_events=args.reasoning_events,
-    )
+    api = make_api(args, local, remote, registry)
     if remote:
         await remote.upstreams.start()
     await api.take_over()

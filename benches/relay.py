@@ -1,6 +1,11 @@
-"""A scripted worker in another process, asked directly and through `server.py --upstream`.
+"""What the relay costs: a scripted upstream in another process, asked directly and through this server.
 
-Not here: how fast a model behind it is.
+    python bench.py relay --> results: latency and events a second, by way
+
+A contender is a way to the same upstream, which writes the time into each of its deltas: the clock of all
+processes is one, CLOCK_MONOTONIC. A client reads the times where they arrive, whatever frame has them.
+
+Not here: how fast a model behind the relay is.
 """
 
 import argparse
@@ -25,22 +30,24 @@ from urllib.parse import urlsplit
 import sse
 from benches.common import cpu_name, repeat_option, write
 
-# A contender is a way to the same worker, which writes the time into each of its deltas: the clock of all
-# processes is one, CLOCK_MONOTONIC. A client reads the times where they arrive, whatever is around them.
+#  way to the upstream: endpoint
 WAYS = {"direct": "/v1/chat/completions", "chat": "/v1/chat/completions", "responses": "/v1/responses"}
 WRITTEN_AT = re.compile(rb'"(?:content|delta)":"(\d+\.\d+) ')
 N_STREAMS = 32
 
 
 class Load(NamedTuple):
-    """What the worker is asked to write."""
+    """What the upstream is asked to write."""
 
     n_events: int
-    pace_s: float  # between two of them
+    pace_s: float  # between two events
 
 
-async def worker_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """One request to the worker: as many frames as its message says."""
+# --- the scripted upstream ----------------------------------------------------------------------------------
+
+
+async def upstream_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Answer one request: with as many frames as its message says, or with the list of models."""
     request = await reader.readuntil(b"\r\n\r\n")
     length = re.search(rb"content-length: *(\d+)", request, re.IGNORECASE)
     head = b"HTTP/1.1 200 OK\r\nContent-Type: %s\r\nConnection: close\r\n\r\n"
@@ -63,9 +70,10 @@ async def worker_connection(reader: asyncio.StreamReader, writer: asyncio.Stream
     writer.close()
 
 
-async def worker_process() -> None:
-    listening = await asyncio.start_server(worker_connection, "127.0.0.1", 0)
-    print(f"listening http://127.0.0.1:{listening.sockets[0].getsockname()[1]}", flush=True)
+async def upstream_process() -> None:
+    listening = await asyncio.start_server(upstream_connection, "127.0.0.1", 0)
+    port = listening.sockets[0].getsockname()[1]
+    print(f"listening http://127.0.0.1:{port}", flush=True)
     await listening.serve_forever()
 
 
@@ -83,51 +91,69 @@ def started(*command: str) -> Iterator[str]:
             process.kill()
 
 
-async def times(url: str, path: str, load: Load) -> list[tuple[float, float]]:
-    """When each delta was written, and when it was here."""
-    found = []
+# --- what is measured ---------------------------------------------------------------------------------------
+
+
+class DeltaTimes(NamedTuple):
+    """Seconds of the common clock."""
+
+    written_at: float  # by the upstream
+    read_at: float  # by the client
+
+
+def request_body(path: str, load: Load) -> bytes:
     text = json.dumps(load)
-    says = (
-        {"input": text} if path.endswith("responses") else {"messages": [{"role": "user", "content": text}]}
-    )
-    body = json.dumps({"model": "bench", "stream": True, "store": False} | says).encode()
-    place = urlsplit(url)
-    reader, writer = await asyncio.open_connection(place.hostname, place.port, limit=2**26)
+    body: dict[str, Any] = {"model": "bench", "stream": True, "store": False}
+    if path.endswith("responses"):
+        body["input"] = text
+    else:
+        body["messages"] = [{"role": "user", "content": text}]
+    return json.dumps(body).encode()
+
+
+async def times(url: str, path: str, load: Load) -> list[DeltaTimes]:
+    """The times of each delta of one stream."""
+    deltas = []
+    body = request_body(path, load)
+    address = urlsplit(url)
+    reader, writer = await asyncio.open_connection(address.hostname, address.port, limit=2**26)
     head = f"POST {path} HTTP/1.1\r\nHost: bench\r\nContent-Length: {len(body)}\r\n\r\n"
     writer.write(head.encode() + body)
     async for line in reader:
-        if written := WRITTEN_AT.search(line):
-            found.append((float(written[1]), time.perf_counter()))
+        if match := WRITTEN_AT.search(line):
+            deltas.append(DeltaTimes(float(match[1]), time.perf_counter()))
         if line.startswith((b"data: [DONE]", b"event: response.output_text.done")):
             break
     writer.close()
-    return found
+    return deltas
 
 
 async def first_event(url: str, path: str, _: int) -> float:
     """Milliseconds from the request to the first delta."""
     asked_at = time.perf_counter()
-    return 1e3 * ((await times(url, path, Load(1, 0)))[0][1] - asked_at)
+    (delta,) = await times(url, path, Load(1, 0))
+    return 1e3 * (delta.read_at - asked_at)
 
 
 async def latency(url: str, path: str, n_events: int) -> float:
-    """Milliseconds from the worker's write to the client's read, the median of a stream of 200 events/s."""
-    found = await times(url, path, Load(n_events // 40, 0.005))
-    return 1e3 * median(here - written for written, here in found)
+    """Milliseconds from the upstream's write to the client's read, the median of a stream of 200 events/s."""
+    deltas = await times(url, path, Load(n_events // 40, 0.005))
+    return 1e3 * median(delta.read_at - delta.written_at for delta in deltas)
 
 
 async def rate(url: str, path: str, n_events: int, n_streams: int = 1) -> float:
     """Events a second, of all streams together."""
     load = Load(n_events // n_streams, 0)
     asked_at = time.perf_counter()
-    found = await asyncio.gather(*(times(url, path, load) for _ in range(n_streams)))
-    return sum(map(len, found)) / (max(pairs[-1][1] for pairs in found) - asked_at)
+    streams = await asyncio.gather(*(times(url, path, load) for _ in range(n_streams)))
+    ended_at = max(deltas[-1].read_at for deltas in streams)
+    return sum(map(len, streams)) / (ended_at - asked_at)
 
 
 async def before_the_second(url: str, path: str, _: int) -> float:
-    """1 if the client had the worker's first frame before the second was written."""
-    (_written, first_here), (second_written, _here) = await times(url, path, Load(2, 0.1))
-    return float(first_here < second_written)
+    """1 if the client had the upstream's first frame before the second was written."""
+    first, second = await times(url, path, Load(2, 0.1))
+    return float(first.read_at < second.written_at)
 
 
 # fmt: off
@@ -141,18 +167,24 @@ RELAYED: dict[str, Callable[[str, str, int], Any]] = {
 # fmt: on
 
 
+# --- rounds and their table ---------------------------------------------------------------------------------
+
+
 def run(args: argparse.Namespace) -> None:
-    found: dict[str, dict[str, list[float]]] = {name: {way: [] for way in WAYS} for name in RELAYED}
+    results: dict[str, dict[str, list[float]]] = {name: {way: [] for way in WAYS} for name in RELAYED}
     with (
         started("-m", "benches.relay") as direct,
-        started("server.py", "--upstream", direct + "/v1", "--port", "0", "--log-level", "warning") as front,
+        started("server.py", "--upstream", direct + "/v1", "--port", "0", "--log-level", "warning") as relay,
     ):
-        for number in range(args.repeat + 1):  # the first round warms up
-            for name, measured in RELAYED.items():
+        urls = {"direct": direct, "chat": relay, "responses": relay}
+        for number in range(args.repeat + 1):
+            for name, measure in RELAYED.items():
                 for way, path in WAYS.items():
-                    value = asyncio.run(measured(direct if way == "direct" else front, path, args.events))
-                    found[name][way] += [value] if number else []
+                    value = asyncio.run(measure(urls[way], path, args.events))
+                    if number > 0:  # the first round warms up
+                        results[name][way].append(value)
             print(f"round {number}/{args.repeat}", file=sys.stderr)
+    medians = {name: [median(values) for values in ways.values()] for name, ways in results.items()}
     lines = [
         f"{date.today()}, a scripted worker, asked directly and through `server.py --upstream`,",
         f"{cpu_name()}, {os.cpu_count()} cores,",
@@ -160,17 +192,20 @@ def run(args: argparse.Namespace) -> None:
         "",
         f"| median of {args.repeat} | direct | chat | responses | chat / direct | responses / direct |",
         "|---|---|---|---|---|---|",
-        *(relayed_row(name, [median(values) for values in ways.values()]) for name, ways in found.items()),
+        *(table_row(name, values) for name, values in medians.items()),
         "",
     ]
     write(lines, args.out)
 
 
-def relayed_row(name: str, medians: list[float]) -> str:
+def table_row(name: str, medians: list[float]) -> str:
+    """A row of the table; `medians` has a value for each of WAYS."""
     if RELAYED[name] is before_the_second:
-        return f"| {name} | " + " | ".join("yes" if m == 1 else "no" for m in medians) + " | | |"
-    cells = [f"{m:.0f}" if m > 100 else f"{m:.2f}" for m in medians]
-    ratios = [f"{m / medians[0]:.2f}" for m in medians[1:]]
+        cells = ["yes" if value == 1 else "no" for value in medians]
+        return f"| {name} | " + " | ".join(cells) + " | | |"
+    direct, *relayed = medians
+    cells = [f"{value:.0f}" if value > 100 else f"{value:.2f}" for value in medians]
+    ratios = [f"{value / direct:.2f}" for value in relayed]
     return f"| {name} | " + " | ".join(cells + ratios) + " |"
 
 
@@ -180,4 +215,4 @@ def options(add: argparse.ArgumentParser) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(worker_process())
+    asyncio.run(upstream_process())

@@ -1,1 +1,1 @@
-"""Other servers behind this one: who is asked, what is asked, what comes back, what it costs."""
+"""Upstream servers behind this one: load balancing, requests to them, relaying their answers, metering."""

@@ -192,7 +192,7 @@ class Relay:
         n: int = 1,
         max_bytes: int = sse.MAX_EVENT_BYTES,
     ) -> None:
-        self.done = False  # [DONE] came; it leaves last, behind what the upstream may still send
+        self.is_done = False  # [DONE] came; it leaves last, behind what the upstream may still send
         self._reader = Reader(content_type, max_bytes)
         self._wants_stream = wants_stream
         self._meter = meter
@@ -211,10 +211,10 @@ class Relay:
 
     def close(self) -> list[bytes]:
         """The upstream has ended its answer: what the client still gets. Raises Unreadable as feed does."""
-        if self.done:
+        if self.is_done:
             return self._end()
         writes = self._pass(self._reader.close())
-        is_complete = self.done or self._failed or len(self._finished) >= self._n
+        is_complete = self.is_done or self._failed or len(self._finished) >= self._n
         if self._reader.mode == "sse" and not is_complete:
             raise Unreadable("the worker ended its answer before it had finished")
         return [*writes, *self._end()]
@@ -238,7 +238,7 @@ class Relay:
     def _write(self, each: Frame) -> bytes:
         """A frame as a client that wants a stream gets it; b"" where it does not get it."""
         if each.is_done:
-            self.done = True
+            self.is_done = True
             return b""
         chunk = each.document
         if chunk is None:  # comments, and what is no JSON: the client sees what the upstream sent
@@ -257,7 +257,7 @@ class Relay:
     def _keep(self, each: Frame) -> None:
         """Keep a frame for a client that wants one object."""
         if each.is_done:
-            self.done = True
+            self.is_done = True
         elif each.document:
             self._note_end(each.document)
             self._documents.append(each.document)

@@ -412,7 +412,7 @@ class PassThrough(Response):
                 async for chunk in chunks:
                     for frame in relay.feed(chunk):
                         yield frame
-                    reply.is_done = relay.done
+                    reply.is_done = relay.is_done
             for frame in relay.close():
                 yield frame
         except (Died, Unreadable) as error:
@@ -426,7 +426,7 @@ class PassThrough(Response):
             async with aclosing(reply.chunks()) as chunks:
                 async for chunk in chunks:
                     relay.feed(chunk)
-                    reply.is_done = relay.done
+                    reply.is_done = relay.is_done
             return b"".join(relay.close())
         except (Died, Unreadable) as error:
             raise Refused(502, f"The answer cannot be used: {error}.") from error

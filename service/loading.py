@@ -38,8 +38,6 @@ from worker import LocalWorker
 log = logging.getLogger("loading")
 
 GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-
-
 DTYPES = {"cuda": "bfloat16", "cpu": "float32"}  # of the keys and values
 
 

@@ -168,15 +168,15 @@ UPSTREAM_KEY = "sent to the upstreams as 'Authorization: Bearer KEY'"
 
 DEFAULT_TIMEOUTS = [f"{name}={getattr(Timeouts(), field):g}" for name, field in TIMEOUTS.items()]
 TIMEOUT = (
-    "seconds that an upstream gets, repeatable: to connect; until the first-byte of an answer; to be idle in "
-    "it; between two probes of its models, and for one "
+    "seconds that an upstream gets, repeatable: connect; first-byte, until its answer begins; idle, between "
+    "two chunks of it; probe, between two looks at its models, and for one "
     f"(default: {', '.join(DEFAULT_TIMEOUTS)})"
 )
 DEFAULT_PRICES = Prices()
 PRICE = (
-    "give the usage of upstreams its cost, repeatable, in integers: of a token; the weights of prompt, "
-    "cached, completion and reasoning tokens, in ten-thousandths "
-    f"(default: {DEFAULT_PRICES.multipliers.prompt}); the coefficient of all, in thousandths "
+    "give the usage of upstreams its cost, in integers, repeatable: token, the price of one; prompt, cached, "
+    "completion and reasoning, the weights of these tokens in ten-thousandths "
+    f"(default: {DEFAULT_PRICES.multipliers.prompt}); coefficient, the weight of all in thousandths "
     f"(default: {DEFAULT_PRICES.coefficient})"
 )
 

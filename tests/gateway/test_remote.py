@@ -1,7 +1,8 @@
-"""This project's server in front of another one of its kind: all that holds of one holds of both.
+"""A relay, this project's server in front of another one of its kind: all that holds of one holds of both.
 
 The tests that test_server.py and test_lifecycle.py have of Responses and chat run again here, over a front
-that has no model of its own: it asks the worker behind it by /v1/chat/completions. Then what only it can do.
+without a model of its own, which asks the worker behind it by /v1/chat/completions. Then the tests of what
+only a relay does.
 """
 
 import argparse

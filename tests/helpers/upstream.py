@@ -1,9 +1,9 @@
-"""An upstream that does what a test says, byte by byte: a raw socket, and no HTTP library in between.
+"""A scripted upstream, which does what a test says, byte by byte: a raw socket, without an HTTP library.
 
     with upstream(answer) as worker: worker.url --> what `python server.py --upstream` takes
 
 `answer(exchange)` is called for each POST, in a thread of its own, and may send what it likes; when it
-returns the connection is closed. Another answer may be put in its place between two requests.
+returns the connection is closed. A test may replace the answer between two requests.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ Json = dict[str, Any]
 
 
 def head(content_type: str = "text/event-stream", status: str = "200 OK", *more: str) -> bytes:
-    """Of an answer that ends with its connection, unless `more` says how else."""
+    """The head of an answer that ends with its connection, unless a header in `more` says how it ends."""
     lines = [f"HTTP/1.1 {status}", f"Content-Type: {content_type}", *more]
     return "\r\n".join([*lines, "", ""]).encode()
 
@@ -30,12 +30,14 @@ def json_answer(body: Any, status: str = "200 OK", *more: str) -> bytes:
     return head("application/json", status, f"Content-Length: {len(raw)}", *more) + raw
 
 
-CHUNKED = "Transfer-Encoding: chunked"  # of such an answer it can be seen whether it was cut
+CHUNKED = "Transfer-Encoding: chunked"  # whoever reads such an answer can see whether it was cut
 LAST_CHUNK = b"0\r\n\r\n"
 
 
 def chunk(data: bytes) -> bytes:
-    return f"{len(data):x}\r\n".encode() + data + b"\r\n" if data else b""
+    if not data:  # an empty chunk would end the answer
+        return b""
+    return f"{len(data):x}\r\n".encode() + data + b"\r\n"
 
 
 def event(value: Any) -> bytes:
@@ -59,7 +61,7 @@ USED = event({"choices": [], "usage": USAGE})
 DONE = b"data: [DONE]\n\n"
 CALL = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "f", "arguments": ""}}
 
-# What a worker says that reasons, answers and calls: small, for it is cut at every byte.
+# A stream with reasoning, an answer and a call; small, because tests cut it at every byte.
 FRAMES = [
     delta(role="assistant", content=""),
     delta(reasoning_content="so"),
@@ -74,7 +76,7 @@ STREAM = b"".join(FRAMES)
 
 
 class Exchange:
-    """One request, and the connection on which it is answered."""
+    """One request, and the connection for its answer."""
 
     def __init__(self, connection: socket.socket, headers: dict[str, str], body: Json) -> None:
         self.headers = headers  # names in lower case
@@ -105,7 +107,7 @@ def says(data: bytes) -> Answer:
 
 
 class Upstream:
-    """It listens until it is closed."""
+    """Listens until it is closed, and keeps the exchanges."""
 
     def __init__(self, answer: Answer, models: tuple[str, ...] = ("m",), port: int = 0) -> None:
         self.answer = answer
@@ -133,7 +135,8 @@ class Upstream:
         connection.settimeout(PATIENCE_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with contextlib.suppress(OSError), connection, connection.makefile("rb") as lines:
-            if not (request_line := lines.readline()):
+            request_line = lines.readline()
+            if not request_line:
                 return
             method, path, _ = request_line.split()
             headers = {}
