@@ -15,7 +15,8 @@ Rules of this file:
 2. An event is encoded once, then and there: all readers share those bytes, and nothing can change them.
 3. An event is shown when it is written, so no restart takes back what was seen. One write takes all events
    that came during the last one: the tokens do not wait for the disk. A write that fails is logged, its
-   events are shown all the same, and the next write takes them too.
+   events are shown all the same, and the next write takes them too. (To fail the response instead would
+   need the same retry: that it has failed must be stored once there is room, or it would stay in progress.)
 4. A response ends once, in its log: a cancel that comes before the last event wins, a later one is void.
 5. Everything ends: a run that returns, raises, is cancelled or was killed leaves a terminal event.
 
@@ -150,18 +151,21 @@ class EventLog:
 
     async def _write_all(self, write: Write) -> None:
         while self._pending or not self.is_stored:
-            n_pending, newest = len(self._pending), newest_snapshot(self._pending) or self.snapshot
-            stored = newest_snapshot(self._shown[self._n_written - 1 : self._n_written])
-            frames = [entry.frame for entry in self._shown[self._n_written :] + self._pending]
+            n_pending = len(self._pending)
+            entries = self._shown[self._n_written :] + self._pending
+            written_snapshot = newest_snapshot(self._shown[self._n_written - 1 : self._n_written])
+            snapshot = newest_snapshot(entries)
+            if snapshot is written_snapshot:
+                snapshot = None  # nothing new
             try:
-                await write(self._n_written, frames, None if newest is stored else newest)
+                await write(self._n_written, [entry.frame for entry in entries], snapshot)
             except Exception:
-                log.exception("%d events could not be stored yet", len(frames))
+                log.exception("%d events could not be stored yet", len(entries))
                 self._show(n_pending)
                 if not self._pending:
                     break
             else:
-                self._n_written += len(frames)
+                self._n_written += len(entries)
                 self._show(n_pending)
         self._writing = None
 

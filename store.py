@@ -218,9 +218,8 @@ class Store:
             yield
             self._db.execute("COMMIT")
         except BaseException:
-            if (
-                self._db.in_transaction
-            ):  # a full disk may have rolled it back: sqlite.org/lang_transaction.html
+            # On a full disk SQLite may have rolled back itself: sqlite.org/lang_transaction.html
+            if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
             raise
 
