@@ -226,7 +226,7 @@ class Job:
     if_cancelled: Ending | None
     task: asyncio.Task[None] = field(init=False)
 
-    async def end(self) -> None:
+    async def wait(self) -> None:
         """Wait until it has ended and that is written."""
         await asyncio.wait({self.task})
 
@@ -299,12 +299,12 @@ class Registry:
         """Stop a background response; when this returns it has ended, and the engine has been told."""
         if job := self._jobs.get(id):
             self._stop(job, CANCELLED)
-            await job.end()
+            await job.wait()
 
     async def delete(self, id: str) -> None:
         """Forget a response that has ended."""
         if job := self._jobs.get(id):
-            await job.end()  # its last event is shown, and it is about to go
+            await job.wait()  # its last event is shown, and it is about to go
             self._jobs.pop(id, None)
         await self._call(self._store.delete, id)
 
@@ -428,13 +428,13 @@ class Registry:
         async def write_events(first: int, frames: list[bytes], snapshot: Snapshot) -> None:
             """The first write takes the row with it: none is ever stored without its first events."""
             if first == 0 and snapshot:
-                await self._call(self._store.insert, row.at(snapshot, time.time()), frames)
+                await self._call(self._store.insert, row.with_snapshot(snapshot, time.time()), frames)
             else:
                 await self._call(self._store.append, row.id, first, frames, snapshot, time.time())
 
         async def write_at_its_end(first: int, frames: list[bytes], snapshot: Snapshot) -> None:
             if snapshot and snapshot["status"] in TERMINAL:
-                await self._call(self._store.insert, row.at(snapshot, time.time()))
+                await self._call(self._store.insert, row.with_snapshot(snapshot, time.time()))
 
         if row.background:
             return write_events
