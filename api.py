@@ -40,7 +40,7 @@ from starlette.responses import JSONResponse, Response
 import completions
 import responses
 import sse
-from background import EventLog, QueueFull, Registry
+from background import Event, EventLog, QueueFull, Reason, Registry
 from channels import Accepted, Delta, Finish, Output, Usage
 from gateway.relay import Refused
 from gateway.remote import RemoteWorker
@@ -94,7 +94,7 @@ class Checked(NamedTuple):
     items: list[items.Item]  # the conversation, its chain included
 
 
-def encode_event(number: int, event: responses.Event) -> bytes:
+def encode_event(number: int, event: Event) -> bytes:
     """The frame of a Responses event, which gets its number here, as it enters the log."""
     numbered = {"type": event["type"], "sequence_number": number} | event
     return sse.encode(sse.dumps(numbered), event["type"])
@@ -173,10 +173,10 @@ class Api:
         except QueueFull as error:
             message = "Too many background responses wait; try again later."
             raise BadInput(message, "background", "rate_limit_exceeded") from error
-        if request.background and not request.stream:
+        if request.background:  # it does not end with this request
+            if request.stream:
+                return Answer(job.log, done=self._done)
             return JSONResponse(job.log.events[0]["response"])
-        if request.background:
-            return Answer(job.log, done=self._done)
         if request.stream:
             return Answer(job.log, job.task, done=self._done)
         return Answer(job.log, job.task, partial(self._folded, responses.fold, 200))
@@ -201,10 +201,7 @@ class Api:
         return ResponseRun(builder, watched(prompt, 0, self.metrics), row.background)
 
     def _folded(
-        self,
-        fold: Callable[[list[dict[str, Any]]], dict[str, Any]],
-        status_if_failed: int,
-        events: list[dict[str, Any]],
+        self, fold: Callable[[list[Event]], dict[str, Any]], status_if_failed: int, events: list[Event]
     ) -> tuple[int, dict[str, Any]]:
         """The whole answer, and its status: a failure while the server stops may be tried again elsewhere."""
         body = fold(events)
@@ -262,7 +259,7 @@ class Api:
         owner: str,
         conversation: list[items.Item],
         outputs: Sequence[Accepted | Output | Finish],
-        _: list[dict[str, Any]],
+        _: list[Event],
     ) -> tuple[int, dict[str, Any]]:
         finals = [output for output in outputs if isinstance(output, Delta) and output.channel == "final"]
         summary = "".join(delta.text for delta in finals)
@@ -463,7 +460,7 @@ class ResponseRun:
         self._outputs = outputs
         self._in_background = in_background
 
-    def start(self) -> list[responses.Event]:
+    def start(self) -> list[Event]:
         return self._builder.start(queued=True)
 
     async def fill(self, log: EventLog) -> None:
@@ -477,10 +474,10 @@ class ResponseRun:
             code = refusal.late_code if isinstance(refusal, Refused) else "invalid_prompt"
             log.extend(self._events(Finish("failed", None, refusal.message, code)))
 
-    def end(self, reason: Literal["failed", "cancelled"], message: str) -> list[responses.Event]:
+    def end(self, reason: Reason, message: str) -> list[Event]:
         return self._events(Finish(reason, message=message))
 
-    def _events(self, output: Accepted | Output | Finish) -> list[responses.Event]:
+    def _events(self, output: Accepted | Output | Finish) -> list[Event]:
         match output:
             case Accepted() if self._in_background:
                 return self._builder.run()
@@ -567,7 +564,7 @@ def new_row(body: Mapping[str, Any], checked: Checked, owner: str) -> Row:
     )
 
 
-def interrupted(frames: Sequence[bytes]) -> responses.Event:
+def interrupted(frames: Sequence[bytes]) -> Event:
     """The last event of a response whose process has died, behind those that it has stored."""
     events = [json.loads(event.data) for event in sse.Parser().feed(b"".join(frames))]
     return responses.interrupted(events, "interrupted by a restart")

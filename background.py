@@ -266,10 +266,10 @@ class Registry:
         events = EventLog(self._encode, self._write_of(row))
         if not row.background:
             return self._launch(Job(row, run, events, if_cancelled=CANCELLED))
-        n_live = sum(not job.log.ended for job in self._jobs.values())
+        n_live = len([job for job in self._jobs.values() if not job.log.ended])
         if self._is_stopping or n_live >= self._max_running + self._max_queued:
             raise QueueFull(
-                f"expected at most {self._max_running + self._max_queued} responses, got one more"
+                f"expected a server that runs, and room in its queue, got {n_live} live responses"
             )
         events.extend(run.start())
         job = self._jobs[row.id] = self._launch(Job(row, run, events, if_cancelled=None))
