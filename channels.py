@@ -2,17 +2,18 @@
 
     Piece --Parser.feed()--> [Delta | Call | Arguments | Close, ...] --Parser.close()--> the rest
 
+It is what other servers call a reasoning parser and a tool call parser, in one, and made for streaming.
+
 Authority: the chat templates of the models; what each family writes is a row of dialects/families.py.
 
 Rules of this file:
 1. Every piece is seen, one after another: how many tokens an engine step held cannot be seen from outside.
 2. A marker that is one token of the vocabulary is matched as that token, so text that merely spells it
    opens nothing. Only where the vocabulary has no such token is the marker looked for in the text.
-3. What may still become a marker, a stop string, a call or a header is held, no more; it leaves by the same
-   path as the rest.
+3. What may still become a marker, a stop string, a call or a header is held back, and nothing else is.
 4. Where the dialect trims, newlines beside a marker are the template's, not the model's, and go with it.
-5. Stop strings are looked for where the markers are gone, in what the user reads, never in reasoning.
-6. Malformed output is text, a header of its message is not. Nothing here raises on what a model says.
+5. Stop strings are looked for in what the user reads, without its markers, and never in the reasoning.
+6. Malformed output becomes text, but for the header of a message. Nothing here raises on what a model says.
 
 Not here: the markers (dialects/families.py), how a call is written between them (dialects/calls.py), token
 ids (tokenizer.py), item and call ids (responses.py), when generation stops (worker.py).
@@ -20,12 +21,12 @@ ids (tokenizer.py), item and call ids (responses.py), when generation stops (wor
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from itertools import takewhile
 from typing import Any, Literal, NamedTuple, Protocol, cast
 
 # --- vocabulary ---------------------------------------------------------------------------------------------
 
-# harmony's words: reasoning, asides to the user, the answer; a refusal is one that only a relay tells apart
+# Harmony's words for the reasoning, asides to the user, and the answer. A refusal is told from an answer only
+# by other servers (gateway/deltas.py): a model has no marker for it.
 Channel = Literal["analysis", "commentary", "final", "refusal"]
 
 
@@ -35,7 +36,7 @@ class TokenLogprob(NamedTuple):
     token: str  # its text; U+FFFD where its bytes are no whole character
     logprob: float
     bytes: bytes
-    top: tuple["TokenLogprob", ...] = ()
+    top: tuple["TokenLogprob", ...] = ()  # the likeliest tokens in its place (top_logprobs)
 
 
 class Piece(NamedTuple):
@@ -43,10 +44,10 @@ class Piece(NamedTuple):
 
     text: str  # whole characters; "" for control tokens
     special: str = ""  # the spelling of the added token that this is, "" for ordinary text
-    logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens that this text completes
+    logprobs: tuple[TokenLogprob, ...] = ()  # one for each token that this text completes
 
     def cut(self, n: int) -> tuple["Piece", "Piece"]:
-        """Split behind `n` characters; a token's logprob goes with its first character."""
+        """Split behind `n` characters; the logprobs go with the first half."""
         return Piece(self.text[:n], "", self.logprobs), Piece(self.text[n:])
 
 
@@ -62,7 +63,7 @@ class Call(NamedTuple):
     """A call begins; its arguments follow, or the input of a custom tool."""
 
     name: str
-    custom: bool = False  # what follows, and the namespace, request/tools.py finds out
+    custom: bool = False  # set by request/tool_calls.py, as is the namespace: a model knows functions only
     namespace: str = ""
 
 
@@ -97,47 +98,69 @@ class Finish(NamedTuple):
 
     reason: Literal["stop", "length", "content_filter", "failed", "cancelled"]
     usage: Usage | None = None
-    message: str = ""  # for failed: what went wrong
+    message: str = ""  # what went wrong, where the reason is "failed"
     code: str = "server_error"
 
 
 # --- dialects -----------------------------------------------------------------------------------------------
 
-# Where the parser stands: in what is said, or before it. In "between" a message may begin; in "role" one has,
-# in "header" it has gone on; its content has not begun.
-State = Literal["analysis", "commentary", "final", "call", "between", "role", "header", "end"]
-Next = State | Literal["content"]  # of this kind the header says which: a channel, or a call
+# Where the output stands. Headers, and their states, are explained beside the one dialect that has them:
+# dialects/families.py.
+HeaderState = Literal["between", "role", "header"]
+State = Literal["analysis", "commentary", "final", "call", "end"] | HeaderState
+Next = State | Literal["content"]  # behind "content" the header says which state it is
 
-Schemas = Mapping[str, Mapping[str, Any]]  # of the arguments of the functions offered, by name
+HEADER_STATES = ("between", "role", "header")
+
+Schemas = Mapping[str, Mapping[str, Any]]  # name of a function on offer -> JSON schema of its arguments
 
 
-class Body(Protocol):
-    """Reads what a call is written as between its markers."""
-
-    @property
-    def called(self) -> bool: ...  # the name has been said: it is a call now, whatever follows
-
-    @property
-    def malformed(self) -> bool: ...  # it will never be one
+class CallReader(Protocol):
+    """Reads the text between the markers of a call; dialects/calls.py has one for each way of writing it."""
 
     @property
-    def in_string(self) -> bool: ...  # of JSON, where a marker of reasoning is an argument's text
+    def called(self) -> bool:
+        """The name has been said: it is a call now, whatever follows."""
+
+    @property
+    def malformed(self) -> bool:
+        """It can never become a call."""
+
+    @property
+    def in_string(self) -> bool:
+        """A string of the arguments is open: a marker of reasoning is text in it."""
 
     def feed(self, piece: Piece) -> Iterator[Output]:
-        """More of it; a marker that the dialect has no row for comes here too."""
+        """More of the call; a marker that has no row in the dialect's table comes here too."""
 
     def end(self) -> Iterator[Output]:
         """The model is done with it."""
 
 
-class Forms(NamedTuple):
-    """How it is all written, for grammars: TEXT, NAME and ARGUMENTS stand for what is said."""
+class Header(Protocol):
+    """Reads the header of a message: the words before its content, which say what the message is."""
 
-    thought: tuple[str, str]  # around the reasoning
-    text: str  # the answer
-    before: str | None  # text before calls; None: there is none
+    def add(self, piece: Piece) -> None:
+        """One more word of it, or a part of one."""
+
+    def add_marker(self) -> None:
+        """A marker stands here; it keeps the words beside it apart."""
+
+    def end(self, state: State, complete: bool) -> tuple[State, CallReader | None, list[Piece]]:
+        """The state that follows, the reader of the call if that is one, and words that were no header.
+
+        `complete`: the content follows; else another marker came, in this state.
+        """
+
+
+class Forms(NamedTuple):
+    """How the dialect is written, for grammars: TEXT, NAME and ARGUMENTS are places to be filled."""
+
+    thought: tuple[str, str]  # markers around the reasoning
+    text: str  # an answer without calls
+    before: str | None  # text in front of calls; None: no text may stand there
     call: str
-    more: str | None  # between two calls; None: one is all
+    separator: str | None  # between two calls; None: there is only one
     calls: tuple[str, str] = ("", "")  # around all calls
     arguments: Literal["json", "xml"] = "json"
 
@@ -145,15 +168,15 @@ class Forms(NamedTuple):
 class Dialect(NamedTuple):
     """How a family of models marks what it says."""
 
-    known_by: tuple[str, ...]  # what its chat templates hold, all of these
-    transitions: Mapping[tuple[State | Literal["any"], str], Next]
-    body: Callable[[Schemas], Body]
+    known_by: tuple[str, ...]  # substrings that its chat templates all have
+    transitions: Mapping[tuple[State | Literal["any"], str], Next]  # (state, marker) -> next state
+    call_reader: Callable[[Schemas], CallReader]
     forms: Forms
-    header: Callable[[str], tuple[State, Body | None]] | None = None  # what follows this header
+    header: Callable[[], Header] | None = None  # None: its messages have no headers
     start: State = "final"  # where an answer begins, unless the prompt ends with a marker
-    reasoning: tuple[str, ...] = ()  # markers that not all models of the family know
-    calls: tuple[str, ...] = ()  # markers that are used only where tools are offered
-    closing: str = ""  # the one that ends a call; of a malformed call it is text too
+    reasoning_markers: tuple[str, ...] = ()  # not all models of the family know them
+    call_markers: tuple[str, ...] = ()  # they mean something only where tools are offered
+    call_end: str = ""  # the marker behind a call; behind a malformed one it is text
     trims: bool = True  # newlines beside markers are the template's
     tokens: frozenset[str] = frozenset()  # the markers that are one token of the vocabulary
 
@@ -162,7 +185,7 @@ class Dialect(NamedTuple):
         return frozenset(marker for _, marker in self.transitions)
 
     def next(self, state: State, marker: str) -> Next | None:
-        """Where the marker leads; None: it means nothing here."""
+        """The state that the marker leads to; None: it means nothing here."""
         return self.transitions.get((state, marker), self.transitions.get(("any", marker)))
 
 
@@ -178,65 +201,173 @@ class Finder:
 
     def __init__(self, needles: Collection[str]) -> None:
         self._needles = tuple(needles)
-        firsts = "".join({re.escape(needle[0]) for needle in needles})
-        self._begins = re.compile(f"[{firsts}]" if firsts else "(?!)")
-        self._pieces: list[Piece] = []
-        self._text = ""  # of those pieces: always shorter than the longest needle between two calls
+        first_characters = "".join({re.escape(needle[0]) for needle in needles})
+        never = "(?!)"
+        self._may_begin = re.compile(f"[{first_characters}]" if needles else never)
+        self._held: list[Piece] = []
+        self._text = ""  # of the pieces held: between two calls it is shorter than the longest needle
 
     def feed(self, piece: Piece) -> Iterator[Piece | str]:
         """The text that is certain, as pieces, and each needle found, as a str."""
-        if not self._text and not self._begins.search(piece.text):  # most pieces, and nothing to do
+        if not self._text and not self._may_begin.search(piece.text):  # most pieces
             yield piece
             return
-        self._pieces.append(piece)
+        self._held.append(piece)
         self._text += piece.text
-        while found := min((m for n in self._needles if (m := self._match(n))), default=None):
-            end, start, needle = found
+        while match := self._first_match():
+            end, start, needle = match
             yield from self._take(start)
             list(self._take(end - start))
             yield needle
-        yield from self._take(len(self._text) - self._ambiguous())
+        yield from self._take(len(self._text) - self._n_ambiguous())
 
     def flush(self) -> Iterator[Piece]:
-        """What was held: it became nothing."""
+        """The text held: it became no needle."""
         return self._take(len(self._text))
 
-    def _match(self, needle: str) -> tuple[int, int, str] | None:
-        start = self._text.find(needle)
-        return (start + len(needle), start, needle) if start >= 0 else None
+    def _first_match(self) -> tuple[int, int, str] | None:
+        """End, start and needle of the match that ends first; of those that end together the longest."""
+        matches: list[tuple[int, int, str]] = []
+        for needle in self._needles:
+            start = self._text.find(needle)
+            if start >= 0:
+                matches.append((start + len(needle), start, needle))
+        return min(matches, default=None)
 
-    def _ambiguous(self) -> int:
+    def _n_ambiguous(self) -> int:
         """Length of the longest end of the text that is a proper beginning of a needle."""
-        ends = (
-            k
-            for n in self._needles
-            for k in range(min(len(n) - 1, len(self._text)), 0, -1)
-            if self._text.endswith(n[:k])
-        )
-        return max(ends, default=0)
+        longest = 0
+        for needle in self._needles:
+            for n in range(longest + 1, min(len(needle) - 1, len(self._text)) + 1):
+                if self._text.endswith(needle[:n]):
+                    longest = n
+        return longest
 
     def _take(self, n: int) -> Iterator[Piece]:
+        """Release the first `n` characters held."""
         self._text = self._text[n:]
         while n > 0:
-            head, rest = self._pieces.pop(0).cut(n)
+            head, rest = self._held.pop(0).cut(n)
             n -= len(head.text)
             if rest.text:
-                self._pieces.insert(0, rest)
+                self._held.insert(0, rest)
             yield head
+
+
+# --- theory of operation ------------------------------------------------------------------------------------
+
+# The parser is four state machines; a piece passes them from left to right:
+#
+#     marker --> channel
+#     text ----> channel --+--> call body -----------------------------------> Call, Arguments
+#                          |        | text that turns out to be no call
+#                          +<-------+
+#                          +--> trimming --> stop strings --> trimming ------> Delta
+#
+# channel       Where the output stands (State): in the reasoning, in an answer, in a call, in a header, at
+#               its end. Markers alone move it, by the dialect's table of transitions. Those that are no token
+#               of the vocabulary are found in the text by a Finder.
+# call body     The text between the markers of a call (CallBody). A call that has been announced cannot be
+#               taken back, so the text is held back until a name has been read; from then on it leaves as
+#               arguments. Where it can be no call (a model may write about <tool_call>) it becomes text, the
+#               markers too, of the channel that it interrupted.
+# trimming      The newlines beside markers (Trimming). Those behind a marker are dropped as they come. Those
+#               that may stand before one are held back: a marker takes them along, other text releases them.
+# stop strings  A Finder on the text of all channels but the reasoning. It stands between the two halves of
+#               trimming: a stop string of newlines is found though a marker might still take them along.
+#
+# An answer in the hermes dialect, with the stop string "END". Its markers are tokens, the rest is text:
+#
+#     piece                        channel   held back by               what comes out
+#     <think>                      analysis
+#     '\n2 and 2'                  analysis                             Delta('analysis', '2 and 2')
+#     '\n'                         analysis  trimming: '\n'
+#     </think>                     final                                Close()
+#     '\n\nLet us add. E'          final     stop strings: 'E'          Delta('final', 'Let us add. ')
+#     '\n'                         final     trimming: '\n'             Delta('final', 'E')
+#     <tool_call>                  call      trimming: '\n'
+#     '\n{"name": "add'            call      call body: all of it
+#     '", "arguments": {"a": 2'    call                                 Call('add'), Arguments('{"a": 2')
+#     '}}\n'                       call                                 Arguments('}')
+#     </tool_call>                 final                                Close()
+#     '\nThe EN'                   final     stop strings: 'EN'         Delta('final', 'The ')
+#     'D of it'                    stopped
+
+
+class CallBody:
+    """The text of one call, held back as long as it may turn out to be none."""
+
+    def __init__(self, reader: CallReader, opened_by: str = "", interrupted: State = "final") -> None:
+        self.reader = reader
+        self.opened_by = opened_by  # the marker in front; "" where a call may stand without one
+        self.interrupted = interrupted  # the state that its text returns to if it is no call
+        self._held: list[Piece] = []
+
+    def feed(self, piece: Piece) -> Iterator[Output]:
+        if not self.reader.called:
+            self._held.append(piece)
+        return self.reader.feed(piece)
+
+    def as_text(self) -> list[Piece]:
+        """All of it, from the marker that opened it."""
+        return [Piece(self.opened_by), *self._held]
+
+
+class Trimming:
+    """Takes the newlines beside markers away: those behind one, and those held back before one."""
+
+    def __init__(self, enabled: bool, after_marker: bool) -> None:
+        self._enabled = enabled
+        self._after_marker = enabled and after_marker  # <think> | "\na": the newlines that come are its own
+        self._has_text = False  # <think> | " " | </think>: up to the first text any whitespace is held
+        self._held: list[Piece] = []  # "a\n" | <think>: whitespace that a marker takes along
+
+    def marker(self) -> None:
+        """A marker stands here."""
+        self._after_marker = self._enabled
+        self._has_text = False
+        self._held = []
+
+    def drop_held(self) -> None:
+        self._held = []
+
+    def without_leading(self, piece: Piece) -> Piece:
+        if self._after_marker:
+            piece = piece._replace(text=piece.text.lstrip("\n"))
+            self._after_marker = not piece.text
+        return piece
+
+    def without_trailing(self, piece: Piece) -> list[Piece]:
+        """What was held and this piece, but for the newlines at its end, which are held now."""
+        if not self._enabled:
+            return [piece]
+        self._has_text = self._has_text or bool(piece.text.strip())
+        solid = piece.text.rstrip("\n")
+        if not self._has_text or not solid:
+            self._held.append(piece)
+            return []
+        head, newlines = piece.cut(len(solid))
+        released = [*self._held, head]
+        self._held = []
+        if newlines.text:
+            self._held.append(newlines)
+        return released
+
+    def release(self) -> list[Piece]:
+        """What was held: no marker has come."""
+        released, self._held = self._held, []
+        return released
 
 
 # --- the parser ---------------------------------------------------------------------------------------------
 
 
-UNSAID = ("between", "role", "header")  # states in which a message may begin, or has and has said nothing
-
-
 class Parser:
     """Pieces of one response to what they mean.
 
-    `state` and `after_marker` are what dialects.opening() found. `schemas` are of the functions offered.
-    `one_call` ends the response behind the first call (parallel_tool_calls=false). `stopped` turns True when
-    a stop string, the one call or the turn is complete: what is fed afterwards is dropped.
+    `state` and `after_marker` come from dialects.families.opening(). `schemas` are those of the functions on
+    offer. `one_call` ends the response behind the first call (parallel_tool_calls=false). `stopped` turns
+    True when a stop string, the one call or the turn is complete: what is fed afterwards is dropped.
     """
 
     def __init__(
@@ -252,19 +383,14 @@ class Parser:
         self.stopped = False
         self._dialect = dialect
         self._schemas = schemas or {}
-        self._finder = Finder(dialect.markers - dialect.tokens)
-        self._stop = Finder(stop)
         self._one_call = one_call
-        self._leading = dialect.trims and after_marker  # newlines that come now are a marker's
-        self._visible = False  # this run of text has shown something
-        self._blank: list[Piece] = []  # whitespace that is dropped if a marker follows
-        self._open: Literal["", "text", "call"] = ""  # what a Close would end
-        self._header: list[Piece] = []  # of the message to come; in "between" it may turn out to be text
-        self._body = dialect.body(self._schemas)
-        self._opened_by = ""  # the marker of the call; some calls at the very beginning have none
-        self._raw: list[Piece] = []  # the body so far, should it turn out to be no call
-        self._origin: State = "final"  # where a malformed call returns to
-        self._fallen = False  # in the rest of a malformed call, whose closing marker is text too
+        self._markers = Finder(dialect.markers - dialect.tokens)
+        self._header = dialect.header() if dialect.header else None
+        self._call = CallBody(dialect.call_reader(self._schemas))  # in the state "call"; else of no use
+        self._trimming = Trimming(dialect.trims, after_marker)
+        self._stop = Finder(stop)
+        self._open_item: Literal["", "text", "call"] = ""  # what a Close would end
+        self._in_malformed_call = False  # "<tool_call>no call" | "</tool_call>": its end is text too
 
     def feed(self, piece: Piece) -> list[Output]:
         return self._until_stop(self._feed(piece))
@@ -275,163 +401,166 @@ class Parser:
 
     def _until_stop(self, outputs: Iterator[Output]) -> list[Output]:
         kept: list[Output] = []
-        for output in takewhile(lambda _: not self.stopped, outputs):
+        for output in outputs:
+            if self.stopped:
+                break
             kept.append(output)
-            called = self._open == "call" and isinstance(output, Close)
-            self.stopped = called and self._one_call
+            is_end_of_call = self._open_item == "call" and isinstance(output, Close)
+            self.stopped = is_end_of_call and self._one_call
         return kept
 
     def _feed(self, piece: Piece) -> Iterator[Output]:
         if piece.special in self._dialect.tokens:
-            yield from self._flush_finder()
+            yield from self._flush_markers()
             yield from self._marker(piece.special)
         elif piece.text:
-            for found in self._finder.feed(piece):
-                yield from self._marker(found) if isinstance(found, str) else self._text(found)
+            for part in self._markers.feed(piece):
+                if isinstance(part, str):
+                    yield from self._marker(part)
+                else:
+                    yield from self._text(part)
 
-    def _flush_finder(self) -> Iterator[Output]:
-        for piece in self._finder.flush():
+    def _flush_markers(self) -> Iterator[Output]:
+        for piece in self._markers.flush():
             yield from self._text(piece)
 
     def _close(self, cut: bool) -> Iterator[Output]:
-        yield from self._flush_finder()
-        yield from self._lost_header(cut)
-        if self.state == "call" and not (cut and self._opened_by):
-            yield from self._end_call()
+        yield from self._flush_markers()
+        if self.state == "between" or (self.state in HEADER_STATES and not cut):
+            yield from self._end_header(complete=False)
+        if self.state == "call":
+            is_half_a_call = self._call.opened_by or self._call.reader.called
+            if not (cut and is_half_a_call):  # half a call is neither completed nor shown as text
+                yield from self._end_call()
         if self.state != "call":
             yield from self._flush_stop()
-            yield from self._deltas(self._blank)
+            yield from self._deltas(self._trimming.release())
 
-    # --- markers --------------------------------------------------------------------------------------------
+    # --- channel: markers move it, text goes where it stands ------------------------------------------------
 
     def _marker(self, marker: str) -> Iterator[Output]:
-        if self._dialect.next(self.state, marker) not in ("header", "content"):
-            yield from self._lost_header(cut=False)
+        goes_on = self._dialect.next(self.state, marker) in ("header", "content")
+        if self.state in HEADER_STATES and not goes_on:
+            yield from self._end_header(complete=False)
         if self.state == "call":
-            quoted = self._body.in_string and marker in self._dialect.reasoning  # an argument about markers
-            if quoted or not self._dialect.next(self.state, marker):
-                yield from self._to_body(Piece(marker, marker))
+            if self._is_text_of_the_call(marker):
+                yield from self._to_call(Piece(marker, marker))
                 return
             yield from self._end_call()
-        if self._fallen and marker == self._dialect.closing:
+        if self._in_malformed_call and marker == self._dialect.call_end:
             yield from self._text(Piece(marker))
-            self._fallen = False
+            self._in_malformed_call = False
             return
         yield from self._flush_stop()
         following = self._dialect.next(self.state, marker) or self.state
-        is_opening = following == "call" and marker in self._dialect.calls
-        if self.state == "call" or not is_opening:  # before a call it is too early: it may be none
-            if self._open:
-                yield Close()
-            self._open, self._blank, self._visible, self._leading = "", [], False, self._dialect.trims
-        self._fallen = False
+        may_be_text = following == "call" and marker in self._dialect.call_markers
+        if self.state == "call" or not may_be_text:
+            yield from self._end_item()
+        self._in_malformed_call = False
         if following == "content":
-            yield from self._content()
+            yield from self._end_header(complete=True)
         else:
             self._enter(following, marker)
 
     def _enter(self, state: State, marker: str) -> None:
         if state == "call":
-            marked = marker in self._dialect.calls
-            self._origin = self.state if marked and self.state != "call" else "final"
-            self._opened_by = marker if marked else ""
-            self._body, self._raw = self._dialect.body(self._schemas), []
+            self._enter_call(marker)
         elif state == "header":
-            self._header.append(Piece(" "))  # the marker keeps the words beside it apart
-        self.state, self.stopped = state, self.stopped or state == "end"
+            assert self._header
+            self._header.add_marker()
+        elif state == "end":
+            self.stopped = True
+        self.state = state
 
-    def _content(self) -> Iterator[Output]:
-        """The header is complete, and says what its message is."""
-        header = "".join(piece.text for piece in self._header)
-        self._header = []
-        assert self._dialect.header
-        self.state, body = self._dialect.header(header)
-        if body:
-            self._body, self._opened_by = body, header  # which, unlike a call's own marker, is never text
-            yield from self._to_body(Piece(""))  # the name leaves
+    def _end_item(self) -> Iterator[Output]:
+        if self._open_item:
+            yield Close()
+        self._open_item = ""
+        self._trimming.marker()
 
-    def _lost_header(self, cut: bool) -> Iterator[Output]:
-        """A header without content: a recipient is called without arguments, stray text between two messages
-        is text, all else is markup.
-        """
-        if self.state not in UNSAID:
-            return
-        if self.state != "between":
-            if not cut:
-                yield from self._content()
-            return
-        stray, self._header, self.state = self._header, [], "final"
-        if any(piece.text.strip() for piece in stray):
-            for piece in stray:
-                yield from self._text(piece)
-
-    # --- text -----------------------------------------------------------------------------------------------
+    def _end_header(self, complete: bool) -> Iterator[Output]:
+        """The state that the header leads to; its words where they were no header, but stray text."""
+        assert self._header
+        self.state, reader, stray = self._header.end(self.state, complete)
+        if reader:
+            self._call = CallBody(reader)
+            yield from self._to_call(Piece(""))  # the name was in the header: it is announced now
+        for piece in stray:
+            yield from self._text(piece)
 
     def _text(self, piece: Piece) -> Iterator[Output]:
         if self.state == "call":
-            yield from self._to_body(piece)
-        elif self.state in UNSAID:
-            self._header.append(piece)
-        elif rest := self._without_leading(piece):
-            yield from self._shown(rest) if self.state == "analysis" else self._read(rest)
+            yield from self._to_call(piece)
+        elif self.state in HEADER_STATES:
+            assert self._header
+            self._header.add(piece)
+        else:
+            trimmed = self._trimming.without_leading(piece)
+            if not trimmed.text:
+                return
+            if self.state == "analysis":
+                yield from self._shown(trimmed)
+            else:
+                yield from self._up_to_stop(trimmed)
 
-    def _to_body(self, piece: Piece) -> Iterator[Output]:
-        if not self._body.called:
-            self._raw.append(piece)
-        yield from self._calling(self._body.feed(piece))
-        if self._body.malformed:
+    # --- call body ------------------------------------------------------------------------------------------
+
+    def _enter_call(self, marker: str) -> None:
+        reader = self._dialect.call_reader(self._schemas)
+        if marker not in self._dialect.call_markers:
+            self._call = CallBody(reader)
+        elif self.state == "call":  # right behind another call, which is over
+            self._call = CallBody(reader, marker)
+        else:
+            self._call = CallBody(reader, marker, interrupted=self.state)
+
+    def _is_text_of_the_call(self, marker: str) -> bool:
+        """A marker that leads nowhere, or one of reasoning in an argument that is about such markers."""
+        is_quoted = self._call.reader.in_string and marker in self._dialect.reasoning_markers
+        return is_quoted or self._dialect.next(self.state, marker) is None
+
+    def _to_call(self, piece: Piece) -> Iterator[Output]:
+        yield from self._called(self._call.feed(piece))
+        if self._call.reader.malformed:
             yield from self._not_a_call()
 
     def _end_call(self) -> Iterator[Output]:
-        yield from self._calling(self._body.end())
-        yield from self._not_a_call()
+        yield from self._called(self._call.reader.end())
+        if not self._call.reader.called:
+            yield from self._not_a_call()
 
-    def _calling(self, outputs: Iterator[Output]) -> Iterator[Output]:
+    def _called(self, outputs: Iterator[Output]) -> Iterator[Output]:
         for output in outputs:
-            self._open, self._blank = "call", []
+            self._open_item = "call"
+            self._trimming.drop_held()  # the newlines in front of the call's marker
             yield output
 
     def _not_a_call(self) -> Iterator[Output]:
-        """A body that announced no call is text, markers and all, on the channel it came from."""
-        if not self._body.called:
-            self.state, self._fallen = self._origin, True
-            for piece in (Piece(self._opened_by), *self._raw):
-                yield from self._text(piece)
+        """A body that announced no call is text, markers and all, of the channel that it interrupted."""
+        self.state = self._call.interrupted
+        self._in_malformed_call = True
+        for piece in self._call.as_text():
+            yield from self._text(piece)
 
-    def _without_leading(self, piece: Piece) -> Piece | None:
-        if self._leading:
-            piece = piece._replace(text=piece.text.lstrip("\n"))
-            self._leading = not piece.text
-        return piece if piece.text else None
+    # --- stop strings, and the end of trimming --------------------------------------------------------------
 
-    def _read(self, piece: Piece) -> Iterator[Output]:
-        """What the user will read, up to a stop string."""
-        for found in self._stop.feed(piece):
-            if isinstance(found, str):
-                yield from self._deltas(self._blank)
+    def _up_to_stop(self, piece: Piece) -> Iterator[Output]:
+        for part in self._stop.feed(piece):
+            if isinstance(part, str):
+                yield from self._deltas(self._trimming.release())
                 self.stopped = True
                 return
-            yield from self._shown(found)
+            yield from self._shown(part)
 
     def _flush_stop(self) -> Iterator[Output]:
-        """What was held did not become a stop string."""
+        """The text held became no stop string."""
         for piece in self._stop.flush():
             yield from self._shown(piece)
 
     def _shown(self, piece: Piece) -> Iterator[Output]:
-        """Hold what may stand before a marker: newlines behind text, any whitespace before it."""
-        if not self._dialect.trims:
-            yield from self._deltas([piece])
-            return
-        solid = piece.text.rstrip("\n") if self._visible or piece.text.strip() else ""
-        if not solid:
-            self._blank.append(piece)
-            return
-        head, tail = piece.cut(len(solid))
-        yield from self._deltas([*self._blank, head])
-        self._visible, self._blank = True, [tail] if tail.text else []
+        return self._deltas(self._trimming.without_trailing(piece))
 
     def _deltas(self, pieces: list[Piece]) -> Iterator[Output]:
         for piece in pieces:
-            self._open = "text"
+            self._open_item = "text"
             yield Delta(cast(Channel, self.state), piece.text, piece.logprobs)

@@ -1,133 +1,170 @@
-"""The forward pass of a transformer, written once, over an `ops` object; NumpyOps is the spec, in float32.
+"""The transformer's forward pass, written once over a set of ops; NumpyOps is their spec, in float32.
 
-    Spans --ops.launch()--> a Ticket --ops.read()--> the Choices of the rows that are wanted
-    within: Batch --forward()--> logits of those rows --pick()--> Choices
+    [Span, ...] --Batch()--> rows --forward()--> logits of the wanted rows --pick()--> [Choice, ...]
 
-Authority: "Attention Is All You Need" (arXiv 1706.03762), RMSNorm 1910.07467, RoPE 2104.09864,
-SwiGLU 2002.05202, grouped-query attention 2305.13245; what a family adds is in `checkpoint/weights.py`.
+A step computes rows, and a row is one token of one sequence. Prefill (a chunk of a prompt) and decode (the
+next token of an answer) are the same pass, and a batch may hold rows of both: continuous batching with
+chunked prefill. Keys and values are kept in the KV cache, a pool of pages (PagedAttention,
+https://arxiv.org/abs/2309.06180); a sequence's page table names the pages that hold its tokens.
+
+Authority: "Attention Is All You Need" (https://arxiv.org/abs/1706.03762) with the changes of Llama
+(https://arxiv.org/abs/2302.13971); each op names the paper of its formula.
 
 Rules of this file:
-1. The ops are cut where a GPU kernel is: each is one kernel's work, with its norm, bias or residual inside.
-2. A step's rows are tokens of any number of sequences. Prefill and decode are the same pass.
-3. Rotary pairs are adjacent (checkpoint/weights.py puts them so): a pair is a complex number, a rotation one
-   product.
-4. A sequence gets the same bits alone and in any batch, wherever its pages lie: every product covers
-   rows of one group and whole pages, for BLAS sums one row in another order than several.
-   A chunk of the prompt and its rows one by one agree up to rounding, about 1e-6.
-5. What is drawn depends on logits, seed, choice and the number of the output token alone.
+1. An op is the work of one GPU kernel (or a few): its norm, its bias and its residual addition are inside it.
+2. Batch invariance: a sequence gets the same bits alone and in any batch, wherever its pages lie. So every
+   product covers the rows of one group, because BLAS sums one row in another order than several. A prefill
+   chunk and its tokens one by one are different groups, and agree up to rounding, about 1e-6.
+3. Rotary pairs are ADJACENT: a pair of a head is a complex number (checkpoint/weights.py orders them so).
 
-Not here: which rows to compute next (engine.py), whose page is whose (pages.py), files
-(checkpoint/weights.py).
+Not here: which rows to compute next (engine.py), which page is whose (pages.py), what the families of models
+differ in (checkpoint/config.py), files (checkpoint/weights.py), logits to a token (sampling.py), speed
+(devices/).
 """
 
-import itertools
-from collections import deque
+import math
 from collections.abc import Sequence
-from functools import cached_property
-from typing import Any, NamedTuple
+from itertools import islice
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from checkpoint.config import Config
 from checkpoint.rope import rope_table
-from checkpoint.weights import Layer, Weights, as_read
+from checkpoint.weights import Layer, Matrix, Weights, unpacked
 from sampling import Choice, Context, pick_token
 
 Array = NDArray[np.float32]
 Ints = NDArray[np.int64]
 
-PAGE = 64  # tokens whose keys and values one page holds
-CHUNK = PAGE  # tokens of a prompt that are computed together, always cut at its multiples
-BLOCK_BYTES = 4 * 2**20  # of weights, for one product: fits the last cache of most processors
+PAGE = 64  # tokens of a KV cache page
+CHUNK = PAGE  # tokens of a prefill chunk; a prompt is cut at its multiples
 
 # --- what goes in -------------------------------------------------------------------------------------------
 
 
 class Span(NamedTuple):
-    """Consecutive tokens of one sequence in a step."""
+    """Consecutive tokens of one sequence that a step computes."""
 
-    slot: int  # the place, of max_batch, that the sequence runs in
-    pages: Sequence[int]  # the token at position p has its keys and values in pages[p // PAGE]
-    token_ids: Sequence[int] | None  # None: the one token that the slot chose last, not yet read perhaps
-    start: int  # position of the first of them; all before it are in the pages
-    n_wanted: int  # of how many of its last rows a choice is wanted
-    is_chunk: bool  # a chunk of the prompt, computed together; else each row is by itself
+    slot: int  # row of the running batch, below max_batch, that the sequence occupies
+    pages: Sequence[int]  # its page table: the token at position p lies in page pages[p // PAGE]
+    token_ids: (
+        Sequence[int] | None
+    )  # None: the one token that the slot chose last, unread (where n_ahead > 0)
+    start: int  # position of the first token; the KV cache holds all tokens before it
+    n_wanted: int  # choices to make: what follows each of the last n_wanted tokens
+    is_chunk: bool  # True: a prefill chunk, computed together; False: each token is computed by itself
 
     @property
     def end(self) -> int:
-        return self.start + (1 if self.token_ids is None else len(self.token_ids))
+        """Position after the last token."""
+        if self.token_ids is None:
+            return self.start + 1
+        return self.start + len(self.token_ids)
 
 
 class Group(NamedTuple):
-    """Rows that are computed together: a prefill chunk, or a token."""
+    """Rows that are multiplied together (rule 2): a prefill chunk, or one token."""
 
-    pages: Sequence[int]
-    start: int  # position of the first
+    pages: Sequence[int]  # page table of their sequence
+    start: int  # position of the first row
     rows: slice  # of the batch
 
 
 class Batch:
-    """One step's rows: the tokens of all spans, one span after another. No span is chained here."""
+    """The rows of one step: the tokens of all spans, one span after another."""
 
     def __init__(self, spans: Sequence[Span]) -> None:
+        token_ids: list[int] = []
+        positions: list[int] = []
+        pages: list[int] = []
+        wanted_rows: list[int] = []
         self.groups: list[Group] = []
-        token_ids, wanted = list[int](), list[int]()
         for span in spans:
-            assert span.token_ids is not None
-            first, n = len(token_ids), len(span.token_ids)
-            for i in range(0, n, size := CHUNK if span.is_chunk else 1):
-                rows = slice(first + i, first + min(i + size, n))
+            assert span.token_ids is not None, "expected token ids: only a GPU chains spans"
+            first_row = len(token_ids)
+            n = len(span.token_ids)
+            size = CHUNK if span.is_chunk else 1
+            for i in range(0, n, size):
+                rows = slice(first_row + i, first_row + min(i + size, n))
                 self.groups.append(Group(span.pages, span.start + i, rows))
             token_ids += span.token_ids
-            wanted += range(len(token_ids) - span.n_wanted, len(token_ids))
-        self.rows = [group.rows for group in self.groups]
+            positions += range(span.start, span.end)
+            pages += [span.pages[position // PAGE] for position in range(span.start, span.end)]
+            wanted_rows += range(len(token_ids) - span.n_wanted, len(token_ids))
         self.token_ids: Ints = np.array(token_ids, np.int64)  # (n_rows,)
-        self.positions: Ints = np.concatenate(
-            [span.start + np.arange(span.end - span.start) for span in spans]
-        )  # (n_rows,)
-        self.pages: Ints = np.array(
-            [span.pages[p // PAGE] for span in spans for p in range(span.start, span.end)], np.int64
-        )  # (n_rows,)
-        self.places = self.positions % PAGE  # in those pages
-        self.wanted: Ints = np.array(wanted, np.int64)  # rows
+        self.positions: Ints = np.array(positions, np.int64)  # (n_rows,)
+        self.pages: Ints = np.array(pages, np.int64)  # (n_rows,) the page that each token lies in
+        self.offsets = self.positions % PAGE  # (n_rows,) and its place there
+        self.wanted_rows: Ints = np.array(wanted_rows, np.int64)  # (n_wanted,)
 
-    @cached_property
-    def tables(self) -> Ints:
-        """The page tables of the groups, (n_groups, n_pages of the longest); 0 behind the end of one."""
-        tables = np.zeros((len(self.groups), max(len(group.pages) for group in self.groups)), np.int64)
-        for table, group in zip(tables, self.groups, strict=True):
-            table[: len(group.pages)] = group.pages
-        return tables
-
-
-Ticket = Any  # of a step that was launched; what it is inside is the ops' own affair
+    @property
+    def row_groups(self) -> list[slice]:
+        return [group.rows for group in self.groups]
 
 
 # --- the forward pass ---------------------------------------------------------------------------------------
 
+BatchT = TypeVar("BatchT", contravariant=True)
+ArrayT = TypeVar("ArrayT")
 
-def forward(ops: "NumpyOps", weights: Weights, batch: Batch) -> Array:
-    """The logits of the wanted rows, (n_wanted, vocab_size); keys and values go to the spans' pages."""
-    x = ops.embed(batch, weights)  # (n_rows, dim), the residual stream
+
+class Ops(Protocol[BatchT, ArrayT]):
+    """The ops of a forward pass: NumpyOps defines them, devices/ has faster ones.
+
+    x is the residual stream, (n_rows, dim); `out` and `down` add to it in place.
+    """
+
+    def embed(self, batch: BatchT, weights: Weights) -> ArrayT:
+        """Begin the residual stream. -> (n_rows, dim)"""
+
+    def qkv(self, x: ArrayT, layer: Layer, batch: BatchT) -> ArrayT:
+        """Project to queries, keys, values. -> (n_rows, (n_heads + 2 * n_kv_heads) * head_dim)"""
+
+    def attend(self, qkv: ArrayT, layer: Layer, i: int, batch: BatchT) -> ArrayT:
+        """Write layer i's keys and values to the KV cache, and attend. -> (n_rows, n_heads * head_dim)"""
+
+    def out(self, x: ArrayT, y: ArrayT, layer: Layer, batch: BatchT) -> None:
+        """Add the projection of y, the attention's result."""
+
+    def gate_up(self, x: ArrayT, layer: Layer, batch: BatchT) -> ArrayT:
+        """The hidden layer of the MLP. -> (n_rows, hidden_dim)"""
+
+    def down(self, x: ArrayT, h: ArrayT, layer: Layer, batch: BatchT) -> None:
+        """Add the projection of h, the hidden layer."""
+
+    def logits(self, x: ArrayT, weights: Weights, batch: BatchT) -> ArrayT:
+        """The logits of the wanted rows. -> (n_wanted, vocab_size)"""
+
+
+def forward(ops: Ops[BatchT, ArrayT], weights: Weights, batch: BatchT) -> ArrayT:
+    """Return the logits of the wanted rows, (n_wanted, vocab_size); all rows' keys and values are cached."""
+    x = ops.embed(batch, weights)
     for i, layer in enumerate(weights.layers):
-        qkv = ops.qkv(x, layer, batch)  # (n_rows, (n_heads + 2 * n_kv_heads) * head_dim)
-        y = ops.attend(qkv, layer, i, batch)  # (n_rows, n_heads * head_dim)
-        ops.out(x, y, layer, batch)
-        h = ops.gate_up(x, layer, batch)  # (n_rows, hidden_dim)
-        ops.down(x, h, layer, batch)
+        qkv = ops.qkv(x, layer, batch)
+        y = ops.attend(qkv, layer, i, batch)
+        ops.out(x, y, layer, batch)  # residual connection: x += ...
+        h = ops.gate_up(x, layer, batch)
+        ops.down(x, h, layer, batch)  # residual connection: x += ...
     return ops.logits(x, weights, batch)
 
 
+# --- the ops ------------------------------------------------------------------------------------------------
+
+Ticket = Any  # a step in flight, as launch() returns it and read() takes it; the ops decide what it is
+
+
 class NumpyOps:
-    """Each op in the fewest lines that say what it does. Results live in buffers that the next call of the
-    op reuses.
+    """The spec: each op in the fewest lines that say what it does.
+
+    In a formula W is a matrix as the checkpoint has it, (outputs, inputs), so that y = x W^T.
     """
 
-    pack = staticmethod(as_read)  # what weights.read_weights makes of a matrix for these ops
+    pack = staticmethod(unpacked)  # how checkpoint.weights.read_weights keeps a matrix for these ops
     chunk = CHUNK
     n_ahead = 0  # steps that may be launched before the first of them is read
-    chunk_invariant = False  # has a row the same bits in a prefill chunk as by itself?
+    chunk_invariant = False  # has a row the same bits in a prefill chunk as by itself? See rule 2.
 
     def __init__(
         self, config: Config, weights: Weights, max_seq_len: int, n_pages: int, max_batch: int
@@ -138,164 +175,168 @@ class NumpyOps:
         self.max_seq_len = max_seq_len
         self.n_pages = n_pages
         self.max_batch = max_batch
-        self._rope = rope_table(config.rope, config.head_dim, max_seq_len)  # complex64
-        # All of a page lies together: memory that no token has reached yet is never touched, and is not real.
-        shape = (n_pages, config.n_layers, 2, config.n_kv_heads, PAGE, config.head_dim)
+        # cos + i sin, (max_seq_len, head_dim/2) complex64
+        self._rope = rope_table(config.rope, config.head_dim, max_seq_len)
+        # The page pool: at 0 of axis 2 keys, at 1 values. All that a page holds lies together, so that a page
+        # is no real memory until its first token is written.
+        shape = (n_pages, config.n_layers, 2, PAGE, config.n_kv_heads, config.head_dim)
         self._kv: Array = np.empty(shape, np.float32)
-        self._chosen = [deque[int](maxlen=self.n_ahead + 1) for _ in range(max_batch)]  # by slots, the last
-        self._buffers: dict[str, Array] = {}
 
     @staticmethod
     def page_bytes(config: Config) -> int:
-        return 2 * 4 * config.n_layers * config.n_kv_heads * PAGE * config.head_dim
+        n_numbers = config.n_layers * 2 * PAGE * config.n_kv_heads * config.head_dim
+        return 4 * n_numbers
 
     # --- steps ----------------------------------------------------------------------------------------------
 
     def launch(self, spans: Sequence[Span], contexts: Sequence[Context]) -> Ticket:
-        """Begin a step; here, do it. `contexts`: of each wanted row, in the order of the rows.
-
-        A step sees what the steps before it have written and chosen.
-        """
-        known = [
-            span if span.token_ids is not None else span._replace(token_ids=[self._chosen[span.slot][-1]])
-            for span in spans
-        ]
-        logits = forward(self, self.weights, Batch(known))
-        slots = [span.slot for span in spans for _ in range(span.n_wanted)]
-        whole = [self._whole(context, slot) for context, slot in zip(contexts, slots, strict=True)]
-        choices = iter(self.pick(logits, whole))
-        ticket = [[next(choices) for _ in range(span.n_wanted)] for span in spans if span.n_wanted]
-        for slot, context, choice in zip(slots, contexts, itertools.chain(*ticket), strict=True):
-            if not context.n_unread:
-                self._chosen[slot].clear()
-            self._chosen[slot].append(choice.token_id)
-        return ticket
-
-    def _whole(self, context: Context, slot: int) -> Context:
-        """With the tokens of the output that nobody has read."""
-        unread = list(self._chosen[slot])[-context.n_unread :] if context.n_unread else []
-        return context._replace(output=[*context.output, *unread], n_unread=0) if unread else context
+        """Compute a step; `contexts` has one for each wanted row, in the order of the rows."""
+        logits = forward(self, self.weights, Batch(spans))
+        choices = iter(self.pick(logits, contexts))
+        return [list(islice(choices, span.n_wanted)) for span in spans if span.n_wanted]
 
     def read(self, ticket: Ticket) -> list[list[Choice]]:
-        """What each span that wanted something got, in their order; tickets are read as they were made."""
+        """Return the choices of each span that wanted any; tickets are read in the order of their launch."""
         return ticket  # type: ignore[no-any-return]
 
-    # --- the ops --------------------------------------------------------------------------------------------
+    # --- the forward pass, op by op -------------------------------------------------------------------------
 
     def embed(self, batch: Batch, weights: Weights) -> Array:
-        x = self._buffer("x", len(batch.token_ids), self.config.dim)
-        return np.take(weights.embed, batch.token_ids, axis=0, out=x)
+        """x = E[token_id]"""
+        return weights.embed[batch.token_ids]  # type: ignore[no-any-return]
 
     def qkv(self, x: Array, layer: Layer, batch: Batch) -> Array:
-        return self._linear("qkv", self._rms_norm(x, layer.attn_norm), layer.wqkv, layer.bqkv, batch.rows)
+        """[q, k, v] = RMSNorm(x) W_qkv^T + b"""
+        normed = self._rms_norm(x, layer.attn_norm)
+        return self._linear(normed, layer.wqkv, layer.bqkv, batch.row_groups)
 
     def attend(self, qkv: Array, layer: Layer, i: int, batch: Batch) -> Array:
-        """Norm and rotate q and k, append k and v to the caches, attend."""
-        c, n_rows = self.config, len(qkv)
-        heads = qkv.reshape(n_rows, c.n_heads + 2 * c.n_kv_heads, c.head_dim)
-        n_qk = c.n_heads + c.n_kv_heads
-        q, k, v = heads[:, : c.n_heads], heads[:, c.n_heads : n_qk], heads[:, n_qk:]
+        """y = attention(rotate(q), rotate(k), v), where k and v are those of all tokens so far.
+
+        Qwen3 norms each head of q and k before the rotation: https://arxiv.org/abs/2505.09388, section 2.
+        """
+        c = self.config
+        heads = qkv.reshape(len(qkv), -1, c.head_dim)  # (n_rows, n_heads + 2 * n_kv_heads, head_dim)
+        q, k, v = np.split(heads, [c.n_heads, c.n_heads + c.n_kv_heads], axis=1)
         if layer.q_norm is not None and layer.k_norm is not None:
-            _norm_heads(q, layer.q_norm, c.norm_eps)
-            _norm_heads(k, layer.k_norm, c.norm_eps)
+            q = self._rms_norm(q, layer.q_norm)
+            k = self._rms_norm(k, layer.k_norm)
         if c.rotary[i]:
-            pairs = heads[:, :n_qk].view(np.complex64)
-            pairs *= self._rope[batch.positions, None]
-        q *= np.float32(c.head_dim**-0.5)
-        self._keep(k, v, i, batch)
-        y = self._buffer("y", n_rows, c.n_heads * c.head_dim)
-        self._attend_all(q, i, batch, y)
-        return y
+            turns = self._rope[batch.positions]  # (n_rows, head_dim/2)
+            q = rotate(q, turns)
+            k = rotate(k, turns)
+        self._write_cache(k, v, i, batch)
+        return self._attention(q, i, batch)
 
     def out(self, x: Array, y: Array, layer: Layer, batch: Batch) -> None:
-        x += self._linear("out", y, layer.wo, layer.bo, batch.rows)
+        """x += y W_o^T + b"""
+        x += self._linear(y, layer.wo, layer.bo, batch.row_groups)
 
     def gate_up(self, x: Array, layer: Layer, batch: Batch) -> Array:
+        """h = silu(gate) * up, with [gate, up] = RMSNorm(x) W_gate_up^T + b
+
+        SwiGLU, https://arxiv.org/abs/2002.05202, equation 6.
+        """
         normed = self._rms_norm(x, layer.mlp_norm)
-        both = self._linear("gate_up", normed, layer.w_gate_up, layer.b_gate_up, batch.rows)
-        gate, up = both[:, : self.config.hidden_dim], both[:, self.config.hidden_dim :]
-        h = np.negative(gate, out=self._buffer("h", len(x), self.config.hidden_dim))
-        with np.errstate(over="ignore"):  # exp(-gate) may be infinite: then silu(gate) is 0, as it should be
-            np.exp(h, out=h)
-        h += 1
-        np.divide(gate, h, out=h)  # silu(gate) = gate / (1 + exp(-gate))
-        h *= up
-        return h
+        gate_up = self._linear(normed, layer.w_gate_up, layer.b_gate_up, batch.row_groups)
+        gate, up = np.split(gate_up, 2, axis=1)  # (n_rows, hidden_dim) each
+        return silu(gate) * up
 
     def down(self, x: Array, h: Array, layer: Layer, batch: Batch) -> None:
-        x += self._linear("down", h, layer.w_down, layer.b_down, batch.rows)
+        """x += h W_down^T + b"""
+        x += self._linear(h, layer.w_down, layer.b_down, batch.row_groups)
 
     def logits(self, x: Array, weights: Weights, batch: Batch) -> Array:
-        last = self._rms_norm(x[batch.wanted], weights.norm)
-        return self._linear("logits", last, weights.head, None, [slice(i, i + 1) for i in range(len(last))])
+        """RMSNorm(x) W_head^T for the wanted rows; each is a group of its own."""
+        normed = self._rms_norm(x[batch.wanted_rows], weights.norm)
+        groups = [slice(row, row + 1) for row in range(len(normed))]
+        return self._linear(normed, weights.head, None, groups)
 
     def pick(self, logits: Array, contexts: Sequence[Context]) -> list[Choice]:
         return [pick_token(row, context) for row, context in zip(logits, contexts, strict=True)]
 
-    def _buffer(self, name: str, n_rows: int, n_columns: int) -> Array:
-        """Uninitialised (n_rows, n_columns), the same memory for the same name."""
-        if name not in self._buffers or len(self._buffers[name]) < n_rows:
-            self._buffers[name] = np.empty((n_rows, n_columns), np.float32)
-        return self._buffers[name][:n_rows]
+    # --- what the ops are made of ---------------------------------------------------------------------------
 
-    def _linear(self, name: str, x: Array, w: Array, b: Array | None, groups: Sequence[slice]) -> Array:
-        """x @ w.T + b, with w as (n_out, n_in); one product a group of rows.
+    def _rms_norm(self, x: Array, w: Array) -> Array:
+        """x / sqrt(mean(x^2) + eps) * w, over the last axis. https://arxiv.org/abs/1910.07467, equation 4"""
+        mean_square = np.mean(x**2, axis=-1, keepdims=True)
+        normed: Array = x / np.sqrt(mean_square + self.config.norm_eps)
+        return normed * w
 
-        By blocks of w that stay in the processor's cache: all groups together read w from memory once.
-        """
-        y = self._buffer(name, len(x), len(w))
-        n = max(1, BLOCK_BYTES // w[:1].nbytes)
-        for first in range(0, len(w), n):
-            for rows in groups:
-                np.matmul(x[rows], w[first : first + n].T, out=y[rows, first : first + n])
+    def _linear(self, x: Array, w: Matrix, b: Array | None, row_groups: Sequence[slice]) -> Array:
+        """x W^T + b, one product a group of rows (rule 2). x (n_rows, n_in), w (n_out, n_in), b (n_out,)"""
+        y = np.empty((len(x), len(w)), np.float32)
+        for rows in row_groups:
+            y[rows] = x[rows] @ w.T  # (row, input) (input, output) -> (row, output)
         if b is not None:
             y += b
         return y
 
-    def _rms_norm(self, x: Array, w: Array) -> Array:
-        """x / sqrt(mean(x^2) + eps) * w"""
-        y = np.multiply(x, w, out=self._buffer("normed", *x.shape))
-        y *= 1 / np.sqrt(np.vecdot(x, x)[:, None] / x.shape[1] + self.config.norm_eps)
+    def _write_cache(self, k: Array, v: Array, i: int, batch: Batch) -> None:
+        """Put each row's key and value in its place of its page. k, v (n_rows, n_kv_heads, head_dim)"""
+        self._kv[batch.pages, i, 0, batch.offsets] = k
+        self._kv[batch.pages, i, 1, batch.offsets] = v
+
+    def _attention(self, q: Array, i: int, batch: Batch) -> Array:
+        """Attend group by group. q (n_rows, n_heads, head_dim) -> (n_rows, n_heads * head_dim)"""
+        y = np.empty((len(q), self.config.n_heads * self.config.head_dim), np.float32)
+        for group in batch.groups:
+            y[group.rows] = self._attention_of_group(q[group.rows], i, group)
         return y
 
-    def _keep(self, k: Array, v: Array, i: int, batch: Batch) -> None:
-        pages = self._kv[:, i]  # (n_pages, 2, n_kv_heads, PAGE, head_dim)
-        pages[batch.pages, 0, :, batch.places] = k
-        pages[batch.pages, 1, :, batch.places] = v
+    def _attention_of_group(self, q: Array, i: int, group: Group) -> Array:
+        """softmax(Q K^T / sqrt(head_dim)) V, https://arxiv.org/abs/1706.03762, equation 1.
 
-    def _attend_all(self, q: Array, i: int, batch: Batch, y: Array) -> None:
-        """Group by group; q (n_rows, n_heads, head_dim), scaled; y (n_rows, n_heads * head_dim)."""
-        for group in batch.groups:
-            self._attend_one(q[group.rows], i, group, y[group.rows])
-
-    def _attend_one(self, q: Array, i: int, group: Group, y: Array) -> None:
-        """softmax(q k^T) v for the tokens of one group, into y; a whole page is one product, so that sums are
-        the same wherever the pages lie.
-
-        q (n, n_heads, head_dim), scaled; n_heads / n_kv_heads query heads share a key head.
+        A query sees the keys up to its own position; with a sliding window of w, the last w of them
+        (https://arxiv.org/abs/2310.06825, section 2). n_heads / n_kv_heads query heads share a key head
+        (grouped-query attention, https://arxiv.org/abs/2305.13245).
         """
-        c, n, window = self.config, len(q), self.config.windows[i]
+        c = self.config
+        window = c.windows[i]
+        n = len(q)
         end = group.start + n
-        first = 0 if window is None else max(0, group.start - window + 1) // PAGE
-        numbers = range(first, -(-end // PAGE))  # of the pages with keys that are seen
-        pages = [group.pages[number] for number in numbers]
-        kv = self._kv[pages, i]  # (n_pages, 2, n_kv_heads, PAGE, head_dim)
-        kv[-1, :, :, (end - 1) % PAGE + 1 :] = 0  # what no token has reached
-        q = q.reshape(n, c.n_kv_heads, -1, c.head_dim).transpose(1, 2, 0, 3)
-        q = q.reshape(c.n_kv_heads, -1, c.head_dim)  # (n_kv_heads, group * n, head_dim)
-        scores = q @ kv[:, 0].swapaxes(2, 3)  # (n_pages, n_kv_heads, group * n, PAGE)
-        query = np.arange(group.start, end)[:, None]
-        key = np.arange(numbers.start * PAGE, numbers.stop * PAGE).reshape(-1, 1, 1, 1, PAGE)
-        hidden = (key > query) if window is None else (key > query) | (key <= query - window)
-        np.copyto(scores.reshape(len(kv), c.n_kv_heads, -1, n, PAGE), -np.inf, where=hidden)
-        scores -= scores.max(axis=(0, 3), keepdims=True)
-        np.exp(scores, out=scores)
-        scores /= scores.sum(axis=(0, 3), keepdims=True)
-        heads = (scores @ kv[:, 1]).sum(axis=0).reshape(c.n_kv_heads, -1, n, c.head_dim)
-        y.reshape(n, c.n_kv_heads, -1, c.head_dim)[:] = heads.transpose(2, 0, 1, 3)
+        first_page = 0
+        if window is not None:
+            first_page = max(0, group.start - window + 1) // PAGE  # the first that holds a visible key
+        query_positions = np.arange(group.start, end)[:, None]  # (n, 1)
+        key_positions = np.arange(first_page * PAGE, end)  # (n_keys,)
+        visible = key_positions <= query_positions  # (n, n_keys)
+        if window is not None:
+            visible &= key_positions > query_positions - window
+
+        # Axes: q query, k key, d head_dim, g key head, h query head among those that share the key head.
+        pages = list(group.pages[first_page : math.ceil(end / PAGE)])
+        keys = self._read_cache(pages, i, 0)[: len(key_positions)].transpose(1, 2, 0)  # (g, d, k)
+        values = self._read_cache(pages, i, 1)[: len(key_positions)].transpose(1, 0, 2)  # (g, k, d)
+        queries = q.reshape(n, c.n_kv_heads, -1, c.head_dim).transpose(1, 2, 0, 3)  # (g, h, q, d)
+        scores = queries @ keys[:, None] / math.sqrt(c.head_dim)  # (g, h, q, k)
+        probs = softmax(np.where(visible, scores, -np.inf))  # (g, h, q, k)
+        y: Array = probs @ values[:, None]  # (g, h, q, d)
+        return y.transpose(2, 0, 1, 3).reshape(n, -1)
+
+    def _read_cache(self, pages: Sequence[int], i: int, which: int) -> Array:
+        """The keys (0) or values (1) of layer i in some pages, (len(pages) * PAGE, n_kv_heads, head_dim)."""
+        return self._kv[pages, i, which].reshape(-1, self.config.n_kv_heads, self.config.head_dim)
 
 
-def _norm_heads(heads: Array, w: Array, eps: float) -> None:
-    """RMSNorm of each head, in place; heads (n, n_heads, head_dim)."""
-    heads *= 1 / np.sqrt(np.vecdot(heads, heads)[..., None] / heads.shape[-1] + eps)
-    heads *= w
+def rotate(x: Array, turns: NDArray[np.complex64]) -> Array:
+    """Turn each pair of a head, seen as a complex number, by its angle at the row's position.
+
+    RoPE, https://arxiv.org/abs/2104.09864, equation 13. x (n_rows, n_heads, head_dim), pairs adjacent;
+    turns (n_rows, head_dim/2) = cos + i sin
+    """
+    pairs = x.view(np.complex64)  # (n_rows, n_heads, head_dim/2)
+    return (pairs * turns[:, None]).view(np.float32)
+
+
+def softmax(x: Array) -> Array:
+    """exp(x) / sum(exp(x)) over the last axis; the largest is subtracted first, so that exp stays finite."""
+    exp: Array = np.exp(x - x.max(axis=-1, keepdims=True))
+    total: Array = exp.sum(axis=-1, keepdims=True)
+    return exp / total
+
+
+@np.errstate(over="ignore")  # exp(-x) may be infinite: then x / inf is 0, the limit
+def silu(x: Array) -> Array:
+    """x * sigmoid(x). https://arxiv.org/abs/1702.03118, equation 5"""
+    return x / (1 + np.exp(-x))  # type: ignore[no-any-return]

@@ -1,17 +1,19 @@
-"""Whose page is whose: the pool of pages, and which of them hold a beginning that is known.
+"""The pool of KV cache pages (PagedAttention), and the prefix cache: what is in pages that may be used again.
 
-    take() --> a page, in use --name()--> known by its content --release()--> free, and still known
-                      ^--------------------- find(), share() ---------------------'
+    take() --> a page in use --register()--> found by its prefix hash --release()--> free, and still found
+                     ^----------------------- find(), share() --------------------------'
 
-Authority: paged attention (arXiv 2309.06180) and the automatic prefix caching that grew from it.
+Authority: PagedAttention, https://arxiv.org/abs/2309.06180; automatic prefix caching,
+https://docs.vllm.ai/en/latest/design/prefix_caching.html.
 
 Rules of this file:
-1. A page is in use by as many tables as it has users, or free; never both.
-2. A page is named after its tokens and all before them, for keys and values depend on both. The name is a
-   digest that nobody can find a second text for: one request never reads the keys of another text.
-3. A free page keeps its name until it is taken. Those without a name go first, then the least recently used.
+1. A page is in the page tables of as many sequences as it has users, or it is free; never both.
+2. Keys and values depend on a token and all tokens before it, and so does the hash of a page. It is a digest
+   for which nobody can make a second text: one request never reads the keys of another text.
+3. A free page stays in the prefix cache until it is taken. Free pages that are not in the cache are taken
+   first, then the least recently used.
 
-Not here: what is in the pages (model.py), which tokens may share one (engine.py).
+Not here: what is in the pages (model.py), which sequences may share one (scheduler.py).
 """
 
 from array import array
@@ -19,12 +21,12 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import sha256
 
-Name = bytes
-ROOT: Name = b""  # what stands before the first page
+PrefixHash = bytes
+EMPTY_PREFIX: PrefixHash = b""  # stands for what comes before the first page
 
 
-def name_of(before: Name, token_ids: Sequence[int]) -> Name:
-    """The name of a page with these tokens after a page with that name."""
+def prefix_hash(before: PrefixHash, token_ids: Sequence[int]) -> PrefixHash:
+    """Hash of all tokens up to the end of a page with these tokens, which follows the prefix `before`."""
     return sha256(before + array("q", token_ids).tobytes()).digest()
 
 
@@ -32,53 +34,57 @@ class OutOfPages(Exception):
     """All pages are in use."""
 
 
-class Pages:
-    """The pages 0 to n - 1."""
+class PagePool:
+    """The pages 0 to n_pages - 1."""
 
-    def __init__(self, n: int) -> None:
-        self.n = n
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(n))  # the next to be taken first
-        self._users = [0] * n
-        self._named: dict[Name, int] = {}
-        self._names: dict[int, Name] = {}  # the same, the other way round
+    def __init__(self, n_pages: int) -> None:
+        self.n_pages = n_pages
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(
+            range(n_pages)
+        )  # the next to be taken is first
+        self._n_users = [0] * n_pages
+        self._page_of: dict[PrefixHash, int] = {}  # the prefix cache
+        self._hash_of: dict[int, PrefixHash] = {}  # the prefix cache, the other way round
 
     @property
     def n_free(self) -> int:
         return len(self._free)
 
     def take(self) -> int:
-        """A page for one user; raises OutOfPages."""
+        """Return a page that is now in use by one page table; raises OutOfPages."""
         if not self._free:
             raise OutOfPages
         page, _ = self._free.popitem(last=False)
-        if (name := self._names.pop(page, None)) is not None:
-            del self._named[name]
-        self._users[page] = 1
+        evicted = self._hash_of.pop(page, None)
+        if evicted is not None:
+            del self._page_of[evicted]
+        self._n_users[page] = 1
         return page
 
-    def name(self, page: int, name: Name) -> None:
-        """Say what a page in use holds; the first page of a name keeps it."""
-        if page not in self._names and name not in self._named:
-            self._named[name] = page
-            self._names[page] = name
+    def register(self, page: int, page_hash: PrefixHash) -> None:
+        """Put a page in use, which is full, into the prefix cache; the first page of a hash stays there."""
+        if page not in self._hash_of and page_hash not in self._page_of:
+            self._page_of[page_hash] = page
+            self._hash_of[page] = page_hash
 
-    def find(self, name: Name) -> int | None:
-        return self._named.get(name)
+    def find(self, page_hash: PrefixHash) -> int | None:
+        return self._page_of.get(page_hash)
 
-    def is_used(self, name: Name) -> bool:
-        return name in self._named and self._named[name] not in self._free
+    def is_in_use(self, page_hash: PrefixHash) -> bool:
+        return page_hash in self._page_of and self._page_of[page_hash] not in self._free
 
     def share(self, page: int) -> None:
-        """One user more for a page that was found."""
-        self._users[page] += 1
+        """Count one user more of a page that was found."""
+        self._n_users[page] += 1
         self._free.pop(page, None)
 
     def release(self, pages: Sequence[int]) -> None:
-        """One user less for each page of a table; later pages are freed first, so that a page outlives
-        those that depend on it.
+        """Count one user less of each page of a page table.
+
+        Later pages are freed first, and so taken first: a page is of no use without those before it.
         """
         for page in reversed(pages):
-            self._users[page] -= 1
-            if not self._users[page]:
+            self._n_users[page] -= 1
+            if not self._n_users[page]:
                 self._free[page] = None
-                self._free.move_to_end(page, last=page in self._names)
+                self._free.move_to_end(page, last=page in self._hash_of)

@@ -1,4 +1,4 @@
-"""Deltas to Responses events: one state machine, one place where events are made.
+"""Deltas to the events of the Responses API: one state machine, one place where events are made.
 
     [Delta | Call | Arguments | Close, ...], Finish --Builder--> [event, ...] --fold()--> the response object
 
@@ -7,8 +7,8 @@ Authority: https://platform.openai.com/docs/api-reference/responses-streaming an
 
 Rules of this file:
 1. A response is the fold of its events: the last one's `response` holds what the others said, bit for bit.
-2. Every event passes `Builder._event`, and GRAMMAR decides there whether it may come now.
-3. Ids and indices are drawn once, when an item is announced, and never again.
+2. Every event is made by `Builder._event`, and GRAMMAR decides there whether it may come now.
+3. The ids and the index of an output item are drawn once, when it is announced.
 4. `Builder._close` alone closes an item: for the next one, the end, a length stop, a failure, a cancel.
 5. An event shares nothing with the builder: what happens later cannot change it.
 6. No event has its `sequence_number` yet: it is given where the event enters the log (background.py).
@@ -25,7 +25,41 @@ from channels import Arguments, Call, Close, Delta, Finish, Output, TokenLogprob
 
 Event = dict[str, Any]  # as on the wire, without its sequence_number
 
-# --- the two tables -----------------------------------------------------------------------------------------
+
+class IllegalEvent(RuntimeError):
+    """The event may not come in this state: a bug of the caller, or something behind the end."""
+
+    def __init__(self, state: str, event: str) -> None:
+        expected = [name for before, name in GRAMMAR if before == state]
+        one_of = ", ".join(expected) or "nothing: the response has ended"
+        super().__init__(f"can't send {event} in state {state!r}; expected one of {one_of}")
+
+
+# --- theory of operation ------------------------------------------------------------------------------------
+
+# The output of a response is a list of items: messages, reasoning, calls. At most one of them is open. It is
+# announced (output_item.added), grows by deltas, and is closed by events that say all of it once more
+# (output_item.done). Messages and reasoning hold their text in a content part, which is announced and closed
+# in between; a call has none. Closing is a transition: whatever comes next, the open item is closed first.
+#
+# What a model says, the events that are made of it, and the state behind each:
+#
+#     start()                   response.created                              created
+#                               response.in_progress                          between
+#     Delta("final", "Hi")      response.output_item.added message            message
+#                               response.content_part.added output_text       text
+#                               response.output_text.delta                    text
+#     Delta("final", "!")       response.output_text.delta                    text
+#     Call("f")                 response.output_text.done                     text done
+#                               response.content_part.done output_text        message done
+#                               response.output_item.done message             between
+#                               response.output_item.added function_call      call
+#     Arguments("{}")           response.function_call_arguments.delta        call
+#     Finish("stop")            response.function_call_arguments.done         call done
+#                               response.output_item.done function_call       between
+#                               response.completed                            end
+
+# --- the tables ---------------------------------------------------------------------------------------------
 
 # fmt: off
 #  (state,             event, and the item or part it opens or ends)                  next state
@@ -72,24 +106,24 @@ GRAMMAR = {
 }
 
 
-class Kind(NamedTuple):
-    """How an item of this kind opens, grows and closes."""
+class ItemKind(NamedTuple):
+    """How output items of one kind open, grow and close."""
 
-    item: str    # its type
+    item: str    # type of the item
     prefix: str  # of its id
     part: str    # type of its one content part, "" if it has none
-    events: str  # its content: "….delta" adds to it, "….done" says it all once more
-    field: str   # where the latter holds it, the part and the item
+    events: str  # name of its text's events: "….delta" adds to the text, "….done" says all of it
+    field: str   # member of the done event, the part and the item that holds the text
 
 
-#   open            item                id     part              events                        field
+#   open                item                id     part              events                        field
 KINDS = {
-    "analysis":   Kind("reasoning",        "rs",  "reasoning_text", "response.reasoning_text",    "text"),
-    "commentary": Kind("message",          "msg", "output_text",    "response.output_text",       "text"),
-    "final":      Kind("message",          "msg", "output_text",    "response.output_text",       "text"),
-    "refusal":    Kind("message",          "msg", "refusal",        "response.refusal",           "refusal"),
-    "call":       Kind("function_call",    "fc",  "", "response.function_call_arguments", "arguments"),
-    "custom":     Kind("custom_tool_call", "ctc", "", "response.custom_tool_call_input",  "input"),
+    "analysis":   ItemKind("reasoning",        "rs",  "reasoning_text", "response.reasoning_text",    "text"),
+    "commentary": ItemKind("message",          "msg", "output_text",    "response.output_text",       "text"),
+    "final":      ItemKind("message",          "msg", "output_text",    "response.output_text",       "text"),
+    "refusal":    ItemKind("message",          "msg", "refusal",        "response.refusal",        "refusal"),
+    "call":       ItemKind("function_call",    "fc",  "", "response.function_call_arguments", "arguments"),
+    "custom":     ItemKind("custom_tool_call", "ctc", "", "response.custom_tool_call_input",      "input"),
 }
 
 #   --reasoning-events   two authorities, two names: github.com/openresponses/openresponses/pull/42
@@ -98,20 +132,26 @@ REASONING_EVENTS = {
     "open-responses":    "response.reasoning",
 }
 
-#   finish           status         closing status of the open item
+class Ending(NamedTuple):
+    """What a finish reason makes of a response."""
+
+    event: str
+    status: str
+    item_status: str    # of the item that is open
+    why: str | None     # incomplete_details.reason
+
+
+#   finish_reason                event                  status        open item     why
 ENDINGS = {
-    "stop":         ("completed",  "completed"),
-    "length":       ("incomplete", "incomplete"),  # https://github.com/vllm-project/vllm/issues/57998
-    "content_filter": ("incomplete", "incomplete"),
-    "failed":       ("failed",     "incomplete"),
-    "cancelled":    ("cancelled",  "incomplete"),
+    "stop":           Ending("response.completed",  "completed",  "completed",  None),
+    # https://github.com/vllm-project/vllm/issues/57998
+    "length":         Ending("response.incomplete", "incomplete", "incomplete", "max_output_tokens"),
+    "content_filter": Ending("response.incomplete", "incomplete", "incomplete", "content_filter"),
+    "failed":         Ending("response.failed",     "failed",     "incomplete", None),
+    # No event is named after a cancel: the stream ends with response.failed around status "cancelled".
+    "cancelled":      Ending("response.failed",     "cancelled",  "incomplete", None),
 }
 # fmt: on
-
-# No event is named after a cancel: the stream of a cancelled response ends with response.failed around
-# status "cancelled".
-TERMINAL = {"completed": "response.completed", "incomplete": "response.incomplete"}
-INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
 
 
 def label(event: Mapping[str, Any]) -> str:
@@ -124,15 +164,17 @@ def label(event: Mapping[str, Any]) -> str:
 
 def fold(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """The response object that a stream amounts to: the one in its newest event that holds one."""
-    return dict([event["response"] for event in events if "response" in event][-1])
+    responses = [event["response"] for event in events if "response" in event]
+    return dict(responses[-1])
 
 
 def interrupted(events: Iterable[Mapping[str, Any]], message: str) -> Event:
     """The last event of a stream whose builder is gone: finished items stay, the open one is left out."""
-    seen = list(events)
-    output = [event["item"] for event in seen if event["type"] == "response.output_item.done"]
-    end = {"status": "failed", "error": {"code": "server_error", "message": message}, "output": output}
-    return {"type": "response.failed", "response": fold(seen) | end}
+    made = list(events)
+    output = [event["item"] for event in made if event["type"] == "response.output_item.done"]
+    error = {"code": "server_error", "message": message}
+    failed = {"status": "failed", "error": error, "output": output}
+    return {"type": "response.failed", "response": fold(made) | failed}
 
 
 # --- the builder --------------------------------------------------------------------------------------------
@@ -143,32 +185,53 @@ class _Item:
     """The item that is open."""
 
     channel: str  # key of KINDS
-    kind: Kind
+    kind: ItemKind
     id: str
-    call: dict[str, str]  # of a call: its id, name and namespace
-    seal: Callable[[str], str] | None
-    text: list[str] = field(default_factory=list)
+    output_index: int
+    call: dict[str, str]  # call_id, name and namespace, if it is a call
+    seal: Callable[[str], str] | None  # see Builder
+    texts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
-    def part(self, text: str, logprobs: list[TokenLogprob]) -> dict[str, Any]:
-        part: dict[str, Any] = {"type": self.kind.part, self.kind.field: text}
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    def place(self) -> dict[str, Any]:
+        """The members that say where in the output an event belongs."""
+        place: dict[str, Any] = {"item_id": self.id, "output_index": self.output_index}
+        if self.kind.part:
+            # content_index restarts at 0 in every item: https://github.com/vllm-project/vllm/issues/45742
+            place["content_index"] = 0
+        return place
+
+    def event_logprobs(self, logprobs: Iterable[TokenLogprob]) -> dict[str, Any]:
+        """output_text events must carry `logprobs`, be it empty; no other event has them."""
+        if self.kind.part != "output_text":
+            return {}
+        return {"logprobs": [_logprob(p, with_bytes=False) for p in logprobs]}
+
+    def part(self) -> dict[str, Any]:
+        """The content part as it stands."""
+        part: dict[str, Any] = {"type": self.kind.part, self.kind.field: self.text()}
         if self.kind.part == "output_text":
-            part |= {"annotations": [], "logprobs": [_logprob(p, True) for p in logprobs]}
+            logprobs = [_logprob(p, with_bytes=True) for p in self.logprobs]
+            part |= {"annotations": [], "logprobs": logprobs}
         return part
 
     def snapshot(self, status: str) -> dict[str, Any]:
         """The item as it stands; in_progress means announced and still empty."""
         item: dict[str, Any] = {"id": self.id, "type": self.kind.item, "status": status}
-        text = "".join(self.text)
-        content = [] if status == "in_progress" else [self.part(text, self.logprobs)]
-        match self.kind.item:
-            case "message":
-                return item | {"role": "assistant", "content": content}
-            case "reasoning":
-                sealed = {"encrypted_content": self.seal(text)} if self.seal and content else {}
-                return item | {"summary": [], "content": content} | sealed
-            case _:
-                return item | self.call | {self.kind.field: text}
+        if not self.kind.part:
+            return item | self.call | {self.kind.field: self.text()}
+        content: list[dict[str, Any]] = []
+        if status != "in_progress":
+            content = [self.part()]
+        if self.kind.item == "message":
+            return item | {"role": "assistant", "content": content}
+        reasoning = item | {"summary": [], "content": content}
+        if self.seal and content:
+            reasoning["encrypted_content"] = self.seal(self.text())
+        return reasoning
 
 
 class Builder:
@@ -177,7 +240,7 @@ class Builder:
     `head` holds the members of the response object that do not change: id, created_at, model and what the
     request's parameters resolved to. `new_id(prefix)` draws an id. `seal(text)` makes the blob that a
     reasoning item carries of itself; None: it carries none, for a null one is not in Open Responses' schema.
-    `reasoning_events` is a name in REASONING_EVENTS.
+    `reasoning_events` is a key of REASONING_EVENTS.
     """
 
     def __init__(
@@ -189,125 +252,120 @@ class Builder:
     ) -> None:
         self.state = "start"
         self.output: list[dict[str, Any]] = []  # closed items
+        self._item: _Item | None = None  # the open one
         self._head = dict(head)
         self._new_id = new_id
         self._seal = seal
-        thoughts = KINDS["analysis"]._replace(events=REASONING_EVENTS[reasoning_events])
-        self._kinds = KINDS | {"analysis": thoughts}
-        self._item: _Item | None = None
+        reasoning = KINDS["analysis"]._replace(events=REASONING_EVENTS[reasoning_events])
+        self._kinds = KINDS | {"analysis": reasoning}
 
     def start(self, queued: bool = False) -> list[Event]:
         """What can be said before the first token: clients time out on long prompts."""
         if queued:
-            return [self._envelope(type_, "queued") for type_ in ("response.created", "response.queued")]
+            return [self._envelope("response.created", "queued"), self._envelope("response.queued", "queued")]
         return [self._envelope("response.created", "in_progress"), *self.run()]
 
     def run(self) -> list[Event]:
-        """It is its turn."""
+        """A queued response has got its turn."""
         return [self._envelope("response.in_progress", "in_progress")]
 
     def feed(self, output: Output) -> list[Event]:
         match output:
-            case Close():
-                return self._close("completed")
+            case Delta(channel, text, logprobs):
+                events: list[Event] = []
+                if self._item is None or self._item.channel != channel:
+                    events = [*self._close("completed"), *self._open(channel, call={})]
+                return [*events, *self._grow(text, logprobs)]
             case Call(name, custom, namespace):
                 call = {"call_id": self._new_id("call"), "name": name}
-                call |= {"namespace": namespace} if namespace else {}
+                if namespace:
+                    call["namespace"] = namespace
                 return [*self._close("completed"), *self._open("custom" if custom else "call", call)]
             case Arguments(text):
                 return self._grow(text)
-            case Delta(channel, text, logprobs):
-                same = self._item is not None and self._item.channel == channel
-                opening = [] if same else [*self._close("completed"), *self._open(channel, {})]
-                return [*opening, *self._grow(text, logprobs)]
+            case Close():
+                return self._close("completed")
 
     def finish(self, finish: Finish, now: int) -> list[Event]:
         """The end, of whatever kind; `now` is when (Unix seconds)."""
-        status, item_status = ENDINGS[finish.reason]
-        closing = self._close(item_status)
-        return [*closing, self._envelope(TERMINAL.get(status, "response.failed"), status, finish, now)]
+        ending = ENDINGS[finish.reason]
+        closing = self._close(ending.item_status)
+        return [*closing, self._envelope(ending.event, ending.status, finish, now)]
 
     # The one place where an event is made.
     def _event(self, type_: str, **fields: Any) -> Event:
         event = {"type": type_, **fields}
-        self.state = GRAMMAR[self.state, label(event)]
+        following = GRAMMAR.get((self.state, label(event)))
+        if following is None:
+            raise IllegalEvent(self.state, label(event))
+        self.state = following
         return event
 
     def _open(self, channel: str, call: dict[str, str]) -> list[Event]:
-        kind = self._kinds[channel]
-        self._item = item = _Item(channel, kind, self._new_id(kind.prefix), call, self._seal)
-        index = len(self.output)
-        events = [
-            self._event("response.output_item.added", output_index=index, item=item.snapshot("in_progress"))
-        ]
-        if item.kind.part:
-            # content_index restarts at 0 in every item: https://github.com/vllm-project/vllm/issues/45742
-            place = {"item_id": item.id, "output_index": index, "content_index": 0}
-            events.append(self._event("response.content_part.added", **place, part=item.part("", [])))
+        """Announce an item, and its content part if it has one."""
+        kind, index = self._kinds[channel], len(self.output)
+        self._item = item = _Item(channel, kind, self._new_id(kind.prefix), index, call, self._seal)
+        announced = item.snapshot("in_progress")
+        events = [self._event("response.output_item.added", output_index=index, item=announced)]
+        if kind.part:
+            events.append(self._event("response.content_part.added", **item.place(), part=item.part()))
         return events
 
     def _grow(self, text: str, logprobs: tuple[TokenLogprob, ...] = ()) -> list[Event]:
-        if self._item is None or not text:
+        item = self._item
+        if item is None or not text:
             return []
-        self._item.text.append(text)
-        self._item.logprobs.extend(logprobs)
-        return [
-            self._event(
-                self._item.kind.events + ".delta",
-                **self._place(),
-                delta=text,
-                **self._event_logprobs(list(logprobs)),
-            )
-        ]
+        item.texts.append(text)
+        item.logprobs.extend(logprobs)
+        members = {**item.place(), "delta": text, **item.event_logprobs(logprobs)}
+        return [self._event(item.kind.events + ".delta", **members)]
 
     def _close(self, status: str) -> list[Event]:
         """Say the open item once more as a whole, and end it."""
-        if self._item is None:
+        item = self._item
+        if item is None:
             return []
-        item, place, index = self._item, self._place(), len(self.output)
-        said: dict[str, Any] = {item.kind.field: "".join(item.text), **self._event_logprobs(item.logprobs)}
+        members = {**item.place(), item.kind.field: item.text(), **item.event_logprobs(item.logprobs)}
         if item.kind.item == "function_call":
-            said["name"] = item.call["name"]  # required by openai-openapi, absent from the SDK's type
-        events = [self._event(item.kind.events + ".done", **place, **said)]
+            members["name"] = item.call["name"]  # required by openai-openapi, absent from the SDK's type
+        events = [self._event(item.kind.events + ".done", **members)]
         if item.kind.part:
-            part = item.part("".join(item.text), item.logprobs)
-            events.append(self._event("response.content_part.done", **place, part=part))
-        events.append(
-            self._event("response.output_item.done", output_index=index, item=item.snapshot(status))
-        )
+            events.append(self._event("response.content_part.done", **item.place(), part=item.part()))
+        index, closed = item.output_index, item.snapshot(status)
+        events.append(self._event("response.output_item.done", output_index=index, item=closed))
         self.output.append(item.snapshot(status))
         self._item = None
         return events
 
-    def _place(self) -> dict[str, Any]:
-        assert self._item is not None
-        place: dict[str, Any] = {"item_id": self._item.id, "output_index": len(self.output)}
-        return place | {"content_index": 0} if self._item.kind.part else place
-
-    def _event_logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any]:
-        """output_text events must carry `logprobs`, be it empty; no other event has them."""
-        is_text = self._item is not None and self._item.kind.part == "output_text"
-        return {"logprobs": [_logprob(p, False) for p in logprobs]} if is_text else {}
-
     def _envelope(
         self, type_: str, status: str, finish: Finish | None = None, now: int | None = None
     ) -> Event:
-        return self._event(type_, response=self._response(status, finish, now))
-
-    def _response(self, status: str, finish: Finish | None, now: int | None) -> dict[str, Any]:
-        """The response object as it stands."""
-        error = {"code": finish.code, "message": finish.message} if finish and status == "failed" else None
-        why = INCOMPLETE.get(finish.reason) if finish else None
-        return self._head | {
+        """An event around the response object as it stands; `finish` and `now` are those of the last one."""
+        response = self._head | {
             "status": status,
-            "completed_at": now if status == "completed" else None,
-            "error": error,
-            "incomplete_details": {"reason": why} if why else None,
+            "completed_at": None,
+            "error": None,
+            "incomplete_details": None,
             "output": [dict(item) for item in self.output],
-            "usage": usage_object(finish.usage)
-            if finish and finish.usage and status != "cancelled"
-            else None,
+            "usage": None,
         }
+        if finish:
+            response |= _end_of(finish, status, now)
+        return self._event(type_, response=response)
+
+
+def _end_of(finish: Finish, status: str, now: int | None) -> dict[str, Any]:
+    """The members of the response object that its end sets."""
+    members: dict[str, Any] = {}
+    if status == "completed":
+        members["completed_at"] = now
+    if status == "failed":
+        members["error"] = {"code": finish.code, "message": finish.message}
+    if why := ENDINGS[finish.reason].why:
+        members["incomplete_details"] = {"reason": why}
+    if finish.usage and status != "cancelled":
+        members["usage"] = usage_object(finish.usage)
+    return members
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
@@ -322,8 +380,11 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 def _logprob(p: TokenLogprob, with_bytes: bool) -> dict[str, Any]:
     """Parts list a token's bytes, events do not: openai.types.responses.ResponseTextDeltaEvent."""
-    return _without_top(p, with_bytes) | {"top_logprobs": [_without_top(t, with_bytes) for t in p.top]}
+    return _token(p, with_bytes) | {"top_logprobs": [_token(candidate, with_bytes) for candidate in p.top]}
 
 
-def _without_top(p: TokenLogprob, with_bytes: bool) -> dict[str, Any]:
-    return {"token": p.token, "logprob": p.logprob} | ({"bytes": list(p.bytes)} if with_bytes else {})
+def _token(p: TokenLogprob, with_bytes: bool) -> dict[str, Any]:
+    token: dict[str, Any] = {"token": p.token, "logprob": p.logprob}
+    if with_bytes:
+        token["bytes"] = list(p.bytes)
+    return token

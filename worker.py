@@ -29,7 +29,8 @@ from dialects import families
 from dialects.structured_output import BadGrammar, Constraint, Grammars, Thinking, lark
 from engine import Engine, Job
 from request.messages import Message, shortened
-from request.params import Request, StructuredOutput
+from request.output_format import StructuredOutput
+from request.params import Request
 from request.refusals import BadInput
 from request.template import ChatTemplate
 from sampling import Choice, Sampling

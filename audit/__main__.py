@@ -1,6 +1,6 @@
-"""The linter for recordings, as a command.
+"""`python -m audit`: the linter for recorded streams, as a command.
 
-    bytes --captures.read()--> Capture --rules.violations()--> a line for each fault
+    bytes --recordings.read()--> Capture --rules.violations()--> a line for each fault
 
     python -m audit capture.sse             judges a recording, or what comes on the standard input
     python -m audit capture.sse --frames    shows its frames
@@ -22,43 +22,26 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from audit.chunks import choices
+from audit.members import shortened
 from audit.recordings import Capture, frames, read
 from audit.rules import RULES, Violation, violations
-from audit.shapes import shortened
+from audit.rules_chunks import choices
 
+EXAMPLE = """\
+record a stream:
+  curl -sN http://host:port/v1/responses -H 'Content-Type: application/json' \\
+      -d '{"model": "m", "input": "hi", "stream": true}' > capture.sse
 
-def summary(c: Capture) -> str:
-    """One line on what a stream said."""
-    if c.kind == "chat":
-        reasons = [choice["finish_reason"] for _, _, choice, _ in choices(c) if "finish_reason" in choice]
-        return f"chat completion chunks: {len(c.raw)}, ended by {', '.join(reasons) or 'nothing'}"
-    last = c.events[-1].get("response", {})
-    items = ", ".join(item.get("type", "?") for item in last.get("output", ())) or "none"
-    usage = last.get("usage", {})
-    counts = f"{usage.get('input_tokens', '?')} tokens in, {usage.get('output_tokens', '?')} out"
-    return f"Responses stream: {len(c.raw)} events, {last.get('status')}; items: {items}; {counts}"
-
-
-def told(found: list[Violation]) -> Iterator[str]:
-    """Rule by rule, a line for each fault: what differs in a number or a name alone is one."""
-    for rule in dict.fromkeys(violation.rule for violation in found):
-        yield f"{rule}: {RULES[rule].title}"
-        yield f"    {RULES[rule].link}"
-        faults: dict[str, list[Violation]] = {}
-        for violation in found:
-            if violation.rule == rule:
-                faults.setdefault(re.sub(r"'[^']*'|-?\d+", "", violation.message), []).append(violation)
-        for first, *others in faults.values():
-            more = f" and {len(others)} more" if others else ""
-            yield f"    event {first.event}{more}: {first.message}"
+exit status: 0 all is well, 1 violations, 2 no such stream
+"""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m audit",
         description="Judge a recorded stream, of Responses events or of chat completion chunks.",
-        epilog="Exit status: 0 all is well, 1 violations, 2 no such stream.",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("capture", nargs="?", default="-", help="file; the standard input if left out")
     parser.add_argument(
@@ -66,7 +49,7 @@ def main() -> int:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
-    show = frames_shown if options.frames else judged
+    show = show_frames if options.frames else judge
     try:
         stream = sys.stdin.buffer.read() if options.capture == "-" else Path(options.capture).read_bytes()
         lines, status = show(stream, options.json)
@@ -77,26 +60,72 @@ def main() -> int:
     return status
 
 
-def judged(stream: bytes, as_json: bool) -> tuple[list[str], int]:
+# --- the judgement ------------------------------------------------------------------------------------------
+
+
+def judge(stream: bytes, as_json: bool) -> tuple[list[str], int]:
+    """The lines to print, and the exit status."""
     capture = read(stream)
-    found = violations(capture)
+    faults = violations(capture)
+    status = int(bool(faults))
     if as_json:
-        report = {"kind": capture.kind, "events": len(capture.raw), "ok": not found,
-                  "violations": [violation._asdict() for violation in found]}  # fmt: skip
-        return [json.dumps(report, indent=2)], int(bool(found))
-    verdict = f"{len(found)} violations" if found else "OK"
-    return [*told(found), f"{verdict}. {summary(capture)}"], int(bool(found))
+        report = {
+            "kind": capture.kind,
+            "events": len(capture.raw),
+            "ok": not faults,
+            "violations": [violation._asdict() for violation in faults],
+        }
+        return [json.dumps(report, indent=2)], status
+    verdict = f"{len(faults)} violations" if faults else "OK"
+    return [*fault_lines(faults), f"{verdict}. {summary(capture)}"], status
 
 
-def frames_shown(stream: bytes, as_json: bool) -> tuple[list[str], int]:
-    found, tail = frames(stream)
-    if not found and not tail:
+def fault_lines(faults: list[Violation]) -> Iterator[str]:
+    """Rule by rule, a line for each fault; what differs in a number or a name alone is the same fault."""
+    for rule in dict.fromkeys(violation.rule for violation in faults):
+        yield f"{rule}: {RULES[rule].title}"
+        yield f"    {RULES[rule].link}"
+        same: dict[str, list[Violation]] = {}
+        for violation in faults:
+            if violation.rule == rule:
+                words = re.sub(r"'[^']*'|-?\d+", "", violation.message)
+                same.setdefault(words, []).append(violation)
+        for first, *others in same.values():
+            more = f" and {len(others)} more" if others else ""
+            yield f"    event {first.event}{more}: {first.message}"
+
+
+def summary(capture: Capture) -> str:
+    """One line on what a stream said."""
+    if capture.kind == "chat":
+        reasons = [
+            choice["finish_reason"] for _, _, choice, _ in choices(capture) if "finish_reason" in choice
+        ]
+        ends = ", ".join(reasons) or "nothing"
+        return f"chat completion chunks: {len(capture.raw)}, ended by {ends}"
+    last = capture.events[-1].get("response", {})
+    items = ", ".join(item.get("type", "?") for item in last.get("output", ())) or "none"
+    usage = last.get("usage", {})
+    counts = f"{usage.get('input_tokens', '?')} tokens in, {usage.get('output_tokens', '?')} out"
+    return f"Responses stream: {len(capture.raw)} events, {last.get('status')}; items: {items}; {counts}"
+
+
+# --- the frames ---------------------------------------------------------------------------------------------
+
+
+def show_frames(stream: bytes, as_json: bool) -> tuple[list[str], int]:
+    """The lines to print, and the exit status."""
+    stream_frames, tail = frames(stream)
+    if not stream_frames and not tail:
         raise ValueError("expected server-sent events, got none")
-    rows = [frame.event._asdict() | {"number": frame.number} for frame in found if frame.event]
+    rows = [frame.event._asdict() | {"number": frame.number} for frame in stream_frames if frame.event]
+    status = int(bool(tail))
     if as_json:
-        return [json.dumps(row) for row in rows], int(bool(tail))
+        return [json.dumps(row) for row in rows], status
     lines = [f"{row['number']:5} {row['type']}  {shortened(row['data'], 160)}" for row in rows]
-    return [*lines, *([tail] if tail else [])], int(bool(tail))
+    if tail:
+        lines.append(tail)
+    return lines, status
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a correct stream looks like from outside: RULES, for the streams of any server.
+"""RULES: what a correct stream looks like from outside, whatever server it comes from.
 
     Capture --violations()--> [Violation(event, rule, message, link), ...]
 
@@ -12,16 +12,18 @@ Rules of this file:
 3. What is judged does not judge: of responses.py there is its GRAMMAR, and nothing that makes events.
 4. An event's number is its place in the recording, 0 the first: its `sequence_number`, if that is right.
 
-Not here: recordings (recordings.py), the command line (__main__.py), what takes a second request to be seen
-(tests/wire/), and what a text should say.
+Not here: what finds the faults (rules_framing.py, rules_events.py, rules_chunks.py), the command line
+(__main__.py), what takes a second request to be seen (tests/wire/), and what a text should say.
 """
 
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from audit.chunks import (
+from audit.members import Faults, Json
+from audit.recordings import Capture, captured
+from audit.rules_chunks import (
     calls,
-    chunk_fields,
+    chunk_members,
     chunk_texts,
     error_is_last,
     one_completion,
@@ -29,7 +31,7 @@ from audit.chunks import (
     one_role,
     usage_apart,
 )
-from audit.events import (
+from audit.rules_events import (
     announced_empty,
     arguments_are_json,
     closed_items,
@@ -44,11 +46,11 @@ from audit.events import (
     one_id_an_item,
     one_response,
     one_terminal,
-    required_fields,
+    required_members,
     sums,
     true_status,
 )
-from audit.framing import (
+from audit.rules_framing import (
     done_is_last,
     named_frames,
     no_foreign_line_ends,
@@ -57,23 +59,18 @@ from audit.framing import (
     only_utf8,
     whole_frames,
 )
-from audit.recordings import Capture, Json, captured
-from audit.shapes import Found
 
 
 class Violation(NamedTuple):
-    event: int
+    event: int  # its number
     rule: str  # key of RULES
     message: str
     link: str
 
 
-# --- the rules ----------------------------------------------------------------------------------------------
-
-
 class Rule(NamedTuple):
-    kind: str  # of a capture; "" for both
-    find: Callable[[Capture], Found]
+    kind: str  # of the captures that it judges; "" for both
+    faults: Callable[[Capture], Faults]
     bugs: str  # ids of tests/BUGS.md
     title: str
     link: str  # the rule's authority, or a report of what happens without it
@@ -86,7 +83,7 @@ GITHUB = "https://github.com/"
 
 # fmt: off
 RULES = {
-    #  rule            kind         what finds it         bugs
+    #  rule            kind         its faults            bugs
     #      title
     #      link
     "whole-frames":   Rule("",          whole_frames,         "A16 A17",
@@ -114,7 +111,7 @@ RULES = {
     "event-types":    Rule("responses", known_types,          "A15 C05",
         "the types of the events are those of the API",
         GITHUB + "router-for-me/CLIProxyAPI/pull/4691"),
-    "fields":         Rule("responses", required_fields,      "C09 C22 H06 H07",
+    "fields":         Rule("responses", required_members,     "C09 C22 H06 H07",
         "events, items, parts and the response have the members they must have",
         GITHUB + "lemonade-sdk/lemonade/issues/3607"),
     "numbers":        Rule("responses", numbered,             "C17",
@@ -163,7 +160,7 @@ RULES = {
         "the arguments of a completed call are JSON",
         GITHUB + "vllm-project/vllm/issues/51697"),
 
-    "chunk-fields":   Rule("chat",      chunk_fields,         "G01 G07",
+    "chunk-fields":   Rule("chat",      chunk_members,        "G01 G07",
         "chunks have id, object, created, model and choices; choices index, delta and finish_reason",
         GITHUB + "vllm-project/vllm/pull/19662"),
     "one-completion": Rule("chat",      one_completion,       "C07",
@@ -191,12 +188,12 @@ RULES = {
 # fmt: on
 
 
-def violations(what: Capture | Iterable[Json], rules: Iterable[str] = RULES) -> list[Violation]:
+def violations(stream: Capture | Iterable[Json], rule_names: Iterable[str] = RULES) -> list[Violation]:
     """What is wrong with a stream, in its order."""
-    capture = what if isinstance(what, Capture) else captured(what)
-    return sorted(
-        Violation(number, id_, message, RULES[id_].link)
-        for id_ in rules
-        if RULES[id_].kind in ("", capture.kind)
-        for number, message in RULES[id_].find(capture)
-    )
+    capture = stream if isinstance(stream, Capture) else captured(stream)
+    found: list[Violation] = []
+    for name in rule_names:
+        rule = RULES[name]
+        if rule.kind in ("", capture.kind):
+            found += [Violation(number, name, message, rule.link) for number, message in rule.faults(capture)]
+    return sorted(found)

@@ -123,11 +123,11 @@ def n_params(c: Config) -> int:
     return c.n_layers * layer + sum(math.prod(part.shape) for part in outer_parts(c))
 
 
-def as_read(w: Array) -> Matrix:
+def unpacked(w: Array) -> Matrix:
     return w
 
 
-def read_weights(directory: Path, config: Config, pack: Callable[[Array], Matrix] = as_read) -> Weights:
+def read_weights(directory: Path, config: Config, pack: Callable[[Array], Matrix] = unpacked) -> Weights:
     """Every tensor as float32, every matrix packed; raises UnsupportedModel before any is copied."""
     tensors = map_tensors(directory)
     outer = outer_parts(config)

@@ -419,7 +419,7 @@ class CudaOps:
         return graph
 
     def _compute(self, batch: DeviceStep) -> None:
-        logits = forward(self, self.weights, batch)  # type: ignore[arg-type]  # the same ops on other arrays
+        logits = forward(self, self.weights, batch)
         if batch.n_wanted:
             self.pick(logits, batch)
 

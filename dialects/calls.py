@@ -24,7 +24,8 @@ from collections.abc import Collection, Generator, Iterator, Mapping
 from typing import Any, Literal, NoReturn
 from urllib.parse import unquote
 
-from channels import Arguments, Body, Call, Close, Finder, Output, Piece, Schemas
+from channels import Arguments, Call, CallReader, Close, Finder, Output, Piece, Schemas
+from request.tools import MAX_QUALIFIED_NAME
 
 # --- JSON ---------------------------------------------------------------------------------------------------
 
@@ -196,47 +197,54 @@ class AsWritten:
             yield Arguments("{}")
 
 
-MAX_NAME = 64  # characters: no function that is offered has a longer one (request/params.py)
-
-
 class NamedCalls:
     """`NAME[ARGS]{...}`, with a `[CALL_ID]ID` between them or not; or, as older models write it, JSON."""
 
     def __init__(self) -> None:
         self.malformed = False
-        self._name = ""
-        self._id_follows = False  # the name is complete; the id is not passed on, for clients get ours
-        self._body: Body | None = None
+        self._name = ""  # "get_w" | "eather[ARGS]": the name so far
+        self._in_id = False  # "[CALL_ID]" | "a1b2": ids are not passed on, for clients get ours
+        self._rest: CallReader | None = None  # reads what follows the name, or all of it if it is JSON
 
     @property
     def called(self) -> bool:
-        return self._body is not None and self._body.called
+        return self._rest is not None and self._rest.called
 
     @property
     def in_string(self) -> bool:
-        return self._body is not None and self._body.in_string
+        return self._rest is not None and self._rest.in_string
 
     def feed(self, piece: Piece) -> Iterator[Output]:
-        if self._body:
-            yield from self._body.feed(piece)
-            self.malformed = self._body.malformed
-        elif piece.special == "[ARGS]" and self._name.strip():
-            self._body = AsWritten(self._name.strip())
-            yield from self._body.feed(Piece(""))
-        elif piece.special == "[CALL_ID]":
-            self._id_follows = True
+        if self._rest:
+            yield from self._rest.feed(piece)
+            self.malformed = self._rest.malformed
         elif piece.special:
-            self.malformed = True
-        elif not self._id_follows:
-            self._name = (self._name + piece.text).lstrip()
-            self.malformed = len(self._name) > MAX_NAME
-            if self._name[:1] in ("[", "{"):
-                self._body, self.malformed = JsonCalls(), False
-                yield from self.feed(Piece(self._name))
+            yield from self._marker(piece.special)
+        elif not self._in_id:
+            yield from self._more_of_the_name(piece.text)
 
     def end(self) -> Iterator[Output]:
-        if self._body:
-            yield from self._body.end()
+        if self._rest:
+            yield from self._rest.end()
+
+    def _marker(self, marker: str) -> Iterator[Output]:
+        name = self._name.strip()
+        if marker == "[ARGS]" and name:
+            self._rest = AsWritten(name)
+            yield from self._rest.feed(Piece(""))
+        elif marker == "[CALL_ID]":
+            self._in_id = True
+        else:
+            self.malformed = True
+
+    def _more_of_the_name(self, text: str) -> Iterator[Output]:
+        self._name = (self._name + text).lstrip()
+        if self._name.startswith(("[", "{")):
+            self._rest = JsonCalls()
+            yield from self.feed(Piece(self._name))
+        elif len(self._name) > MAX_QUALIFIED_NAME:  # no tool on offer has so long a name
+            self.malformed = True
+            self._name = ""
 
 
 # --- XML ----------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ Not here: following the tables (channels.py), writing grammars (structured_outpu
 from collections.abc import Collection
 from typing import Literal
 
-from channels import Body, Dialect, Forms, Next, State
+from channels import CallReader, Dialect, Forms, Next, Piece, State
 from dialects.calls import AsWritten, JsonCalls, NamedCalls, XmlCalls
 
 Transitions = dict[tuple[State | Literal["any"], str], Next]
@@ -64,10 +64,42 @@ HARMONY: Transitions = {
 CHANNELS: dict[str, State] = {"analysis": "analysis", "commentary": "commentary", "final": "final"}
 
 
-def harmony_header(header: str) -> tuple[State, Body | None]:
+class HarmonyHeader:
+    """The header of a message, whose words say what the message is.
+
+    It is read in three states. `between` two messages none has begun, and words that come there may be stray
+    text; in `role` <|start|> has begun one, in `header` another marker has; <|message|> ends it (`content`).
+
+        <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>
+                 role               header                                  content: a call     end
+    """
+
+    def __init__(self) -> None:
+        self._words: list[Piece] = []
+
+    def add(self, piece: Piece) -> None:
+        self._words.append(piece)
+
+    def add_marker(self) -> None:
+        self._words.append(Piece(" "))
+
+    def end(self, state: State, complete: bool) -> tuple[State, CallReader | None, list[Piece]]:
+        """A message that has begun is what its header says, even where its content is missing: a recipient is
+        called without arguments.
+        """
+        pieces, self._words = self._words, []
+        words = "".join(piece.text for piece in pieces)
+        if complete or state != "between":
+            return *message(words), []
+        if words.strip():
+            return "final", None, pieces
+        return "final", None, []
+
+
+def message(header: str) -> tuple[State, CallReader | None]:
     """What the message is: its recipient decides, wherever it stands, then its channel.
 
-    Of a channel unknown, or of none, it is the answer. Every other word, such as the type of the content,
+    On an unknown channel, or on none, it is the answer. Every other word, such as the type of the content,
     says nothing: https://github.com/openai/harmony/issues/38
     """
     words = header.split()
@@ -75,7 +107,8 @@ def harmony_header(header: str) -> tuple[State, Body | None]:
     names = [name.removeprefix("functions.") for name in recipients if name not in ("assistant", "all")]
     if names and names[0]:
         return "call", AsWritten(names[0])
-    return next((CHANNELS[word] for word in words if word in CHANNELS), "final"), None
+    channels = [CHANNELS[word] for word in words if word in CHANNELS]
+    return (channels[0] if channels else "final"), None
 
 
 THINKING = ("<think>", "</think>")
@@ -86,8 +119,8 @@ DIALECTS = {
     "harmony": Dialect(
         known_by=("<|channel|>", "<|message|>"),
         transitions=HARMONY,
-        body=lambda _: AsWritten(""),  # the header names the function
-        header=harmony_header,
+        call_reader=lambda _: AsWritten(""),  # the header names the function
+        header=HarmonyHeader,
         start="between",
         trims=False,
         forms=Forms(
@@ -95,50 +128,52 @@ DIALECTS = {
             text="<|channel|>final<|message|>TEXT",
             before="<|channel|>commentary<|message|>TEXT<|end|><|start|>assistant",
             call="<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGUMENTS",
-            more=None,  # the turn ends with the call
+            separator=None,  # the turn ends with the call
         ),
     ),
     "mistral": Dialect(
         known_by=("[TOOL_CALLS]", "[ARGS]"),
         transitions=MISTRAL,
-        body=lambda _: NamedCalls(),
-        reasoning=("[THINK]", "[/THINK]"),
-        calls=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+        call_reader=lambda _: NamedCalls(),
+        reasoning_markers=("[THINK]", "[/THINK]"),
+        call_markers=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
         forms=Forms(("[THINK]", "[/THINK]"), "TEXT", "TEXT", "[TOOL_CALLS]NAME[ARGS]ARGUMENTS", ""),
     ),
     "mistral-v3": Dialect(
         known_by=("[TOOL_CALLS]",),
         transitions=MISTRAL,
-        body=lambda _: NamedCalls(),
-        reasoning=("[THINK]", "[/THINK]"),
-        calls=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+        call_reader=lambda _: NamedCalls(),
+        reasoning_markers=("[THINK]", "[/THINK]"),
+        call_markers=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
         forms=Forms(("[THINK]", "[/THINK]"), "TEXT", "TEXT", OBJECT, ", ", calls=("[TOOL_CALLS][", "]")),
     ),
     "qwen3-coder": Dialect(
         known_by=("<tool_call>", "<function="),
         transitions=HERMES,
-        body=XmlCalls,
-        reasoning=THINKING,
-        calls=("<tool_call>", "</tool_call>"),
-        closing="</tool_call>",
+        call_reader=XmlCalls,
+        reasoning_markers=THINKING,
+        call_markers=("<tool_call>", "</tool_call>"),
+        call_end="</tool_call>",
         forms=Forms(THINKING, "TEXT", "TEXT", XML, "\n", arguments="xml"),
     ),
     "llama": Dialect(
         known_by=("<|start_header_id|>", '"parameters": '),
         transitions=LLAMA,
-        body=lambda schemas: JsonCalls(schemas),  # a call may be bare JSON: its name tells it from an answer
+        call_reader=lambda schemas: JsonCalls(
+            schemas
+        ),  # a call may be bare JSON: its name tells it from an answer
         start="call",
-        reasoning=THINKING,
-        calls=("<|python_tag|>",),
+        reasoning_markers=THINKING,
+        call_markers=("<|python_tag|>",),
         forms=Forms(THINKING, "TEXT", None, '{"name": "NAME", "parameters": ARGUMENTS}', None),
     ),
     "hermes": Dialect(  # also what tools are taught as where the template ignores them (request/messages.py)
         known_by=(),
         transitions=HERMES,
-        body=lambda _: JsonCalls(),
-        reasoning=THINKING,
-        calls=("<tool_call>", "</tool_call>"),
-        closing="</tool_call>",
+        call_reader=lambda _: JsonCalls(),
+        reasoning_markers=THINKING,
+        call_markers=("<tool_call>", "</tool_call>"),
+        call_end="</tool_call>",
         forms=Forms(THINKING, "TEXT", "TEXT", f"<tool_call>\n{OBJECT}\n</tool_call>", "\n"),
     ),
 }
@@ -149,15 +184,15 @@ def recognised(template: str, takes_tools: bool) -> str:
     taught the model to call: they are described as Hermes does (request/messages.py), and so it will call.
     """
     name = next(name for name, row in DIALECTS.items() if all(sign in template for sign in row.known_by))
-    return name if takes_tools or not DIALECTS[name].calls else "hermes"
+    return name if takes_tools or not DIALECTS[name].call_markers else "hermes"
 
 
 def find(row: Dialect, added: Collection[str], template: str, tools: bool) -> Dialect:
     """The dialect as this model may write it in this response: without the markers of reasoning that neither
     its vocabulary nor its template knows, and without those of calls where it was offered no tools.
     """
-    unknown = {m for m in row.reasoning if m not in added and m not in template}
-    unused = unknown | (set() if tools else {*row.calls})
+    unknown = {m for m in row.reasoning_markers if m not in added and m not in template}
+    unused = unknown | (set() if tools else {*row.call_markers})
     transitions = {key: state for key, state in row.transitions.items() if key[1] not in unused}
     found = row._replace(transitions=transitions)
     return found._replace(tokens=found.markers & set(added))

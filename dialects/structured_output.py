@@ -10,7 +10,7 @@ Rules of this file:
 2. What is demanded is written in the forms of the dialect (families.py): it is what the parser finds there.
 3. A schema that cannot be enforced is refused before anything runs.
 
-Not here: which request demands what (request/params.py), choosing among the tokens (model.py).
+Not here: which request demands what (request/output_format.py), choosing among the tokens (model.py).
 """
 
 import itertools
@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from channels import Dialect
 from dialects import calls, grammar_in_json
-from request.params import StructuredOutput
+from request.output_format import StructuredOutput
 from request.tools import Grammar
 
 
@@ -101,7 +101,7 @@ def lark(spec: StructuredOutput, dialect: Dialect, added: Mapping[str, int], thi
     opening, ending = forms.thought
     if thinking == "open":
         thought = writer.sequence("THOUGHT" + ending, THOUGHT="ANY") + " " + newlines
-    elif thinking == "possible" and set(dialect.reasoning) <= dialect.markers:
+    elif thinking == "possible" and set(dialect.reasoning_markers) <= dialect.markers:
         thought = "(" + writer.sequence(f"{opening}THOUGHT{ending}", THOUGHT="ANY") + f" {newlines})?"
     else:
         thought = ""
@@ -118,7 +118,7 @@ def lark(spec: StructuredOutput, dialect: Dialect, added: Mapping[str, int], thi
 def _plain(writer: _Writer) -> str:
     """Text in which the parser finds nothing else."""
     dialect, forms = writer.dialect, writer.dialect.forms
-    spelled = dialect.markers - dialect.tokens - set(dialect.reasoning)  # reasoning is free
+    spelled = dialect.markers - dialect.tokens - set(dialect.reasoning_markers)  # reasoning is free
     if forms.before == "TEXT":  # what ends the text begins a call, token or not
         spelled |= {m for m in dialect.markers if (forms.calls[0] + forms.call).startswith(m)}
     if spelled:
@@ -143,7 +143,7 @@ def _calls(writer: _Writer, spec: StructuredOutput) -> None:
         places.append({"NAME": json.dumps(name), "ARGUMENTS": arguments})
     opening, ending = forms.calls
     writer.rule("call", *(writer.sequence(forms.call, **place) for place in places))
-    more = "" if spec.one_call or forms.more is None else f"({_optional(writer, forms.more)} call)*"
+    more = "" if spec.one_call or forms.separator is None else f"({_optional(writer, forms.separator)} call)*"
     rest = f"{more} {_optional(writer, ending)}"
     calls = f"{_optional(writer, opening)} call {rest}"
     if spec.calls == "required":

@@ -2,15 +2,16 @@
 
     [chunk, ...] --Deltas.feed()--> [Delta | Call | Arguments | Close, ...] --close()--> the rest, Finish
 
-Authority: https://platform.openai.com/docs/api-reference/chat-streaming; of what servers really send,
+Authority: https://platform.openai.com/docs/api-reference/chat-streaming; for what servers really send,
 tests/replays/completions-*.toml.
 
 Rules of this file:
-1. Reasoning and calls are what the server says they are; what looks like a marker in its text is text, for
-   without tokens nobody can tell.
-2. An answer is whole when the server says so.
+1. Reasoning and calls are what the server declares as such; what looks like a marker in its text is text,
+   for without tokens nobody can tell.
+2. An answer is complete when the server says so: with a finish_reason, or with [DONE].
+3. An item closes before the next one opens: of several calls the first streams, the others wait their turn.
 
-Not here: bytes and frames (relay.py), our own chunks (completions.py).
+Not here: bytes and frames (relay.py), the chunks that we write (completions.py).
 """
 
 import json
@@ -18,17 +19,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import sse
 from channels import Arguments, Call, Channel, Close, Delta, Finish, Output, TokenLogprob, Usage
 from completions import Chunk
 
-# --- chunks of another server -------------------------------------------------------------------------------
-
-MAX_CHARS = 16 * 2**20  # of an answer: whoever keeps it keeps all of it
+MAX_CHARS = 16 * 2**20  # of an answer, which is kept as a whole
+UNLIKELY = -9999.0  # OpenAI's logprob of a token that is too unlikely to have one
 
 Reason = Literal["stop", "length", "content_filter"]
 
 # fmt: off
-#  its finish_reason        ours         every other, "abort" for one, is a failure
+#  its finish_reason        ours         any other, such as "abort", is a failure
 REASONS: dict[str, Reason] = {
     "stop":                 "stop",
     "tool_calls":           "stop",
@@ -43,166 +44,212 @@ REASONS: dict[str, Reason] = {
 
 
 class Unreadable(ValueError):
-    """The answer is not what it should be."""
+    """The answer is not a chat completion."""
 
 
 @dataclass(eq=False)
 class _Call:
-    """A call of the answer."""
+    """A tool call of the answer."""
 
     id: Any
     name: str = ""
-    text: str = ""  # all arguments so far
-    held: list[str] = field(default_factory=list)  # those that have not left
-    is_open: bool = False
-    is_over: bool = False
+    arguments: str = ""  # all that have come
+    unsent: list[str] = field(default_factory=list)  # fragments of the arguments that no Arguments has yet
+    is_open: bool = False  # its Call has left
+    is_over: bool = False  # the next call, or text, has ended it
 
     def is_another(self, id_: Any, name: Any, arguments: Any) -> bool:
-        """Whether this is a piece of the next call; some servers give all of them one index, or no id."""
+        """Whether a fragment with the same index begins the next call.
+
+        Some servers give all calls one index, and some give no ids.
+        """
         if id_ and self.id:
             return bool(id_ != self.id)
-        return bool(name and arguments) and _is_object(self.text)
+        return bool(name and arguments) and _is_object(self.arguments)
 
 
 class Deltas:
-    """The first choice of another server's chunks, or of the completion that it sends at once, to what its
-    model says. Raises Unreadable.
+    """Reads the first choice of another server's chunks, or of the completion that it sends at once.
+
+    feed() and close() raise Unreadable.
     """
 
     def __init__(self, one_call: bool = False) -> None:
-        self.is_whole = False  # it says so, with a finish_reason; the caller, with [DONE]
-        self.is_over = False  # nothing that still comes is wanted: an error came, or a second call
+        self.is_whole = False  # the answer is complete: a finish_reason came, or the caller has read [DONE]
+        self.is_over = False  # what still comes is ignored: an error came, or a call after the only one
         self._one_call = one_call
         self._reason: Reason = "stop"
-        self._failure = ""
-        self._calls: list[_Call] = []  # that are not over, in their order; the first may have begun to leave
-        self._called: dict[Any, _Call] = {}  # the newest call of each index
+        self._failure = ""  # the message of an error
+        self._calls: list[_Call] = []  # calls that are not over, in their order; the first may be open
+        self._newest: dict[Any, _Call] = {}  # the newest call of each index
         self._n_chars = 0
 
     def feed(self, chunk: Chunk) -> Iterator[Output]:
         if error := chunk.get("error"):
-            message = error.get("message") if isinstance(error, dict) else error
-            self._failure, self.is_over = str(message), True
+            if isinstance(error, dict):
+                error = error.get("message")
+            self._failure = str(error)
+            self.is_over = True
             return
         for choice in objects(chunk.get("choices")):
             if choice.get("index", 0) == 0:
-                yield from self._delta(choice.get("delta") or choice.get("message"), choice)
-                if reason := choice.get("finish_reason"):
-                    self.is_whole = True
-                    self._reason = REASONS.get(str(reason), "stop")
-                    if str(reason) not in REASONS:
-                        self._failure = f"The upstream ended its answer for the reason '{reason}'."
+                yield from self._choice(choice)
 
     def close(self, usage: Usage | None) -> Iterator[Output | Finish]:
-        """The end of the answer."""
+        """End the answer."""
         if not (self._failure or self.is_whole or self.is_over):
             self._failure = "The upstream ended its answer before it had finished."
         if self._failure:
             yield Finish("failed", usage, self._failure)
             return
-        yield from self._leave(at_end=True)
+        yield from self._end_calls()
         yield Finish(self._reason, usage)
 
-    def _delta(self, delta: Any, choice: Chunk) -> Iterator[Output]:
-        if not isinstance(delta, dict):
-            return
-        if thought := delta.get("reasoning_content") or delta.get("reasoning"):  # the same text by two names
-            yield from self._text("analysis", thought)
-        if refusal := delta.get("refusal"):
+    def _choice(self, choice: Chunk) -> Iterator[Output]:
+        message = choice.get("delta") or choice.get("message")
+        if isinstance(message, dict):
+            yield from self._message(message, choice)
+        if finish_reason := choice.get("finish_reason"):
+            self.is_whole = True
+            reason = REASONS.get(str(finish_reason))
+            if reason is None:
+                self._failure = f"The upstream ended its answer for the reason '{finish_reason}'."
+            else:
+                self._reason = reason
+
+    def _message(self, message: Chunk, choice: Chunk) -> Iterator[Output]:
+        """A delta of a chunk, or the message of a completion: they have the same members."""
+        # Some servers send the same reasoning under both names.
+        if reasoning := message.get("reasoning_content") or message.get("reasoning"):
+            yield from self._text("analysis", reasoning)
+        if refusal := message.get("refusal"):
             yield from self._text("refusal", refusal)
-        if text := delta.get("content"):
-            shown = choice.get("logprobs")
-            logprobs = objects(shown.get("content")) if isinstance(shown, dict) else []
-            yield from self._text("final", text, tuple(map(_read_logprob, logprobs)))
-        for call in objects(delta.get("tool_calls")):
-            yield from self._fragment(call)
+        if content := message.get("content"):
+            yield from self._text("final", content, _read_logprobs(choice))
+        for fragment in objects(message.get("tool_calls")):
+            yield from self._call_fragment(fragment)
 
     def _text(self, channel: Channel, text: Any, logprobs: tuple[TokenLogprob, ...] = ()) -> Iterator[Output]:
-        if isinstance(text, list):  # of parts, as Mistral has it
+        if isinstance(text, list):  # Mistral's: a list of parts
             text = "".join(str(part.get("text", "")) for part in objects(text))
         if not isinstance(text, str):
             raise Unreadable("expected text in a chunk, got something else")
-        self._measure(text)
+        self._count_chars(text)
         if self._calls and not text.strip():  # newlines between two calls
             return
-        yield from self._leave(at_end=True)
+        yield from self._end_calls()
         yield Delta(channel, text, logprobs)
 
-    def _fragment(self, call: Chunk) -> Iterator[Output]:
-        """A piece of a call."""
-        function = call.get("function")
-        function = function if isinstance(function, dict) else {}
-        id_, name, arguments, index = (
-            call.get("id"), function.get("name"), function.get("arguments"), call.get("index"),
-        )  # fmt: skip
-        if not isinstance(index, int):  # ollama/ollama#7881
-            index = len(self._called) if name else len(self._called) - 1
-        known = self._called.get(index)
-        if known is None or known.is_another(id_, name, arguments):
-            if self._one_call and self._called:
-                self.is_over = True
-                return
-            known = self._called[index] = _Call(id_)
-            self._calls.append(known)
-        known.id, known.name = known.id or id_, known.name or str(name or "")
-        if arguments:
-            is_text = isinstance(arguments, str)
-            text = arguments if is_text else json.dumps(arguments, ensure_ascii=False)
-            self._measure(text)
-            if known.is_over and text.strip():
-                raise Unreadable(f"more arguments came for the call of '{known.name}', which had ended")
-            known.held.append(text)
-            known.text += text
-        yield from self._leave()
+    # --- calls ----------------------------------------------------------------------------------------------
 
-    def _leave(self, at_end: bool = False) -> Iterator[Output]:
-        """What may leave of the calls: an item closes before the next opens, so each waits for its turn."""
-        while self._calls:
+    def _call_fragment(self, fragment: Chunk) -> Iterator[Output]:
+        function = fragment.get("function")
+        if not isinstance(function, dict):
+            function = {}
+        call = self._call_of(fragment, function)
+        if call is None:
+            return
+        call.id = call.id or fragment.get("id")
+        call.name = call.name or str(function.get("name") or "")
+        if arguments := function.get("arguments"):
+            if not isinstance(arguments, str):
+                arguments = json.dumps(arguments, ensure_ascii=False)
+            self._count_chars(arguments)
+            if call.is_over and arguments.strip():
+                raise Unreadable(f"more arguments came for the call of '{call.name}', which had ended")
+            call.unsent.append(arguments)
+            call.arguments += arguments
+        yield from self._stream_calls()
+
+    def _call_of(self, fragment: Chunk, function: Chunk) -> _Call | None:
+        """The call that a fragment belongs to, begun if it is new; None if no other call is wanted."""
+        id_ = fragment.get("id")
+        name = function.get("name")
+        index = fragment.get("index")
+        if not isinstance(index, int):  # https://github.com/ollama/ollama/issues/7881
+            index = len(self._newest) if name else len(self._newest) - 1
+        call = self._newest.get(index)
+        if call and not call.is_another(id_, name, function.get("arguments")):
+            return call
+        if self._one_call and self._newest:
+            self.is_over = True
+            return None
+        call = _Call(id_)
+        self._newest[index] = call
+        self._calls.append(call)
+        return call
+
+    def _stream_calls(self) -> Iterator[Output]:
+        """Stream the first call; once its arguments are complete and another has begun, stream that."""
+        while self._calls and self._calls[0].name:
             call = self._calls[0]
-            if not call.name:
-                if at_end:
-                    raise Unreadable("a call came without a name")
-                return
-            is_last = len(self._calls) == 1
-            if not call.is_open:
-                call.is_open = True
-                yield Call(call.name)
-            if at_end and not call.text:
-                call.held.append("{}")
-            if call.held:
-                yield Arguments("".join(call.held))
-                call.held.clear()
-            if not at_end and (is_last or not _is_object(call.text)):
+            yield from _stream(call)
+            if len(self._calls) == 1 or not _is_object(call.arguments):
                 return
             call.is_over = True
             del self._calls[0]
-            if not is_last:  # the last is closed by what follows, as what that says: completed, or cut
+            yield Close()
+
+    def _end_calls(self) -> Iterator[Output]:
+        """Stream what is left of all calls. What follows closes the last one: its status depends on that."""
+        while self._calls:
+            call = self._calls[0]
+            if not call.name:
+                raise Unreadable("a call came without a name")
+            if not call.arguments:
+                call.unsent.append("{}")
+            yield from _stream(call)
+            call.is_over = True
+            del self._calls[0]
+            if self._calls:
                 yield Close()
 
-    def _measure(self, text: str) -> None:
+    def _count_chars(self, text: str) -> None:
         self._n_chars += len(text)
         if self._n_chars > MAX_CHARS:
             raise Unreadable(f"expected an answer of at most {MAX_CHARS} characters")
 
 
+def _stream(call: _Call) -> Iterator[Output]:
+    """What has come of a call and not left."""
+    if not call.is_open:
+        call.is_open = True
+        yield Call(call.name)
+    if call.unsent:
+        yield Arguments("".join(call.unsent))
+        call.unsent.clear()
+
+
 def objects(value: Any) -> list[Chunk]:
-    """The objects of a list; whatever else another server may send is none."""
-    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+    """The objects in a list; none where another server has sent something else."""
+    if not isinstance(value, list):
+        return []
+    return [item for item in value if isinstance(item, dict)]
 
 
 def _is_object(text: str) -> bool:
+    """Whether this is a complete JSON object."""
     try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
+        return isinstance(sse.loads(text), dict)
+    except ValueError:
         return False
 
 
-def _read_logprob(found: Chunk) -> TokenLogprob:
-    token = str(found.get("token", ""))
+def _read_logprobs(choice: Chunk) -> tuple[TokenLogprob, ...]:
+    logprobs = choice.get("logprobs")
+    if not isinstance(logprobs, dict):
+        return ()
+    return tuple(map(_read_logprob, objects(logprobs.get("content"))))
+
+
+def _read_logprob(entry: Chunk) -> TokenLogprob:
+    token = str(entry.get("token", ""))
     try:
-        spelled = bytes(found["bytes"])
-    except (KeyError, TypeError, ValueError):  # some servers have none
-        spelled = token.encode()
-    logprob = found.get("logprob")
-    known = float(logprob) if isinstance(logprob, int | float) else -9999.0  # OpenAI's word for unlikely
-    return TokenLogprob(token, known, spelled, tuple(map(_read_logprob, objects(found.get("top_logprobs")))))
+        token_bytes = bytes(entry["bytes"])
+    except (KeyError, TypeError, ValueError):  # some servers send none
+        token_bytes = token.encode()
+    logprob = entry.get("logprob")
+    if not isinstance(logprob, int | float):
+        logprob = UNLIKELY
+    alternatives = tuple(map(_read_logprob, objects(entry.get("top_logprobs"))))
+    return TokenLogprob(token, float(logprob), token_bytes, alternatives)

@@ -1,6 +1,6 @@
-"""Usage objects to counts of tokens, and counts to what they cost.
+"""Usage metering: usage objects to counts of tokens, and counts of tokens to costs.
 
-    chunk, completion or Responses event --Meter.read()--> its usage, counted and with its costs
+    chunk, completion or Responses event --Meter.read()--> its usage object, counted and given its costs
 
 Authority: TelegramMessenger/cocoon, runners/helpers/CountTokens.cpp at b75d444, for the counters and the
 formula; https://platform.openai.com/docs/api-reference for the names in a usage object.
@@ -8,112 +8,124 @@ formula; https://platform.openai.com/docs/api-reference for the names in a usage
 Rules of this file:
 1. Usage that was not seen is unknown, which is not 0.
 2. A counter only grows: servers that send usage with every chunk are not counted twice.
-3. What is no count (a negative, a fraction, a word) is 0; of what is cached no more counts than the prompt
-   has, of reasoning no more than the completion.
+3. What is no count (a negative, a fraction, a word) is 0. Cached tokens are at most those of the prompt,
+   reasoning tokens at most those of the completion.
 
-Not here: which documents go by (relay.py), what becomes of the sums (remote.py).
+Not here: which documents pass (relay.py), what becomes of the sums (remote.py).
 """
 
 from typing import Any, NamedTuple
 
-Document = dict[str, Any]
+Document = dict[str, Any]  # a JSON object
 
 MAX_COUNT = 2**53  # larger ones are no counts, and no float holds them
 
 
-class Counts(NamedTuple):
+class TokenCounts(NamedTuple):
     prompt: int = 0
-    cached: int = 0  # of the prompt
+    cached: int = 0  # of the prompt's tokens
     completion: int = 0
-    reasoning: int = 0  # of the completion
+    reasoning: int = 0  # of the completion's tokens
 
-    def capped(self) -> "Counts":
-        """A part is no more than its whole, whatever a server says: else the rest would cost less than 0."""
-        cached, reasoning = min(self.cached, self.prompt), min(self.reasoning, self.completion)
-        return self._replace(cached=cached, reasoning=reasoning)
-
-
-# Where each of them stands in a usage object: chat's names, then those of Responses.
-PATHS = (
-    ("prompt_tokens", "input_tokens"),
-    ("prompt_tokens_details.cached_tokens", "input_tokens_details.cached_tokens"),
-    ("completion_tokens", "output_tokens"),
-    (
-        "completion_tokens_details.reasoning_tokens",
-        "reasoning_tokens",
-        "output_tokens_details.reasoning_tokens",
-    ),
-)
+    def capped(self) -> "TokenCounts":
+        """Limit each part to its whole, whatever a server says: else the rest would cost less than 0."""
+        return self._replace(
+            cached=min(self.cached, self.prompt),
+            reasoning=min(self.reasoning, self.completion),
+        )
 
 
-def usage_of(found: Document) -> Document | None:
+# Where each count stands in a usage object: its path in Chat Completions, in Responses, in single servers.
+# fmt: off
+PATHS = {
+    "prompt":     ("prompt_tokens", "input_tokens"),
+    "cached":     ("prompt_tokens_details.cached_tokens", "input_tokens_details.cached_tokens"),
+    "completion": ("completion_tokens", "output_tokens"),
+    "reasoning":  ("completion_tokens_details.reasoning_tokens", "output_tokens_details.reasoning_tokens",
+                   "reasoning_tokens"),
+}
+# fmt: on
+
+
+def usage_of(document: Document) -> Document | None:
     """The usage object of a chunk, a completion, a Responses event or a response."""
-    for holder in (found, found.get("response")):
+    for holder in (document, document.get("response")):
         if isinstance(holder, dict) and isinstance(holder.get("usage"), dict):
             usage: Document = holder["usage"]
             return usage
     return None
 
 
-def _count(usage: Document, path: str) -> int:
-    """What stands at a path; 0 for whatever is no count."""
+def read_counts(usage: Document) -> TokenCounts:
+    """The counts in a usage object; where two paths of a count are there, the larger one."""
+    counts = {name: max(_read_count(usage, path) for path in paths) for name, paths in PATHS.items()}
+    return TokenCounts(**counts)
+
+
+def _read_count(usage: Document, path: str) -> int:
+    """The count at a path; 0 for whatever is no count."""
     value: Any = usage
     for name in path.split("."):
-        value = value.get(name) if isinstance(value, dict) else None
-    return value if type(value) is int and 0 <= value <= MAX_COUNT else 0
+        if not isinstance(value, dict):
+            return 0
+        value = value.get(name)
+    is_count = type(value) is int and 0 <= value <= MAX_COUNT
+    return value if is_count else 0
 
 
 class Prices(NamedTuple):
-    """What tokens cost."""
+    """What tokens cost; `--price` sets them."""
 
     per_token: int = 0
-    multipliers: Counts = Counts(10_000, 10_000, 10_000, 10_000)  # in ten-thousandths
-    coefficient: int = 1000  # of the worker, in thousandths
+    multipliers: TokenCounts = TokenCounts(10_000, 10_000, 10_000, 10_000)  # in ten-thousandths
+    coefficient: int = 1000  # of all tokens, in thousandths
 
-    def adjusted(self, counts: Counts) -> Counts:
-        """Each kind of token apart, weighed: no token is in two of them."""
-        apart = Counts(
-            counts.prompt - counts.cached,
-            counts.cached,
-            counts.completion - counts.reasoning,
-            counts.reasoning,
+    def adjusted(self, counts: TokenCounts) -> TokenCounts:
+        """The counts weighted; each token is in one of them: cached ones are not in `prompt`, nor reasoning
+        ones in `completion`.
+        """
+        disjoint = counts._replace(
+            prompt=counts.prompt - counts.cached,
+            completion=counts.completion - counts.reasoning,
         )
+        return TokenCounts(*map(self._weighted, disjoint, self.multipliers))
+
+    def _weighted(self, n_tokens: int, multiplier: int) -> int:
         # The order of the products is part of the formula: they are doubles, and cut toward zero.
-        weighed = (
-            int(n * (self.coefficient * 0.001) * multiplier * 0.0001)
-            for n, multiplier in zip(apart, self.multipliers, strict=True)
-        )
-        return Counts(*weighed)
+        return int(n_tokens * (self.coefficient * 0.001) * multiplier * 0.0001)
 
-    def costs(self, counts: Counts) -> dict[str, int]:
+    def costs(self, counts: TokenCounts) -> dict[str, int]:
         """The members that a usage object is given."""
-        prompt, cached, completion, reasoning = self.adjusted(counts)
+        adjusted = self.adjusted(counts)
         return {
-            "prompt_total_cost": (prompt + cached) * self.per_token,
-            "completion_total_cost": (completion + reasoning) * self.per_token,
-            "total_cost": (prompt + cached + completion + reasoning) * self.per_token,
+            "prompt_total_cost": (adjusted.prompt + adjusted.cached) * self.per_token,
+            "completion_total_cost": (adjusted.completion + adjusted.reasoning) * self.per_token,
+            "total_cost": sum(adjusted) * self.per_token,
         }
 
 
 class Meter:
-    """The tokens of one request; `prices` None: nothing is given a cost."""
+    """Counts the tokens of one request; without `prices` nothing is given a cost."""
 
     def __init__(self, prices: Prices | None = None) -> None:
-        self.counts: Counts | None = None  # None: no usage was seen
+        self.counts: TokenCounts | None = None  # None: no usage was seen
         self.prices = prices
 
-    def read(self, found: Document) -> Document | None:
-        """Count a document's usage and give it its costs; the usage, if it has one."""
-        usage = usage_of(found)
-        if usage is not None:
-            seen = Counts(*(max(_count(usage, path) for path in paths) for paths in PATHS))
-            self.counts = Counts(*map(max, seen, self.counts or seen)).capped()
-            usage |= self.prices.costs(self.counts) if self.prices else {}
+    def read(self, document: Document) -> Document | None:
+        """Count a document's usage, and give it its costs in place; return it, None where there is none."""
+        usage = usage_of(document)
+        if usage is None:
+            return None
+        counts = read_counts(usage)
+        largest = map(max, counts, self.counts or counts)  # rule 2
+        self.counts = TokenCounts(*largest).capped()
+        if self.prices:
+            usage |= self.prices.costs(self.counts)
         return usage
 
     def used(self) -> dict[str, int | None]:
-        """For the log: the adjusted counts and their sum, None where they are unknown."""
+        """The adjusted counts and their sum, for the log; None where they are unknown."""
         if self.counts is None:
-            return dict.fromkeys((*Counts._fields, "total"))
+            return dict.fromkeys((*TokenCounts._fields, "total"))
         adjusted = (self.prices or Prices()).adjusted(self.counts)
         return adjusted._asdict() | {"total": sum(adjusted)}

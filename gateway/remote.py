@@ -1,17 +1,17 @@
-"""The remote worker: a checked Request to what a model behind another server says.
+"""The remote worker: a checked Request to what a model behind an upstream server says.
 
-    Request --prepare()--> UpstreamPrompt --run()--> Accepted, Output, ..., Finish    as worker.py demands
-    body of POST /v1/chat/completions --pass_through()--> Response                    byte for byte
+    Request --prepare()--> UpstreamPrompt --run()--> Accepted, Output, ..., Finish    as worker.py does
+    body of POST /v1/chat/completions --pass_through()--> Response                    relayed byte for byte
 
 Authority: https://platform.openai.com/docs/api-reference/chat/create; what that lacks has vLLM's names.
 
 Rules of this file:
-1. What the upstream refuses before it says anything is refused with its status; later it is a failure.
-2. What the client has not asked for is not asked of the upstream: it may preset it, or not know it.
+1. An upstream's refusal goes on with its status as long as the client has got no head; later it is a failure.
+2. A parameter that the client has not set is not sent: the upstream may preset it, or not know it.
 3. Whatever becomes of a request, its usage is settled once: in the log, and in the totals of /health.
 
-Not here: what comes (relay.py, completions.py), usage and costs (metering.py), which upstream is asked and
-the connection to it (upstreams.py).
+Not here: reading the answer (relay.py, deltas.py), usage and costs (metering.py), load balancing and
+connections (upstreams.py).
 """
 
 import asyncio
@@ -40,12 +40,11 @@ from streaming import SSE_HEADERS, kept_alive, while_there
 log = logging.getLogger("remote")
 
 PATH = "chat/completions"
-ACCEPT_S = (
-    5  # how long a client waits for the upstream's first byte until it hears from us: prompts may be long
-)
+# A client waits so long for the upstream's first byte until it gets a head from us: prompts may be long.
+ACCEPT_S = 5
 
 
-# --- what is asked ------------------------------------------------------------------------------------------
+# --- the request --------------------------------------------------------------------------------------------
 
 
 class UpstreamPrompt(NamedTuple):
@@ -61,27 +60,26 @@ class UpstreamPrompt(NamedTuple):
         return self.worker.run(self, choice)
 
 
-def asked_as(param: str) -> str:
-    """A parameter of chat completions, by the name that it has in the Responses API."""
-    name, dot, inside = param.partition(".")
+def responses_param(param: str) -> str:
+    """A parameter of Chat Completions by the name that it has in the Responses API."""
+    name, dot, member = param.partition(".")
     name = name.partition("[")[0]
     if name not in MOVED:
         return param
-    if name != "response_format":  # what is inside has another place
+    if name != "response_format":  # the members have other places there
         return MOVED[name]
-    return MOVED[name] + (dot + inside).removeprefix(".json_schema")
+    return MOVED[name] + (dot + member).removeprefix(".json_schema")
 
 
 def chat_body(request: Request, model: str) -> dict[str, Any]:
-    """The request in the words of chat completions.
-
-    What the client has not set is not sent: the upstream may preset it, and not every server knows it.
-    """
+    """The request as the body of a chat completion, without its messages."""
     body: dict[str, Any] = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
     stops = {name: getattr(request, name) for name in ("stop", "stop_token_ids", "ignore_eos")}
-    body |= {name: value for name, value in (request.sampling | stops).items() if name in request.explicit}
+    for name, value in (request.sampling | stops).items():
+        if name in request.explicit:  # rule 2
+            body[name] = value
     if request.max_tokens is not None:
-        body["max_tokens"] = request.max_tokens  # its newer name is known to fewer
+        body["max_tokens"] = request.max_tokens  # fewer servers know max_completion_tokens
     if request.n_top_logprobs is not None:
         body |= {"logprobs": True, "top_logprobs": request.n_top_logprobs}
     if request.template_kwargs:
@@ -94,68 +92,81 @@ def chat_body(request: Request, model: str) -> dict[str, Any]:
 def _tools(request: Request) -> dict[str, Any]:
     if not request.tools:
         return {}
-    tools, choice, spec = request.tools, "auto", request.structured_output
-    if spec and spec.functions:  # those that may be called; no server but ours takes the others along
-        names = [name for name, _ in spec.functions]
-        tools = [tool for tool in tools if tool["function"]["name"] in names]
+    tools = request.tools
+    choice: Any = "auto"
+    spec = request.structured_output
+    if spec and spec.functions:  # not all may be called: only our own server knows `allowed_tools`
+        allowed = {name for name, _ in spec.functions}
+        tools = [tool for tool in tools if tool["function"]["name"] in allowed]
         choice = spec.calls
     strict = {name for name, tool in request.called.items() if tool.strict}
-    tools = [
-        {
-            **tool,
-            "function": tool["function"] | ({"strict": True} if tool["function"]["name"] in strict else {}),
-        }
-        for tool in tools
-    ]
-    named = {"type": "function", "function": {"name": tools[0]["function"]["name"]}}
-    parallel = {} if request.parallel_tool_calls else {"parallel_tool_calls": False}
-    return {"tools": tools, "tool_choice": named if request.named_call else choice} | parallel
+    tools = [_marked(tool, strict) for tool in tools]
+    if request.named_call:
+        choice = {"type": "function", "function": {"name": tools[0]["function"]["name"]}}
+    members = {"tools": tools, "tool_choice": choice}
+    if not request.parallel_tool_calls:
+        members["parallel_tool_calls"] = False
+    return members
+
+
+def _marked(tool: dict[str, Any], strict: set[str]) -> dict[str, Any]:
+    """The tool, marked as strict if its name is among these."""
+    function = tool["function"]
+    if function["name"] not in strict:
+        return tool
+    return tool | {"function": function | {"strict": True}}
 
 
 def _format(request: Request) -> dict[str, Any]:
     if not request.structured_output or request.structured_output.schema is None:
         return {}
-    asked = request.echo["text"]["format"]
-    if asked["type"] == "json_object":
+    text_format = request.echo["text"]["format"]
+    if text_format["type"] == "json_object":
         return {"response_format": {"type": "json_object"}}
-    schema = {k: asked[k] for k in ("name", "description", "schema", "strict") if asked.get(k) is not None}
+    members = ("name", "description", "schema", "strict")
+    schema = {name: text_format[name] for name in members if text_format.get(name) is not None}
     return {"response_format": {"type": "json_schema", "json_schema": schema}}
 
 
 def chat_message(message: Message) -> Message:
-    """As the wire has it: arguments are a string of JSON there, an object where templates are filled."""
+    """A message with its calls' arguments as a string of JSON; chat templates want them as an object."""
     if "tool_calls" not in message:
         return message
     calls = []
     for call in message["tool_calls"]:
         arguments = call["function"]["arguments"]
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        calls.append(call | {"function": call["function"] | {"arguments": text}})
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        calls.append(call | {"function": call["function"] | {"arguments": arguments}})
     return message | {"tool_calls": calls}
 
 
-# --- the books ----------------------------------------------------------------------------------------------
+# --- the ledger ---------------------------------------------------------------------------------------------
 
 Outcome = Literal["done", "error", "disconnect"]
 
 
 class Ledger:
-    """What was used, request by request."""
+    """The tokens that were used, request by request, and their totals since the start."""
 
     def __init__(self) -> None:
-        named = (*get_args(Outcome), "usage_unknown", "total")
-        self.totals = Counter({f"relayed_{name}": 0 for name in named})  # from the start: a rate needs a zero
+        names = (*get_args(Outcome), "usage_unknown", "total")
+        # All of them from the start: the rate of a counter needs its zero.
+        self.totals = Counter({f"relayed_{name}": 0 for name in names})
 
     def settle(self, model: str, upstream: str, outcome: Outcome, meter: Meter) -> None:
-        """Once a request, whatever became of it."""
-        used = meter.used()
-        costs = meter.prices.costs(meter.counts) if meter.prices and meter.counts else {}
-        line = used | ({"cost": costs["total_cost"]} if costs else {})
-        shown = " ".join(f"{k}={v}" for k, v in line.items()) if meter.counts else "unknown (null)"
-        log.info("%s of %s: %s, usage: %s", model, upstream or "no upstream", outcome, shown)
+        """Enter a request, once, whatever became of it."""
+        usage = meter.used()
+        summary = "unknown (null)"
+        if meter.counts:
+            if meter.prices:
+                usage["cost"] = meter.prices.costs(meter.counts)["total_cost"]
+            summary = " ".join(f"{name}={value}" for name, value in usage.items())
+        else:
+            self.totals["relayed_usage_unknown"] += 1
+        log.info("%s of %s: %s, usage: %s", model, upstream or "no upstream", outcome, summary)
         self.totals[f"relayed_{outcome}"] += 1
-        self.totals["relayed_usage_unknown"] += meter.counts is None
-        for name, value in line.items():
+        for name, value in usage.items():
             self.totals[f"relayed_{name}"] += value or 0
 
 
@@ -163,7 +174,7 @@ class Ledger:
 
 
 class RemoteWorker:
-    """Asks upstreams; `prices` None: usage leaves as it came."""
+    """A Worker that asks upstreams; without `prices` usage leaves as it came."""
 
     def __init__(self, upstreams: Upstreams, prices: Prices | None = None) -> None:
         self.upstreams = upstreams
@@ -173,15 +184,19 @@ class RemoteWorker:
     def serves(self, name: str, alias: str) -> bool:
         """Whether an upstream has the model; raises Refused where one that was never reached might."""
         models = self.upstreams.models()
-        if name not in models and not (models and name == alias) and not self.upstreams.all_known():
+        if name in models or (name == alias and models):
+            return True
+        if not self.upstreams.all_known():
             message = f"No upstream has '{name}', and not all of them have been reached yet."
             raise Refused(503, message, "model", "server_error", RETRY_AFTER_S)
-        return name in models or (name == alias and bool(models))
+        return False
 
     def _upstream_name(self, name: str) -> str:
-        """The alias is the first model there is."""
+        """The name by which an upstream knows the model: the alias is the first model there is."""
         models = self.upstreams.models()
-        return name if name in models else next(iter(models), name)
+        if name in models:
+            return name
+        return next(iter(models), name)
 
     def counts(self) -> dict[str, int]:
         return self.upstreams.counts() | dict(self.ledger.totals)
@@ -217,24 +232,16 @@ class RemoteWorker:
                 opening.result()
             yield Accepted()
             try:
-                async with aclosing(_frames_of(await opening)) as frames:
-                    async for frame in frames:
-                        if frame.document:
-                            meter.read(frame.document)
-                            for output in deltas.feed(frame.document):
-                                yield output
-                        deltas.is_whole = deltas.is_whole or frame.is_done
-                        if deltas.is_over:
-                            break
-                for last in deltas.close(usage(meter)):
-                    if isinstance(last, Finish):
-                        finish = last
-                    else:
-                        yield last
+                async with aclosing(_outputs(await opening, deltas, meter)) as outputs:
+                    async for output in outputs:
+                        if isinstance(output, Finish):
+                            finish = output
+                        else:
+                            yield output
             except Refused as refused:
                 finish = Finish("failed", None, refused.message, refused.late_code)
             except (Died, Unreadable) as error:
-                finish = Finish("failed", usage(meter), f"The answer cannot be used: {error}.")
+                finish = Finish("failed", usage_of(meter), f"The answer cannot be used: {error}.")
             outcome = "error" if finish and finish.reason == "failed" else "done"
         except Exception:
             outcome = "error"
@@ -245,7 +252,7 @@ class RemoteWorker:
             yield finish
 
     async def _open(self, prompt: UpstreamPrompt) -> Reply:
-        """Drops the oldest turns for as long as the upstream says that the prompt is too long."""
+        """Ask; without the oldest turns as long as the upstream says that the prompt is too long."""
         for messages in prompt.candidates[:-1]:
             try:
                 return await self._ask(prompt, messages)
@@ -255,41 +262,62 @@ class RemoteWorker:
         return await self._ask(prompt, prompt.candidates[-1])
 
     async def _ask(self, prompt: UpstreamPrompt, messages: list[Message]) -> Reply:
-        """Raises Refused, which names what the client has sent."""
+        """Raises Refused, which names the parameter that the client has sent."""
         try:
             return await self.upstreams.open(PATH, prompt.body | {"messages": messages})
         except Refused as refused:
-            if theirs := refused.param:
-                refused.param = asked_as(theirs)
-                refused.message = refused.message.replace(f"'{theirs}'", f"'{refused.param}'")
+            if refused.param:
+                chat_param = refused.param
+                refused.param = responses_param(chat_param)
+                refused.message = refused.message.replace(f"'{chat_param}'", f"'{refused.param}'")
             raise
 
     def pass_through(self, body: dict[str, Any]) -> Response:
-        """The answer to a chat request; raises BadInput."""
+        """The answer to a chat request, relayed from an upstream; raises BadInput."""
         return PassThrough(self, body | {"model": self._upstream_name(body["model"])})
 
 
-def usage(meter: Meter) -> Usage | None:
+def usage_of(meter: Meter) -> Usage | None:
     counts = meter.counts
-    return counts and Usage(counts.prompt, counts.completion, counts.reasoning, counts.cached)
+    if counts is None:
+        return None
+    return Usage(counts.prompt, counts.completion, counts.reasoning, counts.cached)
+
+
+async def _outputs(reply: Reply, deltas: Deltas, meter: Meter) -> AsyncGenerator[Output | Finish]:
+    """What the model says in an answer; raises Died, Unreadable."""
+    async with aclosing(_frames_of(reply)) as frames:
+        async for frame in frames:
+            if frame.document:
+                meter.read(frame.document)
+                for output in deltas.feed(frame.document):
+                    yield output
+            if frame.is_done:
+                deltas.is_whole = True
+            if deltas.is_over:
+                break
+    for last in deltas.close(usage_of(meter)):
+        yield last
 
 
 async def _frames_of(reply: Reply) -> AsyncGenerator[Frame]:
-    """An answer in whichever mode it comes; raises Died, Unreadable."""
+    """The frames of an answer, in whichever mode it comes; raises Died, Unreadable."""
     reader = Reader(reply.content_type)
     async with aclosing(reply.chunks()) as chunks:
         async for chunk in chunks:
             for frame in reader.feed(chunk):
-                reply.is_said = reply.is_said or frame.is_done
-                if frame.data and not (frame.document or frame.is_done):  # what it held is lost
+                if frame.is_done:
+                    reply.is_done = True
+                elif frame.data and not frame.document:  # a delta may be lost with it
                     raise Unreadable(f"expected JSON in each event, got {shown(frame.data)}")
                 yield frame
-    for frame in [] if reply.is_said else reader.close():
-        yield frame
+    if not reply.is_done:
+        for frame in reader.close():
+            yield frame
 
 
 def discard(opening: asyncio.Future[Reply]) -> str:
-    """Close what was opened, or is being opened; the upstream's URL, "" if none has answered."""
+    """Close the reply that was opened, or is being opened; return its upstream's URL, "" if none answered."""
     opening.cancel()
     opening.add_done_callback(_close)
     return _close(opening)
@@ -298,21 +326,22 @@ def discard(opening: asyncio.Future[Reply]) -> str:
 def _close(opening: asyncio.Future[Reply]) -> str:
     if not opening.done() or opening.cancelled() or opening.exception():
         return ""
-    opening.result().close()
-    return opening.result().upstream.url
+    reply = opening.result()
+    reply.close()
+    return reply.upstream.url
 
 
 # --- chat, passed through -----------------------------------------------------------------------------------
 
 
 class PassThrough(Response):
-    """One chat completion of an upstream, for as long as the client is there."""
+    """One chat completion, relayed from an upstream for as long as the client is there."""
 
     def __init__(self, worker: RemoteWorker, body: dict[str, Any]) -> None:
         options = body.get("stream_options")
         self._wants_stream = boolean(body.get("stream") or False, "stream")
         if options is not None and not self._wants_stream:
-            # It never turns a plain answer into a stream: cocoon, ValidateRequest.cpp
+            # The options never turn a plain answer into a stream: cocoon, ValidateRequest.cpp
             raise wrong_value("stream_options", "stream to be true when it is set", options)
         options = mapping(options or {}, "stream_options")
         self._shows_usage = options.get("include_usage") is True or not self._wants_stream
@@ -321,6 +350,7 @@ class PassThrough(Response):
         self._worker = worker
         self._body = body
         self._meter = Meter(worker.prices)
+        self._failed = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await while_there(self._answer(scope, receive, send), receive)
@@ -329,22 +359,21 @@ class PassThrough(Response):
         outcome: Outcome = "disconnect"
         opening = asyncio.ensure_future(self._worker.upstreams.open(PATH, self._body))
         try:
-            # Until then a refusal has its status, and another upstream may be asked.
-            await asyncio.wait({opening}, timeout=ACCEPT_S if self._wants_stream else None)
-            headers = forwarded(opening.result().headers) if opening.done() else []
-            headers = [(name, value) for name, value in headers if name not in dict(SSE_HEADERS)]
+            # Until the head is sent a refusal has its status, and the request may be retried elsewhere.
+            timeout_s = ACCEPT_S if self._wants_stream else None
+            await asyncio.wait({opening}, timeout=timeout_s)
+            headers = []
+            if opening.done():
+                headers = forwarded(opening.result().headers)
+            ours = dict(SSE_HEADERS)
+            headers = [(name, value) for name, value in headers if name not in ours]
             if self._wants_stream:
-                await send(
-                    {"type": "http.response.start", "status": 200, "headers": [*headers, *SSE_HEADERS]}
-                )
-                async with aclosing(kept_alive(self._frames(opening))) as frames:
-                    async for frame in frames:
-                        await send({"type": "http.response.body", "body": frame, "more_body": True})
-                await send({"type": "http.response.body", "body": b""})
+                await self._send_stream(opening, headers, send)
             else:
-                whole = Response(await self._whole(opening.result()), media_type="application/json")
-                whole.raw_headers += headers
-                await whole(scope, receive, send)
+                body = await self._completion(opening.result())
+                response = Response(body, media_type="application/json")
+                response.raw_headers += headers
+                await response(scope, receive, send)
             outcome = "error" if self._failed else "done"
         except Refused:
             outcome = "error"
@@ -352,11 +381,19 @@ class PassThrough(Response):
         finally:
             self._worker.ledger.settle(str(self._body["model"]), discard(opening), outcome, self._meter)
 
-    _failed = False
+    async def _send_stream(
+        self, opening: asyncio.Future[Reply], headers: list[tuple[bytes, bytes]], send: Send
+    ) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [*headers, *SSE_HEADERS]})
+        async with aclosing(kept_alive(self._frames(opening))) as frames:
+            async for frame in frames:
+                await send({"type": "http.response.body", "body": frame, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
 
     def _relay(self, reply: Reply) -> Relay:
         n = self._body.get("n")
-        n = n if type(n) is int else 1
+        if type(n) is not int:
+            n = 1
         return Relay(reply.content_type, self._wants_stream, self._meter, self._shows_usage, n)
 
     async def _frames(self, opening: asyncio.Future[Reply]) -> AsyncGenerator[bytes]:
@@ -365,9 +402,8 @@ class PassThrough(Response):
             reply = await opening
         except Refused as refused:
             self._failed = True
-            yield sse.encode(
-                sse.dumps({"error": error_object(refused.message, code=refused.code or "server_error")})
-            )
+            error = error_object(refused.message, code=refused.code or "server_error")
+            yield sse.encode(sse.dumps({"error": error}))
             yield sse.DONE
             return
         relay = self._relay(reply)
@@ -376,7 +412,7 @@ class PassThrough(Response):
                 async for chunk in chunks:
                     for frame in relay.feed(chunk):
                         yield frame
-                    reply.is_said = relay.done
+                    reply.is_done = relay.done
             for frame in relay.close():
                 yield frame
         except (Died, Unreadable) as error:
@@ -384,13 +420,13 @@ class PassThrough(Response):
             for frame in relay.fail(f"The answer broke off: {error}."):
                 yield frame
 
-    async def _whole(self, reply: Reply) -> bytes:
+    async def _completion(self, reply: Reply) -> bytes:
         relay = self._relay(reply)
         try:
             async with aclosing(reply.chunks()) as chunks:
                 async for chunk in chunks:
                     relay.feed(chunk)
-                    reply.is_said = relay.done
+                    reply.is_done = relay.done
             return b"".join(relay.close())
         except (Died, Unreadable) as error:
             raise Refused(502, f"The answer cannot be used: {error}.") from error

@@ -1,19 +1,21 @@
-"""The servers behind this one: which of them there are, which one is asked, and the connection to it.
+"""The upstream servers: load balancing, failover and circuit breaker, and the connection to each of them.
 
     path, body --Upstreams.open()--> Reply --chunks()--> bytes, as the upstream wrote them
 
-Authority: https://www.python-httpx.org/advanced/timeouts/; the circuit is that of
-https://martinfowler.com/bliki/CircuitBreaker.html, which a probe closes instead of a request.
+Authority: https://www.python-httpx.org/advanced/timeouts/; the circuit breaker is that of
+https://martinfowler.com/bliki/CircuitBreaker.html, except that a health probe closes it, not a request.
 
 Rules of this file:
-1. Of the upstreams that have the model and work, the one with the fewest requests under way is asked.
-2. Another one is asked only while no byte of an answer has come: nothing that was seen is said again.
-3. Nothing waits for ever: there is a limit on connecting, on the first byte, and on silence after it.
-4. One connection a request: closing it is how an upstream learns that nobody waits, and none is ever stale.
-5. Nothing is read ahead: a client that reads slowly slows its upstream down.
-6. An upstream that fails several times in a row is left alone until a probe succeeds, and the log says both.
+1. Load balancing is least-connections: of the upstreams that have the model and whose circuit is closed, the
+   one with the fewest requests in flight is asked.
+2. A request is retried on another upstream only until the first byte of an answer: no text is sent twice.
+3. Nothing waits for ever: there is a timeout for connecting, for the first byte, and for silence after it.
+4. Each request has its own connection: closing it is how an upstream learns that its client is gone, and no
+   connection is ever stale.
+5. Back-pressure: nothing is read ahead, so a client that reads slowly slows its upstream down.
+6. An upstream that fails several times in a row gets no requests until a probe succeeds; both are logged.
 
-Not here: what the bytes mean (relay.py), what is asked (remote.py).
+Not here: what the bytes mean (relay.py), what the request says (remote.py).
 """
 
 import asyncio
@@ -27,44 +29,47 @@ from typing import Any, NamedTuple
 import httpx2 as httpx
 
 from gateway.deltas import objects
-from gateway.relay import SICK, Refused, document, refusal
+from gateway.relay import FAILURES, Refused, document, read_refusal
 
 log = logging.getLogger("upstreams")
 
 MAX_ERROR_BYTES = 64 * 2**10
 MAX_MODELS_BYTES = 4 * 2**20
+MAX_FAILURES = 3  # in a row: then the circuit opens
 RETRY_AFTER_S = "5"
-LINGER_S = 2  # for what may still come behind [DONE]
+LINGER_S = 2  # for the end of a body whose [DONE] has come
 
 
-class Limits(NamedTuple):
+class Timeouts(NamedTuple):
+    """Seconds; `--upstream-timeout` sets them."""
+
     connect_s: float = 5
     first_byte_s: float = (
-        600  # from the request to the first byte of the answer: a long prompt is read meanwhile
+        600  # from the request to the first byte: the upstream reads a long prompt meanwhile
     )
-    idle_s: float = 120  # between two chunks of it
+    idle_s: float = 120  # between two chunks of an answer
     probe_s: float = 5  # between two probes, and for one
-    max_failures: int = 3  # in a row, until the circuit opens
 
 
-DEFAULTS = Limits()
+DEFAULT_TIMEOUTS = Timeouts()
 
 
 class Died(Exception):
-    """The upstream has not said all of its answer."""
+    """The upstream broke off in its answer."""
 
 
 @dataclass(eq=False)
 class Upstream:
-    """One server."""
+    """One server, and its circuit breaker."""
 
-    url: str  # as the SDK's base_url: http://host:8000/v1
-    models: dict[str, dict[str, Any]] = field(default_factory=dict)  # of its /v1/models, the newest that came
+    url: str  # the SDK's base_url: http://host:8000/v1
+    max_failures: int = MAX_FAILURES
+    models: dict[str, dict[str, Any]] = field(default_factory=dict)  # the newest list of its /v1/models
     is_known: bool = False  # it has listed its models once
-    is_open: bool = False  # the circuit: nothing is sent
+    is_open: bool = False  # the circuit is open: no requests, only probes
     n_failures: int = 0  # in a row
-    n_running: int = 0
-    n_asked: int = 0  # ever
+    n_running: int = 0  # requests in flight
+    n_asked: int = 0  # requests since the start
 
     def worked(self) -> None:
         self.n_failures = 0
@@ -72,60 +77,64 @@ class Upstream:
             self.is_open = False
             log.warning("%s: circuit closed, it works again", self.url)
 
-    def failed(self, why: str, max_failures: int) -> None:
+    def failed(self, why: str) -> None:
         self.n_failures += 1
-        log.log(logging.DEBUG if self.is_open else logging.WARNING, "%s: %s", self.url, why)
-        if self.n_failures >= max_failures and not self.is_open:
+        level = logging.DEBUG if self.is_open else logging.WARNING
+        log.log(level, "%s: %s", self.url, why)
+        if self.n_failures >= self.max_failures and not self.is_open:
             self.is_open = True
             log.warning("%s: circuit opened after %d failures in a row", self.url, self.n_failures)
 
 
-CLOSING: set[asyncio.Future[None]] = set()  # the event loop itself forgets tasks that nobody holds
+# --- one answer ---------------------------------------------------------------------------------------------
+
+CLOSING: set[asyncio.Future[None]] = set()  # the event loop holds its tasks by weak references alone
 
 
 class Reply:
-    """An answer whose first bytes are there; close() it, in whatever state it is."""
+    """An answer whose first bytes have come; the caller must close() it, in whatever state it is."""
 
     def __init__(
         self,
         upstream: Upstream,
         response: httpx.Response,
         chunks: AsyncGenerator[bytes],
-        first: bytes,
-        limits: Limits,
+        first_chunk: bytes,
+        idle_s: float,
     ) -> None:
         self.upstream = upstream
         self.headers = response.headers.raw
         self.content_type: str = response.headers.get("content-type", "")
         self._response = response
         self._chunks = chunks
-        self._first = first
-        self._limits = limits
-        self.is_said = False  # set by the reader: only the end is missing, and nobody waits long for that
+        self._first_chunk = first_chunk
+        self._idle_s = idle_s
+        self.is_done = False  # the caller has read [DONE]: the end of the body is waited for LINGER_S at most
         self._is_closed = False
 
     async def chunks(self) -> AsyncGenerator[bytes]:
         """The bytes as they come; raises Died."""
-        yield self._first
+        yield self._first_chunk
         while chunk := await self._next():
             yield chunk
 
     async def _next(self) -> bytes:
-        """b"" at the end."""
+        """The next chunk; b"" at the end."""
+        timeout_s = LINGER_S if self.is_done else self._idle_s
         try:
-            async with asyncio.timeout(LINGER_S if self.is_said else self._limits.idle_s):
+            async with asyncio.timeout(timeout_s):
                 return await anext(self._chunks, b"")
         except (httpx.HTTPError, httpx.StreamError, TimeoutError) as error:
-            if self.is_said:
+            if self.is_done:
                 return b""
             why = f"the upstream broke off in its answer ({reason(error)})"
-            self.upstream.failed(why, self._limits.max_failures)
+            self.upstream.failed(why)
             raise Died(why) from error
 
     def close(self) -> None:
-        """Close the connection, and so end the work behind it if that is not done.
+        """Close the connection, which ends the upstream's work on the request.
 
-        In a task of its own: who leaves is often cancelled twice, and this must not be.
+        A task of its own does it: a client's disconnect often cancels the caller twice.
         """
         if not self._is_closed:
             self._is_closed = True
@@ -135,54 +144,61 @@ class Reply:
             task.add_done_callback(CLOSING.discard)
 
     async def _aclose(self) -> None:
-        with contextlib.suppress(RuntimeError):  # somebody still waits for a chunk: the next line ends that
+        with contextlib.suppress(RuntimeError):  # a chunk is still awaited: closing the response ends that
             await self._chunks.aclose()
         await self._response.aclose()
 
 
-async def beginning(response: httpx.Response, n: int) -> bytes:
-    """The first n bytes of a body, a few more or all of it; the response is closed."""
+async def read_beginning(response: httpx.Response, n_bytes: int) -> bytes:
+    """Read a body until it has n_bytes or ends, and close the response; the last chunk is kept whole."""
     body = b""
     async with aclosing(response), aclosing(response.aiter_bytes()) as chunks:
         async for chunk in chunks:
             body += chunk
-            if len(body) >= n:
+            if len(body) >= n_bytes:
                 break
     return body
 
 
 def reason(error: BaseException) -> str:
+    """Why there is no answer, or no more of it."""
     if isinstance(error, TimeoutError):
         return "it was silent for too long"
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    if isinstance(error, StopAsyncIteration):
+        return "an empty one"
+    if str(error):
+        return f"{type(error).__name__}: {error}"
+    return type(error).__name__
+
+
+# --- all of them --------------------------------------------------------------------------------------------
 
 
 class Upstreams:
-    """All of them."""
+    """The pool of upstreams that requests are balanced over."""
 
     def __init__(
         self,
         urls: Sequence[str],
         api_key: str | None = None,
-        limits: Limits = DEFAULTS,
-        unlisted: Sequence[str] = (),
+        timeouts: Timeouts = DEFAULT_TIMEOUTS,
+        max_failures: int = MAX_FAILURES,
     ) -> None:
-        """`unlisted`: models that they all have, whatever their lists say."""
-        self._unlisted = {name: {"id": name} for name in unlisted}
-        self._upstreams = [Upstream(url.rstrip("/")) for url in urls]
-        self._limits = limits
-        # No proxy and no netrc of the environment: what is asked goes where the command line says.
+        self._upstreams = [Upstream(url.rstrip("/"), max_failures) for url in urls]
+        self._timeouts = timeouts
+        headers = {"accept-encoding": "identity"}
+        if api_key:
+            headers["authorization"] = f"Bearer {api_key}"
         self._client = httpx.AsyncClient(
-            headers={"accept-encoding": "identity"}
-            | ({"authorization": f"Bearer {api_key}"} if api_key else {}),
-            timeout=httpx.Timeout(None, connect=limits.connect_s),
+            headers=headers,
+            timeout=httpx.Timeout(None, connect=timeouts.connect_s),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
-            trust_env=False,
+            trust_env=False,  # neither a proxy nor a netrc: requests go where the command line says
         )
         self._probing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Ask them for their models, and again from time to time."""
+        """Probe all upstreams now, and again every `probe_s` seconds."""
         await self.probe()
         self._probing = asyncio.create_task(self._probe_forever())
 
@@ -193,11 +209,12 @@ class Upstreams:
         await self._client.aclose()
 
     def models(self) -> dict[str, dict[str, Any]]:
-        """By name, as the first upstream that has it says."""
-        found: dict[str, dict[str, Any]] = {}
+        """The models by name; one that several upstreams have is described by the first of them."""
+        models: dict[str, dict[str, Any]] = {}
         for upstream in self._upstreams:
-            found = found | {name: m for name, m in upstream.models.items() if name not in found}
-        return found
+            for name, model in upstream.models.items():
+                models.setdefault(name, model)
+        return models
 
     def all_known(self) -> bool:
         return all(upstream.is_known for upstream in self._upstreams)
@@ -207,92 +224,95 @@ class Upstreams:
             "upstreams": len(self._upstreams),
             "upstreams_down": sum(upstream.is_open for upstream in self._upstreams),
             "running": sum(upstream.n_running for upstream in self._upstreams),
-            "waiting": 0,  # they do that there
+            "waiting": 0,  # requests wait inside the upstreams, which do not say how many
         }
 
     # --- asking ---------------------------------------------------------------------------------------------
 
     async def open(self, path: str, body: Mapping[str, Any]) -> Reply:
-        """The answer of one that has the body's model; raises Refused."""
+        """Send the request to an upstream that has the body's model; raises Refused where none answers it."""
+        model = str(body["model"])
         tried: list[Upstream] = []
-        last = Refused(
-            503, f"No upstream that has '{body['model']}' can be reached.", retry_after=RETRY_AFTER_S
-        )
-        while upstream := self._pick(str(body["model"]), tried):
+        refusal = Refused(503, f"No upstream that has '{model}' can be reached.", retry_after=RETRY_AFTER_S)
+        while upstream := self._pick(model, tried):
             tried.append(upstream)
             try:
                 return await self._ask(upstream, path, body)
-            except Refused as refused:
-                if not refused.elsewhere:
+            except Refused as error:
+                if not error.is_retryable:
                     raise
-                last = refused
-        raise last
+                refusal = error
+        raise refusal
 
     def _pick(self, model: str, tried: list[Upstream]) -> Upstream | None:
-        there = [u for u in self._upstreams if model in u.models and not u.is_open and u not in tried]
-        return min(there, key=lambda u: (u.n_running, u.n_asked), default=None)
+        """Least-connections; None where no upstream is left that has the model and a closed circuit."""
+        candidates = [
+            upstream
+            for upstream in self._upstreams
+            if model in upstream.models and not upstream.is_open and upstream not in tried
+        ]
+        return min(candidates, key=lambda upstream: (upstream.n_running, upstream.n_asked), default=None)
 
     async def _ask(self, upstream: Upstream, path: str, body: Mapping[str, Any]) -> Reply:
-        """The answer of this one; raises Refused, with `elsewhere` set where another may do better."""
+        """Send the request to this upstream; raises Refused."""
         upstream.n_running += 1
         upstream.n_asked += 1
         response = None
         try:
-            async with asyncio.timeout(self._limits.first_byte_s):
+            async with asyncio.timeout(self._timeouts.first_byte_s):
                 request = self._client.build_request("POST", f"{upstream.url}/{path}", json=body)
                 response = await self._client.send(request, stream=True)
                 if response.status_code != 200:
                     raise await self._refusal(upstream, response)
                 chunks = response.aiter_bytes()
-                first = b""
-                while not first:
-                    first = await anext(chunks)
+                first_chunk = b""
+                while not first_chunk:
+                    first_chunk = await anext(chunks)
         except BaseException as error:
             upstream.n_running -= 1
             if response:
                 await response.aclose()
             if not isinstance(error, httpx.HTTPError | httpx.InvalidURL | TimeoutError | StopAsyncIteration):
                 raise
-            empty = isinstance(error, StopAsyncIteration)
-            why = f"no answer to a request ({'an empty one' if empty else reason(error)})"
-            upstream.failed(why, self._limits.max_failures)
+            why = f"no answer to a request ({reason(error)})"
+            upstream.failed(why)
             status = 504 if isinstance(error, TimeoutError) else 502
-            raise Refused(status, f"The upstream gave {why}.", elsewhere=True) from error
+            raise Refused(status, f"The upstream gave {why}.", is_retryable=True) from error
         upstream.worked()
-        return Reply(upstream, response, chunks, first, self._limits)
+        return Reply(upstream, response, chunks, first_chunk, self._timeouts.idle_s)
 
     async def _refusal(self, upstream: Upstream, response: httpx.Response) -> Refused:
-        body = await beginning(response, MAX_ERROR_BYTES)
-        if response.status_code in SICK:
-            upstream.failed(f"status {response.status_code} to a request", self._limits.max_failures)
-        return refusal(response.status_code, response.headers, body)
+        body = await read_beginning(response, MAX_ERROR_BYTES)
+        if response.status_code in FAILURES:
+            upstream.failed(f"status {response.status_code} to a request")
+        return read_refusal(response.status_code, response.headers, body)
 
     # --- probing --------------------------------------------------------------------------------------------
 
     async def _probe_forever(self) -> None:
         while True:
-            await asyncio.sleep(self._limits.probe_s)
+            await asyncio.sleep(self._timeouts.probe_s)
             await self.probe()
 
     async def probe(self) -> None:
-        """Ask all of them for their models."""
+        """Ask all upstreams for their models."""
         await asyncio.gather(*map(self._probe, self._upstreams))
 
     async def _probe(self, upstream: Upstream) -> None:
-        """Ask for its models: that it answers is what opens and closes the circuit."""
+        """Ask an upstream for its models: an answer closes its circuit, no answer is a failure."""
+        url = f"{upstream.url}/models"
         try:
-            async with asyncio.timeout(self._limits.probe_s):
-                request = self._client.build_request("GET", f"{upstream.url}/models")
-                response = await self._client.send(request, stream=True)
-                body = await beginning(response, MAX_MODELS_BYTES)
-            found = document(body) or {}
-            if response.status_code != 200 or not isinstance(found.get("data"), list):
+            async with asyncio.timeout(self._timeouts.probe_s):
+                response = await self._client.send(self._client.build_request("GET", url), stream=True)
+                body = await read_beginning(response, MAX_MODELS_BYTES)
+            answer = document(body) or {}
+            if response.status_code != 200 or not isinstance(answer.get("data"), list):
                 raise ValueError(f"status {response.status_code} and no list of models")
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, TimeoutError) as error:
-            upstream.failed(f"GET {upstream.url}/models: {reason(error)}", self._limits.max_failures)
+            upstream.failed(f"GET {url}: {reason(error)}")
             return
-        listed = {m["id"]: m for m in objects(found["data"]) if isinstance(m.get("id"), str)}
-        upstream.models = self._unlisted | listed
+        models = [model for model in objects(answer["data"]) if isinstance(model.get("id"), str)]
+        upstream.models = {model["id"]: model for model in models}
         upstream.is_known = True
         if upstream.is_open:
             upstream.worked()

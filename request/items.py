@@ -21,7 +21,7 @@ from typing import Any
 from request.ids import new_id, response_id_of
 from request.messages import MAX_ITEMS
 from request.refusals import BadInput
-from request.validation import needed, text
+from request.validation import required, text
 from store import TERMINAL, Row
 
 Item = dict[str, Any]
@@ -66,7 +66,7 @@ async def resolve(
                 thought = {"type": "reasoning_text", "text": _unsealed(item, path, unseal)}
                 item = item | {"content": [thought]}
             case dict() if is_reference(item):
-                item = await _referenced(needed(item, "id", text, path), path, outputs, find)
+                item = await _referenced(required(item, "id", text, path), path, outputs, find)
         resolved.append(item)
     return chain, resolved
 

@@ -1,42 +1,123 @@
-"""Messages and tools to the prompt the model was trained on.
+"""Messages: the input items of Responses, or the messages of chat, to those that a chat template takes.
 
-    input, instructions --from_responses()--> [Message, ...] --ChatTemplate.render()--> prompt
-    messages            --from_chat()-------> [Message, ...] --ChatTemplate.render()--> prompt
+    input, instructions, chain --from_responses()--> [Message, ...]
+    messages                   --from_chat()-------> [Message, ...]
 
-Authority: the model's chat template, and what it is given: https://huggingface.co/docs/transformers/chat_templating
-What a request may say: https://platform.openai.com/docs/api-reference/responses/create (`input`)
-and https://platform.openai.com/docs/api-reference/chat/create (`messages`).
+    reasoning "Hm.", message "Sure.", function_call f, function_call_output "42"
+      --> {role: assistant, reasoning_content: "Hm.", content: "Sure.", tool_calls: [f]}, {role: tool, "42"}
+
+Authority: https://platform.openai.com/docs/api-reference/responses/create (`input`),
+https://platform.openai.com/docs/api-reference/chat/create (`messages`); for what comes out,
+https://huggingface.co/docs/transformers/chat_templating
 
 Rules of this file:
 1. One assembler for both APIs: the reasoning, text and calls of one turn of the assistant are one message.
 2. Instructions and the system and developer messages behind them are one system message; later ones stay.
 3. Content that the model cannot read is refused, by the name of its place in the request, and never left out.
-4. A template that ignores tools or system messages gets them as text, one that cannot show a turn of text and
-   several calls gets a message for each; what it takes is found out by trying.
+4. Each result follows its call, once; and each call has its result, unless a limit cut the call.
 
-Not here: the checks of `tools` (params.py), what the model says in answer (channels.py).
+Not here: filling the template (template.py), what tools are offered (tools.py), what the model says in answer
+(channels.py).
 """
 
-import json
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import sse
 from request.refusals import BadInput, wrong_type
-from request.tools import as_arguments, joined
-from request.validation import list_of, mapping, needed, one_of, text
+from request.tools import as_arguments, qualified_name
+from request.validation import list_of, mapping, one_of, required, text
 
 MAX_ITEMS = 4096  # of a conversation: each costs time in the template, whatever the context holds
 
 Message = dict[str, Any]  # role, content (a string); reasoning_content, tool_calls; tool_call_id, name
-Tools = list[dict[str, Any]] | None  # {"type": "function", "function": {"name", "description", "parameters"}}
 
 
-# --- content ------------------------------------------------------------------------------------------------
+# --- the assembler ------------------------------------------------------------------------------------------
+
+
+class OpenCall(NamedTuple):
+    """A call whose result has not come."""
+
+    name: str  # a result has only the call's id, and templates want the name too
+    needs_result: bool  # false for a call that a limit cut: nobody could run it
+
+
+class Conversation:
+    """The messages so far, as a chat template takes them."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self._open_calls: dict[str, OpenCall] = {}  # by call_id
+
+    def add_text(self, role: str, text: str) -> None:
+        """Begin a message, or continue the last: a turn of the assistant is one message, and so is what the
+        system says at the beginning.
+        """
+        if self._continues(role):
+            message = self.messages[-1]
+            message["content"] = paragraphs(message["content"], text)
+        else:
+            self.messages.append({"role": role, "content": text})
+
+    def _continues(self, role: str) -> bool:
+        if not self.messages or self.messages[-1]["role"] != role:
+            return False
+        return role == "assistant" or (role == "system" and len(self.messages) == 1)
+
+    def add_reasoning(self, text: str) -> None:
+        turn = self._assistant_turn()
+        turn["reasoning_content"] = paragraphs(turn.get("reasoning_content", ""), text)
+
+    def add_call(self, call_id: str, name: str, arguments: str, is_cut: bool = False) -> None:
+        turn = self._assistant_turn()
+        self._open_calls[call_id] = OpenCall(name, needs_result=not is_cut)
+        function = {"name": name, "arguments": parsed_arguments(arguments)}
+        call = {"id": call_id, "type": "function", "function": function}
+        turn.setdefault("tool_calls", []).append(call)
+
+    def _assistant_turn(self) -> Message:
+        self.add_text("assistant", "")
+        return self.messages[-1]
+
+    def add_result(self, call_id: str, text: str, path: str) -> None:
+        """Raises BadInput at `path`, where call_id stands, unless a call waits for this result."""
+        if call_id not in self._open_calls:
+            raise BadInput(f"No tool call found for function call output with call_id {call_id}.", path)
+        call = self._open_calls.pop(call_id)
+        self.messages.append({"role": "tool", "tool_call_id": call_id, "name": call.name, "content": text})
+
+    def close(self, path: str) -> list[Message]:
+        """Return the messages; raises BadInput at `path` where there is none, or a call lacks its result."""
+        if not self.messages:
+            raise BadInput(f"'{path}' has no message.", path)
+        for call_id, call in self._open_calls.items():
+            if call.needs_result:
+                raise BadInput(f"No tool output found for function call {call_id}.", path)
+        return self.messages
+
+
+def paragraphs(*texts: str) -> str:
+    """Join what becomes one message."""
+    return "\n\n".join(text for text in texts if text)
+
+
+def parsed_arguments(arguments: str) -> Any:
+    """Return the object, as Llama's and Mistral's templates want it; where it is none, the text as it is."""
+    try:
+        value = sse.loads(arguments)
+    except ValueError:  # a model wrote it, and may have been cut
+        return arguments
+    if not isinstance(value, dict):
+        return arguments
+    return value
+
+
+# --- content and calls, the same in both APIs ---------------------------------------------------------------
 
 # fmt: off
-#  type of part      where its text is
-PARTS = {
+#   type of a part     its member that is text for the model
+PART_TEXTS = {
     "input_text":     "text",
     "output_text":    "text",
     "reasoning_text": "text",
@@ -46,217 +127,218 @@ PARTS = {
 # fmt: on
 
 
-def _text(content: Any, path: str) -> str:
-    """The text of a string, or of an array of parts: a line each, as vLLM and llama.cpp join them."""
+def content_text(content: Any, path: str) -> str:
+    """Return the text of a string, or of an array of parts: a line each, as vLLM and llama.cpp join them."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise wrong_type(path, "a string or an array", content)
     lines = []
-    for place, part in _objects(content, path):
-        field = PARTS[needed(part, "type", one_of(*PARTS), place)]
-        lines.append(needed(part, field, text, place))
+    for part_path, part in objects(content, path):
+        part_type = required(part, "type", one_of(*PART_TEXTS), part_path)
+        lines.append(required(part, PART_TEXTS[part_type], text, part_path))
     return "\n".join(lines)
 
 
-def _objects(value: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of an array, each behind its own path."""
+def objects(value: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the objects of an array, each behind its own path."""
     for i, item in enumerate(list_of(mapping, MAX_ITEMS)(value, path)):
         yield f"{path}[{i}]", item
 
 
-#  type of call   what it is called with, and that as the model wrote it
-CALLS: dict[str, tuple[str, Callable[[str], str]]] = {
-    "function": ("arguments", str),
-    "custom": ("input", as_arguments),
+class Payload(NamedTuple):
+    """What a call hands to its tool."""
+
+    member: str  # of the call's object
+    to_arguments: Callable[[str], str]  # that member to the arguments in which a model writes it
+
+
+PAYLOADS = {
+    "function": Payload("arguments", str),
+    "custom": Payload("input", as_arguments),
 }
-
-
-# --- the assembler ------------------------------------------------------------------------------------------
-
-
-def paragraphs(*texts: str) -> str:
-    return "\n\n".join(text for text in texts if text)
-
-
-class Conversation:
-    """The messages so far, as a chat template takes them."""
-
-    def __init__(self) -> None:
-        self.messages: list[Message] = []
-        # Calls without their result, by id: what is called (a result has only the id, templates want both),
-        # and whether a result must come, which nobody has of a call that was cut.
-        self.waiting: dict[str, tuple[str, bool]] = {}
-
-    def say(self, role: str, text: str) -> None:
-        """A message, or more of the last: a turn of the assistant is one, the system's beginning is one."""
-        joins = role == "assistant" or (role == "system" and len(self.messages) == 1)
-        if joins and self.messages and self.messages[-1]["role"] == role:
-            self.messages[-1]["content"] = paragraphs(self.messages[-1]["content"], text)
-        else:
-            self.messages.append({"role": role, "content": text})
-
-    def think(self, text: str) -> None:
-        """Reasoning of the assistant's turn."""
-        self.say("assistant", "")
-        turn = self.messages[-1]
-        turn["reasoning_content"] = paragraphs(turn.get("reasoning_content", ""), text)
-
-    def call(self, call_id: str, name: str, arguments: str, is_cut: bool = False) -> None:
-        """A function call of the assistant's turn."""
-        self.say("assistant", "")
-        self.waiting[call_id] = name, not is_cut
-        function = {"name": name, "arguments": _arguments(arguments)}
-        call = {"id": call_id, "type": "function", "function": function}
-        self.messages[-1].setdefault("tool_calls", []).append(call)
-
-    def result(self, call_id: str, text: str, path: str) -> None:
-        """What the function returned to an earlier call: once."""
-        if call_id not in self.waiting:
-            raise BadInput(f"No tool call found for function call output with call_id {call_id}.", path)
-        name, _ = self.waiting.pop(call_id)
-        self.messages.append({"role": "tool", "tool_call_id": call_id, "name": name, "content": text})
-
-    def whole(self, path: str) -> list[Message]:
-        """The messages, which came at `path`: there are some, and each call has its result."""
-        if not self.messages:
-            raise BadInput(f"'{path}' has no message.", path)
-        for call_id, (_, is_due) in self.waiting.items():
-            if is_due:
-                raise BadInput(f"No tool output found for function call {call_id}.", path)
-        return self.messages
-
-
-def _arguments(text: str) -> Any:
-    """The object that the JSON holds, as Llama's and Mistral's templates want it; else the text as it is."""
-    try:
-        value = json.loads(text)
-        json.dumps(value, ensure_ascii=False).encode()  # "\\ud800" is half a character: no tokenizer takes it
-    except (ValueError, RecursionError):  # a model wrote it
-        return text
-    return value if isinstance(value, dict) else text
 
 
 # --- Responses: input items ---------------------------------------------------------------------------------
 
-Reader = Callable[[Conversation, dict[str, Any], str], None]  # adds the item at a path to the conversation
+Adder = Callable[[Conversation, dict[str, Any], str], None]  # adds an item, which stands at a path
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 
 
-def _message(talk: Conversation, item: dict[str, Any], path: str) -> None:
-    role = ROLES[needed(item, "role", one_of(*ROLES), path)]
-    talk.say(role, needed(item, "content", _text, path))
+def add_message(conversation: Conversation, item: dict[str, Any], path: str) -> None:
+    role = required(item, "role", one_of(*ROLES), path)
+    conversation.add_text(ROLES[role], required(item, "content", content_text, path))
 
 
-def _reasoning(talk: Conversation, item: dict[str, Any], path: str) -> None:
-    """The model's own words; a summary is another's, and no model was trained on it."""
-    if thought := _text(item.get("content") or "", f"{path}.content"):
-        talk.think(thought)
+def add_reasoning(conversation: Conversation, item: dict[str, Any], path: str) -> None:
+    """Take the model's own words; a summary is in another's, and no model was trained on it."""
+    reasoning = content_text(item.get("content") or "", f"{path}.content")
+    if reasoning:
+        conversation.add_reasoning(reasoning)
 
 
-def _call(kind: str, talk: Conversation, item: dict[str, Any], path: str) -> None:
-    """By the name that the model knows."""
-    field, as_written = CALLS[kind]
-    call_id, name = needed(item, "call_id", text, path), needed(item, "name", text, path)
-    known_as = joined(text(item.get("namespace") or "", f"{path}.namespace"), name)
-    called = as_written(needed(item, field, text, path))
-    talk.call(call_id, known_as, called, is_cut=item.get("status") == "incomplete")
+def add_function_call(conversation: Conversation, item: dict[str, Any], path: str) -> None:
+    _add_call(PAYLOADS["function"], conversation, item, path)
 
 
-def _call_output(talk: Conversation, item: dict[str, Any], path: str) -> None:
-    output = needed(item, "output", _text, path)
-    talk.result(needed(item, "call_id", text, path), output, f"{path}.call_id")
+def add_custom_call(conversation: Conversation, item: dict[str, Any], path: str) -> None:
+    _add_call(PAYLOADS["custom"], conversation, item, path)
 
 
-def _compaction(talk: Conversation, item: dict[str, Any], path: str) -> None:
-    """What POST /v1/responses/compact has made of an older part of the conversation."""
-    talk.say("user", "Summary of the conversation so far:\n" + needed(item, "summary", text, path))
+def _add_call(payload: Payload, conversation: Conversation, item: dict[str, Any], path: str) -> None:
+    call_id = required(item, "call_id", text, path)
+    name = required(item, "name", text, path)
+    namespace = text(item.get("namespace") or "", f"{path}.namespace")
+    arguments = payload.to_arguments(required(item, payload.member, text, path))
+    is_cut = item.get("status") == "incomplete"
+    conversation.add_call(call_id, qualified_name(namespace, name), arguments, is_cut)
 
 
-ITEMS: dict[str, Reader] = {
-    "message": _message,
-    "reasoning": _reasoning,
-    "function_call": partial(_call, "function"),
-    "function_call_output": _call_output,
-    "custom_tool_call": partial(_call, "custom"),
-    "custom_tool_call_output": _call_output,
-    "compaction": _compaction,
+def add_call_output(conversation: Conversation, item: dict[str, Any], path: str) -> None:
+    output = required(item, "output", content_text, path)
+    call_id = required(item, "call_id", text, path)
+    conversation.add_result(call_id, output, f"{path}.call_id")
+
+
+def add_compaction(conversation: Conversation, item: dict[str, Any], path: str) -> None:
+    """Take what POST /v1/responses/compact has made of an older part of the conversation."""
+    summary = required(item, "summary", text, path)
+    conversation.add_text("user", f"Summary of the conversation so far:\n{summary}")
+
+
+ITEMS: dict[str, Adder] = {
+    "message": add_message,
+    "reasoning": add_reasoning,
+    "function_call": add_function_call,
+    "function_call_output": add_call_output,
+    "custom_tool_call": add_custom_call,
+    "custom_tool_call_output": add_call_output,
+    "compaction": add_compaction,
 }
 
 
 def from_responses(
     input: str | list[Any], instructions: str | None, context: Sequence[dict[str, Any]] = ()
 ) -> list[Message]:
-    """The messages of a Responses request behind the items of its chain; raises BadInput."""
-    talk = Conversation()
+    """Return the messages of `context`, the items of the chain, and then of `input`; raises BadInput."""
+    conversation = Conversation()
     if instructions:
-        talk.say("system", instructions)
-    if not isinstance(input, str | list):
+        conversation.add_text("system", instructions)
+    if isinstance(input, str):
+        items: list[Any] = [{"role": "user", "content": input}]
+    elif isinstance(input, list):
+        items = input
+    else:
         raise wrong_type("input", "a string or an array", input)
-    items = [{"role": "user", "content": input}] if isinstance(input, str) else input
     chain = [(f"previous_response_id[{i}]", item) for i, item in enumerate(context)]
-    for path, item in [*chain, *_objects(items, "input")]:
-        kind = "message" if item.get("type") is None else item["type"]
-        ITEMS[one_of(*ITEMS)(kind, f"{path}.type")](talk, item, path)
+    for path, item in [*chain, *objects(items, "input")]:
+        item_type = item.get("type")
+        if item_type is None:  # the easy form of a message has no type
+            item_type = "message"
+        add_item = ITEMS[one_of(*ITEMS)(item_type, f"{path}.type")]
+        add_item(conversation, item, path)
     if not items:
         raise BadInput("'input' has no message.", "input")
-    return talk.whole("input")
+    return conversation.close("input")
 
 
 # --- Chat Completions: messages -----------------------------------------------------------------------------
 
 
-def _assistant(talk: Conversation, message: dict[str, Any], path: str) -> None:
-    """Reasoning by either of its two names: https://docs.vllm.ai/en/latest/features/reasoning_outputs.html"""
-    names = [name for name in ("reasoning_content", "reasoning") if message.get(name)]
+def add_assistant(conversation: Conversation, message: dict[str, Any], path: str) -> None:
+    reasoning = _reasoning(message, path)
     calls = message.get("tool_calls") or []
-    for name in names[:1]:
-        talk.think(text(message[name], f"{path}.{name}"))
     refusal = text(message.get("refusal") or "", f"{path}.refusal")
-    if message.get("content") is not None or not (names or calls or refusal):
-        _message(talk, message, path)
+    if reasoning:
+        conversation.add_reasoning(reasoning)
+    may_lack_content = reasoning or calls or refusal
+    if message.get("content") is not None or not may_lack_content:
+        add_message(conversation, message, path)
     if refusal:
-        talk.say("assistant", refusal)
-    for place, call in _objects(calls, f"{path}.tool_calls"):
-        kind = one_of(*CALLS)(call.get("type") or "function", f"{place}.type")
-        (field, as_written), inside = CALLS[kind], f"{place}.{kind}"
-        called = needed(call, kind, mapping, place)
-        name, given = needed(called, "name", text, inside), needed(called, field, text, inside)
-        is_cut = kind == "function" and isinstance(_arguments(given), str)  # by a limit: nobody could run it
-        talk.call(needed(call, "id", text, place), name, as_written(given), is_cut)
+        conversation.add_text("assistant", refusal)
+    for call_path, call in objects(calls, f"{path}.tool_calls"):
+        add_chat_call(conversation, call, call_path)
 
 
-def _tool(talk: Conversation, message: dict[str, Any], path: str) -> None:
-    content = needed(message, "content", _text, path)
-    talk.result(needed(message, "tool_call_id", text, path), content, f"{path}.tool_call_id")
+def _reasoning(message: dict[str, Any], path: str) -> str:
+    """Take either of its two names: https://docs.vllm.ai/en/latest/features/reasoning_outputs.html"""
+    for name in ("reasoning_content", "reasoning"):
+        if message.get(name):
+            return text(message[name], f"{path}.{name}")
+    return ""
 
 
-CHAT_ROLES: dict[str, Reader] = {
-    "system": _message,
-    "developer": _message,
-    "user": _message,
-    "assistant": _assistant,
-    "tool": _tool,
+def add_chat_call(conversation: Conversation, call: dict[str, Any], path: str) -> None:
+    call_type = one_of(*PAYLOADS)(call.get("type") or "function", f"{path}.type")
+    payload = PAYLOADS[call_type]
+    fields = required(call, call_type, mapping, path)
+    fields_path = f"{path}.{call_type}"
+    name = required(fields, "name", text, fields_path)
+    written = required(fields, payload.member, text, fields_path)
+    call_id = required(call, "id", text, path)
+    # Chat has no status, but half a JSON object says that a limit cut the call.
+    is_cut = call_type == "function" and isinstance(parsed_arguments(written), str)
+    conversation.add_call(call_id, name, payload.to_arguments(written), is_cut)
+
+
+def add_tool_result(conversation: Conversation, message: dict[str, Any], path: str) -> None:
+    content = required(message, "content", content_text, path)
+    call_id = required(message, "tool_call_id", text, path)
+    conversation.add_result(call_id, content, f"{path}.tool_call_id")
+
+
+CHAT_ROLES: dict[str, Adder] = {
+    "system": add_message,
+    "developer": add_message,
+    "user": add_message,
+    "assistant": add_assistant,
+    "tool": add_tool_result,
 }
 
 
 def from_chat(messages: list[Any]) -> list[Message]:
-    """The messages of a Chat Completions request; raises BadInput."""
-    talk = Conversation()
-    for path, message in _objects(messages, "messages"):
-        CHAT_ROLES[needed(message, "role", one_of(*CHAT_ROLES), path)](talk, message, path)
-    return talk.whole("messages")
+    """Return the messages of a Chat Completions request; raises BadInput."""
+    conversation = Conversation()
+    for path, message in objects(messages, "messages"):
+        add_item = CHAT_ROLES[required(message, "role", one_of(*CHAT_ROLES), path)]
+        add_item(conversation, message, path)
+    return conversation.close("messages")
 
 
 # --- prompts that are too long ------------------------------------------------------------------------------
 
 
-def shortened(messages: list[Message]) -> list[list[Message]]:
-    """The messages, then without their oldest turn, then without the two oldest, ...
+def split_system(messages: list[Message]) -> tuple[list[Message], list[Message]]:
+    """Return the system message at the beginning, or nothing, and all the others."""
+    if messages[0]["role"] == "system":
+        return messages[:1], messages[1:]
+    return [], messages
 
-    A turn goes from one user message to the next, so that a call never loses its output; the system's
-    beginning stays: https://platform.openai.com/docs/api-reference/responses/create (truncation)
+
+def shortened(messages: list[Message]) -> list[list[Message]]:
+    """Return the messages, then those without their oldest turn, then without the two oldest, ...
+
+    A turn goes from one user message to the next by which its calls have their results; the system message at
+    the beginning stays: https://platform.openai.com/docs/api-reference/responses/create (truncation)
     """
-    n_system = int(messages[0]["role"] == "system")
-    users = [i for i, message in enumerate(messages) if message["role"] == "user"]
-    return [messages, *(messages[:n_system] + messages[i:] for i in users[1:])]
+    system, turns = split_system(messages)
+    candidates = [messages]
+    for start in _turn_starts(turns):
+        if start > 0:
+            candidates.append([*system, *turns[start:]])
+    return candidates
+
+
+def _turn_starts(messages: list[Message]) -> list[int]:
+    """Return the places of the user messages, but for those between a call and its result."""
+    starts = []
+    awaiting_call: set[str] = set()  # ids of the calls of results behind message i, which stand before it
+    for i, message in reversed(list(enumerate(messages))):
+        if message["role"] == "user" and not awaiting_call:
+            starts.append(i)
+        if message["role"] == "tool":
+            awaiting_call.add(message["tool_call_id"])
+        for call in message.get("tool_calls", []):
+            awaiting_call.discard(call["id"])
+    starts.reverse()
+    return starts

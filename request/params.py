@@ -1,7 +1,11 @@
-"""Request JSON to a checked Request: one table row a parameter, or an error that names it.
+"""Parameters: request JSON to a checked Request, one table row a parameter, or an error that names it.
 
     body of POST /v1/responses         --from_responses()--> Request
     body of POST /v1/chat/completions  --from_chat()-------> Request
+
+A new parameter is one row of COMMON (both APIs), RESPONSES or CHAT: the check of its value, its default, and
+whether the response object repeats it. One that is only to be refused is one row of NOT_BUILT. What a
+parameter does is a field of Request, filled in request().
 
 Authority: https://platform.openai.com/docs/api-reference/responses/create and .../chat/create. What OpenAI
 lacks (top_k, min_p, repetition_penalty, stop_token_ids, ignore_eos, chat_template_kwargs) has vLLM's names:
@@ -12,8 +16,8 @@ Rules of this file:
 2. What would change the answer and is not built is refused with `unsupported_parameter`, never ignored.
 3. A hint, which cannot change the answer, is accepted, and echoed where the response has a place for it.
 
-Not here: what a value may be, and how an error sounds (validation.py), what messages mean (messages.py),
-which models there are (api.py), how long a prompt is (worker.py).
+Not here: the checks that rows are made of (validation.py), what tools, messages and formats mean (tools.py,
+messages.py, output_format.py), which models there are (api.py), how long a prompt may be (worker.py).
 """
 
 import re
@@ -22,17 +26,15 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from request import messages
-from request.refusals import BadInput, missing, shown, unsupported, wrong_value
-from request.tools import (
-    Calls,
-    Grammar,
-    Tool,
-    ToolChoice,
-    chat_tool,
-    identifier,
-    responses_tool,
-    tool_choice,
+from request.output_format import (
+    StructuredOutput,
+    TextFormat,
+    format_object,
+    structured_output,
+    text_format,
 )
+from request.refusals import BadInput, missing, shown, unsupported, wrong_value
+from request.tools import Tool, chat_tool, responses_tool, tool_choice
 from request.validation import (
     Check,
     anything,
@@ -41,31 +43,13 @@ from request.validation import (
     list_of,
     mapping,
     members,
-    needed,
     number,
     one_of,
     refused,
+    required,
     string,
     text,
 )
-
-MAX_STOP = 1024  # characters of a stop string: so many are held back
-
-
-class StructuredOutput(NamedTuple):
-    """What the answer must be, behind the reasoning."""
-
-    calls: Calls
-    functions: tuple[tuple[str, dict[str, Any]], ...] = ()  # those it may call: name, schema of the arguments
-    one_call: bool = False
-    inputs: tuple[tuple[str, Grammar], ...] = ()  # of those of them that are custom tools with a grammar
-    schema: dict[str, Any] | None = None  # of the text, where it is to be JSON
-    schema_path: str = ""  # where that stands in the request
-
-
-class TextFormat(NamedTuple):
-    schema: dict[str, Any] | None  # None: any text
-    path: str  # where the schema stands in the request
 
 
 @dataclass(frozen=True)
@@ -99,62 +83,61 @@ class Request:
 
 # --- checks of one parameter each ---------------------------------------------------------------------------
 
+MAX_STOP = 1024  # characters of a stop string: while it may be coming, so many are held back
+
 
 def metadata(value: Any, path: str) -> dict[str, str]:
-    if len(mapping(value, path)) > 16:
-        raise wrong_value(path, "at most 16 pairs", f"{len(value)} pairs")
-    return {string(64)(k, path): string(512)(v, f"{path}.{k}") for k, v in value.items()}
+    pairs = mapping(value, path)
+    if len(pairs) > 16:
+        raise wrong_value(path, "at most 16 pairs", f"{len(pairs)} pairs")
+    check_key = string(64)
+    check_text = string(512)
+    return {check_key(key, path): check_text(text, f"{path}.{key}") for key, text in pairs.items()}
 
 
 def logit_bias(value: Any, path: str) -> dict[int, float]:
-    bias = {}
-    for key, amount in mapping(value, path).items():
-        if not re.fullmatch("[0-9]{1,9}", key):
-            raise wrong_value(path, "token ids as keys", key)
-        bias[int(key)] = number(-100, 100)(amount, f"{path}.{key}")
-    return bias
+    check_bias = number(-100, 100)
+    bias_of_token = {}
+    for token_id, bias in mapping(value, path).items():
+        if not re.fullmatch("[0-9]{1,9}", token_id):
+            raise wrong_value(path, "token ids as keys", token_id)
+        bias_of_token[int(token_id)] = check_bias(bias, f"{path}.{token_id}")
+    return bias_of_token
 
 
 def top_k(value: Any, path: str) -> int:
-    """0 is all; -1 is vLLM's."""
-    return int(max(integer(-1, 2**31)(value, path), 0))
+    """Return 0 for all tokens, which vLLM spells -1."""
+    k: int = integer(-1, 2**31)(value, path)
+    return max(k, 0)
 
 
 def stop(value: Any, path: str) -> tuple[str, ...]:
+    check_stop = string(MAX_STOP, min_length=1)
     if isinstance(value, str):
-        return (string(MAX_STOP, min_length=1)(value, path),)
-    return tuple(list_of(string(MAX_STOP, min_length=1), max_items=4)(value, path))
+        return (check_stop(value, path),)
+    return tuple(list_of(check_stop, max_items=4)(value, path))
+
+
+def template_kwargs(value: Any, path: str) -> dict[str, Any]:
+    """The template decides what else may be in it."""
+    kwargs = mapping(value, path)
+    for name in ("add_generation_prompt", "continue_final_message"):
+        if name in kwargs:
+            raise unsupported(f"{path}.{name}", "The answer always begins a new turn of the assistant.")
+    return kwargs
 
 
 # --- the parameters -----------------------------------------------------------------------------------------
 
 
-class Row(NamedTuple):
+class Parameter(NamedTuple):
     check: Check
     default: Any = None
     echo: bool = False  # the response object has a member of this name
 
 
-NOT_STORED = "This server keeps Responses, not chat completions: leave it out, or send false."
-
-
-def output_format(value: Any, path: str) -> dict[str, Any]:
-    given = members(type=one_of("text", "json_schema", "json_object"))(value, path)
-    if "type" not in given:
-        raise missing(f"{path}.type")
-    return dict(given)
-
-
-def template_kwargs(value: Any, path: str) -> dict[str, Any]:
-    for name in ("add_generation_prompt", "continue_final_message"):
-        if name in mapping(value, path):
-            raise unsupported(f"{path}.{name}", "The answer always begins a new turn of the assistant.")
-    return dict(value)
-
-
-SUMMARIES = ("auto", "concise", "detailed")
 # fmt: off
-#   effort     what the template of gpt-oss knows it as; others have a switch
+#   effort     as gpt-oss's template knows it; other templates have `enable_thinking`, false for none
 EFFORTS = {
     "none":    "low",
     "minimal": "low",
@@ -176,26 +159,31 @@ INCLUDES = (  # openai.types.responses.ResponseIncludable
     "message.output_text.logprobs",
 )
 
+reasoning = members(effort=one_of(*EFFORTS), summary=one_of("auto", "concise", "detailed"))
+text_options = members(format=format_object, verbosity=one_of("low", "medium", "high"))
+NO_CONVERSATIONS = "This server keeps no conversations; send their items as input."
+NO_CHAT_STORE = "This server keeps Responses, not chat completions: leave it out, or send false."
+
 # fmt: off
-# How a token is chosen: the fields of model.Sampling.
-#   parameter              check                                       default     echoed
+# How a token is chosen: fields of sampling.Sampling.
+#   parameter                 Parameter(check,                           default,    echo)
 SAMPLING = {
-    "temperature":         Row(number(0, 2),                           1.0,        True),
-    "top_p":               Row(number(0, 1),                           1.0,        True),
-    "top_k":               Row(top_k,                                  0),
-    "min_p":               Row(number(0, 1),                           0.0),
-    "seed":                Row(integer(-(2**63), 2**63 - 1)),
-    "presence_penalty":    Row(number(-2, 2),                          0.0,        True),
-    "frequency_penalty":   Row(number(-2, 2),                          0.0,        True),
-    "repetition_penalty":  Row(number(0.01, 10),                       1.0),
-    "logit_bias":          Row(logit_bias,                             {}),
+    "temperature":            Parameter(number(0, 2),                    1.0,        True),
+    "top_p":                  Parameter(number(0, 1),                    1.0,        True),
+    "top_k":                  Parameter(top_k,                           0),
+    "min_p":                  Parameter(number(0, 1),                    0.0),
+    "seed":                   Parameter(integer(-(2**63), 2**63 - 1)),
+    "presence_penalty":       Parameter(number(-2, 2),                   0.0,        True),
+    "frequency_penalty":      Parameter(number(-2, 2),                   0.0,        True),
+    "repetition_penalty":     Parameter(number(0.01, 10),                1.0),
+    "logit_bias":             Parameter(logit_bias,                      {}),
 }
 
-# What others have and this server has not.
-#   parameter                    what asks for nothing
+# vLLM's parameters that this server has not.
+#   parameter                    values that ask for nothing
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    "structured_outputs":         (),        # vLLM's, as all but `grammar`; OpenAI has text.format
-    "guided_json":                (),        # its older names
+    "structured_outputs":         (),        # OpenAI has text.format
+    "guided_json":                (),        # this and the next three: older names of structured_outputs
     "guided_choice":              (),
     "guided_regex":               (),
     "guided_grammar":             (),
@@ -221,23 +209,23 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "continue_final_message":     (False,),
 }
 
-#   parameter              check                                       default     echoed
+#   parameter                 Parameter(check,                           default,    echo)
 COMMON = SAMPLING | {
-    "model":               Row(string(256, min_length=1)),
-    "stream":              Row(boolean,                                False),
-    "top_logprobs":        Row(integer(0, 20),                         0,          True),
-    "stop":                Row(stop,                                   ()),
-    "stop_token_ids":      Row(list_of(integer(0, 2**31)),             []),
-    "ignore_eos":          Row(boolean,                                False),
-    "parallel_tool_calls": Row(boolean,                                True,       True),
-    "metadata":            Row(metadata,                               {},         True),
-    "chat_template_kwargs": Row(template_kwargs,                       {}),
-    "safety_identifier":   Row(string(128),                            None,       True),
-    "prompt_cache_key":    Row(string(1024),                           None,       True),
-    "service_tier":        Row(anything),
-    "user":                Row(anything),
-    "moderation":          Row(refused("This server does not moderate.")),
-} | {name: Row(refused("It is not built here.", *harmless)) for name, harmless in NOT_BUILT.items()}
+    "model":                  Parameter(string(256, min_length=1)),
+    "stream":                 Parameter(boolean,                         False),
+    "top_logprobs":           Parameter(integer(0, 20),                  0,          True),
+    "stop":                   Parameter(stop,                            ()),
+    "stop_token_ids":         Parameter(list_of(integer(0, 2**31)),      []),
+    "ignore_eos":             Parameter(boolean,                         False),
+    "parallel_tool_calls":    Parameter(boolean,                         True,       True),
+    "metadata":               Parameter(metadata,                        {},         True),
+    "chat_template_kwargs":   Parameter(template_kwargs,                 {}),
+    "safety_identifier":      Parameter(string(128),                     None,       True),
+    "prompt_cache_key":       Parameter(string(1024),                    None,       True),
+    "service_tier":           Parameter(anything),
+    "user":                   Parameter(anything),
+    "moderation":             Parameter(refused("This server does not moderate.")),
+} | {name: Parameter(refused("It is not built here.", *harmless)) for name, harmless in NOT_BUILT.items()}
 
 #   in chat completions    in the Responses API
 MOVED = {
@@ -249,50 +237,53 @@ MOVED = {
 }
 
 RESPONSES = COMMON | {
-    "input":                Row(anything),  # chat.from_responses checks it
-    "instructions":         Row(text,                                  None,       True),
-    "previous_response_id": Row(text,                                  None,       True),
-    "conversation":         Row(refused("This server keeps no conversations; send their items as input.")),
-    "store":                Row(boolean,                               True,       True),
-    "background":           Row(boolean,                               False,      True),
-    "stream_options":       Row(members(include_obfuscation=boolean)),
-    "max_output_tokens":    Row(integer(1, 2**31),                     None,       True),
-    "max_tool_calls":       Row(integer(1, 2**31),                     None,       True),  # of built-in tools
-    "include":              Row(list_of(one_of(*INCLUDES)),            []),
-    "reasoning":            Row(members(effort=one_of(*EFFORTS), summary=one_of(*SUMMARIES))),
-    "text":                 Row(members(format=output_format, verbosity=one_of("low", "medium", "high")), {}),
-    "tools":                Row(list_of(mapping, max_items=128),       []),
-    "tool_choice":          Row(anything,                              "auto",     True),
-    "truncation":           Row(one_of("auto", "disabled"),            "disabled", True),
-    "prompt":               Row(refused("This server has no stored prompts.")),
-    "context_management":   Row(refused("This server does not compact by itself.", []), []),
-    "n":                    Row(refused("A response is one answer; ask for each.", 1), 1),
-    "logprobs":             Row(refused("Use 'include' and 'top_logprobs'.", False)),
+    "input":                  Parameter(anything),  # messages.from_responses() checks it
+    "instructions":           Parameter(text,                            None,       True),
+    "previous_response_id":   Parameter(text,                            None,       True),
+    "conversation":           Parameter(refused(NO_CONVERSATIONS)),
+    "store":                  Parameter(boolean,                         True,       True),
+    "background":             Parameter(boolean,                         False,      True),
+    "stream_options":         Parameter(members(include_obfuscation=boolean)),
+    "max_output_tokens":      Parameter(integer(1, 2**31),               None,       True),
+    "max_tool_calls":         Parameter(integer(1, 2**31),               None,       True),  # built-in ones
+    "include":                Parameter(list_of(one_of(*INCLUDES)),      []),
+    "reasoning":              Parameter(reasoning),
+    "text":                   Parameter(text_options,                    {}),
+    "tools":                  Parameter(list_of(mapping, max_items=128), []),
+    "tool_choice":            Parameter(anything,                        "auto",     True),
+    "truncation":             Parameter(one_of("auto", "disabled"),      "disabled", True),
+    "prompt":                 Parameter(refused("This server has no stored prompts.")),
+    "context_management":     Parameter(refused("This server does not compact by itself.", []), []),
+    "n":                      Parameter(refused("A response is one answer; ask for each.", 1), 1),
+    "logprobs":               Parameter(refused("Use 'include' and 'top_logprobs'.", False)),
 } | {
-    name: Row(refused(f"In the Responses API, this parameter has moved to '{new}'."))
+    name: Parameter(refused(f"In the Responses API, this parameter has moved to '{new}'."))
     for name, new in MOVED.items()
 }
 
 CHAT = COMMON | {
-    "messages":              Row(anything),  # chat.from_chat checks them
-    "n":                     Row(integer(1, 16),                       1),
-    "max_tokens":            Row(integer(1, 2**31)),
-    "max_completion_tokens": Row(integer(1, 2**31)),
-    "logprobs":              Row(boolean,                              False),
-    "stream_options":        Row(members(include_usage=boolean, include_obfuscation=boolean)),
-    "response_format":       Row(output_format,                        {}),
-    "tools":                 Row(list_of(mapping, max_items=128),      []),
-    "tool_choice":           Row(anything,                             "auto"),
-    "reasoning_effort":      Row(one_of(*EFFORTS)),
-    "store":                 Row(refused(NOT_STORED, False)),
-    "modalities":            Row(refused("This server takes and gives text.", ["text"])),
-    "audio":                 Row(refused("This server takes and gives text.")),
-    "prediction":            Row(refused("This server does not take predictions.")),
-    "web_search_options":    Row(refused("This server does not search the web.")),
-    "functions":             Row(refused("Use 'tools'.")),
-    "function_call":         Row(refused("Use 'tool_choice'.")),
+    "messages":               Parameter(anything),  # messages.from_chat() checks them
+    "n":                      Parameter(integer(1, 16),                  1),
+    "max_tokens":             Parameter(integer(1, 2**31)),
+    "max_completion_tokens":  Parameter(integer(1, 2**31)),
+    "logprobs":               Parameter(boolean,                         False),
+    "stream_options":         Parameter(members(include_usage=boolean, include_obfuscation=boolean)),
+    "response_format":        Parameter(format_object,                   {}),
+    "tools":                  Parameter(list_of(mapping, max_items=128), []),
+    "tool_choice":            Parameter(anything,                        "auto"),
+    "reasoning_effort":       Parameter(one_of(*EFFORTS)),
+    "store":                  Parameter(refused(NO_CHAT_STORE, False)),
+    "modalities":             Parameter(refused("This server takes and gives text.", ["text"])),
+    "audio":                  Parameter(refused("This server takes and gives text.")),
+    "prediction":             Parameter(refused("This server does not take predictions.")),
+    "web_search_options":     Parameter(refused("This server does not search the web.")),
+    "functions":              Parameter(refused("Use 'tools'.")),
+    "function_call":          Parameter(refused("Use 'tool_choice'.")),
 }
 # fmt: on
+
+
+# --- a body to a Request ------------------------------------------------------------------------------------
 
 
 def model_name(body: Any) -> str:
@@ -304,7 +295,7 @@ def model_name(body: Any) -> str:
     return str(COMMON["model"].check(body["model"], "model"))
 
 
-def read(body: Any, rows: Mapping[str, Row], defaults: Mapping[str, Any]) -> dict[str, Any]:
+def read(body: Any, rows: Mapping[str, Parameter], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """The value of every parameter in the table, each checked by itself.
 
     `defaults` are the model's own (generation_config.json). Raises BadInput.
@@ -373,7 +364,7 @@ def from_chat(body: Any, defaults: Mapping[str, Any]) -> Request:
         raise wrong_value("top_logprobs", "logprobs to be true where it is not 0", values["top_logprobs"])
     response_format = values["response_format"]
     if response_format.get("type") == "json_schema":
-        inside = needed(response_format, "json_schema", mapping, "response_format")
+        inside = required(response_format, "json_schema", mapping, "response_format")
         response_format = {"type": "json_schema"} | inside
     max_tokens = values["max_completion_tokens"]
     if max_tokens is None:
@@ -411,8 +402,8 @@ def request(
         model=values["model"],
         explicit=values["explicit"],
         messages=messages,
-        tools=[tool.offer() for tool in offered],
-        called={tool.known_as: tool for tool in offered},
+        tools=[tool.definition() for tool in offered],
+        called={tool.qualified_name: tool for tool in offered},
         structured_output=structured_output(tools, choice, text_format, values["parallel_tool_calls"]),
         named_call=choice.named,
         stream=values["stream"],
@@ -439,38 +430,3 @@ def thinking_kwargs(effort: str | None) -> dict[str, Any]:
     if effort is None:
         return {}
     return {"enable_thinking": effort != "none", "reasoning_effort": EFFORTS[effort]}
-
-
-def text_format(given: Mapping[str, Any], path: str) -> TextFormat:
-    """The schema that the text must fit."""
-    match given.get("type", "text"):
-        case "json_schema":
-            needed(given, "name", identifier, path)
-            return TextFormat(needed(given, "schema", mapping, path), f"{path}.schema")
-        case "json_object":
-            return TextFormat({"type": "object"}, path)
-        case _:
-            return TextFormat(None, "")
-
-
-def structured_output(
-    tools: list[Tool], choice: ToolChoice, text: TextFormat, parallel: bool
-) -> StructuredOutput | None:
-    """What to enforce; None: the model may say anything."""
-    has_limits = any(tool.strict or tool.grammar for tool in choice.allowed)
-    is_limited = len(choice.allowed) < len(tools) or has_limits
-    if text.schema is None and not (choice.calls == "required" or (choice.calls == "auto" and is_limited)):
-        return None
-    schemas = {tool.known_as: {"type": "object"} | (tool.schema() or {}) for tool in choice.allowed}
-    for name, schema in schemas.items():
-        if schema["type"] != "object":
-            message = f"Invalid schema for '{name}': arguments are an object."
-            raise BadInput(message, "tools", "invalid_json_schema")
-    return StructuredOutput(
-        calls=choice.calls,
-        functions=tuple(schemas.items()),
-        one_call=choice.named or not parallel,
-        inputs=tuple((tool.known_as, tool.grammar) for tool in choice.allowed if tool.grammar),
-        schema=text.schema,
-        schema_path=text.path,
-    )

@@ -1,14 +1,20 @@
 """The chat template: messages and tools to the prompt that the model was trained on.
 
-    messages, tools --ChatTemplate.render()--> prompt
+    model directory                 --ChatTemplate.load()----> ChatTemplate, probed for what it takes
+    messages, tools, now, kwargs    --ChatTemplate.render()--> prompt
+
+    render(): messages --tools_as_text() or one_call_a_message(), system_as_text()--> what this template takes
+                       --with_short_ids(), with_descriptions(), Jinja--> prompt
 
 Authority: the model's chat template, and what it is given:
 https://huggingface.co/docs/transformers/chat_templating
 
 Rules of this file:
-1. A template that ignores tools or system messages gets them as text, one that cannot show a turn of text and
-   several calls gets a message for each; what it takes is found out by trying.
-2. A template is somebody else's program: it runs in Jinja's sandbox.
+1. Nothing that the request says is lost because a template does not show it: a template that ignores tools or
+   system messages gets them as text, and one that shows one call a message gets a message for each.
+2. What a template takes is found out by rendering probes, never guessed from its name or its source.
+3. A template is somebody else's program: it runs in Jinja's sandbox, and whatever it raises over a request is
+   that request's error.
 
 Not here: how a request becomes messages (messages.py), what the model says in answer (channels.py).
 """
@@ -26,12 +32,16 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from request.messages import Conversation, Message, Tools, paragraphs
+from request.messages import Conversation, Message, paragraphs, split_system
 from request.refusals import BadInput
+from request.tools import ToolDefinition
 
-# --- templates that take less -------------------------------------------------------------------------------
+Tools = list[ToolDefinition] | None  # None: none are offered
 
 _dumps = partial(json.dumps, ensure_ascii=False)
+
+
+# --- messages for templates that take less ------------------------------------------------------------------
 
 # The format of https://github.com/NousResearch/Hermes-Function-Calling, which Qwen's templates have too.
 TOOLS = """# Tools
@@ -48,85 +58,115 @@ To call a function, write its name and arguments as one JSON object within <tool
 
 
 def tools_as_text(messages: list[Message], tools: Tools) -> list[Message]:
-    """The tools in the system message, calls in the assistant's text, their results in the user's."""
-    n_system = int(messages[0]["role"] == "system")
-    offer = [{"role": "system", "content": TOOLS.format("\n".join(map(_dumps, tools)))}] if tools else []
-    talk = Conversation()
-    for message in [*messages[:n_system], *offer, *messages[n_system:]]:
-        role, lines = message["role"], [message["content"]] if message["content"] else []
+    """Put the tools into the system message, calls into the assistant's text, results into the user's."""
+    if tools:
+        system, turns = split_system(messages)
+        signatures = "\n".join(map(_dumps, tools))
+        messages = [*system, {"role": "system", "content": TOOLS.format(signatures)}, *turns]
+    conversation = Conversation()
+    for message in messages:
+        role = message["role"]
+        lines = []
+        if message["content"]:
+            lines.append(message["content"])
         if role == "tool":
-            role, lines = "user", ["<tool_response>", *lines, "</tool_response>"]
-            if talk.messages[-1]["role"] == "user":  # the results of parallel calls are one message
-                lines.insert(0, talk.messages.pop()["content"])
+            role = "user"
+            lines = ["<tool_response>", *lines, "</tool_response>"]
+            if conversation.messages[-1]["role"] == "user":  # the results of parallel calls are one message
+                results = conversation.messages.pop()
+                lines.insert(0, results["content"])
         for call in message.get("tool_calls", []):
             lines += ["<tool_call>", _dumps(call["function"]), "</tool_call>"]
-        talk.say(role, "\n".join(lines))
+        conversation.add_text(role, "\n".join(lines))
         if "reasoning_content" in message:
-            talk.think(message["reasoning_content"])
-    return talk.messages
+            conversation.add_reasoning(message["reasoning_content"])
+    return conversation.messages
 
 
 def system_as_text(messages: list[Message]) -> list[Message]:
-    """Each system message at the head of the next user message."""
-    told, system = Conversation(), ""
+    """Put each system message at the head of the next user message; one that none follows becomes one."""
+    without_system: list[Message] = []
+    system = ""
     for message in messages:
         if message["role"] == "system":
             system = paragraphs(system, message["content"])
         elif message["role"] == "user":
-            told.say("user", paragraphs(system, message["content"]))
+            content = paragraphs(system, message["content"])
+            without_system.append({"role": "user", "content": content})
             system = ""
         else:
-            told.messages.append(message)
+            without_system.append(message)
     if system:
-        told.say("user", system)
-    return told.messages
+        without_system.append({"role": "user", "content": system})
+    return without_system
 
 
-def calls_apart(messages: list[Message]) -> list[Message]:
-    """The text of a turn, then each of its calls with its result, as messages of their own."""
-    results = {message["tool_call_id"]: message for message in messages if message["role"] == "tool"}
-    apart: list[Message] = []
+def one_call_a_message(messages: list[Message]) -> list[Message]:
+    """Split a turn into a message for its text and one for each call, with the call's result behind it."""
+    groups: list[list[Message]] = []  # each stays together: a message, or a call and its result
+    group_of_call: dict[str, list[Message]] = {}  # by call_id, which a later call may have again
     for message in messages:
-        calls = message.get("tool_calls", [])
-        if not calls and message["role"] != "tool":
-            apart.append(message)
-        elif calls and message["content"]:
-            apart.append({"role": "assistant", "content": message["content"]})
-        thought = {k: v for k, v in message.items() if k == "reasoning_content"}
-        for call in calls:
-            apart.append({"role": "assistant", "content": "", "tool_calls": [call]} | thought)
-            apart += [results[call["id"]]] if call["id"] in results else []
-            thought = {}
-    return apart
+        if message["role"] == "tool":
+            group_of_call[message["tool_call_id"]].append(message)
+        elif "tool_calls" not in message:
+            groups.append([message])
+        else:
+            if message["content"]:
+                groups.append([{"role": "assistant", "content": message["content"]}])
+            for call_message in _call_messages(message):
+                (call,) = call_message["tool_calls"]
+                group_of_call[call["id"]] = [call_message]
+                groups.append(group_of_call[call["id"]])
+    return [message for group in groups for message in group]
 
 
-def for_all(messages: list[Message]) -> list[Message]:
-    """As every template takes them: gpt-oss's has another name for reasoning, Mistral's want call ids of nine
-    letters and digits.
+def _call_messages(turn: Message) -> list[Message]:
+    """Return a message for each call of a turn; the reasoning led to the first."""
+    call_messages: list[Message] = []
+    for call in turn["tool_calls"]:
+        call_messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+    if "reasoning_content" in turn:
+        call_messages[0]["reasoning_content"] = turn["reasoning_content"]
+    return call_messages
+
+
+# --- messages and tools for any template --------------------------------------------------------------------
+
+
+def for_any_template(messages: list[Message]) -> list[Message]:
+    """Add what one template needs and no other minds: reasoning by its name in gpt-oss's, and for Mistral's
+    call ids of nine letters and digits.
     """
-    calls = [call["id"] for message in messages for call in message.get("tool_calls", [])]
-    ids = {call_id: f"call{n:05}" for n, call_id in enumerate(dict.fromkeys(calls))}
-    given = []
+    short_ids: dict[str, str] = {}
+    copies = []
     for message in messages:
-        given.append({**message})
+        copy = {**message}
         if "reasoning_content" in message:
-            given[-1]["thinking"] = message["reasoning_content"]
+            copy["thinking"] = message["reasoning_content"]
         if "tool_calls" in message:
-            given[-1]["tool_calls"] = [call | {"id": ids[call["id"]]} for call in message["tool_calls"]]
+            copy["tool_calls"] = []
+            for call in message["tool_calls"]:
+                short_id = short_ids.setdefault(call["id"], f"call{len(short_ids):05}")
+                copy["tool_calls"].append(call | {"id": short_id})
         if "tool_call_id" in message:
-            given[-1]["tool_call_id"] = ids[message["tool_call_id"]]
-    return given
+            copy["tool_call_id"] = short_ids[message["tool_call_id"]]
+        copies.append(copy)
+    return copies
 
 
-def described(tools: Tools) -> Tools:
-    """Some templates take it for granted that a function has a description. None for no tools."""
-    return [
-        tool | {"function": tool["function"] | {"description": tool["function"].get("description", "")}}
-        for tool in tools or []
-    ] or None
+def with_descriptions(tools: Tools) -> Tools:
+    """Some templates take it for granted that a function has a description, and that no tools are None."""
+    if not tools:
+        return None
+    described = []
+    for tool in tools:
+        function = tool["function"]
+        description = function.get("description", "")
+        described.append({**tool, "function": {**function, "description": description}})
+    return described
 
 
-# --- the template -------------------------------------------------------------------------------------------
+# --- Jinja, as Transformers sets it up ----------------------------------------------------------------------
 
 
 class BadTemplate(ValueError):
@@ -154,100 +194,132 @@ ENVIRONMENT = jinja2.sandbox.ImmutableSandboxedEnvironment(
 ENVIRONMENT.filters["tojson"] = _dumps  # Jinja's own escapes < and > for HTML
 ENVIRONMENT.globals["raise_exception"] = _raise_exception
 
+
+# --- probes: messages whose words a prompt shows, or not ----------------------------------------------------
+
 # fmt: off
-PROBE, SECOND = "probe_4711", "probe_4712"  # in no template
-USER = {"role": "user", "content": "Hi"}
-PROBE_TOOL = {"name": PROBE, "description": PROBE, "parameters": {"type": "object", "properties": {}}}
+PROBE, SECOND_PROBE = "probe_4711", "probe_4712"  # words that stand in no template
+USER: Message = {"role": "user", "content": "Hi"}
+ASSISTANT: Message = {"role": "assistant", "content": "Hello"}
+SYSTEM: Message = {"role": "system", "content": PROBE}
+PROBE_FUNCTION = {"name": PROBE, "description": PROBE, "parameters": {"type": "object", "properties": {}}}
+PROBE_TOOLS = [{"type": "function", "function": PROBE_FUNCTION}]
 PROBE_CALLS = [
     {"id": name, "type": "function", "function": {"name": name, "arguments": {}}}
-    for name in ("first", SECOND)
+    for name in ("first", SECOND_PROBE)
 ]
 PROBE_TURN: list[Message] = [
     USER,
     {"role": "assistant", "content": PROBE, "reasoning_content": "Hm.", "tool_calls": PROBE_CALLS},
     *({"role": "tool", "tool_call_id": call["id"], "name": "f", "content": "1"} for call in PROBE_CALLS),
-    {"role": "assistant", "content": "Hello"},
+    ASSISTANT,
     USER,
 ]
 # fmt: on
 
 
-def _spelling(token: Any) -> Any:
-    """Of a token in tokenizer_config.json: a string, an object with it, null; add_bos_token is a boolean."""
-    return token.get("content") if isinstance(token, dict) else token
+# --- the template -------------------------------------------------------------------------------------------
 
 
 class ChatTemplate:
     """How one model wants its prompts."""
 
     def __init__(self, source: str, tokens: Mapping[str, str], tool_source: str | None = None) -> None:
-        """`tool_source`: the template for requests with tools, if there is one. Raises BadTemplate."""
+        """`tokens`: bos_token, eos_token, ..., which templates write by name; `tool_source`: the template for
+        requests with tools, None where it is the same. Raises BadTemplate.
+        """
         self.source = source + (tool_source or "")
-        self._tokens = tokens  # bos_token, eos_token, ...: what templates write by name
+        self._tokens = tokens
         try:
             self._template = ENVIRONMENT.from_string(source)
             self._tool_template = ENVIRONMENT.from_string(tool_source or source)
         except jinja2.TemplateError as error:
             raise BadTemplate(f"the chat template is no Jinja template: {error}") from error
-        tools = [{"type": "function", "function": PROBE_TOOL}]
-        self.takes_tools = self._shows([USER], tools, PROBE)
-        self.takes_system = self._shows([{"role": "system", "content": PROBE}, USER], None, PROBE)
-        turns = (PROBE_TURN, calls_apart(PROBE_TURN))
-        whole, apart = (self._shows(turn, tools, PROBE, SECOND) for turn in turns)
-        self.takes_turns = whole or not apart
-        late = [USER, {"role": "assistant", "content": "Hello"}, {"role": "system", "content": PROBE}, USER]
-        self.takes_late_system = self._shows(late, None, PROBE)
+        self.takes_tools = self._shows([USER], PROBE_TOOLS, PROBE)
+        self.takes_system = self._shows([SYSTEM, USER], None, PROBE)
+        self.takes_late_system = self._shows([USER, ASSISTANT, SYSTEM, USER], None, PROBE)
+        # A turn of text and several calls is split only for a template that shows it when it is split.
+        shows_turn = self._shows(PROBE_TURN, PROBE_TOOLS, PROBE, SECOND_PROBE)
+        shows_split = self._shows(one_call_a_message(PROBE_TURN), PROBE_TOOLS, PROBE, SECOND_PROBE)
+        self.takes_turns = shows_turn or not shows_split
 
     @classmethod
     def load(cls, directory: Path) -> "ChatTemplate":
-        """The template of the model in the directory; raises BadTemplate."""
-        file, config_file = directory / "chat_template.jinja", directory / "tokenizer_config.json"
-        try:
-            config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.exists() else {}
-        except ValueError as error:
-            raise BadTemplate(f"{config_file} is no JSON: {error}") from error
-        if not isinstance(config, dict):
-            raise BadTemplate(f"{config_file} holds no object")
-        try:
-            found: Any = file.read_text(encoding="utf-8") if file.exists() else config.get("chat_template")
-        except UnicodeDecodeError as error:
-            raise BadTemplate(f"{file} is no text: {error}") from error
-        if isinstance(found, str):
-            found = [{"name": "default", "template": found}]
-        named = {entry["name"]: entry["template"] for entry in found or []}
-        if "default" not in named:
-            raise BadTemplate(f"no chat template: looked for {file} and for chat_template in {config_file}")
-        spelled = {name: _spelling(token) for name, token in config.items() if name.endswith("_token")}
-        tokens = {name: token for name, token in spelled.items() if isinstance(token, str)}
-        return cls(named["default"], tokens, named.get("tool_use"))
+        """Return the template of the model in the directory; raises BadTemplate."""
+        config_file = directory / "tokenizer_config.json"
+        template_file = directory / "chat_template.jinja"
+        config = _read_config(config_file)
+        source: Any = config.get("chat_template")
+        if template_file.exists():
+            try:
+                source = template_file.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise BadTemplate(f"{template_file} is no text: {error}") from error
+        if isinstance(source, str):
+            return cls(source, _special_tokens(config))
+        sources = {entry["name"]: entry["template"] for entry in source or []}
+        if "default" not in sources:
+            looked = f"looked for {template_file} and for chat_template in {config_file}"
+            raise BadTemplate(f"no chat template: {looked}")
+        return cls(sources["default"], _special_tokens(config), sources.get("tool_use"))
 
     def render(self, messages: list[Message], tools: Tools, now: datetime, /, **kwargs: Any) -> str:
-        """The prompt, up to where the assistant begins; kwargs are the template's own: `enable_thinking`, ...
-
-        Raises BadInput where the template refuses: roles that do not alternate, ...
+        """Return the prompt, up to where the assistant begins; kwargs are the template's own, as
+        `enable_thinking`. Raises BadInput where the template refuses: roles that do not alternate, ...
         """
         if not self.takes_tools:
-            messages, tools = tools_as_text(messages, tools), None
+            messages = tools_as_text(messages, tools)
+            tools = None
         elif not self.takes_turns:
-            messages = calls_apart(messages)
+            messages = one_call_a_message(messages)
         if not self.takes_system:
             messages = system_as_text(messages)
         elif not self.takes_late_system:
             messages = [*messages[:1], *system_as_text(messages[1:])]
-        return self._filled(messages, tools, now, kwargs)
+        return self._fill(messages, tools, now, kwargs)
 
-    def _filled(self, messages: list[Message], tools: Tools, now: datetime, kwargs: dict[str, Any]) -> str:
+    def _fill(self, messages: list[Message], tools: Tools, now: datetime, kwargs: dict[str, Any]) -> str:
         template = self._tool_template if tools else self._template
-        given = {"messages": for_all(messages), "tools": described(tools), "add_generation_prompt": True}
+        variables = {
+            **self._tokens,
+            **kwargs,
+            "messages": for_any_template(messages),
+            "tools": with_descriptions(tools),
+            "add_generation_prompt": True,
+            "strftime_now": now.strftime,
+        }
         try:
-            return template.render({**self._tokens, **kwargs, **given, "strftime_now": now.strftime})
+            return template.render(variables)
         except Exception as error:  # whatever a template raises, it raises over these messages
             message = f"The model's chat template refuses these messages: {error}"
             raise BadInput(message, None, "invalid_prompt") from error
 
     def _shows(self, messages: list[Message], tools: Tools, *words: str) -> bool:
         try:
-            prompt = self._filled(messages, tools, datetime(2000, 1, 1), {})
+            prompt = self._fill(messages, tools, datetime(2000, 1, 1), {})
         except BadInput:
             return False
         return all(word in prompt for word in words)
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    if not file.exists():
+        return {}
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise BadTemplate(f"{file} is no JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise BadTemplate(f"{file} holds no object")
+    return config
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Each is a string, an object that holds it, or null; add_bos_token is a boolean, and no token."""
+    tokens = {}
+    for name, value in config.items():
+        if name.endswith("_token"):
+            token = value.get("content") if isinstance(value, dict) else value
+            if isinstance(token, str):
+                tokens[name] = token
+    return tokens

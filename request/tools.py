@@ -1,16 +1,21 @@
-"""The tools of a request: what a client may offer, how a model is told of them, and which it may call.
+"""Tools: what a client offers, how a model is told of it, and what of it may be called.
 
-    tools, tool_choice --responses_tool(), chat_tool(), tool_choice()--> [Tool, ...], ToolChoice
-    Tool --offer()--> a function, for the chat template
+    tools        --responses_tool(), chat_tool()--> [Tool, ...]
+    tool_choice  --tool_choice()------------------> ToolChoice
+    Tool         --Tool.definition()--------------> the definition of a function, for the chat template
 
-Authority: https://platform.openai.com/docs/guides/function-calling (custom tools, namespaces).
+Authority: https://platform.openai.com/docs/guides/function-calling (custom tools, namespaces, tool_choice).
 
 Rules of this file:
-1. Models know functions with JSON arguments, and nothing else: a custom tool is offered as a function of one
-   string, `input`, and a tool of a namespace under both names, joined.
-2. Tools that a server would run itself are accepted, and the model is not told of them.
+1. Models know functions with JSON arguments, and nothing else: a custom tool is defined to the model as a
+   function of one string, `input`, and a tool in a namespace by a qualified name, `namespace__name`.
+2. Hosted tools, which a server would run itself, are accepted, and the model is not told of them: Codex sends
+   some unasked.
+3. tool_choice limits the calls, never the prompt: the tools in it would change its beginning, and so end the
+   use of the prefix cache.
 
-Not here: what the model calls (tool_calls.py), what it must call (structured_output.py).
+Not here: the calls that the model makes (tool_calls.py), what tool_choice and strict schemas demand of the
+answer (output_format.py).
 """
 
 import json
@@ -24,15 +29,42 @@ from request.validation import (
     list_of,
     mapping,
     members,
-    needed,
     one_of,
+    required,
     string,
     text,
 )
 
+# --- names --------------------------------------------------------------------------------------------------
+
+NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+MAX_QUALIFIED_NAME = (
+    64 + len("__") + 64
+)  # characters of Tool.qualified_name: a namespace and a name, each a NAME
+
+
+def identifier(value: Any, path: str) -> str:
+    name = text(value, path)
+    if not NAME.fullmatch(name):
+        raise wrong_value(path, "1 to 64 letters, digits, '_' or '-'", value)
+    return name
+
+
+def qualified_name(namespace: str, name: str) -> str:
+    """Return the name by which the model knows a tool."""
+    if not namespace:
+        return name
+    return f"{namespace}__{name}"
+
+
+# --- a tool -------------------------------------------------------------------------------------------------
+
+
+ToolDefinition = dict[str, Any]  # {"type": "function", "function": {"name", "description", "parameters"}}
+
 
 class Grammar(NamedTuple):
-    """Of the input of a custom tool."""
+    """What the input of a custom tool must match."""
 
     syntax: str  # lark, regex
     definition: str
@@ -40,148 +72,159 @@ class Grammar(NamedTuple):
 
 
 class Tool(NamedTuple):
-    """What can be called."""
+    """A function or a custom tool, which the client runs."""
 
     name: str
     namespace: str = ""
     description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool = False
+    parameters: dict[str, Any] | None = None  # a function's: JSON schema of its arguments; None: it takes any
+    strict: bool = False  # a function's: its arguments are held to `parameters`
     custom: bool = False
-    grammar: Grammar | None = None  # of a custom tool; None: any text
+    grammar: Grammar | None = None  # a custom tool's; None: it takes any text
 
     @property
-    def known_as(self) -> str:
-        """The name by which the model knows it."""
-        return joined(self.namespace, self.name)
+    def qualified_name(self) -> str:
+        return qualified_name(self.namespace, self.name)
 
     def schema(self) -> dict[str, Any] | None:
-        """Of the arguments; None: there is none."""
+        """Return the JSON schema of the arguments as the model writes them; None where there is none."""
         if not self.custom:
             return self.parameters
-        text = {"type": "string"}
+        input_schema = {"type": "string"}
         if self.grammar:
             accepted = f"A text that this {self.grammar.syntax} grammar accepts:\n"
-            text["description"] = accepted + self.grammar.definition
+            input_schema["description"] = accepted + self.grammar.definition
         return {
             "type": "object",
-            "properties": {"input": text},
+            "properties": {"input": input_schema},
             "required": ["input"],
             "additionalProperties": False,
         }
 
-    def offer(self) -> dict[str, Any]:
-        """As chat templates take it."""
-        told = {"name": self.known_as, "description": self.description, "parameters": self.schema()}
-        return {"type": "function", "function": {k: v for k, v in told.items() if v is not None}}
-
-
-def joined(namespace: str, name: str) -> str:
-    return f"{namespace}__{name}" if namespace else name
+    def definition(self) -> ToolDefinition:
+        """Return the tool as chat templates take it: always a function."""
+        function: dict[str, Any] = {"name": self.qualified_name}
+        schema = self.schema()
+        if self.description is not None:
+            function["description"] = self.description
+        if schema is not None:
+            function["parameters"] = schema
+        return {"type": "function", "function": function}
 
 
 def as_arguments(input: str) -> str:
-    """The call of a custom tool as the model wrote it, or would have."""
+    """Return the input of a custom tool as the arguments in which the model wrote it, or would have."""
     return json.dumps({"input": input}, ensure_ascii=False)
 
 
-NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-MAX_GRAMMAR = 2**16  # characters
-
-Calls = Literal["none", "auto", "required"]  # may the answer, or must it, call functions
+# --- tools of a request -------------------------------------------------------------------------------------
 
 
-class ToolChoice(NamedTuple):
-    calls: Calls
-    allowed: list[Tool]  # those that may be called
-    named: bool  # one, by its name
+class DeclaredTool(NamedTuple):
+    """One entry of `tools`, read."""
+
+    echo: dict[str, Any]  # the entry as the response object repeats it
+    tools: list[Tool]  # what it lets the model call: a namespace several tools, a hosted tool none
 
 
-def identifier(value: Any, path: str) -> str:
-    if not NAME.fullmatch(text(value, path)):
-        raise wrong_value(path, "1 to 64 letters, digits, '_' or '-'", value)
-    return str(value)
-
-
-# --- tools --------------------------------------------------------------------------------------------------
-
-Told = tuple[dict[str, Any], list[Tool]]  # a tool as the response object repeats it, and what it offers
-
-
-def responses_tool(tool: dict[str, Any], path: str) -> Told:
-    """Hosted tools are accepted, and never offered to the model: Codex sends some unasked."""
-    kind = needed(tool, "type", one_of(*TOOL_TYPES, *HOSTED), path)
-    return (tool, []) if kind in HOSTED else TOOL_TYPES[kind](tool, path)
+def responses_tool(tool: dict[str, Any], path: str) -> DeclaredTool:
+    tool_type = required(tool, "type", one_of(*TOOL_TYPES, *HOSTED), path)
+    if tool_type in HOSTED:
+        return DeclaredTool(tool, [])
+    return TOOL_TYPES[tool_type](tool, path)
 
 
 def chat_tool(tool: dict[str, Any], path: str) -> Tool:
-    """Its fields stand below a key of its type, those of a grammar below one more."""
-    kind = needed(tool, "type", one_of("function", "custom"), path)
-    fields, place = needed(tool, kind, mapping, path), f"{path}.{kind}"
-    if kind == "function":
-        return function_tool(fields, place)[1][0]
-    wanted, inside = fields.get("format"), "format"
-    if isinstance(wanted, dict) and wanted.get("type") == "grammar":
-        inside = "format.grammar"
-        wanted = {"type": "grammar", **needed(wanted, "grammar", mapping, f"{place}.format")}
-    return custom_tool(fields | {"format": wanted}, place, inside=inside)[1][0]
+    """In chat, a tool's members stand below a key named like its type, those of a grammar below one more."""
+    tool_type = required(tool, "type", one_of("function", "custom"), path)
+    fields = required(tool, tool_type, mapping, path)
+    fields_path = f"{path}.{tool_type}"
+    if tool_type == "function":
+        return function_tool(fields, fields_path).tools[0]
+    input_format = fields.get("format")
+    if not isinstance(input_format, dict) or input_format.get("type") != "grammar":
+        return custom_tool(fields, fields_path).tools[0]
+    grammar_fields = required(input_format, "grammar", mapping, f"{fields_path}.format")
+    responses_fields = {**fields, "format": {"type": "grammar", **grammar_fields}}
+    return custom_tool(responses_fields, fields_path, format_key="format.grammar").tools[0]
 
 
-function_fields = members(description=text, parameters=mapping, strict=boolean)
-custom_fields = members(description=text)
-grammar_fields = members(
+MAX_GRAMMAR = 2**16  # characters
+
+check_function = members(description=text, parameters=mapping, strict=boolean)
+check_custom = members(description=text)
+check_input_format = members(
     type=one_of("text", "grammar"),
     syntax=one_of("lark", "regex"),
     definition=string(MAX_GRAMMAR, min_length=1),
 )
 
 
-def function_tool(tool: Mapping[str, Any], path: str, namespace: str = "") -> Told:
-    """All keys present, null where nothing was said: https://github.com/openresponses/openresponses (zod
-    schema)
+def function_tool(tool: Mapping[str, Any], path: str, namespace: str = "") -> DeclaredTool:
+    """The echo has all keys, null where the client says nothing: zod schema of
+    https://github.com/openresponses/openresponses
     """
-    name, given = needed(tool, "name", identifier, path), function_fields(tool, path)
-    echoed = {"name": name} | {k: given.get(k) for k in ("description", "parameters")}
-    offered = Tool(**echoed, namespace=namespace, strict=bool(given.get("strict")))
-    return {"type": "function", **echoed, "strict": offered.strict}, [offered]
+    name = required(tool, "name", identifier, path)
+    fields = check_function(tool, path)
+    description = fields.get("description")
+    parameters = fields.get("parameters")
+    strict = fields.get("strict", False)
+    echo = {
+        "type": "function",
+        "name": name,
+        "description": description,
+        "parameters": parameters,
+        "strict": strict,
+    }
+    return DeclaredTool(echo, [Tool(name, namespace, description, parameters, strict)])
 
 
-def custom_tool(tool: Mapping[str, Any], path: str, namespace: str = "", inside: str = "format") -> Told:
-    """A tool that takes any text, or what a grammar accepts, whose fields are `inside`."""
-    name, given = needed(tool, "name", identifier, path), custom_fields(tool, path)
-    place, grammar = f"{path}.{inside}", None
-    wanted = grammar_fields(given.get("format", {"type": "text"}), place)
-    for field in ("type", "syntax", "definition") if wanted.get("type") != "text" else ():
-        if field not in wanted:
-            raise missing(f"{place}.{field}")
-    if wanted["type"] == "grammar":
-        grammar = Grammar(wanted["syntax"], wanted["definition"], f"{place}.definition")
-    about = {"name": name, "description": given.get("description")}
-    offered = Tool(**about, namespace=namespace, custom=True, grammar=grammar)
-    return {"type": "custom", **about, "format": wanted}, [offered]
+def custom_tool(
+    tool: Mapping[str, Any], path: str, namespace: str = "", format_key: str = "format"
+) -> DeclaredTool:
+    """A tool whose input is any text, or what a grammar accepts; `format_key`: where its members stand."""
+    name = required(tool, "name", identifier, path)
+    fields = check_custom(tool, path)
+    description = fields.get("description")
+    format_path = f"{path}.{format_key}"
+    input_format = check_input_format(fields.get("format", {"type": "text"}), format_path)
+    grammar = None
+    if input_format.get("type") != "text":
+        for member in ("type", "syntax", "definition"):
+            if member not in input_format:
+                raise missing(f"{format_path}.{member}")
+        definition_path = f"{format_path}.definition"
+        grammar = Grammar(input_format["syntax"], input_format["definition"], definition_path)
+    echo = {"type": "custom", "name": name, "description": description, "format": input_format}
+    return DeclaredTool(echo, [Tool(name, namespace, description, custom=True, grammar=grammar)])
 
 
-def namespace_tool(tool: Mapping[str, Any], path: str) -> Told:
-    """Functions and custom tools under one name more."""
-    name = needed(tool, "name", identifier, path)
+def namespace_tool(tool: Mapping[str, Any], path: str) -> DeclaredTool:
+    """Functions and custom tools that share a namespace."""
+    namespace = required(tool, "name", identifier, path)
     description = text(tool.get("description") or "", f"{path}.description")
-    told: list[Told] = []
-    for i, inner in enumerate(needed(tool, "tools", list_of(mapping, 128), path)):
-        place = f"{path}.tools[{i}]"
-        kind = needed(inner, "type", one_of("function", "custom"), place)
-        told.append((function_tool if kind == "function" else custom_tool)(inner, place, name))
-    echoed = {"type": "namespace", "name": name, "description": description}
-    return echoed | {"tools": [one for one, _ in told]}, [tool for _, tools in told for tool in tools]
+    echoes: list[dict[str, Any]] = []
+    tools: list[Tool] = []
+    for i, member in enumerate(required(tool, "tools", list_of(mapping, 128), path)):
+        member_path = f"{path}.tools[{i}]"
+        member_type = required(member, "type", one_of("function", "custom"), member_path)
+        if member_type == "function":
+            declared = function_tool(member, member_path, namespace)
+        else:
+            declared = custom_tool(member, member_path, namespace)
+        echoes.append(declared.echo)
+        tools += declared.tools
+    echo = {"type": "namespace", "name": namespace, "description": description, "tools": echoes}
+    return DeclaredTool(echo, tools)
 
 
-TOOL_TYPES: dict[str, Callable[[dict[str, Any], str], Told]] = {
+TOOL_TYPES: dict[str, Callable[[dict[str, Any], str], DeclaredTool]] = {
     "function": function_tool,
     "custom": custom_tool,
     "namespace": namespace_tool,
 }
 
-
-# Those that a server runs itself: openai.types.responses.ToolParam.
+# The types of tools that a server runs itself: openai.types.responses.ToolParam.
 HOSTED = (
     "apply_patch",
     "code_interpreter",
@@ -201,57 +244,92 @@ HOSTED = (
 )
 
 
-# --- what the answer must be --------------------------------------------------------------------------------
+# --- tool_choice --------------------------------------------------------------------------------------------
+
+Calls = Literal["none", "auto", "required"]  # whether the answer may, or must, call tools
+
+
+class ToolChoice(NamedTuple):
+    calls: Calls
+    allowed: list[Tool]  # those that may be called
+    named: bool  # it names one tool, which must be called once
+
+
+class ToolReference(NamedTuple):
+    """A tool as tool_choice names it."""
+
+    custom: bool
+    qualified_name: str
+
+
+class ChoiceObject(NamedTuple):
+    """A tool_choice that is an object, before the tools are looked up that it names."""
+
+    calls: Calls
+    references: list[ToolReference]
+    named: bool
 
 
 def tool_choice(tools: list[Tool], choice: Any) -> ToolChoice:
-    """Whether tools may or must be called, and which.
-
-    allowed_tools limits the calls, never the prompt: that would spoil its cached beginning (Open Responses).
-    """
-    known = {(tool.custom, tool.known_as): tool for tool in tools}
-    names = [tool.known_as for tool in tools]
+    """Return whether tools may or must be called, and which; raises BadInput."""
+    names = [tool.qualified_name for tool in tools]
     if len(set(names)) < len(tools):
         raise wrong_value("tools", "every name once", names)
+    tool_of = {ToolReference(tool.custom, tool.qualified_name): tool for tool in tools}
     if isinstance(choice, str):
         calls = one_of("none", "auto", "required")(choice, "tool_choice")
-        picked, named = list(known), False
+        references = list(tool_of)
+        named = False
     else:
-        calls, picked, named = picked_tools(mapping(choice, "tool_choice"))
-    for custom, name in picked:
-        if (custom, name) not in known:
-            raise wrong_value("tool_choice", "the type and name of one of 'tools'", name)
-    if calls == "required" and not picked:
-        raise wrong_value("tool_choice", "functions or custom tools to choose from", choice)
-    return ToolChoice(calls if picked else "none", [known[key] for key in picked], named)
+        calls, references, named = _choice_object(mapping(choice, "tool_choice"))
+    for reference in references:
+        if reference not in tool_of:
+            expected = "the type and name of one of 'tools'"
+            raise wrong_value("tool_choice", expected, reference.qualified_name)
+    if not references:
+        if calls == "required":
+            raise wrong_value("tool_choice", "functions or custom tools to choose from", choice)
+        calls = "none"
+    return ToolChoice(calls, [tool_of[reference] for reference in references], named)
 
 
-def picked_tools(choice: dict[str, Any]) -> tuple[Calls, list[tuple[bool, str]], bool]:
-    """Of a tool_choice that is an object: (is it a custom one, its name) of each tool that it lists."""
-    kind = needed(choice, "type", text, "tool_choice")
-    if kind in ("function", "custom"):
-        return "required", named_tool(choice, "tool_choice"), True
-    if kind in ("auto", "none", "required"):
-        raise wrong_value("tool_choice", f"the string '{kind}'", choice)
-    if kind != "allowed_tools":
-        why = f"This server runs no tools, so none can be forced: {shown(kind)}"
-        raise unsupported("tool_choice.type", why)
-    fields, path = beside_or_below(choice, kind, "tool_choice")
-    listed = needed(fields, "tools", list_of(named_tool, 128, min_items=1), path)
-    calls = needed(fields, "mode", one_of("auto", "required"), path)
-    return "required" if calls == "required" else "auto", [one for tools in listed for one in tools], False
+def _choice_object(choice: dict[str, Any]) -> ChoiceObject:
+    choice_type = required(choice, "type", text, "tool_choice")
+    if choice_type in ("function", "custom"):
+        return ChoiceObject("required", tool_references(choice, "tool_choice"), named=True)
+    if choice_type == "allowed_tools":
+        return _allowed_tools(choice)
+    if choice_type in ("auto", "none", "required"):
+        raise wrong_value("tool_choice", f"the string '{choice_type}'", choice)
+    why = f"This server runs no tools, so none can be forced: {shown(choice_type)}"
+    raise unsupported("tool_choice.type", why)
 
 
-def named_tool(value: Any, path: str) -> list[tuple[bool, str]]:
-    """Nothing for a hosted tool: the model is not told of it."""
-    kind = one_of("function", "custom", *HOSTED)(mapping(value, path).get("type", "function"), f"{path}.type")
-    if kind in HOSTED:
+def _allowed_tools(choice: dict[str, Any]) -> ChoiceObject:
+    fields, path = _typed_fields(choice, "allowed_tools", "tool_choice")
+    references: list[ToolReference] = []
+    for entry in required(fields, "tools", list_of(tool_references, 128, min_items=1), path):
+        references += entry
+    calls = required(fields, "mode", one_of("auto", "required"), path)
+    return ChoiceObject(calls, references, named=False)
+
+
+def tool_references(value: Any, path: str) -> list[ToolReference]:
+    """Return one reference, or none to a hosted tool: the model is not told of it."""
+    tool = mapping(value, path)
+    tool_type = one_of("function", "custom", *HOSTED)(tool.get("type", "function"), f"{path}.type")
+    if tool_type in HOSTED:
         return []
-    fields, path = beside_or_below(value, kind, path)
-    namespace = text(fields.get("namespace") or "", f"{path}.namespace")
-    return [(kind == "custom", joined(namespace, needed(fields, "name", text, path)))]
+    fields, fields_path = _typed_fields(tool, tool_type, path)
+    namespace = text(fields.get("namespace") or "", f"{fields_path}.namespace")
+    name = required(fields, "name", text, fields_path)
+    return [ToolReference(tool_type == "custom", qualified_name(namespace, name))]
 
 
-def beside_or_below(value: dict[str, Any], kind: str, path: str) -> tuple[dict[str, Any], str]:
-    """The fields that belong to a type, and where: beside `type` in Responses, below its name in chat."""
-    return (needed(value, kind, mapping, path), f"{path}.{kind}") if kind in value else (value, path)
+def _typed_fields(value: dict[str, Any], type_name: str, path: str) -> tuple[dict[str, Any], str]:
+    """Return the members that belong to a type, and their path: Responses has them beside `type`, chat below
+    a key named like the type.
+    """
+    if type_name not in value:
+        return value, path
+    return required(value, type_name, mapping, path), f"{path}.{type_name}"

@@ -1,11 +1,19 @@
-"""What a value of a request may be: checks, of which the tables of parameters are made.
+"""Checks: what a value in a request's JSON may be, as functions that are put together.
 
     (value, its path) --Check--> the value as we use it, or BadInput
 
-Authority: openai-openapi, for the limits of what is checked.
+    list_of(integer(0, 9))([1, 12], "stop_token_ids")
+      --> Invalid value for 'stop_token_ids[1]': expected an integer from 0 to 9, got 12.
 
-Not here: which parameters there are (params.py), what messages are (messages.py), how an error sounds
-(refusals.py).
+Authority: RFC 8259, section 3, for the types; openai-openapi for the limits that its callers state.
+
+Rules of this file:
+1. Types are JSON's and nothing is converted: true is no number, 1.0 is no integer, "5" is neither.
+2. A check of a list or an object hands each part to that part's own check, with that part's own path: an
+   error names the innermost value that is wrong.
+
+Not here: which parameters there are (params.py), what messages are (messages.py), how an error is worded,
+and that a null is missing rather than of a wrong type (refusals.py).
 """
 
 from collections.abc import Callable, Mapping
@@ -16,11 +24,11 @@ from request.refusals import unsupported, wrong_type, wrong_value
 Check = Callable[[Any, str], Any]  # (value, its path) -> the value as we use it; raises BadInput
 
 
-# --- checks -------------------------------------------------------------------------------------------------
+# --- scalars ------------------------------------------------------------------------------------------------
 
 
 def anything(value: Any, path: str) -> Any:
-    """A hint, whatever it says: enums of hints grow monthly."""
+    """Accept a hint, whatever its value: the enums of hints grow monthly."""
     return value
 
 
@@ -34,7 +42,7 @@ def number(low: float, high: float) -> Check:
     def check(value: Any, path: str) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise wrong_type(path, "a number", value)
-        if not low <= value <= high:  # NaN too
+        if not low <= value <= high:  # NaN is in no range
             raise wrong_value(path, f"a number from {low:g} to {high:g}", value)
         return value
 
@@ -53,7 +61,7 @@ def integer(low: int, high: int) -> Check:
 
 
 def text(value: Any, path: str) -> str:
-    """As long as the body may be."""
+    """Accept a string of any length: only the size of the body limits it."""
     if not isinstance(value, str):
         raise wrong_type(path, "a string", value)
     return value
@@ -61,60 +69,74 @@ def text(value: Any, path: str) -> str:
 
 def string(max_length: int, min_length: int = 0) -> Check:
     def check(value: Any, path: str) -> str:
-        if not min_length <= len(text(value, path)) <= max_length:
+        characters = text(value, path)
+        if not min_length <= len(characters) <= max_length:
             raise wrong_value(path, f"a string of {min_length} to {max_length} characters", value)
-        return str(value)
+        return characters
 
     return check
 
 
 def one_of(*allowed: str) -> Check:
     def check(value: Any, path: str) -> str:
-        if text(value, path) not in allowed:
+        word = text(value, path)
+        if word not in allowed:
             raise wrong_value(path, "one of " + ", ".join(map(repr, allowed)), value)
-        return str(value)
+        return word
 
     return check
 
 
-def list_of(item: Check, max_items: int = 1024, min_items: int = 0) -> Check:
+# --- lists and objects --------------------------------------------------------------------------------------
+
+
+def list_of(check_item: Check, max_items: int = 1024, min_items: int = 0) -> Check:
     def check(value: Any, path: str) -> list[Any]:
         if not isinstance(value, list):
             raise wrong_type(path, "an array", value)
         if not min_items <= len(value) <= max_items:
             raise wrong_value(path, f"{min_items} to {max_items} items", f"{len(value)} items")
-        return [item(v, f"{path}[{i}]") for i, v in enumerate(value)]
+        return [check_item(item, f"{path}[{i}]") for i, item in enumerate(value)]
 
     return check
 
 
 def mapping(value: Any, path: str) -> dict[str, Any]:
+    """Accept an object, whatever its members."""
     if not isinstance(value, dict):
         raise wrong_type(path, "an object", value)
     return value
 
 
-def members(**rows: Check) -> Check:
-    """An object; the members named are checked, others are let through, nulls are absent."""
+def members(**checks: Check) -> Check:
+    """Accept an object; only the members named here are checked, and members that are null are dropped."""
 
     def check(value: Any, path: str) -> dict[str, Any]:
-        present = {k: v for k, v in mapping(value, path).items() if v is not None}
-        return {k: rows[k](v, f"{path}.{k}") if k in rows else v for k, v in present.items()}
+        checked = {}
+        for name, member in mapping(value, path).items():
+            if member is not None:
+                check_member = checks.get(name, anything)
+                checked[name] = check_member(member, f"{path}.{name}")
+        return checked
 
     return check
 
 
-def needed(fields: Mapping[str, Any], name: str, check: Check, path: str) -> Any:
-    """The member of the object at `path`, which must have it."""
-    return check(fields.get(name), f"{path}.{name}")
+def required(parent: Mapping[str, Any], name: str, check: Check, path: str) -> Any:
+    """Return a checked member of the object at `path`, which must have it."""
+    return check(parent.get(name), f"{path}.{name}")
+
+
+# --- what is not built --------------------------------------------------------------------------------------
 
 
 def refused(why: str, *harmless: Any) -> Check:
-    """Only the values that ask for nothing are taken."""
+    """Accept only the values that ask for nothing, such as the default that a client library always sends."""
 
     def check(value: Any, path: str) -> Any:
-        if not any(type(value) is type(h) and value == h for h in harmless):  # 0 == False
-            raise unsupported(path, why)
-        return value
+        for allowed in harmless:
+            if type(value) is type(allowed) and value == allowed:  # in Python, 0 == False
+                return value
+        raise unsupported(path, why)
 
     return check

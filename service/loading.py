@@ -1,12 +1,16 @@
-"""A model's directory to the worker that serves it on this machine: with which ops, in how much memory.
+"""Loading a model: from the options and a directory to the LocalWorker that serves it on this machine.
 
-    options of the command line --device(), load()--> LocalWorker --facts()--> what the server says of it
+    options --device()--> cpu or cuda
+    directory, options --load()--> LocalWorker --facts()--> what the server says of it at its start
+
+It chooses the ops (the kernels of a GPU, Numba or NumPy) and the size of the page pool of the KV cache.
 
 Rules of this file:
 1. What cannot work is said before the weights are read, and names the option to change.
-2. The fastest ops that are installed compute: which, and what would be faster, is in the log.
+2. The fastest ops that are installed compute; the log says which, and what would be faster.
 
-Not here: the options (server.py), obtaining the files (checkpoint/hub.py).
+Not here: the options themselves (options.py), obtaining the files (checkpoint/hub.py), reading them
+(checkpoint/).
 """
 
 import argparse
@@ -14,16 +18,17 @@ import logging
 import os
 import re
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import threadpoolctl
+from threadpoolctl import threadpool_info
 
-from checkpoint.config import UnsupportedModel, read_config
+from checkpoint.config import Config, UnsupportedModel, read_config
 from checkpoint.weights import n_params, read_weights
 from devices import cuda, kernels
 from dialects.structured_output import Grammars
-from engine import Engine, Ops
+from engine import Engine, ModelRunner
 from model import PAGE, NumpyOps
 from request import params
 from request.template import ChatTemplate
@@ -35,51 +40,82 @@ log = logging.getLogger("loading")
 GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
-def device(wanted: str) -> str:
-    """cpu or cuda, for auto what there is; raises ValueError where there is no GPU to compute on."""
-    missing = None if wanted == "cpu" else cuda.missing()
-    if wanted == "cuda" and missing:
+DTYPES = {"cuda": "bfloat16", "cpu": "float32"}  # of the keys and values
+
+
+def device(option: str) -> str:
+    """The device to compute on, cpu or cuda; raises ValueError for cuda where there is no GPU."""
+    if option == "cpu":
+        return "cpu"
+    missing = cuda.missing()
+    if not missing:
+        return "cuda"
+    if option == "cuda":
         raise ValueError(f"--device cuda: {missing}")
-    return "cpu" if wanted == "cpu" or missing else "cuda"
+    return "cpu"
 
 
 def load(directory: Path, args: argparse.Namespace) -> LocalWorker:
+    """The worker over a model; `args.device` is cpu or cuda. Raises what the readers of the files raise."""
     config = read_config(directory)
-    length = args.max_model_len or config.max_seq_len
+    max_seq_len = context_length(config, args.max_model_len)
+    defaults = generation_defaults(config.generation)
+    vocabulary = directory / "tokenizer.json"
+    template = ChatTemplate.load(directory)
+    tokenizer = Tokenizer(vocabulary)
+    grammars = Grammars(vocabulary, config.vocab_size, config.eos_token_ids)
+    ops_class = ops_of(args.device)
+    if args.device == "cuda":
+        kernels.check_sizes(config)
+        room = cuda.room(config, max_seq_len, args.max_batch)
+    else:
+        room = free_memory() // 4  # the system gives memory only to pages that are used
+    n_pages = pool(ops_class.page_bytes(config), max_seq_len, args.max_batch, args.kv_memory, room)
+    weights = read_weights(directory, config, ops_class.pack)
+    runner: ModelRunner = ops_class(config, weights, max_seq_len, n_pages, args.max_batch)
+    engine = Engine(runner, args.speculate)
+    names = args.served_model_name or [default_name(directory, args.model)]
+    return LocalWorker(engine, tokenizer, template, grammars, args.dialect, names, defaults)
+
+
+def context_length(config: Config, option: int | None) -> int:
+    """The longest context in tokens, prompt and answer; raises UnsupportedModel for one out of range."""
+    length = option or config.max_seq_len
     if not 2 <= length <= config.max_seq_len:
         limit = f"expected 2 to {config.max_seq_len}, the model's own limit"
         raise UnsupportedModel(f"--max-model-len {length}: {limit}")
-    defaults = generation_defaults(config.generation)
-    vocabulary = directory / "tokenizer.json"
-    template, tokenizer = ChatTemplate.load(directory), Tokenizer(vocabulary)
-    grammars = Grammars(vocabulary, config.vocab_size, config.eos_token_ids)
-    kind: type[NumpyOps] | type[cuda.CudaOps]
-    if args.device == "cuda":
-        kernels.check_sizes(config)
-        kind, room = cuda.CudaOps, cuda.room(config, length, args.max_batch)
-    else:
-        kind, room = cpu_ops(), free_memory() // 4  # no more is real than is used
-    n_pages = pool(kind.page_bytes(config), length, args.max_batch, args.kv_memory, room)
-    loaded = read_weights(directory, config, kind.pack)
-    ops: Ops = kind(config, loaded, length, n_pages, args.max_batch)
-    by_id = args.model and not Path(args.model).exists()
-    names = args.served_model_name or [args.model if by_id else directory.name]
-    engine = Engine(ops, args.speculate)
-    return LocalWorker(engine, tokenizer, template, grammars, args.dialect, names, defaults)
+    return length
+
+
+def default_name(directory: Path, model: str | None) -> str:
+    """The name of the model in requests: its id where it came from the Hub, else that of its directory."""
+    if model and not Path(model).exists():
+        return model
+    return directory.name
 
 
 def generation_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
     """The parameters that generation_config.json presets; raises BadInput for a value out of range."""
-    given = {name: generation[name] for name in GENERATION_DEFAULTS if generation.get(name) is not None}
-    if generation.get("do_sample") is False:
-        given["temperature"] = 0  # greedy
-    return {
-        name: params.COMMON[name].check(value, f"generation_config.{name}") for name, value in given.items()
-    }
+    presets = {}
+    for name in GENERATION_DEFAULTS:
+        value = generation.get(name)
+        if name == "temperature" and generation.get("do_sample") is False:
+            value = 0  # greedy
+        if value is not None:
+            presets[name] = params.COMMON[name].check(value, f"generation_config.{name}")
+    return presets
 
 
+# --- ops and memory -----------------------------------------------------------------------------------------
+
+
+def ops_of(device: str) -> type[NumpyOps] | type[cuda.CudaOps]:
+    return cuda.CudaOps if device == "cuda" else cpu_ops()
+
+
+@cache
 def cpu_ops() -> type[NumpyOps]:
-    """The fastest that is installed."""
+    """The fastest ops that are installed."""
     try:
         from devices.cpu import FastOps
     except ImportError as error:
@@ -88,39 +124,60 @@ def cpu_ops() -> type[NumpyOps]:
     return FastOps
 
 
-def pool(page_bytes: int, length: int, max_batch: int, kv_memory: int | None, room: int) -> int:
-    """Pages for keys and values; by default what there is room for, as far as whole contexts of all that run
-    at once can use it.
+def pool(page_bytes: int, max_seq_len: int, max_batch: int, kv_memory: int | None, room: int) -> int:
+    """The number of pages in the pool of the KV cache: --kv-memory, else what `room` bytes hold.
+
+    Without the option it is no more than a full batch of the longest contexts can use.
     """
     if kv_memory:
         if kv_memory < page_bytes:
             limit = f"expected {page_bytes} or more, for a page of {PAGE} tokens"
             raise ValueError(f"--kv-memory {kv_memory}: {limit}")
         return kv_memory // page_bytes
-    whole = max_batch * -(-length // PAGE)
-    return max(1, min(whole, room // page_bytes))
+    max_pages = max_batch * -(-max_seq_len // PAGE)
+    return max(1, min(max_pages, room // page_bytes))
 
 
 def free_memory() -> int:
-    """Bytes, as far as the system says: what is available on Linux, what is there elsewhere."""
-    lines = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
-    found = [path.read_text(encoding="utf-8") if path.exists() else "" for path in lines]
-    available = re.search(r"MemAvailable: +(\d+) kB", found[0])
-    in_all = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4 * 2**30
-    free = int(available[1]) * 1024 if available else in_all
-    return min(free, int(found[1])) if found[1].strip().isdigit() else free
+    """Free memory in bytes: what Linux says is available, in this container too; elsewhere all memory."""
+    free = 4 * 2**30
+    if hasattr(os, "sysconf"):
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = re.search(r"MemAvailable: +(\d+) kB", text_of(Path("/proc/meminfo")))
+    if available:
+        free = int(available[1]) * 1024
+    container_limit = text_of(Path("/sys/fs/cgroup/memory.max")).strip()  # "max" where there is none
+    if container_limit.isdigit():
+        free = min(free, int(container_limit))
+    return free
+
+
+def text_of(path: Path) -> str:
+    """The text of a file, "" where there is none."""
+    return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+# --- what the server says of it -----------------------------------------------------------------------------
 
 
 def facts(args: argparse.Namespace, worker: LocalWorker) -> dict[str, str]:
-    config, n_pages = worker.engine.config, worker.engine.counts()["pages"]
-    dtype, size = ("bfloat16", 2) if args.device == "cuda" else ("float32", 4)
-    per_token = 2 * size * config.n_layers * config.n_kv_heads * config.head_dim  # k and v
-    blas = [lib["num_threads"] for lib in threadpoolctl.threadpool_info() if lib["user_api"] == "blas"]
+    config = worker.engine.config
+    blas = [library["num_threads"] for library in threadpool_info() if library["user_api"] == "blas"]
+    n_threads = max(blas, default=1)
     return {
         "model": f"{worker.names[0]} ({config.model_type}), {n_params(config) / 1e6:.1f} M parameters",
-        "memory": f"{per_token / 1e3:.0f} kB a token of context, keys and values in {dtype}",
         "context": f"{worker.engine.max_seq_len} tokens",
-        "pages": f"{n_pages} of {PAGE} tokens, at most {n_pages * PAGE * per_token / 1e6:.0f} MB",
+        **memory_facts(args.device, config, worker.engine.counts()["pages"]),
         "dialect": worker.dialect,
-        "device": f"{args.device}: {worker.engine.about}; {max(blas, default=1)} BLAS threads",
+        "device": f"{args.device}: {worker.engine.about}; {n_threads} BLAS threads",
+    }
+
+
+def memory_facts(device: str, config: Config, n_pages: int) -> dict[str, str]:
+    """The memory of the KV cache: a page takes what the ops say, which pad heads on a GPU."""
+    page_bytes = ops_of(device).page_bytes(config)
+    token_kb = page_bytes / PAGE / 1e3
+    return {
+        "memory": f"{token_kb:.0f} kB a token of context, keys and values in {DTYPES[device]}",
+        "pages": f"{n_pages} of {PAGE} tokens, at most {n_pages * page_bytes / 1e6:.0f} MB",
     }

@@ -1,4 +1,4 @@
-"""Log records to lines on stderr, as text or as JSON, each with the id of the request that it is about.
+"""Logging: records to lines on stderr, as text or as JSON, each with the id of the request that it is about.
 
     logging.getLogger(name).info(...) ----> TextLines | JsonLines --> one line
 
@@ -19,21 +19,24 @@ from typing import Any
 
 REQUEST_ID = contextvars.ContextVar("REQUEST_ID", default="")  # "": not about a request
 
-
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # what moves a terminal's cursor, or starts a line
 
 
 def escaped(text: str) -> str:
-    return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 class TextLines(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
-        about = f" [{id_}]" if (id_ := REQUEST_ID.get()) else ""
-        return f"{self.formatTime(record)} {record.levelname} {record.name}{about}: {escaped(record.message)}"
+        head = f"{self.formatTime(record)} {record.levelname} {record.name}"
+        request_id = REQUEST_ID.get()
+        if request_id:
+            head += f" [{request_id}]"
+        return f"{head}: {escaped(record.message)}"
 
     def formatException(self, ei: Any) -> str:
-        return "\n".join(map(escaped, super().formatException(ei).split("\n")))
+        lines = super().formatException(ei).split("\n")
+        return "\n".join(map(escaped, lines))
 
 
 class JsonLines(logging.Formatter):
@@ -47,19 +50,21 @@ class JsonLines(logging.Formatter):
         }
         if record.exc_info:
             line["exception"] = "".join(traceback.format_exception(*record.exc_info))
-        return json.dumps(line | getattr(record, "fields", {}))
+        fields = getattr(record, "fields", {})  # members of their own: log.info(..., extra={"fields": {...}})
+        return json.dumps(line | fields)
 
 
-# What uvicorn warns of are requests that server.py and middleware.py refuse, and log with their ids.
-CHATTY = {"uvicorn.error": logging.ERROR, "httpx2": logging.WARNING}
+# Libraries that log too much, and from which level on they are heard. uvicorn's warnings are of requests that
+# connections.py and middleware.py refuse, and log with their ids.
+LIBRARIES = {"uvicorn.error": logging.ERROR, "httpx2": logging.WARNING}
 
 FORMATS: dict[str, type[logging.Formatter]] = {"text": TextLines, "json": JsonLines}
 
 
-def start(level: str, form: str) -> None:
+def start(level: str, log_format: str) -> None:
     """Send what is logged to stderr."""
     handler = logging.StreamHandler()
-    handler.setFormatter(FORMATS[form]())
+    handler.setFormatter(FORMATS[log_format]())
     logging.basicConfig(level=level.upper(), handlers=[handler])
-    for chatty, enough in CHATTY.items():
-        logging.getLogger(chatty).setLevel(enough)
+    for library, library_level in LIBRARIES.items():
+        logging.getLogger(library).setLevel(library_level)

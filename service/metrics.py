@@ -1,8 +1,8 @@
-"""What the server counts, in the form that Prometheus reads.
+"""Metrics: what the server counts, in the form that Prometheus reads.
 
-    requests, outputs --seen by middleware.py and api.py--> METERS --+
-                                                                +--render()--> text of /metrics
-    queue, KV cache, background runs --READINGS at a scrape-----+
+    requests, runs --seen by middleware.py and api.py--> COUNTERS, HISTOGRAMS --+
+                                                                            +--render()--> text of /metrics
+    queue, KV cache, background runs --read at a scrape--> READINGS ------------+
 
 Authority: https://prometheus.io/docs/instrumenting/exposition_formats/; for names, units and meanings
 https://docs.vllm.ai/en/stable/usage/metrics/
@@ -21,7 +21,7 @@ import operator
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -37,84 +37,87 @@ from prometheus_client.registry import Collector
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 PREFIX = "llmref:"
-MODEL = "model_name"  # the one label that all have, with one value: vLLM's dashboards choose by it
+MODEL = "model_name"  # the label that all metrics have, with one value: vLLM's dashboards choose by it
 
 # From a token of a small model on a fast GPU to a long answer of a large one on a slow CPU.
 SECONDS = (.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)  # fmt: skip
-REASON, ROUTE, HTTP = ("finished_reason",), ("handler",), ("handler", "method", "status")
 TOKENS = tuple(n * 10**digits for digits in range(6) for n in (1, 2, 5))
+REASON = ("finished_reason",)
+ROUTE = ("handler",)
+HTTP = ("handler", "method", "status")
 
-Counts = Callable[[], Mapping[str, int]]
-
-
-class Meter(NamedTuple):
-    labels: tuple[str, ...]
-    buckets: tuple[float, ...]  # a histogram's; a counter has none
-    what: str
-
-
-Kind = Literal["gauge", "counter"]
+MetricType = Literal["gauge", "counter"]
+Labels = tuple[str, ...]
+Buckets = tuple[float, ...]
+ReadCounts = Callable[[], Mapping[str, int]]
 
 
 class Reading(NamedTuple):
-    kind: Kind
-    what: str
-    read: Callable[[Mapping[str, int]], float]  # raises KeyError where the worker has no such thing
+    """A metric that is read from the worker's counts at a scrape: Prometheus's custom collector."""
+
+    type: MetricType
+    help: str
+    read: Callable[[Mapping[str, int]], float]  # raises KeyError where the worker has no such count
 
 
-got = operator.itemgetter
+item = operator.itemgetter
 
 
-def used(counts: Mapping[str, int]) -> float:
+def cache_usage(counts: Mapping[str, int]) -> float:
     return 1 - counts["free_pages"] / max(counts["pages"], 1)
 
 
 # fmt: off
-#  behind the prefix                              labels   buckets   what
-METERS = {
-    "prompt_tokens":                         Meter((),      (),       "Tokens of prompts."),
-    "generation_tokens":                     Meter((),      (),       "Tokens generated; aborted runs: 0."),
-    "prefix_cache_queries":                  Meter((),      (),       "Tokens of prompts looked for in it."),
-    "prefix_cache_hits":                     Meter((),      (),       "Tokens of prompts found in it."),
-    "request_success":                       Meter(REASON,  (),       "Runs that have ended, and how."),
-    "time_to_first_token_seconds":           Meter((),      SECONDS,  "To a run's first piece."),
-    "request_time_per_output_token_seconds": Meter((),      SECONDS,  "Of a run, behind its first piece."),
-    "e2e_request_latency_seconds":           Meter((),      SECONDS,  "To a run's end."),
-    "request_prompt_tokens":                 Meter((),      TOKENS,   "Tokens of a prompt."),
-    "request_generation_tokens":             Meter((),      TOKENS,   "Tokens generated in a run."),
-    "http_requests":                         Meter(HTTP,    (),       "Requests answered."),
-    "http_request_duration_seconds":         Meter(ROUTE,   SECONDS,  "From head to last byte."),
+# Metrics that change when something happens: Prometheus's direct instrumentation.
+#  name behind the prefix    labels   help
+COUNTERS: dict[str, tuple[Labels, str]] = {
+    "prompt_tokens":        ((),      "Tokens of prompts."),
+    "generation_tokens":    ((),      "Tokens generated; aborted runs: 0."),
+    "prefix_cache_queries": ((),      "Tokens of prompts looked for in it."),
+    "prefix_cache_hits":    ((),      "Tokens of prompts found in it."),
+    "request_success":      (REASON,  "Runs that have ended, and how."),
+    "http_requests":        (HTTP,    "Requests answered."),
 }
 
-#  behind the prefix                       kind       what                        read
+#  name behind the prefix                     labels   buckets   help
+HISTOGRAMS: dict[str, tuple[Labels, Buckets, str]] = {
+    "time_to_first_token_seconds":           ((),      SECONDS,  "To a run's first piece."),
+    "request_time_per_output_token_seconds": ((),      SECONDS,  "Of a run, behind its first piece."),
+    "e2e_request_latency_seconds":           ((),      SECONDS,  "To a run's end."),
+    "request_prompt_tokens":                 ((),      TOKENS,   "Tokens of a prompt."),
+    "request_generation_tokens":             ((),      TOKENS,   "Tokens generated in a run."),
+    "http_request_duration_seconds":         (ROUTE,   SECONDS,  "From head to last byte."),
+}
+
+#  name behind the prefix                    type       help                        read
 READINGS = {
-    "num_requests_running":            Reading("gauge",   "Sequences with a place.",  got("running")),
-    "num_requests_waiting":            Reading("gauge",   "Those that wait for one.", got("waiting")),
-    "kv_cache_usage_perc":             Reading("gauge",   "Share of the KV cache.",   used),
-    "num_preemptions":                 Reading("counter", "Those put back to wait.",  got("preemptions")),
-    "spec_decode_num_draft_tokens":    Reading("counter", "Tokens guessed.",          got("drafted")),
-    "spec_decode_num_accepted_tokens": Reading("counter", "Tokens guessed right.",    got("accepted")),
-    "engine_steps":                    Reading("counter", "Forward passes.",          got("steps")),
-    "upstreams_down":                  Reading("gauge",   "Upstreams not asked now.", got("upstreams_down")),
-    "relayed_requests_done":           Reading("counter", "Upstreams have answered.", got("relayed_done")),
-    "relayed_requests_failed":         Reading("counter", "They have not.",           got("relayed_error")),
-    "relayed_requests_left":           Reading("counter", "The client has left.", got("relayed_disconnect")),
-    "relayed_tokens":                  Reading("counter", "Weighed as they cost.",   got("relayed_total")),
-    "relayed_cost":                    Reading("counter", "In units of the price.",   got("relayed_cost")),
+    "num_requests_running":            Reading("gauge",   "Sequences with a place.",  item("running")),
+    "num_requests_waiting":            Reading("gauge",   "Those that wait for one.", item("waiting")),
+    "kv_cache_usage_perc":             Reading("gauge",   "Share of the KV cache.",   cache_usage),
+    "num_preemptions":                 Reading("counter", "Those put back to wait.",  item("preemptions")),
+    "spec_decode_num_draft_tokens":    Reading("counter", "Tokens guessed.",          item("drafted")),
+    "spec_decode_num_accepted_tokens": Reading("counter", "Tokens guessed right.",    item("accepted")),
+    "engine_steps":                    Reading("counter", "Forward passes.",          item("steps")),
+    "upstreams_down":                  Reading("gauge",   "Upstreams not asked now.", item("upstreams_down")),
+    "relayed_requests_done":           Reading("counter", "Upstreams have answered.", item("relayed_done")),
+    "relayed_requests_failed":         Reading("counter", "They have not.",           item("relayed_error")),
+    "relayed_requests_left":           Reading("counter", "The client has left.", item("relayed_disconnect")),
+    "relayed_tokens":                  Reading("counter", "Weighed as they cost.",   item("relayed_total")),
+    "relayed_cost":                    Reading("counter", "In units of the price.",   item("relayed_cost")),
 }
 
-#  behind the prefix                   kind      what, by status
-BACKGROUND: dict[str, tuple[Kind, str]] = {
+#  name behind the prefix            type       help; the label `status` has the value of each
+BACKGROUND: dict[str, tuple[MetricType, str]] = {
     "background_responses":           ("gauge",   "Background responses that have not ended."),
     "background_responses_ended":     ("counter", "Background responses that have ended, since the start."),
 }
 
-#  Finish.reason    as vLLM says it
+#  Finish.reason      vLLM's finished_reason
 REASONS = {
-    "stop":         "stop",
-    "length":       "length",
-    "failed":       "error",
-    "cancelled":    "abort",
+    "stop":           "stop",
+    "length":         "length",
+    "failed":         "error",
+    "cancelled":      "abort",
     "content_filter": "content_filter",
 }
 # fmt: on
@@ -123,88 +126,91 @@ disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series fo
 
 
 class Run:
-    """The watch on one run of the worker."""
+    """Times one run of a worker, one choice of one request."""
 
     def __init__(self, metrics: "Metrics") -> None:
         self._metrics = metrics
         self._started_at = time.perf_counter()
-        self._first_at: float | None = None
+        self._first_output_at: float | None = None
 
     def piece(self) -> None:
         """A piece of output came."""
-        if self._first_at is None:
-            self._first_at = time.perf_counter()
-            self._metrics.observe("time_to_first_token_seconds", self._first_at - self._started_at)
+        if self._first_output_at is None:
+            self._first_output_at = time.perf_counter()
+            seconds = self._first_output_at - self._started_at
+            self._metrics.observe("time_to_first_token_seconds", seconds)
 
     def end(self, reason: str, n_prompt: int, n_cached: int, n_generated: int) -> None:
-        """The run has ended; what was not counted any more is 0."""
-        add, observe, ended_at = self._metrics.add, self._metrics.observe, time.perf_counter()
-        add("request_success", 1, REASONS[reason])
-        observe("e2e_request_latency_seconds", ended_at - self._started_at)
-        for name, n in (("prompt_tokens", n_prompt), ("generation_tokens", n_generated)):
-            add(name, n)
-            observe(f"request_{name}", n)
-        add("prefix_cache_queries", n_prompt)
-        add("prefix_cache_hits", n_cached)
-        if self._first_at is not None and n_generated > 1:
-            seconds = (ended_at - self._first_at) / (n_generated - 1)
-            observe("request_time_per_output_token_seconds", seconds)
+        """The run has ended; a count that is not known is 0."""
+        ended_at = time.perf_counter()
+        metrics = self._metrics
+        metrics.add("request_success", 1, REASONS[reason])
+        metrics.add("prompt_tokens", n_prompt)
+        metrics.add("generation_tokens", n_generated)
+        metrics.add("prefix_cache_queries", n_prompt)
+        metrics.add("prefix_cache_hits", n_cached)
+        metrics.observe("request_prompt_tokens", n_prompt)
+        metrics.observe("request_generation_tokens", n_generated)
+        metrics.observe("e2e_request_latency_seconds", ended_at - self._started_at)
+        if self._first_output_at is not None and n_generated > 1:
+            seconds = (ended_at - self._first_output_at) / (n_generated - 1)
+            metrics.observe("request_time_per_output_token_seconds", seconds)
 
 
 class Metrics(Collector):
-    """`engine` counts what the worker holds; `live` and `ended` the background responses, by status."""
+    """All metrics of a server. `worker` reads the counts of its workers; `live` and `ended` read how many
+    background responses there are, by status.
+    """
 
-    def __init__(self, model: str, engine: Counts, live: Counts, ended: Counts) -> None:
-        self._model, self._engine = model, engine
+    def __init__(self, model: str, worker: ReadCounts, live: ReadCounts, ended: ReadCounts) -> None:
+        self._model = model
+        self._worker = worker
         self._background = {"background_responses": live, "background_responses_ended": ended}
         self._registry = CollectorRegistry()
-        self._meters = {name: self._meter(name, meter) for name, meter in METERS.items()}
-        self._registry.register(self)
+        self._counters = {
+            name: Counter(PREFIX + name, help_, (MODEL, *labels), registry=self._registry)
+            for name, (labels, help_) in COUNTERS.items()
+        }
+        self._histograms = {
+            name: Histogram(PREFIX + name, help_, (MODEL, *labels), buckets=buckets, registry=self._registry)
+            for name, (labels, buckets, help_) in HISTOGRAMS.items()
+        }
+        self._registry.register(self)  # its readings: collect()
         ProcessCollector(registry=self._registry)  # process_resident_memory_bytes, process_open_fds, ...
 
-    def _meter(self, name: str, meter: Meter) -> Counter | Histogram:
-        labels = (MODEL, *meter.labels)
-        if meter.buckets:
-            return Histogram(
-                PREFIX + name, meter.what, labels, buckets=meter.buckets, registry=self._registry
-            )
-        return Counter(PREFIX + name, meter.what, labels, registry=self._registry)
-
     def add(self, name: str, n: float, *labels: str) -> None:
-        counter = self._meters[name]
-        assert isinstance(counter, Counter)
-        counter.labels(self._model, *labels).inc(n)
+        self._counters[name].labels(self._model, *labels).inc(n)
 
     def observe(self, name: str, value: float, *labels: str) -> None:
-        histogram = self._meters[name]
-        assert isinstance(histogram, Histogram)
-        histogram.labels(self._model, *labels).observe(value)
+        self._histograms[name].labels(self._model, *labels).observe(value)
 
     def run(self) -> Run:
         return Run(self)
 
     def collect(self) -> Iterable[Metric]:
-        """At a scrape: what is held now."""
-        counts = self._engine()
-        for name, (kind, what, read) in READINGS.items():
+        """The readings, at a scrape."""
+        counts = self._worker()
+        for name, reading in READINGS.items():
             with suppress(KeyError):
-                yield self._family(name, kind, what, {(): read(counts)})
-        for name, (kind, what) in BACKGROUND.items():
-            states = self._background[name]()
-            yield self._family(name, kind, what, {(status,): n for status, n in states.items()}, ("status",))
+                yield self._family(name, reading.type, reading.help, {(): reading.read(counts)})
+        for name, (type_, help_) in BACKGROUND.items():
+            n_by_status = self._background[name]()
+            values = {(status,): n for status, n in n_by_status.items()}
+            yield self._family(name, type_, help_, values, ("status",))
 
     def _family(
         self,
         name: str,
-        kind: Kind,
-        help: str,
-        values: Mapping[tuple[str, ...], float],
+        type_: MetricType,
+        help_: str,
+        values: Mapping[Any, float],
         labels: Sequence[str] = (),
     ) -> Metric:
-        family = GaugeMetricFamily if kind == "gauge" else CounterMetricFamily
-        metric = family(PREFIX + name, help, labels=[MODEL, *labels])
-        for values_of_labels, value in values.items():
-            metric.add_metric([self._model, *values_of_labels], value)
+        """A metric with its values, by the values of its labels."""
+        family = GaugeMetricFamily if type_ == "gauge" else CounterMetricFamily
+        metric = family(PREFIX + name, help_, labels=[MODEL, *labels])
+        for label_values, value in values.items():
+            metric.add_metric([self._model, *label_values], value)
         return metric
 
     def render(self) -> bytes:

@@ -1,25 +1,27 @@
 """The options of the command line: their names, defaults, checks and help, as one table.
 
-    argv --arguments().parse_args()--> options
+    argv --arguments().parse_args()--> options --timeouts(), prices(), read_keys()--> what the server is given
 
 Rules of this file:
 1. A value that cannot work is refused here, in one line that says what was expected and what came.
-2. NaN, infinities and empty texts are no values: most often a variable of the shell that is not set.
+2. NaN, infinities and empty texts are no values: most often a variable of the shell is not set.
+3. What only few operators set is one repeatable option of NAME=NUMBER pairs, not an option for each name.
 
-Not here: what becomes of them (server.py, loading.py).
+Not here: what the options do (server.py, loading.py).
 """
 
 import argparse
 import os
 import re
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from dialects.families import DIALECTS
-from gateway import upstreams
+from gateway.metering import Prices, TokenCounts
+from gateway.upstreams import Timeouts
 from responses import REASONING_EVENTS
 from service import logs
 from store import Retention
@@ -29,65 +31,30 @@ T = TypeVar("T", int, float)
 
 IN_MEMORY = ":memory:"
 KEY_VARIABLE = "LLMREF_API_KEY"
-
-
-# --- the command line ---------------------------------------------------------------------------------------
-
-MODEL = (
-    "a Hugging Face model directory, or an id on the Hub such as Qwen/Qwen3-0.6B; "
-    "without it, SmolLM2-135M-Instruct is fetched once and served"
-)
-HOST = "address to listen on; 0.0.0.0: all interfaces"
-NAME = f"name in requests, repeatable (default: the directory's); '{ALIAS}' always works too"
-LENGTH = "context in tokens, prompt and answer (default: the model's own)"
-KEY = (
-    "require 'Authorization: Bearer KEY' except for / and /health; repeatable; each key sees only its own "
-    f"responses; {KEY_VARIABLE} in the environment is one more"
-)
-KEY_FILE = "the same, a key a line: other users of this machine can read a command line"
-ORIGIN = "let pages from there, such as https://example.org, call us; repeatable, '*': from anywhere"
-STREAMS = "requests that are open at once; one more is refused with 503"
-READER = "seconds before a client that has stopped reading is dropped"
-DONE_LINE = "end Responses streams without 'data: [DONE]'"
-TEMPORARY = "refuse background with store=false, as OpenAI did at first, not keep it for 10 minutes"
-GRACE = "seconds to finish in at a stop"
-STORE = "SQLite file that keeps responses; in memory they are lost at exit"
-SECRET = "key of what clients keep for us: reasoning, compactions (default: another at each start)"
-KV_MEMORY = "memory for keys and values, such as 2G (default: a quarter of what is free)"
-MAX_DRAFTS = 16  # of a sequence in a step: a GPU verifies as many at the price of one
-SPECULATE = f"draft up to N tokens per step by prompt lookup, at most {MAX_DRAFTS}; 0 turns it off"
-DIALECT = "how the model marks reasoning and calls (default: as its chat template says)"
-EVENTS = "names of reasoning events: reasoning_text.* or, for Open Responses' own tests, reasoning.*"
-UPSTREAM = (
-    "an OpenAI-compatible server whose models are served too, repeatable, such as http://host:8000/v1; "
-    "without --model only those"
-)
-UPSTREAM_KEY = "sent to the upstreams as 'Authorization: Bearer KEY'"
-UNLISTED = "a model that the upstreams serve and do not list, repeatable"
-PROBE = "seconds between two looks at an upstream's /v1/models"
-PER_TOKEN = "give the usage of upstreams its cost: this much a token, an integer; without it, none"
-WEIGHT = "weight of these tokens in the cost, in ten-thousandths"
-COEFFICIENT = "weight of all tokens in the cost, in thousandths"
-LIMITS = upstreams.DEFAULTS
-DEVICES = ("auto", "cuda", "cpu")  # auto: cuda where it is built, else cpu
+DEVICES = ("auto", "cuda", "cpu")  # auto: cuda where there is a GPU, else cpu
 LEVELS = ("debug", "info", "warning", "error")
-MAX_NUMBER = 10**15  # of any kind: SQLite, C and the event loop's clock hold it
+MAX_DRAFTS = 16  # a sequence and step: a GPU verifies so many at the price of one
+MAX_NUMBER = 10**15  # of any kind: SQLite, C and the event loop's clock can hold it
 
+# --- checks -------------------------------------------------------------------------------------------------
 
 SUFFIXES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def size(text: str) -> int:
     """Bytes, with a suffix: 512M, 1.5G"""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", text, re.ASCII | re.IGNORECASE)
-    n_bytes = float(found[1]) * SUFFIXES[found[2].upper()] if found else 0
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", text, re.ASCII | re.IGNORECASE)
+    n_bytes = 0.0
+    if match:
+        number, suffix = match.groups()
+        n_bytes = float(number) * SUFFIXES[suffix.upper()]
     if not 1 <= n_bytes <= MAX_NUMBER:
         raise argparse.ArgumentTypeError(f"expected bytes such as 512M or 2G, got {text}")
     return int(n_bytes)
 
 
 def at_least(low: float, kind: Callable[[str], T]) -> Callable[[str], T]:
-    """A number from `low` to MAX_NUMBER; NaN and infinity are none."""
+    """A number from `low` to MAX_NUMBER; NaN and the infinities are none."""
 
     def number(text: str) -> T:
         try:
@@ -101,15 +68,32 @@ def at_least(low: float, kind: Callable[[str], T]) -> Callable[[str], T]:
     return number
 
 
-def text(given: str, what: str = "a text") -> str:
-    """Nothing is a mistake: most often a variable of the shell that is not set."""
-    if not given.strip():
-        raise argparse.ArgumentTypeError(f"expected {what}, got nothing")
-    return given.strip()
+def named(names: Collection[str], number: Callable[[str], T]) -> Callable[[str], tuple[str, T]]:
+    """NAME=NUMBER, one of the names and a number for it."""
+
+    def pair(text: str) -> tuple[str, T]:
+        name, _, value = text.partition("=")
+        if name not in names:
+            raise argparse.ArgumentTypeError(
+                f"expected NAME=NUMBER with NAME one of {', '.join(names)}; got {text}"
+            )
+        try:
+            return name, number(value)
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentTypeError(f"{name}: {error}") from error
+
+    return pair
 
 
-def key(given: str) -> str:
-    key = text(given, "a key")
+def text(value: str, expected: str = "a text") -> str:
+    """Anything but an empty text."""
+    if not value.strip():
+        raise argparse.ArgumentTypeError(f"expected {expected}, got nothing")
+    return value.strip()
+
+
+def key(value: str) -> str:
+    key = text(value, "a key")
     if not (key.isascii() and key.isprintable()):
         raise argparse.ArgumentTypeError("expected a key of printable ASCII, for it travels in a header")
     return key
@@ -124,7 +108,7 @@ def origin(text: str) -> str:
 def base_url(text: str) -> str:
     try:
         parts = urlsplit(text)
-        _ = parts.port
+        _ = parts.port  # raises ValueError for a port that is none
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"expected http://HOST:PORT/v1 or the like, got {text}") from error
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
@@ -132,8 +116,69 @@ def base_url(text: str) -> str:
     return text
 
 
-natural, positive = at_least(0, int), at_least(1, int)
+natural = at_least(0, int)
+positive = at_least(1, int)
 seconds = at_least(0.001, float)
+
+# fmt: off
+#  --upstream-timeout   field of Timeouts
+TIMEOUTS = {
+    "connect":          "connect_s",
+    "first-byte":       "first_byte_s",
+    "idle":             "idle_s",
+    "probe":            "probe_s",
+}
+# fmt: on
+PRICES = ("token", *TokenCounts._fields, "coefficient")
+
+timeout = named(TIMEOUTS, seconds)
+price = named(PRICES, natural)
+
+# --- help ---------------------------------------------------------------------------------------------------
+
+MODEL = (
+    "a Hugging Face model directory, or an id on the Hub such as Qwen/Qwen3-0.6B; "
+    "without it, SmolLM2-135M-Instruct is fetched once and served"
+)
+HOST = "address to listen on; 0.0.0.0: all interfaces"
+NAME = f"name in requests, repeatable (default: the directory's); '{ALIAS}' always works too"
+LENGTH = "context in tokens, prompt and answer (default: the model's own)"
+KEY = (
+    "require 'Authorization: Bearer KEY' except for / and /health; repeatable; each key sees only its own "
+    f"responses; {KEY_VARIABLE} in the environment is one more"
+)
+KEY_FILE = "a file with such keys, one a line: other users of this machine can read a command line"
+ORIGIN = "let pages from there, such as https://example.org, call us; repeatable, '*': from anywhere"
+STREAMS = "requests that are open at once; one more is refused with 503"
+READER = "seconds before a client that has stopped reading is dropped"
+DONE_LINE = "end Responses streams without 'data: [DONE]'"
+TEMPORARY = "refuse background with store=false, as OpenAI did at first, not keep it for 10 minutes"
+GRACE = "seconds that running requests get to finish at a stop"
+STORE = "SQLite file that keeps responses; in memory they are lost at exit"
+SECRET = "key of what clients keep for us: reasoning, compactions (default: another at each start)"
+KV_MEMORY = "memory for the KV cache, such as 2G (default: a quarter of what is free)"
+SPECULATE = f"draft up to N tokens per step by prompt lookup, at most {MAX_DRAFTS}; 0 turns it off"
+DIALECT = "how the model marks reasoning and calls (default: as its chat template says)"
+EVENTS = "names of reasoning events: reasoning_text.* or, for Open Responses' own tests, reasoning.*"
+UPSTREAM = (
+    "an OpenAI-compatible server whose models are served too, repeatable, such as http://host:8000/v1; "
+    "without --model only those"
+)
+UPSTREAM_KEY = "sent to the upstreams as 'Authorization: Bearer KEY'"
+
+DEFAULT_TIMEOUTS = [f"{name}={getattr(Timeouts(), field):g}" for name, field in TIMEOUTS.items()]
+TIMEOUT = (
+    "seconds that an upstream gets, repeatable: to connect; until the first-byte of an answer; to be idle in "
+    "it; between two probes of its models, and for one "
+    f"(default: {', '.join(DEFAULT_TIMEOUTS)})"
+)
+DEFAULT_PRICES = Prices()
+PRICE = (
+    "give the usage of upstreams its cost, repeatable, in integers: of a token; the weights of prompt, "
+    "cached, completion and reasoning tokens, in ten-thousandths "
+    f"(default: {DEFAULT_PRICES.multipliers.prompt}); the coefficient of all, in thousandths "
+    f"(default: {DEFAULT_PRICES.coefficient})"
+)
 
 # fmt: off
 #   option                default               what argparse needs to know besides
@@ -171,18 +216,10 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "upstream":            (None,                 {"type": base_url, "metavar": "URL", "action": "append",
                                                    "help": UPSTREAM}),
     "upstream-api-key":    (None,                 {"type": key, "metavar": "KEY", "help": UPSTREAM_KEY}),
-    "upstream-model":      (None,                 {"type": text, "metavar": "NAME", "action": "append",
-                                                   "help": UNLISTED}),
-    "upstream-connect":    (LIMITS.connect_s,     {"type": seconds, "help": "seconds to connect in"}),
-    "upstream-first-byte": (LIMITS.first_byte_s,  {"type": seconds, "help": "seconds until it answers"}),
-    "upstream-idle":       (LIMITS.idle_s,        {"type": seconds, "help": "seconds of silence in one"}),
-    "upstream-probe":      (LIMITS.probe_s,       {"type": seconds, "help": PROBE}),
-    "price-per-token":     (None,                 {"type": natural, "help": PER_TOKEN}),
-    "price-prompt":        (10_000,               {"type": natural, "help": WEIGHT}),
-    "price-cached":        (10_000,               {"type": natural, "help": WEIGHT}),
-    "price-completion":    (10_000,               {"type": natural, "help": WEIGHT}),
-    "price-reasoning":     (10_000,               {"type": natural, "help": WEIGHT}),
-    "price-coefficient":   (1000,                 {"type": natural, "help": COEFFICIENT}),
+    "upstream-timeout":    (None,                 {"type": timeout, "metavar": "NAME=SECONDS",
+                                                   "action": "append", "help": TIMEOUT}),
+    "price":               (None,                 {"type": price, "metavar": "NAME=NUMBER",
+                                                   "action": "append", "help": PRICE}),
     "log-level":           ("info",               {"choices": LEVELS, "help": "how much to log, on stderr"}),
     "log-format":          ("text",               {"choices": (*logs.FORMATS,), "help": "of its lines"}),
 }
@@ -193,23 +230,50 @@ def arguments() -> argparse.ArgumentParser:
     about = "Serve a language model over OpenAI's Responses and Chat Completions APIs."
     parser = argparse.ArgumentParser(description=about)
     for name, (default, settings) in OPTIONS.items():
-        shown = f"{settings['help']} (default: {default})" if default else settings["help"]
-        metavar = {"metavar": "N"} if "type" in settings else {}
-        parser.add_argument(f"--{name}", default=default, **metavar | settings | {"help": shown})
+        settings = dict(settings)
+        if default:
+            settings["help"] += f" (default: {default})"
+        if "type" in settings:
+            settings.setdefault("metavar", "N")
+        parser.add_argument(f"--{name}", default=default, **settings)
     parser.add_argument("--version", action="version", version=version())
     return parser
 
 
 def version() -> str:
-    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))[
-        "project"
-    ]
+    pyproject = Path(__file__).parents[1] / "pyproject.toml"
+    project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
     return f"{project['name']} {project['version']}"
 
 
+# --- options in several parts -------------------------------------------------------------------------------
+
+
+def timeouts(args: argparse.Namespace) -> Timeouts:
+    fields = {TIMEOUTS[name]: value for name, value in args.upstream_timeout or ()}
+    return Timeouts(**fields)
+
+
+def prices(args: argparse.Namespace) -> Prices | None:
+    """What the tokens of upstreams cost; None: their usage gets no cost. Raises ValueError."""
+    values = dict[str, int](args.price or ())
+    if not values:
+        return None
+    if "token" not in values:
+        raise ValueError(f"--price: expected token=NUMBER, the price of a token, beside {', '.join(values)}")
+    per_token = values.pop("token")
+    coefficient = values.pop("coefficient", DEFAULT_PRICES.coefficient)
+    multipliers = DEFAULT_PRICES.multipliers._replace(**values)
+    return Prices(per_token, multipliers, coefficient)
+
+
 def read_keys(args: argparse.Namespace) -> list[str]:
-    """Those of the command line, the file and the environment; a source without one raises ValueError."""
-    keys, sources = list[str](args.api_key or ()), dict[str, list[str]]()
+    """The keys of the command line, the file and the environment.
+
+    Raises ValueError for a key that is none, and for a file or a variable without one.
+    """
+    keys = list[str](args.api_key or ())
+    sources = dict[str, list[str]]()
     if args.api_key_file:
         lines = args.api_key_file.read_text(encoding="utf-8").splitlines()
         sources[f"--api-key-file {args.api_key_file}"] = list(filter(str.strip, lines)) or [""]

@@ -1,11 +1,11 @@
-"""The page: page.html as it lies on disk, behind headers that let it do what it does and nothing else.
+"""The web page: page.html as it lies on disk, with a Content Security Policy that allows what it needs alone.
 
-    page.html --hash of its script and style--> Content-Security-Policy
+    page.html --hashes of its script and style--> POLICY, HEADERS --response()--> Response
 
 Authority: https://www.w3.org/TR/CSP3/. A model writes what this page shows, and a model repeats what it read.
 
 Rules of this file:
-1. One script and one style run, those whose hashes are sent: what a model writes never does.
+1. One script and one style run, those whose hashes are sent: what a model writes never runs.
 2. The page talks to the server that it came from, and to nobody else; no other page frames it.
 
 Not here: what the page does (page.html).
@@ -22,9 +22,10 @@ HTML = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
 
 
 def source(tag: str) -> str:
-    """The CSP source of the page's one element of this kind."""
+    """The CSP source of the page's one element of this kind: the hash of its text."""
     (text,) = re.findall(f"<{tag}>(.*?)</{tag}>", HTML, re.DOTALL)
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+    digest = hashlib.sha256(text.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
 # fmt: off

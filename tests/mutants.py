@@ -20,10 +20,9 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "results", "*.egg-info", "build")
-KILLED, SURVIVED = (
-    1,
-    0,
-)  # exit statuses of pytest: "Tests were collected and run but some of the tests failed"
+# Exit statuses of pytest: 1 is "Tests were collected and run but some of the tests failed".
+KILLED, SURVIVED = 1, 0
+VERDICTS = {KILLED: "killed", SURVIVED: "SURVIVED"}
 PATIENCE_S = 120  # a mutant that hangs is one whose test does not fail in time: not killed
 
 
@@ -79,15 +78,15 @@ def main() -> int:
     parser.add_argument("word", nargs="?", default="", help="only those with this word in them")
     word = parser.parse_args().word
     chosen = [mutant for mutant in mutants() if word in str(mutant)]
-    n_killed, started = 0, time.monotonic()
+    started = time.monotonic()
+    n_killed = 0
     with TemporaryDirectory() as folder:
         copy = copied(Path(folder))
         for mutant in chosen:
             ended = status(mutant, copy)
-            n_killed += ended == KILLED
-            verdict = {KILLED: "killed", SURVIVED: "SURVIVED"}.get(
-                ended, f"NOT RUN (pytest ended with {ended})"
-            )
+            if ended == KILLED:
+                n_killed += 1
+            verdict = VERDICTS.get(ended, f"NOT RUN (pytest ended with {ended})")
             print(f"{verdict:8} {mutant}", flush=True)
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = f"{time.monotonic() - started:.0f} s, {used.ru_utime + used.ru_stime:.0f} s of processor time"

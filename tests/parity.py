@@ -223,7 +223,7 @@ class Ours:
         spans = [
             prefill(token_ids[start : end + 1], start) for start, end in zip(starts, positions, strict=False)
         ]
-        return np.concatenate([forward(self.ops, self.weights, Batch([span])).copy() for span in spans])
+        return np.concatenate([forward(self.ops, self.weights, Batch([span])) for span in spans])
 
     def greedy(self, prompt: Sequence[int], n: int) -> list[int]:
         """The prompt at once, then token by token."""

@@ -29,7 +29,7 @@ HEAD = (
     'orient="auto"><path d="M0,0 L8,4 L0,8 z"/></marker></defs>'
 )
 
-# --- the automaton of events --------------------------------------------------------------------------------
+# --- the states and arrows of responses.GRAMMAR -------------------------------------------------------------
 
 # fmt: off
 #  state              column, row
@@ -69,8 +69,12 @@ STEP_X, STEP_Y, WIDTH, HEIGHT = 250, 88, 128, 26
 
 
 def at(state: str) -> tuple[int, int]:
+    """The middle of a state's box."""
     column, row = PLACES[state]
-    return 90 + column * STEP_X, 30 + row * STEP_Y + 40 * (row > 0)
+    down = row * STEP_Y
+    if row > 0:
+        down += 40  # for the arrows between the first row and "between"
+    return 90 + column * STEP_X, 30 + down
 
 
 def events() -> str:
@@ -97,7 +101,9 @@ def drawn(edges: Mapping[tuple[str, str], list[str]]) -> Iterator[str]:
 
 def route(state: str, following: str) -> tuple[str, int, int]:
     """An arrow's path, and the middle of the line of text above it."""
-    (x, y), (to_x, to_y), row = at(state), at(following), PLACES[state][1]
+    x, y = at(state)
+    to_x, to_y = at(following)
+    _, row = PLACES[state]
     if state == following:  # a delta
         return f"M{x - 30},{y - 13} c0,-25 60,-25 60,0", x, y - 34
     if (state, following) in ROUTES:
@@ -115,13 +121,10 @@ def route(state: str, following: str) -> tuple[str, int, int]:
 def lettering(x: int, y: int, labels: list[str]) -> Iterator[str]:
     """Above the arrow its event; below it the item or part that the event holds."""
     for i, text in enumerate(reversed(labels)):
-        event, _, held = text.partition(" ")
+        event, _, inner = text.partition(" ")
         yield f'<text class="edge" x="{x}" y="{y - 12 * i}">{escape(event)}</text>'
-        if held:
-            yield f'<text class="edge" x="{x}" y="{y + 16}">{escape(held)}</text>'
-
-
-# --- imports ------------------------------------------------------------------------------------------------
+        if inner:
+            yield f'<text class="edge" x="{x}" y="{y + 16}">{escape(inner)}</text>'
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ In the end every background response that was accepted must be terminal, its eve
 run any more, the log may hold no traceback, and memory and open files must be where they were when the last
 process had warmed up. Prints what it did and found; the exit status says whether all of that held.
 
-Not here: a quick test of any of it; those are in test_lifecycle.py and test_front.py.
+Not here: a quick test of any of it; those are in test_lifecycle.py and test_middleware.py.
 """
 
 import argparse
@@ -31,9 +31,9 @@ from store import TERMINAL
 
 RESPONSES, CHAT = "/v1/responses", "/v1/chat/completions"
 N_CLIENTS = 8
-KILL_EVERY_S = 15  # at random, around this
-CALM = 0.4  # of the time, at the end, without kills: memory is watched
-MAX_GROWTH_MB = 40  # of the last process: caches fill, and the allocator keeps some
+KILL_EVERY_S = 15  # on average; the lives of the server are random
+CALM = 0.4  # share of the time, at its end, in which nothing is killed and memory is watched
+MAX_GROWTH_MB = 40  # of the last process: caches fill, and the allocator keeps some memory
 LOST = (OSError, http.client.HTTPException, ValueError, AssertionError)  # how a client sees a killed server
 PROMPTS = [
     "hi",
@@ -50,12 +50,12 @@ TOOL = {
 
 
 class Soak:
-    """What the clients share."""
+    """The state that the clients share: the server as it is now, and what it has promised."""
 
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
         self.server: Server | None = None  # None while there is none
-        self.epoch = 0  # of the server's processes
+        self.epoch = 0  # number of the server's process
         self.over = threading.Event()
         self.accepted: dict[str, bool] = {}  # background responses: id, and whether it was streamed
         self.deleted: set[str] = set()
@@ -65,7 +65,9 @@ class Soak:
     def client(self, seed: int) -> None:
         random = Random(seed)
         while not self.over.is_set():
-            server, epoch, act = self.server, self.epoch, random.choice(ACTIONS)
+            server = self.server
+            epoch = self.epoch
+            act = random.choice(ACTIONS)
             if server is None:
                 time.sleep(0.05)
                 continue
@@ -127,9 +129,16 @@ def leave(soak: Soak, server: Server, random: Random) -> None:
 
 
 def whole(soak: Soak, server: Server, random: Random) -> None:
-    found = ok(server.post(RESPONSES, body(random)))
-    assert found["status"] in ("completed", "incomplete")
-    ok(server.post(RESPONSES, body(random, previous_response_id=found["id"], truncation="auto")))
+    response = ok(server.post(RESPONSES, body(random)))
+    assert response["status"] in ("completed", "incomplete")
+    calls = [item for item in response["output"] if item["type"] == "function_call"]
+    outputs = [
+        {"type": "function_call_output", "call_id": call["call_id"], "output": "12 C"} for call in calls
+    ]
+    chain = {"previous_response_id": response["id"], "truncation": "auto"}
+    if calls:  # a conversation that leaves a call without its output is refused
+        chain["input"] = outputs
+    ok(server.post(RESPONSES, body(random, **chain)))
 
 
 def chat(soak: Soak, server: Server, random: Random) -> None:
@@ -161,8 +170,7 @@ def replayed(server: Server, id: str, after: int | None = None) -> list[Json]:
     if b"expired" in reply.body and reply.status == 400:
         return []
     assert reply.status == 200, reply.body
-    found = re.findall(rb"^data: (\{.*)$", reply.body, re.MULTILINE)
-    return [json.loads(each) for each in found]
+    return [json.loads(data) for data in re.findall(rb"^data: (\{.*)$", reply.body, re.MULTILINE)]
 
 
 def cancel(soak: Soak, server: Server, random: Random) -> None:
@@ -208,27 +216,24 @@ def used(server: Server) -> tuple[float, float]:
         return (health["running"], health["waiting"], health["background"]) == (0, 0, 0)
 
     until(idle, "nothing runs")
-    told = dict(
-        line.split()
-        for line in server.get("/metrics").body.decode().splitlines()
-        if line.startswith("process_")
-    )
-    return float(told["process_resident_memory_bytes"]) / 1e6, float(told["process_open_fds"])
+    lines = server.get("/metrics").body.decode().splitlines()
+    metrics = dict(line.split() for line in lines if line.startswith("process_"))
+    return float(metrics["process_resident_memory_bytes"]) / 1e6, float(metrics["process_open_fds"])
 
 
 def check_end(soak: Soak, server: Server, was: tuple[float, float]) -> None:
     for id_, streamed in soak.accepted.items():
-        found = ok(server.get(f"{RESPONSES}/{id_}"))
-        if found["status"] not in TERMINAL:
-            soak.wrong.append(f"{id_} is {found['status']}")
+        status = ok(server.get(f"{RESPONSES}/{id_}"))["status"]
+        if status not in TERMINAL:
+            soak.wrong.append(f"{id_} is {status}")
         if streamed and (events := replayed(server, id_)):
             try:
                 check_whole(events)
             except AssertionError as error:
                 soak.wrong.append(f"{id_}: {error}")
-    soak.wrong += [
-        f"{id_} was deleted" for id_ in soak.deleted if server.get(f"{RESPONSES}/{id_}").status != 404
-    ]
+    for id_ in soak.deleted:
+        if server.get(f"{RESPONSES}/{id_}").status != 404:
+            soak.wrong.append(f"{id_} was deleted, and is there")
     now = used(server)
     warm, ended = (f"{mb:.0f} MB and {files:.0f} files" for mb, files in (was, now))
     print(f"last process: {warm} when warm, {ended} at the end")
@@ -241,7 +246,8 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=5)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    soak, end = Soak(args.seed), time.monotonic() + 60 * args.minutes
+    soak = Soak(args.seed)
+    end = time.monotonic() + 60 * args.minutes
     clients = [threading.Thread(target=soak.client, args=(args.seed * 1000 + n,)) for n in range(N_CLIENTS)]
     with tempfile.TemporaryDirectory() as folder:
         flags = ("--store", str(Path(folder) / "store.db"), "--store-max-responses", "1000000")
@@ -250,7 +256,9 @@ def main() -> int:
             client.start()
         while time.monotonic() < end:
             calm = time.monotonic() > end - CALM * 60 * args.minutes
-            life = end - time.monotonic() if calm else soak.random.uniform(0.3, 1.7) * KILL_EVERY_S
+            life = soak.random.uniform(0.3, 1.7) * KILL_EVERY_S
+            if calm:
+                life = end - time.monotonic()
             with serve(*flags) as server:
                 soak.server = server
                 if calm:
@@ -265,11 +273,13 @@ def main() -> int:
                     check_end(soak, server, was)
                 else:
                     soak.over.wait(life)
-                    soak.server, soak.epoch = None, soak.epoch + 1
+                    soak.server = None
+                    soak.epoch += 1
                     server.interrupt(signal.SIGKILL)
                     server.exit_status()
                 if "Traceback" in server.log():
                     soak.wrong.append("a traceback in the log:\n" + server.log()[-3000:])
+    soak.over.set()  # in a run too short for a calm end the clients are still there
     print(f"{soak.epoch} kills, {len(soak.accepted)} background responses accepted;", dict(soak.done))
     print("\n".join(soak.wrong) or "nothing wrong")
     return 1 if soak.wrong or was is None else 0

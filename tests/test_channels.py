@@ -2,6 +2,7 @@
 it came. Then cases, a rule a row; the documented bugs are in tests/replays/channels-*.toml.
 """
 
+import ast
 import itertools
 import json
 import re
@@ -15,11 +16,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from channels import Delta, Dialect, Finder, Finish, Parser, Piece, State, TokenLogprob
+import channels
+from channels import Delta, Dialect, Finder, Finish, Output, Parser, Piece, State, TokenLogprob
 from dialects import families
 from dialects.families import DIALECTS
 from helpers.laws import parse
 from helpers.scripted import END, ENDS, MARKERS, TEMPLATE, TEMPLATES, in_steps, said, vocab_size, vocabulary
+from request import tools
 from tokenizer import Tokenizer
 
 TINY = Tokenizer(Path(__file__).parent / "models" / "tiny" / "tokenizer.json")
@@ -361,7 +364,7 @@ def test_what_is_demanded_is_found(
 ) -> None:
     """What the forms of a dialect write, by which grammars demand it, its parser reads."""
     forms = DIALECTS[name].forms
-    calls = calls[: 1 if forms.more is None else 2]
+    calls = calls[: 1 if forms.separator is None else 2]
     beside = forms.before if calls else forms.text
     pieces = filled(name, f"{forms.thought[0]}TEXT{forms.thought[1]}", TEXT=thought) if thought else []
     expected: list[Any] = [["analysis", thought]] if thought else []
@@ -369,7 +372,7 @@ def test_what_is_demanded_is_found(
         pieces += filled(name, beside, TEXT=text)
         expected.append(["commentary" if calls and name == "harmony" else "final", text])
     for n, values in enumerate(calls):
-        form = (forms.more or "") + forms.call if n else forms.calls[0] + forms.call
+        form = (forms.separator or "") + forms.call if n else forms.calls[0] + forms.call
         form += forms.calls[1] if n == len(calls) - 1 else ""
         pieces += filled(name, form, NAME="f", ARGUMENTS=arguments_of(forms.arguments, values))
         expected.append(["call", "f", values])
@@ -388,6 +391,32 @@ def arguments_of(syntax: str, values: dict[str, Any]) -> str:
     if syntax == "json":
         return json.dumps(values)
     return "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in values.items())
+
+
+# --- the trace in the header of the parser ------------------------------------------------------------------
+
+ROW = re.compile(
+    r"#     (?P<piece><\w+>|</\w+>|'.*?') {2,}(?P<state>\w+)(?: .*?)??(?P<outputs>[A-Z]\w+\(.*\))?"
+)
+
+
+def test_the_trace_is_what_happens() -> None:
+    """Each row of the worked example in channels.py: the piece, the state behind it, and what comes out."""
+    source = Path(channels.__file__).read_text(encoding="utf-8")
+    rows = [row for line in source.splitlines() if (row := ROW.fullmatch(line))]
+    reader = parser(TOKENS["hermes"], stop=["END"])
+    for row in rows:
+        is_text = row["piece"].startswith("'")
+        piece = Piece(ast.literal_eval(row["piece"])) if is_text else Piece(row["piece"], row["piece"])
+        outputs = ", ".join(map(spelled_out, reader.feed(piece)))
+        state = "stopped" if reader.stopped else reader.state
+        assert (state, outputs) == (row["state"], row["outputs"] or ""), row[0]
+    assert len(rows) == 13
+
+
+def spelled_out(output: Output) -> str:
+    fields = [field for field in output if isinstance(field, str) and field]
+    return f"{type(output).__name__}({', '.join(map(repr, fields))})"
 
 
 # --- cases --------------------------------------------------------------------------------------------------
@@ -595,6 +624,19 @@ def test_what_is_cut_off(name: str, text: str, items: str) -> None:
 
 
 @pytest.mark.parametrize("name", DIALECTS)
+def test_the_longest_name_that_can_be_offered_is_called(name: str) -> None:
+    """A tool of a namespace is offered under both names, 64 + 2 + 64 characters: on the dialect of Mistral a
+    call of more than 64 characters came out as text.
+    """
+    known_as = f"{'n' * 64}__{'f' * 64}"
+    assert len(known_as) == tools.MAX_QUALIFIED_NAME
+    forms = DIALECTS[name].forms
+    call = filled(name, forms.call.join(forms.calls), NAME=known_as, ARGUMENTS="")
+    reader = parser(TOKENS[name], schemas={known_as: {}})
+    assert [item[:2] for item in parse(call, reader)] == [["call", known_as]]
+
+
+@pytest.mark.parametrize("name", DIALECTS)
 def test_a_marker_that_is_a_token_is_not_found_in_text(name: str) -> None:
     """A document that spells them opens nothing, not in the answer, the reasoning or a call."""
     markers = sorted(DIALECTS[name].markers)
@@ -697,7 +739,7 @@ def test_opening(name: str, tail: str, state: State, after_marker: bool) -> None
 def test_the_tables_agree(name: str) -> None:
     """The forms and lists of a dialect name its own markers, and rows leave states that rows reach."""
     row = DIALECTS[name]
-    assert {*row.reasoning, *row.calls, *filter(None, [row.closing])} <= row.markers
+    assert {*row.reasoning_markers, *row.call_markers, *filter(None, [row.call_end])} <= row.markers
     written = re.findall(r"<\|\w+\|>|\[/?[A-Z_]{2,}\]|</?(?:think|tool_call)>", str(row.forms))
     assert {*written} <= row.markers
     assert ("content" in row.transitions.values()) == (row.header is not None)

@@ -31,7 +31,7 @@ COMMAND = {
     "additionalProperties": False,
 }
 AGENT = {"type": "object", "properties": {"target": {"type": "string"}}, "additionalProperties": False}
-WANTED = {"type": "grammar", "syntax": "lark", "definition": PATCH}
+GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": PATCH}
 TOOLS: list[Json] = [
     {
         "type": "function",
@@ -40,7 +40,7 @@ TOOLS: list[Json] = [
         "strict": False,
         "parameters": COMMAND,
     },
-    {"type": "custom", "name": "apply_patch", "description": "Edits.", "format": WANTED},
+    {"type": "custom", "name": "apply_patch", "description": "Edits.", "format": GRAMMAR},
     {
         "type": "namespace",
         "name": "multi_agent_v1",

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engine import BROKEN, CLOSING, MAX_CHUNKS, MAX_FAILED, Engine, Job
+from engine import BROKEN, CLOSING, MAX_FAILED_STEPS, Engine, Job
 from helpers.engines import (
     CHUNK,
     GREEDY,
@@ -33,6 +33,7 @@ from helpers.engines import (
     together,
 )
 from sampling import Sampling
+from scheduler import MAX_CHUNKS
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def tiny_engine(watch: Watch) -> Iterator[Engine]:
 
 
 def test_text_is_the_models(tiny_engine: Engine) -> None:
-    """One request, read in one tile: what the forward pass says without an engine."""
+    """One request, read in one chunk: what the forward pass says without an engine."""
     asked = job("Say OK")
     got = alone(tiny_engine, asked)
     assert got.finish == "stop"
@@ -212,7 +213,7 @@ def test_leaving_while_waiting(tiny_engine: Engine, watch: Watch) -> None:
 
 
 def test_a_long_prompt_does_not_hold_up_who_decodes(tiny_engine: Engine, watch: Watch) -> None:
-    """Each step that reads tiles of the one brings the other a token."""
+    """Each step that reads chunks of the one brings the other a token."""
     most = MAX_CHUNKS * CHUNK
     got = together(tiny_engine, watch, [endless(1, 30), endless(4 * most - 5, 1)])
     assert [len(answer.ids) for answer in got] == [30, 1]
@@ -281,7 +282,7 @@ def test_a_step_that_fails_leaves_no_memory(tiny_engine: Engine, watch: Watch) -
 
 
 def test_a_step_that_fails_spares_who_is_not_in_it(tiny_engine: Engine, watch: Watch) -> None:
-    """Two tiles fill the step, so the third prompt and the fourth have to wait, and only for that."""
+    """Two chunks fill the step, so the third prompt and the fourth have to wait, and only for that."""
     jobs = [endless(n, 3, first=n) for n in (CHUNK, CHUNK, CHUNK + 1, 7)]
     watch.fail_at = 1
     one, two, three, four = together(tiny_engine, watch, jobs)
@@ -314,7 +315,7 @@ def test_a_request_that_cannot_be_served(what: str, asked: Job, message: str, ti
 
 
 def test_an_engine_whose_steps_all_fail_is_not_alive(tiny_engine: Engine) -> None:
-    for _ in range(MAX_FAILED):
+    for _ in range(MAX_FAILED_STEPS):
         assert tiny_engine.alive
         assert failed(alone(tiny_engine, replace(endless(3, 5), sampling=OUT_OF_VOCABULARY)), "IndexError")
     assert not tiny_engine.alive

@@ -62,7 +62,7 @@ SERVED = [{"stream": True}, {"background": True}, {"store": False}, {"tools": [F
           ]  # fmt: skip
 
 
-def bodies(valid: dict[str, Any], table: dict[str, params.Row]) -> st.SearchStrategy[Any]:
+def bodies(valid: dict[str, Any], table: dict[str, params.Parameter]) -> st.SearchStrategy[Any]:
     """Anything; what is served; and what would be but for a parameter or two."""
     odd = st.dictionaries(st.sampled_from(sorted(table)), values, max_size=2)
     known = st.lists(st.sampled_from(SERVED), max_size=4)

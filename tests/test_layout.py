@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 import pictures
+from checkpoint.config import FAMILIES
+from dialects.families import DIALECTS
 from helpers.serving import ROOT, run
 
 CHAPTERS = ["audit", "checkpoint", "devices", "dialects", "gateway", "request", "service"]
@@ -33,7 +35,6 @@ SCRIPTS = {"bench"}  # run from the checkout, and imported by nobody
 MAY_IMPORT = {
     "channels":        set(),
     "checkpoint":      set(),
-    "drafts":          set(),
     "pages":           set(),
     "sampling":        set(),
     "sse":             set(),
@@ -47,7 +48,8 @@ MAY_IMPORT = {
     "request":         {"channels", "sse", "store"},
     "completions":     {"channels", "request"},
     "dialects":        {"channels", "request"},
-    "engine":          {"checkpoint", "drafts", "model", "pages", "sampling"},
+    "scheduler":       {"model", "pages", "sampling"},
+    "engine":          {"checkpoint", "model", "sampling", "scheduler"},
     "streaming":       {"background", "request", "sse"},
     "gateway":         {"channels", "completions", "request", "sse", "streaming"},
     "worker":          {"channels", "dialects", "engine", "request", "sampling", "tokenizer"},
@@ -64,11 +66,12 @@ MAY_IMPORT = {
 
 # Bytes and time come from outside: these are functions of their arguments.
 SANS_IO = {
-    "audit.chunks", "audit.events", "audit.framing", "audit.recordings", "audit.rules", "audit.shapes",
-    "channels", "completions", "dialects.calls", "dialects.families", "dialects.grammar_in_json", "drafts",
-    "gateway.deltas", "gateway.metering", "gateway.relay", "pages", "request.messages", "request.params",
+    "audit.contents", "audit.members", "audit.order", "audit.recordings", "audit.rules",
+    "audit.rules_chunks", "audit.rules_events", "audit.rules_framing", "channels", "completions",
+    "dialects.calls", "dialects.families", "dialects.grammar_in_json", "gateway.deltas", "gateway.metering",
+    "gateway.relay", "pages", "request.messages", "request.output_format", "request.params",
     "request.refusals", "request.tool_calls", "request.tools", "request.validation", "responses",
-    "service.signed_content", "sse",
+    "scheduler", "service.signed_content", "sse",
 }  # fmt: skip
 IO = {"asyncio", "concurrent", "multiprocessing", "os", "queue", "random", "secrets", "select", "socket",
       "subprocess", "tempfile", "threading", "time", "uuid"}  # fmt: skip
@@ -185,8 +188,8 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 def readme_commands() -> list[list[str]]:
     """The words of each `python FILE ...` in README.md, up to the end of its code."""
-    found = re.findall(r"\bpython ((?:\S+\.py|-m audit)[^`\n&|;]*)", README)
-    return [shlex.split(command) for command in found]
+    commands = re.findall(r"\bpython ((?:\S+\.py|-m audit)[^`\n&|;]*)", README)
+    return [shlex.split(command) for command in commands]
 
 
 def test_what_is_installed_is_what_there_is() -> None:
@@ -225,23 +228,74 @@ def test_readme_links_to_files_that_exist(file: str) -> None:
     assert (ROOT / file).exists()
 
 
+def section(heading: str) -> str:
+    """README.md from a heading to the next one that is not below it."""
+    level = heading.split()[0]
+    text = README.split(f"\n{heading}\n")[1]
+    return re.split(rf"^#{{1,{len(level)}}} ", text, maxsplit=1, flags=re.MULTILINE)[0]
+
+
+def files_in_the_tree() -> dict[str, set[str]]:
+    """The files that README.md lists, by folder; "" for the root."""
+    listed: dict[str, set[str]] = {"": set()}
+    folder = ""
+    for line in section("### The files").split("```")[1].splitlines():
+        if match := re.match(r"(\w+)/ ", line):
+            folder = match[1]
+            listed[folder] = set()
+        elif match := re.match(r"(?:    )?([\w.]+) ", line):
+            listed[folder].add(match[1])
+    return listed
+
+
 def test_the_readme_lists_the_spine_and_every_chapter() -> None:
-    spine, *chapters = re.split(r"^#### `(\w+)/`", README.split("### The spine")[1], flags=re.MULTILINE)
-    named = {"": spine} | dict(zip(chapters[::2], chapters[1::2], strict=True))
-    listed = {
-        folder: sorted(re.findall(r"^\| `([\w.]+)` \|", text, re.MULTILINE)) for folder, text in named.items()
-    }
-    there = {"": ["kernels.cu", *(f"{name}.py" for name in SPINE.keys() - SCRIPTS)]} | {
-        chapter: [path.name for path in (ROOT / chapter).glob("*.py") if not path.name.startswith("__")]
-        for chapter in CHAPTERS
-    }
-    assert listed == {folder: sorted(files) for folder, files in there.items()}
+    """All modules, and other files where they are there."""
+    listed = files_in_the_tree()
+    assert listed.keys() == {"", *CHAPTERS}
+    for folder, files in listed.items():
+        modules = {path.name for path in (ROOT / folder).glob("*.py") if not path.name.startswith("__")}
+        scripts = {f"{name}.py" for name in SCRIPTS}
+        assert {name for name in files if name.endswith(".py")} == modules - scripts
+        assert [name for name in files if not (ROOT / folder / name).is_file()] == []
+
+
+def test_the_readme_says_how_long_the_spine_is() -> None:
+    """Within a tenth; the hours are these lines at the pace that stands beside them."""
+    claim = re.search(r"about ([\d,]+) lines .*? at (\d+) lines an hour, ten hours", README, re.DOTALL)
+    assert claim
+    n_claimed = int(claim[1].replace(",", ""))
+    n_lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in SPINE.values())
+    assert abs(n_lines - n_claimed) <= n_claimed / 10
+    assert n_claimed == 10 * int(claim[2])
+
+
+def glossary() -> Iterator[tuple[str, str]]:
+    """(word, file that it stands in)"""
+    for words, file in re.findall(r"^\| (.+?) \| \[([\w./]+)\]", section("### The words"), re.MULTILINE):
+        for word in re.split(r", | \(", words):
+            yield word.removesuffix(")"), file
+
+
+@pytest.mark.parametrize(("word", "file"), list(glossary()))
+def test_a_word_of_the_glossary_stands_in_its_file(word: str, file: str) -> None:
+    """A search for the field's word leads to the place."""
+    text = (ROOT / file).read_text(encoding="utf-8").casefold()
+    assert word.casefold() in " ".join(text.split()), file
+
+
+def test_the_readme_names_the_models_that_are_served() -> None:
+    sentence, _, _ = section("### The models").partition(", dense")
+    assert {*re.findall(r"`(\w+)`", sentence)} - {"model_type"} == FAMILIES.keys()
+
+
+def test_the_readme_names_the_dialects_that_are_parsed() -> None:
+    rows = re.findall(r"^\| `([\w-]+)` \|", section("### The models"), re.MULTILINE)
+    assert sorted(rows) == sorted(DIALECTS)
 
 
 def test_numbers_in_the_readme_are_measured() -> None:
     """Each row of its table of speeds stands in results/, with date, device and versions above it."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    rows = [line for line in readme.splitlines() if re.search(r"\| \d+\.\d", line)]
+    rows = [line for line in README.splitlines() if re.search(r"\| \d+\.\d", line)]
     measured = (ROOT / "results" / "cpu.md").read_text(encoding="utf-8").splitlines()
     assert rows
     assert set(rows) <= set(measured)

@@ -1,4 +1,4 @@
-"""pages.py under any sequence of takes, shares, names and releases; what is kept, and what is lost first."""
+"""pages.py under any order of take, register, share and release; what is kept, and what is lost first."""
 
 from collections import Counter
 
@@ -7,20 +7,20 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pages import ROOT, Name, OutOfPages, Pages, name_of
+from pages import EMPTY_PREFIX, OutOfPages, PagePool, PrefixHash, prefix_hash
 
 N = 4
-NAMES = [name_of(ROOT, [i]) for i in range(4)]
+HASHES = [prefix_hash(EMPTY_PREFIX, [i]) for i in range(4)]
 
 
 class Machine(RuleBasedStateMachine):
-    """Tables that share pages, beside a dictionary that knows what each page was last said to hold."""
+    """Page tables that share pages, beside a dictionary of what each page was last registered to hold."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.pages = Pages(N)
+        self.pool = PagePool(N)
         self.tables: list[list[int]] = [[]]
-        self.holds: dict[int, Name] = {}
+        self.cached: dict[int, PrefixHash] = {}
 
     def users(self) -> Counter[int]:
         return Counter(page for table in self.tables for page in table)
@@ -30,31 +30,31 @@ class Machine(RuleBasedStateMachine):
         table = data.draw(st.sampled_from(self.tables))
         used = self.users()
         try:
-            page = self.pages.take()
+            page = self.pool.take()
         except OutOfPages:
             assert len(used) == N
             return
         assert page not in used
-        unnamed = {*range(N)} - {*used, *self.holds}
-        assert page in unnamed or not unnamed  # what is known is kept as long as can be
-        self.holds.pop(page, None)
+        uncached = {*range(N)} - {*used, *self.cached}
+        assert page in uncached or not uncached  # the cache is kept as long as can be
+        self.cached.pop(page, None)
         table.append(page)
 
     @precondition(lambda self: self.users())
-    @rule(data=st.data(), name=st.sampled_from(NAMES))
-    def name(self, data: st.DataObject, name: Name) -> None:
+    @rule(data=st.data(), page_hash=st.sampled_from(HASHES))
+    def register(self, data: st.DataObject, page_hash: PrefixHash) -> None:
         page = data.draw(st.sampled_from(sorted(self.users())))
-        self.pages.name(page, name)
-        if page not in self.holds and name not in self.holds.values():
-            self.holds[page] = name
+        self.pool.register(page, page_hash)
+        if page not in self.cached and page_hash not in self.cached.values():
+            self.cached[page] = page_hash
 
-    @rule(data=st.data(), name=st.sampled_from(NAMES))
-    def share(self, data: st.DataObject, name: Name) -> None:
-        page = self.pages.find(name)
-        assert {page: name} == {p: n for p, n in self.holds.items() if n == name} or page is None
+    @rule(data=st.data(), page_hash=st.sampled_from(HASHES))
+    def share(self, data: st.DataObject, page_hash: PrefixHash) -> None:
+        page = self.pool.find(page_hash)
+        assert {page: page_hash} == {p: h for p, h in self.cached.items() if h == page_hash} or page is None
         table = data.draw(st.sampled_from(self.tables))
         if page is not None and page not in table:
-            self.pages.share(page)
+            self.pool.share(page)
             table.append(page)
 
     @rule()
@@ -64,47 +64,46 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         table = data.draw(st.sampled_from(self.tables))
-        self.pages.release(table)
+        self.pool.release(table)
         table.clear()
 
     @invariant()
     def a_page_is_free_or_used(self) -> None:
         used = self.users()
-        assert self.pages.n_free == N - len(used)
-        assert {*self.pages._free} == {*range(N)} - {*used}
-        assert self.pages._users == [used[page] for page in range(N)]
+        assert self.pool.n_free == N - len(used)
+        assert {*self.pool._free} == {*range(N)} - {*used}
+        assert self.pool._n_users == [used[page] for page in range(N)]
 
     @invariant()
-    def known_is_what_was_named_and_not_taken_again(self) -> None:
-        assert {name: page for page, name in self.holds.items()} == self.pages._named
-        assert self.holds == self.pages._names
+    def cached_is_what_was_registered_and_not_taken_again(self) -> None:
+        assert {page_hash: page for page, page_hash in self.cached.items()} == self.pool._page_of
+        assert self.cached == self.pool._hash_of
 
 
 Machine.TestCase.settings = settings(max_examples=30, stateful_step_count=30)
 TestPages = Machine.TestCase
 
 
-def test_a_name_is_that_of_the_whole_beginning() -> None:
+def test_a_hash_is_that_of_the_whole_prefix() -> None:
     """Keys depend on all tokens before them: equal tokens behind others are another page."""
-    assert name_of(ROOT, [1, 2]) == name_of(ROOT, (1, 2))
-    names = [
-        name_of(before, token_ids) for before in (ROOT, *NAMES) for token_ids in ([1], [2], [1, 2], [513])
-    ]
-    assert len({*names}) == len(names)
+    assert prefix_hash(EMPTY_PREFIX, [1, 2]) == prefix_hash(EMPTY_PREFIX, (1, 2))
+    texts = [[1], [2], [1, 2], [513]]
+    hashes = [prefix_hash(before, text) for before in (EMPTY_PREFIX, *HASHES) for text in texts]
+    assert len({*hashes}) == len(hashes)
 
 
 def test_the_least_recently_used_is_forgotten_first_and_the_end_before_the_beginning() -> None:
-    pages = Pages(4)
-    old, new = [pages.take(), pages.take()], [pages.take(), pages.take()]
-    for page, name in zip([*old, *new], NAMES, strict=True):
-        pages.name(page, name)
-    pages.release(old)
-    pages.release(new)
+    pool = PagePool(4)
+    old, new = [pool.take(), pool.take()], [pool.take(), pool.take()]
+    for page, page_hash in zip([*old, *new], HASHES, strict=True):
+        pool.register(page, page_hash)
+    pool.release(old)
+    pool.release(new)
     for page in old:  # used once more
-        pages.share(page)
-    pages.release(old)
-    lost = [pages.take() for _ in range(4)]
+        pool.share(page)
+    pool.release(old)
+    lost = [pool.take() for _ in range(4)]
     assert lost == [*reversed(new), *reversed(old)]
-    assert [pages.find(name) for name in NAMES] == [None] * 4
+    assert [pool.find(page_hash) for page_hash in HASHES] == [None] * 4
     with pytest.raises(OutOfPages):
-        pages.take()
+        pool.take()

@@ -3,7 +3,9 @@ tests/replays/responses-*.toml."""
 
 import itertools
 import json
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -13,11 +15,12 @@ from openai import omit
 from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import ResponseStreamEvent
 
+import responses
 from channels import Arguments, Call, Channel, Delta, Finish, Output
 from helpers import laws
 from helpers.laws import deltas, finishes, outputs, texts
 from request import params
-from responses import ENDINGS, GRAMMAR, KINDS, REASONING_EVENTS, Builder, Event, fold, label
+from responses import ENDINGS, GRAMMAR, KINDS, REASONING_EVENTS, Builder, Event, IllegalEvent, fold, label
 
 BODY = {"model": "m", "input": "hi", "tools": [{"type": "function", "name": "f"}], "metadata": {"a": "b"}}
 ECHO = params.from_responses(BODY, {}).echo
@@ -99,10 +102,10 @@ def test_nothing_follows_the_end(outputs: list[Output], finish: Finish, late: Fi
     """Law 5: a terminal status never changes, whatever still comes."""
     b = builder()
     said: list[list[Event]] = [b.start(), *map(b.feed, outputs), b.finish(finish, NOW)]
-    assert said[-1][-1]["response"]["status"] == ENDINGS[finish.reason][0]
-    with pytest.raises(KeyError):
+    assert said[-1][-1]["response"]["status"] == ENDINGS[finish.reason].status
+    with pytest.raises(IllegalEvent):
         b.finish(late, NOW)
-    with pytest.raises(KeyError):
+    with pytest.raises(IllegalEvent):
         b.feed(more)
 
 
@@ -111,6 +114,32 @@ def test_statuses_move_along() -> None:
     events = [*b.start(), *b.feed(Delta("final", "a")), *b.finish(Finish("stop"), NOW)]
     statuses = [event["response"]["status"] for event in events if "response" in event]
     assert statuses == ["in_progress", "in_progress", "completed"]
+
+
+def test_an_illegal_event_says_what_was_expected() -> None:
+    with pytest.raises(IllegalEvent) as before_the_start:
+        builder().feed(Delta("final", "a"))
+    said = "can't send response.output_item.added message in state 'start'; expected one of response.created"
+    assert str(before_the_start.value) == said
+    b = builder()
+    b.start(queued=True)
+    with pytest.raises(IllegalEvent, match=r"one of response\.in_progress, response\.failed$"):
+        b.finish(Finish("stop"), NOW)
+    b.finish(Finish("failed"), NOW)
+    with pytest.raises(IllegalEvent, match="in state 'end'; expected one of nothing: the response has ended"):
+        b.run()
+
+
+def test_the_trace_is_what_happens() -> None:
+    """The worked example in responses.py: the events that are made, and the state behind each."""
+    source = Path(responses.__file__).read_text(encoding="utf-8")
+    trace = re.findall(r"^#     .* (response\.[\w.]+(?: \w+)?) {2,}([\w ]+)$", source, re.MULTILINE)
+    outputs: list[Output] = [Delta("final", "Hi"), Delta("final", "!"), Call("f"), Arguments("{}")]
+    state, made = "start", []
+    for event in events_of(outputs, Finish("stop")):
+        state = GRAMMAR[state, label(event)]
+        made.append((label(event), state))
+    assert trace == made
 
 
 # --- the tables ---------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from dialects.families import DIALECTS
 from dialects.structured_output import Constraint, Grammars, lark
-from drafts import Lookup
 from engine import Engine, Job
 from helpers.engines import (
     CHUNK,
@@ -34,7 +33,7 @@ from helpers.engines import (
 )
 from model import PAGE
 from parity import TINY
-from request.params import StructuredOutput
+from request.output_format import StructuredOutput
 from sampling import Choice, Sampling
 from tokenizer import Tokenizer
 
@@ -164,25 +163,23 @@ def cached_tokens(engine: Engine, job: Job) -> int:
 
 @pytest.mark.parametrize("n", [1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 1, 3 * CHUNK - 1])
 def test_cached_is_cold(n: int) -> None:
-    """Whole tiles are found, and never the last token: from what follows it the answer comes."""
+    """Whole chunks are cached, and never the last token: its row gives the first of the answer."""
     watch = Watch()
     with started(watch) as engine:
         cold = play(steps_of(engine, endless(n, 5)), "an answer")
         n_steps = len(watch.steps)
         warm = play(steps_of(engine, endless(n, 5)), "the same again")
-        found = (n - 1) // CHUNK * CHUNK
+        n_cached = (n - 1) // CHUNK * CHUNK
         assert answer(warm) == answer(cold)
         assert {step.cached_tokens for step in cold} == {0}
-        assert {step.cached_tokens for step in warm} == {found}
-        assert [step.rows for step in watch.steps[n_steps:]] == [[n - found], [1], [1], [1], [1]]
-        assert engine.counts()["cached_tokens"] == found
+        assert {step.cached_tokens for step in warm} == {n_cached}
+        assert [step.rows for step in watch.steps[n_steps:]] == [[n - n_cached], [1], [1], [1], [1]]
+        assert engine.counts()["cached_tokens"] == n_cached
 
 
 def test_a_second_turn_finds_the_first() -> None:
     with started(Watch()) as engine, started(Watch()) as cold:
-        first = endless(
-            2 * CHUNK + 50, 90
-        )  # the answer goes beyond a tile: its rows were not computed in one
+        first = endless(2 * CHUNK + 50, 90)  # the answer fills a chunk, but not in one: nobody may share it
         turn = [*first.prompt, *alone(engine, first).ids, 9, 8, 7]
         second = replace(first, prompt=turn)
         expected = alone(cold, second)
@@ -200,7 +197,7 @@ def test_where_rows_are_invariant_an_answer_is_found_too() -> None:
 
 
 def test_choices_of_one_prompt_read_it_once() -> None:
-    """All at once: a tile that one of them has computed is there for the others in the next step."""
+    """All at once: a chunk that one of them has computed is there for the others in the next step."""
     watch = Watch()
     with started(watch) as engine:
         jobs = [replace(endless(2 * CHUNK + 9, 4), sampling=replace(GREEDY, choice=i)) for i in range(5)]
@@ -313,7 +310,9 @@ def test_drafts_are_accepted_where_the_text_repeats() -> None:
         assert counts["accepted"] > 100
         assert counts["drafted"] < 2 * counts["accepted"]
         assert max(len(step.tokens) for step in steps) == 6  # they come as one step
-        assert counts["steps"] == 1 + 200 - 1 - counts["accepted"] + 1  # two tiles, and one step less a draft
+        assert (
+            counts["steps"] == 1 + 200 - 1 - counts["accepted"] + 1
+        )  # two chunks, and one step less a draft
 
 
 def test_drafts_of_one_under_a_constraint() -> None:
@@ -321,29 +320,6 @@ def test_drafts_of_one_under_a_constraint() -> None:
     with started(Watch(), LENGTH, speculate=5) as engine:
         check(asked, play(said(engine, asked), "an array"))
         assert engine.counts()["accepted"] > 0
-
-
-# fmt: off
-#   tokens                   n  what may follow
-DRAFTS = [
-    ([],                     3, []),
-    ([1],                    3, []),
-    ([1, 2, 3],              3, []),
-    ([1, 2, 3, 4, 1, 2],     1, [3]),
-    ([1, 2, 3, 4, 1, 2],     3, [3, 4, 1]),
-    ([1, 2, 3, 4, 1, 2],     6, [3, 4, 1, 2, 3, 4]),
-    ([1, 2, 3, 1, 2, 4, 1, 2], 2, [4, 1]),
-    ([7, 7, 7],              4, [7, 7, 7, 7]),
-    ([1, 2, 3, 2],           4, []),
-]
-# fmt: on
-
-
-@pytest.mark.parametrize(("token_ids", "n", "expected"), DRAFTS)
-def test_drafts_are_what_followed_the_last_time(token_ids: list[int], n: int, expected: list[int]) -> None:
-    lookup = Lookup(token_ids[:2])
-    lookup.extend(token_ids[2:])
-    assert lookup.drafts(n) == Lookup(token_ids).drafts(n) == expected
 
 
 @pytest.mark.parametrize("n_prompt", [44, 48, 50])

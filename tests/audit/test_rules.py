@@ -18,7 +18,7 @@ import completions
 import responses
 import sse
 from api import encode_chunk, encode_event
-from audit import recordings, rules, shapes
+from audit import members, recordings, rules
 from channels import Arguments, Call, Delta, Finish, Output, TokenLogprob, Usage
 from helpers import laws
 from helpers.serving import ROOT
@@ -146,22 +146,25 @@ texts = st.sampled_from(
     ["", "message", "output_text", "function_call", "completed", "{", "\ud800", "</think>"]
 )
 numbers = st.integers(-1, 2) | st.booleans() | st.none() | st.floats()
-known = (
-    *recordings.TYPES.values(),
-    recordings.ITEM,
-    recordings.SNAPSHOT,
-    recordings.USAGE,
-    recordings.CALL,
-    recordings.DELTA,
+TABLES = (
+    members.EVENT,
+    members.ITEM,
+    members.RESPONSE,
+    members.USAGE,
+    members.CHUNK,
+    members.CALL,
+    members.DELTA,
 )
-members = st.sampled_from(sorted({"finish_reason", *(member for types in known for member in types)}))
+names = st.sampled_from(
+    sorted({"finish_reason", *(name.removesuffix("?") for table in TABLES for name in table)})
+)
 values: st.SearchStrategy[Any] = st.recursive(
     texts | numbers,
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(members, inner, max_size=4),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(names, inner, max_size=4),
     max_leaves=6,
 )
-anything = st.dictionaries(members, values, max_size=6).flatmap(
-    lambda event: st.sampled_from(sorted(shapes.FIELDS)).map(
+anything = st.dictionaries(names, values, max_size=6).flatmap(
+    lambda event: st.sampled_from(sorted(members.EVENTS)).map(
         lambda type_: {"type": type_, "choices": []} | event
     )
 )
@@ -169,9 +172,15 @@ anything = st.dictionaries(members, values, max_size=6).flatmap(
 
 @given(st.lists(anything, max_size=4), st.sampled_from(["responses", "chat"]))
 def test_no_stream_makes_it_raise(events: list[dict[str, Any]], kind: str) -> None:
-    typed = [recordings.typed(event, recordings.TYPES[kind]) for event in events]
+    typed = [members.typed(event, recordings.TYPES[kind]) for event in events]
     found = rules.violations(recordings.Capture(kind, [], events, typed, ""))
     assert all(0 <= violation.event <= len(events) or not events for violation in found)
+
+
+def test_a_delta_of_another_type_is_a_fault() -> None:
+    """It is no object, so it has no role: the rule on roles must not ask it for one."""
+    found = rules.violations([{"choices": [{"index": 0, "delta": "Hi"}]}])
+    assert "chunk-fields" in {violation.rule for violation in found}
 
 
 @given(st.data())

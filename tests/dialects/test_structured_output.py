@@ -23,7 +23,7 @@ from helpers.laws import parse
 from helpers.scripted import vocab_size
 from helpers.serving import TINY, serve
 from request import tools
-from request.params import StructuredOutput as Must
+from request.output_format import StructuredOutput as Must
 from tokenizer import Tokenizer
 
 Json = dict[str, Any]
@@ -221,7 +221,7 @@ def test_every_dialect(tmp_path: Path, name: str, tokens: bool) -> None:
     one, text, forms = CITY_CALLS[name], TEXTS[name], dialect.forms
     call, several = (
         one.join(forms.calls),
-        [(one + forms.more + one).join(forms.calls)] if forms.more is not None else [],
+        [(one + forms.separator + one).join(forms.calls)] if forms.separator is not None else [],
     )
     thought = "hm {".join(forms.thought)
     unfit = call.replace("city", "town")

@@ -22,10 +22,10 @@ import sse
 from channels import Accepted, Delta, Finish, Output, Usage
 from gateway import relay, remote
 from gateway.deltas import Unreadable
-from gateway.metering import Counts, Meter, Prices
+from gateway.metering import Meter, Prices, TokenCounts
 from gateway.relay import Refused, Relay
 from gateway.remote import RemoteWorker
-from gateway.upstreams import DEFAULTS, Limits, Upstreams
+from gateway.upstreams import Timeouts, Upstreams
 from helpers import laws
 from helpers import upstream as scripted
 from helpers.serving import Json
@@ -52,7 +52,7 @@ from request.refusals import BadInput
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 ASK: Json = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 STREAMED: Json = ASK | {"stream": True}
-QUICK = DEFAULTS._replace(connect_s=5, first_byte_s=10, idle_s=10, max_failures=10**6)
+QUICK = Timeouts(connect_s=5, first_byte_s=10, idle_s=10)
 
 # --- the seed: three scenarios, and what they cost ----------------------------------------------------------
 
@@ -88,20 +88,22 @@ def test_relay_json_parser_eats_sse(chunks: list[bytes], stream: bool) -> None:
 
 
 # fmt: off
-WEIGHTED = Prices(20, Counts(10_000, 1_000, 80_000, 80_000))
+WEIGHTED = Prices(20, TokenCounts(10_000, 1_000, 80_000, 80_000))
 COSTS = [
     # counts               prices                               adjusted           costs
-    (Counts(14, 3, 7, 0),  Prices(1),                           (11, 3, 7, 0),     (14, 7, 21)),
-    (Counts(14, 3, 20, 5), WEIGHTED,                            (11, 0, 120, 40),  (220, 3200, 3420)),
-    (Counts(14, 3, 20, 5), WEIGHTED._replace(coefficient=1500), (16, 0, 180, 60),  (320, 4800, 5120)),
-    (Counts(0, 0, 0, 0),   WEIGHTED,                            (0, 0, 0, 0),      (0, 0, 0)),
-    (Counts(7, 0, 3, 0),   WEIGHTED._replace(per_token=0),      (7, 0, 24, 0),     (0, 0, 0)),
+    (TokenCounts(14, 3, 7, 0),  Prices(1),                           (11, 3, 7, 0),     (14, 7, 21)),
+    (TokenCounts(14, 3, 20, 5), WEIGHTED,                            (11, 0, 120, 40),  (220, 3200, 3420)),
+    (TokenCounts(14, 3, 20, 5), WEIGHTED._replace(coefficient=1500), (16, 0, 180, 60),  (320, 4800, 5120)),
+    (TokenCounts(0, 0, 0, 0),   WEIGHTED,                            (0, 0, 0, 0),      (0, 0, 0)),
+    (TokenCounts(7, 0, 3, 0),   WEIGHTED._replace(per_token=0),      (7, 0, 24, 0),     (0, 0, 0)),
 ]
 # fmt: on
 
 
 @pytest.mark.parametrize(("counts", "prices", "adjusted", "costs"), COSTS)
-def test_costs(counts: Counts, prices: Prices, adjusted: tuple[int, ...], costs: tuple[int, ...]) -> None:
+def test_costs(
+    counts: TokenCounts, prices: Prices, adjusted: tuple[int, ...], costs: tuple[int, ...]
+) -> None:
     assert tuple(prices.adjusted(counts)) == adjusted
     assert tuple(prices.costs(counts).values()) == costs
 
@@ -110,7 +112,7 @@ def test_costs(counts: Counts, prices: Prices, adjusted: tuple[int, ...], costs:
 def test_a_part_is_no_more_than_its_whole(cached: int, reasoning: int, total: int) -> None:
     """Bug: more was cached than the prompt has, the rest cost -4, and the counter of all costs fell."""
     details = {"prompt_tokens_details": {"cached_tokens": cached}, "reasoning_tokens": reasoning}
-    meter = Meter(Prices(1, Counts(10_000, 0, 10_000, 0)))
+    meter = Meter(Prices(1, TokenCounts(10_000, 0, 10_000, 0)))
     usage = meter.read({"usage": {"prompt_tokens": 5, "completion_tokens": 1} | details})
     assert usage
     assert (usage["total_cost"], meter.used()["total"]) == (total, total)
@@ -119,8 +121,8 @@ def test_a_part_is_no_more_than_its_whole(cached: int, reasoning: int, total: in
 @pytest.mark.parametrize("coefficient", [1000, 1500, 333])
 @pytest.mark.parametrize("multiplier", [10_000, 1_000, 80_000])
 def test_doubles_cost_what_integers_would(coefficient: int, multiplier: int) -> None:
-    prices = Prices(1, Counts(multiplier, 0, 0, 0), coefficient)
-    found = [prices.adjusted(Counts(prompt=n)).prompt for n in range(2001)]
+    prices = Prices(1, TokenCounts(multiplier, 0, 0, 0), coefficient)
+    found = [prices.adjusted(TokenCounts(prompt=n)).prompt for n in range(2001)]
     assert found == [n * coefficient * multiplier // 10**7 for n in range(2001)]
 
 
@@ -255,7 +257,7 @@ ERRORS: list[tuple[int, Any, int, str | None, str, str]] = [
 
 @pytest.mark.parametrize(("status", "body", "ours", "param", "code", "message"), ERRORS)
 def test_refusals(status: int, body: Any, ours: int, param: str | None, code: str, message: str) -> None:
-    found = relay.refusal(status, {"retry-after": "7"}, json.dumps(body).encode())
+    found = relay.read_refusal(status, {"retry-after": "7"}, json.dumps(body).encode())
     assert (found.status, found.param, found.code) == (ours, param, code)
     assert found.message.startswith(message)
     assert found.retry_after == "7"
@@ -266,10 +268,10 @@ def test_refusals(status: int, body: Any, ours: int, param: str | None, code: st
 
 @asynccontextmanager
 async def workers(
-    *urls: str, limits: Limits = QUICK, prices: Prices | None = None
+    *urls: str, timeouts: Timeouts = QUICK, prices: Prices | None = None, max_failures: int = 10**6
 ) -> AsyncIterator[RemoteWorker]:
     """A worker over these upstreams, which have been asked for their models."""
-    worker = RemoteWorker(Upstreams(urls, "key", limits), prices)
+    worker = RemoteWorker(Upstreams(urls, "key", timeouts, max_failures), prices)
     try:
         await worker.upstreams.probe()
         yield worker
@@ -656,14 +658,14 @@ def lingers(exchange: Exchange) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "limits", "found"),
+    ("answer", "timeouts", "found"),
     [
         (hangs, QUICK._replace(first_byte_s=0.05), ("refused 504", "refused 504", "refused")),
         (stalls, QUICK._replace(idle_s=0.05), ("error", "refused 502", "failed")),
     ],
     ids=["no first byte", "silence"],
 )
-def test_nothing_waits_for_ever(answer: Answer, limits: Limits, found: tuple[str, str, str]) -> None:
+def test_nothing_waits_for_ever(answer: Answer, timeouts: Timeouts, found: tuple[str, str, str]) -> None:
     async def of(worker: RemoteWorker, body: Json) -> str:
         try:
             return "error" if "error" in frames_of((await passed(worker, body)).body)[-1] else "whole"
@@ -671,7 +673,7 @@ def test_nothing_waits_for_ever(answer: Answer, limits: Limits, found: tuple[str
             return f"refused {refused.status}"
 
     async def run(url: str) -> tuple[str, str, str]:
-        async with workers(url, limits=limits) as worker:
+        async with workers(url, timeouts=timeouts) as worker:
             return await of(worker, STREAMED), await of(worker, ASK), await response_outcome(worker)
 
     with upstream(answer) as worker:
@@ -949,7 +951,7 @@ def test_no_other_is_asked_where_the_request_is_at_fault() -> None:
 
 def test_circuit_opens_and_closes(caplog: pytest.LogCaptureFixture) -> None:
     async def run(worker: Upstream) -> None:
-        async with workers(worker.url, limits=QUICK._replace(max_failures=3)) as asked:
+        async with workers(worker.url, max_failures=3) as asked:
             for _ in range(3):
                 assert asked.counts()["upstreams_down"] == 0
                 with pytest.raises(Refused, match="no answer"):
@@ -973,7 +975,7 @@ def test_circuit_opens_and_closes(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_probes_open_the_circuit_of_one_that_is_gone() -> None:
     async def run(worker: Upstream) -> None:
-        async with workers(worker.url, limits=QUICK._replace(max_failures=2)) as asked:
+        async with workers(worker.url, max_failures=2) as asked:
             worker.close()
             await asked.upstreams.probe()
             assert asked.counts()["upstreams_down"] == 0

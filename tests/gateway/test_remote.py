@@ -4,6 +4,7 @@ The tests that test_server.py and test_lifecycle.py have of Responses and chat r
 that has no model of its own: it asks the worker behind it by /v1/chat/completions. Then what only it can do.
 """
 
+import argparse
 import itertools
 import signal
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ import openai
 import pytest
 
 import sse
+from gateway.metering import Prices, TokenCounts
+from gateway.upstreams import Timeouts
 from helpers import laws
 from helpers.serving import Json, Server, http_bytes, http_chunks, serve, until
 from helpers.upstream import DONE, FRAMES, Exchange, delta, finish, head, json_answer, says, upstream
@@ -60,7 +63,7 @@ from test_server import (  # noqa: F401
 )
 from test_server import says as says_in
 
-QUICK = ("--upstream-probe", "0.1")
+QUICK = ("--upstream-timeout", "probe=0.1")
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +75,7 @@ def worker() -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def server(worker: Server) -> Iterator[Server]:
     """The front: the tests that are imported know it by this name."""
-    with serve("--upstream", worker.url + "/v1", "--price-per-token", "3", model=None) as started:
+    with serve("--upstream", worker.url + "/v1", "--price", "token=3", model=None) as started:
         yield started
 
 
@@ -262,10 +265,15 @@ WRONG = [
     ("--upstream", "http://"),
     ("--upstream", "http://host:99999/v1"),
     ("--upstream", "http://host:x/v1"),
-    ("--upstream-idle", "0"),
-    ("--upstream-idle", "nan"),
-    ("--price-per-token", "-1"),
-    ("--price-per-token", "1.5"),
+    ("--upstream-timeout", "idle=0"),
+    ("--upstream-timeout", "idle=nan"),
+    ("--upstream-timeout", "idle"),
+    ("--upstream-timeout", "idle="),
+    ("--upstream-timeout", "5"),
+    ("--upstream-timeout", "lunch=5"),
+    ("--price", "token=-1"),
+    ("--price", "token=1.5"),
+    ("--price", "coffee=1"),
 ]
 # fmt: on
 
@@ -275,6 +283,34 @@ def test_wrong_flags_of_upstreams(flags: tuple[str, str]) -> None:
     with pytest.raises(SystemExit) as caught:
         options.arguments().parse_args(flags)
     assert caught.value.code == 2
+
+
+def parsed_options(*flags: str) -> argparse.Namespace:
+    return options.arguments().parse_args(flags)
+
+
+@pytest.mark.parametrize("option", ["--upstream-timeout", "--price"])
+def test_an_unknown_name_is_refused_with_the_names(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parsed_options(option, "lunch=5")
+    names = {"--upstream-timeout": options.TIMEOUTS, "--price": options.PRICES}[option]
+    complaint = capsys.readouterr().err
+    assert f"expected NAME=NUMBER with NAME one of {', '.join(names)}; got lunch=5" in complaint
+
+
+def test_timeouts_of_upstreams() -> None:
+    flags = ("--upstream-timeout", "connect=1", "--upstream-timeout", "first-byte=2.5")
+    assert options.timeouts(parsed_options(*flags)) == Timeouts(connect_s=1, first_byte_s=2.5)
+    assert options.timeouts(parsed_options()) == Timeouts()
+
+
+def test_prices() -> None:
+    assert options.prices(parsed_options()) is None
+    flags = itertools.chain(*(("--price", f"{name}={i}") for i, name in enumerate(options.PRICES)))
+    assert options.prices(parsed_options(*flags)) == Prices(0, TokenCounts(1, 2, 3, 4), 5)
+    assert options.prices(parsed_options("--price", "token=3")) == Prices(3)
+    with pytest.raises(ValueError, match=r"expected token=NUMBER, .* beside cached"):
+        options.prices(parsed_options("--price", "cached=3"))
 
 
 # fmt: off

@@ -9,10 +9,12 @@ makes one raise. Order follows from that and from asyncio's queue of tasks, neve
 
 import asyncio
 import threading
+from collections import defaultdict
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from datetime import datetime
 from functools import cache
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 from engine import Engine, Job, Step
@@ -103,11 +105,32 @@ def started(
     """An engine; when it is left, all pages must be free."""
 
     class WatchedOps(NumpyOps):
+        """NumpyOps that take chained spans, as a GPU does: each goes on from its slot's last choice."""
+
         def launch(self, spans: Sequence[Span], contexts: Sequence[Context]) -> Ticket:
             watch.step(spans)
-            if chunk_invariant:  # as on a GPU: here, because there are no chunks
-                spans = [span._replace(is_chunk=False) for span in spans]
-            return super().launch(spans, contexts)
+            slots = [span.slot for span in spans for _ in range(span.n_wanted)]  # of each context
+            pairs = zip(slots, contexts, strict=True)
+            ticket = super().launch(list(map(self.unchained, spans)), [self.as_read(*pair) for pair in pairs])
+            for slot, choice in zip(slots, chain.from_iterable(ticket), strict=True):
+                chosen[slot].append(choice.token_id)
+            return ticket
+
+        def unchained(self, span: Span) -> Span:
+            if span.token_ids is None:
+                span = span._replace(token_ids=chosen[span.slot][-1:])
+            if chunk_invariant:  # as on a GPU; here it is so because there are no chunks
+                span = span._replace(is_chunk=False)
+            return span
+
+        def as_read(self, slot: int, context: Context) -> Context:
+            """The context as it will be when the engine has read all choices of the slot."""
+            if not context.n_unread:
+                return context
+            unread = chosen[slot][-context.n_unread :]
+            return context._replace(output=[*context.output, *unread], n_unread=0)
+
+    chosen: defaultdict[int, list[int]] = defaultdict(list)  # the tokens that each slot has chosen
 
     WatchedOps.n_ahead, WatchedOps.chunk_invariant = n_ahead, chunk_invariant
     ops = WatchedOps(tiny().config, tiny().weights, max_seq_len, n_pages, MAX_BATCH)

@@ -25,7 +25,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 
 import api
 import sse
-from audit import rules, shapes
+from audit import members, rules
 from background import EventLog
 from channels import (
     Arguments,
@@ -141,7 +141,9 @@ STREAM_EVENT: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(ResponseStreamEve
 def check_shape(event: Json) -> None:
     """One event as it came off the wire."""
     STREAM_EVENT.validate_json(json.dumps(event), strict=True)
-    assert event.keys() == {"type", "sequence_number", *shapes.FIELDS[event["type"]].split()}, event
+    assert event.keys() == {"type", "sequence_number", *members.required(members.EVENTS[event["type"]])}, (
+        event
+    )
     for part in parts(event):
         check_members(part)
     if "response" in event:
@@ -159,9 +161,9 @@ def check_body(response: Json) -> None:
 
 def check_members(part: Json) -> None:
     """Of our items and parts: some may go without a member, but ours do not; a call may have a namespace."""
-    ours = {"reasoning": {"status", "content"}, "custom_tool_call": {"status"}}.get(part["type"], set())
+    expected = {name.removesuffix("?") for name in (members.ITEMS | members.PARTS)[part["type"]]}
     optional = {"namespace"} if part["type"].endswith("_call") else set()
-    assert part.keys() - optional == {"type", *shapes.MEMBERS[part["type"]].split(), *ours}, part
+    assert part.keys() - optional == {"type", *expected}, part
 
 
 def parts(event: Json) -> Iterator[Json]:

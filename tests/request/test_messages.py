@@ -15,7 +15,7 @@ from channels import Parser, Piece
 from dialects import families
 from helpers.laws import parse
 from helpers.scripted import END, TEMPLATES
-from request.messages import Message, from_chat, from_responses
+from request.messages import Message, from_chat, from_responses, shortened
 from request.refusals import BadInput
 from request.template import BadTemplate, ChatTemplate
 
@@ -340,6 +340,22 @@ def test_any_json_is_messages_or_a_refusal(read: Callable[[Any], list[Message]],
     assert all(isinstance(message["role"] + message["content"], str) for message in messages)
 
 
+# --- prompts that are too long ------------------------------------------------------------------------------
+
+
+def test_a_prompt_loses_its_oldest_turns_one_by_one() -> None:
+    messages = [system("s"), user("a"), assistant("b"), user("c"), user("d")]
+    assert shortened(messages) == [messages, [system("s"), *messages[3:]], [system("s"), user("d")]]
+
+
+def test_a_call_and_its_result_are_dropped_together() -> None:
+    """A user may speak before the result comes. A result without its call was a KeyError in the template."""
+    messages = from_responses([user("a"), CALL, CALL_2 | CUT, user("b"), OUTPUT, user("c")], None)
+    assert shortened(messages) == [messages, [user("c")]]
+    for shorter in shortened(messages):
+        QWEN.render(shorter, None, NOW)
+
+
 # --- the tiny model's template (Qwen3's) --------------------------------------------------------------------
 
 
@@ -640,6 +656,14 @@ def test_a_template_that_takes_one_call_a_turn_gets_a_turn_for_each() -> None:
     template = ChatTemplate(GPT_OSS, {})
     assert template.render(from_responses(talk, None), tools, NOW) == "// f;q;Hello.(Hm.)f!42.g!43.r;"
     assert (template.takes_turns, QWEN.takes_turns) == (False, True)
+
+
+def test_a_call_id_that_is_used_again_has_its_own_result() -> None:
+    """Both calls had the last result behind them, and the first result was lost."""
+    talk = [user("q"), CALL, OUTPUT, CALL, OUTPUT | {"output": "43"}, user("r")]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    prompt = ChatTemplate(GPT_OSS, {}).render(from_responses(talk, None), tools, NOW)
+    assert prompt == "// f;q;f!42.f!43.r;"
 
 
 def test_a_template_that_drops_late_system_messages_has_them_in_the_users() -> None:

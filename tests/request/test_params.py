@@ -8,8 +8,8 @@ import pytest
 from openai.types.responses import ToolParam
 
 from request import params, tools
+from request.output_format import StructuredOutput as Must
 from request.params import CHAT, RESPONSES, Request
-from request.params import StructuredOutput as Must
 from request.refusals import BadInput
 from request.tools import Grammar, Tool
 from sampling import Sampling
@@ -19,7 +19,7 @@ Read = Callable[[Any, dict[str, Any]], Request]
 
 RESPONSES_BODY: Json = {"model": "m", "input": "hi"}
 CHAT_BODY: Json = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
-APIS: dict[str, tuple[Read, Json, dict[str, params.Row]]] = {
+APIS: dict[str, tuple[Read, Json, dict[str, params.Parameter]]] = {
     "responses": (params.from_responses, RESPONSES_BODY, RESPONSES),
     "chat": (params.from_chat, CHAT_BODY, CHAT),
 }

@@ -12,7 +12,7 @@ from channels import Arguments, Call, Close, Delta, Output, Parser, Piece
 from dialects.families import DIALECTS
 from helpers import laws, scripted
 from request.messages import from_responses
-from request.tool_calls import Input, Restorer
+from request.tool_calls import InputDecoder, Restorer
 from request.tools import Grammar, Tool, as_arguments
 
 texts = st.text(st.characters(exclude_categories=["Cs"]))
@@ -21,7 +21,7 @@ PATCH = Tool("patch", custom=True, description="Edit.", grammar=Grammar("lark", 
 SEARCH = Tool("search", namespace="docs", parameters={"type": "object"})
 NOTE = Tool("note", namespace="docs", custom=True)
 PLAIN = Tool("f")
-TOOLS = {tool.known_as: tool for tool in (PATCH, SEARCH, NOTE, PLAIN)}
+TOOLS = {tool.qualified_name: tool for tool in (PATCH, SEARCH, NOTE, PLAIN)}
 
 
 # --- the input of a custom tool -----------------------------------------------------------------------------
@@ -29,8 +29,8 @@ TOOLS = {tool.known_as: tool for tool in (PATCH, SEARCH, NOTE, PLAIN)}
 
 def read(*pieces: str, cut: bool = False) -> list[str]:
     """What each piece gives, and the end."""
-    reader = Input()
-    return [*map(reader.feed, pieces), "" if cut else reader.close()]
+    decoder = InputDecoder()
+    return [*map(decoder.feed, pieces), "" if cut else decoder.close()]
 
 
 def every_escape(text: str) -> str:
@@ -101,7 +101,7 @@ def test_what_a_template_renders_is_read_back(text: str) -> None:
     call = {"type": "custom_tool_call", "call_id": "call_1", "name": "patch", "input": text}
     output = {"type": "custom_tool_call_output", "call_id": "call_1", "output": "done"}
     messages = from_responses([{"role": "user", "content": "hi"}, call, output], None)
-    prompt = scripted.TEMPLATES["hermes"].render(messages, [PATCH.offer()], datetime(2026, 1, 1))
+    prompt = scripted.TEMPLATES["hermes"].render(messages, [PATCH.definition()], datetime(2026, 1, 1))
     written = prompt[prompt.rindex("<tool_call>") : prompt.rindex("</tool_call>") + len("</tool_call>")]
     restorer, parser = Restorer(TOOLS), Parser(DIALECTS["hermes"])
     read = [output for one in parser.feed(Piece(written)) for output in restorer.feed(one)]
@@ -136,7 +136,7 @@ def test_calls_in_the_clients_words(found: list[Output], gets: list[Output]) -> 
 
 
 def test_what_the_model_is_told() -> None:
-    told = {name: tool.offer() for name, tool in TOOLS.items()}
+    told = {name: tool.definition() for name, tool in TOOLS.items()}
     assert told["f"] == {"type": "function", "function": {"name": "f"}}
     assert told["docs__search"]["function"] == {"name": "docs__search", "parameters": {"type": "object"}}
     patch = told["patch"]["function"]

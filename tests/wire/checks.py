@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
-from audit import recordings, rules, shapes
+from audit import members, recordings, rules
 from wire.peer import Failed, Json, NotApplicable, Peer, Reply, expect
 
 NOT_THERE = {404, 405, 501}
@@ -88,19 +88,19 @@ def whole(peer: Peer, path: str, body: Json) -> Json:
 
 def judged(rule: str, peer: Peer) -> None:
     """The rule over every stream of its kind that the server makes."""
-    kinds = [rules.RULES[rule].kind] if rules.RULES[rule].kind else list(PATHS)
-    reasons = []
-    for name, (path, _) in STREAMS.items():
-        if path not in [PATHS[kind] for kind in kinds]:
-            continue
+    kind = rules.RULES[rule].kind
+    paths = [PATHS[kind]] if kind else list(PATHS.values())
+    names = [name for name, (path, _) in STREAMS.items() if path in paths]
+    refusals = []
+    for name in names:
         try:
             reply = recorded(peer, name)
         except NotApplicable as error:
-            reasons.append(str(error))
-            continue
-        check_stream(name, reply, rule)
-    if len(reasons) == sum(path in [PATHS[kind] for kind in kinds] for path, _ in STREAMS.values()):
-        raise NotApplicable(reasons[0])
+            refusals.append(str(error))
+        else:
+            check_stream(name, reply, rule)
+    if len(refusals) == len(names):
+        raise NotApplicable(refusals[0])
 
 
 def check_stream(name: str, reply: Reply, *names: str) -> None:
@@ -108,13 +108,13 @@ def check_stream(name: str, reply: Reply, *names: str) -> None:
         capture = recordings.read(reply.body)
     except ValueError as error:
         raise Failed(str(error), reply) from error
-    if found := rules.violations(capture, names or rules.RULES):
-        first = found[0]
+    if violations := rules.violations(capture, names or rules.RULES):
+        first = violations[0]
         frames = {f.number: f.raw.decode("utf-8", "backslashreplace").strip() for f in capture.frames}
         excerpt = frames.get(first.event, "(the end of the stream)")
-        more = f", and {len(found) - 1} more" if len(found) > 1 else ""
+        more = f", and {len(violations) - 1} more" if len(violations) > 1 else ""
         message = f"{name}: event {first.event}: {first.message}{more}"
-        raise Failed(message, shapes.shortened(excerpt, 300))
+        raise Failed(message, members.shortened(excerpt, 300))
 
 
 # --- bytes and headers --------------------------------------------------------------------------------------
@@ -180,34 +180,31 @@ def lists_models(peer: Peer) -> None:
 
 def outline(response: Json) -> Json:
     """What a Responses answer says, without ids and times."""
-    items = [
-        [item.get("type"), item.get("status"), item.get("name"), item.get("arguments")]
-        + [part.get("text") for part in item.get("content") or ()]
-        for item in response.get("output", ())
-    ]
-    usage = {k: v for k, v in (response.get("usage") or {}).items() if isinstance(v, int)}
-    return (
-        {name: response.get(name) for name in ("status", "incomplete_details", "error")}
-        | {"items": items}
-        | usage
-    )
+    items = []
+    for item in response.get("output", ()):
+        texts = [part.get("text") for part in item.get("content") or ()]
+        items.append([item.get("type"), item.get("status"), item.get("name"), item.get("arguments"), *texts])
+    end = {name: response.get(name) for name in ("status", "incomplete_details", "error")}
+    counts = {name: n for name, n in (response.get("usage") or {}).items() if isinstance(n, int)}
+    return end | {"items": items} | counts
 
 
-def same_answer(one: object, other: object, again: Callable[[], object], excerpt: object) -> None:
-    if one != other:
-        if again() != one:
+def same_answer(plain: object, other: object, again: Callable[[], object], excerpt: object) -> None:
+    """The other answer is the plain one; no rule is about a server whose plain answers differ `again`."""
+    if plain != other:
+        if again() != plain:
             raise NotApplicable("the server says something else each time, at temperature 0")
         raise Failed("expected the same answer as without stream", excerpt)
 
 
 def stream_is_the_answer(peer: Peer) -> None:
-    told = outline(recorded(peer, "text").events[-1].get("response") or {})
+    streamed = outline(recorded(peer, "text").events[-1].get("response") or {})
     answer = partial(whole, peer, "/responses", HI)
-    plain = answer()
-    missing = [key for key in shapes.RESPONSE.split() if key not in plain]
-    expect(not missing, f"expected the answer to have {missing}", plain)
-    plain = outline(plain)
-    same_answer(plain, told, lambda: outline(answer()), f"plain: {plain}\nstreamed: {told}")
+    response = answer()
+    missing = [name for name in members.required(members.RESPONSE) if name not in response]
+    expect(not missing, f"expected the answer to have {missing}", response)
+    plain = outline(response)
+    same_answer(plain, streamed, lambda: outline(answer()), f"plain: {plain}\nstreamed: {streamed}")
 
 
 def plain_by_default(peer: Peer) -> None:
@@ -218,13 +215,15 @@ def plain_by_default(peer: Peer) -> None:
 
 
 def chat_outline(chunks: list[Json]) -> dict[int, Json]:
-    """What chunks, or the choices of a completion, say, choice by choice."""
-    said: dict[int, Json] = {}
-    for choice in (choice for chunk in chunks for choice in chunk.get("choices", ())):
-        one = said.setdefault(choice.get("index", -1), {"content": "", "finish_reason": None})
-        one["content"] += (choice.get("delta") or choice.get("message") or {}).get("content") or ""
-        one["finish_reason"] = choice.get("finish_reason") or one["finish_reason"]
-    return said
+    """What chunks, or the choices of a completion, say: by choice, its content and finish_reason."""
+    by_choice: dict[int, Json] = {}
+    for chunk in chunks:
+        for choice in chunk.get("choices", ()):
+            so_far = by_choice.setdefault(choice.get("index", -1), {"content": "", "finish_reason": None})
+            message = choice.get("delta") or choice.get("message") or {}
+            so_far["content"] += message.get("content") or ""
+            so_far["finish_reason"] = choice.get("finish_reason") or so_far["finish_reason"]
+    return by_choice
 
 
 def chat_stream_is_the_answer(peer: Peer) -> None:
@@ -262,12 +261,9 @@ def cut_responses(peer: Peer) -> Iterator[Json]:
 
 def cut_is_told(peer: Peer) -> None:
     for response in cut_responses(peer):
-        told = response.get("status"), (response.get("incomplete_details") or {}).get("reason")
-        expect(
-            told == ("incomplete", "max_output_tokens"),
-            f"expected incomplete, max_output_tokens, got {told}",
-            outline(response),
-        )
+        end = response.get("status"), (response.get("incomplete_details") or {}).get("reason")
+        expected = ("incomplete", "max_output_tokens")
+        expect(end == expected, f"expected {', '.join(expected)}, got {end}", outline(response))
 
 
 def cut_item_is_told(peer: Peer) -> None:
@@ -276,8 +272,8 @@ def cut_item_is_told(peer: Peer) -> None:
     more = whole(peer, path, body | {"max_output_tokens": CUT + 3})
     last = [(response.get("output") or [{}])[-1] for response in (*cut_responses(peer), more)]
     first, plain, later = (item.get("status") for item in last)
-    told = first == plain and "incomplete" in (plain, later)
-    expect(told, "expected the item that was cut to be incomplete", last)
+    is_told = first == plain and "incomplete" in (plain, later)
+    expect(is_told, "expected the item that was cut to be incomplete", last)
 
 
 def cut_exactly(peer: Peer) -> None:
@@ -346,14 +342,13 @@ def two_choices(peer: Peer) -> None:
 def chat_logprobs(peer: Peer) -> None:
     body = whole(peer, *asked(peer, "chat-logprobs"))
     for how, chunks in (("plain", [body]), ("streamed", recorded(peer, "chat-logprobs").events)):
-        held = [c.get("logprobs") or {} for chunk in chunks for c in chunk.get("choices", ())]
-        entries = [entry for logprobs in held for entry in logprobs.get("content") or ()]
+        logprobs = [c.get("logprobs") or {} for chunk in chunks for c in chunk.get("choices", ())]
+        entries = [entry for by_token in logprobs for entry in by_token.get("content") or ()]
         text = chat_outline(chunks).get(0, {}).get("content", "")
-        said = "".join(str(entry.get("token")) for entry in entries)
+        tokens = "".join(str(entry.get("token")) for entry in entries)
         expect(entries, f"{how}: expected logprobs, for they were asked for", chunks[0])
-        expect(
-            said.startswith(text), f"{how}: expected tokens that make up {text!r}, got {said!r}", entries[-1]
-        )
+        message = f"{how}: expected tokens that make up {text!r}, got {tokens!r}"
+        expect(tokens.startswith(text), message, entries[-1])
 
 
 # --- what became of a response ------------------------------------------------------------------------------
@@ -374,11 +369,11 @@ def at(id: object, rest: str = "") -> str:
 
 def stored(peer: Peer) -> None:
     made = kept(peer)
-    found = peer.ask("GET", at(made["id"]))
-    expect(found.json == made, "expected GET to give the answer once more", f"{outline(made)}\n{found}")
+    reply = peer.ask("GET", at(made["id"]))
+    expect(reply.json == made, "expected GET to give the answer once more", f"{outline(made)}\n{reply}")
     last = recorded(peer, "text").events[-1].get("response") or {}
-    found = peer.ask("GET", at(last.get("id")))
-    expect(found.json == last, "expected GET to give what a stream said", f"{outline(last)}\n{found}")
+    reply = peer.ask("GET", at(last.get("id")))
+    expect(reply.json == last, "expected GET to give what a stream said", f"{outline(last)}\n{reply}")
 
 
 def deleted(peer: Peer) -> None:
@@ -533,20 +528,19 @@ def cancelled(peer: Peer) -> Json:
 
 
 def cancel(peer: Peer) -> None:
-    told = cancelled(peer)
+    response = cancelled(peer)
     for _ in range(5):  # a late completion must not win
-        found = ended(peer, told["id"])
-        expect(
-            found == told,
-            "expected a cancelled response to stay as it is",
-            f"{outline(told)}\n{outline(found)}",
-        )
+        later = ended(peer, response["id"])
+        shown = f"{outline(response)}\n{outline(later)}"
+        expect(later == response, "expected a cancelled response to stay as it is", shown)
 
 
 def cancel_again(peer: Peer) -> None:
-    told = cancelled(peer)
-    again = peer.ask("POST", at(told["id"], "/cancel"))
-    expect(again.status == 200 and again.json == told, "expected the same answer to a second cancel", again)
+    response = cancelled(peer)
+    again = peer.ask("POST", at(response["id"], "/cancel"))
+    expect(
+        again.status == 200 and again.json == response, "expected the same answer to a second cancel", again
+    )
 
 
 def cancel_the_completed(peer: Peer) -> None:
@@ -576,8 +570,8 @@ def follower_of_the_cancelled(peer: Peer) -> None:
         seen = [first, *events]
     last = seen[-1]
     expect(last.get("type") == "response.failed", "expected a terminal event, response.failed", last)
-    told = (last.get("response") or {}).get("status")
-    expect(told == "cancelled", f"expected a response that is cancelled, got {told}", last)
+    status = (last.get("response") or {}).get("status")
+    expect(status == "cancelled", f"expected a response that is cancelled, got {status}", last)
 
 
 def delete_the_running(peer: Peer) -> None:
@@ -673,7 +667,7 @@ def error_shape(peer: Peer) -> None:
         error = reply.json.get("error")
         if not isinstance(error, dict):
             raise Failed("expected an object error", reply)
-        missing = [name for name in shapes.ERROR.split() if name not in error]
+        missing = [name for name in members.ERROR if name not in error]
         expect(not missing, f"expected the error to have {missing}", reply)
         texts = isinstance(error["message"], str) and isinstance(error["type"], str)
         texts = texts and all(isinstance(error[name], str | None) for name in ("param", "code"))
@@ -684,11 +678,8 @@ def error_param(peer: Peer) -> None:
     for path, change in BAD["out-of-range"]:
         reply = peer.post(path, GOOD[path] | change)
         if 400 <= reply.status < 500 and reply.status not in NOT_THERE:
-            param = (
-                (reply.json.get("error") or {}).get("param")
-                if isinstance(reply.json.get("error"), dict)
-                else None
-            )
+            error = reply.json.get("error")
+            param = error.get("param") if isinstance(error, dict) else None
             expect(param in change, f"expected param to name {' or '.join(change)}, got {param}", reply)
 
 

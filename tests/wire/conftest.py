@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from audit import shapes
+from audit.members import shortened
 from helpers.serving import TINY, serve
 from wire.checks import CHECKS
 from wire.peer import Peer
@@ -18,7 +18,9 @@ ENDLESS = {"logit_bias": {str(token_id): -100 for token_id in EOS}}
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("wire", "a server to hold the rules against")
-    group.addoption("--base-url", help="its address, such as http://localhost:8000/v1; without it: our own")
+    group.addoption(
+        "--base-url", help="address, such as http://localhost:8000/v1; without it: our own server"
+    )
     group.addoption("--model", help="the name of its model", default="default")
     group.addoption("--api-key", help="sent as a bearer token", default="")
     group.addoption("--long", help="JSON: members of a body that make an answer long", default="{}")
@@ -62,15 +64,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def tally(results: dict[str, tuple[str, str]]) -> str:
-    found = [result for result, _ in results.values()]
-    counts = [f"{found.count(result)} {result}" for result in ("pass", "FAIL", "n/a")]
-    return f"{len(found)} rules: {', '.join(counts)}"
+    verdicts = [verdict for verdict, _ in results.values()]
+    counts = [f"{verdicts.count(verdict)} {verdict}" for verdict in ("pass", "FAIL", "n/a")]
+    return f"{len(verdicts)} rules: {', '.join(counts)}"
 
 
 def markdown(results: dict[str, tuple[str, str]]) -> str:
     lines = ["| rule | result | bugs | what shows it |", "|---|---|---|---|"]
     for rule, (result, shown) in results.items():
-        cell = " ".join(shapes.shortened(shown, 400).replace("|", "\\|").replace("`", "'").split())
-        said = f"`{cell}`" if cell else ""
-        lines.append(f"| {rule}: {CHECKS[rule].title} | {result} | {CHECKS[rule].bugs} | {said} |")
+        cell = " ".join(shortened(shown, 400).replace("|", "\\|").replace("`", "'").split())
+        if cell:
+            cell = f"`{cell}`"
+        lines.append(f"| {rule}: {CHECKS[rule].title} | {result} | {CHECKS[rule].bugs} | {cell} |")
     return "\n".join([*lines, "", tally(results) + ".", ""])

@@ -40,12 +40,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
             if fault.get("was", reply.status) != reply.status:
                 fault = {}
             with contextlib.suppress(ConnectionError):  # the client has left, and so do we
-                self.tell(reply, fault)
+                self.pass_on(reply, fault)
         self.close_connection = True
 
     do_GET = do_POST = do_DELETE = answer
 
-    def tell(self, reply: http.client.HTTPResponse, fault: Fault) -> None:
+    def pass_on(self, reply: http.client.HTTPResponse, fault: Fault) -> None:
         chunks = chunks_of(reply) if reply.chunked else iter([reply.read()])
         if not reply.chunked or "joined" in fault:
             chunks = iter([b"".join(chunks)])
@@ -58,8 +58,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 self.send_header(name, value)
         self.end_headers()
         for chunk in chunks:
-            if told := edited(chunk.decode("latin-1"), fault.get("reply")).encode("latin-1"):
-                self.wfile.write(b"%x\r\n%b\r\n" % (len(told), told))
+            changed = edited(chunk.decode("latin-1"), fault.get("reply")).encode("latin-1")
+            if changed:
+                self.wfile.write(b"%x\r\n%b\r\n" % (len(changed), changed))
         self.wfile.write(b"0\r\n\r\n")
 
     def log_message(self, format: str, *args: Any) -> None:
@@ -97,7 +98,10 @@ def misbehaving(ours: str, fault: Fault) -> Iterator[str]:
 
 
 def edited(text: str, change: list[str] | None) -> str:
-    return re.sub(change[0], change[1], text, count=1, flags=re.DOTALL) if change else text
+    if not change:
+        return text
+    old, new = change
+    return re.sub(old, new, text, count=1, flags=re.DOTALL)
 
 
 def chunks_of(reply: http.client.HTTPResponse) -> Iterator[bytes]:

@@ -1,4 +1,4 @@
-"""A server as seen from outside: any address, raw HTTP, nothing of ours behind it.
+"""A server as seen from outside: an address, raw HTTP, and nothing known of the program behind it.
 
     Peer("http://host:8000/v1", "model").ask("POST", "/responses", {...}) --> Reply
 
@@ -12,14 +12,16 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from audit import recordings, shapes
+from audit import recordings
+from audit.members import shortened
 
 Json = dict[str, Any]
 PATIENCE_S = 120.0  # a small model on a busy machine
+CONNECTIONS = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
 
 
 class Reply(NamedTuple):
-    asked: str  # for people
+    asked: str  # the request, as people read it
     status: int
     headers: dict[str, str]  # names in lower case
     body: bytes
@@ -35,13 +37,12 @@ class Reply(NamedTuple):
 
     @property
     def events(self) -> list[Json]:
-        """Of a stream."""
-        data = (frame.event.data for frame in recordings.frames(self.body)[0] if frame.event)
-        return [recordings.parsed(text) for text in data if text != "[DONE]"]
+        """The events of a stream."""
+        return list(events_in(self.body))
 
     def __str__(self) -> str:
-        said = self.body.decode("utf-8", "replace").strip()
-        return f"{self.asked} -> {self.status} {shapes.shortened(said, 300)}"
+        body = self.body.decode("utf-8", "replace").strip()
+        return f"{self.asked} -> {self.status} {shortened(body, 300)}"
 
 
 class NotApplicable(Exception):
@@ -80,11 +81,11 @@ class Peer:
             return Reply(described(method, path, body), 0, {}, repr(error).encode(), [])
 
     def post(self, path: str, body: Json | None = None) -> Reply:
-        """To the model, without stream if nothing else is said."""
+        """A request to the model, without stream unless the body says so."""
         return self.ask("POST", path, {"model": self.model, "stream": False} | (body or {}))
 
     def first_events(self, path: str, body: Json, n: int) -> list[Json]:
-        """Of a stream that we leave then."""
+        """The first n events of a stream, which is left then."""
         with self.stream(path, body) as events:
             return [event for event, _ in zip(events, range(n), strict=False)]
 
@@ -101,12 +102,15 @@ class Peer:
     def open(
         self, method: str, path: str, body: Json | bytes | None, **headers: str
     ) -> Iterator[http.client.HTTPResponse]:
-        kind = http.client.HTTPSConnection if self.url.scheme == "https" else http.client.HTTPConnection
+        connection_type = CONNECTIONS[self.url.scheme]
         raw = json.dumps(body).encode() if isinstance(body, dict) else body
-        named = {name.replace("_", "-"): value for name, value in headers.items()}
-        typed = {"Content-Type": "application/json"} if raw is not None else {}
-        with contextlib.closing(kind(self.url.netloc, timeout=PATIENCE_S)) as connection:
-            connection.request(method, self.url.path + path, raw, typed | self._authorization | named)
+        all_headers = dict(self._authorization)
+        if raw is not None:
+            all_headers["Content-Type"] = "application/json"
+        for name, value in headers.items():
+            all_headers[name.replace("_", "-")] = value
+        with contextlib.closing(connection_type(self.url.netloc, timeout=PATIENCE_S)) as connection:
+            connection.request(method, self.url.path + path, raw, all_headers)
             yield connection.getresponse()
 
     def once(self, path: str, body: Json | bytes) -> Reply:
@@ -125,14 +129,15 @@ class Peer:
 
 def described(method: str, path: str, body: Json | bytes | None) -> str:
     shown = json.dumps(body) if isinstance(body, dict) else (body or b"").decode("utf-8", "replace")
-    return shapes.shortened(f"{method} {path} {shown}", 300)
+    return shortened(f"{method} {path} {shown}", 300)
 
 
 def read_all(response: http.client.HTTPResponse) -> tuple[bytes, list[bytes]]:
     """The body, and its chunks."""
     if not response.chunked:
         return response.read(), []
-    chunks, chunk = list[bytes](), b""
+    chunks: list[bytes] = []
+    chunk = b""
     while piece := response.read1():  # no more than what is left of a chunk
         chunk += piece
         if response.chunk_left == 0:
@@ -142,13 +147,18 @@ def read_all(response: http.client.HTTPResponse) -> tuple[bytes, list[bytes]]:
 
 
 def events_of(response: Iterable[bytes]) -> Iterator[Json]:
-    """The events of a stream, line by line."""
-    lines = list[bytes]()
+    """The events of a stream as its lines come."""
+    lines: list[bytes] = []
     for line in response:
         lines.append(line)
         if not line.strip():
-            found, _ = recordings.frames(b"".join(lines))
-            yield from (
-                recordings.parsed(f.event.data) for f in found if f.event and f.event.data != "[DONE]"
-            )
+            yield from events_in(b"".join(lines))
             lines.clear()
+
+
+def events_in(stream: bytes) -> Iterator[Json]:
+    """The events of a stream, or of a part of one that ends with a frame."""
+    stream_frames, _ = recordings.frames(stream)
+    for _, _, event in stream_frames:
+        if event and event.data != "[DONE]":
+            yield recordings.parsed(event.data)

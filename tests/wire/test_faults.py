@@ -19,12 +19,13 @@ PATHS = {"responses": "POST /v1/responses", "chat": "POST /v1/chat"}
 
 
 def faults() -> dict[str, dict[str, Any]]:
-    """By rule: of the rules of one stream the first fault in tests/faults.toml, in streams of its kind."""
-    found = tomllib.loads((HERE / "faults.toml").read_text(encoding="utf-8"))
-    for rule, (first, *_) in tomllib.loads((HERE.parent / "faults.toml").read_text(encoding="utf-8")).items():
+    """A fault for each rule: of a rule on one stream it is the first one in tests/faults.toml."""
+    by_rule = tomllib.loads((HERE / "faults.toml").read_text(encoding="utf-8"))
+    of_streams = tomllib.loads((HERE.parent / "faults.toml").read_text(encoding="utf-8"))
+    for rule, (first, *_) in of_streams.items():
         when = PATHS[first["stream"]] + '.*"stream": true'
-        found[rule] = {"when": when, "joined": True, "reply": [first["old"], first["new"]]}
-    return found
+        by_rule[rule] = {"when": when, "joined": True, "reply": [first["old"], first["new"]]}
+    return by_rule
 
 
 FAULTS = faults()
@@ -41,9 +42,8 @@ def test_every_rule_has_a_fault() -> None:
 
 
 def test_the_readme_counts_the_rules() -> None:
-    assert f"holds {len(CHECKS)} rules against" in (HERE.parent.parent / "README.md").read_text(
-        encoding="utf-8"
-    )
+    readme = (HERE.parent.parent / "README.md").read_text(encoding="utf-8")
+    assert f"holds {len(CHECKS)} rules against" in readme
 
 
 @pytest.mark.parametrize("rule", CHECKS)
@@ -54,7 +54,7 @@ def test_a_planted_fault_is_named(ours: Server, rule: str) -> None:
 
 
 def test_a_server_without_a_fault_is_not_accused(ours: Server) -> None:
-    """What stands between is not what fails."""
+    """The server between is not what fails: without a fault in it every rule passes."""
     with misbehaving(ours.url, {"when": "$^"}) as url:
         peer = Peer(url, "tiny", long=ENDLESS)
         for rule in CHECKS.keys() - rules.RULES.keys() | {"sums", "finish-reason"}:

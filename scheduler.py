@@ -1,0 +1,557 @@
+"""The scheduler: which tokens of which sequences the next step computes. Continuous batching, PagedAttention.
+
+    Sequence --add()--> waiting, running --schedule()--> [Scheduled, ...]
+    Scheduled, its Choices --postprocess()--> the tokens to deliver
+
+It is pure: state in, Scheduled out. engine.py launches what schedule() returns, and brings what was chosen.
+
+Authority: continuous batching is Orca, https://www.usenix.org/conference/osdi22/presentation/yu; page tables
+are PagedAttention, https://arxiv.org/abs/2309.06180; chunked prefill https://arxiv.org/abs/2308.16369;
+speculative decoding https://arxiv.org/abs/2211.17192, by prompt lookup
+https://github.com/apoorvumang/prompt-lookup-decoding.
+
+Rules of this file:
+1. A step holds the next token of every running sequence that decodes, and chunks of prompts beside them.
+2. The tokens of a sequence do not depend on company, cache, preemption or drafts: a page is shared only where
+   computing it would give the same bits, and what is computed again gets the bits it had.
+3. When pages run out the youngest sequence gives way, never the oldest. A draft drives nobody out.
+4. A sequence ends once. Its pages are free before the next step.
+
+Not here: the thread, the readers and the steps in flight (engine.py), the pool of pages (pages.py), the
+forward pass (model.py), what a constraint allows (dialects/structured_output.py).
+"""
+
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from model import PAGE, Span
+from pages import EMPTY_PREFIX, OutOfPages, PagePool, PrefixHash, prefix_hash
+from sampling import Choice, Context, Sampling
+
+MAX_CHUNKS = 2  # prefill chunks a step: bounds how long the sequences that decode wait for their next token
+N_GRAM = 2  # tokens that have to come again for what followed them to be drafted
+
+# --- Theory of operation ------------------------------------------------------------------------------------
+#
+# The life of a request:
+#
+# 1. Arrival.       The engine makes a Sequence of it, and add() puts it behind all that are `waiting`.
+# 2. Admission.     The oldest waiting sequence moves to `running` when a slot of the batch is free, and pages
+#                   for all its tokens beside those that the running sequences still need.
+# 3. Prefix cache.  Automatic prefix caching: pages of its prompt that any sequence has computed go into its
+#                   page table and are not computed again. While another sequence computes the page that it
+#                   needs next it sits the step out, and finds the page later.
+# 4. Prefill.       The rest of the prompt is computed in chunks (chunked prefill). All prompts together get
+#                   MAX_CHUNKS a step. The last row of the last chunk gives the first token of the output.
+# 5. Decode.        Each step computes one row, that of the newest token, and chooses the next token. The
+#                   engine may launch a step before it has read the one before: then only the device knows the
+#                   newest token, and the span is chained to it (Span.token_ids is None).
+# 6. Drafts.        With speculative decoding a step also computes drafts: the tokens that followed where the
+#                   last N_GRAM tokens came before. They are kept as far as they equal what is chosen; the
+#                   places of the others in the KV cache are written again by the next step.
+# 7. Preemption.    Where a running sequence needs a page and none is left, the youngest gives back its slot
+#                   and its pages and waits, first in line, to start again at 2. Its output is kept; the keys
+#                   and values of prompt and output are computed once more.
+# 8. Finish.        A stop token or max_tokens ends it in postprocess(), a failure or a reader that leaves in
+#                   remove(). Slot and pages are free at once; full pages stay in the prefix cache until they
+#                   are taken.
+#
+# Invariants:
+#
+# - `waiting` and `running` are in the order of arrival, and all that wait are younger than all that run.
+# - A sequence has a slot and pages while it runs, and at no other time. A result for one without a slot comes
+#   too late and is dropped.
+# - n_computed counts the steps in flight too. Places behind it may hold rejected drafts and tokens past the
+#   end of the output: nobody reads a place before it is written again.
+# - Steps run in the order of their launch. So a page may be given to another sequence while a step in flight
+#   still writes to it: the step of the other comes later.
+# - A sequence is preempted only while nothing is in flight: n_unread is 0, and n_computed is what it had.
+#
+# An example with MAX_CHUNKS * chunk = 128: A, with a prompt of 200 tokens, arrives while B decodes.
+#
+#   step   B          A                              A afterwards
+#   1      one row    prompt[0:128]                  n_computed 128
+#   2      one row    prompt[128:200], a choice      n_computed 200, 1 token of output
+#   3      one row    that token, a choice           n_computed 201, 2 tokens of output
+
+# --- Sequence -----------------------------------------------------------------------------------------------
+
+Mask = NDArray[np.bool_]  # (vocab_size,) the tokens that may come next
+
+
+class Constraint(Protocol):
+    """What the output must keep to: structured output, constrained decoding."""
+
+    def mask(self) -> Mask:
+        """Return which tokens may come next."""
+
+    def advance(self, token_id: int) -> None:
+        """Take the next token of the output; raises ValueError if the constraint gives up."""
+
+    def copy(self) -> "Constraint":
+        """Return one that can look ahead, while this one stays where it is."""
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A request while it waits and runs."""
+
+    prompt: list[int]
+    max_tokens: int
+    stop_token_ids: frozenset[int]
+    sampling: Sampling
+    constraint: Constraint | None = None
+
+    output: list[int] = field(default_factory=list)  # tokens chosen, as far as they are read
+    finish: Literal["stop", "length"] | None = None  # set when its last token is read
+    mask: Mask | None = None  # the constraint's, for the next token; None: any may come
+
+    slot: int | None = None  # row of the batch; None while it waits, and when it has ended
+    page_table: list[int] = field(default_factory=list)  # the page of token i is page_table[i // PAGE]
+    prefix_hashes: list[PrefixHash] = field(default_factory=list)  # one a full page, made when asked for
+    n_prefill: int = 0  # its first tokens, which are computed in chunks; those behind them row by row
+    n_computed: int = 0  # tokens with keys and values in its pages, once all steps in flight have run
+    n_unread: int = 0  # tokens chosen in steps in flight
+    n_cached: int = 0  # prompt tokens taken from the prefix cache (usage.cached_tokens)
+    n_preempted: int = 0  # tokens it had computed when preempted: to find those in the cache saves nothing
+
+    prompt_lookup: "PromptLookup | None" = None
+    n_drafts: int = 0  # how many to try in a step: fewer while they are wrong
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.prompt) + len(self.output)
+
+    @property
+    def is_prefilling(self) -> bool:
+        return self.n_computed < self.n_prefill
+
+    def token_ids(self, start: int, end: int) -> list[int]:
+        n_prompt = len(self.prompt)
+        return self.prompt[start:end] + self.output[max(0, start - n_prompt) : max(0, end - n_prompt)]
+
+    def page_hash(self, number: int) -> PrefixHash:
+        """Hash of page `number` of the page table, which the tokens fill."""
+        for i in range(len(self.prefix_hashes), number + 1):
+            before = EMPTY_PREFIX
+            if i > 0:
+                before = self.prefix_hashes[i - 1]
+            self.prefix_hashes.append(prefix_hash(before, self.token_ids(i * PAGE, (i + 1) * PAGE)))
+        return self.prefix_hashes[number]
+
+    def next_page_hash(self) -> PrefixHash | None:
+        """Hash of the page to prefill next; None where nobody can share it.
+
+        The last token of a prompt is always computed, for the first choice needs its row.
+        """
+        if self.n_computed + PAGE >= self.n_prefill:
+            return None
+        return self.page_hash(self.n_computed // PAGE)
+
+    def n_missing_pages(self) -> int:
+        """Pages to add to the page table for all tokens and one more."""
+        n_pages = self.n_tokens // PAGE + 1
+        return max(0, n_pages - len(self.page_table))
+
+    def contexts(self, drafts: list[int]) -> list[Context]:
+        """What the choice of the next token depends on, then the one after each draft.
+
+        The list ends before the first draft that the constraint does not allow.
+        """
+        contexts = [Context(self.sampling, self.prompt, self.output, self.mask, self.n_unread)]
+        if not drafts:
+            return contexts
+        mask = self.mask
+        lookahead = None
+        if self.constraint is not None:
+            lookahead = self.constraint.copy()
+        for n, token_id in enumerate(drafts, 1):
+            if lookahead is not None:
+                mask = mask_after(lookahead, mask, token_id)
+                if mask is None:
+                    break
+            contexts.append(Context(self.sampling, self.prompt, [*self.output, *drafts[:n]], mask))
+        return contexts
+
+
+def mask_after(constraint: Constraint, mask: Mask | None, token_id: int) -> Mask | None:
+    """Advance past a draft; None where the mask forbids it, or nothing may follow it.
+
+    A constraint that gives up here is no failure yet: the draft may not be what is chosen.
+    """
+    if mask is None or not mask[token_id]:
+        return None
+    try:
+        constraint.advance(token_id)
+        following = constraint.mask()
+    except Exception:
+        return None
+    if not following.any():
+        return None
+    return following
+
+
+class Scheduled(NamedTuple):
+    """One sequence's share of a step."""
+
+    sequence: Sequence
+    span: Span
+    contexts: list[Context]  # one for each of its last rows, from which a token is chosen
+    drafts: list[int]  # its last tokens, which nobody has chosen yet
+
+    @property
+    def cost(self) -> int:
+        """Rows that count against the budget of a step: a single one does not, nor does a draft."""
+        n_rows = self.span.end - self.span.start - len(self.drafts)
+        if n_rows == 1:
+            return 0
+        return n_rows
+
+    def prefilled_pages(self) -> list[PrefixHash]:
+        """Hashes of the pages that a prefill chunk fills."""
+        if not self.span.is_chunk:
+            return []
+        numbers = range(self.span.start // PAGE, self.span.end // PAGE)
+        return [self.sequence.page_hash(number) for number in numbers]
+
+
+# --- Scheduler ----------------------------------------------------------------------------------------------
+
+
+class Scheduler:
+    """Who waits, who runs, and the pages they have."""
+
+    def __init__(
+        self, n_pages: int, max_batch: int, chunk: int, chunk_invariant: bool = False, speculate: int = 0
+    ) -> None:
+        """`max_batch`: sequences that run at once. `chunk`: tokens of a prefill chunk, whole pages.
+
+        `chunk_invariant`: whether a row has the same bits in a chunk as by itself. `speculate`: drafts of one
+        sequence in a step, at most.
+        """
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.failed: list[tuple[Sequence, Exception]] = []  # constraints that gave up; the engine empties it
+        self.pool = PagePool(n_pages)
+        self.counts = dict.fromkeys(["preemptions", "cached_tokens", "drafted", "accepted"], 0)
+        self._chunk = chunk
+        self._chunk_invariant = chunk_invariant
+        self._speculate = speculate
+        self._free_slots = list(reversed(range(max_batch)))
+
+    def add(self, sequence: Sequence) -> None:
+        sequence.n_prefill = len(sequence.prompt)
+        sequence.n_drafts = self._speculate
+        self.waiting.append(sequence)
+
+    def schedule(self, in_flight: Collection[list[Scheduled]] = ()) -> list[Scheduled]:
+        """Choose what the next step computes; what is returned counts as launched.
+
+        `in_flight`: what earlier calls returned, as far as it is not read. Returns [] where nobody can go on
+        before the oldest of those is read.
+        """
+        self._admit()
+        while True:
+            try:
+                batch = self._next_batch(in_flight)
+                break
+            except OutOfPages:
+                if in_flight:  # what is read may end a sequence, and then its pages are free
+                    return []
+                self.preempt(self.running[-1])
+        for sequence, span, _, _ in batch:
+            sequence.n_computed = span.end
+            sequence.n_unread += span.n_wanted
+        return batch
+
+    def postprocess(self, scheduled: Scheduled, choices: list[Choice]) -> list[Choice]:
+        """Take over what a step has chosen for one sequence; return its new tokens.
+
+        `choices`: one a context. Sets `finish` if the last token is among them.
+        """
+        sequence, span, _, drafts = scheduled
+        if sequence.slot is None:  # it ended while the step was in flight
+            return []
+        n_accepted = 0
+        while n_accepted < len(drafts) and drafts[n_accepted] == choices[n_accepted].token_id:
+            n_accepted += 1
+        n_rejected = len(drafts) - n_accepted
+        tokens = choices[: n_accepted + 1]  # the rows of rejected drafts chose what follows another text
+        token_ids = [token.token_id for token in tokens]
+        sequence.output += token_ids
+        sequence.n_unread -= len(choices)
+        sequence.n_computed -= n_rejected
+        if drafts:
+            sequence.n_drafts = min(self._speculate, max(1, 2 * n_accepted))
+            self.counts["drafted"] += len(drafts)
+            self.counts["accepted"] += n_accepted
+        if sequence.prompt_lookup is not None:
+            sequence.prompt_lookup.extend(token_ids)
+        self._register_full_pages(sequence, span.start, span.end - n_rejected)
+        if tokens:
+            self._finish_or_constrain(sequence, token_ids)
+        return tokens
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence, wherever it is; nothing happens if it has ended."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+            self._release(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+
+    # --- Admission ------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Let the oldest run while there are pages for all tokens of all, and one more page for each."""
+        while self.waiting and self._free_slots:
+            sequence = self.waiting[0]
+            n_missing = sequence.n_missing_pages() - self._n_shared_pages(sequence)
+            n_missing += sum(other.n_missing_pages() for other in self.running)
+            if self.running and n_missing + len(self.running) > self.pool.n_free:
+                return
+            self.waiting.popleft()
+            self.running.append(sequence)
+            sequence.slot = self._free_slots.pop()
+            if self._speculate and sequence.prompt_lookup is None:
+                sequence.prompt_lookup = PromptLookup(sequence.prompt)
+            self._constrain(sequence, [])  # for the mask of the first token
+
+    def _n_shared_pages(self, sequence: Sequence) -> int:
+        """Pages of its prompt that others have in use: none has to be free for them."""
+        hashes = (sequence.page_hash(number) for number in range((sequence.n_prefill - 1) // PAGE))
+        return sum(1 for _ in takewhile(self.pool.is_in_use, hashes))
+
+    # --- The next step --------------------------------------------------------------------------------------
+
+    def _next_batch(self, in_flight: Collection[list[Scheduled]]) -> list[Scheduled]:
+        """The next step, the decoding sequences first; raises OutOfPages.
+
+        Pages that were reserved until then stay with their sequences, which will need them.
+        """
+        batch: list[Scheduled] = []
+        budget = MAX_CHUNKS * self._chunk  # rows of prompts, and of output that is computed again
+        prefilling = [sequence for sequence in self.running if sequence.is_prefilling]
+        # Sequences that need the same page next count once. A short prompt need not wait for a long one.
+        distinct = {sequence.next_page_hash() or sequence for sequence in prefilling}
+        n_sharing = max(1, min(len(distinct), MAX_CHUNKS))
+        share = budget // n_sharing
+
+        # decode
+        for sequence in self.running:
+            if sequence.is_prefilling:
+                continue
+            scheduled = self._decode(sequence, min(budget, share))
+            if scheduled is not None:
+                batch.append(scheduled)
+                budget -= scheduled.cost
+        if not prefilling:
+            return batch
+
+        # prefill
+        in_progress: set[PrefixHash] = set()  # pages that a step in flight or this one computes
+        for earlier in in_flight:
+            for scheduled in earlier:
+                in_progress.update(scheduled.prefilled_pages())
+        for sequence in prefilling:
+            self._use_prefix_cache(sequence)
+            if sequence.next_page_hash() in in_progress:
+                continue  # and find it in the prefix cache once it is computed
+            scheduled = self._prefill(sequence, min(budget, share))
+            if scheduled is not None:
+                batch.append(scheduled)
+                budget -= scheduled.cost
+                in_progress.update(scheduled.prefilled_pages())
+        return batch
+
+    def _decode(self, sequence: Sequence, budget: int) -> Scheduled | None:
+        """The row of the newest token, and drafts; more rows where a preempted output is computed again."""
+        if sequence.n_unread:
+            return self._chained(sequence)
+        end = self._end_within(budget, sequence.n_computed, sequence.n_tokens)
+        drafts: list[int] = []
+        if end == sequence.n_tokens:
+            drafts = self._drafts(sequence)
+        return self._schedule_rows(sequence, end, drafts, is_chunk=False)
+
+    def _prefill(self, sequence: Sequence, budget: int) -> Scheduled | None:
+        end = self._end_within(budget, sequence.n_computed, sequence.n_prefill)
+        return self._schedule_rows(sequence, end, [], is_chunk=True)
+
+    def _end_within(self, budget: int, start: int, end: int) -> int:
+        """Cut the rows from `start` to `end` to the chunks that the budget allows; a single row is free."""
+        if end - start <= max(budget, 1):
+            return end
+        return start + budget // self._chunk * self._chunk
+
+    def _schedule_rows(
+        self, sequence: Sequence, end: int, drafts: list[int], is_chunk: bool
+    ) -> Scheduled | None:
+        """The tokens before `end` that are not computed yet, then the drafts; None where there are none."""
+        start = sequence.n_computed
+        if end == start:
+            return None
+        contexts: list[Context] = []
+        if end == sequence.n_tokens:
+            contexts = sequence.contexts(drafts)
+            drafts = drafts[: len(contexts) - 1]
+        token_ids = sequence.token_ids(start, end) + drafts
+        self._reserve_pages(sequence, start + len(token_ids))
+        assert sequence.slot is not None
+        span = Span(sequence.slot, sequence.page_table, token_ids, start, len(contexts), is_chunk)
+        return Scheduled(sequence, span, contexts, drafts)
+
+    def _chained(self, sequence: Sequence) -> Scheduled | None:
+        """The row of a token that nobody has read yet; None where the sequence has to wait for it."""
+        if len(sequence.output) + sequence.n_unread >= sequence.max_tokens:
+            return None
+        if sequence.constraint is not None:  # the mask of the next choice depends on the token
+            return None
+        # Drafts are in flight, so that nobody knows how many tokens there are, or may follow the token.
+        if sequence.prompt_lookup is not None and sequence.prompt_lookup.drafts(1):
+            return None
+        assert sequence.slot is not None
+        start = sequence.n_computed
+        self._reserve_pages(sequence, start + 1)
+        span = Span(sequence.slot, sequence.page_table, None, start, 1, is_chunk=False)
+        return Scheduled(sequence, span, sequence.contexts([]), [])
+
+    def _drafts(self, sequence: Sequence) -> list[int]:
+        """What may come behind the newest token; no stop token, for nothing comes behind that."""
+        if sequence.prompt_lookup is None:
+            return []
+        n_spare_pages = max(0, self.pool.n_free - len(self.running))  # the others may need a page each
+        n_places = (len(sequence.page_table) + n_spare_pages) * PAGE - sequence.n_tokens
+        n_left = sequence.max_tokens - len(sequence.output) - 1
+        drafts = sequence.prompt_lookup.drafts(min(sequence.n_drafts, n_left, n_places))
+        return list(takewhile(lambda token_id: token_id not in sequence.stop_token_ids, drafts))
+
+    # --- Pages ----------------------------------------------------------------------------------------------
+
+    def _use_prefix_cache(self, sequence: Sequence) -> None:
+        """Share the pages that come next, as far as somebody has computed them; never the last token's.
+
+        Without chunk invariance a row's bits depend on its chunk, so whole chunks are shared, or nothing.
+        """
+        n = self._chunk
+        if self._chunk_invariant:
+            n = PAGE
+        while sequence.n_computed + n < sequence.n_prefill:
+            first, end = sequence.n_computed // PAGE, (sequence.n_computed + n) // PAGE
+            pages = self._find_pages(sequence, range(first, end))
+            if pages is None:
+                return
+            for page in pages:
+                self.pool.share(page)
+            self.pool.release(sequence.page_table[first:])  # reserved for a batch that ran out of pages
+            sequence.page_table[first:] = pages
+            sequence.n_computed += n
+            if sequence.n_computed > sequence.n_preempted:
+                sequence.n_cached += n
+                self.counts["cached_tokens"] += n
+
+    def _find_pages(self, sequence: Sequence, numbers: range) -> list[int] | None:
+        """The pages of the prefix cache that hold these of the sequence; None unless all are there."""
+        pages = []
+        for number in numbers:
+            page = self.pool.find(sequence.page_hash(number))
+            if page is None:
+                return None
+            pages.append(page)
+        return pages
+
+    def _reserve_pages(self, sequence: Sequence, end: int) -> None:
+        """Extend the page table for all tokens before `end`; raises OutOfPages."""
+        while len(sequence.page_table) * PAGE < end:
+            sequence.page_table.append(self.pool.take())
+
+    def _register_full_pages(self, sequence: Sequence, start: int, end: int) -> None:
+        """Put the pages that these tokens have filled into the prefix cache, where anybody may share them.
+
+        Without chunk invariance only whole chunks of the prompt have the bits that another would compute.
+        """
+        if not self._chunk_invariant:
+            end = min(end, sequence.n_prefill // self._chunk * self._chunk)
+        for number in range(start // PAGE, end // PAGE):
+            self.pool.register(sequence.page_table[number], sequence.page_hash(number))
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Put a running sequence first in line: those that wait are younger."""
+        self.running.remove(sequence)
+        self.waiting.appendleft(sequence)
+        self._release(sequence)
+        sequence.n_preempted = max(sequence.n_preempted, sequence.n_computed)
+        sequence.n_computed = 0
+        if self._chunk_invariant:
+            sequence.n_prefill = sequence.n_tokens
+        self.counts["preemptions"] += 1
+
+    def _release(self, sequence: Sequence) -> None:
+        assert sequence.slot is not None
+        self._free_slots.append(sequence.slot)
+        sequence.slot = None
+        self.pool.release(sequence.page_table)
+        sequence.page_table = []  # a new list: a span in flight may still have the old one
+
+    # --- The end, or the next token -------------------------------------------------------------------------
+
+    def _finish_or_constrain(self, sequence: Sequence, token_ids: list[int]) -> None:
+        """End the sequence if its output is complete with these tokens, else say what may come next."""
+        if token_ids[-1] in sequence.stop_token_ids:
+            sequence.finish = "stop"
+        elif len(sequence.output) == sequence.max_tokens:
+            sequence.finish = "length"
+        if sequence.finish:
+            self.remove(sequence)
+        else:
+            self._constrain(sequence, token_ids)
+
+    def _constrain(self, sequence: Sequence, token_ids: list[int]) -> None:
+        """Advance the constraint and take its mask; where it gives up, this sequence fails and no other."""
+        if sequence.constraint is None:
+            return
+        try:
+            for token_id in token_ids:
+                sequence.constraint.advance(token_id)
+            sequence.mask = sequence.constraint.mask()
+            if not sequence.mask.any():
+                raise ValueError("expected a token that may come next, the constraint allows none")
+        except Exception as error:
+            self.remove(sequence)
+            self.failed.append((sequence, error))
+
+
+# --- Drafts -------------------------------------------------------------------------------------------------
+
+
+class PromptLookup:
+    """What may come next in a text: what followed the last time that its last N_GRAM tokens came in it.
+
+    A look costs the same however long the text is.
+    """
+
+    def __init__(self, token_ids: list[int]) -> None:
+        self._token_ids: list[int] = []
+        self._end_of: dict[tuple[int, ...], int] = {}  # n-gram: position behind its last occurrence
+        self._match: int | None = None  # position behind the last occurrence but one of the newest n-gram
+        self.extend(token_ids)
+
+    def extend(self, token_ids: list[int]) -> None:
+        for token_id in token_ids:
+            self._token_ids.append(token_id)
+            n_gram = tuple(self._token_ids[-N_GRAM:])
+            self._match = self._end_of.get(n_gram)
+            self._end_of[n_gram] = len(self._token_ids)
+
+    def drafts(self, n: int) -> list[int]:
+        """At most n tokens; what has come round once is expected to come round again."""
+        if self._match is None:
+            return []
+        period = len(self._token_ids) - self._match
+        return [self._token_ids[self._match + i % period] for i in range(n)]

@@ -1,0 +1,567 @@
+"""scheduler.py without an engine and without a model: sequences in, what the next step computes out.
+
+The steps of these tests run nowhere: finish() says what they have chosen. In the last test they run on a
+device whose KV cache holds, in place of keys and values, the text that they belong to.
+"""
+
+from collections import deque
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from model import PAGE, Span
+from sampling import Choice, Sampling
+from scheduler import MAX_CHUNKS, PromptLookup, Scheduled, Scheduler, Sequence
+
+CHUNK = PAGE
+GREEDY = Sampling(temperature=0)
+STOP = 9
+VOCAB_SIZE = 16
+
+
+def scheduler(n_pages: int = 64, max_batch: int = 4, **options: Any) -> Scheduler:
+    return Scheduler(n_pages, max_batch, CHUNK, **options)
+
+
+def sequence(n_prompt: int, max_tokens: int = 500, first: int = 100, **fields: Any) -> Sequence:
+    """Its prompt is of consecutive token ids: those with another `first` share no page."""
+    prompt = list(range(first, first + n_prompt))
+    return Sequence(prompt, max_tokens, frozenset([STOP]), GREEDY, **fields)
+
+
+def added(to: Scheduler, *sequences: Sequence) -> None:
+    for one in sequences:
+        to.add(one)
+
+
+class Row(NamedTuple):
+    """What a step computes of a sequence: tokens from start to end."""
+
+    sequence: Sequence
+    start: int
+    end: int
+
+
+def rows(batch: list[Scheduled]) -> list[Row]:
+    return [Row(scheduled.sequence, scheduled.span.start, scheduled.span.end) for scheduled in batch]
+
+
+def finish(to: Scheduler, batch: list[Scheduled], *token_ids: int) -> None:
+    """The step is read; each row that chooses has chosen the next of these tokens, or 7."""
+    rest = iter(token_ids)
+    for scheduled in batch:
+        to.postprocess(scheduled, [Choice(next(rest, 7)) for _ in scheduled.contexts])
+
+
+def step(of: Scheduler, *token_ids: int) -> list[Row]:
+    """Schedule a step and read it."""
+    batch = of.schedule()
+    finish(of, batch, *token_ids)
+    return rows(batch)
+
+
+def n_used_pages(of: Scheduler) -> int:
+    return of.pool.n_pages - of.pool.n_free
+
+
+# --- decode and prefill -------------------------------------------------------------------------------------
+
+
+def test_the_example_of_the_theory() -> None:
+    s, a, b = scheduler(), sequence(200), sequence(5, first=500)
+    s.add(b)
+    step(s)
+    s.add(a)
+    assert step(s) == [Row(b, 5, 6), Row(a, 0, 128)]
+    assert (a.n_computed, len(a.output)) == (128, 0)
+    assert step(s) == [Row(b, 6, 7), Row(a, 128, 200)]
+    assert (a.n_computed, len(a.output)) == (200, 1)
+    assert step(s) == [Row(b, 7, 8), Row(a, 200, 201)]
+    assert (a.n_computed, len(a.output)) == (201, 2)
+
+
+def test_decode_comes_first_also_where_it_is_younger() -> None:
+    s, a, b = scheduler(), sequence(6 * CHUNK), sequence(5, first=900)
+    added(s, a, b)
+    assert step(s) == [Row(a, 0, CHUNK), Row(b, 0, 5)]
+    assert step(s) == [Row(b, 5, 6), Row(a, CHUNK, 3 * CHUNK)]
+
+
+def test_a_prompt_is_cut_at_multiples_of_the_chunk() -> None:
+    s, a = scheduler(), sequence(2 * MAX_CHUNKS * CHUNK + 3)
+    s.add(a)
+    most = MAX_CHUNKS * CHUNK
+    assert [step(s) for _ in range(3)] == [
+        [Row(a, 0, most)],
+        [Row(a, most, 2 * most)],
+        [Row(a, 2 * most, 2 * most + 3)],
+    ]
+    assert a.output == [7]
+
+
+def test_only_the_last_row_of_a_prompt_chooses() -> None:
+    s, a = scheduler(), sequence(MAX_CHUNKS * CHUNK + 3)
+    s.add(a)
+    (first,), (last,) = s.schedule(), s.schedule()
+    assert (first.span.is_chunk, first.span.n_wanted, first.contexts) == (True, 0, [])
+    assert (last.span.is_chunk, last.span.n_wanted, len(last.contexts)) == (True, 1, 1)
+
+
+def test_prompts_share_the_budget() -> None:
+    """As many as there are chunks a step, the oldest first; the others wait, except for a single row."""
+    s = scheduler()
+    a, b, c, d = (sequence(n, first=1000 * i) for i, n in enumerate((4 * CHUNK, 4 * CHUNK, CHUNK, 1)))
+    added(s, a, b, c, d)
+    assert step(s) == [Row(a, 0, CHUNK), Row(b, 0, CHUNK), Row(d, 0, 1)]
+
+
+# --- prefix cache -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("n_prompt", "n_cached"), [(CHUNK, 0), (CHUNK + 1, CHUNK), (2 * CHUNK, CHUNK), (2 * CHUNK + 1, 2 * CHUNK)]
+)
+def test_a_prompt_is_found_in_the_prefix_cache_except_for_its_last_token(
+    n_prompt: int, n_cached: int
+) -> None:
+    s, a, b = scheduler(), sequence(n_prompt, 1), sequence(n_prompt, 1)
+    s.add(a)
+    step(s)
+    while not a.finish:
+        step(s)
+    s.add(b)
+    assert step(s) == [Row(b, n_cached, n_prompt)]
+    assert (a.n_cached, b.n_cached, s.counts["cached_tokens"]) == (0, n_cached, n_cached)
+
+
+def test_a_page_is_shared_with_a_sequence_that_still_runs() -> None:
+    s, a, b = scheduler(), sequence(CHUNK + 5), sequence(CHUNK + 5)
+    s.add(a)
+    step(s)
+    s.add(b)
+    step(s)
+    assert a.page_table[0] == b.page_table[0]
+    assert a.page_table[1] != b.page_table[1]
+    s.remove(a)
+    assert n_used_pages(s) == 2
+
+
+def test_a_sequence_waits_for_the_page_that_another_is_computing() -> None:
+    """In this step or in one that is in flight; another prompt does not wait for either."""
+    s, a, b, c = scheduler(), sequence(3 * CHUNK), sequence(3 * CHUNK), sequence(CHUNK, first=900)
+    added(s, a, b)
+    first = s.schedule()
+    s.add(c)
+    second = s.schedule([first])
+    assert rows(first) == [Row(a, 0, 2 * CHUNK)]
+    assert rows(second) == [Row(a, 2 * CHUNK, 3 * CHUNK), Row(c, 0, CHUNK)]
+    finish(s, first)
+    assert rows(s.schedule([second]))[-1] == Row(b, 2 * CHUNK, 3 * CHUNK)
+    assert b.n_cached == 2 * CHUNK
+
+
+def test_output_is_cached_only_where_rows_are_chunk_invariant() -> None:
+    for chunk_invariant, n_cached in ((False, CHUNK), (True, 2 * CHUNK)):
+        s, a = scheduler(chunk_invariant=chunk_invariant), sequence(CHUNK, CHUNK + 1)
+        s.add(a)
+        while not a.finish:
+            step(s)
+        b = Sequence(a.prompt + a.output, 1, frozenset(), GREEDY)
+        s.add(b)
+        s.schedule()
+        assert b.n_cached == n_cached
+
+
+# --- admission and preemption -------------------------------------------------------------------------------
+
+
+def test_no_more_run_than_the_batch_has_slots() -> None:
+    s = scheduler(max_batch=3)
+    sequences = [sequence(1, first=i) for i in range(5)]
+    added(s, *sequences)
+    assert [row.sequence for row in step(s)] == sequences[:3]
+    assert len({one.slot for one in s.running}) == 3
+    s.remove(sequences[1])
+    step(s)
+    assert s.running == [sequences[0], sequences[2], sequences[3]]
+    assert list(s.waiting) == sequences[4:]
+
+
+def test_who_needs_more_pages_than_are_free_waits_and_nobody_overtakes() -> None:
+    s = scheduler(n_pages=6)
+    a, b, c = sequence(3 * PAGE), sequence(3 * PAGE, first=1000), sequence(1, first=2000)
+    added(s, a, b, c)
+    step(s)
+    assert (s.running, list(s.waiting)) == ([a], [b, c])
+    s.remove(a)
+    step(s)
+    assert (s.running, list(s.waiting)) == ([b, c], [])
+
+
+def test_pages_that_others_have_in_use_need_not_be_free() -> None:
+    s, a, b = scheduler(n_pages=8), sequence(5 * PAGE + 1), sequence(5 * PAGE + 1)
+    s.add(a)
+    while not a.output:
+        step(s)
+    s.add(b)
+    step(s)
+    assert s.running == [a, b]
+
+
+def preempted(chunk_invariant: bool) -> tuple[Scheduler, Sequence, Sequence]:
+    """Two that grow in three pages until the younger has to go; the older has then ended."""
+    s = scheduler(n_pages=3, chunk_invariant=chunk_invariant)
+    old, young = sequence(PAGE - 2), sequence(PAGE - 2, first=1000)
+    added(s, old, young)
+    while s.counts["preemptions"] == 0:
+        step(s, 2, 3)
+    assert (s.running, list(s.waiting)) == ([old], [young])
+    assert (young.slot, young.page_table, young.n_computed) == (None, [], 0)
+    s.remove(old)
+    return s, old, young
+
+
+def test_the_youngest_is_preempted_and_its_output_computed_again_as_it_was() -> None:
+    """The prompt in a chunk, the output row by row: then it has the same bits."""
+    s, old, young = preempted(chunk_invariant=False)
+    n_output = len(young.output)
+    assert old.output == [2] * n_output + [2]
+    assert young.output == [3] * n_output
+    (prompt,) = s.schedule()
+    finish(s, [prompt])
+    assert (prompt.span.end, prompt.span.is_chunk, prompt.contexts) == (PAGE - 2, True, [])
+    (output,) = s.schedule()
+    assert (output.span.end, output.span.is_chunk) == (young.n_tokens, False)
+    finish(s, [output], 4)
+    assert young.output == [3] * n_output + [4]
+
+
+def test_where_rows_are_chunk_invariant_the_output_is_computed_again_as_a_prompt() -> None:
+    s, _, young = preempted(chunk_invariant=True)
+    (everything,) = s.schedule()
+    assert (everything.span.end, everything.span.is_chunk) == (young.n_tokens, True)
+    assert len(everything.contexts) == 1
+
+
+def test_what_is_found_again_after_a_preemption_is_not_counted_as_cached() -> None:
+    s = scheduler(n_pages=5)
+    old, young = sequence(2 * PAGE - 2), sequence(PAGE + 1, first=1000)
+    added(s, old, young)
+    while s.counts["preemptions"] == 0:
+        step(s)
+    s.remove(old)
+    assert rows(s.schedule()) == [Row(young, PAGE, PAGE + 1)]
+    assert (young.n_cached, s.counts["cached_tokens"]) == (0, 0)
+
+
+def test_nobody_is_preempted_while_a_step_is_in_flight() -> None:
+    """That step may end a sequence."""
+    s = scheduler(n_pages=3)
+    old, young = sequence(PAGE - 1), sequence(PAGE - 1, first=1000)
+    added(s, old, young)
+    first = s.schedule()
+    second = s.schedule([first])
+    assert rows(second) == [Row(old, PAGE - 1, PAGE), Row(young, PAGE - 1, PAGE)]
+    assert s.schedule([first, second]) == []
+    finish(s, first, 7, STOP)
+    assert rows(s.schedule([second])) == [Row(old, PAGE, PAGE + 1)]
+    assert s.counts["preemptions"] == 0
+
+
+# --- steps in flight ----------------------------------------------------------------------------------------
+
+
+def test_a_span_is_chained_to_a_token_that_is_not_read() -> None:
+    s, a = scheduler(), sequence(5, max_tokens=3)
+    s.add(a)
+    in_flight = [s.schedule()]
+    for n_unread in (1, 2):
+        (chained,) = s.schedule(in_flight)
+        assert (chained.span.token_ids, chained.span.start) == (None, 4 + n_unread)
+        assert [context.n_unread for context in chained.contexts] == [n_unread]
+        in_flight.append([chained])
+    assert s.schedule(in_flight) == []  # max_tokens are under way
+    for batch in in_flight:
+        finish(s, batch)
+    assert (a.output, a.finish) == ([7, 7, 7], "length")
+
+
+def test_a_result_that_comes_after_the_end_is_dropped() -> None:
+    s, a = scheduler(), sequence(5)
+    s.add(a)
+    first = s.schedule()
+    second = s.schedule([first])
+    finish(s, first, STOP)
+    assert (a.output, a.finish, n_used_pages(s)) == ([STOP], "stop", 0)
+    finish(s, second)
+    assert a.output == [STOP]
+
+
+@pytest.mark.parametrize("where", ["waiting", "running", "gone"])
+def test_remove(where: str) -> None:
+    s, a, b = scheduler(max_batch=1), sequence(5), sequence(5, first=1000)
+    added(s, a, b)
+    step(s)
+    leaves = {"waiting": b, "running": a, "gone": sequence(1)}[where]
+    s.remove(leaves)
+    step(s)
+    assert s.running == [{"waiting": a, "running": b, "gone": a}[where]]
+    assert n_used_pages(s) == 1
+
+
+# --- drafts -------------------------------------------------------------------------------------------------
+
+
+def repeating(max_tokens: int = 100, n_prompt: int = 40, **fields: Any) -> Sequence:
+    """After 1 comes 2, after 2 comes 3, after 3 comes 1."""
+    prompt = [1 + i % 3 for i in range(n_prompt)]  # the last of 40 is 1
+    return Sequence(prompt, max_tokens, frozenset([STOP]), GREEDY, **fields)
+
+
+def with_first_token(s: Scheduler, one: Sequence) -> Sequence:
+    s.add(one)
+    step(s, 2)
+    return one
+
+
+def test_drafts_are_kept_as_far_as_they_are_chosen() -> None:
+    s = scheduler(speculate=4)
+    a = with_first_token(s, repeating())
+    (scheduled,) = batch = s.schedule()
+    assert (scheduled.drafts, scheduled.span.token_ids) == ([3, 1, 2, 3], [2, 3, 1, 2, 3])
+    assert [context.output for context in scheduled.contexts[:3]] == [[2], [2, 3], [2, 3, 1]]
+    finish(s, batch, 3, 1, 8, 8, 8)
+    assert (a.output, a.n_tokens, a.n_computed) == ([2, 3, 1, 8], 44, 43)
+    assert (s.counts["drafted"], s.counts["accepted"]) == (4, 2)
+
+
+def test_fewer_drafts_while_they_are_wrong() -> None:
+    s = scheduler(speculate=4)
+    with_first_token(s, repeating())
+    n_drafts = []
+    for token_ids in ([8], [1], [2], [8, 1], [2, 8, 1], [2, 8, 1, 2, 8]):
+        (scheduled,) = batch = s.schedule()
+        n_drafts.append(len(scheduled.drafts))
+        finish(s, batch, *token_ids)
+    assert n_drafts == [4, 0, 0, 1, 2, 4]
+
+
+def test_no_step_is_chained_to_one_with_drafts() -> None:
+    s = scheduler(speculate=4)
+    with_first_token(s, repeating())
+    assert s.schedule([s.schedule()]) == []
+
+
+def test_no_draft_goes_past_the_end() -> None:
+    s = scheduler(speculate=4)
+    with_first_token(s, repeating(max_tokens=3))
+    (scheduled,) = s.schedule()
+    assert scheduled.drafts == [3]  # and the third token is chosen behind it
+
+
+def test_no_draft_is_a_stop_token() -> None:
+    s = scheduler(speculate=4)
+    a = Sequence([1, 2, STOP, 1], 100, frozenset([STOP]), GREEDY)
+    with_first_token(s, a)
+    (scheduled,) = s.schedule()
+    assert scheduled.drafts == []
+
+
+@pytest.mark.parametrize(("n_pages", "n_drafts"), [(2, 2), (3, 8)])
+def test_a_draft_takes_no_page_that_another_may_need(n_pages: int, n_drafts: int) -> None:
+    """Behind 62 tokens a page has room for two. Of the free pages one is left to each that runs."""
+    s = scheduler(n_pages=n_pages, speculate=8)
+    with_first_token(s, repeating(n_prompt=61))
+    (scheduled,) = s.schedule()
+    assert len(scheduled.drafts) == n_drafts
+
+
+class Only:
+    """A constraint: these tokens in this order. What is not among them is an error."""
+
+    def __init__(self, *token_ids: int) -> None:
+        self.rest = deque(token_ids)
+
+    def mask(self) -> Any:
+        mask = np.zeros(VOCAB_SIZE, bool)
+        if self.rest:
+            mask[self.rest[0]] = True
+        return mask
+
+    def advance(self, token_id: int) -> None:
+        if self.rest.popleft() != token_id:
+            raise ValueError("a fault made on purpose")
+
+    def copy(self) -> "Only":
+        return Only(*self.rest)
+
+
+def test_drafts_end_before_one_that_the_constraint_forbids() -> None:
+    s = scheduler(speculate=4)
+    a = with_first_token(s, repeating(constraint=Only(2, 3, 1, 5, 5)))
+    (scheduled,) = batch = s.schedule()
+    assert scheduled.drafts == [3, 1]
+    allowed = [
+        np.flatnonzero(context.mask).tolist() for context in scheduled.contexts if context.mask is not None
+    ]
+    assert allowed == [[3], [1], [5]]
+    finish(s, batch, 3, 1, 5)
+    assert a.output == [2, 3, 1, 5]
+
+
+def test_a_constraint_that_gives_up_ends_its_sequence_alone() -> None:
+    s, a, b = scheduler(), sequence(5, constraint=Only(1, 2)), sequence(5, first=1000)
+    added(s, a, b)
+    step(s, 3, 7)
+    ((ended, error),) = s.failed
+    assert (ended, str(error)) == (a, "a fault made on purpose")
+    assert (a.slot, a.finish, s.running) == (None, None, [b])
+
+
+def test_a_constraint_that_allows_nothing_fails_before_a_token_is_computed() -> None:
+    s, a, b = scheduler(max_batch=1), sequence(5, constraint=Only()), sequence(5, first=1000)
+    added(s, a, b)
+    assert step(s) == [Row(b, 0, 5)]
+    assert [ended for ended, _ in s.failed] == [a]
+
+
+# fmt: off
+#   tokens                   n  what may follow
+DRAFTS = [
+    ([],                     3, []),
+    ([1],                    3, []),
+    ([1, 2, 3],              3, []),
+    ([1, 2, 3, 4, 1, 2],     1, [3]),
+    ([1, 2, 3, 4, 1, 2],     3, [3, 4, 1]),
+    ([1, 2, 3, 4, 1, 2],     6, [3, 4, 1, 2, 3, 4]),
+    ([1, 2, 3, 1, 2, 4, 1, 2], 2, [4, 1]),
+    ([7, 7, 7],              4, [7, 7, 7, 7]),
+    ([1, 2, 3, 2],           4, []),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("token_ids", "n", "expected"), DRAFTS)
+def test_drafts_are_what_followed_the_last_time(token_ids: list[int], n: int, expected: list[int]) -> None:
+    lookup = PromptLookup(token_ids[:2])
+    lookup.extend(token_ids[2:])
+    assert lookup.drafts(n) == PromptLookup(token_ids).drafts(n) == expected
+
+
+# --- any order of things ------------------------------------------------------------------------------------
+
+
+def extended(text: int, token_id: int) -> int:
+    """What stands for a text in these tests: a number that tells its last token, and depends on all."""
+    return hash((text, token_id)) // 16 * 16 + token_id
+
+
+def chosen(text: int) -> int:
+    """The token that follows a text: mostly the one that a lookup expects, now and then a stop token."""
+    if text // 16 % 8:
+        return {2: 3, 3: 4, 4: 5}.get(text % 16, 2)
+    return text // 128 % 10
+
+
+class Device:
+    """Runs steps in the order of their launch; a place of its KV cache holds the text up to there."""
+
+    def __init__(self, n_pages: int, max_batch: int) -> None:
+        self.places = [[0] * PAGE for _ in range(n_pages)]
+        self.newest = [0] * max_batch  # the token that a slot chose last
+
+    def run(self, batch: list[Scheduled]) -> list[list[Choice]]:
+        return [self._run(scheduled.span) for scheduled in batch]
+
+    def _run(self, span: Span) -> list[Choice]:
+        token_ids = span.token_ids
+        if token_ids is None:
+            token_ids = [self.newest[span.slot]]
+        text = 0
+        if span.start > 0:
+            page, place = divmod(span.start - 1, PAGE)
+            text = self.places[span.pages[page]][place]
+        texts = []
+        for position, token_id in enumerate(token_ids, span.start):
+            text = extended(text, token_id)
+            self.places[span.pages[position // PAGE]][position % PAGE] = text
+            texts.append(text)
+        choices = [Choice(chosen(text)) for text in texts[len(texts) - span.n_wanted :]]
+        if choices:
+            self.newest[span.slot] = choices[-1].token_id
+        return choices
+
+    def check(self, one: Sequence, n_tokens: int) -> None:
+        """All that a sequence has read is still there."""
+        text = 0
+        for position, token_id in enumerate(one.token_ids(0, n_tokens)):
+            text = extended(text, token_id)
+            assert self.places[one.page_table[position // PAGE]][position % PAGE] == text
+
+
+def undisturbed(one: Sequence) -> list[int]:
+    text, output = 0, list[int]()
+    for token_id in one.prompt:
+        text = extended(text, token_id)
+    while len(output) < one.max_tokens and not one.stop_token_ids.intersection(output):
+        output.append(chosen(text))
+        text = extended(text, output[-1])
+    return output
+
+
+prompts = st.builds(
+    lambda first, n: [first, *[2, 3, 4, 5] * 80][:n],
+    st.integers(0, 3),
+    st.sampled_from([1, 5, 63, 64, 65, 100, 128, 129, 200, 300]),
+)
+sequences = st.builds(
+    Sequence,
+    prompts,
+    st.sampled_from([1, 20, 150]),
+    st.sampled_from([frozenset([STOP]), frozenset[int](), frozenset[int]()]),
+    st.just(GREEDY),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(sequences, min_size=2, max_size=7),
+    st.sampled_from([8, 10, 64]),  # 8 hold the longest prompt and output
+    st.integers(0, 3),
+    st.sampled_from([0, 1, 5]),
+    st.booleans(),
+)
+def test_nothing_disturbs_a_sequence(
+    asked: list[Sequence], n_pages: int, n_ahead: int, speculate: int, chunk_invariant: bool
+) -> None:
+    """Each sequence gets the output that it has alone, and what it reads in the KV cache is its own text."""
+    s = scheduler(n_pages, max_batch=4, speculate=speculate, chunk_invariant=chunk_invariant)
+    device = Device(n_pages, max_batch=4)
+    in_flight: deque[tuple[list[Scheduled], list[list[Choice]]]] = deque()
+    coming = deque(asked)
+    while coming or s.waiting or s.running or in_flight:
+        if coming:
+            s.add(coming.popleft())
+        batch = s.schedule([earlier for earlier, _ in in_flight])
+        if batch:
+            in_flight.append((batch, device.run(batch)))
+        for one in s.running:
+            device.check(one, min(one.n_computed, one.n_tokens))
+        if in_flight and (not batch or len(in_flight) > n_ahead):
+            for scheduled, choices in zip(*in_flight.popleft(), strict=True):
+                s.postprocess(scheduled, choices)
+        check_invariants(s)
+    assert [one.output for one in asked] == [undisturbed(one) for one in asked]
+    assert s.pool.n_free == n_pages
+
+
+def check_invariants(s: Scheduler) -> None:
+    assert len({one.slot for one in s.running}) == len(s.running) <= 4
+    for one in s.running:
+        assert one.n_computed <= len(one.page_table) * PAGE
+        assert one.n_computed <= one.n_tokens + one.n_unread
+    assert all(one.slot is None and not one.page_table for one in s.waiting)
+    assert n_used_pages(s) == len({page for one in s.running for page in one.page_table})

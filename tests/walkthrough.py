@@ -1,0 +1,188 @@
+"""One request as data: what "What is 2+2?" becomes, stage by stage, from its body to the bytes of the answer.
+
+    body -> Request -> prompt text -> token ids -> Choice -> Piece -> Delta -> event -> bytes
+
+    python tests/walkthrough.py             prints it
+    python tests/walkthrough.py --write     puts it into README.md; test_walkthrough.py holds it to be there
+
+The modules are the server's own, in this process, with the tiny model and NumpyOps. Temperature 0, ids that
+are counted and a clock that stands still make the same text everywhere.
+"""
+
+import argparse
+import asyncio
+import itertools
+import sys
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # the server's modules
+
+import api
+import sse
+from channels import Finish, Output, Parser, Piece
+from checkpoint.config import read_config
+from checkpoint.weights import read_weights
+from dialects.structured_output import Grammars
+from engine import Engine, Job, Step
+from model import NumpyOps
+from request import params
+from request.template import ChatTemplate
+from responses import Builder
+from sampling import Choice
+from tokenizer import Decoder, Tokenizer
+from worker import LocalWorker
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+BEGIN = "<!-- made by `python tests/walkthrough.py --write` -->\n```text\n"
+END = "```\n<!-- end of the walkthrough -->"
+TINY = ROOT / "tests" / "models" / "tiny"
+BODY = b'{"model": "tiny", "input": "What is 2+2?", "temperature": 0}'
+HEAD = {"id": "resp_0", "object": "response", "created_at": 0, "model": "tiny"}
+MAX_WIDTH = 106
+RESPONSE_MEMBERS = ("status", "output", "usage")  # the response object repeats the request too
+EVENT_MEMBERS = ("item", "part", "delta", "text")  # an event says its place too: item_id, output_index, ...
+
+Said = Output | Finish  # what a worker yields once it has accepted the request
+
+
+class TracedEngine(Engine):
+    """An engine that notes its steps, with room for what the worker makes of each."""
+
+    steps: list[tuple[Step, list[Said]]]
+
+    async def generate(self, job: Job) -> AsyncGenerator[Step]:
+        self.steps = []
+        async for step in super().generate(job):
+            self.steps.append((step, []))
+            yield step
+
+
+async def run(worker: LocalWorker, engine: TracedEngine, request: params.Request) -> None:
+    async for output in worker.run(worker.prepare(request)):
+        if isinstance(output, Said):
+            engine.steps[-1][1].append(output)
+
+
+def walkthrough() -> str:
+    config = read_config(TINY)
+    tokenizer, template = Tokenizer(TINY / "tokenizer.json"), ChatTemplate.load(TINY)
+    grammars = Grammars(TINY / "tokenizer.json", config.vocab_size, config.eos_token_ids)
+    engine = TracedEngine(NumpyOps(config, read_weights(TINY, config, NumpyOps.pack), 256, 4, 1))
+    request = params.from_responses(sse.loads(BODY), {})
+    asyncio.run(run(LocalWorker(engine, tokenizer, template, grammars), engine, request))
+    engine.close()
+
+    prompt = template.render(request.messages, None, datetime.min)
+    token_ids = tokenizer.encode(prompt)
+    fields = [f"{field:20} {shown(value)}" for field, value in vars(request).items() if value]
+    columns = [f"{name(Decoder.feed)}() -> {name(Piece)}", f"{name(Parser.feed)}() -> Output, or Finish"]
+    events = list(built(request, [output for _, outputs in engine.steps for output in outputs]))
+    frames = [api.encode_event(number, event) for number, event in enumerate(events)]
+    n_first_delta = next(i for i, event in enumerate(events) if event["type"].endswith(".delta"))
+    lines = [
+        *stage("The body of POST /v1/responses -> bytes", [BODY.decode()]),
+        *stage(f"{name(params.from_responses)}() -> {name(params.Request)}: what is not empty of it", fields),
+        *stage(f"{name(ChatTemplate.render)}() -> str", [repr(prompt)]),
+        *stage(f"{name(Tokenizer.encode)}() -> list[int]: {len(token_ids)} token ids", [str(token_ids)]),
+        *stage(
+            f"{name(Engine.generate)}() -> {name(Choice)}, here one a step; then token by token",
+            ["  id  {:42}  {}".format(*columns), *elided(token_rows(engine, tokenizer))],
+        ),
+        *stage(
+            f"{name(Builder.start)}(), feed(), finish() -> dict: {len(events)} events",
+            elided(event_rows(events)),
+        ),
+        *stage(
+            f"{name(api.encode_event)}() -> bytes: event {n_first_delta} as the client gets it",
+            map(str, frames[n_first_delta].splitlines(keepends=True)),
+        ),
+    ]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def stage(heading: str, rows: Iterable[str]) -> Iterator[str]:
+    """One stage: who makes it and its type, then the data itself."""
+    yield from [heading, *(f"    {shortened(row)}" for row in rows), ""]
+
+
+def token_rows(engine: TracedEngine, tokenizer: Tokenizer) -> Iterator[tuple[str, str]]:
+    """A token, the pieces of text that it completes, and what the parser makes of these; a row is told by the
+    types of the last.
+    """
+    decoder = tokenizer.decoder()
+    for step, outputs in engine.steps:
+        (choice,) = step.tokens  # without drafts a step chooses one token
+        pieces = [] if step.finish else decoder.feed(choice.token_id)
+        piece_column = ", ".join(map(shown, pieces)) or "none: it is a stop token"
+        output_column = ", ".join(map(shown, outputs)) or "nothing yet"
+        kind = " ".join(type(output).__name__ for output in outputs)
+        yield kind, f"{choice.token_id:4}  {piece_column:42}  {output_column}"
+
+
+def built(request: params.Request, outputs: Sequence[Said]) -> Iterator[dict[str, Any]]:
+    numbers = itertools.count(1)
+    builder = Builder(HEAD | request.echo, lambda prefix: f"{prefix}_{next(numbers)}")
+    yield from builder.start()
+    for output in outputs:
+        if isinstance(output, Finish):
+            yield from builder.finish(output, now=1)
+        else:
+            yield from builder.feed(output)
+
+
+def event_rows(events: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    """An event and what it says; a row is told by the event's type."""
+    for number, event in enumerate(events):
+        members = {member: event[member] for member in EVENT_MEMBERS if member in event}
+        if "response" in event:
+            members = {member: event["response"][member] for member in RESPONSE_MEMBERS}
+        yield event["type"], f"{number:4}  {event['type']:30}  {sse.dumps(members)}"
+
+
+def elided(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """The rows; of more than four of one kind in a row the first two and the last."""
+    for _, group in itertools.groupby(rows, key=lambda row: row[0]):
+        texts = [text for _, text in group]
+        if len(texts) > 4:
+            texts[2:-1] = [f"{'…':>4}  {len(texts) - 3} more"]
+        yield from texts
+
+
+def shown(value: Any) -> str:
+    """A value as Python writes it, a named tuple without its empty members."""
+    if isinstance(value, frozenset):
+        return repr(sorted(value))
+    if not hasattr(value, "_asdict"):
+        return repr(value)
+    members = (f"{member}={shown(inner)}" for member, inner in value._asdict().items() if inner)
+    return f"{type(value).__name__}({', '.join(members)})"
+
+
+def shortened(row: str) -> str:
+    if len(row) <= MAX_WIDTH:
+        return row
+    return f"{row[: MAX_WIDTH - 25]} … {row[-22:]}"
+
+
+def name(function: Callable[..., Any]) -> str:
+    return f"{function.__module__}.{function.__qualname__}"
+
+
+def in_readme(text: str) -> str:
+    """README.md with the walkthrough between its two markers."""
+    before, rest = README.read_text(encoding="utf-8").split(BEGIN)
+    after = rest.split(END)[1]
+    return f"{before}{BEGIN}{text}{END}{after}"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="What becomes of one request, stage by stage.")
+    parser.add_argument("--write", action="store_true", help="put it into README.md")
+    if parser.parse_args().write:
+        README.write_text(in_readme(walkthrough()), encoding="utf-8")
+    else:
+        print(walkthrough(), end="")
