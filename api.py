@@ -29,7 +29,7 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, closing
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -40,7 +40,7 @@ from starlette.responses import JSONResponse, Response
 import completions
 import responses
 import sse
-from background import EventLog, QueueFull, Registry
+from background import Event, EventLog, QueueFull, Reason, Registry
 from channels import Accepted, Delta, Finish, Output, Usage
 from gateway.relay import Refused
 from gateway.remote import RemoteWorker
@@ -52,7 +52,7 @@ from service import signed_content
 from service.metrics import Metrics
 from store import TERMINAL, Row
 from streaming import Answer, wants_stream
-from worker import ALIAS, LocalWorker, Prompt, Worker
+from worker import ALIAS, LocalWorker, Outputs, Prompt, Worker
 
 log = logging.getLogger("api")
 
@@ -62,7 +62,7 @@ CANNOT_CANCEL = {
     "completed":  "Cannot cancel a completed response.",
     "failed":     "Cannot cancel a failed response.",
     "incomplete": "Cannot cancel a response in terminal state.",
-    "queued":     "Cannot cancel a queued response while the server stops: its next process will run it.",
+    "queued":     "Cannot cancel a response while the server stops: its next process will run it.",
 }
 # fmt: on
 
@@ -78,8 +78,6 @@ COMPACT_PARAMETERS = {
 
 NUMBER = re.compile("[0-9]{1,18}")  # in a query; int() refuses a few thousand digits in a way of its own
 
-Outputs = AsyncGenerator[Accepted | Output | Finish]
-
 
 class Endpoint(NamedTuple):
     method: str
@@ -88,7 +86,7 @@ class Endpoint(NamedTuple):
     held_by: Literal["body", "stream", ""] = ""  # what a slow client may hold it open with
 
 
-class Asked(NamedTuple):
+class Checked(NamedTuple):
     """A body of the Responses API, as far as it can be checked without rendering the prompt."""
 
     request: params.Request
@@ -96,7 +94,7 @@ class Asked(NamedTuple):
     items: list[items.Item]  # the conversation, its chain included
 
 
-def encode_event(number: int, event: responses.Event) -> bytes:
+def encode_event(number: int, event: Event) -> bytes:
     """The frame of a Responses event, which gets its number here, as it enters the log."""
     numbered = {"type": event["type"], "sequence_number": number} | event
     return sse.encode(sse.dumps(numbered), event["type"])
@@ -161,28 +159,29 @@ class Api:
     # --- Responses: making one ------------------------------------------------------------------------------
 
     async def create_response(self, http: HttpRequest) -> Response:
-        body, owner = await read_json(http), http.scope["owner"]
-        asked = await self._asked(body, owner)
-        request = asked.request
+        body = await read_json(http)
+        owner = http.scope["owner"]
+        checked = await self._checked(body, owner)
+        request = checked.request
         if request.background and not (request.store or self._temporary):
             raise unsupported("background", "This server runs only what it may store: send store=true.")
-        prompt = await prepared(asked.worker, request)
+        prompt = await prepared(checked.worker, request)
         warn_of_hidden_tools(request)
-        row = new_row(body, asked, owner)
+        row = new_row(body, checked, owner)
         try:
             job = await self._registry.start(row, self._run(prompt, row))
         except QueueFull as error:
             message = "Too many background responses wait; try again later."
             raise BadInput(message, "background", "rate_limit_exceeded") from error
-        if request.background and not request.stream:
+        if request.background:  # it does not end with this request
+            if request.stream:
+                return Answer(job.log, done=self._done)
             return JSONResponse(job.log.events[0]["response"])
-        if request.background:
-            return Answer(job.log, done=self._done)
         if request.stream:
             return Answer(job.log, job.task, done=self._done)
         return Answer(job.log, job.task, partial(self._folded, responses.fold, 200))
 
-    async def _asked(self, body: Any, owner: str, chain_suffices: bool = False) -> Asked:
+    async def _checked(self, body: Any, owner: str, chain_suffices: bool = False) -> Checked:
         """What a body asks for, with all that it refers to; `chain_suffices`: it may go without `input`."""
         worker = self._worker(params.model_name(body))
         values = params.read_responses(body, worker.defaults)  # what is wrong in itself is refused first
@@ -192,7 +191,7 @@ class Api:
         if chain_suffices and chain and not own:
             chain, own = [], chain
         request = params.responses_request(values, chain, own)
-        return Asked(request, worker, items.listed(chain, own))
+        return Checked(request, worker, items.listed(chain, own))
 
     def _run(self, prompt: Prompt, row: Row) -> "ResponseRun":
         seal = None
@@ -202,10 +201,7 @@ class Api:
         return ResponseRun(builder, watched(prompt, 0, self.metrics), row.background)
 
     def _folded(
-        self,
-        fold: Callable[[list[dict[str, Any]]], dict[str, Any]],
-        status_if_failed: int,
-        events: list[dict[str, Any]],
+        self, fold: Callable[[list[Event]], dict[str, Any]], status_if_failed: int, events: list[Event]
     ) -> tuple[int, dict[str, Any]]:
         """The whole answer, and its status: a failure while the server stops may be tried again elsewhere."""
         body = fold(events)
@@ -230,23 +226,24 @@ class Api:
         body = await read_json(http)
         if isinstance(body, dict):
             body = {"model": ALIAS} | body  # the SDK lets the model out
-        asked = await self._asked(body, http.scope["owner"], chain_suffices=True)
-        prompt = await prepared(asked.worker, asked.request)
+        checked = await self._checked(body, http.scope["owner"], chain_suffices=True)
+        prompt = await prepared(checked.worker, checked.request)
         if prompt.n_tokens is None:
             raise unsupported("model", "Only the upstream that has this model could count its tokens.")
         return JSONResponse({"object": "response.input_tokens", "input_tokens": prompt.n_tokens})
 
     async def compact(self, http: HttpRequest) -> Response:
         """The user's messages, and one item that stands for all the rest: a summary by the model itself."""
-        body, owner = await read_json(http), http.scope["owner"]
-        asked = await self._asked(body, owner, chain_suffices=True)
+        body = await read_json(http)
+        owner = http.scope["owner"]
+        checked = await self._checked(body, owner, chain_suffices=True)
         question = {"role": "user", "content": COMPACT_QUESTION}
         summarise = COMPACT_PARAMETERS | {
-            "model": asked.request.model,
+            "model": checked.request.model,
             "instructions": body.get("instructions"),
-            "input": [*asked.items, question],
+            "input": [*checked.items, question],
         }
-        prompt = await prepared(asked.worker, params.from_responses(summarise, asked.worker.defaults))
+        prompt = await prepared(checked.worker, params.from_responses(summarise, checked.worker.defaults))
         outputs: list[Accepted | Output | Finish] = []
 
         async def fill() -> None:
@@ -254,7 +251,7 @@ class Api:
                 async for output in coming:
                     outputs.append(output)
 
-        fold = partial(self._compacted, owner, asked.items, outputs)
+        fold = partial(self._compacted, owner, checked.items, outputs)
         return Answer(EventLog(encode_event), asyncio.create_task(fill()), fold)
 
     def _compacted(
@@ -262,7 +259,7 @@ class Api:
         owner: str,
         conversation: list[items.Item],
         outputs: Sequence[Accepted | Output | Finish],
-        _: list[dict[str, Any]],
+        _: list[Event],
     ) -> tuple[int, dict[str, Any]]:
         finals = [output for output in outputs if isinstance(output, Delta) and output.channel == "final"]
         summary = "".join(delta.text for delta in finals)
@@ -320,12 +317,14 @@ class Api:
         return JSONResponse({"id": row.id, "object": "response", "deleted": True})
 
     async def list_input_items(self, http: HttpRequest) -> Response:
-        row, query = await self._row(http), http.query_params
+        row = await self._row(http)
+        query = http.query_params
         limit = page_limit(query.get("limit", "20"))
-        order, after = query.get("order", "desc"), query.get("after")
+        order = query.get("order", "desc")
         if order not in ("asc", "desc"):
             raise wrong_value("order", "'asc' or 'desc'", order)
         listed = row.items if order == "asc" else row.items[::-1]
+        after = query.get("after")
         if after:
             ids = [item["id"] for item in listed]
             if after not in ids:
@@ -461,7 +460,7 @@ class ResponseRun:
         self._outputs = outputs
         self._in_background = in_background
 
-    def start(self) -> list[responses.Event]:
+    def start(self) -> list[Event]:
         return self._builder.start(queued=True)
 
     async def fill(self, log: EventLog) -> None:
@@ -475,10 +474,10 @@ class ResponseRun:
             code = refusal.late_code if isinstance(refusal, Refused) else "invalid_prompt"
             log.extend(self._events(Finish("failed", None, refusal.message, code)))
 
-    def end(self, reason: Literal["failed", "cancelled"], message: str) -> list[responses.Event]:
+    def end(self, reason: Reason, message: str) -> list[Event]:
         return self._events(Finish(reason, message=message))
 
-    def _events(self, output: Accepted | Output | Finish) -> list[responses.Event]:
+    def _events(self, output: Accepted | Output | Finish) -> list[Event]:
         match output:
             case Accepted() if self._in_background:
                 return self._builder.run()
@@ -500,7 +499,8 @@ async def watched(prompt: Prompt, choice: int, metrics: Metrics) -> Outputs:
 
     One Finish is the last whatever the worker does: rule 2 of worker.py, kept for it where it has a bug.
     """
-    watch, started_at = metrics.run(), time.monotonic()
+    watch = metrics.run()
+    started_at = time.monotonic()
     restorer = tool_calls.Restorer(prompt.request.called)
     is_accepted = False
     finish = Finish("cancelled")  # unless something else comes, the reader has left
@@ -545,9 +545,10 @@ def log_finish(prompt: Prompt, finish: Finish, seconds: float) -> None:
         log.info("%s: %d tokens in, %d out, %.2f s, %.1f tok/s", finish.reason, n_in, n_out, seconds, rate)
 
 
-def new_row(body: Mapping[str, Any], asked: Asked, owner: str) -> Row:
+def new_row(body: Mapping[str, Any], checked: Checked, owner: str) -> Row:
     """A response that is about to start, as it will be stored."""
-    id_, request = new_id("resp"), asked.request
+    request = checked.request
+    id_ = new_id("resp")
     head = {"id": id_, "object": "response", "created_at": unix_time(), "model": request.model}
     return Row(
         id=id_,
@@ -557,13 +558,13 @@ def new_row(body: Mapping[str, Any], asked: Asked, owner: str) -> Row:
         background=request.background,
         streamed=request.stream,
         request={name: value for name, value in body.items() if name != "input"},
-        items=asked.items,
+        items=checked.items,
         response=head | request.echo,
         owner=owner,
     )
 
 
-def interrupted(frames: Sequence[bytes]) -> responses.Event:
+def interrupted(frames: Sequence[bytes]) -> Event:
     """The last event of a response whose process has died, behind those that it has stored."""
     events = [json.loads(event.data) for event in sse.Parser().feed(b"".join(frames))]
     return responses.interrupted(events, "interrupted by a restart")

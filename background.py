@@ -226,7 +226,7 @@ class Job:
     if_cancelled: Ending | None
     task: asyncio.Task[None] = field(init=False)
 
-    async def end(self) -> None:
+    async def wait(self) -> None:
         """Wait until it has ended and that is written."""
         await asyncio.wait({self.task})
 
@@ -266,10 +266,10 @@ class Registry:
         events = EventLog(self._encode, self._write_of(row))
         if not row.background:
             return self._launch(Job(row, run, events, if_cancelled=CANCELLED))
-        n_live = sum(not job.log.ended for job in self._jobs.values())
+        n_live = len([job for job in self._jobs.values() if not job.log.ended])
         if self._is_stopping or n_live >= self._max_running + self._max_queued:
             raise QueueFull(
-                f"expected at most {self._max_running + self._max_queued} responses, got one more"
+                f"expected a server that runs, and room in its queue, got {n_live} live responses"
             )
         events.extend(run.start())
         job = self._jobs[row.id] = self._launch(Job(row, run, events, if_cancelled=None))
@@ -299,12 +299,12 @@ class Registry:
         """Stop a background response; when this returns it has ended, and the engine has been told."""
         if job := self._jobs.get(id):
             self._stop(job, CANCELLED)
-            await job.end()
+            await job.wait()
 
     async def delete(self, id: str) -> None:
         """Forget a response that has ended."""
         if job := self._jobs.get(id):
-            await job.end()  # its last event is shown, and it is about to go
+            await job.wait()  # its last event is shown, and it is about to go
             self._jobs.pop(id, None)
         await self._call(self._store.delete, id)
 
@@ -428,13 +428,13 @@ class Registry:
         async def write_events(first: int, frames: list[bytes], snapshot: Snapshot) -> None:
             """The first write takes the row with it: none is ever stored without its first events."""
             if first == 0 and snapshot:
-                await self._call(self._store.insert, row.at(snapshot, time.time()), frames)
+                await self._call(self._store.insert, row.with_snapshot(snapshot, time.time()), frames)
             else:
                 await self._call(self._store.append, row.id, first, frames, snapshot, time.time())
 
         async def write_at_its_end(first: int, frames: list[bytes], snapshot: Snapshot) -> None:
             if snapshot and snapshot["status"] in TERMINAL:
-                await self._call(self._store.insert, row.at(snapshot, time.time()))
+                await self._call(self._store.insert, row.with_snapshot(snapshot, time.time()))
 
         if row.background:
             return write_events

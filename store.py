@@ -99,7 +99,7 @@ class Row(NamedTuple):
         """What a response that continues this one begins with."""
         return [*self.items, *self.response["output"]]
 
-    def at(self, snapshot: dict[str, Any], now: float) -> "Row":
+    def with_snapshot(self, snapshot: dict[str, Any], now: float) -> "Row":
         """The row with a newer response object, which ends it `now` if it is terminal."""
         ended_at = now if snapshot["status"] in TERMINAL else None
         return self._replace(response=snapshot, ended_at=ended_at)

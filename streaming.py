@@ -115,7 +115,8 @@ class Answer(Response):
 
 async def while_there(sending: Coroutine[Any, Any, None], receive: Receive) -> None:
     """Send an answer for as long as the client is there."""
-    answer, leaving = asyncio.ensure_future(sending), asyncio.ensure_future(_disconnect(receive))
+    answer = asyncio.ensure_future(sending)
+    leaving = asyncio.ensure_future(_disconnect(receive))
     try:
         await asyncio.wait({answer, leaving}, return_when=asyncio.FIRST_COMPLETED)
     finally:

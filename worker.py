@@ -38,6 +38,8 @@ from tokenizer import Tokenizer
 
 ALIAS = "default"  # a name that any model answers to
 
+Outputs = AsyncGenerator[Accepted | Output | Finish]  # in this order: rule 2
+
 
 # --- the contract -------------------------------------------------------------------------------------------
 
@@ -50,7 +52,7 @@ class Prompt(Protocol):
     @property
     def n_tokens(self) -> int | None: ...  # None: only the upstream can count them
 
-    def run(self, choice: int = 0) -> AsyncGenerator[Accepted | Output | Finish]:
+    def run(self, choice: int = 0) -> Outputs:
         """What the model says in one of the request's n choices."""
 
 
@@ -92,7 +94,7 @@ class LocalPrompt(NamedTuple):
     def n_tokens(self) -> int:
         return len(self.token_ids)
 
-    def run(self, choice: int = 0) -> AsyncGenerator[Accepted | Output | Finish]:
+    def run(self, choice: int = 0) -> Outputs:
         return self.worker.run(self, choice)
 
 
@@ -141,8 +143,9 @@ class LocalWorker:
         seed = request.sampling["seed"]
         if seed is None:
             seed = secrets.randbits(63)
-        row, added = families.DIALECTS[self.dialect], self._tokenizer.added
-        dialect = families.find(row, added, self._template.source, tools=bool(request.tools))
+        family = families.DIALECTS[self.dialect]
+        added_tokens = self._tokenizer.added
+        dialect = families.find(family, added_tokens, self._template.source, tools=bool(request.tools))
         state, after_marker = families.opening(text, dialect)
         constraint = None
         if request.structured_output:
@@ -179,7 +182,8 @@ class LocalWorker:
         text = self._template.render(messages, tools, datetime.now(), **request.template_kwargs)
         return text, self._tokenizer.encode(text)
 
-    async def run(self, prompt: LocalPrompt, choice: int = 0) -> AsyncGenerator[Accepted | Output | Finish]:
+    async def run(self, prompt: LocalPrompt, choice: int = 0) -> Outputs:
+        """What the model says in one choice: tokens to pieces, pieces to outputs, and the tokens counted."""
         yield Accepted()
         decoder = self._tokenizer.decoder()
         parser = self._parser(prompt)

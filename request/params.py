@@ -395,9 +395,6 @@ def request(
     echo: dict[str, Any],
 ) -> Request:
     """What both APIs have in common."""
-    thinking: dict[str, Any] = {}
-    if effort is not None:
-        thinking = {"enable_thinking": effort != "none", "reasoning_effort": EFFORTS[effort]}
     choice = tool_choice(tools, values["tool_choice"])
     offered = [] if choice.calls == "none" else tools
     stream_options = values["stream_options"] or {}
@@ -423,6 +420,13 @@ def request(
         parallel_tool_calls=values["parallel_tool_calls"],
         truncate=values.get("truncation") == "auto",
         seal_reasoning="reasoning.encrypted_content" in values.get("include", ()),
-        template_kwargs=thinking | values["chat_template_kwargs"],
+        template_kwargs=thinking_kwargs(effort) | values["chat_template_kwargs"],
         echo=echo,
     )
+
+
+def thinking_kwargs(effort: str | None) -> dict[str, Any]:
+    """What the chat templates of reasoning models take; {} leaves it to the template."""
+    if effort is None:
+        return {}
+    return {"enable_thinking": effort != "none", "reasoning_effort": EFFORTS[effort]}

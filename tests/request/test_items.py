@@ -58,14 +58,8 @@ def test_a_response_is_looked_up_once() -> None:
 
 
 def test_nothing_is_looked_up_unasked() -> None:
-    for input in (
-        None,
-        "hi",
-        7,
-        [],
-        [QUESTION, {}, "hi", None, 7],
-        [{"id": OUTPUT[0]["id"]}] * (MAX_ITEMS + 1),
-    ):
+    too_many = [{"id": OUTPUT[0]["id"]}] * (MAX_ITEMS + 1)
+    for came in (None, "hi", 7, [], [QUESTION, {}, "hi", None, 7], too_many):
         assert resolved(came) == ([], came, [])
 
 
