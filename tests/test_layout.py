@@ -46,7 +46,7 @@ MAY_IMPORT = {
     "devices":         {"checkpoint", "model", "sampling"},
     "request":         {"channels"},
     "completions":     {"channels", "request"},
-    "dialects":        {"channels", "request"},
+    "dialects":        {"channels", "request", "sse"},
     "engine":          {"checkpoint", "drafts", "model", "pages", "sampling"},
     "streaming":       {"background", "request", "sse"},
     "gateway":         {"channels", "completions", "request", "sse", "streaming"},
