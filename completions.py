@@ -1,23 +1,21 @@
-"""Deltas to chat completion chunks, chunks to the completion they amount to, and chunks back to deltas.
+"""Deltas to the chunks of Chat Completions, and chunks to the completion that they amount to.
 
     [Delta | Call | Arguments | Close, ...], Finish --Chunks--> [chunk, ...] --fold()--> chat.completion
-    [chunk of another server, ...] --Deltas--> [Delta | Call | Arguments | Close, ...], Finish
 
 Authority: https://platform.openai.com/docs/api-reference/chat-streaming and the chat types of the `openai`
 package.
 
 Rules of this file:
-1. The non-streaming answer is the fold of the same chunks.
+1. The answer without `stream` is the fold of the same chunks.
 2. Every chunk has the same id, created and model, and a list of choices; `finish_reason` is null until the
-   last one of a choice, and never absent.
+   last chunk of a choice, and never absent.
 3. A call's first delta carries index, id, type, name and empty arguments; later ones index and arguments.
    A custom tool's has `custom` for `function` and `input` for `arguments` (the SDK's chunk lags behind).
 4. Usage comes in one more chunk, without choices, to those who asked: sgl-project/sglang#5451
 5. Reasoning has two names, DeepSeek's `reasoning_content` and OpenRouter's `reasoning`: same text in both.
-6. Of other servers less is expected. Reasoning and calls are what they say they are; what looks like a marker
-   in their text is text, for without tokens nobody can tell. An answer is whole when they say so.
 
-Not here: `[DONE]` and frames (sse.py), ids and the time (arguments).
+Not here: `[DONE]` and frames (sse.py), ids and the time (arguments), what another server's chunks say
+(gateway/deltas.py).
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -26,25 +24,23 @@ from typing import Any
 from channels import Arguments, Call, Close, Delta, Finish, Output, TokenLogprob, Usage
 from request.refusals import error_object
 
-Chunk = dict[str, Any]
+Chunk = dict[str, Any]  # as on the wire
 
 # fmt: off
-#  custom     type of a call, and the name of its members; what it is called with
-FIELDS = {
-    False:      ("function", "arguments"),
-    True:       ("custom",   "input"),
+#  of a custom tool?  (type of the call, member that holds its arguments or input)
+CALL_MEMBERS = {
+    False:             ("function", "arguments"),
+    True:              ("custom",   "input"),
 }
 # fmt: on
 
 
 class Chunks:
-    """Makes the chunks of one request, of all its choices.
-
-    `named_call`: the request names the function to call, and "finish_reason will be 'stop'" then:
-    https://platform.openai.com/docs/guides/function-calling
+    """Makes the chunks of one request, for all its choices.
 
     `head` holds what every chunk repeats: id, created, model, system_fingerprint. `new_id(prefix)` draws an
-    id.
+    id. `n` is the number of choices. `named_call`: tool_choice names the function to call, and "finish_reason
+    will be 'stop'" then: https://platform.openai.com/docs/guides/function-calling
     """
 
     def __init__(
@@ -59,10 +55,10 @@ class Chunks:
         self._new_id = new_id
         self._include_usage = include_usage
         self._named_call = named_call
-        self._n_calls = [0] * n
-        self._custom = [False] * n  # is the newest call one of a custom tool
-        self._usage: list[Usage] = []
-        self._failed = False  # one choice did: nothing follows the error, of the other choices either
+        self._n_calls = [0] * n  # of each choice, so far
+        self._is_custom = [False] * n  # of each choice: its newest call is one of a custom tool
+        self._usages: list[Usage] = []  # of the choices that have ended
+        self._failed = False  # "[error]" | "a": a choice failed; nothing follows the error, of any choice
 
     def start(self) -> list[Chunk]:
         """The role, before the prompt is read: later deltas omit it
@@ -71,24 +67,25 @@ class Chunks:
         return [self._chunk(i, {"role": "assistant", "content": ""}) for i in range(len(self._n_calls))]
 
     def feed(self, index: int, output: Output) -> list[Chunk]:
+        """What one choice says."""
+        if self._failed:
+            return []
         match output:
-            case _ if self._failed:
-                return []
             case Delta("analysis", text, _):
                 return [self._chunk(index, {"reasoning_content": text, "reasoning": text})]
             case Delta("refusal", text, _):
                 return [self._chunk(index, {"refusal": text})]
             case Delta(_, text, logprobs):
                 return [self._chunk(index, {"content": text}, logprobs=logprobs)]
-            case Call(name, custom):
+            case Call(name, is_custom):
                 self._n_calls[index] += 1
-                self._custom[index] = custom
-                kind, field = FIELDS[custom]
-                call = {"id": self._new_id("call"), "type": kind, kind: {"name": name, field: ""}}
+                self._is_custom[index] = is_custom
+                type_, member = CALL_MEMBERS[is_custom]
+                call = {"id": self._new_id("call"), "type": type_, type_: {"name": name, member: ""}}
                 return [self._call(index, call)]
             case Arguments(text):
-                kind, field = FIELDS[self._custom[index]]
-                return [self._call(index, {kind: {field: text}})]
+                type_, member = CALL_MEMBERS[self._is_custom[index]]
+                return [self._call(index, {type_: {member: text}})]
             case Close():
                 return []
 
@@ -100,15 +97,18 @@ class Chunks:
             self._failed = True
             return [{"error": error_object(finish.message, code=finish.code)}]
         if finish.usage:
-            self._usage.append(finish.usage)
-        called = finish.reason == "stop" and self._n_calls[index] and not self._named_call
-        return [self._chunk(index, {}, finish_reason="tool_calls" if called else finish.reason)]
+            self._usages.append(finish.usage)
+        finish_reason: str = finish.reason
+        if finish_reason == "stop" and self._n_calls[index] and not self._named_call:
+            finish_reason = "tool_calls"
+        return [self._chunk(index, {}, finish_reason=finish_reason)]
 
     def end(self) -> list[Chunk]:
         """The end of the request: its usage, summed over the choices, which share one prompt."""
         if self._failed or not self._include_usage:
             return []
-        return [self._head | {"object": "chat.completion.chunk", "choices": [], "usage": _usage(self._usage)}]
+        usage = _usage(self._usages)
+        return [self._head | {"object": "chat.completion.chunk", "choices": [], "usage": usage}]
 
     def _call(self, index: int, call: Mapping[str, Any]) -> Chunk:
         return self._chunk(index, {"tool_calls": [{"index": self._n_calls[index] - 1, **call}]})
@@ -120,22 +120,26 @@ class Chunks:
         finish_reason: str | None = None,
         logprobs: tuple[TokenLogprob, ...] = (),
     ) -> Chunk:
-        shown = {"content": [_logprob(p) for p in logprobs], "refusal": None} if logprobs else None
-        choice = {"index": index, "delta": dict(delta), "logprobs": shown, "finish_reason": finish_reason}
+        choice = {"index": index, "delta": dict(delta), "logprobs": None, "finish_reason": finish_reason}
+        if logprobs:
+            choice["logprobs"] = {"content": [_logprob(p) for p in logprobs], "refusal": None}
         chunk = self._head | {"object": "chat.completion.chunk", "choices": [choice]}
-        return chunk | {"usage": None} if self._include_usage else chunk
+        if self._include_usage:
+            chunk["usage"] = None
+        return chunk
 
 
 def fold(chunks: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """The chat.completion object that a stream amounts to; the error object, if it ends in one."""
-    whole: dict[str, Any] = {}
+    completion: dict[str, Any] = {}
     choices: dict[int, dict[str, Any]] = {}
     for chunk in chunks:
         if "error" in chunk:
             return dict(chunk)
-        whole |= {k: v for k, v in chunk.items() if k != "choices" and v is not None} | {
-            "object": "chat.completion"
-        }
+        for name, value in chunk.items():
+            if name != "choices" and value is not None:
+                completion[name] = value
+        completion["object"] = "chat.completion"
         for part in chunk.get("choices") or ():
             index = part.get("index", 0)
             _add(choices.setdefault(index, _empty_choice(index)), part)
@@ -143,7 +147,7 @@ def fold(chunks: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         message = choice["message"]
         if message["content"] == "" and ("tool_calls" in message or message["refusal"]):
             message["content"] = None  # as OpenAI has it where the model only calls, or refuses
-    return whole | {"choices": [choices[i] for i in sorted(choices)]}
+    return completion | {"choices": [choices[index] for index in sorted(choices)]}
 
 
 def _empty_choice(index: int) -> dict[str, Any]:
@@ -158,38 +162,43 @@ def _add(choice: dict[str, Any], part: Mapping[str, Any]) -> None:
         if isinstance(delta.get(name), str):
             message[name] = (message.get(name) or "") + delta[name]
     for call in delta.get("tool_calls") or ():
-        calls = message.setdefault("tool_calls", [])
-        kind, field = FIELDS["custom" in call]
-        said = call.get(kind) or {}
-        if call.get("index", len(calls)) >= len(calls):
-            new = said | {field: said.get(field) or ""}
-            calls.append({"id": call.get("id"), "type": kind, kind: new})
-        elif kind in (known := calls[call["index"]]):
-            known[kind][field] += said.get(field) or ""
+        _add_call(message.setdefault("tool_calls", []), call)
     if logprobs := part.get("logprobs"):
         choice["logprobs"] = choice["logprobs"] or {"content": [], "refusal": None}
         choice["logprobs"]["content"] += logprobs.get("content") or []
     choice["finish_reason"] = part.get("finish_reason") or choice["finish_reason"]
 
 
+def _add_call(calls: list[dict[str, Any]], call: Mapping[str, Any]) -> None:
+    """Add one delta of a call: a call begins with the first of its index."""
+    type_, member = CALL_MEMBERS["custom" in call]
+    inner = call.get(type_) or {}
+    text = inner.get(member) or ""
+    index = call.get("index", len(calls))
+    if index >= len(calls):
+        calls.append({"id": call.get("id"), "type": type_, type_: inner | {member: text}})
+    elif type_ in calls[index]:
+        calls[index][type_][member] += text
+
+
 def _usage(choices: list[Usage]) -> dict[str, Any]:
-    prompt, completion = (
-        max((u.input_tokens for u in choices), default=0),
-        sum(u.output_tokens for u in choices),
-    )
+    n_prompt = max((usage.input_tokens for usage in choices), default=0)
+    n_completion = sum(usage.output_tokens for usage in choices)
+    # What one choice found in the prefix cache may be what another of them has computed: no saving.
+    n_cached = min((usage.cached_tokens for usage in choices), default=0)
+    n_reasoning = sum(usage.reasoning_tokens for usage in choices)
     return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        # What one choice finds may be what another of them has computed: that was no saving.
-        "prompt_tokens_details": {"cached_tokens": min((u.cached_tokens for u in choices), default=0)},
-        "completion_tokens_details": {"reasoning_tokens": sum(u.reasoning_tokens for u in choices)},
+        "prompt_tokens": n_prompt,
+        "completion_tokens": n_completion,
+        "total_tokens": n_prompt + n_completion,
+        "prompt_tokens_details": {"cached_tokens": n_cached},
+        "completion_tokens_details": {"reasoning_tokens": n_reasoning},
     }
 
 
 def _logprob(p: TokenLogprob) -> dict[str, Any]:
-    return _without_top(p) | {"top_logprobs": [_without_top(t) for t in p.top]}
+    return _token(p) | {"top_logprobs": [_token(candidate) for candidate in p.top]}
 
 
-def _without_top(p: TokenLogprob) -> dict[str, Any]:
+def _token(p: TokenLogprob) -> dict[str, Any]:
     return {"token": p.token, "logprob": p.logprob, "bytes": list(p.bytes)}

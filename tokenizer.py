@@ -53,7 +53,11 @@ class Spelling:
         self.byte_tokens = False  # <0xNN> is a byte
         self.marks_spaces = False  # ▁ is a space
         self.dummy_prefix = False  # the encoder puts a space before every text, so the decoder takes one away
-        steps = decoder["decoders"] if decoder and decoder["type"] == "Sequence" else [decoder]
+        match decoder:
+            case {"type": "Sequence", "decoders": steps}:
+                pass
+            case _:
+                steps = [decoder]
         for step in steps:
             match step:
                 case {"type": "ByteLevel"} if len(steps) == 1:
@@ -78,7 +82,9 @@ class Spelling:
             return bytes(BYTE_OF[character] for character in token)
         if self.byte_tokens and (match := BYTE_TOKEN.fullmatch(token)):
             return bytes.fromhex(match[1])
-        return (token.replace("▁", " ") if self.marks_spaces else token).encode()
+        if self.marks_spaces:
+            token = token.replace("▁", " ")
+        return token.encode()
 
 
 # --- both directions ----------------------------------------------------------------------------------------
@@ -102,7 +108,7 @@ class Tokenizer:
         tokens = self._tokenizer.get_added_tokens_decoder()
         self.added = {token.content: token_id for token_id, token in tokens.items()}
         self.added_by_id = {token_id: token.content for token_id, token in tokens.items()}
-        self.control = {token_id for token_id, token in tokens.items() if token.special}
+        self.control = {token_id for token_id, token in tokens.items() if token.special}  # they have no text
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, without bos and eos: the chat template writes those that the model wants."""
@@ -123,7 +129,7 @@ class Tokenizer:
 
 
 class Decoder:
-    """From the token ids of one response to its pieces.
+    """Token ids of one response to its pieces (elsewhere called a streaming or incremental detokenizer).
 
     Each logprob fed comes out once, in order, on the piece that completes the last character of its token.
     """
@@ -131,22 +137,26 @@ class Decoder:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")  # a token may end inside a character
-        self._held: tuple[TokenLogprob, ...] = ()  # of the tokens whose text is not out yet
-        self._at_start = True  # where SentencePiece has a space too many
+        self._held: tuple[TokenLogprob, ...] = ()  # those of tokens whose text is not out yet
+        self._at_start = True  # SentencePiece: the first text has a space too many
 
     def feed(self, token_id: int, logprobs: tuple[TokenLogprob, ...] = ()) -> list[Piece]:
         """What one more token adds: nothing inside a character, two pieces if an added token cuts one off."""
         data = self._tokenizer.token_bytes(token_id)
         if token_id in self._tokenizer.added_by_id:
             cut_off = self.close()
-            control = token_id in self._tokenizer.control
-            text = "" if control else self._unprefixed(data.decode(errors="replace"))
+            text = ""
+            if token_id not in self._tokenizer.control:
+                text = self._unprefixed(data.decode(errors="replace"))
             return [*cut_off, Piece(text, self._tokenizer.added_by_id[token_id], logprobs)]
         text = self._unprefixed(self._utf8.decode(data))
         if not text:
             self._held += logprobs
             return []
-        if self._utf8.getstate()[0]:  # this token's last character is open; all before it are complete
+        is_inside_character = bool(self._utf8.getstate()[0])
+        if (
+            is_inside_character
+        ):  # this token's logprob waits for its last character; those before are complete
             complete, self._held = self._held, logprobs
         else:
             complete, self._held = self._held + logprobs, ()
@@ -156,11 +166,15 @@ class Decoder:
         """What the end leaves: U+FFFD for an open character, and the logprobs of tokens that had no text."""
         text = self._unprefixed(self._utf8.decode(b"", final=True))
         complete, self._held = self._held, ()
-        return [Piece(text, "", complete)] if text or complete else []
+        if not text and not complete:
+            return []
+        return [Piece(text, "", complete)]
 
     def _unprefixed(self, text: str) -> str:
         """`add_dummy_prefix`: https://github.com/google/sentencepiece/blob/master/doc/options.md"""
-        if text and self._at_start:
-            self._at_start = False
-            return text.removeprefix(" ") if self._tokenizer.spelling.dummy_prefix else text
+        if not text or not self._at_start:
+            return text
+        self._at_start = False
+        if self._tokenizer.spelling.dummy_prefix:
+            return text.removeprefix(" ")
         return text

@@ -2,6 +2,8 @@
 
     Piece --feed()--> [Call | Arguments | Close, ...] --end()--> the rest
 
+Each class is a CallReader (channels.py), one for each way of writing a call:
+
     JsonCalls      {"name": NAME, "arguments": {...}}           Hermes, Qwen, Llama 3, Mistral to v7
     XmlCalls       <function=NAME><parameter=P>VALUE...         Qwen3-Coder
     NamedCalls     NAME[CALL_ID]ID[ARGS]{...}                   Mistral from v11
@@ -21,142 +23,176 @@ Not here: the markers (families.py), what a malformed call becomes (channels.py)
 import json
 import re
 from collections.abc import Collection, Generator, Iterator, Mapping
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 from urllib.parse import unquote
 
+import sse
 from channels import Arguments, Call, CallReader, Close, Finder, Output, Piece, Schemas
 from request.tools import MAX_QUALIFIED_NAME
 
 # --- JSON ---------------------------------------------------------------------------------------------------
 
-PLAIN = re.compile(r'[^"\\]+')  # of a string: all that neither ends nor escapes
-KEYS = {"name": "name", "arguments": "arguments", "parameters": "arguments"}  # Llama 3's word
+ORDINARY = re.compile(r'[^"\\]+')  # characters of a string that neither end it nor escape another
+KEYS = {"name": "name", "arguments": "arguments", "parameters": "arguments"}  # Llama 3 writes "parameters"
 
 
 class JsonCalls:
     """`{"name": NAME, "arguments": VALUE}` by character: NAME announces the call, VALUE leaves as written.
 
-    There may be several: in an array as Mistral has it, or one behind the other. `names`: a call of any other
-    is none, as where no marker tells calls from JSON that is the answer.
+    There may be several: in an array as Mistral has it, or one behind the other. `names` are those of the
+    functions on offer, where no marker tells calls from JSON that is the answer: a call of any other is none.
+
+    `_expect` says what comes next. "open": a call; "key", "colon", "value": its members. From its first
+    character to its last, a key or a value is in `_written`; arguments that can leave at once leave it empty.
+
+        {"name"    key, then colon          "arguments"    key, then colon
+        :          value                    : {"a":        value; Arguments('{"a":')
+        "f",       Call('f'), then key      1}             Arguments(' 1}'), then key
+                                            }              open
     """
 
     def __init__(self, names: Collection[str] | None = None) -> None:
-        self.called = self.in_string = False
+        self.called = False
+        self.in_string = False
         self.malformed = names is not None and not names
         self._names = names
-        self._escaped = False
+        self._escaped = False  # "\\" | "n": the next character of the string is escaped
         self._expect: Literal["open", "key", "colon", "value"] = "open"
         self._begin()
 
     def _begin(self) -> None:
-        """Of one call."""
+        """A call begins: nothing of it is known."""
         self._name: str | None = None
-        self._key = ""  # the one being read, as KEYS has it
-        self._seen: set[str] = set()  # keys: of two that are the same the first counts, for it has left
-        self._value: list[str] = []  # of the member being read, and of arguments that come before the name
-        self._arguments: str | None = None  # complete arguments that wait for the name
-        self._sent = False  # some arguments have left
-        self._depth = 0  # of brackets inside the value
+        self._key = ""  # the member being read, as KEYS has it
+        self._keys_seen: set[str] = set()  # of two members of one key the first counts, for it has left
+        self._written: list[str] = []  # what there is of the key or value being read
+        self._arguments: str | None = None  # complete, and waiting for the name
+        self._sent = False  # arguments have left
+        self._depth = 0  # open brackets inside the value
 
     def feed(self, piece: Piece) -> Iterator[Output]:
         i, text = 0, piece.text
         while i < len(text):
-            plain = PLAIN.match(text, i) if self.in_string and not self._escaped else None
-            if plain:
-                self._value.append(plain[0])
-                i = plain.end()
+            ordinary = None
+            if self.in_string and not self._escaped:
+                ordinary = ORDINARY.match(text, i)
+            if ordinary:
+                self._written.append(ordinary[0])
+                i = ordinary.end()
             else:
-                yield from self._char(text[i])
+                yield from self._character(text[i])
                 i += 1
         yield from self._stream()
 
     def end(self) -> Iterator[Output]:
         yield from ()  # what the model did not finish stays so
 
-    def _char(self, c: str) -> Iterator[Output]:
-        if self.in_string or (self._expect == "value" and self._value):
-            bare = not self.in_string and not self._depth  # a number, true, false, null
-            if bare and (c in ",}" or c.isspace()):
-                yield from self._member()
-                yield from self._char(c)
+    def _character(self, c: str) -> Iterator[Output]:
+        if self.in_string or (self._expect == "value" and self._written):
+            is_bare = not self.in_string and not self._depth  # a number, true, false, null
+            if is_bare and (c in ",}" or c.isspace()):
+                yield from self._end_member()
+                yield from self._character(c)
             else:
                 yield from self._inside(c)
         elif self.malformed or c.isspace():
-            pass
-        elif self._expect in ("key", "value") and (self._expect == "value" or c == '"'):
+            return
+        elif self._expect == "value" or (self._expect == "key" and c == '"'):
             yield from self._inside(c)
-        elif (self._expect, c) == ("open", "{"):
-            self._begin()
-            self._expect = "key"
-        elif (self._expect, c) == ("colon", ":"):
-            self._expect = "value"
-        elif (self._expect, c) == ("key", "}"):
-            yield from self._end()
-        elif (self._expect, c) not in (("key", ","), ("open", "[")):
-            self.malformed = not self.called  # behind a call all that is no other one is dropped
+        else:
+            yield from self._between(c)
+
+    def _between(self, c: str) -> Iterator[Output]:
+        """A character of the object around the keys and values, or of the array around the calls."""
+        match self._expect, c:
+            case "open", "{":
+                self._begin()
+                self._expect = "key"
+            case "colon", ":":
+                self._expect = "value"
+            case "key", "}":
+                yield from self._end_call()
+            case ("key", ",") | ("open", "["):
+                pass
+            case _:
+                self.malformed = not self.called  # behind a call, all that is no other one is dropped
 
     def _inside(self, c: str) -> Iterator[Output]:
         """A character of a key or a value."""
-        self._value.append(c)
+        self._written.append(c)
+        is_last = False
         if self.in_string:
             self.in_string = self._escaped or c != '"'
             self._escaped = c == "\\" and not self._escaped
-            closed = not self.in_string
-        else:
-            self.in_string = c == '"'
-            self._depth += (c in "{[") - (c in "}]")
-            closed = c in "}]"
-        if closed and self._depth <= 0:
-            yield from self._member()
+            is_last = not self.in_string
+        elif c == '"':
+            self.in_string = True
+        elif c in "{[":
+            self._depth += 1
+        elif c in "}]":
+            self._depth -= 1
+            is_last = True
+        if is_last and self._depth <= 0:
+            yield from self._end_member()
 
-    def _member(self) -> Iterator[Output]:
+    def _end_member(self) -> Iterator[Output]:
         """A key or a value is complete."""
-        is_key, streams = self._expect == "key", self._streams()
-        written = "" if streams else "".join(self._value)
-        if streams:
+        if self._streams():
             yield from self._stream()
-        self._value, self._depth = [], 0
-        self._expect = "colon" if is_key else "key"
-        if is_key:
+            written = ""
+        else:
+            written = "".join(self._written)
+        self._written = []
+        self._depth = 0
+        if self._expect == "key":
+            self._expect = "colon"
             key = KEYS.get(_string(written) or "", "")
-            self._key = "" if key in self._seen else key
-            self._seen.add(key)
-        elif self._key == "name":
+            self._key = ""
+            if key not in self._keys_seen:
+                self._key = key
+            self._keys_seen.add(key)
+            return
+        self._expect = "key"
+        if self._key == "name":
             yield from self._named(_string(written) or "")
         elif self._key == "arguments" and written:
-            text = _string(written)  # some models write the object into a string
-            self._arguments = "{}" if written == "null" else written if text is None else text
-            yield from self._late()
+            yield from self._late(_unquoted(written))
 
     def _named(self, name: str) -> Iterator[Output]:
-        if not name or not (self._names is None or name in self._names):
+        is_offered = self._names is None or name in self._names
+        if not name or not is_offered:
             self.malformed = not self.called
             return
         if self.called:
             yield Close()
-        self._name, self.called = name, True
+        self._name = name
+        self.called = True
         yield Call(name)
-        yield from self._late()
+        if self._arguments is not None:
+            yield from self._late(self._arguments)
 
-    def _late(self) -> Iterator[Output]:
+    def _late(self, arguments: str) -> Iterator[Output]:
         """Arguments that could not be streamed: they came before the name, or as a string."""
-        if self._name is not None and self._arguments is not None:
-            self._sent = True
-            yield Arguments(self._arguments)
-            self._arguments = None
+        if self._name is None:
+            self._arguments = arguments
+            return
+        self._arguments = None
+        self._sent = True
+        yield Arguments(arguments)
 
     def _streams(self) -> bool:
         """Is an object being read that can leave as it comes?"""
-        here = self._expect == "value" and self._key == "arguments" and self._name is not None
-        return here and (self._sent or self._value[:1] == ["{"])
+        are_arguments = self._expect == "value" and self._key == "arguments" and self._name is not None
+        return are_arguments and (self._sent or self._written[:1] == ["{"])
 
     def _stream(self) -> Iterator[Output]:
-        if self._streams() and (text := "".join(self._value)):
+        text = "".join(self._written)
+        if text and self._streams():
             self._sent = True
-            self._value = [""]  # not empty: the value goes on
+            self._written = [""]  # not empty: the value goes on
             yield Arguments(text)
 
-    def _end(self) -> Iterator[Output]:
+    def _end_call(self) -> Iterator[Output]:
         self._expect = "open"
         self.malformed = not self.called
         if self._name is not None and not self._sent:
@@ -164,13 +200,28 @@ class JsonCalls:
             yield Arguments("{}")
 
 
-def _string(written: str) -> str | None:
-    """The value of a JSON string literal, None if it is none, or no text: "\\ud800" is half a character."""
+def _unquoted(arguments: str) -> str:
+    """Arguments as an object: some models write it into a string, or null for none."""
+    if arguments == "null":
+        return "{}"
+    text = _string(arguments)
+    if text is None:
+        return arguments
+    return text
+
+
+def _string(literal: str) -> str | None:
+    """The value of a JSON string literal, None if it is none, or no text: "\\ud800" is half a character.
+
+    Control characters may stand in it, which sse.loads() would refuse: models write newlines as they are.
+    """
     try:
-        value = json.loads(written, strict=False)
-        return value if isinstance(value, str) and value.encode() else None
+        value = json.loads(literal, strict=False)
+        if isinstance(value, str) and value.encode():
+            return value
     except (ValueError, RecursionError):
-        return None
+        pass
+    return None
 
 
 # --- names before arguments ---------------------------------------------------------------------------------
@@ -250,37 +301,42 @@ class NamedCalls:
 # --- XML ----------------------------------------------------------------------------------------------------
 
 TAG = re.compile(r"(?:<(function|parameter)=([^<>]+)|</function)\Z")  # up to its ">"
+FUNCTION = "<function="
 VALUE_END = "</parameter>"
 
 
 class XmlCalls:
     """`<function=NAME>`, `<parameter=P>`VALUE`</parameter>`, ..., `</function>`, as a JSON object."""
 
-    in_string = False
+    in_string = False  # values are no strings of JSON
 
     def __init__(self, schemas: Schemas) -> None:
-        self.called = self.malformed = False
+        self.called = False
+        self.malformed = False
         self._schemas = schemas
-        self._tag: list[str] = []  # the one being read
+        self._tag: list[str] = []  # "<func" | "tion=f>": the tag being read
         self._function: str | None = None  # the open one
-        self._seen: set[str] = set()  # its parameters
-        self._value: _Value | None = None  # of the parameter being read
+        self._parameters: set[str] = set()  # those that the open function has been given
+        self._value: _Value | None = None  # the one being read
 
     def feed(self, piece: Piece) -> Iterator[Output]:
         text = piece.text
         while text and not self.malformed:
             if self._value:
-                behind = yield from self._value.feed(text)
-                text = behind or ""
-                self._value = self._value if behind is None else None
+                rest = yield from self._value.feed(text)
+                if rest is None:
+                    return
+                self._value = None
+                text = rest
             else:
                 head, bracket, text = text.partition(">")
                 if self._tag or head.lstrip():
                     self._tag.append(head)
                     self._check_tag()
                 if bracket and not self.malformed:
-                    yield from self._tagged("".join(self._tag).strip())
+                    tag = "".join(self._tag).strip()
                     self._tag = []
+                    yield from self._end_tag(tag)
 
     def end(self) -> Iterator[Output]:
         if self._value:
@@ -289,53 +345,66 @@ class XmlCalls:
 
     def _check_tag(self) -> None:
         """What is no call is known at once, not at a ">" that may never come."""
-        if not self.called and len(self._tag) < 20:
-            begun, first = "".join(self._tag).lstrip(), "<function="
-            self.malformed = begun[: len(first)] != first[: len(begun)]
+        if not self.called and len(self._tag) < 20:  # pieces: joining more would not be linear work
+            begun = "".join(self._tag).lstrip()
+            self.malformed = not (begun.startswith(FUNCTION) or FUNCTION.startswith(begun))
 
-    def _tagged(self, tag: str) -> Iterator[Output]:
-        found = TAG.search(tag)
-        kind, name = (found[1], (found[2] or "").strip()) if found else ("", "")
+    def _end_tag(self, tag: str) -> Iterator[Output]:
+        match = TAG.search(tag)
+        kind, name = "", ""
+        if match and match[1]:
+            kind, name = match[1], match[2].strip()
         if kind == "function" and name:
             yield from self._end_function()
-            if self.called:
-                yield Close()
-            self.called, self._function, self._seen = True, name, set()
-            yield Call(name)
+            yield from self._begin_function(name)
         elif kind == "parameter" and self._function:
-            known = name in self._seen  # of two that are the same the first counts, for it has left
-            if not known:
-                yield Arguments(f"{', ' if self._seen else '{'}{_dumps(name)}: ")
-            self._seen.add(name)
-            self._value = _Value(kinds(self._schemas.get(self._function, {}), name), dropped=known)
-        elif self.called:
-            yield from self._end_function() if found else ()
-        else:
+            yield from self._begin_parameter(self._function, name)
+        elif not self.called:
             self.malformed = True
+        elif match:
+            yield from self._end_function()
+
+    def _begin_function(self, name: str) -> Iterator[Output]:
+        if self.called:
+            yield Close()
+        self.called = True
+        self._function = name
+        self._parameters = set()
+        yield Call(name)
+
+    def _begin_parameter(self, function: str, name: str) -> Iterator[Output]:
+        is_repeated = name in self._parameters  # the first of two counts, for it has left
+        if not is_repeated:
+            before = ", " if self._parameters else "{"
+            yield Arguments(f"{before}{_dumps(name)}: ")
+        self._parameters.add(name)
+        types = json_types(self._schemas.get(function, {}), name)
+        self._value = _Value(types, is_dropped=is_repeated)
 
     def _end_function(self) -> Iterator[Output]:
         if self._function:
-            yield Arguments("}" if self._seen else "{}")
+            yield Arguments("}" if self._parameters else "{}")
         self._function = None
 
 
 class _Value:
-    """One parameter's, up to its end. A string leaves as it comes, another value when it is whole."""
+    """The value of one parameter, up to its end. A string leaves as it comes, another value at its end."""
 
-    def __init__(self, kinds: set[str], dropped: bool) -> None:
-        self._kinds = kinds
-        self._dropped = dropped
+    def __init__(self, types: set[str], is_dropped: bool) -> None:
+        self._types = types
+        self._is_string = types == {"string"}
+        self._is_dropped = is_dropped
         self._finder = Finder([VALUE_END, "\n" + VALUE_END])  # the newline at either end is the template's
         self._begun = False
         self._text: list[str] = []
 
     def feed(self, text: str) -> Generator[Output, None, str | None]:
         """Returns the text behind the value's end, None before that."""
-        for found in self._finder.feed(Piece(text)):
-            if isinstance(found, str):
+        for part in self._finder.feed(Piece(text)):
+            if isinstance(part, str):
                 yield from self._finish()
                 return "".join(piece.text for piece in self._finder.flush())
-            yield from self._more(found.text)
+            yield from self._more(part.text)
         return None
 
     def end(self) -> Iterator[Output]:
@@ -348,50 +417,76 @@ class _Value:
         if not self._begun:
             yield from self._begin()
             text = text.removeprefix("\n")
-        if self._kinds != {"string"}:
+        if not self._is_string:
             self._text.append(text)
-        elif text and not self._dropped:
+        elif text and not self._is_dropped:
             yield Arguments(_dumps(text)[1:-1])
 
     def _begin(self) -> Iterator[Output]:
         self._begun = True
-        if self._kinds == {"string"} and not self._dropped:
+        if self._is_string and not self._is_dropped:
             yield Arguments('"')
 
     def _finish(self) -> Iterator[Output]:
         if not self._begun:
             yield from self._begin()
-        if not self._dropped:
-            yield Arguments('"' if self._kinds == {"string"} else _typed("".join(self._text), self._kinds))
+        if self._is_dropped:
+            return
+        if self._is_string:
+            yield Arguments('"')
+        else:
+            yield Arguments(_as_json("".join(self._text), self._types))
 
+
+def _as_json(text: str, types: set[str]) -> str:
+    """A value as JSON: a string if it may be one and is nothing else that it may be, or is no JSON at all."""
+    try:
+        value = sse.loads(text)
+    except ValueError:
+        return _dumps(text)
+    if "string" in types and not types & JSON_TYPES[type(value)]:
+        return _dumps(text)
+    return text.strip()
+
+
+_dumps = json.JSONEncoder(ensure_ascii=False).encode
+
+# --- JSON schemas: of which type a parameter is -------------------------------------------------------------
 
 # fmt: off
-KINDS: dict[type, set[str]] = {
-    str: {"string"}, bool: {"boolean"}, int: {"integer", "number"}, float: {"number"}, list: {"array"},
-    dict: {"object"}, type(None): {"null"},
+JSON_TYPES: dict[type, set[str]] = {
+    str:        {"string"},
+    bool:       {"boolean"},
+    int:        {"integer", "number"},
+    float:      {"number"},
+    list:       {"array"},
+    dict:       {"object"},
+    type(None): {"null"},
 }
 # fmt: on
 
 
-def kinds(schema: Mapping[str, Any], name: str) -> set[str]:
+def json_types(schema: Mapping[str, Any], name: str) -> set[str]:
     """The JSON types that a property of these arguments may have; none where the schema does not say."""
     properties = schema.get("properties")
-    todo = [properties.get(name)] if isinstance(properties, dict) else []
-    found, seen = set[str](), set[str]()
+    types, refs = set[str](), set[str]()
+    todo: list[Any] = []
+    if isinstance(properties, dict):
+        todo.append(properties.get(name))
     while todo:
         match todo.pop():
-            case {"$ref": str(ref)} if ref not in seen:
-                seen.add(ref)
+            case {"$ref": str(ref)} if ref not in refs:
+                refs.add(ref)
                 todo.append(target(schema, ref))
             case {"type": str(kind)}:
-                found.add(kind)
+                types.add(kind)
             case {"type": [*several]}:
-                found.update(kind for kind in several if isinstance(kind, str))
+                types.update(kind for kind in several if isinstance(kind, str))
             case {"anyOf": [*several]} | {"oneOf": [*several]}:
                 todo += several
             case {"enum": [*values]}:
-                found.update(*(KINDS[type(value)] for value in values))
-    return found
+                types.update(*(JSON_TYPES[type(value)] for value in values))
+    return types
 
 
 def target(root: Mapping[str, Any], ref: str) -> Any:
@@ -402,24 +497,8 @@ def target(root: Mapping[str, Any], ref: str) -> Any:
     for part in unquote(ref[1:]).split("/")[1:]:
         name = part.replace("~1", "/").replace("~0", "~")
         if isinstance(node, list):
-            node = dict(zip(map(str, range(len(node))), node, strict=True)).get(name)
-        else:
-            node = node.get(name) if isinstance(node, Mapping) else None
+            node = dict(zip(map(str, range(len(node))), node, strict=True))
+        if not isinstance(node, Mapping):
+            return None
+        node = node.get(name)
     return node
-
-
-def _typed(text: str, kinds: set[str]) -> str:
-    """A value as JSON: a string if it may be one and is nothing else that it may be, or is no JSON at all."""
-    try:
-        value = json.loads(text, parse_constant=_refuse)
-    except (ValueError, RecursionError):
-        return _dumps(text)
-    is_text = "string" in kinds and not kinds & KINDS[type(value)]
-    return _dumps(text) if is_text else text.strip()
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON")
-
-
-_dumps = json.JSONEncoder(ensure_ascii=False).encode

@@ -6,10 +6,10 @@ Authority: the chat templates that the models come with; for harmony
 https://cookbook.openai.com/articles/openai-harmony and its parser, https://github.com/openai/harmony
 
 Rules of this file:
-1. A dialect is data: a table of transitions, a reader of calls (calls.py), and the forms in which a grammar
-   demands what the parser finds.
-2. The chat template says which dialect it is, for it shows the model what to write; the vocabulary says which
-   of the markers are tokens.
+1. A dialect is data: a table of transitions, a reader of calls (calls.py), and the forms by which a grammar
+   demands what the parser finds. Harmony alone has messages with a header, and a reader of it.
+2. The chat template tells which dialect it is, for it shows the model what to write; the vocabulary tells
+   which of the markers are tokens.
 
 Not here: following the tables (channels.py), writing grammars (structured_output.py).
 """
@@ -23,12 +23,10 @@ from dialects.calls import AsWritten, JsonCalls, NamedCalls, XmlCalls
 Transitions = dict[tuple[State | Literal["any"], str], Next]
 
 # fmt: off
-#  (state now,    marker seen)         state next
-THINK: Transitions = {  # Qwen3, SmolLM3, DeepSeek-R1
+#  (state now,    marker)              next state
+HERMES: Transitions = {  # Qwen, SmolLM3, DeepSeek-R1
     ("any",       "<think>"):          "analysis",
     ("any",       "</think>"):         "final",     # a stray one is markup all the same
-}
-HERMES: Transitions = THINK | {
     ("any",       "<tool_call>"):      "call",      # it ends the reasoning: vllm-project/vllm#43221
     ("call",      "</tool_call>"):     "final",
 }
@@ -36,7 +34,7 @@ LLAMA: Transitions = {
     ("any",       "<think>"):          "analysis",
     ("any",       "</think>"):         "call",      # or not: here the answer begins
     ("any",       "<|python_tag|>"):   "call",
-    ("any",       "<|eom_id|>"):       "end",       # a call: it waits for the result
+    ("any",       "<|eom_id|>"):       "end",       # behind a call: the model waits for its result
     ("any",       "<|eot_id|>"):       "end",
 }
 MISTRAL: Transitions = {
@@ -107,13 +105,17 @@ def message(header: str) -> tuple[State, CallReader | None]:
     names = [name.removeprefix("functions.") for name in recipients if name not in ("assistant", "all")]
     if names and names[0]:
         return "call", AsWritten(names[0])
-    channels = [CHANNELS[word] for word in words if word in CHANNELS]
-    return (channels[0] if channels else "final"), None
+    for word in words:
+        if word in CHANNELS:
+            return CHANNELS[word], None
+    return "final", None
 
 
 THINKING = ("<think>", "</think>")
+HERMES_CALLS = ("<tool_call>", "</tool_call>")
+MISTRAL_THINKING = ("[THINK]", "[/THINK]")
+MISTRAL_CALLS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
 OBJECT = '{"name": "NAME", "arguments": ARGUMENTS}'
-XML = "<tool_call>\n<function=NAME>\nARGUMENTS</function>\n</tool_call>"
 
 DIALECTS = {
     "harmony": Dialect(
@@ -135,67 +137,104 @@ DIALECTS = {
         known_by=("[TOOL_CALLS]", "[ARGS]"),
         transitions=MISTRAL,
         call_reader=lambda _: NamedCalls(),
-        reasoning_markers=("[THINK]", "[/THINK]"),
-        call_markers=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
-        forms=Forms(("[THINK]", "[/THINK]"), "TEXT", "TEXT", "[TOOL_CALLS]NAME[ARGS]ARGUMENTS", ""),
+        reasoning_markers=MISTRAL_THINKING,
+        call_markers=MISTRAL_CALLS,
+        forms=Forms(
+            thought=MISTRAL_THINKING,
+            text="TEXT",
+            before="TEXT",
+            call="[TOOL_CALLS]NAME[ARGS]ARGUMENTS",
+            separator="",
+        ),
     ),
     "mistral-v3": Dialect(
         known_by=("[TOOL_CALLS]",),
         transitions=MISTRAL,
         call_reader=lambda _: NamedCalls(),
-        reasoning_markers=("[THINK]", "[/THINK]"),
-        call_markers=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
-        forms=Forms(("[THINK]", "[/THINK]"), "TEXT", "TEXT", OBJECT, ", ", calls=("[TOOL_CALLS][", "]")),
+        reasoning_markers=MISTRAL_THINKING,
+        call_markers=MISTRAL_CALLS,
+        forms=Forms(
+            thought=MISTRAL_THINKING,
+            text="TEXT",
+            before="TEXT",
+            call=OBJECT,
+            separator=", ",
+            calls=("[TOOL_CALLS][", "]"),
+        ),
     ),
     "qwen3-coder": Dialect(
         known_by=("<tool_call>", "<function="),
         transitions=HERMES,
         call_reader=XmlCalls,
         reasoning_markers=THINKING,
-        call_markers=("<tool_call>", "</tool_call>"),
+        call_markers=HERMES_CALLS,
         call_end="</tool_call>",
-        forms=Forms(THINKING, "TEXT", "TEXT", XML, "\n", arguments="xml"),
+        forms=Forms(
+            thought=THINKING,
+            text="TEXT",
+            before="TEXT",
+            call="<tool_call>\n<function=NAME>\nARGUMENTS</function>\n</tool_call>",
+            separator="\n",
+            arguments="xml",
+        ),
     ),
     "llama": Dialect(
         known_by=("<|start_header_id|>", '"parameters": '),
         transitions=LLAMA,
-        call_reader=lambda schemas: JsonCalls(
-            schemas
-        ),  # a call may be bare JSON: its name tells it from an answer
+        call_reader=JsonCalls,  # with the names on offer: a call may be bare JSON, like an answer
         start="call",
         reasoning_markers=THINKING,
         call_markers=("<|python_tag|>",),
-        forms=Forms(THINKING, "TEXT", None, '{"name": "NAME", "parameters": ARGUMENTS}', None),
+        forms=Forms(
+            thought=THINKING,
+            text="TEXT",
+            before=None,
+            call='{"name": "NAME", "parameters": ARGUMENTS}',
+            separator=None,
+        ),
     ),
     "hermes": Dialect(  # also what tools are taught as where the template ignores them (request/messages.py)
         known_by=(),
         transitions=HERMES,
         call_reader=lambda _: JsonCalls(),
         reasoning_markers=THINKING,
-        call_markers=("<tool_call>", "</tool_call>"),
+        call_markers=HERMES_CALLS,
         call_end="</tool_call>",
-        forms=Forms(THINKING, "TEXT", "TEXT", f"<tool_call>\n{OBJECT}\n</tool_call>", "\n"),
+        forms=Forms(
+            thought=THINKING,
+            text="TEXT",
+            before="TEXT",
+            call=f"<tool_call>\n{OBJECT}\n</tool_call>",
+            separator="\n",
+        ),
     ),
 }
 
 
 def recognised(template: str, takes_tools: bool) -> str:
-    """The name of the first dialect whose signs are all in the template. One that takes no tools has not
-    taught the model to call: they are described as Hermes does (request/messages.py), and so it will call.
+    """The name of the first dialect whose signs are all in the chat template.
+
+    A template that takes no tools has not taught the model to call: tools are then described as Hermes does
+    (request/messages.py), and so the model will call.
     """
     name = next(name for name, row in DIALECTS.items() if all(sign in template for sign in row.known_by))
-    return name if takes_tools or not DIALECTS[name].call_markers else "hermes"
+    if DIALECTS[name].call_markers and not takes_tools:
+        return "hermes"
+    return name
 
 
 def find(row: Dialect, added: Collection[str], template: str, tools: bool) -> Dialect:
-    """The dialect as this model may write it in this response: without the markers of reasoning that neither
-    its vocabulary nor its template knows, and without those of calls where it was offered no tools.
+    """The dialect as this model may write it in this response.
+
+    Without the markers of reasoning that neither its vocabulary (`added` tokens) nor its template knows, and
+    without those of calls where it was offered no tools.
     """
-    unknown = {m for m in row.reasoning_markers if m not in added and m not in template}
-    unused = unknown | (set() if tools else {*row.call_markers})
+    unused = {marker for marker in row.reasoning_markers if marker not in added and marker not in template}
+    if not tools:
+        unused |= {*row.call_markers}
     transitions = {key: state for key, state in row.transitions.items() if key[1] not in unused}
-    found = row._replace(transitions=transitions)
-    return found._replace(tokens=found.markers & set(added))
+    dialect = row._replace(transitions=transitions)
+    return dialect._replace(tokens=dialect.markers & set(added))
 
 
 def opening(prompt: str, dialect: Dialect) -> tuple[State, bool]:

@@ -39,22 +39,28 @@ SET_OPERATION = re.compile("&&|--|~~")
 
 
 def _literal(character: str, flags: str = "") -> str:
+    """A string of Lark for the character as JSON writes it; with the flag i in either case."""
     escaped = json.dumps(character, ensure_ascii=False)[1:-1]
     in_lark = json.dumps(escaped, ensure_ascii=False).replace("\x7f", r"\u007f")
-    return in_lark + ("i" if "i" in flags and escaped == character else "")  # an escape has one case
+    if "i" in flags and escaped == character:  # an escape has one case
+        return in_lark + "i"
+    return in_lark
 
 
 def _atom(atom: str, flags: str) -> str:
-    """What a regular expression has for one character."""
+    """Whatever a regular expression has for one character: a class, an escape, a dot."""
     if SET_OPERATION.search(atom):
         raise BadSource(f"expected a class that is a list, got {atom}")
     try:
-        held = re.compile(HARMLESS.sub("a", atom), re.ASCII)  # ASCII: of the special ones, \s holds the same
+        # ASCII: else Python's \s has U+001C to U+001F too, which that of the library has not.
+        pattern = re.compile(HARMLESS.sub("a", atom), re.ASCII)
     except re.error as error:
         raise BadSource(f"cannot tell which characters {atom} stands for: {error}") from error
-    atom = re.sub(r"\\.|/", lambda found: r"\/" if found[0] == "/" else found[0], atom)  # for Lark's sake
-    escapes = [_literal(character) for character in SPECIAL if held.fullmatch(character)]
-    plain = f"/[{atom}&&{UNESCAPED}]/" + ("i" if "i" in flags else "")
+    escapes = [_literal(character) for character in SPECIAL if pattern.fullmatch(character)]
+    in_lark = re.sub(r"(\\.)|/", lambda match: match[1] or r"\/", atom)  # a bare slash ends a regex of Lark
+    plain = f"/[{in_lark}&&{UNESCAPED}]/"
+    if "i" in flags:
+        plain += "i"
     return f"({' | '.join([plain, *escapes])})"
 
 
@@ -77,27 +83,29 @@ DOT = {True: r"[\s\S]", False: r"[^\n]"}
 
 
 def _regex(source: str, flags: str = "") -> str:
-    """What it means, in Lark. An empty string stands where there may be nothing else."""
+    """The same in Lark. An empty string stands first in a group and an alternative, which may be empty."""
     if set(flags) - set("ims"):
         raise BadSource(f"expected no flags but i, m and s, got /{source}/{flags}")
-    groups, done = [flags], ['(""']  # flags of the group that is open, behind those around it
-    for found in PIECE.finditer(source):
-        piece = found[0]
-        match found.lastgroup:
+    groups = [flags]  # the flags of the groups that are open, the innermost last
+    done = ['(""']
+    for lexeme in PIECE.finditer(source):
+        piece = lexeme[0]
+        match lexeme.lastgroup:
             case "opening":
                 groups = _opened(groups, piece)
-                done += ['(""'] if not piece.endswith(")") else []
+                if not piece.endswith(")"):
+                    done.append('(""')
             case "closing":
                 groups = groups[:-1] or groups
                 done.append(")")
             case "or":
                 done.append('| ""')
             case "times":
-                done.append(piece[0] if piece[0] in "*+?" else piece.removesuffix("?"))
+                done.append(piece[0] + piece[1:].removesuffix("?"))  # a lazy one fits the same texts
             case "anchor":
                 pass  # all of the text is to fit
             case "refused":
-                raise BadSource(f"expected no {piece} here: {source[: found.end()]}")
+                raise BadSource(f"expected no {piece} here: {source[: lexeme.end()]}")
             case "character" if piece == ".":
                 done.append(_atom(DOT["s" in groups[-1]], groups[-1]))
             case "character":
@@ -109,11 +117,13 @@ def _regex(source: str, flags: str = "") -> str:
 
 def _opened(groups: list[str], opening: str) -> list[str]:
     """The flags behind `(`, `(?i:`, `(?<name>`, or `(?i)`, which is for the rest of the group around it."""
-    given = FLAGS.fullmatch(opening)
-    if given is None:
+    changes = FLAGS.fullmatch(opening)
+    if changes is None:
         raise BadSource(f"expected a group with no flags but i, m and s, got {opening}")
-    now = (set(groups[-1]) | set(given["on"] or "")) - set(given["off"] or "")
-    return [*(groups[:-1] if opening.endswith(")") else groups), "".join(now)]
+    flags = (set(groups[-1]) | set(changes["on"] or "")) - set(changes["off"] or "")
+    if opening.endswith(")"):
+        return [*groups[:-1], "".join(flags)]
+    return [*groups, "".join(flags)]
 
 
 # --- Lark ---------------------------------------------------------------------------------------------------
@@ -162,23 +172,27 @@ COMMON = {  # https://github.com/lark-parser/lark/blob/master/lark/grammars/comm
 
 
 def _lark(source: str) -> str:
-    done, n_names = list[str](), 0
-    for found in LEXEME.finditer(source):  # up to the first that is refused: what is open is looked for once
-        done.append(REWRITERS[str(found.lastgroup)](found))
-        n_names += found.lastgroup in ("rule", "terminal")
+    done: list[str] = []
+    n_names = 0
+    for lexeme in LEXEME.finditer(source):  # up to the first that is refused: the work stays linear
+        done.append(REWRITERS[str(lexeme.lastgroup)](lexeme))
+        if lexeme.lastgroup in ("rule", "terminal"):
+            n_names += 1
         if n_names > MAX_NAMES:
             raise BadSource(f"expected at most {MAX_NAMES} names of rules and terminals")
     return "".join(done)
 
 
-def _string(found: re.Match[str]) -> str:
-    flags = "i" if found[0].endswith("i") else ""
-    literals = [_literal(character, flags) for character in _text(found[0])]
-    return f"({' '.join(literals)})" if literals else '""'
+def _string(lexeme: re.Match[str]) -> str:
+    flags = lexeme[0].rpartition('"')[2]
+    literals = [_literal(character, flags) for character in _text(lexeme[0])]
+    if not literals:
+        return '""'
+    return f"({' '.join(literals)})"
 
 
-def _range(found: re.Match[str]) -> str:
-    low, high = (re.escape(_text(found[side])) for side in ("low", "high"))
+def _range(lexeme: re.Match[str]) -> str:
+    low, high = re.escape(_text(lexeme["low"])), re.escape(_text(lexeme["high"]))
     return _atom(f"[{low}-{high}]", "")
 
 
@@ -191,12 +205,15 @@ def _text(literal: str) -> str:
         raise BadSource(f"expected a string as in JSON, got {literal}: {error}") from error
 
 
-def _unicode_escape(found: re.Match[str]) -> str:
-    return r"\u00" if found[1] == "x" else found[0]
+def _unicode_escape(escape: re.Match[str]) -> str:
+    """`\\x` as `\\u00`; a backslash that is escaped stays."""
+    if escape[1] == "x":
+        return r"\u00"
+    return escape[0]
 
 
-def _regex_literal(found: re.Match[str]) -> str:
-    body, _, flags = found[0][1:].rpartition("/")
+def _regex_literal(lexeme: re.Match[str]) -> str:
+    body, _, flags = lexeme[0][1:].rpartition("/")
     return _regex(body, flags)
 
 
@@ -205,20 +222,21 @@ def _rule(name: str) -> str:
     return f"terminal-{name.lower()}"
 
 
-def _import(found: re.Match[str]) -> str:
-    names = re.findall(r"\w+", found["names"] or "") or [found["name"]]
+def _import(lexeme: re.Match[str]) -> str:
+    names = re.findall(r"\w+", lexeme["names"] or "") or [lexeme["name"]]
     for name in names:
         if name not in COMMON:
             raise BadSource(f"expected one of common.{', '.join(COMMON)}, got {name}")
-    return "\n".join(f"{_rule(found['as'] or name)}: {_lark(_spelled_out(name))}" for name in names)
+    return "\n".join(f"{_rule(lexeme['as'] or name)}: {_lark(_spelled_out(name))}" for name in names)
 
 
 def _spelled_out(name: str) -> str:
-    return re.sub("[A-Z]{3,}", lambda found: f"({_spelled_out(found[0])})", COMMON[name])
+    """A terminal of the library, those that it names in their places."""
+    return re.sub("[A-Z]{3,}", lambda inner: f"({_spelled_out(inner[0])})", COMMON[name])
 
 
-def _refused(found: re.Match[str]) -> str:
-    raise BadSource(f"expected rules, terminals and %import common, got {found[0]}")
+def _refused(lexeme: re.Match[str]) -> str:
+    raise BadSource(f"expected rules, terminals and %import common, got {lexeme[0]}")
 
 
 REWRITERS: dict[str, Callable[[re.Match[str]], str]] = {
@@ -227,13 +245,15 @@ REWRITERS: dict[str, Callable[[re.Match[str]], str]] = {
     "string": _string,
     "regex": _regex_literal,
     "import": _import,
-    "terminal": lambda found: _rule(found[0]),
-    "rule": lambda found: found[0],
+    "terminal": lambda lexeme: _rule(lexeme[0]),
+    "rule": lambda lexeme: lexeme[0],
     "refused": _refused,
-    "other": lambda found: found[0],
+    "other": lambda lexeme: lexeme[0],
 }
 
 
 def grammar(syntax: str, definition: str) -> str:
     """Lark for what stands between the quotes; `syntax` is lark or regex. Raises BadSource."""
-    return _lark(definition) if syntax == "lark" else f"start: {_regex(definition)}"
+    if syntax == "lark":
+        return _lark(definition)
+    return f"start: {_regex(definition)}"

@@ -473,6 +473,7 @@ OTHERS = {
         (f"{F}<parameter=n>five{P_END}{F_END}",                       "[call f]{'n': 'five'}"),
         (f"{G}{P}\n[1, {{}}]\n{P_END}{F_END}",                        "[call g]{'s': [1, {}]}"),
         (f"{G}{P}NaN{P_END}{F_END}",                                  "[call g]{'s': 'NaN'}"),
+        (f"{G}{P}[1e999]{P_END}{F_END}",                              "[call g]{'s': '[1e999]'}"),
         # What was forgotten, or is there twice.
         (f"a\n{F}{P}a</tool_call>b",                                   "[final]a[call f]{'s': 'a'}[final]b"),
         (f"{F}</tool_call>",                                          "[call f]{}"),

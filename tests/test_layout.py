@@ -47,7 +47,7 @@ MAY_IMPORT = {
     "devices":         {"checkpoint", "model", "sampling"},
     "request":         {"channels", "sse", "store"},
     "completions":     {"channels", "request"},
-    "dialects":        {"channels", "request"},
+    "dialects":        {"channels", "request", "sse"},
     "scheduler":       {"model", "pages", "sampling"},
     "engine":          {"checkpoint", "model", "sampling", "scheduler"},
     "streaming":       {"background", "request", "sse"},
