@@ -6,29 +6,25 @@ cold, drafts or none, graphs or none, kernels that overlap or not.
 
 import asyncio
 import ctypes
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from test_kernels import random_weights, widened
 
 from checkpoint.config import UnsupportedModel, parse_config
-from checkpoint.weights import Weights, bfloat16
+from checkpoint.weights import Weights
 from devices import cuda
-from devices.cuda import CudaOps, OutOfMemory, on_device
+from devices.cuda import CudaOps, OutOfMemory
 from devices.kernels import (
-    ANY,
-    CODE,
+    ANY_SHAPE,
+    FAST_CODE,
     FEW_ROWS,
     MANY_ROWS,
     ONE_TILE,
+    PLAIN_CODE,
     SHAPES,
     Kernels,
     LaunchAttribute,
@@ -37,61 +33,35 @@ from devices.kernels import (
     shape_for,
     signatures,
 )
-from engine import Engine, Job
+from engine import Job
 from helpers import emulator
+from helpers.device_models import (
+    BITS,
+    BITS_OF_ALL,
+    MAX_BATCH,
+    MAX_SEQ_LEN,
+    N_PAGES,
+    VARIED,
+    apart,
+    by_steps,
+    choices,
+    engine_of,
+    made,
+    ours,
+    page,
+    pages,
+    prefill,
+    rows,
+    tokens,
+)
+from helpers.device_ops import random_weights, widened
 from helpers.emulator import Emulator
 from helpers.engines import alone, play, steps_of, tiny
 from model import PAGE, NumpyOps, Span
-from parity import CASES, Ours, config_json, write
+from parity import CASES, config_json
 from sampling import Choice, Context, Sampling
 
 pytestmark = pytest.mark.skipif(emulator.MISSING is not None, reason=str(emulator.MISSING))
-
-MAX_SEQ_LEN, N_PAGES, MAX_BATCH = 128, 24, 6
-BITS = Sampling(temperature=0, n_top_logprobs=20)  # == compares the bits of 20 logits as well
-BITS_OF_ALL = replace(BITS, n_top_logprobs=96)
-VARIED = ["smollm3-untied-biases", "qwen3-layer-types"]
-
-
-@cache
-def ours(name: str) -> Ours:
-    with tempfile.TemporaryDirectory() as folder:
-        write(Path(folder), CASES[name])
-        model = Ours(Path(folder))
-    model.weights = on_device(model.weights, lambda array: widened(bfloat16(array)))
-    return model
-
-
-def made(name: str, order: int = 0) -> CudaOps:
-    return made_on(Emulator(order), name)
-
-
-def made_on(cp: Any, name: str, ops: type[CudaOps] = CudaOps) -> CudaOps:
-    """`cp`: the emulator, or cupy."""
-    model = ours(name)
-    return ops(model.config, model.weights, MAX_SEQ_LEN, N_PAGES, MAX_BATCH, cp)
-
-
-def tokens(n: int, seed: int = 0) -> list[int]:
-    return [int(i) for i in np.random.default_rng([n, seed]).integers(0, 96, n)]
-
-
-def pages(slot: int) -> list[int]:
-    """A table that is in no order; 2 pages hold MAX_SEQ_LEN tokens."""
-    return [N_PAGES - 1 - slot, slot]
-
-
-def choices(ops: Any, spans: Sequence[Span], sampling: Sampling = BITS) -> list[list[Choice]]:
-    contexts = [Context(sampling, [], []) for s in spans for _ in range(s.n_wanted)]
-    return ops.read(ops.launch(spans, contexts))  # type: ignore[no-any-return]
-
-
-def prefill(token_ids: Sequence[int], start: int = 0, slot: int = 0, n_wanted: int = 1) -> Span:
-    return Span(slot, pages(slot), token_ids, start, n_wanted, is_chunk=True)
-
-
-def rows(token_ids: Sequence[int] | None, start: int, slot: int = 0, n_wanted: int = 1) -> Span:
-    return Span(slot, pages(slot), token_ids, start, n_wanted, is_chunk=False)
 
 
 # ---- What NumpyOps says ------------------------------------------------------------------------------------
@@ -113,24 +83,13 @@ def test_logprobs_are_those_of_numpy(name: str) -> None:
     assert distance < apart(wrong, right) / 5
 
 
-def apart(some: Sequence[Choice], others: Sequence[Choice]) -> float:
-    """Root mean square of the difference of the 20 largest logprobs."""
-    pairs = [(p, dict(b.top)[i]) for a, b in zip(some, others, strict=True) for i, p in a.top[:20]]
-    return float(np.sqrt(np.mean(np.square(np.diff(pairs)))))
-
-
-def by_steps(ops: Any, spans: Sequence[Span], sampling: Sampling = BITS) -> list[Choice]:
-    """One span after another, each a step."""
-    return [choice for span in spans for got in choices(ops, [span], sampling) for choice in got]
-
-
 # ---- Laws, to the bit --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "enough"), [(VARIED[0], 64), (VARIED[0], 1), (VARIED[1], 64)])
 def test_prefill_is_decode_and_chunked_is_whole(name: str, enough: int) -> None:
     ops, token_ids = made(name), tokens(100)
-    ops.enough = enough
+    ops.enough_blocks = enough
     [whole] = by_steps(ops, [prefill(token_ids)])
     one_by_one = [rows(token_ids[i : i + 1], i, 1, n_wanted=i == 99) for i in range(100)]
     ways = {
@@ -145,11 +104,6 @@ def test_prefill_is_decode_and_chunked_is_whole(name: str, enough: int) -> None:
     cut = {slot: [page(ops, number) for number in pages(slot)] for slot in range(5)}
     for slot in range(1, 5):
         assert cut[slot] == cut[0]
-
-
-def page(ops: CudaOps, number: int) -> list[bytes]:
-    """The bits of all layers' keys and values."""
-    return [pool[number].get().tobytes() for pool in [*ops._keys, *ops._values]]
 
 
 @pytest.mark.parametrize("name", VARIED)
@@ -300,16 +254,6 @@ def test_nothing_is_allocated_once_it_is_made() -> None:
 # ---- The engine --------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def engine_of(ops: Any, speculate: int = 0) -> Iterator[Engine]:
-    engine = Engine(ops, speculate)
-    try:
-        yield engine
-    finally:
-        engine.close()
-        assert engine.counts()["free_pages"] == ops.n_pages
-
-
 def test_the_engine_says_what_it_says_with_numpy() -> None:
     """tests/models/tiny, whose weights are bfloat16: a short answer whose margins are clear."""
     config, weights = tiny().config, tiny().weights
@@ -435,12 +379,13 @@ def test_random_weights_have_the_shapes_of_read_ones(name: str) -> None:
     ],
 )
 def test_the_shape_of_a_product_leaves_no_processor_idle(n_rows: int, n_columns: int, shape: Any) -> None:
-    assert shape_for(n_rows, n_columns, CudaOps.enough) == shape
+    assert shape_for(n_rows, n_columns, CudaOps.enough_blocks) == shape
 
 
-def test_signatures_are_those_that_the_emulator_finds() -> None:
-    ours_, theirs = signatures(CODE.read_text()), emulator.parameters_of(CODE.read_text())
-    assert {name: [(p.name, p.is_array) for p in ps] for name, ps in ours_.items()} == {
+@pytest.mark.parametrize("path", [FAST_CODE, PLAIN_CODE], ids=lambda path: path.name)
+def test_signatures_are_those_that_the_emulator_finds(path: Path) -> None:
+    ours_, theirs = signatures(path.read_text()), emulator.parameters_of(path.read_text())
+    assert {name: [(p.name, p.is_array) for p in s.parameters] for name, s in ours_.items()} == {
         name: [(p.name, p.is_pointer) for p in ps] for name, ps in theirs.items()
     }
 
@@ -461,11 +406,11 @@ def test_arguments_are_checked(change: Any, says: str) -> None:
         "rows": None,
         "y": cp.zeros((4, 48), np.uint16),
     }
-    kernels.launch("rms_norm", ANY, (4,), *arguments.values())
+    kernels.launch("rms_norm", ANY_SHAPE, (4,), *arguments.values())
     with pytest.raises(TypeError, match=says):
-        kernels.launch("rms_norm", ANY, (4,), *(arguments | change(cp)).values())
+        kernels.launch("rms_norm", ANY_SHAPE, (4,), *(arguments | change(cp)).values())
     with pytest.raises(ValueError, match="argument"):
-        kernels.launch("rms_norm", ANY, (4,), arguments["w"])
+        kernels.launch("rms_norm", ANY_SHAPE, (4,), arguments["w"])
 
 
 def test_all_shapes_are_loaded_before_the_first_step() -> None:

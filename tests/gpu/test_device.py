@@ -27,16 +27,35 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_compile import MODELS
-from test_cuda import BITS, BITS_OF_ALL, apart, by_steps, choices, made_on, ours, prefill, rows, tokens
-from test_kernels import Both, near, pick, random_weights
-from test_plain_ops import attended, attended_alike, nearly_the_same, products
 
 from checkpoint.config import Config
 from devices import cuda
 from devices.cuda import CudaOps
 from devices.kernels import Kernels
 from devices.plain_ops import PlainOps
+from helpers.device_models import (
+    BITS,
+    BITS_OF_ALL,
+    apart,
+    by_steps,
+    choices,
+    made_on,
+    ours,
+    prefill,
+    rows,
+    tokens,
+)
+from helpers.device_ops import (
+    MODELS,
+    Both,
+    attended,
+    attended_alike,
+    near,
+    nearly_the_same,
+    pick,
+    products,
+    random_weights,
+)
 from model import NumpyOps, Span
 from parity import CASES
 from sampling import Choice, Context, Sampling
