@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from devices.cuda import CudaOps
-from devices.kernels import ANY_SHAPE, PLAIN_CODE, signatures
+from devices.kernels import ANY_SHAPE, PLAIN_CODE, Kernels, signatures
 from devices.plain_ops import PlainOps
 from engine import Job
 from helpers import emulator
@@ -174,6 +174,24 @@ def test_plain_code_is_one_program() -> None:
     code = PLAIN_CODE.read_text(encoding="utf-8")
     assert set(re.findall(r"^\s*#\s*(\w+)", code, re.MULTILINE)) == {"define", "include"}
     assert re.findall("#include (.*)", code) == ["<cuda_bf16.h>"]
+
+
+def test_plain_kernels_are_not_launched_early() -> None:
+    """They do not wait for the kernel ahead: not in a CUDA graph either, which fast kernels begin early in."""
+    ops, decode = made_on(Emulator(), VARIED[0], PlainOps), [rows([3], 0)]
+    assert choices(ops, decode) == choices(ops, decode) == choices(ops, decode)
+    assert ops._graphs[1, 1]
+    assert ops._cp.driver.n_launches == 2  # that was asked whether it can
+
+
+def test_the_emulator_refuses_an_early_launch_of_code_that_does_not_wait() -> None:
+    cp, config = Emulator(), both("grouped", 0).config
+    kernels = Kernels(cp, config, cp.driver, PLAIN_CODE, [ANY_SHAPE])
+    gate_up, h = cp.zeros(2 * config.hidden_dim, np.float32), cp.zeros(config.hidden_dim, np.uint16)
+    kernels.launch("silu_mul", ANY_SHAPE, (2,), gate_up, h, config.hidden_dim)
+    kernels.overlap = True
+    with pytest.raises(AssertionError, match="launched early waits"):
+        kernels.launch("silu_mul", ANY_SHAPE, (2,), gate_up, h, config.hidden_dim)
 
 
 def test_the_same_tokens_as_with_numpy() -> None:
