@@ -29,8 +29,8 @@ from helpers.device_models import (
     by_steps,
     choices,
     engine_of,
-    made,
-    made_on,
+    ops_of,
+    ops_on,
     page,
     pages,
     prefill,
@@ -162,7 +162,7 @@ def test_no_plain_kernel_races_or_leaves_its_arrays(name: str, order: int) -> No
 
 def test_every_op_is_plain() -> None:
     """No op is left to a fast kernel: rms_norm is what the driver is asked with whether kernels overlap."""
-    ops = made_on(Emulator(), VARIED[0], PlainOps)
+    ops = ops_on(Emulator(), VARIED[0], PlainOps)
     by_steps(ops, [prefill(tokens(40)), rows([3], 40), rows([4, 5], 41, n_wanted=2)])
     assert isinstance(ops, PlainOps)
     assert {name for name, _ in ops._kernels._functions} == {"rms_norm"}
@@ -177,8 +177,8 @@ def test_plain_code_is_one_program() -> None:
 
 
 def test_plain_kernels_are_not_launched_early() -> None:
-    """They do not wait for the kernel ahead: not in a CUDA graph either, which fast kernels begin early in."""
-    ops, decode = made_on(Emulator(), VARIED[0], PlainOps), [rows([3], 0)]
+    """They do not wait for the kernel ahead; in a CUDA graph neither, where the fast ones do."""
+    ops, decode = ops_on(Emulator(), VARIED[0], PlainOps), [rows([3], 0)]
     assert choices(ops, decode) == choices(ops, decode) == choices(ops, decode)
     assert ops._graphs[1, 1]
     assert ops._cp.driver.n_launches == 2  # that was asked whether it can
@@ -214,7 +214,7 @@ def test_the_same_tokens_as_with_numpy() -> None:
 @pytest.mark.parametrize("name", VARIED)
 def test_the_same_logprobs_whichever_way_a_prompt_is_read(name: str) -> None:
     """To the bit: whole, in chunks, row by row, from another's page; and near those of the fast kernels."""
-    ops, token_ids = made_on(Emulator(), name, PlainOps), tokens(90)
+    ops, token_ids = ops_on(Emulator(), name, PlainOps), tokens(90)
     [whole] = by_steps(ops, [prefill(token_ids)])
     ways = {
         "one by one": [rows(token_ids[i : i + 1], i, 1, n_wanted=i == 89) for i in range(90)],
@@ -226,6 +226,6 @@ def test_the_same_logprobs_whichever_way_a_prompt_is_read(name: str) -> None:
         assert [choices(ops, [span]) for span in spans][-1] == [[whole]], way
     for slot in (1, 2, 3):
         assert [page(ops, number) for number in pages(slot)] == [page(ops, number) for number in pages(0)]
-    fast = made(name)
+    fast = ops_of(name)
     by_steps(fast, [prefill(token_ids)])
     assert near(fast._buffers["raw"].get()[:1], ops._buffers["raw"].get()[:1], 2e-2)

@@ -29,7 +29,7 @@ VARIED = ["smollm3-untied-biases", "qwen3-layer-types"]
 
 
 @cache
-def ours(name: str) -> Ours:
+def model_of(name: str) -> Ours:
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder), CASES[name])
         model = Ours(Path(folder))
@@ -37,13 +37,13 @@ def ours(name: str) -> Ours:
     return model
 
 
-def made(name: str, order: int = 0) -> CudaOps:
-    return made_on(Emulator(order), name)
+def ops_of(name: str, order: int = 0) -> CudaOps:
+    return ops_on(Emulator(order), name)
 
 
-def made_on(cp: Any, name: str, ops: type[CudaOps] = CudaOps) -> CudaOps:
+def ops_on(cp: Any, name: str, ops: type[CudaOps] = CudaOps) -> CudaOps:
     """`cp`: the emulator, or cupy."""
-    model = ours(name)
+    model = model_of(name)
     return ops(model.config, model.weights, MAX_SEQ_LEN, N_PAGES, MAX_BATCH, cp)
 
 
