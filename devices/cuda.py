@@ -92,6 +92,8 @@ def on_device(weights: Weights, upload: Callable[[Any], DeviceArray]) -> Weights
 
 # ---- memory ------------------------------------------------------------------------------------------------
 
+ANY_SIZE = 0  # of the memory for steps that are not decoding; that for decoding is by bucket of rows
+
 
 class StepLimits(NamedTuple):
     """How much a step may have of what; a larger step is made in parts."""
@@ -248,7 +250,7 @@ class CudaOps:
         self._values = [cp.zeros(pool, np.uint16) for _ in range(c.n_layers)]
         layouts = {n: StepLayout(n, n, n) for n in buckets(self._limits.split_rows)}  # steps of decoding
         rows = self._limits.rows
-        layouts[0] = StepLayout(rows, self._limits.wanted, rows * tiles_a_row(c))  # any other step
+        layouts[ANY_SIZE] = StepLayout(rows, self._limits.wanted, rows * tiles_a_row(c))
         self._memory = {}
         for n, layout in layouts.items():
             numbers = cp.zeros(layout.n_bytes, np.uint8)
@@ -349,17 +351,13 @@ class CudaOps:
 
         A step of decoding is padded to a size that comes again, for its CUDA graph.
         """
-        split, whole = list[PlacedSpan](), list[PlacedSpan]()
-        for placed in step:
-            if placed.span.is_chunk or placed.rows.stop > self._limits.split_rows:
-                whole.append(placed)
-            else:
-                split.append(placed)
+        split, whole = self._by_attention(step)
         split_tiles, whole_tiles = self._tiles(split), self._tiles(whole)
         n_step_rows = sum(len(placed.rows) for placed in step)
         n_splits = max((-(-placed.span.end // self._split_keys) for placed in split), default=1)
         is_decode = not whole and len(split_tiles) == len(split)
-        memory = self._memory[bucket(n_step_rows) if is_decode else 0]
+        size = bucket(n_step_rows) if is_decode else ANY_SIZE
+        memory = self._memory[size]
         host = self._free_host_memory(memory)
         self._upload_slots(step, host)
         fields = row_fields(step) | pick_fields(step, self._kernel_samplings)
@@ -368,10 +366,36 @@ class CudaOps:
         memory.numbers.set(host.numbers, self._stream)
         if is_decode:
             n = bucket(n_step_rows)
-            return memory, host, DeviceStep(memory.views, n, n, n, 0, bucket(n_splits), True)
-        n_wanted, n_split_tiles, n_whole_tiles = sum(host.n_choices), len(split_tiles), len(whole_tiles)
-        sizes = n_step_rows, n_wanted, n_split_tiles, n_whole_tiles, n_splits
-        return memory, host, DeviceStep(memory.views, *sizes, is_decode=False)
+            batch = DeviceStep(
+                memory.views,
+                n_rows=n,
+                n_wanted=n,
+                n_split_tiles=n,
+                n_whole_tiles=0,
+                n_splits=bucket(n_splits),
+                is_decode=True,
+            )
+        else:
+            batch = DeviceStep(
+                memory.views,
+                n_rows=n_step_rows,
+                n_wanted=sum(host.n_choices),
+                n_split_tiles=len(split_tiles),
+                n_whole_tiles=len(whole_tiles),
+                n_splits=n_splits,
+                is_decode=False,
+            )
+        return memory, host, batch
+
+    def _by_attention(self, step: list[PlacedSpan]) -> tuple[list[PlacedSpan], list[PlacedSpan]]:
+        """Spans with split attention, and those whose tiles a block takes as a whole (prefill chunks)."""
+        split, whole = list[PlacedSpan](), list[PlacedSpan]()
+        for placed in step:
+            if placed.span.is_chunk or placed.rows.stop > self._limits.split_rows:
+                whole.append(placed)
+            else:
+                split.append(placed)
+        return split, whole
 
     def _free_host_memory(self, memory: StepMemory) -> HostMemory:
         if memory.free:
