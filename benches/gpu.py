@@ -1,4 +1,4 @@
-"""How near the memory's limit the engine decodes on a GPU, and others beside it, on the same weights.
+"""How near the engine decodes to what the memory bandwidth of a GPU allows, and others on the same weights.
 
     shape --checkpoint()--> files --CONTENDERS x cells--> Rows --report()--> tokens/s and % of the floor
 
@@ -14,12 +14,12 @@ As commands of less than ten minutes each; the minutes are estimates for qwen3-0
       0                                                  nobody: the report of what is kept
 
 Rules of this file:
-1. The floor of a step is the bytes that it must read (weights once, keys and values of every sequence) over
-   the bandwidth that a kernel which only reads reaches here, in the same command.
-2. What is no clear difference of two runs is no result.
+1. The floor of a step is the bytes that it must read (weights once, the KV cache of every sequence) over the
+   bandwidth that a kernel which only reads reaches here, in the same command.
+2. A time found from two runs counts only where these differ clearly (CLEAR).
 3. Weights are random and never zeros: a product of zeros is faster.
-4. What is measured is on disk at once, whatever ends the command: Rows in FILE.json beside FILE.md, one for
-   each contender in each cell on each device and shape. The next command adds to them.
+4. Results are on disk at once, whatever ends the command: Rows in FILE.json beside FILE.md, one for each
+   contender in each cell on each device and shape. The next command adds to them.
 
 Not here: whether the answers are right (tests/gpu).
 """
@@ -84,9 +84,10 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 # fmt: on
 
 
-WARM_UPS, ROUNDS = 1, 3
-CELL_S = 25  # after these a cell is content with fewer rounds
-CLEAR = 0.2  # decoding must be this much of a run that it is found from
+WARM_UPS = 1
+ROUNDS = 3  # of which the median is reported
+CELL_S = 25  # seconds, after which a cell is content with fewer rounds
+CLEAR = 0.2  # the part of a run that must be decoding, where decoding is found as a difference of two runs
 
 
 def cells_of(args: argparse.Namespace) -> list[Cell]:
@@ -112,9 +113,8 @@ extern "C" __global__ void read_all(const unsigned *x, int n, unsigned *out) {
 def read_bandwidth(n_launches: int = 4) -> float:
     """Bytes a second of a kernel that only reads: the limit of decoding on this card."""
     cp = cupy()
-    n = min(
-        1 << 28, cp.cuda.Device().mem_info[0] >> 8
-    )  # 16 bytes each: 4 GiB, or a sixteenth of what is free
+    n_free_bytes = cp.cuda.Device().mem_info[0]
+    n = min(1 << 28, n_free_bytes >> 8)  # of 16 bytes each: 4 GiB, or a sixteenth of what is free
     noise = np.random.default_rng(0).integers(0, 1 << 32, 1 << 22, np.uint32)
     x, out = cp.empty(4 * n, np.uint32), cp.zeros(1, np.uint32)
     for begin in range(0, len(x), len(noise)):
@@ -130,28 +130,33 @@ def read_bandwidth(n_launches: int = 4) -> float:
         cp.cuda.get_current_stream().synchronize()
         return time.perf_counter() - started
 
-    def warm(n_blocks: int) -> float:
-        return median([elapsed(n_blocks) for _ in range(WARM_UPS + ROUNDS)][WARM_UPS:])
+    def median_elapsed(n_blocks: int) -> float:
+        times = [elapsed(n_blocks) for _ in range(WARM_UPS + ROUNDS)]
+        return median(times[WARM_UPS:])
 
-    best = min(warm(n_processors * blocks) for blocks in (1, 2, 4, 8))  # how many it takes differs by card
+    n_blocks_a_processor = 1, 2, 4, 8  # how many it takes to be fast differs by card
+    best = min(median_elapsed(n_processors * n) for n in n_blocks_a_processor)
     return float(16 * n * n_launches / best)
 
 
 def step_bytes(config: Config, cell: Cell) -> int:
-    """What a decoding step reads at least, in bfloat16: every weight, of the embedding only the head; all
-    keys and values, at the middle of the run.
+    """What a decoding step reads at least, in bfloat16: every weight, except for an embedding that is not the
+    head too; the KV cache of all sequences, at the middle of the run.
     """
-    embedding = 0 if config.tied else config.vocab_size * config.dim
-    kept = 2 * config.n_layers * config.n_kv_heads * config.head_dim * (cell.n_prompt + cell.n_new // 2)
-    return 2 * (n_params(config) - embedding + cell.batch * kept)
+    n_weights = n_params(config)
+    if not config.tied:
+        n_weights -= config.vocab_size * config.dim
+    context = cell.n_prompt + cell.n_new // 2
+    n_cached = 2 * config.n_layers * config.n_kv_heads * config.head_dim * context
+    return 2 * (n_weights + cell.batch * n_cached)
 
 
 # --- measuring ----------------------------------------------------------------------------------------------
 
 
 class Result(NamedTuple):
-    seconds: float | None  # median, of decoding or until the first token; None: there is none
-    why: str  # there is none
+    seconds: float | None  # median, of decoding or until the first token; None: no result
+    why: str  # there is no result
     about: str = ""  # how it ran
 
 
@@ -159,7 +164,7 @@ OUT_OF_TIME = "out of time"
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure what is asked for, and report it with what is kept."""
+    """Measure the contenders that are asked for, and report all results in the file."""
     rows = read_rows(args.out)
     if args.contenders:
         with TemporaryDirectory() as folder:
@@ -170,49 +175,59 @@ def run(args: argparse.Namespace) -> None:
 def measure_all(args: argparse.Namespace, directory: Path, rows: "Rows") -> None:
     config, bandwidth = read_config(directory), read_bandwidth()
     card = cupy().cuda.runtime.getDeviceProperties(0)["name"].decode()
-    weights = args.model.name if args.model else f"random weights of the shape of {args.shape}"
+    weights = f"random weights of the shape of {args.shape}"
+    if args.model:
+        weights = args.model.name
+    deadline = BEGAN + 60 * args.minutes
     release()
-    for name in (name for name in CONTENDERS if name in args.contenders):
-        cells = [cell for cell in cells_of(args) if CONTENDERS[name].takes(cell)]
-        for cell, result in measure(name, directory, cells, config.vocab_size, BEGAN + 60 * args.minutes):
+    for name, contender in CONTENDERS.items():
+        if name not in args.contenders:
+            continue
+        cells = [cell for cell in cells_of(args) if contender.takes(cell)]
+        for cell, result in measure(name, directory, cells, config.vocab_size, deadline):
             floor = cell.batch * bandwidth / step_bytes(config, cell)
             row = Row(card, weights, name, cell, *result, floor, bandwidth, str(date.today()), versions())
-            rows[row[:4]] = rows.get(row[:4], row) if result.why == OUT_OF_TIME else row
-            save(rows, args.out)  # whoever ends this, or however it ends
-            print(
-                f"{time.monotonic() - BEGAN:5.0f} s  {name:30} {cell!s:18} {progress(row)}", file=sys.stderr
-            )
+            key = row[:4]
+            if result.why != OUT_OF_TIME or key not in rows:
+                rows[key] = row
+            save(rows, args.out)  # now: the command may be ended at any time
+            elapsed = time.monotonic() - BEGAN
+            print(f"{elapsed:5.0f} s  {name:30} {cell!s:18} {progress(row)}", file=sys.stderr)
         release()
 
 
 def versions() -> str:
-    found = []
+    installed = []
     for name in ("cupy-cuda13x", "cupy-cuda12x", "torch", "transformers"):
         with suppress(PackageNotFoundError):
-            found.append(f"{name} {version(name)}")
-    return ", ".join(found) or "none of the packages it knows"
+            installed.append(f"{name} {version(name)}")
+    return ", ".join(installed) or "no version of CuPy, torch or transformers"
 
 
 def progress(row: "Row") -> str:
     if not row.seconds:
         return row.why
-    return f"{1e3 * row.seconds:10.1f} ms" if row.cell.n_new == 1 else f"{rate(row):10.1f} tok/s"
+    if row.cell.n_new == 1:
+        return f"{1e3 * row.seconds:10.1f} ms"
+    return f"{rate(row):10.1f} tok/s"
 
 
 def measure(
     name: str, directory: Path, cells: Sequence[Cell], vocab_size: int, deadline: float
 ) -> Iterator[tuple[Cell, Result]]:
-    """Time one contender in its cells; what it cannot do is said, and is a gap in the table."""
-    rng, done = np.random.default_rng(0), 0
+    """Time one contender in its cells; where it fails the result is the reason."""
+    rng = np.random.default_rng(0)
+    n_done = 0
     try:
         if time.monotonic() > deadline:
             raise TimeoutError(OUT_OF_TIME)
         with CONTENDERS[name].start(directory, cells) as started:
             for cell in cells:
                 yield cell, measured(started, cell, vocab_size, rng, deadline)
-                done += 1
+                n_done += 1
     except Exception as error:
-        yield from ((cell, Result(None, said(error))) for cell in cells[done:])
+        for cell in cells[n_done:]:
+            yield cell, Result(None, reason(error))
 
 
 def measured(
@@ -222,15 +237,17 @@ def measured(
         return Result(None, OUT_OF_TIME)
     try:
         release()  # what was compiled for another cell would be made to fit this one too
-        prompts = random_prompts(rng, cell, vocab_size)
-        # a prompt that has been read before would come out of a prefix cache
-        new = partial(random_prompts, rng, cell, vocab_size) if cell.n_new == 1 else lambda: prompts
-        return Result(seconds(started.at(cell), new), "", started.about())
+        if cell.n_new == 1:  # each time another prompt, or it would come out of a prefix cache
+            prompts = partial(random_prompts, rng, cell, vocab_size)
+        else:
+            same = random_prompts(rng, cell, vocab_size)
+            prompts = partial(list, same)
+        return Result(seconds(started.at(cell), prompts), "", started.about())
     except Exception as error:
-        return Result(None, said(error))
+        return Result(None, reason(error))
 
 
-def said(error: Exception) -> str:
+def reason(error: Exception) -> str:
     if str(error) == OUT_OF_TIME:
         return OUT_OF_TIME
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
@@ -238,15 +255,20 @@ def said(error: Exception) -> str:
 
 def seconds(round_: Round, prompts: Callable[[], Prompts]) -> float:
     """Median of the rounds, warm."""
-    times, began = list[Times](), time.monotonic()
-    while len(times) <= WARM_UPS or (len(times) < WARM_UPS + ROUNDS and time.monotonic() - began < CELL_S):
+    times = list[Times]()
+    began = time.monotonic()
+    while len(times) < WARM_UPS + ROUNDS:
         times.append(round_(prompts()))
-    for first, whole in times[WARM_UPS:]:
-        if whole - first < CLEAR * whole:
+        if len(times) > WARM_UPS and time.monotonic() - began >= CELL_S:
+            break
+    decoding = []
+    for first, total in times[WARM_UPS:]:
+        if total - first < CLEAR * total:
             raise ArithmeticError(
-                f"{first:.4f} s until the first token and {whole:.4f} s in all: no clear rest"
+                f"{first:.4f} s until the first token and {total:.4f} s in all: no clear rest"
             )
-    return median(whole - first for first, whole in times[WARM_UPS:])
+        decoding.append(total - first)
+    return median(decoding)
 
 
 def checkpoint(args: argparse.Namespace, folder: Path) -> Path:
@@ -270,11 +292,11 @@ def random_prompts(rng: np.random.Generator, cell: Cell, vocab_size: int) -> Pro
     return [[int(i) for i in rng.integers(0, vocab_size, cell.n_prompt)] for _ in range(cell.batch)]
 
 
-# --- what is kept -------------------------------------------------------------------------------------------
+# --- results on disk ----------------------------------------------------------------------------------------
 
 
 class Row(NamedTuple):
-    """A Result, what it is of (the first four fields), and what it is held against."""
+    """A Result, what it is of (the first four fields), and the floor that it is compared with."""
 
     device: str
     weights: str
@@ -293,20 +315,26 @@ Rows = dict[tuple[str, str, str, Cell], Row]
 
 
 def read_rows(out: Path | None) -> Rows:
-    """Those beside the report that stands there."""
-    file = out and out.with_suffix(".json")
-    if not file or not file.exists():
+    """The rows of earlier commands, beside their report."""
+    if not out:
         return {}
-    rows = (Row(**kept | {"cell": Cell(**kept["cell"])}) for kept in json.loads(file.read_text("utf-8")))
-    return {row[:4]: row for row in rows}
+    file = out.with_suffix(".json")
+    if not file.exists():
+        return {}
+    rows: Rows = {}
+    for fields in json.loads(file.read_text("utf-8")):
+        row = Row(**fields | {"cell": Cell(**fields["cell"])})
+        rows[row[:4]] = row
+    return rows
 
 
 def save(rows: Rows, out: Path | None) -> None:
-    if out:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        kept = [row._asdict() | {"cell": row.cell._asdict()} for row in rows.values()]
-        out.with_suffix(".json").write_text(json.dumps(kept, indent=1), encoding="utf-8")
-        out.write_text("\n".join(report(rows.values())), encoding="utf-8")
+    if not out:
+        return
+    out.parent.mkdir(parents=True, exist_ok=True)
+    fields = [row._asdict() | {"cell": row.cell._asdict()} for row in rows.values()]
+    out.with_suffix(".json").write_text(json.dumps(fields, indent=1), encoding="utf-8")
+    out.write_text("\n".join(report(rows.values())), encoding="utf-8")
 
 
 # --- the report ---------------------------------------------------------------------------------------------
@@ -319,14 +347,20 @@ def report(rows: Iterable[Row]) -> Iterator[str]:
         yield f"## {card}, {weights}"
         yield ""
         bandwidth = max(row.bandwidth for row in section)
-        found = "; ".join(sorted({row.versions for row in section}))
-        yield f"bfloat16; a kernel that only reads reaches {bandwidth / 1e9:.0f} GB/s; {found}."
+        packages = "; ".join(sorted({row.versions for row in section}))
+        yield f"bfloat16; a kernel that only reads reaches {bandwidth / 1e9:.0f} GB/s; {packages}."
         yield "tokens/s of all sequences together, greedy where nothing else is said; sampled: temperature"
         yield f"{SAMPLED.temperature}, top_p {SAMPLED.top_p}, top_k {SAMPLED.top_k}."
         decoding = [row for row in section if row.cell.n_new > 1]
         first = [row for row in section if row.cell.n_new == 1]
-        for lines in (decoding and decode_table(decoding), first and first_table(first), notes(section)):
-            yield from ["", *lines] if lines else []
+        if decoding:
+            yield ""
+            yield from decode_table(decoding)
+        if first:
+            yield ""
+            yield from first_table(first)
+        yield ""
+        yield from notes(section)
         yield ""
 
 
@@ -338,9 +372,13 @@ def decode_table(rows: Sequence[Row]) -> Iterator[str]:
         rates = {name: rate(row) for name, row in of_cell.items() if row.seconds}
         ours = rates.get(OURS)
         floor = max(row.floor for row in of_cell.values())
-        best = max((of_peer for name, of_peer in rates.items() if not name.startswith(OURS)), default=None)
-        numbers = [floor, ours, ours and 100 * ours / floor, *map(rates.get, others)]
-        ratio = f"{ours / best:.2f}" if ours and best else "–"
+        of_peers = [rate for name, rate in rates.items() if not name.startswith(OURS)]
+        share, ratio = None, "–"
+        if ours:
+            share = 100 * ours / floor
+        if ours and of_peers:
+            ratio = f"{ours / max(of_peers):.2f}"
+        numbers = [floor, ours, share, *map(rates.get, others)]
         yield line(str(cell), *map(shown, numbers), ratio)
 
 
@@ -354,10 +392,11 @@ def first_table(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def notes(section: Sequence[Row]) -> Iterator[str]:
-    """Of each contender: when and how it ran; what has no number, and why."""
+    """When and how each contender ran; which cells have no number, and why."""
     for name in contenders(section):
         rows = [row for row in section if row.contender == name]
-        dates, abouts = sorted({row.date for row in rows}), sorted({row.about for row in rows if row.about})
+        dates = sorted({row.date for row in rows})
+        abouts = sorted({row.about for row in rows if row.about})
         if abouts:
             yield f"- {name}: {', '.join(dates)}; {'; '.join(abouts)}"
         for why in sorted({row.why for row in rows if row.why}):
@@ -372,8 +411,8 @@ def rate(row: Row) -> float:
 
 
 def contenders(rows: Iterable[Row]) -> list[str]:
-    found = {row.contender for row in rows}
-    return [name for name in CONTENDERS if name in found]
+    names = {row.contender for row in rows}
+    return [name for name in CONTENDERS if name in names]
 
 
 def by_cell(rows: Iterable[Row]) -> Iterator[tuple[Cell, dict[str, Row]]]:
@@ -394,7 +433,9 @@ def line(*cells: str) -> str:
 
 
 def shown(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1f}"
+    if value is None:
+        return "–"
+    return f"{value:.1f}"
 
 
 def options(add: argparse.ArgumentParser) -> None:

@@ -1,26 +1,25 @@
-"""Who decodes on a GPU beside the engine, and the engine itself: each as it runs fastest, on the same files.
+"""The engine and its peers, for `bench.py gpu`: each decodes as it runs fastest, from the same files.
 
     start(folder, cells) --> Started --at(cell)--> Round --round(prompts)--> seconds
 
 `transformers` runs eager, with a static cache and a compiled forward pass, and by its own continuous
 batching, as it chooses to run that and with CUDA graphs; `compiled-loop` is the shortest decoder that
 torch.compile makes fast, in the manner of gpt-fast (https://github.com/meta-pytorch/gpt-fast); llama.cpp
-runs in its own `llama-bench`. `engine-no-early` and `engine-no-graphs` are the engine less what they say;
-`engine-plain` has a thread for each number of a layer in place of fast kernels. They show what it brings.
+runs in its own `llama-bench`. `engine-no-early` is the engine without programmatic dependent launch,
+`engine-no-graphs` without CUDA graphs, `engine-plain` with the plain kernels for the layers: they show what
+each of these brings.
 
 Rules of this file:
-1. Decoding is the time of n_new tokens less the time of one, so that a prompt's reading never counts. Who
-   tells the time of each token is asked for it instead.
-2. Whoever is through gives the card's memory back to the next one.
+1. Decoding is the time of n_new tokens less the time of one, so that prefill never counts. A peer that
+   reports the time of each token is asked for it instead.
+2. A contender that is through gives the card's memory back to the next one.
 
-transformers takes the package `kernels` of Hugging Face for missing where this repository is on sys.path, for
-devices/kernels.py hides it. With it, and FlashAttention from it, continuous batching would be faster.
-
-Not here: rounds, medians, what came of it (benches/gpu.py).
+Not here: rounds, medians, the report (benches/gpu.py).
 """
 
 import gc
 import importlib
+import itertools
 import json
 import logging
 import shutil
@@ -53,25 +52,28 @@ class Cell(NamedTuple):
     sampled: bool = False  # as SAMPLED, the usual request; else greedily
 
     def __str__(self) -> str:
-        return f"{self.batch}, {self.n_prompt}" + ", sampled" * self.sampled
+        text = f"{self.batch}, {self.n_prompt}"
+        if self.sampled:
+            text += ", sampled"
+        return text
 
 
 SAMPLED = Sampling(temperature=0.7, top_p=0.9, top_k=50, seed=1)
 
-Run = Callable[[Prompts, int], object]  # (prompts, tokens to say after each): back when they are said
-Times = tuple[float, float]  # seconds: until the first token, where the rest is what is timed, else 0; of all
+Run = Callable[[Prompts, int], object]  # (prompts, tokens to decode after each): returns when all are decoded
+Times = tuple[float, float]  # seconds: until the first token where the rest is timed, else 0; in total
 Round = Callable[[Prompts], Times]
 
 
 class Started(NamedTuple):
     """A contender that has read its files."""
 
-    at: Callable[[Cell], Round]  # ready for a cell, and done with the one before
+    at: Callable[[Cell], Round]  # prepares a cell; the one before is done with
     about: Callable[[], str]  # how it has run
 
 
 class Contender(NamedTuple):
-    """Somebody who can decode, and the cells that are worth the minutes they take."""
+    """A program that can decode, and the cells that are worth the minutes they take."""
 
     start: Callable[[Path, Sequence[Cell]], AbstractContextManager[Started]]
     takes: Callable[[Cell], bool]
@@ -111,24 +113,29 @@ def engine(
     directory: Path,
     cells: Sequence[Cell],
     kind: type[CudaOps] = CudaOps,
-    less: Callable[[CudaOps], None] = lambda ops: None,
+    without: Callable[[CudaOps], None] = lambda ops: None,
 ) -> Iterator[Started]:
-    """Engine.generate, as the server calls it, all around the model included."""
+    """Engine.generate, as the server calls it, sampling included. without: switches a feature off."""
     config = read_config(directory)
     max_batch = max(cell.batch for cell in cells)
     length = max(cell.n_prompt + cell.n_new for cell in cells) + 1
     weights = read_weights(directory, config, CudaOps.pack)
     ops = kind(config, weights, length, max_batch * -(-length // PAGE), max_batch)
-    less(ops)
+    without(ops)
     ours = Engine(ops)
 
     def about() -> str:
         graphs = list(ops._graphs.values())
+        n_captured = sum(graph is not None for graph in graphs)
         early = "early launches" if ops._kernels._driver else "no early launches"
-        return f"{sum(map(bool, graphs))} of {len(graphs)} graphs, {early}"
+        return f"{n_captured} of {len(graphs)} graphs, {early}"
+
+    def at(cell: Cell) -> Round:
+        sampling = SAMPLED if cell.sampled else GREEDY
+        return rounds(engine_run(ours, sampling), cell)
 
     try:
-        yield Started(lambda cell: rounds(engine_run(ours, SAMPLED if cell.sampled else GREEDY), cell), about)
+        yield Started(at, about)
     finally:
         ours.close()
 
@@ -169,7 +176,9 @@ def device() -> str:
     """The GPU; a dry run on a machine without one takes the processor."""
     import torch
 
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    if torch.cuda.is_available():
+        return "cuda"
+    return "cpu"
 
 
 def attention(model: Any) -> str:
@@ -201,7 +210,7 @@ def generated(directory: Path, cells: Sequence[Cell], cache: str | None = None) 
 
 @contextmanager
 def continuous(directory: Path, cells: Sequence[Cell], graphs: bool | None) -> Iterator[Started]:
-    """generate_batch: pages and a scheduler. graphs: CUDA's; None: as transformers decides."""
+    """generate_batch: continuous batching. graphs: whether to use CUDA graphs; None: its own choice."""
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)  # or each call is a line
     model = model_of(directory)
 
@@ -246,7 +255,7 @@ def continuous(directory: Path, cells: Sequence[Cell], graphs: bool | None) -> I
 
 
 def decode_seconds(times: Sequence[Sequence[float]]) -> float:
-    """Of all tokens behind the first, were they said as those are that come once every sequence has begun."""
+    """What all tokens behind the first ones take, at the rate from when all sequences decode."""
     begun = max(of_one[0] for of_one in times)
     n_timed = sum(t > begun for of_one in times for t in of_one)
     n_all = sum(len(of_one) - 1 for of_one in times)
@@ -298,10 +307,11 @@ def compiled_decoder(causal: Any, config: Config, cell: Cell) -> Any:
 
     model, head = causal.model, causal.lm_head  # a tied head is the embedding already
     length = -(-(cell.n_prompt + cell.n_new) // 64) * 64  # masks are read by whole vectors
-    room = (cell.batch, config.n_kv_heads, length, config.head_dim)
-    kept = [(zeros(room), zeros(room)) for _ in range(config.n_layers)]
+    shape = (cell.batch, config.n_kv_heads, length, config.head_dim)
+    cache = [(zeros(shape), zeros(shape)) for _ in range(config.n_layers)]  # keys, values
     visible = torch.ones(length, length, dtype=torch.bool, device=device()).tril()
-    for tensor in (visible, *(tensor for pair in kept for tensor in pair)):
+    tensors = [visible, *itertools.chain(*cache)]
+    for tensor in tensors:
         torch._dynamo.mark_static_address(tensor)  # what a step changes may be in a CUDA graph only then
 
     def rotated(x: Any, cos: Any, sin: Any) -> Any:
@@ -317,7 +327,7 @@ def compiled_decoder(causal: Any, config: Config, cell: Cell) -> Any:
     def decoder(token_ids: Any, positions: Any) -> Any:
         x = model.embed_tokens(token_ids)
         cos, sin = (t[:, None] for t in model.rotary_emb(x, positions[None]))
-        for layer, (keys, values) in zip(model.layers, kept, strict=True):
+        for layer, (keys, values) in zip(model.layers, cache, strict=True):
             a, normed = layer.self_attn, layer.input_layernorm(x)
             q, k, v = (
                 p(normed).unflatten(-1, (-1, config.head_dim)).transpose(1, 2)
@@ -367,7 +377,7 @@ def llama_bench(directory: Path, cells: Sequence[Cell]) -> Iterator[Started]:
 
 GGUF = "model.gguf"  # in the checkpoint's folder
 
-# --- who is timed in what -----------------------------------------------------------------------------------
+# --- the contenders, and the cells of each ------------------------------------------------------------------
 
 
 def any_cell(cell: Cell) -> bool:
@@ -390,14 +400,14 @@ def one_sequence(cell: Cell) -> bool:
     return decode(cell) and cell.batch == 1
 
 
-OURS = "engine"  # and, with a dash behind, less something
+OURS = "engine"  # and, with a dash behind it, without a feature
 # fmt: off
-CONTENDERS = {  # the strongest first: time may run out
+CONTENDERS = {  # the strongest first, for time may run out
     #                                 start                                                     takes
     OURS:                             Contender(engine,                                         any_cell),
     "compiled-loop":                  Contender(compiled_loop,                                  one_sequence),
-    f"{OURS}-no-early":               Contender(partial(engine, less=no_early),                 short),
-    f"{OURS}-no-graphs":              Contender(partial(engine, less=no_graphs),                short),
+    f"{OURS}-no-early":               Contender(partial(engine, without=no_early),                 short),
+    f"{OURS}-no-graphs":              Contender(partial(engine, without=no_graphs),                short),
     f"{OURS}-plain":                  Contender(partial(engine, kind=PlainForward),             short),
     "transformers-compiled":          Contender(partial(generated, cache="static"),             one_sequence),
     "transformers-eager":             Contender(generated,                                      greedy),

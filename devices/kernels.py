@@ -1,62 +1,116 @@
-"""kernels.cu, compiled for a model, and its launches.
+"""kernels.cu and plain.cu, compiled for a model by NVRTC, and their launches.
 
-    Config, Shape --options()--> NVRTC --> Kernels --launch(name, shape, grid, arguments)-->
+    Config, Shape --constants()--> -DNAME=value --NVRTC--> Kernels --launch(name, shape, grid, arguments)-->
 
 Authority: CuPy's reference (https://docs.cupy.dev) for RawModule; cuda.h for cuLaunchKernelEx,
 https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__EXEC.html.
 
 Rules of this file:
-1. A kernel gets its arguments through `Kernels` alone, which checks them against its signature: CuPy does
+1. A number that Python and a .cu file both need stands in this file alone. The compiler gets it as
+   -DNAME=value, and no .cu file defines it again.
+2. A kernel gets its arguments through `Kernels` alone, which checks them against its signature: CuPy does
    not, and passes a Python float as a double.
-2. In a graph, where device and driver take it, a kernel is put on the processors while the one ahead of it
-   still runs; it waits by itself before it touches what that one writes (kernels.cu, rule 2). Elsewhere that
-   would not pay: the launch costs more than it saves.
+3. Programmatic dependent launch (PDL): in a CUDA graph, where device and driver take it, a kernel is put on
+   the processors while the one ahead of it still runs, and waits by itself before it touches what that one
+   writes (kernels.cu, rule 2). Outside of graphs the launch would cost more than it saves.
 
-Not here: what is computed (kernels.cu), with which arguments (cuda.py).
+Not here: what is computed (kernels.cu, plain.cu), with which arguments (cuda.py, plain_ops.py).
 """
 
 import ctypes
 import importlib
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from checkpoint.config import Config, UnsupportedModel
+from model import PAGE
 
-CODE = Path(__file__).parents[1] / "kernels.cu"
+FAST_CODE = Path(__file__).parents[1] / "kernels.cu"
+PLAIN_CODE = Path(__file__).parent / "plain.cu"
 DeviceArray = Any  # cupy.ndarray; bfloat16 is seen as uint16
 
-# --- what kernels.cu is compiled with -----------------------------------------------------------------------
+# --- constants that Python shares with the .cu files --------------------------------------------------------
+
+QUERIES = 16  # query rows of a tile of attention: the rows of one tensor core instruction
+NORMED_ROWS = 2  # of the residual stream: up to so many, a product norms them itself
+MAX_TOP = 20  # likeliest tokens whose logprobs can be had: what the API allows
+PENALISED, BIASED, MASKED, CHAINS = 1, 2, 4, 8  # flags of a row that a token is picked for
+# numbers in a row of the arrays that steps.py fills and reads
+TILE_WIDTH, PICK_ROW_WIDTH, SETTINGS_WIDTH, SEEDS_WIDTH, CHOICE_WIDTH = 5, 6, 6, 3, 2 + 2 * MAX_TOP
+THREADS, PICK_THREADS = 256, 1024  # of a block
+
+SHARED: dict[str, int | str] = {
+    "PAGE": PAGE,
+    "QUERIES": QUERIES,
+    "NORMED_ROWS": NORMED_ROWS,
+    "MAX_TOP": MAX_TOP,
+    "PENALISED": PENALISED,
+    "BIASED": BIASED,
+    "MASKED": MASKED,
+    "CHAINS": CHAINS,
+    "TILE_WIDTH": TILE_WIDTH,
+    "PICK_ROW_WIDTH": PICK_ROW_WIDTH,
+    "SETTINGS_WIDTH": SETTINGS_WIDTH,
+    "SEEDS_WIDTH": SEEDS_WIDTH,
+    "CHOICE_WIDTH": CHOICE_WIDTH,
+    "SEEN_IN_PROMPT": "0x80000000u",  # bit of a token's count, which `count` sets and `pick` reads
+    "THREADS": THREADS,
+    "PICK_THREADS": PICK_THREADS,
+}
 
 
 class Shape(NamedTuple):
-    """How much of a product a block computes: 16 * rows by 8 * columns."""
+    """How much of a product one block computes: rows, and columns of its matrix."""
 
     rows: int
     columns: int
+    pair_columns: int  # of each of the two matrices of gate_up
+    logits_columns: int
+
+    def columns_of(self, product: str) -> int:
+        if product == "gate_up":
+            return self.pair_columns
+        if product == "logits":
+            return self.logits_columns
+        return self.columns
 
 
-SHAPES = ONE_TILE, FEW_ROWS, MANY_ROWS = Shape(1, 1), Shape(4, 4), Shape(8, 16)
-ANY = ONE_TILE  # for kernels that are no product
-PLAIN = Shape(0, 0)  # for those that have no blocks of a product: a module of their own
-
-# what kernels.cu calls the same
-QUERIES = 16  # of a tile of attention
-NORMED_ROWS = 2  # of the residual stream: up to so many, a product norms them itself
-MAX_TOP = 20  # likeliest tokens whose logprobs can be had: what the API allows
-CHOICE = 2 + 2 * MAX_TOP
-LOGITS_COLUMNS = 4  # the shape of `logits` for one tile of rows
-THREADS = {"pick": 1024, "count": 1024, "keep": 32}  # the others have 256, attention attend_threads()
+SHAPES = ONE_TILE, FEW_ROWS, MANY_ROWS = Shape(16, 8, 8, 32), Shape(64, 32, 16, 32), Shape(128, 128, 64, 128)
+ANY_SHAPE = ONE_TILE  # where the kernels that are no product are compiled
 
 
-def shape_for(n_rows: int, n_columns: int, enough: int) -> Shape:
-    """The largest that leaves no processor idle: `enough` blocks of it."""
-    if n_rows <= 16:
-        return ONE_TILE
-    n_blocks = -(-n_rows // (16 * MANY_ROWS.rows)) * -(-n_columns // (8 * MANY_ROWS.columns))
-    return MANY_ROWS if n_blocks >= enough else FEW_ROWS
+def constants(config: Config, shape: Shape) -> dict[str, int | str]:
+    """All that the .cu files are compiled with."""
+    c = config
+    return SHARED | {
+        "DIM": c.dim,
+        "HIDDEN_DIM": c.hidden_dim,
+        "N_HEADS": c.n_heads,
+        "N_KV_HEADS": c.n_kv_heads,
+        "GROUP": group_size(c),
+        "HEAD_DIM": c.head_dim,
+        "HEAD_PAD": head_pad(c),
+        "QKV_DIM": qkv_dim(c),
+        "VOCAB_SIZE": c.vocab_size,
+        "MASK_WORDS": mask_words(c),
+        "NORM_EPS": f"{c.norm_eps!r}f",
+        "ATTEND_THREADS": attend_threads(c),
+        "SPLIT_KEYS": split_keys(c),
+        "PART_WIDTH": part_width(c),
+        "BLOCK_ROWS": shape.rows,
+        "BLOCK_COLUMNS": shape.columns,
+        "PAIR_COLUMNS": shape.pair_columns,
+        "LOGITS_COLUMNS": shape.logits_columns,
+    }
+
+
+def group_size(config: Config) -> int:
+    """Query heads that share a key head (grouped-query attention)."""
+    return config.n_heads // config.n_kv_heads
 
 
 def head_pad(config: Config) -> int:
@@ -64,55 +118,51 @@ def head_pad(config: Config) -> int:
     return -(-config.head_dim // 32) * 32
 
 
+def qkv_dim(config: Config) -> int:
+    return (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
+
+
+def mask_words(config: Config) -> int:
+    """Words of 32 bits that hold a bit for each token."""
+    return -(-config.vocab_size // 32)
+
+
 def attend_threads(config: Config) -> int:
-    """As many as the keys that a block takes at a time; as the shared memory allows."""
-    return 128 if head_pad(config) <= 128 else 64
+    """As many as the shared memory of a block of attention allows."""
+    if head_pad(config) > 128:
+        return 64
+    return 128
 
 
-def defines(config: Config, shape: Shape) -> list[str]:
-    """The constants that kernels.cu is compiled with."""
-    c = config
-    values = {
-        "DIM": c.dim,
-        "HIDDEN_DIM": c.hidden_dim,
-        "N_HEADS": c.n_heads,
-        "N_KV_HEADS": c.n_kv_heads,
-        "HEAD_DIM": c.head_dim,
-        "VOCAB_SIZE": c.vocab_size,
-        "NORM_EPS": f"{c.norm_eps!r}f",
-        "ROW_TILES": shape.rows,
-        "COLUMN_TILES": shape.columns,
-        "PLAIN": int(shape == PLAIN),
-    }
-    return [f"-D{name}={value}" for name, value in values.items()]
+def split_keys(config: Config) -> int:
+    """Keys of one split of the attention to a sequence (flash-decoding): each warp of a block takes 32."""
+    return attend_threads(config)
 
 
-def options(config: Config, shape: Shape) -> tuple[str, ...]:
-    """For NVRTC. No contraction: fused multiply-adds are where kernels.cu says."""
-    return (
-        *defines(config, shape),
-        "--std=c++17",
-        "--fmad=false",
-        *(f"-I{path}" for path in include_paths()),
-    )
+def part_width(config: Config) -> int:
+    """What a split leaves of a query head: its weighted values, its greatest score, its sum of weights."""
+    return config.head_dim + 2
 
 
-def include_paths() -> list[str]:
-    """Where cuda_bf16.h is: in the package nvidia-cuda-runtime, or in a toolkit that CuPy finds by itself."""
-    try:
-        found = importlib.import_module("cuda.pathfinder").find_nvidia_header_directory("cudart")
-    except ImportError:
-        return []
-    return [found] if found else []
+def shape_for(n_rows: int, n_columns: int, enough_blocks: int) -> Shape:
+    """The largest that leaves no processor idle, which takes `enough_blocks` blocks."""
+    if n_rows <= ONE_TILE.rows:
+        return ONE_TILE
+    n_blocks = -(-n_rows // MANY_ROWS.rows) * -(-n_columns // MANY_ROWS.columns)
+    if n_blocks < enough_blocks:
+        return FEW_ROWS
+    return MANY_ROWS
 
 
 def check_sizes(config: Config) -> None:
-    """Rows of matrices are read 16 bytes at a time, heads by pairs; a block's memory holds
-    NORMED_ROWS, a tile of heads of 256, and a bit for each token.
+    """Raise UnsupportedModel for a model whose sizes the kernels do not take.
+
+    They read rows of matrices 16 bytes at a time, and heads by pairs. The shared memory of a block holds
+    NORMED_ROWS rows, a tile of queries with heads of 256, and a bit for each token.
     """
     c = config
     # fmt: off
-    #  name                   size                     multiples of, up to
+    #  name                   size                     multiples of, at most
     rules = [
         ("dim",                  c.dim,                    8, 10_000),
         ("hidden_dim",           c.hidden_dim,             8, None),
@@ -121,19 +171,91 @@ def check_sizes(config: Config) -> None:
         ("vocab_size",           c.vocab_size,             1, 300_000),
     ]
     # fmt: on
-    for name, n, step, most in rules:
-        if n % step or (most and n > most):
-            takes = ", ".join([f"multiples of {step}"] * (step > 1) + [f"up to {most}"] * bool(most))
-            raise UnsupportedModel(f"{name} is {n}; supported on a GPU: {takes}. --device cpu takes it")
+    for name, size, multiple, maximum in rules:
+        supported = []
+        if multiple > 1:
+            supported.append(f"multiples of {multiple}")
+        if maximum is not None:
+            supported.append(f"up to {maximum}")
+        if size % multiple or (maximum is not None and size > maximum):
+            raise UnsupportedModel(
+                f"{name} is {size}; supported on a GPU: {', '.join(supported)}. --device cpu takes it"
+            )
+
+
+# --- compilation --------------------------------------------------------------------------------------------
+
+
+def options(config: Config, shape: Shape) -> tuple[str, ...]:
+    """For NVRTC. No contraction: fused multiply-adds are where kernels.cu says."""
+    defines = [f"-D{name}={value}" for name, value in constants(config, shape).items()]
+    includes = [f"-I{path}" for path in include_paths()]
+    return (*defines, "--std=c++17", "--fmad=false", *includes)
+
+
+def include_paths() -> list[str]:
+    """Where cuda_bf16.h is: in the package nvidia-cuda-runtime, or in a toolkit that CuPy finds by itself."""
+    try:
+        path = importlib.import_module("cuda.pathfinder").find_nvidia_header_directory("cudart")
+    except ImportError:
+        return []
+    if not path:
+        return []
+    return [path]
+
+
+def read_code(path: Path) -> str:
+    """The text of a .cu file, whose name the compiler's messages say."""
+    return f'#line 1 "{path.name}"\n' + path.read_text(encoding="utf-8")
+
+
+class Parameter(NamedTuple):
+    name: str
+    dtype: "np.dtype[Any]"  # of the array, or of the number
+    is_array: bool
+
+
+class Signature(NamedTuple):
+    threads: str  # of a block: the first word of __launch_bounds__, a constant's name or a number
+    parameters: list[Parameter]
+
+
+KERNEL = re.compile(r'extern "C" __global__ void __launch_bounds__\((\w+)[^)]*\)\s+(\w+)\(([^)]*)\)')
+PARAMETER = re.compile(r"\s*(?:const )?(\w+) (\*?)(\w+)\s*")
+
+#  type in a .cu file   in an array or as a number
+DTYPES = {
+    "weight": "u2",
+    "table": "i4",
+    "bf16": "u2",
+    "float": "f4",
+    "float2": "c8",
+    "int": "i4",
+    "unsigned": "u4",
+    "u64": "u8",
+}
+
+
+def signatures(code: str) -> dict[str, Signature]:
+    """Block and parameters of each kernel in the code."""
+
+    def parse(text: str) -> Parameter:
+        kind, star, name = PARAMETER.fullmatch(text).groups()  # type: ignore[union-attr]
+        return Parameter(name, np.dtype(DTYPES[kind]), star == "*")
+
+    return {
+        name: Signature(threads, [parse(text) for text in parameters.split(",")])
+        for threads, name, parameters in KERNEL.findall(code)
+    }
 
 
 # --- launches -----------------------------------------------------------------------------------------------
 
-# The attribute of a launch whose kernel may start before the one ahead of it has ended, and the structures of
-# cuda.h that say so.
+# The attribute of a launch whose kernel may start before the one ahead of it has ended (PDL), and the
+# structures of cuda.h that say so.
 PROGRAMMATIC_STREAM_SERIALIZATION = 6
 NULL = np.uintp(0)
-MAX_SEEN = 10_000  # arrays; those of a model and its buffers are some hundred
+MAX_CHECKED = 10_000  # arrays; those of a model and its buffers are some hundred
 
 
 class LaunchAttribute(ctypes.Structure):
@@ -151,74 +273,58 @@ class LaunchConfig(ctypes.Structure):
     )
 
 
-class Parameter(NamedTuple):
-    name: str
-    dtype: "np.dtype[Any]"  # of the array, or of the number
-    is_array: bool
-
-
-#  type in kernels.cu   in an array or as a number
-DTYPES = {
-    "weight": "u2",
-    "table": "i4",
-    "bf16": "u2",
-    "float": "f4",
-    "float2": "c8",
-    "int": "i4",
-    "unsigned": "u4",
-    "u64": "u8",
-}
-
-
-def signatures(code: str) -> dict[str, list[Parameter]]:
-    """The parameters of each kernel in the code."""
-    found = re.findall(r'extern "C" __global__ void (?:__launch_bounds__\([^)]*\)\s+)?(\w+)\(([^)]*)\)', code)
-
-    def parse(text: str) -> Parameter:
-        kind, star, name = re.fullmatch(r"\s*(?:const )?(\w+) (\*?)(\w+)\s*", text).groups()  # type: ignore[union-attr]
-        return Parameter(name, np.dtype(DTYPES[kind]), star == "*")
-
-    return {name: [parse(text) for text in texts.split(",")] for name, texts in found}
-
-
 class Kernels:
-    """The kernels of kernels.cu, compiled for one model."""
+    """The kernels of a .cu file, compiled for one model, once for each shape."""
 
-    def __init__(self, cp: Any, config: Config, driver: Any = None) -> None:
-        """driver: libcuda, for launches that overlap; None: there are none."""
-        self.overlap = False  # do kernels start before the one ahead of them has ended?
-        code = CODE.read_text(encoding="utf-8")
-        self._cp, self._driver = cp, driver
-        self._signatures = signatures(code)
-        shapes = [*SHAPES, PLAIN]  # CuPy compiles what is asked for
+    def __init__(
+        self,
+        cp: Any,
+        config: Config,
+        driver: Any = None,
+        path: Path = FAST_CODE,
+        shapes: Sequence[Shape] = SHAPES,
+    ) -> None:
+        """driver: libcuda, for programmatic dependent launches; None: there are none."""
+        self.overlap = False  # may kernels start before the one ahead of them has ended?
+        self._cp = cp
+        self._driver = driver
+        code = read_code(path)
         self._modules = {shape: cp.RawModule(code=code, options=options(config, shape)) for shape in shapes}
         self._functions: dict[tuple[str, Shape], Any] = {}
-        self._seen: dict[int, DeviceArray] = {}  # contiguous ones by id, theirs as long as they are here
-        self._threads = THREADS | dict.fromkeys(["attend", "attend_prompt"], attend_threads(config))
+        self._checked: dict[int, DeviceArray] = {}  # by id, which is theirs as long as they are kept here
+        self._blocks: dict[str, tuple[int]] = {}
+        self._parameters: dict[str, list[Parameter]] = {}
+        values = constants(config, ANY_SHAPE)
+        for name, signature in signatures(code).items():
+            threads = values.get(signature.threads, signature.threads)
+            self._blocks[name] = (int(threads),)
+            self._parameters[name] = signature.parameters
 
     def load(self) -> None:
         """Compile what is not compiled yet, all shapes: no step has to wait for that."""
-        for shape in SHAPES:
-            self._modules[shape].get_function("logits")
+        for module in self._modules.values():  # CuPy compiles when a function is asked for
+            module.get_function("logits")
 
     def launch(self, name: str, shape: Shape, grid: tuple[int, ...], *args: Any) -> None:
         """An array for each array, a number for each number, None for an array that there is none of."""
-        function, block = self._function(name, shape), (self._threads.get(name, 256),)
-        values, seen = [], self._seen
-        for parameter, arg in zip(self._signatures[name], args, strict=True):
+        function = self._function(name, shape)
+        block = self._blocks[name]
+        checked = self._checked
+        values: list[Any] = []
+        for parameter, arg in zip(self._parameters[name], args, strict=True):
             _, dtype, is_array = parameter
             if not is_array:
                 values.append(dtype.type(arg))
             elif arg is None:
                 values.append(NULL)
             else:
-                if id(arg) not in seen or arg.dtype is not dtype:
+                if id(arg) not in checked or arg.dtype is not dtype:
                     self._check(name, parameter, arg)
                 values.append(arg)
         if self._driver is None or not self.overlap:
             function(grid, block, tuple(values))
-        elif code := self._launch_early(function.kernel.ptr, grid, block, values):
-            raise RuntimeError(f"cuLaunchKernelEx of {name} returned {code}")
+        else:
+            self._launch_early(name, function.kernel.ptr, grid, block, values)
 
     def _function(self, name: str, shape: Shape) -> Any:
         if (name, shape) not in self._functions:
@@ -230,14 +336,14 @@ class Kernels:
             raise TypeError(f"{kernel}: {parameter.name} is {array.dtype}, not {parameter.dtype}")
         if not array.flags.c_contiguous:
             raise TypeError(f"{kernel}: {parameter.name} is not contiguous")
-        if len(self._seen) == MAX_SEEN:
-            self._seen.clear()
-        self._seen[id(array)] = array
+        if len(self._checked) == MAX_CHECKED:
+            self._checked.clear()
+        self._checked[id(array)] = array
 
     def _launch_early(
-        self, function: int, grid: tuple[int, ...], block: tuple[int, ...], values: list[Any]
-    ) -> int:
-        """As soon as every block of the kernel ahead has said start_next(); cuLaunchKernelEx's result."""
+        self, name: str, function: int, grid: tuple[int, ...], block: tuple[int, ...], values: list[Any]
+    ) -> None:
+        """Launch a kernel that begins once every block of the one ahead of it has called start_next()."""
         attribute = LaunchAttribute(PROGRAMMATIC_STREAM_SERIALIZATION)
         attribute.value[0] = 1
         config = LaunchConfig(
@@ -248,20 +354,26 @@ class Kernels:
             ctypes.pointer(attribute),
             1,
         )
-        held = [
-            np.array(value if isinstance(value, np.generic) else np.uintp(value.data.ptr)) for value in values
-        ]
-        pointers = (ctypes.c_void_p * len(held))(*[value.ctypes.data for value in held])
-        return int(
-            self._driver.cuLaunchKernelEx(ctypes.byref(config), ctypes.c_void_p(function), pointers, None)
+        arguments = []  # each in memory that the driver copies it from
+        for value in values:
+            if not isinstance(value, np.generic):
+                value = np.uintp(value.data.ptr)
+            arguments.append(np.array(value))
+        pointers = (ctypes.c_void_p * len(arguments))(*[argument.ctypes.data for argument in arguments])
+        result = self._driver.cuLaunchKernelEx(
+            ctypes.byref(config), ctypes.c_void_p(function), pointers, None
         )
+        if result:
+            raise RuntimeError(f"cuLaunchKernelEx of {name} returned {int(result)}")
 
 
 def open_driver(cp: Any) -> Any:
     """libcuda, where the device can start a kernel early: compute capability 9.0 and above."""
     if int(cp.cuda.Device().compute_capability) < 90:
         return None
+    if hasattr(cp, "driver"):
+        return cp.driver
     try:
-        return cp.driver if hasattr(cp, "driver") else ctypes.CDLL("libcuda.so.1")
+        return ctypes.CDLL("libcuda.so.1")
     except OSError:
         return None

@@ -1,16 +1,16 @@
-"""The ops of model.py by the plain kernels of kernels.cu: what the fast ones are held against.
+"""The ops of model.py by the plain kernels of plain.cu: what the fast ones are held against.
 
     the same forward() --PlainOps--> kernels with a thread for each number that comes out
 
-Authority: model.NumpyOps, op by op; for how a step comes and goes gpu.CudaOps, whose steps these are.
+Authority: model.NumpyOps, op by op; for how a step comes and goes cuda.CudaOps, whose steps these are.
 
 Rules of this file:
 1. An op is its plain kernels one after another; nothing is fused, nothing depends on how many rows there are.
 2. What lies in memory is what CudaOps has there, so that an op of one can follow an op of the other.
 
-A module of its own, for who serves needs none of it: tests and `bench.py gpu` do.
+The server needs none of it: tests and `bench.py gpu` do.
 
-Not here: arithmetic (kernels.cu), steps, pages and graphs (cuda.py).
+Not here: arithmetic (plain.cu), steps, pages and graphs (cuda.py).
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ import numpy as np
 
 from checkpoint.weights import Layer, Weights
 from devices.cuda import CudaOps
-from devices.kernels import PLAIN, DeviceArray
+from devices.kernels import ANY_SHAPE, PLAIN_CODE, THREADS, DeviceArray, Kernels
 from devices.steps import DeviceStep
 
 
@@ -30,37 +30,45 @@ class PlainOps(CudaOps):
         super()._allocate(weights)
         shape = self._limits.rows, 2 * self.config.hidden_dim
         self._buffers["gate_up"] = self._cp.zeros(shape, np.dtype("f4"))
+        self._plain_kernels = Kernels(self._cp, self.config, path=PLAIN_CODE, shapes=[ANY_SHAPE])
 
     # --- the ops --------------------------------------------------------------------------------------------
 
     def embed(self, batch: DeviceStep, weights: Weights) -> DeviceArray:
-        b, views = self._buffers, batch.views
-        arguments = weights.embed, views["tokens"], views["slots"], b["chosen"], b["x"]
-        self._launch_plain("embed", batch.n_rows * self.config.dim, *arguments)
-        return b["x"]
+        x, chosen = self._buffers["x"], self._buffers["chosen"]
+        tokens, slots = batch.views["tokens"], batch.views["slots"]
+        self._launch_plain("embed", batch.n_rows * self.config.dim, weights.embed, tokens, slots, chosen, x)
+        return x
 
     def qkv(self, x: DeviceArray, layer: Layer, batch: DeviceStep) -> DeviceArray:
+        qkv = self._buffers["qkv"]
         normed = self._norm(x, layer.attn_norm, None, batch.n_rows)
-        return self._linear(normed, layer.wqkv, layer.bqkv, self._buffers["qkv"], batch.n_rows)
+        self._linear(normed, layer.wqkv, layer.bqkv, qkv, batch.n_rows)
+        return qkv
 
     def attend(self, qkv: DeviceArray, layer: Layer, i: int, batch: DeviceStep) -> DeviceArray:
-        c, b, views = self.config, self._buffers, batch.views
-        keys, values, pages, rotary = self._keys[i], self._values[i], b["pages"], int(c.rotary[i])
-        where = keys, values, views["positions"], views["slots"], pages
-        norms, max_pages = (layer.q_norm, layer.k_norm, b["rope"]), pages.shape[1]
-        n_heads = c.n_heads + 2 * c.n_kv_heads
-        self._launch_plain("keep", batch.n_rows * n_heads, qkv, *norms, *where, max_pages, rotary)
-        n, window = batch.n_rows * c.n_heads * c.head_dim, c.windows[i] or 0
-        self._launch_plain("attend", n, qkv, *where, b["y"], max_pages, window)
-        return b["y"]
+        c, n_rows = self.config, batch.n_rows
+        rope, y, page_tables = self._buffers["rope"], self._buffers["y"], self._buffers["page_tables"]
+        positions, slots = batch.views["positions"], batch.views["slots"]
+        cache = self._keys[i], self._values[i], positions, slots, page_tables
+        max_pages = page_tables.shape[1]
+        rotary = int(c.rotary[i])
+        window = c.windows[i] or 0
+
+        n_heads = n_rows * (c.n_heads + c.n_kv_heads)
+        self._launch_plain("rotate", n_heads, qkv, layer.q_norm, layer.k_norm, rope, positions, rotary)
+        self._launch_plain("write_kv", n_rows * c.n_kv_heads * c.head_dim, qkv, *cache, max_pages)
+        self._launch_plain("attend", n_rows * c.n_heads * c.head_dim, qkv, *cache, y, max_pages, window)
+        return y
 
     def out(self, x: DeviceArray, y: DeviceArray, layer: Layer, batch: DeviceStep) -> None:
         self._linear(y, layer.wo, layer.bo, x, batch.n_rows, adds=1)
 
     def gate_up(self, x: DeviceArray, layer: Layer, batch: DeviceStep) -> DeviceArray:
-        normed, h = self._norm(x, layer.mlp_norm, None, batch.n_rows), self._buffers["h"]
-        both = self._linear(normed, layer.w_gate_up, layer.b_gate_up, self._buffers["gate_up"], batch.n_rows)
-        self._launch_plain("silu_mul", batch.n_rows * self.config.hidden_dim, both, h)
+        h, gate_up = self._buffers["h"], self._buffers["gate_up"]
+        normed = self._norm(x, layer.mlp_norm, None, batch.n_rows)
+        self._linear(normed, layer.w_gate_up, layer.b_gate_up, gate_up, batch.n_rows)
+        self._launch_plain("silu_mul", batch.n_rows * self.config.hidden_dim, gate_up, h)
         return h
 
     def down(self, x: DeviceArray, h: DeviceArray, layer: Layer, batch: DeviceStep) -> None:
@@ -75,9 +83,9 @@ class PlainOps(CudaOps):
 
     def pick(self, logits: DeviceArray, batch: DeviceStep) -> None:
         b, views = self._buffers, batch.views
-        settings = views["picked"], views["settings"], views["seeds"], b["masks"]
-        slots = views["tokens"], b["counts"], b["biases"], b["chosen"]
-        self._launch_plain("pick", batch.n_wanted, logits, b["logits"], *settings, *slots, b["choices"])
+        of_row = views["pick_rows"], views["settings"], views["seeds"], b["masks"]
+        of_slot = views["tokens"], b["counts"], b["biases"], b["chosen"]
+        self._launch_plain("pick", batch.n_wanted, logits, b["logits"], *of_row, *of_slot, b["choices"])
 
     def _norm(self, x: DeviceArray, w: DeviceArray, rows: DeviceArray | None, n: int) -> DeviceArray:
         normed = self._buffers["normed"]
@@ -86,11 +94,12 @@ class PlainOps(CudaOps):
 
     def _linear(
         self, x: DeviceArray, w: DeviceArray, b: DeviceArray | None, y: DeviceArray, n: int, adds: int = 0
-    ) -> DeviceArray:
-        """y = x w^T + b for n rows, or y += it; w as (n_out, n_in)."""
-        self._launch_plain("linear", n * len(w), w, b, x, y, w.shape[1], len(w), adds)
-        return y
+    ) -> None:
+        """y = x w^T + b for n rows, or with `adds` y += x w^T + b; w as (n_columns, size)."""
+        n_columns, size = w.shape
+        self._launch_plain("linear", n * n_columns, w, b, x, y, size, n_columns, adds)
 
     def _launch_plain(self, name: str, n: int, *arguments: Any) -> None:
         """A thread for each of n numbers."""
-        self._kernels.launch(f"plain_{name}", PLAIN, (-(-n // 256),), *arguments, n)
+        n_blocks = -(-n // THREADS)
+        self._plain_kernels.launch(name, ANY_SHAPE, (n_blocks,), *arguments, n)

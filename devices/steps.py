@@ -1,12 +1,15 @@
-"""A step's numbers on a GPU: rows, positions, pages and settings, in memory that a CUDA graph can reuse.
+"""A step's numbers on a GPU: rows, positions, tiles and sampling, in memory that a CUDA graph can reuse.
 
-    Spans, Contexts --placed(), rows_of(), wanted_of()--> HostMemory --one copy--> the device
+    Spans, Contexts --place_spans(), row_fields(), pick_fields()--> HostMemory --one copy--> the device
 
-Authority: the structures of kernels.cu, by name.
+Authority: the arguments of kernels.cu, by name.
 
 Rules of this file:
 1. All numbers of a step lie in one piece of memory: one copy brings them to the device.
-2. What a step in flight copies from, nobody else writes until the step is read.
+2. The host's side is pinned memory, which the device reads by itself. What a step in flight copies from,
+   nobody else writes until the step is read.
+3. Steps of decoding are padded to a few sizes (buckets), each with memory of its own: a CUDA graph has the
+   addresses of its size.
 
 Not here: the ops (cuda.py), which rows come next (scheduler.py).
 """
@@ -18,35 +21,48 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from devices.kernels import CHOICE, MAX_TOP, DeviceArray
+from devices.kernels import (
+    BIASED,
+    CHAINS,
+    CHOICE_WIDTH,
+    MASKED,
+    MAX_TOP,
+    PENALISED,
+    PICK_ROW_WIDTH,
+    SEEDS_WIDTH,
+    SETTINGS_WIDTH,
+    TILE_WIDTH,
+    DeviceArray,
+)
 from model import Span
 from sampling import Choice, Context, Sampling
 
-# ---- A step's numbers --------------------------------------------------------------------------------------
-
-PENALISED, BIASED, MASKED, CHAINS = 1, 2, 4, 8  # kernels.cu's Flags
+# ---- memory ------------------------------------------------------------------------------------------------
 
 
-class Table:
-    """The numbers of a step, in one piece of memory, so that one copy brings them to the device."""
+class StepLayout:
+    """Where each field of a step lies in one piece of memory."""
 
     def __init__(self, n_rows: int, n_wanted: int, n_tiles: int) -> None:
-        #  name        dtype, shape, padding: no row, no tile, not wanted
+        # fmt: off
+        #  name         dtype, shape,                    padding: a value that means no row, no tile
         self.fields: dict[str, tuple[str, tuple[int, ...], int]] = {
-            "seeds": ("u8", (n_wanted, 3), 0),  # seed, choice, number
-            "tokens": ("i4", (n_rows,), 0),  # -1: what the slot has chosen
-            "slots": ("i4", (n_rows,), 0),
-            "positions": ("i4", (n_rows,), -1),
-            "tiles": ("i4", (n_tiles, 5), 0),
-            "wanted": ("i4", (n_wanted,), 0),  # rows
-            "picked": ("i4", (n_wanted, 6), -1),  # kernels.cu's Picked
-            "settings": ("f4", (n_wanted, 6), 0),  # kernels.cu's Settings
+            "seeds":     ("u8", (n_wanted, SEEDS_WIDTH),    0),
+            "tokens":    ("i4", (n_rows,),                  0),  # -1: the token that the slot chose last
+            "slots":     ("i4", (n_rows,),                  0),
+            "positions": ("i4", (n_rows,),                 -1),
+            "tiles":     ("i4", (n_tiles, TILE_WIDTH),      0),
+            "wanted":    ("i4", (n_wanted,),                0),  # rows whose logits are wanted
+            "pick_rows": ("i4", (n_wanted, PICK_ROW_WIDTH), -1),
+            "settings":  ("f4", (n_wanted, SETTINGS_WIDTH), 0),
         }
+        # fmt: on
         self.n_bytes = sum(n_bytes(dtype, shape) for dtype, shape, _ in self.fields.values())
 
     def views(self, memory: Any) -> dict[str, Any]:
         """The fields as arrays, in memory (n_bytes,) uint8 of the host or the device."""
-        views, begin = {}, 0
+        views = {}
+        begin = 0
         for name, (dtype, shape, _) in self.fields.items():
             end = begin + n_bytes(dtype, shape)
             views[name] = memory[begin:end].view(np.dtype(dtype)).reshape(shape)
@@ -58,67 +74,89 @@ def n_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     return math.prod(shape) * np.dtype(dtype).itemsize
 
 
-class HostMemory:
-    """Memory of the host that a step in flight copies from and to; nobody else's until it is read."""
+def pinned(cp: Any, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
+    """Pinned memory of the host: the device reads and writes it while the host does something else."""
+    size = n_bytes(dtype, shape)
+    memory = np.frombuffer(cp.cuda.alloc_pinned_memory(size), np.uint8, size)
+    return memory.view(np.dtype(dtype)).reshape(shape)
 
-    def __init__(self, cp: Any, table: Table, pages: tuple[int, ...]) -> None:
-        """pages: the shape of the tables of all slots."""
-        self.fields = table.fields
-        self.pages = pinned(cp, n_bytes("i4", pages)).view(np.int32).reshape(pages)
-        self.numbers = pinned(cp, table.n_bytes)
-        self.views = table.views(self.numbers)
-        shape = len(self.views["wanted"]), CHOICE
-        self.choices = pinned(cp, n_bytes("i4", shape)).view(np.int32).reshape(shape)  # kernels.cu's `pick`
+
+class HostMemory:
+    """Pinned memory that a step in flight copies from and to; nobody else's until the step is read."""
+
+    def __init__(self, cp: Any, layout: StepLayout, page_tables_shape: tuple[int, ...]) -> None:
+        self.fields = layout.fields
+        self.page_tables = pinned(cp, "i4", page_tables_shape)  # (max_batch, max_pages)
+        self.numbers = pinned(cp, "u1", (layout.n_bytes,))
+        self.views = layout.views(self.numbers)
+        self.choices = pinned(cp, "i4", (len(self.views["wanted"]), CHOICE_WIDTH))  # what `pick` writes
         self.arrived = cp.cuda.Event(disable_timing=True)
         self.n_choices: list[int] = []  # of each span that wants any
-        self.n_top: list[int] = []  # of each wanted row; -1: no logprobs
+        self.n_top: list[int] = []  # n_top_logprobs of each wanted row; -1: no logprobs
 
     def fill(self, **lists: Sequence[Any]) -> None:
-        """The table's fields: what there is, then padding."""
+        """Write the values of fields, and padding behind them."""
         for name, values in lists.items():
             view, padding = self.views[name], self.fields[name][2]
             view[len(values) :] = padding
             if values:
                 view[: len(values)] = values
 
-    def expect(self, step: "list[Placed]") -> None:
-        """Remember how the choices that will come are shared out to spans, and what belongs to each."""
-        contexts = [context for p in step for context in p.contexts]
-        self.n_choices = [len(p.contexts) for p in step if p.contexts]
-        self.n_top = [
-            -1 if c.sampling.n_top_logprobs is None else c.sampling.n_top_logprobs for c in contexts
-        ]
+    def expect_choices(self, step: "list[PlacedSpan]") -> None:
+        """Remember how the choices that will come are shared out to spans, and which have logprobs."""
+        self.n_choices = [len(placed.contexts) for placed in step if placed.contexts]
+        self.n_top = []
+        for placed in step:
+            for context in placed.contexts:
+                n_top = context.sampling.n_top_logprobs
+                self.n_top.append(-1 if n_top is None else n_top)
 
-    def read(self) -> Iterator[list[Choice]]:
-        """What has arrived, of each span that wants any."""
-        token_ids, logprobs = self.choices[:, 0].tolist(), self.choices.view(np.float32)
+    def read_choices(self) -> Iterator[list[Choice]]:
+        """The choices that have arrived, of each span that wants any."""
+        token_ids = self.choices[:, 0].tolist()
+        logprobs = self.choices.view(np.float32)
         first = 0
         for n in self.n_choices:
-            rows = range(first, first + n)
-            yield [
-                Choice(token_ids[i]) if self.n_top[i] < 0 else self._with_logprobs(i, logprobs[i])
-                for i in rows
-            ]
+            of_span = []
+            for i in range(first, first + n):
+                if self.n_top[i] < 0:
+                    of_span.append(Choice(token_ids[i]))
+                else:
+                    of_span.append(self._with_logprobs(i, logprobs[i]))
+            yield of_span
             first += n
 
     def _with_logprobs(self, i: int, logprobs: NDArray[np.float32]) -> Choice:
+        """Row i of `choices`; logprobs: the same row as float32."""
         row, n = self.choices[i], self.n_top[i]
-        top = zip(row[2 : 2 + n].tolist(), logprobs[2 + MAX_TOP :].tolist(), strict=False)
-        return Choice(int(row[0]), float(logprobs[1]), tuple(top))
-
-
-def pinned(cp: Any, n: int) -> NDArray[np.uint8]:
-    """Memory of the host that the device reads and writes by itself."""
-    return np.frombuffer(cp.cuda.alloc_pinned_memory(n), np.uint8, n)
+        top_ids = row[2 : 2 + n].tolist()
+        top_logprobs = logprobs[2 + MAX_TOP : 2 + MAX_TOP + n].tolist()
+        return Choice(int(row[0]), float(logprobs[1]), tuple(zip(top_ids, top_logprobs, strict=True)))
 
 
 class StepMemory(NamedTuple):
     """Where the numbers of steps of one size lie: on the device, and on the host for those in flight."""
 
-    table: Table
-    numbers: DeviceArray  # (table.n_bytes,) uint8
+    layout: StepLayout
+    numbers: DeviceArray  # (layout.n_bytes,) uint8
     views: dict[str, DeviceArray]
-    free: list[HostMemory]  # those that no step uses
+    free: list[HostMemory]  # those that no step in flight uses
+
+
+StepsInFlight = list[tuple[StepMemory, HostMemory]]  # the parts of a step that was launched and not yet read
+
+
+def bucket(n: int) -> int:
+    """The least power of two that is n or more."""
+    return 1 << (n - 1).bit_length()
+
+
+def buckets(n: int) -> list[int]:
+    """1, 2, 4, ... up to bucket(n)."""
+    return [1 << i for i in range(bucket(n).bit_length())]
+
+
+# ---- a step ------------------------------------------------------------------------------------------------
 
 
 class DeviceStep(NamedTuple):
@@ -127,13 +165,13 @@ class DeviceStep(NamedTuple):
     views: dict[str, DeviceArray]
     n_rows: int
     n_wanted: int
-    n_split: int  # tiles, the first ones, whose pieces are shared out to blocks
-    n_whole: int  # tiles behind them that a block takes as a whole
-    n_pieces: int  # of the longest sequence among the former
-    is_decode: bool  # is each span a tile of the former? Then keys are written on the way
+    n_split_tiles: int  # the first tiles, whose splits are shared out to blocks
+    n_whole_tiles: int  # the tiles behind them, which a block takes as a whole
+    n_splits: int  # of the longest sequence among the former
+    is_decode: bool  # is each span one tile of the former? Then `attend` writes the keys on the way
 
 
-class Placed(NamedTuple):
+class PlacedSpan(NamedTuple):
     """A span, its rows in the step, and what the choices at the last of them depend on."""
 
     span: Span
@@ -141,72 +179,81 @@ class Placed(NamedTuple):
     rows: range
 
 
-def placed(spans: Sequence[Span], contexts: Sequence[Context]) -> list[Placed]:
-    """In the order of the spans; the rows of prompts come behind all others."""
-    first = {False: 0, True: sum(n_rows(span) for span in spans if not span.is_chunk)}
-    found, i = list[Placed](), 0
+def place_spans(spans: Sequence[Span], contexts: Sequence[Context]) -> list[PlacedSpan]:
+    """Spans in their order; the rows of prefill chunks come behind all others."""
+    next_row = 0
+    next_chunk_row = sum(n_rows(span) for span in spans if not span.is_chunk)
+    n_contexts = 0
+    step = []
     for span in spans:
-        begin, n_wanted = first[span.is_chunk], span.n_wanted
-        first[span.is_chunk] = end = begin + n_rows(span)
-        found.append(Placed(span, contexts[i : i + n_wanted], range(begin, end)))
-        i += n_wanted
-    return found
+        if span.is_chunk:
+            rows = range(next_chunk_row, next_chunk_row + n_rows(span))
+            next_chunk_row = rows.stop
+        else:
+            rows = range(next_row, next_row + n_rows(span))
+            next_row = rows.stop
+        step.append(PlacedSpan(span, contexts[n_contexts : n_contexts + span.n_wanted], rows))
+        n_contexts += span.n_wanted
+    return step
 
 
 def n_rows(span: Span) -> int:
-    return 1 if span.token_ids is None else len(span.token_ids)
+    if span.token_ids is None:
+        return 1
+    return len(span.token_ids)
 
 
-def rows_of(step: list[Placed]) -> dict[str, list[Any]]:
-    """What the table holds of each row, in the order of the rows."""
-    in_order = sorted(step, key=lambda p: p.rows.start)
-    return {
-        "tokens": [t for p in in_order for t in ([-1] if p.span.token_ids is None else p.span.token_ids)],
-        "slots": [p.span.slot for p in in_order for _ in p.rows],
-        "positions": [position for p in in_order for position in range(p.span.start, p.span.end)],
-    }
+def row_fields(step: list[PlacedSpan]) -> dict[str, list[int]]:
+    """The fields that each row has, in the order of the rows."""
+    tokens, slots, positions = list[int](), list[int](), list[int]()
+    for span, _, rows in sorted(step, key=lambda placed: placed.rows.start):
+        tokens += [-1] if span.token_ids is None else span.token_ids
+        slots += [span.slot] * len(rows)
+        positions += range(span.start, span.end)
+    return {"tokens": tokens, "slots": slots, "positions": positions}
 
 
-class Rules(NamedTuple):
-    """What kernels.cu knows of a Sampling: it stays the same from step to step."""
+class KernelSampling(NamedTuple):
+    """A Sampling as `pick` reads it: what stays the same from step to step."""
 
     flags: int
     top_k: int
     n_top: int
-    settings: tuple[float, ...]
+    settings: tuple[float, ...]  # SETTINGS_WIDTH
     seed: int
 
 
-def rules_of(s: Sampling) -> Rules:
+def kernel_sampling(s: Sampling) -> KernelSampling:
     penalties = s.presence_penalty, s.frequency_penalty, s.repetition_penalty
-    flags = PENALISED * (penalties != (0, 0, 1)) | BIASED * bool(s.logit_bias)
-    n_top = -1 if s.n_top_logprobs is None else min(s.n_top_logprobs, MAX_TOP)
-    sharpness = min(1 / (s.temperature * math.log(2)), 1e30) if s.temperature else 0  # of 2^x, not e^x
+    flags = 0
+    if penalties != (0, 0, 1):
+        flags |= PENALISED
+    if s.logit_bias:
+        flags |= BIASED
+    n_top = -1
+    if s.n_top_logprobs is not None:
+        n_top = min(s.n_top_logprobs, MAX_TOP)
+    sharpness = 0.0  # greedy
+    if s.temperature:
+        sharpness = min(1 / (s.temperature * math.log(2)), 1e30)  # of 2^x, not e^x
     settings = sharpness, s.top_p, s.min_p, *penalties
-    return Rules(flags, min(s.top_k, 1 << 30), n_top, settings, s.seed & 0xFFFF_FFFF_FFFF_FFFF)
+    return KernelSampling(flags, min(s.top_k, 1 << 30), n_top, settings, s.seed & 0xFFFF_FFFF_FFFF_FFFF)
 
 
-def wanted_of(step: list[Placed], rules: list[Rules]) -> dict[str, list[Any]]:
-    """What the table holds of each wanted row, in the order of the contexts. `rules`: of the slots."""
-    rows, picked, settings, seeds = list[int](), [], [], []
-    for span, contexts, span_rows in step:
-        first, rule = span_rows.stop - len(contexts), rules[span.slot]  # of them; behind it come the drafts
+def pick_fields(step: list[PlacedSpan], samplings: list[KernelSampling]) -> dict[str, list[Any]]:
+    """The fields that each wanted row has, in the order of the contexts. `samplings`: of the slots."""
+    wanted, pick_rows, settings, seeds = list[int](), list[Any](), list[Any](), list[Any]()
+    for span, contexts, rows in step:
+        sampling = samplings[span.slot]
+        first = rows.stop - len(contexts)  # the first wanted row; drafts follow it
         for i, context in enumerate(contexts):
-            flags = rule.flags | MASKED * (context.mask is not None) | CHAINS * (len(contexts) == 1)
-            rows.append(first + i)
-            picked.append((span.slot, first, i, rule.top_k, flags, rule.n_top))
-            settings.append(rule.settings)
-            seeds.append((rule.seed, context.sampling.choice, context.n_output))
-    return {"wanted": rows, "picked": picked, "settings": settings, "seeds": seeds}
-
-
-Ticket = list[tuple[StepMemory, HostMemory]]
-
-
-def buckets(n: int) -> list[int]:
-    """1, 2, 4, ... up to the first that is n or more."""
-    return [1 << i for i in range((n - 1).bit_length() + 1)]
-
-
-def bucket(n: int) -> int:
-    return buckets(n)[-1]
+            flags = sampling.flags
+            if context.mask is not None:
+                flags |= MASKED
+            if len(contexts) == 1:
+                flags |= CHAINS
+            wanted.append(first + i)
+            pick_rows.append((span.slot, first, i, sampling.top_k, flags, sampling.n_top))
+            settings.append(sampling.settings)
+            seeds.append((sampling.seed, context.sampling.choice, context.n_output))
+    return {"wanted": wanted, "pick_rows": pick_rows, "settings": settings, "seeds": seeds}

@@ -153,7 +153,7 @@ def test_nothing_of_the_server_is_needed() -> None:
     """A machine with a GPU may have CuPy, torch and pytest, and not all that the server needs."""
     absent = ("gguf", "httpx2", "llguidance", "starlette", "uvicorn")
     code = "import sys; sys.modules.update(dict.fromkeys(sys.argv[1:])); import benches.gpu, test_device"
-    paths = [str(ROOT), *(str(ROOT / folder) for folder in ("tests", "tests/devices", "tests/gpu"))]
+    paths = [str(ROOT), *(str(ROOT / folder) for folder in ("tests", "tests/gpu"))]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     subprocess.run([sys.executable, "-c", code, *absent], env=environment, check=True)
 

@@ -18,50 +18,53 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_cuda import (
+
+from devices.cuda import CudaOps
+from devices.kernels import ANY_SHAPE, PLAIN_CODE, Kernels, signatures
+from devices.plain_ops import PlainOps
+from engine import Job
+from helpers import emulator
+from helpers.device_models import (
     VARIED,
     by_steps,
     choices,
     engine_of,
-    made,
-    made_on,
+    ops_of,
+    ops_on,
     page,
     pages,
     prefill,
     rows,
     tokens,
 )
-from test_kernels import (
+from helpers.device_ops import (
     CONFIGS,
     SAMPLINGS,
+    STEP,
     Both,
-    attend,
+    attended,
+    attended_alike,
     both,
     near,
+    nearly_the_same,
     noise,
     pick,
+    products,
     qkv_noise,
     rounded,
     run_every_kernel,
     same,
     span,
     spans_of,
-    widened,
+    wanted,
 )
-
-from devices.cuda import CudaOps
-from devices.kernels import ANY, CODE, signatures
-from devices.plain_ops import PlainOps
-from engine import Job
-from helpers import emulator
 from helpers.emulator import Emulator
 from helpers.engines import QUESTIONS, alone, job, tiny
-from model import PAGE, Array, Batch, NumpyOps, Span
+from model import PAGE, Batch, NumpyOps, Span
 from sampling import Context, Sampling, pick_token
 
 pytestmark = pytest.mark.skipif(emulator.MISSING is not None, reason=str(emulator.MISSING))
 
-STEP = 2**-8  # of bfloat16: from a number to the next one, at most
 PRODUCTS = {"qkv": 3e-4, "gate_up": STEP, "logits": 3e-4, "out": 1e-6, "down": 1e-6}
 
 
@@ -70,29 +73,7 @@ def pair(name: str) -> tuple[Both, Both]:
     return both(name, 0), both(name, 0, ops=PlainOps)
 
 
-def nearly_the_same(got: Array, expected: Array, share: float = 0.02) -> bool:
-    """Numbers that were rounded: within a step, and nearly all of them equal."""
-    return near(got, expected, STEP) and float((got != expected).mean()) <= share
-
-
 # ---- Kernel by kernel --------------------------------------------------------------------------------------
-
-
-def products(m: Both, n: int) -> dict[str, Array]:
-    """What each product makes of the same n rows."""
-    c, batch = m.config, m.batch(n, wanted(n))
-    m.cuda.qkv(m.put("x", noise(n, c.dim)), m.device_layer, batch)
-    m.cuda.gate_up(m.cuda._buffers["x"], m.device_layer, batch)
-    m.cuda.logits(m.cuda._buffers["x"], m.cuda.weights, batch)
-    got = {"qkv": m.got("qkv", n), "gate_up": m.got("h", n), "logits": m.got("raw", len(wanted(n)))}
-    m.cuda.out(m.cuda._buffers["x"], m.put("y", noise(n, c.n_heads * c.head_dim)), m.device_layer, batch)
-    got["out"] = m.got("x", n)
-    m.cuda.down(m.put("x", noise(n, c.dim)), m.put("h", noise(n, c.hidden_dim)), m.device_layer, batch)
-    return got | {"down": m.got("x", n)}
-
-
-def wanted(n: int) -> list[int]:
-    return [n - 1, 0, n // 2]
 
 
 @pytest.mark.parametrize("n", [1, 31, 32, 33])
@@ -122,30 +103,11 @@ def test_norm(n: int) -> None:
         which = [order if order is None else m.cuda._cp.asarray(order) for m in (fast, plain)]
         normed = fast.cuda._buffers["normed"]
         arguments = fast.device_layer.attn_norm, fast.put("x", x), which[0], normed
-        fast.cuda._kernels.launch("rms_norm", ANY, (n,), *arguments)
+        fast.cuda._kernels.launch("rms_norm", ANY_SHAPE, (n,), *arguments)
         plain.cuda._norm(plain.put("x", x), plain.device_layer.attn_norm, which[1], n)
         got = plain.got("normed", n)
         assert near(got, plain.numpy._rms_norm(x if order is None else x[order], w), STEP)
         assert nearly_the_same(fast.got("normed", n), got, 1e-3)
-
-
-def attended(m: Both, n: int) -> list[Array]:
-    """Attention of n tokens as a prompt, then of one, then of four; and what is in the pages then."""
-    qkv, pools = qkv_noise(m, n + 5), (m.cuda._keys[0], m.cuda._values[0])
-    with m.cuda._stream:
-        for pool in pools:  # others have been here
-            pool.set(np.zeros(pool.shape, np.uint16))
-    prompt = attend(m, [span(1, 0, n, True)], qkv[:n])
-    token = attend(m, [span(1, n, 1, False)], qkv[n : n + 1])
-    some = attend(m, [span(1, n + 1, 4, False)], qkv[n + 1 :])
-    kept = [widened(pool.get()) for pool in pools]
-    return [np.concatenate([prompt, token, some]), *kept]
-
-
-def attended_alike(fast: list[Array], plain: list[Array]) -> bool:
-    """To up to 32 keys, to more of them; and what was kept."""
-    kept = all(nearly_the_same(*pools, 1e-3) for pools in zip(fast[1:], plain[1:], strict=True))
-    return kept and nearly_the_same(fast[0][:32], plain[0][:32]) and near(fast[0], plain[0], 5e-3)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -200,12 +162,36 @@ def test_no_plain_kernel_races_or_leaves_its_arrays(name: str, order: int) -> No
 
 def test_every_op_is_plain() -> None:
     """No op is left to a fast kernel: rms_norm is what the driver is asked with whether kernels overlap."""
-    ops = made_on(Emulator(), VARIED[0], PlainOps)
+    ops = ops_on(Emulator(), VARIED[0], PlainOps)
     by_steps(ops, [prefill(tokens(40)), rows([3], 40), rows([4, 5], 41, n_wanted=2)])
-    launched = {name for name, _ in ops._kernels._functions}
-    plain = {name for name in signatures(CODE.read_text()) if name.startswith("plain_")}
-    assert launched == plain | {"rms_norm"}
-    assert re.findall("^// ---- (.*?) -+$", CODE.read_text(), re.MULTILINE)[0] == "Plain"
+    assert isinstance(ops, PlainOps)
+    assert {name for name, _ in ops._kernels._functions} == {"rms_norm"}
+    assert {name for name, _ in ops._plain_kernels._functions} == signatures(PLAIN_CODE.read_text()).keys()
+
+
+def test_plain_code_is_one_program() -> None:
+    """No preprocessor conditionals, nothing of kernels.cu: what stands in plain.cu is what is compiled."""
+    code = PLAIN_CODE.read_text(encoding="utf-8")
+    assert set(re.findall(r"^\s*#\s*(\w+)", code, re.MULTILINE)) == {"define", "include"}
+    assert re.findall("#include (.*)", code) == ["<cuda_bf16.h>"]
+
+
+def test_plain_kernels_are_not_launched_early() -> None:
+    """They do not wait for the kernel ahead; in a CUDA graph neither, where the fast ones do."""
+    ops, decode = ops_on(Emulator(), VARIED[0], PlainOps), [rows([3], 0)]
+    assert choices(ops, decode) == choices(ops, decode) == choices(ops, decode)
+    assert ops._graphs[1, 1]
+    assert ops._cp.driver.n_launches == 2  # that was asked whether it can
+
+
+def test_the_emulator_refuses_an_early_launch_of_code_that_does_not_wait() -> None:
+    cp, config = Emulator(), both("grouped", 0).config
+    kernels = Kernels(cp, config, cp.driver, PLAIN_CODE, [ANY_SHAPE])
+    gate_up, h = cp.zeros(2 * config.hidden_dim, np.float32), cp.zeros(config.hidden_dim, np.uint16)
+    kernels.launch("silu_mul", ANY_SHAPE, (2,), gate_up, h, config.hidden_dim)
+    kernels.overlap = True
+    with pytest.raises(AssertionError, match="launched early waits"):
+        kernels.launch("silu_mul", ANY_SHAPE, (2,), gate_up, h, config.hidden_dim)
 
 
 def test_the_same_tokens_as_with_numpy() -> None:
@@ -228,7 +214,7 @@ def test_the_same_tokens_as_with_numpy() -> None:
 @pytest.mark.parametrize("name", VARIED)
 def test_the_same_logprobs_whichever_way_a_prompt_is_read(name: str) -> None:
     """To the bit: whole, in chunks, row by row, from another's page; and near those of the fast kernels."""
-    ops, token_ids = made_on(Emulator(), name, PlainOps), tokens(90)
+    ops, token_ids = ops_on(Emulator(), name, PlainOps), tokens(90)
     [whole] = by_steps(ops, [prefill(token_ids)])
     ways = {
         "one by one": [rows(token_ids[i : i + 1], i, 1, n_wanted=i == 89) for i in range(90)],
@@ -240,6 +226,6 @@ def test_the_same_logprobs_whichever_way_a_prompt_is_read(name: str) -> None:
         assert [choices(ops, [span]) for span in spans][-1] == [[whole]], way
     for slot in (1, 2, 3):
         assert [page(ops, number) for number in pages(slot)] == [page(ops, number) for number in pages(0)]
-    fast = made(name)
+    fast = ops_of(name)
     by_steps(fast, [prefill(token_ids)])
     assert near(fast._buffers["raw"].get()[:1], ops._buffers["raw"].get()[:1], 2e-2)

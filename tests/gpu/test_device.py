@@ -27,16 +27,35 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_compile import MODELS
-from test_cuda import BITS, BITS_OF_ALL, apart, by_steps, choices, made_on, ours, prefill, rows, tokens
-from test_kernels import Both, near, pick, random_weights
-from test_plain_ops import attended, attended_alike, nearly_the_same, products
 
 from checkpoint.config import Config
 from devices import cuda
 from devices.cuda import CudaOps
 from devices.kernels import Kernels
 from devices.plain_ops import PlainOps
+from helpers.device_models import (
+    BITS,
+    BITS_OF_ALL,
+    apart,
+    by_steps,
+    choices,
+    model_of,
+    ops_on,
+    prefill,
+    rows,
+    tokens,
+)
+from helpers.device_ops import (
+    MODELS,
+    Both,
+    attended,
+    attended_alike,
+    near,
+    nearly_the_same,
+    pick,
+    products,
+    random_weights,
+)
 from model import NumpyOps, Span
 from parity import CASES
 from sampling import Choice, Context, Sampling
@@ -71,10 +90,10 @@ def span(slot: int, token_ids: Sequence[int], start: int, n_wanted: int = 1, til
 
 @pytest.mark.parametrize("name", CASES)
 def test_logprobs_are_those_of_numpy(name: str) -> None:
-    model, token_ids = ours(name), tokens(40)
+    model, token_ids = model_of(name), tokens(40)
     spans = [prefill(token_ids[:33]), rows(token_ids[33:34], 33), rows(token_ids[34:], 34, n_wanted=3)]
     numpy = NumpyOps(model.config, model.weights, 128, 24, 6)
-    assert apart(by_steps(made_on(cupy(), name), spans), by_steps(numpy, spans, BITS_OF_ALL)) < 0.2
+    assert apart(by_steps(ops_on(cupy(), name), spans), by_steps(numpy, spans, BITS_OF_ALL)) < 0.2
 
 
 # ---- Beside the plain kernels ------------------------------------------------------------------------------
@@ -103,7 +122,9 @@ def test_the_same_logits_and_tokens_as_with_plain_kernels(name: str) -> None:
     prompt = [int(i) for i in np.random.default_rng(2).integers(0, both[0].config.vocab_size, 300)]
     steps, n_clear = [span(0, prompt[:256], 0, 0, True), span(0, prompt[256:], 256, 1, True)], 0
     for position in range(300, 321):
-        [(fast, raw), (plain, expected)] = [(said(ops, steps), ops._buffers["raw"].get()[:1]) for ops in both]
+        [(fast, raw), (plain, expected)] = [
+            (last_choice(ops, steps), ops._buffers["raw"].get()[:1]) for ops in both
+        ]
         assert near(raw, expected, 3e-2), position
         if fast.top[0][1] - fast.top[1][1] > 0.2:
             assert fast.token_id == plain.token_id, position
@@ -112,7 +133,7 @@ def test_the_same_logits_and_tokens_as_with_plain_kernels(name: str) -> None:
     assert n_clear
 
 
-def said(ops: CudaOps, steps: Sequence[Span]) -> Choice:
+def last_choice(ops: CudaOps, steps: Sequence[Span]) -> Choice:
     """What comes after the last of the steps."""
     return by_steps(ops, steps)[-1]
 

@@ -1,4 +1,4 @@
-"""Runs kernels.cu on the CPU under CuPy's call signatures: g++ compiles it as it is, a thread is a fiber.
+"""Runs .cu files on the CPU under CuPy's call signatures: g++ compiles them as they are, a thread is a fiber.
 
     Emulator() --RawModule(code)--> module --get_function(name)--> kernel --kernel(grid, block, args)-->
 
@@ -9,7 +9,7 @@ Rules of this file:
 1. An Emulator stands where `import cupy` would: it is an argument of whatever uses it.
 2. It is stricter than CuPy: a kernel's arguments must have the number, the types and the memory that its
    signature says. A parameter `weight*` or `table*` is memory that no kernel writes; it alone may be touched
-   before await_previous().
+   before await_previous(). Code that never calls it (plain.cu) must not be launched early.
 3. Work put on a stream is done when somebody waits for it, and no sooner: as late as a GPU might do it.
 4. Memory that nobody has written is NaN.
 
@@ -45,6 +45,7 @@ KERNEL = re.compile(
     r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(([^)]*)\)'
 )
 PARAMETER = re.compile(r"\s*(?:const\s+)?(\w+)\s*(\*?)\s*(\w+)\s*")
+AWAIT = "await_previous()"
 FLAGS = ["-std=c++17", "-fPIC", "-w", "-march=native", "-ffp-contract=off", f"-I{HERE}"]
 
 # fmt: off
@@ -74,16 +75,18 @@ def parameters_of(code: str) -> dict[str, list[Parameter]]:
 
 
 def build(code: str, options: Sequence[str], check: bool) -> Path:
-    """The shared library that the text of a kernels.cu makes."""
+    """The shared library that the text of a .cu file makes."""
     chosen = subprocess.run(
-        ["g++", "-E", "-fdirectives-only", "-P", *options, "-x", "c++", "-"],
+        ["g++", "-E", "-fdirectives-only", "-P", f"-I{HERE}", *options, "-x", "c++", "-"],
         input=code,
         capture_output=True,
         text=True,
     )
     names = parameters_of(chosen.stdout)  # those that the options leave
+    await_previous = "" if AWAIT in code else f"{AWAIT}; "  # a launch that is not early waits by itself
     calls = "".join(
-        f'extern "C" __attribute__((no_sanitize("thread"))) void launch_{name}(void **a) {{ {name}('
+        f'extern "C" __attribute__((no_sanitize("thread"))) void launch_{name}(void **a) {{ '
+        f"{await_previous}{name}("
         + ", ".join(f"*({p.kind} {'*' * p.is_pointer}*)a[{i}]" for i, p in enumerate(parameters))
         + "); }\n"
         for name, parameters in names.items()
@@ -105,7 +108,7 @@ def build(code: str, options: Sequence[str], check: bool) -> Path:
 
 def made(text: str, suffix: str, command: list[str], after: Sequence[str] = ()) -> Path:
     """What g++ makes of a text; kept under a hash of all that it follows from."""
-    headers = "".join((HERE / name).read_text() for name in ("cuda.h", "checker.h"))
+    headers = "".join((HERE / name).read_text() for name in ("cuda.h", "cuda_bf16.h", "checker.h"))
     key = hashlib.sha256("\0".join([text, headers, *command, *after]).encode()).hexdigest()[:24]
     folder = Path(tempfile.gettempdir()) / f"emulator-{os.getuid()}"
     file = folder / (key + suffix)
@@ -217,7 +220,7 @@ class Event:
 
 
 class Module:
-    """cupy.RawModule of one kernels.cu: compiled when it is first needed."""
+    """cupy.RawModule of one .cu file: compiled when it is first needed."""
 
     def __init__(self, emulator: "Emulator", code: str, options: Sequence[str]) -> None:
         self.emulator, self.code = emulator, code
@@ -294,13 +297,13 @@ class Kernel:
         self.emulator.submit(work)
 
     def with_line(self, message: str) -> str:
-        """The line of kernels.cu where the checker says an address of the code."""
+        """The line of the .cu file where the checker says an address of the code."""
         code = re.search("code (0x[0-9a-f]+)", message)
         if not code:
             return message
         command = ["addr2line", "-i", "-e", self.module.library._name, code[1]]
         lines = subprocess.run(command, capture_output=True, text=True).stdout.split()
-        places = [line.rpartition("/")[2] for line in lines if "kernels.cu:" in line]
+        places = [line.rpartition("/")[2] for line in lines if ".cu:" in line]
         return message.replace(code[0], " in ".join(places))
 
 
@@ -320,6 +323,7 @@ class Driver:
         attribute = ctypes.string_at(attributes, 72)
         assert struct.unpack_from("<I4xI", attribute) == (6, 1), "programmatic stream serialization, allowed"
         kernel = self.emulator.kernels[function.value - 1]
+        assert AWAIT in kernel.module.code, "a kernel that is launched early waits for the one ahead of it"
         types = [ctypes.c_void_p if p.is_pointer else SCALARS[p.kind] for p in kernel.parameters]
         copies = [
             kind.from_buffer_copy(ctypes.string_at(args[i], ctypes.sizeof(kind)))

@@ -1,4 +1,5 @@
-// The words of CUDA C++ that kernels.cu uses, for g++: each thread of a block is a fiber (machine.cpp).
+// The words of CUDA C++ that kernels.cu and plain.cu use, for g++. Each thread of a block is a fiber
+// (machine.cpp).
 //
 // Authority: CUDA C++ Programming Guide, "C++ Language Extensions"; for the tensor cores the PTX ISA, "Matrix
 // Fragments for mma.m16n8k16 with floating point type".
@@ -6,7 +7,7 @@
 // A fiber runs until CUDA would make threads wait for each other: __syncthreads, or an instruction of a whole
 // warp. The last lane to arrive there does the exchange for all of them: `collective`.
 //
-// Not here: what kernels.cu has to do without, e.g. textures, clusters, grid-wide barriers, static
+// Not here: what these files have to do without, e.g. textures, clusters, grid-wide barriers, static
 // initialisers.
 #pragma once
 #include <cmath>

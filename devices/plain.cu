@@ -1,0 +1,376 @@
+// The ops of model.py as plain CUDA C++, to be read before kernels.cu and to hold its fast kernels against.
+//
+//     embed --> [rms_norm, linear --> rotate, write_kv, attend --> linear --> rms_norm, linear, silu_mul
+//           --> linear] x n_layers --> rms_norm, linear --> pick
+//
+// A thread computes one number by one loop, from the first term to the last: no shared memory, no barriers,
+// no tensor cores, nothing fused. devices/plain_ops.py launches these kernels for the ops of model.py.
+//
+// Authority: the function of model.py or sampling.py that each kernel names; CUDA C++ Programming Guide.
+//
+// Rules of this file:
+// 1. It shares no code with kernels.cu: a reference that shares code with what it checks shares its mistakes.
+// 2. Weights, activations, keys and values are bfloat16; the residual stream and every sum are float32.
+//    Numbers are rounded to bfloat16 where kernels.cu rounds them. There is no contraction (--fmad=false).
+// 3. The last argument of every kernel is n, how many numbers it computes, a thread each.
+//    grid: n / THREADS, rounded up; block: THREADS. A thread whose index is n or more has nothing to do. Any
+//    thread may leave at any time, for no thread waits for another.
+// 4. A kernel begins when the one ahead of it has ended: none is launched early (no programmatic dependent
+//    launch).
+//
+// From the compilation (devices/kernels.py, -DNAME=value):
+//   the model      DIM HIDDEN_DIM N_HEADS N_KV_HEADS GROUP HEAD_DIM QKV_DIM VOCAB_SIZE NORM_EPS
+//   a cache page   PAGE HEAD_PAD
+//   a row of pick  MASK_WORDS PICK_ROW_WIDTH SETTINGS_WIDTH SEEDS_WIDTH CHOICE_WIDTH MAX_TOP
+//   its flags      PENALISED BIASED MASKED CHAINS SEEN_IN_PROMPT
+//   a block        THREADS
+//
+// Axes: n_rows rows of the step, which are tokens of any sequences; n_pages KV cache pages of the pool;
+// max_pages entries of a page table; max_batch slots, a running sequence each. Arrays are row-major.
+//
+// Not here: speed (kernels.cu), which rows a step has (scheduler.py).
+
+#include <cuda_bf16.h>
+
+typedef __nv_bfloat16 bf16;
+typedef const __nv_bfloat16 weight;  // a number of the checkpoint: no kernel writes it
+typedef unsigned long long u64;
+
+#define MINUS_INFINITY __uint_as_float(0xff800000u)
+#define MAX_FLOAT 3.4028235e38f
+
+__device__ int thread_index() { return blockIdx.x * THREADS + threadIdx.x; }
+
+// ---- Rows -------------------------------------------------------------------------------------------------
+
+// x[row] = table[token of the row]                                                        NumpyOps.embed
+// Where the host has not read the token yet (-1), it is the one that the slot has chosen last.
+//   table   (VOCAB_SIZE, DIM) bfloat16
+//   tokens  (n_rows,) int32           -1: chosen[slot]
+//   slots   (n_rows,) int32
+//   chosen  (max_batch,) int32
+//   x       (n_rows, DIM) float32     written; n = n_rows * DIM
+extern "C" __global__ void __launch_bounds__(THREADS)
+    embed(weight *table, const int *tokens, const int *slots, const int *chosen, float *x, int n) {
+  int i = thread_index();
+  if (i >= n) return;
+  int row = i / DIM, column = i % DIM;
+  int token = tokens[row] < 0 ? chosen[slots[row]] : tokens[row];
+  x[i] = __bfloat162float(table[(size_t)token * DIM + column]);
+}
+
+// y = x / sqrt(mean(x^2) + eps) * w                                                       NumpyOps._rms_norm
+//   w     (DIM,) bfloat16
+//   x     (any, DIM) float32
+//   rows  (n / DIM,) int32            which rows of x; null: all, in their order
+//   y     (n / DIM, DIM) bfloat16     written
+extern "C" __global__ void __launch_bounds__(THREADS)
+    rms_norm(weight *w, const float *x, const int *rows, bf16 *y, int n) {
+  int i = thread_index();
+  if (i >= n) return;
+  int row = i / DIM, column = i % DIM;
+  if (rows) row = rows[row];
+  x += (size_t)row * DIM;
+  float sum = 0;
+  for (int k = 0; k < DIM; k++) sum += x[k] * x[k];
+  float scale = rsqrtf(sum / DIM + NORM_EPS);
+  y[i] = __float2bfloat16(x[column] * scale * __bfloat162float(w[column]));
+}
+
+// y = x w^T + b, or y += x w^T + b                                                        NumpyOps._linear
+// Every product of a layer, and the logits.
+//   w     (n_columns, size) bfloat16
+//   b     (n_columns,) bfloat16       null: no bias
+//   x     (n / n_columns, size) bfloat16
+//   y     (n / n_columns, n_columns) float32, written
+//   adds  1: y is added to, as the residual stream is
+extern "C" __global__ void __launch_bounds__(THREADS)
+    linear(weight *w, weight *b, const bf16 *x, float *y, int size, int n_columns, int adds, int n) {
+  int i = thread_index();
+  if (i >= n) return;
+  int row = i / n_columns, column = i % n_columns;
+  x += (size_t)row * size;
+  w += (size_t)column * size;
+  float sum = 0;
+  for (int k = 0; k < size; k++) sum += __bfloat162float(x[k]) * __bfloat162float(w[k]);
+  if (b) sum += __bfloat162float(b[column]);
+  if (adds) sum = y[i] + sum;
+  y[i] = sum;
+}
+
+// h = silu(gate) * up, silu(g) = g / (1 + exp(-g))                                        NumpyOps.gate_up
+//   gate_up  (n_rows, 2 * HIDDEN_DIM) float32: the gates of a row, then its ups
+//   h        (n_rows, HIDDEN_DIM) bfloat16, written; n = n_rows * HIDDEN_DIM
+extern "C" __global__ void __launch_bounds__(THREADS) silu_mul(const float *gate_up, bf16 *h, int n) {
+  int i = thread_index();
+  if (i >= n) return;
+  int row = i / HIDDEN_DIM, column = i % HIDDEN_DIM;
+  gate_up += (size_t)row * 2 * HIDDEN_DIM;
+  float gate = gate_up[column], up = gate_up[HIDDEN_DIM + column];
+  h[i] = __float2bfloat16(gate / (1 + expf(-gate)) * up);
+}
+
+// ---- Attention over a paged KV cache ----------------------------------------------------------------------
+//   qkv          (n_rows, QKV_DIM) float32              N_HEADS queries, N_KV_HEADS keys, N_KV_HEADS values
+//   rope         (max_seq_len, HEAD_DIM / 2) complex64  cos + i sin of the angle of a pair of neighbours
+//   keys         (n_pages, N_KV_HEADS, PAGE, HEAD_PAD) bfloat16
+//   values       (n_pages, N_KV_HEADS, HEAD_PAD, PAGE) bfloat16, transposed: kernels.cu reads them so
+//   positions    (n_rows,) int32                        -1: the row only pads the step
+//   slots        (n_rows,) int32
+//   page_tables  (max_batch, max_pages) int32           entry i: the page of positions PAGE * i and on
+
+// Where the pool has number k of the key, and of the value, that a head of a sequence has at a position
+__device__ size_t key_at(const int *page_table, int kv_head, int position, int k) {
+  size_t head = (size_t)page_table[position / PAGE] * N_KV_HEADS + kv_head;
+  return (head * PAGE + position % PAGE) * HEAD_PAD + k;
+}
+__device__ size_t value_at(const int *page_table, int kv_head, int position, int k) {
+  size_t head = (size_t)page_table[position / PAGE] * N_KV_HEADS + kv_head;
+  return (head * HEAD_PAD + k) * PAGE + position % PAGE;
+}
+
+// v = v / sqrt(mean(v^2) + eps) * norm                                                    NumpyOps.attend
+// (v[2j] + i v[2j + 1]) *= cos + i sin of pair j (RoPE)
+// For each head of q and k, in place; then it is rounded.
+//   q_norm, k_norm  (HEAD_DIM,) bfloat16         null: the model has none
+//   rotary          0: this layer does not rotate
+//   n = n_rows * (N_HEADS + N_KV_HEADS): a thread has a whole head, over which the norm goes
+extern "C" __global__ void __launch_bounds__(THREADS)
+    rotate(float *qkv, weight *q_norm, weight *k_norm, const float2 *rope, const int *positions, int rotary,
+           int n) {
+  int i = thread_index();
+  if (i >= n) return;
+  int row = i / (N_HEADS + N_KV_HEADS), head = i % (N_HEADS + N_KV_HEADS), position = positions[row];
+  if (position < 0) return;
+  float *v = qkv + (size_t)row * QKV_DIM + head * HEAD_DIM;
+  weight *norm = head < N_HEADS ? q_norm : k_norm;
+  if (norm) {
+    float sum = 0;
+    for (int k = 0; k < HEAD_DIM; k++) sum += v[k] * v[k];
+    float scale = rsqrtf(sum / HEAD_DIM + NORM_EPS);
+    for (int k = 0; k < HEAD_DIM; k++) v[k] = v[k] * scale * __bfloat162float(norm[k]);
+  }
+  for (int k = 0; rotary && k < HEAD_DIM; k += 2) {
+    float2 turn = rope[(size_t)position * (HEAD_DIM / 2) + k / 2];
+    float a = v[k], b = v[k + 1];
+    v[k] = a * turn.x - b * turn.y;
+    v[k + 1] = a * turn.y + b * turn.x;
+  }
+  for (int k = 0; k < HEAD_DIM; k++) v[k] = __bfloat162float(__float2bfloat16(v[k]));
+}
+
+// keys[page, kv_head, place] = k; values[page, kv_head, :, place] = v                     NumpyOps.attend
+// Writes the keys and values of the step's tokens to their pages.
+//   qkv as `rotate` leaves it
+//   n = n_rows * N_KV_HEADS * HEAD_DIM: a thread has a number of a key, and the same number of its value
+extern "C" __global__ void __launch_bounds__(THREADS)
+    write_kv(const float *qkv, bf16 *keys, bf16 *values, const int *positions, const int *slots,
+             const int *page_tables, int max_pages, int n) {
+  int i = thread_index();
+  if (i >= n) return;
+  int row = i / (N_KV_HEADS * HEAD_DIM), kv_head = i / HEAD_DIM % N_KV_HEADS, k = i % HEAD_DIM;
+  int position = positions[row];
+  if (position < 0) return;
+  const int *page_table = page_tables + (size_t)slots[row] * max_pages;
+  const float *key = qkv + (size_t)row * QKV_DIM + (N_HEADS + kv_head) * HEAD_DIM;
+  const float *value = key + N_KV_HEADS * HEAD_DIM;
+  keys[key_at(page_table, kv_head, position, k)] = __float2bfloat16(key[k]);
+  values[value_at(page_table, kv_head, position, k)] = __float2bfloat16(value[k]);
+}
+
+// q k / sqrt(HEAD_DIM) of one head: q (HEAD_DIM,) float32, k (HEAD_DIM,) bfloat16
+__device__ float score(const float *q, const bf16 *k) {
+  float sum = 0;
+  for (int i = 0; i < HEAD_DIM; i++) sum += q[i] * __bfloat162float(k[i]);
+  return sum / sqrtf((float)HEAD_DIM);
+}
+
+// y = softmax(q k^T / sqrt(HEAD_DIM)) v over the positions that a token sees              NumpyOps.attend
+// A thread goes through all keys twice: for the greatest score, then for the sums. (kernels.cu rounds a key's
+// weight relative to another greatest score, that of the 32 keys around it.)
+//   qkv as `rotate` leaves it, its keys and values in their pages
+//   y       (n_rows, N_HEADS * HEAD_DIM) bfloat16, written; n = n_rows * N_HEADS * HEAD_DIM
+//   window  of the layer: a token sees so many positions, itself included; 0: all
+extern "C" __global__ void __launch_bounds__(THREADS)
+    attend(const float *qkv, const bf16 *keys, const bf16 *values, const int *positions, const int *slots,
+           const int *page_tables, bf16 *y, int max_pages, int window, int n) {
+  int i = thread_index();
+  if (i >= n) return;
+  int row = i / (N_HEADS * HEAD_DIM), head = i / HEAD_DIM % N_HEADS, k = i % HEAD_DIM;
+  int kv_head = head / GROUP, last = positions[row];
+  if (last < 0) return;
+  int first = window ? max(0, last - window + 1) : 0;
+  const float *q = qkv + (size_t)row * QKV_DIM + head * HEAD_DIM;
+  const int *page_table = page_tables + (size_t)slots[row] * max_pages;
+
+  float greatest = MINUS_INFINITY;
+  for (int p = first; p <= last; p++)
+    greatest = fmaxf(greatest, score(q, keys + key_at(page_table, kv_head, p, 0)));
+
+  float sum = 0, out = 0;
+  for (int p = first; p <= last; p++) {
+    float e = expf(score(q, keys + key_at(page_table, kv_head, p, 0)) - greatest);
+    float share = __bfloat162float(__float2bfloat16(e));
+    sum += share;
+    out += share * __bfloat162float(values[value_at(page_table, kv_head, p, k)]);
+  }
+  y[i] = __float2bfloat16(out / sum);
+}
+
+// ---- Sampling ---------------------------------------------------------------------------------------------
+// One thread chooses a row's token by going through the vocabulary again and again. A probability is a whole
+// number, in units of 2^-40 of the likeliest token's, so sums are exact in any order.
+
+// A logit after penalties, logit_bias and mask                                            sampling.penalised
+//   count       how often the token has come in the output; bit SEEN_IN_PROMPT: in the prompt
+//   bias        logit_bias of the token
+//   is_allowed  by the mask of the structured output
+__device__ float penalised(float logit, unsigned count, float bias, bool is_allowed, int flags,
+                           const float *settings) {
+  float presence = settings[3], frequency = settings[4], repetition = settings[5];
+  unsigned n_output = count & ~SEEN_IN_PROMPT;
+  if (flags & PENALISED) {
+    if (count > 0 && logit > 0) logit = logit / repetition;
+    else if (count > 0) logit = logit * repetition;
+    if (n_output > 0) logit -= presence + frequency * n_output;
+  }
+  if (flags & BIASED) logit += bias;
+  if ((flags & MASKED) && !is_allowed) return MINUS_INFINITY;
+  return logit;
+}
+
+// The first 64 bits of Philox4x64-10 (Salmon et al., SC'11, https://doi.org/10.1145/2063384.2063405) for the
+// key (seed, choice) and the counter number + 1                                           sampling.uniform
+// numpy.random.Philox(key, counter=number) gives the same first.
+__device__ u64 philox(u64 seed, u64 choice, u64 number) {
+  const u64 MULTIPLIER[2] = {0xD2E7470EE14C6C93ull, 0xCA5A826395121157ull};
+  const u64 KEY_STEP[2] = {0x9E3779B97F4A7C15ull, 0xBB67AE8584CAA73Bull};  // golden ratio, sqrt(3) - 1
+  u64 counter[4] = {number + 1, number + 1 == 0, 0, 0};                    // with the carry of number + 1
+  u64 key[2] = {seed, choice};
+  for (int round = 0; round < 10; round++) {
+    u64 mixed[4] = {__umul64hi(MULTIPLIER[1], counter[2]) ^ counter[1] ^ key[0], MULTIPLIER[1] * counter[2],
+                    __umul64hi(MULTIPLIER[0], counter[0]) ^ counter[3] ^ key[1], MULTIPLIER[0] * counter[0]};
+    for (int i = 0; i < 4; i++) counter[i] = mixed[i];
+    for (int i = 0; i < 2; i++) key[i] += KEY_STEP[i];
+  }
+  return counter[0];
+}
+
+// The greatest logit such that the tokens from it upwards weigh `needed` or more; weight(i) of token i
+template <class Weight>
+__device__ float lowest_logit(const float *logits, u64 needed, Weight weight) {
+  float lowest = -MINUS_INFINITY;
+  for (u64 sum = 0; sum < needed;) {
+    float next = MINUS_INFINITY;  // the greatest logit below the last one
+    for (int i = 0; i < VOCAB_SIZE; i++)
+      if (logits[i] < lowest) next = fmaxf(next, logits[i]);
+    if (next == MINUS_INFINITY) break;
+    for (int i = 0; i < VOCAB_SIZE; i++)
+      if (logits[i] == next) sum += weight(i);
+    lowest = next;
+  }
+  return lowest;
+}
+
+// The token of each wanted row: the likeliest, or drawn under temperature, top_k, top_p and min_p
+//                                                                                         sampling.pick_token
+//   raw        (n, VOCAB_SIZE) float32           the model's logits
+//   logits     (n, VOCAB_SIZE) float32, written  after penalties, bias and mask
+//   pick_rows  (n, PICK_ROW_WIDTH) int32         slot, -1: the row only pads the step; row of the step: the
+//                                                first wanted one of its sequence; how many of these come
+//                                                before this one; top_k; flags; n_top_logprobs, -1: none
+//   settings   (n, SETTINGS_WIDTH) float32       log2(e) / temperature, 0: greedy; top_p; min_p; presence,
+//                                                frequency and repetition penalty
+//   seeds      (n, SEEDS_WIDTH) uint64           seed; choice; number of the output token
+//   masks      (n, MASK_WORDS) uint32            a bit a token, 1: structured output allows it
+//   tokens     (n_rows,) int32                   of the step: drafts before a row count as its output
+//   counts     (max_batch, VOCAB_SIZE) uint32    of each slot's tokens; a chosen token is counted
+//   biases     (max_batch, VOCAB_SIZE) float32   logit_bias
+//   chosen     (max_batch,) int32, written       the token that `embed` takes in the next step
+//   choices    (n, CHOICE_WIDTH) int32, written  token, -1: the logits are no finite numbers; its logprob;
+//                                                the MAX_TOP likeliest tokens; their logprobs, as float32
+//   n: rows, a thread each
+extern "C" __global__ void __launch_bounds__(THREADS)
+    pick(const float *raw, float *logits, const int *pick_rows, const float *settings, const u64 *seeds,
+         const unsigned *masks, const int *tokens, unsigned *counts, const float *biases, int *chosen,
+         int *choices, int n) {
+  int row = thread_index();
+  if (row >= n) return;
+  const int *of_row = pick_rows + row * PICK_ROW_WIDTH;
+  int slot = of_row[0], first_row = of_row[1], n_before = of_row[2];
+  int top_k = of_row[3], flags = of_row[4], n_top = of_row[5];
+  if (slot < 0) return;
+  raw += (size_t)row * VOCAB_SIZE;
+  logits += (size_t)row * VOCAB_SIZE;
+  masks += (size_t)row * MASK_WORDS;
+  counts += (size_t)slot * VOCAB_SIZE;
+  biases += (size_t)slot * VOCAB_SIZE;
+  settings += row * SETTINGS_WIDTH;
+  seeds += row * SEEDS_WIDTH;
+  choices += row * CHOICE_WIDTH;
+  float sharpness = settings[0], top_p = settings[1], min_p = settings[2];
+
+  // Penalties; the likeliest token, of equals the first
+  int token = 0;
+  bool is_finite = true;
+  float raw_top = MINUS_INFINITY;
+  for (int i = 0; i < VOCAB_SIZE; i++) {
+    is_finite = is_finite && raw[i] <= MAX_FLOAT;  // false for NaN too
+    raw_top = fmaxf(raw_top, raw[i]);
+    unsigned count = (flags & PENALISED) ? counts[i] : 0;
+    for (int draft = 1; draft <= n_before; draft++)
+      if (tokens[first_row + draft] == i) count++;
+    float bias = (flags & BIASED) ? biases[i] : 0;
+    bool is_allowed = (flags & MASKED) ? masks[i / 32] >> (i % 32) & 1 : true;
+    logits[i] = penalised(raw[i], count, bias, is_allowed, flags, settings);
+    if (logits[i] > logits[token]) token = i;
+  }
+  float top = logits[token];
+  if (!is_finite || top == MINUS_INFINITY) {
+    choices[0] = -1;
+    return;
+  }
+
+  // The draw: tokens that top_k, top_p or min_p forbid weigh nothing
+  if (sharpness > 0) {
+    float least = MINUS_INFINITY;
+    auto weight = [&](int i) {
+      float q = exp2f((logits[i] - top) * sharpness);
+      bool may_come = q >= fminf(min_p, 1) && logits[i] >= least;
+      return may_come ? (u64)(q * 1099511627776.f) : 0ull;  // 2^40
+    };
+    auto total_weight = [&]() {
+      u64 total = 0;
+      for (int i = 0; i < VOCAB_SIZE; i++) total += weight(i);
+      return total;
+    };
+    if (top_k > 0 && top_k < VOCAB_SIZE) least = lowest_logit(logits, top_k, [](int i) { return 1ull; });
+    if (top_p < 1) {
+      u64 needed = max((u64)((double)total_weight() * top_p), 1ull);
+      least = fmaxf(least, lowest_logit(logits, needed, weight));
+    }
+    u64 random = philox(seeds[0], seeds[1], seeds[2]) >> 11 << 11;  // 53 bits, as a double has them
+    u64 target = __umul64hi(random, total_weight());
+    for (token = 0; weight(token) <= target; token++) target -= weight(token);
+  }
+  choices[0] = token;
+  if (flags & CHAINS) chosen[slot] = token;
+  if ((flags & CHAINS) && (flags & PENALISED)) counts[token] += 1;
+  if (n_top < 0) return;
+
+  // Logprobs: the model's own, before penalties
+  double sum = 0;
+  for (int i = 0; i < VOCAB_SIZE; i++) sum += expf(raw[i] - raw_top);
+  float normaliser = log(sum);
+  choices[1] = __float_as_int(raw[token] - raw_top - normaliser);
+  for (int k = 0, last = -1; k < n_top; k++) {
+    int next = -1;  // the likeliest behind the last one; of equals the first
+    for (int i = 0; i < VOCAB_SIZE; i++) {
+      bool is_behind = last < 0 || raw[i] < raw[last] || (raw[i] == raw[last] && i > last);
+      if (is_behind && (next < 0 || raw[i] > raw[next])) next = i;
+    }
+    choices[2 + k] = next;
+    choices[2 + MAX_TOP + k] = __float_as_int(raw[next] - raw_top - normaliser);
+    last = next;
+  }
+}

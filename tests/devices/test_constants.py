@@ -1,0 +1,39 @@
+"""A number that Python and the .cu files share stands in devices/kernels.py alone."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from devices.kernels import ANY_SHAPE, FAST_CODE, PLAIN_CODE, constants
+from helpers.device_ops import config
+
+NAMES = constants(config(), ANY_SHAPE).keys()
+FILES = [FAST_CODE, PLAIN_CODE]
+
+
+def without_comments(path: Path) -> str:
+    return re.sub("//.*", "", path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_no_file_defines_what_the_compiler_is_given(path: Path) -> None:
+    code = without_comments(path)
+    defined = set(re.findall(r"#\s*define\s+(\w+)", code))
+    assigned = set(re.findall(r"\b(\w+)(?:\[\w*\])?\s*=[^=]", code))
+    assert not (defined | assigned) & NAMES
+    assert "#ifndef" not in code
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_a_file_lists_the_constants_it_is_given(path: Path) -> None:
+    """Its header has those that it uses, and no others."""
+    text = path.read_text(encoding="utf-8")
+    [listed] = re.findall(r"^// From the compilation.*\n((?://   .*\n)+)", text, re.MULTILINE)
+    used = set(re.findall(r"\w+", without_comments(path))) & NAMES
+    assert sorted(re.findall("[A-Z_]{2,}", listed)) == sorted(used)
+
+
+def test_every_constant_is_used() -> None:
+    words = {word for path in FILES for word in re.findall(r"\w+", without_comments(path))}
+    assert words >= NAMES

@@ -1,0 +1,95 @@
+"""Whole models on a device, step by step: small ones of several families, and the spans to run them with.
+
+Used by tests/devices on the emulator, and by tests/gpu on a GPU.
+"""
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from checkpoint.weights import bfloat16
+from devices.cuda import CudaOps, on_device
+from engine import Engine
+from helpers.device_ops import widened
+from helpers.emulator import Emulator
+from model import Span
+from parity import CASES, Ours, write
+from sampling import Choice, Context, Sampling
+
+MAX_SEQ_LEN, N_PAGES, MAX_BATCH = 128, 24, 6
+BITS = Sampling(temperature=0, n_top_logprobs=20)  # == compares the bits of 20 logits as well
+BITS_OF_ALL = replace(BITS, n_top_logprobs=96)
+VARIED = ["smollm3-untied-biases", "qwen3-layer-types"]
+
+
+@cache
+def model_of(name: str) -> Ours:
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder), CASES[name])
+        model = Ours(Path(folder))
+    model.weights = on_device(model.weights, lambda array: widened(bfloat16(array)))
+    return model
+
+
+def ops_of(name: str, order: int = 0) -> CudaOps:
+    return ops_on(Emulator(order), name)
+
+
+def ops_on(cp: Any, name: str, ops: type[CudaOps] = CudaOps) -> CudaOps:
+    """`cp`: the emulator, or cupy."""
+    model = model_of(name)
+    return ops(model.config, model.weights, MAX_SEQ_LEN, N_PAGES, MAX_BATCH, cp)
+
+
+def tokens(n: int, seed: int = 0) -> list[int]:
+    return [int(i) for i in np.random.default_rng([n, seed]).integers(0, 96, n)]
+
+
+def pages(slot: int) -> list[int]:
+    """A table that is in no order; 2 pages hold MAX_SEQ_LEN tokens."""
+    return [N_PAGES - 1 - slot, slot]
+
+
+def choices(ops: Any, spans: Sequence[Span], sampling: Sampling = BITS) -> list[list[Choice]]:
+    contexts = [Context(sampling, [], []) for s in spans for _ in range(s.n_wanted)]
+    return ops.read(ops.launch(spans, contexts))  # type: ignore[no-any-return]
+
+
+def prefill(token_ids: Sequence[int], start: int = 0, slot: int = 0, n_wanted: int = 1) -> Span:
+    return Span(slot, pages(slot), token_ids, start, n_wanted, is_chunk=True)
+
+
+def rows(token_ids: Sequence[int] | None, start: int, slot: int = 0, n_wanted: int = 1) -> Span:
+    return Span(slot, pages(slot), token_ids, start, n_wanted, is_chunk=False)
+
+
+def apart(some: Sequence[Choice], others: Sequence[Choice]) -> float:
+    """Root mean square of the difference of the 20 largest logprobs."""
+    pairs = [(p, dict(b.top)[i]) for a, b in zip(some, others, strict=True) for i, p in a.top[:20]]
+    return float(np.sqrt(np.mean(np.square(np.diff(pairs)))))
+
+
+def by_steps(ops: Any, spans: Sequence[Span], sampling: Sampling = BITS) -> list[Choice]:
+    """One span after another, each a step."""
+    return [choice for span in spans for got in choices(ops, [span], sampling) for choice in got]
+
+
+def page(ops: CudaOps, number: int) -> list[bytes]:
+    """The bits of all layers' keys and values."""
+    return [pool[number].get().tobytes() for pool in [*ops._keys, *ops._values]]
+
+
+@contextmanager
+def engine_of(ops: Any, speculate: int = 0) -> Iterator[Engine]:
+    engine = Engine(ops, speculate)
+    try:
+        yield engine
+    finally:
+        engine.close()
+        assert engine.counts()["free_pages"] == ops.n_pages

@@ -1,0 +1,3 @@
+// The header of that name in CUDA's toolkit: cuda.h has what it declares.
+#pragma once
+#include "cuda.h"
