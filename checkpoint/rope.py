@@ -112,7 +112,7 @@ def partly_stretched(freq: Freq, factor: float, kept: Freq) -> Freq:
 
 class Scaling(NamedTuple):
     scale: Callable[[Rope, Freq], tuple[Freq, float]]
-    needs: tuple[str, ...] = ()  # numbers that config.json must have; the others have defaults
+    required: tuple[str, ...] = ()  # numbers that config.json must have; the others have defaults
 
 
 # rope_type

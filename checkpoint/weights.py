@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from checkpoint.config import Config, Kind, UnsupportedModel, check, found_in, read_json
+from checkpoint.config import Config, FieldCheck, UnsupportedModel, check_fields, listing, read_json
 
 Array = NDArray[np.float32]
 Tensors = dict[str, NDArray[Any]]  # of the checkpoint: float32, float16, or bfloat16 seen as uint16
@@ -210,7 +210,7 @@ def bfloat16(array: NDArray[Any]) -> NDArray[np.uint16]:
 # NumPy has no bfloat16
 DTYPES: dict[str, np.dtype[Any]] = {"BF16": np.dtype("<u2"), "F16": np.dtype("<f2"), "F32": np.dtype("<f4")}
 
-FILE_NAMES = Kind(
+FILE_NAMES = FieldCheck(
     "an object from the names of tensors to the names of files",
     lambda v: type(v) is dict and all(type(name) is str for name in v.values()),
 )
@@ -222,13 +222,13 @@ def map_tensors(directory: Path) -> Tensors:
     if single.is_file():
         return map_file(single)
     if not index.is_file():
-        raise UnsupportedModel(f"no {single.name}, no {index.name} in {directory}: {found_in(directory)}")
+        raise UnsupportedModel(f"no {single.name}, no {index.name} in {directory}: {listing(directory)}")
     tensors: Tensors = {}
     fields = read_json(index)
-    check(fields, {"weight_map": FILE_NAMES}, index)
+    check_fields(fields, {"weight_map": FILE_NAMES}, index)
     for shard in sorted({*fields["weight_map"].values()}):
         if not (directory / shard).is_file():
-            raise UnsupportedModel(f"no {shard}, which {index} names: {found_in(directory)}")
+            raise UnsupportedModel(f"no {shard}, which {index} names: {listing(directory)}")
         tensors |= map_file(directory / shard)
     return tensors
 

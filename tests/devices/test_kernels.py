@@ -21,7 +21,7 @@ from devices.steps import placed
 from helpers import emulator
 from helpers.emulator import Emulator
 from model import PAGE, Array, Batch, NumpyOps, Span
-from sampling import Choice, Context, Sampling, pick_token, uniform
+from sampling import Choice, Context, Sampling, philox_uniform, pick_token
 
 pytestmark = pytest.mark.skipif(emulator.MISSING is not None, reason=str(emulator.MISSING))
 
@@ -505,7 +505,7 @@ def test_the_random_number_is_that_of_numpy(seed: int) -> None:
         Context(Sampling(seed=seed, choice=choice), [], [0] * n) for choice in (0, 3) for n in (0, 1, 77)
     ]
     for got, c in zip(pick(m, np.zeros((6, 1001), np.float32), contexts), contexts, strict=True):
-        assert got.token_id == int(uniform(c.sampling.seed, c.sampling.choice, c.n_output) * 1001)
+        assert got.token_id == int(philox_uniform(c.sampling.seed, c.sampling.choice, c.n_output) * 1001)
 
 
 @pytest.mark.parametrize("worst", [np.nan, np.inf, -np.nan])
