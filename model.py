@@ -96,7 +96,7 @@ class Batch:
         self.token_ids: Ints = np.array(token_ids, np.int64)  # (n_rows,)
         self.positions: Ints = np.array(positions, np.int64)  # (n_rows,)
         self.pages: Ints = np.array(pages, np.int64)  # (n_rows,) the page that each token lies in
-        self.offsets = self.positions % PAGE  # (n_rows,) and its place there
+        self.offsets = self.positions % PAGE  # (n_rows,) and its place in that page
         self.wanted_rows: Ints = np.array(wanted_rows, np.int64)  # (n_wanted,)
 
     @property

@@ -93,7 +93,7 @@ ROPE = FieldCheck(
 UNQUANTISED = FieldCheck("null: tensors of bfloat16, float16, float32", lambda v: not v)
 
 # fmt: off
-# Fields with a value for each layer are in complete().
+# Those fields that have a value for each layer are checked by complete().
 #  field                                check                  default, if the family has none of its own
 FIELDS: dict[str, tuple[FieldCheck, Any]] = {
     "hidden_act":                       (one_of("silu"),       "silu"),
@@ -166,7 +166,7 @@ def is_unrotated(fields: Fields, layer: int) -> bool:
     return not is_rotary(fields, layer)
 
 
-def is_above_full_layers(fields: Fields, layer: int) -> bool:
+def is_windowed(fields: Fields, layer: int) -> bool:
     """Has the layer a window? The first `max_window_layers` have none."""
     return bool(layer >= fields["max_window_layers"])
 
@@ -190,9 +190,9 @@ FAMILIES = {
     "mistral":  Family(False,            False,            False,      False,   True,         {
                        "eos_token_id": 2, "max_position_embeddings": 131_072, "num_key_value_heads": 8,
                        "use_sliding_window": True}),
-    "qwen2":    Family(True,             False,            False,      False,   is_above_full_layers,     {
+    "qwen2":    Family(True,             False,            False,      False,   is_windowed,  {
                        "max_position_embeddings": 32_768, "num_key_value_heads": 32}),
-    "qwen3":    Family("attention_bias", "attention_bias", False,      True,    is_above_full_layers,     {
+    "qwen3":    Family("attention_bias", "attention_bias", False,      True,    is_windowed,  {
                        "max_position_embeddings": 32_768, "num_key_value_heads": 32, "head_dim": 128}),
     "smollm3":  Family("attention_bias", "attention_bias", "mlp_bias", False,   is_unrotated, {
                        "max_position_embeddings": 32_768, "num_key_value_heads": 4, "eos_token_id": 128_001,
