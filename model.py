@@ -96,7 +96,7 @@ class Batch:
         self.token_ids: Ints = np.array(token_ids, np.int64)  # (n_rows,)
         self.positions: Ints = np.array(positions, np.int64)  # (n_rows,)
         self.pages: Ints = np.array(pages, np.int64)  # (n_rows,) the page that each token lies in
-        self.offsets = self.positions % PAGE  # (n_rows,) and its place there
+        self.offsets = self.positions % PAGE  # (n_rows,) and its place in that page
         self.wanted_rows: Ints = np.array(wanted_rows, np.int64)  # (n_wanted,)
 
     @property
@@ -217,7 +217,9 @@ class NumpyOps:
         """
         c = self.config
         heads = qkv.reshape(len(qkv), -1, c.head_dim)  # (n_rows, n_heads + 2 * n_kv_heads, head_dim)
-        q, k, v = np.split(heads, [c.n_heads, c.n_heads + c.n_kv_heads], axis=1)
+        q = heads[:, : c.n_heads]
+        k = heads[:, c.n_heads : -c.n_kv_heads]
+        v = heads[:, -c.n_kv_heads :]
         if layer.q_norm is not None and layer.k_norm is not None:
             q = self._rms_norm(q, layer.q_norm)
             k = self._rms_norm(k, layer.k_norm)
@@ -239,7 +241,8 @@ class NumpyOps:
         """
         normed = self._rms_norm(x, layer.mlp_norm)
         gate_up = self._linear(normed, layer.w_gate_up, layer.b_gate_up, batch.row_groups)
-        gate, up = np.split(gate_up, 2, axis=1)  # (n_rows, hidden_dim) each
+        gate = gate_up[:, : self.config.hidden_dim]
+        up = gate_up[:, self.config.hidden_dim :]
         return silu(gate) * up
 
     def down(self, x: Array, h: Array, layer: Layer, batch: Batch) -> None:
@@ -322,7 +325,7 @@ class NumpyOps:
 def rotate(x: Array, turns: NDArray[np.complex64]) -> Array:
     """Turn each pair of a head, seen as a complex number, by its angle at the row's position.
 
-    RoPE, https://arxiv.org/abs/2104.09864, equation 13. x (n_rows, n_heads, head_dim), pairs adjacent;
+    RoPE, https://arxiv.org/abs/2104.09864, equation 12. x (n_rows, n_heads, head_dim), pairs adjacent;
     turns (n_rows, head_dim/2) = cos + i sin
     """
     pairs = x.view(np.complex64)  # (n_rows, n_heads, head_dim/2)
@@ -338,5 +341,5 @@ def softmax(x: Array) -> Array:
 
 @np.errstate(over="ignore")  # exp(-x) may be infinite: then x / inf is 0, the limit
 def silu(x: Array) -> Array:
-    """x * sigmoid(x). https://arxiv.org/abs/1702.03118, equation 5"""
+    """x * sigmoid(x). https://arxiv.org/abs/1702.03118"""
     return x / (1 + np.exp(-x))  # type: ignore[no-any-return]

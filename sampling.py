@@ -1,15 +1,18 @@
 """Logits to a token: penalties, temperature, top-k, top-p, min-p, and the draw.
 
-    logits (vocab_size,), Context --pick()--> Choice
+    logits --apply_penalties()--> logits --apply_temperature()--> probabilities --apply_top_k_top_p_min_p()-->
+    probabilities --draw()--> token id          all together: logits, Context --pick_token()--> Choice
 
-Authority: https://platform.openai.com/docs/api-reference/chat/create for penalties and logit_bias; top-p is
-arXiv 1904.09751, repetition_penalty 1909.05858, min-p 2407.01082.
+Authority: https://platform.openai.com/docs/api-reference/chat/create for penalties, logit_bias and logprobs;
+each other method names its paper.
 
 Rules of this file:
-1. What is drawn depends on logits, seed, choice and the number of the output token alone.
+1. What is drawn depends on the logits, the seed, the choice and the number of the output token alone: never
+   on the other sequences of the batch, nor on how the output was cut into steps.
 2. Logprobs are the model's own, before temperature, penalties and bias.
+3. Arithmetic on probabilities is float64, because it sums over the whole vocabulary.
 
-Not here: the logits (model.py), masks of a grammar (structured_output.py).
+Not here: the logits (model.py), the masks of structured output (dialects/structured_output.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,35 +23,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float32]
+Probs = NDArray[np.float64]  # (vocab_size,), not normalised
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to choose a token. The defaults choose from the model's own distribution."""
+    """How a request wants its tokens chosen; the defaults draw from the model's own distribution."""
 
-    temperature: float = 1.0  # 0 = the likeliest token
+    temperature: float = 1.0  # 0: the likeliest token (greedy)
     top_p: float = 1.0
-    top_k: int = 0  # 0 = all
+    top_k: int = 0  # 0: all tokens
     min_p: float = 0.0
     seed: int = 0
     choice: int = 0  # which of the request's n choices: they share the seed and nothing else
-    presence_penalty: float = (
-        0.0  # both as platform.openai.com/docs/api-reference/chat/create has them: of the output
-    )
+    presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0  # arXiv 1909.05858: of prompt and output, as in generation_config.json
+    repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    n_top_logprobs: int | None = None  # None = no logprobs, 0 = the chosen token's only
+    n_top_logprobs: int | None = None  # None: no logprobs; 0: the chosen token's only
 
 
 class Context(NamedTuple):
-    """What a choice depends on besides the logits."""
+    """What the choice of one token depends on besides its logits."""
 
     sampling: Sampling
-    prompt: Sequence[int]
-    output: Sequence[int]
-    mask: NDArray[np.bool_] | None = None  # (vocab_size,) the tokens that may be chosen; None: all
-    n_unread: int = 0  # tokens at the end of the output that are chosen, but not read: of chained spans only
+    prompt: Sequence[int]  # token ids
+    output: Sequence[int]  # token ids of the answer, as far as the host has read them
+    mask: NDArray[np.bool_] | None = None  # (vocab_size,) the tokens that structured output allows; None: all
+    n_unread: int = 0  # output tokens that are chosen on the device, in steps that the host has not read
 
     @property
     def n_output(self) -> int:
@@ -57,86 +59,120 @@ class Context(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A chosen token; logprobs are the model's own, before temperature, penalties and bias."""
+    """A chosen token, with the logprobs that were asked for."""
 
     token_id: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()  # (token_id, logprob), likeliest first
 
 
-# --- sampling -----------------------------------------------------------------------------------------------
-
-
 def pick_token(raw: Array, context: Context) -> Choice:
-    """Choose a token by its logits, (vocab_size,)."""
+    """Choose a token by its logits, (vocab_size,); raises ArithmeticError where these are no numbers."""
     if not np.isfinite(raw.max()):
         raise ArithmeticError("the model's logits are no finite numbers")
-    s = context.sampling
-    logits = penalised(raw, context)
-    if s.temperature == 0:
+    sampling = context.sampling
+    logits = apply_penalties(raw, context)
+    if sampling.temperature == 0:
         token_id = int(logits.argmax())
     else:
-        token_id = draw(filtered(logits, s), uniform(s.seed, s.choice, context.n_output))
-    if s.n_top_logprobs is None:
+        probs = apply_temperature(logits, sampling.temperature)
+        probs = apply_top_k_top_p_min_p(probs, sampling)
+        token_id = draw(probs, philox_uniform(sampling.seed, sampling.choice, context.n_output))
+    if sampling.n_top_logprobs is None:
         return Choice(token_id)
-    logprobs = raw - raw.max()
-    logprobs -= np.log(np.exp(logprobs, dtype=np.float64).sum())
-    return Choice(token_id, float(logprobs[token_id]), likeliest(logprobs, s.n_top_logprobs))
+    logprobs = log_softmax(raw)
+    return Choice(token_id, float(logprobs[token_id]), top_logprobs(logprobs, sampling.n_top_logprobs))
 
 
-def penalised(logits: Array, context: Context) -> Array:
-    s = context.sampling
-    if s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty or s.logit_bias:
-        logits = logits.copy()
-    if s.repetition_penalty != 1:
-        seen = np.unique(np.array([*context.prompt, *context.output], np.int64))
-        logits[seen] = np.where(
-            logits[seen] > 0, logits[seen] / s.repetition_penalty, logits[seen] * s.repetition_penalty
-        )
-    if (s.presence_penalty or s.frequency_penalty) and context.output:
-        said, count = np.unique(np.array(context.output, np.int64), return_counts=True)
-        logits[said] -= (s.presence_penalty + s.frequency_penalty * count).astype(np.float32)
-    if s.logit_bias:
-        logits[list(s.logit_bias)] += np.array(list(s.logit_bias.values()), np.float32)
-    return logits if context.mask is None else np.where(context.mask, logits, np.float32(-np.inf))
+# --- logits to probabilities --------------------------------------------------------------------------------
 
 
-def filtered(logits: Array, s: Sampling) -> NDArray[np.float64]:
-    """Unnormalised probabilities, (vocab_size,), 0 where top_k, top_p or min_p forbid the token.
+def apply_penalties(logits: Array, context: Context) -> Array:
+    """Return the logits, changed by penalties, bias and mask, in this order.
 
-    All three keep the likeliest tokens, so each is a threshold. top_p counts what top_k has left, as vLLM
-    does.
+    repetition_penalty, of prompt and output: https://arxiv.org/abs/1909.05858, section 4.1, as transformers
+    has it. presence_penalty and frequency_penalty, of the output alone, and logit_bias:
+    https://platform.openai.com/docs/api-reference/chat/create
     """
+    sampling = context.sampling
+    logits = logits.copy()
+    if sampling.repetition_penalty != 1:
+        token_ids = np.unique(np.array([*context.prompt, *context.output], np.int64))
+        repeated = logits[token_ids]
+        lowered = repeated / sampling.repetition_penalty
+        logits[token_ids] = np.where(repeated > 0, lowered, repeated * sampling.repetition_penalty)
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        token_ids, counts = np.unique(np.array(context.output, np.int64), return_counts=True)
+        penalties = sampling.presence_penalty + sampling.frequency_penalty * counts
+        logits[token_ids] -= penalties.astype(np.float32)
+    if sampling.logit_bias:
+        biases = np.array(list(sampling.logit_bias.values()), np.float32)
+        logits[list(sampling.logit_bias)] += biases
+    if context.mask is not None:
+        logits[~context.mask] = -np.inf
+    return logits
+
+
+def apply_temperature(logits: Array, temperature: float) -> Probs:
+    """Return exp(logit / temperature), scaled so that the likeliest token has 1."""
     with np.errstate(over="ignore"):  # a temperature near 0 leaves the likeliest token alone
-        p: NDArray[np.float64] = np.exp(
-            (logits - logits.max()).astype(np.float64) / s.temperature
-        )  # at most 1
-    threshold = s.min_p
-    if 0 < s.top_k < len(p):
-        threshold = max(threshold, np.partition(p, -s.top_k)[-s.top_k])
-    if s.top_p < 1:
-        total = p[p >= threshold].sum()
-        tail = (1 - s.top_p) * total / len(p)  # all tokens below this together do not make up 1 - top_p
-        falling = np.sort(p[p >= max(threshold, tail)])[::-1]
-        n_nucleus = np.searchsorted(np.cumsum(falling), s.top_p * total) + 1
-        threshold = falling[: int(n_nucleus)][-1]
-    p[p < threshold] = 0
-    return p
+        probs: Probs = np.exp((logits - logits.max()).astype(np.float64) / temperature)
+    return probs
 
 
-def draw(p: NDArray[np.float64], u: float) -> int:
-    """The token in whose part of [0, sum of p) the number u * sum lies."""
-    total = np.cumsum(p)
-    return int(np.searchsorted(total, min(u * total[-1], np.nextafter(total[-1], 0)), side="right"))
+def apply_top_k_top_p_min_p(probs: Probs, sampling: Sampling) -> Probs:
+    """Return the probabilities with 0 for each token that top_k, top_p or min_p drops.
+
+    All three keep the likeliest tokens, so each is a threshold; the likeliest token has probability 1 here.
+    min_p: https://arxiv.org/abs/2407.01082. top_k: https://arxiv.org/abs/1805.04833, section 5.4. top_p,
+    nucleus sampling: https://arxiv.org/abs/1904.09751, section 3.1, of what top_k has left, as in vLLM.
+    """
+    threshold = sampling.min_p
+    if 0 < sampling.top_k < len(probs):
+        k_th_largest = np.partition(probs, -sampling.top_k)[-sampling.top_k]
+        threshold = max(threshold, k_th_largest)
+    if sampling.top_p < 1:
+        total = probs[probs >= threshold].sum()
+        # All tokens below this one together do not make up 1 - top_p, so they need no sorting.
+        negligible = (1 - sampling.top_p) * total / len(probs)
+        descending = np.sort(probs[probs >= max(threshold, negligible)])[::-1]
+        n_nucleus = int(np.searchsorted(np.cumsum(descending), sampling.top_p * total)) + 1
+        threshold = descending[:n_nucleus][-1]
+    return np.where(probs < threshold, 0, probs)
 
 
-def uniform(seed: int, choice: int, number: int) -> float:
-    """A number in [0, 1) that depends on its arguments alone: Philox is a function of key and counter."""
+# --- the draw -----------------------------------------------------------------------------------------------
+
+
+def draw(probs: Probs, u: float) -> int:
+    """Return the token in whose part of [0, sum of probs) the number u * sum lies; u is in [0, 1)."""
+    ends = np.cumsum(probs)
+    position = min(u * ends[-1], np.nextafter(ends[-1], 0))  # rounding must not reach the end
+    return int(np.searchsorted(ends, position, side="right"))
+
+
+def philox_uniform(seed: int, choice: int, number: int) -> float:
+    """Return a number in [0, 1) that depends on the arguments alone.
+
+    Philox is a function of key and counter: "Parallel Random Numbers: As Easy as 1, 2, 3" (Salmon et al.,
+    2011).
+    """
     key = np.array([seed & 0xFFFF_FFFF_FFFF_FFFF, choice], np.uint64)
     return float(np.random.Generator(np.random.Philox(key=key, counter=number)).random())
 
 
-def likeliest(logprobs: Array, n: int) -> tuple[tuple[int, float], ...]:
+# --- logprobs -----------------------------------------------------------------------------------------------
+
+
+def log_softmax(logits: Array) -> Array:
+    """log(exp(x) / sum(exp(x))), summed in float64."""
+    logprobs: Array = logits - logits.max()
+    logprobs -= np.log(np.exp(logprobs, dtype=np.float64).sum())
+    return logprobs
+
+
+def top_logprobs(logprobs: Array, n: int) -> tuple[tuple[int, float], ...]:
+    """The n likeliest tokens as (token_id, logprob), likeliest first."""
     if n == 0:
         return ()
     unordered = np.argpartition(logprobs, -n)[-n:]

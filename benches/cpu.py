@@ -2,14 +2,14 @@
 
     MEASUREMENTS x contenders --run()--> Speeds --median--> a table in Markdown
 
-With transformers in float32 (https://github.com/huggingface/transformers), which `pip install -e '.[parity]'`
-brings, with llama.cpp in float16 (https://github.com/ggml-org/llama.cpp), which `pip install xllamacpp`
-brings, and with the engine itself on NumPy where devices/cpu.py serves it; what is missing is named.
+The others are transformers in float32 (https://github.com/huggingface/transformers), which
+`pip install -e '.[parity]'` brings, llama.cpp in float16 (https://github.com/ggml-org/llama.cpp), which
+`pip install xllamacpp` brings, and NumpyOps where devices/cpu.py serves; one that is missing is named.
 
 Rules of this file:
-1. What is measured is what runs: `engine` is Engine.generate with all that is around the model, `forward` the
-   forward pass and the choice of a token alone. All are greedy, and the table says if they said the same.
-2. What only this engine does stands in a table of its own, beside the same without it.
+1. What is measured is what serves: `engine` is Engine.generate, `forward` is the forward pass and the choice
+   of a token alone. All are greedy, and the table says whether they generate the same tokens.
+2. What only this engine does (prefix caching, drafts) has a table of its own, beside the same without it.
 
 Not here: how long an HTTP request takes (server.py).
 """
@@ -57,11 +57,11 @@ from tokenizer import Tokenizer
 
 
 class Measurement(NamedTuple):
-    """A run of `batch` prompts of n_prompt tokens, and which of its speeds counts."""
+    """What to run, and which of the two speeds counts."""
 
     n_prompt: int
     batch: int
-    n_new: int | None  # None: what --new says
+    n_new: int | None  # tokens to generate; None: as --new says
     speed: Callable[[Speeds], float]
 
 
@@ -75,33 +75,37 @@ MEASUREMENTS = {
 # fmt: on
 
 OURS = ("engine", "forward")
-F16 = "llama.cpp F16"  # rounds otherwise, and need not say the same
+F16 = "llama.cpp F16"  # float16 rounds otherwise, so its tokens may be others
 
 
 def forward_run(ops: NumpyOps) -> Run:
     """The forward pass and the choice of the tokens, one step after another."""
 
     def run(prompts: Prompts, n_new: int) -> Speeds:
-        size = ops.n_pages // len(prompts)
-        said: Prompts = [[] for _ in prompts]
-        times, started = [], time.perf_counter()
+        n_pages = ops.n_pages // len(prompts)  # of each sequence
+        outputs: Prompts = [[] for _ in prompts]
+        times: list[float] = []
+        started = time.perf_counter()
         for n in range(n_new):
-            start = len(prompts[0]) + n - 1 if n else 0
-            spans = [
-                Span(i, range(i * size, (i + 1) * size), output[-1:] or prompt, start, 1, is_chunk=not output)
-                for i, (prompt, output) in enumerate(zip(prompts, said, strict=True))
-            ]
-            contexts = [Context(GREEDY, prompt, out) for prompt, out in zip(prompts, said, strict=True)]
-            for output, [choice] in zip(said, ops.read(ops.launch(spans, contexts)), strict=True):
+            spans: list[Span] = []
+            for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+                pages = range(i * n_pages, (i + 1) * n_pages)
+                if n == 0:
+                    spans.append(Span(i, pages, prompt, 0, 1, is_chunk=True))
+                else:
+                    spans.append(Span(i, pages, output[-1:], len(prompt) + n - 1, 1, is_chunk=False))
+            pairs = zip(prompts, outputs, strict=True)
+            contexts = [Context(GREEDY, prompt, output) for prompt, output in pairs]
+            for output, [choice] in zip(outputs, ops.read(ops.launch(spans, contexts)), strict=True):
                 output.append(choice.token_id)
             times.append(time.perf_counter())
-        return speeds(prompts, started, [times] * len(prompts), said[0])
+        return speeds(prompts, started, [times] * len(prompts), outputs[0])
 
     return run
 
 
 def transformers_run(model: Any, attention: str) -> Run:
-    """The same steps with their model and their cache; `generate` is slower by what it checks around them."""
+    """The same steps with their model and their cache; their `generate` adds checks, and is slower."""
     import torch
 
     def run(prompts: Prompts, n_new: int) -> Speeds:
@@ -110,20 +114,24 @@ def transformers_run(model: Any, attention: str) -> Run:
 
     def steps(prompts: Prompts, n_new: int) -> Speeds:
         model.set_attn_implementation(attention)
-        said, times, cache, started = [], [], None, time.perf_counter()
+        generated: list[int] = []  # by the first sequence
+        times: list[float] = []
+        cache = None
         token_ids = torch.tensor(prompts)  # (batch, n_tokens)
+        started = time.perf_counter()
         for _ in range(n_new):
             output = model(token_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            cache, token_ids = output.past_key_values, output.logits[:, -1:].argmax(-1)
-            said.append(int(token_ids[0, 0]))
+            cache = output.past_key_values
+            token_ids = output.logits[:, -1:].argmax(-1)
+            generated.append(int(token_ids[0, 0]))
             times.append(time.perf_counter())
-        return speeds(prompts, started, [times] * len(prompts), said)
+        return speeds(prompts, started, [times] * len(prompts), generated)
 
     return run
 
 
 def transformers_model(directory: Path, n_threads: int) -> Any:
-    """Their model of the same files, float32; None where they are not installed."""
+    """Load the same files as a model of transformers, float32; None where it is not installed."""
     try:
         import torch
         import transformers
@@ -136,7 +144,7 @@ def transformers_model(directory: Path, n_threads: int) -> Any:
 
 
 def llama_cpp_run(server: Any, tokenizer: Tokenizer) -> Run:
-    """Their server's completions, in this process: a thread a sequence, as it has slots."""
+    """The completions of llama.cpp's server, in this process; a thread feeds each of its slots."""
 
     def one(prompt: list[int], n_new: int) -> list[tuple[float, str]]:
         pieces: list[tuple[float, str]] = []
@@ -147,21 +155,21 @@ def llama_cpp_run(server: Any, tokenizer: Tokenizer) -> Run:
 
         greedy = {"temperature": 0, "samplers": [], "ignore_eos": True, "cache_prompt": False, "stream": True}
         server.handle_completions({"prompt": prompt, "n_predict": n_new} | greedy, on_chunk)
-        return pieces[:n_new]  # the last chunk says why it ends
+        return pieces[:n_new]  # the last chunk has no text, but the reason of the end
 
     def run(prompts: Prompts, n_new: int) -> Speeds:
         started = time.perf_counter()
         with ThreadPoolExecutor(len(prompts)) as pool:
             sequences = list(pool.map(lambda prompt: one(prompt, n_new), prompts))
         times = [[t for t, _ in pieces] for pieces in sequences]
-        said = tokenizer.encode("".join(text for _, text in sequences[0]))
-        return speeds(prompts, started, times, said)
+        generated = tokenizer.encode("".join(text for _, text in sequences[0]))
+        return speeds(prompts, started, times, generated)
 
     return run
 
 
 def llama_cpp_server(directory: Path, config: Config, gguf: Path, max_seq_len: int, n_threads: int) -> Any:
-    """Theirs of the same weights, as a file of float16; None where it is not installed or not a Llama."""
+    """Serve the same weights with llama.cpp, in float16; None where it is missing, or no Llama is served."""
     try:
         import xllamacpp
     except ImportError as error:
@@ -182,7 +190,10 @@ def llama_cpp_server(directory: Path, config: Config, gguf: Path, max_seq_len: i
 
 
 def write_gguf(path: Path, c: Config, weights: Weights, tokenizer: dict[str, Any]) -> None:
-    """https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; rotary pairs are adjacent there as here."""
+    """Write a GGUF file, whose rotary pairs are adjacent as ours are.
+
+    https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+    """
     from gguf import GGUFWriter, LlamaFileType, TokenType
 
     writer = GGUFWriter(path, "llama")
@@ -243,32 +254,32 @@ def compare(args: argparse.Namespace, folder: Path) -> list[str]:
     if model := transformers_model(directory, args.threads):
         for attention in ("eager", "sdpa"):
             contenders[f"transformers {attention}"] = transformers_run(model, attention)
-    found = measure(contenders, tokenizer, args.new, args.repeat)
+    results = measure(contenders, tokenizer, args.new, args.repeat)
     engine.close()
-    ours = own(ops, config, weights, tokenizer, args)
+    features = feature_table(ops, config, weights, tokenizer, args)
     about = f"{directory.name}, {engine.about}"
-    return [*setting(about, args), "", *table(found, list(contenders)), "", *ours, ""]
+    return [*setting(about, args), "", *table(results, list(contenders)), "", *features, ""]
 
 
-Found = dict[str, dict[str, list[Speeds]]]  # measurement -> contender -> a run a round
+Results = dict[str, dict[str, list[Speeds]]]  # measurement -> contender -> a run a round
 
 
-def measure(contenders: dict[str, Run], tokenizer: Tokenizer, n_new: int, repeat: int) -> Found:
-    """All runs; a round before the first warms up and does not count."""
-    found: Found = {name: {contender: [] for contender in contenders} for name in MEASUREMENTS}
+def measure(contenders: dict[str, Run], tokenizer: Tokenizer, n_new: int, repeat: int) -> Results:
+    """Run everything `repeat` times; a round before the first warms up and does not count."""
+    results: Results = {name: {contender: [] for contender in contenders} for name in MEASUREMENTS}
     for number in range(repeat + 1):
         for name, m in MEASUREMENTS.items():
             for contender, run in contenders.items():
                 result = run(prompts(tokenizer, m.batch, m.n_prompt, number), m.n_new or n_new)
                 if number:
-                    found[name][contender].append(result)
-                shown = f"{m.speed(result):8.1f} tok/s" if number else "warm"
-                print(f"round {number}/{repeat}  {name:20} {contender:20} {shown}", file=sys.stderr)
-    return found
+                    results[name][contender].append(result)
+                speed = f"{m.speed(result):8.1f} tok/s"
+                print(f"round {number}/{repeat}  {name:20} {contender:20} {speed}", file=sys.stderr)
+    return results
 
 
 def setting(about: str, args: argparse.Namespace) -> Iterator[str]:
-    """What a number means nothing without."""
+    """Model, machine and versions, without which no figure means anything."""
     used = [name for name in ("numpy", "numba", "torch", "transformers", "xllamacpp") if name in sys.modules]
     versions = ", ".join(f"{name} {version(name)}" for name in used)
     yield f"{date.today()}, {about}, {args.new} tokens decoded a sequence,"
@@ -276,35 +287,45 @@ def setting(about: str, args: argparse.Namespace) -> Iterator[str]:
     yield f"Python {platform.python_version()}, {versions}."
 
 
-def table(found: Found, contenders: Sequence[str]) -> Iterator[str]:
-    """Medians, of the others with how many times as fast the engine is; whether those in float32 said the
-    same; and what a batch brings.
+def table(results: Results, contenders: Sequence[str]) -> Iterator[str]:
+    """The medians: those of others with the ratio engine / other, then what a batch of 8 brings.
+
+    The last column says whether all contenders in float32 generated the same tokens.
     """
-    n_rounds = len(next(iter(found.values()))[contenders[0]])
+    n_rounds = len(next(iter(results.values()))[contenders[0]])
     yield f"| tokens/s, median of {n_rounds} (engine / it) | {' | '.join(contenders)} | same tokens |"
     yield "|---" * (len(contenders) + 2) + "|"
     medians = {
         name: {who: median(map(MEASUREMENTS[name].speed, runs[who])) for who in contenders}
-        for name, runs in found.items()
+        for name, runs in results.items()
     }
     for name, values in medians.items():
         ours = values[OURS[0]]
-        cells = [f"{v:.1f}" + ("" if who in OURS else f" ({ours / v:.2f})") for who, v in values.items()]
-        said = {tuple(runs[0].said) for who, runs in found[name].items() if who != F16}
-        yield f"| {name} | {' | '.join(cells)} | {'yes' if len(said) == 1 else 'no'} |"
-    one, eight = medians["decode, batch 1"], medians["decode, batch 8"]
+        cells: list[str] = []
+        for who, value in values.items():
+            cell = f"{value:.1f}"
+            if who not in OURS:
+                cell += f" ({ours / value:.2f})"
+            cells.append(cell)
+        generated = {tuple(runs[0].said) for who, runs in results[name].items() if who != F16}
+        same = "yes" if len(generated) == 1 else "no"
+        yield f"| {name} | {' | '.join(cells)} | {same} |"
+    one = medians["decode, batch 1"]
+    eight = medians["decode, batch 8"]
     yield f"| batch 8 / batch 1 | {' | '.join(f'{eight[who] / one[who]:.2f}' for who in contenders)} | |"
 
 
 # --- what only this engine does -----------------------------------------------------------------------------
 
-N_TURN, N_MORE, N_SPECULATE = 1000, 30, 4
+N_TURN = 1000  # tokens of a first turn
+N_MORE = 30  # tokens that the user adds in the second
+N_SPECULATE = 4  # drafts a step
 
 
-def own(
+def feature_table(
     ops: type[NumpyOps], config: Config, weights: Weights, tokenizer: Tokenizer, args: argparse.Namespace
 ) -> Iterator[str]:
-    """A table: a second turn until its first token, decoding in company and with drafts."""
+    """What prefix caching, batching and speculative decoding bring."""
     n_new, repeat = args.new, args.repeat
     length = min(config.max_seq_len, N_TURN + 2 * n_new + N_MORE)
     engine = Engine(with_pages(ops, config, weights, length))

@@ -1,4 +1,4 @@
-"""config.json to Config: what a model is, for all families from one description.
+"""config.json to Config: the architecture of a model, for all families from one description.
 
     directory --read_config()--> Config
 
@@ -7,9 +7,12 @@ Authority: names, defaults and meaning of the fields are those of Hugging Face t
 modeling_rope_utils.py).
 
 Rules of this file:
-  * One description for all families: FAMILIES holds what differs.
-  * Each field of config.json is held against its Kind before it is used.
-  * What this file does not know raises UnsupportedModel; nothing is guessed or skipped.
+  * One description serves all families: FAMILIES is the table of what they differ in.
+  * Each field passes its FieldCheck before it is used.
+  * A value that this program does not support raises UnsupportedModel; nothing is guessed or skipped.
+
+A FieldCheck only says whether a value is supported. The checks of request/validation.py convert the value as
+well and raise errors that become HTTP answers, which a chapter that reads files has no use for.
 
 Not here: tensors (weights.py), rotary frequencies (rope.py), obtaining the files (hub.py).
 """
@@ -22,68 +25,77 @@ from typing import Any, NamedTuple
 
 from checkpoint.rope import ROPE_TYPES, Rope
 
-Fields = Mapping[str, Any]  # of config.json, over the defaults of those that are absent; null is None
+Fields = Mapping[str, Any]  # config.json, with the defaults of absent fields filled in; null is None
 
 
 class UnsupportedModel(ValueError):
-    """One line: which field, tensor or file, what it holds, and what is supported."""
+    """Says in one line which field, tensor or file is wrong, what it holds, and what is supported."""
 
 
 # ---- The fields of config.json -----------------------------------------------------------------------------
 
 
-class Kind(NamedTuple):
-    """What a field may be: for the reader of an error, and as a test of its value."""
+class FieldCheck(NamedTuple):
+    """Which values a field may have."""
 
-    words: str
-    holds: Callable[[Any], bool]
-
-
-def whole(low: int, high: int) -> Kind:
-    return Kind(f"a whole number from {low} to {high}", lambda v: type(v) is int and low <= v <= high)
+    expected: str  # in words, for the error
+    accepts: Callable[[Any], bool]
 
 
-def number(low: float, high: float) -> Kind:
-    return Kind(f"a number from {low:g} to {high:g}", lambda v: type(v) in (int, float) and low <= v <= high)
+def integer(low: int, high: int) -> FieldCheck:
+    return FieldCheck(f"a whole number from {low} to {high}", lambda v: type(v) is int and low <= v <= high)
 
 
-def above(low: float, name: str) -> Kind:
-    return Kind(f"a number above {name}, {low:g}", lambda v: v > low)
+def number(low: float, high: float) -> FieldCheck:
+    return FieldCheck(
+        f"a number from {low:g} to {high:g}", lambda v: type(v) in (int, float) and low <= v <= high
+    )
 
 
-def one_of(*allowed: object) -> Kind:
-    return Kind(" or ".join(map(json.dumps, allowed)), lambda v: v in allowed)
+def above(low: float, field: str) -> FieldCheck:
+    """A number above the value of another field."""
+    return FieldCheck(f"a number above {field}, {low:g}", lambda v: v > low)
 
 
-def list_of(n: int, *allowed: object) -> Kind:
-    words = f"{one_of(*allowed).words}, {n} times"
-    return Kind(words, lambda v: type(v) is list and len(v) == n and all(item in allowed for item in v))
+def one_of(*allowed: object) -> FieldCheck:
+    return FieldCheck(" or ".join(map(json.dumps, allowed)), lambda v: v in allowed)
 
 
-def optional(kind: Kind) -> Kind:
-    return Kind(f"{kind.words}, or null", lambda v: v is None or kind.holds(v))
+def list_of(n: int, *allowed: object) -> FieldCheck:
+    def accepts(value: Any) -> bool:
+        return type(value) is list and len(value) == n and all(item in allowed for item in value)
+
+    return FieldCheck(f"{one_of(*allowed).expected}, {n} times", accepts)
+
+
+def optional(check: FieldCheck) -> FieldCheck:
+    return FieldCheck(f"{check.expected}, or null", lambda v: v is None or check.accepts(v))
+
+
+def are_token_ids(value: Any) -> bool:
+    if type(value) is list:
+        return all(map(TOKEN_ID.accepts, value))
+    return value is None or TOKEN_ID.accepts(value)
 
 
 MAX = 2**31 - 1
-SIZE = whole(1, MAX)
-COUNT = whole(1, 2**16)
+SIZE = integer(1, MAX)
+COUNT = integer(1, 2**16)
 NUMBER = number(1e-12, 1e12)
-FLAG = Kind("true or false", lambda v: type(v) is bool)
-TOKEN_ID = whole(0, MAX)
-TOKEN_IDS = Kind(
-    "a token id, a list of them, or null",
-    lambda v: v is None or all(map(TOKEN_ID.holds, v if type(v) is list else [v])),
-)
-ROPE = Kind(
+FLAG = FieldCheck("true or false", lambda v: type(v) is bool)
+TOKEN_ID = integer(0, MAX)
+TOKEN_IDS = FieldCheck("a token id, a list of them, or null", are_token_ids)
+ROPE = FieldCheck(
     "an object, with one set of numbers for all layers",
     lambda v: type(v) is dict and not any(type(member) is dict for member in v.values()),
 )
-# a fuller program would read scales and multiply by them
-UNQUANTISED = Kind("null: tensors of bfloat16, float16, float32", lambda v: not v)
+# A fuller program would read the scales of quantised tensors and multiply by them.
+UNQUANTISED = FieldCheck("null: tensors of bfloat16, float16, float32", lambda v: not v)
 
 # fmt: off
-#  field; lists by layer: complete()    what it may be         where it and the family's default are absent
-FIELDS: dict[str, tuple[Kind, Any]] = {
+# Those fields that have a value for each layer are checked by complete().
+#  field                                check                  default, if the family has none of its own
+FIELDS: dict[str, tuple[FieldCheck, Any]] = {
     "hidden_act":                       (one_of("silu"),       "silu"),
     "quantization_config":              (UNQUANTISED,          None),
     "hidden_size":                      (SIZE,                 None),
@@ -101,7 +113,7 @@ FIELDS: dict[str, tuple[Kind, Any]] = {
     "eos_token_id":                     (TOKEN_IDS,            None),
     "use_sliding_window":               (FLAG,                 False),
     "sliding_window":                   (optional(SIZE),       4096),
-    "max_window_layers":                (whole(0, MAX),        28),
+    "max_window_layers":                (integer(0, MAX),      28),
     "no_rope_layer_interval":           (optional(COUNT),      None),  # null: every layer is rotary
     "rope_theta":                       (number(2, 1e12),      10_000.0),
     "partial_rotary_factor":            (one_of(1, None),      None),  # a fuller program would rotate less
@@ -110,8 +122,8 @@ FIELDS: dict[str, tuple[Kind, Any]] = {
     "rope_parameters":                  (optional(ROPE),       None),
 }
 
-#  field of `rope_parameters`           of Rope                 what it may be
-ROPE_FIELDS: dict[str, tuple[str, Kind]] = {
+#  field of `rope_parameters`           field of Rope           check
+ROPE_FIELDS: dict[str, tuple[str, FieldCheck]] = {
     "rope_type":                        ("type",                one_of(*ROPE_TYPES)),
     "rope_theta":                       ("theta",               number(2, 1e12)),
     "factor":                           ("factor",              optional(NUMBER)),
@@ -128,21 +140,25 @@ ROPE_FIELDS: dict[str, tuple[str, Kind]] = {
 # fmt: on
 
 
-def check(fields: Fields, kinds: Mapping[str, Kind], file: object = "config.json") -> None:
-    for name, kind in kinds.items():
+def check_fields(fields: Fields, checks: Mapping[str, FieldCheck], file: object = "config.json") -> None:
+    for name, check in checks.items():
         value = fields.get(name)
-        if not kind.holds(value):
-            raise UnsupportedModel(f"{file}: {name} is {json.dumps(value)[:80]}; supported: {kind.words}")
+        if not check.accepts(value):
+            raise UnsupportedModel(f"{file}: {name} is {json.dumps(value)[:80]}; supported: {check.expected}")
 
 
 # ---- What the families differ in ---------------------------------------------------------------------------
 
 
 def is_rotary(fields: Fields, layer: int) -> bool:
-    """`no_rope_layers` has 1 for layers WITH rotary positions; the interval counts those without, from 1."""
-    given, interval = fields.get("no_rope_layers"), fields["no_rope_layer_interval"]
-    if given is not None:
-        return bool(given[layer])
+    """Has the layer rotary positions?
+
+    `no_rope_layers` has 1 for layers WITH them; by a `no_rope_layer_interval` of n every nth is without.
+    """
+    no_rope_layers = fields.get("no_rope_layers")
+    if no_rope_layers is not None:
+        return bool(no_rope_layers[layer])
+    interval = fields["no_rope_layer_interval"]
     return interval is None or (layer + 1) % interval != 0
 
 
@@ -150,19 +166,20 @@ def is_unrotated(fields: Fields, layer: int) -> bool:
     return not is_rotary(fields, layer)
 
 
-def is_upper(fields: Fields, layer: int) -> bool:
+def is_windowed(fields: Fields, layer: int) -> bool:
+    """Has the layer a window? The first `max_window_layers` have none."""
     return bool(layer >= fields["max_window_layers"])
 
 
 class Family(NamedTuple):
-    """What a model_type makes of config.json. A bias is True, False, or the field that switches it."""
+    """How a model_type reads config.json; a bias is True, False, or the field that says which."""
 
     qkv_bias: bool | str
     o_bias: bool | str
     mlp_bias: bool | str
     qk_norm: bool  # RMSNorm over each head of q and k, before the rotation
-    slides: bool | Callable[[Fields, int], bool]  # has a layer a window, where `layer_types` does not say so?
-    defaults: dict[str, Any]  # of absent fields, where they are not those of FIELDS
+    slides: bool | Callable[[Fields, int], bool]  # has a layer a window, where there are no `layer_types`?
+    defaults: dict[str, Any]  # those of absent fields, where they differ from FIELDS
 
 
 # fmt: off
@@ -173,9 +190,9 @@ FAMILIES = {
     "mistral":  Family(False,            False,            False,      False,   True,         {
                        "eos_token_id": 2, "max_position_embeddings": 131_072, "num_key_value_heads": 8,
                        "use_sliding_window": True}),
-    "qwen2":    Family(True,             False,            False,      False,   is_upper,     {
+    "qwen2":    Family(True,             False,            False,      False,   is_windowed,  {
                        "max_position_embeddings": 32_768, "num_key_value_heads": 32}),
-    "qwen3":    Family("attention_bias", "attention_bias", False,      True,    is_upper,     {
+    "qwen3":    Family("attention_bias", "attention_bias", False,      True,    is_windowed,  {
                        "max_position_embeddings": 32_768, "num_key_value_heads": 32, "head_dim": 128}),
     "smollm3":  Family("attention_bias", "attention_bias", "mlp_bias", False,   is_unrotated, {
                        "max_position_embeddings": 32_768, "num_key_value_heads": 4, "eos_token_id": 128_001,
@@ -187,7 +204,7 @@ FAMILIES = {
 
 # ---- config.json -------------------------------------------------------------------------------------------
 
-# its whole numbers: our name for each
+# field: of Config
 SIZES = {
     "hidden_size": "dim",
     "num_hidden_layers": "n_layers",
@@ -215,9 +232,9 @@ class Config:
     max_seq_len: int
     norm_eps: float
     rope: Rope
-    windows: tuple[int | None, ...]  # per layer: a token sees itself and the window - 1 before it; None: all
-    rotary: tuple[bool, ...]  # per layer; False: no positions at all (NoPE)
-    tied: bool  # the head is the embedding
+    windows: tuple[int | None, ...]  # a layer: a token sees itself and the window - 1 before it; None: all
+    rotary: tuple[bool, ...]  # a layer; False: it has no positions (NoPE)
+    tied: bool  # the head's matrix is that of the embedding
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
@@ -227,23 +244,30 @@ class Config:
 
 
 def read_config(directory: Path) -> Config:
-    """config.json and, where there is one, generation_config.json; raises UnsupportedModel."""
-    if not (directory / "config.json").is_file():
-        raise UnsupportedModel(f"no config.json in {directory}: {found_in(directory)}")
-    raw = read_json(directory / "config.json")
-    has_generation = (directory / "generation_config.json").is_file()
-    return parse_config(raw, read_json(directory / "generation_config.json") if has_generation else {})
+    """Read config.json and, where there is one, generation_config.json; raises UnsupportedModel."""
+    path = directory / "config.json"
+    if not path.is_file():
+        raise UnsupportedModel(f"no config.json in {directory}: {listing(directory)}")
+    raw = read_json(path)
+    generation_path = directory / "generation_config.json"
+    generation: dict[str, Any] = {}
+    if generation_path.is_file():
+        generation = read_json(generation_path)
+    return parse_config(raw, generation)
 
 
 def parse_config(raw: Fields, generation: dict[str, Any]) -> Config:
-    check(raw, {"model_type": one_of(*FAMILIES)})
-    check(generation, {"eos_token_id": TOKEN_IDS}, "generation_config.json")
+    """The Config of both files' contents; raises UnsupportedModel."""
+    check_fields(raw, {"model_type": one_of(*FAMILIES)})
+    check_fields(generation, {"eos_token_id": TOKEN_IDS}, "generation_config.json")
     family = FAMILIES[raw["model_type"]]
-    fields = complete({name: default for name, (_, default) in FIELDS.items()} | family.defaults | dict(raw))
-    eos = fields["eos_token_id"] if generation.get("eos_token_id") is None else generation["eos_token_id"]
+    defaults = {name: default for name, (_, default) in FIELDS.items()}
+    fields = complete(defaults | family.defaults | dict(raw))
 
-    def switched(bias: bool | str) -> bool:
-        return bool(fields[bias]) if isinstance(bias, str) else bias
+    def has_bias(bias: bool | str) -> bool:
+        if isinstance(bias, str):
+            return bool(fields[bias])
+        return bias
 
     return Config(
         model_type=raw["model_type"],
@@ -253,62 +277,83 @@ def parse_config(raw: Fields, generation: dict[str, Any]) -> Config:
         windows=parse_windows(fields, family.slides),
         rotary=tuple(is_rotary(fields, layer) for layer in range(fields["num_hidden_layers"])),
         tied=fields["tie_word_embeddings"],
-        qkv_bias=switched(family.qkv_bias),
-        o_bias=switched(family.o_bias),
-        mlp_bias=switched(family.mlp_bias),
+        qkv_bias=has_bias(family.qkv_bias),
+        o_bias=has_bias(family.o_bias),
+        mlp_bias=has_bias(family.mlp_bias),
         qk_norm=family.qk_norm,
-        eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
+        eos_token_ids=parse_eos(fields, generation),
         generation=generation,
     )
 
 
+def parse_eos(fields: Fields, generation: Fields) -> tuple[int, ...]:
+    """The tokens that end an answer; generation_config.json wins over config.json."""
+    eos = generation.get("eos_token_id")
+    if eos is None:
+        eos = fields["eos_token_id"]
+    if eos is None:
+        return ()
+    if isinstance(eos, list):
+        return tuple(eos)
+    return (eos,)
+
+
 def complete(fields: dict[str, Any]) -> Fields:
-    """The fields, all checked, with those that follow from others filled in; raises UnsupportedModel."""
-    check(fields, {name: kind for name, (kind, _) in FIELDS.items()})
-    n_heads, n_layers = fields["num_attention_heads"], fields["num_hidden_layers"]
-    derived = {"num_key_value_heads": n_heads, "head_dim": fields["hidden_size"] // n_heads}
-    fields |= {name: value for name, value in derived.items() if fields[name] is None}
-    kinds = {
-        "num_key_value_heads": Kind("a divisor of num_attention_heads", lambda n: n_heads % n == 0),
-        "head_dim": Kind("an even number above 0, for rotary pairs", lambda n: n > 0 and n % 2 == 0),
+    """Check all fields, and fill in those that follow from others; raises UnsupportedModel."""
+    check_fields(fields, {name: check for name, (check, _) in FIELDS.items()})
+    n_heads = fields["num_attention_heads"]
+    n_layers = fields["num_hidden_layers"]
+    if fields["num_key_value_heads"] is None:
+        fields["num_key_value_heads"] = n_heads
+    if fields["head_dim"] is None:
+        fields["head_dim"] = fields["hidden_size"] // n_heads
+    checks = {
+        "num_key_value_heads": FieldCheck("a divisor of num_attention_heads", lambda n: n_heads % n == 0),
+        "head_dim": FieldCheck("an even number above 0, for rotary pairs", lambda n: n > 0 and n % 2 == 0),
         "layer_types": optional(list_of(n_layers, "full_attention", "sliding_attention")),
         "no_rope_layers": optional(list_of(n_layers, 1, 0)),
     }
-    check(fields, kinds)
+    check_fields(fields, checks)
     return fields
 
 
 def parse_windows(fields: Fields, slides: bool | Callable[[Fields, int], bool]) -> tuple[int | None, ...]:
-    """Which layers attend within `sliding_window`: by `layer_types`, else by the family's habit."""
-    window = fields["sliding_window"] if fields["use_sliding_window"] else None
-    types = fields.get("layer_types")
+    """The window of each layer; `layer_types`, else the family, says which layers have one."""
+    layer_types = fields.get("layer_types")
 
-    def has_window(layer: int) -> bool:
-        if types is not None:
-            return bool(types[layer] == "sliding_attention")
-        return slides if isinstance(slides, bool) else slides(fields, layer)
+    def window(layer: int) -> int | None:
+        if layer_types is not None:
+            has_window = layer_types[layer] == "sliding_attention"
+        elif isinstance(slides, bool):
+            has_window = slides
+        else:
+            has_window = slides(fields, layer)
+        if not has_window or not fields["use_sliding_window"]:
+            return None
+        return fields["sliding_window"]  # type: ignore[no-any-return]
 
-    return tuple(window if has_window(layer) else None for layer in range(fields["num_hidden_layers"]))
+    return tuple(window(layer) for layer in range(fields["num_hidden_layers"]))
 
 
 def parse_rope(fields: Fields) -> Rope:
-    """From `rope_scaling` and `rope_theta`, or transformers 5's `rope_parameters`, which holds both."""
-    given = fields["rope_scaling"] or fields["rope_parameters"] or {}
-    length, original = fields["max_position_embeddings"], "original_max_position_embeddings"
-    rope = {"rope_theta": fields["rope_theta"], original: length, **given}
-    rope.setdefault("rope_type", given.get("type", "default"))  # "type" is the older spelling
-    if fields[original] is not None:  # written outside, it wins
-        rope[original] = fields[original]
-    check(given, {"partial_rotary_factor": FIELDS["partial_rotary_factor"][0]})
-    check(rope, {name: kind for name, (_, kind) in ROPE_FIELDS.items() if name in rope})
-    check(rope, dict.fromkeys(ROPE_TYPES[rope["rope_type"]].needs, NUMBER))
-    if rope.get("factor") is None:
-        rope["factor"] = length / rope[original]
-    known = {ours: rope[theirs] for theirs, (ours, _) in ROPE_FIELDS.items() if rope.get(theirs) is not None}
-    read = Rope(**known)
-    check(vars(read), {"high_freq_factor": above(read.low_freq_factor, "low_freq_factor")})
-    check(vars(read), {"beta_fast": above(read.beta_slow, "beta_slow")})
-    return read
+    """Read `rope_scaling` and `rope_theta`, or transformers 5's `rope_parameters`, which holds both."""
+    parameters = fields["rope_scaling"] or fields["rope_parameters"] or {}
+    max_seq_len = fields["max_position_embeddings"]
+    original = "original_max_position_embeddings"
+    raw = {"rope_theta": fields["rope_theta"], original: max_seq_len, **parameters}
+    raw.setdefault("rope_type", parameters.get("type", "default"))  # "type" is the older spelling
+    if fields[original] is not None:  # outside of the parameters it wins
+        raw[original] = fields[original]
+    check_fields(parameters, {"partial_rotary_factor": FIELDS["partial_rotary_factor"][0]})
+    check_fields(raw, {name: check for name, (_, check) in ROPE_FIELDS.items() if name in raw})
+    check_fields(raw, dict.fromkeys(ROPE_TYPES[raw["rope_type"]].required, NUMBER))
+    if raw.get("factor") is None:
+        raw["factor"] = max_seq_len / raw[original]
+    present = {name: ours for name, (ours, _) in ROPE_FIELDS.items() if raw.get(name) is not None}
+    rope = Rope(**{ours: raw[name] for name, ours in present.items()})
+    check_fields(vars(rope), {"high_freq_factor": above(rope.low_freq_factor, "low_freq_factor")})
+    check_fields(vars(rope), {"beta_fast": above(rope.beta_slow, "beta_slow")})
+    return rope
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -321,9 +366,13 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def found_in(directory: Path) -> str:
-    """What is there instead, for messages about what is not."""
+def listing(directory: Path) -> str:
+    """What the directory holds instead, for a message about a file that is missing."""
     if not directory.is_dir():
         return "no such directory"
     names = sorted(entry.name for entry in directory.iterdir())
-    return f"found {', '.join(names[:8]) or 'nothing'}{', ...' if len(names) > 8 else ''}"
+    if not names:
+        return "found nothing"
+    if len(names) > 8:
+        names[8:] = ["..."]
+    return f"found {', '.join(names)}"

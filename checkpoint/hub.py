@@ -10,19 +10,20 @@ Not here: the default model (default_model.py), any reading of the files for inf
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # imported where it is used: only the first start needs it
-    pass
 from checkpoint.default_model import HubError, default_model
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-# Not consolidated.safetensors, Mistral's second copy of the weights, and nothing in folders: onnx/, original/
-HUB_FILES, HUB_IGNORED = ["*.json", "model*.safetensors", "*.jinja"], ["*/*"]
+# consolidated.safetensors, Mistral's second copy of the weights, is left out, and so are folders (onnx/ ...).
+HUB_FILES = ["*.json", "model*.safetensors", "*.jinja"]
+HUB_IGNORED = ["*/*"]
 
 
 def find(model: str | None) -> Path:
-    """The directory of a model: None is the default model, else a directory or a Hub id; raises HubError."""
+    """Return the directory of a model; `model` is a directory, a Hub id, or None for the default model.
+
+    Raises HubError.
+    """
     if model is None:
         return default_model()
     path = Path(model).expanduser()
@@ -36,12 +37,12 @@ def find(model: str | None) -> Path:
 
 
 def from_hub(model: str) -> Path:
-    """The Hub's files, from its own cache where they are there already."""
-    from huggingface_hub import constants, snapshot_download  # 0.2 s that a directory need not wait for
+    """Return the directory of the Hub's files, downloaded where its client does not have them cached."""
+    from huggingface_hub import constants, snapshot_download  # here, for it takes 0.2 s
 
     try:
         return Path(snapshot_download(model, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED))
-    except Exception as error:  # its own kinds, its HTTP client's or OSError, by version and by cause
+    except Exception as error:  # the client's own, its HTTP client's or OSError, by version and by cause
         reason = str(error).strip().split("\n")[0]
         raise HubError(
             f"no model {model}: no directory {Path(model).absolute()}, none in {constants.HF_HUB_CACHE},"

@@ -1,4 +1,4 @@
-"""Rotary positions: how far each pair of a head turns per token, as a table of cos + i sin.
+"""Rotary positions (RoPE): how far each pair of a head turns per token, as a table of cos + i sin.
 
     Rope --rope_table()--> cos + i sin
 
@@ -7,10 +7,10 @@ trained on, each function of ROPE_TYPES names its own. The types and their numbe
 https://github.com/huggingface/transformers/blob/main/src/transformers/modeling_rope_utils.py.
 
 Rules of this file:
-  * A type is a function: the frequencies as trained, to those in use and the factor on cos and sin.
+  * A type is a function: from the frequencies as trained to those in use, and a factor on cos and sin.
   * Frequencies and angles are float64: an angle of some thousands is off by 2e-4 in float32.
 
-Not here: reading the numbers from config.json (weights.py), turning q and k (model.py).
+Not here: reading the numbers from config.json (config.py), turning q and k (model.py).
 """
 
 import math
@@ -26,7 +26,7 @@ Freq = NDArray[np.float64]  # radians per position for each pair of a head. (hea
 
 @dataclass(frozen=True)
 class Rope:
-    """The numbers of a type; those that it does not use keep these defaults."""
+    """The numbers of a model's RoPE; those that its type does not use keep these defaults."""
 
     theta: float
     type: str = "default"  # a key of ROPE_TYPES
@@ -63,7 +63,7 @@ def linear(rope: Rope, freq: Freq) -> tuple[Freq, float]:
 
 
 def llama3(rope: Rope, freq: Freq) -> tuple[Freq, float]:
-    """By the turns that a pair makes within the original context.
+    """Stretch each pair by how many turns it makes within the original context.
 
     https://github.com/meta-llama/llama-models/blob/main/models/llama3/model.py, apply_scaling
     """
@@ -73,7 +73,7 @@ def llama3(rope: Rope, freq: Freq) -> tuple[Freq, float]:
 
 
 def yarn(rope: Rope, freq: Freq) -> tuple[Freq, float]:
-    """A ramp over the pairs, from the one that turns beta_fast times to the one that turns beta_slow times.
+    """Stretch by a ramp over the pairs, from the one that turns beta_fast times to that of beta_slow.
 
     https://arxiv.org/abs/2309.00071, with the ramp of its published code,
     https://github.com/jquesnelle/yarn/blob/master/scaled_rope/LlamaYaRNScaledRotaryEmbedding.py
@@ -83,19 +83,24 @@ def yarn(rope: Rope, freq: Freq) -> tuple[Freq, float]:
     def pair_that_turns(times: float) -> float:  # theta^(-pair / n_pairs) solved for the pair
         return n_pairs * math.log(rope.original_max_seq_len / (times * 2 * math.pi)) / math.log(rope.theta)
 
-    low, high = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)
+    low = pair_that_turns(rope.beta_fast)
+    high = pair_that_turns(rope.beta_slow)
     if rope.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, 2 * n_pairs - 1)  # head_dim - 1 in the original: beyond the last pair
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, 2 * n_pairs - 1)  # head_dim - 1, as in the published code: beyond the last pair
     kept = 1 - (np.arange(n_pairs, dtype=np.float64) - low) / (high - low or 0.001)
     return partly_stretched(freq, rope.factor, kept), yarn_magnitude(rope)
 
 
 def yarn_magnitude(rope: Rope) -> float:
-    """The attention factor: on cos and sin, so on q and k both."""
+    """The attention factor: it multiplies cos and sin, and through them q and k both."""
 
     def magnitude(mscale: float) -> float:  # sqrt(1/t) of section 3.4, equation 22
-        return 0.1 * mscale * math.log(rope.factor) + 1 if rope.factor > 1 else 1.0
+        if rope.factor <= 1:
+            return 1.0
+        return 0.1 * mscale * math.log(rope.factor) + 1
 
     if rope.attention_factor is not None:
         return rope.attention_factor
@@ -105,14 +110,14 @@ def yarn_magnitude(rope: Rope) -> float:
 
 
 def partly_stretched(freq: Freq, factor: float, kept: Freq) -> Freq:
-    """Each pair by what is `kept` of it, from 1, as trained, down to 0, stretched by the whole factor."""
+    """Mix the frequencies: where `kept` is 1 as trained, where it is 0 stretched by the whole factor."""
     kept = np.clip(kept, 0, 1)
     return freq * kept + freq / factor * (1 - kept)
 
 
 class Scaling(NamedTuple):
     scale: Callable[[Rope, Freq], tuple[Freq, float]]
-    needs: tuple[str, ...] = ()  # numbers that config.json must have; the others have defaults
+    required: tuple[str, ...] = ()  # numbers that config.json must have; the others have defaults
 
 
 # rope_type

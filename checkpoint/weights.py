@@ -10,7 +10,7 @@ Rules of this file:
   * The tensors of a layer are one table for all families.
   * config.json and the tensors must agree in every name and shape; else UnsupportedModel is raised. Nothing
     is guessed, skipped or left random.
-  * Each tensor is copied once: from the memory map, widened, into its rows of the matrix it shares.
+  * Each tensor is copied once: from the memory map, widened to float32, into its rows of a matrix.
   * Rotary pairs are ADJACENT here. Row (half, pair) of a head in the checkpoint, meant for `rotate_half`,
     becomes row (pair, half): a head of q or k, seen as complex numbers, is rotated by one multiplication.
 
@@ -28,15 +28,15 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from checkpoint.config import Config, Kind, UnsupportedModel, check, found_in, read_json
+from checkpoint.config import Config, FieldCheck, UnsupportedModel, check_fields, listing, read_json
 
 Array = NDArray[np.float32]
-Tensors = dict[str, NDArray[Any]]  # of the checkpoint: float32, float16, or bfloat16 seen as uint16
+Tensors = dict[str, NDArray[Any]]  # by name in the checkpoint: float32, float16, or bfloat16 as uint16
 
 
 # ---- Weights -----------------------------------------------------------------------------------------------
 
-Matrix = Any  # an Array, (outputs, inputs), as in the checkpoint; or what the ops keep of it (`pack`)
+Matrix = Any  # an Array (n_out, n_in), as in the checkpoint, or what `pack` of the ops makes of one
 
 
 @dataclass
@@ -66,18 +66,21 @@ class Weights:
 
     @property
     def nbytes(self) -> int:
-        held = [self.embed, self.norm] if self.head is self.embed else [self.embed, self.norm, self.head]
-        held += [array for layer in self.layers for array in vars(layer).values() if array is not None]
-        return sum(array.nbytes for array in held)
+        arrays = [self.embed, self.norm]
+        if self.head is not self.embed:
+            arrays.append(self.head)
+        for layer in self.layers:
+            arrays += [array for array in vars(layer).values() if array is not None]
+        return sum(array.nbytes for array in arrays)
 
 
 class Part(NamedTuple):
-    """A tensor of the checkpoint and its place; parts of one field are stacked as rows, in order."""
+    """A tensor of the checkpoint, and the field whose rows it is part of, in the order of the tables."""
 
     field: str  # of Layer or Weights
     name: str  # in the checkpoint
     shape: tuple[int, ...]
-    rotary: bool = False  # its rows are rotated, so pairs become adjacent
+    rotary: bool = False  # RoPE turns what its rows compute, so their pairs become adjacent
 
 
 def outer_parts(c: Config) -> list[Part]:
@@ -93,7 +96,7 @@ def layer_parts(c: Config, prefix: str = "") -> list[Part]:
     n_q, n_kv = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
     # fmt: off
     table = [
-        # only if          field        tensor                             shape                  rotary
+        # if this          field        tensor                             shape                  rotary
         (True,       Part("attn_norm", "input_layernorm.weight",          (c.dim,))),
         (True,       Part("wqkv",      "self_attn.q_proj.weight",         (n_q, c.dim),          True)),
         (True,       Part("wqkv",      "self_attn.k_proj.weight",         (n_kv, c.dim),         True)),
@@ -114,21 +117,23 @@ def layer_parts(c: Config, prefix: str = "") -> list[Part]:
         (c.mlp_bias, Part("b_down",    "mlp.down_proj.bias",              (c.dim,))),
     ]
     # fmt: on
-    return [part._replace(name=prefix + part.name) for wanted, part in table if wanted]
+    return [part._replace(name=prefix + part.name) for is_present, part in table if is_present]
 
 
 def n_params(c: Config) -> int:
-    """Numbers in the checkpoint; a tied head is not counted twice."""
-    layer = sum(math.prod(part.shape) for part in layer_parts(c))
-    return c.n_layers * layer + sum(math.prod(part.shape) for part in outer_parts(c))
+    """How many numbers the checkpoint holds; a tied head is not counted twice."""
+    in_a_layer = sum(math.prod(part.shape) for part in layer_parts(c))
+    outside = sum(math.prod(part.shape) for part in outer_parts(c))
+    return c.n_layers * in_a_layer + outside
 
 
 def unpacked(w: Array) -> Matrix:
+    """Keep a matrix as it is, in float32."""
     return w
 
 
 def read_weights(directory: Path, config: Config, pack: Callable[[Array], Matrix] = unpacked) -> Weights:
-    """Every tensor as float32, every matrix packed; raises UnsupportedModel before any is copied."""
+    """Read every tensor as float32, and pack every matrix; raises UnsupportedModel before any is copied."""
     tensors = map_tensors(directory)
     outer = outer_parts(config)
     layers = [layer_parts(config, f"model.layers.{layer}.") for layer in range(config.n_layers)]
@@ -143,30 +148,32 @@ def read_weights(directory: Path, config: Config, pack: Callable[[Array], Matrix
         )
 
 
-def check_tensors(tensors: Tensors, wanted: dict[str, tuple[int, ...]], config: Config) -> None:
-    for name, shape in wanted.items():
+def check_tensors(tensors: Tensors, shapes: dict[str, tuple[int, ...]], config: Config) -> None:
+    for name, shape in shapes.items():
         if name not in tensors:
             raise UnsupportedModel(f"tensor {name} {shape} is missing; the files hold {len(tensors)} tensors")
         if tensors[name].shape != shape:
             raise UnsupportedModel(f"tensor {name} is {tensors[name].shape}; config.json says {shape}")
-    for name in sorted(tensors.keys() - wanted.keys()):
+    for name in sorted(tensors.keys() - shapes.keys()):
         if name == "lm_head.weight" and np.array_equal(tensors[name], tensors["model.embed_tokens.weight"]):
-            continue  # tied, and saved twice
+            continue  # the head is tied, and saved all the same
         if name.endswith("rotary_emb.inv_freq"):
-            continue  # old Llama files hold what follows from rope_theta
+            continue  # old Llama files hold it, though it follows from rope_theta
         raise UnsupportedModel(f"tensor {name} has no place in a {config.model_type} with this config.json")
 
 
 def progress(title: str, n_bytes: int) -> "tqdm[Any]":
     """A bar on a terminal, for files that take more than about a second."""
-    hidden = True if n_bytes < 1e9 else None  # None, to tqdm: unless stderr is a terminal
-    return tqdm(desc=title, total=n_bytes, unit="B", unit_scale=True, disable=hidden)
+    disable = None  # to tqdm: unless stderr is a terminal
+    if n_bytes < 1e9:
+        disable = True
+    return tqdm(desc=title, total=n_bytes, unit="B", unit_scale=True, disable=disable)
 
 
 def fuse(
     tensors: Tensors, parts: list[Part], head_dim: int, bar: "tqdm[Any]", pack: Callable[[Array], Matrix]
 ) -> dict[str, Matrix]:
-    """float32 arrays by field; each tensor is read and written once, each matrix packed once it is whole."""
+    """The arrays by field: its parts stacked as rows, in float32, and packed where that makes a matrix."""
     arrays: dict[str, Matrix] = {}
     for field in dict.fromkeys(part.field for part in parts):
         group = [part for part in parts if part.field == field]
@@ -184,12 +191,12 @@ def fuse(
 
 
 def adjacent_pairs(tensor: NDArray[Any], head_dim: int) -> NDArray[Any]:
-    """A view with each head's rows (half, pair) turned to (pair, half). (n_heads, head_dim/2, 2, ...)"""
+    """A view in which each head's rows (half, pair) are (pair, half). -> (n_heads, head_dim/2, 2, ...)"""
     return tensor.reshape(-1, 2, head_dim // 2, *tensor.shape[1:]).swapaxes(1, 2)
 
 
 def widen(tensor: NDArray[Any], out: Array) -> None:
-    """Write a tensor of any of DTYPES as float32; bfloat16, seen as uint16, is the upper half of one."""
+    """Write a tensor of any of DTYPES as float32; bfloat16, here uint16, is the upper half of a float32."""
     if tensor.dtype == np.uint16:
         np.left_shift(tensor, 16, out=out.view(np.uint32), dtype=np.uint32)
     else:
@@ -197,7 +204,7 @@ def widen(tensor: NDArray[Any], out: Array) -> None:
 
 
 def bfloat16(array: NDArray[Any]) -> NDArray[np.uint16]:
-    """The bfloat16 nearest to each float32, ties to even; not for NaN. uint16 is bfloat16 already."""
+    """Round each float32 to the nearest bfloat16, ties to even; not for NaN. uint16 is bfloat16 already."""
     if array.dtype == np.uint16:
         return array
     bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
@@ -207,10 +214,10 @@ def bfloat16(array: NDArray[Any]) -> NDArray[np.uint16]:
 # ---- safetensors -------------------------------------------------------------------------------------------
 # u64 n | n bytes of JSON {name: {dtype, shape, data_offsets: [begin, end]}} | data        all little-endian
 
-# NumPy has no bfloat16
+# NumPy has no bfloat16, so its bits are read as uint16.
 DTYPES: dict[str, np.dtype[Any]] = {"BF16": np.dtype("<u2"), "F16": np.dtype("<f2"), "F32": np.dtype("<f4")}
 
-FILE_NAMES = Kind(
+FILE_NAMES = FieldCheck(
     "an object from the names of tensors to the names of files",
     lambda v: type(v) is dict and all(type(name) is str for name in v.values()),
 )
@@ -218,17 +225,18 @@ FILE_NAMES = Kind(
 
 def map_tensors(directory: Path) -> Tensors:
     """All tensors of model.safetensors, or of the shards that its index names, as views of memory maps."""
-    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    single = directory / "model.safetensors"
+    index = directory / "model.safetensors.index.json"
     if single.is_file():
         return map_file(single)
     if not index.is_file():
-        raise UnsupportedModel(f"no {single.name}, no {index.name} in {directory}: {found_in(directory)}")
+        raise UnsupportedModel(f"no {single.name}, no {index.name} in {directory}: {listing(directory)}")
     tensors: Tensors = {}
     fields = read_json(index)
-    check(fields, {"weight_map": FILE_NAMES}, index)
+    check_fields(fields, {"weight_map": FILE_NAMES}, index)
     for shard in sorted({*fields["weight_map"].values()}):
         if not (directory / shard).is_file():
-            raise UnsupportedModel(f"no {shard}, which {index} names: {found_in(directory)}")
+            raise UnsupportedModel(f"no {shard}, which {index} names: {listing(directory)}")
         tensors |= map_file(directory / shard)
     return tensors
 

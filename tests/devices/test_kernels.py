@@ -31,7 +31,7 @@ from helpers.device_ops import (
     spans_of,
 )
 from model import PAGE, Array, Batch, Span
-from sampling import Context, Sampling, pick_token, uniform
+from sampling import Context, Sampling, philox_uniform, pick_token
 
 pytestmark = pytest.mark.skipif(emulator.MISSING is not None, reason=str(emulator.MISSING))
 
@@ -270,7 +270,7 @@ def test_the_random_number_is_that_of_numpy(seed: int) -> None:
         Context(Sampling(seed=seed, choice=choice), [], [0] * n) for choice in (0, 3) for n in (0, 1, 77)
     ]
     for got, c in zip(pick(m, np.zeros((6, 1001), np.float32), contexts), contexts, strict=True):
-        assert got.token_id == int(uniform(c.sampling.seed, c.sampling.choice, c.n_output) * 1001)
+        assert got.token_id == int(philox_uniform(c.sampling.seed, c.sampling.choice, c.n_output) * 1001)
 
 
 @pytest.mark.parametrize("worst", [np.nan, np.inf, -np.nan])
