@@ -930,7 +930,7 @@ struct Settings {
 };
 static_assert(sizeof(Settings) == SETTINGS_WIDTH * sizeof(float), "a row of settings");
 
-// The logit of a token after penalties, logit_bias and mask                                sampling.penalised
+// The logit of a token after penalties, logit_bias and mask                         sampling.apply_penalties
 __device__ __forceinline__ float penalised(float logit, int token, const PickRow &p, const Settings &s,
                                            const unsigned *counts, const int *tokens, const float *bias,
                                            const unsigned *mask) {
@@ -948,7 +948,7 @@ __device__ __forceinline__ float penalised(float logit, int token, const PickRow
 }
 
 // The first 64 bits of Philox4x64-10 (Salmon et al., SC'11, https://doi.org/10.1145/2063384.2063405) with key
-// (seed, choice) and counter number + 1                                                   sampling.uniform
+// (seed, choice) and counter number + 1                                            sampling.philox_uniform
 // numpy.random.Philox(key, counter=number) gives the same first.
 __device__ __forceinline__ u64 philox(u64 seed, u64 choice, u64 number) {
   u64 c0 = number + 1, c1 = c0 == 0, c2 = 0, c3 = 0;
@@ -1187,7 +1187,7 @@ extern "C" __global__ void __launch_bounds__(PICK_THREADS, 1)
   }
 }
 
-// How often each token of a slot has come, which penalties are computed from             sampling.penalised
+// How often each token of a slot has come, which penalties are computed from      sampling.apply_penalties
 //   tokens  (n,) int                           prompt, then output
 //   counts  (max_batch, VOCAB_SIZE) unsigned, written  how often in the output; SEEN_IN_PROMPT: in the prompt
 //   grid: 1; block: PICK_THREADS; all threads enter

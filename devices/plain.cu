@@ -130,7 +130,7 @@ __device__ size_t value_at(const int *page_table, int kv_head, int position, int
 }
 
 // v = v / sqrt(mean(v^2) + eps) * norm                                                    NumpyOps.attend
-// (v[2j] + i v[2j + 1]) *= cos + i sin of pair j (RoPE)
+// (v[2j] + i v[2j + 1]) *= cos + i sin of pair j (RoPE)                                   model.rotate
 // For each head of q and k, in place; then it is rounded.
 //   q_norm, k_norm  (HEAD_DIM,) bfloat16         null: the model has none
 //   rotary          0: this layer does not rotate
@@ -159,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   for (int k = 0; k < HEAD_DIM; k++) v[k] = __bfloat162float(__float2bfloat16(v[k]));
 }
 
-// keys[page, kv_head, place] = k; values[page, kv_head, :, place] = v                     NumpyOps.attend
+// keys[page, kv_head, place] = k; values[page, kv_head, :, place] = v              NumpyOps._write_cache
 // Writes the keys and values of the step's tokens to their pages.
 //   qkv as `rotate` leaves it
 //   n = n_rows * N_KV_HEADS * HEAD_DIM: a thread has a number of a key, and the same number of its value
@@ -185,7 +185,7 @@ __device__ float score(const float *q, const bf16 *k) {
   return sum / sqrtf((float)HEAD_DIM);
 }
 
-// y = softmax(q k^T / sqrt(HEAD_DIM)) v over the positions that a token sees              NumpyOps.attend
+// y = softmax(q k^T / sqrt(HEAD_DIM)) v over the positions that a token sees              NumpyOps._attention
 // A thread goes through all keys twice: for the greatest score, then for the sums. (kernels.cu rounds a key's
 // weight relative to another greatest score, that of the 32 keys around it.)
 //   qkv as `rotate` leaves it, its keys and values in their pages
@@ -221,7 +221,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 // One thread chooses a row's token by going through the vocabulary again and again. A probability is a whole
 // number, in units of 2^-40 of the likeliest token's, so sums are exact in any order.
 
-// A logit after penalties, logit_bias and mask                                            sampling.penalised
+// A logit after penalties, logit_bias and mask                                     sampling.apply_penalties
 //   count       how often the token has come in the output; bit SEEN_IN_PROMPT: in the prompt
 //   bias        logit_bias of the token
 //   is_allowed  by the mask of the structured output
@@ -240,7 +240,7 @@ __device__ float penalised(float logit, unsigned count, float bias, bool is_allo
 }
 
 // The first 64 bits of Philox4x64-10 (Salmon et al., SC'11, https://doi.org/10.1145/2063384.2063405) for the
-// key (seed, choice) and the counter number + 1                                           sampling.uniform
+// key (seed, choice) and the counter number + 1                                    sampling.philox_uniform
 // numpy.random.Philox(key, counter=number) gives the same first.
 __device__ u64 philox(u64 seed, u64 choice, u64 number) {
   const u64 MULTIPLIER[2] = {0xD2E7470EE14C6C93ull, 0xCA5A826395121157ull};
