@@ -1,14 +1,14 @@
-"""The endpoints: Responses and what became of them, chat completions, models, health.
+"""The endpoints: creating, retrieving, cancelling and deleting responses; chat completions, models, health.
 
-    what came --read_json()--> body --params, items--> Request --Worker.prepare()--> Prompt
-    Prompt --watched()--> outputs --Builder | Chunks--> EventLog --Answer--> bytes
+    HTTP request --read_json()--> body --params, items--> Request --Worker.prepare()--> Prompt
+    Prompt --run_choice()--> outputs --Builder | Chunks--> EventLog --EventStream | JsonAnswer--> bytes
 
 A response is the fold of its events. All of them go to one event log, and the client chooses how it is read:
 
-    stream: true                        as it grows                         Answer(log)
-    stream: false                       to its end, folded                  Answer(log, fold=...)
+    stream: true                        as it grows                         EventStream(log)
+    stream: false                       to its end, folded                  JsonAnswer
     background: true                    its first snapshot, at once         JSONResponse, and later GET
-    GET ...?stream=true                 from any event on, as it grows      Answer(log, after=...)
+    GET ...?stream=true                 from any event on, as it grows      EventStream(log, after=...)
 
 Authority: https://platform.openai.com/docs/api-reference/responses and .../chat; where that is silent, the
 behaviour that Azure/azure-sdk-for-net has probed, api-behaviour-contract.md (B1 to B37).
@@ -40,7 +40,7 @@ from starlette.responses import JSONResponse, Response
 import completions
 import responses
 import sse
-from background import Event, EventLog, QueueFull, Reason, Registry
+from background import Event, EventLog, Producer, QueueFull, Reason, Registry
 from channels import Accepted, Delta, Finish, Output, Usage
 from gateway.relay import Refused
 from gateway.remote import RemoteWorker
@@ -51,7 +51,7 @@ from request.refusals import BadInput, error_body, unsupported, wrong_value
 from service import signed_content
 from service.metrics import Metrics
 from store import TERMINAL, Row
-from streaming import Answer, wants_stream
+from streaming import EventStream, JsonAnswer, wants_stream
 from worker import ALIAS, LocalWorker, Outputs, Prompt, Worker
 
 log = logging.getLogger("api")
@@ -76,22 +76,22 @@ COMPACT_PARAMETERS = {
     "reasoning": {"effort": "none"},
 }
 
-NUMBER = re.compile("[0-9]{1,18}")  # in a query; int() refuses a few thousand digits in a way of its own
+NUMBER = re.compile("[0-9]{1,18}")  # in a query; int() raises for thousands of digits
 
 
 class Endpoint(NamedTuple):
     method: str
     path: str
     handler: Callable[[HttpRequest], Awaitable[Response]]
-    held_by: Literal["body", "stream", ""] = ""  # what a slow client may hold it open with
+    slow_part: Literal["body", "stream", ""] = ""  # what a slow client may send, or read, for minutes
 
 
-class Checked(NamedTuple):
-    """A body of the Responses API, as far as it can be checked without rendering the prompt."""
+class CheckedRequest(NamedTuple):
+    """A body of the Responses API, with what it refers to; only the prompt is not rendered yet."""
 
     request: params.Request
     worker: Worker
-    items: list[items.Item]  # the conversation, its chain included
+    items: list[items.Item]  # the conversation: the chain that it continues, then its own input
 
 
 def encode_event(number: int, event: Event) -> bytes:
@@ -109,10 +109,11 @@ def unix_time() -> int:
 
 
 class Api:
-    """The endpoints, over a worker here, one elsewhere or both, and one store.
+    """The endpoints, over a local worker, a remote one or both, and one store.
 
-    `key` seals what clients keep for us; `temporary`: background responses with store=false are taken, and
-    kept for a while; `reasoning_events` is one of responses.REASONING_EVENTS.
+    `key` seals what clients keep for the server. `done_line`: a stream of a response ends with [DONE].
+    `temporary`: background responses with store=false are accepted, and kept for a while.
+    `reasoning_events` is a key of responses.REASONING_EVENTS.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class Api:
     def endpoints(self) -> list[Endpoint]:
         # fmt: off
         return [
-            #        method    path                             handler                  held by
+            #        method    path                             handler                  slow part
             Endpoint("POST",   "/v1/responses",                  self.create_response,    "body"),
             Endpoint("POST",   "/v1/responses/input_tokens",     self.count_input_tokens, "body"),
             Endpoint("POST",   "/v1/responses/compact",          self.compact,            "body"),
@@ -161,73 +162,82 @@ class Api:
     async def create_response(self, http: HttpRequest) -> Response:
         body = await read_json(http)
         owner = http.scope["owner"]
-        checked = await self._checked(body, owner)
+        checked = await self._check(body, owner)
         request = checked.request
         if request.background and not (request.store or self._temporary):
             raise unsupported("background", "This server runs only what it may store: send store=true.")
-        prompt = await prepared(checked.worker, request)
+        prompt = await prepare(checked.worker, request)
         warn_of_hidden_tools(request)
         row = new_row(body, checked, owner)
         try:
-            job = await self._registry.start(row, self._run(prompt, row))
+            job = await self._registry.start(row, self._producer(prompt, row))
         except QueueFull as error:
             message = "Too many background responses wait; try again later."
             raise BadInput(message, "background", "rate_limit_exceeded") from error
-        if request.background:  # it does not end with this request
-            if request.stream:
-                return Answer(job.log, done=self._done)
+        if request.background and request.stream:
+            return EventStream(job.log, done=self._done)  # without the task, which outlives this request
+        if request.background:
             return JSONResponse(job.log.events[0]["response"])
         if request.stream:
-            return Answer(job.log, job.task, done=self._done)
-        return Answer(job.log, job.task, partial(self._folded, responses.fold, 200))
+            return EventStream(job.log, job.task, self._done)
+        return JsonAnswer(job.task, partial(self._folded, responses.fold, job.log, status_if_failed=200))
 
-    async def _checked(self, body: Any, owner: str, chain_suffices: bool = False) -> Checked:
-        """What a body asks for, with all that it refers to; `chain_suffices`: it may go without `input`."""
+    async def _check(self, body: Any, owner: str, chain_suffices: bool = False) -> CheckedRequest:
+        """Check a body, and look up what it refers to; raises BadInput.
+
+        `chain_suffices`: a body may continue a chain without an `input` of its own.
+        """
         worker = self._worker(params.model_name(body))
         values = params.read_responses(body, worker.defaults)  # what is wrong in itself is refused first
         find = partial(self._find, owner)
         unseal = partial(signed_content.unseal, self._key, owner)
         chain, own = await items.resolve(values["input"], values["previous_response_id"], find, unseal)
         if chain_suffices and chain and not own:
-            chain, own = [], chain
+            own = chain  # as if the client had sent all of it
+            chain = []
         request = params.responses_request(values, chain, own)
-        return Checked(request, worker, items.listed(chain, own))
+        return CheckedRequest(request, worker, items.listed(chain, own))
 
-    def _run(self, prompt: Prompt, row: Row) -> "ResponseRun":
+    def _producer(self, prompt: Prompt, row: Row) -> Producer:
         seal = None
         if prompt.request.seal_reasoning:
             seal = partial(signed_content.seal, self._key, row.owner, "reasoning")
         builder = responses.Builder(row.response, item_ids(row.id), seal, self._reasoning_events)
-        return ResponseRun(builder, watched(prompt, 0, self.metrics), row.background)
+        return ResponseProducer(builder, run_choice(prompt, 0, self.metrics), row.background)
 
     def _folded(
-        self, fold: Callable[[list[Event]], dict[str, Any]], status_if_failed: int, events: list[Event]
+        self, fold: Callable[[list[Event]], dict[str, Any]], events: EventLog, status_if_failed: int
     ) -> tuple[int, dict[str, Any]]:
-        """The whole answer, and its status: a failure while the server stops may be tried again elsewhere."""
-        body = fold(events)
+        """Status and body of an answer without `stream`.
+
+        A request that fails because the server stops gets a 503: it may be tried again elsewhere.
+        """
+        body = fold(events.events)
         if not body.get("error"):
             return 200, body
-        if self._registry.accepts:
+        if self._registry.is_accepting:
             return status_if_failed, body
         return 503, error_body(503, body["error"]["message"], code="server_error")
 
-    async def take_over(self) -> None:
-        """See to what the last process left in the store."""
+    async def recover(self) -> None:
+        """Run again, or end, the background responses that the last process left unfinished in the store."""
 
-        async def run_again(row: Row) -> ResponseRun:
+        async def make_producer(row: Row) -> Producer:
             body = row.request | {"input": row.items, "previous_response_id": None}
             worker = self._worker(params.model_name(body))
-            prompt = await prepared(worker, params.from_responses(body, worker.defaults))
-            return self._run(prompt, row)
+            prompt = await prepare(worker, params.from_responses(body, worker.defaults))
+            return self._producer(prompt, row)
 
-        await self._registry.take_over(run_again, interrupted)
+        await self._registry.recover(make_producer, interrupted_event)
+
+    # --- Responses: tokens counted, conversations compacted -------------------------------------------------
 
     async def count_input_tokens(self, http: HttpRequest) -> Response:
         body = await read_json(http)
         if isinstance(body, dict):
-            body = {"model": ALIAS} | body  # the SDK lets the model out
-        checked = await self._checked(body, http.scope["owner"], chain_suffices=True)
-        prompt = await prepared(checked.worker, checked.request)
+            body = {"model": ALIAS} | body  # the SDK allows a body without a model
+        checked = await self._check(body, http.scope["owner"], chain_suffices=True)
+        prompt = await prepare(checked.worker, checked.request)
         if prompt.n_tokens is None:
             raise unsupported("model", "Only the upstream that has this model could count its tokens.")
         return JSONResponse({"object": "response.input_tokens", "input_tokens": prompt.n_tokens})
@@ -236,52 +246,49 @@ class Api:
         """The user's messages, and one item that stands for all the rest: a summary by the model itself."""
         body = await read_json(http)
         owner = http.scope["owner"]
-        checked = await self._checked(body, owner, chain_suffices=True)
+        checked = await self._check(body, owner, chain_suffices=True)
         question = {"role": "user", "content": COMPACT_QUESTION}
         summarise = COMPACT_PARAMETERS | {
             "model": checked.request.model,
             "instructions": body.get("instructions"),
             "input": [*checked.items, question],
         }
-        prompt = await prepared(checked.worker, params.from_responses(summarise, checked.worker.defaults))
+        prompt = await prepare(checked.worker, params.from_responses(summarise, checked.worker.defaults))
         outputs: list[Accepted | Output | Finish] = []
 
-        async def fill() -> None:
-            async with aclosing(watched(prompt, 0, self.metrics)) as coming:
-                async for output in coming:
+        async def collect() -> None:
+            async with aclosing(run_choice(prompt, 0, self.metrics)) as running:
+                async for output in running:
                     outputs.append(output)
 
-        fold = partial(self._compacted, owner, checked.items, outputs)
-        return Answer(EventLog(encode_event), asyncio.create_task(fill()), fold)
+        fold = partial(self._compaction, owner, checked.items, outputs)
+        return JsonAnswer(asyncio.create_task(collect()), fold)
 
-    def _compacted(
-        self,
-        owner: str,
-        conversation: list[items.Item],
-        outputs: Sequence[Accepted | Output | Finish],
-        _: list[Event],
+    def _compaction(
+        self, owner: str, conversation: list[items.Item], outputs: Sequence[Accepted | Output | Finish]
     ) -> tuple[int, dict[str, Any]]:
+        """Status and body of the answer of compact(): `outputs` are what the model said to sum up."""
         finals = [output for output in outputs if isinstance(output, Delta) and output.channel == "final"]
         summary = "".join(delta.text for delta in finals)
         finish = outputs[-1]
         if not isinstance(finish, Finish):
-            raise AssertionError(f"expected a Finish behind what a worker says, got {finish}")
+            raise AssertionError(f"expected a Finish as the last output of a worker, got {finish}")
         if finish.reason not in ("stop", "length") or not summary:
-            status = 500 if self._registry.accepts else 503
+            status = 500 if self._registry.is_accepting else 503
             message = finish.message or "The model wrote no summary."
             return status, error_body(status, message, code="server_error")
         blob = signed_content.seal(self._key, owner, "compaction", summary)
         compaction = {"id": new_id("cmp"), "type": "compaction", "encrypted_content": blob}
-        users = [item for item in conversation if item["type"] == "message" and item["role"] == "user"]
+        kept = [item for item in conversation if item["type"] == "message" and item["role"] == "user"]
         return 200, {
             "id": new_id("resp"),
             "object": "response.compaction",
             "created_at": unix_time(),
-            "output": [*users, compaction],
+            "output": [*kept, compaction],
             "usage": responses.usage_object(finish.usage or Usage(0, 0)),
         }
 
-    # --- Responses: what became of one ----------------------------------------------------------------------
+    # --- Responses: retrieving, cancelling, deleting one ----------------------------------------------------
 
     async def get_response(self, http: HttpRequest) -> Response:
         row = await self._row(http)
@@ -296,7 +303,7 @@ class Api:
         events = await self._registry.events(row.id)
         if events is None:
             raise BadInput("This response can no longer be streamed: its events have expired.", "stream")
-        return Answer(events, done=self._done, after=after)
+        return EventStream(events, done=self._done, after=after)
 
     async def cancel_response(self, http: HttpRequest) -> Response:
         row = await self._row(http)
@@ -323,7 +330,9 @@ class Api:
         order = query.get("order", "desc")
         if order not in ("asc", "desc"):
             raise wrong_value("order", "'asc' or 'desc'", order)
-        listed = row.items if order == "asc" else row.items[::-1]
+        listed = row.items
+        if order == "desc":
+            listed = row.items[::-1]
         after = query.get("after")
         if after:
             ids = [item["id"] for item in listed]
@@ -331,16 +340,10 @@ class Api:
                 raise wrong_value("after", "the id of an input item", after)
             listed = listed[ids.index(after) + 1 :]
         page = listed[:limit]
-        ids = [item["id"] for item in page] or [None]
-        return JSONResponse(
-            {
-                "object": "list",
-                "data": page,
-                "first_id": ids[0],
-                "last_id": ids[-1],
-                "has_more": len(listed) > limit,
-            }
-        )
+        body: dict[str, Any] = {"object": "list", "data": page, "first_id": None, "last_id": None}
+        if page:
+            body |= {"first_id": page[0]["id"], "last_id": page[-1]["id"]}
+        return JSONResponse(body | {"has_more": len(listed) > limit})
 
     async def _row(self, http: HttpRequest) -> Row:
         id_ = http.path_params["id"]
@@ -362,7 +365,7 @@ class Api:
         if isinstance(worker, RemoteWorker):
             return worker.pass_through(body)
         request = params.from_chat(body, worker.defaults)
-        prompt = await prepared(worker, request)
+        prompt = await prepare(worker, request)
         head = {
             "id": new_id("chatcmpl"),
             "created": unix_time(),
@@ -371,14 +374,14 @@ class Api:
         }
         chunks = completions.Chunks(head, new_id, request.n, request.include_usage, request.named_call)
         events = EventLog(encode_chunk)
-        filling = asyncio.create_task(self._fill_completion(events, prompt, chunks))
+        task = asyncio.create_task(self._fill_completion(events, prompt, chunks))
         if request.stream:
-            return Answer(events, filling, done=sse.DONE)
-        return Answer(events, filling, partial(self._folded, completions.fold, 500))
+            return EventStream(events, task, sse.DONE)
+        return JsonAnswer(task, partial(self._folded, completions.fold, events, status_if_failed=500))
 
     async def _fill_completion(self, events: EventLog, prompt: Prompt, chunks: completions.Chunks) -> None:
         async def fill_choice(index: int) -> None:
-            async with aclosing(watched(prompt, index, self.metrics)) as outputs:
+            async with aclosing(run_choice(prompt, index, self.metrics)) as outputs:
                 async for output in outputs:
                     match output:
                         case Accepted():
@@ -404,12 +407,14 @@ class Api:
         name = http.path_params["id"]
         self._worker(name)  # raises where there is none
         models = self._models()
-        model = models.get(name) or next(iter(models.values())) | {"id": name}
-        return JSONResponse(model)
+        if name in models:
+            return JSONResponse(models[name])
+        first = next(iter(models.values()))  # the one that the alias stands for
+        return JSONResponse(first | {"id": name})
 
     async def health(self, _: HttpRequest) -> Response:
         """Whether requests are served: not without a worker that works, and not while the server stops."""
-        is_ready = all(worker.alive for worker in self._workers) and self._registry.accepts
+        is_ready = all(worker.alive for worker in self._workers) and self._registry.is_accepting
         counts = self._counts() | self._registry.counts()
         if is_ready:
             return JSONResponse({"status": "ok"} | counts)
@@ -429,14 +434,16 @@ class Api:
     def _models(self) -> dict[str, dict[str, Any]]:
         """The models of this machine, then those of the upstreams, as /v1/models shows them."""
         models: dict[str, dict[str, Any]] = {}
-        head = {"object": "model", "created": self._started_at}
+        common = {"object": "model", "created": self._started_at}
         if self._local:
-            here = {"owned_by": "local", "max_model_len": self._local.engine.max_seq_len}
+            local = common | {"owned_by": "local", "max_model_len": self._local.engine.max_seq_len}
             for name in self._local.names:
-                models[name] = {"id": name} | head | here
+                models[name] = {"id": name} | local
         if self._remote:
+            remote = common | {"owned_by": "upstream"}
             for name, model in self._remote.upstreams.models().items():
-                models.setdefault(name, {"id": name} | head | {"owned_by": "upstream"} | model)
+                if name not in models:
+                    models[name] = {"id": name} | remote | model
         return models
 
     def _worker(self, model: str) -> Worker:
@@ -452,8 +459,8 @@ class Api:
 # --- a response as it is made -------------------------------------------------------------------------------
 
 
-class ResponseRun:
-    """A Run of background.py: what a worker says, as the events of one response."""
+class ResponseProducer:
+    """A Producer of background.py: turns the outputs of a worker into the events of one response."""
 
     def __init__(self, builder: responses.Builder, outputs: Outputs, in_background: bool) -> None:
         self._builder = builder
@@ -469,7 +476,7 @@ class ResponseRun:
                 async for output in outputs:
                     log.extend(self._events(output))
         except BadInput as refusal:
-            if not self._in_background:  # nothing has been sent: the refusal becomes the answer
+            if not self._in_background:  # the refusal becomes the answer: nothing has been sent yet
                 raise
             code = refusal.late_code if isinstance(refusal, Refused) else "invalid_prompt"
             log.extend(self._events(Finish("failed", None, refusal.message, code)))
@@ -489,21 +496,21 @@ class ResponseRun:
                 return self._builder.feed(output)
 
 
-async def prepared(worker: Worker, request: params.Request) -> Prompt:
-    """The prompt of a request, made in a thread: a long one must not stop the streams. Raises BadInput."""
+async def prepare(worker: Worker, request: params.Request) -> Prompt:
+    """Call worker.prepare() in a thread: a long prompt must not stop the streams. Raises BadInput."""
     return await asyncio.to_thread(worker.prepare, request)
 
 
-async def watched(prompt: Prompt, choice: int, metrics: Metrics) -> Outputs:
-    """What a prompt's worker says, counted and logged, its calls in the client's words.
+async def run_choice(prompt: Prompt, choice: int, metrics: Metrics) -> Outputs:
+    """Run one choice of a prompt, count and log it, and name its calls as the client does.
 
-    One Finish is the last whatever the worker does: rule 2 of worker.py, kept for it where it has a bug.
+    It yields one Finish, the last, whatever the worker does: rule 2 of worker.py, where the worker has a bug.
     """
     watch = metrics.run()
     started_at = time.monotonic()
     restorer = tool_calls.Restorer(prompt.request.called)
     is_accepted = False
-    finish = Finish("cancelled")  # unless something else comes, the reader has left
+    finish = Finish("cancelled")  # stays where the reader leaves early
     try:
         async with aclosing(prompt.run(choice)) as outputs:
             async for output in outputs:
@@ -517,9 +524,9 @@ async def watched(prompt: Prompt, choice: int, metrics: Metrics) -> Outputs:
                 watch.piece()
                 for restored in restorer.feed(output):
                     yield restored
-            else:
+            else:  # no Finish has come
                 finish = Finish("failed", message="The worker ended without finishing.")
-    except BadInput as refusal:  # before it has accepted
+    except BadInput as refusal:
         finish = Finish("failed", message=refusal.message)
         raise
     except Exception as error:
@@ -537,7 +544,8 @@ async def watched(prompt: Prompt, choice: int, metrics: Metrics) -> Outputs:
 
 def log_finish(prompt: Prompt, finish: Finish, seconds: float) -> None:
     usage = finish.usage or Usage(0, 0)
-    n_in, n_out = prompt.n_tokens or usage.input_tokens, usage.output_tokens
+    n_in = prompt.n_tokens or usage.input_tokens
+    n_out = usage.output_tokens
     if finish.reason == "cancelled":
         log.info("nobody waits any longer: aborted after %.2f s, %d tokens in", seconds, n_in)
     else:
@@ -545,7 +553,7 @@ def log_finish(prompt: Prompt, finish: Finish, seconds: float) -> None:
         log.info("%s: %d tokens in, %d out, %.2f s, %.1f tok/s", finish.reason, n_in, n_out, seconds, rate)
 
 
-def new_row(body: Mapping[str, Any], checked: Checked, owner: str) -> Row:
+def new_row(body: Mapping[str, Any], checked: CheckedRequest, owner: str) -> Row:
     """A response that is about to start, as it will be stored."""
     request = checked.request
     id_ = new_id("resp")
@@ -564,8 +572,8 @@ def new_row(body: Mapping[str, Any], checked: Checked, owner: str) -> Row:
     )
 
 
-def interrupted(frames: Sequence[bytes]) -> Event:
-    """The last event of a response whose process has died, behind those that it has stored."""
+def interrupted_event(frames: Sequence[bytes]) -> Event:
+    """The last event of a response whose process has died; `frames` are those that it has stored."""
     events = [json.loads(event.data) for event in sse.Parser().feed(b"".join(frames))]
     return responses.interrupted(events, "interrupted by a restart")
 
@@ -582,7 +590,7 @@ def warn_of_hidden_tools(request: params.Request) -> None:
 
 
 def starting_after(value: str | None) -> int:
-    """The number of the event behind which to start; -1: before the first."""
+    """The number of the event after which a stream starts; -1: it starts with the first."""
     if value is None:
         return -1
     if not NUMBER.fullmatch(value):

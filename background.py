@@ -1,7 +1,7 @@
 """Event logs, and the responses that fill them: in the foreground or in the background, by one way.
 
-    Run --fill()--> EventLog --write()--> store.py
-                       +-----read()--> any number of readers, at any time, from any event
+    Producer --fill()--> EventLog --write()--> store.py
+                            +-----read()--> any number of readers, at any time, from any event
 
 A foreground response ends with its HTTP request, and is stored as a whole. A background response is stored
 before anything else, event by event; it waits for a slot, and survives its request and this process.
@@ -15,10 +15,9 @@ Rules of this file:
 2. An event is encoded once, then and there: all readers share those bytes, and nothing can change them.
 3. An event is shown when it is written, so no restart takes back what was seen. One write takes all events
    that came during the last one: the tokens do not wait for the disk. A write that fails is logged, its
-   events are shown all the same, and the next write takes them too. (To fail the response instead would
-   need the same retry: that it has failed must be stored once there is room, or it would stay in progress.)
+   events are shown all the same, and the next write takes them too.
 4. A response ends once, in its log: a cancel that comes before the last event wins, a later one is void.
-5. Everything ends: a run that returns, raises, is cancelled or was killed leaves a terminal event.
+5. Everything ends: a producer that returns, raises, is cancelled or was killed leaves a terminal event.
 
 Not here: SQL (store.py), what an event says (responses.py), HTTP (api.py, streaming.py).
 """
@@ -40,15 +39,17 @@ T = TypeVar("T")
 
 Event = dict[str, Any]
 Encode = Callable[[int, Event], bytes]  # (number, event) -> its frame
-Write = Callable[[int, list[bytes], Snapshot], Awaitable[None]]  # as EventLog says
+Write = Callable[[int, list[bytes], Snapshot], Awaitable[None]]  # see EventLog
 
-EVICT_EVERY_S = 1  # the store's limits are looked at when a response ends or is asked for, not more often
+MAINTENANCE_INTERVAL_S = 1  # the store is maintained when a response ends or is asked for, not more often
 
 
 # --- the log ------------------------------------------------------------------------------------------------
 
 
 class Entry(NamedTuple):
+    """An event in the log."""
+
     frame: bytes
     snapshot: Snapshot  # the newest response object, in this event or in one before it
 
@@ -56,9 +57,12 @@ class Entry(NamedTuple):
 class EventLog:
     """The events of one response, or the chunks of one completion.
 
-    `write(number of the first, frames, snapshot)` stores frames, and the newest response object where it is
-    new; None stores nothing. `frames` are those that an earlier process has stored, `snapshot` the newest
-    response object in them.
+    An entry is appended (pending), then written, then shown to readers. Only where a write fails are entries
+    shown before they are written. A log that is not stored shows them at once.
+
+    `write(number of the first frame, frames, snapshot)` stores frames, and the newest response object unless
+    that is None: it is as before. `write` None: nothing is stored. `frames` are those that an earlier process
+    has stored, `snapshot` is the newest response object in them.
     """
 
     def __init__(
@@ -72,7 +76,7 @@ class EventLog:
         self._encode = encode
         self._write = write
         self._shown = [Entry(frame, snapshot) for frame in frames]  # what readers get
-        self._pending: list[Entry] = []  # encoded, not written yet
+        self._pending: list[Entry] = []  # not shown yet: a write of them is under way, or comes next
         self._n_written = len(frames)  # fewer than there are in `_shown` where a write has failed
         self._writing: asyncio.Task[None] | None = None
         self._is_closed = False
@@ -120,13 +124,13 @@ class EventLog:
         self._is_closed = True
         self._wake_readers()
 
-    async def begun(self) -> None:
+    async def until_begun(self) -> None:
         """Wait until there is an event, or never will be."""
         while not (self.events or self._is_closed):
             await self._news.wait()
 
-    async def written(self) -> None:
-        """Wait until the events that there are now are shown."""
+    async def until_shown(self) -> None:
+        """Wait until the events that there are now are shown to readers."""
         n_entries = len(self._shown) + len(self._pending)
         while len(self._shown) < n_entries:
             await self._news.wait()
@@ -146,17 +150,16 @@ class EventLog:
         if self._write and not self.is_stored and self._writing is None:
             self._writing = asyncio.create_task(self._write_all(self._write))
         if self._writing:
-            await asyncio.shield(self._writing)  # whoever waits may leave
+            await asyncio.shield(self._writing)  # the write goes on where its caller is cancelled
         return self.is_stored
 
     async def _write_all(self, write: Write) -> None:
         while self._pending or not self.is_stored:
             n_pending = len(self._pending)
             entries = self._shown[self._n_written :] + self._pending
-            written_snapshot = newest_snapshot(self._shown[self._n_written - 1 : self._n_written])
             snapshot = newest_snapshot(entries)
-            if snapshot is written_snapshot:
-                snapshot = None  # nothing new
+            if self._n_written and snapshot is self._shown[self._n_written - 1].snapshot:
+                snapshot = None  # it is written already
             try:
                 await write(self._n_written, [entry.frame for entry in entries], snapshot)
             except Exception:
@@ -170,7 +173,7 @@ class EventLog:
         self._writing = None
 
     def _show(self, n_entries: int) -> None:
-        """The first pending ones are for readers now."""
+        """Show the first pending entries to readers."""
         self._shown += self._pending[:n_entries]
         del self._pending[:n_entries]
         self._wake_readers()
@@ -189,20 +192,22 @@ def newest_snapshot(entries: Sequence[Entry]) -> Snapshot:
 Reason = Literal["failed", "cancelled"]
 
 
-class Run(Protocol):
-    """What makes the events of one response."""
+class Producer(Protocol):
+    """Makes the events of one response."""
 
     def start(self) -> list[Event]:
-        """The response is accepted, and waits: created, queued. For a background response alone."""
+        """The events of a background response that is accepted, and waits: created, queued."""
 
     async def fill(self, log: EventLog) -> None:
-        """Append all other events. A foreground response may be refused: then it raises before the first."""
+        """Append all other events. Where a foreground request is refused it raises before the first one."""
 
     def end(self, reason: Reason, message: str) -> list[Event]:
         """The terminal event where fill() does not come to it, and what it closes."""
 
 
 class Ending(NamedTuple):
+    """How a response ends that its producer does not bring to an end."""
+
     reason: Reason
     message: str
 
@@ -214,20 +219,17 @@ SHUT_DOWN = Ending("failed", "The server is shutting down.")
 
 
 @dataclass(eq=False)
-class Job:
-    """A response that has not ended.
-
-    `if_cancelled` says how it ends when its task is cancelled; None: the next process shall run it.
-    """
+class ResponseJob:
+    """A response that has not ended, and the task that fills its log."""
 
     row: Row
-    run: Run
+    producer: Producer
     log: EventLog
-    if_cancelled: Ending | None
+    if_cancelled: Ending | None  # how it ends when its task is cancelled; None: the next process shall run it
     task: asyncio.Task[None] = field(init=False)
 
-    async def wait(self) -> None:
-        """Wait until it has ended and that is written."""
+    async def until_ended(self) -> None:
+        """Wait until it has ended and its last event is shown."""
         await asyncio.wait({self.task})
 
 
@@ -240,7 +242,7 @@ class NotStored(Exception):
 
 
 class Registry:
-    """The responses that run, those in the background by id, and the store behind them."""
+    """Starts responses, finds them, ends them, and stores those that are to be kept."""
 
     def __init__(self, store: Store, encode: Encode, max_running: int = 8, max_queued: int = 256) -> None:
         self._store = store
@@ -248,32 +250,33 @@ class Registry:
         self._slots = asyncio.Semaphore(max_running)  # the engine's other places are left to the foreground
         self._max_running = max_running
         self._max_queued = max_queued
-        self._jobs: dict[str, Job] = {}  # in the background
+        self._jobs: dict[str, ResponseJob] = {}  # those in the background, by id of the response
         self._thread = ThreadPoolExecutor(1, "store")  # SQLite is asked in order, and never in the event loop
-        self._evicted_at = 0.0
+        self._maintained_at = 0.0
         self._is_stopping = False
         self.ended = Counter[str]()  # background responses of this process, by their last status
 
     # --- what a request asks for ----------------------------------------------------------------------------
 
-    async def start(self, row: Row, run: Run) -> Job:
+    async def start(self, row: Row, producer: Producer) -> ResponseJob:
         """Start a response.
 
-        One in the foreground belongs to its request: whoever cancels the task ends it as cancelled, and the
-        task raises what refuses the request. One in the background is accepted: when this returns it will
-        end, whatever happens to this process. Raises QueueFull, NotStored.
+        In the foreground it belongs to its HTTP request, which ends it by cancelling the task; the task
+        raises what refuses the request. In the background it is stored when this returns: it will end,
+        whatever happens to this process. Raises QueueFull, NotStored.
         """
-        events = EventLog(self._encode, self._write_of(row))
+        events = EventLog(self._encode, self._writer(row))
         if not row.background:
-            return self._launch(Job(row, run, events, if_cancelled=CANCELLED))
+            return self._launch(ResponseJob(row, producer, events, if_cancelled=CANCELLED))
         n_live = len([job for job in self._jobs.values() if not job.log.ended])
         if self._is_stopping or n_live >= self._max_running + self._max_queued:
             raise QueueFull(
                 f"expected a server that runs, and room in its queue, got {n_live} live responses"
             )
-        events.extend(run.start())
-        job = self._jobs[row.id] = self._launch(Job(row, run, events, if_cancelled=None))
-        await events.written()
+        events.extend(producer.start())
+        job = self._launch(ResponseJob(row, producer, events, if_cancelled=None))
+        self._jobs[row.id] = job
+        await events.until_shown()
         if not events.is_stored:
             self._stop(self._jobs.pop(row.id), NOT_STORED)
             raise NotStored(f"expected {row.id} to be written; the log says why it was not")
@@ -283,14 +286,14 @@ class Registry:
         """A response as it stands."""
         if job := self._jobs.get(id):
             return job.row._replace(response=job.log.snapshot or job.row.response)
-        await self._evict()
-        return await self._call(self._store.get, id)
+        await self._maintain_store()
+        return await self._call_store(self._store.get, id)
 
     async def events(self, id: str) -> EventLog | None:
         """The log of a background response; None when its events are no longer kept."""
         if job := self._jobs.get(id):
             return job.log
-        frames = await self._call(self._store.frames, id)
+        frames = await self._call_store(self._store.frames, id)
         events = EventLog(self._encode, frames=frames)
         events.close()
         return events if frames else None
@@ -299,57 +302,70 @@ class Registry:
         """Stop a background response; when this returns it has ended, and the engine has been told."""
         if job := self._jobs.get(id):
             self._stop(job, CANCELLED)
-            await job.wait()
+            await job.until_ended()
 
     async def delete(self, id: str) -> None:
         """Forget a response that has ended."""
         if job := self._jobs.get(id):
-            await job.wait()  # its last event is shown, and it is about to go
+            await job.until_ended()  # its last event is shown, and it is about to go
             self._jobs.pop(id, None)
-        await self._call(self._store.delete, id)
+        await self._call_store(self._store.delete, id)
 
     # --- the life of a process ------------------------------------------------------------------------------
 
-    async def take_over(
-        self, run_again: Callable[[Row], Awaitable[Run]], interrupted: Callable[[list[bytes]], Event]
+    async def recover(
+        self,
+        make_producer: Callable[[Row], Awaitable[Producer]],
+        interrupted: Callable[[list[bytes]], Event],
     ) -> None:
-        """See to what the last process left: run again what was queued, end what was in progress.
+        """Run again what the last process left queued, and end what it left in progress.
 
-        `interrupted(frames)` makes the last event of a response behind those that are stored.
+        `interrupted(frames)` makes the last event of a response from the frames that are stored.
         """
-        for row in await self._call(self._store.live):
-            frames = await self._call(self._store.frames, row.id)
-            events = EventLog(self._encode, self._write_of(row), frames, row.response)
-            if row.response["status"] == "queued":
-                try:
-                    run = await run_again(row)
-                except Exception:  # another model serves now, or one with a shorter context
-                    log.exception("%s was queued, and cannot run any more", row.id)
-                else:
-                    log.info("%s was queued: it runs again", row.id)
-                    run.start()  # its events are stored: the last process has appended them
-                    self._jobs[row.id] = self._launch(Job(row, run, events, if_cancelled=None))
-                    continue
-            log.info("%s was interrupted: it has failed", row.id)
-            events.extend([interrupted(frames)])
-            await events.written()
+        for row in await self._call_store(self._store.live):
+            frames = await self._call_store(self._store.frames, row.id)
+            events = EventLog(self._encode, self._writer(row), frames, row.response)
+            producer = await self._requeued(row, make_producer)
+            if producer is None:
+                log.info("%s was interrupted: it has failed", row.id)
+                events.extend([interrupted(frames)])
+                await events.until_shown()
+            else:
+                log.info("%s was queued: it runs again", row.id)
+                self._jobs[row.id] = self._launch(ResponseJob(row, producer, events, if_cancelled=None))
 
-    def hold(self) -> None:
-        """Start no more: what is queued stays queued."""
+    async def _requeued(
+        self, row: Row, make_producer: Callable[[Row], Awaitable[Producer]]
+    ) -> Producer | None:
+        """The producer of a response that was queued; None where it cannot run any more."""
+        if row.response["status"] != "queued":
+            return None
+        try:
+            producer = await make_producer(row)
+        except Exception:  # another model serves now, or one with a shorter context
+            log.exception("%s was queued, and cannot run any more", row.id)
+            return None
+        producer.start()  # the last process has stored these events
+        return producer
+
+    def stop_accepting(self) -> None:
+        """Accept no more background responses; what is queued stays queued."""
         self._is_stopping = True
 
     async def close(self, persistent: bool) -> None:
         """End what runs; what is queued in a persistent store waits there for the next process."""
         self._is_stopping = True
         for job in self._jobs.values():
-            is_left = persistent and job.log.status == "queued"
-            self._stop(job, None if is_left else SHUT_DOWN)
+            ending: Ending | None = SHUT_DOWN
+            if persistent and job.log.status == "queued":
+                ending = None
+            self._stop(job, ending)
         tasks = {job.task for job in self._jobs.values()}
         if tasks:
             await asyncio.wait(tasks)
 
     @property
-    def accepts(self) -> bool:
+    def is_accepting(self) -> bool:
         return not self._is_stopping
 
     def counts(self) -> dict[str, int]:
@@ -362,95 +378,100 @@ class Registry:
 
     # --- the life of a job ----------------------------------------------------------------------------------
 
-    def _launch(self, job: Job) -> Job:
-        job.task = asyncio.create_task(self._see_to_its_end(job))
+    def _launch(self, job: ResponseJob) -> ResponseJob:
+        job.task = asyncio.create_task(self._run(job))
         return job
 
-    async def _see_to_its_end(self, job: Job) -> None:
+    async def _run(self, job: ResponseJob) -> None:
+        """Fill and close the log; then the job is forgotten, also where it was cancelled or refused."""
         try:
             with closing(job.log):
                 await self._fill(job)
-            await job.log.written()
-            await self._evict()
-        finally:  # also where it was cancelled or refused
-            await job.log.written()
+            await job.log.until_shown()
+            await self._maintain_store()
+        finally:
+            await job.log.until_shown()
             if job.row.background:
                 self._forget(job)
 
-    async def _fill(self, job: Job) -> None:
+    async def _fill(self, job: ResponseJob) -> None:
         """Fill the log of a job; whatever happens, what has begun gets its terminal event."""
         ending: Ending | None = UNFINISHED
         try:
-            async with self._turn(job):
-                await job.run.fill(job.log)
+            async with self._slot(job):
+                await job.producer.fill(job.log)
         except asyncio.CancelledError:
             ending = job.if_cancelled
             raise
         except Exception as error:
-            if not job.log.status:  # a refusal, or a fault before anything was said: the request gets it
+            if not job.log.status:  # no event yet: the error becomes the answer to the request
                 raise
             log.error("the run of %s failed", job.row.id, exc_info=error)
             message = f"{type(error).__name__} in the server; its log has the details."
             ending = Ending("failed", message)
         finally:
             if ending and job.log.status and not job.log.ended:
-                job.log.extend(job.run.end(*ending))
+                job.log.extend(job.producer.end(*ending))
 
     @asynccontextmanager
-    async def _turn(self, job: Job) -> AsyncIterator[None]:
-        """A slot, for which a background response waits; the foreground's number is limited by admission."""
-        if not job.row.background:
+    async def _slot(self, job: ResponseJob) -> AsyncIterator[None]:
+        """Hold one of the slots of background responses; wait for it while all are taken."""
+        if not job.row.background:  # middleware.Admission limits how many of these there are
             yield
             return
-        await job.log.written()
+        await job.log.until_shown()
         async with self._slots:
             if self._is_stopping:
                 await asyncio.Event().wait()  # until close() cancels it
             yield
 
-    def _stop(self, job: Job, ending: Ending | None) -> None:
-        """Who is the first to stop a job decides how it ends."""
+    def _stop(self, job: ResponseJob, ending: Ending | None) -> None:
+        """Cancel a job that has not ended; who is the first to stop it decides how it ends."""
         if not (job.log.ended or job.task.cancelling()):
             job.if_cancelled = ending
             job.task.cancel()
 
-    def _forget(self, job: Job) -> None:
+    def _forget(self, job: ResponseJob) -> None:
+        """Count how a job has ended; from now on the store answers for it."""
         if job.log.ended:
             self.ended[job.log.status] += 1
-        if job.log.is_stored:  # else what the store says of it is not what was shown
+        if job.log.is_stored:  # else the store knows less than was shown: _maintain_store() writes it again
             self._jobs.pop(job.row.id, None)
 
     # --- the store's thread ---------------------------------------------------------------------------------
 
-    def _write_of(self, row: Row) -> Write | None:
-        """How the log of a response is stored."""
+    def _writer(self, row: Row) -> Write | None:
+        """What writes the log of a response to the store; None where it is not to be stored."""
 
-        async def write_events(first: int, frames: list[bytes], snapshot: Snapshot) -> None:
-            """The first write takes the row with it: none is ever stored without its first events."""
-            if first == 0 and snapshot:
-                await self._call(self._store.insert, row.with_snapshot(snapshot, time.time()), frames)
+        async def write_events(first_number: int, frames: list[bytes], snapshot: Snapshot) -> None:
+            """The first write inserts the row too: no row is ever stored without its first events."""
+            if first_number == 0 and snapshot:
+                await self._call_store(self._store.insert, row.with_snapshot(snapshot, time.time()), frames)
             else:
-                await self._call(self._store.append, row.id, first, frames, snapshot, time.time())
+                await self._call_store(
+                    self._store.append, row.id, first_number, frames, snapshot, time.time()
+                )
 
-        async def write_at_its_end(first: int, frames: list[bytes], snapshot: Snapshot) -> None:
+        async def write_at_its_end(_: int, frames: list[bytes], snapshot: Snapshot) -> None:
             if snapshot and snapshot["status"] in TERMINAL:
-                await self._call(self._store.insert, row.with_snapshot(snapshot, time.time()))
+                await self._call_store(self._store.insert, row.with_snapshot(snapshot, time.time()))
 
         if row.background:
             return write_events
         return write_at_its_end if row.kept else None
 
-    async def _evict(self) -> None:
-        if time.monotonic() - self._evicted_at <= EVICT_EVERY_S:
+    async def _maintain_store(self) -> None:
+        """Now and then: write again what could not be written, and delete what is over the store's limits."""
+        if time.monotonic() - self._maintained_at <= MAINTENANCE_INTERVAL_S:
             return
-        self._evicted_at = time.monotonic()
+        self._maintained_at = time.monotonic()
         for job in [*self._jobs.values()]:
-            if job.task.done() and await job.log.write_again():  # the disk was full
+            if job.task.done() and await job.log.write_again():  # the disk was full when it ended
                 self._jobs.pop(job.row.id, None)
         try:
-            await self._call(self._store.evict, time.time())
+            await self._call_store(self._store.evict, time.time())
         except Exception:
-            log.exception("the store could not be cut to its limits")  # no fault of whoever has come along
+            log.exception("the store could not be cut to its limits")  # the request at hand goes on
 
-    async def _call(self, function: Callable[..., T], *args: Any) -> T:
+    async def _call_store(self, function: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)

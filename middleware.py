@@ -206,7 +206,7 @@ class Admission:
         origins: Sequence[str],
     ) -> None:
         self._app = app
-        self._holdable = [(endpoint, route_of(endpoint)) for endpoint in endpoints if endpoint.held_by]
+        self._holdable = [(endpoint, route_of(endpoint)) for endpoint in endpoints if endpoint.slow_part]
         self._keys = keys
         self._origins = {*origins}
         self._max_streams = max_streams
@@ -214,12 +214,12 @@ class Admission:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["owner"] = self._keys.owner(scope)
-        held_by = self._held_by(scope)
-        refusal = self._refusal(scope, held_by)
+        slow_part = self._slow_part(scope)
+        refusal = self._refusal(scope, slow_part)
         if refusal:
             await refusal(scope, receive, send)
             return
-        if not held_by:
+        if not slow_part:
             await self._app(scope, receive, send)
             return
         self._n_streams += 1
@@ -228,26 +228,26 @@ class Admission:
         finally:
             self._n_streams -= 1
 
-    def _held_by(self, scope: Scope) -> str:
+    def _slow_part(self, scope: Scope) -> str:
         """What a client may hold this request open with: a body sent slowly, a stream read slowly."""
         for endpoint, route in self._holdable:
             match, _ = route.matches(scope)
             if match is Match.FULL:
                 query = QueryParams(scope["query_string"])
-                if endpoint.held_by == "stream" and not wants_stream(query):
+                if endpoint.slow_part == "stream" and not wants_stream(query):
                     return ""
-                return endpoint.held_by
+                return endpoint.slow_part
         return ""
 
-    def _refusal(self, scope: Scope, held_by: str) -> Response | None:
+    def _refusal(self, scope: Scope, slow_part: str) -> Response | None:
         headers = dict(scope["headers"])
         if scope["owner"] is None and scope["path"] not in KEYLESS_PATHS:
             return unauthorized()
         if headers.get(b"upgrade", b"").lower() == b"websocket":
             return no_websocket()
-        if held_by == "body" and is_unasked(headers, self._origins):
+        if slow_part == "body" and is_unasked(headers, self._origins):
             return no_json()
-        if held_by and self._n_streams >= self._max_streams:
+        if slow_part and self._n_streams >= self._max_streams:
             return overloaded()
         return None
 

@@ -129,7 +129,7 @@ async def serve(
     api = make_api(args, local, remote, registry)
     if remote:
         await remote.upstreams.start()
-    await api.take_over()
+    await api.recover()
     app = make_app(api, keys, args.max_streams, args.cors_origin or ())
     server = HttpServer(http_config(app, args))
     hurry = asyncio.Event()
@@ -202,7 +202,7 @@ async def stop(
     args: argparse.Namespace, workers: list[Worker], registry: Registry, hurry: asyncio.Event
 ) -> None:
     """Let what runs finish, for a grace at most, then end it; `hurry` ends the grace."""
-    registry.hold()
+    registry.stop_accepting()
     deadline = time.monotonic() + args.shutdown_grace
     while any(worker.busy() for worker in workers) and not hurry.is_set() and time.monotonic() < deadline:
         await asyncio.sleep(0.02)

@@ -1,6 +1,7 @@
-"""The events of a log over HTTP: as a stream of server-sent events, or folded into one JSON object.
+"""Answers over HTTP: a log as a stream of server-sent events, or one JSON object; clients that disconnect.
 
-    EventLog --Answer--> frames as they come, or one JSON object at the end        status, message --> error
+    EventLog --EventStream--> frames as they come        task, fold --JsonAnswer--> one JSON object at its end
+    status, message --error_response()--> an error
 
 Authority: https://platform.openai.com/docs/guides/error-codes; https://asgi.readthedocs.io for disconnects.
 
@@ -24,7 +25,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 import sse
-from background import Event, EventLog
+from background import EventLog
 from request.refusals import RETRY_AFTER_S, error_body
 
 # "every 15 seconds or so": html.spec.whatwg.org/multipage/server-sent-events.html#authoring-notes
@@ -57,75 +58,78 @@ def wants_stream(query: QueryParams) -> bool:
 
 # --- answers ------------------------------------------------------------------------------------------------
 
-Fold = Callable[[list[Event]], tuple[int, dict[str, Any]]]  # all events -> status and body
 
+class EventStream(Response):
+    """Answers with the events of a log behind number `after`, as they come, and then with `done`.
 
-class Answer(Response):
-    """Answers with a log: folded at its end, or as a stream of the events behind `after`, and then `done`.
-
-    `filling` works for this client alone; None: the log fills without it. One that raises before the first
-    event has refused the request. Later it has a bug: its client gets a 500 or, in a stream, a connection
-    that breaks, no clean end.
+    `task` fills the log for this client alone; None: the log fills without it. A task that raises before the
+    first event has refused the request. One that raises later has a bug: the connection breaks, which is no
+    clean end of a stream.
     """
 
     def __init__(
-        self,
-        log: EventLog,
-        filling: asyncio.Task[None] | None = None,
-        fold: Fold | None = None,
-        done: bytes = b"",
-        after: int = -1,
+        self, log: EventLog, task: asyncio.Task[None] | None = None, done: bytes = b"", after: int = -1
     ) -> None:
         self._log = log
-        self._filling = filling
-        self._fold = fold
+        self._task = task
         self._done = done
         self._after = after
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = self._send_events(send) if self._fold is None else self._send_body(scope, receive, send)
         try:
-            await while_there(sending, receive)
+            await while_connected(self._send_events(send), receive)
         finally:
-            if self._filling:
-                self._filling.cancel()
-                await asyncio.gather(self._filling, return_exceptions=True)
-
-    async def _send_body(self, scope: Scope, receive: Receive, send: Send) -> None:
-        assert self._fold
-        assert self._filling
-        await self._filling
-        status, body = self._fold(self._log.events)
-        await json_response(status, body)(scope, receive, send)
+            if self._task:
+                await cancel(self._task)
 
     async def _send_events(self, send: Send) -> None:
-        if self._filling:
-            await self._log.begun()
+        if self._task:
+            await self._log.until_begun()
             if not self._log.events:
-                await self._filling  # raises why it has refused: that still has its status
+                await self._task  # raises why it has refused, while the status can still say so
         await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
         async with aclosing(kept_alive(self._log.read(self._after))) as frames:
             async for frame in frames:
                 await send({"type": "http.response.body", "body": frame, "more_body": True})
-        if self._filling:
-            await self._filling
+        if self._task:
+            await self._task
         if not self._log.is_broken_off:  # else the connection just ends, and the client knows
             await send({"type": "http.response.body", "body": self._done})
 
 
-async def while_there(sending: Coroutine[Any, Any, None], receive: Receive) -> None:
-    """Send an answer for as long as the client is there."""
+class JsonAnswer(Response):
+    """Waits for a task that works for this client alone, then answers with `fold()`: status and body."""
+
+    def __init__(self, task: asyncio.Task[None], fold: Callable[[], tuple[int, dict[str, Any]]]) -> None:
+        self._task = task
+        self._fold = fold
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await while_connected(self._send_body(scope, receive, send), receive)
+        finally:
+            await cancel(self._task)
+
+    async def _send_body(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._task  # raises why it has refused the request
+        status, body = self._fold()
+        await json_response(status, body)(scope, receive, send)
+
+
+# --- while the client is connected --------------------------------------------------------------------------
+
+
+async def while_connected(sending: Coroutine[Any, Any, None], receive: Receive) -> None:
+    """Send an answer until it is sent or the client disconnects; raises what sending it raises."""
     answer = asyncio.ensure_future(sending)
-    leaving = asyncio.ensure_future(_disconnect(receive))
+    disconnect = asyncio.ensure_future(_disconnect(receive))
     try:
-        await asyncio.wait({answer, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({answer, disconnect}, return_when=asyncio.FIRST_COMPLETED)
     finally:
         is_answered = answer.done()
-        for task in (answer, leaving):
-            task.cancel()
-        await asyncio.gather(answer, leaving, return_exceptions=True)
+        await cancel(answer, disconnect)
     if is_answered:
-        answer.result()  # raises what it raised
+        answer.result()
 
 
 async def _disconnect(receive: Receive) -> None:
@@ -134,20 +138,26 @@ async def _disconnect(receive: Receive) -> None:
         message = await receive()
 
 
+async def cancel(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel the tasks that have not ended, and wait until all have; what they raise is dropped."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def kept_alive(frames: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
     """The frames, and a comment whenever none came for a while: proxies close streams that are silent."""
-    coming = asyncio.ensure_future(anext(frames, None))
+    next_frame = asyncio.ensure_future(anext(frames, None))
     try:
         while True:
-            await asyncio.wait({coming}, timeout=KEEP_ALIVE_S)
-            if not coming.done():
+            await asyncio.wait({next_frame}, timeout=KEEP_ALIVE_S)
+            if not next_frame.done():
                 yield sse.comment("keep-alive")
                 continue
-            frame = coming.result()
+            frame = next_frame.result()
             if frame is None:
                 return
             yield frame
-            coming = asyncio.ensure_future(anext(frames, None))
+            next_frame = asyncio.ensure_future(anext(frames, None))
     finally:
-        coming.cancel()
-        await asyncio.gather(coming, return_exceptions=True)
+        await cancel(next_frame)

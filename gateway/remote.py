@@ -35,7 +35,7 @@ from request.messages import Message, shortened
 from request.params import MOVED, Request
 from request.refusals import error_object, shown, wrong_value
 from request.validation import boolean, mapping
-from streaming import SSE_HEADERS, kept_alive, while_there
+from streaming import SSE_HEADERS, kept_alive, while_connected
 
 log = logging.getLogger("remote")
 
@@ -353,7 +353,7 @@ class PassThrough(Response):
         self._failed = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await while_there(self._answer(scope, receive, send), receive)
+        await while_connected(self._answer(scope, receive, send), receive)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         outcome: Outcome = "disconnect"

@@ -57,7 +57,7 @@ def row(**changes: Any) -> Row:
 
 
 class ScriptedRun:
-    """A Run of the background that says what the test wants."""
+    """A Producer of background.py that says what the test wants."""
 
     def __init__(self, row: Row, says: Says) -> None:
         self._builder = Builder(row.response, new_id)
@@ -206,7 +206,7 @@ def test_readers_get_the_same_bytes(actions: list[tuple[str, int]], stored: bool
         expected = [b"%d %d" % (i, i) for i in range(n + 1)]
         for after, task in readers:
             assert await task == expected[after + 1 :]
-        await log.written()
+        await log.until_shown()
         assert written == expected[: len(written)]
         assert log.is_stored == (written == expected) or not stored  # unless the very last write has failed
 
@@ -244,7 +244,7 @@ def test_state_is_seen_when_it_is_written() -> None:
         await begun.wait()
         assert (log.snapshot, log.status) == (None, "completed")
         go_on.set()
-        await log.written()
+        await log.until_shown()
         assert log.snapshot == {"status": "completed"}
 
     within_patience(main())
@@ -260,7 +260,7 @@ def test_waiting_for_what_is_there_does_not_wait_for_what_comes() -> None:
 
         log = EventLog(encode, write)
         log.extend([{"n": 0}])
-        await asyncio.wait_for(log.written(), PATIENCE_S)
+        await asyncio.wait_for(log.until_shown(), PATIENCE_S)
 
     within_patience(main())
 
@@ -572,7 +572,7 @@ def test_readers_end_when_the_store_has_gone() -> None:
         log = await started(registry, asked, held)
         await held.runs.wait()
         follower = asyncio.create_task(read(log))
-        await log.written()
+        await log.until_shown()
         store.close()
         held.go_on.set()
         laws.check_response(parsed(await follower))
@@ -593,7 +593,7 @@ def test_what_met_a_full_disk_is_written_once_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It stayed in memory for ever, and after a restart what had completed had failed."""
-    monkeypatch.setattr(background, "EVICT_EVERY_S", 0)
+    monkeypatch.setattr(background, "MAINTENANCE_INTERVAL_S", 0)
     path = str(tmp_path / "store.db")
     limit = "PRAGMA max_page_count = {}"
 
@@ -637,7 +637,7 @@ def test_close_ends_what_runs(persistent: bool) -> None:
             followers = [asyncio.create_task(read(log)) for log in logs]
             while logs[0].status == "queued":
                 await asyncio.sleep(0)
-            registry.hold()
+            registry.stop_accepting()
             refused = row()
             with pytest.raises(QueueFull):
                 await started(registry, refused, hello)
@@ -684,7 +684,7 @@ def left_by_a_dead_process(path: Path) -> tuple[list[str], dict[str, list[bytes]
             log = await started(registry, one, held)
             if one in asked[:2]:
                 await held.runs.wait()
-                await log.written()
+                await log.until_shown()
 
     within_patience(main())
     with closing(store):
@@ -706,7 +706,7 @@ def test_next_process_ends_what_a_dead_one_left(tmp_path: Path, can_run: bool) -
 
         with closing(Store(str(tmp_path / "db"), Retention())) as store:
             registry = Registry(store, encode_event)
-            await registry.take_over(again, lambda frames: interrupted(parsed(frames), "interrupted"))
+            await registry.recover(again, lambda frames: interrupted(parsed(frames), "interrupted"))
             for id_ in ids:
                 log = await registry.events(id_)
                 assert log
@@ -725,7 +725,7 @@ def test_next_process_ends_what_a_dead_one_left(tmp_path: Path, can_run: bool) -
                 texts = [item["content"][0]["text"] for item in found.response["output"]]
                 assert texts == (["Hm."] if id_ in ids[:2] else [])
             assert store.live() == []
-            await registry.take_over(again, lambda frames: interrupted(parsed(frames), "twice"))
+            await registry.recover(again, lambda frames: interrupted(parsed(frames), "twice"))
             assert registry.counts() == {"background": 0}
 
     within_patience(main())
