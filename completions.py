@@ -55,15 +55,13 @@ class Chunks:
         self._new_id = new_id
         self._include_usage = include_usage
         self._named_call = named_call
-        self._n_calls = [0] * n  # of each choice, so far
-        self._is_custom = [False] * n  # of each choice: its newest call is one of a custom tool
+        self._n_calls = [0] * n  # by choice: how many calls it has made so far
+        self._is_custom = [False] * n  # by choice: whether its newest call is one of a custom tool
         self._usages: list[Usage] = []  # of the choices that have ended
-        self._failed = False  # "[error]" | "a": a choice failed; nothing follows the error, of any choice
+        self._failed = False  # a choice has failed: no choice says anything behind the error
 
     def start(self) -> list[Chunk]:
-        """The role, before the prompt is read: later deltas omit it
-        (github.com/sgl-project/sglang/issues/18335).
-        """
+        """The role, before the prompt is read: later deltas omit it (sgl-project/sglang#18335)."""
         return [self._chunk(i, {"role": "assistant", "content": ""}) for i in range(len(self._n_calls))]
 
     def feed(self, index: int, output: Output) -> list[Chunk]:
@@ -90,7 +88,7 @@ class Chunks:
                 return []
 
     def finish(self, index: int, finish: Finish) -> list[Chunk]:
-        """The end of one choice; of the request, if it failed."""
+        """The end of one choice; where it has failed, the end of the request."""
         if self._failed:
             return []
         if finish.reason in ("failed", "cancelled"):
@@ -140,9 +138,10 @@ def fold(chunks: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
             if name != "choices" and value is not None:
                 completion[name] = value
         completion["object"] = "chat.completion"
-        for part in chunk.get("choices") or ():
-            index = part.get("index", 0)
-            _add(choices.setdefault(index, _empty_choice(index)), part)
+        for chunk_choice in chunk.get("choices") or ():
+            index = chunk_choice.get("index", 0)
+            choice = choices.setdefault(index, _empty_choice(index))
+            _add(choice, chunk_choice)
     for choice in choices.values():
         message = choice["message"]
         if message["content"] == "" and ("tool_calls" in message or message["refusal"]):
@@ -155,22 +154,24 @@ def _empty_choice(index: int) -> dict[str, Any]:
     return {"index": index, "message": message, "logprobs": None, "finish_reason": None}
 
 
-def _add(choice: dict[str, Any], part: Mapping[str, Any]) -> None:
-    """Add one chunk's part to the choice it belongs to; another server's may lack what ours always have."""
-    message, delta = choice["message"], part.get("delta") or {}
+def _add(choice: dict[str, Any], chunk_choice: Mapping[str, Any]) -> None:
+    """Add what a chunk says of a choice to it; another server's may lack what ours always have."""
+    message = choice["message"]
+    delta = chunk_choice.get("delta") or {}
     for name in ("content", "reasoning_content", "reasoning", "refusal"):
         if isinstance(delta.get(name), str):
             message[name] = (message.get(name) or "") + delta[name]
     for call in delta.get("tool_calls") or ():
         _add_call(message.setdefault("tool_calls", []), call)
-    if logprobs := part.get("logprobs"):
+    logprobs = chunk_choice.get("logprobs")
+    if logprobs:
         choice["logprobs"] = choice["logprobs"] or {"content": [], "refusal": None}
         choice["logprobs"]["content"] += logprobs.get("content") or []
-    choice["finish_reason"] = part.get("finish_reason") or choice["finish_reason"]
+    choice["finish_reason"] = chunk_choice.get("finish_reason") or choice["finish_reason"]
 
 
 def _add_call(calls: list[dict[str, Any]], call: Mapping[str, Any]) -> None:
-    """Add one delta of a call: a call begins with the first of its index."""
+    """Add one delta of a call; the first delta with a new index begins a call."""
     type_, member = CALL_MEMBERS["custom" in call]
     inner = call.get(type_) or {}
     text = inner.get(member) or ""
@@ -181,12 +182,12 @@ def _add_call(calls: list[dict[str, Any]], call: Mapping[str, Any]) -> None:
         calls[index][type_][member] += text
 
 
-def _usage(choices: list[Usage]) -> dict[str, Any]:
-    n_prompt = max((usage.input_tokens for usage in choices), default=0)
-    n_completion = sum(usage.output_tokens for usage in choices)
-    # What one choice found in the prefix cache may be what another of them has computed: no saving.
-    n_cached = min((usage.cached_tokens for usage in choices), default=0)
-    n_reasoning = sum(usage.reasoning_tokens for usage in choices)
+def _usage(of_choices: list[Usage]) -> dict[str, Any]:
+    n_prompt = max((usage.input_tokens for usage in of_choices), default=0)
+    n_completion = sum(usage.output_tokens for usage in of_choices)
+    # The least of them: what one choice finds in the prefix cache another choice may have computed.
+    n_cached = min((usage.cached_tokens for usage in of_choices), default=0)
+    n_reasoning = sum(usage.reasoning_tokens for usage in of_choices)
     return {
         "prompt_tokens": n_prompt,
         "completion_tokens": n_completion,

@@ -9,9 +9,9 @@ https://fetch.spec.whatwg.org/#http-cors-protocol.
 Rules of this file:
 1. Every reply has an x-request-id, every log record of its request the same; every error has the same body.
 2. A key is kept as its digest alone, and compared with all of them each time: the time taken says nothing.
-3. Admission limits how many requests are held open at once; short ones, such as a cancel, always get in.
-4. A page of another site gets nothing done that it was not allowed: without a preflight browsers send what
-   is no JSON.
+3. Admission limits how many requests clients hold open at once; short ones, such as a cancel, always get in.
+4. A page of another site can do nothing unless --cors-origin allows it. A browser asks before it sends JSON
+   for a page (a CORS preflight), but sends other types at once: so from such a page they are refused.
 
 Not here: the endpoints, and which of them a client may hold open (api.py), bodies and streams (streaming.py),
 limits of a parameter (request/params.py).
@@ -38,17 +38,213 @@ from api import Api, Endpoint
 from gateway.relay import Refused
 from request.ids import new_id
 from request.refusals import STATUS, BadInput
-from service import metrics, webpage
+from service import webpage
 from service.logs import REQUEST_ID
+from service.metrics import CONTENT_TYPE, Metrics
 from streaming import error_response, wants_stream
 
-log = logging.getLogger("front")
+log = logging.getLogger("middleware")
 
 KEYLESS_PATHS = ("/", "/health", "/health/live")  # the page asks for a key itself
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that left before its reply began: only logged
 METHODS = ("GET", "POST", "DELETE", "HEAD", "OPTIONS")  # others are one label in the metrics
 
-# --- what a failure looks like ------------------------------------------------------------------------------
+# --- the application ----------------------------------------------------------------------------------------
+
+
+def make_app(api: Api, keys: "Keys", max_streams: int, origins: Sequence[str] = ()) -> ASGIApp:
+    """The endpoints, with everything around them.
+
+    `max_streams`: requests that clients may hold open at once. `origins`: sites whose pages may call.
+    """
+
+    async def on_page(_: HttpRequest) -> Response:
+        return webpage.response()
+
+    async def on_metrics(_: HttpRequest) -> Response:
+        return Response(api.metrics.render(), media_type=CONTENT_TYPE)
+
+    endpoints = [Endpoint("GET", "/", on_page), Endpoint("GET", "/metrics", on_metrics), *api.endpoints()]
+    handlers = {
+        BadInput: on_bad_input,
+        Refused: on_refused,
+        HTTPException: on_http_error,
+        RecursionError: on_recursion,
+        ClientDisconnect: on_disconnect,
+        Exception: on_exception,
+    }
+    inner = Starlette(routes=[route_of(endpoint) for endpoint in endpoints], exception_handlers=handlers)
+    inner.router.redirect_slashes = False  # it would go to where the Host header says, which is the client's
+    app: ASGIApp = Admission(inner, endpoints, keys, max_streams, origins)
+    if origins:
+        app = Preflights(
+            app,
+            origins,
+            allow_methods=("GET", "POST", "DELETE"),
+            allow_headers=["*"],
+            expose_headers=("x-request-id", "retry-after"),
+        )
+    return AccessLog(app, {endpoint.handler: endpoint.path for endpoint in endpoints}, api.metrics)
+
+
+def route_of(endpoint: Endpoint) -> Route:
+    return Route(endpoint.path, endpoint.handler, methods=[endpoint.method])
+
+
+# --- around every endpoint ----------------------------------------------------------------------------------
+
+
+class AccessLog:
+    """The application as uvicorn calls it: gives each request its id, logs and counts its reply.
+
+    `path_of` is the path of each endpoint, by its handler, as the routes spell it: "/v1/responses/{id}". It
+    becomes a label of the metrics, which must not have a value for each id.
+    """
+
+    def __init__(self, app: ASGIApp, path_of: Mapping[Any, str], metrics: Metrics) -> None:
+        self._app = app
+        self._path_of = path_of
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request_id = new_id("req")
+        REQUEST_ID.set(request_id)  # in the log records of this task and those that it starts
+        status = CLIENT_CLOSED_REQUEST
+        started_at = time.perf_counter()
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            self._record(scope, status, time.perf_counter() - started_at)
+
+    def _record(self, scope: Scope, status: int, seconds: float) -> None:
+        endpoint = self._path_of.get(scope.get("endpoint"), "none")
+        method = scope["method"]
+        if method not in METHODS:
+            method = "other"
+        self._metrics.add("http_requests", 1, endpoint, method, str(status))
+        self._metrics.observe("http_request_duration_seconds", seconds, endpoint)
+        level = logging.INFO
+        if scope["path"] in KEYLESS_PATHS:
+            level = logging.DEBUG
+        path = scope["raw_path"].decode("ascii", "replace")
+        fields = {"method": method, "path": path, "status": status, "seconds": round(seconds, 4)}
+        log.log(level, "%s %s: %d in %.3f s", *fields.values(), extra={"fields": fields})
+
+
+class Preflights(CORSMiddleware):
+    """Answers CORS preflights, which carry no key; their refusals look like all other errors."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        answer = super().preflight_response(request_headers)
+        if answer.status_code == 200:
+            return answer
+        refusal = error_response(answer.status_code, f"{bytes(answer.body).decode()}.", None, "cors")
+        refusal.headers["Vary"] = answer.headers["Vary"]
+        return refusal
+
+
+class Admission:
+    """Lets requests with an API key in, while there is room; endpoints find its owner in scope["owner"]."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        endpoints: Sequence[Endpoint],
+        keys: "Keys",
+        max_streams: int,
+        origins: Sequence[str],
+    ) -> None:
+        self._app = app
+        self._slow = [(endpoint, route_of(endpoint)) for endpoint in endpoints if endpoint.slow_part]
+        self._keys = keys
+        self._origins = {*origins}
+        self._max_streams = max_streams
+        self._n_streams = 0  # requests that clients hold open now
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["owner"] = self._keys.owner(scope)
+        slow_part = self._slow_part(scope)
+        refusal = self._refusal(scope, slow_part)
+        if refusal:
+            await refusal(scope, receive, send)
+            return
+        if not slow_part:
+            await self._app(scope, receive, send)
+            return
+        self._n_streams += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._n_streams -= 1
+
+    def _slow_part(self, scope: Scope) -> str:
+        """Endpoint.slow_part of this request; "" where it is short, or asks for no stream."""
+        for endpoint, route in self._slow:
+            match, _ = route.matches(scope)
+            if match is Match.FULL:
+                query = QueryParams(scope["query_string"])
+                if endpoint.slow_part == "stream" and not wants_stream(query):
+                    return ""
+                return endpoint.slow_part
+        return ""
+
+    def _refusal(self, scope: Scope, slow_part: str) -> Response | None:
+        headers = dict(scope["headers"])
+        if scope["owner"] is None and scope["path"] not in KEYLESS_PATHS:
+            return unauthorized()
+        if headers.get(b"upgrade", b"").lower() == b"websocket":
+            return no_websocket()
+        if slow_part == "body" and is_without_preflight(headers, self._origins):
+            return not_json()
+        if slow_part and self._n_streams >= self._max_streams:
+            return overloaded()
+        return None
+
+
+def is_without_preflight(headers: Mapping[bytes, bytes], origins: Set[str]) -> bool:
+    """Whether a browser may have sent this for a page of another site without asking first: rule 4."""
+    origin = headers.get(b"origin", b"").decode("latin-1")
+    if not origin or origins & {origin, "*"}:
+        return False
+    is_our_page = origin.partition("://")[2] == headers.get(b"host", b"").decode("latin-1")
+    content_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+    return not is_our_page and content_type != b"application/json"
+
+
+# --- authentication -----------------------------------------------------------------------------------------
+
+
+class Keys:
+    """The API keys that are let in; where there are none everybody is."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._digests = [digest(key.encode()) for key in keys]
+
+    def owner(self, scope: Scope) -> str | None:
+        """The digest of a request's key; "" where none is needed, None where it is wrong or absent."""
+        if not self._digests:
+            return ""
+        scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+        if scheme.lower() != b"bearer" or not key.strip():
+            return None
+        owner = digest(key.strip())
+        matches = [hmac.compare_digest(owner, each) for each in self._digests]  # with all of them: rule 2
+        return owner if any(matches) else None
+
+
+def digest(key: bytes) -> str:
+    return hashlib.sha256(b"llmref api key " + key).hexdigest()
+
+
+# --- what errors and refusals look like ---------------------------------------------------------------------
 
 
 async def on_bad_input(_: HttpRequest, error: Exception) -> Response:
@@ -107,190 +303,8 @@ def no_websocket() -> Response:
     return response
 
 
-def no_json() -> Response:
+def not_json() -> Response:
     message = (
         "Expected 'Content-Type: application/json' from a page of a site that --cors-origin does not name."
     )
     return error_response(415, message, None, "unsupported_content_type")
-
-
-# --- authentication -----------------------------------------------------------------------------------------
-
-
-class Keys:
-    """The API keys that are let in; with none of them everybody is."""
-
-    def __init__(self, keys: Sequence[str]) -> None:
-        self._digests = [digest(key.encode()) for key in keys]
-
-    def owner(self, scope: Scope) -> str | None:
-        """The digest of the key that came, "" where none is needed; None where it is wrong or absent."""
-        if not self._digests:
-            return ""
-        scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
-        if scheme.lower() != b"bearer" or not key.strip():
-            return None
-        owner = digest(key.strip())
-        matches = [hmac.compare_digest(owner, each) for each in self._digests]  # all of them: rule 2
-        return owner if any(matches) else None
-
-
-def digest(key: bytes) -> str:
-    return hashlib.sha256(b"llmref api key " + key).hexdigest()
-
-
-# --- around every endpoint ----------------------------------------------------------------------------------
-
-
-class AccessLog:
-    """The application as uvicorn calls it: gives each request its id, logs and counts its reply.
-
-    `paths` are those of the endpoints, as routes spell them: a label has few values.
-    """
-
-    def __init__(self, app: ASGIApp, paths: Mapping[Any, str], counted: metrics.Metrics) -> None:
-        self._app = app
-        self._paths = paths
-        self._metrics = counted
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request_id = new_id("req")
-        REQUEST_ID.set(request_id)  # in the log records of this task and those that it starts
-        status = CLIENT_CLOSED_REQUEST
-        started_at = time.perf_counter()
-
-        async def send_with_id(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
-            await send(message)
-
-        try:
-            await self._app(scope, receive, send_with_id)
-        finally:
-            self._record(scope, status, time.perf_counter() - started_at)
-
-    def _record(self, scope: Scope, status: int, seconds: float) -> None:
-        handler = self._paths.get(scope.get("endpoint"), "none")
-        method = scope["method"] if scope["method"] in METHODS else "other"
-        self._metrics.add("http_requests", 1, handler, method, str(status))
-        self._metrics.observe("http_request_duration_seconds", seconds, handler)
-        level = logging.DEBUG if scope["path"] in KEYLESS_PATHS else logging.INFO
-        path = scope["raw_path"].decode("ascii", "replace")
-        fields = {"method": method, "path": path, "status": status, "seconds": round(seconds, 4)}
-        log.log(level, "%s %s: %d in %.3f s", *fields.values(), extra={"fields": fields})
-
-
-class Preflights(CORSMiddleware):
-    """Answers what browsers ask before a page's request, without a key; a refusal looks like any other."""
-
-    def preflight_response(self, request_headers: Headers) -> Response:
-        answer = super().preflight_response(request_headers)
-        if answer.status_code == 200:
-            return answer
-        refusal = error_response(answer.status_code, f"{bytes(answer.body).decode()}.", None, "cors")
-        refusal.headers["Vary"] = answer.headers["Vary"]
-        return refusal
-
-
-class Admission:
-    """Lets in who has a key, as far as there is room; endpoints find the key's owner in scope["owner"]."""
-
-    def __init__(
-        self,
-        app: ASGIApp,
-        endpoints: Sequence[Endpoint],
-        keys: Keys,
-        max_streams: int,
-        origins: Sequence[str],
-    ) -> None:
-        self._app = app
-        self._holdable = [(endpoint, route_of(endpoint)) for endpoint in endpoints if endpoint.slow_part]
-        self._keys = keys
-        self._origins = {*origins}
-        self._max_streams = max_streams
-        self._n_streams = 0  # requests that clients hold open now
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["owner"] = self._keys.owner(scope)
-        slow_part = self._slow_part(scope)
-        refusal = self._refusal(scope, slow_part)
-        if refusal:
-            await refusal(scope, receive, send)
-            return
-        if not slow_part:
-            await self._app(scope, receive, send)
-            return
-        self._n_streams += 1
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            self._n_streams -= 1
-
-    def _slow_part(self, scope: Scope) -> str:
-        """What a client may hold this request open with: a body sent slowly, a stream read slowly."""
-        for endpoint, route in self._holdable:
-            match, _ = route.matches(scope)
-            if match is Match.FULL:
-                query = QueryParams(scope["query_string"])
-                if endpoint.slow_part == "stream" and not wants_stream(query):
-                    return ""
-                return endpoint.slow_part
-        return ""
-
-    def _refusal(self, scope: Scope, slow_part: str) -> Response | None:
-        headers = dict(scope["headers"])
-        if scope["owner"] is None and scope["path"] not in KEYLESS_PATHS:
-            return unauthorized()
-        if headers.get(b"upgrade", b"").lower() == b"websocket":
-            return no_websocket()
-        if slow_part == "body" and is_unasked(headers, self._origins):
-            return no_json()
-        if slow_part and self._n_streams >= self._max_streams:
-            return overloaded()
-        return None
-
-
-def route_of(endpoint: Endpoint) -> Route:
-    return Route(endpoint.path, endpoint.handler, methods=[endpoint.method])
-
-
-def is_unasked(headers: Mapping[bytes, bytes], origins: Set[str]) -> bool:
-    """Whether a browser may have sent it for a page of another site without a preflight."""
-    origin = headers.get(b"origin", b"").decode("latin-1")
-    if not origin or origins & {origin, "*"}:
-        return False
-    is_our_page = origin.partition("://")[2] == headers.get(b"host", b"").decode("latin-1")
-    content_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-    return not is_our_page and content_type != b"application/json"
-
-
-def make_app(api: Api, keys: Keys, max_streams: int, origins: Sequence[str] = ()) -> ASGIApp:
-    async def on_page(_: HttpRequest) -> Response:
-        return webpage.response()
-
-    async def on_metrics(_: HttpRequest) -> Response:
-        return Response(api.metrics.render(), media_type=metrics.CONTENT_TYPE)
-
-    endpoints = [Endpoint("GET", "/", on_page), Endpoint("GET", "/metrics", on_metrics), *api.endpoints()]
-    handlers = {
-        BadInput: on_bad_input,
-        Refused: on_refused,
-        HTTPException: on_http_error,
-        RecursionError: on_recursion,
-        ClientDisconnect: on_disconnect,
-        Exception: on_exception,
-    }
-    inner = Starlette(routes=[route_of(endpoint) for endpoint in endpoints], exception_handlers=handlers)
-    inner.router.redirect_slashes = False  # it would go to where the Host header says, which is the client's
-    app: ASGIApp = Admission(inner, endpoints, keys, max_streams, origins)
-    if origins:
-        app = Preflights(
-            app,
-            origins,
-            allow_methods=("GET", "POST", "DELETE"),
-            allow_headers=["*"],
-            expose_headers=("x-request-id", "retry-after"),
-        )
-    return AccessLog(app, {endpoint.handler: endpoint.path for endpoint in endpoints}, api.metrics)

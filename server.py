@@ -91,22 +91,8 @@ def open_store(args: argparse.Namespace) -> Store:
         raise sqlite3.Error(f"--store {args.store}: {error}") from error
 
 
-def make_api(
-    args: argparse.Namespace, local: LocalWorker | None, remote: RemoteWorker | None, registry: Registry
-) -> Api:
-    return Api(
-        local,
-        remote,
-        registry,
-        sealing_key(args.secret),
-        done_line=not args.no_done_line,
-        temporary=not args.no_temporary,
-        reasoning_events=args.reasoning_events,
-    )
-
-
 def sealing_key(secret: str | None) -> bytes:
-    """The key of what clients keep for us; without a secret it lasts as long as the process."""
+    """The key that seals what clients keep for the server; without a secret a new one each start."""
     if secret is None:
         return secrets.token_bytes(32)
     return hashlib.sha256(secret.encode()).digest()
@@ -126,23 +112,31 @@ async def serve(
     """Answer requests until a signal stops the server."""
     workers: list[Worker] = [worker for worker in (local, remote) if worker]
     registry = Registry(store, encode_event, max_queued=args.max_queued)
-    api = make_api(args, local, remote, registry)
+    api = Api(
+        local,
+        remote,
+        registry,
+        sealing_key(args.secret),
+        done_line=not args.no_done_line,
+        temporary=not args.no_temporary,
+        reasoning_events=args.reasoning_events,
+    )
     if remote:
         await remote.upstreams.start()
     await api.recover()
     app = make_app(api, keys, args.max_streams, args.cors_origin or ())
     server = HttpServer(http_config(app, args))
-    hurry = asyncio.Event()
-    stopping: list[asyncio.Task[None]] = []
+    end_grace = asyncio.Event()
+    stopping: list[asyncio.Task[None]] = []  # the task that stops the server, once a signal has come
 
     def on_signal() -> None:
         """The first signal stops the server; the second one ends the grace."""
         if server.should_exit:
-            hurry.set()
+            end_grace.set()
             return
         notify("STOPPING=1")
         server.should_exit = True  # uvicorn accepts no more connections
-        stopping.append(asyncio.create_task(stop(args, workers, registry, hurry)))
+        stopping.append(asyncio.create_task(stop(args, workers, registry, end_grace)))
 
     on_stop_signals(on_signal)
     asyncio.get_running_loop().call_soon(announce, args, local, remote, listener)
@@ -175,9 +169,9 @@ def announce(
     for name, value in facts.items():
         print(f"{name:10} {value}")
     notify("READY=1")
-    # A small model rambles when it is sampled, one time in four until its context is full.
-    request = {"input": "What is the capital of France?", "temperature": 0}
-    body = json.dumps({"model": [*names, ALIAS][0]} | request)
+    model = names[0] if names else ALIAS
+    # Greedy: sampled answers of a small model go on until its context is full, one time in four.
+    body = json.dumps({"model": model, "input": "What is the capital of France?", "temperature": 0})
     print(f"\ncurl {url}/v1/responses -H 'Content-Type: application/json' -d '{body}'\n", flush=True)
 
 
@@ -199,12 +193,12 @@ def on_stop_signals(on_signal: Callable[[], None]) -> None:
 
 
 async def stop(
-    args: argparse.Namespace, workers: list[Worker], registry: Registry, hurry: asyncio.Event
+    args: argparse.Namespace, workers: list[Worker], registry: Registry, end_grace: asyncio.Event
 ) -> None:
-    """Let what runs finish, for a grace at most, then end it; `hurry` ends the grace."""
+    """Let what runs finish, until the grace is over or `end_grace` is set, then end it."""
     registry.stop_accepting()
     deadline = time.monotonic() + args.shutdown_grace
-    while any(worker.busy() for worker in workers) and not hurry.is_set() and time.monotonic() < deadline:
+    while any(worker.busy() for worker in workers) and not end_grace.is_set() and time.monotonic() < deadline:
         await asyncio.sleep(0.02)
     await registry.close(persistent=args.store != options.IN_MEMORY)
     for worker in workers:

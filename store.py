@@ -62,8 +62,8 @@ SETTINGS = ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = NOR
 LOCK_TIMEOUT_S = 1  # another process has the file, and may be about to end
 COLUMNS = "id, born_at, ended_at, kept, background, streamed, request, items, response, owner"
 
-# Deletes what lies behind a limit, counted and summed up from the newest response on.
-OVER_LIMIT = """
+# Counts responses and sums up their bytes, from the newest one on, and deletes those past a limit.
+DELETE_OVER_LIMIT = """
 DELETE FROM responses WHERE id IN (
     SELECT id FROM (
         SELECT id, ROW_NUMBER() OVER newest AS n, SUM(row_bytes + event_bytes) OVER newest AS total
@@ -77,7 +77,7 @@ Snapshot = dict[str, Any] | None  # a response object as an event holds it
 
 
 class Ended(Exception):
-    """The response is terminal, or is gone: nothing can be appended."""
+    """The response is terminal, or deleted: nothing can be appended."""
 
 
 class Row(NamedTuple):
@@ -147,8 +147,10 @@ class Store:
             )
             self._insert_events(row.id, 0, frames)
 
-    def append(self, id: str, first: int, frames: Sequence[bytes], snapshot: Snapshot, now: float) -> None:
-        """Store the events from number `first` on, and the newest response object; None: it is as before.
+    def append(
+        self, id: str, first_number: int, frames: Sequence[bytes], snapshot: Snapshot, now: float
+    ) -> None:
+        """Store the events from `first_number` on, and the newest response object; None: it is as before.
 
         Raises Ended.
         """
@@ -159,7 +161,7 @@ class Store:
             )
             if not update.rowcount:
                 raise Ended(f"expected a live response, got {id}, which has ended or is gone")
-            self._insert_events(id, first, frames)
+            self._insert_events(id, first_number, frames)
             if snapshot:
                 text = _dumps(snapshot)
                 ended_at = now if snapshot["status"] in TERMINAL else None
@@ -183,7 +185,7 @@ class Store:
             self._db.execute("DELETE FROM responses WHERE id = ?", (id,))
 
     def live(self) -> list[Row]:
-        """The responses that a process has left unfinished when it died, oldest first."""
+        """The responses that have not ended, oldest first: at the start, those that a dead process left."""
         live = self._db.execute(f"SELECT {COLUMNS} FROM responses WHERE ended_at IS NULL ORDER BY born_at")
         rows = []
         for columns in live:
@@ -194,21 +196,23 @@ class Store:
         return rows
 
     def evict(self, now: float) -> None:
-        """Forget what is too old, and the oldest of what is too much."""
+        """Delete what is older than the retention, then the oldest responses while there are too many."""
         limits = self._retention
-        stale, old = now - limits.events_age_s, now - limits.max_age_s
+        events_expire = now - limits.events_age_s  # those of a response that ended before this time
+        responses_expire = now - limits.max_age_s
         with self._transaction():
             expired = "ended_at < ? AND event_bytes > 0"
             ids = f"SELECT id FROM responses WHERE {expired}"
-            self._db.execute(f"DELETE FROM events WHERE response_id IN ({ids})", (stale,))
-            self._db.execute(f"UPDATE responses SET event_bytes = 0 WHERE {expired}", (stale,))
+            self._db.execute(f"DELETE FROM events WHERE response_id IN ({ids})", (events_expire,))
+            self._db.execute(f"UPDATE responses SET event_bytes = 0 WHERE {expired}", (events_expire,))
             self._db.execute(
-                "DELETE FROM responses WHERE ended_at < ? OR (ended_at < ? AND NOT kept)", (old, stale)
+                "DELETE FROM responses WHERE ended_at < ? OR (ended_at < ? AND NOT kept)",
+                (responses_expire, events_expire),
             )
-            self._db.execute(OVER_LIMIT, (limits.max_responses, limits.max_bytes))
+            self._db.execute(DELETE_OVER_LIMIT, (limits.max_responses, limits.max_bytes))
 
-    def _insert_events(self, id: str, first: int, frames: Sequence[bytes]) -> None:
-        rows = ((id, first + i, frame) for i, frame in enumerate(frames))
+    def _insert_events(self, id: str, first_number: int, frames: Sequence[bytes]) -> None:
+        rows = ((id, number, frame) for number, frame in enumerate(frames, first_number))
         self._db.executemany("INSERT INTO events VALUES (?, ?, ?)", rows)
 
     @contextmanager

@@ -57,7 +57,7 @@ class Prompt(Protocol):
 
 
 class Worker(Protocol):
-    """What turns a Request into what a model says."""
+    """Serves requests with the models that it has."""
 
     @property
     def defaults(self) -> Mapping[str, Any]: ...  # of parameters, by name: the model's own
@@ -68,7 +68,7 @@ class Worker(Protocol):
         """Check what only this worker can check; raises BadInput. It may take long: call it in a thread."""
 
     def busy(self) -> bool: ...  # a request is in flight
-    def counts(self) -> dict[str, int]: ...  # what it holds, for /health and /metrics
+    def counts(self) -> dict[str, int]: ...  # requests, pages and so on, for /health and /metrics
 
     async def close(self) -> None:
         """Fail what is in flight."""
@@ -85,10 +85,10 @@ class LocalPrompt(NamedTuple):
     token_ids: list[int]
     max_tokens: int
     seed: int
-    dialect: Dialect  # families.find()
-    state: State  # in which the answer begins
+    dialect: Dialect  # how the model marks reasoning and calls, where these tools are offered
+    state: State  # of the parser, where the answer begins
     after_marker: bool  # the prompt ends with a marker
-    constraint: Constraint | None  # on the answer; each choice takes a copy; None: the answer is free
+    constraint: Constraint | None  # structured output, a copy for each choice; None: the answer is free
 
     @property
     def n_tokens(self) -> int:
@@ -136,7 +136,7 @@ class LocalWorker:
     def prepare(self, request: Request) -> LocalPrompt:
         """Render, tokenise and check; raises BadInput."""
         self._check_token_ids(request)
-        text, token_ids = self._fitted(request)
+        text, token_ids = self._render_to_fit(request)
         max_tokens = self.engine.max_seq_len - len(token_ids)
         if request.max_tokens is not None:
             max_tokens = min(max_tokens, request.max_tokens)
@@ -154,23 +154,28 @@ class LocalWorker:
             self, request, token_ids, max_tokens, seed, dialect, state, after_marker, constraint
         )
 
-    def _fitted(self, request: Request) -> tuple[str, list[int]]:
-        """The text and the token ids of the prompt, without as many old turns as it may and must drop."""
+    def _render_to_fit(self, request: Request) -> tuple[str, list[int]]:
+        """The text and the token ids of the prompt; with `truncate` old turns are dropped until it fits."""
         limit = self.engine.max_seq_len
-        candidates = shortened(request.messages) if request.truncate else [request.messages]
+        candidates = [request.messages]  # each has fewer turns than the one before it
+        if request.truncate:
+            candidates = shortened(request.messages)
 
         @cache
-        def encoded(n_dropped: int) -> tuple[str, list[int]]:
-            return self._encode(request, candidates[n_dropped])
+        def encoded(i: int) -> tuple[str, list[int]]:
+            return self._encode(request, candidates[i])
 
-        def fits(n_dropped: int) -> bool:
-            return len(encoded(n_dropped)[1]) < limit
+        def fits(i: int) -> bool:
+            return len(encoded(i)[1]) < limit
 
         # Fewer turns have fewer tokens: bisection finds the first candidate that fits, else the last one.
-        text, token_ids = encoded(bisect.bisect_left(range(len(candidates) - 1), True, key=fits))
+        first_fitting = bisect.bisect_left(range(len(candidates) - 1), True, key=fits)
+        text, token_ids = encoded(first_fitting)
         if not 0 < len(token_ids) < limit:
-            expected = f"This model's context is {limit} tokens, of which the answer needs at least one"
-            message = f"{expected}; the prompt has {len(token_ids)}."
+            message = (
+                f"This model's context is {limit} tokens, of which the answer needs at least one; "
+                f"the prompt has {len(token_ids)}."
+            )
             raise BadInput(message, None, "context_length_exceeded")
         if max(token_ids) >= self.engine.config.vocab_size:
             message = f"The prompt holds a token ({max(token_ids)}) that the model has no embedding for."
@@ -197,16 +202,16 @@ class LocalWorker:
                     pieces: list[Piece] = []
                     if token.token_id not in job.stop_token_ids:
                         pieces = decoder.feed(token.token_id, self._logprobs(token))
-                    for output in feed(parser, pieces):
+                    for output in feed_all(parser, pieces):
                         yield output
                     usage = usage._replace(output_tokens=usage.output_tokens + 1)
-                    if "analysis" in (state_before, parser.state):
+                    if "analysis" in (state_before, parser.state):  # both markers count as reasoning
                         usage = usage._replace(reasoning_tokens=usage.reasoning_tokens + 1)
                     if parser.stopped:
                         yield Finish("stop", usage)
                         return
                 if step.finish:
-                    for output in feed(parser, decoder.close()):
+                    for output in feed_all(parser, decoder.close()):
                         yield output
                     for output in parser.close(cut=step.finish != "stop"):
                         yield output
@@ -231,28 +236,33 @@ class LocalWorker:
         # The grammar of structured output has an end of its own, behind which nothing may come.
         if prompt.constraint or not request.ignore_eos:
             stop_token_ids.update(self.engine.config.eos_token_ids)
-        resolved = {"seed": prompt.seed, "choice": choice, "n_top_logprobs": request.n_top_logprobs}
-        sampling = Sampling(**request.sampling | resolved)
-        constraint = prompt.constraint.copy() if prompt.constraint else None
+        of_choice = {"seed": prompt.seed, "choice": choice, "n_top_logprobs": request.n_top_logprobs}
+        sampling = Sampling(**request.sampling | of_choice)
+        constraint = None
+        if prompt.constraint:
+            constraint = prompt.constraint.copy()
         return Job(prompt.token_ids, prompt.max_tokens, frozenset(stop_token_ids), sampling, constraint)
 
     def _constraint(
         self, spec: StructuredOutput, dialect: Dialect, state: State, after_marker: bool
     ) -> Constraint:
         """The constraint on the answer (structured output); raises BadInput where it cannot be enforced."""
-        thinking: Thinking = "possible"
+        thinking: Thinking = "possible"  # the model may reason before it answers
         if state == "analysis":
-            thinking = "open"
+            thinking = "open"  # the prompt has begun the reasoning
         elif after_marker:
-            thinking = "over"
+            thinking = "over"  # the prompt has ended it
         try:
             self._grammars.check(spec)
             return self._grammars.constraint(lark(spec, dialect, self._tokenizer.added, thinking))
         except BadGrammar as error:
-            if grammar := dict(spec.inputs).get(error.part):
+            grammar = dict(spec.inputs).get(error.part)  # of a custom tool's input
+            if grammar:
                 message = f"Invalid {grammar.syntax} grammar for '{error.part}': {error}"
                 raise BadInput(message, grammar.path) from error
-            path = spec.schema_path if error.part == "schema" else "tools"
+            path = "tools"
+            if error.part == "schema":
+                path = spec.schema_path
             message = f"Invalid schema for '{error.part}': {error}"
             raise BadInput(message, path, "invalid_json_schema") from error
 
@@ -275,9 +285,9 @@ class LocalWorker:
         return (self._logprob(token.token_id, token.logprob)._replace(top=top),)
 
     def _logprob(self, token_id: int, logprob: float) -> TokenLogprob:
-        spelled = self._tokenizer.token_bytes(token_id)
-        return TokenLogprob(spelled.decode(errors="replace"), logprob, spelled)
+        token = self._tokenizer.token_bytes(token_id)
+        return TokenLogprob(token.decode(errors="replace"), logprob, token)
 
 
-def feed(parser: Parser, pieces: list[Piece]) -> list[Output]:
+def feed_all(parser: Parser, pieces: list[Piece]) -> list[Output]:
     return [output for piece in pieces for output in parser.feed(piece)]

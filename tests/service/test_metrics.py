@@ -151,7 +151,7 @@ def test_each_line_of_json_knows_its_request() -> None:
         lines: list[dict[str, Any]] = [json.loads(line) for line in server.log().splitlines()]
     for reply in (*replies, refused):
         own = [line for line in lines if line["request_id"] == reply.headers["x-request-id"]]
-        assert [line["status"] for line in own if line["logger"] == "front"] == [reply.status]
+        assert [line["status"] for line in own if line["logger"] == "middleware"] == [reply.status]
         assert ("api" in [line["logger"] for line in own]) == (reply is not refused)  # in the background too
     (failed,) = [line for line in lines if "exception" in line]
     assert "FloatingPointError" in failed["exception"]
@@ -159,7 +159,7 @@ def test_each_line_of_json_knows_its_request() -> None:
 
 def test_a_record_is_one_line_whatever_a_client_says(server: Server) -> None:
     forged = "x\x1b[2J\x9b2J\x7f\u2028\n2026-01-01 00:00:00,000 INFO front: forged"
-    record = logging.LogRecord("front", logging.INFO, "", 0, "POST %s", (forged,), None)
+    record = logging.LogRecord("middleware", logging.INFO, "", 0, "POST %s", (forged,), None)
     assert r"POST x\x1b[2J\x9b2J\x7f\u2028\n2026-01-01" in logs.TextLines().format(record)
     server.post(RESPONSES, HI | {"tools": [{"type": forged}]})
     refused = server.post("/v1/x%0A2026-01-01", {})
