@@ -1,4 +1,4 @@
-"""server.py with an engine that fails on demand: `python -m tests.faulty_server`, flags as server.py's.
+"""server.py with an engine that fails on demand: `python -m tests.helpers.faulty_server`, flags as its own.
 
 The request chooses the fault by its seed, so that those beside it and after it are served. Nothing of ours is
 replaced: an op raises, computes nonsense or takes its time, as a driver, the memory, a damaged file or a

@@ -101,8 +101,12 @@ def http_bytes(path: str, body: Json) -> bytes:
 def http_chunks(connection: socket.socket) -> Iterator[bytes]:
     """The chunks of a reply with Transfer-Encoding: chunked, each as the server wrote it."""
     with connection.makefile("rb") as lines:
-        while (line := lines.readline()) != b"\r\n":
-            assert line, "expected the head of a reply, got the end of the connection"
+        head = b""
+        while not head.endswith(b"\r\n\r\n"):
+            line = lines.readline()
+            assert line, f"expected the head of a reply, got the end of the connection behind {head!r}"
+            head += line
+        assert b"chunked" in head, f"expected a reply in chunks, got {head!r}"
         while size := int(lines.readline(), 16):
             yield lines.read(size)
             assert lines.readline() == b"\r\n"
