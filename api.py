@@ -57,7 +57,7 @@ from worker import ALIAS, LocalWorker, Outputs, Prompt, Worker
 log = logging.getLogger("api")
 
 # fmt: off
-#  status        why a response of it cannot be cancelled; a cancelled one is answered like the first time
+#  status        why such a response cannot be cancelled; to cancel one a second time is no error
 CANNOT_CANCEL = {
     "completed":  "Cannot cancel a completed response.",
     "failed":     "Cannot cancel a failed response.",
@@ -243,17 +243,19 @@ class Api:
         return JSONResponse({"object": "response.input_tokens", "input_tokens": prompt.n_tokens})
 
     async def compact(self, http: HttpRequest) -> Response:
-        """The user's messages, and one item that stands for all the rest: a summary by the model itself."""
+        """Answer with the user's messages and one sealed item for all the rest: the model's own summary."""
         body = await read_json(http)
         owner = http.scope["owner"]
         checked = await self._check(body, owner, chain_suffices=True)
         question = {"role": "user", "content": COMPACT_QUESTION}
-        summarise = COMPACT_PARAMETERS | {
+        summary_request = COMPACT_PARAMETERS | {
             "model": checked.request.model,
             "instructions": body.get("instructions"),
             "input": [*checked.items, question],
         }
-        prompt = await prepare(checked.worker, params.from_responses(summarise, checked.worker.defaults))
+        prompt = await prepare(
+            checked.worker, params.from_responses(summary_request, checked.worker.defaults)
+        )
         outputs: list[Accepted | Output | Finish] = []
 
         async def collect() -> None:

@@ -80,7 +80,7 @@ class EventLog:
         self._n_written = len(frames)  # fewer than there are in `_shown` where a write has failed
         self._writing: asyncio.Task[None] | None = None
         self._is_closed = False
-        self._news = asyncio.Event()  # set, and replaced by a new one, whenever something has changed
+        self._news = asyncio.Event()  # set, and replaced by a new one, when readers have something to look at
 
     @property
     def status(self) -> str:
@@ -154,6 +154,7 @@ class EventLog:
         return self.is_stored
 
     async def _write_all(self, write: Write) -> None:
+        """Write until all entries are written, or a write fails and no new ones have come meanwhile."""
         while self._pending or not self.is_stored:
             n_pending = len(self._pending)
             entries = self._shown[self._n_written :] + self._pending
@@ -387,7 +388,7 @@ class Registry:
         try:
             with closing(job.log):
                 await self._fill(job)
-            await job.log.until_shown()
+            await job.log.until_shown()  # now the store's limits count this response too
             await self._maintain_store()
         finally:
             await job.log.until_shown()

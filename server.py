@@ -91,13 +91,6 @@ def open_store(args: argparse.Namespace) -> Store:
         raise sqlite3.Error(f"--store {args.store}: {error}") from error
 
 
-def sealing_key(secret: str | None) -> bytes:
-    """The key that seals what clients keep for the server; without a secret a new one each start."""
-    if secret is None:
-        return secrets.token_bytes(32)
-    return hashlib.sha256(secret.encode()).digest()
-
-
 # --- run ----------------------------------------------------------------------------------------------------
 
 
@@ -112,15 +105,7 @@ async def serve(
     """Answer requests until a signal stops the server."""
     workers: list[Worker] = [worker for worker in (local, remote) if worker]
     registry = Registry(store, encode_event, max_queued=args.max_queued)
-    api = Api(
-        local,
-        remote,
-        registry,
-        sealing_key(args.secret),
-        done_line=not args.no_done_line,
-        temporary=not args.no_temporary,
-        reasoning_events=args.reasoning_events,
-    )
+    api = make_api(args, local, remote, registry)
     if remote:
         await remote.upstreams.start()
     await api.recover()
@@ -143,6 +128,27 @@ async def serve(
     await server.serve(sockets=[listener])
     await asyncio.gather(*stopping)
     store.close()
+
+
+def make_api(
+    args: argparse.Namespace, local: LocalWorker | None, remote: RemoteWorker | None, registry: Registry
+) -> Api:
+    return Api(
+        local,
+        remote,
+        registry,
+        sealing_key(args.secret),
+        done_line=not args.no_done_line,
+        temporary=not args.no_temporary,
+        reasoning_events=args.reasoning_events,
+    )
+
+
+def sealing_key(secret: str | None) -> bytes:
+    """The key that seals what clients keep for the server; without a secret a new one each start."""
+    if secret is None:
+        return secrets.token_bytes(32)
+    return hashlib.sha256(secret.encode()).digest()
 
 
 def announce(

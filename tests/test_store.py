@@ -186,7 +186,9 @@ def test_limits(limits: Retention, later: float, rows: list[Row], left: str) -> 
         assert ids(db, "a", "b") == left.split()
 
 
-frames = st.lists(st.binary(max_size=300), max_size=3)
+frames = st.lists(
+    st.binary(min_size=1, max_size=300), max_size=3
+)  # event_bytes 0 means expired: no frame is empty
 ages = st.integers(0, 9)
 
 
