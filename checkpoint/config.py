@@ -7,7 +7,8 @@ Authority: names, defaults and meaning of the fields are those of Hugging Face t
 modeling_rope_utils.py).
 
 Rules of this file:
-  * One description serves all families: FAMILIES is the table of what they differ in.
+  * One description serves all families: FAMILIES is the table of what they differ in. A new family is a row
+    there, a row of FIELDS for each field that is new, a case of tests/parity.py and a word in the README.
   * Each field passes its FieldCheck before it is used.
   * A value that this program does not support raises UnsupportedModel; nothing is guessed or skipped.
 

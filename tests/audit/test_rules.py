@@ -18,7 +18,7 @@ import completions
 import responses
 import sse
 from api import encode_chunk, encode_event
-from audit import members, recordings, rules
+from audit import members, order, recordings, rules
 from channels import Arguments, Call, Delta, Finish, Output, TokenLogprob, Usage
 from helpers import laws
 from helpers.serving import ROOT
@@ -292,3 +292,8 @@ def test_the_laws_are_the_rules() -> None:
         laws.check_order(
             [json.loads(f.event.data) for f in recordings.frames(responses_stream())[0][1:] if f.event]
         )
+
+
+def test_what_only_others_say_is_not_in_our_grammar() -> None:
+    """What our server learns to say leaves the table of what only others do."""
+    assert not responses.GRAMMAR.keys() & order.MORE.keys()

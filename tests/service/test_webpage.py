@@ -17,6 +17,7 @@ import pytest
 
 from helpers.faulty_server import SLOW
 from helpers.serving import TINY, Reply, Server, serve, until
+from responses import GRAMMAR
 from service import webpage as page_module
 
 if TYPE_CHECKING:
@@ -98,6 +99,14 @@ def wait_for_events(page: "Page", n: int) -> None:
 def facts(page: "Page") -> dict[str, str]:
     names, values = (page.locator(f"#facts {tag}").all_inner_texts() for tag in ("dt", "dd"))
     return dict(zip(names, values, strict=True))
+
+
+def test_the_page_folds_every_event_that_adds_something() -> None:
+    """Without a row in FOLD the page would silently leave out what the event adds."""
+    fold = page_module.HTML.split("const FOLD = {")[1].split("};")[0]
+    folded = set(re.findall(r'^ *"([\w.]+)":', fold, re.MULTILINE))
+    events = {event.split()[0] for _, event in GRAMMAR}
+    assert {event for event in events if event.endswith((".added", ".delta"))} <= folded
 
 
 # --- what is shown ------------------------------------------------------------------------------------------
