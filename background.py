@@ -365,6 +365,10 @@ class Registry:
         if tasks:
             await asyncio.wait(tasks)
 
+    async def close_store(self) -> None:
+        """Close the store in its own thread, behind all that was asked of it there."""
+        await self._call_store(self._store.close)
+
     @property
     def is_accepting(self) -> bool:
         return not self._is_stopping

@@ -127,7 +127,7 @@ async def serve(
     asyncio.get_running_loop().call_soon(announce, args, local, remote, listener)
     await server.serve(sockets=[listener])
     await asyncio.gather(*stopping)
-    store.close()
+    await registry.close_store()
 
 
 def make_api(
