@@ -2,7 +2,7 @@
 
     StructuredOutput --lark()--> grammar --Grammars.constraint()--> Constraint --mask()--> allowed tokens
 
-It is also called constrained (or guided) decoding, and the mask a token bitmask. The library that follows the
+It is also called constrained decoding (or guided), and the mask a token bitmask. The library that follows the
 grammar is llguidance; other servers use XGrammar or Outlines in its place. `StructuredOutput` is what is
 asked for (request/params.py), `lark()` writes it in the forms of the dialect, `Grammars` checks and compiles
 for one vocabulary, and a `Constraint` masks the tokens of one answer.
