@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, Protocol
 from channels import Accepted, Dialect, Finish, Output, Parser, Piece, State, TokenLogprob, Usage
 from dialects import families
 from dialects.structured_output import BadGrammar, Constraint, Grammars, Thinking, lark
-from engine import Engine, Job
+from engine import Engine, EngineRequest
 from request.messages import Message, shortened
 from request.output_format import StructuredOutput
 from request.params import Request
@@ -225,7 +225,7 @@ class LocalWorker:
             schemas={function["name"]: function.get("parameters", {}) for function in functions},
         )
 
-    def _job(self, prompt: LocalPrompt, choice: int) -> Job:
+    def _job(self, prompt: LocalPrompt, choice: int) -> EngineRequest:
         request = prompt.request
         stop_token_ids = {*request.stop_token_ids}
         # The grammar of structured output has an end of its own, behind which nothing may come.
@@ -234,7 +234,9 @@ class LocalWorker:
         resolved = {"seed": prompt.seed, "choice": choice, "n_top_logprobs": request.n_top_logprobs}
         sampling = Sampling(**request.sampling | resolved)
         constraint = prompt.constraint.copy() if prompt.constraint else None
-        return Job(prompt.token_ids, prompt.max_tokens, frozenset(stop_token_ids), sampling, constraint)
+        return EngineRequest(
+            prompt.token_ids, prompt.max_tokens, frozenset(stop_token_ids), sampling, constraint
+        )
 
     def _constraint(
         self, spec: StructuredOutput, dialect: Dialect, state: State, after_marker: bool
