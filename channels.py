@@ -108,7 +108,8 @@ class Finish(NamedTuple):
 # dialects/families.py.
 HeaderState = Literal["between", "role", "header"]
 State = Literal["analysis", "commentary", "final", "call", "end"] | HeaderState
-Next = State | Literal["content"]  # behind "content" the header says which state it is
+NextState = State | Literal["content"]  # behind "content" the header says which state it is
+Transitions = Mapping[tuple[State | Literal["any"], str], NextState]  # (state, marker) -> next state
 
 HEADER_STATES = ("between", "role", "header")
 
@@ -169,7 +170,7 @@ class Dialect(NamedTuple):
     """How a family of models marks what it says."""
 
     known_by: tuple[str, ...]  # substrings that its chat templates all have
-    transitions: Mapping[tuple[State | Literal["any"], str], Next]  # (state, marker) -> next state
+    transitions: Transitions
     call_reader: Callable[[Schemas], CallReader]
     forms: Forms
     header: Callable[[], Header] | None = None  # None: its messages have no headers
@@ -184,7 +185,7 @@ class Dialect(NamedTuple):
     def markers(self) -> frozenset[str]:
         return frozenset(marker for _, marker in self.transitions)
 
-    def next(self, state: State, marker: str) -> Next | None:
+    def next(self, state: State, marker: str) -> NextState | None:
         """The state that the marker leads to; None: it leads nowhere from here."""
         return self.transitions.get((state, marker), self.transitions.get(("any", marker)))
 

@@ -137,11 +137,11 @@ class Ending(NamedTuple):
 
     event: str
     status: str
-    item_status: str    # of the item that is open
-    why: str | None     # incomplete_details.reason
+    item_status: str               # of the item that is open
+    incomplete_reason: str | None  # incomplete_details.reason
 
 
-#   finish_reason                event                  status        open item     why
+#   finish_reason                event                  status        open item     incomplete reason
 ENDINGS = {
     "stop":           Ending("response.completed",  "completed",  "completed",  None),
     # https://github.com/vllm-project/vllm/issues/57998
@@ -365,9 +365,9 @@ def _final_members(finish: Finish, status: str, now: int | None) -> dict[str, An
         members["completed_at"] = now
     if status == "failed":
         members["error"] = {"code": finish.code, "message": finish.message}
-    why = ENDINGS[finish.reason].why
-    if why:
-        members["incomplete_details"] = {"reason": why}
+    incomplete_reason = ENDINGS[finish.reason].incomplete_reason
+    if incomplete_reason:
+        members["incomplete_details"] = {"reason": incomplete_reason}
     if finish.usage and status != "cancelled":
         members["usage"] = usage_object(finish.usage)
     return members

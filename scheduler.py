@@ -310,7 +310,10 @@ class Scheduler:
     # --- Admission ------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Let the oldest run while there are pages for all tokens of all, and one more page for each."""
+        """Let the oldest run while there are pages for all tokens of all, and one more page for each.
+
+        A sequence that would run alone needs no such look: no sequence is longer than the pool.
+        """
         while self.waiting and self._free_slots:
             sequence = self.waiting[0]
             n_missing = sequence.n_missing_pages() - self._n_shared_pages(sequence)
@@ -322,7 +325,7 @@ class Scheduler:
             sequence.slot = self._free_slots.pop()
             if self._speculate and sequence.prompt_lookup is None:
                 sequence.prompt_lookup = PromptLookup(sequence.prompt)
-            self._constrain(sequence, [])  # takes the mask of the first token
+            self._constrain(sequence, [])  # takes the mask of its next token
 
     def _n_shared_pages(self, sequence: Sequence) -> int:
         """Pages of its prompt that others have in use: none has to be free for them."""

@@ -15,12 +15,9 @@ Not here: following the tables (channels.py), writing grammars (structured_outpu
 """
 
 from collections.abc import Collection
-from typing import Literal
 
-from channels import CallReader, Dialect, Forms, Next, Piece, State
+from channels import CallReader, Dialect, Forms, Piece, State, Transitions
 from dialects.calls import AsWritten, JsonCalls, NamedCalls, XmlCalls
-
-Transitions = dict[tuple[State | Literal["any"], str], Next]
 
 # fmt: off
 #  (state now,    marker)              next state
