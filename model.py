@@ -290,9 +290,8 @@ class NumpyOps:
     def _attention_of_group(self, q: Array, i: int, group: Group) -> Array:
         """softmax(Q K^T / sqrt(head_dim)) V, https://arxiv.org/abs/1706.03762, equation 1.
 
-        A query sees the keys up to its own position; with a sliding window of w, the last w of them
-        (https://arxiv.org/abs/2310.06825, section 2). n_heads / n_kv_heads query heads share a key head
-        (grouped-query attention, https://arxiv.org/abs/2305.13245).
+        n_heads / n_kv_heads query heads share a key head: grouped-query attention,
+        https://arxiv.org/abs/2305.13245. Pages in front of a sliding window are not read.
         """
         c = self.config
         window = c.windows[i]
@@ -301,11 +300,8 @@ class NumpyOps:
         first_page = 0
         if window is not None:
             first_page = max(0, group.start - window + 1) // PAGE  # the first that holds a visible key
-        query_positions = np.arange(group.start, end)[:, None]  # (n, 1)
         key_positions = np.arange(first_page * PAGE, end)  # (n_keys,)
-        visible = key_positions <= query_positions  # (n, n_keys)
-        if window is not None:
-            visible &= key_positions > query_positions - window
+        visible = visible_keys(np.arange(group.start, end), key_positions, window)  # (n, n_keys)
 
         # Axes: q query, k key, d head_dim, g key head, h query head among those that share the key head.
         pages = list(group.pages[first_page : math.ceil(end / PAGE)])
@@ -320,6 +316,17 @@ class NumpyOps:
     def _read_cache(self, pages: Sequence[int], i: int, which: int) -> Array:
         """The keys (0) or values (1) of layer i in some pages, (len(pages) * PAGE, n_kv_heads, head_dim)."""
         return self._kv[pages, i, which].reshape(-1, self.config.n_kv_heads, self.config.head_dim)
+
+
+def visible_keys(query_positions: Ints, key_positions: Ints, window: int | None) -> NDArray[np.bool_]:
+    """Which keys a query sees: those up to its own position; with a sliding window of w, the last w of them.
+
+    https://arxiv.org/abs/2310.06825, section 2. -> (n_queries, n_keys)
+    """
+    visible: NDArray[np.bool_] = key_positions <= query_positions[:, None]
+    if window is not None:
+        visible &= key_positions > query_positions[:, None] - window
+    return visible
 
 
 def rotate(x: Array, turns: NDArray[np.complex64]) -> Array:
