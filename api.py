@@ -489,7 +489,7 @@ class ResponseProducer:
     def _events(self, output: Accepted | Output | Finish) -> list[Event]:
         match output:
             case Accepted() if self._in_background:
-                return self._builder.run()
+                return self._builder.in_progress()
             case Accepted():
                 return self._builder.start()
             case Finish():

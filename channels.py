@@ -108,7 +108,8 @@ class Finish(NamedTuple):
 # dialects/families.py.
 HeaderState = Literal["between", "role", "header"]
 State = Literal["analysis", "commentary", "final", "call", "end"] | HeaderState
-Next = State | Literal["content"]  # behind "content" the header says which state it is
+NextState = State | Literal["content"]  # behind "content" the header says which state it is
+Transitions = Mapping[tuple[State | Literal["any"], str], NextState]  # (state, marker) -> next state
 
 HEADER_STATES = ("between", "role", "header")
 
@@ -169,7 +170,7 @@ class Dialect(NamedTuple):
     """How a family of models marks what it says."""
 
     known_by: tuple[str, ...]  # substrings that its chat templates all have
-    transitions: Mapping[tuple[State | Literal["any"], str], Next]  # (state, marker) -> next state
+    transitions: Transitions
     call_reader: Callable[[Schemas], CallReader]
     forms: Forms
     header: Callable[[], Header] | None = None  # None: its messages have no headers
@@ -184,8 +185,8 @@ class Dialect(NamedTuple):
     def markers(self) -> frozenset[str]:
         return frozenset(marker for _, marker in self.transitions)
 
-    def next(self, state: State, marker: str) -> Next | None:
-        """The state that the marker leads to; None: it means nothing here."""
+    def next(self, state: State, marker: str) -> NextState | None:
+        """The state that the marker leads to; None: it leads nowhere from here."""
         return self.transitions.get((state, marker), self.transitions.get(("any", marker)))
 
 
@@ -204,32 +205,32 @@ class Finder:
         first_characters = "".join({re.escape(needle[0]) for needle in needles})
         never = "(?!)"
         self._may_begin = re.compile(f"[{first_characters}]" if needles else never)
-        self._held: list[Piece] = []
-        self._text = ""  # of the pieces held: between two calls it is shorter than the longest needle
+        self._held_pieces: list[Piece] = []
+        self._held_text = ""  # the text of these; behind each feed() it is shorter than the longest needle
 
     def feed(self, piece: Piece) -> Iterator[Piece | str]:
         """The text that is certain, as pieces, and each needle found, as a str."""
-        if not self._text and not self._may_begin.search(piece.text):  # most pieces
+        if not self._held_text and not self._may_begin.search(piece.text):  # most pieces
             yield piece
             return
-        self._held.append(piece)
-        self._text += piece.text
+        self._held_pieces.append(piece)
+        self._held_text += piece.text
         while match := self._first_match():
             end, start, needle = match
             yield from self._take(start)
-            list(self._take(end - start))
+            self._take(end - start)  # the needle leaves as a str, not as pieces
             yield needle
-        yield from self._take(len(self._text) - self._n_ambiguous())
+        yield from self._take(len(self._held_text) - self._n_ambiguous())
 
-    def flush(self) -> Iterator[Piece]:
-        """The text held: it became no needle."""
-        return self._take(len(self._text))
+    def flush(self) -> list[Piece]:
+        """Release all that is held: it became no needle."""
+        return self._take(len(self._held_text))
 
     def _first_match(self) -> tuple[int, int, str] | None:
-        """End, start and needle of the match that ends first; of those that end together the longest."""
+        """(end, start, needle) of the match that ends first; of those that end together the longest."""
         matches: list[tuple[int, int, str]] = []
         for needle in self._needles:
-            start = self._text.find(needle)
+            start = self._held_text.find(needle)
             if start >= 0:
                 matches.append((start + len(needle), start, needle))
         return min(matches, default=None)
@@ -238,20 +239,22 @@ class Finder:
         """Length of the longest end of the text that is a proper beginning of a needle."""
         longest = 0
         for needle in self._needles:
-            for n in range(longest + 1, min(len(needle) - 1, len(self._text)) + 1):
-                if self._text.endswith(needle[:n]):
+            for n in range(longest + 1, min(len(needle) - 1, len(self._held_text)) + 1):
+                if self._held_text.endswith(needle[:n]):
                     longest = n
         return longest
 
-    def _take(self, n: int) -> Iterator[Piece]:
+    def _take(self, n: int) -> list[Piece]:
         """Release the first `n` characters held."""
-        self._text = self._text[n:]
+        released: list[Piece] = []
+        self._held_text = self._held_text[n:]
         while n > 0:
-            head, rest = self._held.pop(0).cut(n)
+            head, rest = self._held_pieces.pop(0).cut(n)
+            released.append(head)
             n -= len(head.text)
             if rest.text:
-                self._held.insert(0, rest)
-            yield head
+                self._held_pieces.insert(0, rest)
+        return released
 
 
 # --- theory of operation ------------------------------------------------------------------------------------
@@ -301,16 +304,16 @@ class CallBody:
         self.reader = reader
         self.opened_by = opened_by  # the marker in front; "" where a call may stand without one
         self.interrupted = interrupted  # the state that its text returns to if it is no call
-        self._held: list[Piece] = []
+        self._held_pieces: list[Piece] = []
 
     def feed(self, piece: Piece) -> Iterator[Output]:
         if not self.reader.called:
-            self._held.append(piece)
+            self._held_pieces.append(piece)
         return self.reader.feed(piece)
 
     def as_text(self) -> list[Piece]:
         """All of it, from the marker that opened it."""
-        return [Piece(self.opened_by), *self._held]
+        return [Piece(self.opened_by), *self._held_pieces]
 
 
 class Trimming:
@@ -320,16 +323,16 @@ class Trimming:
         self._enabled = enabled
         self._after_marker = enabled and after_marker  # <think> | "\na": the newlines that come are its own
         self._has_text = False  # <think> | " " | </think>: up to the first text any whitespace is held
-        self._held: list[Piece] = []  # "a\n" | <think>: whitespace that a marker takes along
+        self._held_pieces: list[Piece] = []  # "a\n" | <think>: whitespace that a marker takes along
 
     def marker(self) -> None:
         """A marker stands here."""
         self._after_marker = self._enabled
         self._has_text = False
-        self._held = []
+        self._held_pieces = []
 
     def drop_held(self) -> None:
-        self._held = []
+        self._held_pieces = []
 
     def without_leading(self, piece: Piece) -> Piece:
         if self._after_marker:
@@ -338,24 +341,25 @@ class Trimming:
         return piece
 
     def without_trailing(self, piece: Piece) -> list[Piece]:
-        """What was held and this piece, but for the newlines at its end, which are held now."""
+        """What was held and this piece, without the newlines at its end, which are held from now on."""
         if not self._enabled:
             return [piece]
         self._has_text = self._has_text or bool(piece.text.strip())
-        solid = piece.text.rstrip("\n")
-        if not self._has_text or not solid:
-            self._held.append(piece)
+        n_before_newlines = len(piece.text.rstrip("\n"))
+        if not self._has_text or not n_before_newlines:
+            self._held_pieces.append(piece)
             return []
-        head, newlines = piece.cut(len(solid))
-        released = [*self._held, head]
-        self._held = []
+        head, newlines = piece.cut(n_before_newlines)
+        released = [*self._held_pieces, head]
+        self._held_pieces = []
         if newlines.text:
-            self._held.append(newlines)
+            self._held_pieces.append(newlines)
         return released
 
     def release(self) -> list[Piece]:
         """What was held: no marker has come."""
-        released, self._held = self._held, []
+        released = self._held_pieces
+        self._held_pieces = []
         return released
 
 
@@ -386,7 +390,7 @@ class Parser:
         self._one_call = one_call
         self._markers = Finder(dialect.markers - dialect.tokens)
         self._header = dialect.header() if dialect.header else None
-        self._call = CallBody(dialect.call_reader(self._schemas))  # in the state "call"; else of no use
+        self._call = CallBody(dialect.call_reader(self._schemas))  # read in the state "call" alone
         self._trimming = Trimming(dialect.trims, after_marker)
         self._stop = Finder(stop)
         self._open_item: Literal["", "text", "call"] = ""  # what a Close would end
@@ -400,13 +404,15 @@ class Parser:
         return self._until_stop(self._close(cut))
 
     def _until_stop(self, outputs: Iterator[Output]) -> list[Output]:
+        """The outputs up to the one with which the response ends, if it does."""
         kept: list[Output] = []
         for output in outputs:
             if self.stopped:
                 break
             kept.append(output)
             is_end_of_call = self._open_item == "call" and isinstance(output, Close)
-            self.stopped = is_end_of_call and self._one_call
+            if is_end_of_call and self._one_call:
+                self.stopped = True
         return kept
 
     def _feed(self, piece: Piece) -> Iterator[Output]:
@@ -439,8 +445,9 @@ class Parser:
     # --- channel: markers move it, text goes where it stands ------------------------------------------------
 
     def _marker(self, marker: str) -> Iterator[Output]:
-        goes_on = self._dialect.next(self.state, marker) in ("header", "content")
-        if self.state in HEADER_STATES and not goes_on:
+        """End the header or the call that is being read, unless the marker is part of it; then move on."""
+        leads_to = self._dialect.next(self.state, marker)
+        if self.state in HEADER_STATES and leads_to not in ("header", "content"):
             yield from self._end_header(complete=False)
         if self.state == "call":
             if self._is_text_of_the_call(marker):
@@ -451,16 +458,20 @@ class Parser:
             yield from self._text(Piece(marker))
             self._in_malformed_call = False
             return
-        yield from self._flush_stop()
-        following = self._dialect.next(self.state, marker) or self.state
-        may_be_text = following == "call" and marker in self._dialect.call_markers
-        if self.state == "call" or not may_be_text:
-            yield from self._end_item()
         self._in_malformed_call = False
-        if following == "content":
+        yield from self._flush_stop()
+        yield from self._transition(marker)
+
+    def _transition(self, marker: str) -> Iterator[Output]:
+        leads_to = self._dialect.next(self.state, marker) or self.state
+        # What follows a marker of a call may turn out to be text of the open item: it stays open until then.
+        may_be_text = leads_to == "call" and marker in self._dialect.call_markers
+        if self.state == "call" or not may_be_text:
+            yield from self._close_item()
+        if leads_to == "content":
             yield from self._end_header(complete=True)
         else:
-            self._enter(following, marker)
+            self._enter(leads_to, marker)
 
     def _enter(self, state: State, marker: str) -> None:
         if state == "call":
@@ -472,14 +483,14 @@ class Parser:
             self.stopped = True
         self.state = state
 
-    def _end_item(self) -> Iterator[Output]:
+    def _close_item(self) -> Iterator[Output]:
         if self._open_item:
             yield Close()
         self._open_item = ""
         self._trimming.marker()
 
     def _end_header(self, complete: bool) -> Iterator[Output]:
-        """The state that the header leads to; its words where they were no header, but stray text."""
+        """Enter the state that the header says; words that were no header are stray text."""
         assert self._header
         self.state, reader, stray = self._header.end(self.state, complete)
         if reader:
@@ -499,7 +510,7 @@ class Parser:
             if not trimmed.text:
                 return
             if self.state == "analysis":
-                yield from self._shown(trimmed)
+                yield from self._show(trimmed)
             else:
                 yield from self._up_to_stop(trimmed)
 
@@ -520,16 +531,17 @@ class Parser:
         return is_quoted or self._dialect.next(self.state, marker) is None
 
     def _to_call(self, piece: Piece) -> Iterator[Output]:
-        yield from self._called(self._call.feed(piece))
+        yield from self._announced(self._call.feed(piece))
         if self._call.reader.malformed:
             yield from self._not_a_call()
 
     def _end_call(self) -> Iterator[Output]:
-        yield from self._called(self._call.reader.end())
+        yield from self._announced(self._call.reader.end())
         if not self._call.reader.called:
             yield from self._not_a_call()
 
-    def _called(self, outputs: Iterator[Output]) -> Iterator[Output]:
+    def _announced(self, outputs: Iterator[Output]) -> Iterator[Output]:
+        """Pass on what the call body says; the first output means that it is a call."""
         for output in outputs:
             self._open_item = "call"
             self._trimming.drop_held()  # the newlines in front of the call's marker
@@ -550,14 +562,14 @@ class Parser:
                 yield from self._deltas(self._trimming.release())
                 self.stopped = True
                 return
-            yield from self._shown(part)
+            yield from self._show(part)
 
     def _flush_stop(self) -> Iterator[Output]:
         """The text held became no stop string."""
         for piece in self._stop.flush():
-            yield from self._shown(piece)
+            yield from self._show(piece)
 
-    def _shown(self, piece: Piece) -> Iterator[Output]:
+    def _show(self, piece: Piece) -> Iterator[Output]:
         return self._deltas(self._trimming.without_trailing(piece))
 
     def _deltas(self, pieces: list[Piece]) -> Iterator[Output]:

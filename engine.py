@@ -1,16 +1,16 @@
 """The engine: a thread that runs the model step by step, and the queues between it and asyncio.
 
-    Job --Engine.generate()--> Step, Step, ... the last one with `finish`
-    in the thread, over and over: schedule() -> launch() -> read() -> deliver
+    EngineRequest --Engine.generate()--> StepOutput, StepOutput, ... the last one with `finish`
+    in the thread, over and over: read the inbox -> schedule() -> launch() -> read() -> deliver
 
 Rules of this file:
-1. One thread owns the scheduler and the model. asyncio talks to it through two queues: jobs and aborts go in,
-   steps come out.
+1. One thread owns the scheduler and the model. asyncio talks to it through queues: requests and aborts go in,
+   the outputs of steps come out.
 2. Steps are launched before those ahead of them are read, as many as the model runner allows: the device does
    not wait for this thread. Tokens computed past the end of a sequence are discarded.
 3. An exception in a step fails the sequences in it, and no others: the next request works. One outside of a
    step, which nobody foresaw, fails all, and the engine says that it is not alive.
-4. Every reader gets exactly one Step with `finish`, unless it leaves first.
+4. Every reader gets exactly one StepOutput with `finish`, unless it leaves first.
 
 Not here: who runs next (scheduler.py), text (tokenizer.py, worker.py), the forward pass and the choice of a
 token (model.py, sampling.py).
@@ -45,7 +45,7 @@ class ModelRunner(Protocol):
     """Computes the steps, and owns the memory of the KV cache; model.NumpyOps is the spec."""
 
     config: Config
-    about: str  # what it computes with, for whoever starts the server
+    about: str  # what it computes with, in words: a line of the server's start
     max_seq_len: int
     n_pages: int
     max_batch: int  # sequences a step
@@ -53,23 +53,25 @@ class ModelRunner(Protocol):
     n_ahead: int  # steps that may be launched before the first of them is read
     chunk_invariant: bool  # whether a row has the same bits in a prefill chunk as by itself
 
-    def launch(self, spans: list[Span], contexts: list[Context]) -> Ticket: ...
+    def launch(self, spans: list[Span], contexts: list[Context]) -> Ticket:
+        """Start a step. `contexts` has one for each wanted row of the spans, in their order."""
 
-    def read(self, ticket: Ticket) -> list[list[Choice]]: ...
+    def read(self, ticket: Ticket) -> list[list[Choice]]:
+        """Wait for the oldest step: a list for each span that has wanted rows, none for the others."""
 
 
 @dataclass(frozen=True)
-class Job:
-    """What to generate."""
+class EngineRequest:
+    """What to generate; the scheduler's Sequence is what becomes of it."""
 
-    prompt: list[int]
+    prompt: list[int]  # token ids
     max_tokens: int
     stop_token_ids: frozenset[int]
     sampling: Sampling
     constraint: Constraint | None = None
 
 
-class Step(NamedTuple):
+class StepOutput(NamedTuple):
     """What a step brought to one sequence: its new tokens, a stop token among them."""
 
     tokens: list[Choice]
@@ -79,14 +81,14 @@ class Step(NamedTuple):
 
 
 class Reader(NamedTuple):
-    """Whoever waits for the steps of a sequence."""
+    """The coroutine that waits for the tokens of a sequence, as this thread reaches it."""
 
     loop: asyncio.AbstractEventLoop
-    steps: asyncio.Queue[Step]
+    outputs: asyncio.Queue[StepOutput]
 
 
 class InFlight(NamedTuple):
-    """A step that was launched and is not read."""
+    """A step that is launched and not yet read."""
 
     ticket: Ticket
     batch: list[Scheduled]
@@ -96,7 +98,7 @@ class Engine:
     """Runs a model in a thread of its own."""
 
     def __init__(self, runner: ModelRunner, speculate: int = 0) -> None:
-        """`speculate`: drafts a step of one sequence, at most."""
+        """`speculate`: how many drafts of one sequence a step may verify; 0: none."""
         self.config = runner.config
         self.max_seq_len = min(runner.max_seq_len, runner.n_pages * PAGE)
         self.about = runner.about
@@ -107,32 +109,35 @@ class Engine:
         self._inbox = queue.SimpleQueue[Callable[[], None]]()  # what to do between two steps
         self._in_flight: deque[InFlight] = deque()  # oldest first
         self._readers: dict[Sequence, Reader] = {}  # of all sequences that have not ended
-        self._outbox: list[tuple[Reader, Step]] = []
+        self._outbox: list[tuple[Reader, StepOutput]] = []  # what is delivered at the end of a step
         self._n_steps = 0
         self._n_failed_steps = 0  # since one that worked
-        self._why_closed = CLOSING
-        self._open = True  # False: no new job may be queued
-        self._lock = threading.Lock()  # held to look at _open and queue: close() comes from another thread
+        self._why_closed = CLOSING  # what requests are told while _open is False
+        self._open = True  # False: no request is taken any more
+        # Held from a look at _open to what follows from it, for close() comes from another thread.
+        self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
-    async def generate(self, job: Job) -> AsyncGenerator[Step]:
-        """Yield the steps of one sequence.
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[StepOutput]:
+        """Yield the tokens of one sequence, step by step.
 
-        Leaving early, by whatever way, aborts it: consume under contextlib.aclosing.
+        A reader that leaves early aborts it: consume it under contextlib.aclosing.
         """
-        sequence = Sequence(job.prompt, job.max_tokens, job.stop_token_ids, job.sampling, job.constraint)
+        sequence = Sequence(
+            request.prompt, request.max_tokens, request.stop_token_ids, request.sampling, request.constraint
+        )
         reader = Reader(asyncio.get_running_loop(), asyncio.Queue())
         with self._lock:
             if self._open:
                 self._inbox.put(partial(self._start, sequence, reader))
             else:
-                reader.steps.put_nowait(Step([], "failed", self._why_closed))
+                reader.outputs.put_nowait(StepOutput([], "failed", self._why_closed))
         try:
             while True:
-                step = await reader.steps.get()
-                yield step
-                if step.finish:
+                output = await reader.outputs.get()
+                yield output
+                if output.finish:
                     return
         finally:
             self._inbox.put(partial(self._abort, sequence))
@@ -142,7 +147,7 @@ class Engine:
 
     @property
     def alive(self) -> bool:
-        """Whether jobs are worked at."""
+        """False: it will never generate again."""
         return self._open and self._thread.is_alive() and self._n_failed_steps < MAX_FAILED_STEPS
 
     def counts(self) -> dict[str, int]:
@@ -182,8 +187,11 @@ class Engine:
         self._deliver()
 
     def _read_inbox(self, wait: bool) -> None:
-        while wait or not self._inbox.empty():
-            wait = False
+        """Start and abort what was asked for since the last step; `wait` until there is something."""
+        if wait:
+            action = self._inbox.get()
+            action()
+        while not self._inbox.empty():
             action = self._inbox.get()
             action()
 
@@ -241,8 +249,7 @@ class Engine:
             tokens = self._scheduler.postprocess(scheduled, chosen)
             if tokens:
                 sequence = scheduled.sequence
-                step = Step(tokens, sequence.finish, cached_tokens=sequence.n_cached)
-                self._put(sequence, step)
+                self._put(sequence, StepOutput(tokens, sequence.finish, cached_tokens=sequence.n_cached))
 
     # --- what comes out -------------------------------------------------------------------------------------
 
@@ -263,26 +270,26 @@ class Engine:
 
     def _fail(self, sequence: Sequence, message: str) -> None:
         self._scheduler.remove(sequence)
-        self._put(sequence, Step([], "failed", message))
+        self._put(sequence, StepOutput([], "failed", message))
 
-    def _put(self, sequence: Sequence, step: Step) -> None:
-        self._outbox.append((self._readers[sequence], step))
-        if step.finish:
+    def _put(self, sequence: Sequence, output: StepOutput) -> None:
+        self._outbox.append((self._readers[sequence], output))
+        if output.finish:
             del self._readers[sequence]
 
     def _deliver(self) -> None:
-        """Hand each event loop its steps in one call: a call a sequence outlasts a small model's step."""
-        by_loop = defaultdict[asyncio.AbstractEventLoop, list[tuple[Reader, Step]]](list)
-        for reader, step in self._outbox:
-            by_loop[reader.loop].append((reader, step))
+        """Empty the outbox with one call an event loop: a call a sequence outlasts a small step."""
+        by_loop = defaultdict[asyncio.AbstractEventLoop, list[tuple[Reader, StepOutput]]](list)
+        for reader, output in self._outbox:
+            by_loop[reader.loop].append((reader, output))
         self._outbox = []
-        for loop, steps in by_loop.items():
+        for loop, outputs in by_loop.items():
             try:
-                loop.call_soon_threadsafe(put_all, steps)
+                loop.call_soon_threadsafe(put_all, outputs)
             except RuntimeError:  # the loop has closed, and its readers are gone
-                log.debug("a step came after its reader had gone")
+                log.debug("tokens came after their reader had gone")
 
 
-def put_all(steps: list[tuple[Reader, Step]]) -> None:
-    for reader, step in steps:
-        reader.steps.put_nowait(step)
+def put_all(outputs: list[tuple[Reader, StepOutput]]) -> None:
+    for reader, output in outputs:
+        reader.outputs.put_nowait(output)

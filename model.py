@@ -17,8 +17,8 @@ Rules of this file:
    chunk and its tokens one by one are different groups, and agree up to rounding, about 1e-6.
 3. Rotary pairs are ADJACENT: a pair of a head is a complex number (checkpoint/weights.py orders them so).
 
-Not here: which rows to compute next (engine.py), which page is whose (pages.py), what the families of models
-differ in (checkpoint/config.py), files (checkpoint/weights.py), logits to a token (sampling.py), speed
+Not here: which rows to compute next (scheduler.py), which page is whose (pages.py), what the families of
+models differ in (checkpoint/config.py), files (checkpoint/weights.py), logits to a token (sampling.py), speed
 (devices/).
 """
 
@@ -49,12 +49,11 @@ class Span(NamedTuple):
 
     slot: int  # row of the running batch, below max_batch, that the sequence occupies
     pages: Sequence[int]  # its page table: the token at position p lies in page pages[p // PAGE]
-    token_ids: (
-        Sequence[int] | None
-    )  # None: the one token that the slot chose last, unread (where n_ahead > 0)
+    # None: one token, the newest that the slot chose; only the device knows it yet (where n_ahead > 0).
+    token_ids: Sequence[int] | None
     start: int  # position of the first token; the KV cache holds all tokens before it
-    n_wanted: int  # choices to make: what follows each of the last n_wanted tokens
-    is_chunk: bool  # True: a prefill chunk, computed together; False: each token is computed by itself
+    n_wanted: int  # wanted rows, the last ones: a token is chosen from the logits of each
+    is_chunk: bool  # True: prefill, the rows of a chunk are one group; False: each row is a group
 
     @property
     def end(self) -> int:
@@ -84,20 +83,20 @@ class Batch:
         for span in spans:
             assert span.token_ids is not None, "expected token ids: only a GPU chains spans"
             first_row = len(token_ids)
-            n = len(span.token_ids)
-            size = CHUNK if span.is_chunk else 1
-            for i in range(0, n, size):
-                rows = slice(first_row + i, first_row + min(i + size, n))
-                self.groups.append(Group(span.pages, span.start + i, rows))
+            end_row = first_row + len(span.token_ids)
+            group_size = CHUNK if span.is_chunk else 1
+            for row in range(first_row, end_row, group_size):
+                rows = slice(row, min(row + group_size, end_row))
+                self.groups.append(Group(span.pages, span.start + row - first_row, rows))
             token_ids += span.token_ids
             positions += range(span.start, span.end)
             pages += [span.pages[position // PAGE] for position in range(span.start, span.end)]
-            wanted_rows += range(len(token_ids) - span.n_wanted, len(token_ids))
+            wanted_rows += range(end_row - span.n_wanted, end_row)
         self.token_ids: Ints = np.array(token_ids, np.int64)  # (n_rows,)
         self.positions: Ints = np.array(positions, np.int64)  # (n_rows,)
         self.pages: Ints = np.array(pages, np.int64)  # (n_rows,) the page that each token lies in
         self.offsets = self.positions % PAGE  # (n_rows,) and its place in that page
-        self.wanted_rows: Ints = np.array(wanted_rows, np.int64)  # (n_wanted,)
+        self.wanted_rows: Ints = np.array(wanted_rows, np.int64)  # (n_wanted,) of all spans
 
     @property
     def row_groups(self) -> list[slice]:
@@ -164,7 +163,7 @@ class NumpyOps:
     pack = staticmethod(unpacked)  # how checkpoint.weights.read_weights keeps a matrix for these ops
     chunk = CHUNK
     n_ahead = 0  # steps that may be launched before the first of them is read
-    chunk_invariant = False  # has a row the same bits in a prefill chunk as by itself? See rule 2.
+    chunk_invariant = False  # a row has other bits in a prefill chunk than by itself: rule 2
 
     def __init__(
         self, config: Config, weights: Weights, max_seq_len: int, n_pages: int, max_batch: int
@@ -177,8 +176,8 @@ class NumpyOps:
         self.max_batch = max_batch
         # cos + i sin, (max_seq_len, head_dim/2) complex64
         self._rope = rope_table(config.rope, config.head_dim, max_seq_len)
-        # The page pool: at 0 of axis 2 keys, at 1 values. All that a page holds lies together, so that a page
-        # is no real memory until its first token is written.
+        # The page pool; axis 2 is keys, then values. The page is the first axis, so that what a page holds
+        # lies together, and the operating system gives it memory only when its first token is written.
         shape = (n_pages, config.n_layers, 2, PAGE, config.n_kv_heads, config.head_dim)
         self._kv: Array = np.empty(shape, np.float32)
 
@@ -192,11 +191,11 @@ class NumpyOps:
     def launch(self, spans: Sequence[Span], contexts: Sequence[Context]) -> Ticket:
         """Compute a step; `contexts` has one for each wanted row, in the order of the rows."""
         logits = forward(self, self.weights, Batch(spans))
-        choices = iter(self.pick(logits, contexts))
+        choices = iter(self.pick(logits, contexts))  # one a wanted row, of all spans
         return [list(islice(choices, span.n_wanted)) for span in spans if span.n_wanted]
 
     def read(self, ticket: Ticket) -> list[list[Choice]]:
-        """Return the choices of each span that wanted any; tickets are read in the order of their launch."""
+        """Return the choices of each span with wanted rows; tickets are read in the order of their launch."""
         return ticket  # type: ignore[no-any-return]
 
     # --- the forward pass, op by op -------------------------------------------------------------------------
@@ -256,6 +255,7 @@ class NumpyOps:
         return self._linear(normed, weights.head, None, groups)
 
     def pick(self, logits: Array, contexts: Sequence[Context]) -> list[Choice]:
+        """Choose a token for each wanted row (sampling.py)."""
         return [pick_token(row, context) for row, context in zip(logits, contexts, strict=True)]
 
     # --- what the ops are made of ---------------------------------------------------------------------------
@@ -290,9 +290,8 @@ class NumpyOps:
     def _attention_of_group(self, q: Array, i: int, group: Group) -> Array:
         """softmax(Q K^T / sqrt(head_dim)) V, https://arxiv.org/abs/1706.03762, equation 1.
 
-        A query sees the keys up to its own position; with a sliding window of w, the last w of them
-        (https://arxiv.org/abs/2310.06825, section 2). n_heads / n_kv_heads query heads share a key head
-        (grouped-query attention, https://arxiv.org/abs/2305.13245).
+        n_heads / n_kv_heads query heads share a key head: grouped-query attention,
+        https://arxiv.org/abs/2305.13245. Pages in front of a sliding window are not read.
         """
         c = self.config
         window = c.windows[i]
@@ -301,11 +300,8 @@ class NumpyOps:
         first_page = 0
         if window is not None:
             first_page = max(0, group.start - window + 1) // PAGE  # the first that holds a visible key
-        query_positions = np.arange(group.start, end)[:, None]  # (n, 1)
         key_positions = np.arange(first_page * PAGE, end)  # (n_keys,)
-        visible = key_positions <= query_positions  # (n, n_keys)
-        if window is not None:
-            visible &= key_positions > query_positions - window
+        visible = visible_keys(np.arange(group.start, end), key_positions, window)  # (n, n_keys)
 
         # Axes: q query, k key, d head_dim, g key head, h query head among those that share the key head.
         pages = list(group.pages[first_page : math.ceil(end / PAGE)])
@@ -320,6 +316,17 @@ class NumpyOps:
     def _read_cache(self, pages: Sequence[int], i: int, which: int) -> Array:
         """The keys (0) or values (1) of layer i in some pages, (len(pages) * PAGE, n_kv_heads, head_dim)."""
         return self._kv[pages, i, which].reshape(-1, self.config.n_kv_heads, self.config.head_dim)
+
+
+def visible_keys(query_positions: Ints, key_positions: Ints, window: int | None) -> NDArray[np.bool_]:
+    """Which keys a query sees: those up to its own position; with a sliding window of w, the last w of them.
+
+    https://arxiv.org/abs/2310.06825, section 2. -> (n_queries, n_keys)
+    """
+    visible: NDArray[np.bool_] = key_positions <= query_positions[:, None]
+    if window is not None:
+        visible &= key_positions > query_positions[:, None] - window
+    return visible
 
 
 def rotate(x: Array, turns: NDArray[np.complex64]) -> Array:

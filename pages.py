@@ -39,12 +39,11 @@ class PagePool:
 
     def __init__(self, n_pages: int) -> None:
         self.n_pages = n_pages
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(
-            range(n_pages)
-        )  # the next to be taken is first
-        self._n_users = [0] * n_pages
+        # Free pages in the order in which they will be taken; the values mean nothing.
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(n_pages))
+        self._n_users = [0] * n_pages  # page tables that hold the page
         self._page_of: dict[PrefixHash, int] = {}  # the prefix cache
-        self._hash_of: dict[int, PrefixHash] = {}  # the prefix cache, the other way round
+        self._hash_of: dict[int, PrefixHash] = {}  # the same, page to hash
 
     @property
     def n_free(self) -> int:
@@ -55,19 +54,20 @@ class PagePool:
         if not self._free:
             raise OutOfPages
         page, _ = self._free.popitem(last=False)
-        evicted = self._hash_of.pop(page, None)
-        if evicted is not None:
-            del self._page_of[evicted]
+        evicted_hash = self._hash_of.pop(page, None)
+        if evicted_hash is not None:
+            del self._page_of[evicted_hash]
         self._n_users[page] = 1
         return page
 
     def register(self, page: int, page_hash: PrefixHash) -> None:
-        """Put a page in use, which is full, into the prefix cache; the first page of a hash stays there."""
+        """Put a full page, which is in use, into the prefix cache; of two with one hash the first stays."""
         if page not in self._hash_of and page_hash not in self._page_of:
             self._page_of[page_hash] = page
             self._hash_of[page] = page_hash
 
     def find(self, page_hash: PrefixHash) -> int | None:
+        """The page of the prefix cache with this hash; it may be free."""
         return self._page_of.get(page_hash)
 
     def is_in_use(self, page_hash: PrefixHash) -> bool:
@@ -85,6 +85,8 @@ class PagePool:
         """
         for page in reversed(pages):
             self._n_users[page] -= 1
-            if not self._n_users[page]:
-                self._free[page] = None
-                self._free.move_to_end(page, last=page in self._hash_of)
+            if self._n_users[page]:
+                continue
+            self._free[page] = None
+            if page not in self._hash_of:
+                self._free.move_to_end(page, last=False)  # taken first: rule 3

@@ -137,11 +137,11 @@ class Ending(NamedTuple):
 
     event: str
     status: str
-    item_status: str    # of the item that is open
-    why: str | None     # incomplete_details.reason
+    item_status: str               # of the item that is open
+    incomplete_reason: str | None  # incomplete_details.reason
 
 
-#   finish_reason                event                  status        open item     why
+#   finish_reason                event                  status        open item     incomplete reason
 ENDINGS = {
     "stop":           Ending("response.completed",  "completed",  "completed",  None),
     # https://github.com/vllm-project/vllm/issues/57998
@@ -155,17 +155,17 @@ ENDINGS = {
 
 
 def label(event: Mapping[str, Any]) -> str:
-    """The name under which GRAMMAR knows an event: its type, and the type of the item or part that it opens
-    or ends.
-    """
-    inner = event.get("item") or event.get("part")
-    return f"{event['type']} {inner['type']}" if inner else str(event["type"])
+    """How GRAMMAR writes an event: its type, and the type of the item or part that it opens or ends."""
+    item_or_part = event.get("item") or event.get("part")
+    if item_or_part:
+        return f"{event['type']} {item_or_part['type']}"
+    return str(event["type"])
 
 
 def fold(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """The response object that a stream amounts to: the one in its newest event that holds one."""
-    responses = [event["response"] for event in events if "response" in event]
-    return dict(responses[-1])
+    snapshots = [event["response"] for event in events if "response" in event]
+    return dict(snapshots[-1])
 
 
 def interrupted(events: Iterable[Mapping[str, Any]], message: str) -> Event:
@@ -184,12 +184,12 @@ def interrupted(events: Iterable[Mapping[str, Any]], message: str) -> Event:
 class _Item:
     """The item that is open."""
 
-    channel: str  # key of KINDS
+    key: str  # of KINDS: the channel of its text, or which kind of call it is
     kind: ItemKind
     id: str
     output_index: int
     call: dict[str, str]  # call_id, name and namespace, if it is a call
-    seal: Callable[[str], str] | None  # see Builder
+    seal: Callable[[str], str] | None  # what makes encrypted_content of a reasoning item: see Builder
     texts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
@@ -263,9 +263,9 @@ class Builder:
         """What can be said before the first token: clients time out on long prompts."""
         if queued:
             return [self._envelope("response.created", "queued"), self._envelope("response.queued", "queued")]
-        return [self._envelope("response.created", "in_progress"), *self.run()]
+        return [self._envelope("response.created", "in_progress"), *self.in_progress()]
 
-    def run(self) -> list[Event]:
+    def in_progress(self) -> list[Event]:
         """A queued response has got its turn."""
         return [self._envelope("response.in_progress", "in_progress")]
 
@@ -273,14 +273,15 @@ class Builder:
         match output:
             case Delta(channel, text, logprobs):
                 events: list[Event] = []
-                if self._item is None or self._item.channel != channel:
+                if self._item is None or self._item.key != channel:
                     events = [*self._close("completed"), *self._open(channel, call={})]
                 return [*events, *self._grow(text, logprobs)]
             case Call(name, custom, namespace):
                 call = {"call_id": self._new_id("call"), "name": name}
                 if namespace:
                     call["namespace"] = namespace
-                return [*self._close("completed"), *self._open("custom" if custom else "call", call)]
+                key = "custom" if custom else "call"
+                return [*self._close("completed"), *self._open(key, call)]
             case Arguments(text):
                 return self._grow(text)
             case Close():
@@ -292,8 +293,8 @@ class Builder:
         closing = self._close(ending.item_status)
         return [*closing, self._envelope(ending.event, ending.status, finish, now)]
 
-    # The one place where an event is made.
     def _event(self, type_: str, **fields: Any) -> Event:
+        """Make an event, here and nowhere else; raises IllegalEvent (rule 2)."""
         event = {"type": type_, **fields}
         following = GRAMMAR.get((self.state, label(event)))
         if following is None:
@@ -301,17 +302,20 @@ class Builder:
         self.state = following
         return event
 
-    def _open(self, channel: str, call: dict[str, str]) -> list[Event]:
+    def _open(self, key: str, call: dict[str, str]) -> list[Event]:
         """Announce an item, and its content part if it has one."""
-        kind, index = self._kinds[channel], len(self.output)
-        self._item = item = _Item(channel, kind, self._new_id(kind.prefix), index, call, self._seal)
+        kind = self._kinds[key]
+        index = len(self.output)
+        item = _Item(key, kind, self._new_id(kind.prefix), index, call, self._seal)
         announced = item.snapshot("in_progress")
         events = [self._event("response.output_item.added", output_index=index, item=announced)]
         if kind.part:
             events.append(self._event("response.content_part.added", **item.place(), part=item.part()))
+        self._item = item
         return events
 
     def _grow(self, text: str, logprobs: tuple[TokenLogprob, ...] = ()) -> list[Event]:
+        """Add text to the open item."""
         item = self._item
         if item is None or not text:
             return []
@@ -331,9 +335,9 @@ class Builder:
         events = [self._event(item.kind.events + ".done", **members)]
         if item.kind.part:
             events.append(self._event("response.content_part.done", **item.place(), part=item.part()))
-        index, closed = item.output_index, item.snapshot(status)
-        events.append(self._event("response.output_item.done", output_index=index, item=closed))
-        self.output.append(item.snapshot(status))
+        closed = item.snapshot(status)
+        events.append(self._event("response.output_item.done", output_index=item.output_index, item=closed))
+        self.output.append(item.snapshot(status))  # another copy: rule 5
         self._item = None
         return events
 
@@ -350,19 +354,20 @@ class Builder:
             "usage": None,
         }
         if finish:
-            response |= _end_of(finish, status, now)
+            response |= _final_members(finish, status, now)
         return self._event(type_, response=response)
 
 
-def _end_of(finish: Finish, status: str, now: int | None) -> dict[str, Any]:
+def _final_members(finish: Finish, status: str, now: int | None) -> dict[str, Any]:
     """The members of the response object that its end sets."""
     members: dict[str, Any] = {}
     if status == "completed":
         members["completed_at"] = now
     if status == "failed":
         members["error"] = {"code": finish.code, "message": finish.message}
-    if why := ENDINGS[finish.reason].why:
-        members["incomplete_details"] = {"reason": why}
+    incomplete_reason = ENDINGS[finish.reason].incomplete_reason
+    if incomplete_reason:
+        members["incomplete_details"] = {"reason": incomplete_reason}
     if finish.usage and status != "cancelled":
         members["usage"] = usage_object(finish.usage)
     return members

@@ -66,21 +66,21 @@ class Choice(NamedTuple):
     top: tuple[tuple[int, float], ...] = ()  # (token_id, logprob), likeliest first
 
 
-def pick_token(raw: Array, context: Context) -> Choice:
-    """Choose a token by its logits, (vocab_size,); raises ArithmeticError where these are no numbers."""
-    if not np.isfinite(raw.max()):
+def pick_token(logits: Array, context: Context) -> Choice:
+    """Choose a token by the logits, (vocab_size,); raises ArithmeticError where these are no numbers."""
+    if not np.isfinite(logits.max()):
         raise ArithmeticError("the model's logits are no finite numbers")
     sampling = context.sampling
-    logits = apply_penalties(raw, context)
+    penalised = apply_penalties(logits, context)
     if sampling.temperature == 0:
-        token_id = int(logits.argmax())
+        token_id = int(penalised.argmax())
     else:
-        probs = apply_temperature(logits, sampling.temperature)
+        probs = apply_temperature(penalised, sampling.temperature)
         probs = apply_top_k_top_p_min_p(probs, sampling)
         token_id = draw(probs, philox_uniform(sampling.seed, sampling.choice, context.n_output))
     if sampling.n_top_logprobs is None:
         return Choice(token_id)
-    logprobs = log_softmax(raw)
+    logprobs = log_softmax(logits)  # the model's own: rule 2
     return Choice(token_id, float(logprobs[token_id]), top_logprobs(logprobs, sampling.n_top_logprobs))
 
 
@@ -90,9 +90,9 @@ def pick_token(raw: Array, context: Context) -> Choice:
 def apply_penalties(logits: Array, context: Context) -> Array:
     """Return the logits, changed by penalties, bias and mask, in this order.
 
-    repetition_penalty, of prompt and output: https://arxiv.org/abs/1909.05858, section 4.1, as transformers
-    has it. presence_penalty and frequency_penalty, of the output alone, and logit_bias:
-    https://platform.openai.com/docs/api-reference/chat/create
+    repetition_penalty is for tokens of the prompt and the output: https://arxiv.org/abs/1909.05858, section
+    4.1, as transformers has it. presence_penalty and frequency_penalty are for tokens of the output:
+    https://platform.openai.com/docs/api-reference/chat/create, as is logit_bias.
     """
     sampling = context.sampling
     logits = logits.copy()
@@ -125,7 +125,7 @@ def apply_top_k_top_p_min_p(probs: Probs, sampling: Sampling) -> Probs:
 
     All three keep the likeliest tokens, so each is a threshold; the likeliest token has probability 1 here.
     min_p: https://arxiv.org/abs/2407.01082. top_k: https://arxiv.org/abs/1805.04833, section 5.4. top_p,
-    nucleus sampling: https://arxiv.org/abs/1904.09751, section 3.1, of what top_k has left, as in vLLM.
+    nucleus sampling: https://arxiv.org/abs/1904.09751, section 3.1; as in vLLM it counts what top_k has left.
     """
     threshold = sampling.min_p
     if 0 < sampling.top_k < len(probs):
@@ -137,7 +137,7 @@ def apply_top_k_top_p_min_p(probs: Probs, sampling: Sampling) -> Probs:
         negligible = (1 - sampling.top_p) * total / len(probs)
         descending = np.sort(probs[probs >= max(threshold, negligible)])[::-1]
         n_nucleus = int(np.searchsorted(np.cumsum(descending), sampling.top_p * total)) + 1
-        threshold = descending[:n_nucleus][-1]
+        threshold = descending[:n_nucleus][-1]  # rounding may make n_nucleus one too many
     return np.where(probs < threshold, 0, probs)
 
 
@@ -157,7 +157,7 @@ def philox_uniform(seed: int, choice: int, number: int) -> float:
     Philox is a function of key and counter: "Parallel Random Numbers: As Easy as 1, 2, 3" (Salmon et al.,
     2011).
     """
-    key = np.array([seed & 0xFFFF_FFFF_FFFF_FFFF, choice], np.uint64)
+    key = np.array([seed & 0xFFFF_FFFF_FFFF_FFFF, choice], np.uint64)  # a seed may be negative
     return float(np.random.Generator(np.random.Philox(key=key, counter=number)).random())
 
 

@@ -108,21 +108,21 @@ class Sequence:
     sampling: Sampling
     constraint: Constraint | None = None
 
-    output: list[int] = field(default_factory=list)  # tokens chosen, as far as they are read
+    output: list[int] = field(default_factory=list)  # tokens chosen, in the steps that have been read
     finish: Literal["stop", "length"] | None = None  # set when its last token is read
-    mask: Mask | None = None  # the constraint's, for the next token; None: any may come
+    mask: Mask | None = None  # what its constraint allows as the next token; None: any token
 
     slot: int | None = None  # row of the batch; None while it waits, and when it has ended
     page_table: list[int] = field(default_factory=list)  # the page of token i is page_table[i // PAGE]
     prefix_hashes: list[PrefixHash] = field(default_factory=list)  # one a full page, made when asked for
-    n_prefill: int = 0  # its first tokens, which are computed in chunks; those behind them row by row
+    n_prefill: int = 0  # tokens at its beginning that are computed in chunks; the others go row by row
     n_computed: int = 0  # tokens with keys and values in its pages, once all steps in flight have run
     n_unread: int = 0  # tokens chosen in steps in flight
     n_cached: int = 0  # prompt tokens taken from the prefix cache (usage.cached_tokens)
-    n_preempted: int = 0  # tokens it had computed when preempted: to find those in the cache saves nothing
+    n_computed_before: int = 0  # tokens computed when it was preempted: finding them cached saves nothing
 
     prompt_lookup: "PromptLookup | None" = None
-    n_drafts: int = 0  # how many to try in a step: fewer while they are wrong
+    max_drafts: int = 0  # drafts of a step: fewer while they are wrong
 
     @property
     def n_tokens(self) -> int:
@@ -133,6 +133,7 @@ class Sequence:
         return self.n_computed < self.n_prefill
 
     def token_ids(self, start: int, end: int) -> list[int]:
+        """Tokens `start` to `end` of prompt and output."""
         n_prompt = len(self.prompt)
         return self.prompt[start:end] + self.output[max(0, start - n_prompt) : max(0, end - n_prompt)]
 
@@ -189,12 +190,12 @@ def mask_after(constraint: Constraint, mask: Mask | None, token_id: int) -> Mask
         return None
     try:
         constraint.advance(token_id)
-        following = constraint.mask()
+        next_mask = constraint.mask()
     except Exception:
         return None
-    if not following.any():
+    if not next_mask.any():
         return None
-    return following
+    return next_mask
 
 
 class Scheduled(NamedTuple):
@@ -203,11 +204,11 @@ class Scheduled(NamedTuple):
     sequence: Sequence
     span: Span
     contexts: list[Context]  # one for each of its last rows, from which a token is chosen
-    drafts: list[int]  # its last tokens, which nobody has chosen yet
+    drafts: list[int]  # the last tokens of the span: guesses, to be verified
 
     @property
     def cost(self) -> int:
-        """Rows that count against the budget of a step: a single one does not, nor does a draft."""
+        """Rows that count against the budget of a step: a single row does not, nor does a draft."""
         n_rows = self.span.end - self.span.start - len(self.drafts)
         if n_rows == 1:
             return 0
@@ -247,7 +248,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         sequence.n_prefill = len(sequence.prompt)
-        sequence.n_drafts = self._speculate
+        sequence.max_drafts = self._speculate
         self.waiting.append(sequence)
 
     def schedule(self, in_flight: Collection[list[Scheduled]] = ()) -> list[Scheduled]:
@@ -288,7 +289,7 @@ class Scheduler:
         sequence.n_unread -= len(choices)
         sequence.n_computed -= n_rejected
         if drafts:
-            sequence.n_drafts = min(self._speculate, max(1, 2 * n_accepted))
+            sequence.max_drafts = min(self._speculate, max(1, 2 * n_accepted))
             self.counts["drafted"] += len(drafts)
             self.counts["accepted"] += n_accepted
         if sequence.prompt_lookup is not None:
@@ -309,7 +310,10 @@ class Scheduler:
     # --- Admission ------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Let the oldest run while there are pages for all tokens of all, and one more page for each."""
+        """Let the oldest run while there are pages for all tokens of all, and one more page for each.
+
+        A sequence that would run alone needs no such look: no sequence is longer than the pool.
+        """
         while self.waiting and self._free_slots:
             sequence = self.waiting[0]
             n_missing = sequence.n_missing_pages() - self._n_shared_pages(sequence)
@@ -321,7 +325,7 @@ class Scheduler:
             sequence.slot = self._free_slots.pop()
             if self._speculate and sequence.prompt_lookup is None:
                 sequence.prompt_lookup = PromptLookup(sequence.prompt)
-            self._constrain(sequence, [])  # for the mask of the first token
+            self._constrain(sequence, [])  # takes the mask of its next token
 
     def _n_shared_pages(self, sequence: Sequence) -> int:
         """Pages of its prompt that others have in use: none has to be free for them."""
@@ -338,10 +342,7 @@ class Scheduler:
         batch: list[Scheduled] = []
         budget = MAX_CHUNKS * self._chunk  # rows of prompts, and of output that is computed again
         prefilling = [sequence for sequence in self.running if sequence.is_prefilling]
-        # Sequences that need the same page next count once. A short prompt need not wait for a long one.
-        distinct = {sequence.next_page_hash() or sequence for sequence in prefilling}
-        n_sharing = max(1, min(len(distinct), MAX_CHUNKS))
-        share = budget // n_sharing
+        share = self._share_of_budget(budget, prefilling)
 
         # decode
         for sequence in self.running:
@@ -362,7 +363,7 @@ class Scheduler:
         for sequence in prefilling:
             self._use_prefix_cache(sequence)
             if sequence.next_page_hash() in in_progress:
-                continue  # and find it in the prefix cache once it is computed
+                continue  # it sits this step out, and finds the page in the prefix cache later
             scheduled = self._prefill(sequence, min(budget, share))
             if scheduled is not None:
                 batch.append(scheduled)
@@ -370,10 +371,19 @@ class Scheduler:
                 in_progress.update(scheduled.prefilled_pages())
         return batch
 
+    def _share_of_budget(self, budget: int, prefilling: list[Sequence]) -> int:
+        """The rows that one sequence may have, so that a short prompt need not wait for a long one.
+
+        Sequences that need the same page next count once: one computes it, the others sit the step out.
+        """
+        distinct = {sequence.next_page_hash() or sequence for sequence in prefilling}
+        n_sharing = max(1, min(len(distinct), MAX_CHUNKS))
+        return budget // n_sharing
+
     def _decode(self, sequence: Sequence, budget: int) -> Scheduled | None:
         """The row of the newest token, and drafts; more rows where a preempted output is computed again."""
         if sequence.n_unread:
-            return self._chained(sequence)
+            return self._decode_chained(sequence)
         end = self._end_within(budget, sequence.n_computed, sequence.n_tokens)
         drafts: list[int] = []
         if end == sequence.n_tokens:
@@ -407,13 +417,13 @@ class Scheduler:
         span = Span(sequence.slot, sequence.page_table, token_ids, start, len(contexts), is_chunk)
         return Scheduled(sequence, span, contexts, drafts)
 
-    def _chained(self, sequence: Sequence) -> Scheduled | None:
+    def _decode_chained(self, sequence: Sequence) -> Scheduled | None:
         """The row of a token that nobody has read yet; None where the sequence has to wait for it."""
         if len(sequence.output) + sequence.n_unread >= sequence.max_tokens:
             return None
         if sequence.constraint is not None:  # the mask of the next choice depends on the token
             return None
-        # Drafts are in flight, so that nobody knows how many tokens there are, or may follow the token.
+        # There are drafts in flight, and nobody knows how many are right; or drafts may follow the token.
         if sequence.prompt_lookup is not None and sequence.prompt_lookup.drafts(1):
             return None
         assert sequence.slot is not None
@@ -429,21 +439,22 @@ class Scheduler:
         n_spare_pages = max(0, self.pool.n_free - len(self.running))  # the others may need a page each
         n_places = (len(sequence.page_table) + n_spare_pages) * PAGE - sequence.n_tokens
         n_left = sequence.max_tokens - len(sequence.output) - 1
-        drafts = sequence.prompt_lookup.drafts(min(sequence.n_drafts, n_left, n_places))
+        drafts = sequence.prompt_lookup.drafts(min(sequence.max_drafts, n_left, n_places))
         return list(takewhile(lambda token_id: token_id not in sequence.stop_token_ids, drafts))
 
     # --- Pages ----------------------------------------------------------------------------------------------
 
     def _use_prefix_cache(self, sequence: Sequence) -> None:
-        """Share the pages that come next, as far as somebody has computed them; never the last token's.
+        """Share the next pages of the sequence that are in the prefix cache, but never the last token's.
 
         Without chunk invariance a row's bits depend on its chunk, so whole chunks are shared, or nothing.
         """
-        n = self._chunk
+        unit = self._chunk  # tokens that are shared at once
         if self._chunk_invariant:
-            n = PAGE
-        while sequence.n_computed + n < sequence.n_prefill:
-            first, end = sequence.n_computed // PAGE, (sequence.n_computed + n) // PAGE
+            unit = PAGE
+        while sequence.n_computed + unit < sequence.n_prefill:
+            first = sequence.n_computed // PAGE
+            end = (sequence.n_computed + unit) // PAGE
             pages = self._find_pages(sequence, range(first, end))
             if pages is None:
                 return
@@ -451,13 +462,13 @@ class Scheduler:
                 self.pool.share(page)
             self.pool.release(sequence.page_table[first:])  # reserved for a batch that ran out of pages
             sequence.page_table[first:] = pages
-            sequence.n_computed += n
-            if sequence.n_computed > sequence.n_preempted:
-                sequence.n_cached += n
-                self.counts["cached_tokens"] += n
+            sequence.n_computed += unit
+            if sequence.n_computed > sequence.n_computed_before:
+                sequence.n_cached += unit
+                self.counts["cached_tokens"] += unit
 
     def _find_pages(self, sequence: Sequence, numbers: range) -> list[int] | None:
-        """The pages of the prefix cache that hold these of the sequence; None unless all are there."""
+        """The cached pages with these numbers of its page table; None unless all are in the prefix cache."""
         pages = []
         for number in numbers:
             page = self.pool.find(sequence.page_hash(number))
@@ -486,7 +497,7 @@ class Scheduler:
         self.running.remove(sequence)
         self.waiting.appendleft(sequence)
         self._release(sequence)
-        sequence.n_preempted = max(sequence.n_preempted, sequence.n_computed)
+        sequence.n_computed_before = max(sequence.n_computed_before, sequence.n_computed)
         sequence.n_computed = 0
         if self._chunk_invariant:
             sequence.n_prefill = sequence.n_tokens
@@ -497,7 +508,7 @@ class Scheduler:
         self._free_slots.append(sequence.slot)
         sequence.slot = None
         self.pool.release(sequence.page_table)
-        sequence.page_table = []  # a new list: a span in flight may still have the old one
+        sequence.page_table = []  # a new list, for a span in flight may still use the old one
 
     # --- The end, or the next token -------------------------------------------------------------------------
 
@@ -550,7 +561,7 @@ class PromptLookup:
             self._end_of[n_gram] = len(self._token_ids)
 
     def drafts(self, n: int) -> list[int]:
-        """At most n tokens; what has come round once is expected to come round again."""
+        """Predict n tokens, or none: what followed the match, over and over where the text ends."""
         if self._match is None:
             return []
         period = len(self._token_ids) - self._match

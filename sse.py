@@ -128,8 +128,12 @@ class Parser:
     def _dispatch(self) -> Event | None:
         # "If the data buffer is an empty string, set the data buffer and the event type buffer to the empty
         # string and return." An id is not data: https://github.com/florimondmanca/httpx-sse/issues/35
-        event = Event(self.type or "message", "\n".join(self.data), self.id) if self.data else None
-        self.type, self.data, self.ended_bytes = "", [], 0  # not the id: "The buffer does not get reset"
+        event = None
+        if self.data:
+            event = Event(self.type or "message", "\n".join(self.data), self.id)
+        self.type = ""  # self.id stays: "The buffer does not get reset"
+        self.data = []
+        self.ended_bytes = 0
         return event
 
 

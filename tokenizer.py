@@ -41,8 +41,10 @@ PRINTING = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 OTHERS = sorted(set(range(0x100)) - set(PRINTING))
 BYTE_OF = {chr(byte): byte for byte in PRINTING} | {chr(0x100 + n): byte for n, byte in enumerate(OTHERS)}
 
-BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # SentencePiece: of a character that has no token
-SUPPORTED = "ByteLevel alone, or of Replace ▁, Metaspace, ByteFallback, Fuse and Strip of one leading space"
+BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # SentencePiece: one byte of a character that has no token
+SUPPORTED_DECODERS = (
+    "ByteLevel alone, or of Replace ▁, Metaspace, ByteFallback, Fuse and Strip of one leading space"
+)
 
 
 class Spelling:
@@ -74,9 +76,9 @@ class Spelling:
                 case {"type": "Fuse"}:  # joins the tokens, as everything here does
                     pass
                 case _:
-                    raise TokenizerError(f"decoder {json.dumps(step)} found; supported: {SUPPORTED}")
+                    raise TokenizerError(f"decoder {json.dumps(step)} found; supported: {SUPPORTED_DECODERS}")
 
-    def bytes(self, token: str) -> bytes:
+    def to_bytes(self, token: str) -> bytes:
         """The bytes that `token` stands for."""
         if self.byte_level and BYTE_OF.keys() >= set(token):
             return bytes(BYTE_OF[character] for character in token)
@@ -106,9 +108,10 @@ class Tokenizer:
         self._tokenizer.no_padding()
         self.spelling = Spelling(json.loads(text).get("decoder"))
         tokens = self._tokenizer.get_added_tokens_decoder()
+        # Added tokens stand beside the vocabulary, each matched as a whole; some are markers (channels.py).
         self.added = {token.content: token_id for token_id, token in tokens.items()}
         self.added_by_id = {token_id: token.content for token_id, token in tokens.items()}
-        self.control = {token_id for token_id, token in tokens.items() if token.special}  # they have no text
+        self.control = {token_id for token_id, token in tokens.items() if token.special}  # these have no text
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, without bos and eos: the chat template writes those that the model wants."""
@@ -120,8 +123,8 @@ class Tokenizer:
         if token is None:
             return b""
         if self.spelling.byte_level and token_id in self.added_by_id:
-            return token.encode()  # plain text; the library would take an "é" in it for a byte
-        return self.spelling.bytes(token)
+            return token.encode()  # spelled as text: its "é" is no byte of GPT-2's alphabet
+        return self.spelling.to_bytes(token)
 
     def decoder(self) -> "Decoder":
         """A decoder for one response."""
@@ -137,8 +140,8 @@ class Decoder:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")  # a token may end inside a character
-        self._held: tuple[TokenLogprob, ...] = ()  # those of tokens whose text is not out yet
-        self._at_start = True  # SentencePiece: the first text has a space too many
+        self._open_logprobs: tuple[TokenLogprob, ...] = ()  # of tokens whose text has not left yet
+        self._at_start = True  # no text has left yet: SentencePiece puts a space in front of the first
 
     def feed(self, token_id: int, logprobs: tuple[TokenLogprob, ...] = ()) -> list[Piece]:
         """What one more token adds: nothing inside a character, two pieces if an added token cuts one off."""
@@ -147,31 +150,35 @@ class Decoder:
             cut_off = self.close()
             text = ""
             if token_id not in self._tokenizer.control:
-                text = self._unprefixed(data.decode(errors="replace"))
+                text = self._without_dummy_prefix(data.decode(errors="replace"))
             return [*cut_off, Piece(text, self._tokenizer.added_by_id[token_id], logprobs)]
-        text = self._unprefixed(self._utf8.decode(data))
+        text = self._without_dummy_prefix(self._utf8.decode(data))
         if not text:
-            self._held += logprobs
+            self._open_logprobs += logprobs
             return []
         is_inside_character = bool(self._utf8.getstate()[0])
-        if (
-            is_inside_character
-        ):  # this token's logprob waits for its last character; those before are complete
-            complete, self._held = self._held, logprobs
+        if is_inside_character:  # the logprob of this token waits for the token that completes its character
+            complete = self._open_logprobs
+            self._open_logprobs = logprobs
         else:
-            complete, self._held = self._held + logprobs, ()
+            complete = self._open_logprobs + logprobs
+            self._open_logprobs = ()
         return [Piece(text, "", complete)]
 
     def close(self) -> list[Piece]:
         """What the end leaves: U+FFFD for an open character, and the logprobs of tokens that had no text."""
-        text = self._unprefixed(self._utf8.decode(b"", final=True))
-        complete, self._held = self._held, ()
+        text = self._without_dummy_prefix(self._utf8.decode(b"", final=True))
+        complete = self._open_logprobs
+        self._open_logprobs = ()
         if not text and not complete:
             return []
         return [Piece(text, "", complete)]
 
-    def _unprefixed(self, text: str) -> str:
-        """`add_dummy_prefix`: https://github.com/google/sentencepiece/blob/master/doc/options.md"""
+    def _without_dummy_prefix(self, text: str) -> str:
+        """Take away the space that `add_dummy_prefix` has put in front of the first text.
+
+        https://github.com/google/sentencepiece/blob/master/doc/options.md
+        """
         if not text or not self._at_start:
             return text
         self._at_start = False

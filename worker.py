@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, Protocol
 from channels import Accepted, Dialect, Finish, Output, Parser, Piece, State, TokenLogprob, Usage
 from dialects import families
 from dialects.structured_output import BadGrammar, Constraint, Grammars, Thinking, lark
-from engine import Engine, Job
+from engine import Engine, EngineRequest
 from request.messages import Message, shortened
 from request.output_format import StructuredOutput
 from request.params import Request
@@ -230,7 +230,7 @@ class LocalWorker:
             schemas={function["name"]: function.get("parameters", {}) for function in functions},
         )
 
-    def _job(self, prompt: LocalPrompt, choice: int) -> Job:
+    def _job(self, prompt: LocalPrompt, choice: int) -> EngineRequest:
         request = prompt.request
         stop_token_ids = {*request.stop_token_ids}
         # The grammar of structured output has an end of its own, behind which nothing may come.
@@ -241,7 +241,8 @@ class LocalWorker:
         constraint = None
         if prompt.constraint:
             constraint = prompt.constraint.copy()
-        return Job(prompt.token_ids, prompt.max_tokens, frozenset(stop_token_ids), sampling, constraint)
+        stops = frozenset(stop_token_ids)
+        return EngineRequest(prompt.token_ids, prompt.max_tokens, stops, sampling, constraint)
 
     def _constraint(
         self, spec: StructuredOutput, dialect: Dialect, state: State, after_marker: bool

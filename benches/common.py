@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from checkpoint.config import Config
 from checkpoint.weights import Weights
-from engine import Engine, Job
+from engine import Engine, EngineRequest
 from model import PAGE, NumpyOps
 from sampling import Sampling
 from tokenizer import Tokenizer
@@ -53,7 +53,7 @@ def engine_run(engine: Engine, sampling: Sampling = GREEDY) -> Run:
 
     async def one(prompt: list[int], n_new: int) -> list[tuple[float, int]]:
         said = list[tuple[float, int]]()
-        async with aclosing(engine.generate(Job(prompt, n_new, frozenset(), sampling))) as steps:
+        async with aclosing(engine.generate(EngineRequest(prompt, n_new, frozenset(), sampling))) as steps:
             async for step in steps:
                 said += [(time.perf_counter(), token.token_id) for token in step.tokens]
                 if step.finish == "failed":

@@ -32,7 +32,7 @@ from benches.common import cpu_name, model_option, repeat_option, resident_mb, w
 from checkpoint import hub
 from checkpoint.config import Config, read_config
 from dialects.structured_output import Grammars
-from engine import Engine, Job, Step
+from engine import Engine, EngineRequest, StepOutput
 from middleware import Keys, make_app
 from request.template import ChatTemplate
 from sampling import Choice
@@ -56,9 +56,9 @@ class Script:
     def __init__(self, config: Config, token_id: int) -> None:
         self.config = config
         self.max_seq_len = config.max_seq_len
-        self._step = Step([Choice(token_id, -1.0)])
+        self._step = StepOutput([Choice(token_id, -1.0)])
 
-    async def generate(self, job: Job) -> AsyncGenerator[Step]:
+    async def generate(self, job: EngineRequest) -> AsyncGenerator[StepOutput]:
         for n_left in range(job.max_tokens - 1, -1, -1):
             await tick(job.sampling.seed)
             yield self._step if n_left else self._step._replace(finish="length")

@@ -103,7 +103,7 @@ class ScriptedRun:
         return self._builder.start(queued=True)
 
     async def fill(self, log: EventLog) -> None:
-        log.extend(self._builder.run())
+        log.extend(self._builder.in_progress())
         for _ in range(N_DELTAS):
             log.extend(self._builder.feed(Delta("final", " token")))
             await asyncio.sleep(0)  # as tokens come: one by one

@@ -39,8 +39,8 @@ KEYS = {"name": "name", "arguments": "arguments", "parameters": "arguments"}  # 
 class JsonCalls:
     """`{"name": NAME, "arguments": VALUE}` by character: NAME announces the call, VALUE leaves as written.
 
-    There may be several: in an array as Mistral has it, or one behind the other. `names` are those of the
-    functions on offer, where no marker tells calls from JSON that is the answer: a call of any other is none.
+    There may be several: in an array as Mistral has it, or one behind the other. `names`, the functions on
+    offer, are given where no marker tells calls from JSON that is the answer: a call names one of them.
 
     `_expect` says what comes next. "open": a call; "key", "colon", "value": its members. From its first
     character to its last, a key or a value is in `_written`; arguments that can leave at once leave it empty.
@@ -58,20 +58,21 @@ class JsonCalls:
         self._names = names
         self._escaped = False  # "\\" | "n": the next character of the string is escaped
         self._expect: Literal["open", "key", "colon", "value"] = "open"
-        self._begin()
+        self._begin_call()
 
-    def _begin(self) -> None:
+    def _begin_call(self) -> None:
         """A call begins: nothing of it is known."""
         self._name: str | None = None
         self._key = ""  # the member being read, as KEYS has it
         self._keys_seen: set[str] = set()  # of two members of one key the first counts, for it has left
-        self._written: list[str] = []  # what there is of the key or value being read
-        self._arguments: str | None = None  # complete, and waiting for the name
-        self._sent = False  # arguments have left
+        self._written: list[str] = []  # the key or value being read, so far
+        self._arguments: str | None = None  # arguments that are complete, and wait for the name
+        self._sent = False  # arguments have left, all or some
         self._depth = 0  # open brackets inside the value
 
     def feed(self, piece: Piece) -> Iterator[Output]:
-        i, text = 0, piece.text
+        text = piece.text
+        i = 0
         while i < len(text):
             ordinary = None
             if self.in_string and not self._escaped:
@@ -80,19 +81,19 @@ class JsonCalls:
                 self._written.append(ordinary[0])
                 i = ordinary.end()
             else:
-                yield from self._character(text[i])
+                yield from self._feed_character(text[i])
                 i += 1
         yield from self._stream()
 
     def end(self) -> Iterator[Output]:
-        yield from ()  # what the model did not finish stays so
+        yield from ()  # a call that the model did not finish is not completed: rule 1
 
-    def _character(self, c: str) -> Iterator[Output]:
+    def _feed_character(self, c: str) -> Iterator[Output]:
         if self.in_string or (self._expect == "value" and self._written):
             is_bare = not self.in_string and not self._depth  # a number, true, false, null
             if is_bare and (c in ",}" or c.isspace()):
                 yield from self._end_member()
-                yield from self._character(c)
+                yield from self._feed_character(c)
             else:
                 yield from self._inside(c)
         elif self.malformed or c.isspace():
@@ -106,7 +107,7 @@ class JsonCalls:
         """A character of the object around the keys and values, or of the array around the calls."""
         match self._expect, c:
             case "open", "{":
-                self._begin()
+                self._begin_call()
                 self._expect = "key"
             case "colon", ":":
                 self._expect = "value"
@@ -137,7 +138,7 @@ class JsonCalls:
 
     def _end_member(self) -> Iterator[Output]:
         """A key or a value is complete."""
-        if self._streams():
+        if self._can_stream():
             yield from self._stream()
             written = ""
         else:
@@ -146,7 +147,8 @@ class JsonCalls:
         self._depth = 0
         if self._expect == "key":
             self._expect = "colon"
-            key = KEYS.get(_string(written) or "", "")
+            spelling = _string(written) or ""
+            key = KEYS.get(spelling, "")
             self._key = ""
             if key not in self._keys_seen:
                 self._key = key
@@ -154,11 +156,11 @@ class JsonCalls:
             return
         self._expect = "key"
         if self._key == "name":
-            yield from self._named(_string(written) or "")
+            yield from self._announce(_string(written) or "")
         elif self._key == "arguments" and written:
-            yield from self._late(_unquoted(written))
+            yield from self._send_whole(_unquoted(written))
 
-    def _named(self, name: str) -> Iterator[Output]:
+    def _announce(self, name: str) -> Iterator[Output]:
         is_offered = self._names is None or name in self._names
         if not name or not is_offered:
             self.malformed = not self.called
@@ -169,10 +171,10 @@ class JsonCalls:
         self.called = True
         yield Call(name)
         if self._arguments is not None:
-            yield from self._late(self._arguments)
+            yield from self._send_whole(self._arguments)
 
-    def _late(self, arguments: str) -> Iterator[Output]:
-        """Arguments that could not be streamed: they came before the name, or as a string."""
+    def _send_whole(self, arguments: str) -> Iterator[Output]:
+        """Send arguments that could not be streamed, for they came before the name, or as a string."""
         if self._name is None:
             self._arguments = arguments
             return
@@ -180,16 +182,16 @@ class JsonCalls:
         self._sent = True
         yield Arguments(arguments)
 
-    def _streams(self) -> bool:
-        """Is an object being read that can leave as it comes?"""
+    def _can_stream(self) -> bool:
+        """Whether the value being read is an object of arguments, which can leave as it comes."""
         are_arguments = self._expect == "value" and self._key == "arguments" and self._name is not None
         return are_arguments and (self._sent or self._written[:1] == ["{"])
 
     def _stream(self) -> Iterator[Output]:
         text = "".join(self._written)
-        if text and self._streams():
+        if text and self._can_stream():
             self._sent = True
-            self._written = [""]  # not empty: the value goes on
+            self._written = [""]  # not [], which means that no value has begun
             yield Arguments(text)
 
     def _end_call(self) -> Iterator[Output]:
@@ -228,10 +230,12 @@ def _string(literal: str) -> str | None:
 
 
 class AsWritten:
-    """The arguments of the function that was named before them."""
+    """The arguments of a function that has been named already; they leave as written."""
 
     def __init__(self, name: str) -> None:
-        self.called = self.malformed = self.in_string = False
+        self.called = False
+        self.malformed = False
+        self.in_string = False
         self._name = name
         self._sent = False
 
@@ -345,15 +349,17 @@ class XmlCalls:
 
     def _check_tag(self) -> None:
         """What is no call is known at once, not at a ">" that may never come."""
-        if not self.called and len(self._tag) < 20:  # pieces: joining more would not be linear work
+        if not self.called and len(self._tag) < 20:  # 20 pieces tell; to join ever more takes quadratic time
             begun = "".join(self._tag).lstrip()
             self.malformed = not (begun.startswith(FUNCTION) or FUNCTION.startswith(begun))
 
     def _end_tag(self, tag: str) -> Iterator[Output]:
         match = TAG.search(tag)
-        kind, name = "", ""
+        kind = ""
+        name = ""
         if match and match[1]:
-            kind, name = match[1], match[2].strip()
+            kind = match[1]
+            name = match[2].strip()
         if kind == "function" and name:
             yield from self._end_function()
             yield from self._begin_function(name)
@@ -439,7 +445,7 @@ class _Value:
 
 
 def _as_json(text: str, types: set[str]) -> str:
-    """A value as JSON: a string if it may be one and is nothing else that it may be, or is no JSON at all."""
+    """A value as JSON: a string where it is no JSON, or where the schema allows a string and not its type."""
     try:
         value = sse.loads(text)
     except ValueError:
@@ -469,8 +475,9 @@ JSON_TYPES: dict[type, set[str]] = {
 def json_types(schema: Mapping[str, Any], name: str) -> set[str]:
     """The JSON types that a property of these arguments may have; none where the schema does not say."""
     properties = schema.get("properties")
-    types, refs = set[str](), set[str]()
-    todo: list[Any] = []
+    types = set[str]()
+    refs = set[str]()  # followed: they may form a circle
+    todo: list[Any] = []  # schemas to look at
     if isinstance(properties, dict):
         todo.append(properties.get(name))
     while todo:
@@ -489,15 +496,15 @@ def json_types(schema: Mapping[str, Any], name: str) -> set[str]:
     return types
 
 
-def target(root: Mapping[str, Any], ref: str) -> Any:
+def target(schema: Mapping[str, Any], ref: str) -> Any:
     """What a local $ref points to, None for others: https://www.rfc-editor.org/rfc/rfc6901"""
     if not ref.startswith("#"):
         return None
-    node: Any = root
+    node: Any = schema
     for part in unquote(ref[1:]).split("/")[1:]:
         name = part.replace("~1", "/").replace("~0", "~")
         if isinstance(node, list):
-            node = dict(zip(map(str, range(len(node))), node, strict=True))
+            node = {str(index): item for index, item in enumerate(node)}
         if not isinstance(node, Mapping):
             return None
         node = node.get(name)

@@ -15,12 +15,9 @@ Not here: following the tables (channels.py), writing grammars (structured_outpu
 """
 
 from collections.abc import Collection
-from typing import Literal
 
-from channels import CallReader, Dialect, Forms, Next, Piece, State
+from channels import CallReader, Dialect, Forms, Piece, State, Transitions
 from dialects.calls import AsWritten, JsonCalls, NamedCalls, XmlCalls
-
-Transitions = dict[tuple[State | Literal["any"], str], Next]
 
 # fmt: off
 #  (state now,    marker)              next state
@@ -32,7 +29,7 @@ HERMES: Transitions = {  # Qwen, SmolLM3, DeepSeek-R1
 }
 LLAMA: Transitions = {
     ("any",       "<think>"):          "analysis",
-    ("any",       "</think>"):         "call",      # or not: here the answer begins
+    ("any",       "</think>"):         "call",      # the answer begins, which may be a bare call
     ("any",       "<|python_tag|>"):   "call",
     ("any",       "<|eom_id|>"):       "end",       # behind a call: the model waits for its result
     ("any",       "<|eot_id|>"):       "end",
@@ -59,6 +56,7 @@ HARMONY: Transitions = {
 }
 # fmt: on
 
+# word of a header -> the state that it says
 CHANNELS: dict[str, State] = {"analysis": "analysis", "commentary": "commentary", "final": "final"}
 
 
@@ -82,23 +80,26 @@ class HarmonyHeader:
         self._words.append(Piece(" "))
 
     def end(self, state: State, complete: bool) -> tuple[State, CallReader | None, list[Piece]]:
-        """A message that has begun is what its header says, even where its content is missing: a recipient is
-        called without arguments.
+        """What the header says (channels.Header).
+
+        A message that has begun is what its header says even if its content is missing: a recipient is called
+        without arguments.
         """
-        pieces, self._words = self._words, []
+        pieces = self._words
+        self._words = []
         words = "".join(piece.text for piece in pieces)
         if complete or state != "between":
-            return *message(words), []
+            return *meaning_of(words), []
         if words.strip():
             return "final", None, pieces
         return "final", None, []
 
 
-def message(header: str) -> tuple[State, CallReader | None]:
-    """What the message is: its recipient decides, wherever it stands, then its channel.
+def meaning_of(header: str) -> tuple[State, CallReader | None]:
+    """What a message with this header is: a recipient, wherever it stands, makes it a call; else its channel.
 
-    On an unknown channel, or on none, it is the answer. Every other word, such as the type of the content,
-    says nothing: https://github.com/openai/harmony/issues/38
+    A message on an unknown channel, or on none, is the answer. Every other word, such as the type of the
+    content, says nothing: https://github.com/openai/harmony/issues/38
     """
     words = header.split()
     recipients = [word.removeprefix("to=") for word in words if word.startswith("to=")]
@@ -181,7 +182,7 @@ DIALECTS = {
     "llama": Dialect(
         known_by=("<|start_header_id|>", '"parameters": '),
         transitions=LLAMA,
-        call_reader=JsonCalls,  # with the names on offer: a call may be bare JSON, like an answer
+        call_reader=JsonCalls,  # it gets the names on offer: a call may be bare JSON, like an answer
         start="call",
         reasoning_markers=THINKING,
         call_markers=("<|python_tag|>",),
@@ -193,7 +194,7 @@ DIALECTS = {
             separator=None,
         ),
     ),
-    "hermes": Dialect(  # also what tools are taught as where the template ignores them (request/messages.py)
+    "hermes": Dialect(  # also for templates without tools, which are taught to call so (request/messages.py)
         known_by=(),
         transitions=HERMES,
         call_reader=lambda _: JsonCalls(),
@@ -217,7 +218,8 @@ def recognised(template: str, takes_tools: bool) -> str:
     A template that takes no tools has not taught the model to call: tools are then described as Hermes does
     (request/messages.py), and so the model will call.
     """
-    name = next(name for name, row in DIALECTS.items() if all(sign in template for sign in row.known_by))
+    matching = (name for name, row in DIALECTS.items() if all(sign in template for sign in row.known_by))
+    name = next(matching)  # the last row has no signs
     if DIALECTS[name].call_markers and not takes_tools:
         return "hermes"
     return name
@@ -226,8 +228,8 @@ def recognised(template: str, takes_tools: bool) -> str:
 def find(row: Dialect, added: Collection[str], template: str, tools: bool) -> Dialect:
     """The dialect as this model may write it in this response.
 
-    Without the markers of reasoning that neither its vocabulary (`added` tokens) nor its template knows, and
-    without those of calls where it was offered no tools.
+    Markers of reasoning are left out that neither the vocabulary (its `added` tokens) nor the template has;
+    markers of calls are left out where no tools are offered.
     """
     unused = {marker for marker in row.reasoning_markers if marker not in added and marker not in template}
     if not tools:
@@ -238,10 +240,10 @@ def find(row: Dialect, added: Collection[str], template: str, tools: bool) -> Di
 
 
 def opening(prompt: str, dialect: Dialect) -> tuple[State, bool]:
-    """The state in which generation begins, and whether the prompt ends with a marker: some templates open
-    the reasoning themselves, or end it.
+    """The state in which generation begins, and whether the prompt ends with a marker.
 
-    The prompt's tail decides, never text further up: https://github.com/vllm-project/vllm/pull/34779
+    Some templates open the reasoning themselves, or end it. The prompt's tail decides, never text further up:
+    https://github.com/vllm-project/vllm/pull/34779
     """
     tail = prompt.rstrip()
     for marker in dialect.markers:

@@ -67,7 +67,7 @@ class ScriptedRun:
         return self._builder.start(True)
 
     async def fill(self, log: EventLog) -> None:
-        log.extend(self._builder.run())
+        log.extend(self._builder.in_progress())
         async for said in self._says():
             if isinstance(said, Finish):
                 log.extend(self._builder.finish(said, 2))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engine import BROKEN, CLOSING, MAX_FAILED_STEPS, Engine, Job
+from engine import BROKEN, CLOSING, MAX_FAILED_STEPS, Engine, EngineRequest
 from helpers.engines import (
     CHUNK,
     GREEDY,
@@ -307,7 +307,9 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("what", "asked", "message"), FAULTS)
-def test_a_request_that_cannot_be_served(what: str, asked: Job, message: str, tiny_engine: Engine) -> None:
+def test_a_request_that_cannot_be_served(
+    what: str, asked: EngineRequest, message: str, tiny_engine: Engine
+) -> None:
     """worker.py lets none of these through; the engine must outlive them all the same."""
     assert failed(alone(tiny_engine, asked), message)
     assert alone(tiny_engine, job("Say OK")).finish == "stop"
@@ -337,7 +339,7 @@ class CannotLookAhead:
 
 def test_what_nobody_foresaw_fails_all_and_hangs_none(caplog: pytest.LogCaptureFixture) -> None:
     """The engine's thread died, and everybody waited for ever."""
-    asked = Job([5, 6, 7, 8] * 20, 30, frozenset(), GREEDY, CannotLookAhead())
+    asked = EngineRequest([5, 6, 7, 8] * 20, 30, frozenset(), GREEDY, CannotLookAhead())
     with started(watch := Watch(), speculate=4) as engine:
         assert all(failed(answer, BROKEN) for answer in together(engine, watch, [asked, endless(5, 30)]))
         assert not engine.alive

@@ -127,7 +127,7 @@ def test_an_illegal_event_says_what_was_expected() -> None:
         b.finish(Finish("stop"), NOW)
     b.finish(Finish("failed"), NOW)
     with pytest.raises(IllegalEvent, match="in state 'end'; expected one of nothing: the response has ended"):
-        b.run()
+        b.in_progress()
 
 
 def test_the_trace_is_what_happens() -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from dialects.families import DIALECTS
 from dialects.structured_output import Constraint, Grammars, lark
-from engine import Engine, Job
+from engine import Engine, EngineRequest
 from helpers.engines import (
     CHUNK,
     GREEDY,
@@ -60,12 +60,12 @@ class Asked(NamedTuple):
     constrained: bool = False
     leaves: int | None = None
 
-    def job(self) -> Job:
+    def job(self) -> EngineRequest:
         sampling: Any = {k: dict(v) if k == "logit_bias" else v for k, v in self.sampling}
         prompt = TEXTS[self.text][: self.n_prompt]
         constraint = array_of_words().copy() if self.constrained else None
         stop = self.stop | {2041} if self.constrained else self.stop
-        return Job(prompt, self.max_tokens, stop, Sampling(**sampling), constraint)
+        return EngineRequest(prompt, self.max_tokens, stop, Sampling(**sampling), constraint)
 
 
 @cache
@@ -157,7 +157,7 @@ def test_nothing_disturbs_a_sequence(asked: list[Asked], setting: Setting) -> No
 # ---- The cache of beginnings -------------------------------------------------------------------------------
 
 
-def cached_tokens(engine: Engine, job: Job) -> int:
+def cached_tokens(engine: Engine, job: EngineRequest) -> int:
     return play(steps_of(engine, job), "an answer")[-1].cached_tokens
 
 
@@ -326,7 +326,7 @@ def test_drafts_of_one_under_a_constraint() -> None:
 def test_drafts_drive_nobody_out(n_prompt: int) -> None:
     """Drafts that are all wrong, and another sequence that needs the last free page."""
     biased = replace(GREEDY, logit_bias={5: 100})
-    jobs = [Job([5, 5, *[9] * (n_prompt - 2)], 40, frozenset(), biased), endless(60, 8, first=11)]
+    jobs = [EngineRequest([5, 5, *[9] * (n_prompt - 2)], 40, frozenset(), biased), endless(60, 8, first=11)]
     for speculate in (0, 16):
         with started(watch := Watch(), n_pages=3, speculate=speculate) as engine:
             together(engine, watch, jobs)

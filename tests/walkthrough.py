@@ -26,7 +26,7 @@ from channels import Finish, Output, Parser, Piece
 from checkpoint.config import read_config
 from checkpoint.weights import read_weights
 from dialects.structured_output import Grammars
-from engine import Engine, Job, Step
+from engine import Engine, EngineRequest, StepOutput
 from model import NumpyOps
 from request import params
 from request.template import ChatTemplate
@@ -52,9 +52,9 @@ WorkerOutput = Output | Finish  # what a worker yields once it has accepted the 
 class TracedEngine(Engine):
     """An engine that records its steps, each with a list for what the worker makes of it."""
 
-    steps: list[tuple[Step, list[WorkerOutput]]]  # of the last job
+    steps: list[tuple[StepOutput, list[WorkerOutput]]]  # of the last job
 
-    async def generate(self, job: Job) -> AsyncGenerator[Step]:
+    async def generate(self, job: EngineRequest) -> AsyncGenerator[StepOutput]:
         self.steps = []
         async for step in super().generate(job):
             self.steps.append((step, []))

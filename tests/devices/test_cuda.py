@@ -33,7 +33,7 @@ from devices.kernels import (
     shape_for,
     signatures,
 )
-from engine import Job
+from engine import EngineRequest
 from helpers import emulator
 from helpers.device_models import (
     BITS,
@@ -258,7 +258,7 @@ def test_the_engine_says_what_it_says_with_numpy() -> None:
     """tests/models/tiny, whose weights are bfloat16: a short answer whose margins are clear."""
     config, weights = tiny().config, tiny().weights
     prompt = [2039, *range(100, 170)]
-    job = Job(prompt, 12, frozenset(), Sampling(temperature=0))
+    job = EngineRequest(prompt, 12, frozenset(), Sampling(temperature=0))
     answers = []
     for ops in (
         NumpyOps(config, weights, 256, 8, 4),
@@ -275,7 +275,7 @@ def test_the_engine_gives_the_same_bits_whatever_happens_around() -> None:
     """Drafts, company, preemption, a known beginning: 60 tokens, with the bits of 20 logits each."""
     model = model_of(VARIED[1])
     jobs = [
-        Job(tokens(n, n), 30, frozenset(), replace(BITS, temperature=t, seed=n))
+        EngineRequest(tokens(n, n), 30, frozenset(), replace(BITS, temperature=t, seed=n))
         for n, t in ((70, 0), (3, 1), (66, 0))
     ]
 

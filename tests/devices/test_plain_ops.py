@@ -22,7 +22,7 @@ import pytest
 from devices.cuda import CudaOps
 from devices.kernels import ANY_SHAPE, PLAIN_CODE, Kernels, signatures
 from devices.plain_ops import PlainOps
-from engine import Job
+from engine import EngineRequest
 from helpers import emulator
 from helpers.device_models import (
     VARIED,
@@ -199,7 +199,7 @@ def test_the_same_tokens_as_with_numpy() -> None:
     config, weights = tiny().config, tiny().weights
     long = [token for question in QUESTIONS for token in job(question).prompt]
     jobs = [job(question, 12) for question in QUESTIONS[2:4]]
-    jobs += [Job(long, 12, frozenset(), Sampling(temperature=0))] * 2
+    jobs += [EngineRequest(long, 12, frozenset(), Sampling(temperature=0))] * 2
     answers = []
     for kind in (NumpyOps, CudaOps, PlainOps):
         ops = kind(config, weights, 256, 16, 4, *([] if kind is NumpyOps else [Emulator()]))

@@ -17,7 +17,7 @@ from functools import cache
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
-from engine import Engine, Job, Step
+from engine import Engine, EngineRequest, StepOutput
 from model import NumpyOps, Span, Ticket
 from parity import TINY, Ours
 from request.template import ChatTemplate
@@ -149,19 +149,19 @@ def chat_tools() -> tuple[ChatTemplate, Tokenizer]:
     return ChatTemplate.load(TINY), Tokenizer(TINY / "tokenizer.json")
 
 
-def job(question: str, max_tokens: int = 40, sampling: Sampling = GREEDY) -> Job:
+def job(question: str, max_tokens: int = 40, sampling: Sampling = GREEDY) -> EngineRequest:
     """What the worker makes of a chat."""
     template, tokenizer = chat_tools()
     text = template.render([{"role": "user", "content": question}], None, datetime(2026, 1, 1))
-    return Job(tokenizer.encode(text), max_tokens, frozenset(tiny().config.eos_token_ids), sampling)
+    return EngineRequest(tokenizer.encode(text), max_tokens, frozenset(tiny().config.eos_token_ids), sampling)
 
 
-def endless(n_prompt: int, max_tokens: int, first: int = 5) -> Job:
+def endless(n_prompt: int, max_tokens: int, first: int = 5) -> EngineRequest:
     """Nonsense that no token stops."""
-    return Job([(first + 7 * i) % 2000 for i in range(n_prompt)], max_tokens, frozenset(), GREEDY)
+    return EngineRequest([(first + 7 * i) % 2000 for i in range(n_prompt)], max_tokens, frozenset(), GREEDY)
 
 
-async def steps_of(engine: Engine, job: Job) -> list[Step]:
+async def steps_of(engine: Engine, job: EngineRequest) -> list[StepOutput]:
     async with aclosing(engine.generate(job)) as steps:
         return [step async for step in steps]
 
@@ -178,7 +178,7 @@ class Answer(NamedTuple):
         return [token.token_id for token in self.tokens]
 
 
-def answer(steps: Sequence[Step]) -> Answer:
+def answer(steps: Sequence[StepOutput]) -> Answer:
     assert [bool(step.finish) for step in steps] == [False] * (len(steps) - 1) + [True]
     return Answer([token for step in steps for token in step.tokens], steps[-1].finish, steps[-1].message)
 
@@ -194,11 +194,11 @@ def play(main: Coroutine[Any, Any, T], what: str) -> T:
     return asyncio.run(limited())
 
 
-def alone(engine: Engine, job: Job) -> Answer:
+def alone(engine: Engine, job: EngineRequest) -> Answer:
     return answer(play(steps_of(engine, job), "an answer"))
 
 
-def together(engine: Engine, watch: Watch, jobs: Sequence[Job]) -> list[Answer]:
+def together(engine: Engine, watch: Watch, jobs: Sequence[EngineRequest]) -> list[Answer]:
     """All of them begin in the same step, as far as they fit."""
 
     async def main() -> list[Answer]:

@@ -20,7 +20,7 @@ from tokenizers import AddedToken, decoders, models
 from channels import Accepted, Finish, Output
 from dialects.families import DIALECTS
 from dialects.structured_output import Grammars
-from engine import Engine, Job, Step
+from engine import Engine, EngineRequest, StepOutput
 from request import params
 from request.template import ChatTemplate
 from sampling import Choice
@@ -54,19 +54,19 @@ class ScriptedEngine:
         self.max_seq_len = 4096
         self._steps = [[Choice(token_id, -1.0) for token_id in step] for step in steps]
 
-    async def generate(self, job: Job) -> AsyncGenerator[Step]:
+    async def generate(self, job: EngineRequest) -> AsyncGenerator[StepOutput]:
         n_left = job.max_tokens
         for tokens in self._steps:
             wanted = tokens[:n_left]
             ends = [n for n, token in enumerate(wanted, 1) if token.token_id in job.stop_token_ids]
             if ends:
-                yield Step(wanted[: ends[0]], "stop")
+                yield StepOutput(wanted[: ends[0]], "stop")
                 return
             n_left -= len(wanted)
-            yield Step(wanted, None if n_left else "length")
+            yield StepOutput(wanted, None if n_left else "length")
             if not n_left:
                 return
-        yield Step([], "length")
+        yield StepOutput([], "length")
 
 
 def said(
