@@ -10,6 +10,9 @@ A response is the fold of its events. All of them go to one event log, and the c
     background: true                    its first snapshot, at once         JSONResponse, and later GET
     GET ...?stream=true                 from any event on, as it grows      EventStream(log, after=...)
 
+A new endpoint is one row of endpoints() and a handler, which returns a Response. It reads a body with
+read_json() and refuses with BadInput: middleware.py makes status and error body of that.
+
 Authority: https://platform.openai.com/docs/api-reference/responses and .../chat; where that is silent, the
 behaviour that Azure/azure-sdk-for-net has probed, api-behaviour-contract.md (B1 to B37).
 
@@ -191,12 +194,12 @@ class Api:
         values = params.read_responses(body, worker.defaults)  # what is wrong in itself is refused first
         find = partial(self._find, owner)
         unseal = partial(signed_content.unseal, self._key, owner)
-        chain, own = await items.resolve(values["input"], values["previous_response_id"], find, unseal)
-        if chain_suffices and chain and not own:
-            own = chain  # as if the client had sent all of it
+        chain, new_items = await items.resolve(values["input"], values["previous_response_id"], find, unseal)
+        if chain_suffices and chain and not new_items:
+            new_items = chain  # as if the client had sent all of it
             chain = []
-        request = params.responses_request(values, chain, own)
-        return CheckedRequest(request, worker, items.listed(chain, own))
+        request = params.responses_request(values, chain, new_items)
+        return CheckedRequest(request, worker, items.listed(chain, new_items))
 
     def _producer(self, prompt: Prompt, row: Row) -> Producer:
         seal = None
@@ -206,13 +209,13 @@ class Api:
         return ResponseProducer(builder, run_choice(prompt, 0, self.metrics), row.background)
 
     def _folded(
-        self, fold: Callable[[list[Event]], dict[str, Any]], events: EventLog, status_if_failed: int
+        self, fold: Callable[[list[Event]], dict[str, Any]], event_log: EventLog, status_if_failed: int
     ) -> tuple[int, dict[str, Any]]:
         """Status and body of an answer without `stream`.
 
         A request that fails because the server stops gets a 503: it may be tried again elsewhere.
         """
-        body = fold(events.events)
+        body = fold(event_log.events)
         if not body.get("error"):
             return 200, body
         if self._registry.is_accepting:
@@ -355,7 +358,7 @@ class Api:
         return row
 
     async def _find(self, owner: str, id: str) -> Row | None:
-        """A response, for the owner of the key that it was asked for with: to others it does not exist."""
+        """The response with this id if `owner` has made it: for others it does not exist."""
         row = await self._registry.get(id)
         return row if row and row.owner == owner else None
 
@@ -375,13 +378,13 @@ class Api:
             "system_fingerprint": f"fp_{self._started_at:x}",  # of "the backend configuration": this start
         }
         chunks = completions.Chunks(head, new_id, request.n, request.include_usage, request.named_call)
-        events = EventLog(encode_chunk)
-        task = asyncio.create_task(self._fill_completion(events, prompt, chunks))
+        event_log = EventLog(encode_chunk)
+        task = asyncio.create_task(self._fill_completion(event_log, prompt, chunks))
         if request.stream:
-            return EventStream(events, task, sse.DONE)
-        return JsonAnswer(task, partial(self._folded, completions.fold, events, status_if_failed=500))
+            return EventStream(event_log, task, sse.DONE)
+        return JsonAnswer(task, partial(self._folded, completions.fold, event_log, status_if_failed=500))
 
-    async def _fill_completion(self, events: EventLog, prompt: Prompt, chunks: completions.Chunks) -> None:
+    async def _fill_completion(self, event_log: EventLog, prompt: Prompt, chunks: completions.Chunks) -> None:
         async def fill_choice(index: int) -> None:
             async with aclosing(run_choice(prompt, index, self.metrics)) as outputs:
                 async for output in outputs:
@@ -389,16 +392,16 @@ class Api:
                         case Accepted():
                             pass
                         case Finish():
-                            events.extend(chunks.finish(index, output))
+                            event_log.extend(chunks.finish(index, output))
                         case _:
-                            events.extend(chunks.feed(index, output))
+                            event_log.extend(chunks.feed(index, output))
 
-        with closing(events):
-            events.extend(chunks.start())
+        with closing(event_log):
+            event_log.extend(chunks.start())
             async with asyncio.TaskGroup() as group:
                 for index in range(prompt.request.n):
                     group.create_task(fill_choice(index))
-            events.extend(chunks.end())
+            event_log.extend(chunks.end())
 
     # --- models, health -------------------------------------------------------------------------------------
 
@@ -480,7 +483,9 @@ class ResponseProducer:
         except BadInput as refusal:
             if not self._in_background:  # the refusal becomes the answer: nothing has been sent yet
                 raise
-            code = refusal.late_code if isinstance(refusal, Refused) else "invalid_prompt"
+            code = "invalid_prompt"
+            if isinstance(refusal, Refused):  # by an upstream
+                code = refusal.late_code
             log.extend(self._events(Finish("failed", None, refusal.message, code)))
 
     def end(self, reason: Reason, message: str) -> list[Event]:
@@ -506,13 +511,15 @@ async def prepare(worker: Worker, request: params.Request) -> Prompt:
 async def run_choice(prompt: Prompt, choice: int, metrics: Metrics) -> Outputs:
     """Run one choice of a prompt, count and log it, and name its calls as the client does.
 
-    It yields one Finish, the last, whatever the worker does: rule 2 of worker.py, where the worker has a bug.
+    It keeps rule 2 of worker.py even where the worker has a bug: it yields one Finish, which is the last.
+    There are two ways out without one. What is raised before Accepted refuses the request. Where the task is
+    cancelled nothing can be yielded any more, and Registry._fill() of background.py ends the response.
     """
     watch = metrics.run()
     started_at = time.monotonic()
     restorer = tool_calls.Restorer(prompt.request.called)
     is_accepted = False
-    finish = Finish("cancelled")  # stays where the reader leaves early
+    finish = Finish("cancelled")  # for metrics and log, where the reader leaves before another one is set
     try:
         async with aclosing(prompt.run(choice)) as outputs:
             async for output in outputs:

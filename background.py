@@ -136,7 +136,7 @@ class EventLog:
             await self._news.wait()
 
     async def read(self, after: int = -1) -> AsyncGenerator[bytes]:
-        """The frames behind number `after`: those there are, then those to come."""
+        """The frames that follow number `after`: those there are, then those to come."""
         position = after + 1
         while position < len(self._shown) or self._pending or not self._is_closed:
             if position < len(self._shown):
@@ -252,7 +252,8 @@ class Registry:
         self._max_running = max_running
         self._max_queued = max_queued
         self._jobs: dict[str, ResponseJob] = {}  # those in the background, by id of the response
-        self._thread = ThreadPoolExecutor(1, "store")  # SQLite is asked in order, and never in the event loop
+        # SQLite is asked in order, and never in the event loop.
+        self._store_thread = ThreadPoolExecutor(1, "store")
         self._maintained_at = 0.0
         self._is_stopping = False
         self.ended = Counter[str]()  # background responses of this process, by their last status
@@ -266,19 +267,19 @@ class Registry:
         raises what refuses the request. In the background it is stored when this returns: it will end,
         whatever happens to this process. Raises QueueFull, NotStored.
         """
-        events = EventLog(self._encode, self._writer(row))
+        event_log = EventLog(self._encode, self._writer(row))
         if not row.background:
-            return self._launch(ResponseJob(row, producer, events, if_cancelled=CANCELLED))
+            return self._launch(ResponseJob(row, producer, event_log, if_cancelled=CANCELLED))
         n_live = len([job for job in self._jobs.values() if not job.log.ended])
         if self._is_stopping or n_live >= self._max_running + self._max_queued:
             raise QueueFull(
                 f"expected a server that runs, and room in its queue, got {n_live} live responses"
             )
-        events.extend(producer.start())
-        job = self._launch(ResponseJob(row, producer, events, if_cancelled=None))
+        event_log.extend(producer.start())
+        job = self._launch(ResponseJob(row, producer, event_log, if_cancelled=None))
         self._jobs[row.id] = job
-        await events.until_shown()
-        if not events.is_stored:
+        await event_log.until_shown()
+        if not event_log.is_stored:
             self._stop(self._jobs.pop(row.id), NOT_STORED)
             raise NotStored(f"expected {row.id} to be written; the log says why it was not")
         return job
@@ -295,9 +296,11 @@ class Registry:
         if job := self._jobs.get(id):
             return job.log
         frames = await self._call_store(self._store.frames, id)
-        events = EventLog(self._encode, frames=frames)
-        events.close()
-        return events if frames else None
+        if not frames:
+            return None
+        event_log = EventLog(self._encode, frames=frames)
+        event_log.close()
+        return event_log
 
     async def cancel(self, id: str) -> None:
         """Stop a background response; when this returns it has ended, and the engine has been told."""
@@ -325,15 +328,16 @@ class Registry:
         """
         for row in await self._call_store(self._store.live):
             frames = await self._call_store(self._store.frames, row.id)
-            events = EventLog(self._encode, self._writer(row), frames, row.response)
+            event_log = EventLog(self._encode, self._writer(row), frames, row.response)
             producer = await self._requeued(row, make_producer)
             if producer is None:
                 log.info("%s was interrupted: it has failed", row.id)
-                events.extend([interrupted(frames)])
-                await events.until_shown()
+                event_log.extend([interrupted(frames)])
+                await event_log.until_shown()
             else:
                 log.info("%s was queued: it runs again", row.id)
-                self._jobs[row.id] = self._launch(ResponseJob(row, producer, events, if_cancelled=None))
+                job = ResponseJob(row, producer, event_log, if_cancelled=None)
+                self._jobs[row.id] = self._launch(job)
 
     async def _requeued(
         self, row: Row, make_producer: Callable[[Row], Awaitable[Producer]]
@@ -366,7 +370,7 @@ class Registry:
             await asyncio.wait(tasks)
 
     async def close_store(self) -> None:
-        """Close the store in its own thread, behind all that was asked of it there."""
+        """Close the store in its own thread, after all that was asked of it there."""
         await self._call_store(self._store.close)
 
     @property
@@ -382,6 +386,11 @@ class Registry:
         return {status: statuses.count(status) for status in ("queued", "in_progress")}
 
     # --- the life of a job ----------------------------------------------------------------------------------
+    #
+    # Who ends a response: its producer, if fill() comes to the end; else _fill() appends the terminal event.
+    # If the task is cancelled it does so by `if_cancelled`. _stop() sets that before it cancels a background
+    # job. A foreground job has CANCELLED there from its start, for streaming.py cancels its task when the
+    # client leaves. Where it is None there is no terminal event: the next process runs the response.
 
     def _launch(self, job: ResponseJob) -> ResponseJob:
         job.task = asyncio.create_task(self._run(job))
@@ -479,4 +488,4 @@ class Registry:
             log.exception("the store could not be cut to its limits")  # the request at hand goes on
 
     async def _call_store(self, function: Callable[..., T], *args: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+        return await asyncio.get_running_loop().run_in_executor(self._store_thread, function, *args)

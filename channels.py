@@ -47,7 +47,7 @@ class Piece(NamedTuple):
     logprobs: tuple[TokenLogprob, ...] = ()  # one for each token that this text completes
 
     def cut(self, n: int) -> tuple["Piece", "Piece"]:
-        """Split behind `n` characters; the logprobs go with the first half."""
+        """Split after `n` characters; the logprobs go with the first half."""
         return Piece(self.text[:n], "", self.logprobs), Piece(self.text[n:])
 
 
@@ -108,7 +108,7 @@ class Finish(NamedTuple):
 # dialects/families.py.
 HeaderState = Literal["between", "role", "header"]
 State = Literal["analysis", "commentary", "final", "call", "end"] | HeaderState
-NextState = State | Literal["content"]  # behind "content" the header says which state it is
+NextState = State | Literal["content"]  # after "content" the header says which state it is
 Transitions = Mapping[tuple[State | Literal["any"], str], NextState]  # (state, marker) -> next state
 
 HEADER_STATES = ("between", "role", "header")
@@ -177,7 +177,7 @@ class Dialect(NamedTuple):
     start: State = "final"  # where an answer begins, unless the prompt ends with a marker
     reasoning_markers: tuple[str, ...] = ()  # not all models of the family know them
     call_markers: tuple[str, ...] = ()  # they mean something only where tools are offered
-    call_end: str = ""  # the marker behind a call; behind a malformed one it is text
+    call_end: str = ""  # the marker after a call; after a malformed one it is text
     trims: bool = True  # newlines beside markers are the template's
     tokens: frozenset[str] = frozenset()  # the markers that are one token of the vocabulary
 
@@ -206,7 +206,7 @@ class Finder:
         never = "(?!)"
         self._may_begin = re.compile(f"[{first_characters}]" if needles else never)
         self._held_pieces: list[Piece] = []
-        self._held_text = ""  # the text of these; behind each feed() it is shorter than the longest needle
+        self._held_text = ""  # the text of these; after each feed() it is shorter than the longest needle
 
     def feed(self, piece: Piece) -> Iterator[Piece | str]:
         """The text that is certain, as pieces, and each needle found, as a str."""
@@ -274,7 +274,7 @@ class Finder:
 #               taken back, so the text is held back until a name has been read; from then on it leaves as
 #               arguments. Where it can be no call (a model may write about <tool_call>) it becomes text, the
 #               markers too, of the channel that it interrupted.
-# trimming      The newlines beside markers (Trimming). Those behind a marker are dropped as they come. Those
+# trimming      The newlines beside markers (Trimming). Those after a marker are dropped as they come. Those
 #               that may stand before one are held back: a marker takes them along, other text releases them.
 # stop strings  A Finder on the text of all channels but the reasoning. It stands between the two halves of
 #               trimming: a stop string of newlines is found though a marker might still take them along.
@@ -317,7 +317,7 @@ class CallBody:
 
 
 class Trimming:
-    """Takes the newlines beside markers away: those behind one, and those held back before one."""
+    """Takes the newlines beside markers away: those after one, and those held back before one."""
 
     def __init__(self, enabled: bool, after_marker: bool) -> None:
         self._enabled = enabled
@@ -370,7 +370,7 @@ class Parser:
     """Pieces of one response to what they mean.
 
     `state` and `after_marker` come from dialects.families.opening(). `schemas` are those of the functions on
-    offer. `one_call` ends the response behind the first call (parallel_tool_calls=false). `stopped` turns
+    offer. `one_call` ends the response after the first call (parallel_tool_calls=false). `stopped` turns
     True when a stop string, the one call or the turn is complete: what is fed afterwards is dropped.
     """
 
@@ -445,7 +445,11 @@ class Parser:
     # --- channel: markers move it, text goes where it stands ------------------------------------------------
 
     def _marker(self, marker: str) -> Iterator[Output]:
-        """End the header or the call that is being read, unless the marker is part of it; then move on."""
+        """End the header or the call that is being read, unless the marker is part of it; then move on.
+
+        The order of the steps matters, for the first two may change the state: the header may say that a call
+        begins, and a call that turns out to be none becomes text, and then the marker of its end does too.
+        """
         leads_to = self._dialect.next(self.state, marker)
         if self.state in HEADER_STATES and leads_to not in ("header", "content"):
             yield from self._end_header(complete=False)
@@ -466,7 +470,8 @@ class Parser:
         leads_to = self._dialect.next(self.state, marker) or self.state
         # What follows a marker of a call may turn out to be text of the open item: it stays open until then.
         may_be_text = leads_to == "call" and marker in self._dialect.call_markers
-        if self.state == "call" or not may_be_text:
+        is_after_a_call = self.state == "call"  # _marker() has ended it
+        if is_after_a_call or not may_be_text:
             yield from self._close_item()
         if leads_to == "content":
             yield from self._end_header(complete=True)
@@ -520,7 +525,7 @@ class Parser:
         reader = self._dialect.call_reader(self._schemas)
         if marker not in self._dialect.call_markers:
             self._call = CallBody(reader)
-        elif self.state == "call":  # right behind another call, which is over
+        elif self.state == "call":  # right after another call, which is over
             self._call = CallBody(reader, marker)
         else:
             self._call = CallBody(reader, marker, interrupted=self.state)

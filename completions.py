@@ -58,7 +58,7 @@ class Chunks:
         self._n_calls = [0] * n  # by choice: how many calls it has made so far
         self._is_custom = [False] * n  # by choice: whether its newest call is one of a custom tool
         self._usages: list[Usage] = []  # of the choices that have ended
-        self._failed = False  # a choice has failed: no choice says anything behind the error
+        self._failed = False  # a choice has failed: no choice says anything after the error
 
     def start(self) -> list[Chunk]:
         """The role, before the prompt is read: later deltas omit it (sgl-project/sglang#18335)."""
@@ -182,12 +182,12 @@ def _add_call(calls: list[dict[str, Any]], call: Mapping[str, Any]) -> None:
         calls[index][type_][member] += text
 
 
-def _usage(of_choices: list[Usage]) -> dict[str, Any]:
-    n_prompt = max((usage.input_tokens for usage in of_choices), default=0)
-    n_completion = sum(usage.output_tokens for usage in of_choices)
+def _usage(usages: list[Usage]) -> dict[str, Any]:
+    n_prompt = max((usage.input_tokens for usage in usages), default=0)
+    n_completion = sum(usage.output_tokens for usage in usages)
     # The least of them: what one choice finds in the prefix cache another choice may have computed.
-    n_cached = min((usage.cached_tokens for usage in of_choices), default=0)
-    n_reasoning = sum(usage.reasoning_tokens for usage in of_choices)
+    n_cached = min((usage.cached_tokens for usage in usages), default=0)
+    n_reasoning = sum(usage.reasoning_tokens for usage in usages)
     return {
         "prompt_tokens": n_prompt,
         "completion_tokens": n_completion,

@@ -2,6 +2,11 @@
 
     [Delta | Call | Arguments | Close, ...], Finish --Builder--> [event, ...] --fold()--> the response object
 
+A new kind of item is a row of KINDS (and of GRAMMAR, for each of its events); any other new event is a row of
+GRAMMAR, and feed() makes it with _event(). Its members are a row of EVENTS in audit/members.py. One that adds
+to the response is a row of FOLD in service/page.html, which a test demands. `python tests/pictures.py` draws
+the picture of GRAMMAR again.
+
 Authority: https://platform.openai.com/docs/api-reference/responses-streaming and the event types of the
 `openai` package.
 
@@ -27,7 +32,7 @@ Event = dict[str, Any]  # as on the wire, without its sequence_number
 
 
 class IllegalEvent(RuntimeError):
-    """The event may not come in this state: a bug of the caller, or something behind the end."""
+    """The event may not come in this state: a bug of the caller, or something after the end."""
 
     def __init__(self, state: str, event: str) -> None:
         expected = [name for before, name in GRAMMAR if before == state]
@@ -42,7 +47,7 @@ class IllegalEvent(RuntimeError):
 # (output_item.done). Messages and reasoning hold their text in a content part, which is announced and closed
 # in between; a call has none. Closing is a transition: whatever comes next, the open item is closed first.
 #
-# What a model says, the events that are made of it, and the state behind each:
+# What a model says, the events that are made of it, and the state after each:
 #
 #     start()                   response.created                              created
 #                               response.in_progress                          between
@@ -170,11 +175,11 @@ def fold(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 def interrupted(events: Iterable[Mapping[str, Any]], message: str) -> Event:
     """The last event of a stream whose builder is gone: finished items stay, the open one is left out."""
-    made = list(events)
-    output = [event["item"] for event in made if event["type"] == "response.output_item.done"]
+    past_events = list(events)
+    output = [event["item"] for event in past_events if event["type"] == "response.output_item.done"]
     error = {"code": "server_error", "message": message}
     failed = {"status": "failed", "error": error, "output": output}
-    return {"type": "response.failed", "response": fold(made) | failed}
+    return {"type": "response.failed", "response": fold(past_events) | failed}
 
 
 # --- the builder --------------------------------------------------------------------------------------------
@@ -296,10 +301,10 @@ class Builder:
     def _event(self, type_: str, **fields: Any) -> Event:
         """Make an event, here and nowhere else; raises IllegalEvent (rule 2)."""
         event = {"type": type_, **fields}
-        following = GRAMMAR.get((self.state, label(event)))
-        if following is None:
+        next_state = GRAMMAR.get((self.state, label(event)))
+        if next_state is None:
             raise IllegalEvent(self.state, label(event))
-        self.state = following
+        self.state = next_state
         return event
 
     def _open(self, key: str, call: dict[str, str]) -> list[Event]:

@@ -67,11 +67,19 @@ N_GRAM = 2  # tokens that have to come again for what followed them to be drafte
 # - `waiting` and `running` are in the order of arrival, and all that wait are younger than all that run.
 # - A sequence has a slot and pages while it runs, and at no other time. A result for one without a slot comes
 #   too late and is dropped.
-# - n_computed counts the steps in flight too. Places behind it may hold rejected drafts and tokens past the
+# - n_computed counts the steps in flight too. Places after it may hold rejected drafts and tokens past the
 #   end of the output: nobody reads a place before it is written again.
 # - Steps run in the order of their launch. So a page may be given to another sequence while a step in flight
 #   still writes to it: the step of the other comes later.
 # - A sequence is preempted only while nothing is in flight: n_unread is 0, and n_computed is what it had.
+#
+# Chunk invariance: whether a row has the same bits in a prefill chunk as by itself. NumPy
+# gives it other bits, the kernels of devices/ the same. Three things depend on it, for the sake of rule 2:
+#
+#   chunk_invariant                              True                      False
+#   taken from the cache (_use_prefix_cache)     page by page              chunk by chunk
+#   put into the cache (_register_full_pages)    every full page           pages of whole prompt chunks
+#   computed again after preempt(), in chunks    prompt and output         the prompt; output row by row
 #
 # An example with MAX_CHUNKS * chunk = 128: A, with a prompt of 200 tokens, arrives while B decodes.
 #
@@ -233,8 +241,7 @@ class Scheduler:
     ) -> None:
         """`max_batch`: sequences that run at once. `chunk`: tokens of a prefill chunk, whole pages.
 
-        `chunk_invariant`: whether a row has the same bits in a chunk as by itself. `speculate`: drafts of one
-        sequence in a step, at most.
+        `chunk_invariant`: see the theory of operation. `speculate`: drafts of a sequence in a step, at most.
         """
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -266,9 +273,9 @@ class Scheduler:
                 if in_flight:  # what is read may end a sequence, and then its pages are free
                     return []
                 self.preempt(self.running[-1])
-        for sequence, span, _, _ in batch:
-            sequence.n_computed = span.end
-            sequence.n_unread += span.n_wanted
+        for scheduled in batch:
+            scheduled.sequence.n_computed = scheduled.span.end
+            scheduled.sequence.n_unread += scheduled.span.n_wanted
         return batch
 
     def postprocess(self, scheduled: Scheduled, choices: list[Choice]) -> list[Choice]:
@@ -337,7 +344,7 @@ class Scheduler:
     def _next_batch(self, in_flight: Collection[list[Scheduled]]) -> list[Scheduled]:
         """The next step, the decoding sequences first; raises OutOfPages.
 
-        Pages that were reserved until then stay with their sequences, which will need them.
+        Where it raises, the pages reserved so far stay in their page tables: the next attempt needs them.
         """
         batch: list[Scheduled] = []
         budget = MAX_CHUNKS * self._chunk  # rows of prompts, and of output that is computed again
@@ -361,7 +368,7 @@ class Scheduler:
             for scheduled in earlier:
                 in_progress.update(scheduled.prefilled_pages())
         for sequence in prefilling:
-            self._use_prefix_cache(sequence)
+            self._use_prefix_cache(sequence)  # pages that were filled since the last step
             if sequence.next_page_hash() in in_progress:
                 continue  # it sits this step out, and finds the page in the prefix cache later
             scheduled = self._prefill(sequence, min(budget, share))
@@ -433,7 +440,7 @@ class Scheduler:
         return Scheduled(sequence, span, sequence.contexts([]), [])
 
     def _drafts(self, sequence: Sequence) -> list[int]:
-        """What may come behind the newest token; no stop token, for nothing comes behind that."""
+        """What may come after the newest token; no stop token, for nothing comes after that."""
         if sequence.prompt_lookup is None:
             return []
         n_spare_pages = max(0, self.pool.n_free - len(self.running))  # the others may need a page each
@@ -447,7 +454,7 @@ class Scheduler:
     def _use_prefix_cache(self, sequence: Sequence) -> None:
         """Share the next pages of the sequence that are in the prefix cache, but never the last token's.
 
-        Without chunk invariance a row's bits depend on its chunk, so whole chunks are shared, or nothing.
+        It moves n_computed past them, so that _prefill() begins with the first page that is not cached.
         """
         unit = self._chunk  # tokens that are shared at once
         if self._chunk_invariant:
@@ -483,10 +490,7 @@ class Scheduler:
             sequence.page_table.append(self.pool.take())
 
     def _register_full_pages(self, sequence: Sequence, start: int, end: int) -> None:
-        """Put the pages that these tokens have filled into the prefix cache, where anybody may share them.
-
-        Without chunk invariance only whole chunks of the prompt have the bits that another would compute.
-        """
+        """Put the pages that these tokens have filled into the prefix cache, where anybody may share them."""
         if not self._chunk_invariant:
             end = min(end, sequence.n_prefill // self._chunk * self._chunk)
         for number in range(start // PAGE, end // PAGE):
@@ -549,8 +553,8 @@ class PromptLookup:
 
     def __init__(self, token_ids: list[int]) -> None:
         self._token_ids: list[int] = []
-        self._end_of: dict[tuple[int, ...], int] = {}  # n-gram: position behind its last occurrence
-        self._match: int | None = None  # position behind the last occurrence but one of the newest n-gram
+        self._end_of: dict[tuple[int, ...], int] = {}  # n-gram: position after its last occurrence
+        self._match: int | None = None  # position after the last occurrence but one of the newest n-gram
         self.extend(token_ids)
 
     def extend(self, token_ids: list[int]) -> None:

@@ -39,7 +39,7 @@ CREATE TABLE IF NOT EXISTS responses (
     row_bytes   INTEGER NOT NULL,           -- size of the three texts
     event_bytes INTEGER NOT NULL,           -- size of the response's events, 0 when they have expired
     request     TEXT NOT NULL,              -- the body, to run it again after a restart
-    items       TEXT NOT NULL,              -- input items behind those of the chain, each with an id
+    items       TEXT NOT NULL,              -- those of the chain, then the input; each has an id
     response    TEXT NOT NULL,              -- the newest response object
     owner       TEXT NOT NULL DEFAULT ''    -- digest of the API key of the request
 );
@@ -112,7 +112,7 @@ class Retention:
     max_responses: int = 10_000
     max_bytes: int = 2**30
     max_age_s: float = 30 * 86_400  # as long as OpenAI keeps them: platform.openai.com/docs/guides/your-data
-    events_age_s: float = 600  # behind its end: the events of a response, and all of one with store: false
+    events_age_s: float = 600  # after its end: the events of a response, and all of one with store: false
 
 
 class Store:

@@ -60,7 +60,7 @@ def wants_stream(query: QueryParams) -> bool:
 
 
 class EventStream(Response):
-    """Answers with the events of a log behind number `after`, as they come, and then with `done`.
+    """Answers with the events of a log that follow number `after`, as they come, then with `done`.
 
     `task` fills the log for this client alone; None: the log fills without it. A task that raises before the
     first event has refused the request. One that raises later has a bug: the connection breaks, which is no

@@ -3,11 +3,11 @@
     Request --Worker.prepare()--> Prompt --Prompt.run()--> Accepted, Output, Output, ..., Finish
 
 An engine in this process and an upstream server (gateway/remote.py) both keep the contract, so streams,
-background, resume, chains and calls work over either, and nothing behind it can tell which it was.
+background, resume, chains and calls work over either, and what reads the outputs cannot tell which it was.
 
 Rules of this file:
 1. prepare() refuses with BadInput, before a byte of the answer has left. run() may too, before its Accepted.
-2. run() yields Accepted, any number of Outputs and exactly one Finish, which is the last; behind Accepted it
+2. run() yields Accepted, any number of Outputs and exactly one Finish, which is the last; after Accepted it
    raises only where it has a bug. A reader that leaves early closes it; then the engine drops the sequence.
 3. Usage counts the tokens that were read from the engine: a stop token too, but nothing after a stop string.
 
@@ -192,15 +192,15 @@ class LocalWorker:
         yield Accepted()
         decoder = self._tokenizer.decoder()
         parser = self._parser(prompt)
-        job = self._job(prompt, choice)
+        engine_request = self._engine_request(prompt, choice)
         usage = Usage(len(prompt.token_ids), 0)
-        async with aclosing(self.engine.generate(job)) as steps:
+        async with aclosing(self.engine.generate(engine_request)) as steps:
             async for step in steps:
                 usage = usage._replace(cached_tokens=step.cached_tokens)
                 for token in step.tokens:  # one by one: a step may cross any number of channels
                     state_before = parser.state
                     pieces: list[Piece] = []
-                    if token.token_id not in job.stop_token_ids:
+                    if token.token_id not in engine_request.stop_token_ids:
                         pieces = decoder.feed(token.token_id, self._logprobs(token))
                     for output in feed_all(parser, pieces):
                         yield output
@@ -230,14 +230,14 @@ class LocalWorker:
             schemas={function["name"]: function.get("parameters", {}) for function in functions},
         )
 
-    def _job(self, prompt: LocalPrompt, choice: int) -> EngineRequest:
+    def _engine_request(self, prompt: LocalPrompt, choice: int) -> EngineRequest:
         request = prompt.request
         stop_token_ids = {*request.stop_token_ids}
-        # The grammar of structured output has an end of its own, behind which nothing may come.
+        # The grammar of structured output has an end of its own, after which nothing may come.
         if prompt.constraint or not request.ignore_eos:
             stop_token_ids.update(self.engine.config.eos_token_ids)
         of_choice = {"seed": prompt.seed, "choice": choice, "n_top_logprobs": request.n_top_logprobs}
-        sampling = Sampling(**request.sampling | of_choice)
+        sampling = Sampling(**(request.sampling | of_choice))
         constraint = None
         if prompt.constraint:
             constraint = prompt.constraint.copy()
