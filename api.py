@@ -198,7 +198,7 @@ class Api:
         if chain_suffices and chain and not new_items:
             new_items = chain  # as if the client had sent all of it
             chain = []
-        request = params.responses_request(values, chain, new_items)
+        request = params.responses_request(values, chain, new_items, owner)
         return CheckedRequest(request, worker, items.listed(chain, new_items))
 
     def _producer(self, prompt: Prompt, row: Row) -> Producer:
@@ -228,7 +228,7 @@ class Api:
         async def make_producer(row: Row) -> Producer:
             body = row.request | {"input": row.items, "previous_response_id": None}
             worker = self._worker(params.model_name(body))
-            prompt = await prepare(worker, params.from_responses(body, worker.defaults))
+            prompt = await prepare(worker, params.from_responses(body, worker.defaults, row.owner))
             return self._producer(prompt, row)
 
         await self._registry.recover(make_producer, interrupted_event)
@@ -257,7 +257,7 @@ class Api:
             "input": [*checked.items, question],
         }
         prompt = await prepare(
-            checked.worker, params.from_responses(summary_request, checked.worker.defaults)
+            checked.worker, params.from_responses(summary_request, checked.worker.defaults, owner)
         )
         outputs: list[Accepted | Output | Finish] = []
 
@@ -369,7 +369,7 @@ class Api:
         worker = self._worker(params.model_name(body))
         if isinstance(worker, RemoteWorker):
             return worker.pass_through(body)
-        request = params.from_chat(body, worker.defaults)
+        request = params.from_chat(body, worker.defaults, http.scope["owner"])
         prompt = await prepare(worker, request)
         head = {
             "id": new_id("chatcmpl"),

@@ -57,6 +57,7 @@ class Request:
     """What is asked for, the same for both APIs."""
 
     model: str
+    owner: str  # who asks: digest of the API key; "": the server needs none
     explicit: frozenset[str]  # parameters that the client has set; the others have their defaults
     messages: list[messages.Message]
     tools: list[dict[str, Any]]  # as chat templates take them; [] also where tool_choice is none
@@ -320,13 +321,15 @@ def read_responses(body: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
     return read(body, RESPONSES, defaults)
 
 
-def from_responses(body: Any, defaults: Mapping[str, Any]) -> Request:
+def from_responses(body: Any, defaults: Mapping[str, Any], owner: str = "") -> Request:
     """Check a body of POST /v1/responses that refers to nothing; raises BadInput."""
     values = read_responses(body, defaults)
-    return responses_request(values, (), values["input"])
+    return responses_request(values, (), values["input"], owner)
 
 
-def responses_request(values: Mapping[str, Any], chain: Sequence[dict[str, Any]], input: Any) -> Request:
+def responses_request(
+    values: Mapping[str, Any], chain: Sequence[dict[str, Any]], input: Any, owner: str = ""
+) -> Request:
     """The Request of what read_responses() has read and items.resolve() has resolved; raises BadInput."""
     if input is None:
         raise missing("input")
@@ -345,6 +348,7 @@ def responses_request(values: Mapping[str, Any], chain: Sequence[dict[str, Any]]
     }
     return request(
         values,
+        owner,
         messages=messages.from_responses(input, values["instructions"], chain),
         tools=offered,
         text_format=text_format(values["text"].get("format", {}), "text.format"),
@@ -355,7 +359,7 @@ def responses_request(values: Mapping[str, Any], chain: Sequence[dict[str, Any]]
     )
 
 
-def from_chat(body: Any, defaults: Mapping[str, Any]) -> Request:
+def from_chat(body: Any, defaults: Mapping[str, Any], owner: str = "") -> Request:
     """Check a body of POST /v1/chat/completions; raises BadInput."""
     values = read(body, CHAT, defaults)
     if values["messages"] is None:
@@ -374,6 +378,7 @@ def from_chat(body: Any, defaults: Mapping[str, Any]) -> Request:
         n_top_logprobs = values["top_logprobs"]
     return request(
         values,
+        owner,
         messages=messages.from_chat(values["messages"]),
         tools=[chat_tool(tool, f"tools[{i}]") for i, tool in enumerate(values["tools"])],
         text_format=text_format(response_format, "response_format.json_schema"),
@@ -386,6 +391,7 @@ def from_chat(body: Any, defaults: Mapping[str, Any]) -> Request:
 
 def request(
     values: Mapping[str, Any],
+    owner: str,
     messages: list[messages.Message],
     tools: list[Tool],
     text_format: TextFormat,
@@ -400,6 +406,7 @@ def request(
     stream_options = values["stream_options"] or {}
     return Request(
         model=values["model"],
+        owner=owner,
         explicit=values["explicit"],
         messages=messages,
         tools=[tool.definition() for tool in offered],
