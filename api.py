@@ -169,7 +169,7 @@ class Api:
         request = checked.request
         if request.background and not (request.store or self._temporary):
             raise unsupported("background", "This server runs only what it may store: send store=true.")
-        prompt = await prepare(checked.worker, request)
+        prompt = await checked.worker.prepare(request)
         warn_of_hidden_tools(request)
         row = new_row(body, checked, owner)
         try:
@@ -228,7 +228,7 @@ class Api:
         async def make_producer(row: Row) -> Producer:
             body = row.request | {"input": row.items, "previous_response_id": None}
             worker = self._worker(params.model_name(body))
-            prompt = await prepare(worker, params.from_responses(body, worker.defaults, row.owner))
+            prompt = await worker.prepare(params.from_responses(body, worker.defaults, row.owner))
             return self._producer(prompt, row)
 
         await self._registry.recover(make_producer, interrupted_event)
@@ -240,7 +240,7 @@ class Api:
         if isinstance(body, dict):
             body = {"model": ALIAS} | body  # the SDK allows a body without a model
         checked = await self._check(body, http.scope["owner"], chain_suffices=True)
-        prompt = await prepare(checked.worker, checked.request)
+        prompt = await checked.worker.prepare(checked.request)
         if prompt.n_tokens is None:
             raise unsupported("model", "Only the upstream that has this model could count its tokens.")
         return JSONResponse({"object": "response.input_tokens", "input_tokens": prompt.n_tokens})
@@ -256,8 +256,8 @@ class Api:
             "instructions": body.get("instructions"),
             "input": [*checked.items, question],
         }
-        prompt = await prepare(
-            checked.worker, params.from_responses(summary_request, checked.worker.defaults, owner)
+        prompt = await checked.worker.prepare(
+            params.from_responses(summary_request, checked.worker.defaults, owner)
         )
         outputs: list[Accepted | Output | Finish] = []
 
@@ -370,7 +370,7 @@ class Api:
         if isinstance(worker, RemoteWorker):
             return worker.pass_through(body)
         request = params.from_chat(body, worker.defaults, http.scope["owner"])
-        prompt = await prepare(worker, request)
+        prompt = await worker.prepare(request)
         head = {
             "id": new_id("chatcmpl"),
             "created": unix_time(),
@@ -501,11 +501,6 @@ class ResponseProducer:
                 return self._builder.finish(output, unix_time())
             case _:
                 return self._builder.feed(output)
-
-
-async def prepare(worker: Worker, request: params.Request) -> Prompt:
-    """Call worker.prepare() in a thread: a long prompt must not stop the streams. Raises BadInput."""
-    return await asyncio.to_thread(worker.prepare, request)
 
 
 async def run_choice(prompt: Prompt, choice: int, metrics: Metrics) -> Outputs:

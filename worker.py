@@ -64,8 +64,8 @@ class Worker(Protocol):
     @property
     def alive(self) -> bool: ...  # False: it will never serve again
 
-    def prepare(self, request: Request) -> Prompt:
-        """Check what only this worker can check; raises BadInput. It may take long: call it in a thread."""
+    async def prepare(self, request: Request) -> Prompt:
+        """Check what only this worker can check; raises BadInput."""
 
     def busy(self) -> bool: ...  # a request is in flight
     def counts(self) -> dict[str, int]: ...  # requests, pages and so on, for /health and /metrics
@@ -133,7 +133,10 @@ class LocalWorker:
     async def close(self) -> None:
         await asyncio.to_thread(self.engine.close)
 
-    def prepare(self, request: Request) -> LocalPrompt:
+    async def prepare(self, request: Request) -> LocalPrompt:
+        return await asyncio.to_thread(self._prepare, request)  # a long prompt must not stop the streams
+
+    def _prepare(self, request: Request) -> LocalPrompt:
         """Render, tokenise and check; raises BadInput."""
         self._check_token_ids(request)
         text, token_ids = self._render_to_fit(request)

@@ -211,7 +211,10 @@ class RemoteWorker:
         """Fail what still runs."""
         await self.upstreams.close()
 
-    def prepare(self, request: Request) -> UpstreamPrompt:
+    async def prepare(self, request: Request) -> UpstreamPrompt:
+        return await asyncio.to_thread(self._prepare, request)  # a long prompt must not stop the streams
+
+    def _prepare(self, request: Request) -> UpstreamPrompt:
         messages = [chat_message(message) for message in request.messages]
         candidates = shortened(messages) if request.truncate else [messages]
         body = chat_body(request, self._upstream_name(request.model))

@@ -183,7 +183,7 @@ def test_a_demanded_input(engine: Engine, name: str) -> None:
 
 
 async def run(worker: LocalWorker, body: dict[str, Any]) -> list[Output | Finish]:
-    async with aclosing(worker.run(worker.prepare(params.from_responses(body, {})))) as outputs:
+    async with aclosing(worker.run(await worker.prepare(params.from_responses(body, {})))) as outputs:
         return [output async for output in outputs if not isinstance(output, Accepted)]
 
 

@@ -62,7 +62,7 @@ class TracedEngine(Engine):
 
 
 async def run(worker: LocalWorker, engine: TracedEngine, request: params.Request) -> None:
-    async for output in worker.run(worker.prepare(request)):
+    async for output in worker.run(await worker.prepare(request)):
         if isinstance(output, WorkerOutput):
             _, outputs = engine.steps[-1]
             outputs.append(output)

@@ -325,7 +325,7 @@ async def passed(worker: RemoteWorker, body: Json) -> Client:
 async def said(worker: RemoteWorker, **body: Any) -> list[Accepted | Output | Finish]:
     """What the worker says of a Responses request; raises Refused."""
     request = params.from_responses({"model": "m", "input": "hi"} | body, {})
-    async with aclosing(worker.run(worker.prepare(request))) as outputs:
+    async with aclosing(worker.run(await worker.prepare(request))) as outputs:
         return [output async for output in outputs]
 
 
@@ -630,7 +630,7 @@ def test_first_frame_is_out_before_the_second_is_written(api: str) -> None:
                 assert frames_of(client.body)[-1]["choices"][0]["finish_reason"]
                 return
             request = params.from_responses({"model": "m", "input": "hi"}, {})
-            async with aclosing(worker.run(worker.prepare(request))) as outputs:
+            async with aclosing(worker.run(await worker.prepare(request))) as outputs:
                 async for output in outputs:
                     if isinstance(output, Delta):
                         seen.set()
@@ -709,7 +709,7 @@ def test_a_client_hears_from_us_while_the_upstream_reads(monkeypatch: pytest.Mon
             assert error["error"]["message"] == "No."
             heard.clear()
             request = params.from_responses({"model": "m", "input": "hi"}, {})
-            async with aclosing(worker.run(worker.prepare(request))) as outputs:
+            async with aclosing(worker.run(await worker.prepare(request))) as outputs:
                 assert await anext(outputs) == Accepted()
                 heard.set()
                 end = await anext(outputs)
@@ -816,7 +816,7 @@ def test_usage_is_settled_once_on_every_path(how: str, api: str, caplog: pytest.
 
     async def response(worker: RemoteWorker) -> None:
         request = params.from_responses({"model": "m", "input": "hi"}, {})
-        async with aclosing(worker.run(worker.prepare(request))) as outputs:
+        async with aclosing(worker.run(await worker.prepare(request))) as outputs:
             async for output in outputs:
                 if how == "disconnect" and isinstance(output, Delta):
                     break

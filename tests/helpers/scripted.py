@@ -82,7 +82,7 @@ def said(
     request = params.from_responses({"model": "m", "input": "hi", "tools": [TOOL]} | body, {})
 
     async def collect() -> list[Output | Finish]:
-        async with aclosing(worker.run(worker.prepare(request))) as outputs:
+        async with aclosing(worker.run(await worker.prepare(request))) as outputs:
             return [output async for output in outputs if not isinstance(output, Accepted)]
 
     return asyncio.run(collect())
