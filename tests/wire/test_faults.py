@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from audit import rules
+from audit.checks import CHECKS
+from audit.peer import Failed, Peer
 from helpers.serving import Server, serve
-from wire.checks import CHECKS
 from wire.conftest import ENDLESS
 from wire.foreign import misbehaving
-from wire.peer import Failed, Peer
 
 HERE = Path(__file__).parent
 PATHS = {"responses": "POST /v1/responses", "chat": "POST /v1/chat"}

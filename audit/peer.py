@@ -1,14 +1,23 @@
 """A server as seen from outside: an address, raw HTTP, and nothing known of the program behind it.
 
-    Peer("http://host:8000/v1", "model").ask("POST", "/responses", {...}) --> Reply
+    Peer("http://host:8000/v1", "model").ask("POST", "/responses", {...}) --> Reply, or NoReply
 
 The bytes of a reply are kept as they were written, chunk by chunk.
+
+Authority: RFC 9112 (HTTP/1.1).
+
+Rules of this file:
+1. A rule has a budget of seconds, start() begins one: what a server does not answer within it is NoReply.
+2. Failed is the server's fault, NotApplicable nobody's; NoReply says that a rule could not be judged.
+
+Not here: what is asked (probes.py), what the replies must be (checks_*.py).
 """
 
 import contextlib
 import http.client
 import json
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -16,7 +25,9 @@ from audit import recordings
 from audit.members import shortened
 
 Json = dict[str, Any]
-PATIENCE_S = 120.0  # a small model on a busy machine
+NOT_THERE = {404, 405, 501}
+REFUSED = {400, 403, 404, 405, 415, 422, 501}
+BUDGET_S = 120.0  # of a rule: a small model on a busy machine
 CONNECTIONS = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
 
 
@@ -57,28 +68,56 @@ class Failed(AssertionError):
         self.message, self.excerpt = message, str(excerpt)
 
 
+class NoReply(Exception):
+    """No reply came, or it broke off."""
+
+
 def expect(holds: object, message: str, excerpt: object) -> None:
     if not holds:
         raise Failed(message, excerpt)
 
 
 class Peer:
-    """`long`: members of a body that make its answer long, such as a bias against the end token."""
+    """One server.
 
-    def __init__(self, base_url: str, model: str, api_key: str = "", long: Json | None = None) -> None:
+    `long`: members of a body that make its answer long, such as a bias against the end token.
+    `budget`: seconds for each rule.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        api_key: str = "",
+        long: Json | None = None,
+        headers: Mapping[str, str] | None = None,
+        budget: float = BUDGET_S,
+    ) -> None:
         self.url = urlsplit(base_url.rstrip("/"))
         self.model = model
         self.long = long or {}
-        self._authorization = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._replies: dict[tuple[str, str], Reply] = {}
+        self._headers = dict(headers or {})
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._replies: dict[tuple[str, str], Reply | NoReply] = {}
+        self._budget = budget
+        self.start()
+
+    def start(self) -> None:
+        """Begin the budget of a rule."""
+        self._deadline = time.monotonic() + self._budget
+
+    def seconds_left(self) -> float:
+        """Of the budget; raises NoReply where nothing is left."""
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise NoReply(f"the rule's budget of {self._budget:g} s is used up")
+        return left
 
     def ask(self, method: str, path: str, body: Json | bytes | None = None, **headers: str) -> Reply:
-        """A request and its whole reply; one that does not come within PATIENCE_S has status 0."""
-        try:
-            with self.open(method, path, body, **headers) as response:
-                return Reply(*self._head(method, path, body, response), *read_all(response))
-        except (OSError, http.client.HTTPException) as error:
-            return Reply(described(method, path, body), 0, {}, repr(error).encode(), [])
+        """A request and its whole reply; raises NoReply."""
+        with self.open(method, path, body, **headers) as response:
+            return Reply(*self._head(method, path, body, response), *self._read_all(response))
 
     def post(self, path: str, body: Json | None = None) -> Reply:
         """A request to the model, without stream unless the body says so."""
@@ -102,23 +141,51 @@ class Peer:
     def open(
         self, method: str, path: str, body: Json | bytes | None, **headers: str
     ) -> Iterator[http.client.HTTPResponse]:
+        """The reply as it comes, in a with block; raises NoReply, out of the block too."""
         connection_type = CONNECTIONS[self.url.scheme]
         raw = json.dumps(body).encode() if isinstance(body, dict) else body
-        all_headers = dict(self._authorization)
+        all_headers = dict(self._headers)
         if raw is not None:
             all_headers["Content-Type"] = "application/json"
         for name, value in headers.items():
             all_headers[name.replace("_", "-")] = value
-        with contextlib.closing(connection_type(self.url.netloc, timeout=PATIENCE_S)) as connection:
-            connection.request(method, self.url.path + path, raw, all_headers)
-            yield connection.getresponse()
+        try:
+            connection = connection_type(self.url.netloc, timeout=self.seconds_left())
+            with contextlib.closing(connection):
+                connection.request(method, self.url.path + path, raw, all_headers)
+                yield connection.getresponse()
+        except (OSError, http.client.HTTPException) as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            if isinstance(error, TimeoutError):
+                reason = f"nothing came for the rest of the rule's budget of {self._budget:g} s"
+            raise NoReply(f"{described(method, path, body)} -> {reason}") from error
 
     def once(self, path: str, body: Json | bytes) -> Reply:
         """The reply to a request that several rules are about."""
         key = path, str(body)
         if key not in self._replies:
-            self._replies[key] = self.ask("POST", path, body)
-        return self._replies[key]
+            try:
+                self._replies[key] = self.ask("POST", path, body)
+            except NoReply as error:  # a hang is waited for once
+                self._replies[key] = error
+        reply = self._replies[key]
+        if isinstance(reply, NoReply):
+            raise reply
+        return reply
+
+    def _read_all(self, response: http.client.HTTPResponse) -> tuple[bytes, list[bytes]]:
+        """The body, and its chunks."""
+        if not response.chunked:
+            return response.read(), []
+        chunks: list[bytes] = []
+        chunk = b""
+        while piece := response.read1():  # no more than what is left of a chunk
+            chunk += piece
+            if response.chunk_left == 0:
+                chunks.append(chunk)
+                chunk = b""
+            self.seconds_left()
+        return b"".join(chunks), chunks
 
     def _head(
         self, method: str, path: str, body: Json | bytes | None, response: http.client.HTTPResponse
@@ -129,21 +196,7 @@ class Peer:
 
 def described(method: str, path: str, body: Json | bytes | None) -> str:
     shown = json.dumps(body) if isinstance(body, dict) else (body or b"").decode("utf-8", "replace")
-    return shortened(f"{method} {path} {shown}", 300)
-
-
-def read_all(response: http.client.HTTPResponse) -> tuple[bytes, list[bytes]]:
-    """The body, and its chunks."""
-    if not response.chunked:
-        return response.read(), []
-    chunks: list[bytes] = []
-    chunk = b""
-    while piece := response.read1():  # no more than what is left of a chunk
-        chunk += piece
-        if response.chunk_left == 0:
-            chunks.append(chunk)
-            chunk = b""
-    return b"".join(chunks), chunks
+    return shortened(f"{method} {path} {shown}".strip(), 300)
 
 
 def events_of(response: Iterable[bytes]) -> Iterator[Json]:
