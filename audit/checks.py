@@ -14,6 +14,7 @@ Not here: what finds the faults (checks_*.py, rules.py), running them (session.p
 from functools import partial
 
 from audit import (
+    checks_agents,
     checks_answers,
     checks_background,
     checks_refusals,
@@ -41,6 +42,7 @@ GROUPS: dict[str, dict[str, Check]] = {
     **{group: streams_of(kind) for kind, group in KINDS.items()},
     "http": checks_streams.CHECKS,
     "answers": checks_answers.CHECKS,
+    "agents": checks_agents.CHECKS,
     "stored": checks_stored.CHECKS,
     "background": checks_background.CHECKS,
     "refusals": checks_refusals.CHECKS,
