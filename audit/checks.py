@@ -17,6 +17,7 @@ from audit import (
     checks_agents,
     checks_answers,
     checks_background,
+    checks_clients,
     checks_refusals,
     checks_stored,
     checks_streams,
@@ -41,6 +42,7 @@ def streams_of(kind: str) -> dict[str, Check]:
 GROUPS: dict[str, dict[str, Check]] = {
     **{group: streams_of(kind) for kind, group in KINDS.items()},
     "http": checks_streams.CHECKS,
+    "clients": checks_clients.CHECKS,
     "answers": checks_answers.CHECKS,
     "agents": checks_agents.CHECKS,
     "stored": checks_stored.CHECKS,

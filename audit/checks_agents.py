@@ -35,6 +35,7 @@ GUIDES = "https://platform.openai.com/docs/guides/"
 TIME: Json = WEATHER | {"name": "get_time", "description": "Get the time in a city"}
 TWO_TOOLS: list[Json] = [{"type": "function", **WEATHER}, {"type": "function", **TIME}]
 ASK_WEATHER: Json = LIMITED | {"input": TOKYO, "tools": TWO_TOOLS}
+NAMED: Json = {"type": "function", "name": "get_time"}
 CHAT_TOOLS: list[Json] = [{"type": "function", "function": tool} for tool in (WEATHER, TIME)]
 CHAT_WEATHER: Json = CHAT | {"messages": [{"role": "user", "content": TOKYO}], "tools": CHAT_TOOLS}
 COLOUR: Json = {
@@ -69,7 +70,7 @@ def message(answer: Json) -> Json:
 
 
 def named_call(peer: Peer) -> None:
-    body = ASK_WEATHER | {"tool_choice": {"type": "function", "name": "get_time"}}
+    body = ASK_WEATHER | {"tool_choice": NAMED}
     for how, response in both(peer, "/responses", body):
         names = [call.get("name") for call in items(response, "function_call")]
         is_called = names and {*names} == {"get_time"}
@@ -96,12 +97,8 @@ def chat_no_call(peer: Peer) -> None:
 
 
 def allowed_tools(peer: Peer) -> None:
-    allowed = {
-        "type": "allowed_tools",
-        "mode": "required",
-        "tools": [{"type": "function", "name": "get_time"}],
-    }
-    response = whole(peer, "/responses", ASK_WEATHER | {"tool_choice": allowed})
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [NAMED]}
+    response = whole(peer, "/responses", ASK_WEATHER | {"tool_choice": choice})
     names = [call.get("name") for call in items(response, "function_call")]
     is_called = names and {*names} == {"get_time"}
     expect(is_called, f"expected calls of the allowed tool alone, got {names}", outline(response))
@@ -121,9 +118,8 @@ def one_call(peer: Peer) -> None:
 
 
 def unknown_tool_choice(peer: Peer) -> None:
-    reply = peer.post(
-        "/responses", ASK_WEATHER | {"tool_choice": {"type": "function", "name": "no_such_tool"}}
-    )
+    choice = NAMED | {"name": "no_such_tool"}
+    reply = peer.post("/responses", ASK_WEATHER | {"tool_choice": choice})
     if reply.status in NOT_THERE:
         raise NotApplicable(f"no Responses API: {reply}")
     expect(400 <= reply.status < 500, "expected a refusal: there is no tool of that name", reply)
@@ -132,15 +128,20 @@ def unknown_tool_choice(peer: Peer) -> None:
 # --- calls that are cut, and their arguments ----------------------------------------------------------------
 
 
+TOKENS_LESS = 4
+
+
 def cut_call(peer: Peer) -> None:
-    """However far a forced call comes within CUT tokens, a call that is not whole is not said to be."""
-    body = ASK_WEATHER | {"tool_choice": "required", "max_output_tokens": CUT}
-    for how, response in both(peer, "/responses", body):
+    """A few tokens less than a forced call takes: it is cut within its arguments."""
+    body = ASK_WEATHER | {"tool_choice": NAMED}
+    usage = whole(peer, "/responses", body | {"max_output_tokens": 400}).get("usage") or {}
+    limit = max(CUT, usage.get("output_tokens", 0) - TOKENS_LESS)
+    for how, response in both(peer, "/responses", body | {"max_output_tokens": limit}):
         for call in items(response, "function_call"):
             is_whole = is_object(call.get("arguments"))
-            said = call.get("status")
-            message_ = f"{how}: expected a call that was cut to be incomplete, got {said}"
-            expect(is_whole or said == "incomplete", message_, outline(response))
+            status = call.get("status")
+            message_ = f"{how}: expected a call that was cut to be incomplete, got {status}"
+            expect(is_whole or status == "incomplete", message_, outline(response))
 
 
 def is_object(text: object) -> bool:
@@ -151,14 +152,14 @@ def is_object(text: object) -> bool:
 
 
 def chat_cut_call(peer: Peer) -> None:
-    answer = whole(peer, "/chat/completions", CHAT_WEATHER | {"tool_choice": "required", "max_tokens": CUT})
-    choice = (answer.get("choices") or [{}])[0]
+    body = CHAT_WEATHER | {"tool_choice": "required"}
+    usage = whole(peer, "/chat/completions", body | {"max_tokens": 400}).get("usage") or {}
+    limit = max(CUT, usage.get("completion_tokens", 0) - TOKENS_LESS)
+    answer = whole(peer, "/chat/completions", body | {"max_tokens": limit})
     calls = message(answer).get("tool_calls") or ()
-    cut = [call for call in calls if not is_object((call.get("function") or {}).get("arguments"))]
-    reason = choice.get("finish_reason")
-    expect(
-        not cut or reason == "length", f"expected finish_reason length of a cut call, got {reason}", answer
-    )
+    is_cut = any(not is_object((call.get("function") or {}).get("arguments")) for call in calls)
+    reason = (answer.get("choices") or [{}])[0].get("finish_reason")
+    expect(not is_cut or reason == "length", f"expected finish_reason length, got {reason}", answer)
 
 
 def no_blank_message(peer: Peer) -> None:

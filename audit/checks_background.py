@@ -10,10 +10,11 @@ Not here: responses that are stored in the foreground (checks_stored.py).
 
 import time
 from functools import partial
+from http.client import HTTPException
 
 from audit.checks_stored import at, kept
 from audit.checks_streams import check_stream
-from audit.peer import NOT_THERE, REFUSED, Failed, Json, NotApplicable, Peer, expect
+from audit.peer import NOT_THERE, REFUSED, Failed, Json, NoReply, NotApplicable, Peer, expect
 from audit.probes import AZURE, GITHUB, HI, MISTRAL_RS, STORY, Check, outline, recorded, same_answer, whole
 
 TERMINAL = {"completed", "incomplete", "failed", "cancelled"}
@@ -86,7 +87,7 @@ def resumed(peer: Peer) -> None:
     if follow.status in REFUSED:
         raise NotApplicable(f"refused: {follow}")
     expect(follow.body == frames, "expected the same bytes once more", follow)
-    for after in {0, 1, len(events) // 2, len(events) - 2, len(events) - 1, len(events)}:
+    for after in {0, 1, len(events) // 2, len(events) - 2}:
         reply = peer.ask("GET", at(id_, f"?stream=true&starting_after={after}"))
         numbers = [event.get("sequence_number") for event in reply.events]
         expected = list(range(after + 1, len(events)))
@@ -94,12 +95,38 @@ def resumed(peer: Peer) -> None:
         expect(frames.endswith(reply.body), f"expected the same bytes behind {after}", reply)
 
 
+def resumed_at_the_end(peer: Peer) -> None:
+    """Behind the last event there is nothing to wait for."""
+    resumed(peer)
+    events = recorded(peer, "background").events
+    id_ = events[0]["response"]["id"]
+    for after in (len(events) - 1, len(events), 10**6):
+        try:
+            reply = peer.ask("GET", at(id_, f"?stream=true&starting_after={after}"))
+        except NoReply as error:
+            raise Failed("expected the stream to end behind its last event", error) from error
+        expect(reply.status < 500 and not reply.events, "expected no event, or a refusal", reply)
+
+
 def resumed_at_no_number(peer: Peer) -> None:
     resumed(peer)
     id_ = recorded(peer, "background").events[0]["response"]["id"]
-    for after in ("-1", "x"):
+    for after in ("-1", "-3", "x"):
         reply = peer.ask("GET", at(id_, f"?stream=true&starting_after={after}"))
         expect(reply.status == 400, "expected a refusal of what is no number of an event", reply)
+
+
+def late_refusal(peer: Peer) -> None:
+    """What turns out to be impossible ends: it does not stay queued for ever."""
+    in_background(peer, HI)
+    too_long = HI | {"input": "fox " * 200_000, "background": True}
+    reply = peer.post("/responses", too_long)
+    if reply.status == 200:
+        last = ended(peer, reply.json.get("id"))
+        expect(last.get("status") == "failed", "expected a prompt that is too long to fail", outline(last))
+        expect(last.get("error"), "expected the error to say why", outline(last))
+    else:
+        expect(400 <= reply.status < 500, "expected a refusal of a prompt that is too long", reply)
 
 
 def survives_its_client(peer: Peer) -> None:
@@ -163,7 +190,10 @@ def follower_of_the_cancelled(peer: Peer) -> None:
         first = next(events)
         id_ = (first.get("response") or {}).get("id")
         peer.ask("POST", at(id_, "/cancel"))
-        seen = [first, *events]
+        try:
+            seen = [first, *events]
+        except (OSError, HTTPException) as error:
+            raise Failed("expected the stream of a cancelled response to end", repr(error)) from error
     last = seen[-1]
     expect(last.get("type") == "response.failed", "expected a terminal event, response.failed", last)
     status = (last.get("response") or {}).get("status")
@@ -213,6 +243,14 @@ CHECKS = {
         "starting_after gives the rest of the stream from there on, the same bytes",
         "the guide on background mode: GET with stream and starting_after",
         GITHUB + "exo-explore/exo/issues/1356"),
+    "resume-end": Check(resumed_at_the_end, "stateful", "must", "F09",
+        "starting_after the last event, or beyond, ends at once",
+        "the guide on background mode; a client that has all events waits for ever else",
+        GITHUB + "exo-explore/exo/issues/1356"),
+    "background-late-refusal": Check(late_refusal, "stateful", "must", "F08",
+        "a background response that cannot run is refused, or fails",
+        "the guide on background mode: poll until it is terminal",
+        MISTRAL_RS + "background_tasks.rs"),
     "resume-number": Check(resumed_at_no_number, "stateful", "should", "F09",
         "starting_after is refused if it is no number of an event",
         "Azure's contract of behaviour: a cursor that is no number is a 400",

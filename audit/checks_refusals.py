@@ -111,6 +111,16 @@ def error_param(peer: Peer) -> None:
             expect(param in change, f"expected param to name {' or '.join(change)}, got {param}", reply)
 
 
+def status_before_stream(peer: Peer) -> None:
+    """A refusal that comes as the first frame of a stream is a success for SDKs, proxies and retries."""
+    for rule in ("out-of-range", "wrong-type", "bad-input"):
+        for reply in refusals(peer, rule):
+            first = reply.events[:1]
+            is_error = first and ("error" in first[0] or first[0].get("type") in ("error", "response.failed"))
+            message = "expected a status of 4xx, got a stream that begins with the error"
+            expect(not (reply.is_stream and is_error), message, reply)
+
+
 # --- the table ----------------------------------------------------------------------------------------------
 
 # fmt: off
@@ -148,6 +158,10 @@ CHECKS = {
         "stream_options without stream are refused",
         "the API reference: only set this when you set stream",
         COCOON + "ValidateRequest.cpp"),
+    "refused-by-status": Check(status_before_stream, "chat responses", "must", "B13",
+        "what is refused is refused by its status, with stream too",
+        "SDKs raise by the status; retries and proxies look at nothing else",
+        "https://platform.openai.com/docs/guides/error-codes"),
     "error-status": Check(error_status, "chat responses", "should", "",
         "a refusal is a 400, or a 404 for what is not there",
         "SDKs map each status to an error class, and retry 408, 409, 429 and 5xx",

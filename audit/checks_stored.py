@@ -7,6 +7,8 @@ Authority: https://platform.openai.com/docs/api-reference/responses
 Not here: background responses (checks_background.py).
 """
 
+import json
+
 from audit.peer import NOT_THERE, REFUSED, Json, NotApplicable, Peer, expect
 from audit.probes import AZURE, GITHUB, HI, MISTRAL_RS, OPENAI, Check, outline, recorded, whole
 
@@ -52,13 +54,12 @@ def unknown_id(peer: Peer) -> None:
     kept(peer)
     for method, path in (("GET", at(UNKNOWN)), ("DELETE", at(UNKNOWN)), ("POST", at(UNKNOWN, "/cancel"))):
         reply = peer.ask(method, path)
-        expect(reply.status in (404, 405), "expected status 404 of an unknown id", reply)
+        expect(reply.status in (404, 405, 501), "expected status 404 of an unknown id", reply)
 
 
 def unknown_previous(peer: Peer) -> None:
+    whole(peer, "/responses", HI)
     reply = peer.post("/responses", HI | {"previous_response_id": UNKNOWN})
-    if reply.status in NOT_THERE and "previous" not in reply.body.decode("utf-8", "replace"):
-        raise NotApplicable(f"no Responses API: {reply}")
     expect(reply.status in (400, 404), "expected a refusal of an unknown previous_response_id", reply)
 
 
@@ -81,6 +82,60 @@ def lists_input(peer: Peer) -> None:
     expect(
         reply.json.get("object") == "list" and "id" in items[0], "expected a list of items with ids", reply
     )
+
+
+def not_stored(peer: Peer) -> None:
+    kept(peer)
+    made = whole(peer, "/responses", HI | {"store": False})
+    reply = peer.ask("GET", at(made.get("id")))
+    expect(reply.status == 404, "expected status 404 of what was not to be stored", reply)
+
+
+def instructions_stay_behind(peer: Peer) -> None:
+    """Long instructions of the first turn do not make the second prompt longer than the first was."""
+    instructions = "Answer in one short sentence, and never mention the weather, the sea or the moon. " * 40
+    first = kept(peer, {"instructions": instructions})
+    after = whole(peer, "/responses", HI | {"previous_response_id": first["id"]})
+    n_first, n_after = ((response.get("usage") or {}).get("input_tokens", 0) for response in (first, after))
+    message = (
+        f"expected the prompt without the instructions to be shorter, got {n_first}, then {n_after} tokens"
+    )
+    expect(n_after < n_first, message, outline(after))
+
+
+def metadata(peer: Peer) -> None:
+    pairs = {"user": "u-1", "note": "caf\u00e9"}
+    made = kept(peer, {"metadata": pairs})
+    later = peer.ask("GET", at(made["id"]))
+    for response in (made, later.json):
+        got = response.get("metadata")
+        expect(got == pairs, f"expected the metadata as it was sent, got {got}", response)
+
+
+def input_in_order(peer: Peer) -> None:
+    texts = ["one", "two", "three"]
+    made = kept(peer, {"input": [{"role": "user", "content": text} for text in texts]})
+    lists = {}
+    for order in ("asc", "desc"):
+        reply = peer.ask("GET", at(made["id"], f"/input_items?order={order}&limit=2"))
+        if reply.status in NOT_THERE:
+            raise NotApplicable(f"no list of input items: {reply}")
+        lists[order] = [json.dumps(item) for item in reply.json.get("data") or ()]
+        expect(
+            len(lists[order]) == 2, f"expected two items, for the limit is 2, got {len(lists[order])}", reply
+        )
+        expect(reply.json.get("has_more") is True, "expected has_more, for there are three", reply)
+    first, last = lists["asc"][0], lists["desc"][0]
+    is_ordered = "one" in first and "three" in last
+    expect(is_ordered, "expected the first item first with order=asc, and the last one with desc", lists)
+
+
+def foreground_as_stream(peer: Peer) -> None:
+    made = kept(peer)
+    reply = peer.ask("GET", at(made["id"], "?stream=true"))
+    is_refused = 400 <= reply.status < 500
+    message = "expected a refusal, or the events once more, of a response that was not streamed"
+    expect(is_refused or (reply.is_stream and reply.events), message, reply)
 
 
 # --- the table ----------------------------------------------------------------------------------------------
@@ -111,6 +166,26 @@ CHECKS = {
         "the prompt holds what the previous response said",
         "the API reference on previous_response_id",
         GITHUB + "tetherto/qvac/pull/2030"),
+    "not-stored": Check(not_stored, "stateful", "must", "F12",
+        "store: false keeps nothing",
+        "the API reference on store; who sends it counts on it",
+        OPENAI + "responses/create"),
+    "instructions": Check(instructions_stay_behind, "stateful", "must", "F14",
+        "a chain does not carry the previous response's instructions over",
+        "the API reference: instructions from a previous response will not be carried over",
+        OPENAI + "responses/create"),
+    "metadata": Check(metadata, "stateful", "should", "",
+        "metadata comes back as it was sent",
+        "the API reference on metadata",
+        OPENAI + "responses/create"),
+    "input-order": Check(input_in_order, "stateful", "should", "",
+        "the list of input items has an order, a limit and has_more",
+        "the API reference on input items",
+        OPENAI + "responses/input-items"),
+    "foreground-as-stream": Check(foreground_as_stream, "stateful", "should", "F09",
+        "GET with stream=true of a response without stream is refused, or gives its events",
+        "Azure's contract of behaviour: it was not created with stream=true",
+        AZURE),
     "input-items": Check(lists_input, "stateful", "should", "",
         "the input can be listed, each item with an id",
         "the API reference on input items",

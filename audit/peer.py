@@ -103,6 +103,20 @@ class Peer:
         self._budget = budget
         self.start()
 
+    @property
+    def has_key(self) -> bool:
+        return "Authorization" in self._headers
+
+    def without_key(self) -> "Peer":
+        """The same server, for a client that has no key."""
+        headers = {name: value for name, value in self._headers.items() if name != "Authorization"}
+        return Peer(self.url.geturl(), self.model, headers=headers, budget=self._budget)
+
+    def at_root(self) -> "Peer":
+        """The same server above its base URL, where its metrics are."""
+        root = f"{self.url.scheme}://{self.url.netloc}"
+        return Peer(root, self.model, headers=self._headers, budget=self._budget)
+
     def start(self) -> None:
         """Begin the budget of a rule."""
         self._deadline = time.monotonic() + self._budget

@@ -33,7 +33,7 @@ from audit.rules_chunks import (
 )
 from audit.rules_events import (
     announced_empty,
-    arguments_are_json,
+    arguments_are_objects,
     closed_items,
     counted,
     empty_until_the_end,
@@ -187,8 +187,8 @@ RULES = {
         "no markup of the model's in texts, names and arguments",
         "the API has channels and calls as members; markup in a text is shown to people",
         GITHUB + "vllm-project/vllm/issues/36435"),
-    "arguments":      Rule("responses", arguments_are_json,    "must",   "C12 E05 E06",
-        "the arguments of a completed call are JSON",
+    "arguments":      Rule("responses", arguments_are_objects,    "must",   "C12 E05 E06",
+        "the arguments of a completed call are a JSON object",
         "the API reference: arguments are the JSON text of an object; clients parse them unasked",
         GITHUB + "vllm-project/vllm/issues/51697"),
 
@@ -209,7 +209,7 @@ RULES = {
         "openai/openai-openapi lists the reasons; agents decide by them",
         GITHUB + "ollama/ollama/issues/4357"),
     "call-deltas":    Rule("chat",      calls,                 "must",   "E02 E04 G02",
-        "a call begins with index, id, type, name and arguments '', then come index and arguments",
+        "a call begins with index, id, type and name; then come index and arguments",
         "SDKs add up the deltas of a call by its index, and concatenate what is repeated",
         GITHUB + "ggml-org/llama.cpp/pull/13800"),
     "chunk-texts":    Rule("chat",      chunk_texts,           "must",   "E01 E05 E06 E09 E16",

@@ -18,7 +18,7 @@ from audit.checks import CHECKS, PROFILES
 from audit.session import Result, chosen
 from helpers.serving import ROOT, Server, serve
 
-FEW = ["--rules", "bad-*", "--rules", "models", "--long", "{}"]
+FEW = ["--rules", "bad-[jmi]*", "--rules", "models", "--long", "{}"]
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +181,7 @@ def test_each_rule_is_of_a_profile() -> None:
     assert {profile for check in CHECKS.values() for profile in check.profiles.split()} <= {*PROFILES}
     assert chosen("all", []) == list(CHECKS)
     assert {*chosen("chat", [])} < {*CHECKS}
-    assert chosen("stateful", ["resume*"]) == ["resume", "resume-number"]
+    assert chosen("stateful", ["resume*"]) == ["resume", "resume-end", "resume-number"]
 
 
 def test_each_rule_says_who_wrote_it_down() -> None:
