@@ -187,9 +187,8 @@ RESULTS = [result_of("call_tokyo", "It rains."), result_of("call_paris", "The su
 
 
 def results_accepted(peer: Peer) -> None:
+    whole(peer, "/responses", ASK_WEATHER)  # tools may be refused
     reply = peer.post("/responses", LIMITED | {"input": [QUESTION, *CALLS, *RESULTS], "tools": TWO_TOOLS})
-    if reply.status in NOT_THERE:
-        raise NotApplicable(f"no Responses API: {reply}")
     expect(reply.status == 200, "expected an answer to the results of calls", reply)
 
 
@@ -218,9 +217,8 @@ def chat_results_accepted(peer: Peer) -> None:
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c1", "content": "It rains."},
     ]
+    whole(peer, "/chat/completions", CHAT_WEATHER)  # tools may be refused
     reply = peer.post("/chat/completions", CHAT_WEATHER | {"messages": messages})
-    if reply.status in NOT_THERE:
-        raise NotApplicable(f"no chat completions: {reply}")
     expect(reply.status == 200, "expected an answer to the result of a call", reply)
 
 
