@@ -153,7 +153,7 @@ def stop_string(peer: Peer) -> None:
         peer.post("/chat/completions", body | {"stream": True}),
     ):
         if reply.status in REFUSED:
-            raise NotApplicable(f"refused: {reply}")
+            raise NotApplicable(f"refused: {reply.refusal}")
         chunks = reply.events if reply.is_stream else [reply.json]
         how = "streamed" if reply.is_stream else "plain"
         answer = chat_outline(chunks)

@@ -44,7 +44,7 @@ def ended(peer: Peer, id: object) -> Json:
 def background_is_honoured(peer: Peer) -> None:
     reply = peer.once("/responses", {"model": peer.model, "stream": False, "background": True} | HI)
     if reply.status in REFUSED:
-        raise NotApplicable(f"refused: {reply}")
+        raise NotApplicable(f"refused: {reply.refusal}")
     waits = reply.json.get("status") in ("queued", "in_progress") and reply.json.get("output") == []
     expect(
         reply.status == 200 and waits,
@@ -85,7 +85,7 @@ def resumed(peer: Peer) -> None:
     id_ = (events[0].get("response") or {}).get("id")
     follow = peer.ask("GET", at(id_, "?stream=true"))
     if follow.status in REFUSED:
-        raise NotApplicable(f"refused: {follow}")
+        raise NotApplicable(f"refused: {follow.refusal}")
     expect(follow.body == frames, "expected the same bytes once more", follow)
     for after in {0, 1, len(events) // 2, len(events) - 2}:
         reply = peer.ask("GET", at(id_, f"?stream=true&starting_after={after}"))
@@ -141,7 +141,7 @@ def cancelled(peer: Peer) -> Json:
     id_ = in_background(peer, STORY | peer.long)["id"]
     reply = peer.ask("POST", at(id_, "/cancel"))
     if reply.status in NOT_THERE:
-        raise NotApplicable(f"nothing can be cancelled: {reply}")
+        raise NotApplicable(f"nothing can be cancelled: {reply.refusal}")
     if reply.status == 400 and ended(peer, id_).get("status") in ("completed", "incomplete"):
         raise NotApplicable("it ended before the cancel; try --long")
     expect(
@@ -204,7 +204,7 @@ def delete_the_running(peer: Peer) -> None:
     id_ = in_background(peer, STORY | peer.long)["id"]
     reply = peer.ask("DELETE", at(id_))
     if reply.status in NOT_THERE:
-        raise NotApplicable(f"nothing can be deleted: {reply}")
+        raise NotApplicable(f"nothing can be deleted: {reply.refusal}")
     peer.ask("POST", at(id_, "/cancel"))
     later = peer.ask("GET", at(id_))
     expected = 404 if reply.status == 200 else 200

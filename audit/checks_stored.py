@@ -22,7 +22,7 @@ def kept(peer: Peer, body: Json | None = None) -> Json:
     made = whole(peer, "/responses", HI | {"store": True} | (body or {}))
     reply = peer.ask("GET", f"/responses/{made.get('id')}")
     if reply.status in REFUSED:
-        raise NotApplicable(f"responses are not kept: {reply}")
+        raise NotApplicable(f"responses are not kept: {reply.refusal}")
     return made
 
 
@@ -43,7 +43,7 @@ def deleted(peer: Peer) -> None:
     id_ = kept(peer)["id"]
     gone = peer.ask("DELETE", at(id_))
     if gone.status in NOT_THERE:
-        raise NotApplicable(f"nothing can be deleted: {gone}")
+        raise NotApplicable(f"nothing can be deleted: {gone.refusal}")
     expect(gone.status == 200, "expected status 200", gone)
     for method, path in (("GET", at(id_)), ("DELETE", at(id_))):
         reply = peer.ask(method, path)
@@ -77,7 +77,7 @@ def chained(peer: Peer) -> None:
 def lists_input(peer: Peer) -> None:
     reply = peer.ask("GET", at(kept(peer)["id"], "/input_items"))
     if reply.status in NOT_THERE:
-        raise NotApplicable(f"no list of input items: {reply}")
+        raise NotApplicable(f"no list of input items: {reply.refusal}")
     items = reply.json.get("data") or [{}]
     expect(
         reply.json.get("object") == "list" and "id" in items[0], "expected a list of items with ids", reply
@@ -119,7 +119,7 @@ def input_in_order(peer: Peer) -> None:
     for order in ("asc", "desc"):
         reply = peer.ask("GET", at(made["id"], f"/input_items?order={order}&limit=2"))
         if reply.status in NOT_THERE:
-            raise NotApplicable(f"no list of input items: {reply}")
+            raise NotApplicable(f"no list of input items: {reply.refusal}")
         lists[order] = [json.dumps(item) for item in reply.json.get("data") or ()]
         expect(
             len(lists[order]) == 2, f"expected two items, for the limit is 2, got {len(lists[order])}", reply

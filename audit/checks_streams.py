@@ -105,7 +105,7 @@ def request_id(peer: Peer) -> None:
 def lists_models(peer: Peer) -> None:
     reply = peer.ask("GET", "/models")
     if reply.status in NOT_THERE:
-        raise NotApplicable(f"models are not listed: {reply}")
+        raise NotApplicable(f"models are not listed: {reply.refusal}")
     models = reply.json.get("data", [])
     expect(reply.status == 200 and reply.json.get("object") == "list", "expected a list", reply)
     named = all(isinstance(m.get("id"), str) and m.get("object") == "model" for m in models)

@@ -51,6 +51,15 @@ class Reply(NamedTuple):
         """The events of a stream."""
         return list(events_in(self.body))
 
+    @property
+    def refusal(self) -> str:
+        """The status, and what the server says about it."""
+        error = self.json.get("error")
+        if isinstance(error, dict):
+            error = error.get("message")
+        text = error or self.body.decode("utf-8", "replace")
+        return f"{self.status} {shortened(' '.join(str(text).split()), 160)}"
+
     def __str__(self) -> str:
         body = self.body.decode("utf-8", "replace").strip()
         return f"{self.asked} -> {self.status} {shortened(body, 300)}"
@@ -148,7 +157,7 @@ class Peer:
         with self.open("POST", path, {"model": self.model, "stream": True} | body) as response:
             head = self._head("POST", path, body, response)
             if response.status != 200:
-                raise NotApplicable(f"refused: {Reply(*head, response.read(), [])}")
+                raise NotApplicable(f"refused: {Reply(*head, response.read(), []).refusal}")
             yield events_of(response)
 
     @contextlib.contextmanager

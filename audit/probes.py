@@ -86,7 +86,7 @@ def recorded(peer: Peer, name: str) -> Reply:
     path, body = asked(peer, name)
     reply = peer.once(path, with_stream(peer, body))
     if not reply.is_stream:
-        raise NotApplicable(f"no stream came: {reply}")
+        raise NotApplicable(f"no stream came: {reply.refusal}")
     return reply
 
 
@@ -99,7 +99,7 @@ def whole(peer: Peer, path: str, body: Json) -> Json:
     """The answer to a request without stream, that may be refused."""
     reply = peer.post(path, body)
     if reply.status in REFUSED:
-        raise NotApplicable(f"refused: {reply}")
+        raise NotApplicable(f"refused: {reply.refusal}")
     expect(reply.status == 200 and reply.json, "expected status 200 and a JSON object", reply)
     return reply.json
 
