@@ -34,11 +34,14 @@ from audit.probes import (
 def stream_is_the_answer(peer: Peer) -> None:
     streamed = outline(recorded(peer, "text").events[-1].get("response") or {})
     answer = partial(whole, peer, "/responses", HI)
-    response = answer()
+    plain = outline(answer())
+    same_answer(plain, streamed, lambda: outline(answer()), f"plain: {plain}\nstreamed: {streamed}")
+
+
+def answer_members(peer: Peer) -> None:
+    response = whole(peer, "/responses", HI)
     missing = [name for name in members.required(members.RESPONSE) if name not in response]
     expect(not missing, f"expected the answer to have {missing}", response)
-    plain = outline(response)
-    same_answer(plain, streamed, lambda: outline(answer()), f"plain: {plain}\nstreamed: {streamed}")
 
 
 def plain_by_default(peer: Peer) -> None:
@@ -192,6 +195,10 @@ CHECKS = {
         "without stream the answer is a JSON object",
         "the API reference: stream is false by default",
         OPENAI + "responses/create"),
+    "answer-fields": Check(answer_members, "responses", "must", "C22",
+        "a plain answer has the members it must have",
+        "openai/openai-openapi calls these members required",
+        GITHUB + "lemonade-sdk/lemonade/issues/3607"),
     "stream-is-answer": Check(stream_is_the_answer, "responses", "must", "C06 C15 G05",
         "a Responses stream says what the plain answer says, and so counts its usage",
         "the API reference: the last event has the response that is returned without stream",

@@ -28,6 +28,7 @@ Json = dict[str, Any]
 NOT_THERE = {404, 405, 501}
 REFUSED = {400, 403, 404, 405, 415, 422, 501}
 BUDGET_S = 120.0  # of a rule: a small model on a busy machine
+BROKEN_OFF = (http.client.IncompleteRead, http.client.RemoteDisconnected, ConnectionResetError)
 CONNECTIONS = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
 
 
@@ -78,7 +79,7 @@ class Failed(AssertionError):
 
 
 class NoReply(Exception):
-    """No reply came, or it broke off."""
+    """Nobody is there, or the time is over; what breaks off has Failed."""
 
 
 def expect(holds: object, message: str, excerpt: object) -> None:
@@ -177,6 +178,9 @@ class Peer:
             with contextlib.closing(connection):
                 connection.request(method, self.url.path + path, raw, all_headers)
                 yield connection.getresponse()
+        except BROKEN_OFF as error:
+            asked = described(method, path, body)
+            raise Failed("expected a whole reply", f"{asked} -> {type(error).__name__}: {error}") from error
         except (OSError, http.client.HTTPException) as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             if isinstance(error, TimeoutError):
@@ -218,7 +222,10 @@ class Peer:
 
 
 def described(method: str, path: str, body: Json | bytes | None) -> str:
-    shown = json.dumps(body) if isinstance(body, dict) else (body or b"").decode("utf-8", "replace")
+    if isinstance(body, dict):
+        shown = json.dumps(body)
+    else:
+        shown = (body or b"").decode("ascii", "backslashreplace")
     return shortened(f"{method} {path} {shown}".strip(), 300)
 
 

@@ -13,7 +13,7 @@ Not here: the rules (checks.py), HTTP (peer.py).
 
 from typing import NamedTuple
 
-from audit.peer import NOT_THERE, Json, NoReply, Peer, Reply
+from audit.peer import NOT_THERE, Failed, Json, NoReply, Peer, Reply
 from audit.probes import CHAT_STORY, CUT, HI, STORY
 
 ASKED: dict[str, Json] = {
@@ -59,7 +59,7 @@ def asked(peer: Peer, method: str, path: str, body: Json | None = None) -> Reply
     try:
         peer.start()
         return peer.ask(method, path, body)
-    except NoReply as error:
+    except (NoReply, Failed) as error:
         raise NoServer(f"no server answers at {peer.url.geturl()}: {error}") from error
 
 
