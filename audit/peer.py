@@ -222,10 +222,8 @@ class Peer:
 
 
 def described(method: str, path: str, body: Json | bytes | None) -> str:
-    if isinstance(body, dict):
-        shown = json.dumps(body)
-    else:
-        shown = (body or b"").decode("ascii", "backslashreplace")
+    raw = body or b""
+    shown = json.dumps(body) if isinstance(body, dict) else str(raw, "ascii", "backslashreplace")
     return shortened(f"{method} {path} {shown}".strip(), 300)
 
 
