@@ -222,8 +222,11 @@ class Peer:
 
 
 def described(method: str, path: str, body: Json | bytes | None) -> str:
-    raw = body or b""
-    shown = json.dumps(body) if isinstance(body, dict) else str(raw, "ascii", "backslashreplace")
+    shown = ""
+    if isinstance(body, dict):
+        shown = json.dumps(body)
+    elif body:
+        shown = body.decode("ascii", "backslashreplace")
     return shortened(f"{method} {path} {shown}".strip(), 300)
 
 
