@@ -126,6 +126,7 @@ TIMEOUTS = {
     "connect":          "connect_s",
     "first-byte":       "first_byte_s",
     "idle":             "idle_s",
+    "answer":           "answer_s",
     "probe":            "probe_s",
 }
 # fmt: on
@@ -169,7 +170,7 @@ UPSTREAM_KEY = "sent to the upstreams as 'Authorization: Bearer KEY'"
 DEFAULT_TIMEOUTS = [f"{name}={getattr(Timeouts(), field):g}" for name, field in TIMEOUTS.items()]
 TIMEOUT = (
     "seconds that an upstream gets, repeatable: connect; first-byte, until its answer begins; idle, between "
-    "two chunks of it; probe, between two looks at its models, and for one "
+    "two chunks of it; answer, for all of it; probe, between two looks at its models, and for one "
     f"(default: {', '.join(DEFAULT_TIMEOUTS)})"
 )
 DEFAULT_PRICES = Prices()
