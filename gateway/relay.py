@@ -57,9 +57,10 @@ LINES = re.compile(rb"(\r\n|\r|\n)")  # split() gives line, end, line, end, ...,
 LONE_SURROGATE = re.compile(r"(?<!\\)((?:\\\\)*)\\ud[89a-f][0-9a-f]{2}")
 
 
-# Of an upstream's chunk: while its JSON is read all streams stand still, 20 ms a MiB of text, 200 a MiB of
-# the smallest objects. The longest chunks have the whole arguments of a call, such as a file to write.
-MAX_EVENT_BYTES = 2**19
+# Of a frame: while its JSON is read all streams stand still, 20 ms a MiB of text, 200 a MiB of the smallest
+# objects. The longest events have the whole arguments of a call, such as a file to write, the longest objects
+# the logprobs of a whole answer.
+MAX_FRAME_BYTES: dict[Mode, int] = {"sse": 2**19, "json": 2**22}
 
 
 class Frame(NamedTuple):
@@ -120,9 +121,10 @@ class Reader:
         """
         self._buffer += chunk
         self.mode = self.mode or mode(self._content_type, bytes(self._buffer))
+        if self.mode:
+            self._max_bytes = min(self._max_bytes, MAX_FRAME_BYTES[self.mode])
         frames: list[Frame] = []
         if self.mode == "sse" and self._past_bom():
-            self._max_bytes = min(self._max_bytes, MAX_EVENT_BYTES)
             while (raw := self._cut()) and len(raw) <= self._max_bytes:
                 frames.append(frame(raw))
             if raw:
@@ -399,7 +401,9 @@ CONTEXT_LENGTH = re.compile(r"context_length|context length|context size|context
 
 # Seconds or a date: RFC 9110, section 10.2.3. Whatever else an upstream writes there is dropped.
 RETRY_AFTER = re.compile(r"[0-9]{1,9}|[A-Z][a-z]{2}, [0-9]{2} [A-Z][a-z]{2} [0-9]{4} [0-9:]{8} GMT")
-MAX_MESSAGE = 1000  # characters of an upstream's message that its client is told
+# Characters of an upstream's error that a client is told.
+MAX_MESSAGE = 1000
+MAX_NAME = 100  # of a parameter, of a code
 
 
 def refusal_in(answer: Document) -> Refused | None:
@@ -432,7 +436,7 @@ def read_refusal(status: int, headers: Mapping[str, str], body: bytes) -> Refuse
     message = error.get("message")
     param = error.get("param")
     code = error.get("code")
-    if not isinstance(code, str):  # vLLM repeats the status there
+    if not isinstance(code, str) or len(code) > MAX_NAME:  # vLLM repeats the status there
         code = ""
     our_status = STATUS.get(status, 502)
     if status in (400, 413, 422) and CONTEXT_LENGTH.search(f"{code} {error.get('type')} {message}"):
@@ -443,7 +447,7 @@ def read_refusal(status: int, headers: Mapping[str, str], body: bytes) -> Refuse
         message = f"The upstream does not take this server's key ({status}); see --upstream-api-key."
     if not isinstance(message, str) or not message:
         message = f"The upstream answered with status {status}."
-    if not isinstance(param, str):
+    if not isinstance(param, str) or len(param) > MAX_NAME:
         param = ""
     param = param.removeprefix("body.") or None  # FastAPI puts the place in front of the name
     retry_after = headers.get("retry-after", "")

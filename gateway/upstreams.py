@@ -47,6 +47,9 @@ MAX_OBJECT_BYTES = 2**20  # a list of models, or the token ids of a prompt
 MAX_ANSWER_BYTES = 256 * 2**20
 MAX_FAILURES = 3  # in a row: then the circuit opens
 RETRY_AFTER_S = "5"
+# Of a body: gzip, which some servers send unasked, makes a chunk a thousand times longer at most, the others
+# make gigabytes of it.
+ENCODINGS = ("identity", "gzip")
 NO_SUCH_ENDPOINT = (404, 405, 501)
 LINGER_S = 2  # for the end of a body whose [DONE] has come
 
@@ -317,8 +320,7 @@ class Upstreams:
         response = None
         try:
             async with asyncio.timeout(self._timeouts.first_byte_s):
-                request = self._client.build_request("POST", f"{upstream.url}/{path}", json=body)
-                response = await self._client.send(request, stream=True)
+                response = await self._send("POST", f"{upstream.url}/{path}", body)
                 if response.status_code != 200:
                     raise await self._refusal(upstream, response)
                 chunks = response.aiter_bytes()
@@ -339,6 +341,16 @@ class Upstreams:
         upstream.worked()
         return Reply(upstream, response, chunks, beginning, self._timeouts)
 
+    async def _send(self, method: str, url: str, body: Mapping[str, Any] | None = None) -> httpx.Response:
+        """The head of the answer; raises httpx.HTTPError."""
+        request = self._client.build_request(method, url, json=body)
+        response = await self._client.send(request, stream=True)
+        encoding = response.headers.get("content-encoding", "identity")
+        if encoding not in ENCODINGS:
+            await response.aclose()
+            raise httpx.DecodingError(f"identity was asked for, {encoding} came")
+        return response
+
     async def _refusal(self, upstream: Upstream, response: httpx.Response) -> Refused:
         body = await read_beginning(response, MAX_ERROR_BYTES)
         if response.status_code in FAILURES:
@@ -356,8 +368,7 @@ class Upstreams:
         url = upstream.url.removesuffix("/v1") + path
         try:
             async with asyncio.timeout(self._timeouts.idle_s):
-                request = self._client.build_request("POST", url, json=body)
-                response = await self._client.send(request, stream=True)
+                response = await self._send("POST", url, body)
                 answer = await read_beginning(response, MAX_OBJECT_BYTES)
         except (httpx.HTTPError, TimeoutError) as error:
             raise Refused(502, f"The upstream gave no answer to {path} ({reason(error)}).") from error
@@ -383,7 +394,7 @@ class Upstreams:
         url = f"{upstream.url}/models"
         try:
             async with asyncio.timeout(self._timeouts.probe_s):
-                response = await self._client.send(self._client.build_request("GET", url), stream=True)
+                response = await self._send("GET", url)
                 body = await read_beginning(response, MAX_OBJECT_BYTES)
             answer = document(body) or {}
             if response.status_code != 200 or not isinstance(answer.get("data"), list):

@@ -472,7 +472,7 @@ def endless_line(exchange: Exchange) -> None:
 
 def endless_answer(exchange: Exchange) -> None:
     exchange.send(head())
-    frame = delta(content=BIG[: relay.MAX_EVENT_BYTES // 2].decode())
+    frame = delta(content=BIG[: relay.MAX_FRAME_BYTES["sse"] // 2].decode())
     for _ in range(256):
         exchange.send(frame)
 

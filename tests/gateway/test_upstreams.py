@@ -276,7 +276,7 @@ def test_a_prompt_that_cannot_be_counted(worker: Upstream, front: Server) -> Non
     assert front.post(RESPONSES + "/input_tokens", COUNTED).status == 502
 
 
-# --- what never ends ----------------------------------------------------------------------------------------
+# --- what never ends, or never fits -------------------------------------------------------------------------
 
 
 FOR_EVER_S = 6 * upstreams.LINGER_S  # long enough to see that nobody has ended it
@@ -371,6 +371,33 @@ def test_one_event_has_a_limit_in_bytes(worker: Upstream, front: Server, path: s
     body = front.post(path, ASKED[path] | {"stream": True}).body
     assert b"at a time" in body
     assert b"xxx" not in body
+
+
+def test_one_object_has_a_limit_in_bytes(worker: Upstream, front: Server) -> None:
+    message = {"role": "assistant", "content": "x" * 2**23}
+    worker.answer = says(
+        json_answer({"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]})
+    )
+    reply = front.post(CHAT, MESSAGES)
+    assert reply.status == 502
+    assert "at a time" in reply.json["error"]["message"]
+
+
+def test_what_a_client_is_told_is_short(worker: Upstream, front: Server) -> None:
+    error = {"message": "x" * 50_000, "param": "y" * 5000, "code": "z" * 5000}
+    worker.answer = says(json_answer({"error": error}, "400 Bad Request"))
+    reply = front.post(CHAT, MESSAGES)
+    assert reply.status == 400
+    assert len(reply.body) < 2000
+
+
+@BOTH
+def test_a_body_that_might_unpack_to_gigabytes_is_refused(worker: Upstream, front: Server, path: str) -> None:
+    """Nobody has asked for it: whether it can be read at all depends on what is installed."""
+    worker.answer = says(head("text/event-stream", "200 OK", "Content-Encoding: zstd") + b"(\xb5/\xfd" * 99)
+    reply = front.post(path, ASKED[path])
+    assert reply.status == 502
+    assert "identity was asked for, zstd came" in reply.json["error"]["message"]
 
 
 def test_who_leaves_while_the_upstream_says_nothing_is_let_go(worker: Upstream, front: Server) -> None:
