@@ -46,7 +46,14 @@ PATH = "chat/completions"
 # A client of a stream waits so long for the upstream's first event until it gets a head from us: prompts may
 # be long. Until then a refusal keeps its status; who wants no stream waits for the answer anyway.
 ACCEPT_S = 5
-IN_PROMPT = ("tools", "chat_template_kwargs")  # members of a chat body that templates read, beside messages
+# What counts the tokens of a chat body, and the member of its answer that says how many there are.
+# https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html#tokenizer-api
+# https://github.com/ggml-org/llama.cpp/blob/master/tools/server/README.md
+COUNTERS = {
+    "/tokenize": "count",  # vLLM's; llama.cpp's takes no messages, and answers without a count
+    "/v1/chat/completions/input_tokens": "input_tokens",  # llama.cpp's
+}
+IN_PROMPT = ("model", "tools", "chat_template_kwargs")  # members of a chat body that decide the prompt
 
 
 # --- the request --------------------------------------------------------------------------------------------
@@ -238,28 +245,15 @@ class RemoteWorker:
         return UpstreamPrompt(self, request, body, candidates)
 
     async def count_tokens(self, prompt: UpstreamPrompt) -> int:
-        """The tokens of a prompt, as vLLM counts them, or llama.cpp; raises Refused, BadInput.
-
-        https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html#tokenizer-api
-        https://github.com/ggml-org/llama.cpp/blob/master/tools/server/README.md
-        """
-        ask = self.upstreams.ask
-        model = {"model": prompt.body["model"]}
-        of_prompt = {name: prompt.body[name] for name in IN_PROMPT if name in prompt.body}
-        conversation = model | of_prompt | {"messages": prompt.candidates[0]}
-        counted = await ask("/tokenize", conversation) or {}
-        if type(counted.get("count")) is int:
-            return int(counted["count"])
-        rendered = await ask("/apply-template", conversation) or {}
-        if isinstance(rendered.get("prompt"), str):
-            text = {"content": rendered["prompt"], "add_special": True, "parse_special": True}
-            tokenized = await ask("/tokenize", model | text) or {}
-            if isinstance(tokenized.get("tokens"), list):
-                return len(tokenized["tokens"])
-        message = (
-            f"The upstream that serves '{prompt.request.model}' cannot count tokens: it has neither vLLM's "
-            "/tokenize nor llama.cpp's /apply-template."
-        )
+        """The tokens of a prompt, where the upstream has an endpoint that counts them; raises BadInput."""
+        body = {name: prompt.body[name] for name in IN_PROMPT if name in prompt.body}
+        body["messages"] = prompt.candidates[0]
+        for path, member in COUNTERS.items():
+            answer = await self.upstreams.ask(path, body) or {}
+            if type(answer.get(member)) is int:
+                return int(answer[member])
+        endpoints = " and no ".join(COUNTERS)
+        message = f"The upstream of '{prompt.request.model}' cannot count tokens: it has no {endpoints}."
         raise BadInput(message, None, "unsupported_endpoint")
 
     async def run(

@@ -244,16 +244,15 @@ def vllm(exchange: Exchange) -> None:
 
 
 def llama_cpp(exchange: Exchange) -> None:
-    if exchange.path == "/apply-template":
-        exchange.send(json_answer({"prompt": "<system><user>"}))
+    if exchange.path == "/tokenize":  # it takes no messages, and says so by an empty list
+        exchange.send(json_answer({"tokens": []}))
         return
-    assert exchange.path == "/tokenize"
-    text = exchange.body.get("content", "")  # it takes no messages, and says so by an empty list
-    is_prompt = exchange.body.get("add_special") and exchange.body.get("parse_special")
-    exchange.send(json_answer({"tokens": [5] * len(text) if is_prompt else []}))
+    assert exchange.path == "/v1/chat/completions/input_tokens"
+    n_tokens = 10 * len(exchange.body["messages"])
+    exchange.send(json_answer({"input_tokens": n_tokens, "object": "response.input_tokens"}))
 
 
-@pytest.mark.parametrize(("answer", "n_tokens"), [(vllm, 3), (llama_cpp, 14)])
+@pytest.mark.parametrize(("answer", "n_tokens"), [(vllm, 3), (llama_cpp, 20)])
 def test_the_upstream_counts_tokens(worker: Upstream, front: Server, answer: Answer, n_tokens: int) -> None:
     """Bug: "Unsupported parameter: 'model'"."""
     worker.answer = answer
@@ -265,7 +264,7 @@ def test_an_upstream_that_counts_no_tokens(worker: Upstream, front: Server) -> N
     worker.answer = says(json_answer({"detail": "Not Found"}, "404 Not Found"))
     reply = front.post(RESPONSES + "/input_tokens", COUNTED)
     assert (reply.status, reply.json["error"]["code"]) == (400, "unsupported_endpoint")
-    assert "neither vLLM's /tokenize nor llama.cpp's /apply-template" in reply.json["error"]["message"]
+    assert "it has no /tokenize and no /v1/chat/" in reply.json["error"]["message"]
 
 
 def test_a_prompt_that_cannot_be_counted(worker: Upstream, front: Server) -> None:
