@@ -114,10 +114,9 @@ def _tools(request: Request) -> dict[str, Any]:
         allowed = {name for name, _ in spec.functions}
         tools = [tool for tool in tools if tool["function"]["name"] in allowed]
         choice = spec.calls
-    tools = [_marked(tool, strict_names(request)) for tool in tools]
     if request.named_call:
         choice = {"type": "function", "function": {"name": tools[0]["function"]["name"]}}
-    members = {"tools": tools, "tool_choice": choice}
+    members = {"tools": marked(tools, strict_names(request)), "tool_choice": choice}
     if not request.parallel_tool_calls:
         members["parallel_tool_calls"] = False
     return members
@@ -133,12 +132,15 @@ def strict_names(request: Request) -> set[str]:
     return {name for name, tool in request.called.items() if tool.strict}
 
 
-def _marked(tool: dict[str, Any], strict: set[str]) -> dict[str, Any]:
-    """The tool, marked as strict if it is a function whose name is among these."""
-    function = tool.get("function")
-    if not function or function["name"] not in strict:
-        return tool
-    return tool | {"function": function | {"strict": True}}
+def marked(tools: list[dict[str, Any]], strict: set[str]) -> list[dict[str, Any]]:
+    """The tools, of which the functions with these names are marked as strict."""
+    copies = []
+    for tool in tools:
+        function = tool.get("function")
+        if function and function["name"] in strict:
+            tool = tool | {"function": function | {"strict": True}}
+        copies.append(tool)
+    return copies
 
 
 def _format(request: Request) -> dict[str, Any]:
@@ -320,7 +322,7 @@ class RemoteWorker:
         if request.stream:
             body["stream_options"] = (body.get("stream_options") or {}) | {"include_usage": True}
         if request.tools:
-            body["tools"] = [_marked(tool, strict_names(request)) for tool in body["tools"]]
+            body["tools"] = marked(body["tools"], strict_names(request))
         return PassThrough(self, request, body)
 
 

@@ -42,7 +42,7 @@ log = logging.getLogger("upstreams")
 # Of what is read as one JSON text: the event loop stands still meanwhile, 20 ms a MiB of text, 200 a MiB of
 # the smallest objects.
 MAX_ERROR_BYTES = 64 * 2**10
-MAX_OBJECT_BYTES = 2**20  # a list of models, or the token ids of a prompt
+MAX_OBJECT_BYTES = 2**21  # a list of models, or the 300k token ids of a prompt
 # Of an answer: 128k tokens, each with its logprob and twenty others', are 256 MB.
 MAX_ANSWER_BYTES = 256 * 2**20
 MAX_FAILURES = 3  # in a row: then the circuit opens

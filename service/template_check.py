@@ -25,7 +25,11 @@ from pathlib import Path
 from request.template import BadTemplate, ChatTemplate
 
 MAX_CPU_S = 3
-MAX_MEMORY_BYTES = 2**30  # of addresses
+LIMITS = {
+    resource.RLIMIT_CORE: 0,
+    resource.RLIMIT_CPU: MAX_CPU_S,
+    resource.RLIMIT_AS: 2**30,  # bytes of addresses
+}
 ROOT = Path(__file__).parents[1]
 
 
@@ -43,9 +47,11 @@ def check_template(directory: Path) -> None:
 
 def main() -> None:
     """Load the template under limits; Python says on stderr what it raises."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S + 1))
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    for kind, limit in LIMITS.items():
+        _, operators_limit = resource.getrlimit(kind)
+        if operators_limit != resource.RLIM_INFINITY:
+            limit = min(limit, operators_limit)
+        resource.setrlimit(kind, (limit, operators_limit))
     with contextlib.suppress(BadTemplate):  # the server comes to it as well, and has a line for it
         ChatTemplate.load(Path(sys.argv[1]))
 
