@@ -6,7 +6,8 @@ A template is a program that comes with a model. Jinja's sandbox keeps it from f
 from loops that never end, nor from texts that fill the memory. Neither can be stopped from inside: a thread
 cannot be ended, and one multiplication of Python's may take hours.
 
-Authority: https://jinja.palletsprojects.com/en/stable/sandbox/ ("does not prevent" what takes CPU or memory).
+Authority: https://jinja.palletsprojects.com/en/stable/sandbox/#security-considerations: "You should run your
+application with limits on resources such as CPU and memory".
 
 Rules of this file:
 1. What a template may use is counted in processor time and memory, so a busy machine refuses no good one.
