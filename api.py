@@ -241,9 +241,8 @@ class Api:
             body = {"model": ALIAS} | body  # the SDK allows a body without a model
         checked = await self._check(body, http.scope["owner"], chain_suffices=True)
         prompt = await checked.worker.prepare(checked.request)
-        if prompt.n_tokens is None:
-            raise unsupported("model", "Only the upstream that has this model could count its tokens.")
-        return JSONResponse({"object": "response.input_tokens", "input_tokens": prompt.n_tokens})
+        n_tokens = await prompt.count_tokens()
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": n_tokens})
 
     async def compact(self, http: HttpRequest) -> Response:
         """Answer with the user's messages and one sealed item for all the rest: the model's own summary."""
@@ -368,7 +367,7 @@ class Api:
         body = await read_json(http)
         worker = self._worker(params.model_name(body))
         if isinstance(worker, RemoteWorker):
-            return worker.pass_through(body)
+            return await asyncio.to_thread(worker.pass_through, body)  # a long body must not stop the streams
         request = params.from_chat(body, worker.defaults, http.scope["owner"])
         prompt = await worker.prepare(request)
         head = {

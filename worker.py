@@ -52,6 +52,9 @@ class Prompt(Protocol):
     @property
     def n_tokens(self) -> int | None: ...  # None: only the upstream can count them
 
+    async def count_tokens(self) -> int:
+        """`n_tokens`, which another server is asked for where it is None; raises BadInput."""
+
     def run(self, choice: int = 0) -> Outputs:
         """What the model says in one of the request's n choices."""
 
@@ -93,6 +96,9 @@ class LocalPrompt(NamedTuple):
     @property
     def n_tokens(self) -> int:
         return len(self.token_ids)
+
+    async def count_tokens(self) -> int:
+        return self.n_tokens
 
     def run(self, choice: int = 0) -> Outputs:
         return self.worker.run(self, choice)

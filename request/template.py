@@ -290,6 +290,8 @@ class ChatTemplate:
         }
         try:
             return template.render(variables)
+        except MemoryError:  # no fault of these messages
+            raise
         except Exception as error:  # whatever a template raises, it raises over these messages
             message = f"The model's chat template refuses these messages: {error}"
             raise BadInput(message, None, "invalid_prompt") from error
