@@ -193,7 +193,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 def readme_commands() -> list[list[str]]:
     """The words of each `python FILE ...` in README.md, up to the end of its code."""
-    commands = re.findall(r"\bpython ((?:\S+\.py|-m audit)[^`\n&|;]*)", README)
+    commands = re.findall(r"\bpython ((?:\S+\.py\b|-m audit)[^`\n&|;]*)", README)
     return [shlex.split(command) for command in commands]
 
 
