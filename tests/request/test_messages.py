@@ -155,7 +155,7 @@ RESPONSES = [
 ]
 
 MISSING = "missing_required_parameter"
-TYPE, VALUE = "invalid_type", "invalid_value"
+TYPE, VALUE, UNSUPPORTED = "invalid_type", "invalid_value", "unsupported_parameter"
 
 #    input                                              param                         code
 BAD_RESPONSES: list[tuple[Any, str, str]] = [
@@ -172,16 +172,16 @@ BAD_RESPONSES: list[tuple[Any, str, str]] = [
     ([says("user", [{"text": "x"}])],                   "input[0].content[0].type",   MISSING),
     ([says("user", [{"type": "input_text"}])],          "input[0].content[0].text",   MISSING),
     ([says("user", [TEXT | {"text": True}])],           "input[0].content[0].text",   TYPE),
-    ([says("user", [TEXT, IMAGE])],                     "input[0].content[1].type",   VALUE),
+    ([says("user", [TEXT, IMAGE])],                     "input[0].content[1].type",   UNSUPPORTED),
     ([says("user", [FILE])],                            "input[0].content[0].type",   VALUE),
-    ([{"type": "web_search_call"}],                     "input[0].type",              VALUE),
+    ([{"type": "banana_call"}],                         "input[0].type",              VALUE),
     ([{"type": []}],                                    "input[0].type",              TYPE),
     ([{"type": "function_call", "name": "f"}],          "input[0].call_id",           MISSING),
     ([CALL | {"arguments": {}}],                        "input[0].arguments",         TYPE),
     ([CALL | {"namespace": 5}],                         "input[0].namespace",         TYPE),
     ([CUSTOM_CALL | {"input": {}}],                     "input[0].input",             TYPE),
     ([CUSTOM_OUTPUT],                                   "input[0].call_id",           VALUE),
-    ([CUSTOM_CALL, CUSTOM_OUTPUT | {"output": [IMAGE]}], "input[1].output[0].type",   VALUE),
+    ([CUSTOM_CALL, CUSTOM_OUTPUT | {"output": [IMAGE]}], "input[1].output[0].type",   UNSUPPORTED),
     ([OUTPUT, CALL],                                    "input[0].call_id",           VALUE),
     ([CALL, OUTPUT_2],                                  "input[1].call_id",           VALUE),
     ([CALL, OUTPUT, OUTPUT],                            "input[2].call_id",           VALUE),
@@ -286,7 +286,7 @@ BAD_CHAT: list[tuple[Any, str, str]] = [
     ([None],                                    "messages[0]",                               MISSING),
     ([{"content": "hi"}],                       "messages[0].role",                          MISSING),
     ([says("function", "42")],                  "messages[0].role",                          VALUE),
-    ([says("user", [PART, IMAGE_URL])],         "messages[0].content[1].type",               VALUE),
+    ([says("user", [PART, IMAGE_URL])],         "messages[0].content[1].type",               UNSUPPORTED),
     ([says("user", None)],                      "messages[0].content",                       MISSING),
     ([says("user", 5)],                         "messages[0].content",                       TYPE),
     ([says("assistant", None)],                 "messages[0].content",                       MISSING),
