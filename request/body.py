@@ -28,7 +28,7 @@ from request.refusals import BadInput
 MAX_BODY_BYTES = 8 * 2**20
 MAX_BODY_S = 60  # from the head of the request to the last byte of its body
 MAX_DEPTH = 128  # nested lists and objects: a schema nests two for each level of what it describes
-MAX_VALUES = 100_000  # of JSON: one takes 2 bytes of a body, and up to some 200 of memory
+MAX_VALUES = 50_000  # of JSON: one takes 2 bytes of a body, and some 100 of memory
 MAX_RATIO = 100  # bytes unpacked for one that came: text has 3 to 20, so that more is no text
 SMALL_BYTES = 2**16  # what a body may unpack to whatever its ratio
 

@@ -94,7 +94,10 @@ async def resolve(
 
     `input` is not checked yet: what is no item is let through, and refused by messages.py. Raises BadInput.
     """
-    chain = await _chain(previous_response_id, find, unseal)
+    chain = []
+    if previous_response_id is not None:
+        previous = await _previous(previous_response_id, find)
+        chain = await asyncio.to_thread(_context, previous, unseal)
     if isinstance(input, list) and len(input) > MAX_ITEMS:
         return chain, input
     own = input if isinstance(input, list) else []
@@ -115,21 +118,31 @@ def is_trigger(item: Any) -> bool:
     return isinstance(item, dict) and item.get("type") == "compaction_trigger"
 
 
-async def _chain(previous_response_id: str | None, find: Find, unseal: Unseal) -> list[Item]:
-    """The context and the output of a response; a compaction stands for all but the user's messages."""
-    if previous_response_id is None:
-        return []
-    row = await find(previous_response_id)
+async def _previous(response_id: str, find: Find) -> Row:
+    row = await find(response_id)
     if row is None:
-        message = f"Previous response with id '{previous_response_id}' not found."
+        message = f"Previous response with id '{response_id}' not found."
         raise BadInput(message, "previous_response_id", "previous_response_not_found")
-    if row.response["status"] not in TERMINAL:
-        message = f"Previous response with id '{previous_response_id}' has not ended yet."
+    return row
+
+
+def _context(row: Row, unseal: Unseal) -> list[Item]:
+    """What a response that continues this one begins with.
+
+    A compaction stands for all that was said before it, but for what the user has said.
+    """
+    response = row.response
+    if response["status"] not in TERMINAL:
+        message = f"Previous response with id '{row.id}' has not ended yet."
         raise BadInput(message, "previous_response_id")
-    output = row.response["output"]
+    output = response["output"]
     if output and output[-1]["type"] == "compaction":
         return [*retained(row.items), _opened(output[-1], "previous_response_id", unseal)]
     return row.context
+
+
+def _said(row: Row) -> dict[str, Item]:
+    return {item["id"]: item for item in row.response["output"]}
 
 
 async def _referenced(input: Sequence[Any], find: Find) -> dict[str, Item]:
@@ -147,8 +160,8 @@ async def _referenced(input: Sequence[Any], find: Find) -> dict[str, Item]:
             if len(looked_up) > MAX_REFERENCED:
                 raise _too_long(f"references to {MAX_REFERENCED} responses", "more")
             row = await find(response_id)
-            output = row.response["output"] if row else []
-            items |= {said["id"]: said for said in output}
+            if row:
+                items |= await asyncio.to_thread(_said, row)
         if item_id not in items:
             raise BadInput(f"Item with id '{item_id}' not found.", f"{path}.id", "item_not_found")
     return items

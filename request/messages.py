@@ -49,27 +49,39 @@ class Conversation:
     """The messages so far, as a chat template takes them."""
 
     def __init__(self) -> None:
-        self.messages: list[Message] = []
+        self._messages: list[Message] = []
+        self._pending: dict[str, list[str]] = {
+            "content": [],
+            "reasoning_content": [],
+        }  # more of the last message
         self._open_calls: dict[str, OpenCall] = {}  # by call_id
+
+    @property
+    def messages(self) -> list[Message]:
+        """Those so far; texts that become one are joined here, once."""
+        for name, texts in self._pending.items():
+            if texts:
+                message = self._messages[-1]
+                message[name] = paragraphs(message.get(name, ""), *texts)
+                texts.clear()
+        return self._messages
 
     def add_text(self, role: str, text: str) -> None:
         """Begin a message, or continue the last: a turn of the assistant is one message, and so is what the
         system says at the beginning.
         """
-        if self._continues(role):
-            message = self.messages[-1]
-            message["content"] = paragraphs(message["content"], text)
-        else:
-            self.messages.append({"role": role, "content": text})
+        if not self._continues(role):
+            self.messages.append({"role": role, "content": ""})
+        self._pending["content"].append(text)
 
     def _continues(self, role: str) -> bool:
-        if not self.messages or self.messages[-1]["role"] != role:
+        if not self._messages or self._messages[-1]["role"] != role:
             return False
-        return role == "assistant" or (role == "system" and len(self.messages) == 1)
+        return role == "assistant" or (role == "system" and len(self._messages) == 1)
 
     def add_reasoning(self, text: str) -> None:
-        turn = self._assistant_turn()
-        turn["reasoning_content"] = paragraphs(turn.get("reasoning_content", ""), text)
+        self._assistant_turn()
+        self._pending["reasoning_content"].append(text)
 
     def add_call(self, call_id: str, name: str, arguments: str, is_cut: bool = False) -> None:
         turn = self._assistant_turn()
@@ -80,7 +92,7 @@ class Conversation:
 
     def _assistant_turn(self) -> Message:
         self.add_text("assistant", "")
-        return self.messages[-1]
+        return self._messages[-1]
 
     def add_result(self, call_id: str, text: str, path: str) -> None:
         """Raises BadInput at `path`, where call_id stands, unless a call waits for this result."""

@@ -220,7 +220,7 @@ def test_items_of_other_tools_are_told_and_what_they_load_can_be_called(server: 
 
 @pytest.mark.bug("H08")
 def test_a_compaction_trigger_makes_one_compaction(server: Server) -> None:
-    """As codex-rs/core/src/compact_remote_v2.rs asks for it: more items than one, or none, are fatal there."""
+    """As codex-rs/core/src/compact_remote_v2.rs asks for it: more items than one, or none, are fatal."""
     said = {"role": "assistant", "content": "Tokyo is sunny today."}
     history = [*INPUT, said, message("user", "And Paris?")]
     events = turn(server, BODY | {"input": [*history, TRIGGER]})
