@@ -925,6 +925,8 @@ def test_stop_with_background_work(tmp_path: Path) -> None:
         reader = stack.enter_context(streaming(server, LONG | BACKGROUND))
         running = [created(server, LONG | BACKGROUND)["id"] for _ in range(N_SLOTS - 1)]
         queued = [created(server, HI | BACKGROUND)["id"] for _ in range(2)]
+        trigger = {"input": [{"role": "user", "content": "hi"}, {"type": "compaction_trigger"}]}
+        compaction = created(server, HI | BACKGROUND | trigger)["id"]
         until(lambda: server.get(path(short)).json["status"] == "incomplete", "the short one has ended")
         assert server.get(path(queued[0])).json["status"] == "queued"
         server.interrupt()
@@ -942,6 +944,7 @@ def test_stop_with_background_work(tmp_path: Path) -> None:
             assert ended(server, id_)["error"]["message"] == last["error"]["message"]
         for id_ in queued:
             assert ended(server, id_)["output"][-1]["content"][0]["text"] == HELLO
+        assert [item["type"] for item in ended(server, compaction)["output"]] == ["compaction"]
 
 
 def test_stop_waits_for_what_is_nearly_done(tmp_path: Path) -> None:
