@@ -101,7 +101,7 @@ class CheckedRequest(NamedTuple):
     @property
     def compacts(self) -> bool:
         """It asks for a compaction of its conversation, and for nothing else."""
-        return bool(self.items) and items.is_trigger(self.items[-1])
+        return items.is_trigger(self.items[-1])
 
 
 ResponseOutput = Accepted | Output | Compaction | Finish
@@ -187,7 +187,7 @@ class Api:
         warn_of_hidden_tools(request)
         row = new_row(checked)
         try:
-            job = await self._registry.start(row, self._producer(prompt, row))
+            job = await self._registry.start(row, self._producer(prompt, row, checked.compacts))
         except QueueFull as error:
             message = "Too many background responses wait; try again later."
             raise BadInput(message, "background", "rate_limit_exceeded") from error
@@ -238,13 +238,13 @@ class Api:
         question = [{"role": "user", "content": COMPACT_QUESTION}]
         return params.responses_request(values, checked.items, question, request.owner)
 
-    def _producer(self, prompt: Prompt, row: Row) -> Producer:
+    def _producer(self, prompt: Prompt, row: Row, compacts: bool) -> Producer:
         seal = None
         if prompt.request.seal_reasoning:
             seal = partial(signed_content.seal, self._key, row.owner, "reasoning")
         builder = responses.Builder(row.response, item_ids(row.id), seal, self._reasoning_events)
         outputs: ResponseOutputs = run_choice(prompt, 0, self.metrics)
-        if items.is_trigger(row.items[-1]):
+        if compacts:
             outputs = compacted(outputs, partial(signed_content.seal, self._key, row.owner, "compaction"))
         elif not prompt.request.generate:
             outputs = unsaid(outputs)
@@ -271,8 +271,8 @@ class Api:
             body = row.request | {"input": row.items, "previous_response_id": None}
             worker = self._worker(params.model_name(body))
             request = params.from_responses(body, worker.defaults, row.owner)
-            prompt = await self._prepared(CheckedRequest(request, worker, row.items, row.request))
-            return self._producer(prompt, row)
+            checked = CheckedRequest(request, worker, row.items, row.request)
+            return self._producer(await self._prepared(checked), row, checked.compacts)
 
         await self._registry.recover(make_producer, interrupted_event)
 
@@ -594,10 +594,10 @@ async def compacted(outputs: ResponseOutputs, seal: Callable[[str], str]) -> Res
                 case Finish("stop" | "length") if summary:
                     yield Compaction(seal(summary))
                     yield output._replace(reason="stop")
-                case Finish("stop" | "length"):
-                    yield Finish("failed", output.usage, "The model wrote no summary.")
-                case Finish():
+                case Finish("failed" | "cancelled"):
                     yield output
+                case Finish():
+                    yield Finish("failed", output.usage, "The model wrote no summary.")
 
 
 async def unsaid(outputs: ResponseOutputs) -> ResponseOutputs:

@@ -48,6 +48,8 @@ OUTPUT: dict[str, Shape] = {"call_id": SCALAR, "output": [PART]}
 
 
 class ItemType(NamedTuple):
+    """What is known of the items of one type."""
+
     prefix: str  # of its id
     members: dict[str, Shape]  # that are kept, besides those of COMMON
 
@@ -78,7 +80,6 @@ def _of_tool(item_type: str) -> ItemType:
 
 
 ITEM_TYPES |= {item_type: _of_tool(item_type) for item_type in TOOL_ITEMS}
-
 
 # As openai.types.responses.ResponseItem has them.
 WITHOUT_STATUS = ("compaction", "compaction_trigger", "additional_tools")
@@ -170,8 +171,9 @@ async def _referenced(input: Sequence[Any], find: Find) -> dict[str, Item]:
 def _in_place(chain: Sequence[Item], input: Any, referenced: Mapping[str, Item], unseal: Unseal) -> Any:
     """The input with what its items stand for in their places; raises BadInput."""
     size = n_bytes(chain)
-    if not isinstance(input, list):
+    if isinstance(input, str):
         _check_size(size + n_bytes(input))
+    if not isinstance(input, list):  # a chain that is too long by its last answer can still be compacted
         return input
     resolved = []
     for i, item in enumerate(input):

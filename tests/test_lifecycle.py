@@ -731,9 +731,18 @@ def test_what_is_kept_of_a_request_is_what_means_something(tmp_path: Path) -> No
     options = {"reasoning": {"effort": "none", "zz": junk}, "text": {"format": {"type": "text", "zz": junk}}}
     hints = {"user": junk, "service_tier": junk, "stream_options": {"zz": junk}, "stream": True}
     choice = {"tool_choice": {"type": "function", "name": tool["name"], "zz": junk}}
+    meant: Json = {"logit_bias": {"5": 1}, "stop": "###", "top_k": -1, "metadata": {"a": "b"}}
     said = {"role": "user", "content": TOKYO, "zz": junk}
     with serve("--store", str(file)) as server:
-        body = HI | BACKGROUND | options | hints | choice | {"tools": [tool], "input": [said], "zz": junk}
+        body = (
+            HI
+            | BACKGROUND
+            | options
+            | hints
+            | choice
+            | meant
+            | {"tools": [tool], "input": [said], "zz": junk}
+        )
         assert server.post(RESPONSES, body).status == 200
     with closing(sqlite3.connect(file)) as db:
         ((request, items, response, row_bytes),) = db.execute(

@@ -149,6 +149,8 @@ def test_a_chain_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolved([QUESTION], KEPT)[1] == [QUESTION]
     assert str(items.MAX_CONVERSATION_BYTES) in too_long([QUESTION | {"content": "hi!!"}], KEPT)
     too_long("x" * items.MAX_CONVERSATION_BYTES, KEPT)
+    monkeypatch.setattr(items, "MAX_CONVERSATION_BYTES", context - 1)
+    assert resolved(None, KEPT)[0] == ROW.context  # it can still be compacted
     too_long([QUESTION] * (MAX_ITEMS - len(ROW.context) + 1), KEPT)
 
 
