@@ -144,6 +144,9 @@ def too_long(input: Any, previous_response_id: str | None = None) -> str:
 
 def test_a_chain_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it: its items, and what they hold, with the input."""
+    n_left = MAX_ITEMS - len(ROW.context)
+    assert len(resolved([QUESTION] * n_left, KEPT)[1]) == n_left
+    assert f"{MAX_ITEMS} items" in too_long([QUESTION] * (n_left + 1), KEPT)
     context = n_bytes(ROW.context)
     monkeypatch.setattr(items, "MAX_CONVERSATION_BYTES", context + n_bytes(QUESTION))
     assert resolved([QUESTION], KEPT)[1] == [QUESTION]
@@ -151,7 +154,6 @@ def test_a_chain_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     too_long("x" * items.MAX_CONVERSATION_BYTES, KEPT)
     monkeypatch.setattr(items, "MAX_CONVERSATION_BYTES", context - 1)
     assert resolved(None, KEPT)[0] == ROW.context  # it can still be compacted
-    too_long([QUESTION] * (MAX_ITEMS - len(ROW.context) + 1), KEPT)
 
 
 @pytest.mark.bug("I06")
