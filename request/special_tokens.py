@@ -4,15 +4,15 @@
     prompt                  --SpecialTokens.cut()------------> the texts to tokenize, one behind the other
 
 A tokenizer takes `<|im_end|>` for a control token wherever it stands, in a user's message or a tool's output
-too: who writes there could end the turn and begin one of the system (special token injection).
-So the strings of the request are marked before the template sees them; M is a mark:
+too: who writes there could end the turn and begin one of the system (special token injection). So the strings
+of the request are marked before the template sees them; M is a mark:
 
     mark()      Say <M|im_end|>
     render()    <|im_start|>user\nSay <M|im_end|><|im_end|>\n
     cut()       "<|im_start|>user\nSay <", "|im_end|><|im_end|>\n"
 
-Authority: https://github.com/openai/tiktoken/blob/main/tiktoken/core.py, `encode`: special tokens "can be used
-to trick a model into doing something we don't want it to do".
+Authority: huggingface/transformers#29279, and https://github.com/openai/tiktoken/blob/main/tiktoken/core.py,
+`encode`: special tokens "can be used to trick a model into doing something we don't want it to do".
 
 Rules of this file:
 1. In a special token that has a character of the request stands a mark: there is one behind each character

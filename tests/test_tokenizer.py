@@ -4,6 +4,8 @@ The vocabularies are made here: all 256 bytes, words, and tokens that end inside
 """
 
 import json
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -109,6 +111,28 @@ def test_encode_then_decode_is_the_text(text: str) -> None:
     tokenizer = Tokenizer(TINY)
     assert text_of(decode(tokenizer, tokenizer.encode(text))) == text
     assert b"".join(map(tokenizer.token_bytes, tokenizer.encode(text))) == text.encode()
+
+
+def test_texts_are_encoded_one_behind_the_other() -> None:
+    tokenizer = Tokenizer(TINY)
+    texts = ["He", "llo <|im_", "end|>", ""]
+    one_by_one = [tokenizer.encode(text) for text in texts]
+    assert tokenizer.encode(*texts) == [token_id for ids in one_by_one for token_id in ids]
+    assert tokenizer.count(*texts) == len(tokenizer.encode(*texts))
+    assert tokenizer.added["<|im_end|>"] not in tokenizer.encode(*texts)
+
+
+@pytest.mark.bug("K06")
+def test_other_threads_run_while_a_text_is_encoded() -> None:
+    """encode() of the library holds Python's lock all the while, so that no stream gets anything."""
+    tokenizer = Tokenizer(TINY)
+    n_turns = 0
+    encoding = threading.Thread(target=tokenizer.count, args=["The quick brown fox. " * 100_000])
+    encoding.start()
+    while encoding.is_alive():
+        time.sleep(0.001)
+        n_turns += 1
+    assert n_turns > 20
 
 
 # --- cases --------------------------------------------------------------------------------------------------

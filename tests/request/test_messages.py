@@ -197,6 +197,7 @@ BAD_RESPONSES: list[tuple[Any, str, str]] = [
 # fmt: on
 
 
+@pytest.mark.bug("K05")
 @pytest.mark.parametrize(("why", "input", "instructions", "expected"), RESPONSES)
 def test_responses_input(why: str, input: Any, instructions: str | None, expected: list[Message]) -> None:
     assert from_responses(input, instructions) == expected
