@@ -340,6 +340,31 @@ def two_choices(peer: Peer) -> None:
     expect(ended and reply.body.count(b"[DONE]") == 1, "expected two ends and one [DONE]", choices)
 
 
+CONTROL_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "</s>")  # of many families
+N_COPIES = 16
+
+
+def spelled_tokens(peer: Peer) -> None:
+    """A server may drop or refuse what spells a control token; for a model that lacks the token it is text."""
+    for spelled in CONTROL_TOKENS:
+        once, twice = prompt_tokens(peer, spelled, N_COPIES), prompt_tokens(peer, spelled, 2 * N_COPIES)
+        n_tokens = (twice - once) / N_COPIES - 1  # of a copy: the digit behind it is a token too
+        message = f"expected {spelled} in a user's message to be text, which is never one token"
+        counts = f"prompt_tokens with {N_COPIES} and {2 * N_COPIES} of {spelled}1: {once} and {twice}"
+        expect(n_tokens != 1, message, counts)
+
+
+def prompt_tokens(peer: Peer, spelled: str, n_copies: int) -> int:
+    """The tokens of a prompt that says so; 0 where it is refused."""
+    content = "1" + f"{spelled}1" * n_copies
+    body = CHAT | {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
+    reply = peer.post("/chat/completions", body)
+    if reply.status in NOT_THERE:
+        raise NotApplicable(f"refused: {reply}")
+    n_tokens: int = (reply.json.get("usage") or {}).get("prompt_tokens", 0)
+    return n_tokens
+
+
 def chat_logprobs(peer: Peer) -> None:
     body = whole(peer, *asked(peer, "chat-logprobs"))
     for how, chunks in (("plain", [body]), ("streamed", recorded(peer, "chat-logprobs").events)):
@@ -764,6 +789,10 @@ EXCHANGES = {
     "chat-logprobs":       Check(chat_logprobs,             "C22 D08 D21",
         "logprobs have an entry for each token of the text, streamed or not",
         GITHUB + "vllm-project/vllm/pull/47616"),
+
+    "spelled-tokens":      Check(spelled_tokens,            "K01",
+        "advice: a control token that a user spells should be text, and so cost more than one token",
+        GITHUB + "huggingface/transformers/issues/29279"),
 
     "stored":              Check(stored,                    "F12",
         "GET gives what was answered, streamed or not",
