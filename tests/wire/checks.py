@@ -345,7 +345,7 @@ N_COPIES = 16
 
 
 def spelled_tokens(peer: Peer) -> None:
-    """A server may drop or refuse what spells a control token; for a model that lacks the token it is text."""
+    """A server may drop or refuse what spells a control token; for a model without the token it is text."""
     for spelled in CONTROL_TOKENS:
         once, twice = prompt_tokens(peer, spelled, N_COPIES), prompt_tokens(peer, spelled, 2 * N_COPIES)
         n_tokens = (twice - once) / N_COPIES - 1  # of a copy: the digit behind it is a token too
