@@ -100,21 +100,24 @@ class Tokenizer:
     def __init__(self, path: Path) -> None:
         """Read a tokenizer.json; raises TokenizerError."""
         try:
-            text = path.read_text(encoding="utf-8")
-            self._tokenizer = tokenizers.Tokenizer.from_str(text)
+            fields = json.loads(path.read_text(encoding="utf-8"))
+            for token in fields.get("added_tokens") or []:
+                # Matched as it is written, never in what a normalizer makes of other text.
+                token["normalized"] = False
+            self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(fields))
         except OSError as error:
             raise TokenizerError(f"no tokenizer at {path}: {error.strerror}") from error
         except Exception as error:  # the library raises nothing more precise
             raise TokenizerError(f"{path} is not a tokenizer: {error}") from error
         self._tokenizer.no_truncation()  # some files carry the settings of their training run
         self._tokenizer.no_padding()
-        self.spelling = Spelling(json.loads(text).get("decoder"))
+        self.spelling = Spelling(fields.get("decoder"))
         tokens = self._tokenizer.get_added_tokens_decoder()
         # Added tokens stand beside the vocabulary, each matched as a whole; some are markers (channels.py).
         self.added = {token.content: token_id for token_id, token in tokens.items()}
         self.added_by_id = {token_id: token.content for token_id, token in tokens.items()}
         self.control = {token_id for token_id, token in tokens.items() if token.special}  # these have no text
-        self.max_token_length = max(map(len, self._tokenizer.get_vocab()))  # characters
+        self.max_token_length = max(map(len, self._tokenizer.get_vocab()), default=1)  # characters
 
     def encode(self, *texts: str) -> list[int]:
         """The ids of the texts, one behind the other, as nothing merges or matches across two of them.

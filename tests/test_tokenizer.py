@@ -13,7 +13,7 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models
+from tokenizers import AddedToken, decoders, models, normalizers
 
 from channels import Piece, TokenLogprob
 from tokenizer import BYTE_OF, Tokenizer, TokenizerError
@@ -120,6 +120,20 @@ def test_texts_are_encoded_one_behind_the_other() -> None:
     assert tokenizer.encode(*texts) == [token_id for ids in one_by_one for token_id in ids]
     assert tokenizer.count(*texts) == len(tokenizer.encode(*texts))
     assert tokenizer.added["<|im_end|>"] not in tokenizer.encode(*texts)
+
+
+@pytest.mark.bug("K02")
+def test_a_normalizer_makes_no_added_token_of_other_text(tmp_path: Path) -> None:
+    """NFKC makes `<|end|>` of fullwidth characters; SentencePiece's would find it only behind a space."""
+    library = tokenizers.Tokenizer.from_file(str(TINY))
+    prepend = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    library.add_special_tokens([AddedToken("<|end|>", normalized=True)])
+    for normalizer in (normalizers.NFKC(), prepend):
+        library.normalizer = normalizer
+        library.save(str(tmp_path / "tokenizer.json"))
+        tokenizer = Tokenizer(tmp_path / "tokenizer.json")
+        assert tokenizer.added["<|end|>"] in tokenizer.encode("a<|end|>b")
+        assert tokenizer.added["<|end|>"] not in tokenizer.encode("a＜|end|＞b")
 
 
 @pytest.mark.bug("K06")
