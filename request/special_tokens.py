@@ -44,6 +44,8 @@ def without_marks(text: str) -> str:
 
 def replaced(text: str, character: str, other: str) -> str:
     """text.replace(), which could take 100 ms, window by window."""
+    if character not in text:
+        return text
     windows = (text[start : start + WINDOW] for start in range(0, len(text), WINDOW))
     return "".join(window.replace(character, other) for window in windows)
 
