@@ -59,6 +59,7 @@ class SpecialTokens:
         self._pattern = re.compile(longest_of(tokens) or "(?!)")
         self._max_length = max(map(len, tokens), default=0)
         self._max_marked_length = 3 * self._max_length  # two marks meet where one string follows another
+        # What a string of the request can say of a token that the template has begun.
         self._endings = {token[n:] for token in tokens for n in range(1, len(token))}
         self._sorted_endings = sorted(self._endings)
 
@@ -96,6 +97,7 @@ class SpecialTokens:
         return value
 
     def mark_message(self, message: Message) -> Message:
+        """Mark what a message says and calls (rule 4: not its role, nor ids)."""
         marked = {**message}
         for name in ("content", "reasoning_content", "name"):
             if name in message:

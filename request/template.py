@@ -141,9 +141,8 @@ def for_any_template(messages: list[Message]) -> list[Message]:
     call ids of nine letters and digits.
     """
     n_calls = 0
-    short_ids: dict[
-        str, str
-    ] = {}  # of the newest call with an id: clients begin again at "call_0" in each turn
+    # By the client's id: that of the newest call, for some clients begin again at "call_0" in each turn.
+    short_ids: dict[str, str] = {}
     copies = []
     for message in messages:
         copy = {**message}
