@@ -115,7 +115,10 @@ class SpecialTokens:
     # --- behind it ---
 
     def cut(self, prompt: str) -> list[str]:
-        """The prompt without its marks, cut at those that stand inside a special token."""
+        """The prompt without its marks, cut at those that stand inside a special token.
+
+        A SentencePiece tokenizer puts a space before each text: its model sees `< |im_end|>`.
+        """
         texts = []
         start = 0
         position = 0
