@@ -364,6 +364,33 @@ def effort(peer: Peer) -> None:
     expect(echoed in (None, "low"), f"expected the effort to be repeated, got {echoed!r}", reply)
 
 
+# --- control tokens in what a user says ---------------------------------------------------------------------
+
+CONTROL_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "</s>")  # of many families
+N_COPIES = 16
+
+
+def spelled_tokens(peer: Peer) -> None:
+    """A server may drop or refuse what spells a control token; for a model without the token it is text."""
+    for spelled in CONTROL_TOKENS:
+        once, twice = prompt_tokens(peer, spelled, N_COPIES), prompt_tokens(peer, spelled, 2 * N_COPIES)
+        n_tokens = (twice - once) / N_COPIES - 1  # of a copy: the digit behind it is a token too
+        message = f"expected {spelled} in a user's message to be text, which is never one token"
+        counts = f"prompt_tokens with {N_COPIES} and {2 * N_COPIES} of {spelled}1: {once} and {twice}"
+        expect(n_tokens != 1, message, counts)
+
+
+def prompt_tokens(peer: Peer, spelled: str, n_copies: int) -> int:
+    """The tokens of a prompt that says so; 0 where it is refused."""
+    content = "1" + f"{spelled}1" * n_copies
+    body = CHAT | {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
+    reply = peer.post("/chat/completions", body)
+    if reply.status in NOT_THERE:
+        raise NotApplicable(f"refused: {reply.refusal}")
+    n_tokens: int = (reply.json.get("usage") or {}).get("prompt_tokens", 0)
+    return n_tokens
+
+
 # --- logprobs, tokens, compaction ---------------------------------------------------------------------------
 
 
@@ -516,6 +543,10 @@ CHECKS = {
         "reasoning.effort is taken and repeated, or refused",
         "the API reference on reasoning",
         REASONING),
+    "spelled-tokens": Check(spelled_tokens, "chat agents", "advice", "K01",
+        "a control token that a user spells is text, and so costs more than one token",
+        "what ends a turn or begins one of the system is the template's alone: else users forge turns",
+        GITHUB + "huggingface/transformers/issues/29279"),
     "logprobs": Check(logprobs, "responses", "must", "C22",
         "message.output_text.logprobs is refused, or gives an entry for each token of the text",
         "the API reference on include",
