@@ -27,13 +27,14 @@ from starlette.types import Receive, Scope, Send
 
 import sse
 from channels import Accepted, Finish, Output, Usage
-from gateway.deltas import Deltas, Unreadable
+from gateway.chunks import Unreadable
+from gateway.deltas import Deltas
 from gateway.metering import Meter, Prices
 from gateway.relay import Frame, Reader, Refused, Relay, forwarded
 from gateway.upstreams import RETRY_AFTER_S, Died, Reply, Upstreams
 from request.messages import Message, shortened
 from request.params import MOVED, Request
-from request.refusals import error_object, shown, wrong_value
+from request.refusals import error_object, wrong_value
 from request.validation import boolean, mapping
 from streaming import SSE_HEADERS, kept_alive, while_connected
 
@@ -311,8 +312,6 @@ async def _frames_of(reply: Reply) -> AsyncGenerator[Frame]:
             for frame in reader.feed(chunk):
                 if frame.is_done:
                     reply.is_done = True
-                elif frame.data and not frame.document:  # a delta may be lost with it
-                    raise Unreadable(f"expected JSON in each event, got {shown(frame.data)}")
                 yield frame
     if not reply.is_done:
         for frame in reader.close():
@@ -397,7 +396,9 @@ class PassThrough(Response):
         n = self._body.get("n")
         if type(n) is not int:
             n = 1
-        return Relay(reply.content_type, self._wants_stream, self._meter, self._shows_usage, n)
+        one_call = self._body.get("parallel_tool_calls") is False
+        shows_usage = self._shows_usage
+        return Relay(reply.content_type, self._wants_stream, self._meter, shows_usage, n, one_call=one_call)
 
     async def _frames(self, opening: asyncio.Future[Reply]) -> AsyncGenerator[bytes]:
         """What the client gets, a write each; the last one is [DONE]."""

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import httpx2 as httpx
 
-from gateway.deltas import objects
+from gateway.chunks import objects
 from gateway.relay import FAILURES, Refused, document, read_refusal
 
 log = logging.getLogger("upstreams")

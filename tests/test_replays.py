@@ -38,7 +38,8 @@ from background import EventLog
 from channels import Arguments, Call, Close, Delta, Finish, Output, Parser, Piece, Usage
 from dialects import families
 from gateway import metering, relay
-from gateway.deltas import Deltas, Unreadable
+from gateway.chunks import Unreadable
+from gateway.deltas import Deltas
 from helpers import clients, laws, scripted
 from request import params, tool_calls
 from tokenizer import Tokenizer

@@ -21,7 +21,7 @@ from starlette.types import Message
 import sse
 from channels import Accepted, Delta, Finish, Output, Usage
 from gateway import relay, remote
-from gateway.deltas import Unreadable
+from gateway.chunks import Unreadable
 from gateway.metering import Meter, Prices, TokenCounts
 from gateway.relay import Refused, Relay
 from gateway.remote import RemoteWorker
@@ -492,14 +492,14 @@ CHAOS: dict[str, tuple[str, str, str, Answer]] = {
     "half a letter":      ("error",   "refused", "failed",  says(head() + FRAMES[2] + b"data: \xc3")),
     "garbage":            ("error",   "refused", "failed",  says(head() + bytes(range(256)) * 99)),
     "garbage frames":     ("error",   "refused", "failed",  says(head() + b"data: \xff{\n\n" * 9)),
-    "unreadable frame":   ("whole",   "refused", "failed",  says(head() + OOPS + finish() + DONE)),
+    "unreadable frame":   ("error",   "refused", "failed",  says(head() + OOPS + finish() + DONE)),
     "endless line":       ("error",   "refused", "failed",  endless_line),
     "endless JSON":       ("error",   "refused", "failed",  endless_json),
     "HTML":               ("error",   "refused", "failed",  says(head("text/html") + b"<html>")),
     "an array":           ("error",   "refused", "failed",  says(head("application/json") + b"[1]")),
     "error first":        ("error",   "refused", "failed",  says(head() + event({"error": "No."}))),
-    "nonsense":           ("whole",   "refused", "failed",  says(head() + NONSENSE + DONE)),
-    "call without name":  ("whole",   "whole",   "failed",  says(head() + NAMELESS + DONE)),
+    "nonsense":           ("error",   "refused", "failed",  says(head() + NONSENSE + DONE)),
+    "call without name":  ("error",   "refused", "failed",  says(head() + NAMELESS + DONE)),
     "nothing":            ("refused", "refused", "refused", says(b"")),
     "no body":            ("refused", "refused", "refused", says(head())),
     "no HTTP":            ("refused", "refused", "refused", says(b"\x00\xff garbage \r\n\r\n" * 9)),
