@@ -13,7 +13,7 @@ Rules of this file:
 2. What is right stays as it is, and so do members that are not known here.
 3. Blank text begins no item: it is held until text follows, and dropped where something else does.
 4. A name begins a call. A fragment without one continues the newest call of its index, whatever its id.
-5. What has no meaning raises Unreadable, for text may be lost with it; an error is the last chunk.
+5. What has no meaning ends the answer with an error, for text may be lost with it.
 6. What is kept of a stream is bounded: its calls, their names and ids; of arguments only how they nest.
 
 Not here: bytes, frames and [DONE] (relay.py), the order of items (deltas.py), usage (metering.py).
@@ -263,6 +263,9 @@ class ChoiceReader:
         self._new_id = new_id
         self._newest: ToolCall | None = None
         self._by_index: dict[int, ToolCall] = {}  # the newest call of each index of the server's
+        self._names: dict[
+            Channel, list[str]
+        ] = {}  # members that text of a channel goes by: those it began with
         self._has_said = False  # text or a call has left
         self._open: Channel | None = None  # the channel of what has left last; None: a call, or nothing
         self._blank_channel: Channel | None = None
@@ -303,9 +306,11 @@ class ChoiceReader:
                 text += thoughts
             text = self._text(channel, text)
             names_sent = [name for name in names if delta.get(name)]
-            for name in names_sent or names[:1]:
-                if text or names_sent:
-                    checked[name] = text
+            for name in names_sent:
+                del checked[name]
+            if text or names_sent:
+                chosen_names = self._names.setdefault(channel, names_sent or [*names[:1]])
+                checked |= dict.fromkeys(chosen_names, text)
         if delta.get("tool_calls"):
             fragments = map(self._call_fragment, objects(delta["tool_calls"]))
             checked["tool_calls"] = [fragment for fragment in fragments if fragment]
@@ -441,10 +446,26 @@ class ChunkReader:
         return all(choice.is_finished for choice in self.choices)
 
     def read(self, document: Chunk) -> list[Chunk]:
-        """The chunks that a document of the server's amounts to; one with an `error` is the last.
+        """The chunks that a document of the server's amounts to; one with an `error` is the last of all.
 
-        A whole completion amounts to one with all that is said, and one with the usage. Raises Unreadable.
+        A whole completion amounts to one with all that is said, and one with the usage.
         """
+        try:
+            return self._read(document)
+        except Unreadable as error:
+            return [unusable(error)]
+
+    def close(self) -> list[Chunk]:
+        """What a complete answer lacks, where only [DONE] is its end."""
+        try:
+            deltas = [choice.close() for choice in self.choices]
+        except Unreadable as error:
+            return [unusable(error)]
+        return [
+            {"choices": [{"index": index, "delta": delta}]} for index, delta in enumerate(deltas) if delta
+        ]
+
+    def _read(self, document: Chunk) -> list[Chunk]:
         if error := read_error(document):
             return [{"error": error}]
         chunk = {name: value for name, value in document.items() if name != "error"}  # null
@@ -465,15 +486,13 @@ class ChunkReader:
                 return [*chunks, {"error": error_object(choice_reader.failure)}]
         return chunks
 
-    def close(self) -> list[Chunk]:
-        """What a complete answer lacks, where only [DONE] is its end. Raises Unreadable."""
-        deltas = [choice.close() for choice in self.choices]
-        return [
-            {"choices": [{"index": index, "delta": delta}]} for index, delta in enumerate(deltas) if delta
-        ]
-
     def _choice(self, choice: Chunk) -> Chunk:
         index = choice.get("index")
         if type(index) is not int or not 0 <= index < len(self.choices):
             raise Unreadable(f"expected the index of one of {len(self.choices)} choices, got {shown(index)}")
         return self.choices[index].read(choice, index)
+
+
+def unusable(error: Unreadable) -> Chunk:
+    """The last chunk of an answer that cannot be read on."""
+    return {"error": error_object(f"The answer cannot be used: {error}.")}

@@ -215,7 +215,7 @@ class Deltas:
         """End a call. What follows closes the last one: its status depends on that."""
         can_be_run = item.can_be_run()
         if not can_be_run and self._reason == "stop":
-            self._broken_call = item.call.name
+            self._broken_call = self._broken_call or item.call.name
         if not is_last:
             yield Close(is_cut=not can_be_run)
 

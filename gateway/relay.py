@@ -56,6 +56,7 @@ def mode(content_type: str, beginning: bytes) -> Mode | None:
 BLANK_LINE = re.compile(rb"\r\n(?:\r\n|\n|\r(?=[^\n]))|\r\r|(?<!\r)\n[\r\n]")
 N_BLANK_LINE = 4  # bytes of the longest
 LINES = re.compile(rb"(\r\n|\r|\n)")  # split() gives line, end, line, end, ..., line
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # half of a pair; the other half may be missing
 # Half a surrogate pair, as sse.dumps writes it.
 LONE_SURROGATE = re.compile(r"(?<!\\)((?:\\\\)*)\\ud[89a-f][0-9a-f]{2}")
 
@@ -86,6 +87,8 @@ def frame(raw: bytes) -> Frame:
         raise Unreadable("expected JSON in each event, got " + quoted(data.encode()))
     if type_ == "error" and chunk and not chunk.get("error"):
         return json_frame({"error": chunk})
+    if chunk and SURROGATE.search(data):
+        return Frame(with_data(raw, sse.dumps(chunk)), chunk, data)
     return Frame(raw, chunk, data)
 
 
@@ -195,7 +198,7 @@ class Reader:
         raw = bytes(self._buffer[: blank_line.end()])
         del self._buffer[: blank_line.end()]
         self._n_searched = 0
-        self._after_cr = blank_line[0] in (b"\r\r", b"\n\r")
+        self._after_cr = raw.endswith(b"\r")
         return raw
 
 
@@ -249,8 +252,8 @@ class Relay:
         is_complete = self.is_done or self._failed or self._chunks.is_finished
         if self._frames.mode == "sse" and not is_complete:
             raise Unreadable("the worker ended its answer before it had finished")
-        if not self._failed:
-            writes += self._pass(map(json_frame, self._chunks.close()))
+        for chunk in self._chunks.close():
+            writes += self._deliver(json_frame(chunk), [chunk])
         return [*writes, *self._end()]
 
     def fail(self, message: str) -> list[bytes]:
@@ -265,20 +268,20 @@ class Relay:
         for each in frames:
             if each.is_done:
                 self.is_done = True
-            elif each.document and not self._failed:
-                writes += self._relayed(each, each.document)
-            elif not each.document:  # a comment
+            elif each.document:
+                writes += self._deliver(each, self._chunks.read(each.document))
+            elif self._wants_stream:  # a comment
                 writes.append(each.raw)
-        if self._wants_stream:
-            return [raw for raw in writes if raw]
-        return []
+        return writes
 
-    def _relayed(self, each: Frame, document: Document) -> list[bytes]:
-        """A frame as a client that wants a stream gets it; for another it is added to the completion."""
-        chunks = self._chunks.read(document)
+    def _deliver(self, each: Frame, chunks: list[Chunk]) -> list[bytes]:
+        """The chunks of a frame, to a client that wants a stream; for another they join the completion."""
+        if self._failed:
+            return []
         self._failed = "error" in chunks[-1]
         if self._wants_stream:
-            return [self._write(each, chunk) for chunk in chunks]
+            writes = [self._write(each, chunk) for chunk in chunks]
+            return [raw for raw in writes if raw]
         self._n_bytes += len(each.raw)
         if self._n_bytes > self._max_bytes:
             raise Unreadable(f"expected an answer of at most {self._max_bytes} bytes")
