@@ -300,17 +300,18 @@ class ChoiceReader:
     def _delta(self, delta: Chunk) -> Chunk:
         checked = dict(delta)
         answer, thoughts = read_content(delta.get("content"))
-        for channel, names in TEXTS.items():
-            text = read_text_of(channel, delta | {"content": answer})
-            if channel == "analysis":
-                text += thoughts
-            text = self._text(channel, text)
-            names_sent = [name for name in names if delta.get(name)]
-            for name in names_sent:
-                del checked[name]
+        texts: dict[Channel, str] = {
+            "analysis": read_text_of("analysis", delta) + thoughts,
+            "refusal": read_text_of("refusal", delta),
+            "final": answer,
+        }
+        for channel, text in texts.items():
+            names_sent = [name for name in TEXTS[channel] if delta.get(name)]
             if text or names_sent:
-                chosen_names = self._names.setdefault(channel, names_sent or [*names[:1]])
-                checked |= dict.fromkeys(chosen_names, text)
+                for name in names_sent:
+                    del checked[name]
+                names = self._names.setdefault(channel, names_sent or [TEXTS[channel][0]])
+                checked |= dict.fromkeys(names, self._text(channel, text))
         if delta.get("tool_calls"):
             fragments = map(self._call_fragment, objects(delta["tool_calls"]))
             checked["tool_calls"] = [fragment for fragment in fragments if fragment]
