@@ -36,6 +36,7 @@ MAX_CALLS = 1024  # of a choice; OpenAI allows 128 tools
 MAX_NAME_CHARS = 1024  # of a call's name, and of its id; OpenAI allows 64
 MAX_BLANK_CHARS = 1024  # held until text follows
 MAX_VALUES = 2**18  # in the arguments of a call: they are parsed in one go, once they are whole
+MAX_MESSAGE_CHARS = 4096  # of an error
 MAX_TOKEN_BYTES = 1024  # of one token of the logprobs; the longest of known vocabularies have some 200
 MAX_LOGPROB = 10**6  # magnitude: a larger one is no logprob, and may be no float
 UNLIKELY = -9999.0  # OpenAI's logprob of a token that is too unlikely to have one
@@ -91,6 +92,13 @@ def read_text(value: Any) -> str:
     return value
 
 
+def read_parts(value: Any) -> str:
+    """A text, or those of a list of parts."""
+    if isinstance(value, list):
+        return "".join(read_text(part.get("text")) for part in objects(value))
+    return read_text(value)
+
+
 def read_content(content: Any) -> tuple[str, str]:
     """The answer and the reasoning in a message's content.
 
@@ -98,14 +106,9 @@ def read_content(content: Any) -> tuple[str, str]:
     """
     if not isinstance(content, list):
         return read_text(content), ""
-    answer = ""
-    reasoning = ""
-    for part in objects(content):
-        if part.get("type") == "thinking":
-            reasoning += "".join(read_text(thought.get("text")) for thought in objects(part.get("thinking")))
-        else:
-            answer += read_text(part.get("text"))
-    return answer, reasoning
+    thoughts = [part for part in objects(content) if part.get("type") == "thinking"]
+    answer = [part for part in objects(content) if part.get("type") != "thinking"]
+    return read_parts(answer), "".join(read_parts(part.get("thinking")) for part in thoughts)
 
 
 def read_text_of(channel: Channel, delta: Chunk) -> str:
@@ -127,19 +130,23 @@ def read_error(document: Chunk) -> Chunk | None:
     if not error:
         return None
     if not isinstance(error, dict):
-        return error_object(str(error))
-    if isinstance(error.get("message"), str):
-        members = {name: error[name] for name in ("type", "param", "code") if name in error}
-        return error_object(error["message"]) | members
-    return error_object(shown(error.get("message") or error.get("detail") or error))
+        error = {"message": error}
+    message = error.get("message") or error.get("detail")
+    if not isinstance(message, str):
+        message = shown(message or error)
+    members = {name: error[name] for name in ("type", "param", "code") if name in error}
+    return error_object(message[:MAX_MESSAGE_CHARS]) | members
 
 
 def checked_logprobs(logprobs: Any) -> Any:
     """The logprobs of a choice, each of its entries put right; None stays None."""
     if not isinstance(logprobs, dict):
         return None
-    lists = {name: entries for name, entries in logprobs.items() if isinstance(entries, list)}
-    return logprobs | {name: list(map(_checked_logprob, objects(lists[name]))) for name in lists}
+    checked = dict(logprobs)
+    for name in ("content", "refusal"):
+        if logprobs.get(name) is not None:
+            checked[name] = list(map(_checked_logprob, objects(logprobs[name])))
+    return checked
 
 
 def _checked_logprob(entry: Chunk) -> Chunk:
@@ -263,9 +270,8 @@ class ChoiceReader:
         self._new_id = new_id
         self._newest: ToolCall | None = None
         self._by_index: dict[int, ToolCall] = {}  # the newest call of each index of the server's
-        self._names: dict[
-            Channel, list[str]
-        ] = {}  # members that text of a channel goes by: those it began with
+        self._by_id: dict[str, ToolCall] = {}
+        self._names: dict[Channel, list[str]] = {}  # members that a channel's text goes by, as it began
         self._has_said = False  # text or a call has left
         self._open: Channel | None = None  # the channel of what has left last; None: a call, or nothing
         self._blank_channel: Channel | None = None
@@ -355,6 +361,8 @@ class ChoiceReader:
         self._begin(None)
         piece = call.add_name(name)
         call.add_arguments(arguments)
+        if type_ == "custom":  # its input may be empty
+            call.has_arguments = True
         if not call.is_announced:
             call.is_announced = True
             head = {"index": call.index, "id": call.id or self._new_id("call"), "type": type_}
@@ -362,11 +370,14 @@ class ChoiceReader:
         checked = fragment | {"index": call.index}
         if checked.get("id"):
             del checked["id"]
-        if name or arguments:
-            checked[type_] = {key: value for key, value in function.items() if key != "name"}
-            checked[type_] |= {member: arguments}
-        if piece:
-            checked[type_]["name"] = piece
+        if name and not piece:
+            function = {key: value for key, value in function.items() if key != "name"}
+        elif name:
+            function = function | {"name": piece}
+        if arguments:
+            function = function | {member: arguments}
+        if type_ in fragment:
+            checked[type_] = function
         return checked
 
     def _call_of(self, fragment: Chunk, name: str, arguments: str) -> ToolCall:
@@ -378,7 +389,7 @@ class ChoiceReader:
         if type(index) is int:
             call = self._by_index.get(index)
         elif name:  # https://github.com/ollama/ollama/issues/7881
-            call = next((call for call in self.calls if id_ and call.id == id_), None)
+            call = self._by_id.get(id_)
         else:
             call = self._newest
         if call is None or not call.continues_with(id_, name, arguments):
@@ -394,6 +405,8 @@ class ChoiceReader:
         call = ToolCall(len(self.calls), id_, is_wanted=not (self._one_call and self.calls))
         if call.is_wanted:
             self.calls.append(call)
+            if id_:
+                self._by_id[id_] = call
         return call
 
     # --- the end --------------------------------------------------------------------------------------------
@@ -472,6 +485,8 @@ class ChunkReader:
         chunk = {name: value for name, value in document.items() if name != "error"}  # null
         choices = objects(document.get("choices"))
         if not choices:
+            if chunk.get("choices"):
+                chunk["choices"] = []
             return [chunk]
         if len(self.choices) == 1:  # https://github.com/microsoft/Foundry-Local/issues/144
             choices = [choices[0] | {"index": 0}]

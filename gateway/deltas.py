@@ -78,7 +78,7 @@ class Deltas:
         self._calls: dict[int, _CallItem] = {}  # by index
         self._waiting: deque[_CallItem | Delta] = deque()  # the first is a call, which may be open
         self._channel: Channel | None = None  # of the text that left last; None: a call has left since
-        self._early_logprobs: tuple[TokenLogprob, ...] = ()  # rule 5
+        self._early_logprobs: list[TokenLogprob] = []  # rule 5
         self._n_chars = 0
 
     def feed(self, document: Chunk) -> Iterator[Output]:
@@ -123,14 +123,11 @@ class Deltas:
         if reasoning or refusal or fragments:
             yield from self._rest_of_logprobs()
             logprobs = _that_spell(content, logprobs)
-        logprobs = self._early_logprobs + logprobs
-        self._early_logprobs = ()
+        self._early_logprobs += logprobs
         yield from self._text("analysis", reasoning)
         yield from self._text("refusal", refusal)
         if content:
-            yield from self._text("final", content, logprobs)
-        else:
-            self._early_logprobs = logprobs
+            yield from self._text("final", content, self._taken_logprobs())
         for fragment in fragments:
             self._call_fragment(fragment)
         yield from self._advance()
@@ -166,9 +163,14 @@ class Deltas:
 
     def _rest_of_logprobs(self) -> Iterator[Output]:
         """Logprobs whose text does not come, as that of a stop token: they go with the text before."""
-        if self._early_logprobs and self._channel == "final":
-            yield Delta("final", "", self._early_logprobs)
-        self._early_logprobs = ()
+        logprobs = self._taken_logprobs()
+        if logprobs and self._channel == "final":
+            yield Delta("final", "", logprobs)
+
+    def _taken_logprobs(self) -> tuple[TokenLogprob, ...]:
+        logprobs = tuple(self._early_logprobs)
+        self._early_logprobs.clear()
+        return logprobs
 
     def _count_chars(self, n: int) -> None:
         self._n_chars += n

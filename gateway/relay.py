@@ -230,12 +230,12 @@ class Relay:
         new_id: Callable[[str], str] = new_id,
     ) -> None:
         self.is_done = False  # [DONE] came; it leaves last, behind what the upstream may still send
+        self.failed = False  # an error event has left, behind which nothing does
         self._frames = Reader(content_type, max_bytes)
         self._chunks = ChunkReader(n, one_call, new_id)
         self._wants_stream = wants_stream
         self._meter = meter
         self._shows_usage = shows_usage
-        self._failed = False  # an error event has left, behind which nothing does
         self._completion = Completion()  # for a client that wants one object
         self._n_bytes = 0  # of the frames that it is the fold of
         self._max_bytes = max_bytes
@@ -249,7 +249,7 @@ class Relay:
         writes: list[bytes] = []
         if not self.is_done:
             writes = self._pass(self._frames.close())
-        is_complete = self.is_done or self._failed or self._chunks.is_finished
+        is_complete = self.is_done or self.failed or self._chunks.is_finished
         if self._frames.mode == "sse" and not is_complete:
             raise Unreadable("the worker ended its answer before it had finished")
         for chunk in self._chunks.close():
@@ -258,9 +258,9 @@ class Relay:
 
     def fail(self, message: str) -> list[bytes]:
         """End a stream whose upstream has died; an error event that the upstream has sent is the only one."""
-        if self._failed:
+        if self.failed:
             return [sse.DONE]
-        self._failed = True
+        self.failed = True
         return [sse.encode(sse.dumps({"error": error_object(message)})), sse.DONE]
 
     def _pass(self, frames: Iterable[Frame]) -> list[bytes]:
@@ -276,30 +276,31 @@ class Relay:
 
     def _deliver(self, each: Frame, chunks: list[Chunk]) -> list[bytes]:
         """The chunks of a frame, to a client that wants a stream; for another they join the completion."""
-        if self._failed:
-            return []
-        self._failed = "error" in chunks[-1]
-        if self._wants_stream:
-            writes = [self._write(each, chunk) for chunk in chunks]
-            return [raw for raw in writes if raw]
-        self._n_bytes += len(each.raw)
+        writes: list[bytes] = []
+        for chunk in chunks:
+            usage = self._meter.read(chunk)
+            if self.failed:
+                continue
+            self.failed = "error" in chunk
+            if self._wants_stream:
+                writes.append(self._written(each, chunk, usage))
+            else:
+                self._keep(len(each.raw), chunk)
+        return [raw for raw in writes if raw]
+
+    def _keep(self, n_bytes: int, chunk: Chunk) -> None:
+        self._n_bytes += n_bytes
         if self._n_bytes > self._max_bytes:
             raise Unreadable(f"expected an answer of at most {self._max_bytes} bytes")
-        for chunk in chunks:
-            self._meter.read(chunk)
-            self._completion.add(chunk)
-        return []
+        self._completion.add(chunk)
 
-    def _write(self, each: Frame, chunk: Chunk) -> bytes:
+    def _written(self, each: Frame, chunk: Chunk, usage: Document | None) -> bytes:
         """A chunk, in the frame that it came with; b"" where the client does not get it."""
-        is_right = chunk == each.document
-        usage = self._meter.read(chunk)
-        if usage is not None:
-            is_usage_chunk = chunk.get("usage") is usage and not chunk.get("choices")
-            if is_usage_chunk and not self._shows_usage:
-                return b""
-            is_right = is_right and not self._meter.prices
-        if is_right:
+        is_usage_chunk = usage is not None and not chunk.get("choices") and "usage" in chunk
+        if is_usage_chunk and not self._shows_usage:
+            return b""
+        has_costs = usage is not None and self._meter.prices
+        if chunk == each.document and not has_costs:
             return each.raw
         return with_data(each.raw, sse.dumps(chunk))
 

@@ -419,6 +419,7 @@ class PassThrough(Response):
                     reply.is_done = relay.is_done
             for frame in relay.close():
                 yield frame
+            self._failed = relay.failed
         except (Died, Unreadable) as error:
             self._failed = True
             for frame in relay.fail(f"The answer broke off: {error}."):

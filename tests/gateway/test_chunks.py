@@ -27,7 +27,7 @@ from gateway.metering import Meter
 from gateway.relay import Reader, Refused, Relay
 from helpers import laws
 from helpers.serving import Json
-from helpers.upstream import DONE, STREAM, delta, finish
+from helpers.upstream import DONE, STREAM, delta, event, finish
 from test_replays import FOLDER, events_of
 
 # --- the law ------------------------------------------------------------------------------------------------
@@ -137,19 +137,19 @@ def outputs_of(data: bytes, content_type: str, one_call: bool) -> tuple[list[Out
 
 def responses_streamed(events: list[Json]) -> Answer:
     answer = Answer()
-    for event in events:
-        match event["type"]:
+    for each in events:
+        match each["type"]:
             case "response.reasoning_text.delta":
-                answer.reasoning += event["delta"]
+                answer.reasoning += each["delta"]
             case "response.output_text.delta":
-                answer.text += event["delta"]
-                answer.logprobs += [(p["token"], p["logprob"]) for p in event["logprobs"]]
+                answer.text += each["delta"]
+                answer.logprobs += [(p["token"], p["logprob"]) for p in each["logprobs"]]
             case "response.refusal.delta":
-                answer.refusal += event["delta"]
-            case "response.output_item.added" if event["item"]["type"] == "function_call":
-                answer.calls.append([event["item"]["name"], ""])
+                answer.refusal += each["delta"]
+            case "response.output_item.added" if each["item"]["type"] == "function_call":
+                answer.calls.append([each["item"]["name"], ""])
             case "response.function_call_arguments.delta":
-                answer.calls[-1][1] += event["delta"]
+                answer.calls[-1][1] += each["delta"]
     return answer
 
 
@@ -258,6 +258,48 @@ def test_whatever_an_upstream_streams_four_ways_say_the_same(
     said: list[Json], reason: str, one_call: bool
 ) -> None:
     check_law(b"".join(delta(**each) for each in said) + finish(reason) + DONE, one_call=one_call)
+
+
+junk: st.SearchStrategy[Any] = st.sampled_from(
+    [None, True, 0, 7, -1, 1e9, "", "x", [], {}, [[]], [7], [{}], {"x": 7}, [{"text": 7}]]
+)
+MEMBERS = (
+    *("choices", "error", "message", "detail", "usage", "index", "delta", "finish_reason", "logprobs"),
+    *(
+        "content",
+        "reasoning",
+        "refusal",
+        "tool_calls",
+        "id",
+        "function",
+        "custom",
+        "name",
+        "arguments",
+        "text",
+    ),
+    *("type", "thinking", "token", "logprob", "bytes", "top_logprobs", "object"),
+)
+documents = st.recursive(
+    junk,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(MEMBERS), inner, max_size=4),
+    max_leaves=20,
+)
+junk_deltas = st.dictionaries(st.sampled_from(MEMBERS), documents, max_size=4)
+junk_choices = st.fixed_dictionaries(
+    {"delta": junk_deltas},
+    optional=dict.fromkeys(("index", "finish_reason", "logprobs", "message"), documents),
+)
+
+
+@given(st.lists(st.dictionaries(st.sampled_from(MEMBERS), documents, max_size=4) | junk_choices, max_size=4))
+def test_nothing_that_an_upstream_sends_raises(sent: list[Json]) -> None:
+    """Each as a document, and as the choice of one."""
+    for said in (sent, [{"choices": [each]} for each in sent]):
+        data = b"".join(map(event, said)) + finish() + DONE
+        chat_streamed(data, "", one_call=False)
+        chat_whole(data, "", one_call=False)
+        outputs, _ = outputs_of(data, "", one_call=False)
+        events_of(outputs)
 
 
 # --- responses ----------------------------------------------------------------------------------------------
