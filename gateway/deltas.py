@@ -95,7 +95,8 @@ class Deltas:
         if not self._failure:
             for chunk in self._reader.close():
                 yield from self._chunk(chunk)
-        yield from self._advance(at_end=True)
+        while self._waiting:
+            yield from self._leave()
         yield from self._rest_of_logprobs()
         if self._broken_call and not self._failure:
             self._failure = f"The arguments of the call of '{self._broken_call}' are no JSON object."
@@ -191,35 +192,33 @@ class Deltas:
             self._count_chars(len(arguments))
             self._calls[index].fragments.append(arguments)
 
-    def _advance(self, at_end: bool = False) -> Iterator[Output]:
-        """What waits leaves, up to a call that is not whole; at the end all of it."""
+    def _advance(self) -> Iterator[Output]:
+        """What waits leaves, up to a call that is not whole, and of that what has come."""
         while self._waiting:
             item = self._waiting[0]
-            if isinstance(item, Delta):
-                self._channel = item.channel
-                yield item
-            else:
-                is_named = item.call.name and item.fragments  # until then the name may grow
-                if not (is_named or at_end):
+            if isinstance(item, _CallItem):
+                if not (item.call.name and item.fragments):  # until then the name may grow
                     return
-                if not item.call.name:  # it was cut before that
-                    self._waiting.popleft()
-                    continue
                 self._channel = None
                 yield from item.unsent()
-                is_last = len(self._waiting) == 1
-                if not at_end and (is_last or not item.call.nesting.is_whole):
+                if len(self._waiting) == 1 or not item.call.nesting.is_whole:
                     return
-                yield from self._end_call(item, is_last)
-            self._waiting.popleft()
+            yield from self._leave()
 
-    def _end_call(self, item: _CallItem, is_last: bool) -> Iterator[Output]:
-        """End a call. What follows closes the last one: its status depends on that."""
-        can_be_run = item.can_be_run()
-        if not can_be_run and self._reason == "stop":
-            self._broken_call = self._broken_call or item.call.name
-        if not is_last:
-            yield Close(is_cut=not can_be_run)
+    def _leave(self) -> Iterator[Output]:
+        """The first that waits leaves for good; a call is closed by what follows, which decides its status."""
+        item = self._waiting.popleft()
+        if isinstance(item, Delta):
+            self._channel = item.channel
+            yield item
+        elif item.call.name:  # it may have been cut before that
+            self._channel = None
+            yield from item.unsent()
+            can_be_run = item.can_be_run()
+            if not can_be_run and self._reason == "stop":
+                self._broken_call = self._broken_call or item.call.name
+            if self._waiting:
+                yield Close(is_cut=not can_be_run)
 
 
 def _is_object(text: str) -> bool:
