@@ -206,7 +206,7 @@ class Deltas:
             yield from self._leave()
 
     def _leave(self) -> Iterator[Output]:
-        """The first that waits leaves for good; a call is closed by what follows, which decides its status."""
+        """The first that waits leaves for good. The last call stays open: its status depends on the end."""
         item = self._waiting.popleft()
         if isinstance(item, Delta):
             self._channel = item.channel
