@@ -76,6 +76,8 @@ class Arguments(NamedTuple):
 class Close(NamedTuple):
     """The open item ends here: what comes next is another one, even on the same channel."""
 
+    is_cut: bool = False  # it is incomplete, though the answer goes on
+
 
 Output = Delta | Call | Arguments | Close
 

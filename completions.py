@@ -129,57 +129,107 @@ class Chunks:
 
 def fold(chunks: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """The chat.completion object that a stream amounts to; the error object, if it ends in one."""
-    completion: dict[str, Any] = {}
-    choices: dict[int, dict[str, Any]] = {}
+    completion = Completion()
     for chunk in chunks:
+        completion.add(chunk)
+    return completion.value()
+
+
+class Completion:
+    """The chat.completion that chunks add up to, as they come: strings in a list each, joined at the end."""
+
+    def __init__(self) -> None:
+        self._error: dict[str, Any] = {}
+        self._members: dict[str, Any] = {}
+        self._choices: dict[int, _FoldedChoice] = {}
+
+    def add(self, chunk: Mapping[str, Any]) -> None:
         if "error" in chunk:
-            return dict(chunk)
+            self._error = self._error or dict(chunk)
         for name, value in chunk.items():
             if name != "choices" and value is not None:
-                completion[name] = value
-        completion["object"] = "chat.completion"
-        for chunk_choice in chunk.get("choices") or ():
-            index = chunk_choice.get("index", 0)
-            choice = choices.setdefault(index, _empty_choice(index))
-            _add(choice, chunk_choice)
-    for choice in choices.values():
-        message = choice["message"]
-        if message["content"] == "" and ("tool_calls" in message or message["refusal"]):
+                self._members[name] = value
+        self._members["object"] = "chat.completion"
+        for choice in chunk.get("choices") or ():
+            self._choices.setdefault(choice["index"], _FoldedChoice()).add(choice)
+
+    def value(self) -> dict[str, Any]:
+        if self._error:
+            return self._error
+        choices = [{"index": index} | self._choices[index].value() for index in sorted(self._choices)]
+        return self._members | {"choices": choices}
+
+
+TEXTS = ("content", "reasoning_content", "reasoning", "refusal")  # members of a message that are appended
+
+
+class _FoldedChoice:
+    """A choice as far as it has come. Members that are not known here are kept: lists grow, others change."""
+
+    def __init__(self) -> None:
+        self._members: dict[str, Any] = {"logprobs": None, "finish_reason": None}
+        self._message: dict[str, Any] = {
+            "role": "assistant",
+            "content": "",
+            "refusal": None,
+            "annotations": [],
+        }
+        self._texts: dict[str, list[str]] = {}  # by name, what is appended in the end
+        self._calls: list[dict[str, Any]] = []
+        self._arguments: list[list[str]] = []  # of each call
+
+    def add(self, choice: Mapping[str, Any]) -> None:
+        members = {
+            name: value for name, value in choice.items() if name not in ("index", "delta", "logprobs")
+        }
+        _merge(self._members, members)
+        if choice.get("logprobs"):
+            self._members["logprobs"] = self._members["logprobs"] or {"content": [], "refusal": None}
+            _merge(self._members["logprobs"], choice["logprobs"])
+        delta = dict(choice["delta"])
+        for call in delta.pop("tool_calls", None) or ():
+            self._add_call(call)
+        for name in TEXTS:
+            if text := delta.pop(name, None):
+                self._texts.setdefault(name, []).append(text)
+        _merge(self._message, delta)
+
+    def _add_call(self, call: Mapping[str, Any]) -> None:
+        """Add a fragment of a call; the first fragment with a new index begins a call."""
+        type_, member = CALL_MEMBERS["custom" in call]
+        function = dict(call.get(type_) or {})
+        arguments = function.pop(member, None) or ""
+        index = call["index"]
+        if index == len(self._calls):
+            head = {name: value for name, value in call.items() if name != "index"}
+            self._calls.append(head | {type_: function})
+            self._arguments.append([])
+        elif function.get("name"):
+            self._calls[index][type_]["name"] += function["name"]
+        self._arguments[index].append(arguments)
+
+    def value(self) -> dict[str, Any]:
+        message = self._message | {name: "".join(texts) for name, texts in self._texts.items()}
+        calls = []
+        for call, arguments in zip(self._calls, self._arguments, strict=True):
+            type_, member = CALL_MEMBERS["custom" in call]
+            calls.append(call | {type_: call[type_] | {member: "".join(arguments)}})
+        if calls:
+            message["tool_calls"] = calls
+        if not message["content"] and (calls or message["refusal"]):
             message["content"] = None  # as OpenAI has it where the model only calls, or refuses
-    return completion | {"choices": [choices[index] for index in sorted(choices)]}
+        return {"message": message} | self._members
 
 
-def _empty_choice(index: int) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None, "annotations": []}
-    return {"index": index, "message": message, "logprobs": None, "finish_reason": None}
-
-
-def _add(choice: dict[str, Any], chunk_choice: Mapping[str, Any]) -> None:
-    """Add what a chunk says of a choice to it; another server's may lack what ours always have."""
-    message = choice["message"]
-    delta = chunk_choice.get("delta") or {}
-    for name in ("content", "reasoning_content", "reasoning", "refusal"):
-        if isinstance(delta.get(name), str):
-            message[name] = (message.get(name) or "") + delta[name]
-    for call in delta.get("tool_calls") or ():
-        _add_call(message.setdefault("tool_calls", []), call)
-    logprobs = chunk_choice.get("logprobs")
-    if logprobs:
-        choice["logprobs"] = choice["logprobs"] or {"content": [], "refusal": None}
-        choice["logprobs"]["content"] += logprobs.get("content") or []
-    choice["finish_reason"] = chunk_choice.get("finish_reason") or choice["finish_reason"]
-
-
-def _add_call(calls: list[dict[str, Any]], call: Mapping[str, Any]) -> None:
-    """Add one delta of a call; the first delta with a new index begins a call."""
-    type_, member = CALL_MEMBERS["custom" in call]
-    inner = call.get(type_) or {}
-    text = inner.get(member) or ""
-    index = call.get("index", len(calls))
-    if index >= len(calls):
-        calls.append({"id": call.get("id"), "type": type_, type_: inner | {member: text}})
-    elif type_ in calls[index]:
-        calls[index][type_][member] += text
+def _merge(members: dict[str, Any], more: Mapping[str, Any]) -> None:
+    """Lists grow, other values replace what was there; null changes nothing."""
+    for name, value in more.items():
+        if isinstance(value, list) and isinstance(members.get(name), list):
+            members[name] += value
+        elif isinstance(value, list):
+            members[name] = [*value]
+        elif value is not None:
+            members[name] = value
 
 
 def _usage(usages: list[Usage]) -> dict[str, Any]:

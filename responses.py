@@ -300,7 +300,9 @@ class Builder:
                 return [*self._close("completed"), *self._open(key, call)]
             case Arguments(text):
                 return self._grow(text)
-            case Close():
+            case Close(is_cut):
+                if is_cut:
+                    return self._close("incomplete")
                 return self._close("completed")
 
     def finish(self, finish: Finish, now: int) -> list[Event]:
@@ -344,7 +346,7 @@ class Builder:
     def _grow(self, text: str, logprobs: tuple[TokenLogprob, ...] = ()) -> list[Event]:
         """Add text to the open item."""
         item = self._item
-        if item is None or not text:
+        if item is None or not (text or logprobs):
             return []
         item.texts.append(text)
         item.logprobs.extend(logprobs)

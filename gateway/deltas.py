@@ -1,230 +1,224 @@
-"""The one reader of another server's chat completions: chunks, or a whole completion, to deltas.
+"""Another server's chat completion, as the deltas and calls that a response is built of.
 
     [chunk, ...] --Deltas.feed()--> [Delta | Call | Arguments | Close, ...] --close()--> the rest, Finish
 
-Authority: https://platform.openai.com/docs/api-reference/chat-streaming; for what servers really send,
-tests/replays/completions-*.toml.
+Authority: https://platform.openai.com/docs/api-reference/chat-streaming, where text and several calls may
+come by turns, and .../responses-streaming, where one item comes after another.
 
 Rules of this file:
 1. Reasoning and calls are what the server declares as such; what looks like a marker in its text is text,
    for without tokens nobody can tell.
 2. An answer is complete when the server says so: with a finish_reason, or with [DONE].
-3. An item closes before the next one opens: of several calls the first streams, the others wait their turn.
+3. An item closes before the next one opens: the first call streams until its arguments are a whole object;
+   other calls, and text amid its arguments, wait their turn.
+4. Arguments that are no JSON object make a failed call. A call that was cut is incomplete, as it stands.
+5. A logprob goes with its text: that of text which has not come yet waits for it.
 
-Not here: bytes and frames (relay.py), the chunks that we write (completions.py).
+Not here: what servers send in place of what they should (chunks.py), bytes and frames (relay.py).
 """
 
-import json
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import sse
 from channels import Arguments, Call, Channel, Close, Delta, Finish, Output, TokenLogprob, Usage
-from completions import Chunk
+from completions import CALL_MEMBERS, Chunk
+from gateway.chunks import ChunkReader, ToolCall, Unreadable, read_text_of
 
-MAX_CHARS = 16 * 2**20  # of an answer, which is kept as a whole
-UNLIKELY = -9999.0  # OpenAI's logprob of a token that is too unlikely to have one
+# Of an answer, which is kept as a whole: 128k tokens of 20 characters, of some 300k tokens with their
+# logprobs, or of 15k with 20 alternatives each.
+MAX_CHARS = 16 * 2**20
+CHARS_A_LOGPROB = 32  # what it counts beside its token
 
 Reason = Literal["stop", "length", "content_filter"]
 
-# fmt: off
-#  its finish_reason        ours         any other, such as "abort", is a failure
-REASONS: dict[str, Reason] = {
-    "stop":                 "stop",
-    "tool_calls":           "stop",
-    "function_call":        "stop",
-    "eos_token":            "stop",            # TGI
-    "stop_sequence":        "stop",
-    "length":               "length",
-    "model_length":         "length",          # Mistral
-    "content_filter":       "content_filter",
-}
-# fmt: on
-
-
-class Unreadable(ValueError):
-    """The answer is not a chat completion."""
+REASONS: dict[str, Reason] = {"length": "length", "content_filter": "content_filter"}  # every other is "stop"
 
 
 @dataclass(eq=False)
-class _Call:
-    """A tool call of the answer."""
+class _CallItem:
+    """A call that has not left as a whole."""
 
-    id: Any
-    name: str = ""
-    arguments: str = ""  # all that have come
-    unsent: list[str] = field(default_factory=list)  # fragments of the arguments that no Arguments has yet
+    call: ToolCall
+    is_custom: bool
+    fragments: list[str] = field(default_factory=list)  # of its arguments
+    n_sent: int = 0  # of the fragments
     is_open: bool = False  # its Call has left
-    is_over: bool = False  # the next call, or text, has ended it
 
-    def is_another(self, id_: Any, name: Any, arguments: Any) -> bool:
-        """Whether a fragment with the same index begins the next call.
+    def unsent(self) -> Iterator[Output]:
+        """What has come of it and not left."""
+        if not self.is_open:
+            self.is_open = True
+            yield Call(self.call.name, self.is_custom)
+        text = "".join(self.fragments[self.n_sent :])
+        self.n_sent = len(self.fragments)
+        if text:
+            yield Arguments(text)
 
-        Some servers give all calls one index, and some give no ids.
-        """
-        if id_ and self.id:
-            return bool(id_ != self.id)
-        return bool(name and arguments) and _is_object(self.arguments)
+    def can_be_run(self) -> bool:
+        """Whether its arguments are what they must be; those of a custom tool are any text."""
+        return self.is_custom or _is_object("".join(self.fragments))
 
 
 class Deltas:
-    """Reads the first choice of another server's chunks, or of the completion that it sends at once.
+    """Reads another server's answer of one choice: the documents of its chunks, or of a whole completion.
 
     feed() and close() raise Unreadable.
     """
 
     def __init__(self, one_call: bool = False) -> None:
         self.is_whole = False  # the answer is complete: a finish_reason came, or the caller has read [DONE]
-        self.is_over = False  # what still comes is ignored: an error came, or a call after the only one
-        self._one_call = one_call
+        self.is_over = False  # an error came, and nothing can follow
+        self._reader = ChunkReader(one_call=one_call)
         self._reason: Reason = "stop"
         self._failure = ""  # the message of an error
-        self._calls: list[_Call] = []  # calls that are not over, in their order; the first may be open
-        self._newest: dict[Any, _Call] = {}  # the newest call of each index
+        self._broken_call = ""  # the name of a call that cannot be run
+        self._calls: dict[int, _CallItem] = {}  # by index
+        self._waiting: deque[_CallItem | Delta] = deque()  # the first is a call, which may be open
+        self._channel: Channel | None = None  # of the text that left last; None: a call has left since
+        self._early_logprobs: list[TokenLogprob] = []  # rule 5
         self._n_chars = 0
 
-    def feed(self, chunk: Chunk) -> Iterator[Output]:
-        if error := chunk.get("error"):
-            if isinstance(error, dict):
-                error = error.get("message")
-            self._failure = str(error)
-            self.is_over = True
+    def feed(self, document: Chunk) -> Iterator[Output]:
+        if self._failure:
             return
-        for choice in objects(chunk.get("choices")):
-            if choice.get("index", 0) == 0:
-                yield from self._choice(choice)
+        for chunk in self._reader.read(document):
+            yield from self._chunk(chunk)
+        self.is_whole = self.is_whole or self._reader.is_finished
 
     def close(self, usage: Usage | None) -> Iterator[Output | Finish]:
         """End the answer."""
-        if not (self._failure or self.is_whole or self.is_over):
+        if not (self._failure or self.is_whole):
             self._failure = "The upstream ended its answer before it had finished."
+        if not self._failure:
+            for chunk in self._reader.close():
+                yield from self._chunk(chunk)
+        while self._waiting:
+            yield from self._leave()
+        yield from self._rest_of_logprobs()
+        if self._broken_call and not self._failure:
+            self._failure = f"The arguments of the call of '{self._broken_call}' are no JSON object."
         if self._failure:
             yield Finish("failed", usage, self._failure)
+        else:
+            yield Finish(self._reason, usage)
+
+    def _chunk(self, chunk: Chunk) -> Iterator[Output]:
+        if "error" in chunk:
+            self._failure = chunk["error"]["message"]
+            # Behind a finish_reason that is a failure the usage may follow.
+            self.is_over = not self._reader.is_finished
             return
-        yield from self._end_calls()
-        yield Finish(self._reason, usage)
+        for choice in chunk.get("choices") or ():
+            yield from self._choice(choice)
 
     def _choice(self, choice: Chunk) -> Iterator[Output]:
-        message = choice.get("delta") or choice.get("message")
-        if isinstance(message, dict):
-            yield from self._message(message, choice)
-        if finish_reason := choice.get("finish_reason"):
-            self.is_whole = True
-            reason = REASONS.get(str(finish_reason))
-            if reason is None:
-                self._failure = f"The upstream ended its answer for the reason '{finish_reason}'."
-            else:
-                self._reason = reason
+        delta = choice["delta"]
+        reasoning = read_text_of("analysis", delta)
+        refusal = read_text_of("refusal", delta)
+        content = read_text_of("final", delta)
+        fragments = delta.get("tool_calls") or []
+        logprobs = self._logprobs(choice)
+        if reasoning or refusal or fragments:
+            yield from self._rest_of_logprobs()
+            logprobs = _that_spell(content, logprobs)
+        self._early_logprobs += logprobs
+        yield from self._text("analysis", reasoning)
+        yield from self._text("refusal", refusal)
+        if content:
+            yield from self._text("final", content, self._taken_logprobs())
+        for fragment in fragments:
+            self._call_fragment(fragment)
+        yield from self._advance()
+        finish_reason = choice.get("finish_reason")
+        if finish_reason:
+            self._reason = REASONS.get(finish_reason, "stop")
 
-    def _message(self, message: Chunk, choice: Chunk) -> Iterator[Output]:
-        """A delta of a chunk, or the message of a completion: they have the same members."""
-        # Some servers send the same reasoning under both names.
-        if reasoning := message.get("reasoning_content") or message.get("reasoning"):
-            yield from self._text("analysis", reasoning)
-        if refusal := message.get("refusal"):
-            yield from self._text("refusal", refusal)
-        if content := message.get("content"):
-            yield from self._text("final", content, _read_logprobs(choice))
-        for fragment in objects(message.get("tool_calls")):
-            yield from self._call_fragment(fragment)
+    # --- text -----------------------------------------------------------------------------------------------
 
-    def _text(self, channel: Channel, text: Any, logprobs: tuple[TokenLogprob, ...] = ()) -> Iterator[Output]:
-        if isinstance(text, list):  # Mistral's: a list of parts
-            text = "".join(str(part.get("text", "")) for part in objects(text))
-        if not isinstance(text, str):
-            raise Unreadable("expected text in a chunk, got something else")
-        self._count_chars(text)
-        if self._calls and not text.strip():  # newlines between two calls
+    def _text(self, channel: Channel, text: str, logprobs: tuple[TokenLogprob, ...] = ()) -> Iterator[Output]:
+        if not text:
             return
-        yield from self._end_calls()
-        yield Delta(channel, text, logprobs)
+        self._count_chars(len(text))
+        delta = Delta(channel, text, logprobs)
+        if self._waiting:
+            self._waiting.append(delta)
+        else:
+            self._channel = channel
+            yield delta
 
-    # --- calls ----------------------------------------------------------------------------------------------
+    def _logprobs(self, choice: Chunk) -> tuple[TokenLogprob, ...]:
+        logprobs = choice.get("logprobs") or {}
+        return tuple(map(self._logprob, logprobs.get("content") or ()))
 
-    def _call_fragment(self, fragment: Chunk) -> Iterator[Output]:
-        function = fragment.get("function")
-        if not isinstance(function, dict):
-            function = {}
-        call = self._call_of(fragment, function)
-        if call is None:
-            return
-        call.id = call.id or fragment.get("id")
-        call.name = call.name or str(function.get("name") or "")
-        if arguments := function.get("arguments"):
-            if not isinstance(arguments, str):
-                arguments = json.dumps(arguments, ensure_ascii=False)
-            self._count_chars(arguments)
-            if call.is_over and arguments.strip():
-                raise Unreadable(f"more arguments came for the call of '{call.name}', which had ended")
-            call.unsent.append(arguments)
-            call.arguments += arguments
-        yield from self._stream_calls()
+    def _logprob(self, entry: Chunk) -> TokenLogprob:
+        token = entry["token"]
+        self._count_chars(len(token) + CHARS_A_LOGPROB)
+        token_bytes = token.encode()
+        if entry.get("bytes") is not None:  # some servers send none
+            token_bytes = bytes(entry["bytes"])
+        alternatives = tuple(map(self._logprob, entry.get("top_logprobs") or ()))
+        return TokenLogprob(token, float(entry["logprob"]), token_bytes, alternatives)
 
-    def _call_of(self, fragment: Chunk, function: Chunk) -> _Call | None:
-        """The call that a fragment belongs to, begun if it is new; None if no other call is wanted."""
-        id_ = fragment.get("id")
-        name = function.get("name")
-        index = fragment.get("index")
-        if not isinstance(index, int):  # https://github.com/ollama/ollama/issues/7881
-            index = len(self._newest) if name else len(self._newest) - 1
-        call = self._newest.get(index)
-        if call and not call.is_another(id_, name, function.get("arguments")):
-            return call
-        if self._one_call and self._newest:
-            self.is_over = True
-            return None
-        call = _Call(id_)
-        self._newest[index] = call
-        self._calls.append(call)
-        return call
+    def _rest_of_logprobs(self) -> Iterator[Output]:
+        """Logprobs whose text does not come, as that of a stop token: they go with the text before."""
+        logprobs = self._taken_logprobs()
+        if logprobs and self._channel == "final":
+            yield Delta("final", "", logprobs)
 
-    def _stream_calls(self) -> Iterator[Output]:
-        """Stream the first call; once its arguments are complete and another has begun, stream that."""
-        while self._calls and self._calls[0].name:
-            call = self._calls[0]
-            yield from _stream(call)
-            if len(self._calls) == 1 or not _is_object(call.arguments):
-                return
-            call.is_over = True
-            del self._calls[0]
-            yield Close()
+    def _taken_logprobs(self) -> tuple[TokenLogprob, ...]:
+        logprobs = tuple(self._early_logprobs)
+        self._early_logprobs.clear()
+        return logprobs
 
-    def _end_calls(self) -> Iterator[Output]:
-        """Stream what is left of all calls. What follows closes the last one: its status depends on that."""
-        while self._calls:
-            call = self._calls[0]
-            if not call.name:
-                raise Unreadable("a call came without a name")
-            if not call.arguments:
-                call.unsent.append("{}")
-            yield from _stream(call)
-            call.is_over = True
-            del self._calls[0]
-            if self._calls:
-                yield Close()
-
-    def _count_chars(self, text: str) -> None:
-        self._n_chars += len(text)
+    def _count_chars(self, n: int) -> None:
+        self._n_chars += n
         if self._n_chars > MAX_CHARS:
             raise Unreadable(f"expected an answer of at most {MAX_CHARS} characters")
 
+    # --- calls ----------------------------------------------------------------------------------------------
 
-def _stream(call: _Call) -> Iterator[Output]:
-    """What has come of a call and not left."""
-    if not call.is_open:
-        call.is_open = True
-        yield Call(call.name)
-    if call.unsent:
-        yield Arguments("".join(call.unsent))
-        call.unsent.clear()
+    def _call_fragment(self, fragment: Chunk) -> None:
+        is_custom = "custom" in fragment
+        type_, member = CALL_MEMBERS[is_custom]
+        index = fragment["index"]
+        if index not in self._calls:
+            self._calls[index] = _CallItem(self._reader.choices[0].calls[index], is_custom)
+            self._waiting.append(self._calls[index])
+        arguments = (fragment.get(type_) or {}).get(member)
+        if arguments:
+            self._count_chars(len(arguments))
+            self._calls[index].fragments.append(arguments)
 
+    def _advance(self) -> Iterator[Output]:
+        """What waits leaves, up to a call that is not whole, and of that what has come."""
+        while self._waiting:
+            item = self._waiting[0]
+            if isinstance(item, _CallItem):
+                if not (item.call.name and item.fragments):  # until then the name may grow
+                    return
+                self._channel = None
+                yield from item.unsent()
+                if len(self._waiting) == 1 or not item.call.nesting.is_whole:
+                    return
+            yield from self._leave()
 
-def objects(value: Any) -> list[Chunk]:
-    """The objects in a list; none where another server has sent something else."""
-    if not isinstance(value, list):
-        return []
-    return [item for item in value if isinstance(item, dict)]
+    def _leave(self) -> Iterator[Output]:
+        """The first that waits leaves for good. The last call stays open: its status depends on the end."""
+        item = self._waiting.popleft()
+        if isinstance(item, Delta):
+            self._channel = item.channel
+            yield item
+        elif item.call.name:  # it may have been cut before that
+            self._channel = None
+            yield from item.unsent()
+            can_be_run = item.can_be_run()
+            if not can_be_run and self._reason == "stop":
+                self._broken_call = self._broken_call or item.call.name
+            if self._waiting:
+                yield Close(is_cut=not can_be_run)
 
 
 def _is_object(text: str) -> bool:
@@ -235,21 +229,17 @@ def _is_object(text: str) -> bool:
         return False
 
 
-def _read_logprobs(choice: Chunk) -> tuple[TokenLogprob, ...]:
-    logprobs = choice.get("logprobs")
-    if not isinstance(logprobs, dict):
-        return ()
-    return tuple(map(_read_logprob, objects(logprobs.get("content"))))
-
-
-def _read_logprob(entry: Chunk) -> TokenLogprob:
-    token = str(entry.get("token", ""))
-    try:
-        token_bytes = bytes(entry["bytes"])
-    except (KeyError, TypeError, ValueError):  # some servers send none
-        token_bytes = token.encode()
-    logprob = entry.get("logprob")
-    if not isinstance(logprob, int | float):
-        logprob = UNLIKELY
-    alternatives = tuple(map(_read_logprob, objects(entry.get("top_logprobs"))))
-    return TokenLogprob(token, float(logprob), token_bytes, alternatives)
+def _that_spell(text: str, logprobs: tuple[TokenLogprob, ...]) -> tuple[TokenLogprob, ...]:
+    """Those whose tokens spell the text; reasoning stands in front of it, calls and a stop token behind."""
+    spelled = b"".join(p.bytes for p in logprobs)
+    n_bytes = len(text.encode())
+    start = spelled.rfind(text.encode())
+    if start < 0:
+        start = len(spelled) - n_bytes
+    chosen = []
+    at = 0
+    for p in logprobs:
+        if at < start + n_bytes and start < at + len(p.bytes):
+            chosen.append(p)
+        at += len(p.bytes)
+    return tuple(chosen)

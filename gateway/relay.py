@@ -1,32 +1,34 @@
 """The relay, a proxy for one chat completion: an upstream's answer on its way to the client.
 
     chunk of bytes --Reader.feed()--> [Frame, ...]                 in either mode, SSE or one JSON object
-    chunk of bytes --Relay.feed()---> [bytes for the client, ...]  its usage counted, and given its costs
+    chunk of bytes --Relay.feed()---> [bytes for the client, ...]  read by chunks.py, its usage counted
 
 Authority: https://platform.openai.com/docs/api-reference/chat-streaming; for the modes
 https://github.com/TelegramMessenger/cocoon/issues/49, where a JSON parser met SSE and nothing came out.
 
 Rules of this file:
 1. The mode is decided once, by the content type, else by the first byte; nothing leaves before it is known.
-2. Frames are cut out in bytes. One without usage leaves as it came, byte for byte, as soon as it is complete.
-3. A frame with usage is counted and given its cost: its data is rewritten, its other lines stay as they are.
+2. Frames are cut out in bytes. One that is right leaves as it came, byte for byte, as soon as it is complete.
+3. Where its chunk had to be put right, or its usage has a cost, its data is rewritten; its other lines stay.
 4. The usage chunk that we asked for and the client did not is counted and taken out.
 5. [DONE] comes once and last. An upstream that stops early leaves an error event behind, never half a frame
    and never what looks like an end.
-6. The client gets what it asked for, a stream or one object, whichever of them the upstream has sent.
+6. The client gets what it asked for, a stream or one object, whichever of them the upstream has sent: the
+   object is the fold of the chunks.
 
-Not here: connections (upstreams.py), costs (metering.py), what the deltas mean (deltas.py).
+Not here: connections (upstreams.py), costs (metering.py), what is right in a chunk (chunks.py).
 """
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal, NamedTuple
 
 import sse
-from completions import fold
-from gateway.deltas import Unreadable, objects
+from completions import Chunk, Completion
+from gateway.chunks import ChunkReader, Unreadable
 from gateway.metering import Document, Meter
+from request.ids import new_id
 from request.refusals import BadInput, error_object
 
 # --- the mode -----------------------------------------------------------------------------------------------
@@ -50,9 +52,11 @@ def mode(content_type: str, beginning: bytes) -> Mode | None:
 
 # --- frames -------------------------------------------------------------------------------------------------
 
-LINE_END = rb"(?>\r\n|\r|\n)"  # atomic: a CRLF is never taken for two line ends
-BLANK_LINE = re.compile(LINE_END + LINE_END)
+# Two line ends. A CR behind a CRLF waits for its LF; any other is a line end at once.
+BLANK_LINE = re.compile(rb"\r\n(?:\r\n|\n|\r(?=[^\n]))|\r\r|(?<!\r)\n[\r\n]")
+N_BLANK_LINE = 4  # bytes of the longest
 LINES = re.compile(rb"(\r\n|\r|\n)")  # split() gives line, end, line, end, ..., line
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # half of a pair; the other half may be missing
 # Half a surrogate pair, as sse.dumps writes it.
 LONE_SURROGATE = re.compile(r"(?<!\\)((?:\\\\)*)\\ud[89a-f][0-9a-f]{2}")
 
@@ -74,18 +78,29 @@ class Frame(NamedTuple):
 
 
 def frame(raw: bytes) -> Frame:
+    """Raises Unreadable where the data is no JSON object, for a delta may be lost with it."""
     events = sse.Parser().feed(raw)
-    if events:
-        data = events[0].data
-        return Frame(raw, document(data), data)
-    text = raw.strip()
-    if text.startswith(b"{"):
+    if not events:
         # An error without its "data:", amid events: https://github.com/Atomic-Germ/OpenFlowLM-Next/issues/64
-        error = document(text.decode(errors="replace"))
+        # Under a name that no event has: https://github.com/ggml-org/llama.cpp/pull/16109
+        error = document(raw.strip().removeprefix(b"error:").decode(errors="replace"))
         if error:
-            data = sse.dumps(error)
-            return Frame(sse.encode(data), error, data)
-    return Frame(raw, None, "")
+            return json_frame(error)
+        return Frame(raw, None, "")
+    type_, data, _ = events[0]
+    chunk = document(data)
+    if data and chunk is None and data.strip() != "[DONE]":
+        raise Unreadable("expected JSON in each event, got " + quoted(data.encode()))
+    if type_ == "error" and chunk and not chunk.get("error"):
+        return json_frame({"error": chunk})
+    if chunk and SURROGATE.search(data):
+        return Frame(with_data(raw, sse.dumps(chunk)), chunk, data)
+    return Frame(raw, chunk, data)
+
+
+def json_frame(value: Document) -> Frame:
+    data = sse.dumps(value)
+    return Frame(sse.encode(data), value, data)
 
 
 def document(text: str | bytes | bytearray) -> Document | None:
@@ -113,11 +128,12 @@ class Reader:
         self._buffer = bytearray()  # bytes that have come and not left; appending takes linear time
         self._n_searched = 0  # no blank line starts before here: a frame that comes bytewise is searched once
         self._at_start = True  # "\xef" | "\xbb\xbfdata": one BOM is dropped, many clients trip over it
+        self._after_cr = False  # "data: a\r\r" | "\n": the frame has left, and the LF is dropped
 
     def feed(self, chunk: bytes) -> list[Frame]:
         """The frames that chunk completes.
 
-        Where one is too large those before it are returned, and the next call raises.
+        Where one is unreadable or too large those before it are returned, and the next call raises.
         """
         self._buffer += chunk
         self.mode = self.mode or mode(self._content_type, bytes(self._buffer))
@@ -125,13 +141,25 @@ class Reader:
             self._max_bytes = min(self._max_bytes, MAX_FRAME_BYTES[self.mode])
         frames: list[Frame] = []
         if self.mode == "sse" and self._past_bom():
-            while (raw := self._cut()) and len(raw) <= self._max_bytes:
-                frames.append(frame(raw))
-            if raw:
-                self._buffer[:0] = raw
-        if not frames and len(self._buffer) > self._max_bytes:
-            raise Unreadable(f"expected at most {self._max_bytes} bytes at a time")
+            while raw := self._cut():
+                try:
+                    frames.append(self._frame(raw))
+                except Unreadable:
+                    if not frames:
+                        raise
+                    self._buffer[:0] = raw
+                    break
+        if not frames:
+            self._check_size(self._buffer)
         return frames
+
+    def _frame(self, raw: bytes) -> Frame:
+        self._check_size(raw)
+        return frame(raw)
+
+    def _check_size(self, data: bytes | bytearray) -> None:
+        if len(data) > self._max_bytes:
+            raise Unreadable(f"expected at most {self._max_bytes} bytes at a time")
 
     def close(self) -> list[Frame]:
         """What follows the last frame: an event without its blank line, or the one JSON object."""
@@ -140,19 +168,21 @@ class Reader:
         answer = document(self._buffer.removeprefix(sse.BOM))
         if answer is None:
             raise Unreadable("expected a JSON object from the worker, got " + quoted(self._buffer))
-        return [Frame(bytes(self._buffer), answer, sse.dumps(answer))]
+        return [json_frame(answer)]
 
     def _close_sse(self) -> list[Frame]:
         frames = self.feed(b"")
         tail = bytes(self._buffer).rstrip(b"\r\n")
-        last = frame(tail + b"\n\n")
-        if last.document or last.is_done:
-            return [*frames, last]
         lines = LINES.split(tail)[::2]
-        is_comment = all(line.startswith(b":") for line in lines if line)
-        if not is_comment:
+        if all(line.startswith(b":") for line in lines if line):  # a comment
+            return frames
+        try:
+            last = frame(tail + b"\n\n")
+        except Unreadable:
+            last = Frame(tail, None, "")
+        if not (last.document or last.is_done):
             raise Unreadable(f"the worker ended inside an event, {len(tail)} bytes of it")
-        return frames
+        return [*frames, last]
 
     def _past_bom(self) -> bool:
         """Drop the BOM, once enough bytes have come to know whether there is one."""
@@ -164,17 +194,19 @@ class Reader:
         return not self._at_start
 
     def _cut(self) -> bytes:
-        """Take out the first frame; b"" where none is complete. A CR at the end waits: an LF may follow."""
-        n_bytes = len(self._buffer)
-        if self._buffer.endswith(b"\r"):
-            n_bytes -= 1
-        blank_line = BLANK_LINE.search(self._buffer, self._n_searched, n_bytes)
+        """Take out the first frame; b"" where none is complete."""
+        if self._after_cr and self._buffer:
+            self._after_cr = False
+            if self._buffer.startswith(b"\n"):
+                del self._buffer[:1]
+        blank_line = BLANK_LINE.search(self._buffer, self._n_searched)
         if blank_line is None:
-            self._n_searched = max(0, n_bytes - 2)
+            self._n_searched = max(0, len(self._buffer) - N_BLANK_LINE + 1)
             return b""
         raw = bytes(self._buffer[: blank_line.end()])
         del self._buffer[: blank_line.end()]
         self._n_searched = 0
+        self._after_cr = raw.endswith(b"\r")
         return raw
 
 
@@ -189,7 +221,10 @@ def quoted(data: bytes | bytearray) -> str:
 
 
 class Relay:
-    """One answer on its way to a client who asked for `n` choices and, if `shows_usage`, for their usage."""
+    """One answer on its way to a client who asked for `n` choices and, if `shows_usage`, for their usage.
+
+    `one_call` and `new_id` are those of ChunkReader.
+    """
 
     def __init__(
         self,
@@ -199,106 +234,91 @@ class Relay:
         shows_usage: bool = False,
         n: int = 1,
         max_bytes: int = sse.MAX_EVENT_BYTES,
+        one_call: bool = False,
+        new_id: Callable[[str], str] = new_id,
     ) -> None:
         self.is_done = False  # [DONE] came; it leaves last, behind what the upstream may still send
-        self._reader = Reader(content_type, max_bytes)
+        self.failed = False  # an error event has left, behind which nothing does
+        self._frames = Reader(content_type, max_bytes)
+        self._chunks = ChunkReader(n, one_call, new_id)
         self._wants_stream = wants_stream
         self._meter = meter
         self._shows_usage = shows_usage
-        self._n = n
-        self._finished: set[str] = set()  # indices of the choices that have a finish_reason
-        self._failed = False  # an error event has left
-        # Where a client that wants one object gets a stream from the upstream: what it is folded from.
-        self._documents: list[Document] = []
-        self._n_bytes = 0  # size of the documents
+        self._completion = Completion()  # for a client that wants one object
+        self._n_bytes = 0  # of the frames that it is the fold of
         self._max_bytes = max_bytes
 
     def feed(self, chunk: bytes) -> list[bytes]:
         """What the client gets now, a write each. Raises Unreadable, after which fail() is to be called."""
-        return self._pass(self._reader.feed(chunk))
+        return self._pass(self._frames.feed(chunk))
 
     def close(self) -> list[bytes]:
         """The upstream has ended its answer: what the client still gets. Raises Unreadable as feed does."""
-        if self.is_done:
-            return self._end()
-        writes = self._pass(self._reader.close())
-        is_complete = self.is_done or self._failed or len(self._finished) >= self._n
-        if self._reader.mode == "sse" and not is_complete:
+        writes: list[bytes] = []
+        if not self.is_done:
+            writes = self._pass(self._frames.close())
+        is_complete = self.is_done or self.failed or self._chunks.is_finished
+        if self._frames.mode == "sse" and not is_complete:
             raise Unreadable("the worker ended its answer before it had finished")
+        for chunk in self._chunks.close():
+            writes += self._deliver(json_frame(chunk), [chunk])
         return [*writes, *self._end()]
 
     def fail(self, message: str) -> list[bytes]:
         """End a stream whose upstream has died; an error event that the upstream has sent is the only one."""
-        if self._failed:
+        if self.failed:
             return [sse.DONE]
-        self._failed = True
+        self.failed = True
         return [sse.encode(sse.dumps({"error": error_object(message)})), sse.DONE]
 
     def _pass(self, frames: Iterable[Frame]) -> list[bytes]:
-        if not self._wants_stream:
-            for each in frames:
-                self._keep(each)
-            return []
-        if self._reader.mode == "json":
-            frames = chunk_frames(frames)
-        return [raw for raw in map(self._write, frames) if raw]
+        writes: list[bytes] = []
+        for each in frames:
+            if each.is_done:
+                self.is_done = True
+            elif each.document:
+                writes += self._deliver(each, self._chunks.read(each.document))
+            elif self._wants_stream:  # a comment
+                writes.append(each.raw)
+        return writes
 
-    def _write(self, each: Frame) -> bytes:
-        """A frame as a client that wants a stream gets it; b"" where it does not get it."""
-        if each.is_done:
-            self.is_done = True
-            return b""
-        chunk = each.document
-        if chunk is None:  # comments, and what is no JSON: the client sees what the upstream sent
-            return each.raw
-        self._note_end(chunk)
-        usage = self._meter.read(chunk)
-        if usage is None:
-            return each.raw
-        is_usage_chunk = chunk.get("usage") is usage and not chunk.get("choices")
-        if is_usage_chunk and not self._shows_usage:
-            return b""
-        if self._meter.prices:
-            return with_data(each.raw, sse.dumps(chunk))
-        return each.raw
+    def _deliver(self, each: Frame, chunks: list[Chunk]) -> list[bytes]:
+        """The chunks of a frame, to a client that wants a stream; for another they join the completion."""
+        writes: list[bytes] = []
+        for chunk in chunks:
+            usage = self._meter.read(chunk)
+            if self.failed:
+                continue
+            self.failed = "error" in chunk
+            if self._wants_stream:
+                writes.append(self._written(each, chunk, usage))
+            else:
+                self._keep(len(each.raw), chunk)
+        return [raw for raw in writes if raw]
 
-    def _keep(self, each: Frame) -> None:
-        """Keep a frame for a client that wants one object."""
-        if each.is_done:
-            self.is_done = True
-        elif each.document:
-            self._note_end(each.document)
-            self._documents.append(each.document)
-        elif each.data:
-            raise Unreadable("expected JSON in each event, got " + quoted(each.data.encode()))
-        self._n_bytes += len(each.raw)
+    def _keep(self, n_bytes: int, chunk: Chunk) -> None:
+        self._n_bytes += n_bytes
         if self._n_bytes > self._max_bytes:
             raise Unreadable(f"expected an answer of at most {self._max_bytes} bytes")
+        self._completion.add(chunk)
 
-    def _note_end(self, chunk: Document) -> None:
-        """Note what decides whether the answer is complete."""
-        if chunk.get("error"):
-            self._failed = True
-        for choice in objects(chunk.get("choices")):
-            if choice.get("finish_reason"):
-                self._finished.add(str(choice.get("index")))
+    def _written(self, each: Frame, chunk: Chunk, usage: Document | None) -> bytes:
+        """A chunk, in the frame that it came with; b"" where the client does not get it."""
+        is_usage_chunk = usage is not None and not chunk.get("choices") and "usage" in chunk
+        if is_usage_chunk and not self._shows_usage:
+            return b""
+        has_costs = usage is not None and self._meter.prices
+        if chunk == each.document and not has_costs:
+            return each.raw
+        return with_data(each.raw, sse.dumps(chunk))
 
     def _end(self) -> list[bytes]:
         if self._wants_stream:
             return [sse.DONE]
-        completion = self._completion()
-        if completion.get("error"):
+        completion = self._completion.value()
+        if "error" in completion:
             raise read_refusal(502, {}, sse.dumps(completion).encode())
-        self._meter.read(completion)
         return [sse.dumps(completion).encode()]
-
-    def _completion(self) -> Document:
-        if self._reader.mode == "json":
-            return self._documents[0]
-        try:
-            return fold(self._documents)
-        except (AttributeError, KeyError, TypeError) as error:
-            raise Unreadable("the worker's chunks are no chat completion") from error
 
 
 def with_data(raw: bytes, data: str) -> bytes:
@@ -313,32 +333,6 @@ def with_data(raw: bytes, data: str) -> bytes:
             has_data = True
             out += b"data: " + data.encode() + end
     return bytes(out)
-
-
-def chunk_frames(frames: Iterable[Frame]) -> Iterator[Frame]:
-    """The frames of the stream that a completion in one object amounts to."""
-    for each in frames:
-        if each.document:
-            for chunk in chunks_of(each.document):
-                yield frame(sse.encode(sse.dumps(chunk)))
-
-
-def chunks_of(completion: Document) -> Iterator[Document]:
-    """The chunks that a completion amounts to."""
-    if completion.get("error"):
-        yield completion
-        return
-    head = completion | {"object": "chat.completion.chunk"}
-    usage = head.pop("usage", None)
-    choices = []
-    for choice in objects(completion.get("choices")):
-        delta = dict(choice.pop("message", None) or {})
-        if calls := objects(delta.get("tool_calls")):
-            delta["tool_calls"] = [{"index": i} | call for i, call in enumerate(calls)]
-        choices.append({"index": 0, **choice, "delta": delta})
-    yield head | {"choices": choices}
-    if usage:
-        yield head | {"choices": [], "usage": usage}
 
 
 # --- errors and headers -------------------------------------------------------------------------------------

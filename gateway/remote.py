@@ -30,14 +30,15 @@ from starlette.types import Receive, Scope, Send
 
 import sse
 from channels import Accepted, Finish, Output, Usage
-from gateway.deltas import Deltas, Unreadable
+from gateway.chunks import Unreadable
+from gateway.deltas import Deltas
 from gateway.metering import Meter, Prices
 from gateway.relay import Frame, Reader, Refused, Relay, forwarded
 from gateway.upstreams import RETRY_AFTER_S, Died, Reply, Upstreams
 from request import params
 from request.messages import Message, shortened
 from request.params import MOVED, Request
-from request.refusals import BadInput, error_object, shown
+from request.refusals import BadInput, error_object
 from streaming import SSE_HEADERS, kept_alive, while_connected
 
 log = logging.getLogger("remote")
@@ -357,8 +358,6 @@ async def _frames_of(reply: Reply) -> AsyncGenerator[Frame]:
             for frame in reader.feed(chunk):
                 if frame.is_done:
                     reply.note_done()
-                elif frame.data and not frame.document:  # a delta may be lost with it
-                    raise Unreadable(f"expected JSON in each event, got {shown(frame.data)}")
                 yield frame
     if not reply.is_done:
         for frame in reader.close():
@@ -461,7 +460,11 @@ class PassThrough(Response):
 
     def _relay(self, reply: Reply) -> Relay:
         request = self._request
-        return Relay(reply.content_type, request.stream, self._meter, request.include_usage, request.n)
+        one_call = not request.parallel_tool_calls
+        shows_usage = request.include_usage
+        return Relay(
+            reply.content_type, request.stream, self._meter, shows_usage, request.n, one_call=one_call
+        )
 
     async def _frames(self, opening: asyncio.Future[Reply]) -> AsyncGenerator[bytes]:
         """What the client gets, a write each; the last one is [DONE]."""
@@ -483,6 +486,7 @@ class PassThrough(Response):
                         reply.note_done()
             for frame in relay.close():
                 yield frame
+            self._failed = relay.failed
         except (Died, Unreadable) as error:
             self._failed = True
             for frame in relay.fail(f"The answer broke off: {error}."):

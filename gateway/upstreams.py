@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import httpx2 as httpx
 
 import sse
-from gateway.deltas import objects
+from gateway.chunks import objects
 from gateway.metering import Document
 from gateway.relay import FAILURES, Refused, document, mode, read_refusal, refusal_in
 

@@ -38,7 +38,8 @@ from background import EventLog
 from channels import Arguments, Call, Close, Delta, Finish, Output, Parser, Piece, Usage
 from dialects import families
 from gateway import metering, relay
-from gateway.deltas import Deltas, Unreadable
+from gateway.chunks import Unreadable
+from gateway.deltas import Deltas
 from helpers import clients, laws, scripted
 from request import params, tool_calls
 from tokenizer import Tokenizer
@@ -225,6 +226,8 @@ def relayed(
 ) -> Iterator[Any]:
     """The client's writes; then [prompt, cached, completion, reasoning, total] or "unknown"."""
     meter = metering.Meter(None if price is None else metering.Prices(price))
+    number = itertools.count(1)
+    options["new_id"] = lambda prefix: f"{prefix}_{next(number)}"
     passing = relay.Relay(content_type, stream, meter, **options)
     try:
         for chunk in chunks:
@@ -243,8 +246,10 @@ def relay_headers(chunks: list[list[list[str]]]) -> Iterator[Any]:
     yield from ([name.decode(), value.decode()] for name, value in relay.forwarded(raw))
 
 
-def completions_deltas(chunks: list[bytes], content_type: str = "", **options: Any) -> Iterator[Any]:
-    """Items, then ["finish", reason, message]."""
+def completions_deltas(
+    chunks: list[bytes], content_type: str = "", logprobs: bool = False, **options: Any
+) -> Iterator[Any]:
+    """Items, ["logprobs", token, ...] if they are asked for, then ["finish", reason, message]."""
     reader, deltas = relay.Reader(content_type), Deltas(**options)
     outputs: list[Output | Finish] = []
     for frame in itertools.chain(*map(reader.feed, chunks), reader.close()):
@@ -253,6 +258,9 @@ def completions_deltas(chunks: list[bytes], content_type: str = "", **options: A
             outputs += deltas.feed(frame.document)
     outputs += deltas.close(None)
     yield from laws.items(output for output in outputs if not isinstance(output, Finish))
+    if logprobs:
+        deltas_ = [output for output in outputs if isinstance(output, Delta)]
+        yield ["logprobs", *(p.token for delta in deltas_ for p in delta.logprobs)]
     yield from (["finish", o.reason, o.message] for o in outputs if isinstance(o, Finish))
 
 

@@ -21,7 +21,7 @@ from starlette.types import Message
 import sse
 from channels import Accepted, Delta, Finish, Output, Usage
 from gateway import relay, remote
-from gateway.deltas import Unreadable
+from gateway.chunks import Unreadable
 from gateway.metering import Meter, Prices, TokenCounts
 from gateway.relay import Refused, Relay
 from gateway.remote import RemoteWorker
@@ -193,6 +193,18 @@ def test_every_frame_leaves_before_the_next_comes() -> None:
     passing = Relay("", True, Meter(), shows_usage=True)
     assert [passing.feed(frame) for frame in FRAMES] == [*([frame] for frame in FRAMES[:-1]), []]
     assert passing.close() == [DONE]
+
+
+@pytest.mark.bug("A05")
+def test_a_frame_that_ends_in_cr_leaves_at_once() -> None:
+    """Bug: it waited for the next byte, which may be an LF, and so for the next token."""
+    passing = Relay("", True, Meter(), shows_usage=True)
+    for frame in FRAMES[:-1]:
+        as_cr = frame.replace(b"\n", b"\r")
+        assert passing.feed(as_cr) == [as_cr]
+    assert passing.feed(b"\n: LF, CR\n\r") == [b": LF, CR\n\r"]  # the LF in front ends nothing
+    assert passing.feed(b"\n: b\r\n\r") == []  # whoever writes CRLF sends the LF too
+    assert passing.feed(b"\n") == [b": b\r\n\r\n"]
 
 
 @pytest.mark.bug("A18")
@@ -506,14 +518,14 @@ CHAOS: dict[str, tuple[str, str, str, Answer]] = {
     "half a letter":      ("error",   "refused", "failed",  says(head() + FRAMES[2] + b"data: \xc3")),
     "garbage":            ("error",   "refused", "failed",  says(head() + bytes(range(256)) * 99)),
     "garbage frames":     ("error",   "refused", "failed",  says(head() + b"data: \xff{\n\n" * 9)),
-    "unreadable frame":   ("whole",   "refused", "failed",  says(head() + OOPS + finish() + DONE)),
+    "unreadable frame":   ("error",   "refused", "failed",  says(head() + OOPS + finish() + DONE)),
     "endless line":       ("error",   "refused", "failed",  endless_line),
     "endless JSON":       ("error",   "refused", "failed",  endless_json),
     "HTML":               ("error",   "refused", "failed",  says(head("text/html") + b"<html>")),
     "an array":           ("error",   "refused", "failed",  says(head("application/json") + b"[1]")),
     "error first":        ("refused", "refused", "refused", says(head() + event({"error": "No."}))),
-    "nonsense":           ("whole",   "refused", "failed",  says(head() + NONSENSE + DONE)),
-    "call without name":  ("whole",   "whole",   "failed",  says(head() + NAMELESS + DONE)),
+    "nonsense":           ("error",   "refused", "failed",  says(head() + NONSENSE + DONE)),
+    "call without name":  ("error",   "refused", "failed",  says(head() + NAMELESS + DONE)),
     "nothing":            ("refused", "refused", "refused", says(b"")),
     "no body":            ("refused", "refused", "refused", says(head())),
     "no HTTP":            ("refused", "refused", "refused", says(b"\x00\xff garbage \r\n\r\n" * 9)),
@@ -847,6 +859,27 @@ def test_usage_is_settled_once_on_every_path(how: str, api: str, caplog: pytest.
     used_up = "prompt=11 cached=3 completion=7 reasoning=0 total=21 cost=42"
     assert line == f"m of {worker.url}: {how}, usage: {used_up}"
     assert (counts[f"relayed_{how}"], counts["relayed_cost"], counts["relayed_usage_unknown"]) == (1, 42, 0)
+
+
+@pytest.mark.parametrize("body", [STREAMED, ASK, None], ids=["stream", "plain", "response"])
+def test_the_usage_behind_a_call_too_many_is_waited_for(body: Json | None) -> None:
+    """Bug: with parallel_tool_calls=false a second call ended the answer, its usage null and unbilled."""
+    call = {"index": 0, "id": "a", "function": {"name": "f", "arguments": "{}"}}
+    calls = delta(tool_calls=[call]) + delta(tool_calls=[call | {"index": 1, "id": "b"}])
+
+    async def run(url: str) -> None:
+        async with workers(url) as worker:
+            if body:
+                client = await passed(worker, body | {"parallel_tool_calls": False})
+                assert client.body.count(b'"name":"f"') == 1
+            else:
+                _, *outputs, end = await said(worker, parallel_tool_calls=False)
+                assert laws.items(cast(list[Output], outputs)) == [["call", "f", "{}"]]
+                assert end == Finish("stop", Usage(14, 7, 0, 3))
+            assert worker.ledger.totals["relayed_completion"] == 7
+
+    with upstream(says(head() + calls + finish("tool_calls") + scripted.USED + DONE)) as worker:
+        asyncio.run(run(worker.url))
 
 
 @pytest.mark.bug("B05")

@@ -68,7 +68,7 @@ def items(outputs: Iterable[Output]) -> list[list[str]]:
                 assert open_item
                 assert found[-1][0] in ("call", "custom")
                 found[-1][2] += text
-        open_item = output != Close()
+        open_item = not isinstance(output, Close)
     return found
 
 

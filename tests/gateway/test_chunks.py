@@ -1,0 +1,497 @@
+"""The law of the reader: of one answer of an upstream chat streamed, chat whole, Responses streamed and
+Responses whole say the same. And its limits.
+
+The answers are those of tests/replays/completions-deltas-*.toml and relay-*.toml, where each is also judged.
+"""
+
+import itertools
+import json
+import tomllib
+import urllib.parse
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import responses
+import sse
+from channels import Delta, Finish, Output, TokenLogprob
+from gateway import chunks
+from gateway.chunks import ChunkReader, Nesting, Unreadable
+from gateway.deltas import MAX_CHARS, Deltas
+from gateway.metering import Meter
+from gateway.relay import Reader, Refused, Relay
+from helpers import laws
+from helpers.serving import Json
+from helpers.upstream import DONE, STREAM, delta, event, finish
+from test_replays import FOLDER, events_of
+
+# --- the law ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Answer:
+    """What one way of answering says."""
+
+    reasoning: str = ""
+    text: str = ""
+    refusal: str = ""
+    calls: list[list[str]] = field(default_factory=list)  # [name, arguments]
+    logprobs: list[Any] = field(default_factory=list)  # (token, logprob)
+    end: str = ""
+    usage: Any = None
+
+    def add(self, delta: Json) -> None:
+        """Add a delta as the `openai` package does: strings are appended."""
+        self.reasoning += delta.get("reasoning_content") or delta.get("reasoning") or ""
+        self.text += delta.get("content") or ""
+        self.refusal += delta.get("refusal") or ""
+        for call in delta.get("tool_calls") or ():
+            assert call["index"] <= len(self.calls)
+            if call["index"] == len(self.calls):
+                assert call["id"]
+                assert call["type"] == "function"
+                self.calls.append(["", ""])
+            assert call["index"] == len(self.calls) - 1 or not call.get("id")
+            function = call.get("function") or {}
+            self.calls[call["index"]][0] += function.get("name") or ""
+            self.calls[call["index"]][1] += function.get("arguments") or ""
+
+
+ENDS = {"stop": "stop", "tool_calls": "stop", "function_call": "stop", None: "stop"}
+
+
+def chat_streamed(data: bytes, content_type: str, one_call: bool) -> Answer:
+    meter = Meter()
+    relay = Relay(content_type, True, meter, shows_usage=True, one_call=one_call)
+    answer = Answer(end="stop")
+    raw = relay.feed(data)
+    try:
+        raw += relay.close()
+    except Unreadable as error:
+        raw += relay.fail(str(error))
+    for found in sse.Parser().feed(b"".join(raw)):
+        if found.data.strip() in ("[DONE]", ""):
+            continue
+        chunk = json.loads(found.data)
+        if "error" in chunk:
+            answer.end = "failed"
+        for choice in chunk.get("choices") or ():
+            assert choice["index"] == 0
+            answer.add(choice["delta"])
+            answer.logprobs += logprobs_of(choice)
+            if choice.get("finish_reason"):
+                answer.end = ENDS.get(choice["finish_reason"], choice["finish_reason"])
+    answer.calls = [call for call in answer.calls if call[0]]  # some were cut before their name
+    answer.usage = meter.counts
+    return answer
+
+
+def chat_whole(data: bytes, content_type: str, one_call: bool) -> Answer:
+    meter = Meter()
+    relay = Relay(content_type, False, meter, one_call=one_call)
+    try:
+        relay.feed(data)
+        (raw,) = relay.close()
+    except (Unreadable, Refused):
+        return Answer(end="failed")
+    answer = Answer(end="stop", usage=meter.counts)
+    for choice in json.loads(raw)["choices"]:
+        message = choice["message"]
+        for index, call in enumerate(message.get("tool_calls") or ()):
+            call["index"] = index
+        answer.add(message)
+        answer.logprobs = logprobs_of(choice)
+        answer.end = ENDS.get(choice["finish_reason"], choice["finish_reason"])
+    answer.calls = [call for call in answer.calls if call[0]]
+    return answer
+
+
+def logprobs_of(choice: Json) -> list[Any]:
+    return [(p["token"], p["logprob"]) for p in (choice.get("logprobs") or {}).get("content") or ()]
+
+
+def outputs_of(data: bytes, content_type: str, one_call: bool) -> tuple[list[Output | Finish], Any]:
+    """As remote.py reads an answer."""
+    reader, deltas, meter = Reader(content_type), Deltas(one_call), Meter()
+    outputs: list[Output | Finish] = []
+    try:
+        for frame in itertools.chain.from_iterable(
+            read() for read in (partial(reader.feed, data), reader.close)
+        ):
+            if frame.document:
+                meter.read(frame.document)
+                outputs += deltas.feed(frame.document)
+            deltas.is_whole = deltas.is_whole or frame.is_done
+            if deltas.is_over:
+                break
+        outputs += deltas.close(None)
+    except Unreadable as error:
+        outputs.append(Finish("failed", None, str(error)))
+    return outputs, meter.counts
+
+
+def responses_streamed(events: list[Json]) -> Answer:
+    answer = Answer()
+    for each in events:
+        match each["type"]:
+            case "response.reasoning_text.delta":
+                answer.reasoning += each["delta"]
+            case "response.output_text.delta":
+                answer.text += each["delta"]
+                answer.logprobs += [(p["token"], p["logprob"]) for p in each["logprobs"]]
+            case "response.refusal.delta":
+                answer.refusal += each["delta"]
+            case "response.output_item.added" if each["item"]["type"] == "function_call":
+                answer.calls.append([each["item"]["name"], ""])
+            case "response.function_call_arguments.delta":
+                answer.calls[-1][1] += each["delta"]
+    return answer
+
+
+def responses_whole(events: list[Json]) -> Answer:
+    answer = Answer()
+    for item in responses.fold(events)["output"]:
+        if item["type"] == "function_call":
+            answer.calls.append([item["name"], item["arguments"]])
+        for part in item.get("content", ()):
+            match part["type"]:
+                case "reasoning_text":
+                    answer.reasoning += part["text"]
+                case "output_text":
+                    answer.text += part["text"]
+                    answer.logprobs += [(p["token"], p["logprob"]) for p in part["logprobs"]]
+                case "refusal":
+                    answer.refusal += part["refusal"]
+    return answer
+
+
+def check_law(data: bytes, content_type: str = "", one_call: bool = False) -> None:
+    streamed = chat_streamed(data, content_type, one_call)
+    whole = chat_whole(data, content_type, one_call)
+    outputs, usage = outputs_of(data, content_type, one_call)
+    events = events_of(outputs)
+    response = responses_streamed(events)
+    assert responses_whole(events) == response
+    assert isinstance(outputs[-1], Finish)
+    response.end = outputs[-1].reason
+    if "no JSON object" in outputs[-1].message:  # a chat completion has no word for it
+        response.end = "stop"
+    response.usage = usage
+    if streamed.reasoning or streamed.calls:  # a response has logprobs of its text alone
+        kept = iter(streamed.logprobs)
+        assert all(p in kept for p in response.logprobs)
+        response.logprobs = streamed.logprobs
+    if streamed.end == "failed":
+        assert whole.end == "failed"
+        response.usage = streamed.usage  # what comes behind an error is not read
+    else:
+        assert whole == streamed
+    assert response == streamed
+
+
+def answers() -> Iterator[tuple[str, bytes, Json]]:
+    """Those of the replays that ask for one choice."""
+    for path in sorted(FOLDER.iterdir()):
+        if not path.stem.startswith(("completions-deltas-", "relay-")) or "relay-headers" in path.stem:
+            continue
+        replay = tomllib.loads(path.read_text(encoding="utf-8"))
+        options = replay.get("options", {})
+        if options.get("n", 1) > 1 or options.get("dies") or "max_bytes" in options:
+            continue
+        if "input_percent" in replay:
+            data = b"".join(urllib.parse.unquote_to_bytes(chunk) for chunk in replay["input_percent"])
+        else:
+            data = "".join(replay["input"]).encode()
+        yield (
+            path.stem,
+            data,
+            {name: options[name] for name in ("content_type", "one_call") if name in options},
+        )
+
+
+ANSWERS = {name: (data, options) for name, data, options in answers()} | {"STREAM": (STREAM, {})}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_four_ways_say_the_same(name: str) -> None:
+    data, options = ANSWERS[name]
+    check_law(data, **options)
+
+
+texts = st.sampled_from(["", " ", "\n\n", "a", "b c", "4"])
+deltas = st.fixed_dictionaries(
+    {},
+    optional={
+        "content": texts | st.none() | st.just([{"type": "text", "text": "p"}]),
+        "reasoning_content": texts,
+        "reasoning": texts,
+        "tool_calls": st.lists(
+            st.fixed_dictionaries(
+                {},
+                optional={
+                    "index": st.sampled_from([0, 1, 2, None, "1"]),
+                    "id": st.sampled_from([None, "a", "b"]),
+                    "function": st.fixed_dictionaries(
+                        {},
+                        optional={
+                            "name": st.sampled_from([None, "", "f", "g", "fg"]),
+                            "arguments": st.sampled_from([None, "", "{}", '{"x":', '"}"}', "7"]),
+                        },
+                    ),
+                },
+            ),
+            max_size=2,
+        ),
+    },
+)
+
+
+@given(
+    st.lists(deltas, max_size=8), st.sampled_from(["stop", "length", "tool_calls", "abort"]), st.booleans()
+)
+def test_whatever_an_upstream_streams_four_ways_say_the_same(
+    said: list[Json], reason: str, one_call: bool
+) -> None:
+    check_law(b"".join(delta(**each) for each in said) + finish(reason) + DONE, one_call=one_call)
+
+
+junk: st.SearchStrategy[Any] = st.sampled_from(
+    [None, True, 0, 7, -1, 1e9, "", "x", [], {}, [[]], [7], [{}], {"x": 7}, [{"text": 7}]]
+)
+MEMBERS = (
+    *("choices", "error", "message", "detail", "usage", "index", "delta", "finish_reason", "logprobs"),
+    *(
+        "content",
+        "reasoning",
+        "refusal",
+        "tool_calls",
+        "id",
+        "function",
+        "custom",
+        "name",
+        "arguments",
+        "text",
+    ),
+    *("type", "thinking", "token", "logprob", "bytes", "top_logprobs", "object"),
+)
+documents = st.recursive(
+    junk,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(MEMBERS), inner, max_size=4),
+    max_leaves=20,
+)
+junk_deltas = st.dictionaries(st.sampled_from(MEMBERS), documents, max_size=4)
+junk_choices = st.fixed_dictionaries(
+    {"delta": junk_deltas},
+    optional=dict.fromkeys(("index", "finish_reason", "logprobs", "message"), documents),
+)
+
+
+@given(st.lists(st.dictionaries(st.sampled_from(MEMBERS), documents, max_size=4) | junk_choices, max_size=4))
+def test_nothing_that_an_upstream_sends_raises(sent: list[Json]) -> None:
+    """Each as a document, and as the choice of one."""
+    for said in (sent, [{"choices": [each]} for each in sent]):
+        data = b"".join(map(event, said)) + finish() + DONE
+        chat_streamed(data, "", one_call=False)
+        chat_whole(data, "", one_call=False)
+        outputs, _ = outputs_of(data, "", one_call=False)
+        events_of(outputs)
+
+
+# --- responses ----------------------------------------------------------------------------------------------
+
+
+def output_of(*frames: bytes) -> tuple[list[Json], Json]:
+    """The items of a response, and the response."""
+    outputs, _ = outputs_of(b"".join(frames), "", one_call=False)
+    response = responses.fold(events_of(outputs))
+    return response["output"], response
+
+
+def call(index: int, name: str | None = None, arguments: str = "") -> bytes:
+    return delta(tool_calls=[{"index": index, "function": {"name": name, "arguments": arguments}}])
+
+
+@pytest.mark.bug("E05")
+def test_a_call_that_was_cut_is_incomplete_as_it_stands() -> None:
+    """Bug: over a relay it had the arguments {}, which a client would run."""
+    (item,), response = output_of(call(0, "f"), finish("length"), DONE)
+    assert (item["name"], item["arguments"], item["status"]) == ("f", "", "incomplete")
+    assert response["status"] == "incomplete"
+
+
+def test_of_interleaved_calls_that_were_cut_the_whole_one_is_complete() -> None:
+    frames = [call(0, "f", '{"x":'), call(1, "g", '{"y":1}'), call(2, "h", '{"z":'), finish("length")]
+    items, _ = output_of(*frames, DONE)
+    assert [(item["name"], item["status"]) for item in items] == [
+        ("f", "incomplete"),
+        ("g", "completed"),
+        ("h", "incomplete"),
+    ]
+
+
+@pytest.mark.parametrize("arguments", ['"gaben"', "[]", "7", "{'x': 1}", '{"x": 1}}', '{"x": 1} {"x": 1}'])
+def test_arguments_that_are_no_object_are_a_failed_call(arguments: str) -> None:
+    """Bug: nine clients were given a call of which they could not read the arguments, as completed."""
+    (first, second), response = output_of(
+        call(0, "f", arguments), call(1, "g", "{}"), finish("tool_calls"), DONE
+    )
+    assert (first["status"], first["arguments"]) == ("incomplete", arguments)
+    assert response["status"] == "failed"
+    assert "'f'" in response["error"]["message"]
+    assert second["name"] == "g"
+    (item,), response = output_of(call(0, "f", arguments), finish("tool_calls"), DONE)
+    assert (item["status"], response["status"]) == ("incomplete", "failed")
+
+
+# --- limits -------------------------------------------------------------------------------------------------
+
+
+@given(st.data())
+def test_nesting_is_whole_where_json_is(data: st.DataObject) -> None:
+    json_values = st.recursive(
+        st.integers() | st.text('ab"\\{}[],:é\n', max_size=6),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text('a"\\}', max_size=3), inner),
+    )
+    value = data.draw(st.dictionaries(st.text("a{"), json_values))
+    text = json.dumps(value, ensure_ascii=data.draw(st.booleans()))
+    nesting = Nesting()
+    at = 0
+    while at < len(text):
+        assert not nesting.is_whole
+        end = data.draw(st.integers(at + 1, len(text)))
+        nesting.feed(text[at:end])
+        at = end
+    assert nesting.is_whole
+
+
+@pytest.mark.bug("J05")
+def test_interleaved_calls_take_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: two of 4 MB in 60 fragments took 6.9 s: all that had come was parsed again with each of them."""
+    n_parsed = 0
+    loads = sse.loads
+
+    def counted(text: str) -> Any:
+        nonlocal n_parsed
+        n_parsed += len(text)
+        return loads(text)
+
+    monkeypatch.setattr("gateway.deltas.sse.loads", counted)
+    fragment = "x" * 70_000
+    parts = ['{"x":"', *[fragment] * 58, '"}']
+    reader = Deltas()
+    outputs: list[Output | Finish] = []
+    for part in parts:
+        for index in (0, 1):
+            more = {"name": "f"} if part == parts[0] else {}
+            call_ = {"index": index, "function": {"arguments": part} | more}
+            outputs += reader.feed({"choices": [{"index": 0, "delta": {"tool_calls": [call_]}}]})
+    outputs += reader.feed({"choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]})
+    outputs += reader.close(None)
+    whole = "".join(parts)
+    assert (
+        laws.items(output for output in outputs if not isinstance(output, Finish))
+        == [["call", "f", whole]] * 2
+    )
+    assert outputs[-1] == Finish("stop", None)
+    assert n_parsed == 2 * len(whole)
+
+
+@pytest.mark.parametrize("closed", ["", '"'])
+def test_strings_full_of_quotes_take_linear_time(closed: str) -> None:
+    nesting = Nesting()
+    for _ in range(4):
+        nesting.feed('{"' + '\\"' * 1_000_000 + closed)
+
+
+def logprobs(entry: Json) -> Json:
+    return {"choices": [{"index": 0, "delta": {"content": "a"}, "logprobs": {"content": [entry]}}]}
+
+
+# fmt: off
+ENTRIES = [
+    # entry of the logprobs                                   what is made of it
+    ({"bytes": 300_000_000},                                  TokenLogprob("a", -0.5, b"a")),
+    ({"bytes": [97] * 2000},                                  TokenLogprob("a", -0.5, b"a")),
+    ({"bytes": [300]},                                        TokenLogprob("a", -0.5, b"a")),
+    ({"bytes": [True]},                                       TokenLogprob("a", -0.5, b"a")),
+    ({"bytes": None},                                         TokenLogprob("a", -0.5, b"a")),
+    ({"bytes": [195]},                                        TokenLogprob("a", -0.5, b"\xc3")),
+    ({"logprob": None},                                       TokenLogprob("a", -9999.0, b"a")),
+    ({"logprob": 10**400},                                    TokenLogprob("a", -9999.0, b"a")),
+    ({"token": None},                                         TokenLogprob("null", -0.5, b"null")),
+    ({"top_logprobs": [{"token": "b", "bytes": 3e8}, 7]},     TokenLogprob("a", -0.5, b"a",
+                                                                  (TokenLogprob("b", -9999.0, b"b"),))),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("entry", "expected"), ENTRIES)
+def test_logprobs_are_taken_where_they_are_some(entry: Json, expected: TokenLogprob) -> None:
+    """Bug: `"bytes": 300000000` made 10 GB of zeros of an event of 150 bytes, which took 105 s."""
+    (said,) = Deltas().feed(logprobs({"token": "a", "logprob": -0.5} | entry))
+    assert said == Delta("final", "a", (expected,))
+
+
+def endless_names() -> Iterator[Json]:
+    for n in itertools.count(100):
+        yield {"tool_calls": [{"index": 0, "function": {"name": str(n)}}]}
+
+
+def endless_calls() -> Iterator[Json]:
+    for index in itertools.count():
+        yield {"tool_calls": [{"index": index, "id": str(index), "function": {"name": "f"}}]}
+
+
+def endless_indices() -> Iterator[Json]:
+    for index in itertools.count():
+        yield {"tool_calls": [{"index": -index, "function": {"arguments": ""}}]}
+
+
+def endless_values() -> Iterator[Json]:
+    for _ in itertools.count():
+        yield {"tool_calls": [{"index": 0, "function": {"name": "f", "arguments": "[]," * 1000}}]}
+
+
+def long_ids() -> Iterator[Json]:
+    yield {"tool_calls": [{"index": 0, "id": "x" * 10**6, "function": {"name": "f"}}]}
+
+
+@pytest.mark.parametrize("one_call", [False, True])
+@pytest.mark.parametrize(
+    "endless",
+    [endless_names, endless_calls, endless_indices, endless_values, long_ids],
+    ids=lambda f: f.__name__,
+)
+def test_what_is_kept_of_a_stream_is_bounded(endless: Any, one_call: bool) -> None:
+    reader = ChunkReader(one_call=one_call)
+    for n, each in enumerate(endless()):
+        (chunk,) = reader.read({"choices": [{"index": 0, "delta": each}]})
+        if "error" in chunk:
+            break
+        assert n < 2 * chunks.MAX_CALLS
+    assert "expected" in chunk["error"]["message"]
+    assert len(chunk["error"]["message"]) < 200
+
+
+def test_blank_text_is_not_held_without_end() -> None:
+    reader = ChunkReader()
+    said = ""
+    for _ in range(100):
+        (chunk,) = reader.read({"choices": [{"index": 0, "delta": {"content": " " * 100}}]})
+        said += chunk["choices"][0]["delta"]["content"]
+    assert len(said) > 10_000 - 2 * chunks.MAX_BLANK_CHARS
+
+
+def test_logprobs_count_towards_the_limit() -> None:
+    entry = {"token": "a", "logprob": -0.5, "bytes": [97]}
+    content = [entry | {"top_logprobs": [entry] * 20}] * 1000
+    document = {"choices": [{"index": 0, "delta": {"content": "a"}, "logprobs": {"content": content}}]}
+    reader = Deltas()
+    outputs = itertools.chain.from_iterable(reader.feed(document) for _ in range(100))
+    with pytest.raises(Unreadable, match=f"at most {MAX_CHARS} characters"):
+        list(outputs)
