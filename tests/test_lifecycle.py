@@ -208,7 +208,7 @@ def test_resume_by_position(server: Server) -> None:
 
 
 def get_bytes(target: str) -> bytes:
-    return f"GET {target} HTTP/1.1\r\nHost: test\r\n\r\n".encode()
+    return f"GET {target} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
 
 
 @pytest.mark.bug("F04")

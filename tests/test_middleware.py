@@ -55,7 +55,9 @@ def error(reply: Reply, status: int) -> Json:
 
 def my_bytes(path: str, body: Json) -> bytes:
     """A whole POST request, with a key."""
-    return http_bytes(path, body).replace(b"Host: test", b"Host: test\r\nAuthorization: Bearer mine")
+    return http_bytes(path, body).replace(
+        b"Host: localhost", b"Host: localhost\r\nAuthorization: Bearer mine"
+    )
 
 
 # --- whose responses are whose ------------------------------------------------------------------------------
@@ -272,28 +274,58 @@ def test_a_cancel_has_no_body_to_be_of_a_type(server: Server) -> None:
 
 # --- what is no HTTP request --------------------------------------------------------------------------------
 
+POST = b"POST /v1/responses HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer mine\r\n"
+GET = b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
+LENGTH = b"Content-Length: 3\r\n"
+CHUNKED = b"Transfer-Encoding: chunked\r\n"
+EMPTY = b"\r\n0\r\n\r\n"
+POST_1_0 = POST.replace(b"1.1", b"1.0")
+
+# fmt: off
+#  what is wrong                    what is sent                                          why, as it is told
 NO_HTTP = {
-    "a length that is no number": b"POST /v1/responses HTTP/1.1\r\nHost: x\r\nContent-Length: x\r\n\r\n",
-    "no host": b"GET / HTTP/1.1\r\n\r\n",
-    "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(64)) + b"\r\n\r\n",
-    "a chunk without a size": b"POST /v1/responses HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer mine\r\n"
-    b"Transfer-Encoding: chunked\r\n\r\nx\r\n",
+    "a length that is no number":  (POST + b"Content-Length: x\r\n\r\n",                  "Content-Length"),
+    "a length with a sign":        (POST + b"Content-Length: +0\r\n\r\n",                 "Content-Length"),
+    "two lengths":                 (POST + LENGTH + LENGTH + b"\r\nabc",                  "Content-Length"),
+    "a length, then chunks":       (POST + LENGTH + CHUNKED + EMPTY + GET,                "Content-Length"),
+    "chunks, then a length":       (POST + CHUNKED + LENGTH + EMPTY + GET,                "Content-Length"),
+    "chunks twice":                (POST + CHUNKED + CHUNKED + EMPTY,                     "Encoding"),
+    "another coding":              (POST + b"Transfer-Encoding: gzip\r\n\r\n",            "Encoding"),
+    "chunks in HTTP/1.0":          (POST_1_0 + CHUNKED + EMPTY,                           "Encoding"),
+    "a chunk without a size":      (POST + CHUNKED + b"\r\nx\r\n",                        "chunk size"),
+    "chunks that end in LF":       (POST + CHUNKED + b"\r\n3\nabc\n0\n\n",                "CR"),
+    "lines that end in LF":        (GET.replace(b"\r", b""),                              "CRLF"),
+    "a header that goes on":       (POST + b"X: a\r\n b\r\n\r\n",                         "whitespace"),
+    "a blank before a colon":      (POST + b"X : a\r\n\r\n",                              "header"),
+    "no host":                     (b"GET / HTTP/1.1\r\n\r\n",                            "Host"),
+    "two hosts":                   (POST + b"Host: localhost\r\n\r\n",                    "two host"),
+    "two keys":                    (POST + b"Authorization: Bearer yours\r\n\r\n",        "two author"),
+    "too many headers":            (POST + b"a:\r\n" * connections.MAX_HEADERS + b"\r\n", "100 headers"),
+    "HTTP/2":                      (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",                "PRI"),
+    "HTTP/0.9":                    (GET.replace(b"1.1", b"0.9"),                          "HTTP/0.9"),
+    "a proxy is asked":            (b"CONNECT a:443 HTTP/1.1\r\nHost: a:443\r\n\r\n",     "proxy"),
+    "TLS":                         (b"\x16\x03\x01\x02" + bytes(range(64)) + b"\r\n\r\n", "method"),
 }
+# fmt: on
 
 
-@pytest.mark.parametrize("data", NO_HTTP.values(), ids=NO_HTTP)
-def test_what_is_no_http_gets_an_error_like_any_other(server: Server, data: bytes) -> None:
-    """Bug: uvicorn's own "Invalid HTTP request received.", as text and without an id."""
+@pytest.mark.parametrize(("data", "why"), NO_HTTP.values(), ids=NO_HTTP)
+def test_what_is_no_http_gets_an_error_like_any_other(server: Server, data: bytes, why: str) -> None:
+    """And one answer: what a proxy and we could read as different requests is none (RFC 9112, section 11.2).
+
+    Bug: uvicorn's own "Invalid HTTP request received.", as text and without an id; and a body with a length
+    and in chunks was served, and then what stood behind its chunks.
+    """
     with server.connect(data) as client:
         whole = HTTPResponse(client)
         whole.begin()
         headers = {name.lower(): value for name, value in whole.getheaders()}
         reply = Reply(whole.status, headers, whole.read())
         assert client.recv(1) == b""
-    assert error(reply, 400) == {
-        "message": "Invalid HTTP request received.", "type": "invalid_request_error", "param": None,
-        "code": "invalid_http",
-    }  # fmt: skip
+    refusal = error(reply, 400)
+    assert refusal.pop("message").startswith("Invalid HTTP request received: ")
+    assert why in error(reply, 400)["message"]
+    assert refusal == {"type": "invalid_request_error", "param": None, "code": "invalid_http"}
     assert_noted(server, reply)
 
 
@@ -406,18 +438,19 @@ async def connected(app: Any, kind: Any) -> AsyncIterator[tuple[asyncio.StreamRe
 WHOLE = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 UNREAD = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n"
 DAWDLERS = [
-    # what comes at once   then, one by one      n of answers
-    (b"",                  b"",                  0),
-    (b"GET /hea",          b"",                  0),
-    (b"GET /",             b"a",                 0),
-    (WHOLE + b"GET /hea",  b"a",                 1),
-    (UNREAD,               b"a",                 1),  # a body that nobody reads
+    # what comes at once   behind the answer      then, one by one      n of answers
+    (b"",                  b"",                   b"",                  0),
+    (b"GET /hea",          b"",                   b"",                  0),
+    (b"GET /",             b"",                   b"a",                 0),
+    (WHOLE,                b"GET /hea",           b"a",                 1),
+    (WHOLE,                b"",                   b"\r\n",              1),
+    (UNREAD,               b"",                   b"a",                 1),  # a body that nobody reads
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("begun", "drop", "n_answers"), DAWDLERS)
+@pytest.mark.parametrize(("begun", "behind", "drop", "n_answers"), DAWDLERS)
 def test_a_head_that_does_not_come(
-    monkeypatch: pytest.MonkeyPatch, begun: bytes, drop: bytes, n_answers: int
+    monkeypatch: pytest.MonkeyPatch, begun: bytes, behind: bytes, drop: bytes, n_answers: int
 ) -> None:
     """Bug: half a head held its connection for ever, however slowly it came, and nothing counted it."""
     monkeypatch.setattr(connections, "MAX_HEAD_S", 0.05)
@@ -430,6 +463,9 @@ def test_a_head_that_does_not_come(
         read = b""
         async with connected(app, protocol(60)) as (reader, writer):
             writer.write(begun)
+            if n_answers:
+                read += await reader.readuntil(b"\r\n\r\n")
+            writer.write(behind)
             try:
                 while True:
                     with suppress(TimeoutError):
