@@ -38,6 +38,7 @@ from gateway.remote import RemoteWorker
 from gateway.upstreams import Upstreams
 from middleware import Keys, make_app
 from service import loading, logs, options
+from service.admission import Room
 from service.connections import HttpServer, bind, http_config
 from store import Retention, Store
 from worker import ALIAS, LocalWorker, Worker
@@ -109,7 +110,9 @@ async def serve(
     if remote:
         await remote.upstreams.start()
     await api.recover()
-    app = make_app(api, keys, args.max_streams, args.cors_origin or ())
+    room = Room(args.max_streams, args.max_body, is_shared=keys.n_owners > 1)
+    hosts = [args.host.lower(), *(args.allowed_host or ())]
+    app = make_app(api, keys, room, args.cors_origin or (), hosts)
     server = HttpServer(http_config(app, args))
     end_grace = asyncio.Event()
     stopping: list[asyncio.Task[None]] = []  # the task that stops the server, once a signal has come

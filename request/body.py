@@ -6,14 +6,16 @@ Authority: RFC 8259 (JSON), RFC 9110 section 8.4 (Content-Encoding); for what is
 https://platform.openai.com/docs/guides/error-codes.
 
 Rules of this file:
-1. Bytes, seconds and nesting are bounded before anything is built from them.
-2. A large body is unpacked and parsed in a thread: the streams go on meanwhile.
+1. Bytes and nesting are bounded before anything is built from them.
+2. Large bodies are unpacked and parsed one at a time, in a thread of their own: no other work waits for it.
 
-Not here: what the JSON may say (params.py).
+Not here: what the JSON may say (params.py), how long a body may take to come, and how many bytes all of them
+may have (service/admission.py).
 """
 
 import asyncio
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from typing import Any
 
@@ -22,11 +24,14 @@ from starlette.requests import Request as HttpRequest
 import sse
 from request.refusals import BadInput
 
-MAX_BODY_BYTES = 8 * 2**20
-MAX_BODY_S = 60  # from the head of the request to the last byte of its body
+MAX_BODY_BYTES = 2 * 2**20  # unless --max-body says otherwise: 500,000 tokens of text
+SMALL_BODY_BYTES = 16 * 1024  # parsed at once, in less than 1 ms, however many large ones wait
 MAX_DEPTH = 128  # nested lists and objects: a schema nests two for each level of what it describes
 ENCODINGS = ("identity", "gzip", "x-gzip", "deflate")
 GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS  # zlib.decompressobj(): whichever of the two the header shows
+
+# Reading JSON holds Python's lock to its end, in a thread too: two at once would leave the streams no turn.
+PARSER = ThreadPoolExecutor(1, thread_name_prefix="json")
 
 STEP = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
@@ -38,23 +43,23 @@ async def read_json(http: HttpRequest) -> Any:
     if encoding not in ENCODINGS:
         message = f"Expected a body encoded as {', '.join(ENCODINGS)}, got '{encoding}'."
         raise BadInput(message, None, "unsupported_content_encoding")
-    too_large = BadInput(f"Expected a body of at most {MAX_BODY_BYTES} bytes.", None, "body_too_large")
-    if int(http.headers.get("content-length", 0)) > MAX_BODY_BYTES:
+    max_bytes: int = http.scope["max_body_bytes"]
+    too_large = BadInput(f"Expected a body of at most {max_bytes} bytes.", None, "body_too_large")
+    if int(http.headers.get("content-length", 0)) > max_bytes:
         raise too_large
     body = bytearray()
-    try:
-        async with asyncio.timeout(MAX_BODY_S):
-            async for chunk in http.stream():
-                body += chunk
-                if len(body) > MAX_BODY_BYTES:
-                    raise too_large
-    except TimeoutError as error:
-        raise BadInput(f"Expected the body within {MAX_BODY_S} s.", None, "request_timeout") from error
-    return await asyncio.to_thread(_parse, bytes(body), encoding)  # a large body must not stop the streams
+    async for chunk in http.stream():
+        body += chunk
+        if len(body) > max_bytes:
+            raise too_large
+    if len(body) <= SMALL_BODY_BYTES and encoding == "identity":
+        return _parse(bytes(body), encoding, max_bytes)
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(PARSER, _parse, bytes(body), encoding, max_bytes)
 
 
-def _parse(body: bytes, encoding: str) -> Any:
-    json_text = body if encoding == "identity" else _unpacked(body)
+def _parse(body: bytes, encoding: str, max_bytes: int) -> Any:
+    json_text = body if encoding == "identity" else _unpacked(body, max_bytes)
     if depth(json_text) > MAX_DEPTH:
         message = f"Expected a body nested at most {MAX_DEPTH} deep."
         raise BadInput(message, None, "invalid_json")
@@ -64,17 +69,17 @@ def _parse(body: bytes, encoding: str) -> Any:
         raise BadInput(f"Could not parse the body as JSON: {error}", None, "invalid_json") from error
 
 
-def _unpacked(body: bytes) -> bytes:
+def _unpacked(body: bytes, max_bytes: int) -> bytes:
     """Codex compresses its bodies; what they unpack to is bounded like any other."""
     unpacker = zlib.decompressobj(wbits=GZIP_OR_ZLIB)
     try:
-        unpacked = unpacker.decompress(body, MAX_BODY_BYTES)
+        unpacked = unpacker.decompress(body, max_bytes)
     except zlib.error as error:
         raise BadInput(f"Could not unpack the body: {error}", None, "invalid_json") from error
     if (not unpacker.eof and not unpacker.unconsumed_tail) or unpacker.unused_data:
         raise BadInput("Could not unpack the body: expected one whole stream.", None, "invalid_json")
     if unpacker.unconsumed_tail:
-        raise BadInput(f"Expected at most {MAX_BODY_BYTES} bytes when unpacked.", None, "body_too_large")
+        raise BadInput(f"Expected at most {max_bytes} bytes when unpacked.", None, "body_too_large")
     return unpacked
 
 

@@ -260,6 +260,17 @@ def test_starting_after_is_a_number(server: Server, after: str) -> None:
     assert server.get(path(id_) + f"?starting_after={after}").json["id"] == id_
 
 
+@pytest.mark.parametrize("stream", ["maybe", "", "TRUE", "2", "x" * 5000])
+def test_stream_in_a_query_is_true_or_false(server: Server, stream: str) -> None:
+    """Bug: what was neither meant no, so that a client waited for events that never came."""
+    id_ = created(server, HI | {"max_output_tokens": 1})["id"]
+    reply = server.get(path(id_) + f"?stream={stream}")
+    assert (reply.status, reply.json["error"]["param"]) == (400, "stream")
+    assert len(reply.body) < 300
+    for word in ("false", "False", "0"):
+        assert server.get(path(id_) + f"?stream={word}").json["id"] == id_
+
+
 NO_STREAM = "This response cannot be streamed because it was not created with "
 
 # fmt: off
