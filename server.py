@@ -43,12 +43,16 @@ from service.connections import HttpServer, bind, http_config
 from store import Retention, Store
 from worker import ALIAS, LocalWorker, Worker
 
+MAX_DIGITS = 640  # of an integer, the least that Python allows: reading one takes the square of them
+
+
 # --- start --------------------------------------------------------------------------------------------------
 
 
 def main() -> int:
     """Run a server until it is stopped; return the exit status of the process."""
     args = options.arguments().parse_args()
+    sys.set_int_max_str_digits(MAX_DIGITS)
     logs.start(args.log_level, args.log_format)
     if args.threads:
         threadpoolctl.threadpool_limits(args.threads, user_api="blas")

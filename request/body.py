@@ -44,7 +44,9 @@ async def read_json(http: HttpRequest) -> Any:
         message = f"Expected a body encoded as {', '.join(ENCODINGS)}, got '{encoding}'."
         raise BadInput(message, None, "unsupported_content_encoding")
     max_bytes: int = http.scope["max_body_bytes"]
-    too_large = BadInput(f"Expected a body of at most {max_bytes} bytes.", None, "body_too_large")
+    too_large = BadInput(
+        f"Expected a body of at most {max_bytes} bytes, see --max-body.", None, "body_too_large"
+    )
     if int(http.headers.get("content-length", 0)) > max_bytes:
         raise too_large
     body = bytearray()

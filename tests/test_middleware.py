@@ -567,8 +567,11 @@ def test_large_bodies_are_parsed_one_at_a_time() -> None:
         text = "x" * body.SMALL_BODY_BYTES
         large = asyncio.create_task(body.read_json(http_request(json.dumps(text).encode())))
         assert await body.read_json(http_request(b"[1]")) == [1]
-        assert await asyncio.to_thread(large.done) is False
-        release.set()
+        try:
+            with pytest.raises(TimeoutError):
+                body.PARSER.submit(int).result(0.1)
+        finally:
+            release.set()
         assert await large == text
 
     asyncio.run(read())

@@ -483,7 +483,7 @@ NO_JSON_OBJECTS = {
     "NaN":                 ("invalid_json",  b'{"temperature": NaN}'),
     "infinite":            ("invalid_json",  b'{"temperature": -Infinity}'),
     "infinite by size":    ("invalid_json",  b'{"temperature": 1e999}'),
-    "a long number":       ("invalid_json",  b'{"seed": %s}' % (b"9" * 5000)),
+    "a long number":       ("invalid_json",  b'{"seed": %s}' % (b"9" * 641)),
     "UTF-16":              ("invalid_json",  '{"model": "tiny", "input": "hi"}'.encode("utf-16")),
     "no UTF-8":            ("invalid_json",  b'{"model": "tiny", "input": "\xff"}'),
     "half a surrogate":    ("invalid_json",  rb'{"model": "tiny", "input": "a\ud83d"}'),

@@ -78,6 +78,7 @@ def test_trailers_are_no_headers(server: Server) -> None:
 # --- upgrades, pipelining -----------------------------------------------------------------------------------
 
 
+@pytest.mark.bug("H08")
 @pytest.mark.parametrize("in_one", [True, False])
 def test_a_body_with_an_upgrade_to_http_2(server: Server, in_one: bool) -> None:
     """Java's own client offers one with each body; the parser takes what follows for HTTP/2, so the body was
@@ -126,6 +127,7 @@ def test_a_half_closed_client_gets_its_answer(server: Server, stream: bool) -> N
     assert b'"status":"incomplete"' in reply.body
 
 
+@pytest.mark.bug("I02")
 def test_a_client_that_closes_without_an_answer_has_left(server: Server) -> None:
     """The end of its side alone does not say so: it is written to, and its system resets the connection."""
     with server.connect(http_bytes(RESPONSES, ENDLESS)):
@@ -151,6 +153,7 @@ runpy.run_path("server.py", run_name="__main__")
 """
 
 
+@pytest.mark.bug("I06")
 @pytest.mark.skipif(sys.platform == "win32", reason="a socket is no file there")
 def test_idle_connections_do_not_take_the_last_files() -> None:
     """Bug: 300 of them under `ulimit -n 256` ended the service, with 57,308 tracebacks in the log in 8 s."""
