@@ -48,15 +48,13 @@ from service import logs
 
 log = logging.getLogger("connections")
 
-MAX_READ_BYTES = 16 * 1024  # of a connection in one turn of the event loop: in chunks of a byte, 3 ms
+MAX_READ_BYTES = 16 * 1024  # of a connection in one turn of the event loop: in chunks of a byte, 2 ms
 MAX_FRAMING_BYTES = 64 * 1024  # of a request, all but its body: head, chunk sizes, trailers
 MAX_HEADERS = 100  # of a request, as Apache has it
 MAX_HEAD_S = 60  # from the first moment in which a request may come
 KEEP_ALIVE_S = 75  # of an idle connection, nginx's default: clients that reuse one drop it before we do
 LINGER_S = 2  # for what a client still sends when it has been told that it is no HTTP
-PROBE_S = (
-    0.02  # from the end of a client's side to the second look for whether it is there; then twice as long
-)
+PROBE_S = 0.02  # between the first two looks for whether a client is still there; then twice as long
 SEND_BUFFER_BYTES = 128 * 1024  # of a connection; Linux takes twice as many
 STALLED_S = 2  # what clients get at a stop to read their last event, after the grace
 
@@ -160,7 +158,7 @@ NO_HTTP_ANSWER = (
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # a client may get any number of them: RFC 9110, section 15.2
 # Headers that say one thing: of two, a proxy could believe one and we the other (RFC 9110, section 5.3).
 SINGLE_HEADERS = (b"host", b"authorization", b"content-type", b"content-encoding", b"origin")
-UPGRADE = re.compile(rb"\bupgrade\b", re.IGNORECASE)
+UPGRADE = re.compile(rb"upgrade", re.IGNORECASE)
 
 
 class Protocol(HttpToolsProtocol, asyncio.BufferedProtocol):
@@ -173,9 +171,7 @@ class Protocol(HttpToolsProtocol, asyncio.BufferedProtocol):
 
     reader_timeout: float  # seconds
     max_connections: int
-    idle: ClassVar[
-        "OrderedDict[Protocol, None]"
-    ]  # of all connections those without a request, the longest so first
+    idle: ClassVar["OrderedDict[Protocol, None]"]  # all that have no request, the longest so first
     read_timer: asyncio.TimerHandle | None = None  # runs while writing is paused
     head_timer: asyncio.TimerHandle  # runs while what comes belongs to no request that is being answered
     n_framing_bytes = 0  # that the request had so far, without its body
@@ -191,10 +187,11 @@ class Protocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         self.head_timer = self.loop.call_later(MAX_HEAD_S, self.drop)
         self.idle[self] = None
         if len(self.connections) > self.max_connections:
+            longest_idle = next(iter(self.idle))
+            longest_idle.drop()
             warn_rarely(
-                "%d connections: those that were longest without a request give way", self.max_connections
+                "%d connections: one without a request gives way to each new one", self.max_connections
             )
-            next(iter(self.idle)).drop()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -258,17 +255,19 @@ class Protocol(HttpToolsProtocol, asyncio.BufferedProtocol):
             self.head_timer = self.loop.call_later(MAX_HEAD_S, self.drop)
 
     def feed(self, data: bytes) -> None:
+        """Parse; what offers an upgrade once more without it, for its body is lost: Kludex/uvicorn#2722."""
         try:
             self.parser.feed_data(data)
+            return
         except httptools.HttpParserUpgrade as upgrade:
-            # Java's own client offers an upgrade to HTTP/2 with each body, and the body is lost:
-            # Kludex/uvicorn#2722.
             n_bytes_of_head = upgrade.args[0]
-            self.parser = httptools.HttpRequestParser(self)
-            self.feed(self.head_without_upgrade() + data[n_bytes_of_head:])
+        head = self.head_without_upgrade()
+        self.parser = httptools.HttpRequestParser(self)
+        self.feed(head + data[n_bytes_of_head:])
 
     def head_without_upgrade(self) -> bytes:
-        lines = [b"%s %s HTTP/1.1" % (self.scope["method"].encode(), self.url)]
+        version = self.parser.get_http_version().encode()
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
         for name, value in self.headers:
             if name == b"connection":
                 value = UPGRADE.sub(b"keep-alive", value)
@@ -293,11 +292,9 @@ class Protocol(HttpToolsProtocol, asyncio.BufferedProtocol):
     def on_headers_complete(self) -> None:
         self.in_head = False
         self.check_head()
-        if self.parser.should_upgrade():  # feed() comes again
-            self.scope["method"] = self.parser.get_method().decode()
-            return
-        super().on_headers_complete()
-        self.idle.pop(self, None)
+        if not self.parser.should_upgrade():  # else feed() parses it again
+            super().on_headers_complete()
+            self.idle.pop(self, None)
 
     def check_head(self) -> None:
         """Refuse what the parser lets through; raises BadHttp."""
