@@ -48,7 +48,7 @@ from service import logs
 
 log = logging.getLogger("connections")
 
-MAX_READ_BYTES = 16 * 1024  # of a connection in one turn of the event loop: in chunks of a byte, 2 ms
+MAX_READ_BYTES = 64 * 1024  # of a connection in one turn of the event loop: in chunks of a byte, 6 ms
 MAX_FRAMING_BYTES = 64 * 1024  # of a request, all but its body: head, chunk sizes, trailers
 MAX_HEADERS = 100  # of a request, as Apache has it
 MAX_HEAD_S = 60  # from the first moment in which a request may come

@@ -2,15 +2,17 @@
 
 import asyncio
 import json
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from helpers.faulty_server import SLOW
-from helpers.serving import TINY, Json, http_bytes, http_chunks, serve, until
+from helpers.serving import TINY, Json, Server, http_bytes, http_chunks, serve, until
 from request.refusals import STATUS, BadInput
 from service import admission
 from service.admission import Room, Shares
@@ -127,18 +129,30 @@ def test_half_sent_bodies_take_no_streams() -> None:
         assert clients[0].recv(65536).startswith(b"HTTP/1.1 408 ")  # there is room for two on their way
 
 
-def test_half_a_body_is_not_held_for_long() -> None:
-    """Bug: 60 bodies of 8 MB, sent slowly, were 508 MB."""
-    with serve("--max-streams", "32", "--max-body", "100K") as server, ExitStack() as held:
-        whole = http_bytes(RESPONSES, HI | {"input": "x" * 101 * 1024})
-        with server.connect(whole) as client:
-            assert client.recv(65536).startswith(b"HTTP/1.1 413 ")
-        n_bytes = admission.BYTES_A_STREAM * 32
-        part = http_bytes(RESPONSES, HI | {"input": "x" * 100_000})[:-5]
-        for _ in range(31):
-            held.enter_context(server.connect(part))
-        assert 31 * len(part) < n_bytes
+def test_a_body_has_so_many_bytes() -> None:
+    with serve("--max-body", "10K") as server:
+        padding = "x" * (10 * 1024 - len(json.dumps(SHORT | {"metadata": {}, "banana": ""})))
+        assert server.post(RESPONSES, SHORT | {"metadata": {}, "banana": padding}).status == 200
+        refused = server.post(RESPONSES, SHORT | {"metadata": {}, "banana": padding + "x"})
+        assert (refused.status, refused.json["error"]["code"]) == (413, "body_too_large")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_what_all_bodies_hold_is_bounded() -> None:
+    """Bug: 60 bodies of 8 MB, sent slowly, were 508 MB. Here there is room for 16 of 1 MB."""
+    with serve("--max-body", "1M", "--max-streams", "32") as server, ExitStack() as held:
+        before = server_bytes(server)
+        half = http_bytes(RESPONSES, HI | {"input": "x" * 1_000_000})[:-5]
+        for _ in range(60):
+            held.enter_context(server.connect(half))
         assert server.post(RESPONSES, SHORT).status == 200
+        assert server_bytes(server) - before < 2 * 16 * 2**20 + 2**23
+
+
+def server_bytes(server: Server) -> int:
+    """Its resident memory."""
+    status = Path(f"/proc/{server.process.pid}/status").read_text(encoding="utf-8")
+    return 1024 * int(status.split("VmRSS:")[1].split()[0])
 
 
 def test_of_two_keys_one_cannot_take_all_streams() -> None:

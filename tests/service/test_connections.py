@@ -64,7 +64,7 @@ def test_one_turn_reads_so_much() -> None:
     limited = connections.protocol(60).__dict__
     assert "get_buffer" not in limited
     buffer = connections.Protocol.get_buffer(connections.Protocol.__new__(connections.Protocol), -1)
-    assert len(buffer) <= 16 * 1024
+    assert len(buffer) <= 64 * 1024
 
 
 def test_trailers_are_no_headers(server: Server) -> None:
@@ -106,7 +106,6 @@ def test_what_comes_before_the_answer_is_not_looked_at(server: Server, behind: b
         read = b"".join(iter(lambda: client.recv(65536), b""))
     assert read.startswith(b"HTTP/1.1 200 OK")
     assert read.count(b"HTTP/1.1 ") == 1
-    assert b"connection: close" in read
 
 
 # --- clients that leave, or half leave ----------------------------------------------------------------------
