@@ -165,7 +165,7 @@ STREAMS = (
     "requests that are open at once; one more is refused: with 503, or with 429 where one of several keys "
     "would hold more than what is left"
 )
-BODY = "of a request, also when unpacked; while a larger one is parsed nothing else is done, about 20 ms a MB"
+BODY = "of a request, also when unpacked; while one is parsed nothing else is done, up to 50 ms a MB"
 READER = "seconds before a client that has stopped reading is dropped"
 DONE_LINE = "end Responses streams without 'data: [DONE]'"
 TEMPORARY = "refuse background with store=false, as OpenAI did at first, not keep it for 10 minutes"

@@ -1075,7 +1075,7 @@ def test_port_is_taken_while_the_model_is_still_loaded() -> None:
         check_complaint(("--model", "/not/looked/for", "--port", port), port)
 
 
-TEXTS = {options.text, options.key, options.origin, options.base_url}
+TEXTS = {options.text, options.key, options.origin, options.base_url, options.host_name}
 TYPES = {name: settings["type"] for name, (_, settings) in options.OPTIONS.items() if "type" in settings}
 NUMBERS = [name for name, kind in TYPES.items() if kind not in TEXTS | {Path}]
 SILLY = [
@@ -1083,6 +1083,7 @@ SILLY = [
     *((name, value) for name in NUMBERS for value in ("nan", "inf", "-inf", "1e999", "-5", "9" * 5000, "x")),
     *(("cors-origin", value) for value in ("nonsense", "https://x/", "https://x/y", "x.org", "https://")),
     *(("upstream", value) for value in ("nonsense", "ftp://x", "http://")),
+    *(("allowed-host", value) for value in ("x.org:80", "http://x.org", "*.x.org", "x..org")),
     *((name, value) for name in ("api-key", "upstream-api-key") for value in ("cl\u00e9", "a\nb")),
 ]
 
