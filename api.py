@@ -32,7 +32,7 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, closing
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -49,8 +49,9 @@ from gateway.relay import Refused
 from gateway.remote import RemoteWorker
 from request import items, params, tool_calls, tools
 from request.body import read_json
-from request.ids import item_ids, new_id
+from request.ids import item_ids, new_completion_id, new_id
 from request.refusals import BadInput, error_body, unsupported, wrong_value
+from responses import Compaction
 from service import signed_content
 from service.metrics import Metrics
 from store import TERMINAL, Row
@@ -95,6 +96,16 @@ class CheckedRequest(NamedTuple):
     request: params.Request
     worker: Worker
     items: list[items.Item]  # the conversation: the chain that it continues, then its own input
+    parameters: dict[str, Any]  # those that the client has set, but for the input
+
+    @property
+    def compacts(self) -> bool:
+        """It asks for a compaction of its conversation, and for nothing else."""
+        return items.is_trigger(self.items[-1])
+
+
+ResponseOutput = Accepted | Output | Compaction | Finish
+ResponseOutputs = AsyncGenerator[ResponseOutput]  # in this order
 
 
 def encode_event(number: int, event: Event) -> bytes:
@@ -116,7 +127,8 @@ class Api:
 
     `key` seals what clients keep for the server. `done_line`: a stream of a response ends with [DONE].
     `temporary`: background responses with store=false are accepted, and kept for a while.
-    `reasoning_events` is a key of responses.REASONING_EVENTS.
+    `reasoning_events` is a key of responses.REASONING_EVENTS. `image_texts`: the model is told that there was
+    an image; else requests with one are refused.
     """
 
     def __init__(
@@ -128,6 +140,7 @@ class Api:
         done_line: bool = True,
         temporary: bool = True,
         reasoning_events: str = "openai",
+        image_texts: bool = False,
     ) -> None:
         self._local = local
         self._remote = remote
@@ -137,6 +150,7 @@ class Api:
         self._done = sse.DONE if done_line else b""
         self._temporary = temporary
         self._reasoning_events = reasoning_events
+        self._image_texts = image_texts
         self._started_at = unix_time()
         model = local.names[0] if local else "upstream"
         self.metrics = Metrics(model, self._counts, registry.live, lambda: registry.ended)
@@ -169,11 +183,11 @@ class Api:
         request = checked.request
         if request.background and not (request.store or self._temporary):
             raise unsupported("background", "This server runs only what it may store: send store=true.")
-        prompt = await checked.worker.prepare(request)
+        prompt = await self._prepared(checked)
         warn_of_hidden_tools(request)
-        row = new_row(body, checked, owner)
+        row = new_row(checked)
         try:
-            job = await self._registry.start(row, self._producer(prompt, row))
+            job = await self._registry.start(row, self._producer(prompt, row, checked.compacts))
         except QueueFull as error:
             message = "Too many background responses wait; try again later."
             raise BadInput(message, "background", "rate_limit_exceeded") from error
@@ -191,22 +205,50 @@ class Api:
         `chain_suffices`: a body may continue a chain without an `input` of its own.
         """
         worker = self._worker(params.model_name(body))
-        values = params.read_responses(body, worker.defaults)  # what is wrong in itself is refused first
-        find = partial(self._find, owner)
+        values = await asyncio.to_thread(params.read_responses, body, worker.defaults)
+        new_items = values["input"]
+        if self._image_texts:
+            new_items = items.with_image_texts(new_items)
+        find = partial(self._find, owner)  # after all that is wrong in itself has been refused
         unseal = partial(signed_content.unseal, self._key, owner)
-        chain, new_items = await items.resolve(values["input"], values["previous_response_id"], find, unseal)
+        chain, new_items = await items.resolve(new_items, values["previous_response_id"], find, unseal)
         if chain_suffices and chain and not new_items:
             new_items = chain  # as if the client had sent all of it
             chain = []
-        request = params.responses_request(values, chain, new_items, owner)
-        return CheckedRequest(request, worker, items.listed(chain, new_items))
 
-    def _producer(self, prompt: Prompt, row: Row) -> Producer:
+        def check_rest() -> CheckedRequest:
+            request = params.responses_request(values, chain, new_items, owner)
+            parameters = params.held(values, request.echo)
+            return CheckedRequest(request, worker, items.listed(chain, new_items), parameters)
+
+        return await asyncio.to_thread(check_rest)  # thousands of items must not stop the streams
+
+    async def _prepared(self, checked: CheckedRequest) -> Prompt:
+        """The prompt of a request: that of a summary, where it asks for a compaction."""
+        request = checked.request
+        if checked.compacts:
+            request = await asyncio.to_thread(self._summary_request, checked)
+        return await checked.worker.prepare(request)
+
+    def _summary_request(self, checked: CheckedRequest) -> params.Request:
+        """What the model is asked for a compaction; raises BadInput."""
+        request = checked.request
+        instructions = {"model": request.model, "instructions": request.echo["instructions"]}
+        values = params.read_responses(COMPACT_PARAMETERS | instructions, checked.worker.defaults)
+        question = [{"role": "user", "content": COMPACT_QUESTION}]
+        return params.responses_request(values, checked.items, question, request.owner)
+
+    def _producer(self, prompt: Prompt, row: Row, compacts: bool) -> Producer:
         seal = None
         if prompt.request.seal_reasoning:
             seal = partial(signed_content.seal, self._key, row.owner, "reasoning")
         builder = responses.Builder(row.response, item_ids(row.id), seal, self._reasoning_events)
-        return ResponseProducer(builder, run_choice(prompt, 0, self.metrics), row.background)
+        outputs: ResponseOutputs = run_choice(prompt, 0, self.metrics)
+        if compacts:
+            outputs = compacted(outputs, partial(signed_content.seal, self._key, row.owner, "compaction"))
+        elif not prompt.request.generate:
+            outputs = unsaid(outputs)
+        return ResponseProducer(builder, outputs, row.background)
 
     def _folded(
         self, fold: Callable[[list[Event]], dict[str, Any]], event_log: EventLog, status_if_failed: int
@@ -228,8 +270,9 @@ class Api:
         async def make_producer(row: Row) -> Producer:
             body = row.request | {"input": row.items, "previous_response_id": None}
             worker = self._worker(params.model_name(body))
-            prompt = await worker.prepare(params.from_responses(body, worker.defaults, row.owner))
-            return self._producer(prompt, row)
+            request = params.from_responses(body, worker.defaults, row.owner)
+            checked = CheckedRequest(request, worker, row.items, row.request)
+            return self._producer(await self._prepared(checked), row, checked.compacts)
 
         await self._registry.recover(make_producer, interrupted_event)
 
@@ -241,57 +284,46 @@ class Api:
             body = {"model": ALIAS} | body  # the SDK allows a body without a model
         checked = await self._check(body, http.scope["owner"], chain_suffices=True)
         prompt = await checked.worker.prepare(checked.request)
-        if prompt.n_tokens is None:
-            raise unsupported("model", "Only the upstream that has this model could count its tokens.")
-        return JSONResponse({"object": "response.input_tokens", "input_tokens": prompt.n_tokens})
+        n_tokens = await prompt.count_tokens()
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": n_tokens})
 
     async def compact(self, http: HttpRequest) -> Response:
         """Answer with the user's messages and one sealed item for all the rest: the model's own summary."""
         body = await read_json(http)
         owner = http.scope["owner"]
         checked = await self._check(body, owner, chain_suffices=True)
-        question = {"role": "user", "content": COMPACT_QUESTION}
-        summary_request = COMPACT_PARAMETERS | {
-            "model": checked.request.model,
-            "instructions": body.get("instructions"),
-            "input": [*checked.items, question],
-        }
-        prompt = await checked.worker.prepare(
-            params.from_responses(summary_request, checked.worker.defaults, owner)
-        )
-        outputs: list[Accepted | Output | Finish] = []
+        summary = await asyncio.to_thread(self._summary_request, checked)
+        prompt = await checked.worker.prepare(summary)
+        seal = partial(signed_content.seal, self._key, owner, "compaction")
+        outputs: list[ResponseOutput] = []
 
         async def collect() -> None:
-            async with aclosing(run_choice(prompt, 0, self.metrics)) as running:
+            async with aclosing(compacted(run_choice(prompt, 0, self.metrics), seal)) as running:
                 async for output in running:
                     outputs.append(output)
 
-        fold = partial(self._compaction, owner, checked.items, outputs)
+        fold = partial(self._compaction, checked.items, outputs)
         return JsonAnswer(asyncio.create_task(collect()), fold)
 
     def _compaction(
-        self, owner: str, conversation: list[items.Item], outputs: Sequence[Accepted | Output | Finish]
+        self, conversation: list[items.Item], outputs: Sequence[ResponseOutput]
     ) -> tuple[int, dict[str, Any]]:
-        """Status and body of the answer of compact(): `outputs` are what the model said to sum up."""
-        finals = [output for output in outputs if isinstance(output, Delta) and output.channel == "final"]
-        summary = "".join(delta.text for delta in finals)
-        finish = outputs[-1]
-        if not isinstance(finish, Finish):
-            raise AssertionError(f"expected a Finish as the last output of a worker, got {finish}")
-        if finish.reason not in ("stop", "length") or not summary:
-            status = 500 if self._registry.is_accepting else 503
-            message = finish.message or "The model wrote no summary."
-            return status, error_body(status, message, code="server_error")
-        blob = signed_content.seal(self._key, owner, "compaction", summary)
-        compaction = {"id": new_id("cmp"), "type": "compaction", "encrypted_content": blob}
-        kept = [item for item in conversation if item["type"] == "message" and item["role"] == "user"]
-        return 200, {
-            "id": new_id("resp"),
-            "object": "response.compaction",
-            "created_at": unix_time(),
-            "output": [*kept, compaction],
-            "usage": responses.usage_object(finish.usage or Usage(0, 0)),
-        }
+        """Status and body of the answer of compact(): `outputs` are those of compacted()."""
+        match outputs:
+            case [*_, Compaction(blob), Finish(usage=usage)]:
+                item = {"id": new_id("cmp"), "type": "compaction", "encrypted_content": blob}
+                return 200, {
+                    "id": new_id("resp"),
+                    "object": "response.compaction",
+                    "created_at": unix_time(),
+                    "output": [*items.retained(conversation), item],
+                    "usage": responses.usage_object(usage or Usage(0, 0)),
+                }
+            case [*_, Finish(message=message)]:
+                status = 500 if self._registry.is_accepting else 503
+                return status, error_body(status, message, code="server_error")
+            case _:
+                raise AssertionError(f"expected a Finish as the last output of a worker, got {outputs[-1:]}")
 
     # --- Responses: retrieving, cancelling, deleting one ----------------------------------------------------
 
@@ -368,11 +400,13 @@ class Api:
         body = await read_json(http)
         worker = self._worker(params.model_name(body))
         if isinstance(worker, RemoteWorker):
-            return worker.pass_through(body)
-        request = params.from_chat(body, worker.defaults, http.scope["owner"])
+            return await asyncio.to_thread(worker.pass_through, body)  # a long body must not stop the streams
+        if self._image_texts:
+            body["messages"] = items.with_image_texts(body.get("messages"))
+        request = await asyncio.to_thread(params.from_chat, body, worker.defaults, http.scope["owner"])
         prompt = await worker.prepare(request)
         head = {
-            "id": new_id("chatcmpl"),
+            "id": new_completion_id(),
             "created": unix_time(),
             "model": request.model,
             "system_fingerprint": f"fp_{self._started_at:x}",  # of "the backend configuration": this start
@@ -469,9 +503,9 @@ class Api:
 class ResponseProducer:
     """A Producer of background.py: turns the outputs of a worker into the events of one response."""
 
-    def __init__(self, builder: responses.Builder, outputs: Outputs, in_background: bool) -> None:
+    def __init__(self, builder: responses.Builder, outputs: ResponseOutputs, in_background: bool) -> None:
         self._builder = builder
-        self._outputs = outputs
+        self._outputs = outputs  # closed by fill()
         self._in_background = in_background
 
     def start(self) -> list[Event]:
@@ -493,7 +527,7 @@ class ResponseProducer:
     def end(self, reason: Reason, message: str) -> list[Event]:
         return self._events(Finish(reason, message=message))
 
-    def _events(self, output: Accepted | Output | Finish) -> list[Event]:
+    def _events(self, output: ResponseOutput) -> list[Event]:
         match output:
             case Accepted() if self._in_background:
                 return self._builder.in_progress()
@@ -548,6 +582,40 @@ async def run_choice(prompt: Prompt, choice: int, metrics: Metrics) -> Outputs:
     yield finish
 
 
+async def compacted(outputs: ResponseOutputs, seal: Callable[[str], str]) -> ResponseOutputs:
+    """A summary as one sealed item, whatever else the model says: https://github.com/Soju06/codex-lb/issues/971"""
+    summary = ""
+    async with aclosing(outputs):
+        async for output in outputs:
+            match output:
+                case Accepted():
+                    yield output
+                case Delta("final", text):
+                    summary += text
+                case Finish("stop" | "length") if summary:
+                    yield Compaction(seal(summary))
+                    yield output._replace(reason="stop")
+                case Finish("failed" | "cancelled"):
+                    yield output
+                case Finish():
+                    yield Finish("failed", output.usage, "The model wrote no summary.")
+
+
+async def unsaid(outputs: ResponseOutputs) -> ResponseOutputs:
+    """A prompt that is only computed, for the prefix cache: the token chosen behind it is told to nobody."""
+    async with aclosing(outputs):
+        async for output in outputs:
+            match output:
+                case Accepted():
+                    yield output
+                case Finish("stop" | "length", usage):
+                    if usage:
+                        usage = usage._replace(output_tokens=0, reasoning_tokens=0)
+                    yield Finish("stop", usage)
+                case Finish():
+                    yield output
+
+
 def log_finish(prompt: Prompt, finish: Finish, seconds: float) -> None:
     usage = finish.usage or Usage(0, 0)
     n_in = prompt.n_tokens or usage.input_tokens
@@ -559,7 +627,7 @@ def log_finish(prompt: Prompt, finish: Finish, seconds: float) -> None:
         log.info("%s: %d tokens in, %d out, %.2f s, %.1f tok/s", finish.reason, n_in, n_out, seconds, rate)
 
 
-def new_row(body: Mapping[str, Any], checked: CheckedRequest, owner: str) -> Row:
+def new_row(checked: CheckedRequest) -> Row:
     """A response that is about to start, as it will be stored."""
     request = checked.request
     id_ = new_id("resp")
@@ -571,10 +639,10 @@ def new_row(body: Mapping[str, Any], checked: CheckedRequest, owner: str) -> Row
         kept=request.store,
         background=request.background,
         streamed=request.stream,
-        request={name: value for name, value in body.items() if name != "input"},
+        request=checked.parameters,
         items=checked.items,
         response=head | request.echo,
-        owner=owner,
+        owner=request.owner,
     )
 
 

@@ -134,6 +134,7 @@ TIMEOUTS = {
     "connect":          "connect_s",
     "first-byte":       "first_byte_s",
     "idle":             "idle_s",
+    "answer":           "answer_s",
     "probe":            "probe_s",
 }
 # fmt: on
@@ -148,6 +149,7 @@ MODEL = (
     "a Hugging Face model directory, or an id on the Hub such as Qwen/Qwen3-0.6B; "
     "without it, SmolLM2-135M-Instruct is fetched once and served"
 )
+REVISION = "branch, tag or commit of a model on the Hub (default: main, which may change)"
 HOST = "address to listen on; 0.0.0.0: all interfaces"
 NAME = f"name in requests, repeatable (default: the directory's); '{ALIAS}' always works too"
 LENGTH = "context in tokens, prompt and answer (default: the model's own)"
@@ -168,6 +170,7 @@ STREAMS = (
 BODY = "of a request, also when unpacked; while one is parsed nothing else is done, up to 50 ms a MB"
 READER = "seconds before a client that has stopped reading is dropped"
 DONE_LINE = "end Responses streams without 'data: [DONE]'"
+IMAGES = "in requests: refused, or the model is told that there was one"
 TEMPORARY = "refuse background with store=false, as OpenAI did at first, not keep it for 10 minutes"
 GRACE = "seconds that running requests get to finish at a stop"
 STORE = "SQLite file that keeps responses; in memory they are lost at exit"
@@ -185,7 +188,7 @@ UPSTREAM_KEY = "sent to the upstreams as 'Authorization: Bearer KEY'"
 DEFAULT_TIMEOUTS = [f"{name}={getattr(Timeouts(), field):g}" for name, field in TIMEOUTS.items()]
 TIMEOUT = (
     "seconds that an upstream gets, repeatable: connect; first-byte, until its answer begins; idle, between "
-    "two chunks of it; probe, between two looks at its models, and for one "
+    "two chunks of it; answer, for all of it; probe, between two looks at its models, and for one "
     f"(default: {', '.join(DEFAULT_TIMEOUTS)})"
 )
 DEFAULT_PRICES = Prices()
@@ -200,6 +203,7 @@ PRICE = (
 #   option                default               what argparse needs to know besides
 OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "model":               (None,                 {"type": text, "metavar": "DIR|ID", "help": MODEL}),
+    "revision":            (None,                 {"type": text, "metavar": "REV", "help": REVISION}),
     "host":                ("127.0.0.1",          {"type": text, "metavar": "HOST", "help": HOST}),
     "port":                (8000,                 {"type": natural, "help": "to listen on; 0: any free one"}),
     "device":              ("auto",               {"choices": DEVICES, "help": "where to compute"}),
@@ -224,6 +228,7 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "reader-timeout":      (60.0,                 {"type": seconds, "help": READER}),
     "no-done-line":        (False,                {"action": "store_true", "help": DONE_LINE}),
     "reasoning-events":    ("openai",             {"choices": tuple(REASONING_EVENTS), "help": EVENTS}),
+    "images":              ("refuse",             {"choices": ("refuse", "placeholder"), "help": IMAGES}),
     "no-temporary":        (False,                {"action": "store_true", "help": TEMPORARY}),
     "store":               (IN_MEMORY,            {"type": text, "metavar": "FILE", "help": STORE}),
     "store-max-responses": (Retention.max_responses, {"type": positive, "help": "keep the newest N"}),

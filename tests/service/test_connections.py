@@ -78,7 +78,7 @@ def test_trailers_are_no_headers(server: Server) -> None:
 # --- upgrades, pipelining -----------------------------------------------------------------------------------
 
 
-@pytest.mark.bug("H08")
+@pytest.mark.bug("H13")
 @pytest.mark.parametrize("in_one", [True, False])
 def test_a_body_with_an_upgrade_to_http_2(server: Server, in_one: bool) -> None:
     """Java's own client offers one with each body; the parser takes what follows for HTTP/2, so the body was
