@@ -451,10 +451,12 @@ class Api:
         first = next(iter(models.values()))  # the one that the alias stands for
         return JSONResponse(first | {"id": name})
 
-    async def health(self, _: HttpRequest) -> Response:
+    async def health(self, http: HttpRequest) -> Response:
         """Whether requests are served: not without a worker that works, and not while the server stops."""
         is_ready = all(worker.alive for worker in self._workers) and self._registry.is_accepting
-        counts = self._counts() | self._registry.counts()
+        counts: dict[str, int] = {}
+        if http.scope["owner"] is not None:  # what others do is shown to those with a key
+            counts = self._counts() | self._registry.counts()
         if is_ready:
             return JSONResponse({"status": "ok"} | counts)
         return JSONResponse({"status": "not ready"} | counts, 503)

@@ -4,7 +4,7 @@
     endpoint --reply, or an exception--> error body --AccessLog: x-request-id, log, metrics--> client
 
 Authority: https://platform.openai.com/docs/guides/error-codes; for pages of other sites
-https://fetch.spec.whatwg.org/#http-cors-protocol.
+https://fetch.spec.whatwg.org/#http-cors-protocol; for names RFC 9110, section 7.4.
 
 Rules of this file:
 1. Every reply has an x-request-id, every log record of its request the same; every error has the same body.
@@ -12,17 +12,22 @@ Rules of this file:
 3. Admission limits how many requests clients hold open at once; short ones, such as a cancel, always get in.
 4. A page of another site can do nothing unless --cors-origin allows it. A browser asks before it sends JSON
    for a page (a CORS preflight), but sends other types at once: so from such a page they are refused.
+5. Without keys a request must name this server by its address, or by a name that the command line knows: a
+   page can have the name of its own site point to our address, and be of the same site (DNS rebinding).
 
-Not here: the endpoints, and which of them a client may hold open (api.py), bodies and streams (streaming.py),
-limits of a parameter (request/params.py).
+Not here: the endpoints, and which of them a client may hold open (api.py), how much room there is
+(service/admission.py), bodies and streams (streaming.py), limits of a parameter (request/params.py).
 """
 
 import hashlib
 import hmac
+import ipaddress
 import logging
 import time
 from collections.abc import Mapping, Sequence, Set
+from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, QueryParams
@@ -37,14 +42,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from api import Api, Endpoint
 from gateway.relay import Refused
 from request.ids import new_id
-from request.refusals import STATUS, BadInput
+from request.refusals import STATUS, BadInput, shown
 from service import webpage
+from service.admission import Room
 from service.logs import REQUEST_ID
 from service.metrics import CONTENT_TYPE, Metrics
-from streaming import error_response, wants_stream
+from streaming import STREAMED, error_response
 
 log = logging.getLogger("middleware")
 
+LOCALHOST = "localhost"
 KEYLESS_PATHS = ("/", "/health", "/health/live")  # the page asks for a key itself
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that left before its reply began: only logged
 METHODS = ("GET", "POST", "DELETE", "HEAD", "OPTIONS")  # others are one label in the metrics
@@ -52,10 +59,13 @@ METHODS = ("GET", "POST", "DELETE", "HEAD", "OPTIONS")  # others are one label i
 # --- the application ----------------------------------------------------------------------------------------
 
 
-def make_app(api: Api, keys: "Keys", max_streams: int, origins: Sequence[str] = ()) -> ASGIApp:
+def make_app(
+    api: Api, keys: "Keys", room: Room, origins: Sequence[str] = (), hosts: Sequence[str] = ()
+) -> ASGIApp:
     """The endpoints, with everything around them.
 
-    `max_streams`: requests that clients may hold open at once. `origins`: sites whose pages may call.
+    `room`: for what clients hold open at once. `origins`: sites whose pages may call. `hosts`: names of this
+    server, in lower case; "*": any.
     """
 
     async def on_page(_: HttpRequest) -> Response:
@@ -75,7 +85,7 @@ def make_app(api: Api, keys: "Keys", max_streams: int, origins: Sequence[str] = 
     }
     inner = Starlette(routes=[route_of(endpoint) for endpoint in endpoints], exception_handlers=handlers)
     inner.router.redirect_slashes = False  # it would go to where the Host header says, which is the client's
-    app: ASGIApp = Admission(inner, endpoints, keys, max_streams, origins)
+    app: ASGIApp = Admission(inner, endpoints, keys, room, origins, hosts)
     if origins:
         app = Preflights(
             app,
@@ -152,25 +162,30 @@ class Preflights(CORSMiddleware):
 
 
 class Admission:
-    """Lets requests with an API key in, while there is room; endpoints find its owner in scope["owner"]."""
+    """Lets requests with an API key in, while there is room.
+
+    Endpoints find its owner in scope["owner"], and how long a body may be in scope["max_body_bytes"].
+    """
 
     def __init__(
         self,
         app: ASGIApp,
         endpoints: Sequence[Endpoint],
         keys: "Keys",
-        max_streams: int,
+        room: Room,
         origins: Sequence[str],
+        hosts: Sequence[str],
     ) -> None:
         self._app = app
         self._slow = [(endpoint, route_of(endpoint)) for endpoint in endpoints if endpoint.slow_part]
         self._keys = keys
+        self._room = room
         self._origins = {*origins}
-        self._max_streams = max_streams
-        self._n_streams = 0  # requests that clients hold open now
+        self._hosts = {LOCALHOST, *hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["owner"] = self._keys.owner(scope)
+        scope["max_body_bytes"] = self._room.max_body_bytes
         slow_part = self._slow_part(scope)
         refusal = self._refusal(scope, slow_part)
         if refusal:
@@ -179,11 +194,16 @@ class Admission:
         if not slow_part:
             await self._app(scope, receive, send)
             return
-        self._n_streams += 1
-        try:
+        with self._room.visit(scope["owner"]) as visit:
+            if slow_part == "body":
+                receive = partial(self._room.receive, visit, receive)
+            else:
+                try:
+                    self._room.enter(visit)
+                except BadInput as error:
+                    await bad_input(error)(scope, receive, send)
+                    return
             await self._app(scope, receive, send)
-        finally:
-            self._n_streams -= 1
 
     def _slow_part(self, scope: Scope) -> str:
         """Endpoint.slow_part of this request; "" where it is short, or asks for no stream."""
@@ -191,22 +211,35 @@ class Admission:
             match, _ = route.matches(scope)
             if match is Match.FULL:
                 query = QueryParams(scope["query_string"])
-                if endpoint.slow_part == "stream" and not wants_stream(query):
+                if endpoint.slow_part == "stream" and query.get("stream") not in STREAMED:
                     return ""
                 return endpoint.slow_part
         return ""
 
     def _refusal(self, scope: Scope, slow_part: str) -> Response | None:
         headers = dict(scope["headers"])
+        if self._keys.n_owners == 0 and not is_ours(headers.get(b"host"), self._hosts):
+            return misdirected(headers[b"host"])
         if scope["owner"] is None and scope["path"] not in KEYLESS_PATHS:
             return unauthorized()
         if headers.get(b"upgrade", b"").lower() == b"websocket":
             return no_websocket()
         if slow_part == "body" and is_without_preflight(headers, self._origins):
             return not_json()
-        if slow_part and self._n_streams >= self._max_streams:
-            return overloaded()
         return None
+
+
+def is_ours(host: bytes | None, names: Set[str]) -> bool:
+    """Whether a Host header names this server: rule 5."""
+    if host is None or "*" in names:  # HTTP/1.0 needs none, but no browser speaks it
+        return True
+    try:
+        name = urlsplit("//" + host.decode("latin-1")).hostname or ""
+        if name.rstrip(".") not in names:
+            ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def is_without_preflight(headers: Mapping[bytes, bytes], origins: Set[str]) -> bool:
@@ -228,6 +261,10 @@ class Keys:
     def __init__(self, keys: Sequence[str]) -> None:
         self._digests = [digest(key.encode()) for key in keys]
 
+    @property
+    def n_owners(self) -> int:
+        return len({*self._digests})
+
     def owner(self, scope: Scope) -> str | None:
         """The digest of a request's key; "" where none is needed, None where it is wrong or absent."""
         if not self._digests:
@@ -247,9 +284,13 @@ def digest(key: bytes) -> str:
 # --- what errors and refusals look like ---------------------------------------------------------------------
 
 
+def bad_input(error: BadInput) -> Response:
+    return error_response(STATUS.get(error.code, 400), error.message, error.param, error.code)
+
+
 async def on_bad_input(_: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, BadInput)
-    return error_response(STATUS.get(error.code, 400), error.message, error.param, error.code)
+    return bad_input(error)
 
 
 async def on_refused(_: HttpRequest, error: Exception) -> Response:
@@ -291,8 +332,13 @@ def unauthorized() -> Response:
     return error_response(401, message, None, "invalid_api_key")
 
 
-def overloaded() -> Response:
-    return error_response(503, "Too many requests are open; try again later.", None, "server_is_overloaded")
+def misdirected(host: bytes) -> Response:
+    name = shown(host.decode("latin-1"))
+    message = (
+        f"This server has no API keys, and answers only where it is called by its address or a name that it "
+        f"knows, not by {name}: start it with --allowed-host NAME, or with --api-key KEY."
+    )
+    return error_response(421, message, None, "host_not_allowed")
 
 
 def no_websocket() -> Response:

@@ -38,9 +38,13 @@ from gateway.remote import RemoteWorker
 from gateway.upstreams import Upstreams
 from middleware import Keys, make_app
 from service import loading, logs, options
+from service.admission import Room
 from service.connections import HttpServer, bind, http_config
 from store import Retention, Store
 from worker import ALIAS, LocalWorker, Worker
+
+MAX_DIGITS = 640  # of an integer, the least that Python allows: reading one takes the square of them
+
 
 # --- start --------------------------------------------------------------------------------------------------
 
@@ -48,6 +52,7 @@ from worker import ALIAS, LocalWorker, Worker
 def main() -> int:
     """Run a server until it is stopped; return the exit status of the process."""
     args = options.arguments().parse_args()
+    sys.set_int_max_str_digits(MAX_DIGITS)
     logs.start(args.log_level, args.log_format)
     if args.threads:
         threadpoolctl.threadpool_limits(args.threads, user_api="blas")
@@ -109,7 +114,9 @@ async def serve(
     if remote:
         await remote.upstreams.start()
     await api.recover()
-    app = make_app(api, keys, args.max_streams, args.cors_origin or ())
+    room = Room(args.max_streams, args.max_body, is_shared=keys.n_owners > 1)
+    hosts = [args.host.lower(), *(args.allowed_host or ())]
+    app = make_app(api, keys, room, args.cors_origin or (), hosts)
     server = HttpServer(http_config(app, args))
     end_grace = asyncio.Event()
     stopping: list[asyncio.Task[None]] = []  # the task that stops the server, once a signal has come

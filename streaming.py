@@ -26,7 +26,7 @@ from starlette.types import Receive, Scope, Send
 
 import sse
 from background import EventLog
-from request.refusals import RETRY_AFTER_S, error_body
+from request.refusals import RETRY_AFTER_S, error_body, wrong_value
 
 # "every 15 seconds or so": html.spec.whatwg.org/multipage/server-sent-events.html#authoring-notes
 KEEP_ALIVE_S = 15
@@ -51,9 +51,16 @@ def json_response(status: int, body: dict[str, Any]) -> JSONResponse:
     return JSONResponse(body, status, headers)
 
 
+STREAMED = ("true", "True", "1")  # of `stream` in a query
+NOT_STREAMED = ("false", "False", "0")
+
+
 def wants_stream(query: QueryParams) -> bool:
-    """Whether a GET of a response asks for its events."""
-    return query.get("stream") in ("true", "True", "1")
+    """Whether a GET of a response asks for its events; raises BadInput."""
+    stream = query.get("stream", "false")
+    if stream not in (*STREAMED, *NOT_STREAMED):
+        raise wrong_value("stream", "true or false", stream)
+    return stream in STREAMED
 
 
 # --- answers ------------------------------------------------------------------------------------------------

@@ -117,7 +117,7 @@ async def times(url: str, path: str, load: Load) -> list[DeltaTimes]:
     body = request_body(path, load)
     address = urlsplit(url)
     reader, writer = await asyncio.open_connection(address.hostname, address.port, limit=2**26)
-    head = f"POST {path} HTTP/1.1\r\nHost: bench\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
     writer.write(head.encode() + body)
     async for line in reader:
         if match := WRITTEN_AT.search(line):

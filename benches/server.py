@@ -36,6 +36,7 @@ from engine import Engine, EngineRequest, StepOutput
 from middleware import Keys, make_app
 from request.template import ChatTemplate
 from sampling import Choice
+from service.admission import Room
 from service.connections import bind, protocol
 from store import Retention, Store
 from tokenizer import Tokenizer
@@ -79,7 +80,7 @@ def ours(directory: Path) -> ASGIApp:
     grammars = Grammars(vocabulary, config.vocab_size, config.eos_token_ids)
     worker = LocalWorker(engine, tokenizer, ChatTemplate.load(directory), grammars, names=["bench"])
     registry = Registry(Store(":memory:", Retention()), encode_event)
-    return make_app(Api(worker, None, registry, bytes(32)), Keys([]), max(STREAMS) + 1)
+    return make_app(Api(worker, None, registry, bytes(32)), Keys([]), Room(max(STREAMS) + 1))
 
 
 def bare(frames: Sequence[bytes]) -> ASGIApp:
@@ -147,7 +148,7 @@ async def listener(port: int, n_tokens: int, paced: bool, enough: asyncio.Event 
     body = {"model": "bench", "input": "hi", "stream": True, "max_output_tokens": n_tokens}
     body["seed"] = round(1e3 * TICK_S) if paced else 0
     raw = json.dumps(body).encode()
-    head = "POST /v1/responses HTTP/1.1\r\nHost: bench\r\nConnection: close\r\n"
+    head = "POST /v1/responses HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
     chunks, late = [], []

@@ -6,15 +6,17 @@ Authority: RFC 8259 (JSON), RFC 9110 section 8.4 (Content-Encoding), RFC 8878 (z
 https://platform.openai.com/docs/guides/error-codes.
 
 Rules of this file:
-1. Bytes, seconds, nesting and the number of values are bounded before anything is built from them.
-2. A large body is unpacked and parsed in a thread: the streams go on meanwhile.
+1. Bytes, nesting and the number of values are bounded before anything is built from them.
+2. Large bodies are unpacked and parsed one at a time, in a thread of their own: no other work waits for it.
 
-Not here: what the JSON may say (params.py).
+Not here: what the JSON may say (params.py), how long a body may take to come, and how many bytes all of them
+may have (service/admission.py).
 """
 
 import asyncio
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib import import_module
 from itertools import accumulate
@@ -25,8 +27,8 @@ from starlette.requests import Request as HttpRequest
 import sse
 from request.refusals import BadInput
 
-MAX_BODY_BYTES = 8 * 2**20
-MAX_BODY_S = 60  # from the head of the request to the last byte of its body
+MAX_BODY_BYTES = 2 * 2**20  # unless --max-body says otherwise: 500,000 tokens of text
+SMALL_BODY_BYTES = 16 * 1024  # parsed at once, in less than 1 ms, however many large ones wait
 MAX_DEPTH = 128  # nested lists and objects: a schema nests two for each level of what it describes
 MAX_VALUES = 50_000  # of JSON: one takes 2 bytes of a body, and some 100 of memory
 MAX_RATIO = 100  # bytes unpacked for one that came: text has 3 to 20, so that more is no text
@@ -34,6 +36,9 @@ SMALL_BYTES = 2**16  # what a body may unpack to whatever its ratio
 
 GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS  # zlib.decompressobj(): whichever of the two the header shows
 ZSTD_WINDOW_LOG = 23  # 8 MiB of memory, "recommended for decoders to support": RFC 8878, section 3.1.1.1.2
+
+# Reading JSON holds Python's lock to its end, in a thread too: two at once would leave the streams no turn.
+PARSER = ThreadPoolExecutor(1, thread_name_prefix="json")
 
 STEP = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 NOT_PUNCTUATION = bytes(set(range(256)) - set(b"[]{},"))
@@ -43,23 +48,25 @@ async def read_json(http: HttpRequest) -> Any:
     """The body of a request; raises BadInput."""
     encoding = http.headers.get("content-encoding", "").strip().lower() or "identity"
     _check_encoding(encoding)
-    too_large = BadInput(f"Expected a body of at most {MAX_BODY_BYTES} bytes.", None, "body_too_large")
-    if int(http.headers.get("content-length", 0)) > MAX_BODY_BYTES:
+    max_bytes: int = http.scope["max_body_bytes"]
+    too_large = BadInput(
+        f"Expected a body of at most {max_bytes} bytes, see --max-body.", None, "body_too_large"
+    )
+    if int(http.headers.get("content-length", 0)) > max_bytes:
         raise too_large
     body = bytearray()
-    try:
-        async with asyncio.timeout(MAX_BODY_S):
-            async for chunk in http.stream():
-                body += chunk
-                if len(body) > MAX_BODY_BYTES:
-                    raise too_large
-    except TimeoutError as error:
-        raise BadInput(f"Expected the body within {MAX_BODY_S} s.", None, "request_timeout") from error
-    return await asyncio.to_thread(_parse, bytes(body), encoding)  # a large body must not stop the streams
+    async for chunk in http.stream():
+        body += chunk
+        if len(body) > max_bytes:
+            raise too_large
+    if len(body) <= SMALL_BODY_BYTES and encoding == "identity":
+        return _parse(bytes(body), encoding, max_bytes)
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(PARSER, _parse, bytes(body), encoding, max_bytes)
 
 
-def _parse(body: bytes, encoding: str) -> Any:
-    json_text = body if encoding == "identity" else _unpacked(body, encoding)
+def _parse(body: bytes, encoding: str, max_bytes: int) -> Any:
+    json_text = body if encoding == "identity" else _unpacked(body, encoding, max_bytes)
     marks = punctuation(json_text)
     # A value has two marks at most, one that opens and one that closes it.
     if depth(marks[: 2 * MAX_VALUES]) > MAX_DEPTH:
@@ -107,9 +114,9 @@ def _check_encoding(encoding: str) -> None:
     raise BadInput(message, None, "unsupported_content_encoding")
 
 
-def _unpacked(body: bytes, encoding: str) -> bytes:
+def _unpacked(body: bytes, encoding: str, max_bytes: int) -> bytes:
     """What a body unpacks to is bounded like any other, and by what came of it."""
-    limit = min(MAX_BODY_BYTES, max(SMALL_BYTES, len(body) * MAX_RATIO))
+    limit = min(max_bytes, max(SMALL_BYTES, len(body) * MAX_RATIO))
     reader = READERS[encoding]()
     try:
         unpacked: bytes = reader.decompress(body, limit + 1)

@@ -90,6 +90,7 @@ class Request:
 
 # --- checks of one parameter each ---------------------------------------------------------------------------
 
+MAX_BIASES = 300  # OpenAI's limit
 MAX_STOP = 1024  # characters of a stop string: while it may be coming, so many are held back
 
 
@@ -103,9 +104,12 @@ def metadata(value: Any, path: str) -> dict[str, str]:
 
 
 def logit_bias(value: Any, path: str) -> dict[int, float]:
+    biases = mapping(value, path)
+    if len(biases) > MAX_BIASES:
+        raise wrong_value(path, f"at most {MAX_BIASES} tokens", f"{len(biases)} tokens")
     check_bias = number(-100, 100)
     bias_of_token = {}
-    for token_id, bias in mapping(value, path).items():
+    for token_id, bias in biases.items():
         if not re.fullmatch("[0-9]{1,9}", token_id):
             raise wrong_value(path, "token ids as keys", token_id)
         bias_of_token[int(token_id)] = check_bias(bias, f"{path}.{token_id}")
@@ -237,7 +241,7 @@ COMMON = SAMPLING | {
     "stream":                 Parameter(boolean,                         False),
     "top_logprobs":           Parameter(integer(0, 20),                  0,          True),
     "stop":                   Parameter(stop,                            ()),
-    "stop_token_ids":         Parameter(list_of(integer(0, 2**31)),      []),
+    "stop_token_ids":         Parameter(list_of(integer(0, 2**31), max_items=128), []),
     "ignore_eos":             Parameter(boolean,                         False),
     "parallel_tool_calls":    Parameter(boolean,                         True,       True),
     "metadata":               Parameter(metadata,                        {},         True),
@@ -263,7 +267,7 @@ RESPONSES = COMMON | {
     "generate":               Parameter(boolean,                         True),
     "prompt_cache_options":   Parameter(prompt_cache_options,            {}),
     "instructions":           Parameter(text,                            None,       True),
-    "previous_response_id":   Parameter(text,                            None,       True),
+    "previous_response_id":   Parameter(string(256),                     None,       True),
     "conversation":           Parameter(refused(NO_CONVERSATIONS)),
     "store":                  Parameter(boolean,                         True,       True),
     "background":             Parameter(boolean,                         False,      True),

@@ -29,10 +29,20 @@ class BadInput(ValueError):
 # --- refusals -----------------------------------------------------------------------------------------------
 
 
+MAX_SHOWN = 60  # characters
+ENCODER = json.JSONEncoder(ensure_ascii=False, default=str)
+
+
 def shown(value: Any) -> str:
-    """A value for an error message."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 60 else text[:57] + "..."
+    """A value for an error message; of a large one no more is written than what is shown."""
+    if isinstance(value, str):
+        value = value[:MAX_SHOWN]
+    text = ""
+    for piece in ENCODER.iterencode(value):
+        text += piece[: MAX_SHOWN + 1]
+        if len(text) > MAX_SHOWN:
+            return text[: MAX_SHOWN - 3] + "..."
+    return text
 
 
 def wrong_type(path: str, expected: str, value: Any) -> BadInput:
@@ -72,6 +82,7 @@ STATUS = {
     "body_too_large":               413,
     "unsupported_content_encoding": 415,
     "rate_limit_exceeded":          429,
+    "server_is_overloaded":         503,
 }
 
 #  status   type                    every other is invalid_request_error

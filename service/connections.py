@@ -1,35 +1,46 @@
-"""HTTP/1.1 connections: the listening socket, and time limits for clients that say nothing or read nothing.
+"""HTTP/1.1 connections: the listening socket, and limits on what a client may send and how slowly.
 
     host, port --bind()--> listening socket
     ASGI application, options --http_config()--> uvicorn.Config --HttpServer--> connections, each a Protocol
+    bytes of a connection --httptools--> callbacks of Protocol --uvicorn--> ASGI messages
 
 A connection has two timers, and is dropped when one of them ends. The head timer runs from the start, and
 from the end of each request, until the next head has come. The read timer runs while back-pressure pauses our
 writing, because the client does not read.
 
-Authority: https://www.uvicorn.org/settings/; RFC 9112.
+Authority: https://www.uvicorn.org/settings/; RFC 9112; the parser is llhttp, as Node.js has it.
 
 Rules of this file:
 1. A head must come within MAX_HEAD_S, and a client must read what it gets within --reader-timeout.
-2. What is no HTTP is answered with an error object like any other.
+2. What is no HTTP, or could mean two requests (RFC 9112, section 11.2), is answered with an error object.
+3. A client that closes its connection has left, unless it has only ended its side (half-closed it) behind a
+   whole request: it gets its answer. Both look the same until one writes to them: see probe().
+4. Connections never take the last file descriptors: the one that was longest without a request gives way.
 
-Not here: the application behind it (middleware.py, api.py), when it starts and stops (server.py).
+Not here: the application behind it (middleware.py, api.py), limits on bodies (service/admission.py), when it
+starts and stops (server.py).
 """
 
 import argparse
 import asyncio
 import contextlib
+import errno
 import json
 import logging
 import math
 import os
+import re
 import socket
 import struct
+import time
+from collections import OrderedDict
 from collections.abc import Iterator
+from typing import Any, ClassVar
 
+import httptools
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from request.ids import new_id
 from request.refusals import error_body
@@ -37,11 +48,21 @@ from service import logs
 
 log = logging.getLogger("connections")
 
-MAX_HEAD_BYTES = 64 * 1024  # of a request: its line and its headers; h11 answers 400 to more
+MAX_READ_BYTES = 64 * 1024  # of a connection in one turn of the event loop: in chunks of a byte, 6 ms
+MAX_FRAMING_BYTES = 64 * 1024  # of a request, all but its body: head, chunk sizes, trailers
+MAX_HEADERS = 100  # of a request, as Apache has it
 MAX_HEAD_S = 60  # from the first moment in which a request may come
 KEEP_ALIVE_S = 75  # of an idle connection, nginx's default: clients that reuse one drop it before we do
+LINGER_S = 2  # for what a client still sends when it has been told that it is no HTTP
+PROBE_S = 0.02  # between the first two looks for whether a client is still there; then twice as long
 SEND_BUFFER_BYTES = 128 * 1024  # of a connection; Linux takes twice as many
 STALLED_S = 2  # what clients get at a stop to read their last event, after the grace
+
+BACKLOG = 128  # connections that the system accepts for us meanwhile; asyncio takes so many in one turn
+MAX_IDLE = 1024  # connections beyond --max-streams: idle ones, bodies on their way, short requests
+OWN_FILES = 64  # the store, the model, pipes, logs
+MAX_FILES = 10240  # macOS gives a process no more
+QUIET_S = 60  # between two lines of the log about the same trouble
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -58,11 +79,57 @@ def bind(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-        listener.listen()  # a port that is only bound could be bound again
+        listener.listen(BACKLOG)  # a port that is only bound could be bound again
     except (OSError, OverflowError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise OSError(f"cannot listen on {host} port {port}: {reason}") from error
     return listener
+
+
+# --- file descriptors ---------------------------------------------------------------------------------------
+
+
+def max_connections(max_streams: int) -> int:
+    """How many connections there may be at once; raises the limit of files for them, as far as it may."""
+    n_connections = max_streams + MAX_IDLE
+    try:
+        import resource
+    except ImportError:  # Windows, where a socket is no file
+        return n_connections
+    n_spare = BACKLOG + OWN_FILES
+    n_wanted = max(
+        2 * n_connections + n_spare, MAX_FILES
+    )  # twice: upstreams take a file for each stream, too
+    n_files, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard_limit != resource.RLIM_INFINITY:
+        n_wanted = min(n_wanted, hard_limit)
+    if n_files != resource.RLIM_INFINITY and n_files < n_wanted:
+        with contextlib.suppress(ValueError, OSError):  # the system has a limit of its own
+            resource.setrlimit(resource.RLIMIT_NOFILE, (n_wanted, hard_limit))
+            n_files = n_wanted
+    if n_files == resource.RLIM_INFINITY:
+        return n_connections
+    return max(1, min(n_connections, n_files - n_spare))
+
+
+next_line_at: dict[str, float] = {}  # by message
+
+
+def warn_rarely(message: str, *args: object) -> None:
+    """Log what each of a thousand connections could cause, once in QUIET_S."""
+    now = time.monotonic()
+    if now >= next_line_at.get(message, 0):
+        next_line_at[message] = now + QUIET_S
+        log.warning(message, *args)
+
+
+def on_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """asyncio logs a traceback for each connection that it could not accept: python/cpython#151615."""
+    error = context.get("exception")
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        warn_rarely("no file is left for another connection: %s", error)
+    else:
+        loop.default_exception_handler(context)
 
 
 # --- uvicorn, adapted ---------------------------------------------------------------------------------------
@@ -75,50 +142,216 @@ class HttpServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(on_loop_error)
+        await super().startup(sockets)
+
+
+class BadHttp(ValueError):
+    """What came is no HTTP request that can mean one thing only."""
+
 
 NO_HTTP_ANSWER = (
     b"HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nContent-Length: %d\r\n"
     b"x-request-id: %s\r\nConnection: close\r\n\r\n%s"
 )
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # a client may get any number of them: RFC 9110, section 15.2
+# Headers that say one thing: of two, a proxy could believe one and we the other (RFC 9110, section 5.3).
+SINGLE_HEADERS = (b"host", b"authorization", b"content-type", b"content-encoding", b"origin")
+UPGRADE = re.compile(rb"upgrade", re.IGNORECASE)
 
 
-class Protocol(H11Protocol):
+class Protocol(HttpToolsProtocol, asyncio.BufferedProtocol):
     """One connection, dropped when its client does not send a head or does not read.
 
     The transport calls pause_writing() when 64 KiB wait behind a full socket, and resume_writing() when most
-    of them have left.
+    of them have left. There is no pipelining: what comes behind a request before its answer is complete is
+    not looked at, and the connection ends with that answer (RFC 9112, section 9.3.2: clients send it again).
     """
 
     reader_timeout: float  # seconds
+    max_connections: int
+    idle: ClassVar["OrderedDict[Protocol, None]"]  # all that have no request, the longest so first
     read_timer: asyncio.TimerHandle | None = None  # runs while writing is paused
     head_timer: asyncio.TimerHandle  # runs while what comes belongs to no request that is being answered
+    n_framing_bytes = 0  # that the request had so far, without its body
+    n_body_bytes = 0  # that the connection had so far
+    n_headers = 0
+    in_head = False  # else a header is a trailer
+    is_deaf = False  # nothing more is read here
+
+    # --- its beginning and its end --------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.head_timer = self.loop.call_later(MAX_HEAD_S, self.drop)
+        self.idle[self] = None
+        if len(self.connections) > self.max_connections:
+            longest_idle = next(iter(self.idle))
+            longest_idle.drop()
+            warn_rarely(
+                "%d connections: one without a request gives way to each new one", self.max_connections
+            )
 
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self.cycle and not self.cycle.response_complete:
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self.idle.pop(self, None)
+        self.head_timer.cancel()
+        self.stop_read_timer()
+
+    def drop(self) -> None:
+        """Reset the connection."""
+        self.idle.pop(self, None)
+        no_linger = struct.pack("ii", 1, 0)  # what the system has buffered is dropped too: man 7 socket
+        connection = self.transport.get_extra_info("socket")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, no_linger)
+        self.transport.abort()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Whether to go on though the client has ended its side; else the transport closes."""
+        is_half_closed = (
+            self.is_answering()
+            and not self.cycle.more_body
+            and not self.cycle.response_started
+            and self.cycle.scope["http_version"] == "1.1"  # older clients know no interim responses
+        )
+        if is_half_closed:
+            self.cycle.keep_alive = False
+            self.probe(PROBE_S)
+        return is_half_closed
+
+    def probe(self, seconds: float) -> None:
+        """See whether the client is there, now and again until its answer begins.
+
+        If it has closed the connection its system resets it when this comes, and the next write fails.
+        """
+        if self.is_answering() and not self.cycle.response_started and not self.transport.is_closing():
+            self.transport.write(CONTINUE)
+            self.loop.call_later(seconds, self.probe, 2 * seconds)
+
+    # --- what comes -----------------------------------------------------------------------------------------
+
+    def get_buffer(self, sizehint: int) -> bytearray:
+        self.read_buffer = bytearray(MAX_READ_BYTES)
+        return self.read_buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self.is_deaf:
+            return
+        if self.timeout_keep_alive_task:
+            self.timeout_keep_alive_task.cancel()
+        n_body_bytes = self.n_body_bytes
+        try:
+            self.feed(bytes(memoryview(self.read_buffer)[:nbytes]))
+            self.n_framing_bytes += nbytes - (self.n_body_bytes - n_body_bytes)
+            if self.n_framing_bytes > MAX_FRAMING_BYTES:
+                raise BadHttp(f"head, chunk sizes and trailers are more than {MAX_FRAMING_BYTES} bytes")
+        except (httptools.HttpParserError, BadHttp) as error:
+            self.refuse(error.__context__ or error)  # the parser wraps what a callback raises
+            return
+        if self.is_answering():
             self.head_timer.cancel()
         elif self.head_timer.cancelled():  # the next head begins, or the rest of a body that nobody reads
             self.head_timer = self.loop.call_later(MAX_HEAD_S, self.drop)
 
-    def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP with an error object; an answer that has begun breaks off."""
+    def feed(self, data: bytes) -> None:
+        """Parse; what offers an upgrade once more without it, for its body is lost: Kludex/uvicorn#2722."""
+        try:
+            self.parser.feed_data(data)
+            return
+        except httptools.HttpParserUpgrade as upgrade:
+            n_bytes_of_head = upgrade.args[0]
+        head = self.head_without_upgrade()
+        self.parser = httptools.HttpRequestParser(self)
+        self.feed(head + data[n_bytes_of_head:])
+
+    def head_without_upgrade(self) -> bytes:
+        version = self.parser.get_http_version().encode()
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
+        for name, value in self.headers:
+            if name == b"connection":
+                value = UPGRADE.sub(b"keep-alive", value)
+            lines.append(name + b": " + value)
+        return b"\r\n".join([*lines, b"", b""])
+
+    def on_message_begin(self) -> None:
+        if self.is_answering():
+            raise BadHttp("another request came before the last was answered")
+        super().on_message_begin()
+        self.n_framing_bytes = 0
+        self.n_headers = 0
+        self.in_head = True
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.n_headers += 1
+        if self.n_headers > MAX_HEADERS:
+            raise BadHttp(f"there are more than {MAX_HEADERS} headers")
+        if self.in_head:  # trailers are no headers: RFC 9110, section 6.5.1
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self.in_head = False
+        self.check_head()
+        if not self.parser.should_upgrade():  # else feed() parses it again
+            super().on_headers_complete()
+            self.idle.pop(self, None)
+
+    def check_head(self) -> None:
+        """Refuse what the parser lets through; raises BadHttp."""
+        version = self.parser.get_http_version()
+        names = [name for name, _ in self.headers]
+        if version not in ("1.0", "1.1"):
+            raise BadHttp(f"expected HTTP/1.1, got HTTP/{version}")
+        if self.parser.get_method() == b"CONNECT":
+            raise BadHttp("this server is no proxy")
+        if version == "1.1" and b"host" not in names:  # RFC 9112, section 3.2
+            raise BadHttp("the Host header is missing")
+        if version == "1.0" and b"transfer-encoding" in names:  # RFC 9112, section 6.1
+            raise BadHttp("HTTP/1.0 has no Transfer-Encoding")
+        for name in SINGLE_HEADERS:
+            if names.count(name) > 1:
+                raise BadHttp(f"there are two {name.decode()} headers")
+
+    def on_body(self, body: bytes) -> None:
+        self.n_body_bytes += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.transport.is_closing():
+            self.idle[self] = None
+
+    def is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def refuse(self, error: BaseException) -> None:
+        """Answer what is no HTTP with an error object; an answer to a whole request before it goes on."""
+        self.is_deaf = True
+        if self.is_answering() and not self.cycle.more_body:
+            self.cycle.keep_alive = False
+            return
+        message = f"Invalid HTTP request received: {error}."
         request_id = new_id("req")
         token = logs.REQUEST_ID.set(request_id)
-        log.info("400: %s", msg)
+        log.info("400: %s", message)
         logs.REQUEST_ID.reset(token)
-        if self.cycle and not self.cycle.response_complete:
+        if self.is_answering():
             self.cycle.disconnected = True  # so that the application does not answer it too
             self.cycle.message_event.set()
             if self.cycle.response_started:
                 self.transport.abort()
                 return
-        body = json.dumps(error_body(400, msg, code="invalid_http")).encode()
+        body = json.dumps(error_body(400, message, code="invalid_http")).encode()
         self.transport.write(NO_HTTP_ANSWER % (len(body), request_id.encode(), body))
-        self.transport.close()
+        self.transport.write_eof()  # without close(), at which what the client still sends would reset it
+        self.head_timer.cancel()
+        self.head_timer = self.loop.call_later(LINGER_S, self.transport.abort)
+
+    # --- what is written ------------------------------------------------------------------------------------
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -128,39 +361,29 @@ class Protocol(H11Protocol):
         super().resume_writing()
         self.stop_read_timer()
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self.head_timer.cancel()
-        self.stop_read_timer()
-
     def stop_read_timer(self) -> None:
         if self.read_timer:
             self.read_timer.cancel()
 
-    def drop(self) -> None:
-        """Reset the connection."""
-        no_linger = struct.pack("ii", 1, 0)  # what the system has buffered is dropped too: man 7 socket
-        connection = self.transport.get_extra_info("socket")
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, no_linger)
-        self.transport.abort()
 
+def protocol(seconds: float, n_connections: int = MAX_IDLE) -> type[Protocol]:
+    """Protocol with these limits: the time to read, and how many connections there may be."""
 
-def protocol(seconds: float) -> type[H11Protocol]:
-    """Protocol, with this time limit for clients that do not read."""
-
-    class TimedProtocol(Protocol):
+    class LimitedProtocol(Protocol):
         reader_timeout = seconds
+        max_connections = n_connections
+        idle: ClassVar[OrderedDict[Protocol, None]] = OrderedDict()
 
-    return TimedProtocol
+    return LimitedProtocol
 
 
 def http_config(app: ASGIApp, args: argparse.Namespace) -> uvicorn.Config:
     stop_s = math.ceil(args.shutdown_grace) + STALLED_S
     return uvicorn.Config(
         app,
-        http=protocol(args.reader_timeout),
+        http=protocol(args.reader_timeout, max_connections(args.max_streams)),
         ws="none",
-        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+        backlog=BACKLOG,
         log_config=None,
         access_log=False,
         lifespan="off",

@@ -116,6 +116,14 @@ def base_url(text: str) -> str:
     return text
 
 
+def host_name(text: str) -> str:
+    if not re.fullmatch(r"\*|[\w-]+(\.[\w-]+)*", text, re.ASCII):
+        raise argparse.ArgumentTypeError(
+            f"expected a name without port, such as example.org, or '*', got {text}"
+        )
+    return text.lower()
+
+
 natural = at_least(0, int)
 positive = at_least(1, int)
 seconds = at_least(0.001, float)
@@ -151,7 +159,15 @@ KEY = (
 )
 KEY_FILE = "a file with such keys, one a line: other users of this machine can read a command line"
 ORIGIN = "let pages from there, such as https://example.org, call us; repeatable, '*': from anywhere"
-STREAMS = "requests that are open at once; one more is refused with 503"
+ALLOWED_HOST = (
+    "a name by which clients call a server without keys, repeatable, '*': any; else only its address, "
+    "localhost and --host, for a page can have any name point here (DNS rebinding)"
+)
+STREAMS = (
+    "requests that are open at once; one more is refused: with 503, or with 429 where one of several keys "
+    "would hold more than what is left"
+)
+BODY = "of a request, also when unpacked; while one is parsed nothing else is done, up to 50 ms a MB"
 READER = "seconds before a client that has stopped reading is dropped"
 DONE_LINE = "end Responses streams without 'data: [DONE]'"
 IMAGES = "in requests: refused, or the model is told that there was one"
@@ -205,6 +221,9 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "api-key-file":        (None,                 {"metavar": "FILE", "type": Path, "help": KEY_FILE}),
     "cors-origin":         (None,                 {"type": origin, "metavar": "URL", "action": "append",
                                                    "help": ORIGIN}),
+    "allowed-host":        (None,                 {"type": host_name, "metavar": "NAME", "action": "append",
+                                                   "help": ALLOWED_HOST}),
+    "max-body":            ("2M",                 {"type": size, "metavar": "BYTES", "help": BODY}),
     "max-streams":         (1024,                 {"type": positive, "help": STREAMS}),
     "reader-timeout":      (60.0,                 {"type": seconds, "help": READER}),
     "no-done-line":        (False,                {"action": "store_true", "help": DONE_LINE}),

@@ -209,7 +209,7 @@ def test_resume_by_position(server: Server) -> None:
 
 
 def get_bytes(target: str) -> bytes:
-    return f"GET {target} HTTP/1.1\r\nHost: test\r\n\r\n".encode()
+    return f"GET {target} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
 
 
 @pytest.mark.bug("F04")
@@ -259,6 +259,17 @@ def test_starting_after_is_a_number(server: Server, after: str) -> None:
     assert reply.status == 400
     assert (reply.json["error"]["param"], reply.json["error"]["code"]) == ("starting_after", "invalid_value")
     assert server.get(path(id_) + f"?starting_after={after}").json["id"] == id_
+
+
+@pytest.mark.parametrize("stream", ["maybe", "", "TRUE", "2", "x" * 5000])
+def test_stream_in_a_query_is_true_or_false(server: Server, stream: str) -> None:
+    """Bug: what was neither meant no, so that a client waited for events that never came."""
+    id_ = created(server, HI | {"max_output_tokens": 1})["id"]
+    reply = server.get(path(id_) + f"?stream={stream}")
+    assert (reply.status, reply.json["error"]["param"]) == (400, "stream")
+    assert len(reply.body) < 300
+    for word in ("false", "False", "0"):
+        assert server.get(path(id_) + f"?stream={word}").json["id"] == id_
 
 
 NO_STREAM = "This response cannot be streamed because it was not created with "

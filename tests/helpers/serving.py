@@ -94,7 +94,7 @@ class Server:
 def http_bytes(path: str, body: Json) -> bytes:
     """A whole POST request."""
     raw = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: test\r\nContent-Length: {len(raw)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(raw)}\r\n\r\n"
     return head.encode() + raw
 
 

@@ -1,7 +1,8 @@
 """Every row of params.RESPONSES and params.CHAT: what it takes, what it refuses, and what is echoed."""
 
 import dataclasses
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -10,7 +11,7 @@ from openai.types.responses import ToolParam
 from request import params, tools
 from request.output_format import StructuredOutput as Must
 from request.params import CHAT, RESPONSES, Request
-from request.refusals import BadInput
+from request.refusals import MAX_SHOWN, BadInput, shown
 from request.tools import Grammar, Tool
 from sampling import Sampling
 
@@ -27,7 +28,16 @@ APIS: dict[str, tuple[Read, Json, dict[str, params.Parameter]]] = {
 TYPE, VALUE, UNSUPPORTED = "invalid_type", "invalid_value", "unsupported_parameter"
 MISSING, EXCLUSIVE = "missing_required_parameter", "mutually_exclusive_parameters"
 NAN = float("nan")
-NO_TOKEN_IDS = [{"a": 1}, {"-1": 1}, {"1.0": 1}, {"": 1}, {"\N{SUPERSCRIPT TWO}": 1}, {"9" * 5000: 1}]
+BIASES_301 = {str(token_id): 0 for token_id in range(301)}
+NO_TOKEN_IDS = [
+    BIASES_301,
+    {"a": 1},
+    {"-1": 1},
+    {"1.0": 1},
+    {"": 1},
+    {"\N{SUPERSCRIPT TWO}": 1},
+    {"9" * 5000: 1},
+]
 LONGEST = {"k" * 64: "v" * 512}
 PAIRS_17 = {str(i): "" for i in range(17)}
 HI = {"role": "user", "content": "hi"}
@@ -122,7 +132,7 @@ COMMON: dict[str, Values] = {
     "logit_bias":            ([{}, {"5": -100, "07": 1}],    [[], "5"],   NO_TOKEN_IDS,     []),
     "top_logprobs":          ([0, 20],                       [True, "1"], [-1, 21],         []),
     "stop":                  (["a", list("abcd"), []],       [5, {}],     ["", ["a"] * 5, "a" * 1025],  []),
-    "stop_token_ids":        ([[], [0, 5]],                  [5, "5"],    [[5] * 1025],     []),
+    "stop_token_ids":        ([[], [0, 5]],                  [5, "5"],    [[5] * 129],      []),
     "ignore_eos":            ([True, False],                 [1, "yes"],  [],               []),
     "parallel_tool_calls":   ([True, False],                 [0, "no"],   [],               []),
     "metadata":              ([{}, LONGEST],                 [[], "a"],   [PAIRS_17],       []),
@@ -165,7 +175,7 @@ VALUES: dict[str, dict[str, Values]] = {
     "generate":              ([True, False],                 [0, "no"],   [],               []),
     "prompt_cache_options":  ([{}, PREWARM, {"mode": "x"}],  [True],      [],               []),
     "instructions":          (["", "Be brief."],             [5, []],     [],               []),
-    "previous_response_id":  (["resp_1"],                    [5],         [],               []),
+    "previous_response_id":  (["resp_1"],                    [5],         ["x" * 257],      []),
     "conversation":          ([],                            [],          [],               ["c", {}]),
     "store":                 ([True, False],                 [0],         [],               []),
     "background":            ([True, False],                 [0],         [],               []),
@@ -528,3 +538,34 @@ def test_defaults_are_the_models(api: str, given: Json, defaults: Json, holds: f
     assert request.sampling["temperature"] == holds
     if api == "responses":
         assert request.echo["temperature"] == holds  # numbers, never null: openresponses' schema
+
+
+# --- what an error quotes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "value", [None, True, 1.5, "a", "é" * 58, {"a": [1, {}], "b": None}, [], float("nan")]
+)
+def test_a_small_value_is_shown_as_it_is(value: Any) -> None:
+    assert shown(value) == json.dumps(value, ensure_ascii=False)
+
+
+@pytest.mark.parametrize("value", ["a" * 59, "a" * 2**20, ["a" * 2**20], {"a" * 99: 1}])
+def test_a_large_value_is_cut(value: Any) -> None:
+    assert shown(value) == json.dumps(value)[: MAX_SHOWN - 3] + "..."
+
+
+def test_of_a_large_value_no_more_is_written_than_is_shown() -> None:
+    """Bug: all of a body of 8 MB was written, 0.25 s, to quote 60 characters."""
+
+    class Counted(list[int]):
+        n_read = 0
+
+        def __iter__(self) -> Iterator[int]:
+            for item in super().__iter__():
+                self.n_read += 1
+                yield item
+
+    value = Counted(range(1000))
+    assert shown(value).startswith("[0, 1, 2")
+    assert value.n_read <= MAX_SHOWN

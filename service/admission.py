@@ -1,0 +1,156 @@
+"""Admission control: how many requests clients hold open at once, and how many bytes of bodies, by owner.
+
+    owner --Room.visit()--> Visit          a message of its body --Room.receive()--> the message, or BadInput
+
+A visit begins with the head of a request. While its body arrives it holds the bytes that have come; when that
+is whole it takes a stream, if there is one. It ends with the request, and gives back what it holds.
+
+Authority: A. K. Choudhury and E. L. Hahne, "Dynamic queue length thresholds for shared-memory packet
+switches", IEEE/ACM Transactions on Networking 6 (1998), for rule 1.
+
+Rules of this file:
+1. Of several owners none holds more than what is still free: so there is room for one who holds nothing.
+2. A body that arrives slowly gives way: the oldest of the same owner's, where that owner lacks room.
+3. A body must be whole within MAX_BODY_S.
+
+Not here: connections (connections.py), who an owner is (middleware.py), how many requests the engine runs at
+once (scheduler.py), background responses that wait (background.py).
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from starlette.types import Message, Receive
+
+from request.body import MAX_BODY_BYTES
+from request.refusals import BadInput
+
+MAX_BODY_S = 30  # from the head of the request to the last byte of its body
+BYTES_A_STREAM = 256 * 1024  # of a body, on average: 64,000 tokens of text
+MIN_LARGEST_BODIES = 16  # that there is room for, however few the streams
+
+
+class Shares:
+    """A number of things that owners share: rule 1 where `is_shared`, else one owner may have all."""
+
+    def __init__(self, name: str, total: int, is_shared: bool) -> None:
+        self._name = name
+        self._total = total
+        self._is_shared = is_shared
+        self._n_free = total
+        self._held: Counter[str] = Counter()  # by owner
+
+    def has_room(self, owner: str, n: int) -> bool:
+        n_free = self._n_free - n
+        if self._is_shared:
+            return self._held[owner] + n <= n_free
+        return n_free >= 0
+
+    def take(self, owner: str, n: int) -> None:
+        """Raises BadInput where there is no room."""
+        if self._n_free < n:
+            message = f"There is no room for more {self._name}; try again later."
+            raise BadInput(message, None, "server_is_overloaded")
+        if not self.has_room(owner, n):
+            share = f"{self._held[owner]} of {self._total} {self._name}"
+            message = f"Your key holds {share}, and more would leave too few for others; try again later."
+            raise BadInput(message, None, "rate_limit_exceeded")
+        self._held[owner] += n
+        self._n_free -= n
+
+    def give_back(self, owner: str, n: int) -> None:
+        self._held[owner] -= n
+        self._n_free += n
+        if not self._held[owner]:
+            del self._held[owner]
+
+
+@dataclass(eq=False)
+class Visit:
+    """A request that a client holds open."""
+
+    owner: str
+    deadline: float  # of its body, by the event loop's clock
+    n_bytes: int = 0  # of its body, so far
+    is_arriving: bool = False
+    has_stream: bool = False
+    timeout: asyncio.Timeout | None = None  # runs while more of the body is awaited
+
+
+class Room:
+    """What all clients of a server hold together; `is_shared`: there are several owners."""
+
+    def __init__(
+        self, max_streams: int, max_body_bytes: int = MAX_BODY_BYTES, is_shared: bool = False
+    ) -> None:
+        self.max_body_bytes = max_body_bytes
+        n_bytes = max(max_streams * BYTES_A_STREAM, MIN_LARGEST_BODIES * max_body_bytes)
+        self._streams = Shares("open requests", max_streams, is_shared)
+        self._bodies = Shares("bodies on their way", max_streams, is_shared)
+        self._bytes = Shares("bytes of bodies", n_bytes, is_shared)
+        self._arriving: dict[Visit, None] = {}  # the oldest first
+
+    @contextmanager
+    def visit(self, owner: str) -> Iterator[Visit]:
+        visit = Visit(owner, asyncio.get_running_loop().time() + MAX_BODY_S)
+        try:
+            yield visit
+        finally:
+            self._end_arrival(visit)
+            self._bytes.give_back(owner, visit.n_bytes)
+            self._streams.give_back(owner, int(visit.has_stream))
+
+    def enter(self, visit: Visit) -> None:
+        """Give a visit its stream; raises BadInput."""
+        self._end_arrival(visit)
+        self._streams.take(visit.owner, 1)
+        visit.has_stream = True
+
+    async def receive(self, visit: Visit, receive: Receive) -> Message:
+        """The next message of a client; raises BadInput where its body has no room, or no time left."""
+        if visit.has_stream:  # all that can still come is that the client leaves
+            return await receive()
+        if not visit.is_arriving:
+            self._take(self._bodies, visit, 1)
+            self._arriving[visit] = None
+            visit.is_arriving = True
+        try:
+            async with asyncio.timeout_at(visit.deadline) as visit.timeout:
+                message = await receive()
+        except TimeoutError as error:
+            expected = f"Expected the body within {MAX_BODY_S} s, or before other bodies needed its room."
+            raise BadInput(expected, None, "request_timeout") from error
+        finally:
+            visit.timeout = None
+        if message["type"] == "http.request":
+            n_bytes = len(message.get("body", b""))
+            self._take(self._bytes, visit, n_bytes)
+            visit.n_bytes += n_bytes
+            if not message.get("more_body"):
+                self.enter(visit)
+        return message
+
+    def _take(self, shares: Shares, visit: Visit, n: int) -> None:
+        """Raises BadInput where there is no room, and rule 2 makes none."""
+        if not shares.has_room(visit.owner, n):
+            older = [other for other in self._arriving if other.owner == visit.owner and other is not visit]
+            while older and not shares.has_room(visit.owner, n):
+                self._expire(older.pop(0))
+        shares.take(visit.owner, n)
+
+    def _expire(self, visit: Visit) -> None:
+        self._end_arrival(visit)
+        self._bytes.give_back(visit.owner, visit.n_bytes)
+        visit.n_bytes = 0
+        visit.deadline = 0
+        if visit.timeout:
+            visit.timeout.reschedule(0)
+
+    def _end_arrival(self, visit: Visit) -> None:
+        if visit.is_arriving:
+            visit.is_arriving = False
+            del self._arriving[visit]
+            self._bodies.give_back(visit.owner, 1)

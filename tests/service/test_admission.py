@@ -1,0 +1,176 @@
+"""Admission: bodies that come slowly, and what owners share; rooms alone, and the real server."""
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.faulty_server import SLOW
+from helpers.serving import TINY, Json, Server, http_bytes, http_chunks, serve, until
+from request.refusals import STATUS, BadInput
+from service import admission
+from service.admission import Room, Shares
+
+RESPONSES = "/v1/responses"
+FAULTY = ("-m", "tests.helpers.faulty_server")
+HI: Json = {"model": "tiny", "input": "hi"}
+SHORT = HI | {"max_output_tokens": 1}
+EOS = json.loads((TINY / "generation_config.json").read_text())["eos_token_id"]
+ENDLESS: Json = HI | {"seed": SLOW, "logit_bias": {str(token_id): -100 for token_id in EOS}, "stream": True}
+HALF = http_bytes(RESPONSES, HI)[:-5]
+
+# --- shares -------------------------------------------------------------------------------------------------
+
+
+def code_of(take: Callable[[], None]) -> str | None:
+    try:
+        take()
+    except BadInput as refusal:
+        return refusal.code
+    return None
+
+
+def test_one_owner_may_have_all() -> None:
+    shares = Shares("things", 3, is_shared=False)
+    assert [code_of(lambda: shares.take("", 1)) for _ in range(4)] == [
+        None,
+        None,
+        None,
+        "server_is_overloaded",
+    ]
+    shares.give_back("", 3)
+    assert shares.has_room("", 3)
+
+
+def test_of_several_owners_none_holds_more_than_what_is_left() -> None:
+    """However many of them want all, there is room for one who holds nothing."""
+    shares = Shares("things", 100, is_shared=True)
+    for owner in "abcdef":
+        n_taken = 0
+        while code_of(lambda owner=owner: shares.take(owner, 1)) is None:  # type: ignore[misc]
+            n_taken += 1
+        assert n_taken > 0
+        assert code_of(lambda owner=owner: shares.take(owner, 1)) == "rate_limit_exceeded"  # type: ignore[misc]
+    assert shares.has_room("g", 1)
+
+
+# --- a room -------------------------------------------------------------------------------------------------
+
+
+def chunk(n_bytes: int) -> Callable[[], Awaitable[Any]]:
+    """A client that sends so many bytes, and will send more."""
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": bytes(n_bytes), "more_body": True}
+
+    return receive
+
+
+async def silence() -> Any:
+    await asyncio.Event().wait()
+
+
+def test_a_body_has_so_much_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "MAX_BODY_S", 0.01)
+
+    async def read() -> None:
+        room = Room(2)
+        with room.visit("") as visit:
+            await room.receive(visit, chunk(10))
+            with pytest.raises(BadInput) as caught:
+                await room.receive(visit, silence)
+        assert STATUS[caught.value.code] == 408
+
+    asyncio.run(read())
+
+
+def test_the_oldest_body_of_the_same_owner_gives_way() -> None:
+    """There is room for 16 of the largest, of which m may have as many as are left besides: 7."""
+
+    async def upload(room: Room, owner: str) -> str:
+        with room.visit(owner) as visit:
+            try:
+                await room.receive(visit, chunk(room.max_body_bytes))
+                await room.receive(visit, silence)
+            except BadInput as refusal:
+                return refusal.code
+        return ""
+
+    async def run() -> None:
+        room = Room(32, max_body_bytes=2**20, is_shared=True)
+        uploads = [asyncio.create_task(upload(room, owner)) for owner in "y" + 8 * "m"]
+        await asyncio.sleep(0.02)
+        assert [task.done() for task in uploads] == [False, True, *[False] * 7]  # y's, though it is older
+        assert uploads[1].result() == "request_timeout"
+        for task in uploads:
+            task.cancel()
+        await asyncio.gather(*uploads, return_exceptions=True)
+        with room.visit("m") as visit:  # all has been given back
+            await room.receive(visit, chunk(8 * 2**20))
+
+    asyncio.run(run())
+
+
+# --- the server ---------------------------------------------------------------------------------------------
+
+
+def test_half_sent_bodies_take_no_streams() -> None:
+    """Bug: 1,024 of them, which cost a client nothing, and everybody else got 503 for a minute."""
+    with serve("--max-streams", "2") as server, ExitStack() as held:
+        clients = [held.enter_context(server.connect(HALF)) for _ in range(10)]
+        time.sleep(0.1)
+        assert server.post(RESPONSES, SHORT).status == 200
+        assert clients[0].recv(65536).startswith(b"HTTP/1.1 408 ")  # there is room for two on their way
+
+
+def test_a_body_has_so_many_bytes() -> None:
+    with serve("--max-body", "10K") as server:
+        padding = "x" * (10 * 1024 - len(json.dumps(SHORT | {"metadata": {}, "banana": ""})))
+        assert server.post(RESPONSES, SHORT | {"metadata": {}, "banana": padding}).status == 200
+        refused = server.post(RESPONSES, SHORT | {"metadata": {}, "banana": padding + "x"})
+        assert (refused.status, refused.json["error"]["code"]) == (413, "body_too_large")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_what_all_bodies_hold_is_bounded() -> None:
+    """Bug: 60 bodies of 8 MB, sent slowly, were 508 MB. Here there is room for 16 of 1 MB."""
+    with serve("--max-body", "1M", "--max-streams", "64") as server, ExitStack() as held:
+        before = server_bytes(server)
+        half = http_bytes(RESPONSES, HI | {"input": "x" * 1_000_000})[:-5]
+        clients = [held.enter_context(server.connect(half)) for _ in range(100)]
+        n_left_out = 0
+        for client in clients[:84]:
+            n_left_out += client.recv(65536).startswith(b"HTTP/1.1 408 ")
+        assert n_left_out == 84
+        assert server_bytes(server) - before < 64 * 2**20
+        assert server.post(RESPONSES, SHORT).status == 200
+
+
+def server_bytes(server: Server) -> int:
+    """Its resident memory."""
+    status = Path(f"/proc/{server.process.pid}/status").read_text(encoding="utf-8")
+    return 1024 * int(status.split("VmRSS:")[1].split()[0])
+
+
+def test_of_two_keys_one_cannot_take_all_streams() -> None:
+    keys = ("--api-key", "mine", "--api-key", "yours")
+    request = http_bytes(RESPONSES, ENDLESS).replace(b"Host: ", b"Authorization: Bearer mine\r\nHost: ")
+    with serve(*keys, "--max-streams", "4", script=FAULTY) as server, ExitStack() as held:
+        for _ in range(2):
+            next(http_chunks(held.enter_context(server.connect(request))))
+        refused = server.post(RESPONSES, SHORT, Authorization="Bearer mine")
+        assert (refused.status, refused.json["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert "2 of 4 open requests" in refused.json["error"]["message"]
+        assert int(refused.headers["retry-after"]) > 0
+        assert server.post(RESPONSES, SHORT, Authorization="Bearer yours").status == 200
+        held.close()
+        until(
+            lambda: server.post(RESPONSES, SHORT, Authorization="Bearer mine").status == 200,
+            "there is room again",
+        )

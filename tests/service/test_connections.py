@@ -1,0 +1,168 @@
+"""Connections, as the real server meets them: bytes that cost, clients that half leave, too many of them."""
+
+import json
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from http.client import HTTPResponse
+
+import pytest
+
+from helpers.faulty_server import SLOW
+from helpers.serving import TINY, Json, Reply, Server, http_bytes, http_chunks, serve, until
+from service import connections
+
+RESPONSES = "/v1/responses"
+FAULTY = ("-m", "tests.helpers.faulty_server")
+HI: Json = {"model": "tiny", "input": "hi"}
+EOS = json.loads((TINY / "generation_config.json").read_text())["eos_token_id"]
+ENDLESS: Json = HI | {"seed": SLOW, "logit_bias": {str(token_id): -100 for token_id in EOS}}
+ALIVE = b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
+CHUNKED = b"POST /v1/responses HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serve(script=FAULTY) as started:
+        yield started
+        assert "Traceback" not in started.log()
+
+
+def answer(client: socket.socket) -> Reply:
+    whole = HTTPResponse(client)
+    whole.begin()
+    return Reply(whole.status, {}, whole.read())
+
+
+# --- work ---------------------------------------------------------------------------------------------------
+
+# fmt: off
+#  what a body is wrapped in   bytes that say so little
+FRAMING = {
+    "chunks of a byte":        CHUNKED + b"1\r\nx\r\n" * 20_000,
+    "an endless chunk size":   CHUNKED + b"1;x=" + b"x" * 100_000,
+    "endless trailers":        CHUNKED + b"0\r\n" + b"x" * 100_000,
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("data", FRAMING.values(), ids=FRAMING)
+def test_what_wraps_a_body_is_bounded(server: Server, data: bytes) -> None:
+    """Bug: each chunk was worked on, and 2 MB in chunks of a byte stopped all streams for a second."""
+    with server.connect(b"") as client:
+        with suppress(ConnectionError):  # it is refused before all has come
+            client.sendall(data)
+        reply = answer(client)
+    assert (reply.status, reply.json["error"]["code"]) == (400, "invalid_http")
+    assert str(connections.MAX_FRAMING_BYTES) in reply.json["error"]["message"]
+
+
+def test_one_turn_reads_so_much() -> None:
+    """What a client has sent meanwhile waits in the system: the loop looks at everybody else first."""
+    limited = connections.protocol(60).__dict__
+    assert "get_buffer" not in limited
+    buffer = connections.Protocol.get_buffer(connections.Protocol.__new__(connections.Protocol), -1)
+    assert len(buffer) <= 64 * 1024
+
+
+def test_trailers_are_no_headers(server: Server) -> None:
+    """Else what a proxy has checked is not what we see: RFC 9110, section 6.5.1."""
+    body = json.dumps(HI | {"max_output_tokens": 1}).encode()
+    chunks = b"%x\r\n%s\r\n0\r\nContent-Encoding: banana\r\n\r\n" % (len(body), body)
+    with server.connect(CHUNKED + chunks) as client:
+        assert answer(client).status == 200
+
+
+# --- upgrades, pipelining -----------------------------------------------------------------------------------
+
+
+@pytest.mark.bug("H13")
+@pytest.mark.parametrize("in_one", [True, False])
+def test_a_body_with_an_upgrade_to_http_2(server: Server, in_one: bool) -> None:
+    """Java's own client offers one with each body; the parser takes what follows for HTTP/2, so the body was
+    lost, or read as the next request: Kludex/uvicorn#2722.
+    """
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQC\r\n\r\n"
+    head, _, body = http_bytes(RESPONSES, HI | {"max_output_tokens": 1}).partition(b"\r\n\r\n")
+    parts = [head + b"\r\n" + offer, body]
+    if in_one:
+        parts = [b"".join(parts)]
+    with server.connect(b"") as client:
+        for part in parts:
+            client.sendall(part)
+            time.sleep(0.02)
+        reply = answer(client)
+        assert (reply.status, reply.json["object"]) == (200, "response")
+        client.sendall(ALIVE)
+        assert answer(client).status == 200
+
+
+@pytest.mark.parametrize("behind", [ALIVE, b"nonsense\r\n\r\n"])
+def test_what_comes_before_the_answer_is_not_looked_at(server: Server, behind: bytes) -> None:
+    """The connection ends behind the answer, and a client sends it again: RFC 9112, section 9.3.2."""
+    with server.connect(http_bytes(RESPONSES, HI | {"max_output_tokens": 1}) + behind) as client:
+        read = b"".join(iter(lambda: client.recv(65536), b""))
+    assert read.startswith(b"HTTP/1.1 200 OK")
+    assert read.count(b"HTTP/1.1 ") == 1
+
+
+# --- clients that leave, or half leave ----------------------------------------------------------------------
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="TCP_CORK is Linux's")
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_half_closed_client_gets_its_answer(server: Server, stream: bool) -> None:
+    """Such as `nc -N`, which ends its side behind the request. Bug: it got nothing."""
+    body = HI | {"max_output_tokens": 5, "stream": stream}
+    with server.connect(b"") as client:
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 1)  # both come before the answer begins
+        client.sendall(http_bytes(RESPONSES, body))
+        client.shutdown(socket.SHUT_WR)
+        reply = answer(client)
+        assert client.recv(1) == b""
+    assert reply.status == 200
+    assert b'"status":"incomplete"' in reply.body
+
+
+@pytest.mark.bug("I02")
+def test_a_client_that_closes_without_an_answer_has_left(server: Server) -> None:
+    """The end of its side alone does not say so: it is written to, and its system resets the connection."""
+    with server.connect(http_bytes(RESPONSES, ENDLESS)):
+        until(lambda: server.health()["running"] == 1, "it runs")
+    until(lambda: server.health()["running"] == 0, "it does not")
+    assert server.log().count("nobody waits any longer") >= 1
+
+
+def test_a_client_that_ends_its_side_of_a_stream_has_left(server: Server) -> None:
+    with server.connect(http_bytes(RESPONSES, ENDLESS | {"stream": True})) as client:
+        next(http_chunks(client))
+        client.shutdown(socket.SHUT_WR)
+        until(lambda: server.health()["running"] == 0, "it does not run")
+
+
+# --- too many connections -----------------------------------------------------------------------------------
+
+FEW_FILES = """
+import resource, runpy, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+sys.argv[0] = "server.py"
+runpy.run_path("server.py", run_name="__main__")
+"""
+
+
+@pytest.mark.bug("I06")
+@pytest.mark.skipif(sys.platform == "win32", reason="a socket is no file there")
+def test_idle_connections_do_not_take_the_last_files() -> None:
+    """Bug: 300 of them under `ulimit -n 256` ended the service, with 57,308 tracebacks in the log in 8 s."""
+    with serve(script=("-c", FEW_FILES)) as server, ExitStack() as held:
+        stream = held.enter_context(server.connect(http_bytes(RESPONSES, HI | {"stream": True})))
+        chunks = http_chunks(stream)
+        next(chunks)
+        for begun in [b"", b"GET /hea"] * 150:
+            held.enter_context(server.connect(begun))
+        assert server.get("/health/live").status == 200
+        assert b"response.completed" in b"".join(chunks)
+        assert server.log().count("one without a request gives way") == 1
+        assert len(server.log().splitlines()) < 50
