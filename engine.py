@@ -21,10 +21,12 @@ import logging
 import queue
 import sys
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import wait
 from typing import Literal, NamedTuple, Protocol
 
 from checkpoint.config import Config
@@ -38,6 +40,11 @@ SWITCH_INTERVAL_S = 0.0005  # how long another thread of the process may keep th
 MAX_STEP_S = 30  # close() waits as long as the slowest model's step takes
 MAX_FAILED_STEPS = 3  # one after another, and the engine is not alive: a device can fail for good
 CLOSING = "The server is shutting down."
+MASK_WAIT_S = 0.005  # a step waits so long for the masks of structured output; most come within 1 ms
+GAVE_UP = (
+    "The constraint on the output gave up: its schema or definition is too costly or too ambiguous to be "
+    "followed any further, or allows nothing here. Simplify it; the log has the details."
+)
 BROKEN = "The engine has stopped; its log has the details."
 
 
@@ -211,6 +218,7 @@ class Engine:
 
     def _step(self) -> None:
         """Schedule and launch the next step, read the oldest in flight, deliver what it brought."""
+        self._wait_for_masks()
         batch = self._scheduler.schedule([step.batch for step in self._in_flight])
         if batch:
             self._launch(batch)
@@ -219,6 +227,23 @@ class Engine:
             self._read()
         self._fail_constrained()
         self._deliver()
+
+    def _wait_for_masks(self) -> None:
+        """Give the masks that are being computed a moment. Nobody waits twice for one that is late."""
+        running = self._scheduler.running
+        awaiting = [sequence for sequence in running if sequence.awaits_masks]
+        if len(awaiting) < len(running):  # else there is nothing else to compute
+            awaiting = [sequence for sequence in awaiting if not sequence.is_late]
+        pending = {sequence.constraint.fileno(): sequence for sequence in awaiting if sequence.constraint}
+        deadline = time.monotonic() + MASK_WAIT_S
+        seconds_left = MASK_WAIT_S
+        while pending and seconds_left > 0:
+            for fd in wait([*pending], seconds_left):
+                assert isinstance(fd, int)
+                del pending[fd]
+            seconds_left = deadline - time.monotonic()
+        for sequence in pending.values():
+            sequence.is_late = True
 
     def _launch(self, batch: list[Scheduled]) -> None:
         spans = [scheduled.span for scheduled in batch]
@@ -265,7 +290,7 @@ class Engine:
         """Fail the sequences whose constraint gave up."""
         for sequence, error in self._scheduler.failed:
             log.error("the constraint of a request gave up", exc_info=error)
-            self._fail(sequence, "The constraint on the output gave up; the log has the details.")
+            self._fail(sequence, GAVE_UP)
         self._scheduler.failed.clear()
 
     def _fail(self, sequence: Sequence, message: str) -> None:

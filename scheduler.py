@@ -22,9 +22,9 @@ forward pass (model.py), what a constraint allows (dialects/structured_output.py
 """
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import repeat, takewhile
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -34,6 +34,7 @@ from model import PAGE, Span
 from pages import EMPTY_PREFIX, OutOfPages, PagePool, PrefixHash, prefix_hash
 from sampling import Choice, Context, Sampling
 
+NO_TOKEN = "expected a token that may come next, the constraint allows none"
 MAX_CHUNKS = 2  # prefill chunks a step: bounds how long the sequences that decode wait for their next token
 N_GRAM = 2  # tokens that have to come again for what followed them to be drafted
 
@@ -96,14 +97,23 @@ Mask = NDArray[np.bool_]  # (vocab_size,) the tokens that may come next
 class Constraint(Protocol):
     """What the output must keep to: structured output, constrained decoding."""
 
-    def mask(self) -> Mask:
-        """Return which tokens may come next."""
+    def advance(self, token_ids: list[int], drafts: list[int]) -> None:
+        """Begin the masks behind the next tokens of the output, and behind each draft; does not wait.
 
-    def advance(self, token_id: int) -> None:
-        """Take the next token of the output; raises ValueError if the constraint gives up."""
+        At first, and after close(), `token_ids` are all of the output.
+        """
 
-    def copy(self) -> "Constraint":
-        """Return one that can look ahead, while this one stays where it is."""
+    def masks(self) -> list[Mask] | None:
+        """Return which tokens may come next, then behind each draft, up to one that is not allowed.
+
+        None while they are being computed. Raises where the constraint gives up.
+        """
+
+    def fileno(self) -> int:
+        """Return what can be waited for: it is readable when the masks are there."""
+
+    def close(self) -> None:
+        """Give up what it holds; nothing happens if it holds nothing."""
 
 
 @dataclass(eq=False)
@@ -118,7 +128,10 @@ class Sequence:
 
     output: list[int] = field(default_factory=list)  # tokens chosen, in the steps that have been read
     finish: Literal["stop", "length"] | None = None  # set when its last token is read
-    mask: Mask | None = None  # what its constraint allows as the next token; None: any token
+    masks: list[Mask] | None = (
+        None  # what its constraint allows next, then behind drafts; None: not known yet
+    )
+    is_late: bool = False  # its masks were not there when a step had waited for them
 
     slot: int | None = None  # row of the batch; None while it waits, and when it has ended
     page_table: list[int] = field(default_factory=list)  # the page of token i is page_table[i // PAGE]
@@ -135,6 +148,11 @@ class Sequence:
     @property
     def n_tokens(self) -> int:
         return len(self.prompt) + len(self.output)
+
+    @property
+    def awaits_masks(self) -> bool:
+        """Whether its next token cannot be chosen yet."""
+        return self.constraint is not None and self.masks is None
 
     @property
     def is_prefilling(self) -> bool:
@@ -173,37 +191,16 @@ class Sequence:
 
         The list ends before the first draft that the constraint does not allow.
         """
-        contexts = [Context(self.sampling, self.prompt, self.output, self.mask, self.n_unread)]
-        if not drafts:
-            return contexts
-        mask = self.mask
-        lookahead = None
-        if self.constraint is not None:
-            lookahead = self.constraint.copy()
-        for n, token_id in enumerate(drafts, 1):
-            if lookahead is not None:
-                mask = mask_after(lookahead, mask, token_id)
-                if mask is None:
-                    break
-            contexts.append(Context(self.sampling, self.prompt, [*self.output, *drafts[:n]], mask))
+        masks: Iterable[Mask | None] = repeat(None)
+        if self.masks is not None:
+            masks = self.masks
+        contexts: list[Context] = []
+        for n, mask in zip(range(len(drafts) + 1), masks, strict=False):
+            output = self.output
+            if n > 0:
+                output = [*self.output, *drafts[:n]]
+            contexts.append(Context(self.sampling, self.prompt, output, mask, self.n_unread))
         return contexts
-
-
-def mask_after(constraint: Constraint, mask: Mask | None, token_id: int) -> Mask | None:
-    """Advance past a draft; None where the mask forbids it, or nothing may follow it.
-
-    A constraint that gives up here is no failure yet: the draft may not be what is chosen.
-    """
-    if mask is None or not mask[token_id]:
-        return None
-    try:
-        constraint.advance(token_id)
-        next_mask = constraint.mask()
-    except Exception:
-        return None
-    if not next_mask.any():
-        return None
-    return next_mask
 
 
 class Scheduled(NamedTuple):
@@ -265,6 +262,7 @@ class Scheduler:
         before the oldest of those is read.
         """
         self._admit()
+        self._take_masks()
         while True:
             try:
                 batch = self._next_batch(in_flight)
@@ -303,7 +301,7 @@ class Scheduler:
             sequence.prompt_lookup.extend(token_ids)
         self._register_full_pages(sequence, span.start, span.end - n_rejected)
         if tokens:
-            self._finish_or_constrain(sequence, token_ids)
+            self._finish_or_advance(sequence, token_ids)
         return tokens
 
     def remove(self, sequence: Sequence) -> None:
@@ -332,7 +330,8 @@ class Scheduler:
             sequence.slot = self._free_slots.pop()
             if self._speculate and sequence.prompt_lookup is None:
                 sequence.prompt_lookup = PromptLookup(sequence.prompt)
-            self._constrain(sequence, [])  # takes the mask of its next token
+            if sequence.constraint is not None:
+                self._advance(sequence, sequence.output)
 
     def _n_shared_pages(self, sequence: Sequence) -> int:
         """Pages of its prompt that others have in use: none has to be free for them."""
@@ -410,9 +409,12 @@ class Scheduler:
     def _schedule_rows(
         self, sequence: Sequence, end: int, drafts: list[int], is_chunk: bool
     ) -> Scheduled | None:
-        """The tokens before `end` that are not computed yet, then the drafts; None where there are none."""
+        """The tokens before `end` that are not computed yet, then the drafts; None where there are none.
+
+        A sequence whose next token cannot be chosen yet sits the step out: the others do not wait for it.
+        """
         start = sequence.n_computed
-        if end == start:
+        if end == start or (end == sequence.n_tokens and sequence.awaits_masks):
             return None
         contexts: list[Context] = []
         if end == sequence.n_tokens:
@@ -440,13 +442,17 @@ class Scheduler:
         return Scheduled(sequence, span, sequence.contexts([]), [])
 
     def _drafts(self, sequence: Sequence) -> list[int]:
+        """The drafts that there is room for."""
+        n_spare_pages = max(0, self.pool.n_free - len(self.running))  # the others may need a page each
+        n_places = (len(sequence.page_table) + n_spare_pages) * PAGE - sequence.n_tokens
+        return self._predicted(sequence)[:n_places]
+
+    def _predicted(self, sequence: Sequence) -> list[int]:
         """What may come after the newest token; no stop token, for nothing comes after that."""
         if sequence.prompt_lookup is None:
             return []
-        n_spare_pages = max(0, self.pool.n_free - len(self.running))  # the others may need a page each
-        n_places = (len(sequence.page_table) + n_spare_pages) * PAGE - sequence.n_tokens
         n_left = sequence.max_tokens - len(sequence.output) - 1
-        drafts = sequence.prompt_lookup.drafts(min(sequence.max_drafts, n_left, n_places))
+        drafts = sequence.prompt_lookup.drafts(min(sequence.max_drafts, n_left))
         return list(takewhile(lambda token_id: token_id not in sequence.stop_token_ids, drafts))
 
     # --- Pages ----------------------------------------------------------------------------------------------
@@ -513,10 +519,12 @@ class Scheduler:
         sequence.slot = None
         self.pool.release(sequence.page_table)
         sequence.page_table = []  # a new list, for a span in flight may still use the old one
+        if sequence.constraint is not None:
+            sequence.constraint.close()
 
     # --- The end, or the next token -------------------------------------------------------------------------
 
-    def _finish_or_constrain(self, sequence: Sequence, token_ids: list[int]) -> None:
+    def _finish_or_advance(self, sequence: Sequence, token_ids: list[int]) -> None:
         """End the sequence if its output is complete with these tokens, else say what may come next."""
         if token_ids[-1] in sequence.stop_token_ids:
             sequence.finish = "stop"
@@ -524,22 +532,38 @@ class Scheduler:
             sequence.finish = "length"
         if sequence.finish:
             self.remove(sequence)
-        else:
-            self._constrain(sequence, token_ids)
+        elif sequence.constraint is not None:
+            self._advance(sequence, token_ids)
 
-    def _constrain(self, sequence: Sequence, token_ids: list[int]) -> None:
-        """Advance the constraint and take its mask; where it gives up, this sequence fails and no other."""
-        if sequence.constraint is None:
-            return
+    # --- Structured output ----------------------------------------------------------------------------------
+
+    def _advance(self, sequence: Sequence, token_ids: list[int]) -> None:
+        """Have the masks made behind these tokens, and behind the drafts that the next step may verify."""
+        assert sequence.constraint is not None
+        sequence.masks = None
+        sequence.is_late = False
         try:
-            for token_id in token_ids:
-                sequence.constraint.advance(token_id)
-            sequence.mask = sequence.constraint.mask()
-            if not sequence.mask.any():
-                raise ValueError("expected a token that may come next, the constraint allows none")
+            sequence.constraint.advance(token_ids, self._predicted(sequence))
         except Exception as error:
-            self.remove(sequence)
-            self.failed.append((sequence, error))
+            self._give_up(sequence, error)
+
+    def _take_masks(self) -> None:
+        """Take the masks that have come since the last step."""
+        for sequence in [*self.running]:
+            if sequence.constraint is None or sequence.masks is not None:
+                continue
+            try:
+                sequence.masks = sequence.constraint.masks()
+            except Exception as error:
+                self._give_up(sequence, error)
+            else:
+                if sequence.masks is not None and not sequence.masks[0].any():
+                    self._give_up(sequence, ValueError(NO_TOKEN))
+
+    def _give_up(self, sequence: Sequence, error: Exception) -> None:
+        """The constraint has given up: this sequence fails and no other."""
+        self.remove(sequence)
+        self.failed.append((sequence, error))
 
 
 # --- Drafts -------------------------------------------------------------------------------------------------

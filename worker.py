@@ -26,7 +26,8 @@ from typing import Any, NamedTuple, Protocol
 
 from channels import Accepted, Dialect, Finish, Output, Parser, Piece, State, TokenLogprob, Usage
 from dialects import families
-from dialects.structured_output import BadGrammar, Constraint, Grammars, Thinking, lark
+from dialects.matchers import Grammars
+from dialects.structured_output import AnswerGrammar, BadGrammar, Thinking, answer_grammar
 from engine import Engine, EngineRequest
 from request.messages import Message, shortened
 from request.output_format import StructuredOutput
@@ -88,7 +89,7 @@ class LocalPrompt(NamedTuple):
     dialect: Dialect  # how the model marks reasoning and calls, where these tools are offered
     state: State  # of the parser, where the answer begins
     after_marker: bool  # the prompt ends with a marker
-    constraint: Constraint | None  # structured output, a copy for each choice; None: the answer is free
+    grammar: AnswerGrammar | None  # structured output; None: the answer is free
 
     @property
     def n_tokens(self) -> int:
@@ -121,7 +122,7 @@ class LocalWorker:
         self.dialect = dialect or families.recognised(template.source, template.takes_tools)
 
     def counts(self) -> dict[str, int]:
-        return self.engine.counts()
+        return self.engine.counts() | {"grammars_waiting": self._grammars.n_waiting}
 
     @property
     def alive(self) -> bool:
@@ -132,9 +133,17 @@ class LocalWorker:
 
     async def close(self) -> None:
         await asyncio.to_thread(self.engine.close)
+        self._grammars.close()
 
     async def prepare(self, request: Request) -> LocalPrompt:
-        return await asyncio.to_thread(self._prepare, request)  # a long prompt must not stop the streams
+        prompt = await asyncio.to_thread(self._prepare, request)  # a long prompt must not stop the streams
+        spec = request.structured_output
+        if spec and prompt.grammar:
+            try:
+                await self._grammars.check(prompt.grammar, request.owner)
+            except BadGrammar as error:
+                raise refusal(error, spec) from error
+        return prompt
 
     def _prepare(self, request: Request) -> LocalPrompt:
         """Render, tokenise and check; raises BadInput."""
@@ -150,12 +159,10 @@ class LocalWorker:
         added_tokens = self._tokenizer.added
         dialect = families.find(family, added_tokens, self._template.source, tools=bool(request.tools))
         state, after_marker = families.opening(text, dialect)
-        constraint = None
+        grammar = None
         if request.structured_output:
-            constraint = self._constraint(request.structured_output, dialect, state, after_marker)
-        return LocalPrompt(
-            self, request, token_ids, max_tokens, seed, dialect, state, after_marker, constraint
-        )
+            grammar = self._grammar(request.structured_output, dialect, state, after_marker)
+        return LocalPrompt(self, request, token_ids, max_tokens, seed, dialect, state, after_marker, grammar)
 
     def _render_to_fit(self, request: Request) -> tuple[str, list[int]]:
         """The text and the token ids of the prompt; with `truncate` old turns are dropped until it fits."""
@@ -237,38 +244,29 @@ class LocalWorker:
         request = prompt.request
         stop_token_ids = {*request.stop_token_ids}
         # The grammar of structured output has an end of its own, after which nothing may come.
-        if prompt.constraint or not request.ignore_eos:
+        if prompt.grammar or not request.ignore_eos:
             stop_token_ids.update(self.engine.config.eos_token_ids)
         of_choice = {"seed": prompt.seed, "choice": choice, "n_top_logprobs": request.n_top_logprobs}
         sampling = Sampling(**(request.sampling | of_choice))
         constraint = None
-        if prompt.constraint:
-            constraint = prompt.constraint.copy()
+        if prompt.grammar:
+            constraint = self._grammars.constraint(prompt.grammar)
         stops = frozenset(stop_token_ids)
         return EngineRequest(prompt.token_ids, prompt.max_tokens, stops, sampling, constraint)
 
-    def _constraint(
+    def _grammar(
         self, spec: StructuredOutput, dialect: Dialect, state: State, after_marker: bool
-    ) -> Constraint:
-        """The constraint on the answer (structured output); raises BadInput where it cannot be enforced."""
+    ) -> AnswerGrammar:
+        """What the answer is held to (structured output); raises BadInput where that cannot be enforced."""
         thinking: Thinking = "possible"  # the model may reason before it answers
         if state == "analysis":
             thinking = "open"  # the prompt has begun the reasoning
         elif after_marker:
             thinking = "over"  # the prompt has ended it
         try:
-            self._grammars.check(spec)
-            return self._grammars.constraint(lark(spec, dialect, self._tokenizer.added, thinking))
+            return answer_grammar(spec, dialect, self._tokenizer.added, thinking)
         except BadGrammar as error:
-            grammar = dict(spec.inputs).get(error.part)  # of a custom tool's input
-            if grammar:
-                message = f"Invalid {grammar.syntax} grammar for '{error.part}': {error}"
-                raise BadInput(message, grammar.path) from error
-            path = "tools"
-            if error.part == "schema":
-                path = spec.schema_path
-            message = f"Invalid schema for '{error.part}': {error}"
-            raise BadInput(message, path, "invalid_json_schema") from error
+            raise refusal(error, spec) from error
 
     def _check_token_ids(self, request: Request) -> None:
         vocab_size = self.engine.config.vocab_size
@@ -291,6 +289,20 @@ class LocalWorker:
     def _logprob(self, token_id: int, logprob: float) -> TokenLogprob:
         token = self._tokenizer.token_bytes(token_id)
         return TokenLogprob(token.decode(errors="replace"), logprob, token)
+
+
+def refusal(error: BadGrammar, spec: StructuredOutput) -> BadInput:
+    """What the client is told of a schema or grammar that cannot be enforced."""
+    grammar = dict(spec.inputs).get(error.part)  # of a custom tool's input
+    if grammar:
+        return BadInput(f"Invalid {grammar.syntax} grammar for '{error.part}': {error}", grammar.path)
+    path = "tools"
+    if error.part == "schema" or not spec.functions:
+        path = spec.schema_path
+    of_part = ""
+    if error.part:
+        of_part = f" for '{error.part}'"
+    return BadInput(f"Invalid schema{of_part}: {error}", path, "invalid_json_schema")
 
 
 def feed_all(parser: Parser, pieces: list[Piece]) -> list[Output]:

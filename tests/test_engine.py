@@ -325,21 +325,23 @@ def test_an_engine_whose_steps_all_fail_is_not_alive(tiny_engine: Engine) -> Non
     assert tiny_engine.alive
 
 
-class CannotLookAhead:
+class CannotBeWaitedFor:
     """A constraint that fails where none is expected to."""
 
-    def mask(self) -> NDArray[np.bool_]:
-        return np.ones(tiny().config.vocab_size, bool)
+    def advance(self, token_ids: list[int], drafts: list[int]) -> None: ...
 
-    def advance(self, token_id: int) -> None: ...
+    def masks(self) -> list[NDArray[np.bool_]] | None:
+        return None
 
-    def copy(self) -> "CannotLookAhead":
+    def fileno(self) -> int:
         raise MemoryError("a fault made on purpose")
+
+    def close(self) -> None: ...
 
 
 def test_what_nobody_foresaw_fails_all_and_hangs_none(caplog: pytest.LogCaptureFixture) -> None:
     """The engine's thread died, and everybody waited for ever."""
-    asked = EngineRequest([5, 6, 7, 8] * 20, 30, frozenset(), GREEDY, CannotLookAhead())
+    asked = EngineRequest([5, 6, 7, 8] * 20, 30, frozenset(), GREEDY, CannotBeWaitedFor())
     with started(watch := Watch(), speculate=4) as engine:
         assert all(failed(answer, BROKEN) for answer in together(engine, watch, [asked, endless(5, 30)]))
         assert not engine.alive

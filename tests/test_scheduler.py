@@ -5,6 +5,7 @@ device whose KV cache holds, in place of keys and values, the text that they bel
 """
 
 from collections import deque
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -384,19 +385,34 @@ class Only:
 
     def __init__(self, *token_ids: int) -> None:
         self.rest = deque(token_ids)
+        self.drafts: list[int] = []
+        self.is_late = False
+        self.is_followed = False  # it holds something
 
-    def mask(self) -> Any:
-        mask = np.zeros(VOCAB_SIZE, bool)
-        if self.rest:
-            mask[self.rest[0]] = True
-        return mask
+    def advance(self, token_ids: list[int], drafts: list[int]) -> None:
+        for token_id in token_ids:
+            if self.rest.popleft() != token_id:
+                raise ValueError("a fault made on purpose")
+        self.drafts = drafts
+        self.is_followed = True
 
-    def advance(self, token_id: int) -> None:
-        if self.rest.popleft() != token_id:
-            raise ValueError("a fault made on purpose")
+    def masks(self) -> Any:
+        if self.is_late:
+            return None
+        masks: list[Any] = []
+        for token_id, draft in zip_longest(self.rest, self.drafts):
+            mask = np.zeros(VOCAB_SIZE, bool)
+            mask[token_id] = True
+            masks.append(mask)
+            if draft != token_id:
+                break
+        return masks or [np.zeros(VOCAB_SIZE, bool)]
 
-    def copy(self) -> "Only":
-        return Only(*self.rest)
+    def fileno(self) -> int:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        self.is_followed = False
 
 
 def test_drafts_end_before_one_that_the_constraint_forbids() -> None:
@@ -424,8 +440,42 @@ def test_a_constraint_that_gives_up_ends_its_sequence_alone() -> None:
 def test_a_constraint_that_allows_nothing_fails_before_a_token_is_computed() -> None:
     s, a, b = scheduler(max_batch=1), sequence(5, constraint=Only()), sequence(5, first=1000)
     added(s, a, b)
-    assert step(s) == [Row(b, 0, 5)]
+    assert step(s) == []
     assert [ended for ended, _ in s.failed] == [a]
+    assert step(s) == [Row(b, 0, 5)]
+
+
+def test_a_sequence_whose_mask_is_late_holds_up_nobody() -> None:
+    """A grammar can take 0.2 s a token: all others waited for it, in every step."""
+    slow = Only(3, 4, 5)
+    s, a, b = scheduler(), sequence(100, constraint=slow), sequence(5, first=1000)
+    slow.is_late = True
+    added(s, a, b)
+    assert step(s) == [Row(a, 0, 64), Row(b, 0, 5)]  # its prompt is computed, up to the last chunk
+    assert step(s) == [Row(b, 5, 6)]
+    slow.is_late = False
+    assert step(s, 7, 3) == [Row(b, 6, 7), Row(a, 64, 100)]
+    slow.is_late = True
+    assert step(s) == [Row(b, 7, 8)]
+    slow.is_late = False
+    assert step(s) == [Row(a, 100, 101), Row(b, 8, 9)]
+
+
+def test_a_constraint_is_followed_only_while_its_sequence_runs() -> None:
+    """It has a process of its own, of which there may be as many as there are slots."""
+    s = scheduler(n_pages=4, max_batch=2)
+    a = sequence(60, constraint=Only(7, 7, 7, 7, 7))
+    b = sequence(60, first=1000, constraint=Only(*[7] * 9))
+    added(s, a, b, sequence(5, constraint=(waiting := Only(7))))
+    step(s)
+    step(s)
+    assert isinstance(b.constraint, Only)
+    assert (b.constraint.is_followed, waiting.is_followed) == (True, False)
+    s.preempt(b)
+    assert not b.constraint.is_followed
+    s.remove(a)
+    assert isinstance(a.constraint, Only)
+    assert not a.constraint.is_followed
 
 
 # fmt: off

@@ -15,7 +15,7 @@ from channels import Accepted, Finish, Output, Usage
 from checkpoint.config import read_config
 from checkpoint.weights import read_weights
 from dialects.families import DIALECTS
-from dialects.structured_output import Grammars
+from dialects.matchers import Grammars
 from engine import Engine
 from helpers import laws
 from helpers.laws import items
