@@ -37,6 +37,7 @@ from contextlib import aclosing, closing
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
@@ -54,7 +55,7 @@ from request.refusals import BadInput, error_body, unsupported, wrong_value
 from service import signed_content
 from service.metrics import Metrics
 from store import TERMINAL, Row
-from streaming import EventStream, JsonAnswer, wants_stream
+from streaming import EventStream, JsonAnswer, wants_stream, while_connected
 from worker import ALIAS, LocalWorker, Outputs, Prompt, Worker
 
 log = logging.getLogger("api")
@@ -169,7 +170,7 @@ class Api:
         request = checked.request
         if request.background and not (request.store or self._temporary):
             raise unsupported("background", "This server runs only what it may store: send store=true.")
-        prompt = await checked.worker.prepare(request)
+        prompt = await prepare(http, checked.worker, request)
         warn_of_hidden_tools(request)
         row = new_row(body, checked, owner)
         try:
@@ -240,7 +241,7 @@ class Api:
         if isinstance(body, dict):
             body = {"model": ALIAS} | body  # the SDK allows a body without a model
         checked = await self._check(body, http.scope["owner"], chain_suffices=True)
-        prompt = await checked.worker.prepare(checked.request)
+        prompt = await prepare(http, checked.worker, checked.request)
         if prompt.n_tokens is None:
             raise unsupported("model", "Only the upstream that has this model could count its tokens.")
         return JSONResponse({"object": "response.input_tokens", "input_tokens": prompt.n_tokens})
@@ -256,9 +257,8 @@ class Api:
             "instructions": body.get("instructions"),
             "input": [*checked.items, question],
         }
-        prompt = await checked.worker.prepare(
-            params.from_responses(summary_request, checked.worker.defaults, owner)
-        )
+        request = params.from_responses(summary_request, checked.worker.defaults, owner)
+        prompt = await prepare(http, checked.worker, request)
         outputs: list[Accepted | Output | Finish] = []
 
         async def collect() -> None:
@@ -370,7 +370,7 @@ class Api:
         if isinstance(worker, RemoteWorker):
             return worker.pass_through(body)
         request = params.from_chat(body, worker.defaults, http.scope["owner"])
-        prompt = await worker.prepare(request)
+        prompt = await prepare(http, worker, request)
         head = {
             "id": new_id("chatcmpl"),
             "created": unix_time(),
@@ -580,6 +580,14 @@ def interrupted_event(frames: Sequence[bytes]) -> Event:
     """The last event of a response whose process has died; `frames` are those that it has stored."""
     events = [json.loads(event.data) for event in sse.Parser().feed(b"".join(frames))]
     return responses.interrupted(events, "interrupted by a restart")
+
+
+async def prepare(http: HttpRequest, worker: Worker, request: params.Request) -> Prompt:
+    """Make a request ready while its client waits: a grammar can take its time, or wait for others."""
+    prompt = await while_connected(worker.prepare(request), http.receive)
+    if prompt is None:
+        raise ClientDisconnect
+    return prompt
 
 
 def warn_of_hidden_tools(request: params.Request) -> None:

@@ -270,9 +270,9 @@ class Slots:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.cancelled():
+            if turn in queue:
                 queue.remove(turn)
-            else:  # the slot was handed over as the client left
+            elif not turn.cancelled():  # the slot was handed over as the client left
                 self._hand_on()
             raise
 
@@ -281,8 +281,11 @@ class Slots:
         while self._waiting:
             owner = next(iter(self._waiting))
             queue = self._waiting.pop(owner)
-            if queue:
-                self._waiting[owner] = queue  # behind the others
-                queue.popleft().set_result(None)
+            if not queue:
+                continue
+            turn = queue.popleft()
+            self._waiting[owner] = queue  # behind the others
+            if not turn.cancelled():
+                turn.set_result(None)
                 return
         self._n_free += 1
