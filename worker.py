@@ -38,6 +38,7 @@ from sampling import Choice, Sampling
 from tokenizer import Tokenizer
 
 ALIAS = "default"  # a name that any model answers to
+FORBIDDEN = -1e9  # a logit_bias that no logit outweighs
 
 Outputs = AsyncGenerator[Accepted | Output | Finish]  # in this order: rule 2
 
@@ -90,6 +91,7 @@ class LocalPrompt(NamedTuple):
     state: State  # of the parser, where the answer begins
     after_marker: bool  # the prompt ends with a marker
     grammar: AnswerGrammar | None  # structured output; None: the answer is free
+    forbidden: frozenset[int]  # tokens that must not come: those of calls, where tool_choice is none
 
     @property
     def n_tokens(self) -> int:
@@ -137,12 +139,11 @@ class LocalWorker:
 
     async def prepare(self, request: Request) -> LocalPrompt:
         prompt = await asyncio.to_thread(self._prepare, request)  # a long prompt must not stop the streams
-        spec = request.structured_output
-        if spec and prompt.grammar:
+        if prompt.grammar:
             try:
                 await self._grammars.check(prompt.grammar, request.owner)
             except BadGrammar as error:
-                raise refusal(error, spec) from error
+                raise refusal(error, request.structured_output) from error
         return prompt
 
     def _prepare(self, request: Request) -> LocalPrompt:
@@ -157,12 +158,20 @@ class LocalWorker:
             seed = secrets.randbits(63)
         family = families.DIALECTS[self.dialect]
         added_tokens = self._tokenizer.added
-        dialect = families.find(family, added_tokens, self._template.source, tools=bool(request.tools))
+        dialect = families.find(family, added_tokens, self._template.source, tools=bool(request.called))
         state, after_marker = families.opening(text, dialect)
+        spec = request.structured_output
+        forbidden = frozenset[int]()
+        if request.tools and not request.called:
+            forbidden = families.tokens_of_calls(family, added_tokens)
+            if not family.call_markers and spec is None:
+                spec = StructuredOutput("none")
         grammar = None
-        if request.structured_output:
-            grammar = self._grammar(request.structured_output, dialect, state, after_marker)
-        return LocalPrompt(self, request, token_ids, max_tokens, seed, dialect, state, after_marker, grammar)
+        if spec:
+            grammar = self._grammar(spec, dialect, state, after_marker)
+        return LocalPrompt(
+            self, request, token_ids, max_tokens, seed, dialect, state, after_marker, grammar, forbidden
+        )
 
     def _render_to_fit(self, request: Request) -> tuple[str, list[int]]:
         """The text and the token ids of the prompt; with `truncate` old turns are dropped until it fits."""
@@ -230,7 +239,7 @@ class LocalWorker:
 
     def _parser(self, prompt: LocalPrompt) -> Parser:
         request = prompt.request
-        functions = [tool["function"] for tool in request.tools]
+        functions = [tool["function"] for tool in request.tools if tool["function"]["name"] in request.called]
         return Parser(
             prompt.dialect,
             state=prompt.state,
@@ -246,7 +255,13 @@ class LocalWorker:
         # The grammar of structured output has an end of its own, after which nothing may come.
         if prompt.grammar or not request.ignore_eos:
             stop_token_ids.update(self.engine.config.eos_token_ids)
-        of_choice = {"seed": prompt.seed, "choice": choice, "n_top_logprobs": request.n_top_logprobs}
+        logit_bias = request.sampling["logit_bias"] | dict.fromkeys(prompt.forbidden, FORBIDDEN)
+        of_choice = {
+            "seed": prompt.seed,
+            "choice": choice,
+            "n_top_logprobs": request.n_top_logprobs,
+            "logit_bias": logit_bias,
+        }
         sampling = Sampling(**(request.sampling | of_choice))
         constraint = None
         if prompt.grammar:
@@ -291,8 +306,10 @@ class LocalWorker:
         return TokenLogprob(token.decode(errors="replace"), logprob, token)
 
 
-def refusal(error: BadGrammar, spec: StructuredOutput) -> BadInput:
+def refusal(error: BadGrammar, spec: StructuredOutput | None) -> BadInput:
     """What the client is told of a schema or grammar that cannot be enforced."""
+    if spec is None:  # it has sent none: the grammar is ours
+        return BadInput(str(error))
     grammar = dict(spec.inputs).get(error.part)  # of a custom tool's input
     if grammar:
         return BadInput(f"Invalid {grammar.syntax} grammar for '{error.part}': {error}", grammar.path)

@@ -22,7 +22,7 @@ from urllib.parse import unquote
 
 Node = Any  # of a schema: an object, a list, true, false
 
-MAX_NODES = 20_000  # objects and lists, in all schemas of a request: tens of milliseconds of work
+MAX_NODES = 10_000  # objects and lists, in all schemas of a request: tens of milliseconds of work
 MAX_REFERENCES = 5_000  # of one schema; those that programs generate have some hundred
 MAX_VARIANTS = 1_000  # schemas looked at to learn of which type a property is
 # llguidance follows a schema by recursion: some 900 objects deep its stack, and with it the process, is gone.

@@ -32,6 +32,7 @@ from channels import Dialect
 from dialects import calls, grammar_in_json, json_schema
 from dialects.json_schema import References
 from request.output_format import Schema, StructuredOutput
+from request.refusals import shown
 from request.tools import Grammar
 
 
@@ -228,10 +229,9 @@ def _parameters(writer: _Writer, root: Mapping[str, Any]) -> Iterator[str]:
     if unknown := root.keys() - OF_OBJECTS:
         raise BadGrammar(f"{', '.join(sorted(unknown))} cannot be enforced on parameters", "")
     references = References(root)
-    described = root.get("properties", {})
-    required = root.get("required", [])
-    undescribed = [name for name in required if name not in described]
-    for name, schema in (described | dict.fromkeys(undescribed, True)).items():
+    described = as_object(root.get("properties", {}))
+    required = {as_name(name): True for name in as_list(root.get("required", []))}
+    for name, schema in (described | (required | described)).items():
         if not PARAMETER_NAME.fullmatch(name):
             raise BadGrammar(f"'{name}' cannot be the name of a parameter", "")
         if schema is False:  # nothing fits it: it cannot be given
@@ -245,26 +245,52 @@ def _parameters(writer: _Writer, root: Mapping[str, Any]) -> Iterator[str]:
 
 def _value(writer: _Writer, references: References, name: str, schema: Any) -> str:
     """A string is bare, all else is JSON; newlines around it."""
-    while isinstance(schema, dict) and "$ref" in schema:
-        schema = references.target(schema["$ref"])
+    while targets := references.of(schema):
+        (schema,) = targets
     if not isinstance(schema, dict):  # true: any value
         schema = {}
     types = json_schema.property_types(references, name)
-    variants = schema.get("anyOf") or schema.get("oneOf") or [schema]
+    variants = as_list(schema.get("anyOf") or schema.get("oneOf") or [schema])
     if "string" not in types:
-        root = references.root
-        definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
-        value = writer.rule(f"json_{len(writer.rules)}", _json(schema | definitions))
+        value = writer.rule(f"json_{len(writer.rules)}", _json(_with_definitions(schema, references.root)))
         return f'"\\n" {value} {json.dumps(PARAMETER_END)}'
     if "enum" in schema and types == {"string"}:
-        values = [json.dumps(f"\n{value}{PARAMETER_END}") for value in schema["enum"]]
+        values = [json.dumps(f"\n{value}{PARAMETER_END}") for value in as_list(schema["enum"])]
         return f"({' | '.join(values)})"
     if types == {"string"} and schema.keys() <= OF_STRINGS:
         length = f"{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}"
         return f'"\\n" {writer.lazy(f"(?s:.{length})", PARAMETER_END)}'
-    if all(variant.keys() <= ANNOTATIONS | {"type"} for variant in variants):
+    if all(set(variant) <= ANNOTATIONS | {"type"} for variant in map(as_object, variants)):
         return f'"\\n" {writer.lazy("(?s:.*)", PARAMETER_END)}'  # any text is a string, if it is nothing else
     raise BadGrammar(f"'{name}': of a string only enum, minLength and maxLength can be enforced", "")
+
+
+def _with_definitions(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
+    """A part of a schema as a schema of its own."""
+    if '"$ref"' not in json.dumps(schema):
+        return dict(schema)
+    return dict(schema) | {key: root[key] for key in ("$defs", "definitions") if key in root}
+
+
+def as_name(value: Any) -> str:
+    """What must be the name of a property; raises BadGrammar."""
+    if not isinstance(value, str):
+        raise BadGrammar(f"expected the name of a property, got {shown(value)}", "")
+    return value
+
+
+def as_object(value: Any) -> dict[str, Any]:
+    """What must be an object in a schema, which nobody has validated yet; raises BadGrammar."""
+    if not isinstance(value, dict):
+        raise BadGrammar(f"expected an object, got {shown(value)}", "")
+    return value
+
+
+def as_list(value: Any) -> list[Any]:
+    """What must be a list; raises BadGrammar."""
+    if not isinstance(value, list):
+        raise BadGrammar(f"expected a list, got {shown(value)}", "")
+    return value
 
 
 # --- what a grammar of Lark embeds --------------------------------------------------------------------------

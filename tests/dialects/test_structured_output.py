@@ -72,6 +72,7 @@ EDIT, TIME = custom("patch", '+print("\\n")\n-\nend'), custom("when", '23:59 "\\
 NO_EDIT, NO_TIME = custom("patch", "+a\nb\nend"), custom("when", '23:59 "x"')
 ONE = Must("required", FUNCTIONS, one_call=True)
 AUTO = Must("auto", FUNCTIONS)
+NEITHER = Must("none")
 FORMAT = Must("none", schema=CITY)
 BOTH = Must("auto", FUNCTIONS, schema=CITY)
 
@@ -237,6 +238,7 @@ def test_every_dialect(tmp_path: Path, name: str, tokens: bool) -> None:
         (REQUIRED, [call, thought + call, *several],                            [text, unfit, *before]),
         (ONE,      [call],                                            [text, *several]),
         (AUTO,     [call, text, thought + text, *before],             [unfit]),
+        (NEITHER,  [text, thought + text],                            [call, *before]),
         (FORMAT,   [json_text, thought + json_text],                  [call, text]),
         (BOTH,     [json_text, call],                                 [text]),
     ):
