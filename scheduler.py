@@ -18,7 +18,7 @@ Rules of this file:
 4. A sequence ends once. Its pages are free before the next step.
 
 Not here: the thread, the readers and the steps in flight (engine.py), the pool of pages (pages.py), the
-forward pass (model.py), what a constraint allows (dialects/structured_output.py).
+forward pass (model.py), what a constraint allows (dialects/matchers.py).
 """
 
 from collections import deque

@@ -37,7 +37,7 @@ from llguidance import LLMatcher, LLTokenizer
 MAX_COMPILE_S = 1.0  # of a processor. A schema of an agent's tools takes some 10 ms
 MAX_MASK_S = 1.0  # for the masks of one step. The library's own limits end most at 0.2, and all take as much
 MAX_BYTES = 128 * 2**20  # of memory beside the root's. The largest of usual grammars take some 20 MB
-NICENESS = 10  # the engine's threads come first: it is they whom all wait for
+NICENESS = 5  # the engine's threads come first: it is they whom all wait for
 MAX_ERROR = 300  # characters
 
 N_FDS = 3  # that a fork is given: its connection, the file with its order, its lifeline

@@ -1,9 +1,11 @@
 """engine.py with the tiny model: what a request gets alone it gets in any company; all ends; memory goes."""
 
 import asyncio
+import socket
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import aclosing
 from dataclasses import replace
+from multiprocessing import connection
 from typing import Any
 
 import numpy as np
@@ -323,6 +325,53 @@ def test_an_engine_whose_steps_all_fail_is_not_alive(tiny_engine: Engine) -> Non
     assert not tiny_engine.alive
     alone(tiny_engine, job("Say OK"))
     assert tiny_engine.alive
+
+
+class NeverReady:
+    """A constraint whose masks do not come."""
+
+    def __init__(self) -> None:
+        self._ours, self._theirs = socket.socketpair()
+
+    def advance(self, token_ids: list[int], drafts: list[int]) -> None: ...
+
+    def masks(self) -> list[NDArray[np.bool_]] | None:
+        return None
+
+    def fileno(self) -> int:
+        return self._ours.fileno()
+
+    def close(self) -> None:
+        self._ours.close()
+        self._theirs.close()
+
+
+def test_nobody_waits_twice_for_a_mask_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask can take 0.2 s: each step would wait for it in vain, and all streams with it."""
+    waits: list[float] = []
+
+    def counted(fds: list[Any], timeout: float) -> list[Any]:
+        waits.append(timeout)
+        return connection.wait(fds, timeout)
+
+    monkeypatch.setattr("engine.wait", counted)
+
+    async def main(engine: Engine) -> Answer:
+        late = EngineRequest([5, 6, 7], 30, frozenset(), GREEDY, NeverReady())
+        async with aclosing(engine.generate(late)) as steps:
+            waiting = asyncio.ensure_future(anext(steps))
+            while not engine.busy():
+                await asyncio.sleep(0)
+            waits.clear()
+            free = answer(await steps_of(engine, endless(5, 100)))
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+        return free
+
+    with started(Watch()) as engine:
+        free = play(main(engine), "a hundred tokens")
+    assert len(free.tokens) == 100
+    assert len(waits) < 50
 
 
 class CannotBeWaitedFor:

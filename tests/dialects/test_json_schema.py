@@ -1,16 +1,13 @@
 """Schemas that are refused before llguidance sees them, and that the work is linear in their size."""
 
-import time
 from typing import Any
 
 import pytest
 
-from channels import Parser, Piece
 from dialects import json_schema
 from dialects.families import DIALECTS
-from dialects.json_schema import MAX_NODES, MAX_REFERENCES, References, problem, property_types
+from dialects.json_schema import MAX_NODES, MAX_REFERENCES, MAX_VARIANTS, References, problem, property_types
 from dialects.structured_output import BadGrammar, answer_grammar
-from helpers.laws import parse
 from request.output_format import StructuredOutput
 
 Json = dict[str, Any]
@@ -33,10 +30,9 @@ class Counting(References):
 def test_a_reference_is_followed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A list was made into a dict for each: 10.9 s for 5,000 of them, ten hours for a whole body."""
     monkeypatch.setattr(json_schema, "References", Counting)
-    before = time.monotonic()
+    monkeypatch.setattr(Counting, "n_followed", 0)
     assert problem(of_references(MAX_REFERENCES)) is None
     assert Counting.n_followed == 1
-    assert time.monotonic() - before < 5
 
 
 def test_there_are_so_many_references() -> None:
@@ -104,15 +100,13 @@ def test_types_of_a_property_whose_references_go_round() -> None:
     assert property_types(References(root), "p") == {f"t{i}" for i in range(9)}
 
 
-def test_types_of_a_property_with_very_many_variants() -> None:
-    """A model that calls it is read in the loop of all streams; the schema of a free call is not checked."""
+def test_types_of_a_property_with_very_many_variants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call is read in the loop of all streams, and the schema of a free call has not been checked."""
+    monkeypatch.setattr(Counting, "n_followed", 0)
     variants = [{"$ref": f"#/properties/q/anyOf/{i + 1}"} for i in range(50_000)]
-    root = {"properties": {"q": {"anyOf": [{"anyOf": variants}, *variants, {"type": "string"}]}}}
-    before = time.monotonic()
-    parser = Parser(DIALECTS["qwen3-coder"], schemas={"f": root})
-    call = "<tool_call>\n<function=f>\n<parameter=q>\n5\n</parameter>\n</function>\n</tool_call>"
-    assert parse([Piece(call)], parser) == [["call", "f", '{"q": 5}']]
-    assert time.monotonic() - before < 5
+    root = {"properties": {"q": {"anyOf": [{"anyOf": variants}, *variants]}}}
+    assert property_types(Counting(root), "q") == set()
+    assert 0 < Counting.n_followed <= MAX_VARIANTS
 
 
 def test_what_is_written_is_bounded() -> None:

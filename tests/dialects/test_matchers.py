@@ -6,7 +6,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from dialects.matcher_process import MAX_BYTES
 from dialects.matchers import MAX_WAITING, N_CHECKS, Grammars, Slots
 from dialects.structured_output import AnswerGrammar, BadGrammar, answer_grammar
 from helpers.grammars import Followed
-from helpers.serving import TINY, Server, http_bytes, serve, until
+from helpers.serving import PATIENCE_S, TINY, Server, http_bytes, serve, until
 from request.output_format import StructuredOutput
 from request.refusals import BadInput
 
@@ -67,6 +67,21 @@ def test_what_is_too_costly_is_refused_and_ended(grammars: Grammars) -> None:
     asyncio.run(grammars.check(of({"type": "integer"}), ""))
 
 
+def test_computing_is_limited_by_the_system(grammars: Grammars) -> None:
+    grammar = of(costly(99_991))
+    for max_compile_s, is_enough in ((0.01, False), (60.0, True)):
+        with closing(grammars.start(grammar, max_compile_s)) as process:
+            assert process.connection.poll(PATIENCE_S)
+            assert isinstance(outcome(grammars, process), BadGrammar) != is_enough
+
+
+def outcome(grammars: Grammars, process: matchers.Process) -> Any:
+    try:
+        return grammars.read(process)
+    except BadGrammar as error:
+        return error
+
+
 def test_memory_is_limited_by_the_system(grammars: Grammars) -> None:
     with Followed(grammars, 'start: "a"') as followed:
         followed.mask()
@@ -93,6 +108,15 @@ def test_a_client_that_leaves_ends_the_compilation(grammars: Grammars) -> None:
     until(lambda: forks(grammars) == [], "the process has ended")
     assert grammars.n_waiting == 0
     assert time.monotonic() - before < 20
+
+
+def test_a_process_ends_with_its_lifeline(grammars: Grammars) -> None:
+    """Whatever it is doing, which may be nothing."""
+    process = grammars.start(of({"type": "integer"}), 60.0)
+    assert process.connection.poll(PATIENCE_S)
+    process.lifeline.close()
+    until(lambda: forks(grammars) == [], "the process has ended")
+    process.close()
 
 
 def test_a_process_is_followed_by_its_end(grammars: Grammars) -> None:
