@@ -34,7 +34,7 @@ from model import PAGE, Span
 from pages import EMPTY_PREFIX, OutOfPages, PagePool, PrefixHash, prefix_hash
 from sampling import Choice, Context, Sampling
 
-NO_TOKEN = "expected a token that may come next, the constraint allows none"
+NOTHING_ALLOWED = "expected a token that may come next, the constraint allows none"
 MAX_CHUNKS = 2  # prefill chunks a step: bounds how long the sequences that decode wait for their next token
 N_GRAM = 2  # tokens that have to come again for what followed them to be drafted
 
@@ -558,7 +558,7 @@ class Scheduler:
                 self._give_up(sequence, error)
             else:
                 if sequence.masks is not None and not sequence.masks[0].any():
-                    self._give_up(sequence, ValueError(NO_TOKEN))
+                    self._give_up(sequence, ValueError(NOTHING_ALLOWED))
 
     def _give_up(self, sequence: Sequence, error: Exception) -> None:
         """The constraint has given up: this sequence fails and no other."""
