@@ -245,7 +245,7 @@ class LocalWorker:
         if prompt.constraint:
             constraint = prompt.constraint.copy()
         stops = frozenset(stop_token_ids)
-        return EngineRequest(prompt.token_ids, prompt.max_tokens, stops, sampling, constraint)
+        return EngineRequest(prompt.token_ids, prompt.max_tokens, stops, sampling, constraint, request.owner)
 
     def _constraint(
         self, spec: StructuredOutput, dialect: Dialect, state: State, after_marker: bool
