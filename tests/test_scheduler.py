@@ -244,7 +244,9 @@ def test_when_pages_run_out_who_has_most_gives_way() -> None:
     s = scheduler(n_pages=7)
     old, young = owned("A", 2, PAGE + PAGE // 2)
     (victim,) = owned("B", 1, PAGE - 1)
-    added(s, old, young, victim)
+    added(s, old, young)
+    step(s)
+    s.add(victim)
     while s.counts["preemptions"] == 0:
         step(s)
     assert s.running == [old, victim]
