@@ -55,7 +55,7 @@ class Context(NamedTuple):
     """What the choice of one token depends on besides its logits."""
 
     sampling: Sampling
-    prompt: Sequence[int]  # token ids
+    prompt: Sequence[int] | NDArray[np.int64]  # token ids
     output: Sequence[int]  # token ids of the answer, as far as the host has read them
     mask: NDArray[np.bool_] | None = None  # (vocab_size,) the tokens that structured output allows; None: all
     n_unread: int = 0  # output tokens that are chosen on the device, in steps that the host has not read
@@ -108,10 +108,12 @@ def apply_penalties(logits: Array, context: Context) -> Array:
     sampling = context.sampling
     logits = logits.copy()
     if sampling.repetition_penalty != 1:
-        token_ids = np.unique(np.array([*context.prompt, *context.output], np.int64))
-        repeated = logits[token_ids]
+        is_repeated = np.zeros(len(logits), np.bool_)
+        is_repeated[np.asarray(context.prompt, np.int64)] = True
+        is_repeated[np.asarray(context.output, np.int64)] = True
+        repeated = logits[is_repeated]
         lowered = repeated / sampling.repetition_penalty
-        logits[token_ids] = np.where(repeated > 0, lowered, repeated * sampling.repetition_penalty)
+        logits[is_repeated] = np.where(repeated > 0, lowered, repeated * sampling.repetition_penalty)
     if sampling.presence_penalty or sampling.frequency_penalty:
         token_ids, counts = np.unique(np.array(context.output, np.int64), return_counts=True)
         penalties = sampling.presence_penalty + sampling.frequency_penalty * counts

@@ -28,6 +28,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import takewhile
 from typing import Literal, NamedTuple, Protocol
 
@@ -143,6 +144,11 @@ class Sequence:
     prompt_lookup: "PromptLookup | None" = None
     max_drafts: int = 0  # drafts of a step: fewer while they are wrong
 
+    @cached_property
+    def prompt_array(self) -> NDArray[np.int64]:
+        """The prompt for penalties, made once for all steps."""
+        return np.array(self.prompt, np.int64)
+
     @property
     def n_tokens(self) -> int:
         return len(self.prompt) + len(self.output)
@@ -185,7 +191,7 @@ class Sequence:
 
         The list ends before the first draft that the constraint does not allow.
         """
-        contexts = [Context(self.sampling, self.prompt, self.output, self.mask, self.n_unread)]
+        contexts = [Context(self.sampling, self.prompt_array, self.output, self.mask, self.n_unread)]
         if not drafts:
             return contexts
         mask = self.mask
@@ -197,7 +203,7 @@ class Sequence:
                 mask = mask_after(lookahead, mask, token_id)
                 if mask is None:
                     break
-            contexts.append(Context(self.sampling, self.prompt, [*self.output, *drafts[:n]], mask))
+            contexts.append(Context(self.sampling, self.prompt_array, [*self.output, *drafts[:n]], mask))
         return contexts
 
 

@@ -461,7 +461,7 @@ class CudaOps:
             output, n_output = self._counted[slot]
             is_counted = output is context.output and n_output == context.n_output
             if not context.n_unread and not is_counted:
-                tokens = np.array([*context.prompt, *context.output], np.int32)
+                tokens = np.concatenate([context.prompt, context.output]).astype(np.int32)
                 history = self._buffers["history"]
                 history[: len(tokens)].set(tokens, self._stream)
                 arguments = history, self._buffers["counts"], slot, len(context.prompt), len(tokens)

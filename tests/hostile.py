@@ -87,12 +87,11 @@ def watch(step: Callable[[Callable[[str, float], None]], None]) -> None:
 
 
 def read_stream(url: str, key: str, wait_for: Callable[[str, float], None]) -> None:
-    """A chat of many small deltas, each of which is reported."""
+    """A chat of many small deltas; the wait for each is reported, that for the first one too."""
     host, _, port = urlsplit(url).netloc.partition(":")
     body = attacks.endless(1500, stream=True)
     began_at = time.monotonic()
-    wait_for("first", began_at)
-    kind = "first"
+    wait_for("pause", began_at)
     is_head = True
     with socket.create_connection((host, int(port)), timeout=120) as connection:
         connection.sendall(attacks.http_request("POST", attacks.CHAT, body, key))
@@ -105,10 +104,9 @@ def read_stream(url: str, key: str, wait_for: Callable[[str, float], None]) -> N
             is_head = False
             if b"data: " not in data:
                 continue
-            report(kind, began_at)
-            kind = "pause"
+            report("pause", began_at)
             began_at = time.monotonic()
-            wait_for(kind, began_at)
+            wait_for("pause", began_at)
             if b'"error"' in data:
                 raise ConnectionError("expected a chunk, got an error")
             if b"[DONE]" in data:
@@ -273,9 +271,8 @@ class Result:
     attack: str
     right: str = ""  # what is right
     answer: str = ""  # what came instead; "": what is right
-    calm_ms: float = 0  # worst pause of the victim before the attack
-    pause_ms: float = 0  # worst pause of the victim, from the attack on
-    first_ms: float = 0  # worst wait of the victim for the first delta of a stream
+    calm_ms: float = 0  # worst wait of the victim for its next delta, before the attack
+    pause_ms: float = 0  # the same, from the attack on
     ping_ms: float = 0
     n_failures: int = 0  # streams of the victim that failed
     sent_mb: float = 0
@@ -338,7 +335,6 @@ def measure(args: argparse.Namespace, attack: Attack) -> Result:
         result.stop_s = stop(server)
         result.calm_ms = 1000 * victim.worst("pause", calm_from, attacked_at)
         result.pause_ms = 1000 * victim.worst("pause", attacked_at, ended_at)
-        result.first_ms = 1000 * victim.worst("first", attacked_at, ended_at)
         result.ping_ms = 1000 * pinger.worst("ping", attacked_at, ended_at)
         result.n_failures = victim.count("failure", attacked_at, ended_at)
         result.n_failures += pinger.count("failure", attacked_at, ended_at)
@@ -429,9 +425,7 @@ def free_port() -> int:
 
 # --- the table ----------------------------------------------------------------------------------------------
 
-HEAD = (
-    "attack|pause, ms (calm)|first token, ms|ping, ms|memory, MB (sent)|kept, MB|freed|stop, s|answer|goals"
-)
+HEAD = "attack|pause, ms (calm)|ping, ms|memory, MB (sent)|kept, MB|freed|stop, s|answer|goals"
 
 
 def cells(result: Result, calm_ms: float) -> list[str]:
@@ -439,7 +433,6 @@ def cells(result: Result, calm_ms: float) -> list[str]:
     return [
         result.attack,
         f"{result.pause_ms:.0f} ({result.calm_ms:.0f})",
-        f"{result.first_ms:.0f}",
         f"{result.ping_ms:.0f}",
         f"{result.memory_mb:.0f} ({result.sent_mb:.2f})",
         f"{result.kept_mb:.0f}",
