@@ -513,7 +513,7 @@ async def run_choice(prompt: Prompt, choice: int, metrics: Metrics) -> Outputs:
     watch = metrics.run()
     started_at = time.monotonic()
     restorer = tool_calls.Restorer(prompt.request.called)
-    is_accepted = False
+    accepted: Accepted | None = None
     finish = Finish("cancelled")  # for metrics and log, where the reader leaves before another one is set
     try:
         async with aclosing(prompt.run(choice)) as outputs:
@@ -522,7 +522,7 @@ async def run_choice(prompt: Prompt, choice: int, metrics: Metrics) -> Outputs:
                     finish = output
                     break
                 if isinstance(output, Accepted):
-                    is_accepted = True
+                    accepted = output
                     yield output
                     continue
                 watch.piece()
@@ -536,25 +536,27 @@ async def run_choice(prompt: Prompt, choice: int, metrics: Metrics) -> Outputs:
     except Exception as error:
         message = f"{type(error).__name__} in the worker; the server's log has the details."
         finish = Finish("failed", message=message)
-        if not is_accepted:
+        if accepted is None:
             raise
         log.exception("the worker failed")
     finally:
-        usage = finish.usage or Usage(0, 0)
+        usage = finish.usage
+        if usage is None and accepted is not None:
+            usage = accepted.usage
+        if usage is None:
+            usage = Usage(0, 0)
         watch.end(finish.reason, usage.input_tokens, usage.cached_tokens, usage.output_tokens)
-        log_finish(prompt, finish, time.monotonic() - started_at)
+        log_finish(prompt, finish.reason, usage, time.monotonic() - started_at)
     yield finish
 
 
-def log_finish(prompt: Prompt, finish: Finish, seconds: float) -> None:
-    usage = finish.usage or Usage(0, 0)
+def log_finish(prompt: Prompt, reason: str, usage: Usage, seconds: float) -> None:
     n_in = prompt.n_tokens or usage.input_tokens
     n_out = usage.output_tokens
-    if finish.reason == "cancelled":
-        log.info("nobody waits any longer: aborted after %.2f s, %d tokens in", seconds, n_in)
-    else:
-        rate = n_out / max(seconds, 1e-9)
-        log.info("%s: %d tokens in, %d out, %.2f s, %.1f tok/s", finish.reason, n_in, n_out, seconds, rate)
+    if reason == "cancelled":
+        reason = "nobody waits any longer: aborted"
+    rate = n_out / max(seconds, 1e-9)
+    log.info("%s: %d tokens in, %d out, %.2f s, %.1f tok/s", reason, n_in, n_out, seconds, rate)
 
 
 def new_row(body: Mapping[str, Any], checked: CheckedRequest, owner: str) -> Row:

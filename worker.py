@@ -10,6 +10,7 @@ Rules of this file:
 2. run() yields Accepted, any number of Outputs and exactly one Finish, which is the last; after Accepted it
    raises only where it has a bug. A reader that leaves early closes it; then the engine drops the sequence.
 3. Usage counts the tokens that were read from the engine: a stop token too, but nothing after a stop string.
+   Where the reader leaves before the Finish, Accepted has what was counted until then.
 
 Not here: what the pieces mean (channels.py), which tokens come (engine.py), who keeps rule 2 where a worker
 has a bug (api.py).
@@ -208,7 +209,8 @@ class LocalWorker:
 
     async def run(self, prompt: LocalPrompt, choice: int = 0) -> Outputs:
         """What the model says in one choice: tokens to pieces, pieces to outputs, and the tokens counted."""
-        yield Accepted()
+        accepted = Accepted()
+        yield accepted
         decoder = self._tokenizer.decoder()
         parser = self._parser(prompt)
         engine_request = self._engine_request(prompt, choice)
@@ -221,11 +223,13 @@ class LocalWorker:
                     pieces: list[Piece] = []
                     if token.token_id not in engine_request.stop_token_ids:
                         pieces = decoder.feed(token.token_id, self._logprobs(token))
-                    for output in feed_all(parser, pieces):
-                        yield output
+                    outputs = feed_all(parser, pieces)
                     usage = usage._replace(output_tokens=usage.output_tokens + 1)
                     if "analysis" in (state_before, parser.state):  # both markers count as reasoning
                         usage = usage._replace(reasoning_tokens=usage.reasoning_tokens + 1)
+                    accepted.usage = usage
+                    for output in outputs:
+                        yield output
                     if parser.stopped:
                         yield Finish("stop", usage)
                         return
@@ -267,7 +271,7 @@ class LocalWorker:
         if prompt.grammar:
             constraint = self._grammars.constraint(prompt.grammar)
         stops = frozenset(stop_token_ids)
-        return EngineRequest(prompt.token_ids, prompt.max_tokens, stops, sampling, constraint)
+        return EngineRequest(prompt.token_ids, prompt.max_tokens, stops, sampling, constraint, request.owner)
 
     def _grammar(
         self, spec: StructuredOutput, dialect: Dialect, state: State, after_marker: bool

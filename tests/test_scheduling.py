@@ -3,6 +3,7 @@ run out, on steps launched ahead, on drafts. All by ==, logprobs too: the bits.
 """
 
 import asyncio
+import math
 import random
 from collections.abc import Sequence
 from contextlib import aclosing
@@ -84,6 +85,7 @@ class Setting(NamedTuple):
     n_ahead: int = 0
     speculate: int = 0
     chunk_invariant: bool = False
+    step_s: float = math.inf
 
 
 @cache
@@ -136,6 +138,7 @@ disturbances = st.builds(
     n_ahead=st.sampled_from([0, 1, 3]),
     speculate=st.sampled_from([0, 1, 5]),
     chunk_invariant=st.sampled_from([False, False, True]),
+    step_s=st.sampled_from([0, math.inf]),
 )
 
 
