@@ -226,7 +226,7 @@ class Root:
             return self.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
         except BlockingIOError:
             return False
-        except ConnectionResetError:  # it left something unread
+        except OSError:  # reset, for it left something unread; or our end is closed
             return True
 
     @staticmethod
