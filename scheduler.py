@@ -65,7 +65,9 @@ N_GRAM = 2  # tokens that have to come again for what followed them to be drafte
 #                   The last row of the last chunk gives the first token of the output.
 # 5. Decode.        Each step computes one row, that of the newest token, and chooses the next token. The
 #                   engine may launch a step before it has read the one before: then only the device knows the
-#                   newest token, and the span is chained to it (Span.token_ids is None).
+#                   newest token, and the span is chained to it (Span.token_ids is None). Where output is
+#                   structured the next choice needs a mask, which another process makes of the newest token:
+#                   a sequence whose mask is not there yet sits the step out, so that nobody waits for it.
 # 6. Drafts.        With speculative decoding a step also computes drafts: the tokens that followed where the
 #                   last N_GRAM tokens came before. They are kept as far as they equal what is chosen; the
 #                   places of the others in the KV cache are written again by the next step.

@@ -3,10 +3,10 @@
     python matcher_process.py TOKENIZER SIZE EOS,EOS FD     the root: builds the token trie, then forks
     fork --file: what to check and compile--> masks, or an error; then tokens --> masks, until the end of file
 
-llguidance compiles some small grammars for minutes (https://json-schema.org with a large multipleOf), and
-bounds the work of a mask by milliseconds that add up. It drops Python's lock meanwhile, but nobody can end a
-thread; a process can be ended. The root has the tokens in memory and no thread, so a fork of it is a matcher
-within 2 ms that shares them. One fork follows one grammar for one answer.
+llguidance compiles some small schemas for minutes, such as one with a large multipleOf, and one mask can take
+it 0.2 s. It drops Python's lock meanwhile, but nobody can end a thread. A process can be ended. The root has
+the tokens in memory and one thread, so that forks share them and start within 2 ms. One fork follows one
+grammar for one answer.
 
 Authority: https://github.com/guidance-ai/llguidance; setitimer(2) and getrlimit(2) for the limits.
 
@@ -111,7 +111,8 @@ def limit(lifeline_fd: int) -> None:
     os.nice(NICENESS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     max_bytes = address_space() + MAX_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
+    if max_bytes > MAX_BYTES:
+        resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), sys.stderr.fileno())  # Rust prints the grammar at which it panics
     fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, os.getpid())
@@ -126,7 +127,7 @@ def address_space() -> int:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[0]) * resource.getpagesize()
     except OSError:
-        return resource.RLIM_INFINITY - MAX_BYTES
+        return 0
 
 
 def limit_work(max_s: float) -> None:

@@ -111,7 +111,7 @@ class Grammars:
         self._lock = threading.Lock()  # held while the root is replaced, or told to fork
         self._root = Root(self._command)
         self._slots = Slots(N_CHECKS)
-        self._remembered = OrderedDict[bytes, BadGrammar | None]()  # by digest, the latest last
+        self._remembered = OrderedDict[bytes, Problem | None]()  # by digest, the latest last
 
     @property
     def n_waiting(self) -> int:
@@ -129,16 +129,18 @@ class Grammars:
             self._remembered.popitem(last=False)
         problem = self._remembered[digest]
         if problem is not None:
-            raise BadGrammar(str(problem), problem.part)
+            raise BadGrammar(*problem)
 
-    async def _problem(self, grammar: AnswerGrammar) -> BadGrammar | None:
+    async def _problem(self, grammar: AnswerGrammar) -> "Problem | None":
         """What is wrong with it. A client that leaves meanwhile ends the process: the socket is closed."""
         with closing(self.start(grammar, MAX_COMPILE_S)) as process:
             await readable(process.connection.fileno())
             try:
                 self.read(process)
-            except BadGrammar as problem:
-                return problem
+            except BadGrammar as error:
+                if self._root.has_ended():  # no fork was made
+                    raise RuntimeError("the process that follows grammars has ended") from error
+                return Problem(str(error), error.part)
         return None
 
     def constraint(self, grammar: AnswerGrammar) -> Constraint:
@@ -160,7 +162,7 @@ class Grammars:
             file.write(json.dumps(order).encode())
             file.flush()
             with self._lock:
-                if self._root.process.poll() is not None:
+                if self._root.has_ended():
                     self._root = Root(self._command)
                 fds = [theirs.fileno(), file.fileno(), theirs_to_watch.fileno()]
                 socket.send_fds(self._root.socket, [b"\0"], fds)
@@ -184,6 +186,13 @@ class Grammars:
         self._root.close()
 
 
+class Problem(NamedTuple):
+    """What a BadGrammar says; the exception itself would hold on to the grammar."""
+
+    message: str
+    part: str
+
+
 class Process(NamedTuple):
     """One that follows a grammar: a fork of the root."""
 
@@ -205,10 +214,20 @@ class Root:
             self.process = subprocess.Popen(
                 [*command, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
         self.close = weakref.finalize(self, self._end, self.socket, self.process)
+
+    def has_ended(self) -> bool:
+        """Whether its end of the socket is closed; it never sends anything."""
+        try:
+            return self.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        except BlockingIOError:
+            return False
+        except OSError:  # reset, for it left something unread; or our end is closed
+            return True
 
     @staticmethod
     def _end(connection: socket.socket, process: subprocess.Popen[bytes]) -> None:

@@ -136,6 +136,13 @@ def test_another_root_takes_the_place_of_one_that_was_killed(grammars: Grammars)
     asyncio.run(grammars.check(of({"type": "boolean"}), ""))
 
 
+def test_a_vocabulary_that_cannot_be_read_is_no_fault_of_the_grammar() -> None:
+    grammars = Grammars(TINY / "config.json", 2048, (2041,))
+    with pytest.raises(RuntimeError, match="has ended"):
+        asyncio.run(grammars.check(of({"type": "integer"}), ""))
+    grammars.close()
+
+
 def test_what_was_checked_is_remembered(grammars: Grammars) -> None:
     """An agent sends its tools with every turn: they do not wait for a slot again, nor fail again slowly."""
 
