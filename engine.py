@@ -240,21 +240,24 @@ class Engine:
         self._deliver()
 
     def _wait_for_masks(self) -> None:
-        """Give the masks that are being computed a moment. Nobody waits twice for one that is late."""
+        """Give the masks that are being computed a moment, but not those that are late, or were last time."""
         running = self._scheduler.running
         awaiting = [sequence for sequence in running if sequence.awaits_masks]
-        if len(awaiting) < len(running):  # else there is nothing else to compute
-            awaiting = [sequence for sequence in awaiting if not sequence.is_late]
+        is_all = len(awaiting) == len(running)  # there is nothing else to compute
         pending = {sequence.constraint.fileno(): sequence for sequence in awaiting if sequence.constraint}
         deadline = time.monotonic() + MASK_WAIT_S
-        seconds_left = MASK_WAIT_S
-        while pending and seconds_left > 0:
-            for fd in wait([*pending], seconds_left):
+        while pending:
+            seconds_left = 0.0
+            if is_all or any(sequence.is_in_time for sequence in pending.values()):
+                seconds_left = max(0.0, deadline - time.monotonic())
+            ready = wait([*pending], seconds_left)
+            for fd in ready:
                 assert isinstance(fd, int)
                 del pending[fd]
-            seconds_left = deadline - time.monotonic()
+            if not ready:
+                break
         for sequence in pending.values():
-            sequence.is_late = True
+            sequence.n_late_steps += 1
 
     def _launch(self, batch: list[Scheduled]) -> None:
         spans = [scheduled.span for scheduled in batch]

@@ -149,7 +149,8 @@ class Sequence:
     masks: list[Mask] | None = (
         None  # what its constraint allows next, then behind drafts; None: not known yet
     )
-    is_late: bool = False  # its masks were not there when a step had waited for them
+    n_late_steps: int = 0  # steps that it has sat out for the masks that it awaits
+    is_slow: bool = False  # its last masks were late by more than a step
 
     slot: int | None = None  # row of the batch; None while it waits, and when it has ended
     page_table: list[int] = field(default_factory=list)  # the page of token i is page_table[i // PAGE]
@@ -176,6 +177,11 @@ class Sequence:
     def awaits_masks(self) -> bool:
         """Whether its next token cannot be chosen yet."""
         return self.constraint is not None and self.masks is None
+
+    @property
+    def is_in_time(self) -> bool:
+        """Whether it is worth waiting for its masks."""
+        return self.n_late_steps == 0 and not self.is_slow
 
     @property
     def is_prefilling(self) -> bool:
@@ -649,7 +655,8 @@ class Scheduler:
         """Have the masks made behind these tokens, and behind the drafts that the next step may verify."""
         assert sequence.constraint is not None
         sequence.masks = None
-        sequence.is_late = False
+        sequence.is_slow = sequence.n_late_steps > 1
+        sequence.n_late_steps = 0
         try:
             sequence.constraint.advance(token_ids, self._predicted(sequence))
         except Exception as error:

@@ -628,6 +628,20 @@ def test_a_sequence_whose_mask_is_late_holds_up_nobody() -> None:
     assert step(s) == [Row(a, 100, 101), Row(b, 8, 9)]
 
 
+def test_what_was_late_by_several_steps_is_not_waited_for() -> None:
+    """Eight that are slow, by turns, would else have each step wait for one of them."""
+    slow = Only(3, 4, 5, 6)
+    s, a, b = scheduler(), sequence(5, constraint=slow), sequence(5, first=1000)
+    added(s, a, b)
+    waited_for = []
+    for n_late_steps in (0, 1, 2, 0):
+        a.n_late_steps = n_late_steps
+        rows_of_step = step(s, *[slow.rest[0]] * 2)
+        assert rows_of_step
+        waited_for.append(a.is_in_time)
+    assert waited_for == [True, True, False, True]
+
+
 def test_a_constraint_is_followed_only_while_its_sequence_runs() -> None:
     """It has a process of its own, of which there may be as many as there are slots."""
     s = scheduler(n_pages=4, max_batch=2)
