@@ -363,8 +363,10 @@ def run_attacker(
                 server.process.kill()
                 result.answer = "the server was killed for its memory"
                 attacker.kill()
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline + FREE_S:
                 attacker.kill()
+            elif time.monotonic() > deadline:
+                attacker.terminate()  # it says what it has sent
         assert attacker.stdout
         said = attacker.stdout.read()
     if said:
