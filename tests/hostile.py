@@ -1,6 +1,6 @@
 """Attacks by one client on a running server, and what they do to another client: pauses, memory, what stays.
 
-    python tests/hostile.py [--only NAME] [--server DIR] [--json FILE] [--markdown FILE]
+    python tests/hostile.py [--only NAME] [--server DIR] [--json FILE] [--markdown FILE [--before FILE]]
 
 For each attack of helpers/attacks.py a server is started, with a victim that reads stream after stream and a
 ping of /health/live, each in a process of its own. The attacker is one more, which gives way to them (nice).
@@ -302,43 +302,47 @@ def measure(args: argparse.Namespace, attack: Attack) -> Result:
     upstream_port = free_port()
     result = Result(attack.name, attack.right)
     with (
-        tempfile.TemporaryDirectory() as temporary,
-        served(args, attack, Path(temporary), upstream_port) as server,
+        tempfile.TemporaryDirectory() as folder,
+        served(args, attack, Path(folder), upstream_port) as server,
     ):
-        folder = Path(temporary)
-        keys = (VICTIM, WITNESS) if attack.keys else ("", "")
-        victim = Watcher(folder, "victim", server.url, keys[0])
-        pinger = Watcher(folder, "ping", server.url, keys[1])
-        wait(10, lambda: victim.count("pause", 0, time.monotonic()) > 100)
-        calm_from = time.monotonic()
-        time.sleep(CALM_S)
-        attacked_at = time.monotonic()
-        memory_mb = server.memory_mb()
-        n_files = server.n_files()
-
-        peak_mb = run_attacker(attack, server, upstream_port, result, memory_mb)
-        left_at = time.monotonic()
-        is_free = partial(all_is_free, server, n_files)
-        if not attack.goes_on and not wait(FREE_S, is_free):
-            result.freed = why_not_free(server, n_files)
-        ended_at = time.monotonic()
-        victim.stop()
-        pinger.stop()
-        if (
-            not attack.goes_on
-            and not result.freed
-            and not wait(left_at + FREE_S - time.monotonic(), server_idles(server))
-        ):
-            result.freed = "still busy"
+        with watchers(Path(folder), server.url, attack) as (victim, pinger):
+            wait(10, lambda: victim.count("pause", 0, time.monotonic()) > 100)
+            calm_from = time.monotonic()
+            time.sleep(CALM_S)
+            attacked_at = time.monotonic()
+            memory_mb = server.memory_mb()
+            n_files = server.n_files()
+            peak_mb = run_attacker(attack, server, upstream_port, result, memory_mb)
+            left_at = time.monotonic()
+            if not attack.goes_on and not wait(FREE_S, lambda: not why_not_free(server, n_files)):
+                result.freed = why_not_free(server, n_files)
+            ended_at = time.monotonic()
+        if not attack.goes_on and not result.freed:
+            seconds_left = left_at + FREE_S - time.monotonic()
+            if not wait(seconds_left, partial(idles, server)):
+                result.freed = "still busy"
         result.kept_mb = server.memory_mb() - memory_mb
         result.memory_mb = max(peak_mb, server.memory_mb()) - memory_mb
         result.stop_s = stop(server)
         result.calm_ms = 1000 * victim.worst("pause", calm_from, attacked_at)
         result.pause_ms = 1000 * victim.worst("pause", attacked_at, ended_at)
         result.ping_ms = 1000 * pinger.worst("ping", attacked_at, ended_at)
-        result.n_failures = victim.count("failure", attacked_at, ended_at)
-        result.n_failures += pinger.count("failure", attacked_at, ended_at)
+        for watcher in (victim, pinger):
+            result.n_failures += watcher.count("failure", attacked_at, ended_at)
     return result
+
+
+@contextlib.contextmanager
+def watchers(folder: Path, url: str, attack: Attack) -> Iterator[tuple[Watcher, Watcher]]:
+    """The victim and the ping, until the block is left."""
+    keys = (VICTIM, WITNESS) if attack.keys else ("", "")
+    victim = Watcher(folder, "victim", url, keys[0])
+    pinger = Watcher(folder, "ping", url, keys[1])
+    try:
+        yield victim, pinger
+    finally:
+        victim.stop()
+        pinger.stop()
 
 
 def run_attacker(
@@ -359,8 +363,10 @@ def run_attacker(
                 server.process.kill()
                 result.answer = "the server was killed for its memory"
                 attacker.kill()
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline + FREE_S:
                 attacker.kill()
+            elif time.monotonic() > deadline:
+                attacker.terminate()  # it says what it has sent
         assert attacker.stdout
         said = attacker.stdout.read()
     if said:
@@ -368,10 +374,6 @@ def run_attacker(
         result.answer = outcome["problem"]
         result.sent_mb = outcome["n_sent"] / 1e6
     return peak_mb
-
-
-def all_is_free(server: Server, n_files: int) -> bool:
-    return not why_not_free(server, n_files)
 
 
 def why_not_free(server: Server, n_files: int) -> str:
@@ -387,15 +389,11 @@ def why_not_free(server: Server, n_files: int) -> str:
     return ""
 
 
-def server_idles(server: Server) -> Callable[[], bool]:
-    """Whether nothing is computed any more, now that the victim has left."""
-
-    def idles() -> bool:
-        before = server.cpu_s()
-        time.sleep(0.3)
-        return server.cpu_s() - before < 0.1
-
-    return idles
+def idles(server: Server) -> bool:
+    """Whether nothing is computed any more, where the victim has left too."""
+    before = server.cpu_s()
+    time.sleep(0.3)
+    return server.cpu_s() - before < 0.1
 
 
 def stop(server: Server) -> float:
@@ -426,10 +424,10 @@ def free_port() -> int:
 # --- the table ----------------------------------------------------------------------------------------------
 
 HEAD = "attack|pause, ms (calm)|ping, ms|memory, MB (sent)|kept, MB|freed|stop, s|answer|goals"
+HEAD_BEFORE = "pause before, ms|ping before, ms|memory before, MB|goals before"
 
 
 def cells(result: Result, calm_ms: float) -> list[str]:
-    failed = result.failed_goals(calm_ms)
     return [
         result.attack,
         f"{result.pause_ms:.0f} ({result.calm_ms:.0f})",
@@ -439,22 +437,43 @@ def cells(result: Result, calm_ms: float) -> list[str]:
         result.freed or "yes",
         f"{result.stop_s:.1f}",
         " ".join(result.answer.split()).replace("|", "\\|") or f"right: {result.right}",
-        "fails: " + ", ".join(failed) if failed else "pass",
+        verdict(result, calm_ms),
     ]
 
 
-def markdown(results: Sequence[Result], about: str) -> str:
-    names = HEAD.split("|")
-    rows = [names, ["---"] * len(names), *(cells(result, results[0].pause_ms) for result in results)]
-    table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
-    n_passed = sum(not result.failed_goals(results[0].pause_ms) for result in results)
+def cells_before(result: Result | None, calm_ms: float) -> list[str]:
+    """What was measured of another server."""
+    if result is None:
+        return ["", "", "", ""]
+    numbers = (result.pause_ms, result.ping_ms, result.memory_mb)
+    return [*(f"{number:.0f}" for number in numbers), verdict(result, calm_ms)]
+
+
+def verdict(result: Result, calm_ms: float) -> str:
+    failed = result.failed_goals(calm_ms)
+    if failed:
+        return "fails: " + ", ".join(failed)
+    return "pass"
+
+
+def markdown(results: Sequence[Result], before: Sequence[Result], about: str) -> str:
+    calm_ms = results[0].pause_ms
+    table = [HEAD.split("|")] + [cells(result, calm_ms) for result in results]
+    if before:
+        of_before = {result.attack: result for result in before}
+        table[0] += HEAD_BEFORE.split("|")
+        for row in table[1:]:
+            row += cells_before(of_before.get(row[0]), before[0].pause_ms)
+    table.insert(1, ["---"] * len(table[0]))
+    lines = "\n".join("| " + " | ".join(row) + " |" for row in table)
+    n_passed = sum(not result.failed_goals(calm_ms) for result in results)
     goals = (
         f"Goals: no pause of the victim over {1000 * MAX_PAUSE_S:.0f} ms beyond the calm, no ping over "
         f"{1000 * MAX_PING_S:.0f} ms, memory within {MEMORY_FACTOR} x the bytes sent and "
         f"{MEMORY_CONSTANT_MB} MB, all freed {FREE_S} s after the client has left, the end within "
         f"{GRACE_S} s and a bit after SIGTERM, the right answer. {n_passed} of {len(results)} rows pass."
     )
-    return f"# Hostile clients\n\n{about}\n\n{goals}\n\n{table}\n"
+    return f"# Hostile clients\n\n{about}\n\n{goals}\n\n{lines}\n"
 
 
 def about(args: argparse.Namespace) -> str:
@@ -477,21 +496,25 @@ def main() -> int:
         watch(partial(read_stream, args.url, args.key))
     if args.role == "ping":
         watch(partial(ping, args.url))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the server and the watchers end too
     chosen = [attack for attack in attacks.ATTACKS if not args.only or attack.name in (*args.only, "calm")]
+    before: list[Result] = []
+    if args.before:
+        before = [Result(**row) for row in json.loads(args.before.read_text())]
     results: list[Result] = []
     for n, attack in enumerate(chosen, 1):
         started_at = time.monotonic()
-        result = measure(args, attack)
-        results.append(result)
-        row = " | ".join(cells(result, results[0].pause_ms))
+        results.append(measure(args, attack))
+        row = " | ".join(cells(results[-1], results[0].pause_ms))
         print(f"{n} of {len(chosen)}, {time.monotonic() - started_at:.0f} s: {row}", flush=True)
-    text = markdown(results, about(args))
-    print(f"\n{text}")
-    if args.markdown:
-        args.markdown.write_text(text)
-    if args.json:
-        args.json.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
-    return int(any(result.failed_goals(results[0].pause_ms) for result in results))
+        if args.json:
+            args.json.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
+        if args.markdown:
+            args.markdown.write_text(markdown(results, before, about(args)))
+    calm_ms = results[0].pause_ms
+    n_failed = sum(bool(result.failed_goals(calm_ms)) for result in results)
+    print(f"{len(results) - n_failed} of {len(results)} rows pass")
+    return min(n_failed, 1)
 
 
 def arguments() -> argparse.Namespace:
@@ -502,6 +525,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=TINY, metavar="DIR", help="default: tests/models/tiny")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there")
+    parser.add_argument("--before", type=Path, metavar="FILE", help="a --json of another server to show too")
     for internal in ("--role", "--url", "--key"):  # of the processes that this script starts
         parser.add_argument(internal, default="", help=argparse.SUPPRESS)
     parser.add_argument("--upstream-port", type=int, default=0, help=argparse.SUPPRESS)

@@ -13,12 +13,13 @@ import gzip
 import http.client
 import json
 import os
+import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 from urllib.parse import urlsplit
 
 RESPONSES, CHAT, TOKENS = "/v1/responses", "/v1/chat/completions", "/v1/responses/input_tokens"
@@ -196,9 +197,9 @@ def many_prompts(client: Client) -> str:
 
 def references_to_items(client: Client) -> str:
     """A body of 400 kB that stands for hundreds of times as much."""
-    first = client.post(RESPONSES, ask("long " * 1000))
-    listed = client.get(f"{RESPONSES}/{first.json['id']}/input_items").json["data"]
-    references = [{"type": "item_reference", "id": listed[0]["id"]}] * 4000
+    long_answer = client.post(RESPONSES, ask(max_output_tokens=1800, ignore_eos=True), wait_s=20)
+    item_id = long_answer.json["output"][0]["id"]
+    references = [{"type": "item_reference", "id": item_id}] * 4000
     return client.post(RESPONSES, ask(references, truncation="auto"), wait_s=20).expect(400, 413)
 
 
@@ -597,9 +598,14 @@ def run(name: str, url: str, upstream_port: int) -> None:
     os.nice(10)
     (attack,) = (attack for attack in ATTACKS if attack.name == name)
     client = Client(url, upstream_port)
+
+    def end(problem: str) -> NoReturn:
+        print(json.dumps({"problem": problem, "n_sent": client.n_sent}), flush=True)
+        os._exit(0)  # threads of the attack may still wait for answers
+
+    signal.signal(signal.SIGTERM, lambda *_: end("no end in time"))
     try:
         problem = attack.run(client)
     except Exception as error:  # an answer of another form than that of any server of ours
         problem = f"{type(error).__name__}: {error}"[:120]
-    print(json.dumps({"problem": problem, "n_sent": client.n_sent}), flush=True)
-    os._exit(0)  # threads of the attack may still wait for answers
+    end(problem)
