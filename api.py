@@ -32,11 +32,12 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing, closing
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
@@ -55,7 +56,7 @@ from responses import Compaction
 from service import signed_content
 from service.metrics import Metrics
 from store import TERMINAL, Row
-from streaming import EventStream, JsonAnswer, wants_stream
+from streaming import EventStream, JsonAnswer, wants_stream, while_connected
 from worker import ALIAS, LocalWorker, Outputs, Prompt, Worker
 
 log = logging.getLogger("api")
@@ -183,7 +184,7 @@ class Api:
         request = checked.request
         if request.background and not (request.store or self._temporary):
             raise unsupported("background", "This server runs only what it may store: send store=true.")
-        prompt = await self._prepared(checked)
+        prompt = await prepared(http, self._prepared(checked))
         warn_of_hidden_tools(request)
         row = new_row(checked)
         try:
@@ -283,7 +284,7 @@ class Api:
         if isinstance(body, dict):
             body = {"model": ALIAS} | body  # the SDK allows a body without a model
         checked = await self._check(body, http.scope["owner"], chain_suffices=True)
-        prompt = await checked.worker.prepare(checked.request)
+        prompt = await prepared(http, checked.worker.prepare(checked.request))
         n_tokens = await prompt.count_tokens()
         return JSONResponse({"object": "response.input_tokens", "input_tokens": n_tokens})
 
@@ -293,7 +294,7 @@ class Api:
         owner = http.scope["owner"]
         checked = await self._check(body, owner, chain_suffices=True)
         summary = await asyncio.to_thread(self._summary_request, checked)
-        prompt = await checked.worker.prepare(summary)
+        prompt = await prepared(http, checked.worker.prepare(summary))
         seal = partial(signed_content.seal, self._key, owner, "compaction")
         outputs: list[ResponseOutput] = []
 
@@ -404,7 +405,7 @@ class Api:
         if self._image_texts:
             body["messages"] = items.with_image_texts(body.get("messages"))
         request = await asyncio.to_thread(params.from_chat, body, worker.defaults, http.scope["owner"])
-        prompt = await worker.prepare(request)
+        prompt = await prepared(http, worker.prepare(request))
         head = {
             "id": new_completion_id(),
             "created": unix_time(),
@@ -549,7 +550,7 @@ async def run_choice(prompt: Prompt, choice: int, metrics: Metrics) -> Outputs:
     watch = metrics.run()
     started_at = time.monotonic()
     restorer = tool_calls.Restorer(prompt.request.called)
-    is_accepted = False
+    accepted: Accepted | None = None
     finish = Finish("cancelled")  # for metrics and log, where the reader leaves before another one is set
     try:
         async with aclosing(prompt.run(choice)) as outputs:
@@ -558,7 +559,7 @@ async def run_choice(prompt: Prompt, choice: int, metrics: Metrics) -> Outputs:
                     finish = output
                     break
                 if isinstance(output, Accepted):
-                    is_accepted = True
+                    accepted = output
                     yield output
                     continue
                 watch.piece()
@@ -572,13 +573,17 @@ async def run_choice(prompt: Prompt, choice: int, metrics: Metrics) -> Outputs:
     except Exception as error:
         message = f"{type(error).__name__} in the worker; the server's log has the details."
         finish = Finish("failed", message=message)
-        if not is_accepted:
+        if accepted is None:
             raise
         log.exception("the worker failed")
     finally:
-        usage = finish.usage or Usage(0, 0)
+        usage = finish.usage
+        if usage is None and accepted is not None:
+            usage = accepted.usage
+        if usage is None:
+            usage = Usage(0, 0)
         watch.end(finish.reason, usage.input_tokens, usage.cached_tokens, usage.output_tokens)
-        log_finish(prompt, finish, time.monotonic() - started_at)
+        log_finish(prompt, finish.reason, usage, time.monotonic() - started_at)
     yield finish
 
 
@@ -616,15 +621,13 @@ async def unsaid(outputs: ResponseOutputs) -> ResponseOutputs:
                     yield output
 
 
-def log_finish(prompt: Prompt, finish: Finish, seconds: float) -> None:
-    usage = finish.usage or Usage(0, 0)
+def log_finish(prompt: Prompt, reason: str, usage: Usage, seconds: float) -> None:
     n_in = prompt.n_tokens or usage.input_tokens
     n_out = usage.output_tokens
-    if finish.reason == "cancelled":
-        log.info("nobody waits any longer: aborted after %.2f s, %d tokens in", seconds, n_in)
-    else:
-        rate = n_out / max(seconds, 1e-9)
-        log.info("%s: %d tokens in, %d out, %.2f s, %.1f tok/s", finish.reason, n_in, n_out, seconds, rate)
+    if reason == "cancelled":
+        reason = "nobody waits any longer: aborted"
+    rate = n_out / max(seconds, 1e-9)
+    log.info("%s: %d tokens in, %d out, %.2f s, %.1f tok/s", reason, n_in, n_out, seconds, rate)
 
 
 def new_row(checked: CheckedRequest) -> Row:
@@ -650,6 +653,14 @@ def interrupted_event(frames: Sequence[bytes]) -> Event:
     """The last event of a response whose process has died; `frames` are those that it has stored."""
     events = [json.loads(event.data) for event in sse.Parser().feed(b"".join(frames))]
     return responses.interrupted(events, "interrupted by a restart")
+
+
+async def prepared(http: HttpRequest, preparing: Coroutine[Any, Any, Prompt]) -> Prompt:
+    """The prompt, while its client waits for it: a grammar can take its time, or wait for others."""
+    prompt = await while_connected(preparing, http.receive)
+    if prompt is None:
+        raise ClientDisconnect
+    return prompt
 
 
 def warn_of_hidden_tools(request: params.Request) -> None:

@@ -21,6 +21,7 @@ ids (tokenizer.py), item and call ids (responses.py), when generation stops (wor
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, cast
 
 # --- vocabulary ---------------------------------------------------------------------------------------------
@@ -91,8 +92,11 @@ class Usage(NamedTuple):
     cached_tokens: int = 0
 
 
-class Accepted(NamedTuple):
+@dataclass
+class Accepted:
     """The first thing a worker says of a request: it cannot be refused any more."""
+
+    usage: Usage | None = None  # so far: the worker counts on until the Finish; None: nothing, or not known
 
 
 class Finish(NamedTuple):

@@ -8,9 +8,11 @@ Rules of this file:
    the outputs of steps come out.
 2. Steps are launched before those ahead of them are read, as many as the model runner allows: the device does
    not wait for this thread. Tokens computed past the end of a sequence are discarded.
-3. An exception in a step fails the sequences in it, and no others: the next request works. One outside of a
-   step, which nobody foresaw, fails all, and the engine says that it is not alive.
-4. Every reader gets exactly one StepOutput with `finish`, unless it leaves first.
+3. An exception in a step fails the sequences in it, and no others: the next request works. What is wrong with
+   one sequence, such as logits that are no numbers, fails that one. An exception outside of a step, which
+   nobody foresaw, fails all, and the engine says that it is not alive.
+4. While sequences decode, a step with prefill chunks has as many rows as are computed in STEP_S.
+5. Every reader gets exactly one StepOutput with `finish`, unless it leaves first.
 
 Not here: who runs next (scheduler.py), text (tokenizer.py, worker.py), the forward pass and the choice of a
 token (model.py, sampling.py).
@@ -18,13 +20,16 @@ token (model.py, sampling.py).
 
 import asyncio
 import logging
+import math
 import queue
 import sys
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import wait
 from typing import Literal, NamedTuple, Protocol
 
 from checkpoint.config import Config
@@ -35,9 +40,11 @@ from scheduler import Constraint, Scheduled, Scheduler, Sequence
 log = logging.getLogger("engine")
 
 SWITCH_INTERVAL_S = 0.0005  # how long another thread of the process may keep the interpreter from this one
+STEP_S = 0.08  # of a step with chunks beside sequences that decode: no stream shall pause for 0.1 s
 MAX_STEP_S = 30  # close() waits as long as the slowest model's step takes
 MAX_FAILED_STEPS = 3  # one after another, and the engine is not alive: a device can fail for good
 CLOSING = "The server is shutting down."
+MASK_WAIT_S = 0.005  # a step waits so long for the masks of structured output; most come within 1 ms
 BROKEN = "The engine has stopped; its log has the details."
 
 
@@ -69,6 +76,7 @@ class EngineRequest:
     stop_token_ids: frozenset[int]
     sampling: Sampling
     constraint: Constraint | None = None
+    owner: str = ""  # who asks: the engine shares its time fairly by it, and keeps their prefix caches apart
 
 
 class StepOutput(NamedTuple):
@@ -92,13 +100,14 @@ class InFlight(NamedTuple):
 
     ticket: Ticket
     batch: list[Scheduled]
+    launched_at: float
 
 
 class Engine:
     """Runs a model in a thread of its own."""
 
-    def __init__(self, runner: ModelRunner, speculate: int = 0) -> None:
-        """`speculate`: how many drafts of one sequence a step may verify; 0: none."""
+    def __init__(self, runner: ModelRunner, speculate: int = 0, step_s: float = STEP_S) -> None:
+        """`speculate`: how many drafts of one sequence a step may verify; 0: none. `step_s`: see rule 4."""
         self.config = runner.config
         self.max_seq_len = min(runner.max_seq_len, runner.n_pages * PAGE)
         self.about = runner.about
@@ -110,6 +119,9 @@ class Engine:
         self._in_flight: deque[InFlight] = deque()  # oldest first
         self._readers: dict[Sequence, Reader] = {}  # of all sequences that have not ended
         self._outbox: list[tuple[Reader, StepOutput]] = []  # what is delivered at the end of a step
+        self._step_s = step_s
+        self._rows_per_s = math.inf  # of the last step with a prefill chunk
+        self._read_at = 0.0  # when the last step was read
         self._n_steps = 0
         self._n_failed_steps = 0  # since one that worked
         self._why_closed = CLOSING  # what requests are told while _open is False
@@ -125,7 +137,12 @@ class Engine:
         A reader that leaves early aborts it: consume it under contextlib.aclosing.
         """
         sequence = Sequence(
-            request.prompt, request.max_tokens, request.stop_token_ids, request.sampling, request.constraint
+            request.prompt,
+            request.max_tokens,
+            request.stop_token_ids,
+            request.sampling,
+            request.constraint,
+            request.owner,
         )
         reader = Reader(asyncio.get_running_loop(), asyncio.Queue())
         with self._lock:
@@ -211,18 +228,41 @@ class Engine:
 
     def _step(self) -> None:
         """Schedule and launch the next step, read the oldest in flight, deliver what it brought."""
-        batch = self._scheduler.schedule([step.batch for step in self._in_flight])
+        self._wait_for_masks()
+        in_flight = [step.batch for step in self._in_flight]
+        batch = self._scheduler.schedule(in_flight, max_rows=self._step_s * self._rows_per_s)
         if batch:
             self._launch(batch)
         is_far_enough_ahead = len(self._in_flight) > self._runner.n_ahead
         if self._in_flight and (is_far_enough_ahead or not batch):
             self._read()
-        self._fail_constrained()
+        self._fail_alone()
         self._deliver()
+
+    def _wait_for_masks(self) -> None:
+        """Give the masks that are being computed a moment, but not those that are late, or were last time."""
+        running = self._scheduler.running
+        awaiting = [sequence for sequence in running if sequence.awaits_masks]
+        is_all = len(awaiting) == len(running)  # there is nothing else to compute
+        pending = {sequence.constraint.fileno(): sequence for sequence in awaiting if sequence.constraint}
+        deadline = time.monotonic() + MASK_WAIT_S
+        while pending:
+            seconds_left = 0.0
+            if is_all or any(sequence.is_in_time for sequence in pending.values()):
+                seconds_left = max(0.0, deadline - time.monotonic())
+            ready = wait([*pending], seconds_left)
+            for fd in ready:
+                assert isinstance(fd, int)
+                del pending[fd]
+            if not ready:
+                break
+        for sequence in pending.values():
+            sequence.n_late_steps += 1
 
     def _launch(self, batch: list[Scheduled]) -> None:
         spans = [scheduled.span for scheduled in batch]
         contexts = [context for scheduled in batch for context in scheduled.contexts]
+        launched_at = time.perf_counter()
         try:
             ticket = self._runner.launch(spans, contexts)
         except Exception as error:
@@ -230,18 +270,19 @@ class Engine:
                 self._read()
             self._fail_batch(batch, error)
             return
-        self._in_flight.append(InFlight(ticket, batch))
+        self._in_flight.append(InFlight(ticket, batch, launched_at))
         self._n_steps += 1
 
     def _read(self) -> None:
         """Take over what the oldest step in flight has chosen."""
-        ticket, batch = self._in_flight.popleft()
+        ticket, batch, launched_at = self._in_flight.popleft()
         try:
             choices = iter(self._runner.read(ticket))
         except Exception as error:
             self._fail_batch(batch, error)
             return
         self._n_failed_steps = 0
+        self._measure(batch, launched_at)
         for scheduled in batch:
             chosen: list[Choice] = []
             if scheduled.contexts:
@@ -250,6 +291,14 @@ class Engine:
             if tokens:
                 sequence = scheduled.sequence
                 self._put(sequence, StepOutput(tokens, sequence.finish, cached_tokens=sequence.n_cached))
+
+    def _measure(self, batch: list[Scheduled], launched_at: float) -> None:
+        """Take over how fast a step was that has been read; it began when the one before it had ended."""
+        began_at = max(launched_at, self._read_at)
+        self._read_at = time.perf_counter()
+        if any(scheduled.span.is_chunk for scheduled in batch):
+            n_rows = sum(scheduled.span.end - scheduled.span.start for scheduled in batch)
+            self._rows_per_s = n_rows / max(self._read_at - began_at, 1e-6)
 
     # --- what comes out -------------------------------------------------------------------------------------
 
@@ -261,11 +310,11 @@ class Engine:
                 message = f"{type(error).__name__} in the engine; its log has the details."
                 self._fail(scheduled.sequence, message)
 
-    def _fail_constrained(self) -> None:
-        """Fail the sequences whose constraint gave up."""
-        for sequence, error in self._scheduler.failed:
-            log.error("the constraint of a request gave up", exc_info=error)
-            self._fail(sequence, "The constraint on the output gave up; the log has the details.")
+    def _fail_alone(self) -> None:
+        """Fail the sequences that the scheduler has ended."""
+        for sequence, message, error in self._scheduler.failed:
+            log.error("a request failed alone: %s", message, exc_info=error)
+            self._fail(sequence, message)
         self._scheduler.failed.clear()
 
     def _fail(self, sequence: Sequence, message: str) -> None:

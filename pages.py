@@ -3,14 +3,16 @@
     take() --> a page in use --register()--> found by its prefix hash --release()--> free, and still found
                      ^----------------------- find(), share() --------------------------'
 
-Authority: PagedAttention, https://arxiv.org/abs/2309.06180; automatic prefix caching,
-https://docs.vllm.ai/en/latest/design/prefix_caching.html.
+Authority: PagedAttention, https://arxiv.org/abs/2309.06180; automatic prefix caching, and cache isolation by
+a salt, which is the owner here, https://docs.vllm.ai/en/latest/design/prefix_caching.html.
 
 Rules of this file:
 1. A page is in the page tables of as many sequences as it has users, or it is free; never both.
 2. Keys and values depend on a token and all tokens before it, and so does the hash of a page. It is a digest
    for which nobody can make a second text: one request never reads the keys of another text.
-3. A free page stays in the prefix cache until it is taken. Free pages that are not in the cache are taken
+3. A page is found by its own owner alone: `cached_tokens` would tell others, page by page, what is in
+   a prompt.
+4. A free page stays in the prefix cache until it is taken. Free pages that are not in the cache are taken
    first, then the least recently used.
 
 Not here: what is in the pages (model.py), which sequences may share one (scheduler.py).
@@ -22,7 +24,11 @@ from collections.abc import Sequence
 from hashlib import sha256
 
 PrefixHash = bytes
-EMPTY_PREFIX: PrefixHash = b""  # stands for what comes before the first page
+
+
+def root_hash(owner: str) -> PrefixHash:
+    """What stands for the prefix before the first page of any sequence of an owner: rule 3."""
+    return sha256(owner.encode()).digest()
 
 
 def prefix_hash(before: PrefixHash, token_ids: Sequence[int]) -> PrefixHash:
@@ -89,4 +95,4 @@ class PagePool:
                 continue
             self._free[page] = None
             if page not in self._hash_of:
-                self._free.move_to_end(page, last=False)  # taken first: rule 3
+                self._free.move_to_end(page, last=False)  # taken first: rule 4

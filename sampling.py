@@ -12,11 +12,12 @@ Rules of this file:
 2. Logprobs are the model's own, before temperature, penalties and bias.
 3. Arithmetic on probabilities is float64, because it sums over the whole vocabulary.
 
-Not here: the logits (model.py), the masks of structured output (dialects/structured_output.py).
+Not here: the logits (model.py), the masks of structured output (dialects/matchers.py).
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -42,12 +43,19 @@ class Sampling:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     n_top_logprobs: int | None = None  # None: no logprobs; 0: the chosen token's only
 
+    @cached_property
+    def bias_arrays(self) -> tuple[NDArray[np.int64], Array]:
+        """logit_bias as token ids and biases, made once for all steps."""
+        token_ids = np.array(list(self.logit_bias), np.int64)
+        biases = np.array(list(self.logit_bias.values()), np.float32)
+        return token_ids, biases
+
 
 class Context(NamedTuple):
     """What the choice of one token depends on besides its logits."""
 
     sampling: Sampling
-    prompt: Sequence[int]  # token ids
+    prompt: Sequence[int] | NDArray[np.int64]  # token ids
     output: Sequence[int]  # token ids of the answer, as far as the host has read them
     mask: NDArray[np.bool_] | None = None  # (vocab_size,) the tokens that structured output allows; None: all
     n_unread: int = 0  # output tokens that are chosen on the device, in steps that the host has not read
@@ -58,18 +66,21 @@ class Context(NamedTuple):
         return len(self.output) + self.n_unread
 
 
+NO_TOKEN = -1  # chosen where the logits are no finite numbers: that sequence fails, and no other
+
+
 class Choice(NamedTuple):
     """A chosen token, with the logprobs that were asked for."""
 
-    token_id: int
+    token_id: int  # or NO_TOKEN
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()  # (token_id, logprob), likeliest first
 
 
 def pick_token(logits: Array, context: Context) -> Choice:
-    """Choose a token by the logits, (vocab_size,); raises ArithmeticError where these are no numbers."""
+    """Choose a token by the logits, (vocab_size,)."""
     if not np.isfinite(logits.max()):
-        raise ArithmeticError("the model's logits are no finite numbers")
+        return Choice(NO_TOKEN)
     sampling = context.sampling
     penalised = apply_penalties(logits, context)
     if sampling.temperature == 0:
@@ -97,17 +108,19 @@ def apply_penalties(logits: Array, context: Context) -> Array:
     sampling = context.sampling
     logits = logits.copy()
     if sampling.repetition_penalty != 1:
-        token_ids = np.unique(np.array([*context.prompt, *context.output], np.int64))
-        repeated = logits[token_ids]
+        is_repeated = np.zeros(len(logits), np.bool_)
+        is_repeated[np.asarray(context.prompt, np.int64)] = True
+        is_repeated[np.asarray(context.output, np.int64)] = True
+        repeated = logits[is_repeated]
         lowered = repeated / sampling.repetition_penalty
-        logits[token_ids] = np.where(repeated > 0, lowered, repeated * sampling.repetition_penalty)
+        logits[is_repeated] = np.where(repeated > 0, lowered, repeated * sampling.repetition_penalty)
     if sampling.presence_penalty or sampling.frequency_penalty:
         token_ids, counts = np.unique(np.array(context.output, np.int64), return_counts=True)
         penalties = sampling.presence_penalty + sampling.frequency_penalty * counts
         logits[token_ids] -= penalties.astype(np.float32)
     if sampling.logit_bias:
-        biases = np.array(list(sampling.logit_bias.values()), np.float32)
-        logits[list(sampling.logit_bias)] += biases
+        token_ids, biases = sampling.bias_arrays
+        logits[token_ids] += biases
     if context.mask is not None:
         logits[~context.mask] = -np.inf
     return logits

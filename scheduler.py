@@ -11,30 +11,41 @@ speculative decoding https://arxiv.org/abs/2211.17192, by prompt lookup
 https://github.com/apoorvumang/prompt-lookup-decoding.
 
 Rules of this file:
-1. A step holds the next token of every running sequence that decodes, and chunks of prompts beside them.
+1. A step holds the next token of every running sequence that decodes, and chunks of prompts beside them: no
+   more rows of prompts than the engine, which measures the time, allows.
 2. The tokens of a sequence do not depend on company, cache, preemption or drafts: a page is shared only where
    computing it would give the same bits, and what is computed again gets the bits it had.
-3. When pages run out the youngest sequence gives way, never the oldest. A draft drives nobody out.
-4. A sequence ends once. Its pages are free before the next step.
+3. Places of the batch and chunks go round robin over owners, however many sequences an owner has.
+4. When pages run out, the youngest sequence of the owner with the most pages gives way. A draft drives nobody
+   out.
+5. A sequence ends once. Its pages are free before the next step.
 
 Not here: the thread, the readers and the steps in flight (engine.py), the pool of pages (pages.py), the
-forward pass (model.py), what a constraint allows (dialects/structured_output.py).
+forward pass (model.py), what a constraint allows (dialects/matchers.py).
 """
 
-from collections import deque
-from collections.abc import Collection
+import math
+from collections import Counter, deque
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from itertools import takewhile
+from functools import cached_property
+from itertools import repeat, takewhile
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from model import PAGE, Span
-from pages import EMPTY_PREFIX, OutOfPages, PagePool, PrefixHash, prefix_hash
-from sampling import Choice, Context, Sampling
+from pages import OutOfPages, PagePool, PrefixHash, prefix_hash, root_hash
+from sampling import NO_TOKEN, Choice, Context, Sampling
 
-MAX_CHUNKS = 2  # prefill chunks a step: bounds how long the sequences that decode wait for their next token
+NOTHING_ALLOWED = "expected a token that may come next, the constraint allows none"
+GAVE_UP = (
+    "The constraint on the output gave up: its schema or definition is too costly or too ambiguous to be "
+    "followed any further, or allows nothing here. Simplify it; the log has the details."
+)
+MAX_CHUNKS = 2  # prefill chunks a step, at most
+MIN_ROWS = 8  # of prompts, beside sequences that decode: a prompt goes on however slow the machine is
 N_GRAM = 2  # tokens that have to come again for what followed them to be drafted
 
 # --- Theory of operation ------------------------------------------------------------------------------------
@@ -42,29 +53,35 @@ N_GRAM = 2  # tokens that have to come again for what followed them to be drafte
 # The life of a request:
 #
 # 1. Arrival.       The engine makes a Sequence of it, and add() puts it behind all that are `waiting`.
-# 2. Admission.     The oldest waiting sequence moves to `running` when a slot of the batch is free, and pages
-#                   for all its tokens beside those that the running sequences still need.
+# 2. Admission.     A waiting sequence moves to `running` when a slot of the batch is free, and pages for all
+#                   its tokens beside those that the running sequences still need: the oldest of the owner
+#                   that runs the fewest. If that owner runs none, and one sequence of an owner that runs
+#                   several takes the room it needs, that one is preempted.
 # 3. Prefix cache.  Automatic prefix caching: pages of its prompt that any sequence has computed go into its
 #                   page table and are not computed again. While another sequence computes the page that it
 #                   needs next it sits the step out, and finds the page later.
 # 4. Prefill.       The rest of the prompt is computed in chunks (chunked prefill). All prompts together get
-#                   MAX_CHUNKS a step. The last row of the last chunk gives the first token of the output.
+#                   MAX_CHUNKS a step, and while others decode no more than keeps the step short for them.
+#                   The last row of the last chunk gives the first token of the output.
 # 5. Decode.        Each step computes one row, that of the newest token, and chooses the next token. The
 #                   engine may launch a step before it has read the one before: then only the device knows the
-#                   newest token, and the span is chained to it (Span.token_ids is None).
+#                   newest token, and the span is chained to it (Span.token_ids is None). Where output is
+#                   structured the next choice needs a mask, which another process makes of the newest token:
+#                   a sequence whose mask is not there yet sits the step out, so that nobody waits for it.
 # 6. Drafts.        With speculative decoding a step also computes drafts: the tokens that followed where the
 #                   last N_GRAM tokens came before. They are kept as far as they equal what is chosen; the
 #                   places of the others in the KV cache are written again by the next step.
-# 7. Preemption.    Where a running sequence needs a page and none is left, the youngest gives back its slot
-#                   and its pages and waits, first in line, to start again at 2. Its output is kept; the keys
-#                   and values of prompt and output are computed once more.
+# 7. Preemption.    Where a running sequence needs a page and none is left, another gives back its slot and
+#                   its pages and waits, before the others of its owner, to start again at 2. Its output is
+#                   kept; the keys and values of prompt and output are computed once more.
 # 8. Finish.        A stop token or max_tokens ends it in postprocess(), a failure or a reader that leaves in
 #                   remove(). Slot and pages are free at once; full pages stay in the prefix cache until they
 #                   are taken.
 #
 # Invariants:
 #
-# - `waiting` and `running` are in the order of arrival, and all that wait are younger than all that run.
+# - Of each owner `waiting` and `running` are in the order of arrival, and those that wait are younger than
+#   those that run.
 # - A sequence has a slot and pages while it runs, and at no other time. A result for one without a slot comes
 #   too late and is dropped.
 # - n_computed counts the steps in flight too. Places after it may hold rejected drafts and tokens past the
@@ -77,6 +94,7 @@ N_GRAM = 2  # tokens that have to come again for what followed them to be drafte
 # gives it other bits, the kernels of devices/ the same. Three things depend on it, for the sake of rule 2:
 #
 #   chunk_invariant                              True                      False
+#   a prompt is cut (_end_within)                anywhere                  at multiples of the chunk
 #   taken from the cache (_use_prefix_cache)     page by page              chunk by chunk
 #   put into the cache (_register_full_pages)    every full page           pages of whole prompt chunks
 #   computed again after preempt(), in chunks    prompt and output         the prompt; output row by row
@@ -96,14 +114,23 @@ Mask = NDArray[np.bool_]  # (vocab_size,) the tokens that may come next
 class Constraint(Protocol):
     """What the output must keep to: structured output, constrained decoding."""
 
-    def mask(self) -> Mask:
-        """Return which tokens may come next."""
+    def advance(self, token_ids: list[int], drafts: list[int]) -> None:
+        """Begin the masks behind the next tokens of the output, and behind each draft; does not wait.
 
-    def advance(self, token_id: int) -> None:
-        """Take the next token of the output; raises ValueError if the constraint gives up."""
+        At first, and after close(), `token_ids` are all of the output.
+        """
 
-    def copy(self) -> "Constraint":
-        """Return one that can look ahead, while this one stays where it is."""
+    def masks(self) -> list[Mask] | None:
+        """Return which tokens may come next, then behind each draft, up to one that is not allowed.
+
+        None while they are being computed. Raises where the constraint gives up.
+        """
+
+    def fileno(self) -> int:
+        """Return what can be waited for: it is readable when the masks are there."""
+
+    def close(self) -> None:
+        """Give up what it holds; nothing happens if it holds nothing."""
 
 
 @dataclass(eq=False)
@@ -115,10 +142,15 @@ class Sequence:
     stop_token_ids: frozenset[int]
     sampling: Sampling
     constraint: Constraint | None = None
+    owner: str = ""  # whose turn it takes, and in whose prefix cache it is
 
     output: list[int] = field(default_factory=list)  # tokens chosen, in the steps that have been read
     finish: Literal["stop", "length"] | None = None  # set when its last token is read
-    mask: Mask | None = None  # what its constraint allows as the next token; None: any token
+    masks: list[Mask] | None = (
+        None  # what its constraint allows next, then behind drafts; None: not known yet
+    )
+    n_late_steps: int = 0  # steps that it has sat out for the masks that it awaits
+    is_slow: bool = False  # its last masks were late by more than a step
 
     slot: int | None = None  # row of the batch; None while it waits, and when it has ended
     page_table: list[int] = field(default_factory=list)  # the page of token i is page_table[i // PAGE]
@@ -132,9 +164,24 @@ class Sequence:
     prompt_lookup: "PromptLookup | None" = None
     max_drafts: int = 0  # drafts of a step: fewer while they are wrong
 
+    @cached_property
+    def prompt_array(self) -> NDArray[np.int64]:
+        """The prompt for penalties, made once for all steps."""
+        return np.array(self.prompt, np.int64)
+
     @property
     def n_tokens(self) -> int:
         return len(self.prompt) + len(self.output)
+
+    @property
+    def awaits_masks(self) -> bool:
+        """Whether its next token cannot be chosen yet."""
+        return self.constraint is not None and self.masks is None
+
+    @property
+    def is_in_time(self) -> bool:
+        """Whether it is worth waiting for its masks."""
+        return self.n_late_steps == 0 and not self.is_slow
 
     @property
     def is_prefilling(self) -> bool:
@@ -148,7 +195,7 @@ class Sequence:
     def page_hash(self, number: int) -> PrefixHash:
         """Hash of page `number` of the page table, which the tokens fill."""
         for i in range(len(self.prefix_hashes), number + 1):
-            before = EMPTY_PREFIX
+            before = root_hash(self.owner)
             if i > 0:
                 before = self.prefix_hashes[i - 1]
             self.prefix_hashes.append(prefix_hash(before, self.token_ids(i * PAGE, (i + 1) * PAGE)))
@@ -159,9 +206,10 @@ class Sequence:
 
         The last token of a prompt is always computed, for the first choice needs its row.
         """
-        if self.n_computed + PAGE >= self.n_prefill:
+        number = self.n_computed // PAGE
+        if (number + 1) * PAGE >= self.n_prefill:
             return None
-        return self.page_hash(self.n_computed // PAGE)
+        return self.page_hash(number)
 
     def n_missing_pages(self) -> int:
         """Pages to add to the page table for all tokens and one more."""
@@ -173,37 +221,24 @@ class Sequence:
 
         The list ends before the first draft that the constraint does not allow.
         """
-        contexts = [Context(self.sampling, self.prompt, self.output, self.mask, self.n_unread)]
-        if not drafts:
-            return contexts
-        mask = self.mask
-        lookahead = None
-        if self.constraint is not None:
-            lookahead = self.constraint.copy()
-        for n, token_id in enumerate(drafts, 1):
-            if lookahead is not None:
-                mask = mask_after(lookahead, mask, token_id)
-                if mask is None:
-                    break
-            contexts.append(Context(self.sampling, self.prompt, [*self.output, *drafts[:n]], mask))
+        masks: Iterable[Mask | None] = repeat(None)
+        if self.masks is not None:
+            masks = self.masks
+        contexts: list[Context] = []
+        for n, mask in zip(range(len(drafts) + 1), masks, strict=False):
+            output = self.output
+            if n > 0:
+                output = [*self.output, *drafts[:n]]
+            contexts.append(Context(self.sampling, self.prompt_array, output, mask, self.n_unread))
         return contexts
 
 
-def mask_after(constraint: Constraint, mask: Mask | None, token_id: int) -> Mask | None:
-    """Advance past a draft; None where the mask forbids it, or nothing may follow it.
+class Failure(NamedTuple):
+    """A sequence that has failed alone."""
 
-    A constraint that gives up here is no failure yet: the draft may not be what is chosen.
-    """
-    if mask is None or not mask[token_id]:
-        return None
-    try:
-        constraint.advance(token_id)
-        next_mask = constraint.mask()
-    except Exception:
-        return None
-    if not next_mask.any():
-        return None
-    return next_mask
+    sequence: Sequence
+    message: str  # for its client
+    error: Exception | None  # for the log
 
 
 class Scheduled(NamedTuple):
@@ -223,11 +258,12 @@ class Scheduled(NamedTuple):
         return n_rows
 
     def prefilled_pages(self) -> list[PrefixHash]:
-        """Hashes of the pages that a prefill chunk fills."""
+        """Hashes of the pages that a prefill chunk fills, or begins to fill."""
         if not self.span.is_chunk:
             return []
-        numbers = range(self.span.start // PAGE, self.span.end // PAGE)
-        return [self.sequence.page_hash(number) for number in numbers]
+        n_full_pages = self.sequence.n_prefill // PAGE
+        end = min(-(-self.span.end // PAGE), n_full_pages)
+        return [self.sequence.page_hash(number) for number in range(self.span.start // PAGE, end)]
 
 
 # --- Scheduler ----------------------------------------------------------------------------------------------
@@ -245,34 +281,48 @@ class Scheduler:
         """
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self.failed: list[tuple[Sequence, Exception]] = []  # constraints that gave up; the engine empties it
+        self.failed: list[Failure] = []  # the engine empties it
         self.pool = PagePool(n_pages)
         self.counts = dict.fromkeys(["preemptions", "cached_tokens", "drafted", "accepted"], 0)
         self._chunk = chunk
         self._chunk_invariant = chunk_invariant
+        self._cut = chunk  # a prompt is cut at multiples of it
+        if chunk_invariant:
+            self._cut = 1
         self._speculate = speculate
         self._free_slots = list(reversed(range(max_batch)))
+        self._n_turns = 0
+        self._last_turn = Counter[str]()  # owner: number of the last turn that it had
 
     def add(self, sequence: Sequence) -> None:
         sequence.n_prefill = len(sequence.prompt)
         sequence.max_drafts = self._speculate
         self.waiting.append(sequence)
 
-    def schedule(self, in_flight: Collection[list[Scheduled]] = ()) -> list[Scheduled]:
+    def schedule(
+        self, in_flight: Collection[list[Scheduled]] = (), max_rows: float = math.inf
+    ) -> list[Scheduled]:
         """Choose what the next step computes; what is returned counts as launched.
 
         `in_flight`: what earlier calls returned, as far as it is not read. Returns [] where nobody can go on
-        before the oldest of those is read.
+        before the oldest of those is read. `max_rows` of the step, if sequences decode in it.
         """
         self._admit()
+        surplus = self._surplus()
+        if surplus is not None:
+            if in_flight:
+                return []
+            self.preempt(surplus)
+            self._admit()
+        self._take_masks()
         while True:
             try:
-                batch = self._next_batch(in_flight)
+                batch = self._next_batch(in_flight, max_rows)
                 break
             except OutOfPages:
                 if in_flight:  # what is read may end a sequence, and then its pages are free
                     return []
-                self.preempt(self.running[-1])
+                self.preempt(self._youngest_of_largest_owner(self.running))
         for scheduled in batch:
             scheduled.sequence.n_computed = scheduled.span.end
             scheduled.sequence.n_unread += scheduled.span.n_wanted
@@ -291,6 +341,9 @@ class Scheduler:
             n_accepted += 1
         n_rejected = len(drafts) - n_accepted
         tokens = choices[: n_accepted + 1]  # the rows of rejected drafts chose what follows another text
+        if tokens and tokens[-1].token_id == NO_TOKEN:
+            self._fail(sequence, "The model's logits are no finite numbers.")
+            return []
         token_ids = [token.token_id for token in tokens]
         sequence.output += token_ids
         sequence.n_unread -= len(choices)
@@ -303,7 +356,7 @@ class Scheduler:
             sequence.prompt_lookup.extend(token_ids)
         self._register_full_pages(sequence, span.start, span.end - n_rejected)
         if tokens:
-            self._finish_or_constrain(sequence, token_ids)
+            self._finish_or_advance(sequence, token_ids)
         return tokens
 
     def remove(self, sequence: Sequence) -> None:
@@ -317,22 +370,66 @@ class Scheduler:
     # --- Admission ------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Let the oldest run while there are pages for all tokens of all, and one more page for each.
-
-        A sequence that would run alone needs no such look: no sequence is longer than the pool.
-        """
+        """Let those run whose turn it is, while there are slots and pages; nobody overtakes."""
         while self.waiting and self._free_slots:
-            sequence = self.waiting[0]
-            n_missing = sequence.n_missing_pages() - self._n_shared_pages(sequence)
-            n_missing += sum(other.n_missing_pages() for other in self.running)
-            if self.running and n_missing + len(self.running) > self.pool.n_free:
+            sequence = self._next_in_turn(self.waiting, self._n_running())
+            if self._n_lacking_pages(sequence) > 0:
                 return
-            self.waiting.popleft()
+            self._take_turn(sequence)
+            self.waiting.remove(sequence)
             self.running.append(sequence)
             sequence.slot = self._free_slots.pop()
             if self._speculate and sequence.prompt_lookup is None:
                 sequence.prompt_lookup = PromptLookup(sequence.prompt)
-            self._constrain(sequence, [])  # takes the mask of its next token
+            if sequence.constraint is not None:
+                self._advance(sequence, sequence.output)
+
+    def _surplus(self) -> Sequence | None:
+        """Whose slot and pages make room for an owner that waits and runs nothing; None: it is not needed.
+
+        An owner that runs a single sequence keeps it.
+        """
+        n_running = self._n_running()
+        owners_of_several = [sequence for sequence in self.running if n_running[sequence.owner] > 1]
+        if not self.waiting or not owners_of_several:
+            return None
+        newcomer = self._next_in_turn(self.waiting, n_running)
+        surplus = self._youngest_of_largest_owner(owners_of_several)
+        if n_running[newcomer.owner] or self._n_lacking_pages(newcomer) > len(surplus.page_table):
+            return None
+        return surplus
+
+    def _n_running(self) -> Counter[str]:
+        """How many sequences of each owner run."""
+        return Counter(sequence.owner for sequence in self.running)
+
+    def _next_in_turn(self, sequences: Iterable[Sequence], n_served: Counter[str]) -> Sequence:
+        """Round robin: the first of the owner that has been served least, then least recently."""
+        return min(
+            sequences, key=lambda sequence: (n_served[sequence.owner], self._last_turn[sequence.owner])
+        )
+
+    def _take_turn(self, sequence: Sequence) -> None:
+        self._n_turns += 1
+        self._last_turn[sequence.owner] = self._n_turns
+
+    def _youngest_of_largest_owner(self, running: list[Sequence]) -> Sequence:
+        """The youngest of these sequences whose owner has most pages in their page tables."""
+        n_pages = Counter[str]()
+        for sequence in running:
+            n_pages[sequence.owner] += len(sequence.page_table)
+        return max(reversed(running), key=lambda sequence: n_pages[sequence.owner])
+
+    def _n_lacking_pages(self, sequence: Sequence) -> int:
+        """Pages to be freed before it may run: all tokens of all need theirs, and each one page more.
+
+        A sequence that would run alone needs no such look: no sequence is longer than the pool.
+        """
+        if not self.running:
+            return 0
+        n_missing = sequence.n_missing_pages() - self._n_shared_pages(sequence)
+        n_missing += sum(other.n_missing_pages() for other in self.running)
+        return n_missing + len(self.running) - self.pool.n_free
 
     def _n_shared_pages(self, sequence: Sequence) -> int:
         """Pages of its prompt that others have in use: none has to be free for them."""
@@ -341,14 +438,14 @@ class Scheduler:
 
     # --- The next step --------------------------------------------------------------------------------------
 
-    def _next_batch(self, in_flight: Collection[list[Scheduled]]) -> list[Scheduled]:
+    def _next_batch(self, in_flight: Collection[list[Scheduled]], max_rows: float) -> list[Scheduled]:
         """The next step, the decoding sequences first; raises OutOfPages.
 
         Where it raises, the pages reserved so far stay in their page tables: the next attempt needs them.
         """
         batch: list[Scheduled] = []
-        budget = MAX_CHUNKS * self._chunk  # rows of prompts, and of output that is computed again
         prefilling = [sequence for sequence in self.running if sequence.is_prefilling]
+        budget = self._budget(max_rows, len(self.running) - len(prefilling))
         share = self._share_of_budget(budget, prefilling)
 
         # decode
@@ -363,20 +460,33 @@ class Scheduler:
             return batch
 
         # prefill
-        in_progress: set[PrefixHash] = set()  # pages that a step in flight or this one computes
+        computed_by: dict[PrefixHash, Sequence] = {}  # pages that a step in flight or this one computes
         for earlier in in_flight:
             for scheduled in earlier:
-                in_progress.update(scheduled.prefilled_pages())
-        for sequence in prefilling:
+                computed_by |= dict.fromkeys(scheduled.prefilled_pages(), scheduled.sequence)
+        n_served = Counter[str]()
+        while prefilling:
+            sequence = self._next_in_turn(prefilling, n_served)
+            prefilling.remove(sequence)
             self._use_prefix_cache(sequence)  # pages that were filled since the last step
-            if sequence.next_page_hash() in in_progress:
+            page_hash = sequence.next_page_hash()
+            if page_hash is not None and computed_by.get(page_hash, sequence) is not sequence:
                 continue  # it sits this step out, and finds the page in the prefix cache later
             scheduled = self._prefill(sequence, min(budget, share))
             if scheduled is not None:
                 batch.append(scheduled)
                 budget -= scheduled.cost
-                in_progress.update(scheduled.prefilled_pages())
+                computed_by |= dict.fromkeys(scheduled.prefilled_pages(), sequence)
+                n_served[sequence.owner] += 1
+                self._take_turn(sequence)
         return batch
+
+    def _budget(self, max_rows: float, n_decoding: int) -> int:
+        """The rows of prompts, and of output that is computed again, that a step may hold."""
+        budget = MAX_CHUNKS * self._chunk
+        if n_decoding:
+            budget = int(min(budget, max(max_rows - n_decoding, MIN_ROWS)))
+        return max(budget, self._cut)
 
     def _share_of_budget(self, budget: int, prefilling: list[Sequence]) -> int:
         """The rows that one sequence may have, so that a short prompt need not wait for a long one.
@@ -385,7 +495,7 @@ class Scheduler:
         """
         distinct = {sequence.next_page_hash() or sequence for sequence in prefilling}
         n_sharing = max(1, min(len(distinct), MAX_CHUNKS))
-        return budget // n_sharing
+        return max(budget // n_sharing, self._cut)
 
     def _decode(self, sequence: Sequence, budget: int) -> Scheduled | None:
         """The row of the newest token, and drafts; more rows where a preempted output is computed again."""
@@ -402,17 +512,20 @@ class Scheduler:
         return self._schedule_rows(sequence, end, [], is_chunk=True)
 
     def _end_within(self, budget: int, start: int, end: int) -> int:
-        """Cut the rows from `start` to `end` to the chunks that the budget allows; a single row is free."""
+        """Cut the rows from `start` to `end` to those that the budget allows; a single row is free."""
         if end - start <= max(budget, 1):
             return end
-        return start + budget // self._chunk * self._chunk
+        return start + budget // self._cut * self._cut
 
     def _schedule_rows(
         self, sequence: Sequence, end: int, drafts: list[int], is_chunk: bool
     ) -> Scheduled | None:
-        """The tokens before `end` that are not computed yet, then the drafts; None where there are none."""
+        """The tokens before `end` that are not computed yet, then the drafts; None where there are none.
+
+        A sequence whose next token cannot be chosen yet sits the step out: the others do not wait for it.
+        """
         start = sequence.n_computed
-        if end == start:
+        if end == start or (end == sequence.n_tokens and sequence.awaits_masks):
             return None
         contexts: list[Context] = []
         if end == sequence.n_tokens:
@@ -440,13 +553,17 @@ class Scheduler:
         return Scheduled(sequence, span, sequence.contexts([]), [])
 
     def _drafts(self, sequence: Sequence) -> list[int]:
+        """The drafts that there is room for."""
+        n_spare_pages = max(0, self.pool.n_free - len(self.running))  # the others may need a page each
+        n_places = (len(sequence.page_table) + n_spare_pages) * PAGE - sequence.n_tokens
+        return self._predicted(sequence)[:n_places]
+
+    def _predicted(self, sequence: Sequence) -> list[int]:
         """What may come after the newest token; no stop token, for nothing comes after that."""
         if sequence.prompt_lookup is None:
             return []
-        n_spare_pages = max(0, self.pool.n_free - len(self.running))  # the others may need a page each
-        n_places = (len(sequence.page_table) + n_spare_pages) * PAGE - sequence.n_tokens
         n_left = sequence.max_tokens - len(sequence.output) - 1
-        drafts = sequence.prompt_lookup.drafts(min(sequence.max_drafts, n_left, n_places))
+        drafts = sequence.prompt_lookup.drafts(min(sequence.max_drafts, n_left))
         return list(takewhile(lambda token_id: token_id not in sequence.stop_token_ids, drafts))
 
     # --- Pages ----------------------------------------------------------------------------------------------
@@ -459,20 +576,23 @@ class Scheduler:
         unit = self._chunk  # tokens that are shared at once
         if self._chunk_invariant:
             unit = PAGE
-        while sequence.n_computed + unit < sequence.n_prefill:
+        while True:
             first = sequence.n_computed // PAGE
-            end = (sequence.n_computed + unit) // PAGE
-            pages = self._find_pages(sequence, range(first, end))
+            end = sequence.n_computed // unit * unit + unit
+            if end >= sequence.n_prefill:
+                return
+            pages = self._find_pages(sequence, range(first, end // PAGE))
             if pages is None:
                 return
             for page in pages:
                 self.pool.share(page)
             self.pool.release(sequence.page_table[first:])  # reserved for a batch that ran out of pages
             sequence.page_table[first:] = pages
-            sequence.n_computed += unit
+            n_found = end - sequence.n_computed  # less than a page, if it has begun to compute that page
+            sequence.n_computed = end
             if sequence.n_computed > sequence.n_computed_before:
-                sequence.n_cached += unit
-                self.counts["cached_tokens"] += unit
+                sequence.n_cached += n_found
+                self.counts["cached_tokens"] += n_found
 
     def _find_pages(self, sequence: Sequence, numbers: range) -> list[int] | None:
         """The cached pages with these numbers of its page table; None unless all are in the prefix cache."""
@@ -497,7 +617,7 @@ class Scheduler:
             self.pool.register(sequence.page_table[number], sequence.page_hash(number))
 
     def preempt(self, sequence: Sequence) -> None:
-        """Put a running sequence first in line: those that wait are younger."""
+        """Put a running sequence first in line: those of its owner that wait are younger."""
         self.running.remove(sequence)
         self.waiting.appendleft(sequence)
         self._release(sequence)
@@ -513,10 +633,12 @@ class Scheduler:
         sequence.slot = None
         self.pool.release(sequence.page_table)
         sequence.page_table = []  # a new list, for a span in flight may still use the old one
+        if sequence.constraint is not None:
+            sequence.constraint.close()
 
     # --- The end, or the next token -------------------------------------------------------------------------
 
-    def _finish_or_constrain(self, sequence: Sequence, token_ids: list[int]) -> None:
+    def _finish_or_advance(self, sequence: Sequence, token_ids: list[int]) -> None:
         """End the sequence if its output is complete with these tokens, else say what may come next."""
         if token_ids[-1] in sequence.stop_token_ids:
             sequence.finish = "stop"
@@ -524,22 +646,39 @@ class Scheduler:
             sequence.finish = "length"
         if sequence.finish:
             self.remove(sequence)
-        else:
-            self._constrain(sequence, token_ids)
+        elif sequence.constraint is not None:
+            self._advance(sequence, token_ids)
 
-    def _constrain(self, sequence: Sequence, token_ids: list[int]) -> None:
-        """Advance the constraint and take its mask; where it gives up, this sequence fails and no other."""
-        if sequence.constraint is None:
-            return
+    # --- Structured output ----------------------------------------------------------------------------------
+
+    def _advance(self, sequence: Sequence, token_ids: list[int]) -> None:
+        """Have the masks made behind these tokens, and behind the drafts that the next step may verify."""
+        assert sequence.constraint is not None
+        sequence.masks = None
+        sequence.is_slow = sequence.n_late_steps > 1
+        sequence.n_late_steps = 0
         try:
-            for token_id in token_ids:
-                sequence.constraint.advance(token_id)
-            sequence.mask = sequence.constraint.mask()
-            if not sequence.mask.any():
-                raise ValueError("expected a token that may come next, the constraint allows none")
+            sequence.constraint.advance(token_ids, self._predicted(sequence))
         except Exception as error:
-            self.remove(sequence)
-            self.failed.append((sequence, error))
+            self._fail(sequence, GAVE_UP, error)
+
+    def _take_masks(self) -> None:
+        """Take the masks that have come since the last step."""
+        for sequence in [*self.running]:
+            if sequence.constraint is None or sequence.masks is not None:
+                continue
+            try:
+                sequence.masks = sequence.constraint.masks()
+            except Exception as error:
+                self._fail(sequence, GAVE_UP, error)
+            else:
+                if sequence.masks is not None and not sequence.masks[0].any():
+                    self._fail(sequence, GAVE_UP, ValueError(NOTHING_ALLOWED))
+
+    def _fail(self, sequence: Sequence, message: str, error: Exception | None = None) -> None:
+        """End a sequence for a reason of its own: the others of its step go on."""
+        self.remove(sequence)
+        self.failed.append(Failure(sequence, message, error))
 
 
 # --- Drafts -------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ Not here: endpoints (api.py), what an event looks like (responses.py, completion
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.datastructures import QueryParams
 from starlette.responses import JSONResponse, Response
@@ -27,6 +27,8 @@ from starlette.types import Receive, Scope, Send
 import sse
 from background import EventLog
 from request.refusals import RETRY_AFTER_S, error_body, wrong_value
+
+T = TypeVar("T")
 
 # "every 15 seconds or so": html.spec.whatwg.org/multipage/server-sent-events.html#authoring-notes
 KEEP_ALIVE_S = 15
@@ -126,17 +128,21 @@ class JsonAnswer(Response):
 # --- while the client is connected --------------------------------------------------------------------------
 
 
-async def while_connected(sending: Coroutine[Any, Any, None], receive: Receive) -> None:
-    """Send an answer until it is sent or the client disconnects; raises what sending it raises."""
-    answer = asyncio.ensure_future(sending)
+async def while_connected(work: Coroutine[Any, Any, T], receive: Receive) -> T | None:
+    """Work for a client, such as sending an answer, until it is done or the client disconnects.
+
+    Returns and raises what the work does, None where the client has left.
+    """
+    task = asyncio.ensure_future(work)
     disconnect = asyncio.ensure_future(_disconnect(receive))
     try:
-        await asyncio.wait({answer, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        is_answered = answer.done()
-        await cancel(answer, disconnect)
-    if is_answered:
-        answer.result()
+        is_done = task.done()
+        await cancel(task, disconnect)
+    if is_done:
+        return task.result()
+    return None
 
 
 async def _disconnect(receive: Receive) -> None:

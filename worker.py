@@ -10,6 +10,7 @@ Rules of this file:
 2. run() yields Accepted, any number of Outputs and exactly one Finish, which is the last; after Accepted it
    raises only where it has a bug. A reader that leaves early closes it; then the engine drops the sequence.
 3. Usage counts the tokens that were read from the engine: a stop token too, but nothing after a stop string.
+   Where the reader leaves before the Finish, Accepted has what was counted until then.
 
 Not here: what the pieces mean (channels.py), which tokens come (engine.py), who keeps rule 2 where a worker
 has a bug (api.py).
@@ -26,7 +27,8 @@ from typing import Any, NamedTuple, Protocol
 
 from channels import Accepted, Dialect, Finish, Output, Parser, Piece, State, TokenLogprob, Usage
 from dialects import families
-from dialects.structured_output import BadGrammar, Constraint, Grammars, Thinking, lark
+from dialects.matchers import Grammars
+from dialects.structured_output import AnswerGrammar, BadGrammar, Thinking, answer_grammar
 from engine import Engine, EngineRequest
 from request.messages import Message, turn_starts, without_old_turns
 from request.output_format import StructuredOutput
@@ -38,6 +40,7 @@ from sampling import Choice, Sampling
 from tokenizer import Tokenizer
 
 ALIAS = "default"  # a name that any model answers to
+FORBIDDEN = -1e9  # a logit_bias that no logit outweighs
 
 # The tokenizer takes up to 300 bytes and 5 us a token, so what is far too long must not reach it whole.
 # A prompt that fits only if its tokens are longer than most are is first counted slice by slice.
@@ -97,7 +100,8 @@ class LocalPrompt(NamedTuple):
     dialect: Dialect  # how the model marks reasoning and calls, where these tools are offered
     state: State  # of the parser, where the answer begins
     after_marker: bool  # the prompt ends with a marker
-    constraint: Constraint | None  # structured output, a copy for each choice; None: the answer is free
+    grammar: AnswerGrammar | None  # structured output; None: the answer is free
+    forbidden: frozenset[int]  # tokens that must not come: those of calls, where tool_choice is none
 
     @property
     def n_tokens(self) -> int:
@@ -145,7 +149,7 @@ class LocalWorker:
         self.dialect = dialect or families.recognised(template.source, template.takes_tools)
 
     def counts(self) -> dict[str, int]:
-        return self.engine.counts()
+        return self.engine.counts() | {"grammars_waiting": self._grammars.n_waiting}
 
     @property
     def alive(self) -> bool:
@@ -156,9 +160,16 @@ class LocalWorker:
 
     async def close(self) -> None:
         await asyncio.to_thread(self.engine.close)
+        self._grammars.close()
 
     async def prepare(self, request: Request) -> LocalPrompt:
-        return await asyncio.to_thread(self._prepare, request)  # a long prompt must not stop the streams
+        prompt = await asyncio.to_thread(self._prepare, request)  # a long prompt must not stop the streams
+        if prompt.grammar:
+            try:
+                await self._grammars.check(prompt.grammar, request.owner)
+            except BadGrammar as error:
+                raise refusal(error, request.structured_output) from error
+        return prompt
 
     def _prepare(self, request: Request) -> LocalPrompt:
         """Render, tokenise and check; raises BadInput."""
@@ -172,13 +183,19 @@ class LocalWorker:
             seed = secrets.randbits(63)
         family = families.DIALECTS[self.dialect]
         added_tokens = self._tokenizer.added
-        dialect = families.find(family, added_tokens, self._template.source, tools=bool(request.tools))
+        dialect = families.find(family, added_tokens, self._template.source, tools=bool(request.called))
         state, after_marker = families.opening(text, dialect)
-        constraint = None
-        if request.structured_output:
-            constraint = self._constraint(request.structured_output, dialect, state, after_marker)
+        spec = request.structured_output
+        forbidden = frozenset[int]()
+        if request.tools and not request.called:
+            forbidden = families.tokens_of_calls(family, added_tokens)
+            if not family.call_markers and spec is None:
+                spec = StructuredOutput("none")
+        grammar = None
+        if spec:
+            grammar = self._grammar(spec, dialect, state, after_marker)
         return LocalPrompt(
-            self, request, token_ids, max_tokens, seed, dialect, state, after_marker, constraint
+            self, request, token_ids, max_tokens, seed, dialect, state, after_marker, grammar, forbidden
         )
 
     def _render_to_fit(self, request: Request) -> tuple[str, list[int]]:
@@ -248,7 +265,8 @@ class LocalWorker:
 
     async def run(self, prompt: LocalPrompt, choice: int = 0) -> Outputs:
         """What the model says in one choice: tokens to pieces, pieces to outputs, and the tokens counted."""
-        yield Accepted()
+        accepted = Accepted()
+        yield accepted
         decoder = self._tokenizer.decoder()
         parser = self._parser(prompt)
         engine_request = self._engine_request(prompt, choice)
@@ -261,11 +279,13 @@ class LocalWorker:
                     pieces: list[Piece] = []
                     if token.token_id not in engine_request.stop_token_ids:
                         pieces = decoder.feed(token.token_id, self._logprobs(token))
-                    for output in feed_all(parser, pieces):
-                        yield output
+                    outputs = feed_all(parser, pieces)
                     usage = usage._replace(output_tokens=usage.output_tokens + 1)
                     if "analysis" in (state_before, parser.state):  # both markers count as reasoning
                         usage = usage._replace(reasoning_tokens=usage.reasoning_tokens + 1)
+                    accepted.usage = usage
+                    for output in outputs:
+                        yield output
                     if parser.stopped:
                         yield Finish("stop", usage)
                         return
@@ -279,7 +299,7 @@ class LocalWorker:
 
     def _parser(self, prompt: LocalPrompt) -> Parser:
         request = prompt.request
-        functions = [tool["function"] for tool in request.tools]
+        functions = [tool["function"] for tool in request.tools if tool["function"]["name"] in request.called]
         return Parser(
             prompt.dialect,
             state=prompt.state,
@@ -293,38 +313,35 @@ class LocalWorker:
         request = prompt.request
         stop_token_ids = {*request.stop_token_ids}
         # The grammar of structured output has an end of its own, after which nothing may come.
-        if prompt.constraint or not request.ignore_eos:
+        if prompt.grammar or not request.ignore_eos:
             stop_token_ids.update(self.engine.config.eos_token_ids)
-        of_choice = {"seed": prompt.seed, "choice": choice, "n_top_logprobs": request.n_top_logprobs}
+        logit_bias = request.sampling["logit_bias"] | dict.fromkeys(prompt.forbidden, FORBIDDEN)
+        of_choice = {
+            "seed": prompt.seed,
+            "choice": choice,
+            "n_top_logprobs": request.n_top_logprobs,
+            "logit_bias": logit_bias,
+        }
         sampling = Sampling(**(request.sampling | of_choice))
         constraint = None
-        if prompt.constraint:
-            constraint = prompt.constraint.copy()
+        if prompt.grammar:
+            constraint = self._grammars.constraint(prompt.grammar)
         stops = frozenset(stop_token_ids)
-        return EngineRequest(prompt.token_ids, prompt.max_tokens, stops, sampling, constraint)
+        return EngineRequest(prompt.token_ids, prompt.max_tokens, stops, sampling, constraint, request.owner)
 
-    def _constraint(
+    def _grammar(
         self, spec: StructuredOutput, dialect: Dialect, state: State, after_marker: bool
-    ) -> Constraint:
-        """The constraint on the answer (structured output); raises BadInput where it cannot be enforced."""
+    ) -> AnswerGrammar:
+        """What the answer is held to (structured output); raises BadInput where that cannot be enforced."""
         thinking: Thinking = "possible"  # the model may reason before it answers
         if state == "analysis":
             thinking = "open"  # the prompt has begun the reasoning
         elif after_marker:
             thinking = "over"  # the prompt has ended it
         try:
-            self._grammars.check(spec)
-            return self._grammars.constraint(lark(spec, dialect, self._tokenizer.added, thinking))
+            return answer_grammar(spec, dialect, self._tokenizer.added, thinking)
         except BadGrammar as error:
-            grammar = dict(spec.inputs).get(error.part)  # of a custom tool's input
-            if grammar:
-                message = f"Invalid {grammar.syntax} grammar for '{error.part}': {error}"
-                raise BadInput(message, grammar.path) from error
-            path = "tools"
-            if error.part == "schema":
-                path = spec.schema_path
-            message = f"Invalid schema for '{error.part}': {error}"
-            raise BadInput(message, path, "invalid_json_schema") from error
+            raise refusal(error, spec) from error
 
     def _check_token_ids(self, request: Request) -> None:
         vocab_size = self.engine.config.vocab_size
@@ -347,6 +364,22 @@ class LocalWorker:
     def _logprob(self, token_id: int, logprob: float) -> TokenLogprob:
         token = self._tokenizer.token_bytes(token_id)
         return TokenLogprob(token.decode(errors="replace"), logprob, token)
+
+
+def refusal(error: BadGrammar, spec: StructuredOutput | None) -> BadInput:
+    """What the client is told of a schema or grammar that cannot be enforced."""
+    if spec is None:  # it has sent none: the grammar is ours
+        return BadInput(str(error))
+    grammar = dict(spec.inputs).get(error.part)  # of a custom tool's input
+    if grammar:
+        return BadInput(f"Invalid {grammar.syntax} grammar for '{error.part}': {error}", grammar.path)
+    path = "tools"
+    if error.part == "schema" or not spec.functions:
+        path = spec.schema_path
+    of_part = ""
+    if error.part:
+        of_part = f" for '{error.part}'"
+    return BadInput(f"Invalid schema{of_part}: {error}", path, "invalid_json_schema")
 
 
 def feed_all(parser: Parser, pieces: list[Piece]) -> list[Output]:

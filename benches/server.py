@@ -31,7 +31,7 @@ from background import Registry
 from benches.common import cpu_name, model_option, repeat_option, resident_mb, write
 from checkpoint import hub
 from checkpoint.config import Config, read_config
-from dialects.structured_output import Grammars
+from dialects.matchers import Grammars
 from engine import Engine, EngineRequest, StepOutput
 from middleware import Keys, make_app
 from request.template import ChatTemplate

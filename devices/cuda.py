@@ -313,8 +313,6 @@ class CudaOps:
             host.arrived.synchronize()
             choices += host.read_choices()
             memory.free.append(host)
-        if any(choice.token_id < 0 for of_span in choices for choice in of_span):
-            raise ArithmeticError("the model's logits are no finite numbers")
         return choices
 
     def _parts(self, spans: Sequence[Span]) -> Iterator[list[Span]]:
@@ -463,7 +461,7 @@ class CudaOps:
             output, n_output = self._counted[slot]
             is_counted = output is context.output and n_output == context.n_output
             if not context.n_unread and not is_counted:
-                tokens = np.array([*context.prompt, *context.output], np.int32)
+                tokens = np.concatenate([context.prompt, context.output]).astype(np.int32)
                 history = self._buffers["history"]
                 history[: len(tokens)].set(tokens, self._stream)
                 arguments = history, self._buffers["counts"], slot, len(context.prompt), len(tokens)

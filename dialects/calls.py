@@ -22,12 +22,12 @@ Not here: the markers (families.py), what a malformed call becomes (channels.py)
 
 import json
 import re
-from collections.abc import Collection, Generator, Iterator, Mapping
-from typing import Any, Literal
-from urllib.parse import unquote
+from collections.abc import Collection, Generator, Iterator
+from typing import Literal
 
 import sse
 from channels import Arguments, Call, CallReader, Close, Finder, Output, Piece, Schemas
+from dialects.json_schema import JSON_TYPES, References, property_types
 from request.tools import MAX_QUALIFIED_NAME
 
 # --- JSON ---------------------------------------------------------------------------------------------------
@@ -384,7 +384,8 @@ class XmlCalls:
             before = ", " if self._parameters else "{"
             yield Arguments(f"{before}{_dumps(name)}: ")
         self._parameters.add(name)
-        types = json_types(self._schemas.get(function, {}), name)
+        references = References(self._schemas.get(function, {}))
+        types = property_types(references, name)
         self._value = _Value(types, is_dropped=is_repeated)
 
     def _end_function(self) -> Iterator[Output]:
@@ -456,56 +457,3 @@ def _as_json(text: str, types: set[str]) -> str:
 
 
 _dumps = json.JSONEncoder(ensure_ascii=False).encode
-
-# --- JSON schemas: of which type a parameter is -------------------------------------------------------------
-
-# fmt: off
-JSON_TYPES: dict[type, set[str]] = {
-    str:        {"string"},
-    bool:       {"boolean"},
-    int:        {"integer", "number"},
-    float:      {"number"},
-    list:       {"array"},
-    dict:       {"object"},
-    type(None): {"null"},
-}
-# fmt: on
-
-
-def json_types(schema: Mapping[str, Any], name: str) -> set[str]:
-    """The JSON types that a property of these arguments may have; none where the schema does not say."""
-    properties = schema.get("properties")
-    types = set[str]()
-    refs = set[str]()  # followed: they may form a circle
-    todo: list[Any] = []  # schemas to look at
-    if isinstance(properties, dict):
-        todo.append(properties.get(name))
-    while todo:
-        match todo.pop():
-            case {"$ref": str(ref)} if ref not in refs:
-                refs.add(ref)
-                todo.append(target(schema, ref))
-            case {"type": str(kind)}:
-                types.add(kind)
-            case {"type": [*several]}:
-                types.update(kind for kind in several if isinstance(kind, str))
-            case {"anyOf": [*several]} | {"oneOf": [*several]}:
-                todo += several
-            case {"enum": [*values]}:
-                types.update(*(JSON_TYPES[type(value)] for value in values))
-    return types
-
-
-def target(schema: Mapping[str, Any], ref: str) -> Any:
-    """What a local $ref points to, None for others: https://www.rfc-editor.org/rfc/rfc6901"""
-    if not ref.startswith("#"):
-        return None
-    node: Any = schema
-    for part in unquote(ref[1:]).split("/")[1:]:
-        name = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(node, list):
-            node = {str(index): item for index, item in enumerate(node)}
-        if not isinstance(node, Mapping):
-            return None
-        node = node.get(name)
-    return node

@@ -14,7 +14,7 @@ Rules of this file:
 Not here: following the tables (channels.py), writing grammars (structured_output.py).
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from channels import CallReader, Dialect, Forms, Piece, State, Transitions
 from dialects.calls import AsWritten, JsonCalls, NamedCalls, XmlCalls
@@ -237,6 +237,17 @@ def find(row: Dialect, added: Collection[str], template: str, tools: bool) -> Di
     transitions = {key: state for key, state in row.transitions.items() if key[1] not in unused}
     dialect = row._replace(transitions=transitions)
     return dialect._replace(tokens=dialect.markers & set(added))
+
+
+def tokens_of_calls(row: Dialect, added: Mapping[str, int]) -> frozenset[int]:
+    """The tokens without which nothing can be written that the parser takes for a call.
+
+    Where they are forbidden, and find() is told of no tools, no call leaves, and it costs nothing: no mask is
+    computed. What this cannot forbid is what only looks like a call, and is text to the parser then: bare
+    JSON (llama), and markers that are spelled, for they are no tokens of the vocabulary. Harmony has no such
+    token, for the header of any message may name a recipient: its answers need a grammar.
+    """
+    return frozenset(added[marker] for marker in row.call_markers if marker in added)
 
 
 def opening(prompt: str, dialect: Dialect) -> tuple[State, bool]:

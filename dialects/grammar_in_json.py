@@ -17,6 +17,7 @@ Rules of this file:
 2. What cannot be rewritten with certainty is refused: special tokens, other grammars, `%ignore`, `&` and `~`;
    in regular expressions assertions but ^ and $ at the ends, operations on classes, code points in braces,
    and properties (\p) but of letters, marks, numbers and separators.
+3. What is written is bounded: what stands for a character is written once, as a rule, however often it comes.
 
 Not here: whether the grammar is one (llguidance says), where it stands in an answer (structured_output.py).
 """
@@ -24,11 +25,15 @@ Not here: whether the grammar is one (llguidance says), where it stands in an an
 import json
 import re
 from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple
 
 
 class BadSource(ValueError):
     """This grammar cannot be rewritten: what was expected, and what was found."""
 
+
+MAX_WRITTEN = 2**18  # characters
 
 # --- one character ------------------------------------------------------------------------------------------
 
@@ -38,6 +43,7 @@ HARMLESS = re.compile(r"\\p(?:[LMNZ]|\{[LMNZ][a-z]?\})")  # properties of no spe
 SET_OPERATION = re.compile("&&|--|~~")
 
 
+@lru_cache
 def _literal(character: str, flags: str = "") -> str:
     """A string of Lark for the character as JSON writes it; with the flag i in either case."""
     escaped = json.dumps(character, ensure_ascii=False)[1:-1]
@@ -47,8 +53,38 @@ def _literal(character: str, flags: str = "") -> str:
     return in_lark
 
 
+class _Rule(NamedTuple):
+    name: str
+    text: str  # Lark
+
+
+class _Atoms:
+    """Whatever regular expressions have for one character, each a rule: a class, an escape, a dot."""
+
+    def __init__(self) -> None:
+        self._rules: dict[tuple[str, str], _Rule] = {}  # by the atom and its flags
+        self.n_characters = 0  # of all rules
+
+    def name(self, atom: str, flags: str) -> str:
+        """The name of the atom's rule, which is written the first time."""
+        key = (atom, flags)
+        if key not in self._rules:
+            rule = _Rule(f"character-{len(self._rules)}", _atom(atom, flags))
+            self._rules[key] = rule
+            self.n_characters += len(rule.text)
+            _check_size(self.n_characters)
+        return self._rules[key].name
+
+    def rules(self) -> list[str]:
+        return [f"\n{name}: {text}" for name, text in self._rules.values()]
+
+
+def _check_size(n_characters: int) -> None:
+    if n_characters > MAX_WRITTEN:
+        raise BadSource(f"expected a grammar that takes at most {MAX_WRITTEN} characters inside JSON")
+
+
 def _atom(atom: str, flags: str) -> str:
-    """Whatever a regular expression has for one character: a class, an escape, a dot."""
     if SET_OPERATION.search(atom):
         raise BadSource(f"expected a class that is a list, got {atom}")
     try:
@@ -82,7 +118,7 @@ FLAGS = re.compile(r"\(\?(?P<on>[ims]*)(?:-(?P<off>[ims]*))?[:)]|\((?:\?P?<\w+>)
 DOT = {True: r"[\s\S]", False: r"[^\n]"}
 
 
-def _regex(source: str, flags: str = "") -> str:
+def _regex(source: str, atoms: _Atoms, flags: str = "") -> str:
     """The same in Lark. An empty string stands first in a group and an alternative, which may be empty."""
     if set(flags) - set("ims"):
         raise BadSource(f"expected no flags but i, m and s, got /{source}/{flags}")
@@ -107,11 +143,11 @@ def _regex(source: str, flags: str = "") -> str:
             case "refused":
                 raise BadSource(f"expected no {piece} here: {source[: lexeme.end()]}")
             case "character" if piece == ".":
-                done.append(_atom(DOT["s" in groups[-1]], groups[-1]))
+                done.append(atoms.name(DOT["s" in groups[-1]], groups[-1]))
             case "character":
                 done.append(_literal(piece, groups[-1]))
             case _:
-                done.append(_atom(piece, groups[-1]))
+                done.append(atoms.name(piece, groups[-1]))
     return " ".join([*done, ")"])
 
 
@@ -171,11 +207,11 @@ COMMON = {  # https://github.com/lark-parser/lark/blob/master/lark/grammars/comm
 # fmt: on
 
 
-def _lark(source: str) -> str:
+def _lark(source: str, atoms: _Atoms) -> str:
     done: list[str] = []
     n_names = 0
     for lexeme in LEXEME.finditer(source):  # up to the first that is refused: the work stays linear
-        done.append(REWRITERS[str(lexeme.lastgroup)](lexeme))
+        done.append(REWRITERS[str(lexeme.lastgroup)](lexeme, atoms))
         if lexeme.lastgroup in ("rule", "terminal"):
             n_names += 1
         if n_names > MAX_NAMES:
@@ -183,7 +219,7 @@ def _lark(source: str) -> str:
     return "".join(done)
 
 
-def _string(lexeme: re.Match[str]) -> str:
+def _string(lexeme: re.Match[str], _: _Atoms) -> str:
     flags = lexeme[0].rpartition('"')[2]
     literals = [_literal(character, flags) for character in _text(lexeme[0])]
     if not literals:
@@ -191,9 +227,9 @@ def _string(lexeme: re.Match[str]) -> str:
     return f"({' '.join(literals)})"
 
 
-def _range(lexeme: re.Match[str]) -> str:
+def _range(lexeme: re.Match[str], atoms: _Atoms) -> str:
     low, high = re.escape(_text(lexeme["low"])), re.escape(_text(lexeme["high"]))
-    return _atom(f"[{low}-{high}]", "")
+    return atoms.name(f"[{low}-{high}]", "")
 
 
 def _text(literal: str) -> str:
@@ -212,9 +248,9 @@ def _unicode_escape(escape: re.Match[str]) -> str:
     return escape[0]
 
 
-def _regex_literal(lexeme: re.Match[str]) -> str:
+def _regex_literal(lexeme: re.Match[str], atoms: _Atoms) -> str:
     body, _, flags = lexeme[0][1:].rpartition("/")
-    return _regex(body, flags)
+    return _regex(body, atoms, flags)
 
 
 def _rule(name: str) -> str:
@@ -222,12 +258,12 @@ def _rule(name: str) -> str:
     return f"terminal-{name.lower()}"
 
 
-def _import(lexeme: re.Match[str]) -> str:
+def _import(lexeme: re.Match[str], atoms: _Atoms) -> str:
     names = re.findall(r"\w+", lexeme["names"] or "") or [lexeme["name"]]
     for name in names:
         if name not in COMMON:
             raise BadSource(f"expected one of common.{', '.join(COMMON)}, got {name}")
-    return "\n".join(f"{_rule(lexeme['as'] or name)}: {_lark(_spelled_out(name))}" for name in names)
+    return "\n".join(f"{_rule(lexeme['as'] or name)}: {_lark(_spelled_out(name), atoms)}" for name in names)
 
 
 def _spelled_out(name: str) -> str:
@@ -235,25 +271,31 @@ def _spelled_out(name: str) -> str:
     return re.sub("[A-Z]{3,}", lambda inner: f"({_spelled_out(inner[0])})", COMMON[name])
 
 
-def _refused(lexeme: re.Match[str]) -> str:
+def _refused(lexeme: re.Match[str], _: _Atoms) -> str:
     raise BadSource(f"expected rules, terminals and %import common, got {lexeme[0]}")
 
 
-REWRITERS: dict[str, Callable[[re.Match[str]], str]] = {
-    "comment": lambda _: "",
+REWRITERS: dict[str, Callable[[re.Match[str], _Atoms], str]] = {
+    "comment": lambda *_: "",
     "range": _range,
     "string": _string,
     "regex": _regex_literal,
     "import": _import,
-    "terminal": lambda lexeme: _rule(lexeme[0]),
-    "rule": lambda lexeme: lexeme[0],
+    "terminal": lambda lexeme, _: _rule(lexeme[0]),
+    "rule": lambda lexeme, _: lexeme[0],
     "refused": _refused,
-    "other": lambda lexeme: lexeme[0],
+    "other": lambda lexeme, _: lexeme[0],
 }
 
 
 def grammar(syntax: str, definition: str) -> str:
     """Lark for what stands between the quotes; `syntax` is lark or regex. Raises BadSource."""
+    atoms = _Atoms()
     if syntax == "lark":
-        return _lark(definition)
-    return f"start: {_regex(definition)}"
+        return _whole(_lark(definition, atoms), atoms)
+    return _whole(f"start: {_regex(definition, atoms)}", atoms)
+
+
+def _whole(rewritten: str, atoms: _Atoms) -> str:
+    _check_size(len(rewritten) + atoms.n_characters)
+    return "".join([rewritten, *atoms.rules()])

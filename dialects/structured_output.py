@@ -1,11 +1,10 @@
-"""Structured output: what an answer must be, as a grammar, and the grammar as masks over the vocabulary.
+"""Structured output: what an answer must be, as a grammar.
 
-    StructuredOutput --lark()--> grammar --Grammars.constraint()--> Constraint --mask()--> allowed tokens
+    StructuredOutput --answer_grammar()--> AnswerGrammar --matchers.py--> masks over the vocabulary
 
 It is also called constrained decoding or guided decoding, and the mask a token bitmask. The library that
 follows the grammar is llguidance; other servers use XGrammar or Outlines in its place. `StructuredOutput` is
-what is asked for (request/output_format.py), `lark()` writes it in the forms of the dialect, `Grammars`
-checks and compiles for one vocabulary, and a `Constraint` masks the tokens of one answer.
+what is asked for (request/output_format.py), `lark()` writes it in the forms of the dialect.
 
 Authority: https://platform.openai.com/docs/guides/structured-outputs and .../function-calling (tool_choice);
 https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md for the language of the grammars.
@@ -14,42 +13,45 @@ Rules of this file:
 1. Reasoning comes first and is free: the grammar holds for what follows it (vllm-project/vllm#44012).
 2. Calls and texts are demanded in the forms of the dialect (families.py): the parser finds what they write.
 3. A schema that cannot be enforced is refused before anything runs.
+4. What is written is bounded, and so are the blanks between what is demanded: a model that is held to a form
+   it does not like writes them for ever where it may: https://github.com/vllm-project/vllm/issues/38696
 
-Not here: which request asks for what (request/output_format.py), sampling under the mask (sampling.py).
+Not here: which request asks for what (request/output_format.py), compiling a grammar and following it
+(matchers.py), sampling under the mask (sampling.py).
 """
 
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, NamedTuple
 
-import numpy as np
-from llguidance import LLMatcher, LLTokenizer, regex_to_lark
-from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
-from numpy.typing import NDArray
+from llguidance import regex_to_lark
 
 from channels import Dialect
-from dialects import calls, grammar_in_json
-from request.output_format import StructuredOutput
+from dialects import calls, grammar_in_json, json_schema
+from dialects.json_schema import References
+from request.output_format import Schema, StructuredOutput
+from request.refusals import shown
 from request.tools import Grammar
 
 
 class BadGrammar(ValueError):
-    """The grammar or schema cannot be enforced; `part` names it: "schema", or the name of a function."""
+    """The grammar or schema cannot be enforced.
+
+    `part` names it: "schema", the name of a function, or "" for all of them together.
+    """
 
     def __init__(self, message: str, part: str) -> None:
         super().__init__(message)
         self.part = part
 
 
+MAX_LARK = 2**20  # characters of the grammar of an answer, and of what a client has sent for it
+NEWLINES = r"/\n{0,2}/"  # behind the reasoning; models were trained on two
+
 # The separators of JSON are fixed: where they are free, a model at a high temperature writes blanks for ever.
 JSON_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-
-# llguidance follows a schema by recursion: some 900 objects deep its stack, and with it the process, is gone.
-MAX_LEVELS = 1000
 
 # The reasoning: the prompt has begun it; the model may begin it; the prompt has ended it.
 Thinking = Literal["open", "possible", "over"]
@@ -62,11 +64,14 @@ class _Writer:
 
     def __init__(self, dialect: Dialect, added: Mapping[str, int]) -> None:
         self.dialect = dialect
-        self.rules = {"NEWLINES: ": r"/\n*/", "ANY: ": "/(?s:.*)/"}  # "name: " -> what it stands for
+        self.rules = {"NEWLINES: ": NEWLINES, "ANY: ": "/(?s:.*)/"}  # "name: " -> what it stands for
         self._added = added  # ids of the added tokens
+        self._n_characters = 0
 
     def rule(self, name: str, *alternatives: str) -> str:
         self.rules[f"{name}: "] = " | ".join(alternatives)
+        self._n_characters += len(self.rules[f"{name}: "])
+        check_size(self._n_characters)
         return name
 
     def sequence(self, form: str, **places: str) -> str:
@@ -104,6 +109,12 @@ class _Writer:
 
     def __str__(self) -> str:
         return "\n".join(name + rule for name, rule in self.rules.items())
+
+
+def check_size(n_characters: int) -> None:
+    """Raises BadGrammar."""
+    if n_characters > MAX_LARK:
+        raise BadGrammar(f"expected schemas and grammars that take at most {MAX_LARK} characters in all", "")
 
 
 def lark(spec: StructuredOutput, dialect: Dialect, added: Mapping[str, int], thinking: Thinking) -> str:
@@ -217,41 +228,69 @@ def _parameters(writer: _Writer, root: Mapping[str, Any]) -> Iterator[str]:
     """The parameters in the order of the schema, those that it only requires behind those it describes."""
     if unknown := root.keys() - OF_OBJECTS:
         raise BadGrammar(f"{', '.join(sorted(unknown))} cannot be enforced on parameters", "")
-    described, required = root.get("properties", {}), root.get("required", [])
-    undescribed = [name for name in required if name not in described]
-    for name, schema in (described | dict.fromkeys(undescribed, True)).items():
+    references = References(root)
+    described = as_object(root.get("properties", {}))
+    required = {as_name(name): True for name in as_list(root.get("required", []))}
+    for name, schema in (described | (required | described)).items():
         if not PARAMETER_NAME.fullmatch(name):
             raise BadGrammar(f"'{name}' cannot be the name of a parameter", "")
         if schema is False:  # nothing fits it: it cannot be given
             continue
-        parameter = f"{json.dumps(f'<parameter={name}>')} {_value(writer, root, name, schema)}"
+        parameter = f"{json.dumps(f'<parameter={name}>')} {_value(writer, references, name, schema)}"
         if name in required:
             yield parameter
         else:
             yield f"({parameter})?"
 
 
-def _value(writer: _Writer, root: Mapping[str, Any], name: str, schema: Any) -> str:
+def _value(writer: _Writer, references: References, name: str, schema: Any) -> str:
     """A string is bare, all else is JSON; newlines around it."""
-    while isinstance(schema, dict) and "$ref" in schema:
-        schema = calls.target(root, schema["$ref"])
+    while targets := references.of(schema):
+        (schema,) = targets
     if not isinstance(schema, dict):  # true: any value
         schema = {}
-    types = calls.json_types(root, name)
-    variants = schema.get("anyOf") or schema.get("oneOf") or [schema]
+    types = json_schema.property_types(references, name)
+    variants = as_list(schema.get("anyOf") or schema.get("oneOf") or [schema])
     if "string" not in types:
-        definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
-        value = writer.rule(f"json_{len(writer.rules)}", _json(schema | definitions))
+        value = writer.rule(f"json_{len(writer.rules)}", _json(_with_definitions(schema, references.root)))
         return f'"\\n" {value} {json.dumps(PARAMETER_END)}'
     if "enum" in schema and types == {"string"}:
-        values = [json.dumps(f"\n{value}{PARAMETER_END}") for value in schema["enum"]]
+        values = [json.dumps(f"\n{value}{PARAMETER_END}") for value in as_list(schema["enum"])]
         return f"({' | '.join(values)})"
     if types == {"string"} and schema.keys() <= OF_STRINGS:
         length = f"{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}"
         return f'"\\n" {writer.lazy(f"(?s:.{length})", PARAMETER_END)}'
-    if all(variant.keys() <= ANNOTATIONS | {"type"} for variant in variants):
+    if all(set(variant) <= ANNOTATIONS | {"type"} for variant in map(as_object, variants)):
         return f'"\\n" {writer.lazy("(?s:.*)", PARAMETER_END)}'  # any text is a string, if it is nothing else
     raise BadGrammar(f"'{name}': of a string only enum, minLength and maxLength can be enforced", "")
+
+
+def _with_definitions(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
+    """A part of a schema as a schema of its own."""
+    if '"$ref"' not in json.dumps(schema):
+        return dict(schema)
+    return dict(schema) | {key: root[key] for key in ("$defs", "definitions") if key in root}
+
+
+def as_name(value: Any) -> str:
+    """What must be the name of a property; raises BadGrammar."""
+    if not isinstance(value, str):
+        raise BadGrammar(f"expected the name of a property, got {shown(value)}", "")
+    return value
+
+
+def as_object(value: Any) -> dict[str, Any]:
+    """What must be an object in a schema, which nobody has validated yet; raises BadGrammar."""
+    if not isinstance(value, dict):
+        raise BadGrammar(f"expected an object, got {shown(value)}", "")
+    return value
+
+
+def as_list(value: Any) -> list[Any]:
+    """What must be a list; raises BadGrammar."""
+    if not isinstance(value, list):
+        raise BadGrammar(f"expected a list, got {shown(value)}", "")
+    return value
 
 
 # --- what a grammar of Lark embeds --------------------------------------------------------------------------
@@ -273,156 +312,52 @@ def as_lark(grammar: Grammar) -> str:
     return f"start: /{regex_to_lark(grammar.definition, '')}/"
 
 
-# --- masks --------------------------------------------------------------------------------------------------
+# --- the grammar of an answer, to be compiled ---------------------------------------------------------------
 
 
-class Constraint:
-    """One answer under a grammar: a token mask before every token."""
+class AnswerGrammar(NamedTuple):
+    """The grammar of an answer, and what in it a client has sent."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
-        self._matcher = matcher
-        self._vocab_size = vocab_size
-        self._bits = allocate_token_bitmask(1, vocab_size)
-
-    def copy(self) -> "Constraint":
-        """The same, for another answer: cheaper than compiling the grammar again."""
-        return Constraint(self._matcher.deep_copy(), self._vocab_size)
-
-    def mask(self) -> NDArray[np.bool_]:
-        """Which tokens may come next, (vocab_size,); the eos tokens once the grammar is satisfied."""
-        fill_next_token_bitmask(self._matcher, self._bits)
-        bits = np.unpackbits(self._bits.view(np.uint8), bitorder="little")
-        return bits[: self._vocab_size].astype(np.bool_)
-
-    def advance(self, token_id: int) -> None:
-        """The token came; raises BadGrammar where the matcher gives up: a limit, or a token not allowed."""
-        if not self._matcher.consume_token(token_id):
-            raise BadGrammar(self._matcher.get_error(), "")
+    lark: str
+    parts: (
+        str  # JSON, [[name, schema or null, Lark or null], ...]: checked by itself, so that an error names it
+    )
 
 
-class Grammars:
-    """Compiles grammars for one vocabulary."""
+NO_PARTS = "[]"
 
-    def __init__(self, tokenizer: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
-        self._vocab_size = vocab_size
-        self._tokenizer = LLTokenizer(str(tokenizer), n_vocab=vocab_size, eos_token=list(eos_token_ids))
 
-    def check(self, spec: StructuredOutput) -> None:
-        """Raises BadGrammar for a schema or grammar that cannot be enforced."""
-        if spec.schema is not None:
-            self._check_schema(spec.schema, "schema")
-        for name, schema in spec.functions:
-            self._check_schema(schema, name)
-        for name, grammar in spec.inputs:
-            try:
-                in_json = grammar_in_json.grammar(grammar.syntax, grammar.definition)
-            except grammar_in_json.BadSource as error:
-                raise BadGrammar(str(error), name) from error
-            self._check_lark(as_lark(grammar), name)
-            self._check_lark(in_json, name)
+def answer_grammar(
+    spec: StructuredOutput, dialect: Dialect, added: Mapping[str, int], thinking: Thinking
+) -> AnswerGrammar:
+    """What is compiled (matchers.py); raises BadGrammar for what can be known before that."""
+    parts = json.dumps([*_schemas(spec), *_inputs(spec)])
+    check_size(len(parts))
+    return AnswerGrammar(lark(spec, dialect, added, thinking), parts)
 
-    def _check_schema(self, schema: dict[str, Any], part: str) -> None:
-        for problem in _not_enforceable(schema):
-            raise BadGrammar(problem, part)
-        if _n_levels(schema) > MAX_LEVELS:
-            raise BadGrammar(f"it is more than {MAX_LEVELS} levels deep, $refs included", part)
-        if _is_circular(schema):
-            raise BadGrammar("a $ref leads back to itself", part)
+
+def _schemas(spec: StructuredOutput) -> Iterator[tuple[str, Schema, None]]:
+    """Raises BadGrammar."""
+    schemas = list(spec.functions)
+    if spec.schema is not None:
+        schemas.append(("schema", spec.schema))
+    n_nodes = 0
+    for name, schema in schemas:
+        n_nodes += json_schema.n_nodes(schema)
+        if n_nodes > json_schema.MAX_NODES:
+            message = f"expected at most {json_schema.MAX_NODES} objects and lists in all schemas together"
+            raise BadGrammar(message, name)
+        if problem := json_schema.problem(schema):
+            raise BadGrammar(problem, name)
+        yield name, schema, None
+
+
+def _inputs(spec: StructuredOutput) -> Iterator[tuple[str, None, str]]:
+    """Each grammar as the client has written it, which is what an error is about, and as it is in JSON."""
+    for name, grammar in spec.inputs:
         try:
-            grammar = LLMatcher.grammar_from_json_schema(schema)
-        except ValueError as error:  # a number of more than 64 bits
-            raise BadGrammar(str(error), part) from error
-        if message := LLMatcher.validate_grammar(grammar, self._tokenizer):
-            raise BadGrammar(message, part)
-
-    def _check_lark(self, text: str, part: str) -> None:
-        if message := LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(text), self._tokenizer):
-            raise BadGrammar(message.splitlines()[0], part)
-
-    def constraint(self, grammar: str) -> Constraint:
-        matcher = LLMatcher(self._tokenizer, LLMatcher.grammar_from_lark(grammar))
-        if matcher.is_error():
-            raise BadGrammar(matcher.get_error(), "")
-        return Constraint(matcher, self._vocab_size)
-
-
-# --- what llguidance does not check itself ------------------------------------------------------------------
-
-
-def _is_circular(root: dict[str, Any]) -> bool:
-    """Is there a schema that stands for itself and nothing else? llguidance would follow it for ever."""
-    graph: dict[int, list[int]] = {}  # id of a schema -> ids of the schemas that must hold at the same place
-    for node in _nodes(root):
-        graph[id(node)] = [id(schema) for schema in _stands_for(root, node)]
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError:
-        return True
-    return False
-
-
-def _stands_for(root: dict[str, Any], schema: Any) -> list[Any]:
-    """The schemas that must hold at the same place as this one."""
-    if not isinstance(schema, dict):
-        return []
-    same_place = _ref_target(root, schema)
-    for keyword in ("allOf", "anyOf", "oneOf"):
-        alternatives = schema.get(keyword)
-        if isinstance(alternatives, list) and (keyword == "allOf" or len(alternatives) == 1):
-            same_place += alternatives
-    return same_place
-
-
-def _ref_target(root: dict[str, Any], schema: Any) -> list[Any]:
-    """The schema that its $ref leads to, if it has one."""
-    if isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
-        return [calls.target(root, schema["$ref"])]
-    return []
-
-
-def _not_enforceable(root: dict[str, Any]) -> Iterator[str]:
-    """References that llguidance may follow and this file cannot: to another document, or to another $id."""
-    for node in _nodes(root):
-        if isinstance(node, dict):
-            ref = node.get("$ref")
-            if isinstance(ref, str) and calls.target(root, ref) is None:
-                yield f"$ref {ref[:80]} leads nowhere in the schema"
-            if node is not root and isinstance(node.get("$id"), str):
-                yield "an $id inside the schema cannot be enforced"
-
-
-def _n_levels(root: dict[str, Any]) -> int:
-    """How deep the schema is, $refs followed.
-
-    Where they go in circles it is a bound: the depth without $refs, and that of all their targets, for no
-    chain of $refs is longer than all of them one below the other.
-    """
-    nodes, depths = _nodes(root), dict[int, int]()  # id of a node -> its depth
-    below: dict[int, list[int]] = {}
-    for node in nodes:
-        below[id(node)] = [id(inner) for inner in (*_inside(node), *_ref_target(root, node))]
-    try:
-        for node_id in TopologicalSorter(below).static_order():
-            depths[node_id] = 1 + max((depths[inner] for inner in below.get(node_id, ())), default=0)
-        return depths[id(root)]
-    except CycleError:
-        depths.clear()
-    for node in reversed(nodes):  # what a node holds comes before it
-        depths[id(node)] = 1 + max((depths[id(inner)] for inner in _inside(node)), default=0)
-    targets = {id(target) for node in nodes for target in _ref_target(root, node)}
-    return depths[id(root)] + sum(depths.get(target, 0) for target in targets)
-
-
-def _nodes(root: dict[str, Any]) -> list[Any]:
-    """The schema and the objects and lists in it, each behind what holds it."""
-    nodes: list[Any] = [root]
-    for node in nodes:  # it grows
-        nodes += _inside(node)
-    return nodes
-
-
-def _inside(node: dict[str, Any] | list[Any]) -> list[Any]:
-    values: Iterable[Any] = node
-    if isinstance(node, dict):
-        values = node.values()
-    return [value for value in values if isinstance(value, dict | list)]
+            in_json = grammar_in_json.grammar(grammar.syntax, grammar.definition)
+        except grammar_in_json.BadSource as error:
+            raise BadGrammar(str(error), name) from error
+        yield name, None, as_lark(grammar)
+        yield name, None, in_json

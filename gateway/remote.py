@@ -110,6 +110,8 @@ def _tools(request: Request) -> dict[str, Any]:
         return {}
     tools = request.tools
     choice: Any = "auto"
+    if not request.called:
+        choice = "none"
     spec = request.structured_output
     if spec and spec.functions:  # not all may be called: only our own server knows `allowed_tools`
         allowed = {name for name, _ in spec.functions}

@@ -65,8 +65,10 @@ class Request:
     owner: str  # who asks: digest of the API key; "": the server needs none
     explicit: frozenset[str]  # parameters that the client has set; the others have their defaults
     messages: list[messages.Message]
-    tools: list[dict[str, Any]]  # as chat templates take them; [] also where tool_choice is none
-    called: dict[str, Tool]  # the tools that calls mean, by their names in `tools`
+    tools: list[dict[str, Any]]  # as chat templates take them, also where tool_choice is none
+    called: dict[
+        str, Tool
+    ]  # the tools that calls mean, by their names in `tools`; {} where tool_choice is none
     structured_output: StructuredOutput | None  # None: the model may say anything
     named_call: bool  # tool_choice names the one tool to call
     stream: bool
@@ -457,15 +459,17 @@ def request(
 ) -> Request:
     """What both APIs have in common."""
     choice = tool_choice(tools, values["tool_choice"])
-    offered = [] if choice.calls == "none" else tools
+    called: dict[str, Tool] = {}
+    if choice.calls != "none":
+        called = {tool.qualified_name: tool for tool in tools}
     stream_options = values["stream_options"] or {}
     return Request(
         model=values["model"],
         owner=owner,
         explicit=values["explicit"],
         messages=messages,
-        tools=[tool.definition() for tool in offered],
-        called={tool.qualified_name: tool for tool in offered},
+        tools=[tool.definition() for tool in tools],
+        called=called,
         structured_output=structured_output(tools, choice, text_format, values["parallel_tool_calls"]),
         named_call=choice.named,
         stream=values["stream"],

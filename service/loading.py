@@ -27,7 +27,7 @@ from threadpoolctl import threadpool_info
 from checkpoint.config import Config, UnsupportedModel, read_config
 from checkpoint.weights import n_params, read_weights
 from devices import cuda, kernels
-from dialects.structured_output import Grammars
+from dialects.matchers import Grammars
 from engine import Engine, ModelRunner
 from model import PAGE, NumpyOps
 from request import params

@@ -72,7 +72,7 @@ def cache_usage(counts: Mapping[str, int]) -> float:
 #  name behind the prefix    labels   help
 COUNTERS: dict[str, tuple[Labels, str]] = {
     "prompt_tokens":        ((),      "Tokens of prompts."),
-    "generation_tokens":    ((),      "Tokens generated; aborted runs: 0."),
+    "generation_tokens":    ((),      "Tokens generated, in aborted runs too."),
     "prefix_cache_queries": ((),      "Tokens of prompts looked for in it."),
     "prefix_cache_hits":    ((),      "Tokens of prompts found in it."),
     "request_success":      (REASON,  "Runs that have ended, and how."),

@@ -1,9 +1,11 @@
 """engine.py with the tiny model: what a request gets alone it gets in any company; all ends; memory goes."""
 
 import asyncio
+import socket
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from dataclasses import replace
+from multiprocessing import connection
 from typing import Any
 
 import numpy as np
@@ -32,6 +34,7 @@ from helpers.engines import (
     tiny,
     together,
 )
+from model import NumpyOps
 from sampling import Sampling
 from scheduler import MAX_CHUNKS
 
@@ -231,6 +234,23 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(tiny_engine: Engine, watch:
     assert [step.rows for step in watch.steps[1:]] == rows
 
 
+def test_a_step_beside_who_decodes_takes_no_longer_than_it_may(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock on which a row takes 5 ms, and a step 20 ms more: 12 rows in 80 ms."""
+
+    def now() -> float:
+        return sum(0.02 + 0.005 * sum(step.rows) for step in watch.steps)
+
+    monkeypatch.setattr("time.perf_counter", now)
+    with started(watch, chunk_invariant=True, step_s=0.08) as engine:
+        together(engine, watch, [endless(1, 60), endless(300, 1)])
+    durations = [0.02 + 0.005 * sum(step.rows) for step in watch.steps if len(step.rows) == 2]
+    assert sum(sum(step.rows) - 1 for step in watch.steps if len(step.rows) == 2) >= 300
+    assert max(durations[4:]) < 0.085
+    assert min(durations[4:-1]) > 0.06
+
+
 def test_long_prompts_share_steps(tiny_engine: Engine, watch: Watch) -> None:
     """No step is larger than it may be, none lacks the sequence that decodes, and no token is read twice."""
     jobs = [endless(1, 40), *(endless(4 * CHUNK, 1, first=i) for i in range(4)), endless(CHUNK // 2, 1)]
@@ -316,6 +336,26 @@ def test_a_request_that_cannot_be_served(
     assert tiny_engine.counts()["running"] == 0
 
 
+def test_logits_that_are_no_numbers_fail_their_request_alone() -> None:
+    """A token whose embedding is NaN: all that were in the step failed, which any client could repeat."""
+    embed = tiny().weights.embed.copy()
+    poison = 77
+    embed[poison] = np.nan
+    weights = replace(tiny().weights, embed=embed)
+    engine = Engine(NumpyOps(tiny().config, weights, 256, 16, 4))
+    jobs = [replace(endless(9, 20), prompt=[5, poison, 6]), endless(9, 20)]
+
+    async def main() -> list[Answer]:
+        return [answer(steps) for steps in await asyncio.gather(*(steps_of(engine, job) for job in jobs))]
+
+    with closing(engine):
+        poisoned, other = play(main(), "an answer and a failure")
+        assert failed(poisoned, "The model's logits are no finite numbers.")
+        assert (other.finish, len(other.ids)) == ("length", 20)
+        assert engine.alive
+        assert engine.counts()["free_pages"] == 16
+
+
 def test_an_engine_whose_steps_all_fail_is_not_alive(tiny_engine: Engine) -> None:
     for _ in range(MAX_FAILED_STEPS):
         assert tiny_engine.alive
@@ -325,21 +365,70 @@ def test_an_engine_whose_steps_all_fail_is_not_alive(tiny_engine: Engine) -> Non
     assert tiny_engine.alive
 
 
-class CannotLookAhead:
+class NeverReady:
+    """A constraint whose masks do not come."""
+
+    def __init__(self) -> None:
+        self._ours, self._theirs = socket.socketpair()
+
+    def advance(self, token_ids: list[int], drafts: list[int]) -> None: ...
+
+    def masks(self) -> list[NDArray[np.bool_]] | None:
+        return None
+
+    def fileno(self) -> int:
+        return self._ours.fileno()
+
+    def close(self) -> None:
+        self._ours.close()
+        self._theirs.close()
+
+
+def test_nobody_waits_twice_for_a_mask_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask can take 0.2 s: each step would wait for it in vain, and all streams with it."""
+    waits: list[float] = []
+
+    def counted(fds: list[Any], timeout: float) -> list[Any]:
+        waits.append(timeout)
+        return connection.wait(fds, timeout)
+
+    monkeypatch.setattr("engine.wait", counted)
+
+    async def main(engine: Engine) -> Answer:
+        late = EngineRequest([5, 6, 7], 30, frozenset(), GREEDY, NeverReady())
+        async with aclosing(engine.generate(late)) as steps:
+            waiting = asyncio.ensure_future(anext(steps))
+            while not engine.busy():
+                await asyncio.sleep(0)
+            waits.clear()
+            free = answer(await steps_of(engine, endless(5, 100)))
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+        return free
+
+    with started(Watch()) as engine:
+        free = play(main(engine), "a hundred tokens")
+    assert len(free.tokens) == 100
+    assert len([timeout for timeout in waits if timeout]) < 50
+
+
+class CannotBeWaitedFor:
     """A constraint that fails where none is expected to."""
 
-    def mask(self) -> NDArray[np.bool_]:
-        return np.ones(tiny().config.vocab_size, bool)
+    def advance(self, token_ids: list[int], drafts: list[int]) -> None: ...
 
-    def advance(self, token_id: int) -> None: ...
+    def masks(self) -> list[NDArray[np.bool_]] | None:
+        return None
 
-    def copy(self) -> "CannotLookAhead":
+    def fileno(self) -> int:
         raise MemoryError("a fault made on purpose")
+
+    def close(self) -> None: ...
 
 
 def test_what_nobody_foresaw_fails_all_and_hangs_none(caplog: pytest.LogCaptureFixture) -> None:
     """The engine's thread died, and everybody waited for ever."""
-    asked = EngineRequest([5, 6, 7, 8] * 20, 30, frozenset(), GREEDY, CannotLookAhead())
+    asked = EngineRequest([5, 6, 7, 8] * 20, 30, frozenset(), GREEDY, CannotBeWaitedFor())
     with started(watch := Watch(), speculate=4) as engine:
         assert all(failed(answer, BROKEN) for answer in together(engine, watch, [asked, endless(5, 30)]))
         assert not engine.alive

@@ -68,10 +68,11 @@ MAY_IMPORT = {
 SANS_IO = {
     "audit.contents", "audit.members", "audit.order", "audit.recordings", "audit.rules",
     "audit.rules_chunks", "audit.rules_events", "audit.rules_framing", "channels", "completions",
-    "dialects.calls", "dialects.families", "dialects.grammar_in_json", "gateway.chunks", "gateway.deltas",
-    "gateway.metering", "gateway.relay", "pages", "request.messages", "request.output_format",
-    "request.params", "request.refusals", "request.special_tokens", "request.tool_calls", "request.tools",
-    "request.validation", "responses", "scheduler", "service.signed_content", "sse",
+    "dialects.calls", "dialects.families", "dialects.grammar_in_json", "dialects.json_schema",
+    "gateway.chunks", "gateway.deltas", "gateway.metering", "gateway.relay", "pages", "request.messages",
+    "request.output_format", "request.params", "request.refusals", "request.special_tokens",
+    "request.tool_calls", "request.tools", "request.validation", "responses", "scheduler",
+    "service.signed_content", "sse",
 }  # fmt: skip
 IO = {"asyncio", "concurrent", "multiprocessing", "os", "queue", "random", "secrets", "select", "socket",
       "subprocess", "tempfile", "threading", "time", "uuid"}  # fmt: skip

@@ -194,6 +194,16 @@ def test_each_key_is_somebody_else(server: Server) -> None:
     assert error(server.get("/metrics"), 401)["code"] == "invalid_api_key"
 
 
+def test_the_prefix_cache_says_nothing_of_the_prompts_of_another_key(server: Server) -> None:
+    """`cached_tokens` told one key what another had sent, digit by digit."""
+    secret = {"model": "tiny", "input": "The number is 4711. " * 30, "max_output_tokens": 1}
+    replies = [server.post("/v1/responses", secret, **key) for key in (MINE, MINE, YOURS)]
+    details = [reply.json["usage"]["input_tokens_details"] for reply in replies]
+    n_cached = [detail["cached_tokens"] for detail in details]
+    assert n_cached[1] > 0
+    assert (n_cached[0], n_cached[2]) == (0, 0)
+
+
 def test_a_file_without_keys_is_none(tmp_path: Path) -> None:
     """Else a file that was emptied would open the server to all."""
     (tmp_path / "keys").write_text("\n")

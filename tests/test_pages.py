@@ -7,10 +7,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pages import EMPTY_PREFIX, OutOfPages, PagePool, PrefixHash, prefix_hash
+from pages import OutOfPages, PagePool, PrefixHash, prefix_hash, root_hash
+
+ROOT = root_hash("")
 
 N = 4
-HASHES = [prefix_hash(EMPTY_PREFIX, [i]) for i in range(4)]
+HASHES = [prefix_hash(ROOT, [i]) for i in range(4)]
 
 
 class Machine(RuleBasedStateMachine):
@@ -86,9 +88,9 @@ TestPages = Machine.TestCase
 
 def test_a_hash_is_that_of_the_whole_prefix() -> None:
     """Keys depend on all tokens before them: equal tokens behind others are another page."""
-    assert prefix_hash(EMPTY_PREFIX, [1, 2]) == prefix_hash(EMPTY_PREFIX, (1, 2))
+    assert prefix_hash(ROOT, [1, 2]) == prefix_hash(ROOT, (1, 2))
     texts = [[1], [2], [1, 2], [513]]
-    hashes = [prefix_hash(before, text) for before in (EMPTY_PREFIX, *HASHES) for text in texts]
+    hashes = [prefix_hash(before, text) for before in (ROOT, *HASHES) for text in texts]
     assert len({*hashes}) == len(hashes)
 
 

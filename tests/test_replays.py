@@ -22,6 +22,7 @@ import asyncio
 import functools
 import itertools
 import operator
+import re
 import tomllib
 import urllib.parse
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -37,14 +38,18 @@ import sse
 from background import EventLog
 from channels import Arguments, Call, Close, Delta, Finish, Output, Parser, Piece, Usage
 from dialects import families
+from dialects.structured_output import lark
 from gateway import metering, relay
 from gateway.chunks import Unreadable
 from gateway.deltas import Deltas
 from helpers import clients, laws, scripted
+from helpers.grammars import Followed
 from request import params, tool_calls
+from request.output_format import StructuredOutput
 from tokenizer import Tokenizer
 
 FOLDER = Path(__file__).parent / "replays"
+TINY_TOKENIZER = Tokenizer(scripted.TINY / "tokenizer.json")
 REQUIRED = {"title", "source", "result", "was", "expect"}
 KEYS = REQUIRED | {"bug", "input", "input_percent", "options", "note"}
 
@@ -147,6 +152,22 @@ def tokenized(chunks: list[list[str]], dialect: str) -> tuple[Tokenizer, list[li
     words = (token for chunk in tokens for token in chunk if token not in added)
     vocabulary = scripted.vocabulary(words, dialect)
     return vocabulary, [scripted.ids_of(vocabulary, chunk) for chunk in tokens]
+
+
+def structured_output(chunks: list[str], schema: dict[str, Any]) -> Iterator[Any]:
+    """The beginning of the text that an answer may have behind a prompt that ends with <think>."""
+    demanded = StructuredOutput("none", schema=schema)
+    dialect = families.find(families.DIALECTS["hermes"], TINY_TOKENIZER.added, "", tools=False)
+    grammar = lark(demanded, dialect, TINY_TOKENIZER.added, "open")
+    allowed: list[str] = []
+    with Followed(scripted.GRAMMARS, grammar) as followed:
+        for text in re.findall("</think>|.", "".join(chunks), re.DOTALL):
+            (token_id,) = TINY_TOKENIZER.encode(text)
+            if not followed.mask()[token_id]:
+                break
+            followed.advance(token_id)
+            allowed.append(text)
+    yield "".join(allowed)
 
 
 def tools_calls(chunks: list[list[str]], show: list[str], **body: Any) -> Iterator[Any]:
@@ -323,6 +344,7 @@ ADAPTERS: dict[str, tuple[Callable[[Any], Any], Run]] = {
     "worker":             (list,       worker),
     "worker-events":      (list,       worker_events),
     "prompt":             (as_it_is,   prompt),
+    "structured-output":  (as_it_is,   structured_output),
     "tools":              (list,       tools_calls),
     "codex":              (list,       client(clients.codex)),
     "ai-sdk":             (list,       client(clients.ai_sdk)),

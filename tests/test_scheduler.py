@@ -5,6 +5,8 @@ device whose KV cache holds, in place of keys and values, the text that they bel
 """
 
 from collections import deque
+from collections.abc import Iterable
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model import PAGE, Span
-from sampling import Choice, Sampling
-from scheduler import MAX_CHUNKS, PromptLookup, Scheduled, Scheduler, Sequence
+from sampling import NO_TOKEN, Choice, Sampling
+from scheduler import MAX_CHUNKS, MIN_ROWS, PromptLookup, Scheduled, Scheduler, Sequence
 
 CHUNK = PAGE
 GREEDY = Sampling(temperature=0)
@@ -116,6 +118,158 @@ def test_prompts_share_the_budget() -> None:
     a, b, c, d = (sequence(n, first=1000 * i) for i, n in enumerate((4 * CHUNK, 4 * CHUNK, CHUNK, 1)))
     added(s, a, b, c, d)
     assert step(s) == [Row(a, 0, CHUNK), Row(b, 0, CHUNK), Row(d, 0, 1)]
+
+
+@pytest.mark.parametrize(("max_rows", "n_rows"), [(1000, 2 * CHUNK), (50, 49), (20, 19), (1, MIN_ROWS)])
+def test_beside_who_decodes_a_prompt_has_the_rows_that_there_is_time_for(max_rows: int, n_rows: int) -> None:
+    s, a, b = scheduler(chunk_invariant=True), sequence(300), sequence(5, first=900)
+    s.add(b)
+    finish(s, s.schedule(max_rows=max_rows))
+    s.add(a)
+    assert rows(s.schedule(max_rows=max_rows)) == [Row(b, 5, 6), Row(a, 0, n_rows)]
+
+
+def test_where_nobody_decodes_time_does_not_matter() -> None:
+    s, a = scheduler(chunk_invariant=True), sequence(300)
+    s.add(a)
+    assert rows(s.schedule(max_rows=1)) == [Row(a, 0, 2 * CHUNK)]
+
+
+def test_a_chunk_is_not_cut_where_that_would_change_its_bits() -> None:
+    s, a, b, c = scheduler(), sequence(300), sequence(5, first=900), sequence(300, first=2000)
+    s.add(b)
+    step(s)
+    added(s, a, c)
+    assert rows(s.schedule(max_rows=1)) == [Row(b, 5, 6), Row(a, 0, CHUNK)]
+
+
+def test_a_page_that_is_computed_bit_by_bit_is_waited_for_and_shared() -> None:
+    """Where two have one prompt, the second waits for each page; the first does not wait for itself."""
+    s, decoding = scheduler(chunk_invariant=True), sequence(1, first=900)
+    s.add(decoding)
+    step(s)
+    a, b = sequence(2 * PAGE + 1), sequence(2 * PAGE + 1)
+    added(s, a, b)
+    in_flight: list[list[Scheduled]] = []
+    while not b.n_unread:
+        in_flight.append(s.schedule(in_flight, max_rows=21))
+        if len(in_flight) > 2:
+            finish(s, in_flight.pop(0))
+    assert (a.n_cached, b.n_cached) == (0, 2 * PAGE)
+    assert a.page_table[:2] == b.page_table[:2]
+
+
+# --- owners -------------------------------------------------------------------------------------------------
+
+
+def owned(owner: str, n: int, n_prompt: int = 5, **fields: Any) -> list[Sequence]:
+    """Sequences of one owner, which share no page."""
+    firsts = range(1000, 1000 + 500 * n, 500)
+    return [sequence(n_prompt, first=first, owner=owner, **fields) for first in firsts]
+
+
+def owners(sequences: Iterable[Sequence]) -> str:
+    return "".join(one.owner for one in sequences)
+
+
+def test_owners_are_admitted_in_turn() -> None:
+    """Not in the order of arrival: each place that gets free goes to the owner who has least."""
+    s = scheduler(max_batch=3)
+    added(s, *owned("A", 9), *owned("B", 2), *owned("C", 2))
+    step(s)
+    assert sorted(owners(s.running)) == ["A", "B", "C"]
+    admitted = ""
+    while s.running:
+        s.remove(s.running[0])
+        step(s)
+        admitted += owners(s.running[2:])
+    assert admitted == "ABC" + 7 * "A"
+
+
+def test_with_more_owners_than_places_each_has_its_turn() -> None:
+    s = scheduler(max_batch=1)
+    added(s, *owned("A", 3), *owned("B", 2), *owned("C", 1))
+    order = ""
+    while s.running or s.waiting:
+        step(s)
+        order += owners(s.running)
+        s.remove(s.running[0])
+    assert order == "ABCABA"
+
+
+def test_an_owner_who_runs_nothing_takes_a_place_of_one_who_runs_many() -> None:
+    """Its one token waited for the long answers of another: 53 s behind three requests with n = 16."""
+    s = scheduler(max_batch=4)
+    added(s, *owned("A", 6))
+    step(s)
+    added(s, *owned("B", 2))
+    step(s)
+    assert owners(s.running) == "AAAB"
+    assert owners(s.waiting) == "AAAB"
+    assert s.counts["preemptions"] == 1
+    step(s)
+    assert owners(s.running) == "AAAB"  # who runs one waits for the next like all others
+
+
+def test_who_runs_one_keeps_it_whoever_comes() -> None:
+    s = scheduler(max_batch=2)
+    added(s, *owned("A", 1), *owned("B", 1))
+    step(s)
+    added(s, *owned("C", 3))
+    step(s)
+    assert owners(s.running) == "AB"
+
+
+def test_nobody_is_preempted_for_who_would_not_fit_all_the_same() -> None:
+    s = scheduler(n_pages=8, max_batch=4)
+    added(s, *owned("A", 4))
+    step(s)
+    added(s, *owned("B", 1, n_prompt=7 * PAGE))
+    step(s)
+    assert owners(s.running) == "AAAA"
+    assert s.counts["preemptions"] == 0
+
+
+def test_a_place_is_taken_only_when_nothing_is_in_flight() -> None:
+    s = scheduler(max_batch=2)
+    added(s, *owned("A", 2))
+    first = s.schedule()
+    added(s, *owned("B", 1))
+    assert s.schedule([first]) == []
+    finish(s, first)
+    assert owners(scheduled.sequence for scheduled in s.schedule()) == "AB"
+
+
+def test_when_pages_run_out_who_has_most_gives_way() -> None:
+    """B is the youngest: A, whose answers fill the pool, drove it out."""
+    s = scheduler(n_pages=7)
+    old, young = owned("A", 2, PAGE + PAGE // 2)
+    (victim,) = owned("B", 1, PAGE - 1)
+    added(s, old, young)
+    step(s)
+    s.add(victim)
+    while s.counts["preemptions"] == 0:
+        step(s)
+    assert s.running == [old, victim]
+
+
+def test_prompts_of_owners_are_computed_in_turn() -> None:
+    """Three prompts of A, two chunks a step: B and C do not wait for all of them."""
+    s = scheduler(max_batch=5)
+    added(s, *owned("A", 3, n_prompt=6 * CHUNK), *owned("B", 1, 6 * CHUNK), *owned("C", 1, 6 * CHUNK))
+    turns = [owners(row.sequence for row in step(s)) for _ in range(6)]
+    assert turns == ["BC", "AB", "CA"] * 2
+
+
+def test_an_owner_finds_only_its_own_pages() -> None:
+    """Another's `cached_tokens` told what is in a prompt, page by page."""
+    s = scheduler()
+    a, again, b = (sequence(2 * PAGE, 1, owner=owner) for owner in "AAB")
+    for one in (a, again, b):
+        s.add(one)
+        while not one.finish:
+            step(s)
+    assert (a.n_cached, again.n_cached, b.n_cached) == (0, PAGE, 0)
 
 
 # --- prefix cache -------------------------------------------------------------------------------------------
@@ -312,6 +466,20 @@ def test_remove(where: str) -> None:
     assert n_used_pages(s) == 1
 
 
+@pytest.mark.parametrize("drafts", [0, 4])
+def test_logits_that_are_no_numbers_end_their_sequence_alone(drafts: int) -> None:
+    """All that were in the step failed."""
+    s = scheduler(speculate=drafts)
+    a, b = with_first_token(s, repeating()), sequence(5, first=1000)
+    s.add(b)
+    batch = s.schedule()
+    s.postprocess(batch[0], [Choice(3), *[Choice(NO_TOKEN)] * 4][-len(batch[0].contexts) :])
+    finish(s, batch[1:])
+    ((ended, message, _),) = s.failed
+    assert (ended, message) == (a, "The model's logits are no finite numbers.")
+    assert (a.slot, s.running, b.output) == (None, [b], [7])
+
+
 # --- drafts -------------------------------------------------------------------------------------------------
 
 
@@ -384,19 +552,34 @@ class Only:
 
     def __init__(self, *token_ids: int) -> None:
         self.rest = deque(token_ids)
+        self.drafts: list[int] = []
+        self.is_late = False
+        self.is_followed = False  # it holds something
 
-    def mask(self) -> Any:
-        mask = np.zeros(VOCAB_SIZE, bool)
-        if self.rest:
-            mask[self.rest[0]] = True
-        return mask
+    def advance(self, token_ids: list[int], drafts: list[int]) -> None:
+        for token_id in token_ids:
+            if self.rest.popleft() != token_id:
+                raise ValueError("a fault made on purpose")
+        self.drafts = drafts
+        self.is_followed = True
 
-    def advance(self, token_id: int) -> None:
-        if self.rest.popleft() != token_id:
-            raise ValueError("a fault made on purpose")
+    def masks(self) -> Any:
+        if self.is_late:
+            return None
+        masks: list[Any] = []
+        for token_id, draft in zip_longest(self.rest, self.drafts):
+            mask = np.zeros(VOCAB_SIZE, bool)
+            mask[token_id] = True
+            masks.append(mask)
+            if draft != token_id:
+                break
+        return masks or [np.zeros(VOCAB_SIZE, bool)]
 
-    def copy(self) -> "Only":
-        return Only(*self.rest)
+    def fileno(self) -> int:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        self.is_followed = False
 
 
 def test_drafts_end_before_one_that_the_constraint_forbids() -> None:
@@ -416,7 +599,7 @@ def test_a_constraint_that_gives_up_ends_its_sequence_alone() -> None:
     s, a, b = scheduler(), sequence(5, constraint=Only(1, 2)), sequence(5, first=1000)
     added(s, a, b)
     step(s, 3, 7)
-    ((ended, error),) = s.failed
+    ((ended, _, error),) = s.failed
     assert (ended, str(error)) == (a, "a fault made on purpose")
     assert (a.slot, a.finish, s.running) == (None, None, [b])
 
@@ -424,8 +607,56 @@ def test_a_constraint_that_gives_up_ends_its_sequence_alone() -> None:
 def test_a_constraint_that_allows_nothing_fails_before_a_token_is_computed() -> None:
     s, a, b = scheduler(max_batch=1), sequence(5, constraint=Only()), sequence(5, first=1000)
     added(s, a, b)
+    assert step(s) == []
+    assert [failure.sequence for failure in s.failed] == [a]
     assert step(s) == [Row(b, 0, 5)]
-    assert [ended for ended, _ in s.failed] == [a]
+
+
+def test_a_sequence_whose_mask_is_late_holds_up_nobody() -> None:
+    """A grammar can take 0.2 s a token: all others waited for it, in every step."""
+    slow = Only(3, 4, 5)
+    s, a, b = scheduler(), sequence(100, constraint=slow), sequence(5, first=1000)
+    slow.is_late = True
+    added(s, a, b)
+    assert step(s) == [Row(a, 0, 64), Row(b, 0, 5)]  # its prompt is computed, up to the last chunk
+    assert step(s) == [Row(b, 5, 6)]
+    slow.is_late = False
+    assert step(s, 7, 3) == [Row(b, 6, 7), Row(a, 64, 100)]
+    slow.is_late = True
+    assert step(s) == [Row(b, 7, 8)]
+    slow.is_late = False
+    assert step(s) == [Row(a, 100, 101), Row(b, 8, 9)]
+
+
+def test_what_was_late_by_several_steps_is_not_waited_for() -> None:
+    """Eight that are slow, by turns, would else have each step wait for one of them."""
+    slow = Only(3, 4, 5, 6)
+    s, a, b = scheduler(), sequence(5, constraint=slow), sequence(5, first=1000)
+    added(s, a, b)
+    waited_for = []
+    for n_late_steps in (0, 1, 2, 0):
+        a.n_late_steps = n_late_steps
+        rows_of_step = step(s, *[slow.rest[0]] * 2)
+        assert rows_of_step
+        waited_for.append(a.is_in_time)
+    assert waited_for == [True, True, False, True]
+
+
+def test_a_constraint_is_followed_only_while_its_sequence_runs() -> None:
+    """It has a process of its own, of which there may be as many as there are slots."""
+    s = scheduler(n_pages=4, max_batch=2)
+    a = sequence(60, constraint=Only(7, 7, 7, 7, 7))
+    b = sequence(60, first=1000, constraint=Only(*[7] * 9))
+    added(s, a, b, sequence(5, constraint=(waiting := Only(7))))
+    step(s)
+    step(s)
+    assert isinstance(b.constraint, Only)
+    assert (b.constraint.is_followed, waiting.is_followed) == (True, False)
+    s.preempt(b)
+    assert not b.constraint.is_followed
+    s.remove(a)
+    assert isinstance(a.constraint, Only)
+    assert not a.constraint.is_followed
 
 
 # fmt: off
@@ -523,6 +754,7 @@ sequences = st.builds(
     st.sampled_from([1, 20, 150]),
     st.sampled_from([frozenset([STOP]), frozenset[int](), frozenset[int]()]),
     st.just(GREEDY),
+    owner=st.sampled_from(["A", "A", "B"]),
 )
 
 
@@ -533,9 +765,10 @@ sequences = st.builds(
     st.integers(0, 3),
     st.sampled_from([0, 1, 5]),
     st.booleans(),
+    st.sampled_from([1, 30, 1000]),
 )
 def test_nothing_disturbs_a_sequence(
-    asked: list[Sequence], n_pages: int, n_ahead: int, speculate: int, chunk_invariant: bool
+    asked: list[Sequence], n_pages: int, n_ahead: int, speculate: int, chunk_invariant: bool, max_rows: int
 ) -> None:
     """Each sequence gets the output that it has alone, and what it reads in the KV cache is its own text."""
     s = scheduler(n_pages, max_batch=4, speculate=speculate, chunk_invariant=chunk_invariant)
@@ -545,7 +778,7 @@ def test_nothing_disturbs_a_sequence(
     while coming or s.waiting or s.running or in_flight:
         if coming:
             s.add(coming.popleft())
-        batch = s.schedule([earlier for earlier, _ in in_flight])
+        batch = s.schedule([earlier for earlier, _ in in_flight], max_rows)
         if batch:
             in_flight.append((batch, device.run(batch)))
         for one in s.running:

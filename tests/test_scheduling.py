@@ -3,6 +3,7 @@ run out, on steps launched ahead, on drafts. All by ==, logprobs too: the bits.
 """
 
 import asyncio
+import math
 import random
 from collections.abc import Sequence
 from contextlib import aclosing
@@ -15,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dialects.families import DIALECTS
-from dialects.structured_output import Constraint, Grammars, lark
+from dialects.matchers import Constraint, Grammars
+from dialects.structured_output import answer_grammar
 from engine import Engine, EngineRequest
 from helpers.engines import (
     CHUNK,
@@ -63,16 +65,17 @@ class Asked(NamedTuple):
     def job(self) -> EngineRequest:
         sampling: Any = {k: dict(v) if k == "logit_bias" else v for k, v in self.sampling}
         prompt = TEXTS[self.text][: self.n_prompt]
-        constraint = array_of_words().copy() if self.constrained else None
+        constraint = array_of_words() if self.constrained else None
         stop = self.stop | {2041} if self.constrained else self.stop
         return EngineRequest(prompt, self.max_tokens, stop, Sampling(**sampling), constraint)
 
 
-@cache
+GRAMMARS = Grammars(TINY / "tokenizer.json", 2048, (2041,))
+
+
 def array_of_words() -> Constraint:
-    return Grammars(TINY / "tokenizer.json", 2048, (2041,)).constraint(
-        lark(StructuredOutput("none", schema=SCHEMA), DIALECTS["hermes"], {}, "over")
-    )
+    spec = StructuredOutput("none", schema=SCHEMA)
+    return GRAMMARS.constraint(answer_grammar(spec, DIALECTS["hermes"], {}, "over"))
 
 
 class Setting(NamedTuple):
@@ -82,6 +85,7 @@ class Setting(NamedTuple):
     n_ahead: int = 0
     speculate: int = 0
     chunk_invariant: bool = False
+    step_s: float = math.inf
 
 
 @cache
@@ -134,6 +138,7 @@ disturbances = st.builds(
     n_ahead=st.sampled_from([0, 1, 3]),
     speculate=st.sampled_from([0, 1, 5]),
     chunk_invariant=st.sampled_from([False, False, True]),
+    step_s=st.sampled_from([1e-9, math.inf]),
 )
 
 

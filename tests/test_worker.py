@@ -17,9 +17,9 @@ from channels import Accepted, Finish, Output, Usage
 from checkpoint.config import read_config
 from checkpoint.weights import read_weights
 from dialects.families import DIALECTS
-from dialects.structured_output import Grammars
+from dialects.matchers import Grammars
 from engine import Engine
-from helpers import laws
+from helpers import laws, scripted
 from helpers.laws import items
 from helpers.scripted import END, ids_of, in_steps, said, vocabulary, worker_of
 from helpers.serving import TINY, serve
@@ -30,7 +30,7 @@ from request.refusals import BadInput
 from request.template import ChatTemplate
 from responses import Builder
 from tokenizer import Tokenizer
-from worker import CHARACTERS_PER_TOKEN, SLICE, LocalWorker
+from worker import CHARACTERS_PER_TOKEN, SLICE, LocalPrompt, LocalWorker
 
 SCHEMA = {
     "type": "object",
@@ -184,6 +184,35 @@ def test_a_demanded_input(engine: Engine, name: str) -> None:
     ((kind, called, given),) = items(outputs)
     assert (kind, called) == ("custom", "patch")
     assert re.fullmatch(wanted["definition"], given)
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_tool_choice_none_changes_nothing_before_the_answer(engine: Engine, name: str) -> None:
+    """Tools vanished from the prompt, and with them the prefix cache, at the last step of every agent."""
+    tokenizer = Tokenizer(TINY / "tokenizer.json")
+    worker = LocalWorker(engine, tokenizer, ChatTemplate.load(TINY), scripted.GRAMMARS, name)
+    body = {"model": "m", "input": "hi", "tools": [TOOL]}
+
+    async def prepared(**more: Any) -> LocalPrompt:
+        return await worker.prepare(params.from_responses(body | more, {}))
+
+    auto, none = asyncio.run(prepared()), asyncio.run(prepared(tool_choice="none"))
+    assert none.token_ids == auto.token_ids
+    assert (none.grammar is None) == (name != "harmony")  # all others are free, and as fast as without tools
+
+
+@pytest.mark.parametrize("name", [name for name in DIALECTS if name != "harmony"])
+def test_no_call_where_tool_choice_is_none(engine: Engine, name: str) -> None:
+    """Though the model would write one: the token that begins it, where it has one, is forbidden."""
+    tokenizer = Tokenizer(TINY / "tokenizer.json")
+    worker = LocalWorker(engine, tokenizer, ChatTemplate.load(TINY), scripted.GRAMMARS, name)
+    begin = tokenizer.added["<tool_call>"]
+    body = {"model": "m", "input": "hi", "tools": [TOOL], "temperature": 0, "max_output_tokens": 20}
+    body |= {"tool_choice": "none", "logit_bias": {str(begin): 5.0}, "reasoning": {"effort": "none"}}
+    said, _, _ = ended(asyncio.run(run(worker, body)))
+    assert [kind for kind, *_ in said] == ["final"]
+    if "<tool_call>" in DIALECTS[name].markers:
+        assert "<tool_call>" not in str(said)
 
 
 async def run(worker: LocalWorker, body: dict[str, Any]) -> list[Output | Finish]:

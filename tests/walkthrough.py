@@ -25,7 +25,7 @@ import sse
 from channels import Finish, Output, Parser, Piece
 from checkpoint.config import read_config
 from checkpoint.weights import read_weights
-from dialects.structured_output import Grammars
+from dialects.matchers import Grammars
 from engine import Engine, EngineRequest, StepOutput
 from model import NumpyOps
 from request import params

@@ -1,5 +1,6 @@
 """What a grammar lets through, and that a model under it says what was demanded, however hot."""
 
+import asyncio
 import json
 import random
 import re
@@ -18,12 +19,15 @@ import completions
 from channels import Dialect, Parser, Piece
 from dialects import families
 from dialects.families import DIALECTS
-from dialects.structured_output import BadGrammar, Grammars, Thinking, lark
+from dialects.matchers import Grammars
+from dialects.structured_output import BadGrammar, Thinking, answer_grammar, lark
+from helpers.grammars import Followed
 from helpers.laws import parse
 from helpers.scripted import vocab_size
 from helpers.serving import TINY, serve
 from request import tools
 from request.output_format import StructuredOutput as Must
+from scheduler import GAVE_UP
 from tokenizer import Tokenizer
 
 Json = dict[str, Any]
@@ -68,6 +72,7 @@ EDIT, TIME = custom("patch", '+print("\\n")\n-\nend'), custom("when", '23:59 "\\
 NO_EDIT, NO_TIME = custom("patch", "+a\nb\nend"), custom("when", '23:59 "x"')
 ONE = Must("required", FUNCTIONS, one_call=True)
 AUTO = Must("auto", FUNCTIONS)
+NEITHER = Must("none")
 FORMAT = Must("none", schema=CITY)
 BOTH = Must("auto", FUNCTIONS, schema=CITY)
 
@@ -125,12 +130,13 @@ def fits(
     vocabulary: Vocabulary = TINY_ONE,
 ) -> bool:
     """Is every token of the answer in the mask before it, and an end behind it?"""
-    constraint = vocabulary.grammars.constraint(lark(spec, dialect, vocabulary.tokenizer.added, thinking))
-    for token_id in vocabulary.tokenizer.encode(answer):
-        if not constraint.mask()[token_id]:
-            return False
-        constraint.advance(token_id)
-    return bool(constraint.mask()[2041])
+    text = lark(spec, dialect, vocabulary.tokenizer.added, thinking)
+    with Followed(vocabulary.grammars, text) as followed:
+        for token_id in vocabulary.tokenizer.encode(answer):
+            if not followed.mask()[token_id]:
+                return False
+            followed.advance(token_id)
+        return bool(followed.mask()[2041])
 
 
 @pytest.mark.parametrize(("spec", "answer", "expected"), ANSWERS)
@@ -232,6 +238,7 @@ def test_every_dialect(tmp_path: Path, name: str, tokens: bool) -> None:
         (REQUIRED, [call, thought + call, *several],                            [text, unfit, *before]),
         (ONE,      [call],                                            [text, *several]),
         (AUTO,     [call, text, thought + text, *before],             [unfit]),
+        (NEITHER,  [text, thought + text],                            [call, *before]),
         (FORMAT,   [json_text, thought + json_text],                  [call, text]),
         (BOTH,     [json_text, call],                                 [text]),
     ):
@@ -263,11 +270,11 @@ def test_what_is_let_through_is_found(tmp_path: Path, name: str, tokens: bool) -
 
 
 def any_answer(spec: Must, dialect: Dialect, words: Vocabulary, rng: random.Random) -> Iterator[Piece]:
-    constraint = words.grammars.constraint(lark(spec, dialect, words.tokenizer.added, "over"))
+    followed = Followed(words.grammars, lark(spec, dialect, words.tokenizer.added, "over"))
     decoder = words.tokenizer.decoder()
-    while not (mask := constraint.mask())[2041]:
+    while not (mask := followed.mask())[2041]:
         token_id = int(rng.choice(np.flatnonzero(mask)))
-        constraint.advance(token_id)
+        followed.advance(token_id)
         yield from decoder.feed(token_id)
     yield from decoder.close()
 
@@ -395,16 +402,21 @@ REFUSED: list[tuple[Must, str]] = [
 # fmt: on
 
 
+def check(spec: Must) -> None:
+    """As worker.py checks a request."""
+    asyncio.run(GRAMMARS.check(answer_grammar(spec, HERMES, TOKENIZER.added, "over"), owner=""))
+
+
 @pytest.mark.parametrize(("spec", "part"), REFUSED)
 def test_what_cannot_be_enforced_is_refused(spec: Must, part: str) -> None:
     with pytest.raises(BadGrammar) as caught:
-        GRAMMARS.check(spec)
+        check(spec)
     assert caught.value.part == part
 
 
 def test_a_schema_may_be_deep() -> None:
     """Bug: one deeper than llguidance's stack took the process with it; this one does not."""
-    GRAMMARS.check(Must("none", schema=chain(300)))
+    check(Must("none", schema=chain(300)))
 
 
 def test_a_schema_may_be_wide() -> None:
@@ -412,13 +424,13 @@ def test_a_schema_may_be_wide() -> None:
     small = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "string"}}}}
     many = {f"p{i}": {"$ref": f"#/$defs/d{i}"} for i in range(400)}
     defined = {f"d{i}": small | {"title": f"{i}"} for i in range(400)}
-    GRAMMARS.check(Must("none", schema={"type": "object", "properties": many, "$defs": defined}))
-    GRAMMARS.check(Must("none", schema={"anyOf": [{"type": "string"}, lists("#/anyOf/%d", 0)]}))
+    check(Must("none", schema={"type": "object", "properties": many, "$defs": defined}))
+    check(Must("none", schema={"anyOf": [{"type": "string"}, lists("#/anyOf/%d", 0)]}))
 
 
 def test_a_schema_may_hold_itself() -> None:
     """A list is no circle: each turn says something."""
-    GRAMMARS.check(Must("none", schema=TREE))
+    check(Must("none", schema=TREE))
     assert fits('{"next": {"next": null}}', Must("none", schema=TREE), HERMES, "over")
 
 
@@ -564,5 +576,5 @@ def test_a_constraint_that_gives_up_fails_its_request_alone(sdk: Any) -> None:
     tool = {"type": "function", "name": "f", "parameters": WIDE}
     answer = sdk.responses.create(model="default", input="hi", tools=[tool], tool_choice="required")
     assert (answer.status, answer.error.code) == ("failed", "server_error")
-    assert "grammar" not in answer.error.message
+    assert answer.error.message == GAVE_UP
     assert sdk.responses.create(model="default", input="hi").status == "completed"

@@ -1051,7 +1051,7 @@ REQUESTS: list[tuple[Json, Json]] = [
                     {"reasoning_effort": "low",
                      "chat_template_kwargs": {"enable_thinking": True, "reasoning_effort": "low"}}),
     ({"tools": TOOLS},                                  {"tools": [F, G], "tool_choice": "auto"}),
-    ({"tools": TOOLS, "tool_choice": "none"},           {}),
+    ({"tools": TOOLS, "tool_choice": "none"},           {"tools": [F, G], "tool_choice": "none"}),
     ({"tools": TOOLS, "tool_choice": "required"},       {"tools": [STRICT_F, STRICT_G],
                                                          "tool_choice": "required"}),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "f"}},

@@ -8,6 +8,7 @@ makes one raise. Order follows from that and from asyncio's queue of tasks, neve
 """
 
 import asyncio
+import math
 import threading
 from collections import defaultdict
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
@@ -101,8 +102,9 @@ def started(
     n_ahead: int = 0,
     speculate: int = 0,
     chunk_invariant: bool = False,
+    step_s: float = math.inf,
 ) -> Iterator[Engine]:
-    """An engine; when it is left, all pages must be free."""
+    """An engine; when it is left, all pages must be free. `step_s` inf: no step depends on the clock."""
 
     class WatchedOps(NumpyOps):
         """NumpyOps that take chained spans, as a GPU does: each goes on from its slot's last choice."""
@@ -134,7 +136,7 @@ def started(
 
     WatchedOps.n_ahead, WatchedOps.chunk_invariant = n_ahead, chunk_invariant
     ops = WatchedOps(tiny().config, tiny().weights, max_seq_len, n_pages, MAX_BATCH)
-    watch.engine = started = Engine(ops, speculate)
+    watch.engine = started = Engine(ops, speculate, step_s)
     try:
         yield started
     finally:

@@ -19,7 +19,7 @@ from tokenizers import AddedToken, decoders, models
 
 from channels import Accepted, Finish, Output
 from dialects.families import DIALECTS
-from dialects.structured_output import Grammars
+from dialects.matchers import Grammars
 from engine import Engine, EngineRequest, StepOutput
 from request import params
 from request.template import ChatTemplate

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -98,7 +98,7 @@ def http_bytes(path: str, body: Json) -> bytes:
     return head.encode() + raw
 
 
-def http_chunks(connection: socket.socket) -> Iterator[bytes]:
+def http_chunks(connection: socket.socket) -> Generator[bytes]:
     """The chunks of a reply with Transfer-Encoding: chunked, each as the server wrote it."""
     with connection.makefile("rb") as lines:
         head = b""

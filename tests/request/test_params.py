@@ -431,7 +431,7 @@ MEANING: list[tuple[str, str, Any, Json]] = [
     ("chat",      "template_kwargs", thinking(False, "low"),     {"reasoning_effort": "none"}),
     ("chat",      "template_kwargs", thinking(True, "low"),      NONE | THINKING),
     ("chat",      "tools",           [NESTED],                   {"tools": [NESTED]}),
-    ("chat",      "tools",           [],                         TOOLS | {"tool_choice": "none"}),
+    ("chat",      "tools",           [NESTED],                   TOOLS | {"tool_choice": "none"}),
     ("responses", "tools",           [NESTED],                   {"tools": [FUNCTION, HOSTED]}),
     ("responses", "structured_output", None,                       {"tools": [FUNCTION, CUSTOM, NAMESPACE]}),
     ("responses", "structured_output", Must("required", P, True), {"tools": [CUSTOM], "tool_choice": PICKED}),

@@ -6,6 +6,7 @@ import re
 import signal
 import socket
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any, get_args
 
@@ -89,6 +90,28 @@ def test_what_is_held_now_is_read_at_the_scrape(server: Server) -> None:
     assert value(found, "background_responses", status="in_progress") == 0
     assert value(found, "background_responses_ended_total", status="cancelled") == 1
     assert value(found, "request_success_total", finished_reason="abort") == 1
+
+
+@pytest.mark.bug("I04")
+@pytest.mark.parametrize("background", [False, True])
+def test_what_was_computed_is_counted_also_where_the_client_leaves(server: Server, background: bool) -> None:
+    """The metrics counted no token of a stream that was left, or cancelled, and the log told of no output."""
+    ask = http_bytes(RESPONSES, ENDLESS | {"background": background})
+    with server.connect(ask) as client, closing(http_chunks(client)) as chunks:
+        id_ = json.loads(next(chunks).split(b"data: ")[1])["response"]["id"]
+        n_deltas = 0
+        while n_deltas < 40:
+            n_deltas += b".delta" in next(chunks)
+    if background:
+        server.post(f"{RESPONSES}/{id_}/cancel", {})
+    until(lambda: value(scrape(server), "request_success_total", finished_reason="abort") == 1, "it is over")
+    found = scrape(server)
+    n_prompt, n_generated = (value(found, f"{name}_tokens_total") for name in ("prompt", "generation"))
+    assert n_prompt
+    assert n_generated
+    assert n_generated >= n_deltas
+    (line,) = (line for line in server.log().splitlines() if "nobody waits any longer" in line)
+    assert f"{n_prompt:.0f} tokens in, {n_generated:.0f} out" in line
 
 
 def test_clients_cannot_make_series(server: Server) -> None:

@@ -1,0 +1,189 @@
+"""The matcher process: where a grammar is compiled and followed, so that none can hold up or end the server.
+
+    python matcher_process.py TOKENIZER SIZE EOS,EOS FD     the root: builds the token trie, then forks
+    fork --file: what to check and compile--> masks, or an error; then tokens --> masks, until the end of file
+
+llguidance compiles some small schemas for minutes, such as one with a large multipleOf, and one mask can take
+it 0.2 s. It drops Python's lock meanwhile, but nobody can end a thread. A process can be ended. The root has
+the tokens in memory and one thread, so that forks share them and start within 2 ms. One fork follows one
+grammar for one answer.
+
+Authority: https://github.com/guidance-ai/llguidance; setitimer(2) and getrlimit(2) for the limits.
+
+Rules of this file:
+1. What a fork computes at a time, and the memory that it takes, is limited by the system, which ends it.
+2. Nothing outlives the server: the root ends with its socket, and a fork with its lifeline, a pipe that
+   nobody writes to. When the server closes it, or has ended, SIGIO ends the fork amid whatever it computes.
+3. An error that a client will read is one line, of at most MAX_ERROR characters.
+
+Not here: the other end of the sockets (matchers.py), the grammars (structured_output.py).
+"""
+
+import array
+import fcntl
+import gc
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+from llguidance import LLMatcher, LLTokenizer
+
+MAX_COMPILE_S = 1.0  # of a processor. A schema of an agent's tools takes some 10 ms
+MAX_MASK_S = 1.0  # for the masks of one step. The library's own limits end most at 0.2, and all take as much
+MAX_BYTES = 128 * 2**20  # of memory beside the root's. The largest of usual grammars take some 20 MB
+NICENESS = 5  # the engine's threads come first: it is they whom all wait for
+MAX_ERROR = 300  # characters
+
+N_FDS = 3  # that a fork is given: its connection, the file with its order, its lifeline
+NO_LIMIT = 0.0  # while it waits
+
+# The first byte of an answer says what it is.
+MASKS, ERROR = b"m", b"e"
+
+Order = dict[str, Any]  # what matchers.Grammars.start() writes
+
+
+class BadPart(Exception):
+    """A part of the order, or its grammar (""), cannot be followed: message, name of the part."""
+
+
+def main(tokenizer: str, vocab_size: str, eos_token_ids: str, fd: str) -> None:
+    """The root: fork for each pair of a socket and a file that comes, until the server's end is closed."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the server's to obey: its streams have a grace
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a fork has ended
+    eos = [int(token_id) for token_id in eos_token_ids.split(",") if token_id]
+    tokens = LLTokenizer(tokenizer, n_vocab=int(vocab_size), eos_token=eos)
+    gc.freeze()  # what is not collected is not written to, and stays shared
+    with socket.socket(fileno=int(fd)) as orders:
+        while True:
+            _, fds, _, _ = socket.recv_fds(orders, 1, N_FDS)
+            if not fds:
+                return
+            if os.fork() == 0:
+                try:
+                    orders.close()
+                    follow(tokens, *fds)
+                finally:
+                    os._exit(0)
+            for given in fds:
+                os.close(given)
+
+
+def follow(tokens: LLTokenizer, connection_fd: int, file_fd: int, lifeline_fd: int) -> None:
+    """A fork: answer for one grammar until the other end is closed."""
+    limit(lifeline_fd)
+    order = json.loads(os.pread(file_fd, os.fstat(file_fd).st_size, 0))
+    connection = Connection(connection_fd)
+    try:
+        limit_work(order["max_compile_s"])
+        matcher = compiled(tokens, order)
+        next_tokens = order["output"]
+        drafts = order["drafts"]
+        while True:
+            mask_bytes = -(-tokens.vocab_size // 8)  # the library's masks are some words longer
+            packed = [mask[:mask_bytes] for mask in masks(matcher, next_tokens, drafts)]
+            limit_work(NO_LIMIT)
+            connection.send_bytes(MASKS + b"".join(packed))
+            n_tokens, *token_ids = array.array("i", connection.recv_bytes())
+            limit_work(MAX_MASK_S)
+            next_tokens = token_ids[:n_tokens]
+            drafts = token_ids[n_tokens:]
+    except BadPart as error:
+        message, part = error.args
+        limit_work(NO_LIMIT)
+        connection.send_bytes(ERROR + json.dumps([message, part]).encode())
+    except EOFError:
+        pass
+
+
+# --- limits -------------------------------------------------------------------------------------------------
+
+
+def limit(lifeline_fd: int) -> None:
+    """Limit the memory of this process, its share of the processors, its life, and its last words."""
+    os.nice(NICENESS)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    max_bytes = address_space() + MAX_BYTES
+    if max_bytes > MAX_BYTES:
+        resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stderr.fileno())  # Rust prints the grammar at which it panics
+    fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(
+        lifeline_fd, fcntl.F_SETFL, os.O_ASYNC
+    )  # SIGIO comes when it is closed, and ends this process
+
+
+def address_space() -> int:
+    """Bytes of memory that this process has mapped; 0 where the system does not say."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[0]) * resource.getpagesize()
+    except OSError:
+        return 0
+
+
+def limit_work(max_s: float) -> None:
+    """So many seconds of a processor from here on end this process."""
+    signal.setitimer(signal.ITIMER_PROF, max_s)
+
+
+# --- grammars and masks -------------------------------------------------------------------------------------
+
+
+def compiled(tokens: LLTokenizer, order: Order) -> LLMatcher:
+    """Raises BadPart."""
+    for name, schema, lark in json.loads(order["parts"]):
+        try:
+            if schema is None:
+                grammar = LLMatcher.grammar_from_lark(lark)
+            else:
+                grammar = LLMatcher.grammar_from_json_schema(schema)
+        except ValueError as error:  # a number of more than 64 bits
+            raise BadPart(first_line(error), name) from error
+        if message := LLMatcher.validate_grammar(grammar, tokens):
+            raise BadPart(first_line(message), name)
+    matcher = LLMatcher(tokens, LLMatcher.grammar_from_lark(order["lark"]), log_level=0)
+    if matcher.is_error():
+        raise BadPart(first_line(matcher.get_error()), "")
+    return matcher
+
+
+def masks(matcher: LLMatcher, token_ids: list[int], drafts: list[int]) -> Iterator[bytes]:
+    """The mask behind these tokens, then that behind each draft, up to one that may not come; a bit a token.
+
+    Raises BadPart where the library gives up.
+    """
+    if not matcher.consume_tokens(token_ids):
+        raise BadPart(first_line(matcher.get_error()), "")
+    mask = matcher.compute_bitmask()
+    if matcher.is_error():
+        raise BadPart(first_line(matcher.get_error()), "")
+    yield mask
+    lookahead = matcher
+    if drafts:
+        lookahead = matcher.deep_copy()
+    for draft in drafts:
+        is_allowed = mask[draft // 8] >> draft % 8 & 1
+        if not is_allowed or not lookahead.consume_token(draft):
+            return
+        mask = lookahead.compute_bitmask()
+        if lookahead.is_error() or not any(mask):  # no failure yet: the draft may not be what is chosen
+            return
+        yield mask
+
+
+def first_line(message: object) -> str:
+    lines = str(message).splitlines() or [""]
+    return lines[0][:MAX_ERROR]
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,310 @@
+"""Matchers: the server's end of the processes that follow grammars, one process for one answer.
+
+    AnswerGrammar --Grammars.check()--> nothing, or BadGrammar                 before a request is taken
+    AnswerGrammar --Grammars.constraint()--> Constraint --masks()--> the tokens that may come next
+
+A Constraint does not wait: advance() has the process compute, masks() takes what it has computed. So the
+engine computes the other sequences meanwhile, and what a grammar costs is the cost of its own answer alone.
+
+    advance([], [])            the process starts: it compiles, then makes the mask of the first token
+    masks() -> None            not yet: the sequence sits a step out
+    masks() -> [mask]          one token is chosen under it
+    advance([17], [5, 9])      the masks behind 17, behind 17 5, and behind 17 5 9
+    close()                    the process ends, whatever it is doing
+
+Authority: https://man7.org/linux/man-pages/man7/unix.7.html (SCM_RIGHTS: sockets sent over sockets).
+
+Rules of this file:
+1. What a client sends is compiled and followed in those processes alone, within their limits.
+2. A check has a slot; who waits for one is let in by turns of their owners. A Constraint has a process while
+   its sequence has a place in the batch, so there are never more than --max-batch of them.
+
+Not here: the other end (matcher_process.py), the grammars and what they are for (structured_output.py).
+"""
+
+import array
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager, closing
+from hashlib import blake2b
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dialects import matcher_process
+from dialects.matcher_process import ERROR, MAX_BYTES, MAX_COMPILE_S
+from dialects.structured_output import NO_PARTS, AnswerGrammar, BadGrammar
+from request.refusals import BadInput
+
+N_CHECKS = max(1, (os.cpu_count() or 1) // 2)  # at once: half of the machine is left to the engine
+MAX_WAITING = 32  # checks of one owner that wait for a slot; each may take MAX_COMPILE_S
+MAX_REMEMBERED = 1024  # outcomes of checks: an agent sends the same tools with every turn
+
+TOO_COSTLY = (
+    f"to follow it takes more than {MAX_COMPILE_S:.0f} s of computing or {MAX_BYTES // 2**20} MB of memory; "
+    "use smaller numbers (multipleOf, bounds, lengths, repetitions), fewer alternatives or less depth"
+)
+
+
+class Constraint:
+    """One answer under a grammar: a token mask before every token. It is a scheduler.Constraint."""
+
+    def __init__(self, grammars: "Grammars", grammar: AnswerGrammar) -> None:
+        self._grammars = grammars
+        self._grammar = grammar
+        self._process: Process | None = None  # None: none follows it now
+
+    def fileno(self) -> int:
+        """What becomes readable when the masks have come."""
+        assert self._process is not None
+        return self._process.connection.fileno()
+
+    def advance(self, token_ids: list[int], drafts: list[int]) -> None:
+        """Begin the masks behind these tokens, and behind each draft; raises OSError.
+
+        Where no process follows it, one starts; the tokens are then all of the output so far.
+        """
+        if self._process is None:
+            # Twice the time that the check has: what has passed that shall not fail here.
+            self._process = self._grammars.start(self._grammar, 2 * MAX_COMPILE_S, token_ids, drafts)
+        else:
+            self._process.connection.send_bytes(
+                array.array("i", [len(token_ids), *token_ids, *drafts]).tobytes()
+            )
+
+    def masks(self) -> list[NDArray[np.bool_]] | None:
+        """Which tokens may come next, then behind each draft up to one that may not come.
+
+        Each is (vocab_size,). The eos tokens may come once the grammar is satisfied. None: the masks are not
+        computed yet. Raises BadGrammar where the grammar cannot be followed any further.
+        """
+        assert self._process is not None
+        if not self._process.connection.poll():
+            return None
+        return self._grammars.read(self._process)
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.close()
+        self._process = None
+
+
+class Grammars:
+    """The processes for one vocabulary."""
+
+    def __init__(self, tokenizer: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        eos = ",".join(map(str, eos_token_ids))
+        self._command = [sys.executable, matcher_process.__file__, str(tokenizer), str(vocab_size), eos]
+        self._vocab_size = vocab_size
+        self._lock = threading.Lock()  # held while the root is replaced, or told to fork
+        self._root = Root(self._command)
+        self._slots = Slots(N_CHECKS)
+        self._remembered = OrderedDict[bytes, Problem | None]()  # by digest, the latest last
+
+    @property
+    def n_waiting(self) -> int:
+        """Requests whose grammar waits to be checked."""
+        return self._slots.n_waiting
+
+    async def check(self, grammar: AnswerGrammar, owner: str) -> None:
+        """Compile it once; raises BadGrammar where it cannot be followed, BadInput where too many wait."""
+        digest = blake2b("\n".join((owner, grammar.parts, grammar.lark)).encode()).digest()
+        if digest not in self._remembered:
+            async with self._slots.one(owner):
+                self._remembered[digest] = await self._problem(grammar)
+        self._remembered.move_to_end(digest)
+        if len(self._remembered) > MAX_REMEMBERED:
+            self._remembered.popitem(last=False)
+        problem = self._remembered[digest]
+        if problem is not None:
+            raise BadGrammar(*problem)
+
+    async def _problem(self, grammar: AnswerGrammar) -> "Problem | None":
+        """What is wrong with it. A client that leaves meanwhile ends the process: the socket is closed."""
+        with closing(self.start(grammar, MAX_COMPILE_S)) as process:
+            await readable(process.connection.fileno())
+            try:
+                self.read(process)
+            except BadGrammar as error:
+                if self._root.has_ended():  # no fork was made
+                    raise RuntimeError("the process that follows grammars has ended") from error
+                return Problem(str(error), error.part)
+        return None
+
+    def constraint(self, grammar: AnswerGrammar) -> Constraint:
+        """One that has been checked, for one answer."""
+        return Constraint(self, grammar._replace(parts=NO_PARTS))
+
+    def start(
+        self,
+        grammar: AnswerGrammar,
+        max_compile_s: float,
+        output: Sequence[int] = (),
+        drafts: Sequence[int] = (),
+    ) -> "Process":
+        """A process that follows the grammar. It begins with the masks behind this output; raises OSError."""
+        order = grammar._asdict() | {"max_compile_s": max_compile_s, "output": output, "drafts": drafts}
+        ours, theirs = Pipe()
+        theirs_to_watch, lifeline = Pipe(duplex=False)
+        with theirs, theirs_to_watch, anonymous_file() as file:
+            file.write(json.dumps(order).encode())
+            file.flush()
+            with self._lock:
+                if self._root.has_ended():
+                    self._root = Root(self._command)
+                fds = [theirs.fileno(), file.fileno(), theirs_to_watch.fileno()]
+                socket.send_fds(self._root.socket, [b"\0"], fds)
+        return Process(ours, lifeline)
+
+    def read(self, process: "Process") -> list[NDArray[np.bool_]]:
+        """The masks that have come, or come now; raises BadGrammar."""
+        try:
+            answer = process.connection.recv_bytes()
+        except (EOFError, OSError) as error:
+            raise BadGrammar(TOO_COSTLY, "") from error
+        if answer.startswith(ERROR):
+            message, part = json.loads(answer[1:])
+            raise BadGrammar(message, part)
+        mask_bytes = -(-self._vocab_size // 8)
+        packed = np.frombuffer(answer, np.uint8, offset=1).reshape(-1, mask_bytes)
+        bits = np.unpackbits(packed, axis=1, count=self._vocab_size, bitorder="little")
+        return list(bits.view(np.bool_))
+
+    def close(self) -> None:
+        self._root.close()
+
+
+class Problem(NamedTuple):
+    """What a BadGrammar says; the exception itself would hold on to the grammar."""
+
+    message: str
+    part: str
+
+
+class Process(NamedTuple):
+    """One that follows a grammar: a fork of the root."""
+
+    connection: Connection
+    lifeline: Connection  # nothing is sent over it: the process ends when it is closed
+
+    def close(self) -> None:
+        self.connection.close()
+        self.lifeline.close()
+
+
+class Root:
+    """The process that forks the others; it ends with the server, however that ends."""
+
+    def __init__(self, command: list[str]) -> None:
+        self.socket, theirs = socket.socketpair()
+        with theirs:
+            # A session of its own: Ctrl-C in the terminal is for the server, which has streams to end.
+            self.process = subprocess.Popen(
+                [*command, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        self.close = weakref.finalize(self, self._end, self.socket, self.process)
+
+    def has_ended(self) -> bool:
+        """Whether its end of the socket is closed; it never sends anything."""
+        try:
+            return self.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        except BlockingIOError:
+            return False
+        except OSError:  # reset, for it left something unread; or our end is closed
+            return True
+
+    @staticmethod
+    def _end(connection: socket.socket, process: subprocess.Popen[bytes]) -> None:
+        connection.close()
+        process.kill()
+        process.wait()
+
+
+def anonymous_file() -> IO[bytes]:
+    """A file without a name, in memory where the system can."""
+    if hasattr(os, "memfd_create"):
+        return open(os.memfd_create("grammar"), "w+b")
+    return tempfile.TemporaryFile()
+
+
+async def readable(fd: int) -> None:
+    """Wait until there is something to read."""
+    loop = asyncio.get_running_loop()
+    is_readable = asyncio.Event()
+    loop.add_reader(fd, is_readable.set)
+    try:
+        await is_readable.wait()
+    finally:
+        loop.remove_reader(fd)
+
+
+class Slots:
+    """So many at once; those who wait are let in by turns of their owners."""
+
+    def __init__(self, n: int) -> None:
+        self._n_free = n
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by owner, whose turn is next first
+
+    @property
+    def n_waiting(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    @asynccontextmanager
+    async def one(self, owner: str) -> AsyncGenerator[None]:
+        """Hold a slot; raises BadInput where too many of this owner wait for one."""
+        if self._n_free:
+            self._n_free -= 1
+        else:
+            await self._wait(owner)
+        try:
+            yield
+        finally:
+            self._hand_on()
+
+    async def _wait(self, owner: str) -> None:
+        queue = self._waiting.setdefault(owner, deque())
+        if len(queue) >= MAX_WAITING:
+            message = (
+                f"{MAX_WAITING} of your requests wait for their grammars to be checked; try again later."
+            )
+            raise BadInput(message, None, "rate_limit_exceeded")
+        turn = asyncio.get_running_loop().create_future()
+        queue.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn in queue:
+                queue.remove(turn)
+            elif not turn.cancelled():  # the slot was handed over as the client left
+                self._hand_on()
+            raise
+
+    def _hand_on(self) -> None:
+        """Give the slot to the next who waits."""
+        while self._waiting:
+            owner = next(iter(self._waiting))
+            queue = self._waiting.pop(owner)
+            if not queue:
+                continue
+            turn = queue.popleft()
+            self._waiting[owner] = queue  # behind the others
+            if not turn.cancelled():
+                turn.set_result(None)
+                return
+        self._n_free += 1

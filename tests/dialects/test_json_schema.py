@@ -1,0 +1,120 @@
+"""Schemas that are refused before llguidance sees them, and that the work is linear in their size."""
+
+from typing import Any
+
+import pytest
+
+from dialects import json_schema
+from dialects.families import DIALECTS
+from dialects.json_schema import MAX_NODES, MAX_REFERENCES, MAX_VARIANTS, References, problem, property_types
+from dialects.structured_output import BadGrammar, answer_grammar
+from request.output_format import StructuredOutput
+
+Json = dict[str, Any]
+
+
+def of_references(n: int) -> Json:
+    return {"anyOf": [{"type": "integer"}, *[{"$ref": "#/anyOf/0"}] * n]}
+
+
+class Counting(References):
+    """Counts how often a $ref is followed."""
+
+    n_followed = 0
+
+    def _follow(self, ref: str) -> Any:
+        Counting.n_followed += 1
+        return super()._follow(ref)
+
+
+def test_a_reference_is_followed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list was made into a dict for each: 10.9 s for 5,000 of them, ten hours for a whole body."""
+    monkeypatch.setattr(json_schema, "References", Counting)
+    monkeypatch.setattr(Counting, "n_followed", 0)
+    assert problem(of_references(MAX_REFERENCES)) is None
+    assert Counting.n_followed == 1
+
+
+def test_there_are_so_many_references() -> None:
+    assert f"at most {MAX_REFERENCES} $refs" in str(problem(of_references(MAX_REFERENCES + 1)))
+
+
+def test_there_are_so_many_nodes_in_all_schemas() -> None:
+    half = {"type": "object", "properties": {f"p{i}": {} for i in range(MAX_NODES * 2 // 3)}}
+    answer_grammar(StructuredOutput("required", (("f", half),)), DIALECTS["hermes"], {}, "over")
+    both = StructuredOutput("required", (("f", half), ("g", half)))
+    with pytest.raises(BadGrammar, match=str(MAX_NODES)) as caught:
+        answer_grammar(both, DIALECTS["hermes"], {}, "over")
+    assert caught.value.part == "g"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": 5},
+        {"required": 5},
+        {"required": [5]},
+        {"properties": {"a": {"type": "string", "enum": 5}}},
+        {"properties": {"a": {"type": "string", "anyOf": 5}}},
+        {"properties": {"a": {"anyOf": [{"type": "string"}, 5]}}},
+    ],
+)
+def test_what_is_no_schema_is_refused(schema: Json) -> None:
+    """Where parameters are in XML it is read before llguidance has seen it."""
+    demanded = StructuredOutput("required", (("f", {"type": "object"} | schema),))
+    with pytest.raises(BadGrammar) as caught:
+        answer_grammar(demanded, DIALECTS["qwen3-coder"], {}, "over")
+    assert caught.value.part == "f"
+
+
+# fmt: off
+#  reference                 what it leads to
+TARGETS: list[tuple[str, Any]] = [
+    ("#",                     ...),
+    ("#/a/0",                 1),
+    ("#/a/1/b~1c",            2),
+    ("#/a/1/d~0e",            3),
+    ("#/a/1/f%20g",           4),
+    ("#/a/2",                 None),
+    ("#/a/01",                None),
+    ("#/a/-1",                None),
+    ("#/a/0/b",               None),
+    ("#/a/" + "9" * 5000,     None),
+    ("#/z",                   None),
+    ("https://e.x/s",         None),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("ref", "target"), TARGETS)
+def test_pointers(ref: str, target: Any) -> None:
+    """https://www.rfc-editor.org/rfc/rfc6901"""
+    root = {"a": [1, {"b/c": 2, "d~e": 3, "f g": 4}]}
+    expected = root if target is ... else target
+    assert References(root).target(ref) == expected
+
+
+def test_types_of_a_property_whose_references_go_round() -> None:
+    ring = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{(i + 1) % 9}"}, {"type": f"t{i}"}]} for i in range(9)}
+    root = {"properties": {"p": {"$ref": "#/$defs/d0"}}, "$defs": ring}
+    assert property_types(References(root), "p") == {f"t{i}" for i in range(9)}
+
+
+def test_types_of_a_property_with_very_many_variants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call is read in the loop of all streams, and the schema of a free call has not been checked."""
+    monkeypatch.setattr(Counting, "n_followed", 0)
+    variants = [{"$ref": f"#/properties/q/anyOf/{i + 1}"} for i in range(50_000)]
+    root = {"properties": {"q": {"anyOf": [{"anyOf": variants}, *variants]}}}
+    assert property_types(Counting(root), "q") == set()
+    assert 0 < Counting.n_followed <= MAX_VARIANTS
+
+
+def test_what_is_written_is_bounded() -> None:
+    """Each parameter in XML had all definitions written beside it: their number times their size."""
+    definitions = {f"d{i}": {"description": "x" * 100, "type": "integer"} for i in range(2000)}
+    properties = {f"p{i}": {"type": "array", "items": {"$ref": f"#/$defs/d{i}"}} for i in range(2000)}
+    schema = {"type": "object", "properties": properties, "$defs": definitions}
+    demanded = StructuredOutput("required", (("f", schema),))
+    answer_grammar(demanded, DIALECTS["hermes"], {}, "over")
+    with pytest.raises(BadGrammar, match="at most 1048576 characters"):
+        answer_grammar(demanded, DIALECTS["qwen3-coder"], {}, "over")

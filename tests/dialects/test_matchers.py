@@ -1,0 +1,301 @@
+"""The processes that follow grammars: what they cost is limited, and they end with whoever asked for them."""
+
+import asyncio
+import json
+import re
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dialects import matchers
+from dialects.families import DIALECTS
+from dialects.matcher_process import MAX_BYTES
+from dialects.matchers import MAX_WAITING, N_CHECKS, Grammars, Slots
+from dialects.structured_output import AnswerGrammar, BadGrammar, answer_grammar
+from helpers.grammars import Followed
+from helpers.serving import PATIENCE_S, TINY, Server, http_bytes, serve, until
+from request.output_format import StructuredOutput
+from request.refusals import BadInput
+
+Json = dict[str, Any]
+
+
+def costly(multiple: int = 99_999_989) -> Json:
+    """Compiling it takes minutes, and gigabytes."""
+    return {"type": "integer", "multipleOf": multiple, "minimum": -1e15, "maximum": 1e15}
+
+
+# Each token of it can be read in very many ways, so that every mask takes long.
+AMBIGUOUS = 'start: s\ns: s s s | s s | "a" | "b" | '
+
+
+@pytest.fixture
+def grammars() -> Iterator[Grammars]:
+    grammars = Grammars(TINY / "tokenizer.json", 2048, (2041,))
+    yield grammars
+    grammars.close()
+
+
+def of(schema: Json) -> AnswerGrammar:
+    return answer_grammar(StructuredOutput("none", schema=schema), DIALECTS["hermes"], {}, "over")
+
+
+def children(pid: int) -> list[int]:
+    """The processes that one has started, and those that these have."""
+    try:
+        started = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
+    except OSError:  # it has ended
+        return []
+    return [descendant for child in map(int, started) for descendant in (child, *children(child))]
+
+
+def forks(grammars: Grammars) -> list[int]:
+    return children(grammars._root.process.pid)
+
+
+def test_what_is_too_costly_is_refused_and_ended(grammars: Grammars) -> None:
+    """It went on for minutes in a thread of the server, took gigabytes, and nothing could end it."""
+    for schema in (costly(), {"allOf": [costly(9973), costly(9967)]}):
+        with pytest.raises(BadGrammar, match="takes more than 1 s of computing or 128 MB"):
+            asyncio.run(grammars.check(of(schema), ""))
+    until(lambda: forks(grammars) == [], "the processes have ended")
+    asyncio.run(grammars.check(of({"type": "integer"}), ""))
+
+
+def test_computing_is_limited_by_the_system(grammars: Grammars) -> None:
+    grammar = of(costly(99_991))
+    for max_compile_s, is_enough in ((0.01, False), (60.0, True)):
+        with closing(grammars.start(grammar, max_compile_s)) as process:
+            assert process.connection.poll(PATIENCE_S)
+            assert isinstance(outcome(grammars, process), BadGrammar) != is_enough
+
+
+def outcome(grammars: Grammars, process: matchers.Process) -> Any:
+    try:
+        return grammars.read(process)
+    except BadGrammar as error:
+        return error
+
+
+def test_memory_is_limited_by_the_system(grammars: Grammars) -> None:
+    with Followed(grammars, 'start: "a"') as followed:
+        followed.mask()
+        (pid,) = forks(grammars)
+        limits = Path(f"/proc/{pid}/limits").read_text(encoding="ascii")
+        status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
+    allowed = re.search(r"Max address space +(\d+)", limits)
+    mapped = re.search(r"VmSize:\s+(\d+) kB", status)
+    assert allowed
+    assert mapped
+    assert int(allowed[1]) <= int(mapped[1]) * 1024 + MAX_BYTES
+
+
+def test_a_client_that_leaves_ends_the_compilation(grammars: Grammars) -> None:
+    async def leave() -> None:
+        check = asyncio.create_task(grammars.check(of(costly()), ""))
+        await asyncio.to_thread(until, lambda: forks(grammars) != [], "it has begun")
+        check.cancel()
+        with suppress(asyncio.CancelledError):
+            await check
+
+    before = time.monotonic()
+    asyncio.run(leave())
+    until(lambda: forks(grammars) == [], "the process has ended")
+    assert grammars.n_waiting == 0
+    assert time.monotonic() - before < 20
+
+
+def test_a_process_ends_with_its_lifeline(grammars: Grammars) -> None:
+    """Whatever it is doing, which may be nothing."""
+    process = grammars.start(of({"type": "integer"}), 60.0)
+    assert process.connection.poll(PATIENCE_S)
+    process.lifeline.close()
+    until(lambda: forks(grammars) == [], "the process has ended")
+    process.close()
+
+
+def test_a_process_is_followed_by_its_end(grammars: Grammars) -> None:
+    """One for each answer, from its first token to its last."""
+    with Followed(grammars, 'start: "a"') as one, Followed(grammars, 'start: "b"') as other:
+        one.mask()
+        other.mask()
+        assert len(forks(grammars)) == 2
+    until(lambda: forks(grammars) == [], "the processes have ended")
+
+
+def test_another_root_takes_the_place_of_one_that_was_killed(grammars: Grammars) -> None:
+    """By the system, say, where memory runs out."""
+    asyncio.run(grammars.check(of({"type": "integer"}), ""))
+    grammars._root.process.kill()
+    grammars._root.process.wait()
+    asyncio.run(grammars.check(of({"type": "boolean"}), ""))
+
+
+def test_a_vocabulary_that_cannot_be_read_is_no_fault_of_the_grammar() -> None:
+    grammars = Grammars(TINY / "config.json", 2048, (2041,))
+    with pytest.raises(RuntimeError, match="has ended"):
+        asyncio.run(grammars.check(of({"type": "integer"}), ""))
+    grammars.close()
+
+
+def test_what_was_checked_is_remembered(grammars: Grammars) -> None:
+    """An agent sends its tools with every turn: they do not wait for a slot again, nor fail again slowly."""
+
+    async def main() -> list[str]:
+        ended: list[str] = []
+
+        async def check(schema: Json, name: str) -> None:
+            with suppress(BadGrammar):
+                await grammars.check(of(schema), "me")
+            ended.append(name)
+
+        await check({"type": "integer"}, "known")
+        occupying = [check(costly(1_000_003 + i), "costly") for i in range(N_CHECKS)]
+        await asyncio.gather(
+            *occupying, check({"type": "boolean"}, "new"), check({"type": "integer"}, "known")
+        )
+        return ended
+
+    assert asyncio.run(main()) == ["known", "known", *["costly"] * N_CHECKS, "new"]
+
+
+# --- slots --------------------------------------------------------------------------------------------------
+
+
+def turns(slots: Slots, *owners: str, leaves: int | None = None) -> list[str]:
+    """Who holds the one slot, in order, where all have asked for it while another held it."""
+
+    async def main() -> list[str]:
+        held: list[str] = []
+
+        async def ask(owner: str) -> None:
+            async with slots.one(owner):
+                held.append(owner)
+
+        async with slots.one("first"):
+            asking = [asyncio.create_task(ask(owner)) for owner in owners]
+            await asyncio.sleep(0)
+            if leaves is not None:
+                asking[leaves].cancel()
+        results = await asyncio.gather(*asking, return_exceptions=True)
+        assert [error for error in results if isinstance(error, BadInput)] == []
+        assert slots.n_waiting == 0
+        async with slots.one("last"):
+            return held
+
+    return asyncio.run(main())
+
+
+def test_owners_take_turns() -> None:
+    """One who asks a hundred times kept all others out until all hundred were done."""
+    assert turns(Slots(1), "a", "a", "a", "b", "c", "b") == ["a", "b", "c", "a", "b", "a"]
+
+
+@pytest.mark.parametrize("leaves", [0, 1, 3])
+def test_who_leaves_loses_nobodys_turn(leaves: int) -> None:
+    assert len(turns(Slots(1), "a", "a", "a", "b", leaves=leaves)) == 3
+
+
+def test_so_many_wait_and_no_more() -> None:
+    async def main() -> None:
+        slots = Slots(1)
+        async with slots.one("a"):
+            waiting = [asyncio.create_task(slots.one("a").__aenter__()) for _ in range(MAX_WAITING)]
+            await asyncio.sleep(0)
+            assert slots.n_waiting == MAX_WAITING
+            with pytest.raises(BadInput) as caught:
+                await slots.one("a").__aenter__()
+            assert caught.value.code == "rate_limit_exceeded"
+            other = asyncio.create_task(slots.one("b").__aenter__())
+            await asyncio.sleep(0)
+            assert slots.n_waiting == MAX_WAITING + 1
+        for task in [*waiting, other]:
+            task.cancel()
+        await asyncio.gather(*waiting, other, return_exceptions=True)
+
+    asyncio.run(main())
+
+
+# --- through the server -------------------------------------------------------------------------------------
+
+
+def asked(schema: Json, **more: Any) -> Json:
+    text = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
+    return {"model": "default", "input": "hi", "text": text} | more
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with serve() as server:
+        yield server
+
+
+def matchers_of(server: Server) -> list[int]:
+    return children(server.process.pid)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_no_process_outlives_the_server(server: Server, number: signal.Signals) -> None:
+    """Neither the root, nor one that computes, nor one that waits for its next token."""
+    body = asked({"type": "array", "items": {"type": "integer"}}, stream=True, ignore_eos=True)
+    with (
+        server.connect(http_bytes("/v1/responses", body)) as answering,
+        server.connect(http_bytes("/v1/responses", asked(costly()))),
+    ):
+        assert answering.recv(1)
+        until(lambda: len(matchers_of(server)) >= 2, "processes follow the grammars")
+        pids = matchers_of(server)
+        server.interrupt(number)
+        if number == signal.SIGTERM:
+            server.interrupt(number)  # the second one ends the grace
+        server.exit_status()
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "all have ended")
+
+
+def test_costly_grammars_hold_up_nobody(server: Server) -> None:
+    """Seven of them held all threads: no request was answered, and SIGTERM was ignored for 25 s."""
+    tool = {
+        "type": "custom",
+        "name": "p",
+        "format": {"type": "grammar", "syntax": "lark", "definition": AMBIGUOUS},
+    }
+    ambiguous = {
+        "model": "default",
+        "input": "hi",
+        "tools": [tool],
+        "tool_choice": "required",
+        "temperature": 2,
+    }
+    attacks = [http_bytes("/v1/responses", ambiguous) for _ in range(4)]
+    attacks += [http_bytes("/v1/responses", asked(costly(100_000_007 + i))) for i in range(7)]
+    with server.sdk() as client:
+        stream = client.responses.create(
+            model="default", input="hi", stream=True, max_output_tokens=200, extra_body={"ignore_eos": True}
+        )
+        gaps: list[float] = []
+        connections = [server.connect(attack) for attack in attacks]
+        for connection in connections:
+            connection.__enter__()
+        before = time.monotonic()
+        for _ in stream:
+            gaps.append(time.monotonic() - before)
+            before = time.monotonic()
+        assert server.get("/health/live").status == 200
+        assert client.responses.create(model="default", input="hi").status == "completed"
+        for connection in connections:
+            connection.__exit__(None, None, None)
+    assert max(gaps) < 3  # one such grammar alone took longer
+    until(lambda: server.health()["grammars_waiting"] == 0, "nobody waits whose client has left")
+    until(lambda: len(matchers_of(server)) == 1, "no process runs whose client has left")
+
+
+def test_the_client_is_told_what_was_too_costly(server: Server) -> None:
+    reply = server.post("/v1/responses", asked(costly()))
+    assert (reply.status, reply.json["error"]["param"]) == (400, "text.format.schema")
+    assert matchers.TOO_COSTLY in reply.json["error"]["message"]
+    assert len(json.dumps(reply.json)) < 1000

@@ -1,0 +1,42 @@
+"""A grammar followed token by token, in the process that the server would use.
+
+Followed(grammars, AnswerGrammar or Lark) --mask()--> tokens that may come next --advance()--> and so on
+"""
+
+import select
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dialects.matchers import Grammars
+from dialects.structured_output import NO_PARTS, AnswerGrammar
+from helpers.serving import PATIENCE_S
+
+
+class Followed:
+    """A Constraint whose masks are waited for."""
+
+    def __init__(self, grammars: Grammars, lark: str) -> None:
+        self._constraint = grammars.constraint(AnswerGrammar(lark, NO_PARTS))
+        self._constraint.advance([], [])
+        self._mask: NDArray[np.bool_] | None = None
+
+    def mask(self) -> NDArray[np.bool_]:
+        if self._mask is None:
+            assert select.select([self._constraint], [], [], PATIENCE_S)[0], "the masks have not come"
+            masks = self._constraint.masks()
+            assert masks
+            self._mask = masks[0]
+        return self._mask
+
+    def advance(self, token_id: int) -> None:
+        self.mask()
+        self._mask = None
+        self._constraint.advance([token_id], [])
+
+    def __enter__(self) -> "Followed":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._constraint.close()
