@@ -7,7 +7,7 @@ A response is the fold of its events. All of them go to one event log, and the c
 
     stream: true                        as it grows                         EventStream(log)
     stream: false                       to its end, folded                  JsonAnswer
-    background: true                    its first snapshot, at once         JSONResponse, and later GET
+    background: true                    its first snapshot, at once         json_response, and later GET
     GET ...?stream=true                 from any event on, as it grows      EventStream(log, after=...)
 
 A new endpoint is one row of endpoints() and a handler, which returns a Response. It reads a body with
@@ -29,6 +29,7 @@ Not here: parameters (request/params.py), references and chains (request/items.p
 import asyncio
 import json
 import logging
+import math
 import re
 import time
 from collections import Counter
@@ -38,7 +39,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 import completions
 import responses
@@ -53,8 +54,8 @@ from request.ids import item_ids, new_id
 from request.refusals import BadInput, error_body, unsupported, wrong_value
 from service import signed_content
 from service.metrics import Metrics
-from store import TERMINAL, Row
-from streaming import EventStream, JsonAnswer, wants_stream
+from store import TERMINAL, Damaged, Row
+from streaming import EventStream, JsonAnswer, json_response, json_text, wants_stream
 from worker import ALIAS, LocalWorker, Outputs, Prompt, Worker
 
 log = logging.getLogger("api")
@@ -171,16 +172,12 @@ class Api:
             raise unsupported("background", "This server runs only what it may store: send store=true.")
         prompt = await checked.worker.prepare(request)
         warn_of_hidden_tools(request)
-        row = new_row(body, checked, owner)
-        try:
-            job = await self._registry.start(row, self._producer(prompt, row))
-        except QueueFull as error:
-            message = "Too many background responses wait; try again later."
-            raise BadInput(message, "background", "rate_limit_exceeded") from error
-        if request.background and request.stream:
-            return EventStream(job.log, done=self._done)  # without the task, which outlives this request
+        row = await asyncio.to_thread(new_row, body, checked)
+        head = {"id": row.id, "object": "response", "created_at": unix_time(), "model": request.model}
+        builder = self._builder(row, head | request.echo, request.seal_reasoning)
         if request.background:
-            return JSONResponse(job.log.events[0]["response"])
+            return await self._create_in_background(row, builder, request.stream)
+        job = await self._registry.start(row, ResponseProducer(builder, run_choice(prompt, 0, self.metrics)))
         if request.stream:
             return EventStream(job.log, job.task, self._done)
         return JsonAnswer(job.task, partial(self._folded, responses.fold, job.log, status_if_failed=200))
@@ -201,12 +198,33 @@ class Api:
         request = params.responses_request(values, chain, new_items, owner)
         return CheckedRequest(request, worker, items.listed(chain, new_items))
 
-    def _producer(self, prompt: Prompt, row: Row) -> Producer:
+    async def _create_in_background(self, row: Row, builder: responses.Builder, stream: bool) -> Response:
+        try:
+            job = await self._registry.start(row, self._background_producer(row, builder))
+        except QueueFull as error:
+            raise BadInput(str(error), "background", "rate_limit_exceeded") from error
+        if stream:
+            return EventStream(job.log, done=self._done)  # without the task, which outlives this request
+        return json_response(200, job.log.events[0]["response"])
+
+    def _builder(self, row: Row, head: Mapping[str, Any], seal_reasoning: bool) -> responses.Builder:
         seal = None
-        if prompt.request.seal_reasoning:
+        if seal_reasoning:
             seal = partial(signed_content.seal, self._key, row.owner, "reasoning")
-        builder = responses.Builder(row.response, item_ids(row.id), seal, self._reasoning_events)
-        return ResponseProducer(builder, run_choice(prompt, 0, self.metrics), row.background)
+        return responses.Builder(head, item_ids(row.id), seal, self._reasoning_events)
+
+    def _background_producer(self, row: Row, builder: responses.Builder) -> Producer:
+        """What waits is the row, as JSON text: prompt and tokens are made of it again when it runs."""
+
+        async def run() -> Outputs:
+            body = row.request | {"input": row.items, "previous_response_id": None}
+            worker = self._worker(params.model_name(body))
+            prompt = await worker.prepare(params.from_responses(body, worker.defaults, row.owner))
+            async with aclosing(run_choice(prompt, 0, self.metrics)) as outputs:
+                async for output in outputs:
+                    yield output
+
+        return ResponseProducer(builder, run(), in_background=True)
 
     def _folded(
         self, fold: Callable[[list[Event]], dict[str, Any]], event_log: EventLog, status_if_failed: int
@@ -225,11 +243,9 @@ class Api:
     async def recover(self) -> None:
         """Run again, or end, the background responses that the last process left unfinished in the store."""
 
-        async def make_producer(row: Row) -> Producer:
-            body = row.request | {"input": row.items, "previous_response_id": None}
-            worker = self._worker(params.model_name(body))
-            prompt = await worker.prepare(params.from_responses(body, worker.defaults, row.owner))
-            return self._producer(prompt, row)
+        def make_producer(row: Row) -> Producer:
+            seal_reasoning = params.SEALED_REASONING in (row.request.get("include") or ())
+            return self._background_producer(row, self._builder(row, row.response, seal_reasoning))
 
         await self._registry.recover(make_producer, interrupted_event)
 
@@ -243,7 +259,7 @@ class Api:
         prompt = await checked.worker.prepare(checked.request)
         if prompt.n_tokens is None:
             raise unsupported("model", "Only the upstream that has this model could count its tokens.")
-        return JSONResponse({"object": "response.input_tokens", "input_tokens": prompt.n_tokens})
+        return json_response(200, {"object": "response.input_tokens", "input_tokens": prompt.n_tokens})
 
     async def compact(self, http: HttpRequest) -> Response:
         """Answer with the user's messages and one sealed item for all the rest: the model's own summary."""
@@ -298,14 +314,18 @@ class Api:
     async def get_response(self, http: HttpRequest) -> Response:
         row = await self._row(http)
         if not wants_stream(http.query_params):
-            return JSONResponse(row.response)
+            return json_text(row.response_json)
         after = starting_after(http.query_params.get("starting_after"))
         refusal = "This response cannot be streamed because it was not created with "
         if not row.background:
             raise BadInput(refusal + "background=true.", "stream")
         if not row.streamed:
             raise BadInput(refusal + "stream=true.", "stream")
-        events = await self._registry.events(row.id)
+        try:
+            events = await self._registry.events(row.id)
+        except Damaged as error:
+            message = "This response can no longer be streamed: not all of its events are in the store."
+            raise BadInput(message, "stream") from error
         if events is None:
             raise BadInput("This response can no longer be streamed: its events have expired.", "stream")
         return EventStream(events, done=self._done, after=after)
@@ -316,17 +336,16 @@ class Api:
             raise BadInput("Cannot cancel a synchronous response.")
         await self._registry.cancel(row.id)
         row = await self._row(http)
-        status = row.response["status"]
-        if status != "cancelled":
-            raise BadInput(CANNOT_CANCEL[status])
-        return JSONResponse(row.response)
+        if row.status != "cancelled":
+            raise BadInput(CANNOT_CANCEL[row.status])
+        return json_text(row.response_json)
 
     async def delete_response(self, http: HttpRequest) -> Response:
         row = await self._row(http)
-        if row.response["status"] not in TERMINAL:
+        if row.status not in TERMINAL:
             raise BadInput("Cannot delete an in-flight response.")
         await self._registry.delete(row.id)
-        return JSONResponse({"id": row.id, "object": "response", "deleted": True})
+        return json_response(200, {"id": row.id, "object": "response", "deleted": True})
 
     async def list_input_items(self, http: HttpRequest) -> Response:
         row = await self._row(http)
@@ -335,20 +354,21 @@ class Api:
         order = query.get("order", "desc")
         if order not in ("asc", "desc"):
             raise wrong_value("order", "'asc' or 'desc'", order)
-        listed = row.items
+        listed = await self._registry.items(row.id)
         if order == "desc":
-            listed = row.items[::-1]
+            listed.reverse()
         after = query.get("after")
         if after:
-            ids = [item["id"] for item in listed]
+            ids = [item.id for item in listed]
             if after not in ids:
                 raise wrong_value("after", "the id of an input item", after)
             listed = listed[ids.index(after) + 1 :]
         page = listed[:limit]
-        body: dict[str, Any] = {"object": "list", "data": page, "first_id": None, "last_id": None}
+        data = [sse.Encoded(item.item_json) for item in page]
+        body: dict[str, Any] = {"object": "list", "data": data, "first_id": None, "last_id": None}
         if page:
-            body |= {"first_id": page[0]["id"], "last_id": page[-1]["id"]}
-        return JSONResponse(body | {"has_more": len(listed) > limit})
+            body |= {"first_id": page[0].id, "last_id": page[-1].id}
+        return json_response(200, body | {"has_more": len(listed) > limit})
 
     async def _row(self, http: HttpRequest) -> Row:
         id_ = http.path_params["id"]
@@ -406,28 +426,28 @@ class Api:
     # --- models, health -------------------------------------------------------------------------------------
 
     async def list_models(self, _: HttpRequest) -> Response:
-        return JSONResponse({"object": "list", "data": list(self._models().values())})
+        return json_response(200, {"object": "list", "data": list(self._models().values())})
 
     async def get_model(self, http: HttpRequest) -> Response:
         name = http.path_params["id"]
         self._worker(name)  # raises where there is none
         models = self._models()
         if name in models:
-            return JSONResponse(models[name])
+            return json_response(200, models[name])
         first = next(iter(models.values()))  # the one that the alias stands for
-        return JSONResponse(first | {"id": name})
+        return json_response(200, first | {"id": name})
 
     async def health(self, _: HttpRequest) -> Response:
         """Whether requests are served: not without a worker that works, and not while the server stops."""
         is_ready = all(worker.alive for worker in self._workers) and self._registry.is_accepting
         counts = self._counts() | self._registry.counts()
         if is_ready:
-            return JSONResponse({"status": "ok"} | counts)
-        return JSONResponse({"status": "not ready"} | counts, 503)
+            return json_response(200, {"status": "ok"} | counts)
+        return json_response(503, {"status": "not ready"} | counts)
 
     async def alive(self, _: HttpRequest) -> Response:
         """Whether the process answers at all; else somebody should start it again."""
-        return JSONResponse({"status": "ok"})
+        return json_response(200, {"status": "ok"})
 
     def _counts(self) -> dict[str, int]:
         """What all workers hold together."""
@@ -467,7 +487,7 @@ class Api:
 class ResponseProducer:
     """A Producer of background.py: turns the outputs of a worker into the events of one response."""
 
-    def __init__(self, builder: responses.Builder, outputs: Outputs, in_background: bool) -> None:
+    def __init__(self, builder: responses.Builder, outputs: Outputs, in_background: bool = False) -> None:
         self._builder = builder
         self._outputs = outputs
         self._in_background = in_background
@@ -526,6 +546,7 @@ async def run_choice(prompt: Prompt, choice: int, metrics: Metrics) -> Outputs:
                     yield output
                     continue
                 watch.piece()
+                check_logprobs(output)
                 for restored in restorer.feed(output):
                     yield restored
             else:  # no Finish has come
@@ -546,6 +567,12 @@ async def run_choice(prompt: Prompt, choice: int, metrics: Metrics) -> Outputs:
     yield finish
 
 
+def check_logprobs(output: Output) -> None:
+    """Raise where a logprob is no number: no event could say it."""
+    if isinstance(output, Delta) and any(math.isnan(p.logprob) for p in output.logprobs):
+        raise ArithmeticError("expected logprobs that are numbers, got NaN")
+
+
 def log_finish(prompt: Prompt, finish: Finish, seconds: float) -> None:
     usage = finish.usage or Usage(0, 0)
     n_in = prompt.n_tokens or usage.input_tokens
@@ -557,28 +584,38 @@ def log_finish(prompt: Prompt, finish: Finish, seconds: float) -> None:
         log.info("%s: %d tokens in, %d out, %.2f s, %.1f tok/s", finish.reason, n_in, n_out, seconds, rate)
 
 
-def new_row(body: Mapping[str, Any], checked: CheckedRequest, owner: str) -> Row:
-    """A response that is about to start, as it will be stored."""
+def new_row(body: Mapping[str, Any], checked: CheckedRequest) -> Row:
+    """A response that is about to start, as it will be stored: of its body the members that mean something.
+
+    The items are encoded one by one: between two of them another thread gets Python's lock.
+    """
     request = checked.request
-    id_ = new_id("resp")
-    head = {"id": id_, "object": "response", "created_at": unix_time(), "model": request.model}
+    known = {name: body[name] for name in params.RESPONSES if name in body and name != "input"}
     return Row(
-        id=id_,
+        id=new_id("resp"),
         born_at=time.time(),
         ended_at=None,
         kept=request.store,
         background=request.background,
         streamed=request.stream,
-        request={name: value for name, value in body.items() if name != "input"},
-        items=checked.items,
-        response=head | request.echo,
-        owner=owner,
+        request_json=sse.dumps(known),
+        items_json="[" + ",".join(map(sse.dumps, checked.items)) + "]",
+        owner=request.owner,
     )
 
 
-def interrupted_event(frames: Sequence[bytes]) -> Event:
-    """The last event of a response whose process has died; `frames` are those that it has stored."""
-    events = [json.loads(event.data) for event in sse.Parser().feed(b"".join(frames))]
+def interrupted_event(id: str, frames: Sequence[bytes]) -> Event:
+    """The last event of a response whose process has died.
+
+    `frames` are those that it has stored; [] where they cannot be used, and all that is known is the id.
+    """
+    if not frames:
+        head = {"id": id, "object": "response", "created_at": unix_time()}
+        builder = responses.Builder(head, new_id)
+        builder.start()
+        return builder.finish(Finish("failed", message="What was stored of it is damaged."), unix_time())[-1]
+    parser = sse.Parser(max_event_bytes=sum(map(len, frames)))
+    events = [json.loads(event.data) for frame in frames for event in parser.feed(frame)]
     return responses.interrupted(events, "interrupted by a restart")
 
 

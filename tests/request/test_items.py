@@ -1,6 +1,7 @@
 """Items resolved: what is looked up, how often, and what each becomes."""
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ NEW_ITEM = item_ids(KEPT)
 OUTPUT = [{"id": NEW_ITEM("rs"), "type": "reasoning"}, {"id": NEW_ITEM("msg"), "type": "message"}]
 QUESTION = {"id": "msg_1", "type": "message", "role": "user", "content": "hi"}
 RESPONSE = {"id": KEPT, "status": "completed", "output": OUTPUT}
-ROW = Row(KEPT, 0, 1, True, False, False, {}, [QUESTION], RESPONSE)
+ROW = Row(KEPT, 0, 1, True, False, False, "{}", json.dumps([QUESTION]), json.dumps(RESPONSE))
 
 
 def resolved(input: Any, previous_response_id: str | None = None) -> tuple[list[Any], Any, list[str]]:
