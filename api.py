@@ -189,7 +189,7 @@ class Api:
         """
         worker = self._worker(params.model_name(body))
         values = params.read_responses(body, worker.defaults)  # what is wrong in itself is refused first
-        find = partial(self._find, owner)
+        find = partial(self._find, owner, self._registry.get_to_continue)
         unseal = partial(signed_content.unseal, self._key, owner)
         chain, new_items = await items.resolve(values["input"], values["previous_response_id"], find, unseal)
         if chain_suffices and chain and not new_items:
@@ -372,14 +372,14 @@ class Api:
 
     async def _row(self, http: HttpRequest) -> Row:
         id_ = http.path_params["id"]
-        row = await self._find(http.scope["owner"], id_)
+        row = await self._find(http.scope["owner"], self._registry.get, id_)
         if row is None:
             raise BadInput(f"Response with id '{id_}' not found.", None, "response_not_found")
         return row
 
-    async def _find(self, owner: str, id: str) -> Row | None:
+    async def _find(self, owner: str, get: Callable[[str], Awaitable[Row | None]], id: str) -> Row | None:
         """The response with this id if `owner` has made it: for others it does not exist."""
-        row = await self._registry.get(id)
+        row = await get(id)
         return row if row and row.owner == owner else None
 
     # --- chat completions -----------------------------------------------------------------------------------

@@ -434,6 +434,12 @@ class Registry:
         await self._maintain_store()
         return await self._call_store(self._store.get, id)
 
+    async def get_to_continue(self, id: str) -> Row | None:
+        """A response as another one, or a reference, makes use of it: Store.get_to_continue()."""
+        if id in self._jobs:  # it runs, or has ended a moment ago
+            return await self.get(id)
+        return await self._call_store(self._store.get_to_continue, id)
+
     async def items(self, id: str) -> list[Item]:
         """The input items of a response that is stored, in their order."""
         return await self._call_store(self._store.items, id)

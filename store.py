@@ -68,6 +68,14 @@ LOCK_TIMEOUT_S = 1  # another process has the file, and may be about to end
 COLUMNS = "id, born_at, ended_at, kept, background, streamed, request, items, response, owner"
 STATUS = "CASE WHEN json_valid(response) THEN json_extract(response, '$.status') END"
 
+# What another response begins with: no model reads logprobs, and they may be a hundred times the text.
+CONTINUED = """
+SELECT json_object('status', json_extract(response, '$.status'), 'output', (
+    SELECT json_group_array(json(json_replace(item.value, '$.content[0].logprobs', json('[]'))))
+    FROM json_each(response, '$.output') AS item
+)) FROM responses WHERE id = ?
+"""
+
 # `nth` and `held` count an owner's responses and their bytes, from its newest one on. Sorted by them, the
 # last ones are the oldest of the owners who hold most: `n` and `total` count over all, up to the limits.
 DELETE_OVER_LIMIT = """
@@ -243,6 +251,14 @@ class Store:
             return None
         kept, background, streamed = map(bool, (found.kept, found.background, found.streamed))
         return found._replace(kept=kept, background=background, streamed=streamed)
+
+    def get_to_continue(self, id: str) -> Row | None:
+        """The same, with a response object that has only its status and its output, without logprobs."""
+        row = self.get(id)
+        if row is None:
+            return None
+        (response_json,) = self._db.execute(CONTINUED, (id,)).fetchone()
+        return row._replace(response_json=response_json)
 
     def items(self, id: str) -> list[Item]:
         """The input items of a response, in their order."""

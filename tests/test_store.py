@@ -128,6 +128,20 @@ def test_lost_events_are_noticed(db: Store, damage: str) -> None:
         db.frames("resp_1")
 
 
+def test_what_is_continued_has_no_logprobs(db: Store) -> None:
+    """No model reads them, and each response of a chain would hold those of all before it."""
+    part = {"type": "output_text", "text": ODD_TEXT, "annotations": [], "logprobs": [{"token": "a"}] * 9}
+    message = {"type": "message", "id": "msg_2", "content": [part]}
+    thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]}
+    db.insert(row().with_snapshot(state("completed", thought, message, WEATHER), NOW))
+    found = db.get_to_continue("resp_1")
+    assert found
+    said = [thought, message | {"content": [part | {"logprobs": []}]}, WEATHER]
+    assert found.context == [*row().items, *said]
+    assert found.status == found.response["status"] == "completed"
+    assert db.get_to_continue("resp_2") is None
+
+
 def test_items_are_taken_out_of_a_row_as_they_are(db: Store) -> None:
     items = [{"id": f"msg_{i}", "content": [ODD_TEXT, {"a": 1.5, "b": None}]} for i in range(12)]
     db.insert(row(items_json=dumped(items)))
