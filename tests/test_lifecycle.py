@@ -29,7 +29,7 @@ from store import TERMINAL
 
 RESPONSES = "/v1/responses"
 FAULTY = ("-m", "tests.helpers.faulty_server")
-RAISES = 666  # the seed that faulty_server.py takes for a fault
+RAISES, NAN = 666, 667  # seeds that faulty_server.py takes for faults
 N_SLOTS = 8  # background responses that run at once: background.Registry
 KILLS = 3  # processes that test_kill_loses_nothing_that_was_accepted kills
 
@@ -837,6 +837,18 @@ def test_what_a_full_disk_does_not_take_is_not_told_as_stored(tmp_path: Path) ->
         again = created(server, HI)
         assert again["store"] is True
         assert server.get(path(again["id"])).json == again
+
+
+def test_a_logprob_that_is_no_number_fails_its_run(server: Server) -> None:
+    """It was in_progress for ever, its cancel a 500; nine of them, and all others were refused."""
+    for _ in range(N_SLOTS + 1):
+        made = created(server, HI | BACKGROUND | {"seed": NAN})
+        response = ended(server, made["id"])
+        assert (response["status"], response["error"]["code"]) == ("failed", "server_error")
+        reply = server.post(path(made["id"], "cancel"), {})
+        assert (reply.status, reply.json) == (400, error(CANNOT_CANCEL["failed"]))
+    until(lambda: is_idle(server), "nothing is left of them")
+    assert ended(server, created(server, HI | BACKGROUND)["id"])["status"] == "completed"
 
 
 KEYS = ("--api-key", "a", "--api-key", "b")
