@@ -590,7 +590,12 @@ def new_row(body: Mapping[str, Any], checked: CheckedRequest) -> Row:
     The items are encoded one by one: between two of them another thread gets Python's lock.
     """
     request = checked.request
-    known = {name: body[name] for name in params.RESPONSES if name in body and name != "input"}
+    request_json = ""
+    items_json = ""
+    if request.store or request.background:
+        known = {name: body[name] for name in params.RESPONSES if name in body and name != "input"}
+        request_json = sse.dumps(known)
+        items_json = "[" + ",".join(map(sse.dumps, checked.items)) + "]"
     return Row(
         id=new_id("resp"),
         born_at=time.time(),
@@ -598,8 +603,8 @@ def new_row(body: Mapping[str, Any], checked: CheckedRequest) -> Row:
         kept=request.store,
         background=request.background,
         streamed=request.stream,
-        request_json=sse.dumps(known),
-        items_json="[" + ",".join(map(sse.dumps, checked.items)) + "]",
+        request_json=request_json,
+        items_json=items_json,
         owner=request.owner,
     )
 

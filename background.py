@@ -47,7 +47,7 @@ Encode = Callable[[int, Event], bytes]  # (number, event) -> its frame
 Write = Callable[[int, list[bytes], Response | None], Awaitable[None]]  # see EventLog
 
 MAINTENANCE_INTERVAL_S = 1  # the store is maintained when a response ends or is asked for, not more often
-MAX_LIVE_BYTES = 128 * 2**20  # of what was sent for the background responses that have not ended
+MAX_LIVE_BYTES = 128 * 2**20  # of what was sent for all background responses that have not ended
 
 
 # --- the log ------------------------------------------------------------------------------------------------
@@ -157,8 +157,8 @@ class EventLog:
     async def read(self, after: int = -1) -> AsyncGenerator[bytes]:
         """The frames that follow number `after`: those there are, then those to come.
 
-        Who asks for what is behind the last event has seen what a dead process could not store: he gets that
-        event, which says how it ended.
+        A reader who has seen more than there is, for a dead process could not store it, gets the last event:
+        it says how the response ended.
         """
         position = after + 1
         while position < len(self._shown) or self._pending or not self._is_closed:
@@ -282,15 +282,16 @@ class Turn(NamedTuple):
 class Slots:
     """The background responses that may run at once.
 
-    A slot goes to the owner who has the fewest, of these to the one who got his last one the longest ago:
-    with one slot they take turns, however many jobs each has queued. An owner's jobs run in their order.
+    A slot goes to the owner who holds the fewest; of several, to the one who has not got one for the longest
+    time. With one slot they take turns, however many jobs each has queued. The jobs of one owner run in the
+    order in which they came.
     """
 
     def __init__(self, n_slots: int) -> None:
         self._n_free = n_slots
         self._n_held = Counter[str]()  # by owner
         self._n_given = 0
-        self._last_given = Counter[str]()  # by owner: the number of his last slot, 0 for none
+        self._last_given = Counter[str]()  # by owner: the number of the last slot given, 0 for none
         self._waiting: list[Turn] = []  # in the order in which they came
 
     @asynccontextmanager
@@ -335,9 +336,9 @@ class Slots:
 def has_room(limit: int, n_all: int, n_own: int, owner: str) -> bool:
     """Whether an owner who holds `n_own` of the `n_all` that are taken may have more, up to `limit` in all.
 
-    He may hold as much as is left, so one alone gets half, a second one half of the rest: there is always
-    room for the next one. "Dynamic queue length thresholds for shared-memory packet switches", Choudhury and
-    Hahne, 1998. Without keys there is one owner, and nobody to leave room for.
+    An owner may hold as much as is left, so the first one gets half, a second one half of the rest: there is
+    always room for the next one. "Dynamic queue length thresholds for shared-memory packet switches",
+    Choudhury and Hahne, 1998. Without keys there is one owner, and nobody to leave room for.
     """
     if not owner:
         return n_all < limit
@@ -355,8 +356,11 @@ class ResponseJob:
     producer: Producer
     log: EventLog
     if_cancelled: Ending | None  # how it ends when its task is cancelled; None: the next process shall run it
-    n_bytes: int = 0  # of what was sent for it, as it is held while it has not ended
     task: asyncio.Task[None] = field(init=False)
+    n_bytes: int = field(init=False)  # of what was sent, and of the events that repeat it
+
+    def __post_init__(self) -> None:
+        self.n_bytes = self.row.n_bytes + self.log.n_bytes
 
     async def until_ended(self) -> None:
         """Wait until it has ended and its last event is shown."""
@@ -401,8 +405,7 @@ class Registry:
         self._check_room(row.owner)
         event_log = EventLog(self._encode, self._writer(row))
         event_log.extend(producer.start())
-        job = ResponseJob(row, producer, event_log, None, row.n_bytes + event_log.n_bytes)
-        self._launch(job)
+        job = self._launch(ResponseJob(row, producer, event_log, if_cancelled=None))
         self._jobs[row.id] = job
         await event_log.until_shown()
         if not event_log.is_stored:
@@ -418,9 +421,9 @@ class Registry:
         own = [job for job in live if job.row.owner == owner]
         if not has_room(self._max_live, len(live), len(own), owner):
             raise QueueFull(f"Too many background responses wait, {len(own)} of them yours; try again later.")
-        n_bytes = sum(job.n_bytes for job in live)
+        n_live_bytes = sum(job.n_bytes for job in live)
         n_own_bytes = sum(job.n_bytes for job in own)
-        if not has_room(MAX_LIVE_BYTES, n_bytes, n_own_bytes, owner):
+        if not has_room(MAX_LIVE_BYTES, n_live_bytes, n_own_bytes, owner):
             raise QueueFull(
                 f"The background responses that wait are too large, {n_own_bytes} bytes of them yours; "
                 "try again later."
@@ -504,7 +507,7 @@ class Registry:
             producer = make_producer(row)
             producer.start()  # the last process has stored these events
             log.info("%s was queued: it runs again", id)
-            job = ResponseJob(row, producer, event_log, None, row.n_bytes + event_log.n_bytes)
+            job = ResponseJob(row, producer, event_log, if_cancelled=None)
             self._jobs[id] = self._launch(job)
         else:
             log.info("%s was interrupted: it has failed", id)
