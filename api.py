@@ -546,8 +546,7 @@ async def run_choice(prompt: Prompt, choice: int, metrics: Metrics) -> Outputs:
                     yield output
                     continue
                 watch.piece()
-                check_logprobs(output)
-                for restored in restorer.feed(output):
+                for restored in restorer.feed(with_numbers(output)):
                     yield restored
             else:  # no Finish has come
                 finish = Finish("failed", message="The worker ended without finishing.")
@@ -567,10 +566,11 @@ async def run_choice(prompt: Prompt, choice: int, metrics: Metrics) -> Outputs:
     yield finish
 
 
-def check_logprobs(output: Output) -> None:
-    """Raise where a logprob is no number: no event could say it."""
+def with_numbers(output: Output) -> Output:
+    """The output; raises ArithmeticError where a logprob is no number, which no event could say."""
     if isinstance(output, Delta) and any(math.isnan(p.logprob) for p in output.logprobs):
         raise ArithmeticError("expected logprobs that are numbers, got NaN")
+    return output
 
 
 def log_finish(prompt: Prompt, finish: Finish, seconds: float) -> None:
