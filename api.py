@@ -44,7 +44,7 @@ from starlette.responses import Response
 import completions
 import responses
 import sse
-from background import Event, EventLog, Producer, QueueFull, Reason, Registry
+from background import Event, EventLog, NotStored, Producer, QueueFull, Reason, Registry
 from channels import Accepted, Delta, Finish, Output, Usage
 from gateway.relay import Refused
 from gateway.remote import RemoteWorker
@@ -55,7 +55,7 @@ from request.refusals import BadInput, error_body, unsupported, wrong_value
 from service import signed_content
 from service.metrics import Metrics
 from store import TERMINAL, Damaged, Row
-from streaming import EventStream, JsonAnswer, json_response, json_text, wants_stream
+from streaming import EventStream, JsonAnswer, error_response, json_response, json_text, wants_stream
 from worker import ALIAS, LocalWorker, Outputs, Prompt, Worker
 
 log = logging.getLogger("api")
@@ -203,6 +203,10 @@ class Api:
             job = await self._registry.start(row, self._background_producer(row, builder))
         except QueueFull as error:
             raise BadInput(str(error), "background", "rate_limit_exceeded") from error
+        except NotStored:
+            return error_response(
+                503, "The response could not be stored; try again later.", None, "server_error"
+            )
         if stream:
             return EventStream(job.log, done=self._done)  # without the task, which outlives this request
         return json_response(200, job.log.events[0]["response"])

@@ -833,6 +833,8 @@ def test_what_a_full_disk_does_not_take_is_not_told_as_stored(tmp_path: Path) ->
         for response in (made, streamed):
             assert (response["status"], response["store"]) == ("completed", False)
             assert server.get(path(response["id"])).status == 404
+        refused = server.post(RESPONSES, HI | BACKGROUND)
+        assert (refused.status, refused.json["error"]["code"]) == (503, "server_error")
         resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, unlimited)
         again = created(server, HI)
         assert again["store"] is True
@@ -868,6 +870,21 @@ def test_one_key_leaves_room_for_the_others() -> None:
         assert statuses == [200] * 6 + [429] * 2
         assert server.post(RESPONSES, HI | BACKGROUND, **as_owner("b")).status == 200
         assert server.get(path(kept), **as_owner("b")).status == 200
+
+
+def test_what_is_stored_is_sent_as_it_is(tmp_path: Path) -> None:
+    """All of a row of 62 MB was parsed, to write one member of it again: nobody was served for 2.5 s."""
+    file = tmp_path / "store.db"
+    with serve("--store", str(file)) as server:
+        made = created(server, HI)
+    as_it_is = json.dumps(made, indent=3)
+    not_to_be_read = '[{"id":  "msg_1"}]' + " " * 1000
+    with closing(sqlite3.connect(file)) as db, db:
+        db.execute("UPDATE responses SET response = ?, items = ?, request = '{'", (as_it_is, not_to_be_read))
+    with serve("--store", str(file)) as server:
+        assert server.get(path(made["id"])).body == as_it_is.encode()
+        page = server.get(path(made["id"], "input_items")).json
+        assert (page["data"], page["has_more"]) == ([{"id": "msg_1"}], False)
 
 
 def test_what_waits_is_what_means_something(tmp_path: Path) -> None:
