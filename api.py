@@ -221,9 +221,10 @@ class Api:
         """What waits is the row, as JSON text: prompt and tokens are made of it again when it runs."""
 
         async def run() -> Outputs:
-            body = row.request | {"input": row.items, "previous_response_id": None}
+            body = await asyncio.to_thread(body_of, row)
             worker = self._worker(params.model_name(body))
-            prompt = await worker.prepare(params.from_responses(body, worker.defaults, row.owner))
+            request = await asyncio.to_thread(params.from_responses, body, worker.defaults, row.owner)
+            prompt = await worker.prepare(request)
             async with aclosing(run_choice(prompt, 0, self.metrics)) as outputs:
                 async for output in outputs:
                     yield output
@@ -611,6 +612,11 @@ def new_row(body: Mapping[str, Any], checked: CheckedRequest) -> Row:
         items_json=items_json,
         owner=request.owner,
     )
+
+
+def body_of(row: Row) -> dict[str, Any]:
+    """The body of a stored response, with nothing left to look up."""
+    return row.request | {"input": row.items, "previous_response_id": None}
 
 
 def interrupted_event(id: str, frames: Sequence[bytes]) -> Event:
