@@ -33,7 +33,7 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, closing
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -50,8 +50,9 @@ from gateway.relay import Refused
 from gateway.remote import RemoteWorker
 from request import items, params, tool_calls, tools
 from request.body import read_json
-from request.ids import item_ids, new_id
+from request.ids import item_ids, new_completion_id, new_id
 from request.refusals import BadInput, error_body, unsupported, wrong_value
+from responses import Compaction
 from service import signed_content
 from service.metrics import Metrics
 from store import TERMINAL, Damaged, Row
@@ -96,6 +97,16 @@ class CheckedRequest(NamedTuple):
     request: params.Request
     worker: Worker
     items: list[items.Item]  # the conversation: the chain that it continues, then its own input
+    parameters: dict[str, Any]  # those that the client has set, but for the input
+
+    @property
+    def compacts(self) -> bool:
+        """It asks for a compaction of its conversation, and for nothing else."""
+        return items.is_trigger(self.items[-1])
+
+
+ResponseOutput = Accepted | Output | Compaction | Finish
+ResponseOutputs = AsyncGenerator[ResponseOutput]  # in this order
 
 
 def encode_event(number: int, event: Event) -> bytes:
@@ -117,7 +128,8 @@ class Api:
 
     `key` seals what clients keep for the server. `done_line`: a stream of a response ends with [DONE].
     `temporary`: background responses with store=false are accepted, and kept for a while.
-    `reasoning_events` is a key of responses.REASONING_EVENTS.
+    `reasoning_events` is a key of responses.REASONING_EVENTS. `image_texts`: the model is told that there was
+    an image; else requests with one are refused.
     """
 
     def __init__(
@@ -129,6 +141,7 @@ class Api:
         done_line: bool = True,
         temporary: bool = True,
         reasoning_events: str = "openai",
+        image_texts: bool = False,
     ) -> None:
         self._local = local
         self._remote = remote
@@ -138,6 +151,7 @@ class Api:
         self._done = sse.DONE if done_line else b""
         self._temporary = temporary
         self._reasoning_events = reasoning_events
+        self._image_texts = image_texts
         self._started_at = unix_time()
         model = local.names[0] if local else "upstream"
         self.metrics = Metrics(model, self._counts, registry.live, lambda: registry.ended)
@@ -170,14 +184,15 @@ class Api:
         request = checked.request
         if request.background and not (request.store or self._temporary):
             raise unsupported("background", "This server runs only what it may store: send store=true.")
-        prompt = await checked.worker.prepare(request)
+        prompt = await self._prepared(checked)
         warn_of_hidden_tools(request)
-        row = await asyncio.to_thread(new_row, body, checked)
+        row = await asyncio.to_thread(new_row, checked)
         head = {"id": row.id, "object": "response", "created_at": unix_time(), "model": request.model}
         builder = self._builder(row, head | request.echo, request.seal_reasoning)
         if request.background:
             return await self._create_in_background(row, builder, request.stream)
-        job = await self._registry.start(row, ResponseProducer(builder, run_choice(prompt, 0, self.metrics)))
+        producer = ResponseProducer(builder, self._outputs(prompt, checked.compacts))
+        job = await self._registry.start(row, producer)
         if request.stream:
             return EventStream(job.log, job.task, self._done)
         return JsonAnswer(job.task, partial(self._folded, responses.fold, job.log, status_if_failed=200))
@@ -188,15 +203,39 @@ class Api:
         `chain_suffices`: a body may continue a chain without an `input` of its own.
         """
         worker = self._worker(params.model_name(body))
-        values = params.read_responses(body, worker.defaults)  # what is wrong in itself is refused first
+        values = await asyncio.to_thread(params.read_responses, body, worker.defaults)
+        new_items = values["input"]
+        if self._image_texts:
+            new_items = items.with_image_texts(new_items)
+        # Only what is right in itself is looked up.
         find = partial(self._find, owner, self._registry.get_to_continue)
         unseal = partial(signed_content.unseal, self._key, owner)
-        chain, new_items = await items.resolve(values["input"], values["previous_response_id"], find, unseal)
+        chain, new_items = await items.resolve(new_items, values["previous_response_id"], find, unseal)
         if chain_suffices and chain and not new_items:
             new_items = chain  # as if the client had sent all of it
             chain = []
-        request = params.responses_request(values, chain, new_items, owner)
-        return CheckedRequest(request, worker, items.listed(chain, new_items))
+
+        def check_rest() -> CheckedRequest:
+            request = params.responses_request(values, chain, new_items, owner)
+            parameters = params.held(values, request.echo)
+            return CheckedRequest(request, worker, items.listed(chain, new_items), parameters)
+
+        return await asyncio.to_thread(check_rest)  # thousands of items must not stop the streams
+
+    async def _prepared(self, checked: CheckedRequest) -> Prompt:
+        """The prompt of a request: that of a summary, where it asks for a compaction."""
+        request = checked.request
+        if checked.compacts:
+            request = await asyncio.to_thread(self._summary_request, checked)
+        return await checked.worker.prepare(request)
+
+    def _summary_request(self, checked: CheckedRequest) -> params.Request:
+        """What the model is asked for a compaction; raises BadInput."""
+        request = checked.request
+        instructions = {"model": request.model, "instructions": request.echo["instructions"]}
+        values = params.read_responses(COMPACT_PARAMETERS | instructions, checked.worker.defaults)
+        question = [{"role": "user", "content": COMPACT_QUESTION}]
+        return params.responses_request(values, checked.items, question, request.owner)
 
     async def _create_in_background(self, row: Row, builder: responses.Builder, stream: bool) -> Response:
         try:
@@ -217,15 +256,26 @@ class Api:
             seal = partial(signed_content.seal, self._key, row.owner, "reasoning")
         return responses.Builder(head, item_ids(row.id), seal, self._reasoning_events)
 
+    def _outputs(self, prompt: Prompt, compacts: bool) -> ResponseOutputs:
+        """What the model says of a prompt, and what is made of that."""
+        outputs: ResponseOutputs = run_choice(prompt, 0, self.metrics)
+        if compacts:
+            seal = partial(signed_content.seal, self._key, prompt.request.owner, "compaction")
+            return compacted(outputs, seal)
+        if not prompt.request.generate:
+            return unsaid(outputs)
+        return outputs
+
     def _background_producer(self, row: Row, builder: responses.Builder) -> Producer:
         """What waits is the row, as JSON text: prompt and tokens are made of it again when it runs."""
 
-        async def run() -> Outputs:
+        async def run() -> ResponseOutputs:
             body = await asyncio.to_thread(body_of, row)
             worker = self._worker(params.model_name(body))
             request = await asyncio.to_thread(params.from_responses, body, worker.defaults, row.owner)
-            prompt = await worker.prepare(request)
-            async with aclosing(run_choice(prompt, 0, self.metrics)) as outputs:
+            checked = CheckedRequest(request, worker, body["input"], body)
+            prompt = await self._prepared(checked)
+            async with aclosing(self._outputs(prompt, checked.compacts)) as outputs:
                 async for output in outputs:
                     yield output
 
@@ -271,48 +321,38 @@ class Api:
         body = await read_json(http)
         owner = http.scope["owner"]
         checked = await self._check(body, owner, chain_suffices=True)
-        question = {"role": "user", "content": COMPACT_QUESTION}
-        summary_request = COMPACT_PARAMETERS | {
-            "model": checked.request.model,
-            "instructions": body.get("instructions"),
-            "input": [*checked.items, question],
-        }
-        prompt = await checked.worker.prepare(
-            params.from_responses(summary_request, checked.worker.defaults, owner)
-        )
-        outputs: list[Accepted | Output | Finish] = []
+        summary = await asyncio.to_thread(self._summary_request, checked)
+        prompt = await checked.worker.prepare(summary)
+        seal = partial(signed_content.seal, self._key, owner, "compaction")
+        outputs: list[ResponseOutput] = []
 
         async def collect() -> None:
-            async with aclosing(run_choice(prompt, 0, self.metrics)) as running:
+            async with aclosing(compacted(run_choice(prompt, 0, self.metrics), seal)) as running:
                 async for output in running:
                     outputs.append(output)
 
-        fold = partial(self._compaction, owner, checked.items, outputs)
+        fold = partial(self._compaction, checked.items, outputs)
         return JsonAnswer(asyncio.create_task(collect()), fold)
 
     def _compaction(
-        self, owner: str, conversation: list[items.Item], outputs: Sequence[Accepted | Output | Finish]
+        self, conversation: list[items.Item], outputs: Sequence[ResponseOutput]
     ) -> tuple[int, dict[str, Any]]:
-        """Status and body of the answer of compact(): `outputs` are what the model said to sum up."""
-        finals = [output for output in outputs if isinstance(output, Delta) and output.channel == "final"]
-        summary = "".join(delta.text for delta in finals)
-        finish = outputs[-1]
-        if not isinstance(finish, Finish):
-            raise AssertionError(f"expected a Finish as the last output of a worker, got {finish}")
-        if finish.reason not in ("stop", "length") or not summary:
-            status = 500 if self._registry.is_accepting else 503
-            message = finish.message or "The model wrote no summary."
-            return status, error_body(status, message, code="server_error")
-        blob = signed_content.seal(self._key, owner, "compaction", summary)
-        compaction = {"id": new_id("cmp"), "type": "compaction", "encrypted_content": blob}
-        kept = [item for item in conversation if item["type"] == "message" and item["role"] == "user"]
-        return 200, {
-            "id": new_id("resp"),
-            "object": "response.compaction",
-            "created_at": unix_time(),
-            "output": [*kept, compaction],
-            "usage": responses.usage_object(finish.usage or Usage(0, 0)),
-        }
+        """Status and body of the answer of compact(): `outputs` are those of compacted()."""
+        match outputs:
+            case [*_, Compaction(blob), Finish(usage=usage)]:
+                item = {"id": new_id("cmp"), "type": "compaction", "encrypted_content": blob}
+                return 200, {
+                    "id": new_id("resp"),
+                    "object": "response.compaction",
+                    "created_at": unix_time(),
+                    "output": [*items.retained(conversation), item],
+                    "usage": responses.usage_object(usage or Usage(0, 0)),
+                }
+            case [*_, Finish(message=message)]:
+                status = 500 if self._registry.is_accepting else 503
+                return status, error_body(status, message, code="server_error")
+            case _:
+                raise AssertionError(f"expected a Finish as the last output of a worker, got {outputs[-1:]}")
 
     # --- Responses: retrieving, cancelling, deleting one ----------------------------------------------------
 
@@ -394,10 +434,12 @@ class Api:
         worker = self._worker(params.model_name(body))
         if isinstance(worker, RemoteWorker):
             return worker.pass_through(body)
-        request = params.from_chat(body, worker.defaults, http.scope["owner"])
+        if self._image_texts:
+            body["messages"] = items.with_image_texts(body.get("messages"))
+        request = await asyncio.to_thread(params.from_chat, body, worker.defaults, http.scope["owner"])
         prompt = await worker.prepare(request)
         head = {
-            "id": new_id("chatcmpl"),
+            "id": new_completion_id(),
             "created": unix_time(),
             "model": request.model,
             "system_fingerprint": f"fp_{self._started_at:x}",  # of "the backend configuration": this start
@@ -492,9 +534,11 @@ class Api:
 class ResponseProducer:
     """A Producer of background.py: turns the outputs of a worker into the events of one response."""
 
-    def __init__(self, builder: responses.Builder, outputs: Outputs, in_background: bool = False) -> None:
+    def __init__(
+        self, builder: responses.Builder, outputs: ResponseOutputs, in_background: bool = False
+    ) -> None:
         self._builder = builder
-        self._outputs = outputs
+        self._outputs = outputs  # closed by fill()
         self._in_background = in_background
 
     def start(self) -> list[Event]:
@@ -516,7 +560,7 @@ class ResponseProducer:
     def end(self, reason: Reason, message: str) -> list[Event]:
         return self._events(Finish(reason, message=message))
 
-    def _events(self, output: Accepted | Output | Finish) -> list[Event]:
+    def _events(self, output: ResponseOutput) -> list[Event]:
         match output:
             case Accepted() if self._in_background:
                 return self._builder.in_progress()
@@ -578,6 +622,40 @@ def with_numbers(output: Output) -> Output:
     return output
 
 
+async def compacted(outputs: ResponseOutputs, seal: Callable[[str], str]) -> ResponseOutputs:
+    """A summary as one sealed item, whatever else the model says: https://github.com/Soju06/codex-lb/issues/971"""
+    summary = ""
+    async with aclosing(outputs):
+        async for output in outputs:
+            match output:
+                case Accepted():
+                    yield output
+                case Delta("final", text):
+                    summary += text
+                case Finish("stop" | "length") if summary:
+                    yield Compaction(seal(summary))
+                    yield output._replace(reason="stop")
+                case Finish("failed" | "cancelled"):
+                    yield output
+                case Finish():
+                    yield Finish("failed", output.usage, "The model wrote no summary.")
+
+
+async def unsaid(outputs: ResponseOutputs) -> ResponseOutputs:
+    """A prompt that is only computed, for the prefix cache: the token chosen behind it is told to nobody."""
+    async with aclosing(outputs):
+        async for output in outputs:
+            match output:
+                case Accepted():
+                    yield output
+                case Finish("stop" | "length", usage):
+                    if usage:
+                        usage = usage._replace(output_tokens=0, reasoning_tokens=0)
+                    yield Finish("stop", usage)
+                case Finish():
+                    yield output
+
+
 def log_finish(prompt: Prompt, finish: Finish, seconds: float) -> None:
     usage = finish.usage or Usage(0, 0)
     n_in = prompt.n_tokens or usage.input_tokens
@@ -589,8 +667,8 @@ def log_finish(prompt: Prompt, finish: Finish, seconds: float) -> None:
         log.info("%s: %d tokens in, %d out, %.2f s, %.1f tok/s", finish.reason, n_in, n_out, seconds, rate)
 
 
-def new_row(body: Mapping[str, Any], checked: CheckedRequest) -> Row:
-    """A response that is about to start, as it will be stored: of its body the members that mean something.
+def new_row(checked: CheckedRequest) -> Row:
+    """A response that is about to start, as it will be stored: the parameters that mean something.
 
     The items are encoded one by one: between two of them another thread gets Python's lock.
     """
@@ -598,8 +676,7 @@ def new_row(body: Mapping[str, Any], checked: CheckedRequest) -> Row:
     request_json = ""
     items_json = ""
     if request.store or request.background:
-        known = {name: body[name] for name in params.RESPONSES if name in body and name != "input"}
-        request_json = sse.dumps(known)
+        request_json = sse.dumps(checked.parameters)
         items_json = "[" + ",".join(map(sse.dumps, checked.items)) + "]"
     return Row(
         id=new_id("resp"),

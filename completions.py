@@ -151,7 +151,7 @@ def fold(chunks: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _empty_choice(index: int) -> dict[str, Any]:
-    message = {"role": "assistant", "content": "", "refusal": None}
+    message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None, "annotations": []}
     return {"index": index, "message": message, "logprobs": None, "finish_reason": None}
 
 

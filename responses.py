@@ -108,6 +108,9 @@ GRAMMAR = {
     ("custom",         "response.custom_tool_call_input.done"):                       "custom done",
     ("custom done",    "response.output_item.done custom_tool_call"):                 "between",
 
+    ("between",        "response.output_item.added compaction"):                      "compaction",
+    ("compaction",     "response.output_item.done compaction"):                       "between",
+
     ("between",        "response.completed"):                                         "end",
     ("between",        "response.incomplete"):                                        "end",
     ("between",        "response.failed"):                                            "end",
@@ -184,6 +187,12 @@ def interrupted(events: Iterable[Mapping[str, Any]], message: str) -> Event:
     error = {"code": "server_error", "message": message}
     failed = {"status": "failed", "error": error, "output": output}
     return {"type": "response.failed", "response": fold(past_events) | failed}
+
+
+class Compaction(NamedTuple):
+    """All of the conversation, as one sealed item: no model says this, the server makes it of a summary."""
+
+    encrypted_content: str
 
 
 # --- the builder --------------------------------------------------------------------------------------------
@@ -295,8 +304,10 @@ class Builder:
         """A queued response has got its turn."""
         return [self._envelope("response.in_progress", "in_progress")]
 
-    def feed(self, output: Output) -> list[Event]:
+    def feed(self, output: Output | Compaction) -> list[Event]:
         match output:
+            case Compaction(encrypted_content):
+                return [*self._close("completed"), *self._compaction(encrypted_content)]
             case Delta(channel, text, logprobs):
                 events: list[Event] = []
                 if self._item is None or self._item.key != channel:
@@ -339,6 +350,17 @@ class Builder:
             events.append(self._event("response.content_part.added", **item.place(), part=item.part()))
         self._item = item
         return events
+
+    def _compaction(self, encrypted_content: str) -> list[Event]:
+        """Announce and close an item that does not grow; it has no status."""
+        item = {"id": self._new_id("cmp"), "type": "compaction", "encrypted_content": encrypted_content}
+        index = len(self.output)
+        self.output.append(item)
+        announced = item | {"encrypted_content": ""}
+        return [
+            self._event("response.output_item.added", output_index=index, item=announced),
+            self._event("response.output_item.done", output_index=index, item=dict(item)),
+        ]
 
     def _grow(self, text: str, logprobs: tuple[TokenLogprob, ...] = ()) -> list[Event]:
         """Add text to the open item."""

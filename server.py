@@ -141,6 +141,7 @@ def make_api(
         done_line=not args.no_done_line,
         temporary=not args.no_temporary,
         reasoning_events=args.reasoning_events,
+        image_texts=args.images == "placeholder",
     )
 
 

@@ -59,6 +59,7 @@ ITEMS: dict[str, Members] = {
     "reasoning":         {"id": str, "status?": str, "summary": [PART], "content?": [PART]},
     "function_call":     {"id": str, "status": str, "call_id": str, "name": str, "arguments": str},
     "custom_tool_call":  {"id": str, "status?": str, "call_id": str, "name": str, "input": str},
+    "compaction":        {"id": str, "encrypted_content": str},
 }
 ITEM: Members = {"type": str} | union(ITEMS.values())
 

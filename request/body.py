@@ -2,11 +2,11 @@
 
     HTTP request --read_json()--> value, or BadInput
 
-Authority: RFC 8259 (JSON), RFC 9110 section 8.4 (Content-Encoding); for what is refused,
+Authority: RFC 8259 (JSON), RFC 9110 section 8.4 (Content-Encoding), RFC 8878 (zstd); for what is refused,
 https://platform.openai.com/docs/guides/error-codes.
 
 Rules of this file:
-1. Bytes, seconds and nesting are bounded before anything is built from them.
+1. Bytes, seconds, nesting and the number of values are bounded before anything is built from them.
 2. A large body is unpacked and parsed in a thread: the streams go on meanwhile.
 
 Not here: what the JSON may say (params.py).
@@ -14,6 +14,9 @@ Not here: what the JSON may say (params.py).
 
 import asyncio
 import zlib
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
 from itertools import accumulate
 from typing import Any
 
@@ -25,19 +28,21 @@ from request.refusals import BadInput
 MAX_BODY_BYTES = 8 * 2**20
 MAX_BODY_S = 60  # from the head of the request to the last byte of its body
 MAX_DEPTH = 128  # nested lists and objects: a schema nests two for each level of what it describes
-ENCODINGS = ("identity", "gzip", "x-gzip", "deflate")
+MAX_VALUES = 50_000  # of JSON: one takes 2 bytes of a body, and some 100 of memory
+MAX_RATIO = 100  # bytes unpacked for one that came: text has 3 to 20, so that more is no text
+SMALL_BYTES = 2**16  # what a body may unpack to whatever its ratio
+
 GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS  # zlib.decompressobj(): whichever of the two the header shows
+ZSTD_WINDOW_LOG = 23  # 8 MiB of memory, "recommended for decoders to support": RFC 8878, section 3.1.1.1.2
 
 STEP = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
-NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+NOT_PUNCTUATION = bytes(set(range(256)) - set(b"[]{},"))
 
 
 async def read_json(http: HttpRequest) -> Any:
     """The body of a request; raises BadInput."""
     encoding = http.headers.get("content-encoding", "").strip().lower() or "identity"
-    if encoding not in ENCODINGS:
-        message = f"Expected a body encoded as {', '.join(ENCODINGS)}, got '{encoding}'."
-        raise BadInput(message, None, "unsupported_content_encoding")
+    _check_encoding(encoding)
     too_large = BadInput(f"Expected a body of at most {MAX_BODY_BYTES} bytes.", None, "body_too_large")
     if int(http.headers.get("content-length", 0)) > MAX_BODY_BYTES:
         raise too_large
@@ -54,34 +59,94 @@ async def read_json(http: HttpRequest) -> Any:
 
 
 def _parse(body: bytes, encoding: str) -> Any:
-    json_text = body if encoding == "identity" else _unpacked(body)
-    if depth(json_text) > MAX_DEPTH:
+    json_text = body if encoding == "identity" else _unpacked(body, encoding)
+    marks = punctuation(json_text)
+    # A value has two marks at most, one that opens and one that closes it.
+    if depth(marks[: 2 * MAX_VALUES]) > MAX_DEPTH:
         message = f"Expected a body nested at most {MAX_DEPTH} deep."
         raise BadInput(message, None, "invalid_json")
+    if count(marks) > MAX_VALUES:
+        raise too_many_values()
     try:
         return sse.loads(json_text.decode("utf-8-sig"))  # not UTF-16, which json takes: RFC 8259, section 8.1
     except ValueError as error:
         raise BadInput(f"Could not parse the body as JSON: {error}", None, "invalid_json") from error
 
 
-def _unpacked(body: bytes) -> bytes:
-    """Codex compresses its bodies; what they unpack to is bounded like any other."""
-    unpacker = zlib.decompressobj(wbits=GZIP_OR_ZLIB)
+# --- encodings ----------------------------------------------------------------------------------------------
+
+
+def _zstd() -> Any:
+    """The module that reads zstd, of Python 3.14 or of a package; None where there is none."""
+    for name in ("compression.zstd", "backports.zstd"):
+        try:
+            return import_module(name)
+        except ImportError:
+            continue
+    return None
+
+
+ZSTD = _zstd()
+GZIP = partial(zlib.decompressobj, GZIP_OR_ZLIB)
+
+# Codex compresses its bodies. A reader has decompress(), eof and unused_data.
+READERS: dict[str, Callable[[], Any]] = {"gzip": GZIP, "x-gzip": GZIP, "deflate": GZIP}
+UNREADABLE: tuple[type[Exception], ...] = (zlib.error,)
+if ZSTD:
+    ZSTD_OPTIONS = {ZSTD.DecompressionParameter.window_log_max: ZSTD_WINDOW_LOG}
+    READERS["zstd"] = partial(ZSTD.ZstdDecompressor, options=ZSTD_OPTIONS)
+    UNREADABLE += (ZSTD.ZstdError,)
+
+
+def _check_encoding(encoding: str) -> None:
+    if encoding in READERS or encoding == "identity":
+        return
+    message = f"Expected a body encoded as {', '.join(['identity', *READERS])}, got '{encoding}'."
+    if encoding == "zstd":
+        message += " For that the server needs a package: pip install backports.zstd"
+    raise BadInput(message, None, "unsupported_content_encoding")
+
+
+def _unpacked(body: bytes, encoding: str) -> bytes:
+    """What a body unpacks to is bounded like any other, and by what came of it."""
+    limit = min(MAX_BODY_BYTES, max(SMALL_BYTES, len(body) * MAX_RATIO))
+    reader = READERS[encoding]()
     try:
-        unpacked = unpacker.decompress(body, MAX_BODY_BYTES)
-    except zlib.error as error:
+        unpacked: bytes = reader.decompress(body, limit + 1)
+    except UNREADABLE as error:
         raise BadInput(f"Could not unpack the body: {error}", None, "invalid_json") from error
-    if (not unpacker.eof and not unpacker.unconsumed_tail) or unpacker.unused_data:
+    if len(unpacked) > limit:
+        message = f"Expected at most {limit} bytes when unpacked: {MAX_RATIO} for each that came."
+        raise BadInput(message, None, "body_too_large")
+    if not reader.eof or reader.unused_data:
         raise BadInput("Could not unpack the body: expected one whole stream.", None, "invalid_json")
-    if unpacker.unconsumed_tail:
-        raise BadInput(f"Expected at most {MAX_BODY_BYTES} bytes when unpacked.", None, "body_too_large")
     return unpacked
 
 
-def depth(json_text: bytes) -> int:
-    """How deep lists and objects nest, before anything recurses into them."""
+# --- what a JSON text holds, before it is parsed ------------------------------------------------------------
+
+
+def punctuation(json_text: bytes) -> bytes:
+    """The brackets and commas outside strings."""
     unescaped = json_text.replace(b"\\\\", b"").replace(b'\\"', b"")
+    if unescaped.count(b'"') > 4 * MAX_VALUES:  # two for each value, two for its name
+        raise too_many_values()
     outside_strings = b"".join(unescaped.split(b'"')[::2])
-    brackets = outside_strings.translate(None, NO_BRACKETS)
+    return outside_strings.translate(None, NOT_PUNCTUATION)
+
+
+def count(marks: bytes) -> int:
+    """How many values there are, at most: each stands behind a comma or an opening bracket, but the first."""
+    n_closing = marks.count(b"]") + marks.count(b"}")
+    return 1 + len(marks) - n_closing
+
+
+def too_many_values() -> BadInput:
+    return BadInput(f"Expected a body of at most {MAX_VALUES} JSON values.", None, "body_too_large")
+
+
+def depth(marks: bytes) -> int:
+    """How deep lists and objects nest, before anything recurses into them."""
+    brackets = marks.replace(b",", b"")
     steps = [STEP[bracket] for bracket in brackets]
     return max(accumulate(steps), default=0)

@@ -16,15 +16,17 @@ Rules of this file:
 3. Content that the model cannot read is refused, by the name of its place in the request, and never left out.
 4. Each result follows its call, once; and each call has its result, unless a limit cut the call.
 
-Not here: filling the template (template.py), what tools are offered (tools.py), what the model says in answer
-(channels.py).
+Not here: filling the template (template.py), what tools are offered (tools.py), calls that have item types
+of their own (tool_items.py), what the model says in answer (channels.py).
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import sse
-from request.refusals import BadInput, wrong_type
+from request import tool_items
+from request.refusals import BadInput, no_images, wrong_type
+from request.tool_items import TOOL_ITEMS, Call, Result
 from request.tools import as_arguments, qualified_name
 from request.validation import list_of, mapping, one_of, required, text
 
@@ -47,27 +49,39 @@ class Conversation:
     """The messages so far, as a chat template takes them."""
 
     def __init__(self) -> None:
-        self.messages: list[Message] = []
+        self._messages: list[Message] = []
+        self._pending: dict[str, list[str]] = {
+            "content": [],
+            "reasoning_content": [],
+        }  # more of the last message
         self._open_calls: dict[str, OpenCall] = {}  # by call_id
+
+    @property
+    def messages(self) -> list[Message]:
+        """Those so far; texts that become one are joined here, once."""
+        for name, texts in self._pending.items():
+            if texts:
+                message = self._messages[-1]
+                message[name] = paragraphs(message.get(name, ""), *texts)
+                texts.clear()
+        return self._messages
 
     def add_text(self, role: str, text: str) -> None:
         """Begin a message, or continue the last: a turn of the assistant is one message, and so is what the
         system says at the beginning.
         """
-        if self._continues(role):
-            message = self.messages[-1]
-            message["content"] = paragraphs(message["content"], text)
-        else:
-            self.messages.append({"role": role, "content": text})
+        if not self._continues(role):
+            self.messages.append({"role": role, "content": ""})
+        self._pending["content"].append(text)
 
     def _continues(self, role: str) -> bool:
-        if not self.messages or self.messages[-1]["role"] != role:
+        if not self._messages or self._messages[-1]["role"] != role:
             return False
-        return role == "assistant" or (role == "system" and len(self.messages) == 1)
+        return role == "assistant" or (role == "system" and len(self._messages) == 1)
 
     def add_reasoning(self, text: str) -> None:
-        turn = self._assistant_turn()
-        turn["reasoning_content"] = paragraphs(turn.get("reasoning_content", ""), text)
+        self._assistant_turn()
+        self._pending["reasoning_content"].append(text)
 
     def add_call(self, call_id: str, name: str, arguments: str, is_cut: bool = False) -> None:
         turn = self._assistant_turn()
@@ -78,7 +92,7 @@ class Conversation:
 
     def _assistant_turn(self) -> Message:
         self.add_text("assistant", "")
-        return self.messages[-1]
+        return self._messages[-1]
 
     def add_result(self, call_id: str, text: str, path: str) -> None:
         """Raises BadInput at `path`, where call_id stands, unless a call waits for this result."""
@@ -124,6 +138,12 @@ PART_TEXTS = {
     "text":           "text",
     "refusal":        "refusal",
 }
+
+#   type of a part     that of a text in its place
+IMAGES = {
+    "input_image":    "input_text",
+    "image_url":      "text",
+}
 # fmt: on
 
 
@@ -133,11 +153,16 @@ def content_text(content: Any, path: str) -> str:
         return content
     if not isinstance(content, list):
         raise wrong_type(path, "a string or an array", content)
-    lines = []
-    for part_path, part in objects(content, path):
-        part_type = required(part, "type", one_of(*PART_TEXTS), part_path)
-        lines.append(required(part, PART_TEXTS[part_type], text, part_path))
-    return "\n".join(lines)
+    return "\n".join([part_text(part, part_path) for part_path, part in objects(content, path)])
+
+
+def part_text(part: dict[str, Any], path: str) -> str:
+    """Return the text of one part of a content; raises BadInput where it is none."""
+    part_type = required(part, "type", text, path)
+    if part_type in IMAGES:
+        raise no_images(f"{path}.type")
+    member = PART_TEXTS[one_of(*PART_TEXTS)(part_type, f"{path}.type")]
+    return str(required(part, member, text, path))
 
 
 def objects(value: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -206,6 +231,19 @@ def add_compaction(conversation: Conversation, item: dict[str, Any], path: str) 
     conversation.add_text("user", f"Summary of the conversation so far:\n{summary}")
 
 
+def add_tool_item(conversation: Conversation, item: dict[str, Any], path: str) -> None:
+    for told in tool_items.said(item, path):
+        match told:
+            case Call(call_id, name, arguments, needs_result):
+                conversation.add_call(call_id, name, arguments, is_cut=not needs_result)
+            case Result(call_id, result):
+                conversation.add_result(call_id, result, f"{path}.call_id")
+
+
+def add_nothing(conversation: Conversation, item: dict[str, Any], path: str) -> None:
+    """Say nothing: the item is no part of what was said."""
+
+
 ITEMS: dict[str, Adder] = {
     "message": add_message,
     "reasoning": add_reasoning,
@@ -214,7 +252,9 @@ ITEMS: dict[str, Adder] = {
     "custom_tool_call": add_custom_call,
     "custom_tool_call_output": add_call_output,
     "compaction": add_compaction,
-}
+    "compaction_trigger": add_nothing,  # api.py does what it asks for
+    "additional_tools": add_nothing,  # params.py offers them
+} | dict.fromkeys(TOOL_ITEMS, add_tool_item)
 
 
 def from_responses(
@@ -224,22 +264,34 @@ def from_responses(
     conversation = Conversation()
     if instructions:
         conversation.add_text("system", instructions)
-    if isinstance(input, str):
-        items: list[Any] = [{"role": "user", "content": input}]
-    elif isinstance(input, list):
-        items = input
-    else:
-        raise wrong_type("input", "a string or an array", input)
-    chain = [(f"previous_response_id[{i}]", item) for i, item in enumerate(context)]
-    for path, item in [*chain, *objects(items, "input")]:
+    for path, item in placed(input, context):
         item_type = item.get("type")
         if item_type is None:  # the easy form of a message has no type
             item_type = "message"
         add_item = ITEMS[one_of(*ITEMS)(item_type, f"{path}.type")]
         add_item(conversation, item, path)
-    if not items:
+    if input == []:
         raise BadInput("'input' has no message.", "input")
     return conversation.close("input")
+
+
+def placed(input: Any, context: Sequence[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    """Return the items of the chain, then those of the input, each behind its path; raises BadInput."""
+    chain = [(f"previous_response_id[{i}]", item) for i, item in enumerate(context)]
+    if isinstance(input, str):
+        return [*chain, ("input", {"role": "user", "content": input})]
+    if not isinstance(input, list):
+        raise wrong_type("input", "a string or an array", input)
+    return [*chain, *objects(input, "input")]
+
+
+def brought_tools(input: Any, context: Sequence[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    """Return the tools that items bring with them, each behind its path; raises BadInput."""
+    tools: list[tuple[str, dict[str, Any]]] = []
+    for path, item in placed(input, context):
+        if item.get("type") in ("additional_tools", "tool_search_output"):
+            tools += objects(item.get("tools"), f"{path}.tools")
+    return tools
 
 
 # --- Chat Completions: messages -----------------------------------------------------------------------------

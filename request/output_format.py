@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from request.refusals import BadInput
 from request.tools import Calls, Grammar, Tool, ToolChoice, identifier
-from request.validation import mapping, members, one_of, required, text
+from request.validation import anything, boolean, hint, mapping, members, one_of, required, text
 
 Schema = dict[str, Any]  # a JSON schema
 
@@ -42,8 +42,15 @@ class TextFormat(NamedTuple):
 
 
 def format_object(value: Any, path: str) -> dict[str, Any]:
-    """Check what a format has in both APIs: its type."""
-    check_members = members(type=one_of("text", "json_schema", "json_object"))
+    """Check what a format has in both APIs: its type, and that its other members may be told of."""
+    check_members = members(
+        type=one_of("text", "json_schema", "json_object"),
+        name=hint,
+        description=text,
+        schema=anything,
+        strict=boolean,
+        json_schema=anything,
+    )
     fields: dict[str, Any] = check_members(value, path)
     required(fields, "type", text, path)
     return fields

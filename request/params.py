@@ -21,7 +21,7 @@ messages.py, output_format.py), which models there are (api.py), how long a prom
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -34,11 +34,15 @@ from request.output_format import (
     text_format,
 )
 from request.refusals import BadInput, missing, shown, unsupported, wrong_value
-from request.tools import Tool, chat_tool, responses_tool, tool_choice
+from request.tools import DeclaredTool, Tool, chat_tool, responses_tool, tool_choice
 from request.validation import (
+    SCALAR,
     Check,
+    Shape,
     anything,
+    at_most,
     boolean,
+    hint,
     integer,
     list_of,
     mapping,
@@ -47,6 +51,7 @@ from request.validation import (
     one_of,
     refused,
     required,
+    shaped,
     string,
     text,
 )
@@ -68,6 +73,7 @@ class Request:
     include_usage: bool  # chat: one more chunk with the usage
     n: int  # choices
     max_tokens: int | None  # None: as far as the context reaches
+    generate: bool  # False: the prompt is computed for the prefix cache, and nothing is said
     sampling: dict[str, Any]  # a value for each name in SAMPLING; seed None: another one each time
     n_top_logprobs: int | None  # None: no logprobs
     stop: tuple[str, ...]
@@ -119,6 +125,11 @@ def stop(value: Any, path: str) -> tuple[str, ...]:
     return tuple(list_of(check_stop, max_items=4)(value, path))
 
 
+def choice_of_tools(value: Any, path: str) -> Any:
+    """Keep what tools.tool_choice() reads; it checks that too."""
+    return shaped(value, TOOL_CHOICE)
+
+
 def template_kwargs(value: Any, path: str) -> dict[str, Any]:
     """The template decides what else may be in it."""
     kwargs = mapping(value, path)
@@ -161,9 +172,19 @@ INCLUDES = (  # openai.types.responses.ResponseIncludable
     "message.output_text.logprobs",
 )
 
+REFERENCE: dict[str, Shape] = {"type": SCALAR, "name": SCALAR, "namespace": SCALAR}  # to a tool
+NESTED_REFERENCE = REFERENCE | {"function": REFERENCE, "custom": REFERENCE}  # chat's
+ALLOWED_TOOLS: dict[str, Shape] = {"type": SCALAR, "mode": SCALAR, "tools": [NESTED_REFERENCE]}
+TOOL_CHOICE: Shape = NESTED_REFERENCE | ALLOWED_TOOLS | {"allowed_tools": ALLOWED_TOOLS}
+MAX_TEMPLATE_KWARGS = 2**16  # bytes, by validation.n_bytes()
+
 reasoning = members(effort=one_of(*EFFORTS), summary=one_of("auto", "concise", "detailed"))
+prompt_cache_options = members(prewarm=boolean, mode=hint, ttl=hint, comparison_response_id=hint)
 text_options = members(format=format_object, verbosity=one_of("low", "medium", "high"))
 NO_CONVERSATIONS = "This server keeps no conversations; send their items as input."
+NO_TOOL_SEARCH = (
+    "This server searches no tools, so the model would never know of it: leave out what it may not."
+)
 NO_CHAT_STORE = "This server keeps Responses, not chat completions: leave it out, or send false."
 
 # fmt: off
@@ -221,11 +242,11 @@ COMMON = SAMPLING | {
     "ignore_eos":             Parameter(boolean,                         False),
     "parallel_tool_calls":    Parameter(boolean,                         True,       True),
     "metadata":               Parameter(metadata,                        {},         True),
-    "chat_template_kwargs":   Parameter(template_kwargs,                 {}),
+    "chat_template_kwargs":   Parameter(at_most(MAX_TEMPLATE_KWARGS, template_kwargs), {}),
     "safety_identifier":      Parameter(string(128),                     None,       True),
     "prompt_cache_key":       Parameter(string(1024),                    None,       True),
-    "service_tier":           Parameter(anything),
-    "user":                   Parameter(anything),
+    "service_tier":           Parameter(hint),
+    "user":                   Parameter(hint),
     "moderation":             Parameter(refused("This server does not moderate.")),
 } | {name: Parameter(refused("It is not built here.", *harmless)) for name, harmless in NOT_BUILT.items()}
 
@@ -240,6 +261,8 @@ MOVED = {
 
 RESPONSES = COMMON | {
     "input":                  Parameter(anything),  # messages.from_responses() checks it
+    "generate":               Parameter(boolean,                         True),
+    "prompt_cache_options":   Parameter(prompt_cache_options,            {}),
     "instructions":           Parameter(text,                            None,       True),
     "previous_response_id":   Parameter(text,                            None,       True),
     "conversation":           Parameter(refused(NO_CONVERSATIONS)),
@@ -252,7 +275,7 @@ RESPONSES = COMMON | {
     "reasoning":              Parameter(reasoning),
     "text":                   Parameter(text_options,                    {}),
     "tools":                  Parameter(list_of(mapping, max_items=128), []),
-    "tool_choice":            Parameter(anything,                        "auto",     True),
+    "tool_choice":            Parameter(choice_of_tools,                 "auto",     True),
     "truncation":             Parameter(one_of("auto", "disabled"),      "disabled", True),
     "prompt":                 Parameter(refused("This server has no stored prompts.")),
     "context_management":     Parameter(refused("This server does not compact by itself.", []), []),
@@ -272,7 +295,7 @@ CHAT = COMMON | {
     "stream_options":         Parameter(members(include_usage=boolean, include_obfuscation=boolean)),
     "response_format":        Parameter(format_object,                   {}),
     "tools":                  Parameter(list_of(mapping, max_items=128), []),
-    "tool_choice":            Parameter(anything,                        "auto"),
+    "tool_choice":            Parameter(choice_of_tools,                 "auto"),
     "reasoning_effort":       Parameter(one_of(*EFFORTS)),
     "store":                  Parameter(refused(NO_CHAT_STORE, False)),
     "modalities":             Parameter(refused("This server takes and gives text.", ["text"])),
@@ -334,12 +357,16 @@ def responses_request(
     """The Request of what read_responses() has read and items.resolve() has resolved; raises BadInput."""
     if input is None:
         raise missing("input")
+    conversation = messages.from_responses(input, values["instructions"], chain)
     tools = [responses_tool(tool, f"tools[{i}]") for i, tool in enumerate(values["tools"])]
-    offered = [tool for _, several in tools for tool in several]
     reasoning = values["reasoning"] or {}
     n_top_logprobs = None
     if "message.output_text.logprobs" in values["include"]:
         n_top_logprobs = values["top_logprobs"]
+    max_tokens = values["max_output_tokens"]
+    generate = values["generate"] and not values["prompt_cache_options"].get("prewarm")
+    if not generate:
+        max_tokens = 1  # chosen with the last row of the prompt, at no further cost; nobody is told of it
     echo = {name: values[name] for name, row in RESPONSES.items() if row.echo}
     echo |= {
         "tools": [repeated for repeated, _ in tools],
@@ -350,14 +377,31 @@ def responses_request(
     return request(
         values,
         owner,
-        messages=messages.from_responses(input, values["instructions"], chain),
-        tools=offered,
+        messages=conversation,
+        tools=_offered(tools, messages.brought_tools(input, chain)),
         text_format=text_format(values["text"].get("format", {}), "text.format"),
-        max_tokens=values["max_output_tokens"],
+        max_tokens=max_tokens,
         n_top_logprobs=n_top_logprobs,
         effort=reasoning.get("effort"),
         echo=echo,
+        generate=generate,
     )
+
+
+def _offered(declared: Sequence[DeclaredTool], brought: Iterable[tuple[str, dict[str, Any]]]) -> list[Tool]:
+    """The tools of a request, then those that items have `brought`, each behind its path; raises BadInput."""
+    own = {tool.qualified_name for entry in declared for tool in entry.tools}
+    loaded: dict[str, Tool] = {}  # by qualified name
+    for path, entry in brought:
+        for tool in responses_tool(entry, path).tools:
+            loaded[tool.qualified_name] = tool
+    offered = []
+    for i, (_, tools) in enumerate(declared):
+        for tool in tools:
+            if tool.is_deferred and tool.qualified_name not in loaded:
+                raise unsupported(f"tools[{i}].defer_loading", NO_TOOL_SEARCH)
+            offered.append(tool)
+    return offered + [tool for name, tool in loaded.items() if name not in own]
 
 
 def from_chat(body: Any, defaults: Mapping[str, Any], owner: str = "") -> Request:
@@ -400,6 +444,7 @@ def request(
     n_top_logprobs: int | None,
     effort: str | None,
     echo: dict[str, Any],
+    generate: bool = True,
 ) -> Request:
     """What both APIs have in common."""
     choice = tool_choice(tools, values["tool_choice"])
@@ -418,6 +463,7 @@ def request(
         include_usage=bool(stream_options.get("include_usage")) or not values["stream"],
         n=values["n"],
         max_tokens=max_tokens,
+        generate=generate,
         sampling={name: values[name] for name in SAMPLING},
         n_top_logprobs=n_top_logprobs,
         stop=values["stop"],
@@ -431,6 +477,16 @@ def request(
         template_kwargs=thinking_kwargs(effort) | values["chat_template_kwargs"],
         echo=echo,
     )
+
+
+def held(values: Mapping[str, Any], echo: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters that a client has set, but for the input: the request can be run again with them.
+
+    `values` are those that read_responses() has returned, `echo` that of the Request that came of them.
+    """
+    parameters = {name: values[name] for name in sorted(values["explicit"])}
+    parameters.pop("input", None)
+    return parameters | {"tools": echo["tools"]}
 
 
 def thinking_kwargs(effort: str | None) -> dict[str, Any]:

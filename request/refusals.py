@@ -55,6 +55,11 @@ def unsupported(path: str, why: str) -> BadInput:
     return BadInput(f"Unsupported parameter: '{path}'. {why}", path, "unsupported_parameter")
 
 
+def no_images(path: str) -> BadInput:
+    why = "Models see no images here; with --images placeholder the server tells them that there was one."
+    return unsupported(path, why)
+
+
 # --- errors -------------------------------------------------------------------------------------------------
 
 # fmt: off

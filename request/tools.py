@@ -25,6 +25,8 @@ from typing import Any, Literal, NamedTuple
 
 from request.refusals import missing, shown, unsupported, wrong_value
 from request.validation import (
+    anything,
+    at_most,
     boolean,
     list_of,
     mapping,
@@ -81,6 +83,7 @@ class Tool(NamedTuple):
     strict: bool = False  # a function's: its arguments are held to `parameters`
     custom: bool = False
     grammar: Grammar | None = None  # a custom tool's; None: it takes any text
+    is_deferred: bool = False  # the model shall know of it when a search has found it, and not before
 
     @property
     def qualified_name(self) -> str:
@@ -130,7 +133,7 @@ class DeclaredTool(NamedTuple):
 def responses_tool(tool: dict[str, Any], path: str) -> DeclaredTool:
     tool_type = required(tool, "type", one_of(*TOOL_TYPES, *HOSTED), path)
     if tool_type in HOSTED:
-        return DeclaredTool(tool, [])
+        return DeclaredTool(check_hosted(tool, path), [])
     return TOOL_TYPES[tool_type](tool, path)
 
 
@@ -150,9 +153,13 @@ def chat_tool(tool: dict[str, Any], path: str) -> Tool:
 
 
 MAX_GRAMMAR = 2**16  # characters
+MAX_HOSTED = (
+    2**14
+)  # bytes of a hosted tool, by validation.n_bytes(): nobody reads it, and three events repeat it
 
-check_function = members(description=text, parameters=mapping, strict=boolean)
-check_custom = members(description=text)
+check_function = members(description=text, parameters=mapping, strict=boolean, defer_loading=boolean)
+check_custom = members(description=text, format=anything, defer_loading=boolean)
+check_hosted = at_most(MAX_HOSTED, mapping)
 check_input_format = members(
     type=one_of("text", "grammar"),
     syntax=one_of("lark", "regex"),
@@ -176,7 +183,9 @@ def function_tool(tool: Mapping[str, Any], path: str, namespace: str = "") -> De
         "parameters": parameters,
         "strict": strict,
     }
-    return DeclaredTool(echo, [Tool(name, namespace, description, parameters, strict)])
+    is_deferred = fields.get("defer_loading", False)
+    tool_ = Tool(name, namespace, description, parameters, strict, is_deferred=is_deferred)
+    return DeclaredTool(echo, [tool_])
 
 
 def custom_tool(
@@ -196,7 +205,9 @@ def custom_tool(
         definition_path = f"{format_path}.definition"
         grammar = Grammar(input_format["syntax"], input_format["definition"], definition_path)
     echo = {"type": "custom", "name": name, "description": description, "format": input_format}
-    return DeclaredTool(echo, [Tool(name, namespace, description, custom=True, grammar=grammar)])
+    is_deferred = fields.get("defer_loading", False)
+    tool_ = Tool(name, namespace, description, custom=True, grammar=grammar, is_deferred=is_deferred)
+    return DeclaredTool(echo, [tool_])
 
 
 def namespace_tool(tool: Mapping[str, Any], path: str) -> DeclaredTool:

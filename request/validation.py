@@ -1,6 +1,7 @@
 """Checks: what a value in a request's JSON may be, as functions that are put together.
 
     (value, its path) --Check--> the value as we use it, or BadInput
+    (value, Shape) --shaped()--> the members that are known, and no others
 
     list_of(integer(0, 9))([1, 12], "stop_token_ids")
       --> Invalid value for 'stop_token_ids[1]': expected an integer from 0 to 9, got 12.
@@ -11,6 +12,7 @@ Rules of this file:
 1. Types are JSON's and nothing is converted: true is no number, 1.0 is no integer, "5" is neither.
 2. A check of a list or an object hands each part to that part's own check, with that part's own path: an
    error names the innermost value that is wrong.
+3. What no table knows is dropped, at every level: a request may wait, or be stored, and is held meanwhile.
 
 Not here: which parameters there are (params.py), what messages are (messages.py), how an error is worded,
 and that a null is missing rather than of a wrong type (refusals.py).
@@ -28,8 +30,13 @@ Check = Callable[[Any, str], Any]  # (value, its path) -> the value as we use it
 
 
 def anything(value: Any, path: str) -> Any:
-    """Accept a hint, whatever its value: the enums of hints grow monthly."""
+    """Accept a value that is checked elsewhere."""
     return value
+
+
+def hint(value: Any, path: str) -> Any:
+    """Accept any value, for the enums of hints grow monthly; of a list or an object nothing is kept."""
+    return shaped(value, SCALAR)
 
 
 def boolean(value: Any, path: str) -> bool:
@@ -109,14 +116,14 @@ def mapping(value: Any, path: str) -> dict[str, Any]:
 
 
 def members(**checks: Check) -> Check:
-    """Accept an object; only the members named here are checked, and members that are null are dropped."""
+    """Accept an object; members that are null, or not named here, are dropped."""
 
     def check(value: Any, path: str) -> dict[str, Any]:
+        given = mapping(value, path)
         checked = {}
-        for name, member in mapping(value, path).items():
-            if member is not None:
-                check_member = checks.get(name, anything)
-                checked[name] = check_member(member, f"{path}.{name}")
+        for name, check_member in checks.items():
+            if given.get(name) is not None:
+                checked[name] = check_member(given[name], f"{path}.{name}")
         return checked
 
     return check
@@ -125,6 +132,56 @@ def members(**checks: Check) -> Check:
 def required(parent: Mapping[str, Any], name: str, check: Check, path: str) -> Any:
     """Return a checked member of the object at `path`, which must have it."""
     return check(parent.get(name), f"{path}.{name}")
+
+
+# --- how much of it is held ---------------------------------------------------------------------------------
+
+SCALAR = "scalar"  # a string, a number, true, false or null
+ANY = "any"  # JSON whose members are the client's own, such as a schema
+Shape = str | list["Shape"] | dict[str, "Shape"]  # SCALAR, ANY, a list of one shape, an object by its members
+
+VALUE_BYTES = 64  # what Python takes for a value, be it empty
+
+
+def shaped(value: Any, shape: Shape) -> Any:
+    """Return a value without the members that its shape does not know.
+
+    A scalar may stand anywhere. A list or an object where none belongs is left empty, for a check to refuse.
+    """
+    if shape == ANY or not isinstance(value, dict | list):
+        return value
+    if isinstance(value, dict) and isinstance(shape, dict):
+        return {name: shaped(value[name], shape[name]) for name in value if name in shape}
+    if isinstance(value, list) and isinstance(shape, list):
+        return [shaped(element, shape[0]) for element in value]
+    return type(value)()
+
+
+def n_bytes(value: Any) -> int:
+    """Return about how much memory a JSON value takes."""
+    match value:
+        case str():
+            return VALUE_BYTES + len(value.encode())
+        case list():
+            return VALUE_BYTES + sum(map(n_bytes, value))
+        case dict():
+            return VALUE_BYTES + sum(len(name) + n_bytes(member) for name, member in value.items())
+        case _:
+            return VALUE_BYTES
+
+
+def at_most(max_bytes: int, check: Check) -> Check:
+    """Accept what another check accepts, as far as n_bytes() of it is not above the limit."""
+
+    def check_size(value: Any, path: str) -> Any:
+        size = n_bytes(value)
+        if size > max_bytes:
+            raise wrong_value(
+                path, f"at most {max_bytes} bytes ({VALUE_BYTES} for each value)", f"{size} bytes"
+            )
+        return check(value, path)
+
+    return check_size
 
 
 # --- what is not built --------------------------------------------------------------------------------------

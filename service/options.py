@@ -152,6 +152,7 @@ ORIGIN = "let pages from there, such as https://example.org, call us; repeatable
 STREAMS = "requests that are open at once; one more is refused with 503"
 READER = "seconds before a client that has stopped reading is dropped"
 DONE_LINE = "end Responses streams without 'data: [DONE]'"
+IMAGES = "in requests: refused, or the model is told that there was one"
 TEMPORARY = "refuse background with store=false, as OpenAI did at first, not keep it for 10 minutes"
 GRACE = "seconds that running requests get to finish at a stop"
 STORE = "SQLite file that keeps responses; in memory they are lost at exit"
@@ -205,6 +206,7 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "reader-timeout":      (60.0,                 {"type": seconds, "help": READER}),
     "no-done-line":        (False,                {"action": "store_true", "help": DONE_LINE}),
     "reasoning-events":    ("openai",             {"choices": tuple(REASONING_EVENTS), "help": EVENTS}),
+    "images":              ("refuse",             {"choices": ("refuse", "placeholder"), "help": IMAGES}),
     "no-temporary":        (False,                {"action": "store_true", "help": TEMPORARY}),
     "store":               (IN_MEMORY,            {"type": text, "metavar": "FILE", "help": STORE}),
     "store-max-responses": (Retention.max_responses, {"type": positive, "help": "keep the newest N"}),

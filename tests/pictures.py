@@ -52,7 +52,8 @@ PLACES = {
     "call done":       (4, 4),
     "custom":          (2, 5),
     "custom done":     (4, 5),
-    "end":             (0, 6),
+    "compaction":      (4, 6),
+    "end":             (0, 7),
 }
 # Arrows that neither stay in a row nor begin or end an item, from the middle of the box they leave to an edge
 # of the one they reach; and where the text stands, seen from the former.

@@ -4,6 +4,7 @@ The texts are shorter than Codex's, for the tiny model reads 2048 tokens; keys, 
 """
 
 import json
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,12 @@ import pytest
 import sse
 from helpers import clients, laws
 from helpers.serving import Json, Server, serve
+from request.tool_items import IMAGE_TEXT
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
 
 PATCH = r"""
 start: begin_patch hunk+ end_patch
@@ -159,3 +166,135 @@ def test_any_of_its_tools_can_be_called(server: Server, index: int) -> None:
 def test_a_hosted_tool_cannot_be_forced(server: Server) -> None:
     reply = server.post("/v1/responses", BODY | {"tool_choice": {"type": "web_search"}})
     assert (reply.status, reply.json["error"]["code"]) == (400, "unsupported_parameter")
+
+
+# --- what newer versions send -------------------------------------------------------------------------------
+
+SPAWN = {
+    "type": "namespace",
+    "name": "collaboration",
+    "description": "Others.",
+    "tools": [
+        {"type": "function", "name": "spawn", "strict": False, "parameters": AGENT, "defer_loading": True}
+    ],
+}
+SHELL = {"command": ["ls"], "env": {}, "timeout_ms": 100, "type": "exec"}
+PLAN = {"type": "function", "name": "plan", "description": "Plans.", "strict": False, "parameters": AGENT}
+TRIGGER = {"type": "compaction_trigger"}
+OF_OTHERS: list[Json] = [
+    {"type": "additional_tools", "role": "developer", "id": "at_1", "tools": [SPAWN]},
+    message("user", "hi"),
+    {"type": "local_shell_call", "id": "lsh_1", "call_id": "call_1", "status": "completed", "action": SHELL},
+    {"type": "function_call_output", "call_id": "call_1", "output": "a.txt"},
+    {
+        "type": "web_search_call",
+        "id": "ws_1",
+        "status": "completed",
+        "action": {"type": "search", "query": "x"},
+    },
+    {"type": "tool_search_call", "call_id": "call_2", "execution": "client", "arguments": {"query": "plan"}},
+    {
+        "type": "tool_search_output",
+        "call_id": "call_2",
+        "execution": "client",
+        "status": "completed",
+        "tools": [PLAN],
+    },
+    message("user", "go on"),
+]
+
+
+@pytest.mark.bug("H09", "H11")
+@pytest.mark.parametrize("name", ["plan", "spawn"])
+def test_items_of_other_tools_are_told_and_what_they_load_can_be_called(server: Server, name: str) -> None:
+    """Each of them was a 400, and the end of the session."""
+    choice = {"type": "function", "name": name}
+    if name == "spawn":
+        choice["namespace"] = "collaboration"
+    body = BODY | {"input": OF_OTHERS, "tool_choice": choice, "reasoning": {"effort": "none"}}
+    events = turn(server, body | {"max_output_tokens": 60})
+    (call,) = events[-1]["response"]["output"]
+    assert {key: call.get(key) for key in choice} == choice | {"type": "function_call"}
+    assert len(events[-1]["response"]["tools"]) == len(TOOLS)  # the response says what the request has said
+
+
+@pytest.mark.bug("H08")
+def test_a_compaction_trigger_makes_one_compaction(server: Server) -> None:
+    """As codex-rs/core/src/compact_remote_v2.rs asks for it: more items than one, or none, are fatal."""
+    said = {"role": "assistant", "content": "Tokyo is sunny today."}
+    history = [*INPUT, said, message("user", "And Paris?")]
+    events = turn(server, BODY | {"input": [*history, TRIGGER]})
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    assert kinds == ["created", "in_progress", "output_item.added", "output_item.done", "completed"]
+    item = events[-2]["item"]
+    response = events[-1]["response"]
+    assert (item["type"], item.keys()) == ("compaction", {"id", "type", "encrypted_content"})
+    assert (response["output"], response["status"]) == ([item], "completed")
+    assert response["usage"]["output_tokens"] > 0
+    laws.check_response(events)
+
+    def n_tokens(input: list[Json]) -> int:
+        counted: int = turn(server, BODY | CUT | {"input": input})[-1]["response"]["usage"]["input_tokens"]
+        return counted
+
+    kept = [*INPUT, message("user", "And Paris?")]
+    assert n_tokens([*kept, item, message("user", "go on")]) > n_tokens([*kept, message("user", "go on")])
+
+
+def test_a_trigger_works_without_a_stream_and_in_a_chain(server: Server) -> None:
+    """Behind it the chain has what the user has said, and the compaction: not what that stands for."""
+    said = {"role": "assistant", "content": "Hello."}
+    first = server.post("/v1/responses", {"model": "default", "input": [*INPUT, said, TRIGGER]}).json
+    assert [item["type"] for item in first["output"]] == ["compaction"]
+    second = {"model": "default", "input": "hi", "previous_response_id": first["id"]}
+    made = server.post("/v1/responses", second | CUT).json
+    listed = server.get(f"/v1/responses/{made['id']}/input_items?order=asc").json["data"]
+    kinds = [(item["type"], item.get("role")) for item in listed]
+    assert kinds == [("message", "user"), ("compaction", None), ("message", "user")]
+    again = server.post("/v1/responses", second | {"input": [TRIGGER]}).json
+    assert [item["type"] for item in again["output"]] == ["compaction"]
+
+
+@pytest.mark.bug("H10")
+@pytest.mark.parametrize("asked", [{"generate": False}, {"prompt_cache_options": {"prewarm": True}}])
+def test_a_warm_up_says_nothing_and_is_found_in_the_cache(server: Server, asked: Json) -> None:
+    """It was answered with 24 tokens, as if it had not been asked for."""
+    instructions = f"Be brief. {asked} " * 20
+    body = BODY | CUT | {"instructions": instructions, "input": []}
+    events = turn(server, body | asked | {"input": INPUT, "store": True})
+    assert [event["type"].removeprefix("response.") for event in events] == [
+        "created",
+        "in_progress",
+        "completed",
+    ]
+    warmed = events[-1]["response"]
+    assert (warmed["output"], warmed["status"], warmed["max_output_tokens"]) == ([], "completed", 40)
+    assert warmed["usage"]["input_tokens"] == warmed["usage"]["total_tokens"] > 100
+    chained = {"input": [message("user", "go on")], "previous_response_id": warmed["id"]}
+    for next_turn in ({"input": INPUT}, chained):
+        usage = turn(server, body | next_turn)[-1]["response"]["usage"]
+        assert usage["input_tokens_details"]["cached_tokens"] >= 64
+        assert usage["output_tokens"] > 0
+
+
+@pytest.mark.bug("H12")
+def test_its_bodies_are_compressed(server: Server) -> None:
+    packed = zstd.compress(json.dumps(BODY | CUT).encode(), 3)
+    reply = server.post("/v1/responses", packed, Content_Encoding="zstd")
+    assert reply.status == 200, reply.body
+
+
+def test_an_image_that_a_tool_has_read() -> None:
+    """view_image answers with one: refused by its place, or told of where the operator says so."""
+    image = {"type": "input_image", "image_url": "data:image/png;base64,iVBO"}
+    call = {"type": "function_call", "call_id": "call_1", "name": "view_image", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "call_1", "output": [image]}
+    body = BODY | CUT | {"stream": False, "store": True, "input": [message("user", "look"), call, output]}
+    chat_image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBO"}}
+    chat = {"model": "default", "max_tokens": 1, "messages": [{"role": "user", "content": [chat_image]}]}
+    with serve("--images", "placeholder") as told:
+        made = told.post("/v1/responses", body)
+        assert made.status == 200, made.body
+        items = told.get(f"/v1/responses/{made.json['id']}/input_items?order=asc").json["data"]
+        assert items[-1]["output"] == [{"type": "input_text", "text": IMAGE_TEXT}]
+        assert told.post("/v1/chat/completions", chat).status == 200

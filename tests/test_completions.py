@@ -15,7 +15,7 @@ from completions import Chunk, Chunks, fold
 from helpers import laws
 from helpers.laws import outputs, usages
 
-HEAD = {"id": "chatcmpl_1", "created": 1, "model": "m", "system_fingerprint": "fp_1"}
+HEAD = {"id": "chatcmpl-1", "created": 1, "model": "m", "system_fingerprint": "fp_1"}
 Choice = list[Output | Finish]
 
 ended = st.builds(Finish, st.sampled_from(["stop", "length"]), usages)

@@ -22,7 +22,18 @@ from channels import UNLIKELY, Arguments, Call, Channel, Delta, Finish, Output, 
 from helpers import laws
 from helpers.laws import deltas, finishes, outputs, texts
 from request import params
-from responses import ENDINGS, GRAMMAR, KINDS, REASONING_EVENTS, Builder, Event, IllegalEvent, fold, label
+from responses import (
+    ENDINGS,
+    GRAMMAR,
+    KINDS,
+    REASONING_EVENTS,
+    Builder,
+    Compaction,
+    Event,
+    IllegalEvent,
+    fold,
+    label,
+)
 
 BODY = {"model": "m", "input": "hi", "tools": [{"type": "function", "name": "f"}], "metadata": {"a": "b"}}
 ECHO = params.from_responses(BODY, {}).echo
@@ -35,7 +46,7 @@ def builder() -> Builder:
     return Builder(HEAD, lambda prefix: f"{prefix}_{next(number)}")
 
 
-def events_of(outputs: Sequence[Output], finish: Finish) -> list[Event]:
+def events_of(outputs: Sequence[Output | Compaction], finish: Finish) -> list[Event]:
     b = builder()
     return [*b.start(), *(event for output in outputs for event in b.feed(output)), *b.finish(finish, NOW)]
 
@@ -183,7 +194,8 @@ def test_the_trace_is_what_happens() -> None:
 def test_every_event_of_the_grammar_is_made_and_is_one_of_the_sdk() -> None:
     """No event that the SDK does not know (A15), and no row that nothing reaches but those for `queued`."""
     used, state = set(), "start"
-    outputs: list[Output] = [Call("f"), Arguments("{}"), Call("g", custom=True), Arguments("x")]
+    outputs: list[Output | Compaction] = [Call("f"), Arguments("{}"), Call("g", custom=True), Arguments("x")]
+    outputs.append(Compaction("sealed"))
     outputs += [Delta(channel, "a") for channel in get_args(Channel)]
     for event in events_of(outputs, Finish("stop")):
         used.add((state, label(event)))

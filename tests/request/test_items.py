@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from request import items
 from request.ids import item_ids, new_id, response_id_of
-from request.items import PREFIXES, listed, resolve
+from request.items import ITEM_TYPES, listed, resolve
 from request.messages import ITEMS, MAX_ITEMS
 from request.refusals import BadInput
+from request.validation import n_bytes
 from store import Row
 
 KEPT = new_id("resp")
@@ -39,7 +41,10 @@ def resolved(input: Any, previous_response_id: str | None = None) -> tuple[list[
     return chain, own, looked_up
 
 
-@given(st.sampled_from(sorted(PREFIXES.values())))
+PREFIXES = {row.prefix for row in ITEM_TYPES.values()} - {""}
+
+
+@given(st.sampled_from(sorted(PREFIXES)))
 def test_an_item_says_which_response_it_is_of(prefix: str) -> None:
     response_id = new_id("resp")
     draw = item_ids(response_id)
@@ -48,8 +53,8 @@ def test_an_item_says_which_response_it_is_of(prefix: str) -> None:
     assert {response_id_of(id_) for id_ in drawn} == {response_id}
 
 
-def test_every_item_has_a_prefix() -> None:
-    assert PREFIXES.keys() == ITEMS.keys()
+def test_every_item_is_known_and_told() -> None:
+    assert ITEM_TYPES.keys() == ITEMS.keys() | {"item_reference"}
 
 
 def test_a_response_is_looked_up_once() -> None:
@@ -60,7 +65,7 @@ def test_a_response_is_looked_up_once() -> None:
 
 def test_nothing_is_looked_up_unasked() -> None:
     too_many = [{"id": OUTPUT[0]["id"]}] * (MAX_ITEMS + 1)
-    for came in (None, "hi", 7, [], [QUESTION, {}, "hi", None, 7], too_many):
+    for came in (None, "hi", 7, [], [QUESTION, {}, "hi", None, 7, {"type": ["message"]}], too_many):
         assert resolved(came) == ([], came, [])
 
 
@@ -82,8 +87,126 @@ def test_what_came_is_not_changed() -> None:
 
 
 def test_items_of_one_conversation_differ_by_id() -> None:
-    items = listed([QUESTION], [{"role": "user", "content": "hi"}, QUESTION, QUESTION | {"id": None}])
-    assert items[0] is QUESTION
-    assert len({item["id"] for item in items}) == 4
-    assert [item["content"] for item in items[1:]] == [[{"type": "input_text", "text": "hi"}]] * 3
-    assert listed([], "hi")[0]["content"] == items[1]["content"]
+    found = listed([QUESTION], [{"role": "user", "content": "hi"}, QUESTION, QUESTION | {"id": None}])
+    assert found[0] is QUESTION
+    assert len({item["id"] for item in found}) == 4
+    assert [item["content"] for item in found[1:]] == [[{"type": "input_text", "text": "hi"}]] * 3
+    assert listed([], "hi")[0]["content"] == found[1]["content"]
+
+
+# --- what is kept -------------------------------------------------------------------------------------------
+
+JUNK: list[dict[str, Any]] = [{}] * 1000
+HOLDERS = (
+    {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi", "zz": JUNK}]},
+    {"role": "assistant", "content": [{"type": "output_text", "text": "hi", "annotations": JUNK}]},
+    {"type": "message", "role": "user", "content": "hi", "zz": JUNK, "phase": JUNK, "status": JUNK},
+    {"type": "reasoning", "summary": [{"type": "summary_text", "text": "s", "zz": JUNK}], "zz": JUNK},
+    {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "caller": JUNK},
+    {"type": "custom_tool_call_output", "call_id": "c", "output": [{"type": "input_text", "zz": JUNK}]},
+    {"type": "web_search_call", "action": {"type": "search"}, "zz": JUNK, "execution": JUNK},
+)
+
+
+@pytest.mark.bug("I06")
+@pytest.mark.parametrize("item", HOLDERS, ids=lambda item: str(item.get("type")))
+def test_members_that_mean_nothing_are_dropped(item: dict[str, Any]) -> None:
+    """At each level: a chain of 8 held 2 GB of them, and one GET of it stopped all streams for 2.5 s."""
+    (kept,) = listed([], resolved([item])[1])
+    assert n_bytes(kept) < 2000 < n_bytes(item)
+    assert "zz" not in json.dumps(kept)
+
+
+def test_what_an_item_says_is_kept() -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "f", "namespace": "n", "arguments": "{}"}
+    said = {
+        "type": "message",
+        "role": "assistant",
+        "content": "hi",
+        "phase": "commentary",
+        "status": "incomplete",
+    }
+    for item in (call, said, {"type": "tool_search_call", "execution": "client", "arguments": {"a": [1]}}):
+        (kept,) = resolved([item])[1]
+        assert kept == item
+
+
+# --- how long a conversation may be -------------------------------------------------------------------------
+
+
+def too_long(input: Any, previous_response_id: str | None = None) -> str:
+    with pytest.raises(BadInput) as refusal:
+        resolved(input, previous_response_id)
+    assert (refusal.value.param, refusal.value.code) == ("input", "context_length_exceeded")
+    assert "Compact it" in refusal.value.message
+    return refusal.value.message
+
+
+def test_a_chain_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it: its items, and what they hold, with the input."""
+    n_left = MAX_ITEMS - len(ROW.context)
+    assert len(resolved([QUESTION] * n_left, KEPT)[1]) == n_left
+    assert f"{MAX_ITEMS} items" in too_long([QUESTION] * (n_left + 1), KEPT)
+    context = n_bytes(ROW.context)
+    monkeypatch.setattr(items, "MAX_CONVERSATION_BYTES", context + n_bytes(QUESTION))
+    assert resolved([QUESTION], KEPT)[1] == [QUESTION]
+    assert str(items.MAX_CONVERSATION_BYTES) in too_long([QUESTION | {"content": "hi!!"}], KEPT)
+    too_long("x" * items.MAX_CONVERSATION_BYTES, KEPT)
+    monkeypatch.setattr(items, "MAX_CONVERSATION_BYTES", context - 1)
+    assert resolved(None, KEPT)[0] == ROW.context  # it can still be compacted
+
+
+@pytest.mark.bug("I06")
+def test_references_count_as_what_they_stand_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """400 kB of them to one long item had no answer in 120 s: the look ends where the limit is reached."""
+    sizes: list[int] = []
+
+    def measure(value: Any) -> int:
+        sizes.append(n_bytes(value))
+        return sizes[-1]
+
+    monkeypatch.setattr(items, "n_bytes", measure)
+    monkeypatch.setattr(items, "MAX_CONVERSATION_BYTES", 2000)
+    too_long([{"type": "item_reference", "id": OUTPUT[1]["id"]}] * MAX_ITEMS)
+    assert sum(sizes) < 3000
+
+
+def test_references_name_so_many_responses() -> None:
+    references = [{"id": item_ids(f"resp_{i}")("msg")} for i in range(items.MAX_REFERENCED + 1)]
+    known = {response_id_of(reference["id"]) for reference in references}
+    looked_up: set[str] = set()
+
+    async def find(response_id: str) -> Row | None:
+        looked_up.add(response_id)
+        said = [reference for reference in references if response_id_of(reference["id"]) == response_id]
+        return ROW._replace(response_json=json.dumps(RESPONSE | {"output": said}))
+
+    with pytest.raises(BadInput, match="too long"):
+        asyncio.run(resolve(references, None, find, lambda _, blob: blob))
+    assert len(looked_up) == items.MAX_REFERENCED < len(known)
+
+
+# --- compactions --------------------------------------------------------------------------------------------
+
+
+def test_a_trigger_is_the_last_item() -> None:
+    """As OpenAI has it: https://github.com/james-6-23/codex2api/pull/546"""
+    trigger = {"type": "compaction_trigger"}
+    assert resolved([QUESTION, trigger])[1] == [QUESTION, trigger]
+    with pytest.raises(BadInput, match="must be the final input item") as refusal:
+        resolved([trigger, QUESTION])
+    assert refusal.value.param == "input[0]"
+
+
+def test_a_chain_behind_a_compaction_has_nothing_of_what_it_stands_for() -> None:
+    said = {"id": "msg_2", "type": "message", "role": "assistant", "content": "Hello"}
+    compaction = {"id": NEW_ITEM("cmp"), "type": "compaction", "encrypted_content": "blob"}
+    trigger = {"id": "cmpt_1", "type": "compaction_trigger"}
+    response_json = json.dumps(RESPONSE | {"output": [compaction]})
+    row = ROW._replace(items_json=json.dumps([QUESTION, said, trigger]), response_json=response_json)
+
+    async def find(_: str) -> Row:
+        return row
+
+    chain, _ = asyncio.run(resolve("hi", KEPT, find, lambda _, blob: f"all of {blob}"))
+    assert chain == [QUESTION, compaction | {"summary": "all of blob"}]

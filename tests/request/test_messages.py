@@ -15,6 +15,7 @@ from channels import Parser, Piece
 from dialects import families
 from helpers.laws import parse
 from helpers.scripted import END, TEMPLATES
+from request import messages
 from request.messages import Message, from_chat, from_responses, shortened
 from request.refusals import BadInput
 from request.template import BadTemplate, ChatTemplate
@@ -155,7 +156,7 @@ RESPONSES = [
 ]
 
 MISSING = "missing_required_parameter"
-TYPE, VALUE = "invalid_type", "invalid_value"
+TYPE, VALUE, UNSUPPORTED = "invalid_type", "invalid_value", "unsupported_parameter"
 
 #    input                                              param                         code
 BAD_RESPONSES: list[tuple[Any, str, str]] = [
@@ -172,16 +173,16 @@ BAD_RESPONSES: list[tuple[Any, str, str]] = [
     ([says("user", [{"text": "x"}])],                   "input[0].content[0].type",   MISSING),
     ([says("user", [{"type": "input_text"}])],          "input[0].content[0].text",   MISSING),
     ([says("user", [TEXT | {"text": True}])],           "input[0].content[0].text",   TYPE),
-    ([says("user", [TEXT, IMAGE])],                     "input[0].content[1].type",   VALUE),
+    ([says("user", [TEXT, IMAGE])],                     "input[0].content[1].type",   UNSUPPORTED),
     ([says("user", [FILE])],                            "input[0].content[0].type",   VALUE),
-    ([{"type": "web_search_call"}],                     "input[0].type",              VALUE),
+    ([{"type": "banana_call"}],                         "input[0].type",              VALUE),
     ([{"type": []}],                                    "input[0].type",              TYPE),
     ([{"type": "function_call", "name": "f"}],          "input[0].call_id",           MISSING),
     ([CALL | {"arguments": {}}],                        "input[0].arguments",         TYPE),
     ([CALL | {"namespace": 5}],                         "input[0].namespace",         TYPE),
     ([CUSTOM_CALL | {"input": {}}],                     "input[0].input",             TYPE),
     ([CUSTOM_OUTPUT],                                   "input[0].call_id",           VALUE),
-    ([CUSTOM_CALL, CUSTOM_OUTPUT | {"output": [IMAGE]}], "input[1].output[0].type",   VALUE),
+    ([CUSTOM_CALL, CUSTOM_OUTPUT | {"output": [IMAGE]}], "input[1].output[0].type",   UNSUPPORTED),
     ([OUTPUT, CALL],                                    "input[0].call_id",           VALUE),
     ([CALL, OUTPUT_2],                                  "input[1].call_id",           VALUE),
     ([CALL, OUTPUT, OUTPUT],                            "input[2].call_id",           VALUE),
@@ -204,6 +205,20 @@ def test_bad_responses_input(input: Any, param: str, code: str) -> None:
         from_responses(input, None)
     assert (error.value.param, error.value.code) == (param, code)
     assert error.value.message == str(error.value) != ""
+
+
+def test_what_becomes_one_message_is_joined_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a turn with 4,000 texts, 4 GB were copied."""
+    joined: list[int] = []
+
+    def join(*texts: str) -> str:
+        joined.append(len(texts))
+        return "\n\n".join(filter(None, texts))
+
+    monkeypatch.setattr(messages, "paragraphs", join)
+    (turn,) = from_responses([assistant("Hello")] * 1000, None)
+    assert joined == [1001]
+    assert len(turn["content"]) == 1000 * len("Hello\n\n") - 2
 
 
 def test_an_open_call_is_named_as_openai_names_it() -> None:
@@ -286,7 +301,7 @@ BAD_CHAT: list[tuple[Any, str, str]] = [
     ([None],                                    "messages[0]",                               MISSING),
     ([{"content": "hi"}],                       "messages[0].role",                          MISSING),
     ([says("function", "42")],                  "messages[0].role",                          VALUE),
-    ([says("user", [PART, IMAGE_URL])],         "messages[0].content[1].type",               VALUE),
+    ([says("user", [PART, IMAGE_URL])],         "messages[0].content[1].type",               UNSUPPORTED),
     ([says("user", None)],                      "messages[0].content",                       MISSING),
     ([says("user", 5)],                         "messages[0].content",                       TYPE),
     ([says("assistant", None)],                 "messages[0].content",                       MISSING),

@@ -81,6 +81,11 @@ BAD_SCHEMA = "invalid_json_schema"
 GBNF, UNDEFINED = LARK | {"syntax": "gbnf"}, LARK | {"definition": None}
 PLAIN_JSON, JOINED = {"type": "json"}, FUNCTION | {"name": "n__f"}
 NO_TURN = {"chat_template_kwargs": {"add_generation_prompt": False}}
+PREWARM = {"prewarm": True}
+DEFERRED = FUNCTION | {"defer_loading": True}
+DEFERRED_IN_N = NAMESPACE | {"tools": [DEFERRED]}
+LOADS = [HI, {"type": "additional_tools", "role": "developer", "tools": [DEFERRED]}]
+LOADS_NAMELESS = {"type": "additional_tools", "role": "developer", "tools": [NAMELESS]}
 STREAM = {"stream": True}  # what stream_options needs
 VERBOSE = {"verbosity": "low"}
 KWARGS = {"enable_thinking": True}
@@ -157,6 +162,8 @@ COMMON: dict[str, Values] = {
 VALUES: dict[str, dict[str, Values]] = {
   "responses": COMMON | {
     "input":                 (["", "hi", [HI]],              [5, {}],     [[]],             []),
+    "generate":              ([True, False],                 [0, "no"],   [],               []),
+    "prompt_cache_options":  ([{}, PREWARM, {"mode": "x"}],  [True],      [],               []),
     "instructions":          (["", "Be brief."],             [5, []],     [],               []),
     "previous_response_id":  (["resp_1"],                    [5],         [],               []),
     "conversation":          ([],                            [],          [],               ["c", {}]),
@@ -278,6 +285,12 @@ INSIDE: list[tuple[str, str, str, Json]] = [
     ("chat",      "tool_choice.function.name",    MISSING,     TOOLS | {"tool_choice": NESTED_NAMELESS}),
     ("responses", "tools",                        BAD_SCHEMA,  NO_OBJECT | {"tool_choice": "required"}),
     ("responses", "tool_choice.mode",             VALUE,       ONE_TOOL | {"tool_choice": NEVER}),
+    ("responses", "tools[0].defer_loading",       UNSUPPORTED, {"tools": [DEFERRED]}),
+    ("responses", "tools[0].defer_loading",       UNSUPPORTED, {"tools": [DEFERRED_IN_N]}),
+    ("responses", "input[0].tools[0].name",       MISSING,     {"input": [LOADS_NAMELESS, HI]}),
+    ("responses", "tools[0]",                     VALUE,       {"tools": [HOSTED | {"x": "x" * 2**15}]}),
+    ("chat",      "chat_template_kwargs",         VALUE,       {"chat_template_kwargs": {"x": [{}] * 1100}}),
+    ("responses", "prompt_cache_options.prewarm", TYPE,        {"prompt_cache_options": {"prewarm": 1}}),
     ("chat",      "tool_choice",                  VALUE,       {"tool_choice": NESTED}),
 ]
 # fmt: on
@@ -426,6 +439,13 @@ MEANING: list[tuple[str, str, Any, Json]] = [
     ("chat",      "structured_output", Must("required", F, True), TOOLS | {"tool_choice": NESTED}),
     ("chat",      "structured_output", OBJECT,                     {"response_format": JSON}),
     ("responses", "background",      True,                       {"background": True}),
+    ("responses", "generate",        True,                       {}),
+    ("responses", "generate",        False,                      {"generate": False}),
+    ("responses", "generate",        False,                      {"prompt_cache_options": PREWARM}),
+    ("responses", "max_tokens",      1,                          {"generate": False, "max_output_tokens": 9}),
+    ("responses", "tools",           [NESTED],                   {"input": LOADS}),
+    ("responses", "tools",           [NESTED],                   {"input": LOADS, "tools": [DEFERRED]}),
+    ("chat",      "generate",        True,                       {"generate": False}),
     ("responses", "store",           True,                       {}),
     ("responses", "messages",        [BRIEF, HI],                {"instructions": BRIEF["content"]}),
     ("responses", "messages",        [HI],                       {}),

@@ -1,0 +1,127 @@
+"""Items of other tools: every type that the SDK has is told to the model, or is refused by its place."""
+
+import json
+from typing import Any, get_args, get_type_hints
+
+import pytest
+from openai.types.responses.response_input_item_param import ResponseInputItemParam
+
+from request.items import ITEM_TYPES, known, with_image_texts
+from request.messages import from_responses
+from request.refusals import BadInput
+from request.tool_items import IMAGE_TEXT, TOOL_ITEMS
+
+Json = dict[str, Any]
+
+HI = {"role": "user", "content": "hi"}
+NAMED = {"server_label": "docs", "name": "find", "arguments": '{"q": "x"}'}
+SCREENSHOT = {"type": "computer_screenshot", "image_url": "data:"}
+FOUND = [{"file_id": "f1", "filename": "a.txt", "score": 0.5, "text": "A."}]
+RAN = [{"stdout": "a", "stderr": "", "outcome": {"type": "exit", "exit_code": 0}}]
+DELETE = {"type": "delete_file", "path": "a"}
+TOOLS = [{"type": "function", "name": "f"}]
+LS = {"command": ["ls"]}
+LOCAL = {"type": "local_shell_call_output", "id": "c", "output": "a"}
+PATCHED = {"status": "failed", "output": "no a"}
+FOUND_TOOLS = {"type": "tool_search_output", "call_id": None, "tools": TOOLS}
+CLICK = {"type": "click", "x": 1, "y": 2, "button": "left"}
+SEARCH = {"type": "search", "query": "x"}
+
+
+def call(item_type: str, **members: Any) -> Json:
+    return {"type": item_type, "call_id": "c"} | members
+
+
+# fmt: off
+#   items                                                                the call: function, arguments
+#       its result
+TOLD: list[tuple[list[Json], str, Json, Any]] = [
+    ([call("shell_call", action={"commands": ["ls"]}), call("shell_call_output", output=RAN)],
+        "shell", {"commands": ["ls"]}, {"output": RAN}),
+    ([call("local_shell_call", id="l", action=LS), call("local_shell_call_output", output="a")],
+        "local_shell", LS, "a"),
+    ([call("local_shell_call", action=LS), LOCAL],
+        "local_shell", LS, "a"),
+    ([call("local_shell_call", action=LS), call("function_call_output", output="a")],
+        "local_shell", LS, "a"),
+    ([call("apply_patch_call", operation=DELETE), call("apply_patch_call_output", **PATCHED)],
+        "apply_patch", DELETE, PATCHED),
+    ([call("tool_search_call", arguments={"q": "x"}), call("tool_search_output", tools=TOOLS)],
+        "tool_search", {"q": "x"}, {"tools": TOOLS}),
+    ([{"type": "tool_search_call", "arguments": "x"}, FOUND_TOOLS],
+        "tool_search", {"arguments": "x"}, {"tools": TOOLS}),
+    ([call("program", code="1"), call("program_output", result="1")],
+        "program", {"code": "1"}, "1"),
+    ([call("computer_call", action=CLICK), call("computer_call_output", output=SCREENSHOT)],
+        "computer", CLICK, IMAGE_TEXT),
+    ([NAMED | {"type": "mcp_approval_request", "id": "m"},
+      {"type": "mcp_approval_response", "approval_request_id": "m", "approve": True}],
+        "mcp_approval", NAMED, {"approve": True}),
+    ([NAMED | {"type": "mcp_call", "id": "m", "output": "X."}],
+        "mcp", NAMED, "X."),
+    ([NAMED | {"type": "mcp_call", "output": None, "error": {"type": "http_error", "code": 500}}],
+        "mcp", NAMED, {"error": {"type": "http_error", "code": 500}}),
+    ([{"type": "mcp_list_tools", "id": "m", "server_label": "docs", "tools": TOOLS}],
+        "mcp_list_tools", {"server_label": "docs"}, {"tools": TOOLS}),
+    ([{"type": "web_search_call", "id": "w", "status": "completed", "action": SEARCH}],
+        "web_search", SEARCH, "completed"),
+    ([{"type": "file_search_call", "id": "f", "queries": ["x"], "status": "completed", "results": FOUND}],
+        "file_search", {"queries": ["x"]}, {"results": FOUND, "status": "completed"}),
+    ([{"type": "code_interpreter_call", "id": "i", "code": "1", "outputs": None, "status": "completed"}],
+        "code_interpreter", {"code": "1"}, "completed"),
+    ([{"type": "image_generation_call", "id": "g", "revised_prompt": "a cat", "result": "iVBO"}],
+        "image_generation", {"revised_prompt": "a cat"}, IMAGE_TEXT),
+]
+# fmt: on
+
+
+@pytest.mark.bug("H09")
+@pytest.mark.parametrize(("items", "function", "arguments", "result"), TOLD)
+def test_told_as_calls_of_functions(items: list[Json], function: str, arguments: Json, result: Any) -> None:
+    """It was a 400, and the end of the session."""
+    kept = [known(item) for item in with_image_texts(items)]
+    _, turn, outcome = from_responses([HI, *kept], None)
+    (said,) = turn["tool_calls"]
+    assert said["function"] == {"name": function, "arguments": arguments}
+    assert (outcome["role"], outcome["tool_call_id"], outcome["name"]) == ("tool", said["id"], function)
+    assert outcome["content"] == (result if isinstance(result, str) else json.dumps(result))
+
+
+def test_all_types_are_those_of_the_sdk() -> None:
+    """All but a change of the configuration, which no model reads."""
+    theirs: set[str] = set()
+    for item in get_args(ResponseInputItemParam):
+        theirs.update(name for name in get_args(get_type_hints(item)["type"]) if isinstance(name, str))
+    theirs.discard("configuration_update")
+    assert ITEM_TYPES.keys() == theirs | {"item_reference"}
+    assert {item["type"] for items, *_ in TOLD for item in items} == TOOL_ITEMS.keys() | {
+        "function_call_output"
+    }
+
+
+def test_an_approval_may_stay_open() -> None:
+    assert len(from_responses([NAMED | {"type": "mcp_approval_request", "id": "m"}, HI], None)) == 2
+    with pytest.raises(BadInput, match="No tool output found"):
+        from_responses([call("shell_call", action={}), HI], None)
+
+
+@pytest.mark.parametrize(
+    ("item", "param"),
+    [
+        (call("computer_call_output", output=SCREENSHOT), "input[1].output"),
+        ({"type": "image_generation_call", "result": "iVBO"}, "input[1].result"),
+        (
+            {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]},
+            "input[1].content[0].type",
+        ),
+        (call("function_call_output", output=[{"type": "input_image"}]), "input[1].output[0].type"),
+    ],
+)
+def test_images_are_refused_by_their_place_or_told_of(item: Json, param: str) -> None:
+    before = call("computer_call", action=CLICK)
+    with pytest.raises(BadInput) as refusal:
+        from_responses([before, item], None)
+    assert (refusal.value.param, refusal.value.code) == (param, "unsupported_parameter")
+    assert "--images placeholder" in refusal.value.message
+    told = from_responses([before | {"status": "incomplete"}, *with_image_texts([item])], None)
+    assert IMAGE_TEXT in told[-1]["content"]
