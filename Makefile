@@ -11,4 +11,15 @@ test:
 mutants:
 	python tests/mutants.py
 
-.PHONY: check lint test mutants
+# The audit as one file: Python 3.11 or later runs it, with nothing installed.
+PACKED = audit sse.py responses.py channels.py
+
+audit.pyz:
+	rm -rf build/audit.pyz
+	mkdir -p build/audit.pyz
+	cp -R $(PACKED) build/audit.pyz
+	rm -rf build/audit.pyz/audit/__pycache__
+	printf 'import sys\nfrom audit.__main__ import main\nsys.exit(main())\n' > build/audit.pyz/__main__.py
+	python -m zipapp --compress --python '/usr/bin/env python3' --output llmref-audit.pyz build/audit.pyz
+
+.PHONY: check lint test mutants audit.pyz

@@ -312,9 +312,8 @@ class Api:
             body = {"model": ALIAS} | body  # the SDK allows a body without a model
         checked = await self._check(body, http.scope["owner"], chain_suffices=True)
         prompt = await checked.worker.prepare(checked.request)
-        if prompt.n_tokens is None:
-            raise unsupported("model", "Only the upstream that has this model could count its tokens.")
-        return json_response(200, {"object": "response.input_tokens", "input_tokens": prompt.n_tokens})
+        n_tokens = await prompt.count_tokens()
+        return json_response(200, {"object": "response.input_tokens", "input_tokens": n_tokens})
 
     async def compact(self, http: HttpRequest) -> Response:
         """Answer with the user's messages and one sealed item for all the rest: the model's own summary."""
@@ -433,7 +432,7 @@ class Api:
         body = await read_json(http)
         worker = self._worker(params.model_name(body))
         if isinstance(worker, RemoteWorker):
-            return worker.pass_through(body)
+            return await asyncio.to_thread(worker.pass_through, body)  # a long body must not stop the streams
         if self._image_texts:
             body["messages"] = items.with_image_texts(body.get("messages"))
         request = await asyncio.to_thread(params.from_chat, body, worker.defaults, http.scope["owner"])

@@ -71,7 +71,7 @@ def local_worker(args: argparse.Namespace) -> LocalWorker | None:
     """The worker over a model of this machine; None where upstreams are all that is served."""
     if args.upstream and not args.model:
         return None
-    return loading.load(hub.find(args.model), args)
+    return loading.load(hub.find(args.model, args.revision), args)
 
 
 def remote_worker(args: argparse.Namespace) -> RemoteWorker | None:

@@ -1,6 +1,6 @@
 """Text to token ids and back, never half a character.
 
-    text --Tokenizer.encode()--> [token_id, ...]
+    texts --Tokenizer.encode()--> [token_id, ...]
     token_id --Decoder.feed()--> [Piece, ...] --Decoder.close()--> the rest
 
 Authority: the `tokenizers` library; the model's tokenizer.json, whose `decoder` says how tokens spell bytes.
@@ -16,12 +16,14 @@ Rules of this file:
 3. An added token ends what came before it: a character still open there will never be finished.
 4. Up to a control token (no text) the joined pieces are what the library decodes from the ids at once.
 
-Not here: what the added tokens mean (channels.py), which of them end the generation (worker.py).
+Not here: which added tokens of a prompt count (request/special_tokens.py), what they mean (channels.py),
+which of them end the generation (worker.py).
 """
 
 import codecs
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,24 +100,39 @@ class Tokenizer:
     def __init__(self, path: Path) -> None:
         """Read a tokenizer.json; raises TokenizerError."""
         try:
-            text = path.read_text(encoding="utf-8")
-            self._tokenizer = tokenizers.Tokenizer.from_str(text)
+            fields = json.loads(path.read_text(encoding="utf-8"))
+            for token in fields.get("added_tokens") or []:
+                # Matched as it is written, never in what a normalizer makes of other text.
+                token["normalized"] = False
+            self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(fields))
         except OSError as error:
             raise TokenizerError(f"no tokenizer at {path}: {error.strerror}") from error
         except Exception as error:  # the library raises nothing more precise
             raise TokenizerError(f"{path} is not a tokenizer: {error}") from error
         self._tokenizer.no_truncation()  # some files carry the settings of their training run
         self._tokenizer.no_padding()
-        self.spelling = Spelling(json.loads(text).get("decoder"))
+        self.spelling = Spelling(fields.get("decoder"))
         tokens = self._tokenizer.get_added_tokens_decoder()
         # Added tokens stand beside the vocabulary, each matched as a whole; some are markers (channels.py).
         self.added = {token.content: token_id for token_id, token in tokens.items()}
         self.added_by_id = {token_id: token.content for token_id, token in tokens.items()}
         self.control = {token_id for token_id, token in tokens.items() if token.special}  # these have no text
+        self.max_token_length = max(map(len, self._tokenizer.get_vocab()), default=1)  # characters
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of `text`, without bos and eos: the chat template writes those that the model wants."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+    def encode(self, *texts: str) -> list[int]:
+        """The ids of the texts, one behind the other, as nothing merges or matches across two of them.
+
+        Without bos and eos: the chat template writes those that the model wants.
+        """
+        return [token_id for encoding in self._encodings(texts) for token_id in encoding.ids]
+
+    def count(self, *texts: str) -> int:
+        """How many ids encode() returns."""
+        return sum(map(len, self._encodings(texts)))
+
+    def _encodings(self, texts: Sequence[str]) -> list[tokenizers.Encoding]:
+        # encode() holds Python's lock, and stops all streams meanwhile; encode_batch() computes offsets too.
+        return self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
 
     def token_bytes(self, token_id: int) -> bytes:
         """What the token stands for; b"" for the padding of the model's vocabulary, which may be sampled."""

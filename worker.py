@@ -30,10 +30,11 @@ from channels import Accepted, Dialect, Finish, Output, Parser, Piece, State, To
 from dialects import families
 from dialects.structured_output import BadGrammar, Constraint, Grammars, Thinking, lark
 from engine import Engine, EngineRequest
-from request.messages import Message, shortened
+from request.messages import Message, turn_starts, without_old_turns
 from request.output_format import StructuredOutput
 from request.params import Request
 from request.refusals import BadInput
+from request.special_tokens import SpecialTokens
 from request.template import ChatTemplate
 from sampling import Choice, Sampling
 from tokenizer import Tokenizer
@@ -41,6 +42,11 @@ from tokenizer import Tokenizer
 ALIAS = "default"  # a name that any model answers to
 # Of a request, as JSON, about: 3,500 tokens with top_logprobs 20, which the events that end an item repeat.
 MAX_LOGPROB_BYTES = 8 * 2**20
+
+# The tokenizer takes up to 300 bytes and 5 us a token, so what is far too long must not reach it whole.
+# A prompt that fits only if its tokens are longer than most are is first counted slice by slice.
+CHARACTERS_PER_TOKEN = 4
+SLICE = 2**16  # characters
 
 Outputs = AsyncGenerator[Accepted | Output | Finish]  # in this order: rule 2
 
@@ -55,6 +61,9 @@ class Prompt(Protocol):
     def request(self) -> Request: ...
     @property
     def n_tokens(self) -> int | None: ...  # None: only the upstream can count them
+
+    async def count_tokens(self) -> int:
+        """`n_tokens`, which another server is asked for where it is None; raises BadInput."""
 
     def run(self, choice: int = 0) -> Outputs:
         """What the model says in one of the request's n choices."""
@@ -98,8 +107,22 @@ class LocalPrompt(NamedTuple):
     def n_tokens(self) -> int:
         return len(self.token_ids)
 
+    async def count_tokens(self) -> int:
+        return self.n_tokens
+
     def run(self, choice: int = 0) -> Outputs:
         return self.worker.run(self, choice)
+
+
+class PromptTooLong(BadInput):
+    """The prompt and one token of an answer are more than the model's context."""
+
+    def __init__(self, limit: int, n_tokens: str) -> None:
+        message = (
+            f"This model's context is {limit} tokens, of which the answer needs at least one; "
+            f"the prompt has {n_tokens}."
+        )
+        super().__init__(message, None, "context_length_exceeded")
 
 
 class LocalWorker:
@@ -122,6 +145,7 @@ class LocalWorker:
         self._tokenizer = tokenizer
         self._template = template
         self._grammars = grammars
+        self._special_tokens = SpecialTokens(tokenizer.added)
         self.dialect = dialect or families.recognised(template.source, template.takes_tools)
 
     def counts(self) -> dict[str, int]:
@@ -162,37 +186,69 @@ class LocalWorker:
         )
 
     def _render_to_fit(self, request: Request) -> tuple[str, list[int]]:
-        """The text and the token ids of the prompt; with `truncate` old turns are dropped until it fits."""
-        limit = self.engine.max_seq_len
-        candidates = [request.messages]  # each has fewer turns than the one before it
+        """The marked prompt and its token ids; with `truncate` old turns are dropped until it fits."""
+        starts = [0]
         if request.truncate:
-            candidates = shortened(request.messages)
+            starts = turn_starts(request.messages)
 
         @cache
         def encoded(i: int) -> tuple[str, list[int]]:
-            return self._encode(request, candidates[i])
+            return self._encode(request, without_old_turns(request.messages, starts[i]))
 
         def fits(i: int) -> bool:
-            return len(encoded(i)[1]) < limit
+            try:
+                encoded(i)
+            except PromptTooLong:
+                return False
+            return True
 
-        # Fewer turns have fewer tokens: bisection finds the first candidate that fits, else the last one.
-        first_fitting = bisect.bisect_left(range(len(candidates) - 1), True, key=fits)
-        text, token_ids = encoded(first_fitting)
+        # Fewer turns have fewer tokens: bisection finds the first start that fits, else the last one.
+        last = len(starts) - 1
+        first_fitting = 0
+        if last > 0 and not fits(0):
+            first_fitting = bisect.bisect_left(range(last), True, lo=1, key=fits)
+        return encoded(first_fitting)
+
+    def _encode(self, request: Request, messages: list[Message]) -> tuple[str, list[int]]:
+        """The marked prompt of these messages and its token ids; raises PromptTooLong as early as it can."""
+        limit = self.engine.max_seq_len
+        n_characters = sum(len(message["content"]) for message in messages)
+        n_tokens = n_characters // self._tokenizer.max_token_length
+        if n_tokens >= limit:
+            raise PromptTooLong(limit, f"at least {n_tokens}")
+        prompt = self._render(request, messages)
+        if len(prompt) > CHARACTERS_PER_TOKEN * limit:
+            n_tokens = self._count(prompt, 2 * limit)
+            if n_tokens >= 2 * limit:
+                raise PromptTooLong(limit, f"at least {n_tokens}")
+        token_ids = self._tokenizer.encode(*self._special_tokens.cut(prompt))
         if not 0 < len(token_ids) < limit:
-            message = (
-                f"This model's context is {limit} tokens, of which the answer needs at least one; "
-                f"the prompt has {len(token_ids)}."
-            )
-            raise BadInput(message, None, "context_length_exceeded")
+            raise PromptTooLong(limit, str(len(token_ids)))
         if max(token_ids) >= self.engine.config.vocab_size:
             message = f"The prompt holds a token ({max(token_ids)}) that the model has no embedding for."
             raise BadInput(message, None, "invalid_prompt")
-        return text, token_ids
+        return prompt, token_ids
 
-    def _encode(self, request: Request, messages: list[Message]) -> tuple[str, list[int]]:
-        tools = request.tools or None
-        text = self._template.render(messages, tools, datetime.now(), **request.template_kwargs)
-        return text, self._tokenizer.encode(text)
+    def _render(self, request: Request, messages: list[Message]) -> str:
+        """The prompt, with marks where it is the request's (request/special_tokens.py)."""
+        special_tokens = self._special_tokens
+        marked_messages = [special_tokens.mark_message(message) for message in messages]
+        marked_tools = [special_tokens.mark_function(tool) for tool in request.tools]
+        kwargs = {name: special_tokens.mark_all(value) for name, value in request.template_kwargs.items()}
+        return self._template.render(marked_messages, marked_tools or None, datetime.now(), **kwargs)
+
+    def _count(self, prompt: str, enough: int) -> int:
+        """Count the tokens of a prompt by slices, until there are enough.
+
+        A slice ends anywhere, in a word or in a token of the template: that adds a few tokens.
+        """
+        n_tokens = 0
+        for start in range(0, len(prompt), SLICE):
+            texts = self._special_tokens.cut(prompt[start : start + SLICE])
+            n_tokens += self._tokenizer.count(*texts)
+            if n_tokens >= enough:
+                break
+        return n_tokens
 
     async def run(self, prompt: LocalPrompt, choice: int = 0) -> Outputs:
         """What the model says in one choice: tokens to pieces, pieces to outputs, and the tokens counted."""

@@ -1,131 +1,209 @@
-"""`python -m audit`: the linter for recorded streams, as a command.
+"""`python -m audit`: holds a live server, or a recorded stream, against the rules.
 
-    bytes --recordings.read()--> Capture --rules.violations()--> a line for each fault
+    URL --preflight.look()--> Server --session.judge_all()--> results --reports--> lines and files
+    file --linter.judge()--> lines
 
-    python -m audit capture.sse             judges a recording, or what comes on the standard input
-    python -m audit capture.sse --frames    shows its frames
-
-Authority: that of each rule is the link printed with it.
+Authority: `python -m audit --help`.
 
 Rules of this file:
-1. What can be read is judged; only bytes without an event of either API are no recording.
-2. The exit status tells: 0 all is well, 1 violations, 2 no such stream.
-3. A fault is told once, however many events commit it.
+1. The exit status tells: 0 all is well, 1 a rule is broken, 2 nothing could be judged.
+2. The reports are written as the audit goes: who is interrupted has what there is.
+3. Only the standard library, and files of this checkout that need nothing else: `make audit.pyz` packs them.
 
-Not here: the rules (rules.py), bytes to events (recordings.py), requests to a server (tests/wire/).
+Not here: what is judged (checks.py, rules.py), and how it is told (reports.py).
 """
 
 import argparse
 import json
-import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
-from audit.members import shortened
-from audit.recordings import Capture, frames, read
-from audit.rules import RULES, Violation, violations
-from audit.rules_chunks import choices
+from audit import linter, preflight, reports, session
+from audit.checks import PROFILES
+from audit.peer import BUDGET_S, Peer
 
-EXAMPLE = """\
-record a stream:
-  curl -sN http://host:port/v1/responses -H 'Content-Type: application/json' \\
+EXAMPLES = """\
+a server:
+  python -m audit http://127.0.0.1:8000/v1 --model NAME
+  python -m audit http://127.0.0.1:8000/v1 --profile chat --junit audit.xml --baseline known.txt
+
+a recorded stream:
+  curl -sN http://127.0.0.1:8000/v1/responses -H 'Content-Type: application/json' \\
       -d '{"model": "m", "input": "hi", "stream": true}' > capture.sse
+  python -m audit capture.sse
 
-exit status: 0 all is well, 1 violations, 2 no such stream
+two reports:
+  python -m audit --diff old.json new.json
+
+exit status: 0 all is well; 1 a must is broken (of a recording, or with --strict: any rule);
+2 nothing could be judged: no such file, no server, no such stream
 """
 
 
-def main() -> int:
+def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m audit",
-        description="Judge a recorded stream, of Responses events or of chat completion chunks.",
-        epilog=EXAMPLE,
+        prog=program(),
+        description="Hold a server of the Responses or Chat Completions API, or a stream recorded of one, "
+        "against the rules that clients rely on.",
+        epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("capture", nargs="?", default="-", help="file; the standard input if left out")
-    parser.add_argument(
-        "--frames", action="store_true", help="show the frames of the stream, and judge nothing"
+    add = parser.add_argument
+    add("target", nargs="?", default="-", help="base URL of a server, with its /v1; a file; - for stdin")
+    add("--list", action="store_true", help="list the rules with their sources, and ask nobody")
+    add("--json", action="store_true", help="print JSON instead of text")
+
+    of_server = parser.add_argument_group("of a server")
+    add = of_server.add_argument
+    add("--model", default="", metavar="NAME", help="name of the model; the first of /models if left out")
+    add("--api-key", default="", metavar="KEY", help="sent as a bearer token")
+    add("--header", action="append", default=[], metavar="NAME:VALUE", help="sent with each request")
+    add("--profile", choices=PROFILES, default="all", help="which rules; all if left out")
+    add("--rules", action="append", default=[], metavar="PATTERN", help="only these, such as 'resume*'")
+    add("--strict", action="store_true", help="exit status 1 for every failure, not for a failed must alone")
+    add("--timeout", type=seconds, default=BUDGET_S, metavar="S", help="seconds for each rule (%(default)g)")
+    add(
+        "--long",
+        type=json_object,
+        metavar="JSON",
+        help='members of a body that make an answer long, such as {"ignore_eos": true}; tried out by itself',
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    options = parser.parse_args()
-    show = show_frames if options.frames else judge
+    add("--junit", type=Path, metavar="FILE", help="write a report for CI, as JUnit XML")
+    add("--markdown", type=Path, metavar="FILE", help="write a table in Markdown")
+    add("--json-file", type=Path, metavar="FILE", help="write what --json prints, for --diff")
+    add("--baseline", type=Path, metavar="FILE", help="known failures, a line each: 'RULE: reason'")
+
+    of_recording = parser.add_argument_group("of a recording, of reports")
+    add = of_recording.add_argument
+    add("--frames", action="store_true", help="show the frames of the stream, and judge nothing")
+    add("--diff", nargs=2, type=Path, metavar=("OLD", "NEW"), help="what differs between two JSON reports")
+    return parser
+
+
+def program() -> str:
+    """How this was started: from the checkout, or packed as one file."""
+    name = Path(sys.argv[0]).name
+    if name.endswith(".pyz"):
+        return f"python {name}"
+    return "python -m audit"
+
+
+def seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise ValueError
+    return value
+
+
+def json_object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError
+    return value
+
+
+def main() -> int:
+    options = arguments().parse_args()
     try:
-        stream = sys.stdin.buffer.read() if options.capture == "-" else Path(options.capture).read_bytes()
-        lines, status = show(stream, options.json)
-    except (OSError, ValueError) as error:
-        print(error, file=sys.stderr)
+        lines, status = task(options)
+        for line in lines:
+            sys.stdout.buffer.write((line + "\n").encode("utf-8", "backslashreplace"))
+        sys.stdout.buffer.flush()
+    except (OSError, ValueError, preflight.NoServer) as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
-    sys.stdout.buffer.write("".join(line + "\n" for line in lines).encode("utf-8", "backslashreplace"))
+    except KeyboardInterrupt:
+        return 130
     return status
 
 
-# --- the judgement ------------------------------------------------------------------------------------------
+def task(options: argparse.Namespace) -> tuple[Iterable[str], int]:
+    """What is asked for: the lines to print, and the exit status."""
+    if options.list:
+        return reports.listing(session.chosen(options.profile, options.rules)), 0
+    if options.diff:
+        old, new = (reports.verdicts(path.read_text(encoding="utf-8")) for path in options.diff)
+        lines = list(reports.difference(old, new))
+        return lines or ["no verdict differs"], 0
+    if urlsplit(options.target).scheme in ("http", "https"):
+        return audit(options)
+    stream = recording(options.target)
+    show = linter.show_frames if options.frames else linter.judge
+    return show(stream, options.json)
 
 
-def judge(stream: bytes, as_json: bool) -> tuple[list[str], int]:
-    """The lines to print, and the exit status."""
-    capture = read(stream)
-    faults = violations(capture)
-    status = int(bool(faults))
-    if as_json:
-        report = {
-            "kind": capture.kind,
-            "events": len(capture.raw),
-            "ok": not faults,
-            "violations": [violation._asdict() for violation in faults],
-        }
-        return [json.dumps(report, indent=2)], status
-    verdict = f"{len(faults)} violations" if faults else "OK"
-    return [*fault_lines(faults), f"{verdict}. {summary(capture)}"], status
+def recording(file: str) -> bytes:
+    if file == "-":
+        return sys.stdin.buffer.read()
+    return Path(file).read_bytes()
 
 
-def fault_lines(faults: list[Violation]) -> Iterator[str]:
-    """Rule by rule, a line for each fault; what differs in a number or a name alone is the same fault."""
-    for rule in dict.fromkeys(violation.rule for violation in faults):
-        yield f"{rule}: {RULES[rule].title}"
-        yield f"    {RULES[rule].link}"
-        same: dict[str, list[Violation]] = {}
-        for violation in faults:
-            if violation.rule == rule:
-                words = re.sub(r"'[^']*'|-?\d+", "", violation.message)
-                same.setdefault(words, []).append(violation)
-        for first, *others in same.values():
-            more = f" and {len(others)} more" if others else ""
-            yield f"    event {first.event}{more}: {first.message}"
+# --- a live server ------------------------------------------------------------------------------------------
 
 
-def summary(capture: Capture) -> str:
-    """One line on what a stream said."""
-    if capture.kind == "chat":
-        reasons = [
-            choice["finish_reason"] for _, _, choice, _ in choices(capture) if "finish_reason" in choice
-        ]
-        ends = ", ".join(reasons) or "nothing"
-        return f"chat completion chunks: {len(capture.raw)}, ended by {ends}"
-    last = capture.events[-1].get("response", {})
-    items = ", ".join(item.get("type", "?") for item in last.get("output", ())) or "none"
-    usage = last.get("usage", {})
-    counts = f"{usage.get('input_tokens', '?')} tokens in, {usage.get('output_tokens', '?')} out"
-    return f"Responses stream: {len(capture.raw)} events, {last.get('status')}; items: {items}; {counts}"
+def audit(options: argparse.Namespace) -> tuple[Iterable[str], int]:
+    names = session.chosen(options.profile, options.rules)
+    known = {}
+    if options.baseline:
+        known = reports.read_baseline(options.baseline.read_text(encoding="utf-8"))
+    headers = dict(header(text) for text in options.header)
+    peer = Peer(options.target, options.model, options.api_key, None, headers, options.timeout)
+    server = preflight.look(peer, options.long)
+    peer.long = server.long
+    about = {"url": options.target, "model": peer.model, "apis": server.apis, "long": server.long}
 
-
-# --- the frames ---------------------------------------------------------------------------------------------
-
-
-def show_frames(stream: bytes, as_json: bool) -> tuple[list[str], int]:
-    """The lines to print, and the exit status."""
-    stream_frames, tail = frames(stream)
-    if not stream_frames and not tail:
-        raise ValueError("expected server-sent events, got none")
-    rows = [frame.event._asdict() | {"number": frame.number} for frame in stream_frames if frame.event]
-    status = int(bool(tail))
-    if as_json:
-        return [json.dumps(row) for row in rows], status
-    lines = [f"{row['number']:5} {row['type']}  {shortened(row['data'], 160)}" for row in rows]
-    if tail:
-        lines.append(tail)
+    results: list[session.Result] = []
+    for result in shown_as_it_goes(session.judge_all(peer, names), len(names)):
+        results.append(result)
+        write_reports(options, results, about)  # rule 2
+    status = int(bool(reports.failed(results, options.strict, known)))
+    if options.json:
+        return [reports.to_json(results, about).rstrip()], status
+    in_colour = sys.stdout.isatty()
+    lines = [
+        f"{options.target}, model {peer.model}: {' and '.join(server.apis)}",
+        *reports.summary(results, in_colour),
+        *reports.against_baseline(results, known),
+        *reports.details(results, in_colour),
+    ]
     return lines, status
+
+
+def header(text: str) -> tuple[str, str]:
+    name, colon, value = text.partition(":")
+    if not colon or not name.strip():
+        raise ValueError(f"--header: expected NAME:VALUE, got {text!r}")
+    return name.strip(), value.strip()
+
+
+def shown_as_it_goes(results: Iterator[session.Result], n_rules: int) -> Iterator[session.Result]:
+    """The same results, with a line of progress on a terminal."""
+    is_terminal = sys.stderr.isatty()
+    n_failed = 0
+    for number, result in enumerate(results, 1):
+        n_failed += result.verdict == "fail"
+        if is_terminal:
+            line = f"{number}/{n_rules} rules, {n_failed} failed: {result.rule}"
+            print(f"\r{line:<78}", end="", file=sys.stderr, flush=True)
+        yield result
+    if is_terminal:
+        print(f"\r{'':78}\r", end="", file=sys.stderr, flush=True)
+
+
+def write_reports(
+    options: argparse.Namespace, results: Sequence[session.Result], about: dict[str, Any]
+) -> None:
+    reports_of_files = {
+        options.junit: reports.junit,
+        options.markdown: reports.markdown,
+        options.json_file: reports.to_json,
+    }
+    for path, report in reports_of_files.items():
+        if path:
+            path.write_text(report(results, about), encoding="utf-8")
 
 
 if __name__ == "__main__":

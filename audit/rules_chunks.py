@@ -9,12 +9,12 @@ Not here: bytes (rules_framing.py), the Responses API (rules_events.py), the lis
 
 from collections.abc import Iterator
 
-from audit.contents import is_json, markup, usage_faults
+from audit.contents import is_object, markup, usage_faults
 from audit.members import CHOICE, CHUNK, ERROR, Faults, Json, missing, paired, shortened
 from audit.recordings import Capture
 
 FINISH_REASONS = {"stop", "length", "tool_calls", "content_filter"}  # and "function_call", long deprecated
-CALL_TEXTS = {"function": "arguments", "custom": "input"}  # type of a call -> where its text stands
+CALL_TYPES = {"function", "custom"}
 
 
 def choices(capture: Capture) -> Iterator[tuple[int, int, Json, Json]]:
@@ -111,7 +111,7 @@ def calls(capture: Capture) -> Faults:
             elif call_index == next_index:
                 n_calls[index] = next_index + 1
                 if not begins(call):
-                    expected = "expected a call to begin with id, type, name and arguments ''"
+                    expected = "expected a call to begin with id, type and name"
                     yield number, f"{expected}, got {raw_call}"
             elif not continues(call, raw_call):
                 expected = "expected later deltas of a call to hold index and arguments only"
@@ -121,12 +121,9 @@ def calls(capture: Capture) -> Faults:
 
 
 def begins(call: Json) -> bool:
-    """Whether it is the first delta of a call: all that names the call, and an empty text."""
+    """Whether it is the first delta of a call, with all that names the call."""
     call_type = call.get("type", "")
-    if "id" not in call or call_type not in CALL_TEXTS:
-        return False
-    called = call.get(call_type, {})
-    return "name" in called and called.get(CALL_TEXTS[call_type]) == ""
+    return "id" in call and call_type in CALL_TYPES and "name" in call.get(call_type, {})
 
 
 def continues(call: Json, raw_call: Json) -> bool:
@@ -143,16 +140,17 @@ def chunk_texts(capture: Capture) -> Faults:
         content[index] = content.get(index, "") + delta.get("content", "")
         by_call = arguments.setdefault(index, {})
         for call in delta.get("tool_calls", ()):
-            call_index = call.get("index", 0)
-            more = call.get("function", {}).get("arguments", "")
-            by_call[call_index] = by_call.get(call_index, "") + more
+            if "function" in call:
+                call_index = call.get("index", 0)
+                more = call["function"].get("arguments", "")
+                by_call[call_index] = by_call.get(call_index, "") + more
         if choice.get("finish_reason") not in ("stop", "tool_calls"):
             continue
         if marker := markup(content[index]):
             yield number, f"expected content without markup of the model's, got {marker}"
         for text in by_call.values():
-            if text and not is_json(text):
-                yield number, f"expected the arguments of a call to be JSON, got {shortened(text)!r}"
+            if not is_object(text):
+                yield number, f"expected the arguments of a call to be a JSON object, got {shortened(text)!r}"
 
 
 # --- usage --------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from audit.contents import is_json, markup, usage_faults
+from audit.contents import is_object, markup, usage_faults
 from audit.members import EVENTS, ITEMS, PARTS, RESPONSE, Faults, Json, Members, missing, paired, shortened
 from audit.order import AFTER, ORDER, expected_in, label
 from audit.recordings import Capture
@@ -122,17 +122,15 @@ def no_markup(capture: Capture) -> Faults:
             yield number, f"expected text without markup of the model's, got {marker}"
 
 
-def arguments_are_json(capture: Capture) -> Faults:
+def arguments_are_objects(capture: Capture) -> Faults:
     for number, event in enumerate(capture.events):
         item = event.get("item", {})
         if (item.get("type"), item.get("status")) != ("function_call", "completed"):
             continue
         arguments = item.get("arguments", "")
-        if arguments and not is_json(arguments):
-            yield (
-                number,
-                f"expected the arguments of a completed call to be JSON, got {shortened(arguments)!r}",
-            )
+        if not is_object(arguments):
+            message = "expected the arguments of a completed call to be a JSON object"
+            yield number, f"{message}, got {shortened(arguments)!r}"
 
 
 # --- their order --------------------------------------------------------------------------------------------
@@ -208,9 +206,9 @@ def one_response(capture: Capture) -> Faults:
 
 
 def closed_items(capture: Capture) -> Faults:
-    for number, event, response in snapshots(capture):
+    for number, _, response in snapshots(capture):
         statuses = [item["status"] for item in response.get("output", ()) if "status" in item]
-        if event["type"] != "response.completed" and statuses[-1:] == ["incomplete"]:
+        if response.get("status") != "completed" and statuses[-1:] == ["incomplete"]:
             statuses.pop()  # the item that was cut
         for status in {*statuses} - {"completed"}:
             message = "expected items to be completed, but for the last one of a cut response"
@@ -329,8 +327,10 @@ def repeats_parts(number: int, item: Json, raw: Any, text: str, parts: list[Json
         got = [str(item.get("arguments", item.get("input", text)))]
     elif item.get("type") in ("message", "reasoning"):
         raw_parts = [part for member in ("content", "summary") for _, part in paired(item, raw, member)]
-        expected = sorted(map(json.dumps, parts))  # whichever of a summary and a content came first
-        got = sorted(map(json.dumps, raw_parts))
+        expected = sorted(
+            map(json.dumps, without_nulls(parts))
+        )  # whichever of summary and content came first
+        got = sorted(map(json.dumps, without_nulls(raw_parts)))
     else:
         return
     if got != expected:
@@ -338,11 +338,22 @@ def repeats_parts(number: int, item: Json, raw: Any, text: str, parts: list[Json
 
 
 def repeats_items(number: int, output: list[Any], items: list[Any]) -> Faults:
+    output = without_nulls(output)
+    items = without_nulls(items)
     if output != items:
         pairs = zip(output, items, strict=False)
         n_equal = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
         message = f"{len(items)} items were done, the response has {len(output)}"
         yield number, f"{message}; the first {n_equal} are equal"
+
+
+def without_nulls(value: Any) -> Any:
+    """What is null and what is absent mean the same."""
+    if isinstance(value, list):
+        return [without_nulls(entry) for entry in value]
+    if isinstance(value, dict):
+        return {name: without_nulls(member) for name, member in value.items() if member is not None}
+    return value
 
 
 def without_bytes(value: Any) -> Any:

@@ -82,6 +82,7 @@ def are_token_ids(value: Any) -> bool:
 MAX = 2**31 - 1
 SIZE = integer(1, MAX)
 COUNT = integer(1, 2**16)
+VOCABULARY = integer(1, 2**20)  # the largest so far has 2**18; masks have a bit for each token
 NUMBER = number(1e-12, 1e12)
 FLAG = FieldCheck("true or false", lambda v: type(v) is bool)
 TOKEN_ID = integer(0, MAX)
@@ -101,7 +102,7 @@ FIELDS: dict[str, tuple[FieldCheck, Any]] = {
     "quantization_config":              (UNQUANTISED,          None),
     "hidden_size":                      (SIZE,                 None),
     "intermediate_size":                (SIZE,                 None),
-    "vocab_size":                       (SIZE,                 None),
+    "vocab_size":                       (VOCABULARY,           None),
     "max_position_embeddings":          (SIZE,                 None),
     "num_hidden_layers":                (COUNT,                None),
     "num_attention_heads":              (COUNT,                None),

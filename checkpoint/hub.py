@@ -1,6 +1,7 @@
 """From what the user calls a model to a directory in Hugging Face's layout.
 
-    find(None) --> the default model     find("a/directory") --> itself     find("Org/Name") --> the Hub's
+    find(None) --> the default model     find("a/directory") --> itself
+    find("Org/Name", "a revision") --> the Hub's, as it was at a branch, a tag or a commit
 
 Authority: the layout is Hugging Face's (config.json, model.safetensors, tokenizer.json, ...); the Hub is
 reached by its own client, https://huggingface.co/docs/huggingface_hub.
@@ -19,33 +20,39 @@ HUB_FILES = ["*.json", "model*.safetensors", "*.jinja"]
 HUB_IGNORED = ["*/*"]
 
 
-def find(model: str | None) -> Path:
+def find(model: str | None, revision: str | None = None) -> Path:
     """Return the directory of a model; `model` is a directory, a Hub id, or None for the default model.
 
-    Raises HubError.
+    `revision` is a Hub id's: a branch, a tag or a commit; None is its main branch. Raises HubError.
     """
+    path = Path(model or "").expanduser()
+    if revision and (model is None or path.exists()):
+        raise HubError(f"--revision {revision}: expected --model to be a Hub id, such as Qwen/Qwen3-0.6B")
     if model is None:
         return default_model()
-    path = Path(model).expanduser()
     if path.is_dir():
         return path
     if path.exists():
         raise HubError(f"{path} is a file; a model is a directory that holds config.json and *.safetensors")
     if HUB_ID.fullmatch(model):
-        return from_hub(model)
+        return from_hub(model, revision)
     raise HubError(f"no directory {path.absolute()}, and {model} is no Hub id, such as Qwen/Qwen3-0.6B")
 
 
-def from_hub(model: str) -> Path:
+def from_hub(model: str, revision: str | None) -> Path:
     """Return the directory of the Hub's files, downloaded where its client does not have them cached."""
     from huggingface_hub import constants, snapshot_download  # here, for it takes 0.2 s
 
     try:
-        return Path(snapshot_download(model, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED))
+        directory = snapshot_download(
+            model, revision=revision, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED
+        )
+        return Path(directory)
     except Exception as error:  # the client's own, its HTTP client's or OSError, by version and by cause
         reason = str(error).strip().split("\n")[0]
         raise HubError(
-            f"no model {model}: no directory {Path(model).absolute()}, none in {constants.HF_HUB_CACHE},"
+            f"no model {model} at {revision or 'main'}: no directory {Path(model).absolute()},"
+            f" none in {constants.HF_HUB_CACHE},"
             f" none to be had from {constants.ENDPOINT} ({type(error).__name__}: {reason});"
             " give a directory that holds the model"
         ) from error

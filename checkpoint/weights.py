@@ -217,9 +217,11 @@ def bfloat16(array: NDArray[Any]) -> NDArray[np.uint16]:
 # NumPy has no bfloat16, so its bits are read as uint16.
 DTYPES: dict[str, np.dtype[Any]] = {"BF16": np.dtype("<u2"), "F16": np.dtype("<f2"), "F32": np.dtype("<f4")}
 
+MAX_HEADER_BYTES = 100_000_000  # https://github.com/huggingface/safetensors#format
+
 FILE_NAMES = FieldCheck(
-    "an object from the names of tensors to the names of files",
-    lambda v: type(v) is dict and all(type(name) is str for name in v.values()),
+    "an object from the names of tensors to the names of files beside it",
+    lambda v: type(v) is dict and all(type(name) is str and name == Path(name).name for name in v.values()),
 )
 
 
@@ -247,7 +249,7 @@ def map_file(path: Path) -> Tensors:
         raise UnsupportedModel(f"{path} has {size} bytes, too few for a safetensors header")
     file = np.memmap(path, np.uint8, mode="r").view(np.ndarray)
     begin = 8 + int.from_bytes(file[:8].tobytes(), "little")
-    if begin > size:
+    if begin > min(size, MAX_HEADER_BYTES):
         raise UnsupportedModel(f"{path} has {size} bytes, its header {begin}: truncated, or not safetensors")
     try:
         header = dict(json.loads(file[8:begin].tobytes()))

@@ -57,6 +57,12 @@ LINES = re.compile(rb"(\r\n|\r|\n)")  # split() gives line, end, line, end, ...,
 LONE_SURROGATE = re.compile(r"(?<!\\)((?:\\\\)*)\\ud[89a-f][0-9a-f]{2}")
 
 
+# Of a frame: while its JSON is read all streams stand still, 20 ms a MiB of text, 200 a MiB of the smallest
+# objects. The longest events have the whole arguments of a call, such as a file to write, the longest objects
+# the logprobs of a whole answer.
+MAX_FRAME_BYTES: dict[Mode, int] = {"sse": 2**19, "json": 2**22}
+
+
 class Frame(NamedTuple):
     raw: bytes  # with its blank line
     document: Document | None  # its data, if that is a JSON object
@@ -115,6 +121,8 @@ class Reader:
         """
         self._buffer += chunk
         self.mode = self.mode or mode(self._content_type, bytes(self._buffer))
+        if self.mode:
+            self._max_bytes = min(self._max_bytes, MAX_FRAME_BYTES[self.mode])
         frames: list[Frame] = []
         if self.mode == "sse" and self._past_bom():
             while (raw := self._cut()) and len(raw) <= self._max_bytes:
@@ -375,6 +383,13 @@ STATUS = {
     503:        503,
     529:        503,
 }
+#  type or code of an error    the status that it stands for; more often `code` is the status itself
+ERROR_STATUS = {
+    "invalid_request_error":     400,
+    "context_length_exceeded":   400,
+    "rate_limit_error":          429,
+    "rate_limit_exceeded":       429,
+}
 # fmt: on
 
 RETRYABLE = (429, 500, 502, 503, 504, 529)  # another upstream may answer better
@@ -382,6 +397,34 @@ FAILURES = (500, 502, 503, 504)  # the circuit breaker counts these against the 
 
 # OpenAI has a code for it; vLLM, SGLang and llama.cpp say it in these words.
 CONTEXT_LENGTH = re.compile(r"context_length|context length|context size|context_size|maximum context", re.I)
+
+
+# Seconds or a date: RFC 9110, section 10.2.3. Whatever else an upstream writes there is dropped.
+RETRY_AFTER = re.compile(r"[0-9]{1,9}|[A-Z][a-z]{2}, [0-9]{2} [A-Z][a-z]{2} [0-9]{4} [0-9:]{8} GMT")
+# Characters of an upstream's error that a client is told.
+MAX_MESSAGE = 1000
+MAX_NAME = 100  # of a parameter, of a code
+
+
+def refusal_in(answer: Document) -> Refused | None:
+    """The refusal that an answer with status 200 holds in its first event; None where it is no error."""
+    error = answer.get("error")
+    if not error and answer.get("object") != "error":
+        return None
+    if not isinstance(error, dict):
+        error = answer
+    return read_refusal(_stated_status(error), {}, sse.dumps(answer).encode())
+
+
+def _stated_status(error: Document) -> int:
+    """The status that an error names; 502 where it names none."""
+    for member in ("code", "type"):
+        value = str(error.get(member))
+        if re.fullmatch("[45][0-9]{2}", value):  # vLLM has a number there, LiteLLM its digits
+            return int(value)
+        if value in ERROR_STATUS:
+            return ERROR_STATUS[value]
+    return 502
 
 
 def read_refusal(status: int, headers: Mapping[str, str], body: bytes) -> Refused:
@@ -393,7 +436,7 @@ def read_refusal(status: int, headers: Mapping[str, str], body: bytes) -> Refuse
     message = error.get("message")
     param = error.get("param")
     code = error.get("code")
-    if not isinstance(code, str):  # vLLM repeats the status there
+    if not isinstance(code, str) or len(code) > MAX_NAME:  # vLLM repeats the status there
         code = ""
     our_status = STATUS.get(status, 502)
     if status in (400, 413, 422) and CONTEXT_LENGTH.search(f"{code} {error.get('type')} {message}"):
@@ -404,28 +447,30 @@ def read_refusal(status: int, headers: Mapping[str, str], body: bytes) -> Refuse
         message = f"The upstream does not take this server's key ({status}); see --upstream-api-key."
     if not isinstance(message, str) or not message:
         message = f"The upstream answered with status {status}."
-    if not isinstance(param, str):
-        param = None
+    if not isinstance(param, str) or len(param) > MAX_NAME:
+        param = ""
+    param = param.removeprefix("body.") or None  # FastAPI puts the place in front of the name
     retry_after = headers.get("retry-after", "")
+    if not RETRY_AFTER.fullmatch(retry_after):
+        retry_after = ""
+    message = message[:MAX_MESSAGE]
     return Refused(our_status, message, param, code, retry_after, is_retryable=status in RETRYABLE)
 
 
-# They describe the connection or the body as the upstream encoded it, or the server in front sets its own.
-NOT_FORWARDED = {
-    "connection", "content-encoding", "content-length", "content-type", "date", "keep-alive",
-    "proxy-authenticate", "proxy-connection", "server", "set-cookie", "te", "trailer", "transfer-encoding",
-    "upgrade", "x-request-id",
+# What says something of the answer or of the account, and holds for the client too. All others describe the
+# connection, or make the client's browser trust or keep what only this server may tell it to.
+# https://platform.openai.com/docs/api-reference/debugging-requests
+FORWARDED = {
+    b"openai-model", b"openai-processing-ms", b"openai-version",
+    b"x-ratelimit-limit-requests", b"x-ratelimit-remaining-requests", b"x-ratelimit-reset-requests",
+    b"x-ratelimit-limit-tokens", b"x-ratelimit-remaining-tokens", b"x-ratelimit-reset-tokens",
 }  # fmt: skip
 
 
 def forwarded(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """The headers that still hold for the client, their names in lower case.
+    """The headers that the client gets, their names in lower case.
 
     Names have no case: https://github.com/timoklimmer/powerproxy-aoai/issues/53
     """
     lowered = [(name.lower(), value) for name, value in headers]
-    dropped = {name.encode() for name in NOT_FORWARDED}
-    for name, value in lowered:
-        if name == b"connection":  # it names more headers of the connection: RFC 9110, section 7.6.1
-            dropped.update(word.strip().lower() for word in value.split(b","))
-    return [(name, value) for name, value in lowered if name not in dropped]
+    return [(name, value) for name, value in lowered if name in FORWARDED]

@@ -1,6 +1,7 @@
 """The remote worker: a checked Request to what a model behind an upstream server says.
 
     Request --prepare()--> UpstreamPrompt --run()--> Accepted, Output, ..., Finish    as worker.py does
+                           UpstreamPrompt --count_tokens()--> int                     where the upstream can
     body of POST /v1/chat/completions --pass_through()--> Response                    relayed byte for byte
 
 Authority: https://platform.openai.com/docs/api-reference/chat/create; what that lacks has vLLM's names.
@@ -8,7 +9,9 @@ Authority: https://platform.openai.com/docs/api-reference/chat/create; what that
 Rules of this file:
 1. An upstream's refusal goes on with its status as long as the client has got no head; later it is a failure.
 2. A parameter that the client has not set is not sent: the upstream may preset it, or not know it.
-3. Whatever becomes of a request, its usage is settled once: in the log, and in the totals of /health.
+3. A chat request is checked before it is passed on, so that what is wrong has our names; what is only not
+   built here (pictures, vLLM's parameters) passes unchecked, for the upstream may have it.
+4. Whatever becomes of a request, its usage is settled once: in the log, and in the totals of /health.
 
 Not here: reading the answer (relay.py, deltas.py), usage and costs (metering.py), load balancing and
 connections (upstreams.py).
@@ -31,17 +34,26 @@ from gateway.deltas import Deltas, Unreadable
 from gateway.metering import Meter, Prices
 from gateway.relay import Frame, Reader, Refused, Relay, forwarded
 from gateway.upstreams import RETRY_AFTER_S, Died, Reply, Upstreams
+from request import params
 from request.messages import Message, shortened
 from request.params import MOVED, Request
-from request.refusals import error_object, shown, wrong_value
-from request.validation import boolean, mapping
+from request.refusals import BadInput, error_object, shown
 from streaming import SSE_HEADERS, kept_alive, while_connected
 
 log = logging.getLogger("remote")
 
 PATH = "chat/completions"
-# A client waits so long for the upstream's first byte until it gets a head from us: prompts may be long.
+# A client of a stream waits so long for the upstream's first event until it gets a head from us: prompts may
+# be long. Until then a refusal keeps its status; who wants no stream waits for the answer anyway.
 ACCEPT_S = 5
+# What counts the tokens of a chat body, and the member of its answer that says how many there are.
+# https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html#tokenizer-api
+# https://github.com/ggml-org/llama.cpp/blob/master/tools/server/README.md
+COUNTERS = {
+    "/tokenize": "count",  # vLLM's; llama.cpp's takes no messages, and answers without a count
+    "/v1/chat/completions/input_tokens": "input_tokens",  # llama.cpp's
+}
+IN_PROMPT = ("model", "tools", "chat_template_kwargs")  # members of a chat body that decide the prompt
 
 
 # --- the request --------------------------------------------------------------------------------------------
@@ -58,6 +70,9 @@ class UpstreamPrompt(NamedTuple):
 
     def run(self, choice: int = 0) -> AsyncGenerator[Accepted | Output | Finish]:
         return self.worker.run(self, choice)
+
+    async def count_tokens(self) -> int:
+        return await self.worker.count_tokens(self)
 
 
 def responses_param(param: str) -> str:
@@ -99,22 +114,33 @@ def _tools(request: Request) -> dict[str, Any]:
         allowed = {name for name, _ in spec.functions}
         tools = [tool for tool in tools if tool["function"]["name"] in allowed]
         choice = spec.calls
-    strict = {name for name, tool in request.called.items() if tool.strict}
-    tools = [_marked(tool, strict) for tool in tools]
     if request.named_call:
         choice = {"type": "function", "function": {"name": tools[0]["function"]["name"]}}
-    members = {"tools": tools, "tool_choice": choice}
+    members = {"tools": marked(tools, strict_names(request)), "tool_choice": choice}
     if not request.parallel_tool_calls:
         members["parallel_tool_calls"] = False
     return members
 
 
-def _marked(tool: dict[str, Any], strict: set[str]) -> dict[str, Any]:
-    """The tool, marked as strict if its name is among these."""
-    function = tool["function"]
-    if function["name"] not in strict:
-        return tool
-    return tool | {"function": function | {"strict": True}}
+def strict_names(request: Request) -> set[str]:
+    """The functions whose arguments the upstream shall hold to their schema: all of them where a call is
+    forced, for vLLM enforces no arguments that it is not asked to.
+    """
+    spec = request.structured_output
+    if spec and spec.calls == "required":
+        return {name for name, _ in spec.functions}
+    return {name for name, tool in request.called.items() if tool.strict}
+
+
+def marked(tools: list[dict[str, Any]], strict: set[str]) -> list[dict[str, Any]]:
+    """The tools, of which the functions with these names are marked as strict."""
+    copies = []
+    for tool in tools:
+        function = tool.get("function")
+        if function and function["name"] in strict:
+            tool = tool | {"function": function | {"strict": True}}
+        copies.append(tool)
+    return copies
 
 
 def _format(request: Request) -> dict[str, Any]:
@@ -220,17 +246,31 @@ class RemoteWorker:
         body = chat_body(request, self._upstream_name(request.model))
         return UpstreamPrompt(self, request, body, candidates)
 
+    async def count_tokens(self, prompt: UpstreamPrompt) -> int:
+        """The tokens of a prompt, where the upstream has an endpoint that counts them; raises BadInput."""
+        body = {name: prompt.body[name] for name in IN_PROMPT if name in prompt.body}
+        body["messages"] = prompt.candidates[0]
+        for path, member in COUNTERS.items():
+            answer = await self.upstreams.ask(path, body) or {}
+            if type(answer.get(member)) is int:
+                return int(answer[member])
+        endpoints = " and no ".join(COUNTERS)
+        message = f"The upstream of '{prompt.request.model}' cannot count tokens: it has no {endpoints}."
+        raise BadInput(message, None, "unsupported_endpoint")
+
     async def run(
         self, prompt: UpstreamPrompt, choice: int = 0
     ) -> AsyncGenerator[Accepted | Output | Finish]:
         """What the model says. Raises Refused before Accepted, and nothing after it."""
+        request = prompt.request
         meter = Meter(self.prices)
         outcome: Outcome = "disconnect"
-        deltas = Deltas(one_call=not prompt.request.parallel_tool_calls)
+        deltas = Deltas(one_call=not request.parallel_tool_calls)
         opening = asyncio.ensure_future(self._open(prompt))
         finish = None
         try:
-            await asyncio.wait({opening}, timeout=ACCEPT_S)
+            timeout_s = ACCEPT_S if request.stream or request.background else None
+            await asyncio.wait({opening}, timeout=timeout_s)
             if opening.done():
                 opening.result()
             yield Accepted()
@@ -250,7 +290,7 @@ class RemoteWorker:
             outcome = "error"
             raise
         finally:
-            self.ledger.settle(prompt.request.model, discard(opening), outcome, meter)
+            self.ledger.settle(request.model, discard(opening), outcome, meter)
         if finish:
             yield finish
 
@@ -277,7 +317,13 @@ class RemoteWorker:
 
     def pass_through(self, body: dict[str, Any]) -> Response:
         """The answer to a chat request, relayed from an upstream; raises BadInput."""
-        return PassThrough(self, body | {"model": self._upstream_name(body["model"])})
+        request = params.from_chat(checkable(body), {})
+        body = body | {"model": self._upstream_name(request.model)}
+        if request.stream:
+            body["stream_options"] = (body.get("stream_options") or {}) | {"include_usage": True}
+        if request.tools:
+            body["tools"] = marked(body["tools"], strict_names(request))
+        return PassThrough(self, request, body)
 
 
 def usage_of(meter: Meter) -> Usage | None:
@@ -310,7 +356,7 @@ async def _frames_of(reply: Reply) -> AsyncGenerator[Frame]:
         async for chunk in chunks:
             for frame in reader.feed(chunk):
                 if frame.is_done:
-                    reply.is_done = True
+                    reply.note_done()
                 elif frame.data and not frame.document:  # a delta may be lost with it
                     raise Unreadable(f"expected JSON in each event, got {shown(frame.data)}")
                 yield frame
@@ -337,21 +383,41 @@ def _close(opening: asyncio.Future[Reply]) -> str:
 # --- chat, passed through -----------------------------------------------------------------------------------
 
 
+# Parts of a message that only an upstream may be able to read: OpenAI's, and vLLM's for sound and video.
+MEDIA = ("image_url", "input_audio", "audio_url", "video_url", "file")
+
+
+def checkable(body: dict[str, Any]) -> dict[str, Any]:
+    """The body without what is only not built here: our checks are not to refuse that on its way (rule 3)."""
+    kept = {name: value for name, value in body.items() if name not in params.NOT_BUILT_IN_CHAT}
+    messages = body.get("messages")
+    if isinstance(messages, list):
+        kept["messages"] = [_without_media(message) for message in messages]
+    response_format = body.get("response_format")
+    if isinstance(response_format, dict) and response_format.get("type") == "structural_tag":  # vLLM's
+        del kept["response_format"]
+    return kept
+
+
+def _without_media(message: Any) -> Any:
+    """A message whose pictures and the like are empty texts: each part keeps its place, which errors name."""
+    if not isinstance(message, dict) or not isinstance(message.get("content"), list):
+        return message
+    parts = []
+    for part in message["content"]:
+        if isinstance(part, dict) and part.get("type") in MEDIA:
+            part = {"type": "text", "text": ""}
+        parts.append(part)
+    return message | {"content": parts}
+
+
 class PassThrough(Response):
     """One chat completion, relayed from an upstream for as long as the client is there."""
 
-    def __init__(self, worker: RemoteWorker, body: dict[str, Any]) -> None:
-        options = body.get("stream_options")
-        self._wants_stream = boolean(body.get("stream") or False, "stream")
-        if options is not None and not self._wants_stream:
-            # The options never turn a plain answer into a stream: cocoon, ValidateRequest.cpp
-            raise wrong_value("stream_options", "stream to be true when it is set", options)
-        options = mapping(options or {}, "stream_options")
-        self._shows_usage = options.get("include_usage") is True or not self._wants_stream
-        if self._wants_stream:
-            body = body | {"stream_options": options | {"include_usage": True}}
+    def __init__(self, worker: RemoteWorker, request: Request, body: dict[str, Any]) -> None:
         self._worker = worker
-        self._body = body
+        self._request = request
+        self._body = body  # as the upstream gets it
         self._meter = Meter(worker.prices)
         self._failed = False
 
@@ -363,14 +429,14 @@ class PassThrough(Response):
         opening = asyncio.ensure_future(self._worker.upstreams.open(PATH, self._body))
         try:
             # Until the head is sent a refusal has its status, and the request may be retried elsewhere.
-            timeout_s = ACCEPT_S if self._wants_stream else None
+            timeout_s = ACCEPT_S if self._request.stream else None
             await asyncio.wait({opening}, timeout=timeout_s)
             headers = []
             if opening.done():
                 headers = forwarded(opening.result().headers)
             ours = dict(SSE_HEADERS)
             headers = [(name, value) for name, value in headers if name not in ours]
-            if self._wants_stream:
+            if self._request.stream:
                 await self._send_stream(opening, headers, send)
             else:
                 body = await self._completion(opening.result())
@@ -382,7 +448,7 @@ class PassThrough(Response):
             outcome = "error"
             raise
         finally:
-            self._worker.ledger.settle(str(self._body["model"]), discard(opening), outcome, self._meter)
+            self._worker.ledger.settle(self._body["model"], discard(opening), outcome, self._meter)
 
     async def _send_stream(
         self, opening: asyncio.Future[Reply], headers: list[tuple[bytes, bytes]], send: Send
@@ -394,10 +460,8 @@ class PassThrough(Response):
         await send({"type": "http.response.body", "body": b""})
 
     def _relay(self, reply: Reply) -> Relay:
-        n = self._body.get("n")
-        if type(n) is not int:
-            n = 1
-        return Relay(reply.content_type, self._wants_stream, self._meter, self._shows_usage, n)
+        request = self._request
+        return Relay(reply.content_type, request.stream, self._meter, request.include_usage, request.n)
 
     async def _frames(self, opening: asyncio.Future[Reply]) -> AsyncGenerator[bytes]:
         """What the client gets, a write each; the last one is [DONE]."""
@@ -415,7 +479,8 @@ class PassThrough(Response):
                 async for chunk in chunks:
                     for frame in relay.feed(chunk):
                         yield frame
-                    reply.is_done = relay.is_done
+                    if relay.is_done:
+                        reply.note_done()
             for frame in relay.close():
                 yield frame
         except (Died, Unreadable) as error:
@@ -429,7 +494,8 @@ class PassThrough(Response):
             async with aclosing(reply.chunks()) as chunks:
                 async for chunk in chunks:
                     relay.feed(chunk)
-                    reply.is_done = relay.is_done
+                    if relay.is_done:
+                        reply.note_done()
             return b"".join(relay.close())
         except (Died, Unreadable) as error:
             raise Refused(502, f"The answer cannot be used: {error}.") from error

@@ -1,6 +1,7 @@
 """The upstream servers: load balancing, failover and circuit breaker, and the connection to each of them.
 
     path, body --Upstreams.open()--> Reply --chunks()--> bytes, as the upstream wrote them
+    path, body --Upstreams.ask()---> one JSON object, of an endpoint that not every server has
 
 Authority: https://www.python-httpx.org/advanced/timeouts/; the circuit breaker is that of
 https://martinfowler.com/bliki/CircuitBreaker.html, except that a health probe closes it, not a request.
@@ -8,8 +9,10 @@ https://martinfowler.com/bliki/CircuitBreaker.html, except that a health probe c
 Rules of this file:
 1. Load balancing is least-connections: of the upstreams that have the model and whose circuit is closed, the
    one with the fewest requests in flight is asked.
-2. A request is retried on another upstream only until the first byte of an answer: no text is sent twice.
-3. Nothing waits for ever: there is a timeout for connecting, for the first byte, and for silence after it.
+2. A request is retried on another upstream only until the first event of an answer: no text is sent twice.
+   Where that event is an error, the upstream has refused the request, whatever its status line says.
+3. Nothing goes on for ever: there is a timeout for connecting, for the first event, for silence after it and
+   for the whole answer, which has a limit in bytes too.
 4. Each request has its own connection: closing it is how an upstream learns that its client is gone, and no
    connection is ever stale.
 5. Back-pressure: nothing is read ahead, so a client that reads slowly slows its upstream down.
@@ -21,22 +24,33 @@ Not here: what the bytes mean (relay.py), what the request says (remote.py).
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Mapping, Sequence
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import httpx2 as httpx
 
+import sse
 from gateway.deltas import objects
-from gateway.relay import FAILURES, Refused, document, read_refusal
+from gateway.metering import Document
+from gateway.relay import FAILURES, Refused, document, mode, read_refusal, refusal_in
 
 log = logging.getLogger("upstreams")
 
+# Of what is read as one JSON text: the event loop stands still meanwhile, 20 ms a MiB of text, 200 a MiB of
+# the smallest objects.
 MAX_ERROR_BYTES = 64 * 2**10
-MAX_MODELS_BYTES = 4 * 2**20
+MAX_OBJECT_BYTES = 2**21  # a list of models, or the 300k token ids of a prompt
+# Of an answer: 128k tokens, each with its logprob and twenty others', are 256 MB.
+MAX_ANSWER_BYTES = 256 * 2**20
 MAX_FAILURES = 3  # in a row: then the circuit opens
 RETRY_AFTER_S = "5"
+# Of a body: gzip, which some servers send unasked, makes a chunk a thousand times longer at most, the others
+# make gigabytes of it.
+ENCODINGS = ("identity", "gzip")
+NO_SUCH_ENDPOINT = (404, 405, 501)
 LINGER_S = 2  # for the end of a body whose [DONE] has come
 
 
@@ -44,10 +58,10 @@ class Timeouts(NamedTuple):
     """Seconds; `--upstream-timeout` sets them."""
 
     connect_s: float = 5
-    first_byte_s: float = (
-        600  # from the request to the first byte: the upstream reads a long prompt meanwhile
-    )
+    # From the request to the first event: the upstream reads a long prompt meanwhile.
+    first_byte_s: float = 600
     idle_s: float = 120  # between two chunks of an answer
+    answer_s: float = 7200  # from the first event of an answer to its end: a long one has 128k tokens
     probe_s: float = 5  # between two probes, and for one
 
 
@@ -55,7 +69,7 @@ DEFAULT_TIMEOUTS = Timeouts()
 
 
 class Died(Exception):
-    """The upstream broke off in its answer."""
+    """The upstream has broken off in its answer, or begun none."""
 
 
 @dataclass(eq=False)
@@ -92,44 +106,66 @@ CLOSING: set[asyncio.Future[None]] = set()  # the event loop holds its tasks by 
 
 
 class Reply:
-    """An answer whose first bytes have come; the caller must close() it, in whatever state it is."""
+    """An answer whose first event has come; the caller must close() it, in whatever state it is."""
 
     def __init__(
         self,
         upstream: Upstream,
         response: httpx.Response,
         chunks: AsyncGenerator[bytes],
-        first_chunk: bytes,
-        idle_s: float,
+        beginning: bytes,
+        timeouts: Timeouts,
     ) -> None:
         self.upstream = upstream
         self.headers = response.headers.raw
         self.content_type: str = response.headers.get("content-type", "")
         self._response = response
         self._chunks = chunks
-        self._first_chunk = first_chunk
-        self._idle_s = idle_s
-        self.is_done = False  # the caller has read [DONE]: the end of the body is waited for LINGER_S at most
+        self._beginning = beginning
+        self._idle_s = timeouts.idle_s
+        self._deadline = time.monotonic() + timeouts.answer_s
+        self.is_done = False  # the caller has read [DONE]
         self._is_closed = False
+
+    def note_done(self) -> None:
+        """[DONE] has come: whatever still comes, the end of the body is waited for LINGER_S at most."""
+        if not self.is_done:
+            self.is_done = True
+            self._deadline = time.monotonic() + LINGER_S
 
     async def chunks(self) -> AsyncGenerator[bytes]:
         """The bytes as they come; raises Died."""
-        yield self._first_chunk
-        while chunk := await self._next():
+        chunk = self._beginning
+        n_bytes = 0
+        while chunk:
             yield chunk
+            n_bytes += len(chunk)
+            if n_bytes > MAX_ANSWER_BYTES:
+                self._break_off(f"it is longer than {MAX_ANSWER_BYTES} bytes")
+                return
+            chunk = await self._next()
 
     async def _next(self) -> bytes:
         """The next chunk; b"" at the end."""
-        timeout_s = LINGER_S if self.is_done else self._idle_s
+        seconds_left = self._deadline - time.monotonic()
         try:
-            async with asyncio.timeout(timeout_s):
+            if seconds_left <= 0:  # the timeout alone never fires where the next chunk is always there
+                raise TimeoutError
+            async with asyncio.timeout(min(seconds_left, self._idle_s)):
                 return await anext(self._chunks, b"")
         except (httpx.HTTPError, httpx.StreamError, TimeoutError) as error:
-            if self.is_done:
-                return b""
-            why = f"the upstream broke off in its answer ({reason(error)})"
-            self.upstream.failed(why)
-            raise Died(why) from error
+            why = reason(error)
+            if time.monotonic() >= self._deadline:
+                why = "it took too long in all"
+            return self._break_off(why)
+
+    def _break_off(self, why: str) -> bytes:
+        """End an answer that has no end: b"" where all of it has come, up to [DONE]; else raises Died."""
+        if self.is_done:
+            return b""
+        message = f"the upstream broke off in its answer ({why})"
+        self.upstream.failed(message)
+        raise Died(message)
 
     def close(self) -> None:
         """Close the connection, which ends the upstream's work on the request.
@@ -160,12 +196,33 @@ async def read_beginning(response: httpx.Response, n_bytes: int) -> bytes:
     return body
 
 
+async def read_first_event(content_type: str, chunks: AsyncIterator[bytes]) -> tuple[bytes, Document | None]:
+    """The bytes of an answer up to its first event, and that event's data, where this is a JSON object.
+
+    An answer that is no SSE is one event; of what is too long for an error only the beginning is read.
+    """
+    parser = sse.Parser()
+    beginning = bytearray()
+    async for chunk in chunks:
+        beginning += chunk
+        events: list[sse.Event] = []
+        if mode(content_type, bytes(beginning[:64])) != "json":
+            events = parser.feed(chunk)
+        if events:
+            return bytes(beginning), document(events[0].data)
+        if len(beginning) > MAX_ERROR_BYTES:
+            return bytes(beginning), None
+    if not beginning:
+        raise Died("an empty one")
+    return bytes(beginning), document(beginning)
+
+
 def reason(error: BaseException) -> str:
     """Why there is no answer, or no more of it."""
     if isinstance(error, TimeoutError):
         return "it was silent for too long"
-    if isinstance(error, StopAsyncIteration):
-        return "an empty one"
+    if isinstance(error, Died):
+        return str(error)
     if str(error):
         return f"{type(error).__name__}: {error}"
     return type(error).__name__
@@ -233,7 +290,7 @@ class Upstreams:
         """Send the request to an upstream that has the body's model; raises Refused where none answers it."""
         model = str(body["model"])
         tried: list[Upstream] = []
-        refusal = Refused(503, f"No upstream that has '{model}' can be reached.", retry_after=RETRY_AFTER_S)
+        refusal = self._unreachable(model)
         while upstream := self._pick(model, tried):
             tried.append(upstream)
             try:
@@ -243,6 +300,9 @@ class Upstreams:
                     raise
                 refusal = error
         raise refusal
+
+    def _unreachable(self, model: str) -> Refused:
+        return Refused(503, f"No upstream that has '{model}' can be reached.", retry_after=RETRY_AFTER_S)
 
     def _pick(self, model: str, tried: list[Upstream]) -> Upstream | None:
         """Least-connections; None where no upstream is left that has the model and a closed circuit."""
@@ -260,32 +320,63 @@ class Upstreams:
         response = None
         try:
             async with asyncio.timeout(self._timeouts.first_byte_s):
-                request = self._client.build_request("POST", f"{upstream.url}/{path}", json=body)
-                response = await self._client.send(request, stream=True)
+                response = await self._send("POST", f"{upstream.url}/{path}", body)
                 if response.status_code != 200:
                     raise await self._refusal(upstream, response)
                 chunks = response.aiter_bytes()
-                first_chunk = b""
-                while not first_chunk:
-                    first_chunk = await anext(chunks)
+                content_type = response.headers.get("content-type", "")
+                beginning, first_event = await read_first_event(content_type, chunks)
+                if first_event and (refusal := refusal_in(first_event)):
+                    raise refusal
         except BaseException as error:
             upstream.n_running -= 1
             if response:
                 await response.aclose()
-            if not isinstance(error, httpx.HTTPError | httpx.InvalidURL | TimeoutError | StopAsyncIteration):
+            if not isinstance(error, httpx.HTTPError | httpx.InvalidURL | TimeoutError | Died):
                 raise
             why = f"no answer to a request ({reason(error)})"
             upstream.failed(why)
             status = 504 if isinstance(error, TimeoutError) else 502
             raise Refused(status, f"The upstream gave {why}.", is_retryable=True) from error
         upstream.worked()
-        return Reply(upstream, response, chunks, first_chunk, self._timeouts.idle_s)
+        return Reply(upstream, response, chunks, beginning, self._timeouts)
+
+    async def _send(self, method: str, url: str, body: Mapping[str, Any] | None = None) -> httpx.Response:
+        """The head of the answer; raises httpx.HTTPError."""
+        request = self._client.build_request(method, url, json=body)
+        response = await self._client.send(request, stream=True)
+        encoding = response.headers.get("content-encoding", "identity")
+        if encoding not in ENCODINGS:
+            await response.aclose()
+            raise httpx.DecodingError(f"identity was asked for, {encoding} came")
+        return response
 
     async def _refusal(self, upstream: Upstream, response: httpx.Response) -> Refused:
         body = await read_beginning(response, MAX_ERROR_BYTES)
         if response.status_code in FAILURES:
             upstream.failed(f"status {response.status_code} to a request")
         return read_refusal(response.status_code, response.headers, body)
+
+    async def ask(self, path: str, body: Mapping[str, Any]) -> Document | None:
+        """Ask an endpoint beside /v1 of an upstream that has the body's model; None where it has no such.
+
+        Raises Refused.
+        """
+        upstream = self._pick(str(body["model"]), [])
+        if upstream is None:
+            raise self._unreachable(str(body["model"]))
+        url = upstream.url.removesuffix("/v1") + path
+        try:
+            async with asyncio.timeout(self._timeouts.idle_s):
+                response = await self._send("POST", url, body)
+                answer = await read_beginning(response, MAX_OBJECT_BYTES)
+        except (httpx.HTTPError, TimeoutError) as error:
+            raise Refused(502, f"The upstream gave no answer to {path} ({reason(error)}).") from error
+        if response.status_code in NO_SUCH_ENDPOINT:
+            return None
+        if response.status_code != 200:
+            raise read_refusal(response.status_code, response.headers, answer)
+        return document(answer)
 
     # --- probing --------------------------------------------------------------------------------------------
 
@@ -303,8 +394,8 @@ class Upstreams:
         url = f"{upstream.url}/models"
         try:
             async with asyncio.timeout(self._timeouts.probe_s):
-                response = await self._client.send(self._client.build_request("GET", url), stream=True)
-                body = await read_beginning(response, MAX_MODELS_BYTES)
+                response = await self._send("GET", url)
+                body = await read_beginning(response, MAX_OBJECT_BYTES)
             answer = document(body) or {}
             if response.status_code != 200 or not isinstance(answer.get("data"), list):
                 raise ValueError(f"status {response.status_code} and no list of models")

@@ -14,12 +14,14 @@ Rules of this file:
 1. One assembler for both APIs: the reasoning, text and calls of one turn of the assistant are one message.
 2. Instructions and the system and developer messages behind them are one system message; later ones stay.
 3. Content that the model cannot read is refused, by the name of its place in the request, and never left out.
-4. Each result follows its call, once; and each call has its result, unless a limit cut the call.
+4. Each result follows its call, once, in the order of the calls; and each call has its result, unless a limit
+   cut the call.
 
 Not here: filling the template (template.py), what tools are offered (tools.py), calls that have item types
 of their own (tool_items.py), what the model says in answer (channels.py).
 """
 
+from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -41,6 +43,7 @@ Message = dict[str, Any]  # role, content (a string); reasoning_content, tool_ca
 class OpenCall(NamedTuple):
     """A call whose result has not come."""
 
+    number: int  # of the conversation's calls
     name: str  # a result has only the call's id, and templates want the name too
     needs_result: bool  # false for a call that a limit cut: nobody could run it
 
@@ -54,7 +57,9 @@ class Conversation:
             "content": [],
             "reasoning_content": [],
         }  # more of the last message
-        self._open_calls: dict[str, OpenCall] = {}  # by call_id
+        self._n_calls = 0
+        self._open_calls: dict[str, OpenCall] = {}  # by call_id, which a later turn may use again
+        self._answered: list[int] = []  # the calls whose results are the last messages: their numbers
 
     @property
     def messages(self) -> list[Message]:
@@ -85,7 +90,8 @@ class Conversation:
 
     def add_call(self, call_id: str, name: str, arguments: str, is_cut: bool = False) -> None:
         turn = self._assistant_turn()
-        self._open_calls[call_id] = OpenCall(name, needs_result=not is_cut)
+        self._open_calls[call_id] = OpenCall(self._n_calls, name, needs_result=not is_cut)
+        self._n_calls += 1
         function = {"name": name, "arguments": parsed_arguments(arguments)}
         call = {"id": call_id, "type": "function", "function": function}
         turn.setdefault("tool_calls", []).append(call)
@@ -95,11 +101,20 @@ class Conversation:
         return self._messages[-1]
 
     def add_result(self, call_id: str, text: str, path: str) -> None:
-        """Raises BadInput at `path`, where call_id stands, unless a call waits for this result."""
+        """Put the result behind those of earlier calls: many templates show neither its id nor its name.
+
+        Raises BadInput at `path`, where call_id stands, unless a call waits for this result.
+        """
         if call_id not in self._open_calls:
             raise BadInput(f"No tool call found for function call output with call_id {call_id}.", path)
         call = self._open_calls.pop(call_id)
-        self.messages.append({"role": "tool", "tool_call_id": call_id, "name": call.name, "content": text})
+        if self.messages[-1]["role"] != "tool":
+            self._answered = []
+        n_earlier = bisect(self._answered, call.number)
+        n_later = len(self._answered) - n_earlier
+        self._answered.insert(n_earlier, call.number)
+        result = {"role": "tool", "tool_call_id": call_id, "name": call.name, "content": text}
+        self.messages.insert(len(self.messages) - n_later, result)
 
     def close(self, path: str) -> list[Message]:
         """Return the messages; raises BadInput at `path` where there is none, or a call lacks its result."""
@@ -367,21 +382,30 @@ def split_system(messages: list[Message]) -> tuple[list[Message], list[Message]]
     return [], messages
 
 
-def shortened(messages: list[Message]) -> list[list[Message]]:
-    """Return the messages, then those without their oldest turn, then without the two oldest, ...
+def turn_starts(messages: list[Message]) -> list[int]:
+    """Return where the conversation may begin, behind its system message: at 0, at its second turn, ...
 
-    A turn goes from one user message to the next by which its calls have their results; the system message at
-    the beginning stays: https://platform.openai.com/docs/api-reference/responses/create (truncation)
+    A turn goes from one user message to the next by which its calls have their results.
+    """
+    _, turns = split_system(messages)
+    return [0, *(start for start in _user_messages(turns) if start > 0)]
+
+
+def without_old_turns(messages: list[Message], start: int) -> list[Message]:
+    """Return the messages from one of turn_starts() on; the system message at the beginning stays.
+
+    https://platform.openai.com/docs/api-reference/responses/create (truncation)
     """
     system, turns = split_system(messages)
-    candidates = [messages]
-    for start in _turn_starts(turns):
-        if start > 0:
-            candidates.append([*system, *turns[start:]])
-    return candidates
+    return [*system, *turns[start:]]
 
 
-def _turn_starts(messages: list[Message]) -> list[int]:
+def shortened(messages: list[Message]) -> list[list[Message]]:
+    """Return the messages, then those without their oldest turn, then without the two oldest, ..."""
+    return [without_old_turns(messages, start) for start in turn_starts(messages)]
+
+
+def _user_messages(messages: list[Message]) -> list[int]:
     """Return the places of the user messages, but for those between a call and its result."""
     starts = []
     awaiting_call: set[str] = set()  # ids of the calls of results behind message i, which stand before it

@@ -307,6 +307,12 @@ CHAT = COMMON | {
 }
 # fmt: on
 
+# Chat's parameters that are only refused: on the way to an upstream, which may have them, nobody checks them.
+NOT_BUILT_IN_CHAT = (
+    *NOT_BUILT, "moderation", "store", "modalities", "audio", "prediction", "web_search_options", "functions",
+    "function_call",
+)  # fmt: skip
+
 
 # --- a body to a Request ------------------------------------------------------------------------------------
 

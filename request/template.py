@@ -16,7 +16,8 @@ Rules of this file:
 3. A template is somebody else's program: it runs in Jinja's sandbox, and whatever it raises over a request is
    that request's error.
 
-Not here: how a request becomes messages (messages.py), what the model says in answer (channels.py).
+Not here: how a request becomes messages (messages.py), which special tokens of a prompt count
+(special_tokens.py), what the model says in answer (channels.py).
 """
 
 import json
@@ -34,9 +35,11 @@ import jinja2.sandbox
 
 from request.messages import Conversation, Message, paragraphs, split_system
 from request.refusals import BadInput
+from request.special_tokens import without_marks
 from request.tools import ToolDefinition
 
 Tools = list[ToolDefinition] | None  # None: none are offered
+MAX_REASON = 300  # characters of what a template raises: it may quote the messages
 
 _dumps = partial(json.dumps, ensure_ascii=False)
 
@@ -137,6 +140,8 @@ def for_any_template(messages: list[Message]) -> list[Message]:
     """Add what one template needs and no other minds: reasoning by its name in gpt-oss's, and for Mistral's
     call ids of nine letters and digits.
     """
+    n_calls = 0
+    # By the client's id: that of the newest call, for some clients begin again at "call_0" in each turn.
     short_ids: dict[str, str] = {}
     copies = []
     for message in messages:
@@ -146,8 +151,9 @@ def for_any_template(messages: list[Message]) -> list[Message]:
         if "tool_calls" in message:
             copy["tool_calls"] = []
             for call in message["tool_calls"]:
-                short_id = short_ids.setdefault(call["id"], f"call{len(short_ids):05}")
-                copy["tool_calls"].append(call | {"id": short_id})
+                short_ids[call["id"]] = f"call{n_calls:05}"
+                n_calls += 1
+                copy["tool_calls"].append(call | {"id": short_ids[call["id"]]})
         if "tool_call_id" in message:
             copy["tool_call_id"] = short_ids[message["tool_call_id"]]
         copies.append(copy)
@@ -290,8 +296,11 @@ class ChatTemplate:
         }
         try:
             return template.render(variables)
+        except MemoryError:  # no fault of these messages
+            raise
         except Exception as error:  # whatever a template raises, it raises over these messages
-            message = f"The model's chat template refuses these messages: {error}"
+            reason = without_marks(str(error))[:MAX_REASON]
+            message = f"The model's chat template refuses these messages: {reason}"
             raise BadInput(message, None, "invalid_prompt") from error
 
     def _shows(self, messages: list[Message], tools: Tools, *words: str) -> bool:

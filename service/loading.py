@@ -32,12 +32,23 @@ from engine import Engine, ModelRunner
 from model import PAGE, NumpyOps
 from request import params
 from request.template import ChatTemplate
+from service.template_check import check_template
 from tokenizer import Tokenizer
 from worker import LocalWorker
 
 log = logging.getLogger("loading")
 
 GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+TEXT_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "tokenizer.json",
+    "chat_template.jinja",
+)
+MAX_TEXT_BYTES = 2**28  # the largest tokenizer.json so far, Gemma 3's, has 33 MB
+MAX_ROPE_BYTES = 2**29  # a million positions of heads of 128; making the table takes three times as much
+ROPE_DIM_BYTES = 4  # a position: a complex64 for two dimensions of a head
 DTYPES = {"cuda": "bfloat16", "cpu": "float32"}  # of the keys and values
 
 
@@ -55,10 +66,12 @@ def device(option: str) -> str:
 
 def load(directory: Path, args: argparse.Namespace) -> LocalWorker:
     """The worker over a model; `args.device` is cpu or cuda. Raises what the readers of the files raise."""
+    check_files(directory)
     config = read_config(directory)
     max_seq_len = context_length(config, args.max_model_len)
     defaults = generation_defaults(config.generation)
     vocabulary = directory / "tokenizer.json"
+    check_template(directory)
     template = ChatTemplate.load(directory)
     tokenizer = Tokenizer(vocabulary)
     grammars = Grammars(vocabulary, config.vocab_size, config.eos_token_ids)
@@ -76,12 +89,26 @@ def load(directory: Path, args: argparse.Namespace) -> LocalWorker:
     return LocalWorker(engine, tokenizer, template, grammars, args.dialect, names, defaults)
 
 
+def check_files(directory: Path) -> None:
+    """Check what the files of texts are before one is opened: reading a pipe or a device might never end."""
+    for name in TEXT_FILES:
+        path = directory / name
+        if path.exists() and not path.is_file():
+            raise UnsupportedModel(f"{path} is no file that can be read to its end")
+        if path.exists() and path.stat().st_size > MAX_TEXT_BYTES:
+            raise UnsupportedModel(f"{path} has {path.stat().st_size} bytes; supported: {MAX_TEXT_BYTES}")
+
+
 def context_length(config: Config, option: int | None) -> int:
     """The longest context in tokens, prompt and answer; raises UnsupportedModel for one out of range."""
     length = option or config.max_seq_len
     if not 2 <= length <= config.max_seq_len:
         limit = f"expected 2 to {config.max_seq_len}, the model's own limit"
         raise UnsupportedModel(f"--max-model-len {length}: {limit}")
+    longest = MAX_ROPE_BYTES // (ROPE_DIM_BYTES * config.head_dim)
+    if length > longest:
+        limit = f"the table of rotary positions has room for {longest}; give --max-model-len"
+        raise UnsupportedModel(f"a context of {length} tokens: {limit}")
     return length
 
 

@@ -126,6 +126,7 @@ TIMEOUTS = {
     "connect":          "connect_s",
     "first-byte":       "first_byte_s",
     "idle":             "idle_s",
+    "answer":           "answer_s",
     "probe":            "probe_s",
 }
 # fmt: on
@@ -140,6 +141,7 @@ MODEL = (
     "a Hugging Face model directory, or an id on the Hub such as Qwen/Qwen3-0.6B; "
     "without it, SmolLM2-135M-Instruct is fetched once and served"
 )
+REVISION = "branch, tag or commit of a model on the Hub (default: main, which may change)"
 HOST = "address to listen on; 0.0.0.0: all interfaces"
 NAME = f"name in requests, repeatable (default: the directory's); '{ALIAS}' always works too"
 LENGTH = "context in tokens, prompt and answer (default: the model's own)"
@@ -170,7 +172,7 @@ UPSTREAM_KEY = "sent to the upstreams as 'Authorization: Bearer KEY'"
 DEFAULT_TIMEOUTS = [f"{name}={getattr(Timeouts(), field):g}" for name, field in TIMEOUTS.items()]
 TIMEOUT = (
     "seconds that an upstream gets, repeatable: connect; first-byte, until its answer begins; idle, between "
-    "two chunks of it; probe, between two looks at its models, and for one "
+    "two chunks of it; answer, for all of it; probe, between two looks at its models, and for one "
     f"(default: {', '.join(DEFAULT_TIMEOUTS)})"
 )
 DEFAULT_PRICES = Prices()
@@ -185,6 +187,7 @@ PRICE = (
 #   option                default               what argparse needs to know besides
 OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "model":               (None,                 {"type": text, "metavar": "DIR|ID", "help": MODEL}),
+    "revision":            (None,                 {"type": text, "metavar": "REV", "help": REVISION}),
     "host":                ("127.0.0.1",          {"type": text, "metavar": "HOST", "help": HOST}),
     "port":                (8000,                 {"type": natural, "help": "to listen on; 0: any free one"}),
     "device":              ("auto",               {"choices": DEVICES, "help": "where to compute"}),

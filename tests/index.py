@@ -67,7 +67,7 @@ def marked(node: ast.AST) -> Iterator[str]:
 
 
 def wire_rules() -> Iterator[tuple[str, str]]:
-    from wire.checks import CHECKS
+    from audit.checks import CHECKS
 
     yield from ((id_, f"wire `{rule}`") for rule, check in CHECKS.items() for id_ in check.bugs.split())
 

@@ -70,8 +70,8 @@ SANS_IO = {
     "audit.rules_chunks", "audit.rules_events", "audit.rules_framing", "channels", "completions",
     "dialects.calls", "dialects.families", "dialects.grammar_in_json", "gateway.deltas", "gateway.metering",
     "gateway.relay", "pages", "request.messages", "request.output_format", "request.params",
-    "request.refusals", "request.tool_calls", "request.tools", "request.validation", "responses",
-    "scheduler", "service.signed_content", "sse",
+    "request.refusals", "request.special_tokens", "request.tool_calls", "request.tools",
+    "request.validation", "responses", "scheduler", "service.signed_content", "sse",
 }  # fmt: skip
 IO = {"asyncio", "concurrent", "multiprocessing", "os", "queue", "random", "secrets", "select", "socket",
       "subprocess", "tempfile", "threading", "time", "uuid"}  # fmt: skip
@@ -193,7 +193,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 def readme_commands() -> list[list[str]]:
     """The words of each `python FILE ...` in README.md, up to the end of its code."""
-    commands = re.findall(r"\bpython ((?:\S+\.py|-m audit)[^`\n&|;]*)", README)
+    commands = re.findall(r"\bpython ((?:\S+\.py\b|-m audit)[^`\n&|;]*)", README)
     return [shlex.split(command) for command in commands]
 
 

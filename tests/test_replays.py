@@ -109,6 +109,29 @@ def worker(chunks: list[list[str]], dialect: str = "hermes", **body: Any) -> Ite
     yield ["finish", end.reason, end.usage.output_tokens, end.usage.reasoning_tokens]
 
 
+def prompt(chunks: list[str], said_by: str = "user") -> Iterator[Any]:
+    """The tiny model's prompt where somebody says the chunks: its texts, and [token] for a special token."""
+    vocabulary = Tokenizer(scripted.TINY / "tokenizer.json")
+    said = "".join(chunks)
+    items = {
+        "user": [{"role": "user", "content": said}],
+        "assistant": [{"role": "assistant", "content": said}, {"role": "user", "content": "Thanks."}],
+        "tool": [
+            {"type": "function_call", "call_id": "call_1", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "call_1", "output": said},
+        ],
+    }[said_by]
+    if said_by != "user":
+        items.insert(0, {"role": "user", "content": "Hi"})
+    request = params.from_responses({"model": "m", "input": items}, {})
+    made = asyncio.run(scripted.worker_of(vocabulary, scripted.TEMPLATE).prepare(request))
+    decoder = vocabulary.decoder()
+    pieces = [piece for token_id in made.token_ids for piece in decoder.feed(token_id)]
+    for special, run in itertools.groupby(pieces, lambda piece: piece.special):
+        text = "".join(piece.text for piece in run)
+        yield [special] if special else text
+
+
 def worker_events(
     chunks: list[list[str]], show: list[str], dialect: str = "hermes", **body: Any
 ) -> Iterator[Any]:
@@ -291,6 +314,7 @@ ADAPTERS: dict[str, tuple[Callable[[Any], Any], Run]] = {
     "tokenizer":          (list,       tokenizer),
     "worker":             (list,       worker),
     "worker-events":      (list,       worker_events),
+    "prompt":             (as_it_is,   prompt),
     "tools":              (list,       tools_calls),
     "codex":              (list,       client(clients.codex)),
     "ai-sdk":             (list,       client(clients.ai_sdk)),

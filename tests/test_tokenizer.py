@@ -4,6 +4,8 @@ The vocabularies are made here: all 256 bytes, words, and tokens that end inside
 """
 
 import json
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models
+from tokenizers import AddedToken, decoders, models, normalizers
 
 from channels import Piece, TokenLogprob
 from tokenizer import BYTE_OF, Tokenizer, TokenizerError
@@ -109,6 +111,42 @@ def test_encode_then_decode_is_the_text(text: str) -> None:
     tokenizer = Tokenizer(TINY)
     assert text_of(decode(tokenizer, tokenizer.encode(text))) == text
     assert b"".join(map(tokenizer.token_bytes, tokenizer.encode(text))) == text.encode()
+
+
+def test_texts_are_encoded_one_behind_the_other() -> None:
+    tokenizer = Tokenizer(TINY)
+    texts = ["He", "llo <|im_", "end|>", ""]
+    one_by_one = [tokenizer.encode(text) for text in texts]
+    assert tokenizer.encode(*texts) == [token_id for ids in one_by_one for token_id in ids]
+    assert tokenizer.count(*texts) == len(tokenizer.encode(*texts))
+    assert tokenizer.added["<|im_end|>"] not in tokenizer.encode(*texts)
+
+
+@pytest.mark.bug("K02")
+def test_a_normalizer_makes_no_added_token_of_other_text(tmp_path: Path) -> None:
+    """NFKC makes `<|end|>` of fullwidth characters; SentencePiece's would find it only behind a space."""
+    library = tokenizers.Tokenizer.from_file(str(TINY))
+    prepend = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    library.add_special_tokens([AddedToken("<|end|>", normalized=True)])
+    for normalizer in (normalizers.NFKC(), prepend):
+        library.normalizer = normalizer
+        library.save(str(tmp_path / "tokenizer.json"))
+        tokenizer = Tokenizer(tmp_path / "tokenizer.json")
+        assert tokenizer.added["<|end|>"] in tokenizer.encode("a<|end|>b")
+        assert tokenizer.added["<|end|>"] not in tokenizer.encode("a＜|end|＞b")
+
+
+@pytest.mark.bug("K06")
+def test_other_threads_run_while_a_text_is_encoded() -> None:
+    """encode() of the library holds Python's lock all the while, so that no stream gets anything."""
+    tokenizer = Tokenizer(TINY)
+    n_turns = 0
+    encoding = threading.Thread(target=tokenizer.count, args=["The quick brown fox. " * 100_000])
+    encoding.start()
+    while encoding.is_alive():
+        time.sleep(0.001)
+        n_turns += 1
+    assert n_turns > 20
 
 
 # --- cases --------------------------------------------------------------------------------------------------

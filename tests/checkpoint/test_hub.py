@@ -62,7 +62,7 @@ NOWHERE = {
     "Org/Name/more":      ["no directory", "is no Hub id"],
     "../Name":            ["no directory", "is no Hub id"],
     "model.gguf":         ["model.gguf is a file", "config.json"],
-    "Org/Absent":         ["no model Org/Absent", "no directory", "hub-cache", "LocalEntryNotFound"],
+    "Org/Absent":         ["no model Org/Absent at main", "no directory", "hub-cache", "LocalEntryNotFound"],
 }
 # fmt: on
 
@@ -147,6 +147,23 @@ def test_a_hub_id_in_the_hubs_cache_needs_no_network(offline: Path) -> None:
     (repository / "snapshots" / "0123abc").mkdir(parents=True)
     (repository / "snapshots" / "0123abc" / "config.json").write_text("{}")
     assert find("Org/Name") == repository / "snapshots" / "0123abc"
+
+
+def test_a_revision_is_a_branch_a_tag_or_a_commit(offline: Path, tmp_path: Path) -> None:
+    """Else a model may change from one start to the next."""
+    repository = offline / "models--Org--Name"
+    (repository / "refs").mkdir(parents=True)
+    for revision, commit in (("main", "b" * 40), ("v1", "a" * 40)):
+        (repository / "refs" / revision).write_text(commit)
+        (repository / "snapshots" / commit).mkdir(parents=True)
+        (repository / "snapshots" / commit / "config.json").write_text("{}")
+    assert find("Org/Name", "v1") == repository / "snapshots" / ("a" * 40)
+    assert find("Org/Name", "b" * 40) == find("Org/Name")
+    with pytest.raises(HubError, match="no model Org/Name at v2"):
+        find("Org/Name", "v2")
+    for model in (str(tmp_path), None):
+        with pytest.raises(HubError, match="expected --model to be a Hub id"):
+            find(model, "v1")
 
 
 # ---- The default model, when it cannot be had --------------------------------------------------------------

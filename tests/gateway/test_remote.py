@@ -150,7 +150,7 @@ def test_what_the_worker_refuses_in_the_background_has_failed(server: Server) ->
 
 def test_only_the_upstream_can_count_tokens(server: Server) -> None:
     reply = server.post(RESPONSES + "/input_tokens", {"model": "tiny", "input": "hi"})
-    assert (reply.status, reply.json["error"]["code"]) == (400, "unsupported_parameter")
+    assert (reply.status, reply.json["error"]["code"]) == (400, "unsupported_endpoint")
 
 
 @pytest.mark.bug("I03")

@@ -77,8 +77,7 @@ def said(
     **body: Any,
 ) -> list[Output | Finish]:
     """What the worker makes of these steps; `ends` are its config's, `body` is more of the request."""
-    engine = cast(Engine, ScriptedEngine(tokenizer, steps, ends))
-    worker = LocalWorker(engine, tokenizer, TEMPLATES[dialect], GRAMMARS)
+    worker = worker_of(tokenizer, TEMPLATES[dialect], steps, ends)
     request = params.from_responses({"model": "m", "input": "hi", "tools": [TOOL]} | body, {})
 
     async def collect() -> list[Output | Finish]:
@@ -86,6 +85,18 @@ def said(
             return [output async for output in outputs if not isinstance(output, Accepted)]
 
     return asyncio.run(collect())
+
+
+def worker_of(
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    steps: Iterable[Sequence[int]] = (),
+    ends: Iterable[str] = ENDS,
+    max_seq_len: int = 4096,
+) -> LocalWorker:
+    engine = ScriptedEngine(tokenizer, steps, ends)
+    engine.max_seq_len = max_seq_len
+    return LocalWorker(cast(Engine, engine), tokenizer, template, GRAMMARS)
 
 
 def in_steps(token_ids: Sequence[int], sizes: Iterable[int]) -> list[Sequence[int]]:

@@ -78,7 +78,8 @@ STREAM = b"".join(FRAMES)
 class Exchange:
     """One request, and the connection for its answer."""
 
-    def __init__(self, connection: socket.socket, headers: dict[str, str], body: Json) -> None:
+    def __init__(self, connection: socket.socket, path: str, headers: dict[str, str], body: Json) -> None:
+        self.path = path
         self.headers = headers  # names in lower case
         self.body = body
         self._connection = connection
@@ -144,7 +145,7 @@ class Upstream:
                 name, _, value = line.decode("latin-1").partition(":")
                 headers[name.lower()] = value.strip()
             body = lines.read(int(headers.get("content-length", 0)))
-            exchange = Exchange(connection, headers, json.loads(body or b"{}"))
+            exchange = Exchange(connection, path.decode(), headers, json.loads(body or b"{}"))
             if method == b"GET":
                 assert path == b"/v1/models"
                 exchange.send(json_answer(self.models))

@@ -22,6 +22,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 Fault = dict[str, Any]
+PASSED_ON = ("Authorization", "Content-Encoding", "Content-Type")
 HOP_BY_HOP = {"transfer-encoding", "connection", "content-length"}
 
 
@@ -35,7 +36,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         fault = self.server.fault_of(line)
         method, path, body = edited(line, fault.get("ask")).split(" ", 2)
         with contextlib.closing(http.client.HTTPConnection(self.server.behind)) as ours:
-            ours.request(method, path, body.encode("utf-8", "surrogateescape") or None)
+            headers = {name: self.headers[name] for name in PASSED_ON if name in self.headers}
+            ours.request(method, path, body.encode("utf-8", "surrogateescape") or None, headers)
             reply = ours.getresponse()
             if fault.get("was", reply.status) != reply.status:
                 fault = {}

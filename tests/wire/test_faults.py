@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from audit import rules
+from audit.checks import CHECKS
+from audit.peer import Failed, Peer
 from helpers.serving import Server, serve
-from wire.checks import CHECKS
-from wire.conftest import ENDLESS
+from wire.conftest import ENDLESS, KEY
 from wire.foreign import misbehaving
-from wire.peer import Failed, Peer
 
 HERE = Path(__file__).parent
 PATHS = {"responses": "POST /v1/responses", "chat": "POST /v1/chat"}
@@ -33,7 +33,7 @@ FAULTS = faults()
 
 @pytest.fixture(scope="module")
 def ours() -> Iterator[Server]:
-    with serve() as server:
+    with serve("--api-key", KEY) as server:
         yield server
 
 
@@ -49,13 +49,13 @@ def test_the_readme_counts_the_rules() -> None:
 @pytest.mark.parametrize("rule", CHECKS)
 def test_a_planted_fault_is_named(ours: Server, rule: str) -> None:
     with misbehaving(ours.url, FAULTS[rule]) as url, pytest.raises(Failed) as failure:
-        CHECKS[rule].run(Peer(url, "tiny", long=ENDLESS))
+        CHECKS[rule].run(Peer(url, "tiny", KEY, long=ENDLESS))
     assert failure.value.excerpt, "what shows it is quoted"
 
 
 def test_a_server_without_a_fault_is_not_accused(ours: Server) -> None:
     """The server between is not what fails: without a fault in it every rule passes."""
     with misbehaving(ours.url, {"when": "$^"}) as url:
-        peer = Peer(url, "tiny", long=ENDLESS)
+        peer = Peer(url, "tiny", KEY, long=ENDLESS)
         for rule in CHECKS.keys() - rules.RULES.keys() | {"sums", "finish-reason"}:
             CHECKS[rule].run(peer)

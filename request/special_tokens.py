@@ -1,0 +1,157 @@
+"""Special tokens come from the chat template alone: what a request spells of them is text.
+
+    messages, tools, kwargs --SpecialTokens.mark_all(), ...--> the same with marks, and so the prompt of them
+    prompt                  --SpecialTokens.cut()------------> the texts to tokenize, one behind the other
+
+A tokenizer takes `<|im_end|>` for a control token wherever it stands, in a user's message or a tool's output
+too: who writes there could end the turn and begin one of the system (special token injection). So the strings
+of the request are marked before the template sees them; M is a mark:
+
+    mark()      Say <M|im_end|>
+    render()    <|im_start|>user\nSay <M|im_end|><|im_end|>\n
+    cut()       "<|im_start|>user\nSay <", "|im_end|><|im_end|>\n"
+
+Authority: huggingface/transformers#29279, and https://github.com/openai/tiktoken/blob/main/tiktoken/core.py,
+`encode`: special tokens "can be used to trick a model into doing something we don't want it to do".
+
+Rules of this file:
+1. In a special token that has a character of the request stands a mark: there is one behind each character
+   that begins a special token, and one before each string that may go on with a token of the template's.
+2. A prompt is cut only at marks in a special token, so that any other has the ids that it would have without.
+3. A template that looks for `</think>` in a message does not find what the request has spelled.
+4. Roles, types and ids of calls are words of ours and have no marks: templates make `<|user|>` of them.
+
+Not here: which tokens there are (tokenizer.py), what they mean (channels.py), the template (template.py).
+"""
+
+import re
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from request.messages import Message
+
+# "Noncharacters ... are intended for process-internal uses": https://www.unicode.org/faq/private_use.html
+MARK = "\ufdd0"
+BLANKS = " \t\r\n▁"  # some vocabularies have runs of them as added tokens, which control nothing
+WINDOW = 2**16  # characters searched at once: a search holds Python's lock, and streams wait for it
+
+
+def without_marks(text: str) -> str:
+    return replaced(text, MARK, "")
+
+
+def replaced(text: str, character: str, other: str) -> str:
+    """text.replace(), which could take 100 ms, window by window."""
+    if character not in text:
+        return text
+    windows = (text[start : start + WINDOW] for start in range(0, len(text), WINDOW))
+    return "".join(window.replace(character, other) for window in windows)
+
+
+class SpecialTokens:
+    """The added tokens of a vocabulary, kept apart from text that spells them."""
+
+    def __init__(self, added: Iterable[str]) -> None:
+        tokens = [token for token in added if len(token) > 1 and token.strip(BLANKS)]
+        self._first_characters = {token[0] for token in tokens}
+        self._pattern = re.compile(longest_of(tokens) or "(?!)")
+        self._max_length = max(map(len, tokens), default=0)
+        self._max_marked_length = 3 * self._max_length  # two marks meet where one string follows another
+        # What a string of the request can say of a token that the template has begun.
+        self._endings = {token[n:] for token in tokens for n in range(1, len(token))}
+        self._sorted_endings = sorted(self._endings)
+
+    # --- before the template ---
+
+    def mark(self, text: str) -> str:
+        """The text with its marks (rule 1); one that the request has sent is replaced, as Unicode allows."""
+        marked = replaced(text, MARK, "\N{REPLACEMENT CHARACTER}")
+        stripped = marked.lstrip()  # as templates do
+        if self._continues_a_token(stripped):
+            blanks = marked[: len(marked) - len(stripped)]
+            marked = blanks + MARK + stripped
+        for character in self._first_characters:
+            marked = replaced(marked, character, character + MARK)
+        return marked
+
+    def _continues_a_token(self, text: str) -> bool:
+        """Whether it begins with the ending of a token, or is the beginning of such an ending."""
+        if not text:
+            return False
+        beginning = text[: self._max_length]
+        if any(beginning[:n] in self._endings for n in range(1, len(beginning) + 1)):
+            return True
+        place = bisect_left(self._sorted_endings, beginning)
+        return any(ending.startswith(beginning) for ending in self._sorted_endings[place : place + 1])
+
+    def mark_all(self, value: Any) -> Any:
+        """Mark all strings of a JSON value, the names of members too."""
+        if isinstance(value, str):
+            return self.mark(value)
+        if isinstance(value, list):
+            return [self.mark_all(element) for element in value]
+        if isinstance(value, dict):
+            return {self.mark(name): self.mark_all(member) for name, member in value.items()}
+        return value
+
+    def mark_message(self, message: Message) -> Message:
+        """Mark what a message says and calls (rule 4: not its role, nor ids)."""
+        marked = {**message}
+        for name in ("content", "reasoning_content", "name"):
+            if name in message:
+                marked[name] = self.mark(message[name])
+        if "tool_calls" in message:
+            marked["tool_calls"] = [self.mark_function(call) for call in message["tool_calls"]]
+        return marked
+
+    def mark_function(self, tool_or_call: dict[str, Any]) -> dict[str, Any]:
+        """Mark what stands below `function`: a name and a description, parameters or arguments."""
+        function = tool_or_call["function"]
+        marked = {name: self.mark_all(member) for name, member in function.items()}
+        return tool_or_call | {"function": marked}
+
+    # --- behind it ---
+
+    def cut(self, prompt: str) -> list[str]:
+        """The prompt without its marks, cut at those that stand inside a special token.
+
+        A SentencePiece tokenizer puts a space before each text: its model sees `< |im_end|>`.
+        """
+        texts = []
+        start = 0
+        position = 0
+        while position < len(prompt):
+            match = self._pattern.search(prompt, position, position + WINDOW + self._max_marked_length)
+            if match is None or match.start() >= position + WINDOW:
+                position += WINDOW
+                continue
+            position = match.end()
+            if MARK in match[0]:
+                position = prompt.index(MARK, match.start())
+                texts.append(without_marks(prompt[start:position]))
+                start = position
+        texts.append(without_marks(prompt[start:]))
+        return texts
+
+
+def longest_of(words: Collection[str], between: str = "") -> str:
+    """A pattern for the longest of the words that stands at a place, with any marks inside.
+
+    Words that begin alike share that beginning (a trie): a thousand words cost no more than one.
+    `between` is what may stand before the first character.
+    """
+    rests: dict[str, list[str]] = defaultdict(list)  # of the words, by first character
+    for word in words:
+        if word:
+            rests[word[0]].append(word[1:])
+    branches = []
+    for character, rests_of_character in rests.items():
+        branches.append(between + re.escape(character) + longest_of(rests_of_character, f"{MARK}*"))
+    pattern = "|".join(branches)
+    if len(branches) > 1:
+        pattern = f"(?:{pattern})"
+    if branches and "" in words:  # one of the words ends here
+        pattern = f"(?:{pattern})?"
+    return pattern

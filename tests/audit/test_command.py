@@ -1,0 +1,200 @@
+"""`python -m audit` as its users run it: against our server, against what is none, packed as one file."""
+
+import http.server
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from audit import reports
+from audit.checks import CHECKS, PROFILES
+from audit.session import Result, chosen
+from helpers.serving import ROOT, Server, serve
+
+FEW = ["--rules", "bad-[jmi]*", "--rules", "models", "--long", "{}"]
+
+
+@pytest.fixture(scope="module")
+def ours() -> Iterator[Server]:
+    with serve() as server:
+        yield server
+
+
+def audit(*words: str, program: tuple[str, ...] = ("-m", "audit")) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *program, *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_a_server_is_audited(ours: Server, tmp_path: Path) -> None:
+    files = {name: tmp_path / name for name in ("junit", "markdown", "json-file")}
+    options = [word for name, path in files.items() for word in (f"--{name}", str(path))]
+    ended = audit(f"{ours.url}/v1", "--model", "tiny", *FEW, *options)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "4 rules" in ended.stdout
+    assert "\033" not in ended.stdout, "no colours but on a terminal"
+    suites = ElementTree.parse(files["junit"]).getroot()
+    cases = {case.attrib["name"] for case in suites.iter("testcase")}
+    assert cases == {"bad-json", "bad-model", "bad-input", "models"}
+    assert reports.verdicts(files["json-file"].read_text()) == dict.fromkeys(cases, "pass")
+    assert files["markdown"].read_text().count("| pass |") == 4
+
+
+def test_the_model_is_found_out(ours: Server) -> None:
+    ended = audit(f"{ours.url}/v1", "--rules", "models", "--long", "{}", "--json")
+    about = json.loads(ended.stdout)["about"]
+    assert about["model"] == "tiny"
+    assert about["apis"] == ["/responses", "/chat/completions"]
+
+
+def test_what_makes_an_answer_long_is_found_out(ours: Server) -> None:
+    ended = audit(f"{ours.url}/v1", "--model", "tiny", "--rules", "models", "--json")
+    assert json.loads(ended.stdout)["about"]["long"] == {"ignore_eos": True}
+
+
+class NoLlm(http.server.BaseHTTPRequestHandler):
+    """A web server, which is no LLM server."""
+
+    def do_GET(self) -> None:
+        self.send_error(404)
+
+    do_POST = do_GET
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def no_llm() -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), NoLlm) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.fixture
+def no_http() -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(b"220 mail.example ESMTP\r\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def refusal(ended: subprocess.CompletedProcess[str]) -> str:
+    """The one line with which nothing was judged."""
+    assert (ended.returncode, ended.stdout) == (2, "")
+    (line,) = ended.stderr.splitlines()
+    return line
+
+
+def test_nobody_is_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    assert "no server answers at" in refusal(audit(f"http://127.0.0.1:{port}/v1", "--model", "m"))
+
+
+def test_it_is_no_http(no_http: str) -> None:
+    assert "no server answers at" in refusal(audit(no_http, "--model", "m"))
+
+
+def test_it_is_no_llm(no_llm: str) -> None:
+    line = refusal(audit(no_llm, "--model", "m"))
+    assert "no LLM server" in line
+    assert f"try {no_llm}/v1" in line
+
+
+def test_a_key_is_missing() -> None:
+    with serve("--api-key", "secret") as server:
+        assert "--api-key" in refusal(audit(f"{server.url}/v1", "--model", "tiny"))
+        ended = audit(f"{server.url}/v1", "--model", "tiny", "--api-key", "secret", *FEW)
+        assert ended.returncode == 0
+        ended = audit(f"{server.url}/v1", "--model", "tiny", "--header", "Authorization: Bearer secret", *FEW)
+        assert ended.returncode == 0
+
+
+def test_the_model_is_wrong(ours: Server) -> None:
+    assert "'nobody'" in refusal(audit(f"{ours.url}/v1", "--model", "nobody"))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["nowhere.sse"],
+        ["--rules", "nothing", "http://127.0.0.1:9/v1"],
+        ["--header", "x", "http://127.0.0.1:9"],
+    ],
+)
+def test_what_cannot_be_done_is_said_in_a_line(words: list[str]) -> None:
+    assert refusal(audit(*words)).startswith("error: ")
+
+
+def test_two_runs_are_compared(tmp_path: Path) -> None:
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    old.write_text(reports.to_json([Result("models", "fail"), Result("resume", "pass")], {}))
+    new.write_text(reports.to_json([Result("models", "pass"), Result("resume", "pass")], {}))
+    ended = audit("--diff", str(old), str(new))
+    assert (ended.returncode, ended.stdout.split()) == (0, ["models", "fail", "->", "pass"])
+
+
+def test_a_failed_must_decides() -> None:
+    must, should = Result("cancel", "fail"), Result("cancel-completed", "fail")
+    assert reports.failed([must, should], strict=False, known={}) == [must]
+    assert reports.failed([must, should], strict=True, known={}) == [must, should]
+    assert reports.failed([must, should], strict=True, known={"cancel": "known"}) == [should]
+    assert reports.failed([Result("cancel", "error")], strict=True, known={}) == []
+
+
+def test_a_baseline_tells_what_is_fixed() -> None:
+    known = reports.read_baseline("# ours\n\ncancel: #12, next release\nresume: later\n")
+    assert known == {"resume": "later"} | {"cancel": "#12, next release"}
+    lines = list(reports.against_baseline([Result("cancel", "pass"), Result("resume", "fail")], known))
+    assert [line.split()[0] for line in lines] == ["fixed", "known"]
+
+
+@pytest.mark.parametrize("text", ["nothing: why", "cancel", "cancel:"])
+def test_a_baseline_that_cannot_be_read(text: str) -> None:
+    with pytest.raises(ValueError, match="line 1"):
+        reports.read_baseline(text)
+
+
+def test_junit_says_whatever_a_server_sends() -> None:
+    results = [Result("cancel", "fail", "a\x00<b>", "\ud800 & ]]>"), Result("resume", "n/a", "none")]
+    suites = ElementTree.fromstring(reports.junit(results, {"url": "http://x"}))
+    assert [case.attrib["name"] for case in suites.iter("testcase")] == ["cancel", "resume"]
+    properties = {p.attrib["name"] for p in suites.iter("property")}
+    assert properties == {"strength", "title", "source", "link", "bugs"}
+
+
+def test_each_rule_is_of_a_profile() -> None:
+    assert {profile for check in CHECKS.values() for profile in check.profiles.split()} <= {*PROFILES}
+    assert chosen("all", []) == list(CHECKS)
+    assert {*chosen("chat", [])} < {*CHECKS}
+    assert chosen("stateful", ["resume*"]) == ["resume", "resume-end", "resume-number"]
+
+
+def test_each_rule_says_who_wrote_it_down() -> None:
+    assert [name for name, check in CHECKS.items() if not check.source or "://" not in check.link] == []
+
+
+def test_it_runs_as_one_file_with_nothing_installed(ours: Server, tmp_path: Path) -> None:
+    if not shutil.which("make"):
+        pytest.skip("there is no make")
+    subprocess.run(["make", "audit.pyz"], cwd=ROOT, check=True, capture_output=True)
+    packed = ROOT / "llmref-audit.pyz"
+    assert packed.stat().st_size < 300_000
+    shutil.copy(packed, tmp_path)
+    program = ("-I", "-S", str(tmp_path / packed.name))
+    ended = audit(f"{ours.url}/v1", "--model", "tiny", *FEW, program=program)
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -1,0 +1,412 @@
+"""A server in front of upstreams that refuse, that never end, or that enforce what they are asked to.
+
+The upstream is a raw socket that sends what a test says (helpers/upstream.py), the front is a real server.
+"""
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from gateway import upstreams
+from gateway.upstreams import Died, Reply, Timeouts, Upstreams
+from helpers.serving import Json, Server, http_bytes, serve, until
+from helpers.upstream import (
+    CHUNKED,
+    DONE,
+    FRAMES,
+    STREAM,
+    Answer,
+    Exchange,
+    Upstream,
+    chunk,
+    delta,
+    event,
+    finish,
+    head,
+    json_answer,
+    says,
+    upstream,
+)
+
+CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
+INPUT: Json = {"model": "m", "input": "hi"}
+MESSAGES: Json = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+ASKED = {RESPONSES: INPUT, CHAT: MESSAGES}
+BOTH = pytest.mark.parametrize("path", [RESPONSES, CHAT])
+STREAM_OR_NOT = pytest.mark.parametrize("stream", [True, False], ids=["stream", "plain"])
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Upstream]:
+    with upstream() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def front(worker: Upstream) -> Iterator[Server]:
+    with serve("--upstream", worker.url, model=None) as started:
+        yield started
+
+
+@contextlib.contextmanager
+def behind(answer: Answer, *flags: str) -> Iterator[Server]:
+    """A front with options of its own over an upstream that answers so."""
+    with upstream(answer) as running, serve("--upstream", running.url, *flags, model=None) as started:
+        yield started
+
+
+# --- refusals -----------------------------------------------------------------------------------------------
+
+BAD = {"message": "No.", "type": "BadRequestError", "param": None}
+# fmt: off
+FIRST_FRAMES = [
+    # the first event of an answer with status 200                                     status, message
+    ({"error": BAD | {"code": 400}},                                                   400, "No."),
+    ({"error": BAD | {"code": "429"}},                                                 429, "No."),
+    ({"error": BAD | {"code": None, "type": "invalid_request_error"}},                 400, "No."),
+    ({"object": "error", "message": "No.", "type": "BadRequestError", "code": 400},    400, "No."),
+    ({"error": BAD | {"code": 500}},                                                   502, "No."),
+    ({"error": "No."},                                                                 502, "No."),
+]
+AS_SENT: dict[str, Callable[[Json], bytes]] = {
+    "an event":                  lambda error: head() + event(error) + DONE,
+    "an event behind a comment": lambda error: head() + b": hi\n\n" + event(error) + DONE,
+    "no event":                  lambda error: head() + json.dumps(error).encode(),
+    "an object":                 json_answer,
+}
+# fmt: on
+
+
+@BOTH
+@STREAM_OR_NOT
+@pytest.mark.parametrize(("error", "status", "message"), FIRST_FRAMES)
+def test_an_error_in_the_first_frame_has_its_status(
+    worker: Upstream, front: Server, path: str, stream: bool, error: Json, status: int, message: str
+) -> None:
+    """Bug: 200, for the response was accepted before the first frame was looked at."""
+    for name, sent in AS_SENT.items():
+        worker.answer = says(sent(error))
+        reply = front.post(path, ASKED[path] | {"stream": stream})
+        assert (reply.status, reply.json["error"]["message"]) == (status, message), name
+
+
+def test_an_error_in_the_first_frame_fails_in_the_background(worker: Upstream, front: Server) -> None:
+    worker.answer = says(head() + event({"error": BAD | {"code": 400}}) + DONE)
+    made = front.post(RESPONSES, INPUT | {"background": True}).json
+    url = f"{RESPONSES}/{made['id']}"
+    until(lambda: front.get(url).json["status"] == "failed", "it has failed")
+    assert front.get(url).json["error"] == {"code": "invalid_prompt", "message": "No."}
+
+
+def test_another_is_asked_where_the_first_frame_is_an_error() -> None:
+    """And that is no failure of the upstream: a client can make it say so."""
+    works = says(head() + delta(content="b") + finish() + DONE)
+    overloaded = says(head() + event({"error": BAD | {"code": 503}}))
+    with upstream(overloaded) as a, upstream(works) as b:
+        with serve("--upstream", a.url, "--upstream", b.url, model=None) as front:
+            for _ in range(8):
+                assert front.post(RESPONSES, INPUT).json["output"][0]["content"][0]["text"] == "b"
+            assert front.health()["upstreams_down"] == 0
+        assert len(a.exchanges) > upstreams.MAX_FAILURES
+
+
+@BOTH
+def test_a_late_refusal_of_a_plain_request_has_its_status(worker: Upstream, front: Server, path: str) -> None:
+    """Bug: 200 without Retry-After, where the upstream took longer than ACCEPT_S to say 429."""
+
+    def answer(exchange: Exchange) -> None:
+        time.sleep(5.2)
+        exchange.send(json_answer({"error": {"message": "Wait."}}, "429 Too Many", "Retry-After: 7"))
+
+    worker.answer = answer
+    reply = front.post(path, ASKED[path])
+    assert (reply.status, reply.headers.get("retry-after")) == (429, "7")
+
+
+# fmt: off
+RETRY_AFTER = [
+    ("7",                             "7"),
+    ("Fri, 31 Dec 1999 23:59:59 GMT", "Fri, 31 Dec 1999 23:59:59 GMT"),
+    ("\u20ac",                        "10"),  # our own
+    ("soon",                          "10"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("theirs", "ours"), RETRY_AFTER)
+def test_retry_after_is_seconds_or_a_date(worker: Upstream, front: Server, theirs: str, ours: str) -> None:
+    """Bug: 500, for a header cannot hold a euro."""
+    status = b"HTTP/1.1 429 Too Many\r\nRetry-After: " + theirs.encode() + b"\r\nContent-Length: 0\r\n\r\n"
+    worker.answer = says(status)
+    reply = front.post(CHAT, MESSAGES)
+    assert (reply.status, reply.headers["retry-after"]) == (429, ours)
+
+
+# --- what is asked ------------------------------------------------------------------------------------------
+
+SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}}
+
+
+def enforces_if_asked(exchange: Exchange) -> None:
+    """As vLLM does: the arguments keep to the schema of a function that is strict."""
+    function = exchange.body["tools"][0]["function"]
+    arguments = '{"name":"gaben"}' if function.get("strict") else '"gaben"'
+    call = {"index": 0, "id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    if exchange.body.get("stream"):
+        exchange.send(head() + delta(tool_calls=[call]) + finish("tool_calls") + DONE)
+        return
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    exchange.send(json_answer({"choices": [{"index": 0, "message": message, "finish_reason": "tool_calls"}]}))
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["named", "required"])
+def test_a_forced_call_keeps_to_its_schema(worker: Upstream, front: Server, named: bool) -> None:
+    """Bug: nine clients got the arguments "gaben", a JSON string, though the call was forced."""
+    worker.answer = enforces_if_asked
+    function = {"name": "f", "parameters": SCHEMA}
+    choice: Json = {"type": "function", "name": "f"}
+    asked = {"tools": [{"type": "function"} | function], "tool_choice": choice if named else "required"}
+    (call,) = front.post(RESPONSES, INPUT | asked).json["output"]
+    assert call["arguments"] == '{"name":"gaben"}'
+    chat_choice: Json = {"type": "function", "function": {"name": "f"}}
+    asked = {
+        "tools": [{"type": "function", "function": function}],
+        "tool_choice": chat_choice if named else "required",
+    }
+    message = front.post(CHAT, MESSAGES | asked).json["choices"][0]["message"]
+    assert message["tool_calls"][0]["function"]["arguments"] == '{"name":"gaben"}'
+
+
+# fmt: off
+FAULTS: list[tuple[Json, str]] = [
+    ({"messages": []},                                                         "messages"),
+    ({"messages": "hi"},                                                       "messages"),
+    ({"messages": [{"role": "robot", "content": "hi"}]},                       "messages[0].role"),
+    ({"messages": [{"role": "user", "content": 7}]},                           "messages[0].content"),
+    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]},         "messages[0].content[0].type"),
+    ({"messages": [{"role": "tool", "tool_call_id": "x", "content": "42"}]},   "messages[0].tool_call_id"),
+    ({"temperature": 9},                                                       "temperature"),
+    ({"n": 10**6},                                                             "n"),
+    ({"tool_choice": "required"},                                              "tool_choice"),
+    ({"response_format": {"type": "xml"}},                                     "response_format.type"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("more", "param"), FAULTS)
+def test_chat_is_checked_before_it_is_passed_on(
+    worker: Upstream, front: Server, more: Json, param: str
+) -> None:
+    """Bug: the leniency and the names of vLLM reached the client, as `body.messages`."""
+    worker.answer = says(json_answer({"choices": []}))
+    n_asked = len(worker.exchanges)
+    reply = front.post(CHAT, MESSAGES | more)
+    assert (reply.status, reply.json["error"]["param"]) == (400, param)
+    assert len(worker.exchanges) == n_asked
+
+
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+PASSED: list[Json] = [
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "What is it?"}, PICTURE]}]},
+    {"guided_json": {"type": "object"}, "min_tokens": 3, "structured_outputs": {"regex": "a"}},
+    {"response_format": {"type": "structural_tag", "format": {}}},
+    {"modalities": ["text", "audio"], "audio": {"voice": "alloy"}, "store": True, "web_search_options": {}},
+    {"add_generation_prompt": False, "continue_final_message": True, "what_nobody_knows": [1]},
+]
+
+
+@pytest.mark.parametrize("more", PASSED)
+def test_what_only_an_upstream_has_passes(worker: Upstream, front: Server, more: Json) -> None:
+    worker.answer = says(json_answer({"choices": []}))
+    assert front.post(CHAT, MESSAGES | more).status == 200
+    assert worker.exchanges[-1].body == MESSAGES | more
+
+
+def test_parameters_have_our_names(worker: Upstream, front: Server) -> None:
+    refusal = {"message": "No.", "param": "body.temperature"}
+    worker.answer = says(json_answer({"error": refusal}, "422 Unprocessable"))
+    for path, asked in ASKED.items():
+        assert front.post(path, asked).json["error"]["param"] == "temperature"
+
+
+# --- tokens counted -----------------------------------------------------------------------------------------
+
+COUNTED: Json = INPUT | {"instructions": "Be brief.", "tools": [{"type": "function", "name": "f"}]}
+
+
+def vllm(exchange: Exchange) -> None:
+    n_tokens = len(exchange.body["messages"]) + len(exchange.body["tools"])
+    exchange.send(json_answer({"count": n_tokens, "max_model_len": 9, "tokens": [5] * n_tokens}))
+
+
+def llama_cpp(exchange: Exchange) -> None:
+    if exchange.path == "/tokenize":  # it takes no messages, and says so by an empty list
+        exchange.send(json_answer({"tokens": []}))
+        return
+    assert exchange.path == "/v1/chat/completions/input_tokens"
+    n_tokens = 10 * len(exchange.body["messages"])
+    exchange.send(json_answer({"input_tokens": n_tokens, "object": "response.input_tokens"}))
+
+
+@pytest.mark.parametrize(("answer", "n_tokens"), [(vllm, 3), (llama_cpp, 20)])
+def test_the_upstream_counts_tokens(worker: Upstream, front: Server, answer: Answer, n_tokens: int) -> None:
+    """Bug: "Unsupported parameter: 'model'"."""
+    worker.answer = answer
+    reply = front.post(RESPONSES + "/input_tokens", COUNTED)
+    assert reply.json == {"object": "response.input_tokens", "input_tokens": n_tokens}
+
+
+def test_an_upstream_that_counts_no_tokens(worker: Upstream, front: Server) -> None:
+    worker.answer = says(json_answer({"detail": "Not Found"}, "404 Not Found"))
+    reply = front.post(RESPONSES + "/input_tokens", COUNTED)
+    assert (reply.status, reply.json["error"]["code"]) == (400, "unsupported_endpoint")
+    assert "it has no /tokenize and no /v1/chat/" in reply.json["error"]["message"]
+
+
+def test_a_prompt_that_cannot_be_counted(worker: Upstream, front: Server) -> None:
+    worker.answer = says(json_answer({"error": BAD}, "400 Bad Request"))
+    reply = front.post(RESPONSES + "/input_tokens", COUNTED)
+    assert (reply.status, reply.json["error"]["message"]) == (400, "No.")
+    worker.answer = says(b"")
+    assert front.post(RESPONSES + "/input_tokens", COUNTED).status == 502
+
+
+# --- what never ends, or never fits -------------------------------------------------------------------------
+
+
+FOR_EVER_S = 6 * upstreams.LINGER_S  # long enough to see that nobody has ended it
+
+
+def for_ever(exchange: Exchange, data: bytes, pause_s: float) -> None:
+    """Until the other side has gone, which raises OSError."""
+    ends_at = time.monotonic() + FOR_EVER_S
+    while time.monotonic() < ends_at:
+        exchange.send(data)
+        time.sleep(pause_s)
+
+
+@BOTH
+def test_comments_behind_done_keep_nobody_waiting(worker: Upstream, front: Server, path: str) -> None:
+    """Bug: each comment began the wait for the end of the body anew, for 152 s in all."""
+
+    def answer(exchange: Exchange) -> None:
+        exchange.send(head("text/event-stream", "200 OK", CHUNKED) + chunk(STREAM))
+        for_ever(exchange, chunk(b": hi\n\n"), pause_s=0.5)
+
+    worker.answer = answer
+    began_at = time.monotonic()
+    assert front.post(path, ASKED[path] | {"stream": True}).body.endswith(DONE)
+    assert time.monotonic() - began_at < FOR_EVER_S - 1
+
+
+@BOTH
+def test_an_answer_that_never_ends_is_ended(path: str) -> None:
+    """Bug: an upstream that was never silent for long, and never ready, had no limit."""
+
+    def answer(exchange: Exchange) -> None:
+        exchange.send(head() + FRAMES[1])
+        for_ever(exchange, b": hi\n\n", pause_s=0.05)
+
+    with behind(answer, "--upstream-timeout", "answer=0.5") as front:
+        body = front.post(path, ASKED[path] | {"stream": True}).body
+        assert b"it took too long in all" in body
+        assert body.endswith(DONE)
+
+
+@pytest.mark.parametrize("data", [b": hi\n\n", b"HTTP/1.1 103 Early Hints\r\n\r\n"], ids=["comments", "1xx"])
+def test_an_answer_that_never_begins_is_refused(data: bytes) -> None:
+    """What says nothing is no answer, however much of it comes."""
+
+    def answer(exchange: Exchange) -> None:
+        if not data.startswith(b"HTTP"):
+            exchange.send(head())
+        for_ever(exchange, data, pause_s=0.01)
+
+    with behind(answer, "--upstream-timeout", "first-byte=0.5") as front:
+        for path, asked in ASKED.items():
+            assert front.post(path, asked | {"stream": True}).status == 504
+
+
+def test_an_answer_has_a_limit_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upstreams, "MAX_ANSWER_BYTES", 10_000)
+
+    async def read(reply: Reply) -> tuple[int, str]:
+        n_bytes = 0
+        try:
+            async for data in reply.chunks():
+                n_bytes += len(data)
+        except Died as error:
+            return n_bytes, str(error)
+        return n_bytes, "the answer has ended"
+
+    async def run(url: str) -> tuple[int, str]:
+        asked = Upstreams([url], timeouts=Timeouts())
+        await asked.probe()
+        reply = await asked.open("chat/completions", MESSAGES)
+        try:
+            return await read(reply)
+        finally:
+            reply.close()
+            await asked.close()
+
+    def answer(exchange: Exchange) -> None:
+        exchange.send(head())
+        for_ever(exchange, FRAMES[1], pause_s=0)
+
+    with upstream(answer) as running:
+        n_bytes, why = asyncio.run(run(running.url))
+    assert "longer than 10000 bytes" in why
+    assert n_bytes < 10_000 + 2**17  # the chunk that was one too many
+
+
+@BOTH
+def test_one_event_has_a_limit_in_bytes(worker: Upstream, front: Server, path: str) -> None:
+    """Bug: an event of 15 MB was read at once, and all streams stood still for 1.3 s."""
+    worker.answer = says(head() + FRAMES[1] + delta(content="x" * 2**20) + finish() + DONE)
+    body = front.post(path, ASKED[path] | {"stream": True}).body
+    assert b"at a time" in body
+    assert b"xxx" not in body
+
+
+def test_one_object_has_a_limit_in_bytes(worker: Upstream, front: Server) -> None:
+    message = {"role": "assistant", "content": "x" * 2**23}
+    worker.answer = says(
+        json_answer({"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]})
+    )
+    reply = front.post(CHAT, MESSAGES)
+    assert reply.status == 502
+    assert "at a time" in reply.json["error"]["message"]
+
+
+def test_what_a_client_is_told_is_short(worker: Upstream, front: Server) -> None:
+    error = {"message": "x" * 50_000, "param": "y" * 5000, "code": "z" * 5000}
+    worker.answer = says(json_answer({"error": error}, "400 Bad Request"))
+    reply = front.post(CHAT, MESSAGES)
+    assert reply.status == 400
+    assert len(reply.body) < 2000
+
+
+@BOTH
+def test_a_body_that_might_unpack_to_gigabytes_is_refused(worker: Upstream, front: Server, path: str) -> None:
+    """Nobody has asked for it: whether it can be read at all depends on what is installed."""
+    worker.answer = says(head("text/event-stream", "200 OK", "Content-Encoding: zstd") + b"(\xb5/\xfd" * 99)
+    reply = front.post(path, ASKED[path])
+    assert reply.status == 502
+    assert "identity was asked for, zstd came" in reply.json["error"]["message"]
+
+
+def test_who_leaves_while_the_upstream_says_nothing_is_let_go(worker: Upstream, front: Server) -> None:
+    """Comments alone do not hold a request that nobody waits for."""
+
+    def answer(exchange: Exchange) -> None:
+        exchange.send(head())
+        for_ever(exchange, b": hi\n\n", pause_s=0.01)
+
+    worker.answer = answer
+    with front.connect(http_bytes(CHAT, MESSAGES | {"stream": True})):
+        until(lambda: front.health()["running"] == 1, "it runs")
+    until(lambda: front.health()["running"] == 0, "it has been let go")
