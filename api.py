@@ -7,7 +7,7 @@ A response is the fold of its events. All of them go to one event log, and the c
 
     stream: true                        as it grows                         EventStream(log)
     stream: false                       to its end, folded                  JsonAnswer
-    background: true                    its first snapshot, at once         JSONResponse, and later GET
+    background: true                    its first snapshot, at once         json_response, and later GET
     GET ...?stream=true                 from any event on, as it grows      EventStream(log, after=...)
 
 A new endpoint is one row of endpoints() and a handler, which returns a Response. It reads a body with
@@ -29,22 +29,23 @@ Not here: parameters (request/params.py), references and chains (request/items.p
 import asyncio
 import json
 import logging
+import math
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, closing
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 import completions
 import responses
 import sse
-from background import Event, EventLog, Producer, QueueFull, Reason, Registry
+from background import Event, EventLog, NotStored, Producer, QueueFull, Reason, Registry
 from channels import Accepted, Delta, Finish, Output, Usage
 from gateway.relay import Refused
 from gateway.remote import RemoteWorker
@@ -55,8 +56,16 @@ from request.refusals import BadInput, error_body, unsupported, wrong_value
 from responses import Compaction
 from service import signed_content
 from service.metrics import Metrics
-from store import TERMINAL, Row
-from streaming import EventStream, JsonAnswer, wants_stream, while_connected
+from store import TERMINAL, Damaged, Row
+from streaming import (
+    EventStream,
+    JsonAnswer,
+    error_response,
+    json_response,
+    json_text,
+    wants_stream,
+    while_connected,
+)
 from worker import ALIAS, LocalWorker, Outputs, Prompt, Worker
 
 log = logging.getLogger("api")
@@ -186,16 +195,13 @@ class Api:
             raise unsupported("background", "This server runs only what it may store: send store=true.")
         prompt = await prepared(http, self._prepared(checked))
         warn_of_hidden_tools(request)
-        row = new_row(checked)
-        try:
-            job = await self._registry.start(row, self._producer(prompt, row, checked.compacts))
-        except QueueFull as error:
-            message = "Too many background responses wait; try again later."
-            raise BadInput(message, "background", "rate_limit_exceeded") from error
-        if request.background and request.stream:
-            return EventStream(job.log, done=self._done)  # without the task, which outlives this request
+        row = await asyncio.to_thread(new_row, checked)
+        head = {"id": row.id, "object": "response", "created_at": unix_time(), "model": request.model}
+        builder = self._builder(row, head | request.echo, request.seal_reasoning)
         if request.background:
-            return JSONResponse(job.log.events[0]["response"])
+            return await self._create_in_background(row, builder, request.stream)
+        producer = ResponseProducer(builder, self._outputs(prompt, checked.compacts))
+        job = await self._registry.start(row, producer)
         if request.stream:
             return EventStream(job.log, job.task, self._done)
         return JsonAnswer(job.task, partial(self._folded, responses.fold, job.log, status_if_failed=200))
@@ -210,7 +216,8 @@ class Api:
         new_items = values["input"]
         if self._image_texts:
             new_items = items.with_image_texts(new_items)
-        find = partial(self._find, owner)  # after all that is wrong in itself has been refused
+        # Only what is right in itself is looked up.
+        find = partial(self._find, owner, self._registry.get_to_continue)
         unseal = partial(signed_content.unseal, self._key, owner)
         chain, new_items = await items.resolve(new_items, values["previous_response_id"], find, unseal)
         if chain_suffices and chain and not new_items:
@@ -239,17 +246,49 @@ class Api:
         question = [{"role": "user", "content": COMPACT_QUESTION}]
         return params.responses_request(values, checked.items, question, request.owner)
 
-    def _producer(self, prompt: Prompt, row: Row, compacts: bool) -> Producer:
+    async def _create_in_background(self, row: Row, builder: responses.Builder, stream: bool) -> Response:
+        try:
+            job = await self._registry.start(row, self._background_producer(row, builder))
+        except QueueFull as error:
+            raise BadInput(str(error), "background", "rate_limit_exceeded") from error
+        except NotStored:
+            return error_response(
+                503, "The response could not be stored; try again later.", None, "server_error"
+            )
+        if stream:
+            return EventStream(job.log, done=self._done)  # without the task, which outlives this request
+        return json_response(200, job.log.events[0]["response"])
+
+    def _builder(self, row: Row, head: Mapping[str, Any], seal_reasoning: bool) -> responses.Builder:
         seal = None
-        if prompt.request.seal_reasoning:
+        if seal_reasoning:
             seal = partial(signed_content.seal, self._key, row.owner, "reasoning")
-        builder = responses.Builder(row.response, item_ids(row.id), seal, self._reasoning_events)
+        return responses.Builder(head, item_ids(row.id), seal, self._reasoning_events)
+
+    def _outputs(self, prompt: Prompt, compacts: bool) -> ResponseOutputs:
+        """What the model says of a prompt, and what is made of that."""
         outputs: ResponseOutputs = run_choice(prompt, 0, self.metrics)
         if compacts:
-            outputs = compacted(outputs, partial(signed_content.seal, self._key, row.owner, "compaction"))
-        elif not prompt.request.generate:
-            outputs = unsaid(outputs)
-        return ResponseProducer(builder, outputs, row.background)
+            seal = partial(signed_content.seal, self._key, prompt.request.owner, "compaction")
+            return compacted(outputs, seal)
+        if not prompt.request.generate:
+            return unsaid(outputs)
+        return outputs
+
+    def _background_producer(self, row: Row, builder: responses.Builder) -> Producer:
+        """What waits is the row, as JSON text: prompt and tokens are made of it again when it runs."""
+
+        async def run() -> ResponseOutputs:
+            body = await asyncio.to_thread(body_of, row)
+            worker = self._worker(params.model_name(body))
+            request = await asyncio.to_thread(params.from_responses, body, worker.defaults, row.owner)
+            checked = CheckedRequest(request, worker, body["input"], body)
+            prompt = await self._prepared(checked)
+            async with aclosing(self._outputs(prompt, checked.compacts)) as outputs:
+                async for output in outputs:
+                    yield output
+
+        return ResponseProducer(builder, run(), in_background=True)
 
     def _folded(
         self, fold: Callable[[list[Event]], dict[str, Any]], event_log: EventLog, status_if_failed: int
@@ -268,12 +307,9 @@ class Api:
     async def recover(self) -> None:
         """Run again, or end, the background responses that the last process left unfinished in the store."""
 
-        async def make_producer(row: Row) -> Producer:
-            body = row.request | {"input": row.items, "previous_response_id": None}
-            worker = self._worker(params.model_name(body))
-            request = params.from_responses(body, worker.defaults, row.owner)
-            checked = CheckedRequest(request, worker, row.items, row.request)
-            return self._producer(await self._prepared(checked), row, checked.compacts)
+        def make_producer(row: Row) -> Producer:
+            seal_reasoning = params.SEALED_REASONING in (row.request.get("include") or ())
+            return self._background_producer(row, self._builder(row, row.response, seal_reasoning))
 
         await self._registry.recover(make_producer, interrupted_event)
 
@@ -286,7 +322,7 @@ class Api:
         checked = await self._check(body, http.scope["owner"], chain_suffices=True)
         prompt = await prepared(http, checked.worker.prepare(checked.request))
         n_tokens = await prompt.count_tokens()
-        return JSONResponse({"object": "response.input_tokens", "input_tokens": n_tokens})
+        return json_response(200, {"object": "response.input_tokens", "input_tokens": n_tokens})
 
     async def compact(self, http: HttpRequest) -> Response:
         """Answer with the user's messages and one sealed item for all the rest: the model's own summary."""
@@ -331,14 +367,18 @@ class Api:
     async def get_response(self, http: HttpRequest) -> Response:
         row = await self._row(http)
         if not wants_stream(http.query_params):
-            return JSONResponse(row.response)
+            return json_text(row.response_json)
         after = starting_after(http.query_params.get("starting_after"))
         refusal = "This response cannot be streamed because it was not created with "
         if not row.background:
             raise BadInput(refusal + "background=true.", "stream")
         if not row.streamed:
             raise BadInput(refusal + "stream=true.", "stream")
-        events = await self._registry.events(row.id)
+        try:
+            events = await self._registry.events(row.id)
+        except Damaged as error:
+            message = "This response can no longer be streamed: not all of its events are in the store."
+            raise BadInput(message, "stream") from error
         if events is None:
             raise BadInput("This response can no longer be streamed: its events have expired.", "stream")
         return EventStream(events, done=self._done, after=after)
@@ -349,17 +389,16 @@ class Api:
             raise BadInput("Cannot cancel a synchronous response.")
         await self._registry.cancel(row.id)
         row = await self._row(http)
-        status = row.response["status"]
-        if status != "cancelled":
-            raise BadInput(CANNOT_CANCEL[status])
-        return JSONResponse(row.response)
+        if row.status != "cancelled":
+            raise BadInput(CANNOT_CANCEL[row.status])
+        return json_text(row.response_json)
 
     async def delete_response(self, http: HttpRequest) -> Response:
         row = await self._row(http)
-        if row.response["status"] not in TERMINAL:
+        if row.status not in TERMINAL:
             raise BadInput("Cannot delete an in-flight response.")
         await self._registry.delete(row.id)
-        return JSONResponse({"id": row.id, "object": "response", "deleted": True})
+        return json_response(200, {"id": row.id, "object": "response", "deleted": True})
 
     async def list_input_items(self, http: HttpRequest) -> Response:
         row = await self._row(http)
@@ -368,31 +407,32 @@ class Api:
         order = query.get("order", "desc")
         if order not in ("asc", "desc"):
             raise wrong_value("order", "'asc' or 'desc'", order)
-        listed = row.items
+        listed = await self._registry.items(row.id)
         if order == "desc":
-            listed = row.items[::-1]
+            listed.reverse()
         after = query.get("after")
         if after:
-            ids = [item["id"] for item in listed]
+            ids = [item.id for item in listed]
             if after not in ids:
                 raise wrong_value("after", "the id of an input item", after)
             listed = listed[ids.index(after) + 1 :]
         page = listed[:limit]
-        body: dict[str, Any] = {"object": "list", "data": page, "first_id": None, "last_id": None}
+        data = [sse.Encoded(item.item_json) for item in page]
+        body: dict[str, Any] = {"object": "list", "data": data, "first_id": None, "last_id": None}
         if page:
-            body |= {"first_id": page[0]["id"], "last_id": page[-1]["id"]}
-        return JSONResponse(body | {"has_more": len(listed) > limit})
+            body |= {"first_id": page[0].id, "last_id": page[-1].id}
+        return json_response(200, body | {"has_more": len(listed) > limit})
 
     async def _row(self, http: HttpRequest) -> Row:
         id_ = http.path_params["id"]
-        row = await self._find(http.scope["owner"], id_)
+        row = await self._find(http.scope["owner"], self._registry.get, id_)
         if row is None:
             raise BadInput(f"Response with id '{id_}' not found.", None, "response_not_found")
         return row
 
-    async def _find(self, owner: str, id: str) -> Row | None:
+    async def _find(self, owner: str, get: Callable[[str], Awaitable[Row | None]], id: str) -> Row | None:
         """The response with this id if `owner` has made it: for others it does not exist."""
-        row = await self._registry.get(id)
+        row = await get(id)
         return row if row and row.owner == owner else None
 
     # --- chat completions -----------------------------------------------------------------------------------
@@ -441,16 +481,16 @@ class Api:
     # --- models, health -------------------------------------------------------------------------------------
 
     async def list_models(self, _: HttpRequest) -> Response:
-        return JSONResponse({"object": "list", "data": list(self._models().values())})
+        return json_response(200, {"object": "list", "data": list(self._models().values())})
 
     async def get_model(self, http: HttpRequest) -> Response:
         name = http.path_params["id"]
         self._worker(name)  # raises where there is none
         models = self._models()
         if name in models:
-            return JSONResponse(models[name])
+            return json_response(200, models[name])
         first = next(iter(models.values()))  # the one that the alias stands for
-        return JSONResponse(first | {"id": name})
+        return json_response(200, first | {"id": name})
 
     async def health(self, http: HttpRequest) -> Response:
         """Whether requests are served: not without a worker that works, and not while the server stops."""
@@ -459,12 +499,12 @@ class Api:
         if http.scope["owner"] is not None:  # what others do is shown to those with a key
             counts = self._counts() | self._registry.counts()
         if is_ready:
-            return JSONResponse({"status": "ok"} | counts)
-        return JSONResponse({"status": "not ready"} | counts, 503)
+            return json_response(200, {"status": "ok"} | counts)
+        return json_response(503, {"status": "not ready"} | counts)
 
     async def alive(self, _: HttpRequest) -> Response:
         """Whether the process answers at all; else somebody should start it again."""
-        return JSONResponse({"status": "ok"})
+        return json_response(200, {"status": "ok"})
 
     def _counts(self) -> dict[str, int]:
         """What all workers hold together."""
@@ -504,7 +544,9 @@ class Api:
 class ResponseProducer:
     """A Producer of background.py: turns the outputs of a worker into the events of one response."""
 
-    def __init__(self, builder: responses.Builder, outputs: ResponseOutputs, in_background: bool) -> None:
+    def __init__(
+        self, builder: responses.Builder, outputs: ResponseOutputs, in_background: bool = False
+    ) -> None:
         self._builder = builder
         self._outputs = outputs  # closed by fill()
         self._in_background = in_background
@@ -563,7 +605,7 @@ async def run_choice(prompt: Prompt, choice: int, metrics: Metrics) -> Outputs:
                     yield output
                     continue
                 watch.piece()
-                for restored in restorer.feed(output):
+                for restored in restorer.feed(with_numbers(output)):
                     yield restored
             else:  # no Finish has come
                 finish = Finish("failed", message="The worker ended without finishing.")
@@ -585,6 +627,13 @@ async def run_choice(prompt: Prompt, choice: int, metrics: Metrics) -> Outputs:
         watch.end(finish.reason, usage.input_tokens, usage.cached_tokens, usage.output_tokens)
         log_finish(prompt, finish.reason, usage, time.monotonic() - started_at)
     yield finish
+
+
+def with_numbers(output: Output) -> Output:
+    """The output; raises ArithmeticError where a logprob is no number, which no event could say."""
+    if isinstance(output, Delta) and any(math.isnan(p.logprob) for p in output.logprobs):
+        raise ArithmeticError("expected logprobs that are numbers, got NaN")
+    return output
 
 
 async def compacted(outputs: ResponseOutputs, seal: Callable[[str], str]) -> ResponseOutputs:
@@ -631,27 +680,46 @@ def log_finish(prompt: Prompt, reason: str, usage: Usage, seconds: float) -> Non
 
 
 def new_row(checked: CheckedRequest) -> Row:
-    """A response that is about to start, as it will be stored."""
+    """A response that is about to start, as it will be stored: the parameters that mean something.
+
+    The items are encoded one by one: between two of them another thread gets Python's lock.
+    """
     request = checked.request
-    id_ = new_id("resp")
-    head = {"id": id_, "object": "response", "created_at": unix_time(), "model": request.model}
+    request_json = ""
+    items_json = ""
+    if request.store or request.background:
+        request_json = sse.dumps(checked.parameters)
+        items_json = "[" + ",".join(map(sse.dumps, checked.items)) + "]"
     return Row(
-        id=id_,
+        id=new_id("resp"),
         born_at=time.time(),
         ended_at=None,
         kept=request.store,
         background=request.background,
         streamed=request.stream,
-        request=checked.parameters,
-        items=checked.items,
-        response=head | request.echo,
+        request_json=request_json,
+        items_json=items_json,
         owner=request.owner,
     )
 
 
-def interrupted_event(frames: Sequence[bytes]) -> Event:
-    """The last event of a response whose process has died; `frames` are those that it has stored."""
-    events = [json.loads(event.data) for event in sse.Parser().feed(b"".join(frames))]
+def body_of(row: Row) -> dict[str, Any]:
+    """The body of a stored response, with nothing left to look up."""
+    return row.request | {"input": row.items, "previous_response_id": None}
+
+
+def interrupted_event(id: str, frames: Sequence[bytes]) -> Event:
+    """The last event of a response whose process has died.
+
+    `frames` are those that it has stored; [] where they cannot be used, and all that is known is the id.
+    """
+    if not frames:
+        head = {"id": id, "object": "response", "created_at": unix_time()}
+        builder = responses.Builder(head, new_id)
+        builder.start()
+        return builder.finish(Finish("failed", message="What was stored of it is damaged."), unix_time())[-1]
+    parser = sse.Parser(max_event_bytes=sum(map(len, frames)))
+    events = [json.loads(event.data) for frame in frames for event in parser.feed(frame)]
     return responses.interrupted(events, "interrupted by a restart")
 
 

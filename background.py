@@ -15,9 +15,12 @@ Rules of this file:
 2. An event is encoded once, then and there: all readers share those bytes, and nothing can change them.
 3. An event is shown when it is written, so no restart takes back what was seen. One write takes all events
    that came during the last one: the tokens do not wait for the disk. A write that fails is logged, its
-   events are shown all the same, and the next write takes them too.
+   events are shown all the same, and the next write takes them too. A foreground response has no next write:
+   its last event says `store: false` then, for nobody will find it.
 4. A response ends once, in its log: a cancel that comes before the last event wins, a later one is void.
 5. Everything ends: a producer that returns, raises, is cancelled or was killed leaves a terminal event.
+6. What waits is shared out among owners: no one of them can fill the queue, or have the others wait for all
+   that it has queued. What waits is bounded in bytes too.
 
 Not here: SQL (store.py), what an event says (responses.py), HTTP (api.py, streaming.py).
 """
@@ -32,16 +35,19 @@ from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
-from store import TERMINAL, Row, Snapshot, Store
+import sse
+from store import TERMINAL, Damaged, Item, Row, Snapshot, Store, n_bytes
 
 log = logging.getLogger("background")
 T = TypeVar("T")
 
 Event = dict[str, Any]
+Response = dict[str, Any]  # a response object as an event holds it
 Encode = Callable[[int, Event], bytes]  # (number, event) -> its frame
-Write = Callable[[int, list[bytes], Snapshot], Awaitable[None]]  # see EventLog
+Write = Callable[[int, list[bytes], Response | None], Awaitable[None]]  # see EventLog
 
 MAINTENANCE_INTERVAL_S = 1  # the store is maintained when a response ends or is asked for, not more often
+MAX_LIVE_BYTES = 128 * 2**20  # of what was sent for all background responses that have not ended
 
 
 # --- the log ------------------------------------------------------------------------------------------------
@@ -51,7 +57,7 @@ class Entry(NamedTuple):
     """An event in the log."""
 
     frame: bytes
-    snapshot: Snapshot  # the newest response object, in this event or in one before it
+    response: Response | None  # the newest response object, in this event or in one before it
 
 
 class EventLog:
@@ -60,22 +66,25 @@ class EventLog:
     An entry is appended (pending), then written, then shown to readers. Only where a write fails are entries
     shown before they are written. A log that is not stored shows them at once.
 
-    `write(number of the first frame, frames, snapshot)` stores frames, and the newest response object unless
-    that is None: it is as before. `write` None: nothing is stored. `frames` are those that an earlier process
-    has stored, `snapshot` is the newest response object in them.
+    `write(number of the first frame, frames, response)` stores frames, and the newest response object unless
+    that is None: it is as before. `write` None: nothing is stored. `unstored(event)` is what the last event
+    becomes if it could not be written; None: it stays, and is written later. `frames` are those that an
+    earlier process has stored, `response` is the newest response object in them.
     """
 
     def __init__(
         self,
         encode: Encode,
         write: Write | None = None,
+        unstored: Callable[[Event], Event] | None = None,
         frames: Sequence[bytes] = (),
-        snapshot: Snapshot = None,
+        response: Response | None = None,
     ) -> None:
         self.events: list[Event] = []  # appended by this process
         self._encode = encode
         self._write = write
-        self._shown = [Entry(frame, snapshot) for frame in frames]  # what readers get
+        self._unstored = unstored
+        self._shown = [Entry(frame, response) for frame in frames]  # what readers get
         self._pending: list[Entry] = []  # not shown yet: a write of them is under way, or comes next
         self._n_written = len(frames)  # fewer than there are in `_shown` where a write has failed
         self._writing: asyncio.Task[None] | None = None
@@ -85,17 +94,27 @@ class EventLog:
     @property
     def status(self) -> str:
         """The response's: queued, in_progress or a terminal one; "" before its first event."""
-        newest = newest_snapshot(self._pending) or self.snapshot
+        newest = self.newest
         return newest["status"] if newest else ""
 
     @property
-    def snapshot(self) -> Snapshot:
+    def newest(self) -> Response | None:
+        """The newest response object, be it shown or not."""
+        return newest_response(self._pending) or self.response
+
+    @property
+    def response(self) -> Response | None:
         """The newest response object that is shown to readers."""
-        return newest_snapshot(self._shown)
+        return newest_response(self._shown)
 
     @property
     def ended(self) -> bool:
         return self.status in TERMINAL
+
+    @property
+    def n_bytes(self) -> int:
+        """Size of the frames."""
+        return n_bytes([entry.frame for entry in (*self._shown, *self._pending)])
 
     @property
     def is_stored(self) -> bool:
@@ -108,10 +127,10 @@ class EventLog:
         return self._is_closed and bool(self.status) and not self.ended
 
     def extend(self, events: Iterable[Event]) -> None:
-        """Append events, in their order."""
+        """Append events, in their order. Raises ValueError for one that JSON cannot say."""
         for event in events:
             frame = self._encode(len(self._shown) + len(self._pending), event)
-            newest = event.get("response") or newest_snapshot(self._pending) or self.snapshot
+            newest = event.get("response") or self.newest
             self._pending.append(Entry(frame, newest))
             self.events.append(event)
         if self._write is None:
@@ -136,7 +155,11 @@ class EventLog:
             await self._news.wait()
 
     async def read(self, after: int = -1) -> AsyncGenerator[bytes]:
-        """The frames that follow number `after`: those there are, then those to come."""
+        """The frames that follow number `after`: those there are, then those to come.
+
+        A reader who has seen more than there is, for a dead process could not store it, gets the last event:
+        it says how the response ended.
+        """
         position = after + 1
         while position < len(self._shown) or self._pending or not self._is_closed:
             if position < len(self._shown):
@@ -144,6 +167,8 @@ class EventLog:
                 position += 1
             else:
                 await self._news.wait()
+        if position > len(self._shown) > 0 and not self.is_broken_off:
+            yield self._shown[-1].frame
 
     async def write_again(self) -> bool:
         """Try once more what a write has failed to store; whether all is stored now."""
@@ -158,13 +183,15 @@ class EventLog:
         while self._pending or not self.is_stored:
             n_pending = len(self._pending)
             entries = self._shown[self._n_written :] + self._pending
-            snapshot = newest_snapshot(entries)
-            if self._n_written and snapshot is self._shown[self._n_written - 1].snapshot:
-                snapshot = None  # it is written already
+            response = newest_response(entries)
+            if self._n_written and response is self._shown[self._n_written - 1].response:
+                response = None  # it is written already
             try:
-                await write(self._n_written, [entry.frame for entry in entries], snapshot)
+                await write(self._n_written, [entry.frame for entry in entries], response)
             except Exception:
-                log.exception("%d events could not be stored yet", len(entries))
+                log.exception("%d events could not be stored", len(entries))
+                if self._unstored and n_pending == len(self._pending):
+                    self._replace_last(self._unstored(self.events[-1]))
                 self._show(n_pending)
                 if not self._pending:
                     break
@@ -172,6 +199,12 @@ class EventLog:
                 self._n_written += len(entries)
                 self._show(n_pending)
         self._writing = None
+
+    def _replace_last(self, event: Event) -> None:
+        """Replace the newest event, which nobody has seen."""
+        frame = self._encode(len(self._shown) + len(self._pending) - 1, event)
+        self._pending[-1] = Entry(frame, event["response"])
+        self.events[-1] = event
 
     def _show(self, n_entries: int) -> None:
         """Show the first pending entries to readers."""
@@ -184,8 +217,25 @@ class EventLog:
         self._news = asyncio.Event()
 
 
-def newest_snapshot(entries: Sequence[Entry]) -> Snapshot:
-    return entries[-1].snapshot if entries else None
+def newest_response(entries: Sequence[Entry]) -> Response | None:
+    return entries[-1].response if entries else None
+
+
+def snapshot_of(response: Response) -> Snapshot:
+    return Snapshot(response["status"], sse.dumps(response))
+
+
+def not_stored(event: Event) -> Event:
+    """The last event of a response that was to be stored, and could not be: who asks for it gets a 404."""
+    return event | {"response": event["response"] | {"store": False}}
+
+
+def last_resort(response: Response, ending: "Ending") -> Event:
+    """The last event of a response whose producer cannot make one: without any output."""
+    end: dict[str, Any] = {"status": ending.reason}
+    if ending.reason == "failed":
+        end["error"] = {"code": "server_error", "message": ending.message}
+    return {"type": "response.failed", "response": response | end}
 
 
 # --- what fills it ------------------------------------------------------------------------------------------
@@ -219,6 +269,85 @@ NOT_STORED = Ending("failed", "The response could not be stored.")
 SHUT_DOWN = Ending("failed", "The server is shutting down.")
 
 
+# --- who runs next ------------------------------------------------------------------------------------------
+
+
+class Turn(NamedTuple):
+    """A job that waits for a slot."""
+
+    owner: str
+    has_come: asyncio.Future[None]
+
+
+class Slots:
+    """The background responses that may run at once.
+
+    A slot goes to the owner who holds the fewest; of several, to the one who has not got one for the longest
+    time. With one slot they take turns, however many jobs each has queued. The jobs of one owner run in the
+    order in which they came.
+    """
+
+    def __init__(self, n_slots: int) -> None:
+        self._n_free = n_slots
+        self._n_held = Counter[str]()  # by owner
+        self._n_given = 0
+        self._last_given = Counter[str]()  # by owner: the number of the last slot given, 0 for none
+        self._waiting: list[Turn] = []  # in the order in which they came
+
+    @asynccontextmanager
+    async def slot(self, owner: str) -> AsyncIterator[None]:
+        await self._take(owner)
+        try:
+            yield
+        finally:
+            self._give_back(owner)
+
+    async def _take(self, owner: str) -> None:
+        turn = Turn(owner, asyncio.get_running_loop().create_future())
+        self._waiting.append(turn)
+        self._hand_out()
+        try:
+            await turn.has_come
+        except asyncio.CancelledError:
+            if not turn.has_come.cancelled():  # it has come in the same moment
+                self._give_back(owner)
+            raise
+
+    def _give_back(self, owner: str) -> None:
+        self._n_held[owner] -= 1
+        self._n_free += 1
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        self._waiting = [turn for turn in self._waiting if not turn.has_come.cancelled()]
+        while self._n_free and self._waiting:
+            turn = min(self._waiting, key=self._precedence)
+            self._waiting.remove(turn)
+            self._n_free -= 1
+            self._n_held[turn.owner] += 1
+            self._n_given += 1
+            self._last_given[turn.owner] = self._n_given
+            turn.has_come.set_result(None)
+
+    def _precedence(self, turn: Turn) -> tuple[int, int]:
+        return self._n_held[turn.owner], self._last_given[turn.owner]
+
+
+def has_room(limit: int, n_all: int, n_own: int, owner: str) -> bool:
+    """Whether an owner who holds `n_own` of the `n_all` that are taken may have more, up to `limit` in all.
+
+    An owner may hold as much as is left, so the first one gets half, a second one half of the rest: there is
+    always room for the next one. "Dynamic queue length thresholds for shared-memory packet switches",
+    Choudhury and Hahne, 1998. Without keys there is one owner, and nobody to leave room for.
+    """
+    if not owner:
+        return n_all < limit
+    return n_own < limit - n_all
+
+
+# --- jobs ---------------------------------------------------------------------------------------------------
+
+
 @dataclass(eq=False)
 class ResponseJob:
     """A response that has not ended, and the task that fills its log."""
@@ -228,6 +357,10 @@ class ResponseJob:
     log: EventLog
     if_cancelled: Ending | None  # how it ends when its task is cancelled; None: the next process shall run it
     task: asyncio.Task[None] = field(init=False)
+    n_bytes: int = field(init=False)  # of what was sent, and of the events that repeat it
+
+    def __post_init__(self) -> None:
+        self.n_bytes = self.row.n_bytes + self.log.n_bytes
 
     async def until_ended(self) -> None:
         """Wait until it has ended and its last event is shown."""
@@ -235,7 +368,7 @@ class ResponseJob:
 
 
 class QueueFull(Exception):
-    """Too many background responses wait, or the server is about to stop."""
+    """Background responses take all the room that there is for this owner, or the server is about to stop."""
 
 
 class NotStored(Exception):
@@ -248,9 +381,8 @@ class Registry:
     def __init__(self, store: Store, encode: Encode, max_running: int = 8, max_queued: int = 256) -> None:
         self._store = store
         self._encode = encode
-        self._slots = asyncio.Semaphore(max_running)  # the engine's other places are left to the foreground
-        self._max_running = max_running
-        self._max_queued = max_queued
+        self._slots = Slots(max_running)  # the engine's other places are left to the foreground
+        self._max_live = max_running + max_queued
         self._jobs: dict[str, ResponseJob] = {}  # those in the background, by id of the response
         # SQLite is asked in order, and never in the event loop.
         self._store_thread = ThreadPoolExecutor(1, "store")
@@ -267,14 +399,11 @@ class Registry:
         raises what refuses the request. In the background it is stored when this returns: it will end,
         whatever happens to this process. Raises QueueFull, NotStored.
         """
-        event_log = EventLog(self._encode, self._writer(row))
         if not row.background:
+            event_log = EventLog(self._encode, self._writer(row), not_stored)
             return self._launch(ResponseJob(row, producer, event_log, if_cancelled=CANCELLED))
-        n_live = len([job for job in self._jobs.values() if not job.log.ended])
-        if self._is_stopping or n_live >= self._max_running + self._max_queued:
-            raise QueueFull(
-                f"expected a server that runs, and room in its queue, got {n_live} live responses"
-            )
+        self._check_room(row.owner)
+        event_log = EventLog(self._encode, self._writer(row))
         event_log.extend(producer.start())
         job = self._launch(ResponseJob(row, producer, event_log, if_cancelled=None))
         self._jobs[row.id] = job
@@ -284,15 +413,42 @@ class Registry:
             raise NotStored(f"expected {row.id} to be written; the log says why it was not")
         return job
 
+    def _check_room(self, owner: str) -> None:
+        """Raise QueueFull unless an owner may have one more background response."""
+        if self._is_stopping:
+            raise QueueFull("The server is about to stop.")
+        live = [job for job in self._jobs.values() if not job.log.ended]
+        own = [job for job in live if job.row.owner == owner]
+        if not has_room(self._max_live, len(live), len(own), owner):
+            raise QueueFull(f"Too many background responses wait, {len(own)} of them yours; try again later.")
+        n_live_bytes = sum(job.n_bytes for job in live)
+        n_own_bytes = sum(job.n_bytes for job in own)
+        if not has_room(MAX_LIVE_BYTES, n_live_bytes, n_own_bytes, owner):
+            raise QueueFull(
+                f"The background responses that wait are too large, {n_own_bytes} bytes of them yours; "
+                "try again later."
+            )
+
     async def get(self, id: str) -> Row | None:
         """A response as it stands."""
-        if job := self._jobs.get(id):
-            return job.row._replace(response=job.log.snapshot or job.row.response)
+        job = self._jobs.get(id)
+        if job and job.log.response:
+            return job.row.with_snapshot(snapshot_of(job.log.response), time.time())
         await self._maintain_store()
         return await self._call_store(self._store.get, id)
 
+    async def get_to_continue(self, id: str) -> Row | None:
+        """A response as another one, or a reference, makes use of it: Store.get_to_continue()."""
+        if id in self._jobs:  # it runs, or has ended a moment ago
+            return await self.get(id)
+        return await self._call_store(self._store.get_to_continue, id)
+
+    async def items(self, id: str) -> list[Item]:
+        """The input items of a response that is stored, in their order."""
+        return await self._call_store(self._store.items, id)
+
     async def events(self, id: str) -> EventLog | None:
-        """The log of a background response; None when its events are no longer kept."""
+        """The log of a background response; None when its events are no longer kept. Raises Damaged."""
         if job := self._jobs.get(id):
             return job.log
         frames = await self._call_store(self._store.frames, id)
@@ -319,39 +475,44 @@ class Registry:
 
     async def recover(
         self,
-        make_producer: Callable[[Row], Awaitable[Producer]],
-        interrupted: Callable[[list[bytes]], Event],
+        make_producer: Callable[[Row], Producer],
+        interrupted: Callable[[str, list[bytes]], Event],
     ) -> None:
         """Run again what the last process left queued, and end what it left in progress.
 
-        `interrupted(frames)` makes the last event of a response from the frames that are stored.
+        `interrupted(id, frames)` makes the last event of a response from the frames that are stored; [] where
+        they cannot be used.
         """
-        for row in await self._call_store(self._store.live):
-            frames = await self._call_store(self._store.frames, row.id)
-            event_log = EventLog(self._encode, self._writer(row), frames, row.response)
-            producer = await self._requeued(row, make_producer)
-            if producer is None:
-                log.info("%s was interrupted: it has failed", row.id)
-                event_log.extend([interrupted(frames)])
-                await event_log.until_shown()
-            else:
-                log.info("%s was queued: it runs again", row.id)
-                job = ResponseJob(row, producer, event_log, if_cancelled=None)
-                self._jobs[row.id] = self._launch(job)
+        for id_ in await self._call_store(self._store.live):
+            try:
+                await self._recover_one(id_, make_producer, interrupted)
+            except Exception:
+                log.exception("%s is damaged in the store: it has failed", id_)
+                failed = snapshot_of(interrupted(id_, [])["response"])
+                await self._call_store(self._store.fail, id_, failed, time.time())
 
-    async def _requeued(
-        self, row: Row, make_producer: Callable[[Row], Awaitable[Producer]]
-    ) -> Producer | None:
-        """The producer of a response that was queued; None where it cannot run any more."""
-        if row.response["status"] != "queued":
-            return None
-        try:
-            producer = await make_producer(row)
-        except Exception:  # another model serves now, or one with a shorter context
-            log.exception("%s was queued, and cannot run any more", row.id)
-            return None
-        producer.start()  # the last process has stored these events
-        return producer
+    async def _recover_one(
+        self,
+        id: str,
+        make_producer: Callable[[Row], Producer],
+        interrupted: Callable[[str, list[bytes]], Event],
+    ) -> None:
+        row = await self._call_store(self._store.get, id)
+        frames = await self._call_store(self._store.frames, id)
+        if row is None or not frames:
+            raise Damaged(f"expected a response and its events as {id}")
+        last_event = interrupted(id, frames)  # raises where they cannot be read
+        event_log = EventLog(self._encode, self._writer(row), frames=frames, response=row.response)
+        if row.status == "queued":
+            producer = make_producer(row)
+            producer.start()  # the last process has stored these events
+            log.info("%s was queued: it runs again", id)
+            job = ResponseJob(row, producer, event_log, if_cancelled=None)
+            self._jobs[id] = self._launch(job)
+        else:
+            log.info("%s was interrupted: it has failed", id)
+            event_log.extend([last_event])
+            await event_log.until_shown()
 
     def stop_accepting(self) -> None:
         """Accept no more background responses; what is queued stays queued."""
@@ -425,7 +586,16 @@ class Registry:
             ending = Ending("failed", message)
         finally:
             if ending and job.log.status and not job.log.ended:
-                job.log.extend(job.producer.end(*ending))
+                self._end(job, ending)
+
+    def _end(self, job: ResponseJob, ending: Ending) -> None:
+        """Append the terminal event of a job, be it that its producer can make none that JSON can say."""
+        try:
+            job.log.extend(job.producer.end(*ending))
+        except Exception:
+            log.exception("%s ends without its output", job.row.id)
+        if not job.log.ended and job.log.newest:
+            job.log.extend([last_resort(job.log.newest, ending)])
 
     @asynccontextmanager
     async def _slot(self, job: ResponseJob) -> AsyncIterator[None]:
@@ -434,7 +604,7 @@ class Registry:
             yield
             return
         await job.log.until_shown()
-        async with self._slots:
+        async with self._slots.slot(job.row.owner):
             if self._is_stopping:
                 await asyncio.Event().wait()  # until close() cancels it
             yield
@@ -457,18 +627,21 @@ class Registry:
     def _writer(self, row: Row) -> Write | None:
         """What writes the log of a response to the store; None where it is not to be stored."""
 
-        async def write_events(first_number: int, frames: list[bytes], snapshot: Snapshot) -> None:
+        async def write_events(first_number: int, frames: list[bytes], response: Response | None) -> None:
             """The first write inserts the row too: no row is ever stored without its first events."""
+            snapshot = None
+            if response:
+                snapshot = snapshot_of(response)
+            now = time.time()
             if first_number == 0 and snapshot:
-                await self._call_store(self._store.insert, row.with_snapshot(snapshot, time.time()), frames)
+                await self._call_store(self._store.insert, row.with_snapshot(snapshot, now), frames)
             else:
-                await self._call_store(
-                    self._store.append, row.id, first_number, frames, snapshot, time.time()
-                )
+                await self._call_store(self._store.append, row.id, first_number, frames, snapshot, now)
 
-        async def write_at_its_end(_: int, frames: list[bytes], snapshot: Snapshot) -> None:
-            if snapshot and snapshot["status"] in TERMINAL:
-                await self._call_store(self._store.insert, row.with_snapshot(snapshot, time.time()))
+        async def write_at_its_end(_: int, frames: list[bytes], response: Response | None) -> None:
+            if response and response["status"] in TERMINAL:
+                ended_row = row.with_snapshot(snapshot_of(response), time.time())
+                await self._call_store(self._store.insert, ended_row)
 
         if row.background:
             return write_events

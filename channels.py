@@ -31,6 +31,9 @@ from typing import Any, Literal, NamedTuple, Protocol, cast
 Channel = Literal["analysis", "commentary", "final", "refusal"]
 
 
+UNLIKELY = -9999.0  # OpenAI's logprob of a token that is too unlikely to have one: JSON has no infinity
+
+
 class TokenLogprob(NamedTuple):
     """One sampled token and how likely it was."""
 

@@ -21,10 +21,11 @@ Not here: `[DONE]` and frames (sse.py), ids and the time (arguments), what anoth
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from channels import Arguments, Call, Close, Delta, Finish, Output, TokenLogprob, Usage
+import sse
+from channels import UNLIKELY, Arguments, Call, Close, Delta, Finish, Output, TokenLogprob, Usage
 from request.refusals import error_object
 
-Chunk = dict[str, Any]  # as on the wire
+Chunk = dict[str, Any]  # as on the wire; the logprobs of a token are encoded already
 
 # fmt: off
 #  of a custom tool?  (type of the call, member that holds its arguments or input)
@@ -247,9 +248,12 @@ def _usage(usages: list[Usage]) -> dict[str, Any]:
     }
 
 
-def _logprob(p: TokenLogprob) -> dict[str, Any]:
-    return _token(p) | {"top_logprobs": [_token(candidate) for candidate in p.top]}
+def _logprob(p: TokenLogprob) -> sse.Encoded:
+    """Encoded here and now: the whole answer repeats them. Raises ValueError where one is no number."""
+    top_logprobs = [_token(candidate) for candidate in p.top]
+    return sse.encoded(_token(p) | {"top_logprobs": top_logprobs})
 
 
 def _token(p: TokenLogprob) -> dict[str, Any]:
-    return {"token": p.token, "logprob": p.logprob, "bytes": list(p.bytes)}
+    logprob = max(p.logprob, UNLIKELY)  # NaN stays NaN
+    return {"token": p.token, "logprob": logprob, "bytes": list(p.bytes)}

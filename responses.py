@@ -17,18 +17,22 @@ Rules of this file:
 4. `Builder._close` alone closes an item: for the next one, the end, a length stop, a failure, a cancel.
 5. An event shares nothing with the builder: what happens later cannot change it.
 6. No event has its `sequence_number` yet: it is given where the event enters the log (background.py).
+7. What several events repeat and may be large is encoded once (sse.Encoded): logprobs, and what is echoed of
+   the request. So the events that close an item cost the copying of their bytes, whatever the item holds.
 
-Not here: time and randomness (arguments), JSON and SSE (sse.py), what the request may say
-(request/params.py).
+Not here: time and randomness (arguments), frames (sse.py), what the request may say (request/params.py).
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from channels import Arguments, Call, Close, Delta, Finish, Output, TokenLogprob, Usage
+import sse
+from channels import UNLIKELY, Arguments, Call, Close, Delta, Finish, Output, TokenLogprob, Usage
 
-Event = dict[str, Any]  # as on the wire, without its sequence_number
+Event = dict[str, Any]  # as on the wire, without its sequence_number; what is large may be Encoded
+
+SMALL = 1000  # characters of JSON: a shorter member of the response object is no work to encode again
 
 
 class IllegalEvent(RuntimeError):
@@ -205,7 +209,8 @@ class _Item:
     call: dict[str, str]  # call_id, name and namespace, if it is a call
     seal: Callable[[str], str] | None  # what makes encrypted_content of a reasoning item: see Builder
     texts: list[str] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    event_logprobs: list[sse.Encoded] = field(default_factory=list)  # one a token, for the events
+    part_logprobs: list[sse.Encoded] = field(default_factory=list)  # the same with bytes, for the part
 
     def text(self) -> str:
         return "".join(self.texts)
@@ -218,18 +223,34 @@ class _Item:
             place["content_index"] = 0
         return place
 
-    def event_logprobs(self, logprobs: Iterable[TokenLogprob]) -> dict[str, Any]:
-        """output_text events must carry `logprobs`, be it empty; no other event has them."""
-        if self.kind.part != "output_text":
-            return {}
-        return {"logprobs": [_logprob(p, with_bytes=False) for p in logprobs]}
+    def grow(self, text: str, logprobs: Iterable[TokenLogprob]) -> dict[str, Any]:
+        """Add to the text; return the members of the delta that says so.
+
+        Raises ValueError for a logprob that is no number, and then adds nothing.
+        """
+        delta = {**self.place(), "delta": text}
+        if self.kind.part == "output_text":
+            event_logprobs = [_logprob(p, with_bytes=False) for p in logprobs]
+            self.part_logprobs += [_logprob(p, with_bytes=True) for p in logprobs]
+            self.event_logprobs += event_logprobs
+            delta["logprobs"] = event_logprobs
+        self.texts.append(text)
+        return delta
+
+    def whole(self) -> dict[str, Any]:
+        """The members of the event that says all of the text."""
+        whole = {**self.place(), self.kind.field: self.text()}
+        if self.kind.part == "output_text":  # it must carry `logprobs`, be it empty; no other event has them
+            whole["logprobs"] = [*self.event_logprobs]
+        if self.kind.item == "function_call":
+            whole["name"] = self.call["name"]  # required by openai-openapi, absent from the SDK's type
+        return whole
 
     def part(self) -> dict[str, Any]:
         """The content part as it stands."""
         part: dict[str, Any] = {"type": self.kind.part, self.kind.field: self.text()}
         if self.kind.part == "output_text":
-            logprobs = [_logprob(p, with_bytes=True) for p in self.logprobs]
-            part |= {"annotations": [], "logprobs": logprobs}
+            part |= {"annotations": [], "logprobs": [*self.part_logprobs]}
         return part
 
     def snapshot(self, status: str) -> dict[str, Any]:
@@ -267,7 +288,7 @@ class Builder:
         self.state = "start"
         self.output: list[dict[str, Any]] = []  # closed items
         self._item: _Item | None = None  # the open one
-        self._head = dict(head)
+        self._head = {name: _encoded_if_large(value) for name, value in head.items()}
         self._new_id = new_id
         self._seal = seal
         reasoning = KINDS["analysis"]._replace(events=REASONING_EVENTS[reasoning_events])
@@ -348,20 +369,14 @@ class Builder:
         item = self._item
         if item is None or not (text or logprobs):
             return []
-        item.texts.append(text)
-        item.logprobs.extend(logprobs)
-        members = {**item.place(), "delta": text, **item.event_logprobs(logprobs)}
-        return [self._event(item.kind.events + ".delta", **members)]
+        return [self._event(item.kind.events + ".delta", **item.grow(text, logprobs))]
 
     def _close(self, status: str) -> list[Event]:
         """Say the open item once more as a whole, and end it."""
         item = self._item
         if item is None:
             return []
-        members = {**item.place(), item.kind.field: item.text(), **item.event_logprobs(item.logprobs)}
-        if item.kind.item == "function_call":
-            members["name"] = item.call["name"]  # required by openai-openapi, absent from the SDK's type
-        events = [self._event(item.kind.events + ".done", **members)]
+        events = [self._event(item.kind.events + ".done", **item.whole())]
         if item.kind.part:
             events.append(self._event("response.content_part.done", **item.place(), part=item.part()))
         closed = item.snapshot(status)
@@ -412,13 +427,22 @@ def usage_object(usage: Usage) -> dict[str, Any]:
     }
 
 
-def _logprob(p: TokenLogprob, with_bytes: bool) -> dict[str, Any]:
-    """Parts list a token's bytes, events do not: openai.types.responses.ResponseTextDeltaEvent."""
-    return _token(p, with_bytes) | {"top_logprobs": [_token(candidate, with_bytes) for candidate in p.top]}
+def _encoded_if_large(value: Any) -> Any:
+    encoded = sse.encoded(value)
+    return encoded if len(encoded.text) > SMALL else value
+
+
+def _logprob(p: TokenLogprob, with_bytes: bool) -> sse.Encoded:
+    """Parts list a token's bytes, events do not: openai.types.responses.ResponseTextDeltaEvent.
+
+    Raises ValueError where a logprob is no number.
+    """
+    top_logprobs = [_token(candidate, with_bytes) for candidate in p.top]
+    return sse.encoded(_token(p, with_bytes) | {"top_logprobs": top_logprobs})
 
 
 def _token(p: TokenLogprob, with_bytes: bool) -> dict[str, Any]:
-    token: dict[str, Any] = {"token": p.token, "logprob": p.logprob}
+    token: dict[str, Any] = {"token": p.token, "logprob": max(p.logprob, UNLIKELY)}  # NaN stays NaN
     if with_bytes:
         token["bytes"] = list(p.bytes)
     return token

@@ -1,7 +1,7 @@
 """Responses on disk: the request, the newest response object and every event, in SQLite.
 
     Row, frames --insert()--> a live response --append()--> more events, in the end a terminal state
-    id --get()--> Row        id --frames()--> [frame, ...]
+    id --get()--> Row        id --frames()--> [frame, ...]        id --items()--> [Item, ...]
 
 Authority: https://www.sqlite.org/wal.html. A committed transaction survives the death of this process
 (kill -9); of the machine too, but for what it had not yet written to the disk (synchronous = NORMAL).
@@ -10,8 +10,12 @@ Rules of this file:
 1. Events and the state they bring are one transaction: no reader and no restart sees one without the other.
 2. A row needs no other: it holds the items of the chain before it, so deleting a parent loses nothing.
 3. A terminal state never changes: the statement that writes a state says so.
-4. The store is bounded by count, bytes and age; the oldest terminal rows go first, live ones never.
+4. The store is bounded by count, bytes and age. Live rows never go; of the others, the owner who holds most
+   loses the oldest, so nobody can push out what others keep.
 5. One process owns the file: another one would end as interrupted what still runs here.
+6. What is large stays JSON text, as it came and as it goes: a row is not parsed to be sent. Where SQL looks
+   into it, SQLite parses, which does not hold Python's lock.
+7. A row may be damaged: what cannot be read is logged and is as good as absent, and stops nobody else.
 
 Not here: threads (background.py calls all this in one), what an event says (responses.py).
 """
@@ -27,6 +31,7 @@ from typing import Any, NamedTuple
 log = logging.getLogger("store")
 
 TERMINAL = ("completed", "incomplete", "failed", "cancelled")
+STATUSES = ("queued", "in_progress", *TERMINAL)
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (
@@ -61,27 +66,64 @@ SETTINGS = ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = NOR
 
 LOCK_TIMEOUT_S = 1  # another process has the file, and may be about to end
 COLUMNS = "id, born_at, ended_at, kept, background, streamed, request, items, response, owner"
+STATUS = "CASE WHEN json_valid(response) THEN json_extract(response, '$.status') END"
 
-# Counts responses and sums up their bytes, from the newest one on, and deletes those past a limit.
+# What another response begins with: no model reads logprobs, and they may be a hundred times the text.
+CONTINUED = """
+SELECT json_object('status', json_extract(response, '$.status'), 'output', (
+    SELECT json_group_array(json(json_replace(item.value, '$.content[0].logprobs', json('[]'))))
+    FROM json_each(response, '$.output') AS item
+)) FROM responses WHERE id = ?
+"""
+
+# `nth` and `held` count an owner's responses and their bytes, from its newest one on. Sorted by them, the
+# last ones are the oldest of the owners who hold most: `n` and `total` count over all, up to the limits.
 DELETE_OVER_LIMIT = """
 DELETE FROM responses WHERE id IN (
-    SELECT id FROM (
-        SELECT id, ROW_NUMBER() OVER newest AS n, SUM(row_bytes + event_bytes) OVER newest AS total
+    WITH terminal AS (
+        SELECT id, ended_at, born_at, row_bytes + event_bytes AS size,
+            ROW_NUMBER() OVER newest AS nth,
+            SUM(row_bytes + event_bytes) OVER newest AS held
         FROM responses WHERE ended_at IS NOT NULL
-        WINDOW newest AS (ORDER BY ended_at DESC, born_at DESC, id)
+        WINDOW newest AS (PARTITION BY owner ORDER BY ended_at DESC, born_at DESC, id)
+    )
+    SELECT id FROM (
+        SELECT id,
+            ROW_NUMBER() OVER (ORDER BY nth, ended_at DESC, born_at DESC, id) AS n,
+            SUM(size) OVER (ORDER BY held, ended_at DESC, born_at DESC, id) AS total
+        FROM terminal
     ) WHERE n > ? OR total > ?
 )
 """
-
-Snapshot = dict[str, Any] | None  # a response object as an event holds it
 
 
 class Ended(Exception):
     """The response is terminal, or deleted: nothing can be appended."""
 
 
+class Damaged(Exception):
+    """Not all that was stored is there."""
+
+
+class Snapshot(NamedTuple):
+    """A response object as an event holds it."""
+
+    status: str
+    response_json: str
+
+
+class Item(NamedTuple):
+    """An input item."""
+
+    id: str
+    item_json: str
+
+
 class Row(NamedTuple):
-    """One response as it is stored."""
+    """One response as it is stored.
+
+    `request`, `items`, `response` and `context` parse anew whenever they are asked for.
+    """
 
     id: str
     born_at: float
@@ -89,20 +131,40 @@ class Row(NamedTuple):
     kept: bool
     background: bool
     streamed: bool
-    request: dict[str, Any]
-    items: list[dict[str, Any]]
-    response: dict[str, Any]
+    request_json: str
+    items_json: str
+    response_json: str = ""  # "": no event has brought one yet
     owner: str = ""  # "": the server needs no key
+    status: str = ""  # that of the response
+
+    @property
+    def n_bytes(self) -> int:
+        """Size of what the client has sent."""
+        return n_bytes([self.request_json, self.items_json])
+
+    @property
+    def request(self) -> dict[str, Any]:
+        return dict(json.loads(self.request_json))
+
+    @property
+    def items(self) -> list[dict[str, Any]]:
+        return list(json.loads(self.items_json))
+
+    @property
+    def response(self) -> dict[str, Any]:
+        return dict(json.loads(self.response_json))
 
     @property
     def context(self) -> list[dict[str, Any]]:
         """What a response that continues this one begins with."""
         return [*self.items, *self.response["output"]]
 
-    def with_snapshot(self, snapshot: dict[str, Any], now: float) -> "Row":
+    def with_snapshot(self, snapshot: Snapshot, now: float) -> "Row":
         """The row with a newer response object, which ends it `now` if it is terminal."""
-        ended_at = now if snapshot["status"] in TERMINAL else None
-        return self._replace(response=snapshot, ended_at=ended_at)
+        row = self._replace(response_json=snapshot.response_json, status=snapshot.status)
+        if snapshot.status in TERMINAL:
+            row = row._replace(ended_at=now)
+        return row
 
 
 @dataclass(frozen=True)
@@ -136,7 +198,7 @@ class Store:
 
     def insert(self, row: Row, frames: Sequence[bytes] = ()) -> None:
         """Accept a response with the events that it has; a foreground one comes at its end, with none."""
-        texts = [_dumps(row.request), _dumps(row.items), _dumps(row.response)]
+        texts = [row.request_json, row.items_json, row.response_json]
         times_and_flags = (row.born_at, row.ended_at, row.kept, row.background, row.streamed)
         sizes = (n_bytes(texts), n_bytes(frames))
         values = (row.id, *times_and_flags, *texts, row.owner, *sizes)
@@ -148,7 +210,7 @@ class Store:
             self._insert_events(row.id, 0, frames)
 
     def append(
-        self, id: str, first_number: int, frames: Sequence[bytes], snapshot: Snapshot, now: float
+        self, id: str, first_number: int, frames: Sequence[bytes], snapshot: Snapshot | None, now: float
     ) -> None:
         """Store the events from `first_number` on, and the newest response object; None: it is as before.
 
@@ -163,37 +225,73 @@ class Store:
                 raise Ended(f"expected a live response, got {id}, which has ended or is gone")
             self._insert_events(id, first_number, frames)
             if snapshot:
-                text = _dumps(snapshot)
-                ended_at = now if snapshot["status"] in TERMINAL else None
-                self._db.execute(
-                    "UPDATE responses SET response = ?, ended_at = ?, "
-                    "row_bytes = length(request) + length(items) + ? WHERE id = ?",
-                    (text, ended_at, len(text), id),
-                )
+                self._update_response(id, snapshot, now)
+
+    def fail(self, id: str, snapshot: Snapshot, now: float) -> None:
+        """End a damaged response, whose events are not to be shown any more."""
+        with self._transaction():
+            self._db.execute("DELETE FROM events WHERE response_id = ?", (id,))
+            self._db.execute("UPDATE responses SET event_bytes = 0 WHERE id = ?", (id,))
+            self._update_response(id, snapshot, now)
 
     def get(self, id: str) -> Row | None:
-        columns = self._db.execute(f"SELECT {COLUMNS} FROM responses WHERE id = ?", (id,)).fetchone()
-        return _row(columns) if columns else None
+        """A response; None where there is none, or none that can be read."""
+        try:
+            row = self._db.execute(
+                f"SELECT {COLUMNS}, {STATUS} FROM responses WHERE id = ?", (id,)
+            ).fetchone()
+        except sqlite3.OperationalError:  # a text is no UTF-8
+            log.exception("response %s cannot be read", id)
+            return None
+        if row is None:
+            return None
+        found = Row(*row)
+        if found.status not in STATUSES:
+            log.error("response %s cannot be read: it has no status", id)
+            return None
+        kept, background, streamed = map(bool, (found.kept, found.background, found.streamed))
+        return found._replace(kept=kept, background=background, streamed=streamed)
+
+    def get_to_continue(self, id: str) -> Row | None:
+        """The same, with a response object that has only its status and its output, without logprobs."""
+        row = self.get(id)
+        if row is None:
+            return None
+        (response_json,) = self._db.execute(CONTINUED, (id,)).fetchone()
+        return row._replace(response_json=response_json)
+
+    def items(self, id: str) -> list[Item]:
+        """The input items of a response, in their order."""
+        rows = self._db.execute(
+            "SELECT json_extract(item.value, '$.id'), item.value "
+            "FROM responses, json_each(responses.items) AS item WHERE responses.id = ? ORDER BY item.key",
+            (id,),
+        )
+        return [Item(*row) for row in rows]
 
     def frames(self, id: str) -> list[bytes]:
-        """All events of a response, in order; [] when they are no longer kept."""
-        rows = self._db.execute("SELECT frame FROM events WHERE response_id = ? ORDER BY number", (id,))
-        return [frame for (frame,) in rows]
+        """All events of a response, in order; [] when they are no longer kept. Raises Damaged."""
+        size = self._db.execute("SELECT event_bytes FROM responses WHERE id = ?", (id,)).fetchone()
+        if size is None:
+            return []
+        frames: list[bytes] = []
+        events = "SELECT number, frame FROM events WHERE response_id = ? ORDER BY number"
+        for number, frame in self._db.execute(events, (id,)):
+            if number != len(frames):
+                raise Damaged(f"expected event {len(frames)} of {id}, got event {number}")
+            frames.append(frame)
+        if n_bytes(frames) != size[0]:
+            raise Damaged(f"expected {size[0]} bytes of events of {id}, got {n_bytes(frames)}")
+        return frames
 
     def delete(self, id: str) -> None:
         with self._transaction():
             self._db.execute("DELETE FROM responses WHERE id = ?", (id,))
 
-    def live(self) -> list[Row]:
-        """The responses that have not ended, oldest first: at the start, those that a dead process left."""
-        live = self._db.execute(f"SELECT {COLUMNS} FROM responses WHERE ended_at IS NULL ORDER BY born_at")
-        rows = []
-        for columns in live:
-            try:
-                rows.append(_row(columns))
-            except ValueError:
-                log.exception("response %s cannot be read, and stays as it is", columns[0])
-        return rows
+    def live(self) -> list[str]:
+        """The ids of what has not ended, oldest first: at the start, what a dead process left."""
+        rows = self._db.execute("SELECT id FROM responses WHERE ended_at IS NULL ORDER BY born_at")
+        return [id_ for (id_,) in rows]
 
     def evict(self, now: float) -> None:
         """Delete what is older than the retention, then the oldest responses while there are too many."""
@@ -210,6 +308,14 @@ class Store:
                 (responses_expire, events_expire),
             )
             self._db.execute(DELETE_OVER_LIMIT, (limits.max_responses, limits.max_bytes))
+
+    def _update_response(self, id: str, snapshot: Snapshot, now: float) -> None:
+        ended_at = now if snapshot.status in TERMINAL else None
+        self._db.execute(
+            "UPDATE responses SET response = ?, ended_at = ?, "
+            "row_bytes = length(CAST(request AS BLOB)) + length(CAST(items AS BLOB)) + ? WHERE id = ?",
+            (snapshot.response_json, ended_at, n_bytes([snapshot.response_json]), id),
+        )
 
     def _insert_events(self, id: str, first_number: int, frames: Sequence[bytes]) -> None:
         rows = ((id, number, frame) for number, frame in enumerate(frames, first_number))
@@ -228,27 +334,11 @@ class Store:
             raise
 
 
-def _row(columns: tuple[Any, ...]) -> Row:
-    id_, born_at, ended_at, *flags, request, items, response, owner = columns
-    kept, background, streamed = map(bool, flags)
-    return Row(
-        id_,
-        born_at,
-        ended_at,
-        kept,
-        background,
-        streamed,
-        json.loads(request),
-        json.loads(items),
-        json.loads(response),
-        owner,
-    )
-
-
 def n_bytes(texts: Sequence[str | bytes]) -> int:
-    return sum(map(len, texts))
-
-
-def _dumps(value: Any) -> str:
-    """JSON in ASCII, of which a character is a byte."""
-    return json.dumps(value, separators=(",", ":"))
+    """Size in UTF-8."""
+    n = 0
+    for text in texts:
+        if isinstance(text, str) and not text.isascii():
+            text = text.encode()
+        n += len(text)
+    return n

@@ -1,6 +1,7 @@
 """Answers over HTTP: a log as a stream of server-sent events, or one JSON object; clients that disconnect.
 
     EventLog --EventStream--> frames as they come        task, fold --JsonAnswer--> one JSON object at its end
+    JSON text --json_text()--> an answer
     status, message --error_response()--> an error
 
 Authority: https://platform.openai.com/docs/guides/error-codes; https://asgi.readthedocs.io for disconnects.
@@ -10,6 +11,8 @@ Rules of this file:
 2. When the client leaves, the task that works for it alone is cancelled, and with it the engine's sequence.
 3. An event is one write: some parsers lose an event that is cut.
 4. Back-pressure ends here: a client that reads slowly keeps its own frames waiting, and nobody else's.
+5. An answer may be large: it is folded and encoded in a thread, in many short calls, between which the
+   streams go on.
 
 Not here: endpoints (api.py), what an event looks like (responses.py, completions.py), bodies that come in
 (request/body.py).
@@ -21,7 +24,7 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 from starlette.datastructures import QueryParams
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 import sse
@@ -40,17 +43,20 @@ SSE_HEADERS = [
 ]
 
 
-def error_response(
-    status: int, message: str, param: str | None = None, code: str | None = None
-) -> JSONResponse:
+def error_response(status: int, message: str, param: str | None = None, code: str | None = None) -> Response:
     return json_response(status, error_body(status, message, param, code))
 
 
-def json_response(status: int, body: dict[str, Any]) -> JSONResponse:
+def json_response(status: int, body: Any) -> Response:
+    return json_text(sse.dumps(body), status)
+
+
+def json_text(text: str, status: int = 200) -> Response:
+    """An answer that is JSON already."""
     headers = {}
     if status in RETRY_AFTER_S:
         headers["Retry-After"] = str(RETRY_AFTER_S[status])
-    return JSONResponse(body, status, headers)
+    return Response(text, status, headers, "application/json")
 
 
 STREAMED = ("true", "True", "1")  # of `stream` in a query
@@ -121,8 +127,12 @@ class JsonAnswer(Response):
 
     async def _send_body(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._task  # raises why it has refused the request
+        answer = await asyncio.to_thread(self._answer)
+        await answer(scope, receive, send)
+
+    def _answer(self) -> Response:
         status, body = self._fold()
-        await json_response(status, body)(scope, receive, send)
+        return json_response(status, body)
 
 
 # --- while the client is connected --------------------------------------------------------------------------

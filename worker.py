@@ -11,6 +11,8 @@ Rules of this file:
    raises only where it has a bug. A reader that leaves early closes it; then the engine drops the sequence.
 3. Usage counts the tokens that were read from the engine: a stop token too, but nothing after a stop string.
    Where the reader leaves before the Finish, Accepted has what was counted until then.
+4. An answer ends with "length" where its logprobs outgrow MAX_LOGPROB_BYTES: they alone are unbounded by the
+   context, with up to 21 tokens in the place of one.
 
 Not here: what the pieces mean (channels.py), which tokens come (engine.py), who keeps rule 2 where a worker
 has a bug (api.py).
@@ -41,6 +43,8 @@ from tokenizer import Tokenizer
 
 ALIAS = "default"  # a name that any model answers to
 FORBIDDEN = -1e9  # a logit_bias that no logit outweighs
+# Of a request, as JSON, about: 3,500 tokens with top_logprobs 20, which the events that end an item repeat.
+MAX_LOGPROB_BYTES = 8 * 2**20
 
 # The tokenizer takes up to 300 bytes and 5 us a token, so what is far too long must not reach it whole.
 # A prompt that fits only if its tokens are longer than most are is first counted slice by slice.
@@ -271,14 +275,18 @@ class LocalWorker:
         parser = self._parser(prompt)
         engine_request = self._engine_request(prompt, choice)
         usage = Usage(len(prompt.token_ids), 0)
+        n_logprob_bytes = 0
         async with aclosing(self.engine.generate(engine_request)) as steps:
             async for step in steps:
                 usage = usage._replace(cached_tokens=step.cached_tokens)
+                end = step.finish
                 for token in step.tokens:  # one by one: a step may cross any number of channels
                     state_before = parser.state
                     pieces: list[Piece] = []
+                    logprobs = self._logprobs(token)
+                    n_logprob_bytes += json_bytes(logprobs)
                     if token.token_id not in engine_request.stop_token_ids:
-                        pieces = decoder.feed(token.token_id, self._logprobs(token))
+                        pieces = decoder.feed(token.token_id, logprobs)
                     outputs = feed_all(parser, pieces)
                     usage = usage._replace(output_tokens=usage.output_tokens + 1)
                     if "analysis" in (state_before, parser.state):  # both markers count as reasoning
@@ -289,13 +297,17 @@ class LocalWorker:
                     if parser.stopped:
                         yield Finish("stop", usage)
                         return
-                if step.finish:
+                    if n_logprob_bytes > MAX_LOGPROB_BYTES // prompt.request.n:
+                        end = end or "length"
+                        break
+                if end:
                     for output in feed_all(parser, decoder.close()):
                         yield output
-                    for output in parser.close(cut=step.finish != "stop"):
+                    for output in parser.close(cut=end != "stop"):
                         yield output
-                    reason = "stop" if parser.stopped else step.finish
+                    reason = "stop" if parser.stopped else end
                     yield Finish(reason, usage, step.message)
+                    return
 
     def _parser(self, prompt: LocalPrompt) -> Parser:
         request = prompt.request
@@ -380,6 +392,12 @@ def refusal(error: BadGrammar, spec: StructuredOutput | None) -> BadInput:
     if error.part:
         of_part = f" for '{error.part}'"
     return BadInput(f"Invalid schema{of_part}: {error}", path, "invalid_json_schema")
+
+
+def json_bytes(logprobs: Sequence[TokenLogprob]) -> int:
+    """About how many bytes they have as JSON: a byte of a token is at most 6 in its text and 4 in `bytes`."""
+    entries = [entry for logprob in logprobs for entry in (logprob, *logprob.top)]
+    return sum(64 + 10 * len(entry.bytes) for entry in entries)
 
 
 def feed_all(parser: Parser, pieces: list[Piece]) -> list[Output]:

@@ -54,8 +54,11 @@ REPEATS = {
 # fmt: on
 
 CONTENT = ("content", "summary", "text", "refusal", "arguments", "input")  # of an item or a part
-# Members of a response that change with it; the tier is one that the server may choose as late as the end.
-CHANGING = {"status", "output", "usage", "error", "incomplete_details", "completed_at", "service_tier"}
+# Members of a response that change with it; the tier is one that the server may choose as late as the end,
+# and whether the response is stored is known when it is, or could not be.
+CHANGING = {
+    *("status", "output", "usage", "error", "incomplete_details", "completed_at", "service_tier", "store"),
+}
 
 
 # --- what events hold ---------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ Not here: what a model costs beside it, but for one line.
 
 import argparse
 import asyncio
+import json
 import os
 import platform
 import sys
@@ -116,7 +117,7 @@ class ScriptedRun:
 def background_row(id: str) -> Row:
     request = params.from_responses({"model": "bench", "input": "hi", "background": True}, {})
     head = {"id": id, "object": "response", "created_at": 0, "model": "bench"} | request.echo
-    return Row(id, time.time(), None, True, True, True, {}, [], head)
+    return Row(id, time.time(), None, True, True, True, "{}", "[]", json.dumps(head))
 
 
 def options(add: argparse.ArgumentParser) -> None:

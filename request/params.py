@@ -166,6 +166,7 @@ EFFORTS = {
     "max":     "high",
 }
 # fmt: on
+SEALED_REASONING = "reasoning.encrypted_content"
 INCLUDES = (  # openai.types.responses.ResponseIncludable
     "file_search_call.results",
     "web_search_call.results",
@@ -173,7 +174,7 @@ INCLUDES = (  # openai.types.responses.ResponseIncludable
     "message.input_image.image_url",
     "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
-    "reasoning.encrypted_content",
+    SEALED_REASONING,
     "message.output_text.logprobs",
 )
 
@@ -486,7 +487,7 @@ def request(
         background=values.get("background", False),
         parallel_tool_calls=values["parallel_tool_calls"],
         truncate=values.get("truncation") == "auto",
-        seal_reasoning="reasoning.encrypted_content" in values.get("include", ()),
+        seal_reasoning=SEALED_REASONING in values.get("include", ()),
         template_kwargs=thinking_kwargs(effort) | values["chat_template_kwargs"],
         echo=echo,
     )

@@ -2,12 +2,14 @@
 tests/replays/completions-*.toml."""
 
 import itertools
+import json
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import sse
 from channels import Call, Delta, Finish, Output, Usage
 from completions import Chunk, Chunks, fold
 from helpers import laws
@@ -23,7 +25,7 @@ some_choices = st.lists(
 
 
 def chunks_of(choices: list[Choice], include_usage: bool = True) -> list[Chunk]:
-    """The choices take turns, as they do in a batch."""
+    """The choices take turns, as they do in a batch; the chunks are as the client reads them."""
     number = itertools.count(1)
     chunks = Chunks(HEAD, lambda prefix: f"{prefix}_{next(number)}", len(choices), include_usage)
     made = chunks.start()
@@ -33,7 +35,7 @@ def chunks_of(choices: list[Choice], include_usage: bool = True) -> list[Chunk]:
                 made += chunks.finish(index, output)
             elif output is not None:
                 made += chunks.feed(index, output)
-    return made + chunks.end()
+    return [json.loads(sse.dumps(chunk)) for chunk in made + chunks.end()]
 
 
 @given(some_choices, st.booleans())

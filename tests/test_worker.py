@@ -13,7 +13,8 @@ import jsonschema
 import pytest
 import tokenizers
 
-from channels import Accepted, Finish, Output, Usage
+import worker as worker_module
+from channels import Accepted, Delta, Finish, Output, Usage
 from checkpoint.config import read_config
 from checkpoint.weights import read_weights
 from dialects.families import DIALECTS
@@ -218,6 +219,22 @@ def test_no_call_where_tool_choice_is_none(engine: Engine, name: str) -> None:
 async def run(worker: LocalWorker, body: dict[str, Any]) -> list[Output | Finish]:
     async with aclosing(worker.run(await worker.prepare(params.from_responses(body, {})))) as outputs:
         return [output async for output in outputs if not isinstance(output, Accepted)]
+
+
+def test_logprobs_are_bounded(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing bounded them but the context: 15 choices with 20 candidates a token were an answer of 32 MB."""
+    monkeypatch.setattr(worker_module, "MAX_LOGPROB_BYTES", 100_000)
+    grammars = Grammars(TINY / "tokenizer.json", 2048, (2041,))
+    worker = LocalWorker(engine, Tokenizer(TINY / "tokenizer.json"), ChatTemplate.load(TINY), grammars)
+    body = {"model": "m", "input": "hi", "top_logprobs": 20, "include": ["message.output_text.logprobs"]}
+    endless = {"logit_bias": {"2041": -100}, "max_output_tokens": 200, "reasoning": {"effort": "none"}}
+    outputs = asyncio.run(run(worker, body | endless))
+    _, reason, usage = ended(outputs)
+    logprobs = [p for output in outputs if isinstance(output, Delta) for p in output.logprobs]
+    assert (reason, usage.output_tokens) == ("length", len(logprobs))
+    assert 100_000 < worker_module.json_bytes(logprobs) < 110_000
+    free = ended(asyncio.run(run(worker, {"model": "m", "input": "hi"} | endless)))
+    assert free[2].output_tokens == 200
 
 
 WEATHER = {

@@ -21,7 +21,7 @@ NEW_ITEM = item_ids(KEPT)
 OUTPUT = [{"id": NEW_ITEM("rs"), "type": "reasoning"}, {"id": NEW_ITEM("msg"), "type": "message"}]
 QUESTION = {"id": "msg_1", "type": "message", "role": "user", "content": "hi"}
 RESPONSE = {"id": KEPT, "status": "completed", "output": OUTPUT}
-ROW = Row(KEPT, 0, 1, True, False, False, {}, [QUESTION], RESPONSE)
+ROW = Row(KEPT, 0, 1, True, False, False, "{}", json.dumps([QUESTION]), json.dumps(RESPONSE))
 
 
 def resolved(input: Any, previous_response_id: str | None = None) -> tuple[list[Any], Any, list[str]]:
@@ -179,7 +179,7 @@ def test_references_name_so_many_responses() -> None:
     async def find(response_id: str) -> Row | None:
         looked_up.add(response_id)
         said = [reference for reference in references if response_id_of(reference["id"]) == response_id]
-        return ROW._replace(response=RESPONSE | {"output": said})
+        return ROW._replace(response_json=json.dumps(RESPONSE | {"output": said}))
 
     with pytest.raises(BadInput, match="too long"):
         asyncio.run(resolve(references, None, find, lambda _, blob: blob))
@@ -202,7 +202,8 @@ def test_a_chain_behind_a_compaction_has_nothing_of_what_it_stands_for() -> None
     said = {"id": "msg_2", "type": "message", "role": "assistant", "content": "Hello"}
     compaction = {"id": NEW_ITEM("cmp"), "type": "compaction", "encrypted_content": "blob"}
     trigger = {"id": "cmpt_1", "type": "compaction_trigger"}
-    row = ROW._replace(items=[QUESTION, said, trigger], response=RESPONSE | {"output": [compaction]})
+    response_json = json.dumps(RESPONSE | {"output": [compaction]})
+    row = ROW._replace(items_json=json.dumps([QUESTION, said, trigger]), response_json=response_json)
 
     async def find(_: str) -> Row:
         return row
