@@ -174,7 +174,7 @@ def check_law(data: bytes, content_type: str = "", one_call: bool = False) -> No
     streamed = chat_streamed(data, content_type, one_call)
     whole = chat_whole(data, content_type, one_call)
     outputs, usage = outputs_of(data, content_type, one_call)
-    events = events_of(outputs)
+    events = [json.loads(sse.dumps(event)) for event in events_of(outputs)]  # as a client has them
     response = responses_streamed(events)
     assert responses_whole(events) == response
     assert isinstance(outputs[-1], Finish)
