@@ -30,7 +30,7 @@ PARAMETERS: Any = {
 FUNCTION: Any = {"name": "get_weather", "description": "Get the weather of a city", "parameters": PARAMETERS}
 CHAT_TOOL: dict[str, Any] = {
     "messages": [{"role": "user", "content": ASK}],
-    "tools": [{"type": "function", "function": FUNCTION}],
+    "tools": [{"type": "function", "function": {**FUNCTION, "strict": True}}],
     "tool_choice": "required",
 }
 TOOL: dict[str, Any] = {
