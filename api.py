@@ -30,7 +30,6 @@ import asyncio
 import json
 import logging
 import math
-import re
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -49,10 +48,10 @@ from background import Event, EventLog, NotStored, Producer, QueueFull, Reason, 
 from channels import Accepted, Delta, Finish, Output, Usage
 from gateway.relay import Refused
 from gateway.remote import RemoteWorker
-from request import items, params, tool_calls, tools
+from request import items, params, query, tool_calls, tools
 from request.body import read_json
 from request.ids import item_ids, new_completion_id, new_id
-from request.refusals import BadInput, error_body, unsupported, wrong_value
+from request.refusals import BadInput, error_body, unsupported
 from responses import Compaction
 from service import signed_content
 from service.metrics import Metrics
@@ -63,7 +62,6 @@ from streaming import (
     error_response,
     json_response,
     json_text,
-    wants_stream,
     while_connected,
 )
 from worker import ALIAS, LocalWorker, Outputs, Prompt, Worker
@@ -89,8 +87,6 @@ COMPACT_PARAMETERS = {
     "truncation": "auto",
     "reasoning": {"effort": "none"},
 }
-
-NUMBER = re.compile("[0-9]{1,18}")  # in a query; int() raises for thousands of digits
 
 
 class Endpoint(NamedTuple):
@@ -366,9 +362,9 @@ class Api:
 
     async def get_response(self, http: HttpRequest) -> Response:
         row = await self._row(http)
-        if not wants_stream(http.query_params):
+        if not query.wants_stream(http.query_params):
             return json_text(row.response_json)
-        after = starting_after(http.query_params.get("starting_after"))
+        after = query.starting_after(http.query_params)
         refusal = "This response cannot be streamed because it was not created with "
         if not row.background:
             raise BadInput(refusal + "background=true.", "stream")
@@ -402,26 +398,8 @@ class Api:
 
     async def list_input_items(self, http: HttpRequest) -> Response:
         row = await self._row(http)
-        query = http.query_params
-        limit = page_limit(query.get("limit", "20"))
-        order = query.get("order", "desc")
-        if order not in ("asc", "desc"):
-            raise wrong_value("order", "'asc' or 'desc'", order)
-        listed = await self._registry.items(row.id)
-        if order == "desc":
-            listed.reverse()
-        after = query.get("after")
-        if after:
-            ids = [item.id for item in listed]
-            if after not in ids:
-                raise wrong_value("after", "the id of an input item", after)
-            listed = listed[ids.index(after) + 1 :]
-        page = listed[:limit]
-        data = [sse.Encoded(item.item_json) for item in page]
-        body: dict[str, Any] = {"object": "list", "data": data, "first_id": None, "last_id": None}
-        if page:
-            body |= {"first_id": page[0].id, "last_id": page[-1].id}
-        return json_response(200, body | {"has_more": len(listed) > limit})
+        items_of_row = await self._registry.items(row.id)
+        return json_response(200, query.page(items_of_row, http.query_params))
 
     async def _row(self, http: HttpRequest) -> Row:
         id_ = http.path_params["id"]
@@ -737,21 +715,3 @@ def warn_of_hidden_tools(request: params.Request) -> None:
     if hidden:
         names = ", ".join(hidden)
         log.warning("tools that the model is not told of, for nobody here runs them: %s", names)
-
-
-# --- numbers in a query -------------------------------------------------------------------------------------
-
-
-def starting_after(value: str | None) -> int:
-    """The number of the event after which a stream starts; -1: it starts with the first."""
-    if value is None:
-        return -1
-    if not NUMBER.fullmatch(value):
-        raise wrong_value("starting_after", "a sequence number, 0 or more", value)
-    return int(value)
-
-
-def page_limit(value: str) -> int:
-    if not NUMBER.fullmatch(value) or not 1 <= int(value) <= 100:
-        raise wrong_value("limit", "an integer from 1 to 100", value)
-    return int(value)
