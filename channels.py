@@ -86,6 +86,12 @@ class Close(NamedTuple):
 Output = Delta | Call | Arguments | Close
 
 
+class Compaction(NamedTuple):
+    """All of the conversation, as one sealed item: what the server makes of a model's summary."""
+
+    encrypted_content: str
+
+
 class Usage(NamedTuple):
     """Tokens in and out; every sampled token counts, a stop token and a marker too."""
 

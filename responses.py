@@ -28,7 +28,18 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import sse
-from channels import UNLIKELY, Arguments, Call, Close, Delta, Finish, Output, TokenLogprob, Usage
+from channels import (
+    UNLIKELY,
+    Arguments,
+    Call,
+    Close,
+    Compaction,
+    Delta,
+    Finish,
+    Output,
+    TokenLogprob,
+    Usage,
+)
 
 Event = dict[str, Any]  # as on the wire, without its sequence_number; what is large may be Encoded
 
@@ -187,12 +198,6 @@ def interrupted(events: Iterable[Mapping[str, Any]], message: str) -> Event:
     error = {"code": "server_error", "message": message}
     failed = {"status": "failed", "error": error, "output": output}
     return {"type": "response.failed", "response": fold(past_events) | failed}
-
-
-class Compaction(NamedTuple):
-    """All of the conversation, as one sealed item: no model says this, the server makes it of a summary."""
-
-    encrypted_content: str
 
 
 # --- the builder --------------------------------------------------------------------------------------------

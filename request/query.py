@@ -9,7 +9,7 @@ Rules of this file:
 1. What stands in a query is text: it is compared or matched before it is read as a number.
 2. What cannot be read is refused by its name, never ignored.
 
-Not here: which responses can be streamed (api.py), bodies (body.py).
+Not here: which responses can be streamed (../api.py), bodies (body.py).
 """
 
 import re
