@@ -90,8 +90,8 @@ N_GRAM = 2  # tokens that have to come again for what followed them to be drafte
 #   still writes to it: the step of the other comes later.
 # - A sequence is preempted only while nothing is in flight: n_unread is 0, and n_computed is what it had.
 #
-# Chunk invariance: whether a row has the same bits in a prefill chunk as by itself. NumPy
-# gives it other bits, the kernels of devices/ the same. Three things depend on it, for the sake of rule 2:
+# Chunk invariance: whether a row has the same bits in a prefill chunk as by itself. With NumPy it has not,
+# with the kernels of devices/ it has. Four things depend on it, for the sake of rule 2:
 #
 #   chunk_invariant                              True                      False
 #   a prompt is cut (_end_within)                anywhere                  at multiples of the chunk
@@ -146,11 +146,9 @@ class Sequence:
 
     output: list[int] = field(default_factory=list)  # tokens chosen, in the steps that have been read
     finish: Literal["stop", "length"] | None = None  # set when its last token is read
-    masks: list[Mask] | None = (
-        None  # what its constraint allows next, then behind drafts; None: not known yet
-    )
-    n_late_steps: int = 0  # steps that it has sat out for the masks that it awaits
-    is_slow: bool = False  # its last masks were late by more than a step
+    masks: list[Mask] | None = None  # of the next token, then behind each draft; None: not known yet
+    n_late_steps: int = 0  # steps that went by while it has been waiting for masks
+    is_slow: bool = False  # its last masks came more than one step late
 
     slot: int | None = None  # row of the batch; None while it waits, and when it has ended
     page_table: list[int] = field(default_factory=list)  # the page of token i is page_table[i // PAGE]
@@ -385,7 +383,7 @@ class Scheduler:
                 self._advance(sequence, sequence.output)
 
     def _surplus(self) -> Sequence | None:
-        """Whose slot and pages make room for an owner that waits and runs nothing; None: it is not needed.
+        """The sequence to preempt for an owner that waits and runs nothing; None where that is not needed.
 
         An owner that runs a single sequence keeps it.
         """
@@ -421,9 +419,10 @@ class Scheduler:
         return max(reversed(running), key=lambda sequence: n_pages[sequence.owner])
 
     def _n_lacking_pages(self, sequence: Sequence) -> int:
-        """Pages to be freed before it may run: all tokens of all need theirs, and each one page more.
+        """How many more pages have to be free before it may run beside the others; 0 or less: none.
 
-        A sequence that would run alone needs no such look: no sequence is longer than the pool.
+        There must be pages for all tokens of all sequences, and one more for each that runs. A sequence that
+        is alone always has enough: none is longer than the pool.
         """
         if not self.running:
             return 0
