@@ -39,7 +39,6 @@ from model import PAGE, Span
 from pages import OutOfPages, PagePool, PrefixHash, prefix_hash, root_hash
 from sampling import NO_TOKEN, Choice, Context, Sampling
 
-NOTHING_ALLOWED = "expected a token that may come next, the constraint allows none"
 GAVE_UP = (
     "The constraint on the output gave up: its schema or definition is too costly or too ambiguous to be "
     "followed any further, or allows nothing here. Simplify it; the log has the details."
@@ -57,9 +56,9 @@ N_GRAM = 2  # tokens that have to come again for what followed them to be drafte
 #                   its tokens beside those that the running sequences still need: the oldest of the owner
 #                   that runs the fewest. If that owner runs none, and one sequence of an owner that runs
 #                   several takes the room it needs, that one is preempted.
-# 3. Prefix cache.  Automatic prefix caching: pages of its prompt that any sequence has computed go into its
-#                   page table and are not computed again. While another sequence computes the page that it
-#                   needs next it sits the step out, and finds the page later.
+# 3. Prefix cache.  Automatic prefix caching: pages of its prompt that sequences of its owner have computed go
+#                   into its page table and are not computed again. While another sequence computes the page
+#                   that it needs next it sits the step out, and finds the page later.
 # 4. Prefill.       The rest of the prompt is computed in chunks (chunked prefill). All prompts together get
 #                   MAX_CHUNKS a step, and while others decode no more than keeps the step short for them.
 #                   The last row of the last chunk gives the first token of the output.
@@ -609,7 +608,7 @@ class Scheduler:
             sequence.page_table.append(self.pool.take())
 
     def _register_full_pages(self, sequence: Sequence, start: int, end: int) -> None:
-        """Put the pages that these tokens have filled into the prefix cache, where anybody may share them."""
+        """Put the pages that these tokens have filled into the owner's prefix cache."""
         if not self._chunk_invariant:
             end = min(end, sequence.n_prefill // self._chunk * self._chunk)
         for number in range(start // PAGE, end // PAGE):
@@ -668,11 +667,10 @@ class Scheduler:
                 continue
             try:
                 sequence.masks = sequence.constraint.masks()
+                if sequence.masks is not None and not sequence.masks[0].any():
+                    raise ValueError("expected a token that may come next, the constraint allows none")
             except Exception as error:
                 self._fail(sequence, GAVE_UP, error)
-            else:
-                if sequence.masks is not None and not sequence.masks[0].any():
-                    self._fail(sequence, GAVE_UP, ValueError(NOTHING_ALLOWED))
 
     def _fail(self, sequence: Sequence, message: str, error: Exception | None = None) -> None:
         """End a sequence for a reason of its own: the others of its step go on."""
