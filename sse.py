@@ -16,6 +16,7 @@ Not here: reconnecting (so `retry:` is ignored), HTTP headers, and which event m
 """
 
 import json
+import math
 import re
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -182,6 +183,10 @@ def dumps(obj: Any) -> str:
     return "".join(parts)
 
 
+# Half a surrogate pair, or an escape that may be one; a text that has neither needs no second look.
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")
+
+
 def loads(text: str | bytes | bytearray) -> Any:
     """Return the value of a JSON text; raises ValueError, whatever is wrong with it.
 
@@ -189,11 +194,23 @@ def loads(text: str | bytes | bytearray) -> Any:
     nested deeper than Python can follow.
     """
     try:
-        value = json.loads(text)
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+        value = json.loads(text, parse_float=_finite, parse_constant=_refuse)
+        if SURROGATE.search(text if isinstance(text, str) else text.decode()):
+            json.dumps(value, ensure_ascii=False).encode()
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     return value
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"{text[:20]} is out of the range of numbers")
+    return number
+
+
+def _refuse(name: str) -> float:
+    raise ValueError(f"JSON has no {name}")
 
 
 def encode(data: str, event: str | None = None) -> bytes:

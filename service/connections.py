@@ -58,7 +58,8 @@ PROBE_S = 0.02  # between the first two looks for whether a client is still ther
 SEND_BUFFER_BYTES = 128 * 1024  # of a connection; Linux takes twice as many
 STALLED_S = 2  # what clients get at a stop to read their last event, after the grace
 
-BACKLOG = 128  # connections that the system accepts for us meanwhile; asyncio takes so many in one turn
+BACKLOG = 1024  # connections that the system holds for us; behind that a client tries again after a second
+ACCEPTED_A_TURN = 16  # of the event loop: each takes about half a millisecond, with its request
 MAX_IDLE = 1024  # connections beyond --max-streams: idle ones, bodies on their way, short requests
 OWN_FILES = 64  # the store, the model, pipes, logs
 MAX_FILES = 10240  # macOS gives a process no more
@@ -96,7 +97,7 @@ def max_connections(max_streams: int) -> int:
         import resource
     except ImportError:  # Windows, where a socket is no file
         return n_connections
-    n_spare = BACKLOG + OWN_FILES
+    n_spare = ACCEPTED_A_TURN + OWN_FILES
     n_wanted = max(
         2 * n_connections + n_spare, MAX_FILES
     )  # twice: upstreams take a file for each stream, too
@@ -145,6 +146,8 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().set_exception_handler(on_loop_error)
         await super().startup(sockets)
+        for listener in sockets or ():  # asyncio has one number for both: Config.backlog
+            listener.listen(BACKLOG)
 
 
 class BadHttp(ValueError):
@@ -383,7 +386,7 @@ def http_config(app: ASGIApp, args: argparse.Namespace) -> uvicorn.Config:
         app,
         http=protocol(args.reader_timeout, max_connections(args.max_streams)),
         ws="none",
-        backlog=BACKLOG,
+        backlog=ACCEPTED_A_TURN,
         log_config=None,
         access_log=False,
         lifespan="off",

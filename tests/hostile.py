@@ -61,7 +61,8 @@ MEMORY_CONSTANT_MB = 128  # the KV cache, 70 MB here, takes its memory when it i
 
 def report(kind: str, began_at: float) -> None:
     now = time.monotonic()
-    print(json.dumps({"kind": kind, "at": began_at, "s": now - began_at}), flush=True)
+    line = json.dumps({"kind": kind, "at": began_at, "s": now - began_at})
+    print(f"{line}\n", end="", flush=True)  # in one write: the two of a process report at once
 
 
 def watch(step: Callable[[Callable[[str, float], None]], None]) -> None:
