@@ -46,6 +46,10 @@ from worker import ALIAS, LocalWorker, Worker
 MAX_DIGITS = 640  # of an integer, the least that Python allows: reading one takes the square of them
 
 
+# How long a thread may keep Python's lock that another waits for. A step of the engine gives it up a hundred
+# times: with Python's own 5 ms a busy event loop would make half a second of each step.
+SWITCH_S = 0.0005
+
 # --- start --------------------------------------------------------------------------------------------------
 
 
@@ -54,6 +58,7 @@ def main() -> int:
     args = options.arguments().parse_args()
     sys.set_int_max_str_digits(MAX_DIGITS)
     logs.start(args.log_level, args.log_format)
+    sys.setswitchinterval(SWITCH_S)
     if args.threads:
         threadpoolctl.threadpool_limits(args.threads, user_api="blas")
     try:

@@ -28,6 +28,7 @@ import re
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterable
+from functools import lru_cache
 from typing import Any
 
 from request.messages import Message
@@ -62,6 +63,7 @@ class SpecialTokens:
         # What a string of the request can say of a token that the template has begun.
         self._endings = {token[n:] for token in tokens for n in range(1, len(token))}
         self._sorted_endings = sorted(self._endings)
+        self._continues_a_token = lru_cache(4096)(self._find_ending)  # schemas repeat their words
 
     # --- before the template ---
 
@@ -69,18 +71,17 @@ class SpecialTokens:
         """The text with its marks (rule 1); one that the request has sent is replaced, as Unicode allows."""
         marked = replaced(text, MARK, "\N{REPLACEMENT CHARACTER}")
         stripped = marked.lstrip()  # as templates do
-        if self._continues_a_token(stripped):
+        if self._continues_a_token(stripped[: self._max_length]):
             blanks = marked[: len(marked) - len(stripped)]
             marked = blanks + MARK + stripped
         for character in self._first_characters:
             marked = replaced(marked, character, character + MARK)
         return marked
 
-    def _continues_a_token(self, text: str) -> bool:
-        """Whether it begins with the ending of a token, or is the beginning of such an ending."""
-        if not text:
+    def _find_ending(self, beginning: str) -> bool:
+        """Whether a text that begins so begins with the ending of a token, or is the beginning of one."""
+        if not beginning:
             return False
-        beginning = text[: self._max_length]
         if any(beginning[:n] in self._endings for n in range(1, len(beginning) + 1)):
             return True
         place = bisect_left(self._sorted_endings, beginning)
