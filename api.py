@@ -22,15 +22,14 @@ Rules of this file:
 3. A response that is kept is stored before its last event is shown: EricLBuehler/mistral.rs#1946
 4. While it runs, a foreground response belongs to its HTTP request: no other request can retrieve it.
 
-Not here: parameters (request/params.py), references and chains (request/items.py), how long a response lives
-(background.py), HTTP itself (streaming.py), keys and admission (middleware.py).
+Not here: what a request may say and refer to (request/), how long a response lives (background.py), HTTP
+itself (streaming.py), keys and admission (middleware.py).
 """
 
 import asyncio
 import json
 import logging
 import math
-import re
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -46,26 +45,20 @@ import completions
 import responses
 import sse
 from background import Event, EventLog, NotStored, Producer, QueueFull, Reason, Registry
-from channels import Accepted, Delta, Finish, Output, Usage
+from channels import Accepted, Compaction, Delta, Finish, Output, Usage
 from gateway.relay import Refused
 from gateway.remote import RemoteWorker
-from request import items, params, tool_calls, tools
+from request import items, params, query, tool_calls, tools
 from request.body import read_json
+from request.compaction import compacted, summary_request
 from request.ids import item_ids, new_completion_id, new_id
-from request.refusals import BadInput, error_body, unsupported, wrong_value
-from responses import Compaction
+from request.refusals import BadInput, error_body, unsupported
+from request.rows import body_of, new_row
+from request.warm_up import unsaid
 from service import signed_content
 from service.metrics import Metrics
 from store import TERMINAL, Damaged, Row
-from streaming import (
-    EventStream,
-    JsonAnswer,
-    error_response,
-    json_response,
-    json_text,
-    wants_stream,
-    while_connected,
-)
+from streaming import EventStream, JsonAnswer, error_response, json_response, json_text, while_connected
 from worker import ALIAS, LocalWorker, Outputs, Prompt, Worker
 
 log = logging.getLogger("api")
@@ -79,18 +72,6 @@ CANNOT_CANCEL = {
     "queued":     "Cannot cancel a response while the server stops: its next process will run it.",
 }
 # fmt: on
-
-COMPACT_QUESTION = (
-    "Summarise our conversation so far for yourself: facts, decisions, open questions, results of tools. "
-    "Be brief and complete. Write the summary only."
-)
-COMPACT_PARAMETERS = {
-    "max_output_tokens": 1024,
-    "truncation": "auto",
-    "reasoning": {"effort": "none"},
-}
-
-NUMBER = re.compile("[0-9]{1,18}")  # in a query; int() raises for thousands of digits
 
 
 class Endpoint(NamedTuple):
@@ -188,14 +169,13 @@ class Api:
 
     async def create_response(self, http: HttpRequest) -> Response:
         body = await read_json(http)
-        owner = http.scope["owner"]
-        checked = await self._check(body, owner)
+        checked = await self._check(body, http.scope["owner"])
         request = checked.request
         if request.background and not (request.store or self._temporary):
             raise unsupported("background", "This server runs only what it may store: send store=true.")
         prompt = await prepared(http, self._prepared(checked))
-        warn_of_hidden_tools(request)
-        row = await asyncio.to_thread(new_row, checked)
+        warn_of_hosted_tools(request)
+        row = await asyncio.to_thread(new_row, request, checked.parameters, checked.items)
         head = {"id": row.id, "object": "response", "created_at": unix_time(), "model": request.model}
         builder = self._builder(row, head | request.echo, request.seal_reasoning)
         if request.background:
@@ -226,25 +206,22 @@ class Api:
 
         def check_rest() -> CheckedRequest:
             request = params.responses_request(values, chain, new_items, owner)
-            parameters = params.held(values, request.echo)
+            parameters = params.explicit_parameters(values, request.echo)
             return CheckedRequest(request, worker, items.listed(chain, new_items), parameters)
 
         return await asyncio.to_thread(check_rest)  # thousands of items must not stop the streams
 
     async def _prepared(self, checked: CheckedRequest) -> Prompt:
         """The prompt of a request: that of a summary, where it asks for a compaction."""
-        request = checked.request
         if checked.compacts:
-            request = await asyncio.to_thread(self._summary_request, checked)
-        return await checked.worker.prepare(request)
+            return await self._summary_prompt(checked)
+        return await checked.worker.prepare(checked.request)
 
-    def _summary_request(self, checked: CheckedRequest) -> params.Request:
-        """What the model is asked for a compaction; raises BadInput."""
-        request = checked.request
-        instructions = {"model": request.model, "instructions": request.echo["instructions"]}
-        values = params.read_responses(COMPACT_PARAMETERS | instructions, checked.worker.defaults)
-        question = [{"role": "user", "content": COMPACT_QUESTION}]
-        return params.responses_request(values, checked.items, question, request.owner)
+    async def _summary_prompt(self, checked: CheckedRequest) -> Prompt:
+        """The question for a summary, which a compaction is made of."""
+        defaults = checked.worker.defaults
+        summary = await asyncio.to_thread(summary_request, checked.request, checked.items, defaults)
+        return await checked.worker.prepare(summary)
 
     async def _create_in_background(self, row: Row, builder: responses.Builder, stream: bool) -> Response:
         try:
@@ -252,9 +229,8 @@ class Api:
         except QueueFull as error:
             raise BadInput(str(error), "background", "rate_limit_exceeded") from error
         except NotStored:
-            return error_response(
-                503, "The response could not be stored; try again later.", None, "server_error"
-            )
+            message = "The response could not be stored; try again later."
+            return error_response(503, message, code="server_error")
         if stream:
             return EventStream(job.log, done=self._done)  # without the task, which outlives this request
         return json_response(200, job.log.events[0]["response"])
@@ -267,7 +243,7 @@ class Api:
 
     def _outputs(self, prompt: Prompt, compacts: bool) -> ResponseOutputs:
         """What the model says of a prompt, and what is made of that."""
-        outputs: ResponseOutputs = run_choice(prompt, 0, self.metrics)
+        outputs = run_choice(prompt, 0, self.metrics)
         if compacts:
             seal = partial(signed_content.seal, self._key, prompt.request.owner, "compaction")
             return compacted(outputs, seal)
@@ -327,48 +303,22 @@ class Api:
     async def compact(self, http: HttpRequest) -> Response:
         """Answer with the user's messages and one sealed item for all the rest: the model's own summary."""
         body = await read_json(http)
-        owner = http.scope["owner"]
-        checked = await self._check(body, owner, chain_suffices=True)
-        summary = await asyncio.to_thread(self._summary_request, checked)
-        prompt = await prepared(http, checked.worker.prepare(summary))
-        seal = partial(signed_content.seal, self._key, owner, "compaction")
-        outputs: list[ResponseOutput] = []
-
-        async def collect() -> None:
-            async with aclosing(compacted(run_choice(prompt, 0, self.metrics), seal)) as running:
-                async for output in running:
-                    outputs.append(output)
-
-        fold = partial(self._compaction, checked.items, outputs)
-        return JsonAnswer(asyncio.create_task(collect()), fold)
-
-    def _compaction(
-        self, conversation: list[items.Item], outputs: Sequence[ResponseOutput]
-    ) -> tuple[int, dict[str, Any]]:
-        """Status and body of the answer of compact(): `outputs` are those of compacted()."""
-        match outputs:
-            case [*_, Compaction(blob), Finish(usage=usage)]:
-                item = {"id": new_id("cmp"), "type": "compaction", "encrypted_content": blob}
-                return 200, {
-                    "id": new_id("resp"),
-                    "object": "response.compaction",
-                    "created_at": unix_time(),
-                    "output": [*items.retained(conversation), item],
-                    "usage": responses.usage_object(usage or Usage(0, 0)),
-                }
-            case [*_, Finish(message=message)]:
-                status = 500 if self._registry.is_accepting else 503
-                return status, error_body(status, message, code="server_error")
-            case _:
-                raise AssertionError(f"expected a Finish as the last output of a worker, got {outputs[-1:]}")
+        checked = await self._check(body, http.scope["owner"], chain_suffices=True)
+        prompt = await prepared(http, self._summary_prompt(checked))
+        head = {"id": new_id("resp"), "created_at": unix_time()}
+        producer = ResponseProducer(responses.Builder(head, new_id), self._outputs(prompt, compacts=True))
+        event_log = EventLog(encode_event)
+        task = asyncio.create_task(producer.fill(event_log))
+        fold = partial(compaction_object, checked.items)
+        return JsonAnswer(task, partial(self._folded, fold, event_log, status_if_failed=500))
 
     # --- Responses: retrieving, cancelling, deleting one ----------------------------------------------------
 
     async def get_response(self, http: HttpRequest) -> Response:
         row = await self._row(http)
-        if not wants_stream(http.query_params):
+        if not query.wants_stream(http.query_params):
             return json_text(row.response_json)
-        after = starting_after(http.query_params.get("starting_after"))
+        after = query.starting_after(http.query_params)
         refusal = "This response cannot be streamed because it was not created with "
         if not row.background:
             raise BadInput(refusal + "background=true.", "stream")
@@ -402,26 +352,8 @@ class Api:
 
     async def list_input_items(self, http: HttpRequest) -> Response:
         row = await self._row(http)
-        query = http.query_params
-        limit = page_limit(query.get("limit", "20"))
-        order = query.get("order", "desc")
-        if order not in ("asc", "desc"):
-            raise wrong_value("order", "'asc' or 'desc'", order)
-        listed = await self._registry.items(row.id)
-        if order == "desc":
-            listed.reverse()
-        after = query.get("after")
-        if after:
-            ids = [item.id for item in listed]
-            if after not in ids:
-                raise wrong_value("after", "the id of an input item", after)
-            listed = listed[ids.index(after) + 1 :]
-        page = listed[:limit]
-        data = [sse.Encoded(item.item_json) for item in page]
-        body: dict[str, Any] = {"object": "list", "data": data, "first_id": None, "last_id": None}
-        if page:
-            body |= {"first_id": page[0].id, "last_id": page[-1].id}
-        return json_response(200, body | {"has_more": len(listed) > limit})
+        items_of_row = await self._registry.items(row.id)
+        return json_response(200, query.page(items_of_row, http.query_params))
 
     async def _row(self, http: HttpRequest) -> Row:
         id_ = http.path_params["id"]
@@ -636,38 +568,18 @@ def with_numbers(output: Output) -> Output:
     return output
 
 
-async def compacted(outputs: ResponseOutputs, seal: Callable[[str], str]) -> ResponseOutputs:
-    """A summary as one sealed item, whatever else the model says: https://github.com/Soju06/codex-lb/issues/971"""
-    summary = ""
-    async with aclosing(outputs):
-        async for output in outputs:
-            match output:
-                case Accepted():
-                    yield output
-                case Delta("final", text):
-                    summary += text
-                case Finish("stop" | "length") if summary:
-                    yield Compaction(seal(summary))
-                    yield output._replace(reason="stop")
-                case Finish("failed" | "cancelled"):
-                    yield output
-                case Finish():
-                    yield Finish("failed", output.usage, "The model wrote no summary.")
-
-
-async def unsaid(outputs: ResponseOutputs) -> ResponseOutputs:
-    """A prompt that is only computed, for the prefix cache: the token chosen behind it is told to nobody."""
-    async with aclosing(outputs):
-        async for output in outputs:
-            match output:
-                case Accepted():
-                    yield output
-                case Finish("stop" | "length", usage):
-                    if usage:
-                        usage = usage._replace(output_tokens=0, reasoning_tokens=0)
-                    yield Finish("stop", usage)
-                case Finish():
-                    yield output
+def compaction_object(conversation: Sequence[items.Item], events: Sequence[Event]) -> dict[str, Any]:
+    """What the events of a compaction amount to at its own endpoint; an error object where it has failed."""
+    response = responses.fold(events)
+    if response["error"]:
+        return error_body(500, response["error"]["message"], code="server_error")
+    return {
+        "id": response["id"],
+        "object": "response.compaction",
+        "created_at": response["created_at"],
+        "output": [*items.retained(conversation), *response["output"]],
+        "usage": response["usage"] or responses.usage_object(Usage(0, 0)),
+    }
 
 
 def log_finish(prompt: Prompt, reason: str, usage: Usage, seconds: float) -> None:
@@ -677,35 +589,6 @@ def log_finish(prompt: Prompt, reason: str, usage: Usage, seconds: float) -> Non
         reason = "nobody waits any longer: aborted"
     rate = n_out / max(seconds, 1e-9)
     log.info("%s: %d tokens in, %d out, %.2f s, %.1f tok/s", reason, n_in, n_out, seconds, rate)
-
-
-def new_row(checked: CheckedRequest) -> Row:
-    """A response that is about to start, as it will be stored: the parameters that mean something.
-
-    The items are encoded one by one: between two of them another thread gets Python's lock.
-    """
-    request = checked.request
-    request_json = ""
-    items_json = ""
-    if request.store or request.background:
-        request_json = sse.dumps(checked.parameters)
-        items_json = "[" + ",".join(map(sse.dumps, checked.items)) + "]"
-    return Row(
-        id=new_id("resp"),
-        born_at=time.time(),
-        ended_at=None,
-        kept=request.store,
-        background=request.background,
-        streamed=request.stream,
-        request_json=request_json,
-        items_json=items_json,
-        owner=request.owner,
-    )
-
-
-def body_of(row: Row) -> dict[str, Any]:
-    """The body of a stored response, with nothing left to look up."""
-    return row.request | {"input": row.items, "previous_response_id": None}
 
 
 def interrupted_event(id: str, frames: Sequence[bytes]) -> Event:
@@ -731,27 +614,8 @@ async def prepared(http: HttpRequest, preparing: Coroutine[Any, Any, Prompt]) ->
     return prompt
 
 
-def warn_of_hidden_tools(request: params.Request) -> None:
-    types = [tool["type"] for tool in request.echo["tools"]]
-    hidden = [type_ for type_ in types if type_ not in tools.TOOL_TYPES]
-    if hidden:
-        names = ", ".join(hidden)
+def warn_of_hosted_tools(request: params.Request) -> None:
+    hosted = [tool["type"] for tool in request.echo["tools"] if tool["type"] in tools.HOSTED]
+    if hosted:
+        names = ", ".join(hosted)
         log.warning("tools that the model is not told of, for nobody here runs them: %s", names)
-
-
-# --- numbers in a query -------------------------------------------------------------------------------------
-
-
-def starting_after(value: str | None) -> int:
-    """The number of the event after which a stream starts; -1: it starts with the first."""
-    if value is None:
-        return -1
-    if not NUMBER.fullmatch(value):
-        raise wrong_value("starting_after", "a sequence number, 0 or more", value)
-    return int(value)
-
-
-def page_limit(value: str) -> int:
-    if not NUMBER.fullmatch(value) or not 1 <= int(value) <= 100:
-        raise wrong_value("limit", "an integer from 1 to 100", value)
-    return int(value)

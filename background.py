@@ -14,13 +14,13 @@ Rules of this file:
 1. An event gets its number where it is appended, and nowhere else: 0, 1, 2, ... without a gap.
 2. An event is encoded once, then and there: all readers share those bytes, and nothing can change them.
 3. An event is shown when it is written, so no restart takes back what was seen. One write takes all events
-   that came during the last one: the tokens do not wait for the disk. A write that fails is logged, its
+   that came during the last one: tokens do not wait for the disk. Where a write fails that is logged, its
    events are shown all the same, and the next write takes them too. A foreground response has no next write:
-   its last event says `store: false` then, for nobody will find it.
+   its last event says `store: false` then.
 4. A response ends once, in its log: a cancel that comes before the last event wins, a later one is void.
 5. Everything ends: a producer that returns, raises, is cancelled or was killed leaves a terminal event.
-6. What waits is shared out among owners: no one of them can fill the queue, or have the others wait for all
-   that it has queued. What waits is bounded in bytes too.
+6. The queue is bounded in responses and in bytes. No owner can fill it, or have the others wait for all that
+   it has queued.
 
 Not here: SQL (store.py), what an event says (responses.py), HTTP (api.py, streaming.py).
 """
@@ -47,7 +47,7 @@ Encode = Callable[[int, Event], bytes]  # (number, event) -> its frame
 Write = Callable[[int, list[bytes], Response | None], Awaitable[None]]  # see EventLog
 
 MAINTENANCE_INTERVAL_S = 1  # the store is maintained when a response ends or is asked for, not more often
-MAX_LIVE_BYTES = 128 * 2**20  # of what was sent for all background responses that have not ended
+MAX_LIVE_BYTES = 128 * 2**20  # of the requests, and their first events, of live background responses
 
 
 # --- the log ------------------------------------------------------------------------------------------------
@@ -225,12 +225,12 @@ def snapshot_of(response: Response) -> Snapshot:
     return Snapshot(response["status"], sse.dumps(response))
 
 
-def not_stored(event: Event) -> Event:
-    """The last event of a response that was to be stored, and could not be: who asks for it gets a 404."""
+def with_store_false(event: Event) -> Event:
+    """The last event of a response that could not be stored: later requests for it get a 404."""
     return event | {"response": event["response"] | {"store": False}}
 
 
-def last_resort(response: Response, ending: "Ending") -> Event:
+def end_without_output(response: Response, ending: "ForcedEnd") -> Event:
     """The last event of a response whose producer cannot make one: without any output."""
     end: dict[str, Any] = {"status": ending.reason}
     if ending.reason == "failed":
@@ -256,17 +256,21 @@ class Producer(Protocol):
         """The terminal event where fill() does not come to it, and what it closes."""
 
 
-class Ending(NamedTuple):
+MakeProducer = Callable[[Row], Producer]
+MakeLastEvent = Callable[[str, list[bytes]], Event]  # (id of a response, its frames that are stored)
+
+
+class ForcedEnd(NamedTuple):
     """How a response ends that its producer does not bring to an end."""
 
     reason: Reason
     message: str
 
 
-CANCELLED = Ending("cancelled", "")
-UNFINISHED = Ending("failed", "The run ended without a last event.")
-NOT_STORED = Ending("failed", "The response could not be stored.")
-SHUT_DOWN = Ending("failed", "The server is shutting down.")
+CANCELLED = ForcedEnd("cancelled", "")
+UNFINISHED = ForcedEnd("failed", "The run ended without a last event.")
+NOT_STORED = ForcedEnd("failed", "The response could not be stored.")
+SHUT_DOWN = ForcedEnd("failed", "The server is shutting down.")
 
 
 # --- who runs next ------------------------------------------------------------------------------------------
@@ -355,9 +359,9 @@ class ResponseJob:
     row: Row
     producer: Producer
     log: EventLog
-    if_cancelled: Ending | None  # how it ends when its task is cancelled; None: the next process shall run it
+    if_cancelled: ForcedEnd | None  # when its task is cancelled; None: the next process shall run it
     task: asyncio.Task[None] = field(init=False)
-    n_bytes: int = field(init=False)  # of what was sent, and of the events that repeat it
+    n_bytes: int = field(init=False)  # size of the request, and of its first events, which repeat it
 
     def __post_init__(self) -> None:
         self.n_bytes = self.row.n_bytes + self.log.n_bytes
@@ -400,7 +404,7 @@ class Registry:
         whatever happens to this process. Raises QueueFull, NotStored.
         """
         if not row.background:
-            event_log = EventLog(self._encode, self._writer(row), not_stored)
+            event_log = EventLog(self._encode, self._writer(row), with_store_false)
             return self._launch(ResponseJob(row, producer, event_log, if_cancelled=CANCELLED))
         self._check_room(row.owner)
         event_log = EventLog(self._encode, self._writer(row))
@@ -473,11 +477,7 @@ class Registry:
 
     # --- the life of a process ------------------------------------------------------------------------------
 
-    async def recover(
-        self,
-        make_producer: Callable[[Row], Producer],
-        interrupted: Callable[[str, list[bytes]], Event],
-    ) -> None:
+    async def recover(self, make_producer: MakeProducer, interrupted: MakeLastEvent) -> None:
         """Run again what the last process left queued, and end what it left in progress.
 
         `interrupted(id, frames)` makes the last event of a response from the frames that are stored; [] where
@@ -491,12 +491,7 @@ class Registry:
                 failed = snapshot_of(interrupted(id_, [])["response"])
                 await self._call_store(self._store.fail, id_, failed, time.time())
 
-    async def _recover_one(
-        self,
-        id: str,
-        make_producer: Callable[[Row], Producer],
-        interrupted: Callable[[str, list[bytes]], Event],
-    ) -> None:
+    async def _recover_one(self, id: str, make_producer: MakeProducer, interrupted: MakeLastEvent) -> None:
         row = await self._call_store(self._store.get, id)
         frames = await self._call_store(self._store.frames, id)
         if row is None or not frames:
@@ -522,7 +517,7 @@ class Registry:
         """End what runs; what is queued in a persistent store waits there for the next process."""
         self._is_stopping = True
         for job in self._jobs.values():
-            ending: Ending | None = SHUT_DOWN
+            ending: ForcedEnd | None = SHUT_DOWN
             if persistent and job.log.status == "queued":
                 ending = None
             self._stop(job, ending)
@@ -571,7 +566,7 @@ class Registry:
 
     async def _fill(self, job: ResponseJob) -> None:
         """Fill the log of a job; whatever happens, what has begun gets its terminal event."""
-        ending: Ending | None = UNFINISHED
+        ending: ForcedEnd | None = UNFINISHED
         try:
             async with self._slot(job):
                 await job.producer.fill(job.log)
@@ -583,19 +578,19 @@ class Registry:
                 raise
             log.error("the run of %s failed", job.row.id, exc_info=error)
             message = f"{type(error).__name__} in the server; its log has the details."
-            ending = Ending("failed", message)
+            ending = ForcedEnd("failed", message)
         finally:
             if ending and job.log.status and not job.log.ended:
                 self._end(job, ending)
 
-    def _end(self, job: ResponseJob, ending: Ending) -> None:
+    def _end(self, job: ResponseJob, ending: ForcedEnd) -> None:
         """Append the terminal event of a job, be it that its producer can make none that JSON can say."""
         try:
             job.log.extend(job.producer.end(*ending))
         except Exception:
             log.exception("%s ends without its output", job.row.id)
         if not job.log.ended and job.log.newest:
-            job.log.extend([last_resort(job.log.newest, ending)])
+            job.log.extend([end_without_output(job.log.newest, ending)])
 
     @asynccontextmanager
     async def _slot(self, job: ResponseJob) -> AsyncIterator[None]:
@@ -609,7 +604,7 @@ class Registry:
                 await asyncio.Event().wait()  # until close() cancels it
             yield
 
-    def _stop(self, job: ResponseJob, ending: Ending | None) -> None:
+    def _stop(self, job: ResponseJob, ending: ForcedEnd | None) -> None:
         """Cancel a job that has not ended; who is the first to stop it decides how it ends."""
         if not (job.log.ended or job.task.cancelling()):
             job.if_cancelled = ending

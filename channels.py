@@ -42,6 +42,13 @@ class TokenLogprob(NamedTuple):
     bytes: bytes
     top: tuple["TokenLogprob", ...] = ()  # the likeliest tokens in its place (top_logprobs)
 
+    def members(self, with_bytes: bool = True) -> dict[str, Any]:
+        """As both APIs spell it; a logprob that is NaN stays NaN, which cannot be encoded."""
+        members: dict[str, Any] = {"token": self.token, "logprob": max(self.logprob, UNLIKELY)}
+        if with_bytes:
+            members["bytes"] = list(self.bytes)
+        return members
+
 
 class Piece(NamedTuple):
     """What one token adds to the text."""
@@ -84,6 +91,12 @@ class Close(NamedTuple):
 
 
 Output = Delta | Call | Arguments | Close
+
+
+class Compaction(NamedTuple):
+    """All of the conversation, as one sealed item: what the server makes of a model's summary."""
+
+    encrypted_content: str
 
 
 class Usage(NamedTuple):

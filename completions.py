@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import sse
-from channels import UNLIKELY, Arguments, Call, Close, Delta, Finish, Output, TokenLogprob, Usage
+from channels import Arguments, Call, Close, Delta, Finish, Output, TokenLogprob, Usage
 from request.refusals import error_object
 
 Chunk = dict[str, Any]  # as on the wire; the logprobs of a token are encoded already
@@ -250,10 +250,5 @@ def _usage(usages: list[Usage]) -> dict[str, Any]:
 
 def _logprob(p: TokenLogprob) -> sse.Encoded:
     """Encoded here and now: the whole answer repeats them. Raises ValueError where one is no number."""
-    top_logprobs = [_token(candidate) for candidate in p.top]
-    return sse.encoded(_token(p) | {"top_logprobs": top_logprobs})
-
-
-def _token(p: TokenLogprob) -> dict[str, Any]:
-    logprob = max(p.logprob, UNLIKELY)  # NaN stays NaN
-    return {"token": p.token, "logprob": logprob, "bytes": list(p.bytes)}
+    top_logprobs = [candidate.members() for candidate in p.top]
+    return sse.encoded(p.members() | {"top_logprobs": top_logprobs})

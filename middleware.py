@@ -42,12 +42,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from api import Api, Endpoint
 from gateway.relay import Refused
 from request.ids import new_id
+from request.query import STREAMED
 from request.refusals import STATUS, BadInput, shown
 from service import webpage
 from service.admission import Room
 from service.logs import REQUEST_ID
 from service.metrics import CONTENT_TYPE, Metrics
-from streaming import STREAMED, error_response
+from streaming import error_response
 
 log = logging.getLogger("middleware")
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import sse
-from channels import UNLIKELY, Arguments, Call, Close, Delta, Finish, Output, TokenLogprob, Usage
+from channels import Arguments, Call, Close, Compaction, Delta, Finish, Output, TokenLogprob, Usage
 
 Event = dict[str, Any]  # as on the wire, without its sequence_number; what is large may be Encoded
 
@@ -187,12 +187,6 @@ def interrupted(events: Iterable[Mapping[str, Any]], message: str) -> Event:
     error = {"code": "server_error", "message": message}
     failed = {"status": "failed", "error": error, "output": output}
     return {"type": "response.failed", "response": fold(past_events) | failed}
-
-
-class Compaction(NamedTuple):
-    """All of the conversation, as one sealed item: no model says this, the server makes it of a summary."""
-
-    encrypted_content: str
 
 
 # --- the builder --------------------------------------------------------------------------------------------
@@ -437,12 +431,5 @@ def _logprob(p: TokenLogprob, with_bytes: bool) -> sse.Encoded:
 
     Raises ValueError where a logprob is no number.
     """
-    top_logprobs = [_token(candidate, with_bytes) for candidate in p.top]
-    return sse.encoded(_token(p, with_bytes) | {"top_logprobs": top_logprobs})
-
-
-def _token(p: TokenLogprob, with_bytes: bool) -> dict[str, Any]:
-    token: dict[str, Any] = {"token": p.token, "logprob": max(p.logprob, UNLIKELY)}  # NaN stays NaN
-    if with_bytes:
-        token["bytes"] = list(p.bytes)
-    return token
+    top_logprobs = [candidate.members(with_bytes) for candidate in p.top]
+    return sse.encoded(p.members(with_bytes) | {"top_logprobs": top_logprobs})

@@ -39,7 +39,6 @@ from model import PAGE, Span
 from pages import OutOfPages, PagePool, PrefixHash, prefix_hash, root_hash
 from sampling import NO_TOKEN, Choice, Context, Sampling
 
-NOTHING_ALLOWED = "expected a token that may come next, the constraint allows none"
 GAVE_UP = (
     "The constraint on the output gave up: its schema or definition is too costly or too ambiguous to be "
     "followed any further, or allows nothing here. Simplify it; the log has the details."
@@ -57,9 +56,9 @@ N_GRAM = 2  # tokens that have to come again for what followed them to be drafte
 #                   its tokens beside those that the running sequences still need: the oldest of the owner
 #                   that runs the fewest. If that owner runs none, and one sequence of an owner that runs
 #                   several takes the room it needs, that one is preempted.
-# 3. Prefix cache.  Automatic prefix caching: pages of its prompt that any sequence has computed go into its
-#                   page table and are not computed again. While another sequence computes the page that it
-#                   needs next it sits the step out, and finds the page later.
+# 3. Prefix cache.  Automatic prefix caching: pages of its prompt that sequences of its owner have computed go
+#                   into its page table and are not computed again. While another sequence computes the page
+#                   that it needs next it sits the step out, and finds the page later.
 # 4. Prefill.       The rest of the prompt is computed in chunks (chunked prefill). All prompts together get
 #                   MAX_CHUNKS a step, and while others decode no more than keeps the step short for them.
 #                   The last row of the last chunk gives the first token of the output.
@@ -90,8 +89,8 @@ N_GRAM = 2  # tokens that have to come again for what followed them to be drafte
 #   still writes to it: the step of the other comes later.
 # - A sequence is preempted only while nothing is in flight: n_unread is 0, and n_computed is what it had.
 #
-# Chunk invariance: whether a row has the same bits in a prefill chunk as by itself. NumPy
-# gives it other bits, the kernels of devices/ the same. Three things depend on it, for the sake of rule 2:
+# Chunk invariance: whether a row has the same bits in a prefill chunk as by itself. With NumPy it has not,
+# with the kernels of devices/ it has. Four things depend on it, for the sake of rule 2:
 #
 #   chunk_invariant                              True                      False
 #   a prompt is cut (_end_within)                anywhere                  at multiples of the chunk
@@ -146,11 +145,9 @@ class Sequence:
 
     output: list[int] = field(default_factory=list)  # tokens chosen, in the steps that have been read
     finish: Literal["stop", "length"] | None = None  # set when its last token is read
-    masks: list[Mask] | None = (
-        None  # what its constraint allows next, then behind drafts; None: not known yet
-    )
-    n_late_steps: int = 0  # steps that it has sat out for the masks that it awaits
-    is_slow: bool = False  # its last masks were late by more than a step
+    masks: list[Mask] | None = None  # of the next token, then behind each draft; None: not known yet
+    n_late_steps: int = 0  # steps that went by while it has been waiting for masks
+    is_slow: bool = False  # its last masks came more than one step late
 
     slot: int | None = None  # row of the batch; None while it waits, and when it has ended
     page_table: list[int] = field(default_factory=list)  # the page of token i is page_table[i // PAGE]
@@ -385,7 +382,7 @@ class Scheduler:
                 self._advance(sequence, sequence.output)
 
     def _surplus(self) -> Sequence | None:
-        """Whose slot and pages make room for an owner that waits and runs nothing; None: it is not needed.
+        """The sequence to preempt for an owner that waits and runs nothing; None where that is not needed.
 
         An owner that runs a single sequence keeps it.
         """
@@ -421,9 +418,10 @@ class Scheduler:
         return max(reversed(running), key=lambda sequence: n_pages[sequence.owner])
 
     def _n_lacking_pages(self, sequence: Sequence) -> int:
-        """Pages to be freed before it may run: all tokens of all need theirs, and each one page more.
+        """How many more pages have to be free before it may run beside the others; 0 or less: none.
 
-        A sequence that would run alone needs no such look: no sequence is longer than the pool.
+        There must be pages for all tokens of all sequences, and one more for each that runs. A sequence that
+        is alone always has enough: none is longer than the pool.
         """
         if not self.running:
             return 0
@@ -610,7 +608,7 @@ class Scheduler:
             sequence.page_table.append(self.pool.take())
 
     def _register_full_pages(self, sequence: Sequence, start: int, end: int) -> None:
-        """Put the pages that these tokens have filled into the prefix cache, where anybody may share them."""
+        """Put the pages that these tokens have filled into the owner's prefix cache."""
         if not self._chunk_invariant:
             end = min(end, sequence.n_prefill // self._chunk * self._chunk)
         for number in range(start // PAGE, end // PAGE):
@@ -669,11 +667,10 @@ class Scheduler:
                 continue
             try:
                 sequence.masks = sequence.constraint.masks()
+                if sequence.masks is not None and not sequence.masks[0].any():
+                    raise ValueError("expected a token that may come next, the constraint allows none")
             except Exception as error:
                 self._fail(sequence, GAVE_UP, error)
-            else:
-                if sequence.masks is not None and not sequence.masks[0].any():
-                    self._fail(sequence, GAVE_UP, ValueError(NOTHING_ALLOWED))
 
     def _fail(self, sequence: Sequence, message: str, error: Exception | None = None) -> None:
         """End a sequence for a reason of its own: the others of its step go on."""

@@ -237,23 +237,22 @@ class Store:
     def get(self, id: str) -> Row | None:
         """A response; None where there is none, or none that can be read."""
         try:
-            row = self._db.execute(
+            columns = self._db.execute(
                 f"SELECT {COLUMNS}, {STATUS} FROM responses WHERE id = ?", (id,)
             ).fetchone()
         except sqlite3.OperationalError:  # a text is no UTF-8
             log.exception("response %s cannot be read", id)
             return None
-        if row is None:
+        if columns is None:
             return None
-        found = Row(*row)
-        if found.status not in STATUSES:
+        row = Row(*columns)
+        if row.status not in STATUSES:
             log.error("response %s cannot be read: it has no status", id)
             return None
-        kept, background, streamed = map(bool, (found.kept, found.background, found.streamed))
-        return found._replace(kept=kept, background=background, streamed=streamed)
+        return row._replace(kept=bool(row.kept), background=bool(row.background), streamed=bool(row.streamed))
 
     def get_to_continue(self, id: str) -> Row | None:
-        """The same, with a response object that has only its status and its output, without logprobs."""
+        """Like get(), but the response object has only its status and its output, without logprobs."""
         row = self.get(id)
         if row is None:
             return None

@@ -15,7 +15,7 @@ Rules of this file:
    streams go on.
 
 Not here: endpoints (api.py), what an event looks like (responses.py, completions.py), bodies that come in
-(request/body.py).
+(request/body.py), queries (request/query.py).
 """
 
 import asyncio
@@ -23,13 +23,12 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-from starlette.datastructures import QueryParams
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 import sse
 from background import EventLog
-from request.refusals import RETRY_AFTER_S, error_body, wrong_value
+from request.refusals import RETRY_AFTER_S, error_body
 
 T = TypeVar("T")
 
@@ -57,18 +56,6 @@ def json_text(text: str, status: int = 200) -> Response:
     if status in RETRY_AFTER_S:
         headers["Retry-After"] = str(RETRY_AFTER_S[status])
     return Response(text, status, headers, "application/json")
-
-
-STREAMED = ("true", "True", "1")  # of `stream` in a query
-NOT_STREAMED = ("false", "False", "0")
-
-
-def wants_stream(query: QueryParams) -> bool:
-    """Whether a GET of a response asks for its events; raises BadInput."""
-    stream = query.get("stream", "false")
-    if stream not in (*STREAMED, *NOT_STREAMED):
-        raise wrong_value("stream", "true or false", stream)
-    return stream in STREAMED
 
 
 # --- answers ------------------------------------------------------------------------------------------------

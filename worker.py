@@ -11,8 +11,8 @@ Rules of this file:
    raises only where it has a bug. A reader that leaves early closes it; then the engine drops the sequence.
 3. Usage counts the tokens that were read from the engine: a stop token too, but nothing after a stop string.
    Where the reader leaves before the Finish, Accepted has what was counted until then.
-4. An answer ends with "length" where its logprobs outgrow MAX_LOGPROB_BYTES: they alone are unbounded by the
-   context, with up to 21 tokens in the place of one.
+4. An answer ends with "length" where its logprobs outgrow MAX_LOGPROB_BYTES: they have up to 21 tokens in the
+   place of one, and the events that end an item repeat them.
 
 Not here: what the pieces mean (channels.py), which tokens come (engine.py), who keeps rule 2 where a worker
 has a bug (api.py).
@@ -43,11 +43,10 @@ from tokenizer import Tokenizer
 
 ALIAS = "default"  # a name that any model answers to
 FORBIDDEN = -1e9  # a logit_bias that no logit outweighs
-# Of a request, as JSON, about: 3,500 tokens with top_logprobs 20, which the events that end an item repeat.
-MAX_LOGPROB_BYTES = 8 * 2**20
+MAX_LOGPROB_BYTES = 8 * 2**20  # of a request, as JSON: about 3,500 tokens with top_logprobs 20
 
-# The tokenizer takes up to 300 bytes and 5 us a token, so what is far too long must not reach it whole.
-# A prompt that fits only if its tokens are longer than most are is first counted slice by slice.
+# The tokenizer takes up to 300 bytes and 5 us a token, so a prompt that is far too long must not reach it
+# whole: one with more than CHARACTERS_PER_TOKEN for each token of the context is first counted by slices.
 CHARACTERS_PER_TOKEN = 4
 SLICE = 2**16  # characters
 

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from channels import Channel
+from channels import UNLIKELY, Channel
 from completions import CALL_MEMBERS, Chunk
 from request.ids import new_id
 from request.refusals import error_object, shown
@@ -39,7 +39,6 @@ MAX_VALUES = 2**18  # in the arguments of a call: they are parsed in one go, onc
 MAX_MESSAGE_CHARS = 4096  # of an error
 MAX_TOKEN_BYTES = 1024  # of one token of the logprobs; the longest of known vocabularies have some 200
 MAX_LOGPROB = 10**6  # magnitude: a larger one is no logprob, and may be no float
-UNLIKELY = -9999.0  # OpenAI's logprob of a token that is too unlikely to have one
 
 # --- the tables ---------------------------------------------------------------------------------------------
 

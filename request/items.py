@@ -17,7 +17,7 @@ Rules of this file:
    turn of a chain is stored with all turns before it (store.py), and read as a whole by the next one.
 
 Not here: the lookup (background.py), the seal (service/signed_content.py), what an item means to the model
-(messages.py, tool_items.py), what a compaction is made of (api.py).
+(messages.py, tool_items.py), what a compaction is made of (compaction.py).
 """
 
 import asyncio

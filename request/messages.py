@@ -267,7 +267,7 @@ ITEMS: dict[str, Adder] = {
     "custom_tool_call": add_custom_call,
     "custom_tool_call_output": add_call_output,
     "compaction": add_compaction,
-    "compaction_trigger": add_nothing,  # api.py does what it asks for
+    "compaction_trigger": add_nothing,  # compaction.py does what it asks for
     "additional_tools": add_nothing,  # params.py offers them
 } | dict.fromkeys(TOOL_ITEMS, add_tool_item)
 

@@ -493,7 +493,7 @@ def request(
     )
 
 
-def held(values: Mapping[str, Any], echo: Mapping[str, Any]) -> dict[str, Any]:
+def explicit_parameters(values: Mapping[str, Any], echo: Mapping[str, Any]) -> dict[str, Any]:
     """The parameters that a client has set, but for the input: the request can be run again with them.
 
     `values` are those that read_responses() has returned, `echo` that of the Request that came of them.

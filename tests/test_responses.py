@@ -18,7 +18,7 @@ from openai.types.responses import ResponseStreamEvent
 
 import responses
 import sse
-from channels import UNLIKELY, Arguments, Call, Channel, Delta, Finish, Output, TokenLogprob
+from channels import UNLIKELY, Arguments, Call, Channel, Compaction, Delta, Finish, Output, TokenLogprob
 from helpers import laws
 from helpers.laws import deltas, finishes, outputs, texts
 from request import params
@@ -28,7 +28,6 @@ from responses import (
     KINDS,
     REASONING_EVENTS,
     Builder,
-    Compaction,
     Event,
     IllegalEvent,
     fold,

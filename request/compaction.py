@@ -1,0 +1,66 @@
+"""Compaction: a long conversation is replaced by the model's own summary of it, as one sealed item.
+
+    Request, conversation --summary_request()--> Request: the conversation, then QUESTION
+    what the model says to that --compacted()--> Accepted, Compaction, Finish
+
+A client asks for it by POST /v1/responses/compact, or by a last input item of type `compaction_trigger`.
+
+Authority: https://developers.openai.com/api/docs/guides/compaction
+
+Rules of this file:
+1. A compaction is one item, whatever else the model says: https://github.com/Soju06/codex-lb/issues/971
+2. Without a summary there is no compaction: the response has failed.
+
+Not here: what a compaction stands for when it comes back (items.py), its events (../responses.py), the seal
+(service/signed_content.py).
+"""
+
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from channels import Accepted, Compaction, Delta, Finish, Output
+from request.items import Item
+from request.params import Request, read_responses, responses_request
+
+QUESTION = (
+    "Summarise our conversation so far for yourself: facts, decisions, open questions, results of tools. "
+    "Be brief and complete. Write the summary only."
+)
+PARAMETERS = {
+    "max_output_tokens": 1024,
+    "truncation": "auto",
+    "reasoning": {"effort": "none"},
+}
+
+
+def summary_request(request: Request, conversation: Sequence[Item], defaults: Mapping[str, Any]) -> Request:
+    """The question for a summary, behind the conversation that `request` wants compacted; raises BadInput.
+
+    `defaults` are those of its worker.
+    """
+    kept = {"model": request.model, "instructions": request.echo["instructions"]}
+    values = read_responses(PARAMETERS | kept, defaults)
+    question = [{"role": "user", "content": QUESTION}]
+    return responses_request(values, conversation, question, request.owner)
+
+
+async def compacted(
+    outputs: AsyncGenerator[Accepted | Output | Finish], seal: Callable[[str], str]
+) -> AsyncGenerator[Accepted | Compaction | Finish]:
+    """The summary as one sealed item."""
+    summary = ""
+    async with aclosing(outputs):
+        async for output in outputs:
+            match output:
+                case Accepted():
+                    yield output
+                case Delta("final", text):
+                    summary += text
+                case Finish("stop" | "length") if summary:
+                    yield Compaction(seal(summary))
+                    yield output._replace(reason="stop")
+                case Finish("failed" | "cancelled"):
+                    yield output
+                case Finish():
+                    yield Finish("failed", output.usage, "The model wrote no summary.")

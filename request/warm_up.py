@@ -1,0 +1,37 @@
+"""A warm-up: a prompt that is only computed, so that the next request finds it in the prefix cache.
+
+    what the model says to the prompt --unsaid()--> Accepted, Finish
+
+A client asks for it by `generate: false`, or by `prompt_cache_options: {"prewarm": true}`. params.py makes it
+a request for one token, which is chosen with the last row of the prompt, at no further cost.
+
+Authority: what Codex sends and expects, https://github.com/router-for-me/CLIProxyAPI/issues/1901
+
+Rules of this file:
+1. The token that is chosen is told to nobody, and does not count.
+2. A failure is told as ever.
+
+Not here: the prefix cache (../pages.py).
+"""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from channels import Accepted, Finish, Output
+
+Outputs = AsyncGenerator[Accepted | Output | Finish]
+
+
+async def unsaid(outputs: Outputs) -> Outputs:
+    """That the prompt was accepted, and that it is computed."""
+    async with aclosing(outputs):
+        async for output in outputs:
+            match output:
+                case Accepted():
+                    yield output
+                case Finish("stop" | "length", usage):
+                    if usage:
+                        usage = usage._replace(output_tokens=0, reasoning_tokens=0)
+                    yield Finish("stop", usage)
+                case Finish():
+                    yield output

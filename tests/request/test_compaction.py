@@ -1,0 +1,64 @@
+"""What is made of a model's summary, and of what is none. The endpoint is in tests/test_lifecycle.py."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+
+import api
+from channels import Accepted, Call, Compaction, Delta, Finish, Output, Usage
+from request.compaction import compacted
+from responses import Builder
+
+USAGE = Usage(7, 3)
+CONVERSATION = [
+    {"type": "message", "role": "user", "content": "hi"},
+    {"type": "message", "role": "assistant", "content": "Hello."},
+]
+
+
+def made_of(*outputs: Accepted | Output | Finish) -> list[Any]:
+    async def said() -> AsyncGenerator[Accepted | Output | Finish]:
+        for output in outputs:
+            yield output
+
+    async def collected() -> list[Any]:
+        return [output async for output in compacted(said(), seal=lambda text: f"sealed {text}")]
+
+    return asyncio.run(collected())
+
+
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_a_summary_is_one_item_whatever_else_is_said(reason: Any) -> None:
+    accepted = Accepted()
+    said: list[Output] = [Delta("analysis", "hm"), Delta("final", "They "), Call("f"), Delta("final", "met.")]
+    made = made_of(accepted, *said, Finish(reason, USAGE))
+    assert made == [accepted, Compaction("sealed They met."), Finish("stop", USAGE)]
+
+
+def test_without_a_summary_it_has_failed() -> None:
+    _, finish = made_of(Accepted(), Delta("analysis", "hm"), Finish("stop", USAGE))
+    assert finish == Finish("failed", USAGE, "The model wrote no summary.")
+
+
+def test_a_failure_stays_one() -> None:
+    failed = Finish("failed", None, "The engine has stopped.")
+    assert made_of(Accepted(), Delta("final", "They"), failed)[-1] == failed
+
+
+@pytest.mark.parametrize("usage", [USAGE, None])
+def test_the_object_of_its_endpoint(usage: Usage | None) -> None:
+    """The user's messages, then the compaction; a failure is an error object, which gets a status."""
+    builder = Builder({"id": "resp_1", "created_at": 1}, lambda prefix: f"{prefix}_1")
+    events = [*builder.start(), *builder.feed(Compaction("blob")), *builder.finish(Finish("stop", usage), 2)]
+    made = api.compaction_object(CONVERSATION, events)
+    item = {"id": "cmp_1", "type": "compaction", "encrypted_content": "blob"}
+    assert made["output"] == [CONVERSATION[0], item]
+    assert (made["id"], made["object"], made["created_at"]) == ("resp_1", "response.compaction", 1)
+    assert made["usage"]["total_tokens"] == (10 if usage else 0)
+
+    builder = Builder({"id": "resp_1", "created_at": 1}, lambda prefix: f"{prefix}_1")
+    failed = [*builder.start(), *builder.finish(Finish("failed", usage, "no summary"), 2)]
+    error = api.compaction_object(CONVERSATION, failed)["error"]
+    assert (error["message"], error["code"]) == ("no summary", "server_error")
