@@ -29,7 +29,8 @@ def slow_reader(peer: Peer) -> None:
     last = seen[-1].get("type")
     expect(last in ENDS, f"expected a terminal event at the end of a pause, got {last}", seen[-1])
     numbers = [event.get("sequence_number") for event in seen]
-    expect(numbers == list(range(len(seen))), "expected no event to be lost", numbers)
+    if None not in numbers:  # else the rule "numbers" has said so
+        expect(numbers == list(range(len(seen))), "expected no event to be lost", numbers)
 
 
 def two_at_once(peer: Peer) -> None:
