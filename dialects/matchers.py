@@ -112,6 +112,7 @@ class Grammars:
         self._root = Root(self._command)
         self._slots = Slots(N_CHECKS)
         self._remembered = OrderedDict[bytes, Problem | None]()  # by digest, the latest last
+        self._checking = weakref.WeakValueDictionary[bytes, asyncio.Lock]()  # by digest; held by its checks
 
     @property
     def n_waiting(self) -> int:
@@ -121,9 +122,11 @@ class Grammars:
     async def check(self, grammar: AnswerGrammar, owner: str) -> None:
         """Compile it once; raises BadGrammar where it cannot be followed, BadInput where too many wait."""
         digest = blake2b("\n".join((owner, grammar.parts, grammar.lark)).encode()).digest()
-        if digest not in self._remembered:
-            async with self._slots.one(owner):
-                self._remembered[digest] = await self._problem(grammar)
+        checking = self._checking.setdefault(digest, asyncio.Lock())
+        async with checking:  # who waits here for another's check finds its outcome, and needs no slot
+            if digest not in self._remembered:
+                async with self._slots.one(owner):
+                    self._remembered[digest] = await self._problem(grammar)
         self._remembered.move_to_end(digest)
         if len(self._remembered) > MAX_REMEMBERED:
             self._remembered.popitem(last=False)

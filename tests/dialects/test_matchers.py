@@ -164,6 +164,30 @@ def test_what_was_checked_is_remembered(grammars: Grammars) -> None:
     assert asyncio.run(main()) == ["known", "known", *["costly"] * N_CHECKS, "new"]
 
 
+def test_one_check_is_enough_for_all_who_wait_for_it(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 64 requests at once with the same tools, each compiled them again, and half were refused."""
+    started: list[AnswerGrammar] = []
+    start = grammars.start
+
+    def counted(grammar: AnswerGrammar, max_compile_s: float) -> matchers.Process:
+        started.append(grammar)
+        return start(grammar, max_compile_s)
+
+    monkeypatch.setattr(grammars, "start", counted)
+
+    async def main() -> None:
+        same = of({"type": "integer"})
+        checks = [asyncio.create_task(grammars.check(same, "me")) for _ in range(N_CHECKS + 2 * MAX_WAITING)]
+        await asyncio.sleep(0)
+        checks.pop(0).cancel()  # the one that the others wait for
+        await asyncio.gather(*checks)
+
+    asyncio.run(main())
+    assert len(started) == 2  # the first has left; all others share the second
+
+
 # --- slots --------------------------------------------------------------------------------------------------
 
 
