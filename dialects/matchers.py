@@ -116,7 +116,7 @@ class Grammars:
 
     @property
     def n_waiting(self) -> int:
-        """Requests whose grammar waits to be checked."""
+        """Checks that wait for a slot; requests that wait for the check of another are not counted."""
         return self._slots.n_waiting
 
     async def check(self, grammar: AnswerGrammar, owner: str) -> None:
@@ -126,7 +126,7 @@ class Grammars:
         async with checking:  # who waits here for another's check finds its outcome, and needs no slot
             if digest not in self._remembered:
                 async with self._slots.one(owner):
-                    self._remembered[digest] = await self._problem(grammar)
+                    self._remembered[digest] = await self._problem(grammar)  # if it came to an answer
         self._remembered.move_to_end(digest)
         if len(self._remembered) > MAX_REMEMBERED:
             self._remembered.popitem(last=False)
@@ -140,9 +140,11 @@ class Grammars:
             await readable(process.connection.fileno())
             try:
                 self.read(process)
-            except BadGrammar as error:
-                if self._root.has_ended():  # no fork was made
+            except Unanswered as error:
+                if process.root.has_ended():  # no fork was made
                     raise RuntimeError("the process that follows grammars has ended") from error
+                raise
+            except BadGrammar as error:
                 return Problem(str(error), error.part)
         return None
 
@@ -167,16 +169,17 @@ class Grammars:
             with self._lock:
                 if self._root.has_ended():
                     self._root = Root(self._command)
+                root = self._root
                 fds = [theirs.fileno(), file.fileno(), theirs_to_watch.fileno()]
-                socket.send_fds(self._root.socket, [b"\0"], fds)
-        return Process(ours, lifeline)
+                socket.send_fds(root.socket, [b"\0"], fds)
+        return Process(ours, lifeline, root)
 
     def read(self, process: "Process") -> list[NDArray[np.bool_]]:
         """The masks that have come, or come now; raises BadGrammar."""
         try:
             answer = process.connection.recv_bytes()
         except (EOFError, OSError) as error:
-            raise BadGrammar(TOO_COSTLY, "") from error
+            raise Unanswered(TOO_COSTLY, "") from error
         if answer.startswith(ERROR):
             message, part = json.loads(answer[1:])
             raise BadGrammar(message, part)
@@ -187,6 +190,13 @@ class Grammars:
 
     def close(self) -> None:
         self._root.close()
+
+
+class Unanswered(BadGrammar):
+    """The process has ended without an answer: by its limits most likely.
+
+    But the system, or a person, may have killed it, which looks the same from here. So it is not remembered.
+    """
 
 
 class Problem(NamedTuple):
@@ -201,6 +211,7 @@ class Process(NamedTuple):
 
     connection: Connection
     lifeline: Connection  # nothing is sent over it: the process ends when it is closed
+    root: "Root"
 
     def close(self) -> None:
         self.connection.close()

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 import signal
 import time
@@ -134,6 +135,27 @@ def test_another_root_takes_the_place_of_one_that_was_killed(grammars: Grammars)
     grammars._root.process.kill()
     grammars._root.process.wait()
     asyncio.run(grammars.check(of({"type": "boolean"}), ""))
+
+
+def test_a_process_that_was_killed_is_not_held_against_the_grammar(grammars: Grammars) -> None:
+    """The grammar was refused as too costly for ever after."""
+
+    async def main() -> None:
+        root = grammars._root.process.pid
+        os.kill(root, signal.SIGSTOP)  # the order waits
+        check = asyncio.create_task(grammars.check(of({"type": "integer"}), ""))
+        await asyncio.sleep(0.1)
+        grammars._root.process.kill()
+        with pytest.raises(RuntimeError, match="has ended"):
+            await check
+        check = asyncio.create_task(grammars.check(of(costly()), ""))
+        await asyncio.to_thread(until, lambda: forks(grammars) != [], "it has begun")
+        os.kill(forks(grammars)[0], signal.SIGKILL)
+        with pytest.raises(BadGrammar):
+            await check
+        assert len(grammars._remembered) == 0
+
+    asyncio.run(main())
 
 
 def test_a_vocabulary_that_cannot_be_read_is_no_fault_of_the_grammar() -> None:
