@@ -66,7 +66,11 @@ def main(tokenizer: str, vocab_size: str, eos_token_ids: str, fd: str) -> None:
             _, fds, _, _ = socket.recv_fds(orders, 1, N_FDS)
             if not fds:
                 return
-            if os.fork() == 0:
+            try:
+                pid = os.fork()
+            except OSError:  # too many processes, or no memory: this order's connection ends, no other
+                pid = None
+            if pid == 0:
                 try:
                     orders.close()
                     follow(tokens, *fds)

@@ -158,6 +158,32 @@ def test_a_process_that_was_killed_is_not_held_against_the_grammar(grammars: Gra
     asyncio.run(main())
 
 
+FORK_FAILS_ONCE = """
+import os, sys
+from dialects import matcher_process
+
+fork = os.fork
+
+def fail() -> int:
+    os.fork = fork
+    raise BlockingIOError("the system has no process left")
+
+os.fork = fail
+matcher_process.main(*sys.argv[1:])
+"""
+
+
+def test_the_root_survives_a_fork_that_fails(grammars: Grammars) -> None:
+    """It ended, and with it all orders that it had not read yet."""
+    python, _, *arguments = grammars._command
+    grammars._root.close()
+    grammars._root = root = matchers.Root([python, "-c", FORK_FAILS_ONCE, *arguments])
+    with pytest.raises(BadGrammar):
+        asyncio.run(grammars.check(of({"type": "integer"}), ""))
+    asyncio.run(grammars.check(of({"type": "integer"}), ""))
+    assert grammars._root is root
+
+
 def test_a_vocabulary_that_cannot_be_read_is_no_fault_of_the_grammar() -> None:
     grammars = Grammars(TINY / "config.json", 2048, (2041,))
     with pytest.raises(RuntimeError, match="has ended"):
