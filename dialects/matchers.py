@@ -50,12 +50,15 @@ from request.refusals import BadInput
 
 N_CHECKS = max(1, (os.cpu_count() or 1) // 2)  # at once: half of the machine is left to the engine
 MAX_WAITING = 32  # checks of one owner that wait for a slot; each may take MAX_COMPILE_S
+MAX_CHECK_S = 10.0  # by the clock: a process that is swapped out or stopped uses no processor
 MAX_REMEMBERED = 1024  # outcomes of checks: an agent sends the same tools with every turn
 
 TOO_COSTLY = (
     f"to follow it takes more than {MAX_COMPILE_S:.0f} s of computing or {MAX_BYTES // 2**20} MB of memory; "
     "use smaller numbers (multipleOf, bounds, lengths, repetitions), fewer alternatives or less depth"
 )
+
+OVERLOADED = f"the grammar could not be checked within {MAX_CHECK_S:.0f} s; try again later."
 
 
 class Constraint:
@@ -120,7 +123,7 @@ class Grammars:
         return self._slots.n_waiting
 
     async def check(self, grammar: AnswerGrammar, owner: str) -> None:
-        """Compile it once; raises BadGrammar where it cannot be followed, BadInput where too many wait."""
+        """Compile it once; raises BadGrammar where it cannot be followed, BadInput for want of time."""
         digest = blake2b("\n".join((owner, grammar.parts, grammar.lark)).encode()).digest()
         checking = self._checking.setdefault(digest, asyncio.Lock())
         async with checking:  # who waits here for another's check finds its outcome, and needs no slot
@@ -137,7 +140,11 @@ class Grammars:
     async def _problem(self, grammar: AnswerGrammar) -> "Problem | None":
         """What is wrong with it. A client that leaves meanwhile ends the process: the socket is closed."""
         with closing(self.start(grammar, MAX_COMPILE_S)) as process:
-            await readable(process.connection.fileno())
+            try:
+                async with asyncio.timeout(MAX_CHECK_S):
+                    await readable(process.connection.fileno())
+            except TimeoutError as error:
+                raise BadInput(OVERLOADED, None, "server_is_overloaded") from error
             try:
                 self.read(process)
             except Unanswered as error:

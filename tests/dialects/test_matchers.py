@@ -184,6 +184,24 @@ def test_the_root_survives_a_fork_that_fails(grammars: Grammars) -> None:
     assert grammars._root is root
 
 
+def test_a_process_that_is_stopped_holds_no_slot(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It used no processor, so that no limit ended it, nor did the end of its lifeline."""
+    monkeypatch.setattr(matchers, "MAX_CHECK_S", 2.0)
+
+    async def main() -> None:
+        await grammars.check(of({"type": "integer"}), "")  # the root is there
+        check = asyncio.create_task(grammars.check(of(costly()), ""))
+        await asyncio.to_thread(until, lambda: forks(grammars) != [], "it has begun")
+        await asyncio.sleep(0.2)  # it has set its limits, and computes
+        os.kill(forks(grammars)[0], signal.SIGSTOP)
+        with pytest.raises(BadInput, match="could not be checked within") as caught:
+            await check
+        assert caught.value.code == "server_is_overloaded"
+
+    asyncio.run(main())
+    until(lambda: forks(grammars) == [], "the process has ended")
+
+
 def test_a_vocabulary_that_cannot_be_read_is_no_fault_of_the_grammar() -> None:
     grammars = Grammars(TINY / "config.json", 2048, (2041,))
     with pytest.raises(RuntimeError, match="has ended"):
