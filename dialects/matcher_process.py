@@ -13,7 +13,7 @@ Authority: https://github.com/guidance-ai/llguidance; setitimer(2) and getrlimit
 Rules of this file:
 1. What a fork computes at a time, and the memory that it takes, is limited by the system, which ends it.
 2. Nothing outlives the server: the root ends with its socket, and a fork with its lifeline, a pipe that
-   nobody writes to. When the server closes it, or has ended, SIGIO ends the fork amid whatever it computes.
+   nobody writes to. When the server closes it, or has ended, a signal ends the fork, whatever it computes.
 3. An error that a client will read is one line, of at most MAX_ERROR characters.
 
 Not here: the other end of the sockets (matchers.py), the grammars (structured_output.py).
@@ -66,7 +66,11 @@ def main(tokenizer: str, vocab_size: str, eos_token_ids: str, fd: str) -> None:
             _, fds, _, _ = socket.recv_fds(orders, 1, N_FDS)
             if not fds:
                 return
-            if os.fork() == 0:
+            try:
+                pid = os.fork()
+            except OSError:  # too many processes, or no memory: this order's connection ends, no other
+                pid = None
+            if pid == 0:
                 try:
                     orders.close()
                     follow(tokens, *fds)
@@ -116,9 +120,11 @@ def limit(lifeline_fd: int) -> None:
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), sys.stderr.fileno())  # Rust prints the grammar at which it panics
     fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, os.getpid())
+    if sys.platform == "linux":  # SIGKILL ends a process that is stopped, too
+        fcntl.fcntl(lifeline_fd, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(
         lifeline_fd, fcntl.F_SETFL, os.O_ASYNC
-    )  # SIGIO comes when it is closed, and ends this process
+    )  # the signal comes when it is closed, and ends this process
 
 
 def address_space() -> int:

@@ -50,12 +50,15 @@ from request.refusals import BadInput
 
 N_CHECKS = max(1, (os.cpu_count() or 1) // 2)  # at once: half of the machine is left to the engine
 MAX_WAITING = 32  # checks of one owner that wait for a slot; each may take MAX_COMPILE_S
+MAX_CHECK_S = 10.0  # by the clock: a process that is swapped out or stopped uses no processor
 MAX_REMEMBERED = 1024  # outcomes of checks: an agent sends the same tools with every turn
 
 TOO_COSTLY = (
     f"to follow it takes more than {MAX_COMPILE_S:.0f} s of computing or {MAX_BYTES // 2**20} MB of memory; "
     "use smaller numbers (multipleOf, bounds, lengths, repetitions), fewer alternatives or less depth"
 )
+
+OVERLOADED = f"the grammar could not be checked within {MAX_CHECK_S:.0f} s; try again later."
 
 
 class Constraint:
@@ -112,18 +115,21 @@ class Grammars:
         self._root = Root(self._command)
         self._slots = Slots(N_CHECKS)
         self._remembered = OrderedDict[bytes, Problem | None]()  # by digest, the latest last
+        self._checking = weakref.WeakValueDictionary[bytes, asyncio.Lock]()  # by digest; held by its checks
 
     @property
     def n_waiting(self) -> int:
-        """Requests whose grammar waits to be checked."""
+        """Checks that wait for a slot; requests that wait for the check of another are not counted."""
         return self._slots.n_waiting
 
     async def check(self, grammar: AnswerGrammar, owner: str) -> None:
-        """Compile it once; raises BadGrammar where it cannot be followed, BadInput where too many wait."""
+        """Compile it once; raises BadGrammar where it cannot be followed, BadInput for want of time."""
         digest = blake2b("\n".join((owner, grammar.parts, grammar.lark)).encode()).digest()
-        if digest not in self._remembered:
-            async with self._slots.one(owner):
-                self._remembered[digest] = await self._problem(grammar)
+        checking = self._checking.setdefault(digest, asyncio.Lock())
+        async with checking:  # who waits here for another's check finds its outcome, and needs no slot
+            if digest not in self._remembered:
+                async with self._slots.one(owner):
+                    self._remembered[digest] = await self._problem(grammar)  # if it came to an answer
         self._remembered.move_to_end(digest)
         if len(self._remembered) > MAX_REMEMBERED:
             self._remembered.popitem(last=False)
@@ -134,12 +140,18 @@ class Grammars:
     async def _problem(self, grammar: AnswerGrammar) -> "Problem | None":
         """What is wrong with it. A client that leaves meanwhile ends the process: the socket is closed."""
         with closing(self.start(grammar, MAX_COMPILE_S)) as process:
-            await readable(process.connection.fileno())
+            try:
+                async with asyncio.timeout(MAX_CHECK_S):
+                    await readable(process.connection.fileno())
+            except TimeoutError as error:
+                raise BadInput(OVERLOADED, None, "server_is_overloaded") from error
             try:
                 self.read(process)
-            except BadGrammar as error:
-                if self._root.has_ended():  # no fork was made
+            except Unanswered as error:
+                if process.root.has_ended():  # no fork was made
                     raise RuntimeError("the process that follows grammars has ended") from error
+                raise
+            except BadGrammar as error:
                 return Problem(str(error), error.part)
         return None
 
@@ -164,16 +176,17 @@ class Grammars:
             with self._lock:
                 if self._root.has_ended():
                     self._root = Root(self._command)
+                root = self._root
                 fds = [theirs.fileno(), file.fileno(), theirs_to_watch.fileno()]
-                socket.send_fds(self._root.socket, [b"\0"], fds)
-        return Process(ours, lifeline)
+                socket.send_fds(root.socket, [b"\0"], fds)
+        return Process(ours, lifeline, root)
 
     def read(self, process: "Process") -> list[NDArray[np.bool_]]:
         """The masks that have come, or come now; raises BadGrammar."""
         try:
             answer = process.connection.recv_bytes()
         except (EOFError, OSError) as error:
-            raise BadGrammar(TOO_COSTLY, "") from error
+            raise Unanswered(TOO_COSTLY, "") from error
         if answer.startswith(ERROR):
             message, part = json.loads(answer[1:])
             raise BadGrammar(message, part)
@@ -184,6 +197,13 @@ class Grammars:
 
     def close(self) -> None:
         self._root.close()
+
+
+class Unanswered(BadGrammar):
+    """The process has ended without an answer: by its limits most likely.
+
+    But the system, or a person, may have killed it, which looks the same from here. So it is not remembered.
+    """
 
 
 class Problem(NamedTuple):
@@ -198,6 +218,7 @@ class Process(NamedTuple):
 
     connection: Connection
     lifeline: Connection  # nothing is sent over it: the process ends when it is closed
+    root: "Root"
 
     def close(self) -> None:
         self.connection.close()

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 import signal
 import time
@@ -136,6 +137,71 @@ def test_another_root_takes_the_place_of_one_that_was_killed(grammars: Grammars)
     asyncio.run(grammars.check(of({"type": "boolean"}), ""))
 
 
+def test_a_process_that_was_killed_is_not_held_against_the_grammar(grammars: Grammars) -> None:
+    """The grammar was refused as too costly for ever after."""
+
+    async def main() -> None:
+        root = grammars._root.process.pid
+        os.kill(root, signal.SIGSTOP)  # the order waits
+        check = asyncio.create_task(grammars.check(of({"type": "integer"}), ""))
+        await asyncio.sleep(0.1)
+        grammars._root.process.kill()
+        with pytest.raises(RuntimeError, match="has ended"):
+            await check
+        check = asyncio.create_task(grammars.check(of(costly()), ""))
+        await asyncio.to_thread(until, lambda: forks(grammars) != [], "it has begun")
+        os.kill(forks(grammars)[0], signal.SIGKILL)
+        with pytest.raises(BadGrammar):
+            await check
+        assert len(grammars._remembered) == 0
+
+    asyncio.run(main())
+
+
+FORK_FAILS_ONCE = """
+import os, sys
+from dialects import matcher_process
+
+fork = os.fork
+
+def fail() -> int:
+    os.fork = fork
+    raise BlockingIOError("the system has no process left")
+
+os.fork = fail
+matcher_process.main(*sys.argv[1:])
+"""
+
+
+def test_the_root_survives_a_fork_that_fails(grammars: Grammars) -> None:
+    """It ended, and with it all orders that it had not read yet."""
+    python, _, *arguments = grammars._command
+    grammars._root.close()
+    grammars._root = root = matchers.Root([python, "-c", FORK_FAILS_ONCE, *arguments])
+    with pytest.raises(BadGrammar):
+        asyncio.run(grammars.check(of({"type": "integer"}), ""))
+    asyncio.run(grammars.check(of({"type": "integer"}), ""))
+    assert grammars._root is root
+
+
+def test_a_process_that_is_stopped_holds_no_slot(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It used no processor, so that no limit ended it, nor did the end of its lifeline."""
+    monkeypatch.setattr(matchers, "MAX_CHECK_S", 2.0)
+
+    async def main() -> None:
+        await grammars.check(of({"type": "integer"}), "")  # the root is there
+        check = asyncio.create_task(grammars.check(of(costly()), ""))
+        await asyncio.to_thread(until, lambda: forks(grammars) != [], "it has begun")
+        await asyncio.sleep(0.2)  # it has set its limits, and computes
+        os.kill(forks(grammars)[0], signal.SIGSTOP)
+        with pytest.raises(BadInput, match="could not be checked within") as caught:
+            await check
+        assert caught.value.code == "server_is_overloaded"
+
+    asyncio.run(main())
+    until(lambda: forks(grammars) == [], "the process has ended")
+
+
 def test_a_vocabulary_that_cannot_be_read_is_no_fault_of_the_grammar() -> None:
     grammars = Grammars(TINY / "config.json", 2048, (2041,))
     with pytest.raises(RuntimeError, match="has ended"):
@@ -162,6 +228,30 @@ def test_what_was_checked_is_remembered(grammars: Grammars) -> None:
         return ended
 
     assert asyncio.run(main()) == ["known", "known", *["costly"] * N_CHECKS, "new"]
+
+
+def test_one_check_is_enough_for_all_who_wait_for_it(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 64 requests at once with the same tools, each compiled them again, and half were refused."""
+    started: list[AnswerGrammar] = []
+    start = grammars.start
+
+    def counted(grammar: AnswerGrammar, max_compile_s: float) -> matchers.Process:
+        started.append(grammar)
+        return start(grammar, max_compile_s)
+
+    monkeypatch.setattr(grammars, "start", counted)
+
+    async def main() -> None:
+        same = of({"type": "integer"})
+        checks = [asyncio.create_task(grammars.check(same, "me")) for _ in range(N_CHECKS + 2 * MAX_WAITING)]
+        await asyncio.sleep(0)
+        checks.pop(0).cancel()  # the one that the others wait for
+        await asyncio.gather(*checks)
+
+    asyncio.run(main())
+    assert len(started) == 2  # the first has left; all others share the second
 
 
 # --- slots --------------------------------------------------------------------------------------------------
