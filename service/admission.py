@@ -9,7 +9,8 @@ Authority: A. K. Choudhury and E. L. Hahne, "Dynamic queue length thresholds for
 switches", IEEE/ACM Transactions on Networking 6 (1998), for rule 1.
 
 Rules of this file:
-1. Of several owners none holds more than what is still free: so there is room for one who holds nothing.
+1. Of several owners none takes more than what is then still free, so there is room for one who holds nothing;
+   that one may take all that is free: of one stream it could else have none.
 2. A body that arrives slowly gives way: the oldest of the same owner's, where that owner lacks room.
 3. A body must be whole within MAX_BODY_S.
 
@@ -44,10 +45,10 @@ class Shares:
         self._held: Counter[str] = Counter()  # by owner
 
     def has_room(self, owner: str, n: int) -> bool:
-        n_free = self._n_free - n
-        if self._is_shared:
-            return self._held[owner] + n <= n_free
-        return n_free >= 0
+        n_left = self._n_free - n
+        if self._is_shared and self._held[owner]:
+            return self._held[owner] + n <= n_left
+        return n_left >= 0
 
     def take(self, owner: str, n: int) -> None:
         """Raises BadInput where there is no room."""

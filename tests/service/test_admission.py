@@ -60,6 +60,15 @@ def test_of_several_owners_none_holds_more_than_what_is_left() -> None:
     assert shares.has_room("g", 1)
 
 
+def test_who_holds_nothing_may_take_the_last() -> None:
+    """Bug: with --max-streams 1 and two keys nobody was ever served."""
+    shares = Shares("things", 1, is_shared=True)
+    shares.take("a", 1)
+    assert code_of(lambda: shares.take("b", 1)) == "server_is_overloaded"
+    shares.give_back("a", 1)
+    shares.take("b", 1)
+
+
 # --- a room -------------------------------------------------------------------------------------------------
 
 
