@@ -3,7 +3,8 @@
     owner --Room.visit()--> Visit          a message of its body --Room.receive()--> the message, or BadInput
 
 A visit begins with the head of a request. While its body arrives it holds the bytes that have come; when that
-is whole it takes a stream, if there is one. It ends with the request, and gives back what it holds.
+is whole it takes a stream, if there is one. One that asks for what is stored holds an answer instead, and the
+bytes of that. It ends with the request, and gives back what it holds.
 
 Authority: A. K. Choudhury and E. L. Hahne, "Dynamic queue length thresholds for shared-memory packet
 switches", IEEE/ACM Transactions on Networking 6 (1998), for rule 1.
@@ -75,9 +76,10 @@ class Visit:
 
     owner: str
     deadline: float  # of its body, by the event loop's clock
-    n_bytes: int = 0  # of its body, so far
+    n_bytes: int = 0  # of its body, so far, or of its answer
     is_arriving: bool = False
     has_stream: bool = False
+    has_answer: bool = False
     timeout: asyncio.Timeout | None = None  # runs while more of the body is awaited
 
 
@@ -91,6 +93,7 @@ class Room:
         n_bytes = max(max_streams * BYTES_A_STREAM, MIN_LARGEST_BODIES * max_body_bytes)
         self._streams = Shares("open requests", max_streams, is_shared)
         self._bodies = Shares("bodies on their way", max_streams, is_shared)
+        self._answers = Shares("answers on their way", max_streams, is_shared)
         self._bytes = Shares("bytes of bodies", n_bytes, is_shared)
         self._arriving: dict[Visit, None] = {}  # the oldest first
 
@@ -103,12 +106,27 @@ class Room:
             self._end_arrival(visit)
             self._bytes.give_back(owner, visit.n_bytes)
             self._streams.give_back(owner, int(visit.has_stream))
+            self._answers.give_back(owner, int(visit.has_answer))
 
     def enter(self, visit: Visit) -> None:
         """Give a visit its stream; raises BadInput."""
         self._end_arrival(visit)
         self._streams.take(visit.owner, 1)
         visit.has_stream = True
+
+    def enter_for_answer(self, visit: Visit) -> None:
+        """Let a visit have an answer that is stored; raises BadInput.
+
+        These are counted apart from streams: a poll gets in while all streams are taken.
+        """
+        self._answers.take(visit.owner, 1)
+        visit.has_answer = True
+
+    def hold(self, visit: Visit, n_bytes: int) -> None:
+        """Take room for the bytes of an answer, however large that one is; raises BadInput."""
+        n_bytes = min(n_bytes, self.max_body_bytes)
+        self._bytes.take(visit.owner, n_bytes)
+        visit.n_bytes += n_bytes
 
     async def receive(self, visit: Visit, receive: Receive) -> Message:
         """The next message of a client; raises BadInput where its body has no room, or no time left."""

@@ -167,6 +167,34 @@ def server_bytes(server: Server) -> int:
     return 1024 * int(status.split("VmRSS:")[1].split()[0])
 
 
+def test_stored_answers_that_nobody_reads_are_bounded() -> None:
+    """Bug: of one large response any number could be asked for at once, and each was held as a whole."""
+    keys = ("--api-key", "mine", "--api-key", "yours")
+    mine = {"Authorization": "Bearer mine"}
+    schema = {
+        "type": "object",
+        "properties": {},
+        "additionalProperties": False,
+        "description": "x" * 1_000_000,
+    }
+    large = SHORT | {"text": {"format": {"type": "json_schema", "name": "n", "schema": schema}}}
+    with serve(*keys, "--max-streams", "8", "--reader-timeout", "2") as server, ExitStack() as held:
+        made = server.post(RESPONSES, large, **mine)
+        assert made.status == 200, made.body
+        path = f"{RESPONSES}/{made.json['id']}"
+        assert server.get(path, **mine).json == made.json
+        ask = f"GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer mine\r\n\r\n".encode()
+        for _ in range(4):
+            client = held.enter_context(server.connect(ask))
+            assert client.recv(12) == b"HTTP/1.1 200"
+        for refused_path in (path, f"{path}/input_items"):
+            refused = server.get(refused_path, **mine)
+            assert (refused.status, refused.json["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert server.get(path, Authorization="Bearer yours").status == 404  # there is room to look
+        assert server.post(RESPONSES, SHORT, **mine).status == 200
+        until(lambda: server.get(path, **mine).status == 200, "those who do not read are dropped")
+
+
 def test_of_two_keys_one_cannot_take_all_streams() -> None:
     keys = ("--api-key", "mine", "--api-key", "yours")
     request = http_bytes(RESPONSES, ENDLESS).replace(b"Host: ", b"Authorization: Bearer mine\r\nHost: ")
