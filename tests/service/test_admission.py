@@ -126,6 +126,21 @@ def test_the_oldest_body_of_the_same_owner_gives_way() -> None:
     asyncio.run(run())
 
 
+def test_what_stored_answers_hold_is_bounded() -> None:
+    """There is room for the bytes of 16 of the largest bodies: of several owners one gets half of it."""
+
+    async def run() -> None:
+        room = Room(32, max_body_bytes=2**20, is_shared=True)
+        with room.visit("m") as visit:
+            for _ in range(8):
+                room.hold(visit, 2**20)
+            assert code_of(lambda: room.hold(visit, 1)) == "rate_limit_exceeded"
+        with room.visit("m") as visit:  # all has been given back
+            room.hold(visit, 2**40)  # however large: else nobody could ever get it
+
+    asyncio.run(run())
+
+
 # --- the server ---------------------------------------------------------------------------------------------
 
 
