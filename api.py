@@ -58,7 +58,14 @@ from request.warm_up import unsaid
 from service import signed_content
 from service.metrics import Metrics
 from store import TERMINAL, Damaged, Row
-from streaming import EventStream, JsonAnswer, error_response, json_response, json_text, while_connected
+from streaming import (
+    EventStream,
+    JsonAnswer,
+    PiecewiseAnswer,
+    error_response,
+    json_response,
+    while_connected,
+)
 from worker import ALIAS, LocalWorker, Outputs, Prompt, Worker
 
 log = logging.getLogger("api")
@@ -78,7 +85,8 @@ class Endpoint(NamedTuple):
     method: str
     path: str
     handler: Callable[[HttpRequest], Awaitable[Response]]
-    slow_part: Literal["body", "stream", ""] = ""  # what a slow client may send, or read, for minutes
+    # What a slow client may send, or read, for minutes; "stream": an answer where none is asked for.
+    slow_part: Literal["body", "stream", "answer", ""] = ""
 
 
 class CheckedRequest(NamedTuple):
@@ -155,8 +163,8 @@ class Api:
             Endpoint("POST",   "/v1/responses/compact",          self.compact,            "body"),
             Endpoint("GET",    "/v1/responses/{id}",             self.get_response,       "stream"),
             Endpoint("DELETE", "/v1/responses/{id}",             self.delete_response),
-            Endpoint("POST",   "/v1/responses/{id}/cancel",      self.cancel_response),
-            Endpoint("GET",    "/v1/responses/{id}/input_items", self.list_input_items),
+            Endpoint("POST",   "/v1/responses/{id}/cancel",      self.cancel_response,    "answer"),
+            Endpoint("GET",    "/v1/responses/{id}/input_items", self.list_input_items,   "answer"),
             Endpoint("POST",   "/v1/chat/completions",           self.create_completion,  "body"),
             Endpoint("GET",    "/v1/models",                     self.list_models),
             Endpoint("GET",    "/v1/models/{id:path}",           self.get_model),
@@ -317,7 +325,7 @@ class Api:
     async def get_response(self, http: HttpRequest) -> Response:
         row = await self._row(http)
         if not query.wants_stream(http.query_params):
-            return json_text(row.response_json)
+            return stored_answer(http, row.response_json)
         after = query.starting_after(http.query_params)
         refusal = "This response cannot be streamed because it was not created with "
         if not row.background:
@@ -341,7 +349,7 @@ class Api:
         row = await self._row(http)
         if row.status != "cancelled":
             raise BadInput(CANNOT_CANCEL[row.status])
-        return json_text(row.response_json)
+        return stored_answer(http, row.response_json)
 
     async def delete_response(self, http: HttpRequest) -> Response:
         row = await self._row(http)
@@ -353,7 +361,7 @@ class Api:
     async def list_input_items(self, http: HttpRequest) -> Response:
         row = await self._row(http)
         items_of_row = await self._registry.items(row.id)
-        return json_response(200, query.page(items_of_row, http.query_params))
+        return stored_answer(http, sse.dumps(query.page(items_of_row, http.query_params)))
 
     async def _row(self, http: HttpRequest) -> Row:
         id_ = http.path_params["id"]
@@ -604,6 +612,12 @@ def interrupted_event(id: str, frames: Sequence[bytes]) -> Event:
     parser = sse.Parser(max_event_bytes=sum(map(len, frames)))
     events = [json.loads(event.data) for frame in frames for event in parser.feed(frame)]
     return responses.interrupted(events, "interrupted by a restart")
+
+
+def stored_answer(http: HttpRequest, text: str) -> Response:
+    """An answer with JSON text from the store, which may be large; raises BadInput where there is no room."""
+    http.scope["hold"](len(text))
+    return PiecewiseAnswer(text)
 
 
 async def prepared(http: HttpRequest, preparing: Coroutine[Any, Any, Prompt]) -> Prompt:

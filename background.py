@@ -337,14 +337,14 @@ class Slots:
         return self._n_held[turn.owner], self._last_given[turn.owner]
 
 
-def has_room(limit: int, n_all: int, n_own: int, owner: str) -> bool:
+def has_room(limit: int, n_all: int, n_own: int, is_shared: bool) -> bool:
     """Whether an owner who holds `n_own` of the `n_all` that are taken may have more, up to `limit` in all.
 
     An owner may hold as much as is left, so the first one gets half, a second one half of the rest: there is
     always room for the next one. "Dynamic queue length thresholds for shared-memory packet switches",
-    Choudhury and Hahne, 1998. Without keys there is one owner, and nobody to leave room for.
+    Choudhury and Hahne, 1998. Where it is not shared there is one owner, and nobody to leave room for.
     """
-    if not owner:
+    if not is_shared:
         return n_all < limit
     return n_own < limit - n_all
 
@@ -380,13 +380,24 @@ class NotStored(Exception):
 
 
 class Registry:
-    """Starts responses, finds them, ends them, and stores those that are to be kept."""
+    """Starts responses, finds them, ends them, and stores those that are to be kept.
 
-    def __init__(self, store: Store, encode: Encode, max_running: int = 8, max_queued: int = 256) -> None:
+    `is_shared`: there are several owners.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        encode: Encode,
+        max_running: int = 8,
+        max_queued: int = 256,
+        is_shared: bool = False,
+    ) -> None:
         self._store = store
         self._encode = encode
         self._slots = Slots(max_running)  # the engine's other places are left to the foreground
         self._max_live = max_running + max_queued
+        self._is_shared = is_shared
         self._jobs: dict[str, ResponseJob] = {}  # those in the background, by id of the response
         # SQLite is asked in order, and never in the event loop.
         self._store_thread = ThreadPoolExecutor(1, "store")
@@ -423,11 +434,11 @@ class Registry:
             raise QueueFull("The server is about to stop.")
         live = [job for job in self._jobs.values() if not job.log.ended]
         own = [job for job in live if job.row.owner == owner]
-        if not has_room(self._max_live, len(live), len(own), owner):
+        if not has_room(self._max_live, len(live), len(own), self._is_shared):
             raise QueueFull(f"Too many background responses wait, {len(own)} of them yours; try again later.")
         n_live_bytes = sum(job.n_bytes for job in live)
         n_own_bytes = sum(job.n_bytes for job in own)
-        if not has_room(MAX_LIVE_BYTES, n_live_bytes, n_own_bytes, owner):
+        if not has_room(MAX_LIVE_BYTES, n_live_bytes, n_own_bytes, self._is_shared):
             raise QueueFull(
                 f"The background responses that wait are too large, {n_own_bytes} bytes of them yours; "
                 "try again later."

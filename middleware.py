@@ -9,7 +9,8 @@ https://fetch.spec.whatwg.org/#http-cors-protocol; for names RFC 9110, section 7
 Rules of this file:
 1. Every reply has an x-request-id, every log record of its request the same; every error has the same body.
 2. A key is kept as its digest alone, and compared with all of them each time: the time taken says nothing.
-3. Admission limits how many requests clients hold open at once; short ones, such as a cancel, always get in.
+3. Admission limits how many requests clients hold open at once, and apart from them how many stored answers
+   are on their way: a poll or a cancel gets in while all streams are taken.
 4. A page of another site can do nothing unless --cors-origin allows it. A browser asks before it sends JSON
    for a page (a CORS preflight), but sends other types at once: so from such a page they are refused.
 5. Without keys a request must name this server by its address, or by a name that the command line knows: a
@@ -166,6 +167,7 @@ class Admission:
     """Lets requests with an API key in, while there is room.
 
     Endpoints find its owner in scope["owner"], and how long a body may be in scope["max_body_bytes"].
+    Those whose answer may be large call scope["hold"] with its size before they send it.
     """
 
     def __init__(
@@ -196,24 +198,26 @@ class Admission:
             await self._app(scope, receive, send)
             return
         with self._room.visit(scope["owner"]) as visit:
+            scope["hold"] = partial(self._room.hold, visit)
             if slow_part == "body":
                 receive = partial(self._room.receive, visit, receive)
             else:
+                enter = self._room.enter if slow_part == "stream" else self._room.enter_for_answer
                 try:
-                    self._room.enter(visit)
+                    enter(visit)
                 except BadInput as error:
                     await bad_input(error)(scope, receive, send)
                     return
             await self._app(scope, receive, send)
 
     def _slow_part(self, scope: Scope) -> str:
-        """Endpoint.slow_part of this request; "" where it is short, or asks for no stream."""
+        """Endpoint.slow_part of this request; "" where it is short, "answer" where it asks for no stream."""
         for endpoint, route in self._slow:
             match, _ = route.matches(scope)
             if match is Match.FULL:
                 query = QueryParams(scope["query_string"])
                 if endpoint.slow_part == "stream" and query.get("stream") not in STREAMED:
-                    return ""
+                    return "answer"
                 return endpoint.slow_part
         return ""
 

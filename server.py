@@ -114,12 +114,13 @@ async def serve(
 ) -> None:
     """Answer requests until a signal stops the server."""
     workers: list[Worker] = [worker for worker in (local, remote) if worker]
-    registry = Registry(store, encode_event, max_queued=args.max_queued)
+    is_shared = keys.n_owners > 1
+    registry = Registry(store, encode_event, max_queued=args.max_queued, is_shared=is_shared)
     api = make_api(args, local, remote, registry)
     if remote:
         await remote.upstreams.start()
     await api.recover()
-    room = Room(args.max_streams, args.max_body, is_shared=keys.n_owners > 1)
+    room = Room(args.max_streams, args.max_body, is_shared)
     hosts = [args.host.lower(), *(args.allowed_host or ())]
     app = make_app(api, keys, room, args.cors_origin or (), hosts)
     server = HttpServer(http_config(app, args))

@@ -1,7 +1,7 @@
 """Answers over HTTP: a log as a stream of server-sent events, or one JSON object; clients that disconnect.
 
     EventLog --EventStream--> frames as they come        task, fold --JsonAnswer--> one JSON object at its end
-    JSON text --json_text()--> an answer
+    JSON text --json_text()--> an answer                 large JSON text --PiecewiseAnswer--> an answer
     status, message --error_response()--> an error
 
 Authority: https://platform.openai.com/docs/guides/error-codes; https://asgi.readthedocs.io for disconnects.
@@ -31,6 +31,8 @@ from background import EventLog
 from request.refusals import RETRY_AFTER_S, error_body
 
 T = TypeVar("T")
+
+PIECE_BYTES = 64 * 1024  # of a large answer: about what a connection takes before it pauses us
 
 # "every 15 seconds or so": html.spec.whatwg.org/multipage/server-sent-events.html#authoring-notes
 KEEP_ALIVE_S = 15
@@ -97,6 +99,22 @@ class EventStream(Response):
             await self._task
         if not self._log.is_broken_off:  # else the connection just ends, and the client knows
             await send({"type": "http.response.body", "body": self._done})
+
+
+class PiecewiseAnswer(Response):
+    """Answers with JSON text in pieces, each when the client has read most of those before.
+
+    It returns when what is left of the answer is with the system.
+    """
+
+    media_type = "application/json"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        for start in range(0, len(self.body), PIECE_BYTES):
+            piece = self.body[start : start + PIECE_BYTES]
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})  # waits until the last piece has left
 
 
 class JsonAnswer(Response):

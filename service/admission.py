@@ -3,13 +3,15 @@
     owner --Room.visit()--> Visit          a message of its body --Room.receive()--> the message, or BadInput
 
 A visit begins with the head of a request. While its body arrives it holds the bytes that have come; when that
-is whole it takes a stream, if there is one. It ends with the request, and gives back what it holds.
+is whole it takes a stream, if there is one. One that asks for what is stored holds an answer instead, and the
+bytes of that. It ends with the request, and gives back what it holds.
 
 Authority: A. K. Choudhury and E. L. Hahne, "Dynamic queue length thresholds for shared-memory packet
 switches", IEEE/ACM Transactions on Networking 6 (1998), for rule 1.
 
 Rules of this file:
-1. Of several owners none holds more than what is still free: so there is room for one who holds nothing.
+1. Of several owners none takes more than what is then still free, so there is room for one who holds nothing;
+   that one may take all that is free: of one stream it could else have none.
 2. A body that arrives slowly gives way: the oldest of the same owner's, where that owner lacks room.
 3. A body must be whole within MAX_BODY_S.
 
@@ -44,10 +46,10 @@ class Shares:
         self._held: Counter[str] = Counter()  # by owner
 
     def has_room(self, owner: str, n: int) -> bool:
-        n_free = self._n_free - n
-        if self._is_shared:
-            return self._held[owner] + n <= n_free
-        return n_free >= 0
+        n_left = self._n_free - n
+        if self._is_shared and self._held[owner]:
+            return self._held[owner] + n <= n_left
+        return n_left >= 0
 
     def take(self, owner: str, n: int) -> None:
         """Raises BadInput where there is no room."""
@@ -74,9 +76,10 @@ class Visit:
 
     owner: str
     deadline: float  # of its body, by the event loop's clock
-    n_bytes: int = 0  # of its body, so far
+    n_bytes: int = 0  # of its body, so far, or of its answer
     is_arriving: bool = False
     has_stream: bool = False
+    has_answer: bool = False
     timeout: asyncio.Timeout | None = None  # runs while more of the body is awaited
 
 
@@ -90,6 +93,7 @@ class Room:
         n_bytes = max(max_streams * BYTES_A_STREAM, MIN_LARGEST_BODIES * max_body_bytes)
         self._streams = Shares("open requests", max_streams, is_shared)
         self._bodies = Shares("bodies on their way", max_streams, is_shared)
+        self._answers = Shares("answers on their way", max_streams, is_shared)
         self._bytes = Shares("bytes of bodies", n_bytes, is_shared)
         self._arriving: dict[Visit, None] = {}  # the oldest first
 
@@ -102,12 +106,27 @@ class Room:
             self._end_arrival(visit)
             self._bytes.give_back(owner, visit.n_bytes)
             self._streams.give_back(owner, int(visit.has_stream))
+            self._answers.give_back(owner, int(visit.has_answer))
 
     def enter(self, visit: Visit) -> None:
         """Give a visit its stream; raises BadInput."""
         self._end_arrival(visit)
         self._streams.take(visit.owner, 1)
         visit.has_stream = True
+
+    def enter_for_answer(self, visit: Visit) -> None:
+        """Let a visit have an answer that is stored; raises BadInput.
+
+        These are counted apart from streams: a poll gets in while all streams are taken.
+        """
+        self._answers.take(visit.owner, 1)
+        visit.has_answer = True
+
+    def hold(self, visit: Visit, n_bytes: int) -> None:
+        """Take room for the bytes of an answer, however large that one is; raises BadInput."""
+        n_bytes = min(n_bytes, self.max_body_bytes)
+        self._bytes.take(visit.owner, n_bytes)
+        visit.n_bytes += n_bytes
 
     async def receive(self, visit: Visit, receive: Receive) -> Message:
         """The next message of a client; raises BadInput where its body has no room, or no time left."""

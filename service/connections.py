@@ -198,6 +198,7 @@ class Protocol(HttpToolsProtocol, asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._unset_keepalive_if_required()  # uvicorn does not after a reset: the timer would keep all this
         self.idle.pop(self, None)
         self.head_timer.cancel()
         self.stop_read_timer()

@@ -115,7 +115,7 @@ class Held:
 
 
 @asynccontextmanager
-async def registry_of(**limits: int) -> AsyncIterator[Registry]:
+async def registry_of(**limits: Any) -> AsyncIterator[Registry]:
     """A registry over a store of its own; in the end what runs is ended."""
     registry = Registry(Store(":memory:", Retention()), encode_event, **limits)
     try:
@@ -600,9 +600,9 @@ def test_the_owner_with_the_fewest_slots_is_next() -> None:
 def test_no_owner_fills_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     """One key queued 264 jobs, and the others got 429. By count, then by bytes."""
 
-    async def n_accepted(*owners: str, **changes: Any) -> list[int]:
+    async def n_accepted(*owners: str, is_shared: bool = True, **changes: Any) -> list[int]:
         counts = []
-        async with registry_of(max_running=1, max_queued=31) as registry:
+        async with registry_of(max_running=1, max_queued=31, is_shared=is_shared) as registry:
             for owner in owners:
                 submits = (started(registry, row(owner=owner, **changes), Held()) for _ in range(33))
                 done = await asyncio.gather(*submits, return_exceptions=True)
@@ -612,7 +612,7 @@ def test_no_owner_fills_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
         return counts
 
     assert within_patience(n_accepted("a", "b", "c")) == [16, 8, 4]
-    assert within_patience(n_accepted("")) == [32]
+    assert within_patience(n_accepted("the only one", is_shared=False)) == [32]
     monkeypatch.setattr(background, "MAX_LIVE_BYTES", 1_000_000)
     assert within_patience(n_accepted("a", "b", "c", items_json='["' + "x" * 90_000 + '"]')) == [6, 3, 1]
 

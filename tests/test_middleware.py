@@ -5,6 +5,7 @@ import json
 import signal
 import socket
 import sqlite3
+import struct
 import subprocess
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -484,6 +485,38 @@ def test_a_reader_that_leaves_unread_is_not_dropped_once_more(caplog: pytest.Log
     lost = asyncio.Event()
     asyncio.run(leave())
     assert [record for record in caplog.records if record.name == "asyncio"] == []
+
+
+def test_what_a_reset_ends_is_given_back() -> None:
+    """Bug: the timer of a kept connection held all that the connection had, for 75 s."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body"})
+
+    class Watched(protocol(1)):  # type: ignore[misc]
+        def connection_lost(self, exc: Exception | None) -> None:
+            timer = self.timeout_keep_alive_task
+            super().connection_lost(exc)
+            seen.append((exc, timer, self.timeout_keep_alive_task))
+            lost.set()
+
+    async def reset() -> None:
+        async with connected(app, Watched) as (reader, writer):
+            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            await reader.readuntil(b"\r\n\r\n")
+            no_linger = struct.pack("ii", 1, 0)
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, no_linger)
+            writer.transport.abort()
+            await lost.wait()
+
+    lost = asyncio.Event()
+    seen: list[tuple[Any, Any, Any]] = []
+    asyncio.run(reset())
+    [(error, timer, timer_afterwards)] = seen
+    assert isinstance(error, ConnectionError)
+    assert timer.cancelled()
+    assert timer_afterwards is None
 
 
 @asynccontextmanager

@@ -60,6 +60,15 @@ def test_of_several_owners_none_holds_more_than_what_is_left() -> None:
     assert shares.has_room("g", 1)
 
 
+def test_who_holds_nothing_may_take_the_last() -> None:
+    """Bug: with --max-streams 1 and two keys nobody was ever served."""
+    shares = Shares("things", 1, is_shared=True)
+    shares.take("a", 1)
+    assert code_of(lambda: shares.take("b", 1)) == "server_is_overloaded"
+    shares.give_back("a", 1)
+    shares.take("b", 1)
+
+
 # --- a room -------------------------------------------------------------------------------------------------
 
 
@@ -117,6 +126,21 @@ def test_the_oldest_body_of_the_same_owner_gives_way() -> None:
     asyncio.run(run())
 
 
+def test_what_stored_answers_hold_is_bounded() -> None:
+    """There is room for the bytes of 16 of the largest bodies: of several owners one gets half of it."""
+
+    async def run() -> None:
+        room = Room(32, max_body_bytes=2**20, is_shared=True)
+        with room.visit("m") as visit:
+            for _ in range(8):
+                room.hold(visit, 2**20)
+            assert code_of(lambda: room.hold(visit, 1)) == "rate_limit_exceeded"
+        with room.visit("m") as visit:  # all has been given back
+            room.hold(visit, 2**40)  # however large: else nobody could ever get it
+
+    asyncio.run(run())
+
+
 # --- the server ---------------------------------------------------------------------------------------------
 
 
@@ -156,6 +180,34 @@ def server_bytes(server: Server) -> int:
     """Its resident memory."""
     status = Path(f"/proc/{server.process.pid}/status").read_text(encoding="utf-8")
     return 1024 * int(status.split("VmRSS:")[1].split()[0])
+
+
+def test_stored_answers_that_nobody_reads_are_bounded() -> None:
+    """Bug: of one large response any number could be asked for at once, and each was held as a whole."""
+    keys = ("--api-key", "mine", "--api-key", "yours")
+    mine = {"Authorization": "Bearer mine"}
+    schema = {
+        "type": "object",
+        "properties": {},
+        "additionalProperties": False,
+        "description": "x" * 1_000_000,
+    }
+    large = SHORT | {"text": {"format": {"type": "json_schema", "name": "n", "schema": schema}}}
+    with serve(*keys, "--max-streams", "8", "--reader-timeout", "2") as server, ExitStack() as held:
+        made = server.post(RESPONSES, large, **mine)
+        assert made.status == 200, made.body
+        path = f"{RESPONSES}/{made.json['id']}"
+        assert server.get(path, **mine).json == made.json
+        ask = f"GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer mine\r\n\r\n".encode()
+        for _ in range(4):
+            client = held.enter_context(server.connect(ask))
+            assert client.recv(12) == b"HTTP/1.1 200"
+        for refused_path in (path, f"{path}/input_items"):
+            refused = server.get(refused_path, **mine)
+            assert (refused.status, refused.json["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert server.get(path, Authorization="Bearer yours").status == 404  # there is room to look
+        assert server.post(RESPONSES, SHORT, **mine).status == 200
+        until(lambda: server.get(path, **mine).status == 200, "those who do not read are dropped")
 
 
 def test_of_two_keys_one_cannot_take_all_streams() -> None:
