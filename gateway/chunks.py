@@ -220,6 +220,7 @@ class ToolCall:
     index: int  # ours
     id: str  # the server's; "" where it has given none
     is_wanted: bool = True
+    type: str = ""  # function or custom; "" before its first fragment
     is_announced: bool = False  # its first fragment has left
     name: str = ""
     has_arguments: bool = False
@@ -346,6 +347,8 @@ class ChoiceReader:
 
     def _call_fragment(self, fragment: Chunk) -> Chunk | None:
         """A fragment of a call; None where the call is not wanted."""
+        if not fragment.get("custom"):  # null, from a server that writes all members
+            fragment = {key: value for key, value in fragment.items() if key != "custom"}
         type_, member = CALL_MEMBERS["custom" in fragment]
         function = fragment.get(type_)
         if not isinstance(function, dict):
@@ -357,6 +360,9 @@ class ChoiceReader:
         call = self._call_of(fragment, name, arguments)
         if not call.is_wanted:
             return None
+        call.type = call.type or type_
+        if type_ != call.type and fragment.get(type_):
+            raise Unreadable(f"a call that began as {call.type} goes on as {type_}")
         self._begin(None)
         piece = call.add_name(name)
         call.add_arguments(arguments)
