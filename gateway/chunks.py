@@ -239,6 +239,12 @@ class ToolCall:
         is_repeated = name == self.name and not arguments
         return is_repeated or not self.nesting.is_whole
 
+    def check_type(self, type_: str, fragment: Chunk) -> None:
+        """Raises Unreadable where a fragment says anything of another type than the first one's."""
+        self.type = self.type or type_
+        if type_ != self.type and fragment.get(type_):
+            raise Unreadable(f"a call that began as {self.type} goes on as {type_}")
+
     def add_name(self, name: str) -> str:
         """What a fragment adds to the name: some servers send it in pieces, some repeat it each time.
 
@@ -360,9 +366,7 @@ class ChoiceReader:
         call = self._call_of(fragment, name, arguments)
         if not call.is_wanted:
             return None
-        call.type = call.type or type_
-        if type_ != call.type and fragment.get(type_):
-            raise Unreadable(f"a call that began as {call.type} goes on as {type_}")
+        call.check_type(type_, fragment)
         self._begin(None)
         piece = call.add_name(name)
         call.add_arguments(arguments)
