@@ -47,6 +47,7 @@ PATH = "chat/completions"
 # A client of a stream waits so long for the upstream's first event until it gets a head from us: prompts may
 # be long. Until then a refusal keeps its status; who wants no stream waits for the answer anyway.
 ACCEPT_S = 5
+N_FRAMES_A_TURN = 100  # of one read: then the other streams go on
 # What counts the tokens of a chat body, and the member of its answer that says how many there are.
 # https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html#tokenizer-api
 # https://github.com/ggml-org/llama.cpp/blob/master/tools/server/README.md
@@ -357,7 +358,9 @@ async def _frames_of(reply: Reply) -> AsyncGenerator[Frame]:
     reader = Reader(reply.content_type)
     async with aclosing(reply.chunks()) as chunks:
         async for chunk in chunks:
-            for frame in reader.feed(chunk):
+            for n, frame in enumerate(reader.feed(chunk), 1):
+                if n % N_FRAMES_A_TURN == 0:
+                    await asyncio.sleep(0)
                 if frame.is_done:
                     reply.note_done()
                 yield frame
@@ -482,7 +485,9 @@ class PassThrough(Response):
         try:
             async with aclosing(reply.chunks()) as chunks:
                 async for chunk in chunks:
-                    for frame in relay.feed(chunk):
+                    for n, frame in enumerate(relay.feed(chunk), 1):
+                        if n % N_FRAMES_A_TURN == 0:
+                            await asyncio.sleep(0)
                         yield frame
                     if relay.is_done:
                         reply.note_done()

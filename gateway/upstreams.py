@@ -25,7 +25,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -51,6 +51,7 @@ RETRY_AFTER_S = "5"
 # make gigabytes of it.
 ENCODINGS = ("identity", "gzip")
 NO_SUCH_ENDPOINT = (404, 405, 501)
+MAX_PIECE_BYTES = 16 * 2**10  # what is read of an answer before others get a turn
 LINGER_S = 2  # for the end of a body whose [DONE] has come
 
 
@@ -138,7 +139,9 @@ class Reply:
         chunk = self._beginning
         n_bytes = 0
         while chunk:
-            yield chunk
+            for piece in pieces(chunk):
+                yield piece
+                await asyncio.sleep(0)  # one read may have thousands of frames
             n_bytes += len(chunk)
             if n_bytes > MAX_ANSWER_BYTES:
                 self._break_off(f"it is longer than {MAX_ANSWER_BYTES} bytes")
@@ -207,7 +210,9 @@ async def read_first_event(content_type: str, chunks: AsyncIterator[bytes]) -> t
         beginning += chunk
         events: list[sse.Event] = []
         if mode(content_type, bytes(beginning[:64])) != "json":
-            events = parser.feed(chunk)
+            for piece in pieces(chunk):
+                events += parser.feed(piece)
+                await asyncio.sleep(0)
         if events:
             return bytes(beginning), document(events[0].data)
         if len(beginning) > MAX_ERROR_BYTES:
@@ -215,6 +220,11 @@ async def read_first_event(content_type: str, chunks: AsyncIterator[bytes]) -> t
     if not beginning:
         raise Died("an empty one")
     return bytes(beginning), document(beginning)
+
+
+def pieces(chunk: bytes) -> Iterator[bytes]:
+    for start in range(0, len(chunk), MAX_PIECE_BYTES):
+        yield chunk[start : start + MAX_PIECE_BYTES]
 
 
 def reason(error: BaseException) -> str:
