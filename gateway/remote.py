@@ -21,7 +21,7 @@ import asyncio
 import json
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -48,6 +48,7 @@ PATH = "chat/completions"
 # be long. Until then a refusal keeps its status; who wants no stream waits for the answer anyway.
 ACCEPT_S = 5
 N_FRAMES_A_TURN = 100  # of one read: then the other streams go on
+MIN_THREAD_BYTES = 2**16  # of a frame that is read in a thread
 # What counts the tokens of a chat body, and the member of its answer that says how many there are.
 # https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html#tokenizer-api
 # https://github.com/ggml-org/llama.cpp/blob/master/tools/server/README.md
@@ -343,7 +344,7 @@ async def _outputs(reply: Reply, deltas: Deltas, meter: Meter) -> AsyncGenerator
         async for frame in frames:
             if frame.document:
                 meter.read(frame.document)
-                for output in deltas.feed(frame.document):
+                for output in await _outputs_of(frame, deltas):
                     yield output
             if frame.is_done:
                 deltas.is_whole = True
@@ -351,6 +352,14 @@ async def _outputs(reply: Reply, deltas: Deltas, meter: Meter) -> AsyncGenerator
                 break
     for last in deltas.close(usage_of(meter)):
         yield last
+
+
+async def _outputs_of(frame: Frame, deltas: Deltas) -> Iterable[Output]:
+    """What a frame says. A large one, such as a whole answer, is read in a thread: others' streams go on."""
+    outputs = deltas.feed(frame.document or {})
+    if len(frame.raw) < MIN_THREAD_BYTES:
+        return outputs
+    return await asyncio.to_thread(list, outputs)
 
 
 async def _frames_of(reply: Reply) -> AsyncGenerator[Frame]:
@@ -365,7 +374,7 @@ async def _frames_of(reply: Reply) -> AsyncGenerator[Frame]:
                     reply.note_done()
                 yield frame
     if not reply.is_done:
-        for frame in reader.close():
+        for frame in await asyncio.to_thread(reader.close):  # it may be all of the answer
             yield frame
 
 
@@ -491,7 +500,7 @@ class PassThrough(Response):
                         yield frame
                     if relay.is_done:
                         reply.note_done()
-            for frame in relay.close():
+            for frame in await asyncio.to_thread(relay.close):  # it may be all of the answer
                 yield frame
             self._failed = relay.failed
         except (Died, Unreadable) as error:
@@ -507,6 +516,6 @@ class PassThrough(Response):
                     relay.feed(chunk)
                     if relay.is_done:
                         reply.note_done()
-            return b"".join(relay.close())
+            return b"".join(await asyncio.to_thread(relay.close))
         except (Died, Unreadable) as error:
             raise Refused(502, f"The answer cannot be used: {error}.") from error

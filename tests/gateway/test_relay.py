@@ -399,6 +399,29 @@ FOR_US = (
 )
 
 
+def test_a_whole_answer_is_read_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: one of 3.3 MB, most of it logprobs, stopped all streams for 902 ms."""
+    threads = []
+
+    def close(self: relay.Reader) -> list[relay.Frame]:
+        threads.append(threading.current_thread())
+        return original(self)
+
+    original = relay.Reader.close
+    monkeypatch.setattr(relay.Reader, "close", close)
+
+    async def run(url: str) -> None:
+        async with workers(url) as worker:
+            assert (await passed(worker, ASK)).status == 200
+            await passed(worker, STREAMED)
+            await said(worker)
+
+    with upstream(says(head("application/json") + PLAIN)) as worker:
+        asyncio.run(run(worker.url))
+    assert len(threads) == 3
+    assert threading.main_thread() not in threads
+
+
 @pytest.mark.bug("B06", "B07")
 def test_response_headers_are_of_this_connection() -> None:
     """`Content-Length: 9` beside a rewritten body. https://github.com/sgl-project/sglang/pull/27523"""
