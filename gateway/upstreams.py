@@ -25,6 +25,7 @@ import asyncio
 import contextlib
 import logging
 import time
+import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -47,8 +48,8 @@ MAX_OBJECT_BYTES = 2**21  # a list of models, or the 300k token ids of a prompt
 MAX_ANSWER_BYTES = 256 * 2**20
 MAX_FAILURES = 3  # in a row: then the circuit opens
 RETRY_AFTER_S = "5"
-# Of a body: gzip, which some servers send unasked, makes a chunk a thousand times longer at most, the others
-# make gigabytes of it.
+# Of a body: gzip, which some servers send unasked, is unpacked piece by piece (unpacked()); the others make
+# gigabytes of a chunk.
 ENCODINGS = ("identity", "gzip")
 NO_SUCH_ENDPOINT = (404, 405, 501)
 MAX_PIECE_BYTES = 16 * 2**10  # what is read of an answer before others get a turn
@@ -188,10 +189,31 @@ class Reply:
         await self._response.aclose()
 
 
+async def unpacked(response: httpx.Response) -> AsyncGenerator[bytes]:
+    """A body as it comes, without its gzip: a chunk of 64 KiB may be 64 MiB, which are never there at once."""
+    is_packed = response.headers.get("content-encoding") == "gzip"
+    unpacker = zlib.decompressobj(zlib.MAX_WBITS | 16)  # 16: gzip's header
+    async with aclosing(response.aiter_raw()) as chunks:
+        async for chunk in chunks:
+            if not is_packed:
+                yield chunk
+                continue
+            packed = chunk
+            piece = b" "
+            while (packed or len(piece) == MAX_PIECE_BYTES) and not unpacker.eof:
+                try:
+                    piece = unpacker.decompress(packed, MAX_PIECE_BYTES)
+                except zlib.error as error:
+                    raise httpx.DecodingError(str(error)) from error
+                packed = unpacker.unconsumed_tail
+                if piece:
+                    yield piece
+
+
 async def read_beginning(response: httpx.Response, n_bytes: int) -> bytes:
     """Read a body until it has n_bytes or ends, and close the response; the last chunk is kept whole."""
     body = b""
-    async with aclosing(response), aclosing(response.aiter_bytes()) as chunks:
+    async with aclosing(response), aclosing(unpacked(response)) as chunks:
         async for chunk in chunks:
             body += chunk
             if len(body) >= n_bytes:
@@ -333,7 +355,7 @@ class Upstreams:
                 response = await self._send("POST", f"{upstream.url}/{path}", body)
                 if response.status_code != 200:
                     raise await self._refusal(upstream, response)
-                chunks = response.aiter_bytes()
+                chunks = unpacked(response)
                 content_type = response.headers.get("content-type", "")
                 beginning, first_event = await read_first_event(content_type, chunks)
                 if first_event and (refusal := refusal_in(first_event)):
