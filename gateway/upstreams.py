@@ -190,7 +190,7 @@ class Reply:
 
 
 async def unpacked(response: httpx.Response) -> AsyncGenerator[bytes]:
-    """A body as it comes, without its gzip: a chunk of 64 KiB may be 64 MiB, which are never there at once."""
+    """A body as it comes, without its gzip: 64 KiB of it may be 64 MiB, never all at once."""
     is_packed = response.headers.get("content-encoding") == "gzip"
     unpacker = zlib.decompressobj(zlib.MAX_WBITS | 16)  # 16: gzip's header
     async with aclosing(response.aiter_raw()) as chunks:
