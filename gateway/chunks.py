@@ -220,6 +220,7 @@ class ToolCall:
     index: int  # ours
     id: str  # the server's; "" where it has given none
     is_wanted: bool = True
+    type: str = ""  # function or custom; "" before its first fragment
     is_announced: bool = False  # its first fragment has left
     name: str = ""
     has_arguments: bool = False
@@ -237,6 +238,12 @@ class ToolCall:
             return id_ == self.id
         is_repeated = name == self.name and not arguments
         return is_repeated or not self.nesting.is_whole
+
+    def check_type(self, type_: str, fragment: Chunk) -> None:
+        """Raises Unreadable where a fragment says anything of another type than the first one's."""
+        self.type = self.type or type_
+        if type_ != self.type and fragment.get(type_):
+            raise Unreadable(f"a call that began as {self.type} goes on as {type_}")
 
     def add_name(self, name: str) -> str:
         """What a fragment adds to the name: some servers send it in pieces, some repeat it each time.
@@ -346,6 +353,8 @@ class ChoiceReader:
 
     def _call_fragment(self, fragment: Chunk) -> Chunk | None:
         """A fragment of a call; None where the call is not wanted."""
+        if not fragment.get("custom"):  # null, from a server that writes all members
+            fragment = {key: value for key, value in fragment.items() if key != "custom"}
         type_, member = CALL_MEMBERS["custom" in fragment]
         function = fragment.get(type_)
         if not isinstance(function, dict):
@@ -357,6 +366,7 @@ class ChoiceReader:
         call = self._call_of(fragment, name, arguments)
         if not call.is_wanted:
             return None
+        call.check_type(type_, fragment)
         self._begin(None)
         piece = call.add_name(name)
         call.add_arguments(arguments)

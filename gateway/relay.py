@@ -55,6 +55,8 @@ def mode(content_type: str, beginning: bytes) -> Mode | None:
 # Two line ends. A CR behind a CRLF waits for its LF; any other is a line end at once.
 BLANK_LINE = re.compile(rb"\r\n(?:\r\n|\n|\r(?=[^\n]))|\r\r|(?<!\r)\n[\r\n]")
 N_BLANK_LINE = 4  # bytes of the longest
+LINE_ENDS = re.compile(rb"[\r\n]*+")
+COMMENTS = re.compile(rb"(?::[^\r\n]*+[\r\n]++)++")  # a frame that has nothing else
 LINES = re.compile(rb"(\r\n|\r|\n)")  # split() gives line, end, line, end, ..., line
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # half of a pair; the other half may be missing
 # Half a surrogate pair, as sse.dumps writes it.
@@ -79,6 +81,8 @@ class Frame(NamedTuple):
 
 def frame(raw: bytes) -> Frame:
     """Raises Unreadable where the data is no JSON object, for a delta may be lost with it."""
+    if COMMENTS.fullmatch(raw):
+        return Frame(raw, None, "")
     events = sse.Parser().feed(raw)
     if not events:
         # An error without its "data:", amid events: https://github.com/Atomic-Germ/OpenFlowLM-Next/issues/64
@@ -128,7 +132,6 @@ class Reader:
         self._buffer = bytearray()  # bytes that have come and not left; appending takes linear time
         self._n_searched = 0  # no blank line starts before here: a frame that comes bytewise is searched once
         self._at_start = True  # "\xef" | "\xbb\xbfdata": one BOM is dropped, many clients trip over it
-        self._after_cr = False  # "data: a\r\r" | "\n": the frame has left, and the LF is dropped
 
     def feed(self, chunk: bytes) -> list[Frame]:
         """The frames that chunk completes.
@@ -194,11 +197,14 @@ class Reader:
         return not self._at_start
 
     def _cut(self) -> bytes:
-        """Take out the first frame; b"" where none is complete."""
-        if self._after_cr and self._buffer:
-            self._after_cr = False
-            if self._buffer.startswith(b"\n"):
-                del self._buffer[:1]
+        """Take out the first frame; b"" where none is complete.
+
+        Blank lines in front of it are dropped, and so is the LF of "data: a\\r\\r" | "\\n".
+        """
+        if line_ends := LINE_ENDS.match(self._buffer):
+            n_blank = line_ends.end()
+            del self._buffer[:n_blank]
+            self._n_searched = max(0, self._n_searched - n_blank)
         blank_line = BLANK_LINE.search(self._buffer, self._n_searched)
         if blank_line is None:
             self._n_searched = max(0, len(self._buffer) - N_BLANK_LINE + 1)
@@ -206,7 +212,6 @@ class Reader:
         raw = bytes(self._buffer[: blank_line.end()])
         del self._buffer[: blank_line.end()]
         self._n_searched = 0
-        self._after_cr = raw.endswith(b"\r")
         return raw
 
 

@@ -21,7 +21,7 @@ import asyncio
 import json
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -47,6 +47,8 @@ PATH = "chat/completions"
 # A client of a stream waits so long for the upstream's first event until it gets a head from us: prompts may
 # be long. Until then a refusal keeps its status; who wants no stream waits for the answer anyway.
 ACCEPT_S = 5
+N_FRAMES_A_TURN = 100  # of one read: then the other streams go on
+MIN_THREAD_BYTES = 2**16  # of a frame that is read in a thread
 # What counts the tokens of a chat body, and the member of its answer that says how many there are.
 # https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html#tokenizer-api
 # https://github.com/ggml-org/llama.cpp/blob/master/tools/server/README.md
@@ -342,7 +344,7 @@ async def _outputs(reply: Reply, deltas: Deltas, meter: Meter) -> AsyncGenerator
         async for frame in frames:
             if frame.document:
                 meter.read(frame.document)
-                for output in deltas.feed(frame.document):
+                for output in await _outputs_of(frame, deltas):
                     yield output
             if frame.is_done:
                 deltas.is_whole = True
@@ -352,17 +354,27 @@ async def _outputs(reply: Reply, deltas: Deltas, meter: Meter) -> AsyncGenerator
         yield last
 
 
+async def _outputs_of(frame: Frame, deltas: Deltas) -> Iterable[Output]:
+    """What a frame says. A large one, such as a whole answer, is read in a thread: others' streams go on."""
+    outputs = deltas.feed(frame.document or {})
+    if len(frame.raw) < MIN_THREAD_BYTES:
+        return outputs
+    return await asyncio.to_thread(list, outputs)
+
+
 async def _frames_of(reply: Reply) -> AsyncGenerator[Frame]:
     """The frames of an answer, in whichever mode it comes; raises Died, Unreadable."""
     reader = Reader(reply.content_type)
     async with aclosing(reply.chunks()) as chunks:
         async for chunk in chunks:
-            for frame in reader.feed(chunk):
+            for n, frame in enumerate(reader.feed(chunk), 1):
+                if n % N_FRAMES_A_TURN == 0:
+                    await asyncio.sleep(0)
                 if frame.is_done:
                     reply.note_done()
                 yield frame
     if not reply.is_done:
-        for frame in reader.close():
+        for frame in await asyncio.to_thread(reader.close):  # it may be all of the answer
             yield frame
 
 
@@ -482,11 +494,13 @@ class PassThrough(Response):
         try:
             async with aclosing(reply.chunks()) as chunks:
                 async for chunk in chunks:
-                    for frame in relay.feed(chunk):
+                    for n, frame in enumerate(relay.feed(chunk), 1):
+                        if n % N_FRAMES_A_TURN == 0:
+                            await asyncio.sleep(0)
                         yield frame
                     if relay.is_done:
                         reply.note_done()
-            for frame in relay.close():
+            for frame in await asyncio.to_thread(relay.close):  # it may be all of the answer
                 yield frame
             self._failed = relay.failed
         except (Died, Unreadable) as error:
@@ -502,6 +516,6 @@ class PassThrough(Response):
                     relay.feed(chunk)
                     if relay.is_done:
                         reply.note_done()
-            return b"".join(relay.close())
+            return b"".join(await asyncio.to_thread(relay.close))
         except (Died, Unreadable) as error:
             raise Refused(502, f"The answer cannot be used: {error}.") from error

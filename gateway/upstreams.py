@@ -25,7 +25,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+import zlib
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -47,10 +48,11 @@ MAX_OBJECT_BYTES = 2**21  # a list of models, or the 300k token ids of a prompt
 MAX_ANSWER_BYTES = 256 * 2**20
 MAX_FAILURES = 3  # in a row: then the circuit opens
 RETRY_AFTER_S = "5"
-# Of a body: gzip, which some servers send unasked, makes a chunk a thousand times longer at most, the others
-# make gigabytes of it.
+# Of a body: gzip, which some servers send unasked, is unpacked piece by piece (unpacked()); the others make
+# gigabytes of a chunk.
 ENCODINGS = ("identity", "gzip")
 NO_SUCH_ENDPOINT = (404, 405, 501)
+MAX_PIECE_BYTES = 16 * 2**10  # what is read of an answer before others get a turn
 LINGER_S = 2  # for the end of a body whose [DONE] has come
 
 
@@ -138,7 +140,9 @@ class Reply:
         chunk = self._beginning
         n_bytes = 0
         while chunk:
-            yield chunk
+            for piece in pieces(chunk):
+                yield piece
+                await asyncio.sleep(0)  # one read may have thousands of frames
             n_bytes += len(chunk)
             if n_bytes > MAX_ANSWER_BYTES:
                 self._break_off(f"it is longer than {MAX_ANSWER_BYTES} bytes")
@@ -185,10 +189,31 @@ class Reply:
         await self._response.aclose()
 
 
+async def unpacked(response: httpx.Response) -> AsyncGenerator[bytes]:
+    """A body as it comes, without its gzip: 64 KiB of it may be 64 MiB, never all at once."""
+    is_packed = response.headers.get("content-encoding") == "gzip"
+    unpacker = zlib.decompressobj(zlib.MAX_WBITS | 16)  # 16: gzip's header
+    async with aclosing(response.aiter_raw()) as chunks:
+        async for chunk in chunks:
+            if not is_packed:
+                yield chunk
+                continue
+            packed = chunk
+            piece = b" "
+            while (packed or len(piece) == MAX_PIECE_BYTES) and not unpacker.eof:
+                try:
+                    piece = unpacker.decompress(packed, MAX_PIECE_BYTES)
+                except zlib.error as error:
+                    raise httpx.DecodingError(str(error)) from error
+                packed = unpacker.unconsumed_tail
+                if piece:
+                    yield piece
+
+
 async def read_beginning(response: httpx.Response, n_bytes: int) -> bytes:
     """Read a body until it has n_bytes or ends, and close the response; the last chunk is kept whole."""
     body = b""
-    async with aclosing(response), aclosing(response.aiter_bytes()) as chunks:
+    async with aclosing(response), aclosing(unpacked(response)) as chunks:
         async for chunk in chunks:
             body += chunk
             if len(body) >= n_bytes:
@@ -207,7 +232,9 @@ async def read_first_event(content_type: str, chunks: AsyncIterator[bytes]) -> t
         beginning += chunk
         events: list[sse.Event] = []
         if mode(content_type, bytes(beginning[:64])) != "json":
-            events = parser.feed(chunk)
+            for piece in pieces(chunk):
+                events += parser.feed(piece)
+                await asyncio.sleep(0)
         if events:
             return bytes(beginning), document(events[0].data)
         if len(beginning) > MAX_ERROR_BYTES:
@@ -215,6 +242,11 @@ async def read_first_event(content_type: str, chunks: AsyncIterator[bytes]) -> t
     if not beginning:
         raise Died("an empty one")
     return bytes(beginning), document(beginning)
+
+
+def pieces(chunk: bytes) -> Iterator[bytes]:
+    for start in range(0, len(chunk), MAX_PIECE_BYTES):
+        yield chunk[start : start + MAX_PIECE_BYTES]
 
 
 def reason(error: BaseException) -> str:
@@ -323,7 +355,7 @@ class Upstreams:
                 response = await self._send("POST", f"{upstream.url}/{path}", body)
                 if response.status_code != 200:
                     raise await self._refusal(upstream, response)
-                chunks = response.aiter_bytes()
+                chunks = unpacked(response)
                 content_type = response.headers.get("content-type", "")
                 beginning, first_event = await read_first_event(content_type, chunks)
                 if first_event and (refusal := refusal_in(first_event)):

@@ -316,6 +316,17 @@ def call(index: int, name: str | None = None, arguments: str = "") -> bytes:
     return delta(tool_calls=[{"index": index, "function": {"name": name, "arguments": arguments}}])
 
 
+@pytest.mark.parametrize("kinds", [("custom", "function"), ("function", "custom")])
+def test_a_call_keeps_the_type_that_it_began_with(kinds: tuple[str, str]) -> None:
+    """Bug: the fold looked for the name under the other type, and raised KeyError."""
+    relay = Relay("text/event-stream", False, Meter())
+    for kind in kinds:
+        call_fragment = {"index": 0, "id": "a", kind: {"name": "f"}}
+        relay.feed(event({"choices": [{"index": 0, "delta": {"tool_calls": [call_fragment]}}]}))
+    with pytest.raises(Refused, match="goes on as"):
+        relay.close()
+
+
 @pytest.mark.bug("E05")
 def test_a_call_that_was_cut_is_incomplete_as_it_stands() -> None:
     """Bug: over a relay it had the arguments {}, which a client would run."""

@@ -207,6 +207,14 @@ def test_a_frame_that_ends_in_cr_leaves_at_once() -> None:
     assert passing.feed(b"\n") == [b": b\r\n\r\n"]
 
 
+def test_frames_that_say_nothing_are_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: 64 KiB of blank lines stopped all streams for 884 ms, of comments for 435 ms."""
+    monkeypatch.setattr(sse, "Parser", None)
+    passing = Relay("text/event-stream", True, Meter())
+    assert passing.feed(b"\n" * 2**16) == []
+    assert passing.feed(b":\n\n" * 3) == [b":\n\n"] * 3
+
+
 @pytest.mark.bug("A18")
 def test_one_long_line_takes_linear_time() -> None:
     """Bytewise, each byte is looked at a few times, not as often as there are bytes."""
@@ -389,6 +397,29 @@ FOR_US = (
     "Clear-Site-Data: *",
     "X-Request-Id: theirs",
 )
+
+
+def test_a_whole_answer_is_read_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: one of 3.3 MB, most of it logprobs, stopped all streams for 902 ms."""
+    threads = []
+
+    def close(self: relay.Reader) -> list[relay.Frame]:
+        threads.append(threading.current_thread())
+        return original(self)
+
+    original = relay.Reader.close
+    monkeypatch.setattr(relay.Reader, "close", close)
+
+    async def run(url: str) -> None:
+        async with workers(url) as worker:
+            assert (await passed(worker, ASK)).status == 200
+            await passed(worker, STREAMED)
+            await said(worker)
+
+    with upstream(says(head("application/json") + PLAIN)) as worker:
+        asyncio.run(run(worker.url))
+    assert len(threads) == 3
+    assert threading.main_thread() not in threads
 
 
 @pytest.mark.bug("B06", "B07")

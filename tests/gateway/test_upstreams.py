@@ -5,10 +5,12 @@ The upstream is a raw socket that sends what a test says (helpers/upstream.py), 
 
 import asyncio
 import contextlib
+import gzip
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
+import httpx2 as httpx
 import pytest
 
 from gateway import upstreams
@@ -388,6 +390,24 @@ def test_what_a_client_is_told_is_short(worker: Upstream, front: Server) -> None
     reply = front.post(CHAT, MESSAGES)
     assert reply.status == 400
     assert len(reply.body) < 2000
+
+
+def test_gzip_is_unpacked_piece_by_piece() -> None:
+    """Bug: 64 KiB were unpacked to 64 MiB in one go."""
+    data = b"x" * 2**22 + b"y"
+
+    async def packed() -> AsyncIterator[bytes]:
+        whole = gzip.compress(data)
+        for start in range(0, len(whole), 1000):
+            yield whole[start : start + 1000]
+
+    async def run() -> list[bytes]:
+        response = httpx.Response(200, headers={"Content-Encoding": "gzip"}, content=packed())
+        return [piece async for piece in upstreams.unpacked(response)]
+
+    found = asyncio.run(run())
+    assert b"".join(found) == data
+    assert max(map(len, found)) == upstreams.MAX_PIECE_BYTES
 
 
 @BOTH
