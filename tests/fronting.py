@@ -144,21 +144,25 @@ def ended(events: Iterable[Any]) -> Any:
     return last.response
 
 
-def plain(client: OpenAI, model: str) -> Answer:
-    response = client.responses.create(model=model, input=HI, **LIMITS)
+REASONS = {"completed": "stop", "incomplete": "length"}  # status of a response -> finish_reason
+
+
+def told(response: Any) -> Answer:
+    """What a response says, as a chat completion's answer is compared."""
     assert response.usage
-    reason = {"completed": "stop", "incomplete": "length"}[str(response.status)]
-    return [response.output_text, reason, response.usage.output_tokens]
+    return [response.output_text, REASONS[response.status], response.usage.output_tokens]
+
+
+def plain(client: OpenAI, model: str) -> Answer:
+    return told(client.responses.create(model=model, input=HI, **LIMITS))
 
 
 def streamed(client: OpenAI, model: str) -> Answer:
     events = list(client.responses.create(model=model, input=HI, stream=True, **LIMITS))
     deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
     response = ended(events)
-    assert response.usage
     assert "".join(deltas) == response.output_text
-    reason = {"completed": "stop", "incomplete": "length"}[str(response.status)]
-    return [response.output_text, reason, response.usage.output_tokens]
+    return told(response)
 
 
 def call(client: OpenAI, model: str) -> Answer:
@@ -173,9 +177,7 @@ def background(client: OpenAI, model: str) -> Answer:
     response = client.responses.create(model=model, input=HI, background=True, **LIMITS)
     while response.status in ("queued", "in_progress"):
         response = client.responses.retrieve(response.id)
-    assert response.usage
-    reason = {"completed": "stop", "incomplete": "length"}[str(response.status)]
-    return [response.output_text, reason, response.usage.output_tokens]
+    return told(response)
 
 
 def logprobs(client: OpenAI, model: str) -> Answer:

@@ -26,7 +26,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -38,6 +37,7 @@ from urllib.parse import urlsplit
 
 from helpers import attacks
 from helpers.attacks import ATTACKER, UPSTREAM, VICTIM, WITNESS, Attack
+from helpers.serving import environment, listening
 
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "tests" / "models" / "tiny"
@@ -224,14 +224,12 @@ def served(args: argparse.Namespace, attack: Attack, folder: Path, upstream_port
         limit = (attack.max_files, attack.max_files)
         limit_files = partial(resource.setrlimit, resource.RLIMIT_NOFILE, limit)
     log = folder / "log"
-    environment = os.environ | {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
-    environment.pop("LLMREF_API_KEY", None)
     with (
         log.open("w") as stderr,
         subprocess.Popen(
             [sys.executable, "server.py", *flags],
             cwd=args.server,
-            env=environment,
+            env=environment(),
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
@@ -240,26 +238,12 @@ def served(args: argparse.Namespace, attack: Attack, folder: Path, upstream_port
     ):
         server = Server(process, "", log)
         try:
-            server.url = listening(process, log)
+            server.url = listening(process, log, START_S)
             yield server
         finally:
             for pid in server.pids():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-
-
-def listening(process: subprocess.Popen[str], log: Path) -> str:
-    """The URL that the server announces."""
-    assert process.stdout
-    watchdog = threading.Timer(START_S, process.kill)
-    watchdog.start()
-    try:
-        for line in process.stdout:
-            if line.startswith("listening"):
-                return line.split()[1]
-    finally:
-        watchdog.cancel()
-    raise AssertionError(f"the server ended without listening:\n{log.read_text()}")
 
 
 # --- one attack ---------------------------------------------------------------------------------------------

@@ -139,10 +139,10 @@ def serve(*flags: str, model: Path | None = TINY, script: tuple[str, ...] = SERV
                 process.kill()
 
 
-def listening(process: subprocess.Popen[str], log: Path) -> str:
+def listening(process: subprocess.Popen[str], log: Path, patience_s: float = PATIENCE_S) -> str:
     """The URL that the server announces."""
     assert process.stdout
-    watchdog = threading.Timer(PATIENCE_S, process.kill)  # then its stdout ends
+    watchdog = threading.Timer(patience_s, process.kill)  # then its stdout ends
     watchdog.start()
     try:
         for line in process.stdout:

@@ -27,7 +27,7 @@ NUMBERS: dict[str, tuple[type, float, float]] = {
     "max_tokens": (int, 1, 10**6),
     "max_output_tokens": (int, 16, 10**6),
 }
-REFUSED = ("tools", "background", "response_format", "text", "reasoning", "include", "logprobs", "store_")
+REFUSED = ("tools", "background", "response_format", "text", "reasoning", "include", "logprobs")
 STRINGS = ("message", "type", "param", "code")
 
 
