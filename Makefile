@@ -19,7 +19,7 @@ audit.pyz:
 	mkdir -p build/audit.pyz
 	cp -R $(PACKED) build/audit.pyz
 	rm -rf build/audit.pyz/audit/__pycache__
-	printf 'import sys\nfrom audit.__main__ import main\nsys.exit(main())\n' > build/audit.pyz/__main__.py
+	printf 'import sys\n\nfrom audit.__main__ import main\n\nsys.exit(main())\n' > build/audit.pyz/__main__.py
 	python -m zipapp --compress --python '/usr/bin/env python3' --output llmref-audit.pyz build/audit.pyz
 
 .PHONY: check lint test mutants audit.pyz
