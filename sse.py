@@ -183,8 +183,8 @@ def dumps(obj: Any) -> str:
     return "".join(parts)
 
 
-# Half a surrogate pair, or an escape that may be one; a text that has neither needs no second look.
-SURROGATE = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")
+# What may be half a surrogate pair; a text without it needs no second look.
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def loads(text: str | bytes | bytearray) -> Any:
@@ -193,9 +193,13 @@ def loads(text: str | bytes | bytearray) -> Any:
     Wrong is also what JSON has not (NaN, 1e999), what no text holds (half a surrogate pair), and what is
     nested deeper than Python can follow.
     """
+    if isinstance(text, str):
+        text.encode()  # raises where half a surrogate pair stands in it unescaped
+    else:
+        text = text.decode("utf-8-sig")
     try:
-        value = json.loads(text, parse_float=_finite, parse_constant=_refuse)
-        if SURROGATE.search(text if isinstance(text, str) else text.decode()):
+        value = DECODER.decode(text)
+        if SURROGATE.search(text):
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
@@ -211,6 +215,9 @@ def _finite(text: str) -> float:
 
 def _refuse(name: str) -> float:
     raise ValueError(f"JSON has no {name}")
+
+
+DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_refuse)
 
 
 def encode(data: str, event: str | None = None) -> bytes:

@@ -481,7 +481,7 @@ class PassThrough(Response):
         )
 
     async def _frames(self, opening: asyncio.Future[Reply]) -> AsyncGenerator[bytes]:
-        """What the client gets, a write each; the last one is [DONE]."""
+        """What the client gets, whole events a write; the last one is [DONE]."""
         try:
             reply = await opening
         except Refused as refused:
@@ -494,19 +494,15 @@ class PassThrough(Response):
         try:
             async with aclosing(reply.chunks()) as chunks:
                 async for chunk in chunks:
-                    for n, frame in enumerate(relay.feed(chunk), 1):
-                        if n % N_FRAMES_A_TURN == 0:
-                            await asyncio.sleep(0)
-                        yield frame
+                    if events := relay.feed(chunk):
+                        yield b"".join(events)
                     if relay.is_done:
                         reply.note_done()
-            for frame in await asyncio.to_thread(relay.close):  # it may be all of the answer
-                yield frame
+            yield b"".join(await asyncio.to_thread(relay.close))  # it may be all of the answer
             self._failed = relay.failed
         except (Died, Unreadable) as error:
             self._failed = True
-            for frame in relay.fail(f"The answer broke off: {error}."):
-                yield frame
+            yield b"".join(relay.fail(f"The answer broke off: {error}."))
 
     async def _completion(self, reply: Reply) -> bytes:
         relay = self._relay(reply)
