@@ -40,7 +40,7 @@ from gateway.upstreams import Upstreams
 from middleware import Keys, make_app
 from service import loading, logs, options
 from service.admission import Room
-from service.connections import HttpServer, bind, http_config
+from service.connections import HttpServer, bind, event_loop, http_config
 from store import Retention, Store
 from worker import ALIAS, LocalWorker, Worker
 
@@ -74,7 +74,8 @@ def main() -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    asyncio.run(serve(args, keys, local, remote, store, listener))
+    with asyncio.Runner(loop_factory=event_loop) as runner:
+        runner.run(serve(args, keys, local, remote, store, listener))
     return 0
 
 

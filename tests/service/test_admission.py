@@ -13,6 +13,7 @@ import pytest
 
 from helpers.faulty_server import SLOW
 from helpers.serving import TINY, Json, Server, http_bytes, http_chunks, serve, until
+from request.body import SMALL_BODY_BYTES
 from request.refusals import STATUS, BadInput
 from service import admission
 from service.admission import Room, Shares
@@ -23,7 +24,8 @@ HI: Json = {"model": "tiny", "input": "hi"}
 SHORT = HI | {"max_output_tokens": 1}
 EOS = json.loads((TINY / "generation_config.json").read_text())["eos_token_id"]
 ENDLESS: Json = HI | {"seed": SLOW, "logit_bias": {str(token_id): -100 for token_id in EOS}, "stream": True}
-HALF = http_bytes(RESPONSES, HI)[:-5]
+HALF_OF_SMALL = http_bytes(RESPONSES, HI)[:-5]
+HALF = http_bytes(RESPONSES, HI | {"input": "x" * 2 * SMALL_BODY_BYTES})[:-5]
 
 # --- shares -------------------------------------------------------------------------------------------------
 
@@ -145,12 +147,18 @@ def test_what_stored_answers_hold_is_bounded() -> None:
 
 
 def test_half_sent_bodies_take_no_streams() -> None:
-    """Bug: 1,024 of them, which cost a client nothing, and everybody else got 503 for a minute."""
+    """Bug: 1,024 of them, which cost a client nothing, and everybody else got 503 for a minute.
+
+    There is room for two on their way. Small ones need none: they begin when they are whole.
+    """
     with serve("--max-streams", "2") as server, ExitStack() as held:
+        small = [held.enter_context(server.connect(HALF_OF_SMALL)) for _ in range(10)]
         clients = [held.enter_context(server.connect(HALF)) for _ in range(10)]
         time.sleep(0.1)
         assert server.post(RESPONSES, SHORT).status == 200
-        assert clients[0].recv(65536).startswith(b"HTTP/1.1 408 ")  # there is room for two on their way
+        assert clients[0].recv(65536).startswith(b"HTTP/1.1 408 ")
+        small[0].sendall(http_bytes(RESPONSES, HI)[-5:])
+        assert small[0].recv(65536).startswith(b"HTTP/1.1 200 ")
 
 
 def test_a_body_has_so_many_bytes() -> None:
