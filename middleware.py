@@ -45,6 +45,7 @@ from gateway.relay import Refused
 from request.ids import new_id
 from request.query import STREAMED
 from request.refusals import STATUS, BadInput, shown
+from request.shares import OWNER
 from service import webpage
 from service.admission import Room
 from service.logs import REQUEST_ID
@@ -189,6 +190,7 @@ class Admission:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["owner"] = self._keys.owner(scope)
         scope["max_body_bytes"] = self._room.max_body_bytes
+        OWNER.set(scope["owner"] or "")  # of what this task and those that it starts give to threads
         slow_part = self._slow_part(scope)
         refusal = self._refusal(scope, slow_part)
         if refusal:

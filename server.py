@@ -38,6 +38,7 @@ from checkpoint import hub
 from gateway.remote import RemoteWorker
 from gateway.upstreams import Upstreams
 from middleware import Keys, make_app
+from request.shares import FairExecutor
 from service import loading, logs, options
 from service.admission import Room
 from service.connections import HttpServer, bind, event_loop, http_config
@@ -46,6 +47,9 @@ from worker import ALIAS, LocalWorker, Worker
 
 MAX_DIGITS = 640  # of an integer, the least that Python allows: reading one takes the square of them
 
+
+# Threads for what would keep the event loop too long. They share Python's lock: more would only wait.
+N_THREADS = 6
 
 # How long a thread may keep Python's lock that another waits for. A step of the engine gives it up a hundred
 # times: with Python's own 5 ms a busy event loop would make half a second of each step.
@@ -115,6 +119,7 @@ async def serve(
     listener: socket.socket,
 ) -> None:
     """Answer requests until a signal stops the server."""
+    asyncio.get_running_loop().set_default_executor(FairExecutor(N_THREADS, "requests"))
     workers: list[Worker] = [worker for worker in (local, remote) if worker]
     is_shared = keys.n_owners > 1
     registry = Registry(store, encode_event, max_queued=args.max_queued, is_shared=is_shared)

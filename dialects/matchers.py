@@ -32,9 +32,9 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections import OrderedDict, deque
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager, closing
+from collections import OrderedDict
+from collections.abc import Sequence
+from contextlib import closing
 from hashlib import blake2b
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -47,6 +47,7 @@ from dialects import matcher_process
 from dialects.matcher_process import ERROR, MAX_BYTES, MAX_COMPILE_S
 from dialects.structured_output import NO_PARTS, AnswerGrammar, BadGrammar
 from request.refusals import BadInput
+from request.shares import Slots
 
 N_CHECKS = max(1, (os.cpu_count() or 1) // 2)  # at once: half of the machine is left to the engine
 MAX_WAITING = 32  # checks of one owner that wait for a slot; each may take MAX_COMPILE_S
@@ -120,7 +121,7 @@ class Grammars:
     @property
     def n_waiting(self) -> int:
         """Checks that wait for a slot; requests that wait for the check of another are not counted."""
-        return self._slots.n_waiting
+        return self._slots.n_waiting()
 
     async def check(self, grammar: AnswerGrammar, owner: str) -> None:
         """Compile it once; raises BadGrammar where it cannot be followed, BadInput for want of time."""
@@ -128,7 +129,10 @@ class Grammars:
         checking = self._checking.setdefault(digest, asyncio.Lock())
         async with checking:  # who waits here for another's check finds its outcome, and needs no slot
             if digest not in self._remembered:
-                async with self._slots.one(owner):
+                if self._slots.n_waiting(owner) >= MAX_WAITING:
+                    message = f"{MAX_WAITING} of your grammars wait to be checked; try again later."
+                    raise BadInput(message, None, "rate_limit_exceeded")
+                async with self._slots.slot(owner):
                     self._remembered[digest] = await self._problem(grammar)  # if it came to an answer
         self._remembered.move_to_end(digest)
         if len(self._remembered) > MAX_REMEMBERED:
@@ -273,59 +277,3 @@ async def readable(fd: int) -> None:
         await is_readable.wait()
     finally:
         loop.remove_reader(fd)
-
-
-class Slots:
-    """So many at once; those who wait are let in by turns of their owners."""
-
-    def __init__(self, n: int) -> None:
-        self._n_free = n
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by owner, whose turn is next first
-
-    @property
-    def n_waiting(self) -> int:
-        return sum(map(len, self._waiting.values()))
-
-    @asynccontextmanager
-    async def one(self, owner: str) -> AsyncGenerator[None]:
-        """Hold a slot; raises BadInput where too many of this owner wait for one."""
-        if self._n_free:
-            self._n_free -= 1
-        else:
-            await self._wait(owner)
-        try:
-            yield
-        finally:
-            self._hand_on()
-
-    async def _wait(self, owner: str) -> None:
-        queue = self._waiting.setdefault(owner, deque())
-        if len(queue) >= MAX_WAITING:
-            message = (
-                f"{MAX_WAITING} of your requests wait for their grammars to be checked; try again later."
-            )
-            raise BadInput(message, None, "rate_limit_exceeded")
-        turn = asyncio.get_running_loop().create_future()
-        queue.append(turn)
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn in queue:
-                queue.remove(turn)
-            elif not turn.cancelled():  # the slot was handed over as the client left
-                self._hand_on()
-            raise
-
-    def _hand_on(self) -> None:
-        """Give the slot to the next who waits."""
-        while self._waiting:
-            owner = next(iter(self._waiting))
-            queue = self._waiting.pop(owner)
-            if not queue:
-                continue
-            turn = queue.popleft()
-            self._waiting[owner] = queue  # behind the others
-            if not turn.cancelled():
-                turn.set_result(None)
-                return
-        self._n_free += 1

@@ -614,7 +614,7 @@ def test_no_owner_fills_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     assert within_patience(n_accepted("a", "b", "c")) == [16, 8, 4]
     assert within_patience(n_accepted("the only one", is_shared=False)) == [32]
     monkeypatch.setattr(background, "MAX_LIVE_BYTES", 1_000_000)
-    assert within_patience(n_accepted("a", "b", "c", items_json='["' + "x" * 90_000 + '"]')) == [6, 3, 1]
+    assert within_patience(n_accepted("a", "b", "c", items_json='["' + "x" * 90_000 + '"]')) == [5, 2, 1]
 
 
 @pytest.mark.bug("I06")

@@ -16,7 +16,7 @@ import pytest
 from dialects import matchers
 from dialects.families import DIALECTS
 from dialects.matcher_process import MAX_BYTES
-from dialects.matchers import MAX_WAITING, N_CHECKS, Grammars, Slots
+from dialects.matchers import MAX_WAITING, N_CHECKS, Grammars
 from dialects.structured_output import AnswerGrammar, BadGrammar, answer_grammar
 from helpers.grammars import Followed
 from helpers.serving import PATIENCE_S, TINY, Server, http_bytes, serve, until
@@ -254,59 +254,22 @@ def test_one_check_is_enough_for_all_who_wait_for_it(
     assert len(started) == 2  # the first has left; all others share the second
 
 
-# --- slots --------------------------------------------------------------------------------------------------
-
-
-def turns(slots: Slots, *owners: str, leaves: int | None = None) -> list[str]:
-    """Who holds the one slot, in order, where all have asked for it while another held it."""
-
-    async def main() -> list[str]:
-        held: list[str] = []
-
-        async def ask(owner: str) -> None:
-            async with slots.one(owner):
-                held.append(owner)
-
-        async with slots.one("first"):
-            asking = [asyncio.create_task(ask(owner)) for owner in owners]
-            await asyncio.sleep(0)
-            if leaves is not None:
-                asking[leaves].cancel()
-        results = await asyncio.gather(*asking, return_exceptions=True)
-        assert [error for error in results if isinstance(error, BadInput)] == []
-        assert slots.n_waiting == 0
-        async with slots.one("last"):
-            return held
-
-    return asyncio.run(main())
-
-
-def test_owners_take_turns() -> None:
-    """One who asks a hundred times kept all others out until all hundred were done."""
-    assert turns(Slots(1), "a", "a", "a", "b", "c", "b") == ["a", "b", "c", "a", "b", "a"]
-
-
-@pytest.mark.parametrize("leaves", [0, 1, 3])
-def test_who_leaves_loses_nobodys_turn(leaves: int) -> None:
-    assert len(turns(Slots(1), "a", "a", "a", "b", leaves=leaves)) == 3
-
-
-def test_so_many_wait_and_no_more() -> None:
+def test_so_many_of_one_owner_wait_and_no_more(grammars: Grammars) -> None:
     async def main() -> None:
-        slots = Slots(1)
-        async with slots.one("a"):
-            waiting = [asyncio.create_task(slots.one("a").__aenter__()) for _ in range(MAX_WAITING)]
-            await asyncio.sleep(0)
-            assert slots.n_waiting == MAX_WAITING
-            with pytest.raises(BadInput) as caught:
-                await slots.one("a").__aenter__()
-            assert caught.value.code == "rate_limit_exceeded"
-            other = asyncio.create_task(slots.one("b").__aenter__())
-            await asyncio.sleep(0)
-            assert slots.n_waiting == MAX_WAITING + 1
-        for task in [*waiting, other]:
+        n = N_CHECKS + MAX_WAITING
+        costly = [of({"type": "integer", "minimum": i, "multipleOf": 99_999_989}) for i in range(n)]
+        checks = [asyncio.create_task(grammars.check(grammar, "me")) for grammar in costly]
+        await asyncio.sleep(0)
+        assert grammars.n_waiting == MAX_WAITING
+        with pytest.raises(BadInput) as caught:
+            await grammars.check(of({"type": "integer"}), "me")
+        assert caught.value.code == "rate_limit_exceeded"
+        other = asyncio.create_task(grammars.check(of({"type": "integer"}), "other"))
+        await asyncio.sleep(0)
+        assert grammars.n_waiting == MAX_WAITING + 1
+        for task in [*checks, other]:
             task.cancel()
-        await asyncio.gather(*waiting, other, return_exceptions=True)
+        await asyncio.gather(*checks, other, return_exceptions=True)
 
     asyncio.run(main())
 

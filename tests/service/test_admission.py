@@ -1,4 +1,4 @@
-"""Admission: bodies that come slowly, and what owners share; rooms alone, and the real server."""
+"""Admission: bodies that come slowly, and what clients hold; rooms alone, and the real server."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ from helpers.serving import TINY, Json, Server, http_bytes, http_chunks, serve, 
 from request.body import SMALL_BODY_BYTES
 from request.refusals import STATUS, BadInput
 from service import admission
-from service.admission import Room, Shares
+from service.admission import Room
 
 RESPONSES = "/v1/responses"
 FAULTY = ("-m", "tests.helpers.faulty_server")
@@ -27,8 +27,6 @@ ENDLESS: Json = HI | {"seed": SLOW, "logit_bias": {str(token_id): -100 for token
 HALF_OF_SMALL = http_bytes(RESPONSES, HI)[:-5]
 HALF = http_bytes(RESPONSES, HI | {"input": "x" * 2 * SMALL_BODY_BYTES})[:-5]
 
-# --- shares -------------------------------------------------------------------------------------------------
-
 
 def code_of(take: Callable[[], None]) -> str | None:
     try:
@@ -36,39 +34,6 @@ def code_of(take: Callable[[], None]) -> str | None:
     except BadInput as refusal:
         return refusal.code
     return None
-
-
-def test_one_owner_may_have_all() -> None:
-    shares = Shares("things", 3, is_shared=False)
-    assert [code_of(lambda: shares.take("", 1)) for _ in range(4)] == [
-        None,
-        None,
-        None,
-        "server_is_overloaded",
-    ]
-    shares.give_back("", 3)
-    assert shares.has_room("", 3)
-
-
-def test_of_several_owners_none_holds_more_than_what_is_left() -> None:
-    """However many of them want all, there is room for one who holds nothing."""
-    shares = Shares("things", 100, is_shared=True)
-    for owner in "abcdef":
-        n_taken = 0
-        while code_of(lambda owner=owner: shares.take(owner, 1)) is None:  # type: ignore[misc]
-            n_taken += 1
-        assert n_taken > 0
-        assert code_of(lambda owner=owner: shares.take(owner, 1)) == "rate_limit_exceeded"  # type: ignore[misc]
-    assert shares.has_room("g", 1)
-
-
-def test_who_holds_nothing_may_take_the_last() -> None:
-    """Bug: with --max-streams 1 and two keys nobody was ever served."""
-    shares = Shares("things", 1, is_shared=True)
-    shares.take("a", 1)
-    assert code_of(lambda: shares.take("b", 1)) == "server_is_overloaded"
-    shares.give_back("a", 1)
-    shares.take("b", 1)
 
 
 # --- a room -------------------------------------------------------------------------------------------------
