@@ -31,6 +31,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -44,22 +45,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dialects import matcher_process
-from dialects.matcher_process import ERROR, MAX_BYTES, MAX_COMPILE_S
+from dialects.matcher_process import ERROR, MAX_COMPILE_S
 from dialects.structured_output import NO_PARTS, AnswerGrammar, BadGrammar
 from request.refusals import BadInput
 from request.shares import Slots
 
 N_CHECKS = max(1, (os.cpu_count() or 1) // 2)  # at once: half of the machine is left to the engine
 MAX_WAITING = 32  # checks of one owner that wait for a slot; each may take MAX_COMPILE_S
-MAX_CHECK_S = 10.0  # by the clock: a process that is swapped out or stopped uses no processor
+MAX_ANSWER_S = 10.0  # by the clock: a process that is swapped out or stopped uses no processor
 MAX_REMEMBERED = 1024  # outcomes of checks: an agent sends the same tools with every turn
 
-TOO_COSTLY = (
-    f"to follow it takes more than {MAX_COMPILE_S:.0f} s of computing or {MAX_BYTES // 2**20} MB of memory; "
-    "use smaller numbers (multipleOf, bounds, lengths, repetitions), fewer alternatives or less depth"
-)
-
-OVERLOADED = f"the grammar could not be checked within {MAX_CHECK_S:.0f} s; try again later."
+OVERLOADED = f"the grammar could not be checked, or not within {MAX_ANSWER_S:.0f} s; try again later."
 
 
 class Constraint:
@@ -69,6 +65,7 @@ class Constraint:
         self._grammars = grammars
         self._grammar = grammar
         self._process: Process | None = None  # None: none follows it now
+        self._deadline = 0.0  # for the masks that it computes
 
     def fileno(self) -> int:
         """What becomes readable when the masks have come."""
@@ -80,6 +77,7 @@ class Constraint:
 
         Where no process follows it, one starts; the tokens are then all of the output so far.
         """
+        self._deadline = time.monotonic() + MAX_ANSWER_S
         if self._process is None:
             # Twice the time that the check has: what has passed that shall not fail here.
             self._process = self._grammars.start(self._grammar, 2 * MAX_COMPILE_S, token_ids, drafts)
@@ -96,6 +94,8 @@ class Constraint:
         """
         assert self._process is not None
         if not self._process.connection.poll():
+            if time.monotonic() > self._deadline:
+                raise BadGrammar(f"expected an answer within {MAX_ANSWER_S:.0f} s", "")
             return None
         return self._grammars.read(self._process)
 
@@ -145,7 +145,7 @@ class Grammars:
         """What is wrong with it. A client that leaves meanwhile ends the process: the socket is closed."""
         with closing(self.start(grammar, MAX_COMPILE_S)) as process:
             try:
-                async with asyncio.timeout(MAX_CHECK_S):
+                async with asyncio.timeout(MAX_ANSWER_S):
                     await readable(process.connection.fileno())
             except TimeoutError as error:
                 raise BadInput(OVERLOADED, None, "server_is_overloaded") from error
@@ -154,7 +154,7 @@ class Grammars:
             except Unanswered as error:
                 if process.root.has_ended():  # no fork was made
                     raise RuntimeError("the process that follows grammars has ended") from error
-                raise
+                raise BadInput(OVERLOADED, None, "server_is_overloaded") from error
             except BadGrammar as error:
                 return Problem(str(error), error.part)
         return None
@@ -190,7 +190,7 @@ class Grammars:
         try:
             answer = process.connection.recv_bytes()
         except (EOFError, OSError) as error:
-            raise Unanswered(TOO_COSTLY, "") from error
+            raise Unanswered("the process that followed it has ended", "") from error
         if answer.startswith(ERROR):
             message, part = json.loads(answer[1:])
             raise BadGrammar(message, part)
@@ -204,9 +204,8 @@ class Grammars:
 
 
 class Unanswered(BadGrammar):
-    """The process has ended without an answer: by its limits most likely.
-
-    But the system, or a person, may have killed it, which looks the same from here. So it is not remembered.
+    """The process has ended without a word: the system, or a person, has killed it. That is no fault of the
+    grammar, and not remembered.
     """
 
 
