@@ -286,9 +286,18 @@ class ResponseJob:
     if_cancelled: ForcedEnd | None  # when its task is cancelled; None: the next process shall run it
     task: asyncio.Task[None] = field(init=False)
     n_bytes: int = field(init=False)  # size of the request, and of its first events, which repeat it
+    _encoded: Response | None = None  # the response object that `_encoding` makes JSON of
+    _encoding: asyncio.Future[Snapshot] = field(init=False)
 
     def __post_init__(self) -> None:
         self.n_bytes = self.row.n_bytes + self.log.n_bytes
+
+    async def snapshot(self, response: Response) -> Snapshot:
+        """The newest response object as JSON: made once, in a thread, for all who poll it."""
+        if self._encoded is not response:
+            self._encoded = response
+            self._encoding = asyncio.ensure_future(asyncio.to_thread(snapshot_of, response))
+        return await asyncio.shield(self._encoding)
 
     async def until_ended(self) -> None:
         """Wait until it has ended and its last event is shown."""
@@ -368,11 +377,18 @@ class Registry:
                 "try again later."
             )
 
+    async def row_bytes(self, id: str, owner: str) -> int:
+        """About how much memory get() takes; 0 where this owner has no such response."""
+        job = self._jobs.get(id)
+        if job and job.row.owner == owner:
+            return job.n_bytes
+        return await self._call_store(self._store.row_bytes, id, owner)
+
     async def get(self, id: str) -> Row | None:
         """A response as it stands."""
         job = self._jobs.get(id)
         if job and job.log.response:
-            return job.row.with_snapshot(snapshot_of(job.log.response), time.time())
+            return job.row.with_snapshot(await job.snapshot(job.log.response), time.time())
         await self._maintain_store()
         return await self._call_store(self._store.get, id)
 

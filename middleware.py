@@ -168,7 +168,7 @@ class Admission:
     """Lets requests with an API key in, while there is room.
 
     Endpoints find its owner in scope["owner"], and how long a body may be in scope["max_body_bytes"].
-    Those whose answer may be large call scope["hold"] with its size before they send it.
+    Those whose answer may be large call scope["hold"] with its size before they load it.
     """
 
     def __init__(

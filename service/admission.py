@@ -85,10 +85,11 @@ class Room:
         visit.has_answer = True
 
     def hold(self, visit: Visit, n_bytes: int) -> None:
-        """Take room for the bytes of an answer, however large that one is; raises BadInput."""
-        n_bytes = min(n_bytes, self.max_body_bytes)
-        self._bytes.take(visit.owner, n_bytes)
-        visit.n_bytes += n_bytes
+        """Take room for what is loaded for an answer, however large that is; raises BadInput."""
+        n_more = min(n_bytes, self.max_body_bytes) - visit.n_bytes
+        if n_more > 0:  # else it is held already
+            self._bytes.take(visit.owner, n_more)
+            visit.n_bytes += n_more
 
     async def receive(self, visit: Visit, receive: Receive) -> Message:
         """The next message of a client; raises BadInput where its body has no room, or no time left."""

@@ -98,10 +98,15 @@ def test_what_stored_answers_hold_is_bounded() -> None:
 
     async def run() -> None:
         room = Room(32, max_body_bytes=2**20, is_shared=True)
-        with room.visit("m") as visit:
+        with ExitStack() as held:
             for _ in range(8):
+                visit = held.enter_context(room.visit("m"))
                 room.hold(visit, 2**20)
-            assert code_of(lambda: room.hold(visit, 1)) == "rate_limit_exceeded"
+                room.hold(visit, 2**20)  # the same once more
+            ninth = held.enter_context(room.visit("m"))
+            with pytest.raises(BadInput) as caught:
+                room.hold(ninth, 1)
+            assert caught.value.code == "rate_limit_exceeded"
         with room.visit("m") as visit:  # all has been given back
             room.hold(visit, 2**40)  # however large: else nobody could ever get it
 
@@ -155,32 +160,56 @@ def server_bytes(server: Server) -> int:
     return 1024 * int(status.split("VmRSS:")[1].split()[0])
 
 
-def test_stored_answers_that_nobody_reads_are_bounded() -> None:
-    """Bug: of one large response any number could be asked for at once, and each was held as a whole."""
-    keys = ("--api-key", "mine", "--api-key", "yours")
-    mine = {"Authorization": "Bearer mine"}
+MINE = {"Authorization": "Bearer mine"}
+KEYS = ("--api-key", "mine", "--api-key", "yours")
+
+
+def large_response(n_bytes: int) -> Json:
+    """What makes a response that is so large, for it repeats its schema."""
     schema = {
         "type": "object",
         "properties": {},
         "additionalProperties": False,
-        "description": "x" * 1_000_000,
+        "description": "x" * n_bytes,
     }
-    large = SHORT | {"text": {"format": {"type": "json_schema", "name": "n", "schema": schema}}}
-    with serve(*keys, "--max-streams", "8", "--reader-timeout", "2") as server, ExitStack() as held:
-        made = server.post(RESPONSES, large, **mine)
+    return SHORT | {"text": {"format": {"type": "json_schema", "name": "n", "schema": schema}}}
+
+
+def test_stored_answers_that_nobody_reads_are_bounded() -> None:
+    """Bug: of one large response any number could be asked for at once, and each was held as a whole."""
+    with serve(*KEYS, "--max-streams", "8", "--reader-timeout", "2") as server, ExitStack() as held:
+        made = server.post(RESPONSES, large_response(1_000_000), **MINE)
         assert made.status == 200, made.body
         path = f"{RESPONSES}/{made.json['id']}"
-        assert server.get(path, **mine).json == made.json
+        assert server.get(path, **MINE).json == made.json
         ask = f"GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer mine\r\n\r\n".encode()
         for _ in range(4):
             client = held.enter_context(server.connect(ask))
             assert client.recv(12) == b"HTTP/1.1 200"
         for refused_path in (path, f"{path}/input_items"):
-            refused = server.get(refused_path, **mine)
+            refused = server.get(refused_path, **MINE)
             assert (refused.status, refused.json["error"]["code"]) == (429, "rate_limit_exceeded")
         assert server.get(path, Authorization="Bearer yours").status == 404  # there is room to look
-        assert server.post(RESPONSES, SHORT, **mine).status == 200
-        until(lambda: server.get(path, **mine).status == 200, "those who do not read are dropped")
+        assert server.post(RESPONSES, SHORT, **MINE).status == 200
+        until(lambda: server.get(path, **MINE).status == 200, "those who do not read are dropped")
+
+
+def test_what_is_loaded_for_an_answer_has_room_first() -> None:
+    """Bug: of 500 that nobody read each was loaded, and only then refused: others waited a second.
+
+    There is room for 16 MB, half of it for one of several owners; one takes as much as --max-body at most.
+    """
+    with serve(*KEYS, "--max-streams", "64", "--max-body", "1M") as server, ExitStack() as held:
+        path = f"{RESPONSES}/{server.post(RESPONSES, large_response(900_000), **MINE).json['id']}"
+        ask = f"GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer mine\r\n\r\n".encode()
+        for _ in range(8):
+            client = held.enter_context(server.connect(ask))
+            assert client.recv(12) == b"HTTP/1.1 200"
+        for method, refused_path in (("GET", path), ("GET", f"{path}/input_items"), ("DELETE", path)):
+            refused = server.request(method, refused_path, None, **MINE)
+            assert (refused.status, refused.json["error"]["code"]) == (429, "rate_limit_exceeded")
+            assert "bytes of bodies" in refused.json["error"]["message"]
+        assert server.get(path, Authorization="Bearer yours").status == 404
 
 
 def test_of_two_keys_one_cannot_take_all_streams() -> None:
