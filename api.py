@@ -387,6 +387,7 @@ class Api:
         if self._image_texts:
             body["messages"] = items.with_image_texts(body.get("messages"))
         request = await asyncio.to_thread(params.from_chat, body, worker.defaults, http.scope["owner"])
+        http.scope["enter"](request.n - 1)
         prompt = await prepared(http, worker.prepare(request))
         head = {
             "id": new_completion_id(),

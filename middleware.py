@@ -168,7 +168,8 @@ class Admission:
     """Lets requests with an API key in, while there is room.
 
     Endpoints find its owner in scope["owner"], and how long a body may be in scope["max_body_bytes"].
-    Those whose answer may be large call scope["hold"] with its size before they load it.
+    Those whose answer may be large call scope["hold"] with its size before they load it; those with several
+    choices call scope["enter"] with the number of streams that they need beside their first.
     """
 
     def __init__(
@@ -201,6 +202,7 @@ class Admission:
             return
         with self._room.visit(scope["owner"]) as visit:
             scope["hold"] = partial(self._room.hold, visit)
+            scope["enter"] = partial(self._room.enter, visit)
             if slow_part == "body":
                 receive = partial(self._room.receive, visit, receive)
             else:

@@ -3,8 +3,8 @@
     owner --Room.visit()--> Visit          a message of its body --Room.receive()--> the message, or BadInput
 
 A visit begins with the head of a request. While its body arrives it holds the bytes that have come; when that
-is whole it takes a stream, if there is one. One that asks for what is stored holds an answer instead, and the
-bytes of that. It ends with the request, and gives back what it holds.
+is whole it takes a stream, if there is one, and then one for each further choice. One that asks for what is
+stored holds an answer instead, and the bytes of that. It ends with the request, and gives back what it holds.
 
 Authority: rule 1 of request/shares.py.
 
@@ -40,7 +40,7 @@ class Visit:
     deadline: float  # of its body, by the event loop's clock
     n_bytes: int = 0  # of its body, so far, or of its answer
     is_arriving: bool = False
-    has_stream: bool = False
+    n_streams: int = 0
     has_answer: bool = False
     timeout: asyncio.Timeout | None = None  # runs while more of the body is awaited
 
@@ -52,6 +52,7 @@ class Room:
         self, max_streams: int, max_body_bytes: int = MAX_BODY_BYTES, is_shared: bool = False
     ) -> None:
         self.max_body_bytes = max_body_bytes
+        self._max_streams = max_streams
         n_bytes = max(max_streams * BYTES_A_STREAM, MIN_LARGEST_BODIES * max_body_bytes)
         self._streams = Shares("open requests", max_streams, is_shared)
         self._bodies = Shares("bodies on their way", max_streams, is_shared)
@@ -67,14 +68,19 @@ class Room:
         finally:
             self._end_arrival(visit)
             self._bytes.give_back(owner, visit.n_bytes)
-            self._streams.give_back(owner, int(visit.has_stream))
+            self._streams.give_back(owner, visit.n_streams)
             self._answers.give_back(owner, int(visit.has_answer))
 
-    def enter(self, visit: Visit) -> None:
-        """Give a visit its stream; raises BadInput."""
+    def enter(self, visit: Visit, n_streams: int = 1) -> None:
+        """Give a visit its stream, or more of them, for each choice is one; raises BadInput.
+
+        Half of all are the most that one has, for it to get in at all beside other owners.
+        """
         self._end_arrival(visit)
-        self._streams.take(visit.owner, 1)
-        visit.has_stream = True
+        n_streams = min(n_streams, max(1, self._max_streams // 2) - visit.n_streams)
+        if n_streams > 0:
+            self._streams.take(visit.owner, n_streams)
+            visit.n_streams += n_streams
 
     def enter_for_answer(self, visit: Visit) -> None:
         """Let a visit have an answer that is stored; raises BadInput.
@@ -93,7 +99,7 @@ class Room:
 
     async def receive(self, visit: Visit, receive: Receive) -> Message:
         """The next message of a client; raises BadInput where its body has no room, or no time left."""
-        if visit.has_stream:  # all that can still come is that the client leaves
+        if visit.n_streams:  # all that can still come is that the client leaves
             return await receive()
         if not visit.is_arriving:
             self._take(self._bodies, visit, 1)

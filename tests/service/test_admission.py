@@ -212,6 +212,29 @@ def test_what_is_loaded_for_an_answer_has_room_first() -> None:
         assert server.get(path, Authorization="Bearer yours").status == 404
 
 
+def test_each_choice_is_a_stream() -> None:
+    """Bug: 64 requests with 16 choices each were 64 streams, and 1,024 sequences that wait."""
+
+    async def run() -> None:
+        room = Room(100, is_shared=True)
+        with ExitStack() as held:
+            for _ in range(3):
+                visit = held.enter_context(room.visit("m"))
+                room.enter(visit)
+                room.enter(visit, 15)
+            fourth = held.enter_context(room.visit("m"))
+            room.enter(fourth)
+            assert code_of(lambda: room.enter(fourth, 15)) == "rate_limit_exceeded"
+            room.enter(fourth, 0)  # the only choice has its stream already
+            room.enter(held.enter_context(room.visit("another")), 16)
+        with room.visit("m") as visit:
+            room.enter(visit)
+            room.enter(visit, 1000)  # as half of them: else it would never get in
+            assert visit.n_streams == 50
+
+    asyncio.run(run())
+
+
 def test_of_two_keys_one_cannot_take_all_streams() -> None:
     keys = ("--api-key", "mine", "--api-key", "yours")
     request = http_bytes(RESPONSES, ENDLESS).replace(b"Host: ", b"Authorization: Bearer mine\r\nHost: ")
