@@ -162,7 +162,7 @@ class Api:
             Endpoint("POST",   "/v1/responses/input_tokens",     self.count_input_tokens, "body"),
             Endpoint("POST",   "/v1/responses/compact",          self.compact,            "body"),
             Endpoint("GET",    "/v1/responses/{id}",             self.get_response,       "stream"),
-            Endpoint("DELETE", "/v1/responses/{id}",             self.delete_response),
+            Endpoint("DELETE", "/v1/responses/{id}",             self.delete_response,    "answer"),
             Endpoint("POST",   "/v1/responses/{id}/cancel",      self.cancel_response,    "answer"),
             Endpoint("GET",    "/v1/responses/{id}/input_items", self.list_input_items,   "answer"),
             Endpoint("POST",   "/v1/chat/completions",           self.create_completion,  "body"),
@@ -325,7 +325,7 @@ class Api:
     async def get_response(self, http: HttpRequest) -> Response:
         row = await self._row(http)
         if not query.wants_stream(http.query_params):
-            return stored_answer(http, row.response_json)
+            return PiecewiseAnswer(row.response_json)
         after = query.starting_after(http.query_params)
         refusal = "This response cannot be streamed because it was not created with "
         if not row.background:
@@ -349,7 +349,7 @@ class Api:
         row = await self._row(http)
         if row.status != "cancelled":
             raise BadInput(CANNOT_CANCEL[row.status])
-        return stored_answer(http, row.response_json)
+        return PiecewiseAnswer(row.response_json)
 
     async def delete_response(self, http: HttpRequest) -> Response:
         row = await self._row(http)
@@ -361,10 +361,12 @@ class Api:
     async def list_input_items(self, http: HttpRequest) -> Response:
         row = await self._row(http)
         items_of_row = await self._registry.items(row.id)
-        return stored_answer(http, sse.dumps(query.page(items_of_row, http.query_params)))
+        return PiecewiseAnswer(sse.dumps(query.page(items_of_row, http.query_params)))
 
     async def _row(self, http: HttpRequest) -> Row:
+        """What is asked for; raises BadInput, also where there is no room to load it."""
         id_ = http.path_params["id"]
+        http.scope["hold"](await self._registry.row_bytes(id_, http.scope["owner"]))
         row = await self._find(http.scope["owner"], self._registry.get, id_)
         if row is None:
             raise BadInput(f"Response with id '{id_}' not found.", None, "response_not_found")
@@ -385,6 +387,7 @@ class Api:
         if self._image_texts:
             body["messages"] = items.with_image_texts(body.get("messages"))
         request = await asyncio.to_thread(params.from_chat, body, worker.defaults, http.scope["owner"])
+        http.scope["enter"](request.n - 1)
         prompt = await prepared(http, worker.prepare(request))
         head = {
             "id": new_completion_id(),
@@ -612,12 +615,6 @@ def interrupted_event(id: str, frames: Sequence[bytes]) -> Event:
     parser = sse.Parser(max_event_bytes=sum(map(len, frames)))
     events = [json.loads(event.data) for frame in frames for event in parser.feed(frame)]
     return responses.interrupted(events, "interrupted by a restart")
-
-
-def stored_answer(http: HttpRequest, text: str) -> Response:
-    """An answer with JSON text from the store, which may be large; raises BadInput where there is no room."""
-    http.scope["hold"](len(text))
-    return PiecewiseAnswer(text)
 
 
 async def prepared(http: HttpRequest, preparing: Coroutine[Any, Any, Prompt]) -> Prompt:

@@ -30,12 +30,12 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import sse
+from request.shares import OWNER, FairExecutor, Slots, has_room
 from store import TERMINAL, Damaged, Item, Row, Snapshot, Store, n_bytes
 
 log = logging.getLogger("background")
@@ -273,82 +273,6 @@ NOT_STORED = ForcedEnd("failed", "The response could not be stored.")
 SHUT_DOWN = ForcedEnd("failed", "The server is shutting down.")
 
 
-# --- who runs next ------------------------------------------------------------------------------------------
-
-
-class Turn(NamedTuple):
-    """A job that waits for a slot."""
-
-    owner: str
-    has_come: asyncio.Future[None]
-
-
-class Slots:
-    """The background responses that may run at once.
-
-    A slot goes to the owner who holds the fewest; of several, to the one who has not got one for the longest
-    time. With one slot they take turns, however many jobs each has queued. The jobs of one owner run in the
-    order in which they came.
-    """
-
-    def __init__(self, n_slots: int) -> None:
-        self._n_free = n_slots
-        self._n_held = Counter[str]()  # by owner
-        self._n_given = 0
-        self._last_given = Counter[str]()  # by owner: the number of the last slot given, 0 for none
-        self._waiting: list[Turn] = []  # in the order in which they came
-
-    @asynccontextmanager
-    async def slot(self, owner: str) -> AsyncIterator[None]:
-        await self._take(owner)
-        try:
-            yield
-        finally:
-            self._give_back(owner)
-
-    async def _take(self, owner: str) -> None:
-        turn = Turn(owner, asyncio.get_running_loop().create_future())
-        self._waiting.append(turn)
-        self._hand_out()
-        try:
-            await turn.has_come
-        except asyncio.CancelledError:
-            if not turn.has_come.cancelled():  # it has come in the same moment
-                self._give_back(owner)
-            raise
-
-    def _give_back(self, owner: str) -> None:
-        self._n_held[owner] -= 1
-        self._n_free += 1
-        self._hand_out()
-
-    def _hand_out(self) -> None:
-        self._waiting = [turn for turn in self._waiting if not turn.has_come.cancelled()]
-        while self._n_free and self._waiting:
-            turn = min(self._waiting, key=self._precedence)
-            self._waiting.remove(turn)
-            self._n_free -= 1
-            self._n_held[turn.owner] += 1
-            self._n_given += 1
-            self._last_given[turn.owner] = self._n_given
-            turn.has_come.set_result(None)
-
-    def _precedence(self, turn: Turn) -> tuple[int, int]:
-        return self._n_held[turn.owner], self._last_given[turn.owner]
-
-
-def has_room(limit: int, n_all: int, n_own: int, is_shared: bool) -> bool:
-    """Whether an owner who holds `n_own` of the `n_all` that are taken may have more, up to `limit` in all.
-
-    An owner may hold as much as is left, so the first one gets half, a second one half of the rest: there is
-    always room for the next one. "Dynamic queue length thresholds for shared-memory packet switches",
-    Choudhury and Hahne, 1998. Where it is not shared there is one owner, and nobody to leave room for.
-    """
-    if not is_shared:
-        return n_all < limit
-    return n_own < limit - n_all
-
-
 # --- jobs ---------------------------------------------------------------------------------------------------
 
 
@@ -362,9 +286,18 @@ class ResponseJob:
     if_cancelled: ForcedEnd | None  # when its task is cancelled; None: the next process shall run it
     task: asyncio.Task[None] = field(init=False)
     n_bytes: int = field(init=False)  # size of the request, and of its first events, which repeat it
+    _encoded: Response | None = None  # the response object that `_encoding` makes JSON of
+    _encoding: asyncio.Future[Snapshot] = field(init=False)
 
     def __post_init__(self) -> None:
         self.n_bytes = self.row.n_bytes + self.log.n_bytes
+
+    async def snapshot(self, response: Response) -> Snapshot:
+        """The newest response object as JSON: made once, in a thread, for all who poll it."""
+        if self._encoded is not response:
+            self._encoded = response
+            self._encoding = asyncio.ensure_future(asyncio.to_thread(snapshot_of, response))
+        return await asyncio.shield(self._encoding)
 
     async def until_ended(self) -> None:
         """Wait until it has ended and its last event is shown."""
@@ -400,7 +333,7 @@ class Registry:
         self._is_shared = is_shared
         self._jobs: dict[str, ResponseJob] = {}  # those in the background, by id of the response
         # SQLite is asked in order, and never in the event loop.
-        self._store_thread = ThreadPoolExecutor(1, "store")
+        self._store_thread = FairExecutor(1, "store")
         self._maintained_at = 0.0
         self._is_stopping = False
         self.ended = Counter[str]()  # background responses of this process, by their last status
@@ -417,7 +350,7 @@ class Registry:
         if not row.background:
             event_log = EventLog(self._encode, self._writer(row), with_store_false)
             return self._launch(ResponseJob(row, producer, event_log, if_cancelled=CANCELLED))
-        self._check_room(row.owner)
+        self._check_room(row.owner, row.n_bytes)
         event_log = EventLog(self._encode, self._writer(row))
         event_log.extend(producer.start())
         job = self._launch(ResponseJob(row, producer, event_log, if_cancelled=None))
@@ -428,27 +361,34 @@ class Registry:
             raise NotStored(f"expected {row.id} to be written; the log says why it was not")
         return job
 
-    def _check_room(self, owner: str) -> None:
-        """Raise QueueFull unless an owner may have one more background response."""
+    def _check_room(self, owner: str, n_more_bytes: int) -> None:
+        """Raise QueueFull unless an owner may have one more background response, of so many bytes."""
         if self._is_stopping:
             raise QueueFull("The server is about to stop.")
         live = [job for job in self._jobs.values() if not job.log.ended]
         own = [job for job in live if job.row.owner == owner]
-        if not has_room(self._max_live, len(live), len(own), self._is_shared):
+        if not has_room(self._max_live - len(live), len(own), 1, self._is_shared):
             raise QueueFull(f"Too many background responses wait, {len(own)} of them yours; try again later.")
         n_live_bytes = sum(job.n_bytes for job in live)
         n_own_bytes = sum(job.n_bytes for job in own)
-        if not has_room(MAX_LIVE_BYTES, n_live_bytes, n_own_bytes, self._is_shared):
+        if not has_room(MAX_LIVE_BYTES - n_live_bytes, n_own_bytes, n_more_bytes, self._is_shared):
             raise QueueFull(
                 f"The background responses that wait are too large, {n_own_bytes} bytes of them yours; "
                 "try again later."
             )
 
+    async def row_bytes(self, id: str, owner: str) -> int:
+        """About how much memory get() takes; 0 where this owner has no such response."""
+        job = self._jobs.get(id)
+        if job and job.row.owner == owner:
+            return job.n_bytes
+        return await self._call_store(self._store.row_bytes, id, owner)
+
     async def get(self, id: str) -> Row | None:
         """A response as it stands."""
         job = self._jobs.get(id)
         if job and job.log.response:
-            return job.row.with_snapshot(snapshot_of(job.log.response), time.time())
+            return job.row.with_snapshot(await job.snapshot(job.log.response), time.time())
         await self._maintain_store()
         return await self._call_store(self._store.get, id)
 
@@ -565,6 +505,7 @@ class Registry:
 
     async def _run(self, job: ResponseJob) -> None:
         """Fill and close the log; then the job is forgotten, also where it was cancelled or refused."""
+        OWNER.set(job.row.owner)
         try:
             with closing(job.log):
                 await self._fill(job)

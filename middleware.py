@@ -45,6 +45,7 @@ from gateway.relay import Refused
 from request.ids import new_id
 from request.query import STREAMED
 from request.refusals import STATUS, BadInput, shown
+from request.shares import OWNER
 from service import webpage
 from service.admission import Room
 from service.logs import REQUEST_ID
@@ -167,7 +168,8 @@ class Admission:
     """Lets requests with an API key in, while there is room.
 
     Endpoints find its owner in scope["owner"], and how long a body may be in scope["max_body_bytes"].
-    Those whose answer may be large call scope["hold"] with its size before they send it.
+    Those whose answer may be large call scope["hold"] with its size before they load it; those with several
+    choices call scope["enter"] with the number of streams that they need beside their first.
     """
 
     def __init__(
@@ -189,6 +191,7 @@ class Admission:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["owner"] = self._keys.owner(scope)
         scope["max_body_bytes"] = self._room.max_body_bytes
+        OWNER.set(scope["owner"] or "")  # of what this task and those that it starts give to threads
         slow_part = self._slow_part(scope)
         refusal = self._refusal(scope, slow_part)
         if refusal:
@@ -199,6 +202,7 @@ class Admission:
             return
         with self._room.visit(scope["owner"]) as visit:
             scope["hold"] = partial(self._room.hold, visit)
+            scope["enter"] = partial(self._room.enter, visit)
             if slow_part == "body":
                 receive = partial(self._room.receive, visit, receive)
             else:

@@ -251,6 +251,13 @@ class Store:
             return None
         return row._replace(kept=bool(row.kept), background=bool(row.background), streamed=bool(row.streamed))
 
+    def row_bytes(self, id: str, owner: str) -> int:
+        """Size of what get() loads; 0 where this owner has no such response."""
+        size = self._db.execute(
+            "SELECT row_bytes FROM responses WHERE id = ? AND owner = ?", (id, owner)
+        ).fetchone()
+        return int(size[0]) if size else 0
+
     def get_to_continue(self, id: str) -> Row | None:
         """Like get(), but the response object has only its status and its output, without logprobs."""
         row = self.get(id)

@@ -353,6 +353,7 @@ class Refused(BadInput):
         self.status = status
         self.retry_after = retry_after  # seconds or a date, as the upstream wrote it; "" for none
         self.is_retryable = is_retryable  # another upstream may serve the request
+        self.is_failure = False  # the upstream is broken, or the request breaks it
 
     @property
     def late_code(self) -> str:
@@ -386,7 +387,7 @@ ERROR_STATUS = {
 # fmt: on
 
 RETRYABLE = (429, 500, 502, 503, 504, 529)  # another upstream may answer better
-FAILURES = (500, 502, 503, 504)  # the circuit breaker counts these against the upstream
+FAILURES = (500, 502, 503, 504)  # the upstream is broken, or the request breaks it
 
 # OpenAI has a code for it; vLLM, SGLang and llama.cpp say it in these words.
 CONTEXT_LENGTH = re.compile(r"context_length|context length|context size|context_size|maximum context", re.I)

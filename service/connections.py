@@ -4,18 +4,22 @@
     ASGI application, options --http_config()--> uvicorn.Config --HttpServer--> connections, each a Protocol
     bytes of a connection --httptools--> callbacks of Protocol --uvicorn--> ASGI messages
 
-A connection has two timers, and is dropped when one of them ends. The head timer runs from the start, and
-from the end of each request, until the next head has come. The read timer runs while back-pressure pauses our
-writing, because the client does not read.
+A request starts, as a task, when it is whole or its body is not small. A connection has two timers, and is
+dropped when one of them ends. The head timer runs from the connection's start, and from the end of each
+request, until the next one starts. The read timer runs while back-pressure pauses our writing, because the
+client does not read.
 
 Authority: https://www.uvicorn.org/settings/; RFC 9112; the parser is llhttp, as Node.js has it.
 
 Rules of this file:
-1. A head must come within MAX_HEAD_S, and a client must read what it gets within --reader-timeout.
+1. A head, with its body if that is small, must come within MAX_HEAD_S, and a client must read what it gets
+   within --reader-timeout.
 2. What is no HTTP, or could mean two requests (RFC 9112, section 11.2), is answered with an error object.
 3. A client that closes its connection has left, unless it has only ended its side (half-closed it) behind a
    whole request: it gets its answer. Both look the same until one writes to them: see probe().
-4. Connections never take the last file descriptors: the one that was longest without a request gives way.
+4. Connections never take the last file descriptors: the one that was longest without a request, or with a
+   part of one, gives way.
+5. A turn of the event loop is short: it accepts, reads and writes a few connections, whoever has many.
 
 Not here: the application behind it (middleware.py, api.py), limits on bodies (service/admission.py), when it
 starts and stops (server.py).
@@ -30,11 +34,15 @@ import logging
 import math
 import os
 import re
+import select
+import selectors
 import socket
 import struct
+import sys
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, ClassVar
 
 import httptools
@@ -42,6 +50,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from request.body import SMALL_BODY_BYTES
 from request.ids import new_id
 from request.refusals import error_body
 from service import logs
@@ -51,15 +60,16 @@ log = logging.getLogger("connections")
 MAX_READ_BYTES = 64 * 1024  # of a connection in one turn of the event loop: in chunks of a byte, 6 ms
 MAX_FRAMING_BYTES = 64 * 1024  # of a request, all but its body: head, chunk sizes, trailers
 MAX_HEADERS = 100  # of a request, as Apache has it
-MAX_HEAD_S = 60  # from the first moment in which a request may come
+MAX_HEAD_S = 60  # from the first moment in which a request may come until it starts
 KEEP_ALIVE_S = 75  # of an idle connection, nginx's default: clients that reuse one drop it before we do
 LINGER_S = 2  # for what a client still sends when it has been told that it is no HTTP
 PROBE_S = 0.02  # between the first two looks for whether a client is still there; then twice as long
 SEND_BUFFER_BYTES = 128 * 1024  # of a connection; Linux takes twice as many
 STALLED_S = 2  # what clients get at a stop to read their last event, after the grace
 
-BACKLOG = 1024  # connections that the system holds for us; behind that a client tries again after a second
-ACCEPTED_A_TURN = 16  # of the event loop: each takes about half a millisecond, with its request
+BACKLOG = 4096  # connections that the system holds for us; behind that a client tries again after a second
+ACCEPTED_A_TURN = 16  # of the event loop: what a request does takes half a millisecond a turn
+READY_A_TURN = 16  # connections that are read or written, for the same reason
 MAX_IDLE = 1024  # connections beyond --max-streams: idle ones, bodies on their way, short requests
 OWN_FILES = 64  # the store, the model, pipes, logs
 MAX_FILES = 10240  # macOS gives a process no more
@@ -85,6 +95,46 @@ def bind(host: str, port: int) -> socket.socket:
         reason = getattr(error, "strerror", None) or error
         raise OSError(f"cannot listen on {host} port {port}: {reason}") from error
     return listener
+
+
+# --- turns of the event loop --------------------------------------------------------------------------------
+
+
+def event_loop() -> asyncio.AbstractEventLoop:
+    if sys.platform == "linux":
+        return asyncio.SelectorEventLoop(FairSelector())
+    return asyncio.SelectorEventLoop()
+
+
+if sys.platform == "linux":
+
+    class FairSelector(selectors.EpollSelector):
+        """Tells of a few ready files at a time, so that a thousand of them take many turns of the event loop.
+
+        epoll_wait(2): "successive epoll_wait() calls will round robin through the set of ready file
+        descriptors".
+        """
+
+        def __init__(self) -> None:
+            super().__init__()
+            self._epoll = select.epoll.fromfd(os.dup(self.fileno()))
+
+        def close(self) -> None:
+            self._epoll.close()
+            super().close()
+
+        def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+            keys = self.get_map()
+            ready = []
+            for fd, events in self._epoll.poll(timeout, READY_A_TURN):
+                mask = 0
+                if events & ~select.EPOLLOUT:  # an error is met by reading, and by writing
+                    mask |= selectors.EVENT_READ
+                if events & ~select.EPOLLIN:
+                    mask |= selectors.EVENT_WRITE
+                key = keys[fd]
+                ready.append((key, mask & key.events))
+            return ready
 
 
 # --- file descriptors ---------------------------------------------------------------------------------------
@@ -174,7 +224,7 @@ class Protocol(HttpToolsProtocol, asyncio.BufferedProtocol):
 
     reader_timeout: float  # seconds
     max_connections: int
-    idle: ClassVar["OrderedDict[Protocol, None]"]  # all that have no request, the longest so first
+    idle: ClassVar["OrderedDict[Protocol, None]"]  # all without a request that has started, the longest first
     read_timer: asyncio.TimerHandle | None = None  # runs while writing is paused
     head_timer: asyncio.TimerHandle  # runs while what comes belongs to no request that is being answered
     n_framing_bytes = 0  # that the request had so far, without its body
@@ -182,6 +232,8 @@ class Protocol(HttpToolsProtocol, asyncio.BufferedProtocol):
     n_headers = 0
     in_head = False  # else a header is a trailer
     is_deaf = False  # nothing more is read here
+    start: Callable[[], None] | None = None  # starts the request that has begun to come
+    read_buffer = bytearray(MAX_READ_BYTES)  # of all connections, for what one has read is parsed at once
 
     # --- its beginning and its end --------------------------------------------------------------------------
 
@@ -202,6 +254,9 @@ class Protocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         self.idle.pop(self, None)
         self.head_timer.cancel()
         self.stop_read_timer()
+        if self.start:  # it and what it starts hold on to this object
+            self.start = None
+            self.cycle = None  # type: ignore[assignment]
 
     def drop(self) -> None:
         """Reset the connection."""
@@ -236,7 +291,6 @@ class Protocol(HttpToolsProtocol, asyncio.BufferedProtocol):
     # --- what comes -----------------------------------------------------------------------------------------
 
     def get_buffer(self, sizehint: int) -> bytearray:
-        self.read_buffer = bytearray(MAX_READ_BYTES)
         return self.read_buffer
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -298,7 +352,6 @@ class Protocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         self.check_head()
         if not self.parser.should_upgrade():  # else feed() parses it again
             super().on_headers_complete()
-            self.idle.pop(self, None)
 
     def check_head(self) -> None:
         """Refuse what the parser lets through; raises BadHttp."""
@@ -316,13 +369,29 @@ class Protocol(HttpToolsProtocol, asyncio.BufferedProtocol):
             if names.count(name) > 1:
                 raise BadHttp(f"there are two {name.decode()} headers")
 
+    def _start_asgi_task(self, *cycle_and_app: Any) -> None:
+        """uvicorn starts a request when its head has come; here start_request() does."""
+        self.start = partial(super()._start_asgi_task, *cycle_and_app)
+        if self.expect_100_continue:  # the body comes when the application asks for it
+            self.start_request()
+
+    def start_request(self) -> None:
+        """Start the request that has come, unless it has started."""
+        if self.start:
+            self.start()
+            self.start = None
+            self.idle.pop(self, None)
+
     def on_body(self, body: bytes) -> None:
         self.n_body_bytes += len(body)
         super().on_body(body)
+        if len(self.cycle.body) > SMALL_BODY_BYTES:
+            self.start_request()
 
     def on_message_complete(self) -> None:
         if not self.parser.should_upgrade():
             super().on_message_complete()
+            self.start_request()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -330,7 +399,8 @@ class Protocol(HttpToolsProtocol, asyncio.BufferedProtocol):
             self.idle[self] = None
 
     def is_answering(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
+        """Whether a request has started, and its answer is not complete."""
+        return self.cycle is not None and not self.cycle.response_complete and self.start is None
 
     def refuse(self, error: BaseException) -> None:
         """Answer what is no HTTP with an error object; an answer to a whole request before it goes on."""

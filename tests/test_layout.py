@@ -39,13 +39,13 @@ MAY_IMPORT = {
     "sampling":        set(),
     "sse":             set(),
     "store":           set(),
-    "background":      {"sse", "store"},
     "responses":       {"channels", "sse"},
     "tokenizer":       {"channels"},
     "audit":           {"responses", "sse"},
     "model":           {"checkpoint", "sampling"},
     "devices":         {"checkpoint", "model", "sampling"},
     "request":         {"channels", "sse", "store"},
+    "background":      {"request", "sse", "store"},
     "completions":     {"channels", "request", "sse"},
     "dialects":        {"channels", "request", "sse"},
     "scheduler":       {"model", "pages", "sampling"},
@@ -59,8 +59,8 @@ MAY_IMPORT = {
                         "sse", "store", "streaming", "worker"},
     "middleware":      {"api", "gateway", "request", "service", "streaming"},
     "bench":           set(),
-    "server":          {"api", "background", "checkpoint", "gateway", "middleware", "service", "store",
-                        "worker"},
+    "server":          {"api", "background", "checkpoint", "gateway", "middleware", "request", "service",
+                        "store", "worker"},
 }
 # fmt: on
 

@@ -669,6 +669,28 @@ def test_context_is_what_the_flag_says(guarded: Server) -> None:
     assert "64" in check_refusal(reply, 400, "context_length_exceeded")["message"]
 
 
+COUNTED = """
+import gc, runpy, sys
+sys.argv[0] = "server.py"
+try:
+    runpy.run_path("server.py", run_name="__main__")
+finally:
+    print("objects that are never looked at:", gc.get_freeze_count(), file=sys.stderr)
+"""
+
+
+@pytest.mark.bug("L01")
+def test_what_the_start_has_made_is_no_garbage() -> None:
+    """Bug: a thousand connections, or one large answer, had the collector look at all objects of the process,
+    again and again, and every stream waited 0.1 s for it.
+    """
+    with serve(script=("-c", COUNTED)) as server:
+        server.interrupt()
+        assert server.exit_status() == 0
+        n_objects = int(server.log().rpartition(":")[2])
+    assert n_objects > 100_000
+
+
 # --- memory, company, drafts --------------------------------------------------------------------------------
 
 # Such prompts and answers repeat themselves: there are drafts, and they are right.
