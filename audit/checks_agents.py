@@ -10,12 +10,13 @@ Rules of this file:
 Not here: one call, streamed and plain (checks_answers.py), refusals (checks_refusals.py).
 """
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator
 from typing import Any
 
-from audit.peer import NOT_THERE, REFUSED, Json, NotApplicable, Peer, expect
+from audit.peer import NOT_THERE, REFUSED, Json, NotApplicable, Peer, Reply, expect, presumed
 from audit.probes import (
     CHAT,
     CUT,
@@ -26,6 +27,7 @@ from audit.probes import (
     TOKYO,
     WEATHER,
     Check,
+    final,
     outline,
     whole,
     with_stream,
@@ -56,8 +58,9 @@ def both(peer: Peer, path: str, body: Json) -> Iterator[tuple[str, Json]]:
     """("plain" or "streamed", the final object of a Responses answer)"""
     yield "plain", whole(peer, path, body)
     reply = peer.ask("POST", path, with_stream(peer, body))
-    if reply.is_stream and reply.events:
-        yield "streamed", reply.events[-1].get("response") or {}
+    if reply.is_stream:
+        with contextlib.suppress(NotApplicable):
+            yield "streamed", final(reply)
 
 
 def message(answer: Json) -> Json:
@@ -194,7 +197,8 @@ def results_accepted(peer: Peer) -> None:
 
 def results_in_any_order(peer: Peer) -> None:
     """The call_id tells which result is whose: the prompt is as long whatever comes first."""
-    results_accepted(peer)
+    with presumed("results"):
+        results_accepted(peer)
     counts = []
     for results in (RESULTS, RESULTS[::-1]):
         body = LIMITED | {"input": [QUESTION, *CALLS, *results], "tools": TWO_TOOLS}
@@ -204,7 +208,8 @@ def results_in_any_order(peer: Peer) -> None:
 
 
 def orphan_result(peer: Peer) -> None:
-    results_accepted(peer)
+    with presumed("results"):
+        results_accepted(peer)
     reply = peer.post("/responses", LIMITED | {"input": [QUESTION, result_of("call_nobody", "It rains.")]})
     expect(400 <= reply.status < 500, "expected a refusal of a result without its call", reply)
 
@@ -224,10 +229,15 @@ def chat_results_accepted(peer: Peer) -> None:
 
 def output_given_back(peer: Peer) -> None:
     """What agents without a store do: the output of one turn is part of the next one's input."""
-    first = whole(peer, "/responses", HI)
-    conversation = [{"role": "user", "content": "hi"}, *first.get("output", ()), QUESTION]
-    reply = peer.post("/responses", LIMITED | {"input": conversation})
+    output = whole(peer, "/responses", HI).get("output") or ()
+    reply = next_turn(peer, [item for item in output if item.get("type") != "reasoning"])
     expect(reply.status == 200, "expected the output of a response to be taken as input", reply)
+
+
+def next_turn(peer: Peer, output: list[Json], more: Json | None = None) -> Reply:
+    """The reply to a question behind a turn that had this output."""
+    conversation = [{"role": "user", "content": "hi"}, *output, QUESTION]
+    return peer.post("/responses", LIMITED | {"input": conversation} | (more or {}))
 
 
 # --- custom tools -------------------------------------------------------------------------------------------
@@ -323,8 +333,9 @@ def reasoning_counted(peer: Peer) -> None:
 
 def reasoning_given_back(peer: Peer) -> None:
     first = reasoned(peer)
-    conversation = [{"role": "user", "content": "hi"}, *first["output"], QUESTION]
-    reply = peer.post("/responses", LIMITED | {"input": conversation})
+    with presumed("output-as-input"):
+        output_given_back(peer)
+    reply = next_turn(peer, first["output"])
     expect(reply.status == 200, "expected reasoning items to be taken back as they came", reply)
 
 
@@ -338,18 +349,19 @@ def encrypted_reasoning(peer: Peer) -> None:
 
 
 def encrypted_given_back(peer: Peer) -> None:
-    encrypted_reasoning(peer)
-    first = reasoned(peer, SEALED)
-    conversation = [{"role": "user", "content": "hi"}, *first["output"], QUESTION]
-    reply = peer.post("/responses", LIMITED | SEALED | {"input": conversation})
+    with presumed("encrypted-reasoning"):
+        encrypted_reasoning(peer)
+    with presumed("reasoning-as-input"):
+        reasoning_given_back(peer)
+    reply = next_turn(peer, reasoned(peer, SEALED)["output"], SEALED)
     expect(reply.status == 200, "expected encrypted_content to be taken back", reply)
 
 
 def forged_encrypted(peer: Peer) -> None:
-    encrypted_reasoning(peer)
+    with presumed("encrypted-reasoning"):
+        encrypted_reasoning(peer)
     forged = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "Zm9yZ2Vk"}
-    conversation = [{"role": "user", "content": "hi"}, forged, QUESTION]
-    reply = peer.post("/responses", LIMITED | SEALED | {"input": conversation})
+    reply = next_turn(peer, [forged], SEALED)
     expect(
         400 <= reply.status < 500, "expected a refusal of encrypted_content that is not the server's", reply
     )

@@ -15,6 +15,7 @@ Not here: what is asked (probes.py), what the replies must be (checks_*.py).
 
 import contextlib
 import http.client
+import itertools
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -87,6 +88,15 @@ def expect(holds: object, message: str, excerpt: object) -> None:
         raise Failed(message, excerpt)
 
 
+@contextlib.contextmanager
+def presumed(rule: str) -> Iterator[None]:
+    """What a rule builds on and another one is about: a fault in there is for that other rule to name."""
+    try:
+        yield
+    except Failed as failure:
+        raise NotApplicable(f"the rule {rule} fails: {failure.message}") from failure
+
+
 class Peer:
     """One server.
 
@@ -154,12 +164,16 @@ class Peer:
 
     @contextlib.contextmanager
     def stream(self, path: str, body: Json) -> Iterator[Iterator[Json]]:
-        """The events of a stream as they come; leaving the block is leaving the stream."""
+        """The events of a stream as they come, one at least; leaving the block is leaving the stream."""
         with self.open("POST", path, {"model": self.model, "stream": True} | body) as response:
-            head = self._head("POST", path, body, response)
-            if response.status != 200:
-                raise NotApplicable(f"refused: {Reply(*head, response.read(), []).refusal}")
-            yield events_of(response)
+            head = Reply(*self._head("POST", path, body, response), b"", [])
+            if not head.is_stream:
+                raise NotApplicable(f"no stream came: {head._replace(body=response.read()).refusal}")
+            events = events_of(response)
+            first = next(events, None)
+            if first is None:
+                raise NotApplicable("no event came")
+            yield itertools.chain([first], events)
 
     @contextlib.contextmanager
     def open(

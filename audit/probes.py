@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from audit.peer import REFUSED, Failed, Json, NotApplicable, Peer, Reply, expect
 from audit.rules import Strength
+from audit.rules_events import TERMINAL
 
 GITHUB = "https://github.com/"
 OPENAI = "https://platform.openai.com/docs/api-reference/"
@@ -93,6 +94,15 @@ def recorded(peer: Peer, name: str) -> Reply:
 def asked(peer: Peer, name: str) -> tuple[str, Json]:
     path, body = STREAMS[name]
     return path, body | (peer.long if name.endswith("cut") else {})
+
+
+def final(reply: Reply) -> Json:
+    """The response of a stream's terminal event; where there is none, the rule terminal alone says so."""
+    last = reply.events[-1] if reply.events else {}
+    response = last.get("response")
+    if last.get("type") not in TERMINAL or not isinstance(response, dict):
+        raise NotApplicable("the stream does not end with a terminal event")
+    return response
 
 
 def whole(peer: Peer, path: str, body: Json) -> Json:
