@@ -51,6 +51,7 @@ CHAT_STORY: Json = CHAT | {"messages": [{"role": "user", "content": STORY["input
 PARAMETERS: Json = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER: Json = {"name": "get_weather", "description": "Get the weather of a city", "parameters": PARAMETERS}
 TOOL: Json = {"tools": [{"type": "function", **WEATHER}], "tool_choice": "required"}
+WITH_LOGPROBS: Json = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
 TOKYO = "What is the weather in Tokyo?"
 CHAT_TOOL: Json = {
     "tools": [{"type": "function", "function": WEATHER}],
@@ -65,6 +66,7 @@ STREAMS: dict[str, tuple[str, Json]] = {
     "echo":         ("/responses",        HI | {"instructions": "Be brief.\u2028\u0085\u2029"}),
     "cut":          ("/responses",        STORY | {"max_output_tokens": CUT}),
     "call":         ("/responses",        LIMITED | {"input": TOKYO} | TOOL),
+    "logprobs":     ("/responses",        HI | WITH_LOGPROBS),
     "background":   ("/responses",        HI | {"background": True}),
     "chat":         ("/chat/completions", CHAT),
     "chat-usage":   ("/chat/completions", CHAT | {"stream_options": {"include_usage": True}}),

@@ -119,7 +119,8 @@ def test_a_stream_of_what_ours_never_says() -> None:
     message: dict[str, Any] = {"type": "message", "id": "i", "role": "assistant"}
     head = HEAD | ECHO | {"output": [], "usage": None, "error": None, "incomplete_details": None}
     usage = responses.usage_object(Usage(1, 2))
-    done = [message | {"status": "completed", "content": [text, refusal]},
+    cited = text | {"annotations": [{}]}
+    done = [message | {"status": "completed", "content": [cited, refusal]},
             {"type": "web_search_call", "id": "w", "status": "completed"}]  # fmt: skip
     part = place | {"content_index": 1}
     stream: list[tuple[str, dict[str, Any]]] = [
@@ -133,7 +134,7 @@ def test_a_stream_of_what_ours_never_says() -> None:
         ("output_text.delta", place | {"delta": "a", "logprobs": [], "obfuscation": "x"}),
         ("output_text.annotation.added", place | {"annotation_index": 0, "annotation": {}}),
         ("output_text.done", place | {"text": "a", "logprobs": []}),
-        ("content_part.done", place | {"part": text}),
+        ("content_part.done", place | {"part": cited}),
         ("content_part.added", part | {"part": refusal | {"refusal": ""}}),
         ("refusal.delta", part | {"delta": "no"}),
         ("refusal.done", part | {"refusal": "no"}),

@@ -2,6 +2,8 @@
 
 import tomllib
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -71,36 +73,47 @@ def exchanges(ours: Server) -> dict[str, list[Exchange]]:
     return had
 
 
+@pytest.mark.timeout(600)  # of a busy machine
 def test_a_fault_is_named_by_its_rule_alone(
     ours: Server, exchanges: dict[str, list[Exchange]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of all rules the one that is about it fails, and those that the fault's row names with a reason.
-
-    A rule that asks nothing that the fault changes is not asked again. What another one asks is answered from
-    what was had before, if the fault leaves the requests alone or nothing is kept between them.
-    """
+    """Of all rules the one that is about it fails, and those that the fault's row names with a reason."""
     monkeypatch.setattr(checks_clients, "PAUSE_S", 0.05)
     monkeypatch.setattr(checks_clients, "PATIENCE_S", 0.5)
+    judge_fault = partial(judged_by_all, ours, exchanges)
+    with ThreadPoolExecutor(4) as threads:
+        verdicts = dict(zip(FAULTS, threads.map(judge_fault, FAULTS), strict=True))
     wrong = []
-    for rule, fault in FAULTS.items():
-        asked_anew: list[Exchange] = []
-        touched = [name for name in CHECKS if any(changes(fault, exchange) for exchange in exchanges[name])]
-        results = []
-        for name in touched:
-            is_stateless = not any("/responses/" in exchange.line for exchange in exchanges[name])
-            if is_stateless:
-                result, anew = judged(ours, name, fault, [*exchanges[name], *asked_anew])
-                asked_anew += anew
-            elif "ask" in fault:
-                result, _ = judged(ours, name, fault)
-            else:
-                result, _ = judged(ours, name, fault, exchanges[name])
-            results.append(result)
-        named = {result.rule for result in results if result.verdict == "fail"}
-        if named != {rule, *fault.get("also", {})}:
+    for rule, results in verdicts.items():
+        failures = [result for result in results if result.verdict == "fail"]
+        named = {failure.rule for failure in failures}
+        if named != {rule, *FAULTS[rule].get("also", {})}:
             wrong.append(f"the fault of {rule} is named by {sorted(named)}")
         wrong += [f"the fault of {rule}: {result}" for result in results if result.verdict == "error"]
-        wrong += [
-            f"{rule}: no excerpt" for result in results if result.verdict == "fail" and not result.excerpt
-        ]
+        wrong += [f"{rule}: nothing shows what is wrong" for failure in failures if not failure.excerpt]
     assert wrong == []
+
+
+def judged_by_all(ours: Server, exchanges: dict[str, list[Exchange]], rule: str) -> list[Result]:
+    """What the rules say of a rule's fault.
+
+    One that asks nothing that the fault changes is not asked again. What another one asks is answered from
+    what was had before, if the fault leaves the requests alone or nothing is kept between them.
+    """
+    fault = FAULTS[rule]
+    results = []
+    asked_anew: list[Exchange] = []
+    for name in CHECKS:
+        earlier = exchanges[name]
+        if not any(changes(fault, exchange) for exchange in earlier):
+            continue
+        is_stateless = not any("/responses/" in exchange.line for exchange in earlier)
+        if is_stateless:
+            earlier = [*earlier, *asked_anew]
+        elif "ask" in fault:
+            earlier = []
+        result, anew = judged(ours, name, fault, earlier)
+        if is_stateless:
+            asked_anew += anew
+        results.append(result)
+    return results
