@@ -116,26 +116,26 @@ class Peer:
         self.url = urlsplit(base_url.rstrip("/"))
         self.model = model
         self.long = long or {}
-        self._headers = dict(headers or {})
+        self.headers = dict(headers or {})
         if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+            self.headers["Authorization"] = f"Bearer {api_key}"
         self._replies: dict[tuple[str, str], Reply | NoReply] = {}
         self._budget = budget
         self.start()
 
     @property
     def has_key(self) -> bool:
-        return "Authorization" in self._headers
+        return "Authorization" in self.headers
 
     def without_key(self) -> "Peer":
         """The same server, for a client that has no key."""
-        headers = {name: value for name, value in self._headers.items() if name != "Authorization"}
+        headers = {name: value for name, value in self.headers.items() if name != "Authorization"}
         return Peer(self.url.geturl(), self.model, headers=headers, budget=self._budget)
 
     def at_root(self) -> "Peer":
         """The same server above its base URL, where its metrics are."""
         root = f"{self.url.scheme}://{self.url.netloc}"
-        return Peer(root, self.model, headers=self._headers, budget=self._budget)
+        return Peer(root, self.model, headers=self.headers, budget=self._budget)
 
     def start(self) -> None:
         """Begin the budget of a rule."""
@@ -180,26 +180,32 @@ class Peer:
         self, method: str, path: str, body: Json | bytes | None, **headers: str
     ) -> Iterator[http.client.HTTPResponse]:
         """The reply as it comes, in a with block; raises NoReply, out of the block too."""
-        connection_type = CONNECTIONS[self.url.scheme]
         raw = json.dumps(body).encode() if isinstance(body, dict) else body
-        all_headers = dict(self._headers)
+        all_headers = dict(self.headers)
         if raw is not None:
             all_headers["Content-Type"] = "application/json"
         for name, value in headers.items():
             all_headers[name.replace("_", "-")] = value
+        with self.connection(described(method, path, body)) as connection:
+            connection.request(method, self.url.path + path, raw, all_headers)
+            yield connection.getresponse()
+
+    @contextlib.contextmanager
+    def connection(self, asked: str) -> Iterator[http.client.HTTPConnection]:
+        """A connection of its own, in a with block; `asked` names what is asked for in what is raised."""
         try:
-            connection = connection_type(self.url.netloc, timeout=self.seconds_left())
-            with contextlib.closing(connection):
-                connection.request(method, self.url.path + path, raw, all_headers)
-                yield connection.getresponse()
+            with contextlib.closing(
+                CONNECTIONS[self.url.scheme](self.url.netloc, timeout=self.seconds_left())
+            ) as connection:
+                yield connection
         except BROKEN_OFF as error:
-            asked = described(method, path, body)
-            raise Failed("expected a whole reply", f"{asked} -> {type(error).__name__}: {error}") from error
+            reason = f"{asked} -> {type(error).__name__}: {error}"
+            raise Failed("expected a whole reply", reason) from error
         except (OSError, http.client.HTTPException) as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             if isinstance(error, TimeoutError):
                 reason = f"nothing came for the rest of the rule's budget of {self._budget:g} s"
-            raise NoReply(f"{described(method, path, body)} -> {reason}") from error
+            raise NoReply(f"{asked} -> {reason}") from error
 
     def once(self, path: str, body: Json | bytes) -> Reply:
         """The reply to a request that several rules are about."""

@@ -143,7 +143,7 @@ def same_answer(plain: object, other: object, again: Callable[[], object], excer
     if plain != other:
         if again() != plain:
             raise NotApplicable("the server says something else each time, at temperature 0")
-        raise Failed("expected the same answer as without stream", excerpt)
+        raise Failed("expected the same answer, however it is asked for", excerpt)
 
 
 def chat_outline(chunks: list[Json]) -> dict[int, Json]:

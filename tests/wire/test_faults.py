@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from audit import checks_clients
+from audit import checks_clients, checks_websocket
 from audit.checks import CHECKS
 from audit.peer import Peer
 from audit.session import Result, judge
 from helpers.serving import Server, serve
 from wire.conftest import ENDLESS, KEY
 from wire.foreign import NO_FAULT, Exchange, Fault, changes, misbehaving
+from wire.minimal import minimal
 
 HERE = Path(__file__).parent
 # Requests of probes.STREAMS.
@@ -35,6 +36,8 @@ def faults() -> dict[str, Fault]:
 
 
 FAULTS = faults()
+SOCKETS = checks_websocket.CHECKS
+OVER_HTTP = [rule for rule in CHECKS if rule not in SOCKETS]
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +70,7 @@ def exchanges(ours: Server) -> dict[str, list[Exchange]]:
     Backwards, because the work of a client that left must have ended before the rule that looks for it.
     """
     had = {}
-    for rule in reversed(CHECKS):
+    for rule in reversed(OVER_HTTP):
         result, had[rule] = judged(ours, rule, NO_FAULT)
         assert result == Result(rule, "pass")
     return had
@@ -82,7 +85,12 @@ def test_a_fault_is_named_by_its_rule_alone(
     monkeypatch.setattr(checks_clients, "PATIENCE_S", 0.5)
     judge_fault = partial(judged_by_all, ours, exchanges)
     with ThreadPoolExecutor(4) as threads:
-        verdicts = dict(zip(FAULTS, threads.map(judge_fault, FAULTS), strict=True))
+        verdicts = dict(zip(OVER_HTTP, threads.map(judge_fault, OVER_HTTP), strict=True))
+    assert not_named_alone(verdicts) == []
+
+
+def not_named_alone(verdicts: dict[str, list[Result]]) -> list[str]:
+    """What is wrong with the verdicts on each rule's fault."""
     wrong = []
     for rule, results in verdicts.items():
         failures = [result for result in results if result.verdict == "fail"]
@@ -91,7 +99,7 @@ def test_a_fault_is_named_by_its_rule_alone(
             wrong.append(f"the fault of {rule} is named by {sorted(named)}")
         wrong += [f"the fault of {rule}: {result}" for result in results if result.verdict == "error"]
         wrong += [f"{rule}: nothing shows what is wrong" for failure in failures if not failure.excerpt]
-    assert wrong == []
+    return wrong
 
 
 def judged_by_all(ours: Server, exchanges: dict[str, list[Exchange]], rule: str) -> list[Result]:
@@ -103,7 +111,7 @@ def judged_by_all(ours: Server, exchanges: dict[str, list[Exchange]], rule: str)
     fault = FAULTS[rule]
     results = []
     asked_anew: list[Exchange] = []
-    for name in CHECKS:
+    for name in OVER_HTTP:
         earlier = exchanges[name]
         if not any(changes(fault, exchange) for exchange in earlier):
             continue
@@ -117,3 +125,17 @@ def judged_by_all(ours: Server, exchanges: dict[str, list[Exchange]], rule: str)
             asked_anew += anew
         results.append(result)
     return results
+
+
+def test_a_fault_of_a_websocket_is_named_by_its_rule_alone() -> None:
+    verdicts = {}
+    for rule in SOCKETS:
+        with minimal(FAULTS[rule], KEY) as url:
+            verdicts[rule] = [judge(Peer(url, "minimal", KEY), name) for name in SOCKETS]
+    assert not_named_alone(verdicts) == []
+
+
+def test_a_websocket_without_a_fault_is_not_accused() -> None:
+    with minimal(NO_FAULT, KEY) as url:
+        peer = Peer(url, "minimal", KEY)
+        assert [judge(peer, rule) for rule in SOCKETS] == [Result(rule, "pass") for rule in SOCKETS]
