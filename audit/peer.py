@@ -28,6 +28,7 @@ from audit.members import shortened
 Json = dict[str, Any]
 NOT_THERE = {404, 405, 501}
 REFUSED = {400, 403, 404, 405, 415, 422, 501}
+BUSY = {429, 503}
 BUDGET_S = 120.0  # of a rule: a small model on a busy machine
 BROKEN_OFF = (http.client.IncompleteRead, http.client.RemoteDisconnected, ConnectionResetError)
 CONNECTIONS = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
@@ -149,9 +150,12 @@ class Peer:
         return left
 
     def ask(self, method: str, path: str, body: Json | bytes | None = None, **headers: str) -> Reply:
-        """A request and its whole reply; raises NoReply."""
+        """A request and its whole reply; raises NoReply, for a server that is busy too."""
         with self.open(method, path, body, **headers) as response:
-            return Reply(*self._head(method, path, body, response), *self._read_all(response))
+            reply = Reply(*self._head(method, path, body, response), *self._read_all(response))
+        if reply.status in BUSY:
+            raise NoReply(f"the server is busy: {reply}")
+        return reply
 
     def post(self, path: str, body: Json | None = None) -> Reply:
         """A request to the model, without stream unless the body says so."""

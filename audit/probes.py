@@ -132,7 +132,8 @@ def outline(response: Json) -> Json:
     items = []
     for item in response.get("output", ()):
         texts = [part.get("text") for part in item.get("content") or ()]
-        items.append([item.get("type"), item.get("status"), item.get("name"), item.get("arguments"), *texts])
+        status = item.get("status") or "completed"  # reasoning need not have one
+        items.append([item.get("type"), status, item.get("name"), item.get("arguments"), *texts])
     end = {name: response.get(name) for name in ("status", "incomplete_details", "error")}
     counts = {name: n for name, n in (response.get("usage") or {}).items() if isinstance(n, int)}
     return end | {"items": items} | counts
