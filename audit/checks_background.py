@@ -68,9 +68,7 @@ def background_completes(peer: Peer) -> None:
     last = ended(peer, in_background(peer, HI)["id"])
     plain = outline(whole(peer, "/responses", HI))
     again = partial(whole, peer, "/responses", HI)
-    same_answer(
-        plain, outline(last), lambda: outline(again()), f"foreground: {plain}\nbackground: {outline(last)}"
-    )
+    same_answer(plain, outline(last), lambda: outline(again()), ("foreground", "background"))
 
 
 def background_streams(peer: Peer) -> None:

@@ -83,20 +83,19 @@ def as_over_http(peer: Peer) -> None:
         raise NotApplicable("the turn has no terminal event")
     told = what_is_told(turn)
     streamed = what_is_told(recorded(peer, "text").events)
-    shown = f"over HTTP: {streamed}\nin a turn: {told}"
-    same_answer(streamed, told, partial(streamed_again, peer), shown)
+    same_answer(streamed, told, partial(streamed_again, peer), ("over HTTP", "in a turn"))
 
 
-def streamed_again(peer: Peer) -> tuple[list[str], Json]:
+def streamed_again(peer: Peer) -> Json:
     return what_is_told(peer.ask("POST", "/responses", with_stream(peer, HI)).events)
 
 
-def what_is_told(events: list[Json]) -> tuple[list[str], Json]:
+def what_is_told(events: list[Json]) -> Json:
     """The types of events, deltas of one text once, and what the response says."""
     types = [str(event.get("type")) for event in events]
     pairs = zip(types, ["", *types], strict=False)
     kinds = [type_ for type_, before in pairs if type_ != before or not type_.endswith(".delta")]
-    return kinds, outline(events[-1].get("response") or {})
+    return {"events": kinds} | outline(events[-1].get("response") or {})
 
 
 def two_turns(peer: Peer) -> None:

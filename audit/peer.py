@@ -17,6 +17,7 @@ import contextlib
 import http.client
 import itertools
 import json
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -60,12 +61,18 @@ class Reply(NamedTuple):
         error = self.json.get("error")
         if isinstance(error, dict):
             error = error.get("message")
-        text = error or self.body.decode("utf-8", "replace")
-        return f"{self.status} {shortened(' '.join(str(text).split()), 160)}"
+        return f"{self.status} {shortened(' '.join(str(error or self._text).split()), 160)}"
 
     def __str__(self) -> str:
-        body = self.body.decode("utf-8", "replace").strip()
-        return f"{self.asked} -> {self.status} {shortened(body, 300)}"
+        return f"{self.asked} -> {self.status} {shortened(self._text, 300)}"
+
+    @property
+    def _text(self) -> str:
+        text = self.body.decode("utf-8", "replace").strip()
+        if "html" not in self.headers.get("content-type", ""):
+            return text
+        readable = re.sub(r"<style.*?</style>|<script.*?</script>|<[^>]*>", " ", text, flags=re.DOTALL)
+        return " ".join(readable.split())
 
 
 class NotApplicable(Exception):
@@ -76,8 +83,11 @@ class Failed(AssertionError):
     """The server breaks the rule; the excerpt shows it."""
 
     def __init__(self, message: str, excerpt: object) -> None:
-        super().__init__(f"{message}\n{excerpt}")
-        self.message, self.excerpt = message, str(excerpt)
+        self.message = message
+        self.excerpt = str(excerpt)
+        if isinstance(excerpt, dict | list):
+            self.excerpt = json.dumps(excerpt, ensure_ascii=False, default=str)
+        super().__init__(f"{message}\n{self.excerpt}")
 
 
 class NoReply(Exception):
@@ -250,7 +260,9 @@ def described(method: str, path: str, body: Json | bytes | None) -> str:
     if isinstance(body, dict):
         shown = json.dumps(body)
     elif body:
-        shown = body.decode("ascii", "backslashreplace")
+        shown = body.decode("ascii", "replace")
+        if not shown.isprintable():
+            shown = f"({len(body)} bytes)"
     return shortened(f"{method} {path} {shown}".strip(), 300)
 
 

@@ -12,8 +12,9 @@ Rules of this file:
 Not here: the rules (checks.py and the checks_*.py), HTTP (peer.py).
 """
 
+import json
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from audit.peer import REFUSED, Failed, Json, NotApplicable, Peer, Reply, expect
 from audit.rules import Strength
@@ -139,17 +140,24 @@ def outline(response: Json) -> Json:
     return end | {"items": items} | counts
 
 
-def same_answer(plain: object, other: object, again: Callable[[], object], excerpt: object) -> None:
+def same_answer(
+    plain: Json, other: Json, again: Callable[[], object], names: tuple[str, str] = ("plain", "streamed")
+) -> None:
     """The other answer is the plain one; no rule is about a server whose plain answers differ `again`."""
     if plain != other:
         if again() != plain:
             raise NotApplicable("the server says something else each time, at temperature 0")
-        raise Failed("expected the same answer, however it is asked for", excerpt)
+        members = [member for member in plain | other if plain.get(member) != other.get(member)]
+        differing = [
+            f"{name}: {json.dumps({member: answer.get(member) for member in members}, ensure_ascii=False)}"
+            for name, answer in zip(names, (plain, other), strict=True)
+        ]
+        raise Failed("expected the same answer, however it is asked for", "\n".join(differing))
 
 
-def chat_outline(chunks: list[Json]) -> dict[int, Json]:
+def chat_outline(chunks: list[Json]) -> dict[Any, Json]:
     """What chunks, or the choices of a completion, say: by choice, its content and finish_reason."""
-    by_choice: dict[int, Json] = {}
+    by_choice: dict[Any, Json] = {}
     for chunk in chunks:
         for choice in chunk.get("choices", ()):
             so_far = by_choice.setdefault(choice.get("index", -1), {"content": "", "finish_reason": None})
