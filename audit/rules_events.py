@@ -350,7 +350,7 @@ def repeats_parts(number: int, item: Json, raw: Any, text: str, parts: list[Json
     if item.get("type") in ("function_call", "custom_tool_call"):
         expected = [text]
         got = [str(item.get("arguments", item.get("input", text)))]
-    elif item.get("type") in ("message", "reasoning"):
+    elif parts and item.get("type") in ("message", "reasoning"):  # without parts the rule order is broken
         raw_parts = [part for member in ("content", "summary") for _, part in paired(item, raw, member)]
         expected = sorted(
             map(json.dumps, without_nulls(parts))
