@@ -222,9 +222,10 @@ class Peer:
             raise NoReply(f"{asked} -> {reason}") from error
 
     def once(self, path: str, body: Json | bytes) -> Reply:
-        """The reply to a request that several rules are about."""
+        """The reply to a request that several rules are about, which has a budget of its own."""
         key = path, str(body)
         if key not in self._replies:
+            self.start()
             try:
                 self._replies[key] = self.ask("POST", path, body)
             except NoReply as error:  # a hang is waited for once
