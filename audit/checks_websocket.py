@@ -19,7 +19,7 @@ from audit.checks_stored import UNKNOWN
 from audit.peer import REFUSED, Failed, Json, NotApplicable, Peer, expect, presumed
 from audit.probes import CUT, GITHUB, HI, Check, outline, recorded, same_answer, with_stream
 from audit.rules_events import TERMINAL
-from audit.websocket import Closed, WebSocket, connected, handshake
+from audit.websocket import TEXT, Closed, WebSocket, connected, handshake
 
 ASKED: Json = HI | {"store": False}
 BRIEF: Json = ASKED | {"max_output_tokens": CUT}
@@ -35,22 +35,12 @@ def responded(socket: WebSocket, body: Json) -> Json:
     return response
 
 
-def refused(socket: WebSocket, body: Json) -> Json:
-    """The error that a turn ends with, {} where it does not."""
-    last = socket.turn(body)[-1]
-    error = last.get("error")
-    if last.get("type") == "error" and isinstance(error, dict):
-        return error
-    return {}
-
-
 def expect_not_found(socket: WebSocket, id: object, why: str) -> None:
-    body = BRIEF | {"previous_response_id": id}
-    events = socket.turn(body)
-    error = events[-1].get("error") or {}
-    is_refused = events[-1].get("type") == "error" and isinstance(error, dict)
-    code = error.get("code") if is_refused else None
-    expect(code == NOT_FOUND, f"expected an error with the code {NOT_FOUND}: {why}", events[-1])
+    last = socket.turn(BRIEF | {"previous_response_id": id})[-1]
+    error = last.get("error")
+    code = error.get("code") if isinstance(error, dict) else None
+    is_refused = last.get("type") == "error" and code == NOT_FOUND
+    expect(is_refused, f"expected an error with the code {NOT_FOUND}: {why}", last)
 
 
 # --- turns --------------------------------------------------------------------------------------------------
@@ -182,7 +172,8 @@ def evicted(peer: Peer) -> None:
         continued(peer)
     with connected(peer) as socket:
         id_ = responded(socket, BRIEF).get("id")
-        if not refused(socket, BRIEF | ORPHAN | {"previous_response_id": id_}):
+        last = socket.turn(BRIEF | ORPHAN | {"previous_response_id": id_})[-1]
+        if last.get("type") != "error":
             raise NotApplicable("a result without its call is taken")
         expect_not_found(socket, id_, "a turn that continued it has failed")
 
@@ -238,7 +229,7 @@ def survives_an_error(peer: Peer) -> None:
 
 def bad_json(peer: Peer) -> None:
     with connected(peer) as socket:
-        socket.send_frame(1, b'{"type": ')
+        socket.send_frame(TEXT, b'{"type": ')
         try:
             event = socket.event()
         except Closed:

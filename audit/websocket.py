@@ -1,7 +1,7 @@
 """The client side of a WebSocket, of the standard library alone: a handshake, masked frames, messages.
 
     with connected(peer) as socket:
-        socket.turn({"input": "hi"}) --> [event, ...]        socket.ping() --> whether nothing else came first
+        socket.turn({"input": "hi"}) --> [event, ...]        socket.ping(b"x") --> messages before its answer
 
 Authority: RFC 6455; https://developers.openai.com/api/docs/guides/websocket-mode for what a turn is.
 
@@ -20,7 +20,7 @@ import json
 import os
 import socket
 from collections.abc import Iterator
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from audit import recordings
 from audit.peer import Failed, Json, NotApplicable, Peer, expect
@@ -29,6 +29,7 @@ from audit.rules_events import TERMINAL
 GUID = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"  # RFC 6455, section 1.3
 CONTINUATION, TEXT, BINARY, CLOSE, PING, PONG = 0, 1, 2, 8, 9, 10  # opcodes, section 5.2
 FINAL = MASKED = 0x80  # bits of the first and of the second byte of a frame
+NO_CODE = 1005  # of a close that gives none, section 7.4.1
 ENDS = {*TERMINAL, "error"}
 PATH = "/responses"
 
@@ -53,22 +54,17 @@ class WebSocket:
 
     def turn(self, body: Json) -> list[Json]:
         """The events of one turn, to its last one or to an error."""
-        self.create(body)
+        message = {"type": "response.create", "model": self._peer.model} | body
+        self.send_frame(TEXT, json.dumps(message).encode())
         events = [self.event()]
         while events[-1].get("type") not in ENDS:
             events.append(self.event())
         return events
 
-    def create(self, body: Json) -> None:
-        self.send({"type": "response.create", "model": self._peer.model} | body)
-
-    def send(self, message: Json) -> None:
-        self.send_frame(TEXT, json.dumps(message).encode())
-
     def event(self) -> Json:
         """The next message, which is an event; [DONE] is for the rule ws-end to name."""
         opcode, payload = self.message()
-        while payload == b"[DONE]":
+        while opcode == PONG or payload == b"[DONE]":
             opcode, payload = self.message()
         text = payload.decode("utf-8", "replace")
         expect(opcode == TEXT, "expected a text message", f"a binary one of {len(payload)} bytes")
@@ -80,12 +76,12 @@ class WebSocket:
         """Messages that come before the answer to a ping."""
         self.send_frame(PING, text)
         earlier: list[bytes] = []
-        while True:
-            opcode, payload = self.message(also=PONG)
-            if opcode == PONG:
-                expect(payload == text, "expected a pong with the text of its ping", payload)
-                return earlier
+        opcode, payload = self.message()
+        while opcode != PONG:
             earlier.append(payload)
+            opcode, payload = self.message()
+        expect(payload == text, "expected a pong with the text of its ping", payload)
+        return earlier
 
     def close(self) -> int:
         """Close it, and give the code with which the server closes."""
@@ -98,23 +94,23 @@ class WebSocket:
 
     # --- frames ---------------------------------------------------------------------------------------------
 
-    def message(self, also: int = TEXT) -> tuple[int, bytes]:
-        """Opcode and payload of the next message, or of a control frame with the opcode `also`."""
+    def message(self) -> tuple[int, bytes]:
+        """Opcode and payload of the next message, or of the answer to a ping."""
         kind = 0
         payload = b""
         while True:
             is_final, opcode, data = self._frame()
-            if opcode == also == PONG:
-                return opcode, data
             if opcode == CLOSE:
-                raise Closed(int.from_bytes(data[:2], "big") or 1005)
+                raise Closed(int.from_bytes(data[:2], "big") or NO_CODE)
+            if opcode == PONG:
+                return opcode, data
             if opcode == PING:
                 self.send_frame(PONG, data)
-            if opcode in (CONTINUATION, TEXT, BINARY):
-                kind = opcode or kind
-                payload += data
-                if is_final:
-                    return kind, payload
+                continue
+            kind = kind or opcode
+            payload += data
+            if is_final:
+                return kind, payload
 
     def send_frame(self, opcode: int, payload: bytes) -> None:
         head = bytes([FINAL | opcode])
@@ -160,7 +156,7 @@ def connected(peer: Peer) -> Iterator[WebSocket]:
         got = reply.headers.get("Sec-WebSocket-Accept")
         expect(got == expected, f"expected Sec-WebSocket-Accept {expected}, got {got}", reply.headers)
         try:
-            yield WebSocket(peer, connection.sock, incoming_of(reply))
+            yield WebSocket(peer, connection.sock, reply.fp)
         except Closed as closed:
             raise Failed("expected the connection to stay open", closed) from closed
 
@@ -176,9 +172,3 @@ def handshake(peer: Peer, connection: http.client.HTTPConnection) -> tuple[http.
     }
     connection.request("GET", peer.url.path + PATH, headers=peer.headers | headers)
     return connection.getresponse(), key
-
-
-def incoming_of(reply: Any) -> BinaryIO:
-    """What comes behind the head of a reply."""
-    incoming: BinaryIO = reply.fp
-    return incoming
