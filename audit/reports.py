@@ -63,25 +63,36 @@ def counts(name: str, results: Sequence[Result], in_colour: bool) -> str:
     return f"{name:12}{''.join(cells)}"
 
 
-def details(results: Iterable[Result], in_colour: bool = False) -> Iterator[str]:
+def details(results: Sequence[Result], in_colour: bool = False) -> Iterator[str]:
     """What failed and why, then what could not be asked, then what does not apply."""
-    for verdict in ("fail", "error", "n/a"):
+    for verdict in ("fail", "error"):
         for result in results:
             if result.verdict == verdict:
                 yield from detail(result, in_colour)
+    by_reason: dict[str, list[str]] = {}  # rules that do not apply
+    for result in results:
+        if result.verdict == "n/a":
+            by_reason.setdefault(result.reason, []).append(result.rule)
+    for reason, names in by_reason.items():
+        yield ""
+        verdict = coloured("n/a   ", "n/a", in_colour)
+        yield f"{verdict}{printable(shortened(reason, 200))}"
+        yield f"      {', '.join(names)}"
+
+
+def printable(text: str) -> str:
+    """Without what a terminal would obey."""
+    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
 
 
 def detail(result: Result, in_colour: bool) -> Iterator[str]:
     check = CHECKS[result.rule]
     verdict = coloured(f"{result.verdict:6}", result.verdict, in_colour)
-    if result.verdict == "n/a":
-        yield f"{verdict}{result.rule}: {shortened(result.reason, 160)}"
-        return
     yield ""
     yield f"{verdict}{result.rule} ({check.strength}): {check.title}"
-    yield f"      {result.reason}"
-    for line in shortened(result.excerpt, SHOWN).splitlines():
-        yield f"      | {line}"
+    yield f"      {printable(result.reason)}"
+    for line in shortened(result.excerpt.strip(), SHOWN).split("\n"):
+        yield f"      | {printable(line)}"
     yield f"      {check.source}"
     yield f"      {check.link}"
 
