@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.engines import WatchedScheduler
 from model import PAGE, Span
 from sampling import NO_TOKEN, Choice, Sampling
 from scheduler import MAX_CHUNKS, MIN_ROWS, PromptLookup, Scheduled, Scheduler, Sequence
@@ -775,6 +776,7 @@ def test_nothing_disturbs_a_sequence(
     device = Device(n_pages, max_batch=4)
     in_flight: deque[tuple[list[Scheduled], list[list[Choice]]]] = deque()
     coming = deque(asked)
+    watched = WatchedScheduler()
     while coming or s.waiting or s.running or in_flight:
         if coming:
             s.add(coming.popleft())
@@ -783,10 +785,16 @@ def test_nothing_disturbs_a_sequence(
             in_flight.append((batch, device.run(batch)))
         for one in s.running:
             device.check(one, min(one.n_computed, one.n_tokens))
+        read: tuple[list[Scheduled], list[list[Choice]]] = [], []
         if in_flight and (not batch or len(in_flight) > n_ahead):
-            for scheduled, choices in zip(*in_flight.popleft(), strict=True):
+            read = in_flight.popleft()
+            for scheduled, choices in zip(*read, strict=True):
                 s.postprocess(scheduled, choices)
         check_invariants(s)
+        watched.observe(s, read[0], [choices for choices in read[1] if choices], 0)
+    assert watched.violations == []
+    chosen_tokens = [token for step in watched.steps for share in step.shares for token in share.tokens]
+    assert len(chosen_tokens) == sum(len(one.output) for one in asked)
     assert [one.output for one in asked] == [undisturbed(one) for one in asked]
     assert s.pool.n_free == n_pages
 
