@@ -247,7 +247,6 @@ class Observer:
         n_kept = n_common(known.page_table, sequence.page_table)
         if sequence.n_preemptions > known.n_preemptions:
             preempted = sequence.preempted_for
-            n_kept = 0  # it gave all back, even where it has found the same pages again
         phase: Phase = ""
         start = end = n_drafts = 0
         filled: list[int] = []  # pages that its rows have reached the end of
