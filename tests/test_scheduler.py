@@ -683,6 +683,31 @@ def test_drafts_are_what_followed_the_last_time(token_ids: list[int], n: int, ex
     assert lookup.drafts(n) == PromptLookup(token_ids).drafts(n) == expected
 
 
+def test_who_watches_sees_a_page_that_is_taken_and_given_back_in_one_step() -> None:
+    """The younger of A takes the last page, and gives way in the same step to B, who takes its other one."""
+    s, watched = scheduler(n_pages=5), WatchedScheduler()
+
+    def watched_step() -> None:
+        batch = s.schedule()
+        finish(s, batch)
+        watched.observe(s, batch, [[Choice(7)] for scheduled in batch if scheduled.contexts], 0)
+
+    s.add(sequence(2 * PAGE + 1, 1))
+    watched_step()
+    watched_step()
+    assert len(s.pool.cached_pages) == 2
+    old, young = owned("A", 2, n_prompt=40)
+    (other,) = owned("B", 1, n_prompt=41)
+    added(s, old, young)
+    watched_step()
+    s.add(other)  # from now on all three have the same number of tokens
+    while not young.n_preemptions:
+        watched_step()
+    assert (len(other.page_table), s.pool.n_free) == (2, 1)
+    assert len(s.pool.cached_pages) == 0
+    assert watched.violations == []
+
+
 # --- any order of things ------------------------------------------------------------------------------------
 
 

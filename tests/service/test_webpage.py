@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -18,16 +17,14 @@ import pytest
 
 import sse
 from helpers.faulty_server import SLOW
-from helpers.serving import TINY, Reply, Server, http_chunks, serve, until
+from helpers.serving import ROOT, TINY, Reply, Server, http_chunks, serve, until
+from pictures import CHROMIUM, WATCHED
 from responses import GRAMMAR
 from service import webpage as page_module
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-CHROMIUM = os.environ.get("CHROMIUM") or next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
 EOS = json.loads((TINY / "generation_config.json").read_text())["eos_token_id"]
 SLOW_SECONDS = {
     "seed": SLOW,
@@ -335,9 +332,6 @@ def test_every_control_has_a_name(page: "Page") -> None:
 
 # --- the second view: the engine at work --------------------------------------------------------------------
 
-# Pages for half of what the four prompts need together: one of them is preempted.
-WATCHED = ("--debug-steps", "--speculate", "4", "--kv-memory", "2.25M")
-
 
 @pytest.fixture(scope="module")
 def watched_server() -> Iterator[Server]:
@@ -413,6 +407,11 @@ def test_it_says_why_the_second_request_began_faster_and_which_was_preempted(
     for sequence in preempted:
         assert f"{'ABCD'[sequence]} was preempted" in story
     assert "D repeats itself: " in story
+
+
+def test_the_readme_says_how_to_see_it() -> None:
+    command = f"    python server.py --model tests/models/tiny {' '.join(WATCHED)}\n"
+    assert command in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_a_line_leads_to_its_step_and_the_step_says_what_was_done(view: "Page") -> None:
