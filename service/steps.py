@@ -381,6 +381,7 @@ class Steps:
                         event = self._step_event(news, owner)
                 seen = news.number
                 yield sse.encode(sse.dumps(event), event["type"])
+                await asyncio.sleep(0)  # thousands of steps that are kept must not stop other streams
         finally:
             with self._lock:
                 self._readers.discard(reader)
