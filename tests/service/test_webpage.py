@@ -508,6 +508,21 @@ def test_what_the_first_view_asked_for_is_seen_in_the_second(
         assert page.locator("#token-title").inner_text().startswith('Token "<|im_end|>"')
         assert "none of its own" in page.locator("#token-facts").inner_text()
         assert page.locator("#top-hint").is_visible()
+        newest = shown_step(page)
+        became = dict[int, str]()  # number of an event: the piece that it is said to have become of
+        for step in range(newest - 12, newest):
+            page.get_by_label("All steps").fill(str(step))
+            for token in page.locator("#shares .tokens button").all():
+                token.click()
+                _, _, piece, _ = page.locator("#token-facts dd").all_inner_texts()
+                event = page.locator("#token-facts dd").first.inner_text()
+                if event[0].isdigit():
+                    became[int(event.split()[0])] = json.loads(piece)
+        page.get_by_role("link", name="Response").click()
+        pieces = page.locator("#events .piece").all_inner_texts()
+        assert len(became) > 5
+        for number, piece in became.items():
+            assert json.loads(pieces[number]) == piece.strip("\n")  # which items are trimmed of
 
 
 def test_where_steps_are_not_shown_it_says_how_to_have_them(browser: "Browser", server: Server) -> None:
