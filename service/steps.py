@@ -40,7 +40,7 @@ from sampling import Choice
 from scheduler import Scheduled, Scheduler, Sequence
 from streaming import SSE_HEADERS, kept_alive, while_connected
 
-RING_BYTES = 4 * 2**20  # of the steps that are kept, about: thousands of small ones
+RING_BYTES = 16 * 2**20  # of the steps that are kept, about: thousands, tens of thousands without logprobs
 OBJECT_BYTES = 800  # of a step, and of each sequence in it, besides what they list
 NUMBER_BYTES = 40  # of a number in a list
 TOKEN_BYTES = 200  # of a chosen token, and of each token whose logprob stands beside it
