@@ -57,6 +57,7 @@ from request.rows import body_of, new_row
 from request.warm_up import unsaid
 from service import signed_content
 from service.metrics import Metrics
+from service.steps import Steps, StepStream
 from store import TERMINAL, Damaged, Row
 from streaming import (
     EventStream,
@@ -86,7 +87,7 @@ class Endpoint(NamedTuple):
     path: str
     handler: Callable[[HttpRequest], Awaitable[Response]]
     # What a slow client may send, or read, for minutes; "stream": an answer where none is asked for.
-    slow_part: Literal["body", "stream", "answer", ""] = ""
+    slow_part: Literal["body", "stream", "endless stream", "answer", ""] = ""
 
 
 class CheckedRequest(NamedTuple):
@@ -127,7 +128,7 @@ class Api:
     `key` seals what clients keep for the server. `done_line`: a stream of a response ends with [DONE].
     `temporary`: background responses with store=false are accepted, and kept for a while.
     `reasoning_events` is a key of responses.REASONING_EVENTS. `image_texts`: the model is told that there was
-    an image; else requests with one are refused.
+    an image; else requests with one are refused. `steps` of the local worker's engine, where they are shown.
     """
 
     def __init__(
@@ -140,6 +141,7 @@ class Api:
         temporary: bool = True,
         reasoning_events: str = "openai",
         image_texts: bool = False,
+        steps: Steps | None = None,
     ) -> None:
         self._local = local
         self._remote = remote
@@ -150,13 +152,14 @@ class Api:
         self._temporary = temporary
         self._reasoning_events = reasoning_events
         self._image_texts = image_texts
+        self._steps = steps
         self._started_at = unix_time()
         model = local.names[0] if local else "upstream"
         self.metrics = Metrics(model, self._counts, registry.live, lambda: registry.ended)
 
     def endpoints(self) -> list[Endpoint]:
         # fmt: off
-        return [
+        endpoints = [
             #        method    path                             handler                  slow part
             Endpoint("POST",   "/v1/responses",                  self.create_response,    "body"),
             Endpoint("POST",   "/v1/responses/input_tokens",     self.count_input_tokens, "body"),
@@ -171,7 +174,10 @@ class Api:
             Endpoint("GET",    "/health",                        self.health),
             Endpoint("GET",    "/health/live",                   self.alive),
         ]
+        if self._steps:
+            endpoints.append(Endpoint("GET", "/debug/steps", self.read_steps, "endless stream"))
         # fmt: on
+        return endpoints
 
     # --- Responses: making one ------------------------------------------------------------------------------
 
@@ -444,6 +450,11 @@ class Api:
         if is_ready:
             return json_response(200, {"status": "ok"} | counts)
         return json_response(503, {"status": "not ready"} | counts)
+
+    async def read_steps(self, http: HttpRequest) -> Response:
+        """What the engine does, step by step, from the oldest that is kept."""
+        assert self._steps
+        return StepStream(self._steps.read(http.scope["owner"]))
 
     async def alive(self, _: HttpRequest) -> Response:
         """Whether the process answers at all; else somebody should start it again."""

@@ -77,6 +77,7 @@ class EngineRequest:
     sampling: Sampling
     constraint: Constraint | None = None
     owner: str = ""  # who asks: the engine shares its time fairly by it, and keeps their prefix caches apart
+    request_id: str = ""  # what the log calls it; for who watches the steps
 
 
 class StepOutput(NamedTuple):
@@ -95,6 +96,11 @@ class Reader(NamedTuple):
     outputs: asyncio.Queue[StepOutput]
 
 
+# Is told of each step that has been read: the scheduler behind it, the batch, the choices that the runner has
+# returned, and the seconds. Where none has been read the batch is empty, but the scheduler may have changed.
+Observer = Callable[[Scheduler, list[Scheduled], list[list[Choice]], float], None]
+
+
 class InFlight(NamedTuple):
     """A step that is launched and not yet read."""
 
@@ -111,6 +117,7 @@ class Engine:
         self.config = runner.config
         self.max_seq_len = min(runner.max_seq_len, runner.n_pages * PAGE)
         self.about = runner.about
+        self.observer: Observer | None = None  # service/steps.py, where somebody wants to see the steps
         self._runner = runner
         self._scheduler = Scheduler(
             runner.n_pages, runner.max_batch, runner.chunk, runner.chunk_invariant, speculate
@@ -143,6 +150,7 @@ class Engine:
             request.sampling,
             request.constraint,
             request.owner,
+            request.request_id,
         )
         reader = Reader(asyncio.get_running_loop(), asyncio.Queue())
         with self._lock:
@@ -236,6 +244,8 @@ class Engine:
         is_far_enough_ahead = len(self._in_flight) > self._runner.n_ahead
         if self._in_flight and (is_far_enough_ahead or not batch):
             self._read()
+        elif self.observer is not None:
+            self.observer(self._scheduler, [], [], 0.0)
         self._fail_alone()
         self._deliver()
 
@@ -277,12 +287,13 @@ class Engine:
         """Take over what the oldest step in flight has chosen."""
         ticket, batch, launched_at = self._in_flight.popleft()
         try:
-            choices = iter(self._runner.read(ticket))
+            results = self._runner.read(ticket)
         except Exception as error:
             self._fail_batch(batch, error)
             return
         self._n_failed_steps = 0
-        self._measure(batch, launched_at)
+        seconds = self._measure(batch, launched_at)
+        choices = iter(results)
         for scheduled in batch:
             chosen: list[Choice] = []
             if scheduled.contexts:
@@ -291,14 +302,21 @@ class Engine:
             if tokens:
                 sequence = scheduled.sequence
                 self._put(sequence, StepOutput(tokens, sequence.finish, cached_tokens=sequence.n_cached))
+        if self.observer is not None:
+            self.observer(self._scheduler, batch, results, seconds)
 
-    def _measure(self, batch: list[Scheduled], launched_at: float) -> None:
-        """Take over how fast a step was that has been read; it began when the one before it had ended."""
+    def _measure(self, batch: list[Scheduled], launched_at: float) -> float:
+        """Return the seconds of a step that has been read; it began when the one before it had ended.
+
+        They tell how many rows the next one may have.
+        """
         began_at = max(launched_at, self._read_at)
         self._read_at = time.perf_counter()
+        seconds = self._read_at - began_at
         if any(scheduled.span.is_chunk for scheduled in batch):
             n_rows = sum(scheduled.span.end - scheduled.span.start for scheduled in batch)
-            self._rows_per_s = n_rows / max(self._read_at - began_at, 1e-6)
+            self._rows_per_s = n_rows / max(seconds, 1e-6)
+        return seconds
 
     # --- what comes out -------------------------------------------------------------------------------------
 

@@ -42,13 +42,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api import Api, Endpoint
 from gateway.relay import Refused
-from request.ids import new_id
+from request.ids import REQUEST_ID, new_id
 from request.query import STREAMED
 from request.refusals import STATUS, BadInput, shown
 from request.shares import OWNER
 from service import webpage
 from service.admission import Room
-from service.logs import REQUEST_ID
 from service.metrics import CONTENT_TYPE, Metrics
 from streaming import error_response
 
@@ -206,7 +205,7 @@ class Admission:
             if slow_part == "body":
                 receive = partial(self._room.receive, visit, receive)
             else:
-                enter = self._room.enter if slow_part == "stream" else self._room.enter_for_answer
+                enter = self._room.enter_for_answer if slow_part == "answer" else self._room.enter
                 try:
                     enter(visit)
                 except BadInput as error:

@@ -108,6 +108,7 @@ N_GRAM = 2  # tokens that have to come again for what followed them to be drafte
 # --- Sequence -----------------------------------------------------------------------------------------------
 
 Mask = NDArray[np.bool_]  # (vocab_size,) the tokens that may come next
+PreemptedFor = Literal["pages", "turn", ""]  # no page was free, or an owner ran nothing; "": it never was
 
 
 class Constraint(Protocol):
@@ -142,6 +143,7 @@ class Sequence:
     sampling: Sampling
     constraint: Constraint | None = None
     owner: str = ""  # whose turn it takes, and in whose prefix cache it is
+    request_id: str = ""  # what the log calls it; for who watches the steps
 
     output: list[int] = field(default_factory=list)  # tokens chosen, in the steps that have been read
     finish: Literal["stop", "length"] | None = None  # set when its last token is read
@@ -157,6 +159,8 @@ class Sequence:
     n_unread: int = 0  # tokens chosen in steps in flight
     n_cached: int = 0  # prompt tokens taken from the prefix cache (usage.cached_tokens)
     n_computed_before: int = 0  # tokens computed when it was preempted: finding them cached saves nothing
+    n_preemptions: int = 0
+    preempted_for: PreemptedFor = ""  # the last time
 
     prompt_lookup: "PromptLookup | None" = None
     max_drafts: int = 0  # drafts of a step: fewer while they are wrong
@@ -309,7 +313,7 @@ class Scheduler:
         if surplus is not None:
             if in_flight:
                 return []
-            self.preempt(surplus)
+            self.preempt(surplus, "turn")
             self._admit()
         self._take_masks()
         while True:
@@ -614,8 +618,10 @@ class Scheduler:
         for number in range(start // PAGE, end // PAGE):
             self.pool.register(sequence.page_table[number], sequence.page_hash(number))
 
-    def preempt(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: Sequence, what_for: PreemptedFor = "pages") -> None:
         """Put a running sequence first in line: those of its owner that wait are younger."""
+        sequence.n_preemptions += 1
+        sequence.preempted_for = what_for
         self.running.remove(sequence)
         self.waiting.appendleft(sequence)
         self._release(sequence)

@@ -42,6 +42,7 @@ from request.shares import FairExecutor
 from service import loading, logs, options
 from service.admission import Room
 from service.connections import HttpServer, bind, event_loop, http_config
+from service.steps import Steps
 from store import Retention, Store
 from worker import ALIAS, LocalWorker, Worker
 
@@ -86,6 +87,8 @@ def main() -> int:
 def local_worker(args: argparse.Namespace) -> LocalWorker | None:
     """The worker over a model of this machine; None where upstreams are all that is served."""
     if args.upstream and not args.model:
+        if args.debug_steps:
+            raise ValueError("--debug-steps: expected --model too; the steps of upstreams cannot be seen")
         return None
     return loading.load(hub.find(args.model, args.revision), args)
 
@@ -123,7 +126,10 @@ async def serve(
     workers: list[Worker] = [worker for worker in (local, remote) if worker]
     is_shared = keys.n_owners > 1
     registry = Registry(store, encode_event, max_queued=args.max_queued, is_shared=is_shared)
-    api = make_api(args, local, remote, registry)
+    steps = None
+    if local and args.debug_steps:
+        steps = Steps(local.engine, local.token_bytes)
+    api = make_api(args, local, remote, registry, steps)
     if remote:
         await remote.upstreams.start()
     await api.recover()
@@ -141,6 +147,8 @@ async def serve(
             return
         notify("STOPPING=1")
         server.should_exit = True  # uvicorn accepts no more connections
+        if steps:
+            steps.close()
         stopping.append(asyncio.create_task(stop(args, workers, registry, end_grace)))
 
     on_stop_signals(on_signal)
@@ -155,7 +163,11 @@ async def serve(
 
 
 def make_api(
-    args: argparse.Namespace, local: LocalWorker | None, remote: RemoteWorker | None, registry: Registry
+    args: argparse.Namespace,
+    local: LocalWorker | None,
+    remote: RemoteWorker | None,
+    registry: Registry,
+    steps: Steps | None,
 ) -> Api:
     return Api(
         local,
@@ -166,6 +178,7 @@ def make_api(
         temporary=not args.no_temporary,
         reasoning_events=args.reasoning_events,
         image_texts=args.images == "placeholder",
+        steps=steps,
     )
 
 

@@ -32,6 +32,7 @@ from dialects import families
 from dialects.matchers import Grammars
 from dialects.structured_output import AnswerGrammar, BadGrammar, Thinking, answer_grammar
 from engine import Engine, EngineRequest
+from request.ids import REQUEST_ID
 from request.messages import Message, turn_starts, without_old_turns
 from request.output_format import StructuredOutput
 from request.params import Request
@@ -337,8 +338,15 @@ class LocalWorker:
         constraint = None
         if prompt.grammar:
             constraint = self._grammars.constraint(prompt.grammar)
-        stops = frozenset(stop_token_ids)
-        return EngineRequest(prompt.token_ids, prompt.max_tokens, stops, sampling, constraint, request.owner)
+        return EngineRequest(
+            prompt.token_ids,
+            prompt.max_tokens,
+            frozenset(stop_token_ids),
+            sampling,
+            constraint,
+            request.owner,
+            REQUEST_ID.get(),
+        )
 
     def _grammar(
         self, spec: StructuredOutput, dialect: Dialect, state: State, after_marker: bool
@@ -366,6 +374,9 @@ class LocalWorker:
                 message = f"Invalid value for '{name}': expected token ids below {vocab_size}, got {largest}."
                 raise BadInput(message, name, "invalid_value")
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._tokenizer.token_bytes(token_id)
+
     def _logprobs(self, token: Choice) -> tuple[TokenLogprob, ...]:
         if token.logprob is None:
             return ()
@@ -373,7 +384,7 @@ class LocalWorker:
         return (self._logprob(token.token_id, token.logprob)._replace(top=top),)
 
     def _logprob(self, token_id: int, logprob: float) -> TokenLogprob:
-        token = self._tokenizer.token_bytes(token_id)
+        token = self.token_bytes(token_id)
         return TokenLogprob(token.decode(errors="replace"), logprob, token)
 
 

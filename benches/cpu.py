@@ -53,6 +53,7 @@ from engine import Engine
 from model import NumpyOps, Span
 from sampling import Context
 from service.loading import cpu_ops
+from service.steps import Steps
 from tokenizer import Tokenizer
 
 
@@ -329,11 +330,13 @@ def feature_table(
     n_new, repeat = args.new, args.repeat
     length = min(config.max_seq_len, N_TURN + 2 * n_new + N_MORE)
     engine = Engine(with_pages(ops, config, weights, length))
+    steps = Steps(engine, tokenizer.token_bytes)
     drafting = Engine(with_pages(ops, config, weights, length), speculate=N_SPECULATE)
     prose = prompts(tokenizer, 1, N_TURN)[0]
     copied = prose[:120] * 2 + prose[:20]
     found: dict[str, list[tuple[float, float]]] = {}
     for number in range(repeat + 1):
+        engine.observer = None
         [turn] = prompts(tokenizer, 1, N_TURN, number)
         second = [*turn, *engine_run(engine)([turn], n_new).said, *prose[:N_MORE]]
         cold, cached = (
@@ -341,10 +344,13 @@ def feature_table(
         )
         few, many = (engine_run(engine)(prompts(tokenizer, n, 32), n_new).decode for n in (1, MAX_BATCH))
         plain, drafted = (engine_run(e)([copied], n_new).decode for e in (engine, drafting))
+        engine.observer = steps.observe
+        watched = engine_run(engine)(prompts(tokenizer, MAX_BATCH, 32), n_new).decode
         for name, pair in {
             f"prefill of a second turn, {len(second)} tokens: cold, cached": (cold, cached),
             f"decode: batch 1, batch {MAX_BATCH}": (few, many),
             f"decode of a text that repeats: plain, --speculate {N_SPECULATE}": (plain, drafted),
+            f"decode, batch {MAX_BATCH}: plain, --debug-steps": (many, watched),
         }.items():
             print(f"round {number}/{repeat}  {name}  {pair[0]:.1f}, {pair[1]:.1f} tok/s", file=sys.stderr)
             found.setdefault(name, []).extend([pair] if number else [])

@@ -51,9 +51,8 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from request.body import SMALL_BODY_BYTES
-from request.ids import new_id
+from request.ids import REQUEST_ID, new_id
 from request.refusals import error_body
-from service import logs
 
 log = logging.getLogger("connections")
 
@@ -410,9 +409,9 @@ class Protocol(HttpToolsProtocol, asyncio.BufferedProtocol):
             return
         message = f"Invalid HTTP request received: {error}."
         request_id = new_id("req")
-        token = logs.REQUEST_ID.set(request_id)
+        token = REQUEST_ID.set(request_id)
         log.info("400: %s", message)
-        logs.REQUEST_ID.reset(token)
+        REQUEST_ID.reset(token)
         if self.is_answering():
             self.cycle.disconnected = True  # so that the application does not answer it too
             self.cycle.message_event.set()

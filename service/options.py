@@ -174,6 +174,9 @@ IMAGES = "in requests: refused, or the model is told that there was one"
 TEMPORARY = "refuse background with store=false, as OpenAI did at first, not keep it for 10 minutes"
 GRACE = "seconds that running requests get to finish at a stop"
 STORE = "SQLite file that keeps responses; in memory they are lost at exit"
+STEPS = (
+    "stream what each step of the engine does at /debug/steps, and show it on the page, to each key its own"
+)
 SECRET = "key of what clients keep for us: reasoning, compactions (default: another at each start)"
 KV_MEMORY = "memory for the KV cache, such as 2G (default: a quarter of what is free)"
 SPECULATE = f"draft up to N tokens per step by prompt lookup, at most {MAX_DRAFTS}; 0 turns it off"
@@ -244,6 +247,7 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
                                                    "action": "append", "help": TIMEOUT}),
     "price":               (None,                 {"type": price, "metavar": "NAME=NUMBER",
                                                    "action": "append", "help": PRICE}),
+    "debug-steps":         (False,                {"action": "store_true", "help": STEPS}),
     "log-level":           ("info",               {"choices": LEVELS, "help": "how much to log, on stderr"}),
     "log-format":          ("text",               {"choices": (*logs.FORMATS,), "help": "of its lines"}),
 }

@@ -36,6 +36,7 @@ def test_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: py
         "prefill of a second turn, 1033 tokens",
         "decode",
         "decode of a text that repeats",
+        f"decode, batch {common.MAX_BATCH}",
     ]
     n_runs = 3 * (len(cpu.MEASUREMENTS) * len(contenders) + len(own))
     assert printed.err.count("round ") == n_runs  # a line of progress each
