@@ -10,11 +10,15 @@ to answer. Numbers have two decimals: the rounding of another machine does not s
 """
 
 import argparse
+import sys
 from collections.abc import Iterator
 from datetime import datetime
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # the server's modules
 
 from checkpoint.config import read_config
 from checkpoint.weights import Layer, Weights, read_weights
