@@ -332,7 +332,7 @@ class Registry:
         self._max_live = max_running + max_queued
         self._is_shared = is_shared
         self._jobs: dict[str, ResponseJob] = {}  # those in the background, by id of the response
-        # SQLite is asked in order, and never in the event loop.
+        # SQLite is asked one thing at a time, those of an owner in their order, and never in the event loop.
         self._store_thread = FairExecutor(1, "store")
         self._maintained_at = 0.0
         self._is_stopping = False
@@ -477,8 +477,9 @@ class Registry:
             await asyncio.wait(tasks)
 
     async def close_store(self) -> None:
-        """Close the store in its own thread, after all that was asked of it there."""
-        await self._call_store(self._store.close)
+        """Close the store when its thread has done all that was asked of it, and has ended."""
+        await asyncio.to_thread(self._store_thread.shutdown)
+        self._store.close()
 
     @property
     def is_accepting(self) -> bool:

@@ -121,7 +121,7 @@ class Grammars:
     @property
     def n_waiting(self) -> int:
         """Checks that wait for a slot; requests that wait for the check of another are not counted."""
-        return self._slots.n_waiting()
+        return self._slots.waiting().total()
 
     async def check(self, grammar: AnswerGrammar, owner: str) -> None:
         """Compile it once; raises BadGrammar where it cannot be followed, BadInput for want of time."""
@@ -129,7 +129,7 @@ class Grammars:
         checking = self._checking.setdefault(digest, asyncio.Lock())
         async with checking:  # who waits here for another's check finds its outcome, and needs no slot
             if digest not in self._remembered:
-                if self._slots.n_waiting(owner) >= MAX_WAITING:
+                if self._slots.waiting()[owner] >= MAX_WAITING:
                     message = f"{MAX_WAITING} of your grammars wait to be checked; try again later."
                     raise BadInput(message, None, "rate_limit_exceeded")
                 async with self._slots.slot(owner):

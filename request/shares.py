@@ -98,10 +98,9 @@ class Slots:
         self._last_given = Counter[str]()  # by owner: the number of the last slot given, 0 for none
         self._waiting: list[Turn] = []  # in the order in which they came
 
-    def n_waiting(self, owner: str | None = None) -> int:
-        """None: of all owners."""
-        waiting = [turn.owner for turn in self._waiting if not turn.has_come.cancelled()]
-        return len(waiting) if owner is None else waiting.count(owner)
+    def waiting(self) -> Counter[str]:
+        """How many wait, by owner."""
+        return Counter(turn.owner for turn in self._waiting if not turn.has_come.cancelled())
 
     @asynccontextmanager
     async def slot(self, owner: str) -> AsyncIterator[None]:

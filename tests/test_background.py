@@ -25,6 +25,7 @@ from background import Event, EventLog, NotStored, QueueFull, Reason, Registry, 
 from channels import Delta, Finish, Output, TokenLogprob, Usage
 from helpers import laws
 from request import params
+from request.shares import OWNER
 from responses import Builder, interrupted
 from store import TERMINAL, Retention, Row, Snapshot, Store
 
@@ -595,6 +596,21 @@ def test_the_owner_with_the_fewest_slots_is_next() -> None:
                 await runs[begins].runs.wait()
 
     within_patience(main())
+
+
+def test_the_store_is_closed_behind_all_that_was_asked_of_it() -> None:
+    """The server is an owner, too: by turns it would be closed before what another waits for."""
+
+    async def close() -> None:
+        registry = Registry(Store(":memory:", Retention()), encode_event)
+        OWNER.set("busy")
+        asked = [asyncio.create_task(registry.items(f"resp_{number}")) for number in range(9)]
+        await asyncio.sleep(0)
+        OWNER.set("")
+        await registry.close_store()
+        assert await asyncio.gather(*asked) == [[]] * 9
+
+    within_patience(close())
 
 
 def test_those_who_poll_share_what_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
