@@ -86,7 +86,8 @@ class Endpoint(NamedTuple):
     method: str
     path: str
     handler: Callable[[HttpRequest], Awaitable[Response]]
-    # What a slow client may send, or read, for minutes; "stream": an answer where none is asked for.
+    # What a slow client may send, or read, for minutes; "stream": an answer where none is asked for;
+    # "endless stream": one that ends with the server.
     slow_part: Literal["body", "stream", "endless stream", "answer", ""] = ""
 
 
