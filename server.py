@@ -155,6 +155,7 @@ def make_api(
         temporary=not args.no_temporary,
         reasoning_events=args.reasoning_events,
         image_texts=args.images == "placeholder",
+        websocket_max_age_s=args.websocket_max_age,
     )
 
 
