@@ -500,6 +500,11 @@ class WebSocketProtocol(ReaderTimeout, WebSocketsSansIOProtocol, asyncio.Buffere
         self.transport.resume_reading()
         self.close_timer = self.loop.call_later(LINGER_S, self.transport.abort)
 
+    async def send(self, message: Any) -> None:
+        await super().send(message)
+        if message["type"] == "websocket.http.response.body":
+            self.handshake_complete = True  # else uvicorn logs an error for each refusal
+
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self.stop_message_timer()

@@ -87,8 +87,10 @@ class Server:
 
     @contextlib.contextmanager
     def websocket(self, path: str = "/v1/responses", **settings: Any) -> Iterator[ClientConnection]:
+        """A WebSocket that reads all the time: one that does not could not be closed."""
         url = self.url.replace("http", "ws", 1) + path
-        with connect(url, open_timeout=PATIENCE_S, max_size=None, **settings) as connection:
+        limits: Json = {"open_timeout": PATIENCE_S, "max_size": None, "max_queue": None}
+        with connect(url, **limits, **settings) as connection:
             assert isinstance(connection, ClientConnection)
             yield connection
 

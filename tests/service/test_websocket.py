@@ -7,21 +7,29 @@ The names of the first tests are those of openresponses/openresponses, src/lib/c
 import asyncio
 import json
 import re
+import socket
+import threading
+import time
 import tomllib
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import openai
 import pytest
-from websockets.exceptions import ConnectionClosed
-from websockets.sync.client import ClientConnection
+from websockets.datastructures import Headers
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.frames import Frame, Opcode
+from websockets.sync.client import ClientConnection, connect
 
 from helpers import laws
-from helpers.serving import Json, Server, serve
+from helpers.serving import Json, Server, serve, until
 from helpers.upstream import head, upstream
-from service.websocket import MAX_LANES, MAX_TURNS
+from service.admission import Shares
+from service.websocket import MAX_LANES, MAX_REMEMBERED_BYTES, MAX_TURNS, Memory
+from store import Row
 from test_lifecycle import ENDLESS, FAULTY, HELLO, HI, LONG, RAISES
 
 SLOW = 668  # the seed of faulty_server.py for a hundredth of a second a token
@@ -85,6 +93,11 @@ def close_code(client: ClientConnection) -> int:
         while True:
             client.recv(timeout=30)
     return client.protocol.close_code or 0
+
+
+def response_headers(client: ClientConnection) -> Headers:
+    assert client.response
+    return client.response.headers
 
 
 def is_idle(server: Server) -> bool:
@@ -402,3 +415,333 @@ def test_too_large(client: ClientConnection, in_fragments: bool) -> None:
 def test_no_utf_8(client: ClientConnection) -> None:
     client.send(b'{"\xff"}', text=True)
     assert close_code(client) == 1007
+
+
+# --- its end ------------------------------------------------------------------------------------------------
+
+
+def test_a_client_that_leaves_ends_its_turns(server: Server) -> None:
+    """Also one that does not say so, and those of its turns that wait."""
+    for is_polite in (True, False):
+        with server.websocket() as client:
+            for lane in ("a", "b", "a"):
+                send(client, RUNS | {"stream_id": lane})
+            until(lambda: server.health()["running"] == 2, "two run")
+            if not is_polite:
+                client.socket.shutdown(socket.SHUT_RDWR)
+        until(lambda: is_idle(server), "nothing runs")
+
+
+def test_a_connection_gets_old() -> None:
+    """What runs goes on to its end; what waits, and what comes then, is refused."""
+    with serve("--websocket-max-age", "0.5", script=FAULTY) as server, server.websocket() as client:
+        send(client, RUNS | {"max_output_tokens": 100})
+        send(client, ASKED)
+        *_, last = received(client)
+        assert last["type"] == "response.incomplete"
+        for _ in range(2):  # the turn that waited, then the connection
+            (error,) = received(client)
+            assert error["status"] == 400
+            assert error["error"]["code"] == "websocket_connection_limit_reached"
+        assert close_code(client) == 1000
+
+
+@pytest.mark.parametrize("grace", ["0", "5"])
+def test_a_stop_of_the_server(grace: str) -> None:
+    """A turn gets its last event, one that waits is refused; then all connections are closed with 1012."""
+    with serve("--shutdown-grace", grace, script=FAULTY) as server:
+        with server.websocket() as idle, server.websocket() as client:
+            send(client, RUNS | {"max_output_tokens": 100})
+            send(client, ASKED)
+            client.recv(timeout=30)
+            server.interrupt()
+            assert close_code(idle) == 1012
+            *_, last = received(client)
+            assert last["type"] == ("response.failed" if grace == "0" else "response.incomplete")
+            (error,) = received(client)
+            assert (error["status"], error["error"]["code"]) == (503, "server_is_overloaded")
+            assert close_code(client) == 1012
+        assert server.exit_status() == 0
+
+
+# --- the handshake ------------------------------------------------------------------------------------------
+
+KEYS = ("--api-key", "mine", "--api-key", "yours")
+MINE, YOURS = {"Authorization": "Bearer mine"}, {"Authorization": "Bearer yours"}
+PAGE = "https://example.org"
+
+
+@pytest.fixture(scope="module")
+def locked() -> Iterator[Server]:
+    flags = ("--cors-origin", PAGE, "--max-streams", "8", "--max-body", "1M")
+    with serve(*KEYS, *flags, script=FAULTY) as started:
+        yield started
+
+
+def refused_handshake(server: Server, **settings: Any) -> tuple[int, str]:
+    """Status and code of the refusal, which looks like every other."""
+    with pytest.raises(InvalidStatus) as refused, server.websocket(**settings):
+        pass
+    reply = refused.value.response
+    error = json.loads(reply.body)["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    until(lambda: f"[{reply.headers['x-request-id']}]" in server.log(), "it is logged")
+    return reply.status_code, error["code"]
+
+
+def test_a_handshake_needs_a_key(locked: Server) -> None:
+    assert refused_handshake(locked) == (401, "invalid_api_key")
+    wrong = {"Authorization": "Bearer nobody's"}
+    assert refused_handshake(locked, additional_headers=wrong) == (401, "invalid_api_key")
+
+
+def test_a_page_gives_its_key_as_a_subprotocol(locked: Server) -> None:
+    """A browser lets it set no header, and wants one of the subprotocols that it has offered."""
+    offered = ["responses", "openai-insecure-api-key.mine"]
+    with locked.websocket(subprotocols=offered) as client:
+        assert client.subprotocol == "responses"
+        assert answer(client, ASKED)["status"] == "completed"
+    assert refused_handshake(locked, subprotocols=["openai-insecure-api-key.nope"])[0] == 401
+
+
+def test_a_response_belongs_to_its_key(locked: Server) -> None:
+    with (
+        locked.websocket(additional_headers=MINE) as mine,
+        locked.websocket(additional_headers=YOURS) as yours,
+    ):
+        stored = answer(mine, ASKED | {"store": True})
+        chained = ASKED | {"previous_response_id": stored["id"]}
+        assert refusal(yours, chained) == NOT_FOUND
+        assert answer(mine, chained)["status"] == "completed"
+
+
+def test_a_page_of_another_site_opens_none(server: Server, locked: Server) -> None:
+    assert refused_handshake(server, origin=PAGE) == (403, "origin_not_allowed")
+    with server.websocket(origin=server.url) as client:
+        assert answer(client, ASKED)["status"] == "completed"
+    with locked.websocket(origin=PAGE, additional_headers=MINE) as client:
+        assert answer(client, ASKED)["status"] == "completed"
+
+
+def test_a_name_that_points_here_opens_none(server: Server) -> None:
+    """DNS rebinding."""
+    host, port = server.url.removeprefix("http://").split(":")
+    with (
+        socket.create_connection((host, int(port))) as connection,
+        pytest.raises(InvalidStatus) as refused,
+        connect(f"ws://evil.example:{port}/v1/responses", sock=connection),
+    ):
+        pass
+    assert refused.value.response.status_code == 421
+
+
+def test_no_room_for_more(locked: Server) -> None:
+    """One of two keys cannot hold all connections."""
+    with ExitStack() as held:
+        for _ in range(4):
+            held.enter_context(locked.websocket(additional_headers=MINE))
+        assert refused_handshake(locked, additional_headers=MINE) == (429, "rate_limit_exceeded")
+        client = held.enter_context(locked.websocket(additional_headers=YOURS))
+        assert answer(client, ASKED)["status"] == "completed"
+
+
+def test_turns_are_open_requests(locked: Server) -> None:
+    """Those that one key has on one connection leave room for another's."""
+    with (
+        locked.websocket(additional_headers=MINE) as mine,
+        locked.websocket(additional_headers=YOURS) as yours,
+    ):
+        for i in range(4):
+            send(mine, RUNS | {"stream_id": str(i)})
+        assert refusal_of(mine, RUNS | {"stream_id": "x"}) == (429, "rate_limit_exceeded")
+        assert answer(yours, ASKED)["status"] == "completed"
+
+
+def test_it_is_logged_and_counted(server: Server) -> None:
+    with server.websocket() as client:
+        request_id = response_headers(client)["x-request-id"]
+        answer(client, ASKED)
+        refusal(client, ASKED | {"model": "nope"})
+    until(lambda: f"[{request_id}]: GET /v1/responses: 101 in" in server.log(), "it is logged")
+    assert f"[{request_id}.1]: stop: " in server.log()
+    assert f"[{request_id}.2]: 404: The model 'nope' does not exist" in server.log()
+    metrics = server.get("/metrics").body.decode()
+    for labels in (
+        'method="GET",model_name="tiny",status="101"',
+        'method="WEBSOCKET",model_name="tiny",status="404"',
+    ):
+        assert f'llmref:http_requests_total{{handler="/v1/responses",{labels}}}' in metrics
+
+
+# --- what a client can do to others -------------------------------------------------------------------------
+
+
+HANDSHAKE = (
+    b"GET /v1/responses HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+    b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+)
+
+
+def frame(opcode: Opcode, data: bytes, fin: bool = True) -> bytes:
+    return Frame(opcode, data, fin).serialize(mask=True)
+
+
+@contextmanager
+def deaf_client(server: Server, first: bytes = b"") -> Iterator[socket.socket]:
+    """A connection that reads nothing but the handshake; `first` is sent right behind that."""
+    with server.connect(HANDSHAKE + first) as connection:
+        head = b""
+        while not head.endswith(b"\r\n\r\n"):
+            head += connection.recv(1)
+        assert head.startswith(b"HTTP/1.1 101 ")
+        yield connection
+
+
+def longest_pause(server: Server, seconds: float) -> float:
+    """The longest pause between two events of a client that does nothing wrong."""
+    longest = 0.0
+    with server.websocket() as client:
+        send(client, RUNS)
+        client.recv(timeout=30)
+        at = start = time.monotonic()
+        while at < start + seconds:
+            client.recv(timeout=30)
+            longest = max(longest, time.monotonic() - at)
+            at = time.monotonic()
+    return longest
+
+
+#  name         first frame                            the frame that comes again and again
+FLOODS = {
+    "pings":     (b"",                                 frame(Opcode.PING, b"")),
+    "messages":  (b"",                                 frame(Opcode.TEXT, b"{}")),
+    "fragments": (frame(Opcode.TEXT, b"[", fin=False), frame(Opcode.CONT, b"", fin=False)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FLOODS)
+def test_a_flood_of_frames(server: Server, name: str) -> None:
+    """From a client that reads no answer: it is dropped, and nobody waits for it."""
+    first, again = FLOODS[name]
+
+    def flood(connection: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                connection.sendall(again * 1000)
+
+    with deaf_client(server, first) as connection:
+        thread = threading.Thread(target=flood, args=(connection,))
+        thread.start()
+        pause = longest_pause(server, 1)
+        thread.join(30)  # the server has dropped it
+        assert not thread.is_alive()
+    assert pause < 1  # on a busy machine
+    until(lambda: is_idle(server), "nothing runs")
+
+
+def test_compression_is_not_offered(client: ClientConnection) -> None:
+    """A few bytes could unpack to megabytes."""
+    assert "sec-websocket-extensions" not in response_headers(client)
+
+
+def test_a_reader_that_stops_is_dropped(server: Server) -> None:
+    """Its turn ends with it."""
+    shown = {"top_logprobs": 20, "include": ["message.output_text.logprobs"], "reasoning": {"effort": "none"}}
+    message = json.dumps({"type": "response.create"} | RUNS | shown).encode()
+    with deaf_client(server) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.sendall(frame(Opcode.TEXT, message))
+        until(lambda: server.health()["running"] == 1, "it runs")
+        until(lambda: is_idle(server), "it has been dropped")
+    assert "aborted: " in server.log().splitlines()[-2]
+
+
+def test_what_comes_behind_the_handshake_is_read(server: Server) -> None:
+    """In the same segment, though a client should wait: RFC 6455, section 4.1."""
+    message = json.dumps({"type": "response.create"} | ASKED).encode()
+    with deaf_client(server, frame(Opcode.TEXT, message)) as connection:
+        assert b"response.created" in connection.recv(4096)
+
+
+def test_parts_of_messages_are_counted(locked: Server) -> None:
+    """A key whose messages do not end loses the oldest of them, and leaves room for another's."""
+    part = frame(Opcode.TEXT, b"x" * 900_000)[:-1]
+    with ExitStack() as held:
+        for _ in range(4):
+            client = held.enter_context(locked.websocket(additional_headers=MINE))
+            client.socket.sendall(part)
+        yours = held.enter_context(locked.websocket(additional_headers=YOURS))
+        assert answer(yours, ASKED)["status"] == "completed"
+
+
+# --- what it remembers --------------------------------------------------------------------------------------
+
+
+def row(id: str, n_bytes: int) -> Row:
+    return Row(id, 0, None, False, False, True, "", "", response_json="x" * n_bytes)
+
+
+def test_memory_is_bounded() -> None:
+    """The oldest responses are forgotten; none is lost for one that is too large."""
+    memory = Memory("", Shares("bytes", 10 * MAX_REMEMBERED_BYTES, is_shared=False))
+    third = MAX_REMEMBERED_BYTES // 3
+    for name in "abcd":
+        memory.remember(row(name, third - 4096), "")
+    memory.remember(row("e", MAX_REMEMBERED_BYTES + 1), "")
+    assert [name for name in "abcde" if memory.recall(name)] == ["b", "c", "d"]
+
+
+def test_memories_are_shared_out() -> None:
+    """What one owner's connections remember leaves room for another's, and is given back at their end."""
+    shares = Shares("bytes", 100_000, is_shared=True)
+    mine, yours = Memory("m", shares), Memory("y", shares)
+    for i in range(100):
+        mine.remember(row(str(i), 8000), "")
+    n_mine = sum(mine.recall(str(i)) is not None for i in range(100))
+    assert 3 <= n_mine <= 5
+    yours.remember(row("a", 20_000), "")
+    assert yours.recall("a")
+    mine.close()
+    yours.close()
+    assert shares.has_room("m", 100_000)
+
+
+def test_logprobs_are_not_remembered(client: ClientConnection) -> None:
+    """No model reads them, and they may be a hundred times the text."""
+    more = {"include": ["message.output_text.logprobs"], "top_logprobs": 5}
+    first = answer(client, ASKED | more)
+    assert first["output"][-1]["content"][0]["logprobs"]
+    assert answer(client, ASKED | {"previous_response_id": first["id"]})["status"] == "completed"
+
+
+def test_many_connections_with_random_leavers(server: Server) -> None:
+    """Memory is where it was, and nothing runs."""
+    random = Random(7)
+
+    def visit_all() -> None:
+        with ExitStack() as held:
+            clients = [held.enter_context(server.websocket()) for _ in range(20)]
+            for client in clients:
+                for _ in range(random.randint(0, 3)):
+                    send(client, RUNS | {"max_output_tokens": 50, "stream_id": random.choice("abc")})
+            for client in clients:
+                for _ in range(random.randint(0, 20)):
+                    with suppress(TimeoutError):
+                        client.recv(timeout=0.01)
+                if random.random() < 0.5:
+                    client.socket.shutdown(socket.SHUT_RDWR)
+
+    def resident_bytes() -> float:
+        found = re.search(
+            r"^process_resident_memory_bytes (\S+)$", server.get("/metrics").body.decode(), re.M
+        )
+        assert found
+        return float(found[1])
+
+    visit_all()
+    until(lambda: is_idle(server), "nothing runs")
+    before = resident_bytes()
+    for _ in range(3):
+        visit_all()
+        until(lambda: is_idle(server), "nothing runs")
+    assert resident_bytes() - before < 20e6
