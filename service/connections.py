@@ -433,6 +433,10 @@ class WebSocketProtocol(ReaderTimeout, WebSocketsSansIOProtocol, asyncio.Buffere
     message_timer: asyncio.TimerHandle | None = None  # runs while a message is not whole
     is_deaf = False  # the client has been told why the connection ends
 
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.close_timeout = LINGER_S  # for the client's answer to our close
+
     def get_buffer(self, sizehint: int) -> bytearray:
         self.read_buffer = bytearray(MAX_READ_FRAMES_BYTES)
         return self.read_buffer
