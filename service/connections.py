@@ -54,7 +54,9 @@ log = logging.getLogger("connections")
 
 MAX_READ_BYTES = 64 * 1024  # of a connection in one turn of the event loop: in chunks of a byte, 6 ms
 MAX_READ_FRAMES_BYTES = 4 * 1024  # of a WebSocket in one turn of the event loop: in empty frames, 8 ms
-MAX_FRAGMENTS = 4096  # of a message
+MAX_FRAGMENTS = 1024  # of a message
+LONG_READ_S = 0.001  # of our time for one piece of a WebSocket: it was full of tiny frames
+BRAKE = 4  # times that for which nothing is read then: a flood takes a fifth of the event loop
 MAX_HANDSHAKE_LINE = 8000  # bytes; the package `websockets` takes 8192
 PING_INTERVAL_S = 20  # of a WebSocket
 MAX_FRAMING_BYTES = 64 * 1024  # of a request, all but its body: head, chunk sizes, trailers
@@ -431,6 +433,7 @@ class WebSocketProtocol(ReaderTimeout, WebSocketsSansIOProtocol, asyncio.Buffere
     """
 
     message_timer: asyncio.TimerHandle | None = None  # runs while a message is not whole
+    brake: asyncio.TimerHandle | None = None  # runs while nothing is read, for the last frames took long
     is_deaf = False  # the client has been told why the connection ends
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -447,9 +450,12 @@ class WebSocketProtocol(ReaderTimeout, WebSocketsSansIOProtocol, asyncio.Buffere
     def data_received(self, data: bytes) -> None:
         if self.is_deaf:
             return
+        started_at = time.thread_time()
         super().data_received(data)
-        if not self.writable.is_set():  # the answers to pings may not pile up
-            self.transport.pause_reading()
+        seconds = time.thread_time() - started_at
+        if seconds > LONG_READ_S and not self.brake:
+            self.brake = self.loop.call_later(BRAKE * seconds, self.release_brake)
+        self.pace()
         n_bytes = len(self.conn.reader.buffer) + (self.conn.cur_size or 0)
         if len(self.frames) > MAX_FRAGMENTS:
             self.fail(CloseCode.POLICY_VIOLATION, f"expected a message of at most {MAX_FRAGMENTS} fragments")
@@ -470,6 +476,25 @@ class WebSocketProtocol(ReaderTimeout, WebSocketsSansIOProtocol, asyncio.Buffere
             self.message_timer = self.loop.call_later(MAX_BODY_S, self.drop)
         elif not n_bytes:
             self.stop_message_timer()
+
+    def pace(self) -> None:
+        """Read on, unless a message waits, or the last frames took long, or the client does not read.
+
+        Else the answers to its pings would pile up.
+        """
+        if self.read_paused or self.brake or not self.writable.is_set():
+            self.transport.pause_reading()
+        else:
+            self.transport.resume_reading()
+
+    def release_brake(self) -> None:
+        self.brake = None
+        self.pace()
+
+    async def receive(self) -> Any:
+        message = await super().receive()  # it may read on
+        self.pace()
+        return message
 
     def send_receive_event_to_app(self) -> None:
         self.stop_message_timer()
@@ -511,6 +536,7 @@ class WebSocketProtocol(ReaderTimeout, WebSocketsSansIOProtocol, asyncio.Buffere
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self.is_deaf = True
         self.stop_message_timer()
         self.stop_read_timer()
 
@@ -519,8 +545,7 @@ class WebSocketProtocol(ReaderTimeout, WebSocketsSansIOProtocol, asyncio.Buffere
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if not self.read_paused:
-            self.transport.resume_reading()
+        self.pace()
 
 
 def protocol(seconds: float, n_connections: int = MAX_IDLE) -> type[Protocol]:

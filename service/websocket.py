@@ -38,7 +38,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import aclosing, closing, suppress
 from typing import Any, NamedTuple
 
-from starlette.websockets import WebSocket, WebSocketDisconnect
+from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 import sse
 from background import ResponseJob
@@ -60,6 +60,7 @@ EndedRow = Callable[[ResponseJob], Awaitable[Row]]
 MAX_RUNNING = 16  # turns of a connection that run at once
 MAX_LANES = 32  # that have a name
 MAX_TURNS = 64  # that run or wait
+BETWEEN_MESSAGES_S = 0.001  # of a connection: a flood of them takes a part of the event loop alone
 MAX_REMEMBERED_BYTES = 2 * MAX_CONVERSATION_BYTES  # of a connection
 ROW_BYTES = 2048  # what a response takes in memory besides its texts
 
@@ -78,6 +79,7 @@ CLOSE_CODES = {
 }
 SERVICE_RESTART = 1012
 NORMAL_CLOSURE = 1000
+ABNORMAL_CLOSURE = 1006
 
 #  event of a client that is refused by its name   why
 NOT_BUILT = {
@@ -276,7 +278,7 @@ class Connection:
             except BadInput as refusal:
                 return unreadable(refusal)
             await self._begin_turn(parsed, len(text))
-            await asyncio.sleep(0)  # many messages may have come in one piece
+            await asyncio.sleep(BETWEEN_MESSAGES_S)
 
     async def _begin_turn(self, message: Any, n_bytes: int) -> None:
         lane = DEFAULT_LANE
@@ -375,6 +377,8 @@ class Connection:
 
     async def _send(self, object_text: str, lane: str) -> None:
         """Send the text of a JSON object, with the lane that it belongs to if that has a name."""
+        if self._websocket.application_state is WebSocketState.DISCONNECTED:  # another lane has met its end
+            raise WebSocketDisconnect(ABNORMAL_CLOSURE)
         if lane:
             object_text = f'{object_text[:-1]},"stream_id":"{lane}"}}'
         await self._websocket.send_text(object_text)

@@ -30,10 +30,12 @@ from websockets.sync.client import ClientConnection, connect
 from helpers import laws
 from helpers.serving import Json, Server, serve, until
 from helpers.upstream import head, upstream
+from service import connections
 from service.admission import Shares
 from service.websocket import MAX_LANES, MAX_REMEMBERED_BYTES, MAX_TURNS, Memory
 from store import Row
 from test_lifecycle import ENDLESS, FAULTY, HELLO, HI, LONG, RAISES
+from test_middleware import connected
 
 SLOW = 668  # the seed of faulty_server.py for a hundredth of a second a token
 ASKED: Json = HI | {"store": False, "temperature": 0}
@@ -477,12 +479,12 @@ def test_a_connection_gets_old() -> None:
         assert close_code(client) == 1000
 
 
-@pytest.mark.parametrize("grace", ["0", "5"])
+@pytest.mark.parametrize("grace", ["0", "30"])
 def test_a_stop_of_the_server(grace: str) -> None:
     """A turn gets its last event, one that waits is refused; then all connections are closed with 1012."""
     with serve("--shutdown-grace", grace, script=FAULTY) as server:
         with server.websocket() as idle, server.websocket() as client:
-            send(client, RUNS | {"max_output_tokens": 100})
+            send(client, RUNS | {"max_output_tokens": 60})
             send(client, ASKED)
             client.recv(timeout=30)
             server.interrupt()
@@ -644,7 +646,7 @@ def longest_pause(server: Server, seconds: float) -> float:
 
 #  name         first frame                            the frame that comes again and again
 FLOODS = {
-    "pings":     (b"",                                 frame(Opcode.PING, b"")),
+    "pings":     (b"",                                 frame(Opcode.PING, b"x" * 125)),
     "messages":  (b"",                                 frame(Opcode.TEXT, b"{}")),
     "fragments": (frame(Opcode.TEXT, b"[", fin=False), frame(Opcode.CONT, b"", fin=False)),
 }  # fmt: skip
@@ -703,6 +705,33 @@ def test_parts_of_messages_are_counted(locked: Server) -> None:
             client.socket.sendall(part)
         yours = held.enter_context(locked.websocket(additional_headers=YOURS))
         assert answer(yours, ASKED)["status"] == "completed"
+
+
+def test_a_message_has_so_much_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From its first byte to its last; one that is whole in time begins it anew."""
+    monkeypatch.setattr(connections, "MAX_BODY_S", 1)
+    held: list[int] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        scope["hold_message"] = lambda n_bytes, give_way: held.append(n_bytes)
+        await send({"type": "websocket.accept"})
+        while (await receive())["type"] != "websocket.disconnect":
+            pass
+
+    async def talk() -> None:
+        whole = frame(Opcode.TEXT, b"x" * 100)
+        async with connected(app, connections.websocket_protocol(60)) as (reader, writer):
+            writer.write(HANDSHAKE)
+            await reader.readuntil(b"\r\n\r\n")
+            for _ in range(6):
+                writer.write(whole[-50:] if held else b"")
+                writer.write(whole[:-50])
+                await asyncio.sleep(0.3)
+            with pytest.raises(ConnectionResetError):
+                await reader.readexactly(1)
+
+    asyncio.run(talk())
+    assert held == [50] * 6  # bytes of the data
 
 
 # --- what it remembers --------------------------------------------------------------------------------------
