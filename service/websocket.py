@@ -216,7 +216,7 @@ class Connection:
     """One WebSocket, from its handshake to its close.
 
     `start` starts a turn, or raises what refuses it; `ended_row` is a response as another one continues it.
-    `record` counts a turn that has ended: with its status, and the seconds that it took.
+    `record` counts a turn that has ended: with its status, and the seconds since its message came.
     """
 
     def __init__(
@@ -273,11 +273,12 @@ class Connection:
             if text is None:
                 expected = "Expected a text message with JSON, got a binary one."
                 return unreadable(BadInput(expected, None, "unsupported_content_type"))
+            json_text = text.encode()
             try:
-                parsed = await parse_json(text.encode(), self._room.max_body_bytes)
+                parsed = await parse_json(json_text, self._room.max_body_bytes)
             except BadInput as refusal:
                 return unreadable(refusal)
-            await self._begin_turn(parsed, len(text))
+            await self._begin_turn(parsed, len(json_text))
             await asyncio.sleep(BETWEEN_MESSAGES_S)
 
     async def _begin_turn(self, message: Any, n_bytes: int) -> None:
@@ -318,36 +319,34 @@ class Connection:
     async def _take_turn(self, turn: Turn, before: asyncio.Task[None] | None) -> None:
         """Run a turn behind the one before it in its lane; what goes wrong becomes a message."""
         REQUEST_ID.set(f"{REQUEST_ID.get()}.{turn.number}")
+        started_at = time.perf_counter()
+        status = CLIENT_LEFT
         try:
             with self._room.turn(self._owner, turn.n_bytes):
                 if before:
                     await asyncio.wait({before})
                 async with self._places:
                     await self._run_turn(turn)
+            status = 200
         except WebSocketDisconnect:
             pass  # _receive() is told, too
         except Exception as error:
+            refusal = as_refusal(error)
+            status = refusal.status
             self._memory.forget(turn.body.get("previous_response_id"), turn.lane)
             with suppress(WebSocketDisconnect):
-                await self._send_error(as_refusal(error), turn.lane)
+                await self._send_error(refusal, turn.lane)
+        finally:
+            self._record(status, time.perf_counter() - started_at)
 
     async def _run_turn(self, turn: Turn) -> None:
         if self._ending:
             raise self._ending.refusal()
-        started_at = time.perf_counter()
-        status = CLIENT_LEFT
+        job = await self._start(turn.body, self._memory.recall)
         try:
-            job = await self._start(turn.body, self._memory.recall)
-            try:
-                await self._send_events(job, turn)
-            finally:
-                await cancel(job.task)
-            status = 200
-        except Exception as error:
-            status = as_refusal(error).status
-            raise
+            await self._send_events(job, turn)
         finally:
-            self._record(status, time.perf_counter() - started_at)
+            await cancel(job.task)
 
     async def _send_events(self, job: ResponseJob, turn: Turn) -> None:
         await job.log.until_begun()
@@ -388,7 +387,5 @@ def as_refusal(error: Exception) -> BadInput:
     """What a client is told of an error; one that is no refusal is a bug, and logged."""
     if isinstance(error, BadInput):
         return error
-    if isinstance(error, RecursionError):
-        return BadInput("The message is nested too deeply.", None, "invalid_json")
     log.error("a turn failed", exc_info=error)
     return BadInput(f"{type(error).__name__} in the server; its log has the details.", None, "server_error")

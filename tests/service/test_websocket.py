@@ -486,7 +486,7 @@ def test_a_stop_of_the_server(grace: str) -> None:
         with server.websocket() as idle, server.websocket() as client:
             send(client, RUNS | {"max_output_tokens": 60})
             send(client, ASKED)
-            client.recv(timeout=30)
+            until(lambda: server.health()["running"] == 1, "it runs")
             server.interrupt()
             assert close_code(idle) == 1012
             *_, last = received(client)
