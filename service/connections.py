@@ -218,8 +218,8 @@ class ReaderTimeout(asyncio.BaseProtocol):
 class Protocol(ReaderTimeout, HttpToolsProtocol, asyncio.BufferedProtocol):
     """One connection, dropped when its client does not send a head or does not read.
 
-    There is no pipelining: what comes behind a request before its answer is complete is
-    not looked at, and the connection ends with that answer (RFC 9112, section 9.3.2: clients send it again).
+    There is no pipelining: what comes behind a request before its answer is complete is not looked at, and
+    the connection ends with that answer (RFC 9112, section 9.3.2: clients send it again).
     """
 
     max_connections: int
@@ -315,7 +315,11 @@ class Protocol(ReaderTimeout, HttpToolsProtocol, asyncio.BufferedProtocol):
         if self._should_upgrade():
             self.is_deaf = True  # from here on the connection is a WebSocketProtocol's
             self.handle_websocket_upgrade()
-            self.transport.get_protocol().data_received(data[n_bytes_of_head:])  # type: ignore[attr-defined]
+            websocket = self.transport.get_protocol()
+            assert isinstance(websocket, WebSocketProtocol)
+            if not websocket.handshake_initiated:  # the package has not understood the head, and says nothing
+                self.drop()
+            websocket.data_received(data[n_bytes_of_head:])
             return
         head = self.head_without_upgrade()
         self.parser = httptools.HttpRequestParser(self)
@@ -352,7 +356,7 @@ class Protocol(ReaderTimeout, HttpToolsProtocol, asyncio.BufferedProtocol):
             super().on_headers_complete()
             self.idle.pop(self, None)
         elif self._should_upgrade():
-            self.scope["method"] = "GET"
+            self.scope["method"] = "GET"  # for handle_websocket_upgrade()
             self.idle.pop(self, None)
 
     def _should_upgrade(self) -> bool:
@@ -472,6 +476,7 @@ class WebSocketProtocol(ReaderTimeout, WebSocketsSansIOProtocol, asyncio.Buffere
             hold(n_bytes, self.drop)
         except BadInput as error:
             self.fail(CloseCode.TRY_AGAIN_LATER, error.message)
+            return
         if n_bytes and not self.message_timer:
             self.message_timer = self.loop.call_later(MAX_BODY_S, self.drop)
         elif not n_bytes:
@@ -480,9 +485,10 @@ class WebSocketProtocol(ReaderTimeout, WebSocketsSansIOProtocol, asyncio.Buffere
     def pace(self) -> None:
         """Read on, unless a message waits, or the last frames took long, or the client does not read.
 
-        Else the answers to its pings would pile up.
+        Else the answers to its pings would pile up. What nobody looks at is always read.
         """
-        if self.read_paused or self.brake or not self.writable.is_set():
+        is_busy = self.read_paused or self.brake or not self.writable.is_set()
+        if is_busy and not self.is_deaf:
             self.transport.pause_reading()
         else:
             self.transport.resume_reading()
@@ -526,7 +532,7 @@ class WebSocketProtocol(ReaderTimeout, WebSocketsSansIOProtocol, asyncio.Buffere
         self.transport.write(b"".join(self.conn.data_to_send()))
         self.queue.put_nowait({"type": "websocket.disconnect", "code": CloseCode.ABNORMAL_CLOSURE})
         self.transport.write_eof()
-        self.transport.resume_reading()
+        self.pace()
         self.close_timer = self.loop.call_later(LINGER_S, self.transport.abort)
 
     async def send(self, message: Any) -> None:
