@@ -40,11 +40,12 @@ from typing import Any, Literal, NamedTuple
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
+from starlette.websockets import WebSocket
 
 import completions
 import responses
 import sse
-from background import Event, EventLog, NotStored, Producer, QueueFull, Reason, Registry
+from background import Event, EventLog, NotStored, Producer, QueueFull, Reason, Registry, ResponseJob
 from channels import Accepted, Compaction, Delta, Finish, Output, Usage
 from gateway.relay import Refused
 from gateway.remote import RemoteWorker
@@ -58,6 +59,7 @@ from request.warm_up import unsaid
 from service import signed_content
 from service.metrics import Metrics
 from service.steps import Steps, StepStream
+from service.websocket import Connection, Recall
 from store import TERMINAL, Damaged, Row
 from streaming import (
     EventStream,
@@ -85,10 +87,10 @@ CANNOT_CANCEL = {
 class Endpoint(NamedTuple):
     method: str
     path: str
-    handler: Callable[[HttpRequest], Awaitable[Response]]
+    handler: Callable[[Any], Awaitable[Response | None]]
     # What a slow client may send, or read, for minutes; "stream": an answer where none is asked for;
     # "endless stream": one that ends with the server.
-    slow_part: Literal["body", "stream", "endless stream", "answer", ""] = ""
+    slow_part: Literal["body", "stream", "endless stream", "answer", "socket", ""] = ""
 
 
 class CheckedRequest(NamedTuple):
@@ -119,6 +121,11 @@ def encode_chunk(_: int, chunk: completions.Chunk) -> bytes:
     return sse.encode(sse.dumps(chunk))
 
 
+def remember_nothing(id: str) -> Row | None:
+    """What a request recalls that comes over no WebSocket."""
+    return None
+
+
 def unix_time() -> int:
     return int(time.time())
 
@@ -143,6 +150,7 @@ class Api:
         reasoning_events: str = "openai",
         image_texts: bool = False,
         steps: Steps | None = None,
+        websocket_max_age_s: float = 3600,
     ) -> None:
         self._local = local
         self._remote = remote
@@ -154,6 +162,7 @@ class Api:
         self._reasoning_events = reasoning_events
         self._image_texts = image_texts
         self._steps = steps
+        self._websocket_max_age_s = websocket_max_age_s
         self._started_at = unix_time()
         model = local.names[0] if local else "upstream"
         self.metrics = Metrics(model, self._counts, registry.live, lambda: registry.ended)
@@ -163,6 +172,7 @@ class Api:
         endpoints = [
             #        method    path                             handler                  slow part
             Endpoint("POST",   "/v1/responses",                  self.create_response,    "body"),
+            Endpoint("GET",    "/v1/responses",                  self.open_websocket,     "socket"),
             Endpoint("POST",   "/v1/responses/input_tokens",     self.count_input_tokens, "body"),
             Endpoint("POST",   "/v1/responses/compact",          self.compact,            "body"),
             Endpoint("GET",    "/v1/responses/{id}",             self.get_response,       "stream"),
@@ -189,22 +199,55 @@ class Api:
         if request.background and not (request.store or self._temporary):
             raise unsupported("background", "This server runs only what it may store: send store=true.")
         prompt = await prepared(http, self._prepared(checked))
-        warn_of_hosted_tools(request)
-        row = await asyncio.to_thread(new_row, request, checked.parameters, checked.items)
-        head = {"id": row.id, "object": "response", "created_at": unix_time(), "model": request.model}
-        builder = self._builder(row, head | request.echo, request.seal_reasoning)
+        row, builder = await self._new_response(checked)
         if request.background:
             return await self._create_in_background(row, builder, request.stream)
-        producer = ResponseProducer(builder, self._outputs(prompt, checked.compacts))
-        job = await self._registry.start(row, producer)
+        job = await self._start(row, builder, checked, prompt)
         if request.stream:
             return EventStream(job.log, job.task, self._done)
         return JsonAnswer(job.task, partial(self._folded, responses.fold, job.log, status_if_failed=200))
 
-    async def _check(self, body: Any, owner: str, chain_suffices: bool = False) -> CheckedRequest:
+    async def open_websocket(self, websocket: WebSocket) -> None:
+        owner = websocket.scope["owner"]
+
+        async def start(body: Any, recall: Recall) -> ResponseJob:
+            checked = await self._check(body, owner, recall)
+            prompt = await self._prepared(checked)
+            row, builder = await self._new_response(checked, is_remembered=True)
+            return await self._start(row, builder, checked, prompt)
+
+        connection = Connection(websocket, start, self._registry.ended_row, self._record_turn)
+        await connection.run(self._registry.until_stopping(), self._websocket_max_age_s)
+
+    def _record_turn(self, status: int, seconds: float) -> None:
+        """Count a turn of a WebSocket as the request that it is."""
+        self.metrics.add("http_requests", 1, "/v1/responses", "WEBSOCKET", str(status))
+        self.metrics.observe("http_request_duration_seconds", seconds, "/v1/responses")
+
+    async def _new_response(
+        self, checked: CheckedRequest, is_remembered: bool = False
+    ) -> tuple[Row, responses.Builder]:
+        """The row of a response that is about to start, and what makes its events."""
+        request = checked.request
+        warn_of_hosted_tools(request)
+        row = await asyncio.to_thread(new_row, request, checked.parameters, checked.items, is_remembered)
+        head = {"id": row.id, "object": "response", "created_at": unix_time(), "model": request.model}
+        return row, self._builder(row, head | request.echo, request.seal_reasoning)
+
+    async def _start(
+        self, row: Row, builder: responses.Builder, checked: CheckedRequest, prompt: Prompt
+    ) -> ResponseJob:
+        """Start a response in the foreground."""
+        producer = ResponseProducer(builder, self._outputs(prompt, checked.compacts))
+        return await self._registry.start(row, producer)
+
+    async def _check(
+        self, body: Any, owner: str, recall: Recall = remember_nothing, chain_suffices: bool = False
+    ) -> CheckedRequest:
         """Check a body, and look up what it refers to; raises BadInput.
 
-        `chain_suffices`: a body may continue a chain without an `input` of its own.
+        `recall` finds what is known beside the store. `chain_suffices`: a body may continue a chain without
+        an `input` of its own.
         """
         worker = self._worker(params.model_name(body))
         values = await asyncio.to_thread(params.read_responses, body, worker.defaults)
@@ -212,7 +255,10 @@ class Api:
         if self._image_texts:
             new_items = items.with_image_texts(new_items)
         # Only what is right in itself is looked up.
-        find = partial(self._find, owner, self._registry.get_to_continue)
+
+        async def find(id: str) -> Row | None:
+            return recall(id) or await self._find(owner, self._registry.get_to_continue, id)
+
         unseal = partial(signed_content.unseal, self._key, owner)
         chain, new_items = await items.resolve(new_items, values["previous_response_id"], find, unseal)
         if chain_suffices and chain and not new_items:

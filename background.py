@@ -335,7 +335,7 @@ class Registry:
         # SQLite is asked one thing at a time, those of an owner in their order, and never in the event loop.
         self._store_thread = FairExecutor(1, "store")
         self._maintained_at = 0.0
-        self._is_stopping = False
+        self._stopping = asyncio.Event()
         self.ended = Counter[str]()  # background responses of this process, by their last status
 
     # --- what a request asks for ----------------------------------------------------------------------------
@@ -363,7 +363,7 @@ class Registry:
 
     def _check_room(self, owner: str, n_more_bytes: int) -> None:
         """Raise QueueFull unless an owner may have one more background response, of so many bytes."""
-        if self._is_stopping:
+        if not self.is_accepting:
             raise QueueFull("The server is about to stop.")
         live = [job for job in self._jobs.values() if not job.log.ended]
         own = [job for job in live if job.row.owner == owner]
@@ -397,6 +397,12 @@ class Registry:
         if id in self._jobs:  # it runs, or has ended a moment ago
             return await self.get(id)
         return await self._call_store(self._store.get_to_continue, id)
+
+    async def ended_row(self, job: ResponseJob) -> Row:
+        """A response that has ended as another one continues it, be it stored or not."""
+        assert job.log.newest
+        row = job.row.with_snapshot(snapshot_of(job.log.newest), time.time())
+        return await self._call_store(self._store.to_continue, row)
 
     async def items(self, id: str) -> list[Item]:
         """The input items of a response that is stored, in their order."""
@@ -462,11 +468,11 @@ class Registry:
 
     def stop_accepting(self) -> None:
         """Accept no more background responses; what is queued stays queued."""
-        self._is_stopping = True
+        self._stopping.set()
 
     async def close(self, persistent: bool) -> None:
         """End what runs; what is queued in a persistent store waits there for the next process."""
-        self._is_stopping = True
+        self._stopping.set()
         for job in self._jobs.values():
             ending: ForcedEnd | None = SHUT_DOWN
             if persistent and job.log.status == "queued":
@@ -483,7 +489,10 @@ class Registry:
 
     @property
     def is_accepting(self) -> bool:
-        return not self._is_stopping
+        return not self._stopping.is_set()
+
+    async def until_stopping(self) -> None:
+        await self._stopping.wait()
 
     def counts(self) -> dict[str, int]:
         return {"background": len(self._jobs)}
@@ -553,7 +562,7 @@ class Registry:
             return
         await job.log.until_shown()
         async with self._slots.slot(job.row.owner):
-            if self._is_stopping:
+            if not self.is_accepting:
                 await asyncio.Event().wait()  # until close() cancels it
             yield
 

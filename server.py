@@ -179,6 +179,7 @@ def make_api(
         reasoning_events=args.reasoning_events,
         image_texts=args.images == "placeholder",
         steps=steps,
+        websocket_max_age_s=args.websocket_max_age,
     )
 
 

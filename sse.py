@@ -230,6 +230,12 @@ def encode(data: str, event: str | None = None) -> bytes:
     return frame.encode()
 
 
+def data(frame: bytes) -> str:
+    """The data of a frame that encode() has made of one line, as JSON is."""
+    _, _, line = frame.partition(b"data: ")
+    return line.removesuffix(b"\n\n").decode()
+
+
 def comment(text: str) -> bytes:
     """Return a frame that clients ignore: "authors can include a comment line [...] every 15 seconds or so".
 

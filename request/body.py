@@ -1,6 +1,6 @@
 """The body of a request: from the bytes of a connection to a JSON value, within limits.
 
-    HTTP request --read_json()--> value, or BadInput
+    HTTP request --read_json()--> value, or BadInput          bytes --parse_json()--> value, or BadInput
 
 Authority: RFC 8259 (JSON), RFC 9110 section 8.4 (Content-Encoding), RFC 8878 (zstd); for what is refused,
 https://platform.openai.com/docs/guides/error-codes.
@@ -60,10 +60,15 @@ async def read_json(http: HttpRequest) -> Any:
         body += chunk
         if len(body) > max_bytes:
             raise too_large
+    return await parse_json(bytes(body), max_bytes, encoding)
+
+
+async def parse_json(body: bytes, max_bytes: int, encoding: str = "identity") -> Any:
+    """The JSON value of a body that has come; raises BadInput."""
     if len(body) <= SMALL_BODY_BYTES and encoding == "identity":
-        return _parse(bytes(body), encoding, max_bytes)
+        return _parse(body, encoding, max_bytes)
     loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(PARSER, _parse, bytes(body), encoding, max_bytes)
+    return await loop.run_in_executor(PARSER, _parse, body, encoding, max_bytes)
 
 
 def _parse(body: bytes, encoding: str, max_bytes: int) -> Any:

@@ -5,6 +5,7 @@
 A visit begins with the head of a request. While its body arrives it holds the bytes that have come; when that
 is whole it takes a stream, if there is one, and then one for each further choice. One that asks for what is
 stored holds an answer instead, and the bytes of that. It ends with the request, and gives back what it holds.
+On a WebSocket each turn is a visit, and so is what has come of the next message.
 
 Authority: rule 1 of request/shares.py.
 
@@ -17,9 +18,10 @@ how many requests the engine runs at once (scheduler.py), background responses t
 """
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from starlette.types import Message, Receive
 
@@ -42,7 +44,7 @@ class Visit:
     is_arriving: bool = False
     n_streams: int = 0
     has_answer: bool = False
-    timeout: asyncio.Timeout | None = None  # runs while more of the body is awaited
+    give_way: Callable[[], None] | None = None  # ends the arrival; None: nothing of a body is awaited
 
 
 class Room:
@@ -58,6 +60,8 @@ class Room:
         self._bodies = Shares("bodies on their way", max_streams, is_shared)
         self._answers = Shares("answers on their way", max_streams, is_shared)
         self._bytes = Shares("bytes of bodies", n_bytes, is_shared)
+        self._sockets = Shares("open WebSockets", max_streams, is_shared)
+        self.remembered = Shares("bytes of what connections remember", n_bytes, is_shared)
         self._arriving: dict[Visit, None] = {}  # the oldest first
 
     @contextmanager
@@ -101,25 +105,67 @@ class Room:
         """The next message of a client; raises BadInput where its body has no room, or no time left."""
         if visit.n_streams:  # all that can still come is that the client leaves
             return await receive()
-        if not visit.is_arriving:
-            self._take(self._bodies, visit, 1)
-            self._arriving[visit] = None
-            visit.is_arriving = True
+        self._begin_arrival(visit)
         try:
-            async with asyncio.timeout_at(visit.deadline) as visit.timeout:
+            async with asyncio.timeout_at(visit.deadline) as timeout:
+                visit.give_way = partial(timeout.reschedule, 0)
                 message = await receive()
         except TimeoutError as error:
             expected = f"Expected the body within {MAX_BODY_S} s, or before other bodies needed its room."
             raise BadInput(expected, None, "request_timeout") from error
         finally:
-            visit.timeout = None
+            visit.give_way = None
         if message["type"] == "http.request":
-            n_bytes = len(message.get("body", b""))
-            self._take(self._bytes, visit, n_bytes)
-            visit.n_bytes += n_bytes
+            self._resize(visit, visit.n_bytes + len(message.get("body", b"")))
             if not message.get("more_body"):
                 self.enter(visit)
         return message
+
+    # --- WebSockets -----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def socket(self, owner: str) -> Iterator[Visit]:
+        """An open WebSocket, and what has come of its next message; raises BadInput."""
+        self._sockets.take(owner, 1)
+        try:
+            with self.visit(owner) as visit:
+                yield visit
+        finally:
+            self._sockets.give_back(owner, 1)
+
+    def hold_message(self, visit: Visit, n_bytes: int, give_way: Callable[[], None]) -> None:
+        """Count what has come of a message that is not whole, 0 for none; raises BadInput."""
+        if n_bytes == 0:
+            visit.give_way = None
+            self._end_arrival(visit)
+        else:
+            self._begin_arrival(visit)
+            visit.give_way = give_way
+        self._resize(visit, n_bytes)
+
+    @contextmanager
+    def turn(self, owner: str, n_bytes: int) -> Iterator[None]:
+        """A turn whose message has come, which is an open request like any other; raises BadInput."""
+        with self.visit(owner) as visit:
+            self._resize(visit, n_bytes)
+            self.enter(visit)
+            yield
+
+    # --- bodies that arrive ---------------------------------------------------------------------------------
+
+    def _begin_arrival(self, visit: Visit) -> None:
+        if not visit.is_arriving:
+            self._take(self._bodies, visit, 1)
+            self._arriving[visit] = None
+            visit.is_arriving = True
+
+    def _resize(self, visit: Visit, n_bytes: int) -> None:
+        """Have a visit hold so many bytes; raises BadInput."""
+        if n_bytes > visit.n_bytes:
+            self._take(self._bytes, visit, n_bytes - visit.n_bytes)
+        else:
+            self._bytes.give_back(visit.owner, visit.n_bytes - n_bytes)
+        visit.n_bytes = n_bytes
 
     def _take(self, shares: Shares, visit: Visit, n: int) -> None:
         """Raises BadInput where there is no room, and rule 1 makes none."""
@@ -131,11 +177,10 @@ class Room:
 
     def _expire(self, visit: Visit) -> None:
         self._end_arrival(visit)
-        self._bytes.give_back(visit.owner, visit.n_bytes)
-        visit.n_bytes = 0
+        self._resize(visit, 0)
         visit.deadline = 0
-        if visit.timeout:
-            visit.timeout.reschedule(0)
+        if visit.give_way:
+            visit.give_way()
 
     def _end_arrival(self, visit: Visit) -> None:
         if visit.is_arriving:

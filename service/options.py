@@ -169,6 +169,7 @@ STREAMS = (
 )
 BODY = "of a request, also when unpacked; while one is parsed nothing else is done, up to 50 ms a MB"
 READER = "seconds before a client that has stopped reading is dropped"
+WEBSOCKET_AGE = "seconds after which a WebSocket takes no more turns, and is closed"
 DONE_LINE = "end Responses streams without 'data: [DONE]'"
 IMAGES = "in requests: refused, or the model is told that there was one"
 TEMPORARY = "refuse background with store=false, as OpenAI did at first, not keep it for 10 minutes"
@@ -229,6 +230,7 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "max-body":            ("2M",                 {"type": size, "metavar": "BYTES", "help": BODY}),
     "max-streams":         (1024,                 {"type": positive, "help": STREAMS}),
     "reader-timeout":      (60.0,                 {"type": seconds, "help": READER}),
+    "websocket-max-age":   (3600.0,               {"type": seconds, "help": WEBSOCKET_AGE}),
     "no-done-line":        (False,                {"action": "store_true", "help": DONE_LINE}),
     "reasoning-events":    ("openai",             {"choices": tuple(REASONING_EVENTS), "help": EVENTS}),
     "images":              ("refuse",             {"choices": ("refuse", "placeholder"), "help": IMAGES}),

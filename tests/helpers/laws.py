@@ -114,6 +114,7 @@ def on_the_wire(events: Iterable[Json]) -> list[Json]:
         (event,) = parser.feed(frame)  # one frame an event
         got.append(json.loads(event.data))
         assert event.type == got[-1]["type"]
+        assert sse.data(frame) == event.data  # what a WebSocket sends
     parser.close()
     return got
 

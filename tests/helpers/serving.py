@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import openai
+from websockets.sync.client import ClientConnection, connect
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "tests" / "models" / "tiny"
@@ -82,6 +83,15 @@ class Server:
         host, _, port = urlsplit(self.url).netloc.partition(":")
         with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as connection:
             connection.sendall(data)
+            yield connection
+
+    @contextlib.contextmanager
+    def websocket(self, path: str = "/v1/responses", **settings: Any) -> Iterator[ClientConnection]:
+        """A WebSocket that reads all the time: one that does not could not be closed."""
+        url = self.url.replace("http", "ws", 1) + path
+        limits: Json = {"open_timeout": PATIENCE_S, "max_size": None, "max_queue": None}
+        with connect(url, **limits, **settings) as connection:
+            assert isinstance(connection, ClientConnection)
             yield connection
 
     def interrupt(self, number: signal.Signals = signal.SIGINT) -> None:

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,27 @@ def test_the_oldest_body_of_the_same_owner_gives_way() -> None:
         await asyncio.gather(*uploads, return_exceptions=True)
         with room.visit("m") as visit:  # all has been given back
             await room.receive(visit, chunk(8 * 2**20))
+
+    asyncio.run(run())
+
+
+def test_messages_that_do_not_end_give_way() -> None:
+    """What has come of them on the WebSockets of one owner: as with bodies, the oldest goes."""
+
+    async def run() -> None:
+        room = Room(32, max_body_bytes=2**20, is_shared=True)
+        dropped: list[str] = []
+        with ExitStack() as held:
+            for name in ["y", *(f"m{i}" for i in range(8))]:
+                visit = held.enter_context(room.socket(name[0]))
+                for n_bytes in (1, 2**20):
+                    room.hold_message(visit, n_bytes, partial(dropped.append, name))
+            assert dropped == ["m0"]  # y's is older
+            room.hold_message(visit, 0, lambda: None)  # m7's is whole
+            with room.turn("m", 2**20):
+                assert dropped == ["m0"]
+        with room.turn("m", 8 * 2**20):  # all has been given back
+            pass
 
     asyncio.run(run())
 

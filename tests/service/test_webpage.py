@@ -125,6 +125,33 @@ def test_a_response_is_built_before_our_eyes(page: "Page", server: Server) -> No
     assert [c for i, c in enumerate(channels) if c != channels[i - 1]] == ["reasoning", "text", "response"]
 
 
+def test_a_turn_over_a_websocket(page: "Page", server: Server) -> None:
+    """The events are those of HTTP, and a response that is not stored can be continued."""
+    send(page, STORY, more='{"temperature": 0, "store": false}')
+    said(page, "completed")
+    types = page.locator("#events .type").all_inner_texts()
+    assert facts(page)["Over"] == "HTTP"
+    page.get_by_label("Over").select_option("WebSocket")
+    send(page, STORY, more='{"temperature": 0, "store": false}')
+    said(page, "completed")
+    assert facts(page)["Over"] == "WebSocket"
+    assert page.locator("#events .type").all_inner_texts() == types
+    assert facts(page)["Fold of the events"] == "is the final response"
+    page.get_by_label("Continue the last response").check()
+    send(page, "Who are you?", more='{"store": false}')
+    said(page, "completed")
+    assert "/v1/responses: 101" not in server.log()  # it is the same connection
+
+
+def test_a_websocket_that_is_left_ends_its_turn(page: "Page", server: Server) -> None:
+    page.get_by_label("Over").select_option("WebSocket")
+    send(page, STORY, more=ENDLESS_STORY)
+    wait_for_events(page, 10)
+    page.get_by_role("button", name="Cancel").click()
+    said(page, "nobody reads")
+    until(lambda: server.health()["running"] == 0, "it has ended")
+
+
 def test_an_event_shows_the_response_as_it_was_then(page: "Page") -> None:
     send(page, STORY)
     said(page, "completed")
@@ -282,6 +309,10 @@ def test_the_key_is_asked_for(browser: "Browser") -> None:
         assert "completed" in said(page, "events in")
         page.get_by_role("button", name="Copy as curl").click()
         assert KEY not in page.locator("#shown").inner_text()
+        page.get_by_label("Over").select_option("WebSocket")
+        send(page, "hi")
+        said(page, "completed")
+        assert facts(page)["Over"] == "WebSocket"
 
 
 # --- for everybody ------------------------------------------------------------------------------------------
