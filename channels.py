@@ -99,7 +99,8 @@ class Compaction(NamedTuple):
     encrypted_content: str
 
 
-class Usage(NamedTuple):
+@dataclass(slots=True)
+class Usage:
     """Tokens in and out; every sampled token counts, a stop token and a marker too."""
 
     input_tokens: int
