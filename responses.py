@@ -420,6 +420,8 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 
 def _encoded_if_large(value: Any) -> Any:
+    if not isinstance(value, str | list | dict) or not value:
+        return value
     encoded = sse.encoded(value)
     return encoded if len(encoded.text) > SMALL else value
 
