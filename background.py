@@ -167,6 +167,8 @@ class EventLog:
                 frames = self._frames_from(position)
                 position += len(frames)
                 yield frames
+                if position < len(self._shown):
+                    await asyncio.sleep(0)  # others have their turn, however fast this reader is
             else:
                 await self._news.wait()
         if position > len(self._shown) > 0 and not self.is_broken_off:

@@ -304,14 +304,29 @@ def test_waiting_for_what_is_there_does_not_wait_for_what_comes() -> None:
 
 
 def test_a_reader_gets_what_waits_in_pieces() -> None:
-    """All frames that wait leave at once, but for a reader that is far behind: it does not keep up."""
+    """All frames that wait leave at once, but for a reader that is far behind: between its pieces the others
+    have their turn, however fast it is.
+    """
 
     async def main() -> list[int]:
         log = EventLog(lambda number, _: b"x" * (READ_BYTES // 4))
         log.extend([{}] * 9)
         log.close()
+        sizes: list[int] = []
+
+        async def look() -> None:
+            while True:
+                seen.append(len(sizes))
+                await asyncio.sleep(0)
+
+        seen: list[int] = []
+        looking = asyncio.create_task(look())
         async with aclosing(log.read()) as logged:
-            return [len(frames) async for frames in logged]
+            async for frames in logged:
+                sizes.append(len(frames))
+        looking.cancel()
+        assert seen == [1, 2]
+        return sizes
 
     assert within_patience(main()) == [4, 4, 1]
 
