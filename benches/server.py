@@ -243,8 +243,8 @@ class Heard(NamedTuple):
     late: list[float]  # seconds from a tick to the arrival of its delta
 
 
-async def listener(port: int, n_tokens: int, paced: bool, enough: asyncio.Event | None = None) -> Heard:
-    """Read a stream to its end, or, once it has begun, until there is `enough`."""
+async def listener(port: int, n_tokens: int, paced: bool, others: asyncio.Barrier | None = None) -> Heard:
+    """Read a stream to its end, or, with `others`, until all have begun and all shall leave."""
     body = {"model": "bench", "input": "hi", "stream": True, "max_output_tokens": n_tokens}
     body["seed"] = round(1e3 * TICK_S) if paced else 0
     raw = json.dumps(body).encode()
@@ -255,8 +255,9 @@ async def listener(port: int, n_tokens: int, paced: bool, enough: asyncio.Event 
     while chunk := await reader.read(2**16):
         late += [time.monotonic() % TICK_S] * chunk.count(DELTA)
         chunks.append(chunk)
-        if enough and late:
-            await enough.wait()
+        if others and late:
+            await others.wait()
+            await others.wait()
             break
     writer.close()
     return Heard(b"".join(chunks), late)
@@ -288,11 +289,12 @@ def cpu_s(pid: int) -> float:
 
 async def held(server: Running, n_streams: int) -> tuple[float, float, float]:
     """Resident memory in MB: before, while so many streams are open, and when they are closed."""
-    before, enough = resident_mb(server.pid), asyncio.Event()
-    streams = [asyncio.create_task(listener(server.port, 1000, True, enough)) for _ in range(n_streams)]
-    await asyncio.sleep(3 * TICK_S)
+    before = resident_mb(server.pid)
+    all_of_them = asyncio.Barrier(n_streams + 1)
+    streams = [asyncio.create_task(listener(server.port, 1000, True, all_of_them)) for _ in range(n_streams)]
+    await all_of_them.wait()
     during = resident_mb(server.pid)
-    enough.set()
+    await all_of_them.wait()
     await asyncio.gather(*streams)
     await asyncio.sleep(2 * TICK_S)
     return before, during, resident_mb(server.pid)
