@@ -46,9 +46,8 @@ Response = dict[str, Any]  # a response object as an event holds it
 Encode = Callable[[int, Event], bytes]  # (number, event) -> its frame
 Write = Callable[[int, list[bytes], Response | None], Awaitable[None]]  # see EventLog
 
-READ_BYTES = (
-    64 * 1024
-)  # of frames that a reader gets at once: about what a connection takes before it pauses us
+# Of the frames that a reader gets at once: about what a connection takes before it pauses us.
+READ_BYTES = 64 * 1024
 
 MAINTENANCE_INTERVAL_S = 1  # the store is maintained when a response ends or is asked for, not more often
 MAX_LIVE_BYTES = 128 * 2**20  # of the requests, and their first events, of live background responses

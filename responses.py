@@ -206,14 +206,15 @@ class _Item:
     event_logprobs: list[sse.Encoded] = field(default_factory=list)  # one a token, for the events
     part_logprobs: list[sse.Encoded] = field(default_factory=list)  # the same with bytes, for the part
 
-    def text(self) -> str:
-        return "".join(self.texts)
-
     def __post_init__(self) -> None:
+        # The members that say where in the output an event belongs.
         self.place: dict[str, Any] = {"item_id": self.id, "output_index": self.output_index}
         if self.kind.part:
             # content_index restarts at 0 in every item: https://github.com/vllm-project/vllm/issues/45742
             self.place["content_index"] = 0
+
+    def text(self) -> str:
+        return "".join(self.texts)
 
     def grow(self, text: str, logprobs: Iterable[TokenLogprob]) -> dict[str, Any]:
         """Add to the text; return the members of the delta that says so.

@@ -118,7 +118,7 @@ class Tokenizer:
         self.added = {token.content: token_id for token_id, token in tokens.items()}
         self.added_by_id = {token_id: token.content for token_id, token in tokens.items()}
         self.control = {token_id for token_id, token in tokens.items() if token.special}  # these have no text
-        self.token_bytes = cache(self._token_bytes)
+        self.token_bytes = cache(self._token_bytes)  # at most a vocabulary of them
         self.max_token_length = max(map(len, self._tokenizer.get_vocab()), default=1)  # characters
 
     def encode(self, *texts: str) -> list[int]:
