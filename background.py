@@ -46,6 +46,9 @@ Response = dict[str, Any]  # a response object as an event holds it
 Encode = Callable[[int, Event], bytes]  # (number, event) -> its frame
 Write = Callable[[int, list[bytes], Response | None], Awaitable[None]]  # see EventLog
 
+# Of the frames that a reader gets at once: about what a connection takes before it pauses us.
+READ_BYTES = 64 * 1024
+
 MAINTENANCE_INTERVAL_S = 1  # the store is maintained when a response ends or is asked for, not more often
 MAX_LIVE_BYTES = 128 * 2**20  # of the requests, and their first events, of live background responses
 
@@ -67,8 +70,9 @@ class EventLog:
     shown before they are written. A log that is not stored shows them at once.
 
     `write(number of the first frame, frames, response)` stores frames, and the newest response object unless
-    that is None: it is as before. `write` None: nothing is stored. `unstored(event)` is what the last event
-    becomes if it could not be written; None: it stays, and is written later. `frames` are those that an
+    that is None: it is as before. `write` None: nothing is stored. With `unstored` the log is stored as a
+    whole, when it ends: until then entries are shown at once, and `unstored(event)` is what the last event
+    becomes if it could not be written. Without, that stays, and is written later. `frames` are those that an
     earlier process has stored, `response` is the newest response object in them.
     """
 
@@ -81,6 +85,7 @@ class EventLog:
         response: Response | None = None,
     ) -> None:
         self.events: list[Event] = []  # appended by this process
+        self.newest = response  # the newest response object, be it shown or not
         self._encode = encode
         self._write = write
         self._unstored = unstored
@@ -89,18 +94,12 @@ class EventLog:
         self._n_written = len(frames)  # fewer than there are in `_shown` where a write has failed
         self._writing: asyncio.Task[None] | None = None
         self._is_closed = False
-        self._news = asyncio.Event()  # set, and replaced by a new one, when readers have something to look at
+        self._news = asyncio.Event()  # set for a moment when readers have something to look at
 
     @property
     def status(self) -> str:
         """The response's: queued, in_progress or a terminal one; "" before its first event."""
-        newest = self.newest
-        return newest["status"] if newest else ""
-
-    @property
-    def newest(self) -> Response | None:
-        """The newest response object, be it shown or not."""
-        return newest_response(self._pending) or self.response
+        return self.newest["status"] if self.newest else ""
 
     @property
     def response(self) -> Response | None:
@@ -130,10 +129,11 @@ class EventLog:
         """Append events, in their order. Raises ValueError for one that JSON cannot say."""
         for event in events:
             frame = self._encode(len(self._shown) + len(self._pending), event)
-            newest = event.get("response") or self.newest
-            self._pending.append(Entry(frame, newest))
+            self.newest = event.get("response") or self.newest
+            self._pending.append(Entry(frame, self.newest))
             self.events.append(event)
-        if self._write is None:
+        waits_for_its_end = self._unstored is not None and not self.ended
+        if self._write is None or waits_for_its_end:
             self._show(len(self._pending))
         elif self._pending and self._writing is None:
             self._writing = asyncio.create_task(self._write_all(self._write))
@@ -154,8 +154,8 @@ class EventLog:
         while len(self._shown) < n_entries:
             await self._news.wait()
 
-    async def read(self, after: int = -1) -> AsyncGenerator[bytes]:
-        """The frames that follow number `after`: those there are, then those to come.
+    async def read(self, after: int = -1) -> AsyncGenerator[list[bytes]]:
+        """The frames that follow number `after`: those there are, then those to come, all that wait at once.
 
         A reader who has seen more than there is, for a dead process could not store it, gets the last event:
         it says how the response ended.
@@ -163,12 +163,26 @@ class EventLog:
         position = after + 1
         while position < len(self._shown) or self._pending or not self._is_closed:
             if position < len(self._shown):
-                yield self._shown[position].frame
-                position += 1
+                frames = self._frames_from(position)
+                position += len(frames)
+                yield frames
+                if position < len(self._shown):
+                    await asyncio.sleep(0)  # others have their turn, however fast this reader is
             else:
                 await self._news.wait()
         if position > len(self._shown) > 0 and not self.is_broken_off:
-            yield self._shown[-1].frame
+            yield [self._shown[-1].frame]
+
+    def _frames_from(self, position: int) -> list[bytes]:
+        """The frames that are shown from there on, as many as make up READ_BYTES."""
+        frames: list[bytes] = []
+        n_bytes = 0
+        while position < len(self._shown) and n_bytes < READ_BYTES:
+            frame = self._shown[position].frame
+            frames.append(frame)
+            n_bytes += len(frame)
+            position += 1
+        return frames
 
     async def write_again(self) -> bool:
         """Try once more what a write has failed to store; whether all is stored now."""
@@ -203,7 +217,8 @@ class EventLog:
     def _replace_last(self, event: Event) -> None:
         """Replace the newest event, which nobody has seen."""
         frame = self._encode(len(self._shown) + len(self._pending) - 1, event)
-        self._pending[-1] = Entry(frame, event["response"])
+        self.newest = event["response"]
+        self._pending[-1] = Entry(frame, self.newest)
         self.events[-1] = event
 
     def _show(self, n_entries: int) -> None:
@@ -214,7 +229,7 @@ class EventLog:
 
     def _wake_readers(self) -> None:
         self._news.set()
-        self._news = asyncio.Event()
+        self._news.clear()
 
 
 def newest_response(entries: Sequence[Entry]) -> Response | None:

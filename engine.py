@@ -89,11 +89,26 @@ class StepOutput(NamedTuple):
     cached_tokens: int = 0  # of the prompt, taken from the prefix cache
 
 
-class Reader(NamedTuple):
-    """The coroutine that waits for the tokens of a sequence, as this thread reaches it."""
+class Reader:
+    """The tokens of a sequence on their way to the coroutine that waits for them; asyncio.Queue is slower."""
 
-    loop: asyncio.AbstractEventLoop
-    outputs: asyncio.Queue[StepOutput]
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._outputs = deque[StepOutput]()
+        self._news = self.loop.create_future()  # has a result where there is an output
+
+    def put(self, output: StepOutput) -> None:
+        """To be called in the event loop."""
+        self._outputs.append(output)
+        if not self._news.done():
+            self._news.set_result(None)
+
+    async def get(self) -> StepOutput:
+        await self._news
+        output = self._outputs.popleft()
+        if not self._outputs:
+            self._news = self.loop.create_future()
+        return output
 
 
 # Is told of each step that has been read: the scheduler behind it, the batch, the choices that the runner has
@@ -152,15 +167,15 @@ class Engine:
             request.owner,
             request.request_id,
         )
-        reader = Reader(asyncio.get_running_loop(), asyncio.Queue())
+        reader = Reader()
         with self._lock:
             if self._open:
                 self._inbox.put(partial(self._start, sequence, reader))
             else:
-                reader.outputs.put_nowait(StepOutput([], "failed", self._why_closed))
+                reader.put(StepOutput([], "failed", self._why_closed))
         try:
             while True:
-                output = await reader.outputs.get()
+                output = await reader.get()
                 yield output
                 if output.finish:
                     return
@@ -359,4 +374,4 @@ class Engine:
 
 def put_all(outputs: list[tuple[Reader, StepOutput]]) -> None:
     for reader, output in outputs:
-        reader.outputs.put_nowait(output)
+        reader.put(output)

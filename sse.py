@@ -19,6 +19,7 @@ import json
 import math
 import re
 from dataclasses import dataclass
+from json.encoder import encode_basestring
 from typing import Any, NamedTuple
 
 # "a CRLF pair, a single LF not preceded by CR, and a single CR not followed by LF being the ways in which a
@@ -173,14 +174,24 @@ def dumps(obj: Any) -> str:
         return MARK
 
     json_text = json.dumps(obj, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=mark)
-    if texts:
-        json_text = json_text.replace(f'"{MARK}"', GAP)
-    escaped = ESCAPED.sub(lambda match: f"\\u{ord(match[0]):04x}", json_text)
-    first, *others = escaped.split(GAP)
+    if not texts:
+        return _escaped(json_text)
+    first, *others = _escaped(json_text.replace(f'"{MARK}"', GAP)).split(GAP)
     parts = [first]
     for text, other in zip(texts, others, strict=True):
         parts += (text, other)
     return "".join(parts)
+
+
+def dumps_text(text: str) -> str:
+    """What dumps() returns for a text, in a tenth of the time."""
+    return _escaped(encode_basestring(text))
+
+
+def _escaped(json_text: str) -> str:
+    if json_text.isascii():
+        return json_text
+    return ESCAPED.sub(lambda match: f"\\u{ord(match[0]):04x}", json_text)
 
 
 # What may be half a surrogate pair; a text without it needs no second look.

@@ -39,7 +39,7 @@ from request import params
 from request.messages import Message, shortened
 from request.params import MOVED, Request
 from request.refusals import BadInput, error_object
-from streaming import SSE_HEADERS, kept_alive, while_connected
+from streaming import SSE_HEADERS, KeptAlive, while_connected
 
 log = logging.getLogger("remote")
 
@@ -467,9 +467,9 @@ class PassThrough(Response):
         self, opening: asyncio.Future[Reply], headers: list[tuple[bytes, bytes]], send: Send
     ) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [*headers, *SSE_HEADERS]})
-        async with aclosing(kept_alive(self._frames(opening))) as frames:
+        async with aclosing(KeptAlive(send)) as stream, aclosing(self._frames(opening)) as frames:
             async for frame in frames:
-                await send({"type": "http.response.body", "body": frame, "more_body": True})
+                await stream.write(frame)
         await send({"type": "http.response.body", "body": b""})
 
     def _relay(self, reply: Reply) -> Relay:

@@ -38,7 +38,7 @@ from engine import Engine
 from model import PAGE
 from sampling import Choice
 from scheduler import Scheduled, Scheduler, Sequence
-from streaming import SSE_HEADERS, kept_alive, while_connected
+from streaming import SSE_HEADERS, KeptAlive, while_connected
 
 RING_BYTES = 16 * 2**20  # of the steps that are kept, about: thousands, tens of thousands without logprobs
 OBJECT_BYTES = 800  # of a step, and of each sequence in it, besides what they list
@@ -478,7 +478,7 @@ class StepStream(Response):
 
     async def _send_frames(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
-        async with aclosing(kept_alive(self._frames)) as frames:
+        async with aclosing(KeptAlive(send)) as stream, aclosing(self._frames) as frames:
             async for frame in frames:
-                await send({"type": "http.response.body", "body": frame, "more_body": True})
+                await stream.write(frame)
         await send({"type": "http.response.body", "body": b""})

@@ -354,12 +354,13 @@ class Connection:
         if not job.log.events:
             await job.task  # raises why it has refused
         has_ended = False
-        async with aclosing(job.log.read()) as frames:
-            async for frame in frames:
+        async with aclosing(job.log.read()) as logged:
+            async for frames in logged:
                 if job.log.ended and not has_ended:
                     has_ended = True
                     await self._remember(job, turn)  # before its client knows of the end
-                await self._send(sse.data(frame), turn.lane)
+                for frame in frames:
+                    await self._send(sse.data(frame), turn.lane)
         await job.task
 
     async def _remember(self, job: ResponseJob, turn: Turn) -> None:

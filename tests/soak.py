@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # the server's modules
 from websockets.exceptions import WebSocketException
 from websockets.sync.client import ClientConnection
 
-from helpers.serving import PATIENCE_S, Json, Reply, Server, http_bytes, http_chunks, serve, until
+from helpers.serving import PATIENCE_S, Json, Reply, Server, http_bytes, http_frames, serve, until
 from store import TERMINAL
 
 RESPONSES, CHAT = "/v1/responses", "/v1/chat/completions"
@@ -102,7 +102,7 @@ def events_of(server: Server, request: Json, n: int | None = None) -> list[Json]
     """The first `n` events of a stream, or all of them; then leave."""
     events: list[Json] = []
     with server.connect(http_bytes(RESPONSES, request)) as connection:
-        for chunk in http_chunks(connection):
+        for chunk in http_frames(connection):
             if b"[DONE]" not in chunk and not chunk.startswith(b":"):
                 events.append(json.loads(chunk.split(b"data: ", 1)[1]))
             if n is not None and len(events) >= n:

@@ -83,22 +83,26 @@ def test_parse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_server(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "STREAMS", {1: 20, 3: 5})
     monkeypatch.setattr(server, "TICK_S", 0.05)
+    monkeypatch.setattr(server, "N_BATCH_TOKENS", 5)
     out = tmp_path / "server.md"
     assert bench.main(["server", "--model", str(TINY), "--repeat", "1", "--out", str(out)]) == 0
     printed = capsys.readouterr().out
     assert printed == out.read_text(encoding="utf-8")
-    number, ms = r"[1-9]\d*", r"\d+\.\d ms"
+    number, ms, us = r"[1-9]\d*", r"\d+\.\d ms", r"\d+ µs"
     for n in server.STREAMS:
-        cells = [str(n), number, number, r"\d\.\d\d", r"\d+ µs", r"\d+ µs", ms, ms, ms, ms]
-        assert re.search(r"^\| " + r" \| ".join(cells) + r" \|$", printed, re.MULTILINE)
+        for name in ("this", "bare"):
+            cells = [str(n), name, number, r"\d\.\d\d", us, ms, ms]
+            assert re.search(r"^\| " + r" \| ".join(cells) + r" \|$", printed, re.MULTILINE)
+    cells = ["this", number, us, us, rf"{us}, \d\.\d\d"]
+    assert re.search(r"^\| " + r" \| ".join(cells) + r" \|$", printed, re.MULTILINE)
     assert re.search(r"with 3 streams held [1-9]\d* MB, when they had left [1-9]\d* MB", printed)
 
 
 def test_the_bare_contender_sends_the_same_bytes() -> None:
-    with server.running(server.ours, TINY) as here:
-        said = asyncio.run(server.listener(here.port, 5, paced=False)).body
-        frames = server.frames_of(said)
-    with server.running(server.bare, frames) as there:
+    with server.running("script", TINY) as here:
+        reply = asyncio.run(server.listener(here.port, 5, paced=False)).body
+    frames = server.frames_of(reply)
+    with server.running("bare", TINY, reply=reply) as there:
         assert server.frames_of(asyncio.run(server.listener(there.port, 5, paced=False)).body) == frames
     assert sum(server.DELTA in frame for frame in frames) == 5
 

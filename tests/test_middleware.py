@@ -22,7 +22,7 @@ from starlette.requests import Request as HttpRequest
 from uvicorn.server import ServerState
 
 from helpers.faulty_server import SLOW
-from helpers.serving import TINY, Json, Reply, Server, http_bytes, http_chunks, run, serve, until
+from helpers.serving import TINY, Json, Reply, Server, http_bytes, http_frames, run, serve, until
 from middleware import Keys
 from request import body, messages
 from request.body import SMALL_BODY_BYTES
@@ -421,7 +421,7 @@ def hold(server: Server, held: ExitStack, **more: Any) -> str:
     """Open a stream and keep it open; returns the response's id."""
     request = my_bytes(RESPONSES, ENDLESS | more)
     client = held.enter_context(server.connect(request))
-    id_: str = json.loads(next(http_chunks(client)).split(b"data: ")[1])["response"]["id"]
+    id_: str = json.loads(next(http_frames(client)).split(b"data: ")[1])["response"]["id"]
     return id_
 
 

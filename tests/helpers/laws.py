@@ -120,8 +120,8 @@ def on_the_wire(events: Iterable[Json]) -> list[Json]:
 
 
 async def read(log: EventLog) -> list[bytes]:
-    async with aclosing(log.read()) as frames:
-        return [frame async for frame in frames]
+    async with aclosing(log.read()) as logged:
+        return [frame async for frames in logged for frame in frames]
 
 
 # --- shape --------------------------------------------------------------------------------------------------

@@ -122,6 +122,15 @@ def http_chunks(connection: socket.socket) -> Generator[bytes]:
             assert lines.readline() == b"\r\n"
 
 
+def http_frames(connection: socket.socket) -> Generator[bytes]:
+    """The frames of a stream; a chunk holds whole ones."""
+    with contextlib.closing(http_chunks(connection)) as chunks:
+        for chunk in chunks:
+            *frames, rest = chunk.split(b"\n\n")
+            assert rest == b"", f"expected whole frames, got {chunk!r}"
+            yield from (frame + b"\n\n" for frame in frames)
+
+
 def until(holds: Callable[[], bool], what: str) -> None:
     """Wait for something that happens in another process."""
     deadline = time.monotonic() + PATIENCE_S

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from helpers.faulty_server import SLOW
-from helpers.serving import TINY, Json, Server, http_bytes, http_chunks, serve, until
+from helpers.serving import TINY, Json, Server, http_bytes, http_frames, serve, until
 from request.body import SMALL_BODY_BYTES
 from request.refusals import STATUS, BadInput
 from service import admission
@@ -262,7 +262,7 @@ def test_of_two_keys_one_cannot_take_all_streams() -> None:
     request = http_bytes(RESPONSES, ENDLESS).replace(b"Host: ", b"Authorization: Bearer mine\r\nHost: ")
     with serve(*keys, "--max-streams", "4", script=FAULTY) as server, ExitStack() as held:
         for _ in range(2):
-            next(http_chunks(held.enter_context(server.connect(request))))
+            next(http_frames(held.enter_context(server.connect(request))))
         refused = server.post(RESPONSES, SHORT, Authorization="Bearer mine")
         assert (refused.status, refused.json["error"]["code"]) == (429, "rate_limit_exceeded")
         assert "2 of 4 open requests" in refused.json["error"]["message"]

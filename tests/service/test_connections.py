@@ -12,7 +12,7 @@ from http.client import HTTPResponse
 import pytest
 
 from helpers.faulty_server import SLOW
-from helpers.serving import TINY, Json, Reply, Server, http_bytes, http_chunks, serve, until
+from helpers.serving import TINY, Json, Reply, Server, http_bytes, http_frames, serve, until
 from service import connections
 
 RESPONSES = "/v1/responses"
@@ -176,7 +176,7 @@ def test_a_client_that_closes_without_an_answer_has_left(server: Server) -> None
 
 def test_a_client_that_ends_its_side_of_a_stream_has_left(server: Server) -> None:
     with server.connect(http_bytes(RESPONSES, ENDLESS | {"stream": True})) as client:
-        next(http_chunks(client))
+        next(http_frames(client))
         client.shutdown(socket.SHUT_WR)
         until(lambda: server.health()["running"] == 0, "it does not run")
 
@@ -197,7 +197,7 @@ def test_idle_connections_do_not_take_the_last_files() -> None:
     """Bug: 300 of them under `ulimit -n 256` ended the service, with 57,308 tracebacks in the log in 8 s."""
     with serve(script=("-c", FEW_FILES)) as server, ExitStack() as held:
         stream = held.enter_context(server.connect(http_bytes(RESPONSES, HI | {"stream": True})))
-        chunks = http_chunks(stream)
+        chunks = http_frames(stream)
         next(chunks)
         for begun in [b"", b"GET /hea", http_bytes(RESPONSES, HI)[:-1]] * 100:
             held.enter_context(server.connect(begun))
