@@ -4,10 +4,10 @@
     ASGI application, options --http_config()--> uvicorn.Config --HttpServer--> connections, each a Protocol
     bytes of a connection --httptools--> callbacks of Protocol --uvicorn--> ASGI messages
 
-A request starts, as a task, when it is whole or its body is not small. A connection has two timers, and is
-dropped when one of them ends. The head timer runs from the connection's start, and from the end of each
-request, until the next one starts. The read timer runs while back-pressure pauses our writing, because the
-client does not read.
+A request starts, as a task, when it is whole, or has brought more than a small body. A connection has two
+timers, and is dropped when one of them ends. The head timer runs from the connection's start, and from the
+end of each request, until the next one starts. The read timer runs while back-pressure pauses our writing,
+because the client does not read.
 
 Authority: https://www.uvicorn.org/settings/; RFC 9112; the parser is llhttp, as Node.js has it. RFC 6455 for
 WebSockets, which the package `websockets` speaks.
@@ -53,7 +53,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import CloseCode
 
-from request.body import SMALL_BODY_BYTES
+from request.body import MAX_BODY_BYTES, SMALL_BODY_BYTES
 from request.ids import REQUEST_ID, new_id
 from request.refusals import BadInput, error_body
 from service.admission import MAX_BODY_S
@@ -272,6 +272,7 @@ class Protocol(ReaderTimeout, HttpToolsProtocol, asyncio.BufferedProtocol):
     """
 
     max_connections: int
+    max_body_bytes: int
     idle: ClassVar["OrderedDict[Protocol, None]"]  # all without a request that has started, the longest first
     head_timer: asyncio.TimerHandle  # runs while what comes belongs to no request that is being answered
     n_framing_bytes = 0  # that the request had so far, without its body
@@ -444,7 +445,9 @@ class Protocol(ReaderTimeout, HttpToolsProtocol, asyncio.BufferedProtocol):
     def _start_asgi_task(self, *cycle_and_app: Any) -> None:
         """uvicorn starts a request when its head has come; here start_request() does."""
         self.start = partial(super()._start_asgi_task, *cycle_and_app)
-        if self.expect_100_continue:  # the body comes when the application asks for it
+        n_announced = int(dict(self.headers).get(b"content-length", 0))
+        # A body that is too large is refused unread; one that is expected comes when it is asked for.
+        if n_announced > self.max_body_bytes or self.expect_100_continue:
             self.start_request()
 
     def start_request(self) -> None:
@@ -623,12 +626,15 @@ class WebSocketProtocol(ReaderTimeout, WebSocketsSansIOProtocol, asyncio.Buffere
         self.pace()
 
 
-def protocol(seconds: float, n_connections: int = MAX_IDLE) -> type[Protocol]:
-    """Protocol with these limits: the time to read, and how many connections there may be."""
+def protocol(
+    seconds: float, n_connections: int = MAX_IDLE, n_body_bytes: int = MAX_BODY_BYTES
+) -> type[Protocol]:
+    """Protocol with these limits: the time to read, how many connections there may be, --max-body."""
 
     class LimitedProtocol(Protocol):
         reader_timeout = seconds
         max_connections = n_connections
+        max_body_bytes = n_body_bytes
         idle: ClassVar[OrderedDict[Protocol, None]] = OrderedDict()
 
     return LimitedProtocol
@@ -645,7 +651,7 @@ def http_config(app: ASGIApp, args: argparse.Namespace) -> uvicorn.Config:
     stop_s = math.ceil(args.shutdown_grace) + STALLED_S
     return uvicorn.Config(
         app,
-        http=protocol(args.reader_timeout, max_connections(args.max_streams)),
+        http=protocol(args.reader_timeout, max_connections(args.max_streams), args.max_body),
         ws=websocket_protocol(args.reader_timeout),
         ws_max_size=args.max_body,
         ws_ping_interval=PING_INTERVAL_S,
