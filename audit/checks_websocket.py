@@ -12,6 +12,7 @@ Rules of this file:
 Not here: frames and the handshake (websocket.py), streams over HTTP (checks_streams.py).
 """
 
+from contextlib import suppress
 from functools import partial
 
 from audit import recordings, rules
@@ -58,12 +59,20 @@ def obeys_the_rules(peer: Peer) -> None:
         events = socket.turn(ASKED)
     if events[-1].get("type") not in TERMINAL:
         raise NotApplicable("the turn has no terminal event")
-    names = [name for name, rule in rules.RULES.items() if rule.strength == "must" and name != "numbers"]
+    musts = {name for name, rule in rules.RULES.items() if rule.strength == "must"} - {"numbers"}
+    names = [name for name in rules.RULES if name in musts - broken_over_http(peer)]
     violations = rules.violations(recordings.captured(events), names)
     if violations:
         first = violations[0]
         more = f", and {len(violations) - 1} more" if len(violations) > 1 else ""
         raise Failed(f"{first.rule}: event {first.event}: {first.message}{more}", events[first.event])
+
+
+def broken_over_http(peer: Peer) -> set[str]:
+    """The rules that the stream breaks too: they have been named."""
+    with suppress(NotApplicable, ValueError):
+        return {violation.rule for violation in rules.violations(recorded(peer, "text").events)}
+    return set()
 
 
 def as_over_http(peer: Peer) -> None:
