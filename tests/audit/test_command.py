@@ -186,6 +186,15 @@ def test_junit_says_whatever_a_server_sends() -> None:
     assert properties == {"strength", "title", "source", "link", "bugs"}
 
 
+def test_a_known_failure_fails_no_ci() -> None:
+    results = [Result("cancel", "fail", "late"), Result("resume", "fail", "early")]
+    about = {"known": {"cancel": "#12"}}
+    (suite,) = ElementTree.fromstring(reports.junit(results, about))
+    assert (suite.attrib["failures"], suite.attrib["skipped"]) == ("1", "1")
+    assert [element.attrib["message"] for element in suite.iter("skipped")] == ["known: #12"]
+    assert list(reports.summary(results, about["known"]))[-1] == "1 failed musts: resume"
+
+
 def test_what_does_not_apply_stands_by_its_reason() -> None:
     results = [Result(rule, "n/a", "no WebSocket: 426") for rule in ("ws-turn", "ws-end")]
     assert list(reports.details(results)) == ["", "n/a   no WebSocket: 426", "      ws-turn, ws-end"]
