@@ -18,7 +18,7 @@ from functools import partial
 from audit import recordings, rules
 from audit.checks_stored import UNKNOWN
 from audit.peer import REFUSED, Failed, Json, NotApplicable, Peer, expect, presumed
-from audit.probes import CUT, GITHUB, HI, Check, outline, recorded, same_answer, with_stream
+from audit.probes import CUT, GITHUB, HI, Check, outline, recorded, same_answer, streamed
 from audit.rules_events import TERMINAL
 from audit.websocket import TEXT, Closed, WebSocket, connected, handshake
 
@@ -81,12 +81,12 @@ def as_over_http(peer: Peer) -> None:
     if turn[-1].get("type") not in TERMINAL:
         raise NotApplicable("the turn has no terminal event")
     told = what_is_told(turn)
-    streamed = what_is_told(recorded(peer, "text").events)
-    same_answer(streamed, told, partial(streamed_again, peer), ("over HTTP", "in a turn"))
+    over_http = what_is_told(recorded(peer, "text").events)
+    same_answer(over_http, told, partial(streamed_again, peer), ("over HTTP", "in a turn"))
 
 
 def streamed_again(peer: Peer) -> Json:
-    return what_is_told(peer.ask("POST", "/responses", with_stream(peer, HI)).events)
+    return what_is_told(streamed(peer, "/responses", HI).events)
 
 
 def what_is_told(events: list[Json]) -> Json:
