@@ -153,7 +153,13 @@ def audit(options: argparse.Namespace) -> tuple[Iterable[str], int]:
     peer = Peer(options.target, options.model, options.api_key, None, headers, options.timeout)
     server = preflight.look(peer, options.long)
     peer.long = server.long
-    about = {"url": options.target, "model": peer.model, "apis": server.apis, "long": server.long}
+    about = {
+        "url": options.target,
+        "model": peer.model,
+        "apis": server.apis,
+        "long": server.long,
+        "known": known,
+    }
 
     results: list[session.Result] = []
     for result in shown_as_it_goes(session.judge_all(peer, names), len(names)):
@@ -165,7 +171,7 @@ def audit(options: argparse.Namespace) -> tuple[Iterable[str], int]:
     in_colour = sys.stdout.isatty()
     lines = [
         f"{options.target}, model {peer.model}: {' and '.join(server.apis)}",
-        *reports.summary(results, in_colour),
+        *reports.summary(results, known, in_colour),
         *reports.against_baseline(results, known),
         *reports.details(results, in_colour),
     ]

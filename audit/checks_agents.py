@@ -31,8 +31,8 @@ from audit.probes import (
     chat_outline,
     final,
     outline,
+    streamed,
     whole,
-    with_stream,
 )
 
 GUIDES = "https://platform.openai.com/docs/guides/"
@@ -59,7 +59,7 @@ def items(response: Json, type_: str) -> list[Json]:
 def both(peer: Peer, path: str, body: Json) -> Iterator[tuple[str, Json]]:
     """("plain" or "streamed", the final object of a Responses answer)"""
     yield "plain", whole(peer, path, body)
-    reply = peer.ask("POST", path, with_stream(peer, body))
+    reply = streamed(peer, path, body)
     if reply.is_stream:
         with contextlib.suppress(NotApplicable):
             yield "streamed", final(reply)
@@ -161,8 +161,8 @@ def chat_cut_call(peer: Peer) -> None:
     usage = whole(peer, "/chat/completions", body | {"max_tokens": 400}).get("usage") or {}
     limit = max(CUT, usage.get("completion_tokens", 0) - TOKENS_LESS)
     plain = whole(peer, "/chat/completions", body | {"max_tokens": limit})
-    streamed = peer.ask("POST", "/chat/completions", with_stream(peer, body | {"max_tokens": limit})).events
-    for how, chunks in (("plain", [plain]), ("streamed", streamed)):
+    reply = streamed(peer, "/chat/completions", body | {"max_tokens": limit})
+    for how, chunks in (("plain", [plain]), ("streamed", reply.events)):
         arguments = arguments_of(chunks)
         reason = chat_outline(chunks).get(0, {}).get("finish_reason")
         is_whole = all(map(is_object, arguments.values()))

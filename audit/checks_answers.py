@@ -26,6 +26,7 @@ from audit.probes import (
     outline,
     recorded,
     same_answer,
+    streamed,
     whole,
 )
 
@@ -33,10 +34,10 @@ from audit.probes import (
 
 
 def stream_is_the_answer(peer: Peer) -> None:
-    streamed = outline(final(recorded(peer, "text")))
+    told = outline(final(recorded(peer, "text")))
     answer = partial(whole, peer, "/responses", HI)
     plain = outline(answer())
-    same_answer(plain, streamed, lambda: outline(answer()))
+    same_answer(plain, told, lambda: outline(answer()))
 
 
 def answer_members(peer: Peer) -> None:
@@ -53,21 +54,21 @@ def plain_by_default(peer: Peer) -> None:
 
 
 def chat_stream_is_the_answer(peer: Peer) -> None:
-    streamed = chat_outline(recorded(peer, "chat").events)
+    told = chat_outline(recorded(peer, "chat").events)
     answer = partial(whole, peer, "/chat/completions", CHAT)
     body = answer()
     expect(body.get("object") == "chat.completion", "expected object chat.completion", body)
     plain = chat_outline([body])
-    same_answer(plain, streamed, lambda: chat_outline([answer()]))
+    same_answer(plain, told, lambda: chat_outline([answer()]))
 
 
 def chat_usage_is_the_answers(peer: Peer) -> None:
-    streamed = [chunk["usage"] for chunk in recorded(peer, "chat-usage").events if chunk.get("usage")]
+    usages = [chunk["usage"] for chunk in recorded(peer, "chat-usage").events if chunk.get("usage")]
     plain = whole(peer, "/chat/completions", CHAT).get("usage")
-    expect(streamed, "expected usage, for it was asked for", recorded(peer, "chat-usage"))
+    expect(usages, "expected usage, for it was asked for", recorded(peer, "chat-usage"))
     counts = ("prompt_tokens", "completion_tokens", "total_tokens")
-    same = plain and all(plain.get(name) == streamed[-1].get(name) for name in counts)
-    expect(same, "expected the same counts as without stream", f"plain: {plain}\nstreamed: {streamed[-1]}")
+    same = plain and all(plain.get(name) == usages[-1].get(name) for name in counts)
+    expect(same, "expected the same counts as without stream", f"plain: {plain}\nstreamed: {usages[-1]}")
 
 
 def usage_unasked(peer: Peer) -> None:
@@ -154,7 +155,7 @@ def stop_string(peer: Peer) -> None:
     expected = {0: {"content": text[: text.index(stop)], "finish_reason": "stop"}}
     for reply in (
         peer.post("/chat/completions", body),
-        peer.post("/chat/completions", body | {"stream": True}),
+        streamed(peer, "/chat/completions", body),
     ):
         if reply.status in REFUSED:
             raise NotApplicable(f"refused: {reply.refusal}")

@@ -11,7 +11,7 @@ import re
 
 from audit import members, recordings, rules
 from audit.peer import NOT_THERE, Failed, NoReply, NotApplicable, Peer, Reply, expect
-from audit.probes import GITHUB, OPENAI, PATHS, STREAMS, Check, recorded, some_stream, with_stream
+from audit.probes import GITHUB, OPENAI, PATHS, STREAMS, Check, recorded, some_stream, stream, with_stream
 
 # --- the rules of one stream --------------------------------------------------------------------------------
 
@@ -21,10 +21,11 @@ def judged(rule: str, peer: Peer) -> None:
     kind = rules.RULES[rule].kind
     paths = [PATHS[kind]] if kind else list(PATHS.values())
     names = [name for name, (path, _) in STREAMS.items() if path in paths]
+    read = stream if rule == "whole-frames" else recorded
     reasons: list[NotApplicable | NoReply] = []  # why streams did not come
     for name in names:
         try:
-            reply = recorded(peer, name)
+            reply = read(peer, name)
         except (NotApplicable, NoReply) as reason:
             reasons.append(reason)
         else:

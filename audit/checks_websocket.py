@@ -12,12 +12,13 @@ Rules of this file:
 Not here: frames and the handshake (websocket.py), streams over HTTP (checks_streams.py).
 """
 
+from contextlib import suppress
 from functools import partial
 
 from audit import recordings, rules
 from audit.checks_stored import UNKNOWN
 from audit.peer import REFUSED, Failed, Json, NotApplicable, Peer, expect, presumed
-from audit.probes import CUT, GITHUB, HI, Check, outline, recorded, same_answer, with_stream
+from audit.probes import CUT, GITHUB, HI, Check, outline, recorded, same_answer, streamed
 from audit.rules_events import TERMINAL
 from audit.websocket import TEXT, Closed, WebSocket, connected, handshake
 
@@ -58,12 +59,20 @@ def obeys_the_rules(peer: Peer) -> None:
         events = socket.turn(ASKED)
     if events[-1].get("type") not in TERMINAL:
         raise NotApplicable("the turn has no terminal event")
-    names = [name for name, rule in rules.RULES.items() if rule.strength == "must" and name != "numbers"]
+    musts = {name for name, rule in rules.RULES.items() if rule.strength == "must"} - {"numbers"}
+    names = [name for name in rules.RULES if name in musts - broken_over_http(peer)]
     violations = rules.violations(recordings.captured(events), names)
     if violations:
         first = violations[0]
         more = f", and {len(violations) - 1} more" if len(violations) > 1 else ""
         raise Failed(f"{first.rule}: event {first.event}: {first.message}{more}", events[first.event])
+
+
+def broken_over_http(peer: Peer) -> set[str]:
+    """The rules that the stream breaks too: they have been named."""
+    with suppress(NotApplicable, ValueError):
+        return {violation.rule for violation in rules.violations(recorded(peer, "text").events)}
+    return set()
 
 
 def as_over_http(peer: Peer) -> None:
@@ -72,12 +81,12 @@ def as_over_http(peer: Peer) -> None:
     if turn[-1].get("type") not in TERMINAL:
         raise NotApplicable("the turn has no terminal event")
     told = what_is_told(turn)
-    streamed = what_is_told(recorded(peer, "text").events)
-    same_answer(streamed, told, partial(streamed_again, peer), ("over HTTP", "in a turn"))
+    over_http = what_is_told(recorded(peer, "text").events)
+    same_answer(over_http, told, partial(streamed_again, peer), ("over HTTP", "in a turn"))
 
 
 def streamed_again(peer: Peer) -> Json:
-    return what_is_told(peer.ask("POST", "/responses", with_stream(peer, HI)).events)
+    return what_is_told(streamed(peer, "/responses", HI).events)
 
 
 def what_is_told(events: list[Json]) -> Json:

@@ -130,7 +130,7 @@ class Peer:
         self.headers = dict(headers or {})
         if api_key:
             self.headers["Authorization"] = f"Bearer {api_key}"
-        self._replies: dict[tuple[str, str], Reply | NoReply] = {}
+        self._replies: dict[tuple[str, str], Reply | NoReply | Failed] = {}
         self._budget = budget
         self.start()
 
@@ -222,16 +222,21 @@ class Peer:
             raise NoReply(f"{asked} -> {reason}") from error
 
     def once(self, path: str, body: Json | bytes) -> Reply:
+        """The reply to a request that several rules are about; one that breaks off is none of them's."""
+        with presumed("whole-frames"):
+            return self.shared(path, body)
+
+    def shared(self, path: str, body: Json | bytes) -> Reply:
         """The reply to a request that several rules are about, which has a budget of its own."""
         key = path, str(body)
         if key not in self._replies:
             self.start()
             try:
                 self._replies[key] = self.ask("POST", path, body)
-            except NoReply as error:  # a hang is waited for once
+            except (NoReply, Failed) as error:  # a hang is waited for once
                 self._replies[key] = error
         reply = self._replies[key]
-        if isinstance(reply, NoReply):
+        if isinstance(reply, Exception):
             raise reply
         return reply
 

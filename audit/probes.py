@@ -16,7 +16,7 @@ import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from audit.peer import REFUSED, Failed, Json, NotApplicable, Peer, Reply, expect
+from audit.peer import REFUSED, Failed, Json, NotApplicable, Peer, Reply, expect, presumed
 from audit.rules import Strength
 from audit.rules_events import TERMINAL
 
@@ -85,10 +85,22 @@ def with_stream(peer: Peer, body: Json) -> Json:
     return {"model": peer.model, "stream": True} | body
 
 
+def streamed(peer: Peer, path: str, body: Json) -> Reply:
+    """The reply to a request with stream; of one that breaks off the rule whole-frames alone says so."""
+    with presumed("whole-frames"):
+        return peer.ask("POST", path, with_stream(peer, body))
+
+
 def recorded(peer: Peer, name: str) -> Reply:
+    """A stream of STREAMS, as `streamed`."""
+    with presumed("whole-frames"):
+        return stream(peer, name)
+
+
+def stream(peer: Peer, name: str) -> Reply:
     """A stream of STREAMS; where none came (see the rule stream-comes) no other rule is about it."""
     path, body = asked(peer, name)
-    reply = peer.once(path, with_stream(peer, body))
+    reply = peer.shared(path, with_stream(peer, body))
     if not reply.is_stream:
         raise NotApplicable(f"no stream came: {reply.refusal}")
     return reply

@@ -45,15 +45,15 @@ def failed(results: Iterable[Result], strict: bool, known: Mapping[str, str]) ->
 # --- for people ---------------------------------------------------------------------------------------------
 
 
-def summary(results: Sequence[Result], in_colour: bool = False) -> Iterator[str]:
-    """A line for each group that was asked, and the total."""
+def summary(results: Sequence[Result], known: Mapping[str, str], in_colour: bool = False) -> Iterator[str]:
+    """A line for each group that was asked, the total, and the musts that fail and are not known to."""
     yield f"{'':12}{''.join(f'{verdict:>8}' for verdict in VERDICTS)}"
     for group, checks in GROUPS.items():
         of_group = [result for result in results if result.rule in checks]
         if of_group:
             yield counts(group, of_group, in_colour)
     yield counts(f"{len(results)} rules", results, in_colour)
-    musts = [r.rule for r in results if r.verdict == "fail" and CHECKS[r.rule].strength == "must"]
+    musts = [result.rule for result in failed(results, strict=False, known=known)]
     if musts:
         yield f"{len(musts)} failed musts: {', '.join(musts)}"
 
@@ -128,24 +128,35 @@ def junit(results: Sequence[Result], about: Mapping[str, Any]) -> str:
     root = ElementTree.Element("testsuites", name=f"audit of {about.get('url')}")
     for group, checks in GROUPS.items():
         of_group = [result for result in results if result.rule in checks]
+        if not of_group:
+            continue
+        n_known = sum(known_reason(result, about) != "" for result in of_group)
         suite = ElementTree.SubElement(
             root,
             "testsuite",
             name=group,
             tests=str(len(of_group)),
-            failures=str(count(of_group, "fail")),
+            failures=str(count(of_group, "fail") - n_known),
             errors=str(count(of_group, "error")),
-            skipped=str(count(of_group, "n/a")),
+            skipped=str(count(of_group, "n/a") + n_known),
         )
         for result in of_group:
-            suite.append(testcase(group, result))
+            suite.append(testcase(group, result, known_reason(result, about)))
     return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
 
 
 JUNIT_ELEMENTS = {"fail": "failure", "error": "error", "n/a": "skipped"}
 
 
-def testcase(group: str, result: Result) -> ElementTree.Element:
+def known_reason(result: Result, about: Mapping[str, Any]) -> str:
+    """Why a failure was expected; "" if it was not."""
+    if result.verdict != "fail":
+        return ""
+    return str(about.get("known", {}).get(result.rule, ""))
+
+
+def testcase(group: str, result: Result, known: str) -> ElementTree.Element:
+    """A failure that is `known` is skipped, with its reason."""
     check = CHECKS[result.rule]
     case = ElementTree.Element("testcase", classname=group, name=result.rule, time=str(result.seconds))
     properties = ElementTree.SubElement(case, "properties")
@@ -158,7 +169,9 @@ def testcase(group: str, result: Result) -> ElementTree.Element:
     }
     for name, value in facts.items():
         ElementTree.SubElement(properties, "property", name=name, value=value)
-    if result.verdict in JUNIT_ELEMENTS:
+    if known:
+        ElementTree.SubElement(case, "skipped", message=for_xml(f"known: {known}"))
+    elif result.verdict in JUNIT_ELEMENTS:
         element = ElementTree.SubElement(
             case, JUNIT_ELEMENTS[result.verdict], message=for_xml(result.reason), type=check.strength
         )

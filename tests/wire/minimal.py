@@ -3,6 +3,7 @@
 It says WORDS, a word a token, over and over as far as it may. What it does not have it refuses. No rule may
 accuse it: what a rule finds here is the rule's own fault.
 
+With a fault that `breaks_off`, a stream ends without its last chunk.
 Its WebSocket can misbehave by script, as in foreign.py: `when` and `ask` see the text of a client's message,
 `reply` sees a frame as "opcode payload", and makes none, or several with a blank line between them.
 """
@@ -121,6 +122,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         for frame in map(sse_frame, events):
             self.wfile.write(b"%x\r\n%b\r\n" % (len(frame), frame))
             time.sleep(0.001)
+        if self.server.fault.get("breaks_off"):
+            self.close_connection = True
+            return
         self.wfile.write(b"0\r\n\r\n")
 
     def send_json(self, status: int, body: Json) -> None:

@@ -139,3 +139,11 @@ def test_a_websocket_without_a_fault_is_not_accused() -> None:
     with minimal(NO_FAULT, KEY) as url:
         peer = Peer(url, "minimal", KEY)
         assert [judge(peer, rule) for rule in SOCKETS] == [Result(rule, "pass") for rule in SOCKETS]
+
+
+def test_a_stream_that_breaks_off_is_named_once() -> None:
+    """One broken stream does not fail all rules over streams."""
+    with minimal({"when": "$^", "breaks_off": True}) as url:
+        peer = Peer(url, "minimal")
+        failures = [rule for rule in OVER_HTTP if judge(peer, rule).verdict not in ("pass", "n/a")]
+    assert failures == ["whole-frames"]
