@@ -554,6 +554,9 @@ class CudaOps:
     def down(self, x: DeviceArray, h: DeviceArray, layer: Layer, batch: DeviceStep) -> None:
         self._product("down", self.config.dim, batch.n_rows, layer.w_down, layer.b_down, h, x)
 
+    def experts(self, x: DeviceArray, layer: Layer, batch: DeviceStep) -> None:
+        raise NotImplementedError
+
     def logits(self, x: DeviceArray, weights: Weights, batch: DeviceStep) -> DeviceArray:
         raw = self._buffers["raw"]
         if batch.n_wanted:

@@ -161,6 +161,8 @@ def check_sizes(config: Config) -> None:
     NORMED_ROWS rows, a tile of queries with heads of 256, and a bit for each token.
     """
     c = config
+    if c.experts or c.sinks:
+        raise UnsupportedModel(f"model_type is {c.model_type}; supported on a GPU: models without experts")
     # fmt: off
     #  name                   size                     multiples of, at most
     rules = [
