@@ -116,7 +116,8 @@ class Oracle:
         """Every expert computes; a weight is 0 where it was not chosen."""
         experts = self.config.experts
         assert experts is not None
-        scores = np.exp(linear(layer.router, x, layer.b_router))
+        router: Any = layer.router
+        scores = np.exp(linear(router, x, layer.b_router))
         weights = np.where(scores >= np.sort(scores)[-experts.n_chosen], scores, 0)
         weights /= weights.sum() if experts.normalised else scores.sum()
         y = np.zeros_like(x)

@@ -96,7 +96,7 @@ def test_what_threads_share_is_compiled_for_threads() -> None:
     """Numba's cache once gave the kernel of one thread for both, for it was made of the same function."""
     x, y, at = bfloat16s(1, 4), np.empty((1, WIDTH), np.float32), np.zeros((1, 1), np.int64)
     q, kv = np.zeros((1, 2, 4), np.float32), np.zeros((1, 1, 2, 1, PAGE, 4), np.float32)
-    attended = q, kv, 0, at, at[0], np.array([[0, 1, 0]]), 9, q.copy()
+    attended = q, kv, 0, np.zeros(2, np.float32), at, at[0], np.array([[0, 1, 0]]), 9, q.copy()
     arguments: dict[Any, tuple[Any, ...]] = {
         (cpu.product, cpu.shared_product): (x, np.zeros((1, 4, WIDTH), np.uint16), y),
         (cpu.attention, cpu.shared_attention): attended,

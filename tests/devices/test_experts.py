@@ -1,5 +1,5 @@
-"""devices/experts.py: mixtures of experts against NumPy's on the same weights, and the same bits alone, in any
-batch and in a chunk. Without Numba there is nothing to test, and these say so.
+"""devices/experts.py: mixtures of experts against NumPy's on the same weights, and the same bits alone, in
+any batch and in a chunk. Without Numba there is nothing to test, and these say so.
 """
 
 import tempfile
@@ -122,5 +122,5 @@ def test_any_size(n_out: int, is_mxfp4: bool) -> None:
         wide = decoded(w)
     expected = np.stack([wide[e].astype(np.float64) @ row for e, row in zip(chosen, x, strict=True)])
     found = [expert_products(x, w, chosen, n_threads) for n_threads in (1, 2)]
-    assert np.array_equal(*found)
+    assert np.array_equal(found[0], found[1])
     assert np.abs(found[0] - expected).max() < 1e-5 * np.abs(expected).max()
