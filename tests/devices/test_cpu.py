@@ -288,7 +288,7 @@ KERNELS: dict[Any, tuple[Any, ...]] = {
     cpu.one_row: (np.zeros(4, "f4"), np.zeros((4, WIDTH), "u2"), np.zeros(WIDTH, "f4")),
     cpu.four_rows: (np.zeros((4, 4), "f4"), np.zeros((4, WIDTH), "u2"), np.zeros((4, WIDTH), "f4")),
     cpu.add_product: (np.zeros(4, "f4"), np.zeros((4, PAGE), "f4"), np.zeros(PAGE, "f4")),
-    cpu.softmax: (np.zeros(PAGE, "f4"),),
+    cpu.softmax: (np.zeros(PAGE, "f4"), np.float32(0)),
 }
 
 
