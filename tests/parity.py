@@ -24,13 +24,12 @@ import json
 import sys
 import tempfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import save_file
 
 from checkpoint import default_model, hub
 from checkpoint.config import parse_config, read_config
@@ -185,20 +184,28 @@ def write(directory: Path, case: Case) -> None:
 
 
 def write_file(path: Path, parts: Sequence[Part], dtype: str) -> None:
-    """https://github.com/huggingface/safetensors#format"""
-    tensors = {part.name: random_tensor(part.name, part.shape) for part in parts}
-    if dtype != "BF16":
-        numpy_dtype = {"F16": np.float16, "F32": np.float32}[dtype]
-        save_file({n: t.astype(numpy_dtype) for n, t in tensors.items()}, path, metadata={"format": "pt"})
-        return
-    header, data = {}, b""  # by hand: NumPy has no bfloat16
+    write_tensors(path, {part.name: random_tensor(part.name, part.shape) for part in parts}, dtype)
+
+
+def write_tensors(path: Path, tensors: dict[str, NDArray[Any]], dtype: str) -> None:
+    """https://github.com/huggingface/safetensors#format, by hand: NumPy has no bfloat16"""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    data = b""
     for name, tensor in tensors.items():
-        stored = tensor if tensor.dtype == np.uint8 else (tensor.view(np.uint32) >> 16).astype("<u2")
+        stored, stored_as = tensor, "U8"
+        if tensor.dtype != np.uint8:
+            stored, stored_as = STORED[dtype](tensor), dtype
         begin, data = len(data), data + stored.tobytes()
-        stored_as = "U8" if tensor.dtype == np.uint8 else dtype
         header[name] = {"dtype": stored_as, "shape": tensor.shape, "data_offsets": [begin, len(data)]}
-    encoded = json.dumps(header | {"__metadata__": {"format": "pt"}}).encode()
+    encoded = json.dumps(header).encode()
     path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + data)
+
+
+STORED: dict[str, Callable[[Array], NDArray[Any]]] = {
+    "BF16": lambda tensor: (tensor.view(np.uint32) >> 16).astype("<u2"),
+    "F16": lambda tensor: tensor.astype("<f2"),
+    "F32": lambda tensor: tensor.astype("<f4"),
+}
 
 
 # the first of these that a tensor's name contains: mean and deviation, a matrix's times n_inputs ** -0.5
