@@ -255,7 +255,7 @@ def n_params(c: Config) -> int:
     return n
 
 
-def n_bytes(c: Config) -> int:
+def n_weight_bytes(c: Config) -> int:
     """Bytes of the weights in bfloat16, and MXFP4 as it is."""
     return sum((1 if part.is_mxfp4 else 2) * math.prod(part.shape) for part in all_parts(c))
 

@@ -1,7 +1,7 @@
-"""gpt-oss from its checkpoint to the events: a tiny one (helpers/gpt_oss.py) behind the real server and client.
+"""gpt-oss from its checkpoint to the events: a tiny one (helpers/gpt_oss.py), the real server, its client.
 
-Each answer has been taught for one prompt, so it comes only if the template, the tokenizer, the weights and the
-forward pass are all right; and harmony's channels must become reasoning, preambles, calls and text.
+Each answer has been taught for one prompt, so it comes only if the template, the tokenizer, the weights and
+the forward pass are all right; and harmony's channels must become reasoning, preambles, calls and text.
 """
 
 import json
@@ -151,15 +151,16 @@ def test_a_preamble_a_call_and_a_chain_with_its_reasoning(server: Server) -> Non
 def test_the_same_by_chat_completions(server: Server) -> None:
     with server.sdk() as client:
         tools: Any = [NESTED]
-        first: Any = client.chat.completions.create(model="tiny-gpt-oss", messages=ASKED, tools=tools)  # type: ignore[call-overload]
+        asked: Any = ASKED
+        first: Any = client.chat.completions.create(model="tiny-gpt-oss", messages=asked, tools=tools)
         message = first.choices[0].message
         [call] = message.tool_calls
         assert (message.reasoning_content, message.content) == ("I must look.", "Let me look.")
         assert (call.function.name, call.function.arguments) == ("get_weather", ARGUMENTS)
         assert first.choices[0].finish_reason == "tool_calls"
         result = {"role": "tool", "tool_call_id": call.id, "content": "9 degrees"}
-        turn = [*ASKED, message.model_dump(exclude_none=True), result]
-        second: Any = client.chat.completions.create(model="tiny-gpt-oss", messages=turn, tools=tools)  # type: ignore[call-overload]
+        turn = [*asked, message.model_dump(exclude_none=True), result]
+        second: Any = client.chat.completions.create(model="tiny-gpt-oss", messages=turn, tools=tools)
     assert second.choices[0].message.content == "It is 9 degrees in Oslo."
 
 

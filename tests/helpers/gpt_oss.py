@@ -4,8 +4,8 @@
 
 Every weight is random but the head's. A random transformer makes another hidden state of every text, and the
 head is what least squares finds to make the next token of each state the one that was taught: fewer positions
-than numbers in a state have an exact solution. So no training is needed, and each part of the model counts: an
-error in any of them, and the model says something else.
+than numbers in a state have an exact solution. So no training is needed, and each part of the model counts:
+an error in any of them, and the model says something else.
 
 The tokenizer is tiny's with the tokens of harmony, the chat template tests/templates/harmony.jinja.
 """
