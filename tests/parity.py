@@ -104,6 +104,7 @@ ONE_LESS = {"num_experts_per_tok": 2}
 EXPERTS = {"num_local_experts": 5} | CHOICE
 QWEN_EXPERTS = {"num_experts": 7, "moe_intermediate_size": 40} | HEADS | CHOICE
 NORMALISED = {"norm_topk_prob": True}
+OF_ALL = {"norm_topk_prob": False}
 SPARSE = {"decoder_sparse_step": 2, "mlp_only_layers": [3]}  # experts in layer 1 alone
 GPT_OSS = {
     "hidden_size": 64,  # of whole blocks of MXFP4, as is the next
@@ -148,7 +149,7 @@ CASES = {
     "mixtral-window":         Case("mixtral", EXPERTS | WINDOW,                 NO_WINDOW,        "BF16"),
     "qwen3-moe":              Case("qwen3_moe", QWEN_EXPERTS | NORMALISED,      ONE_LESS,         "BF16"),
     "qwen3-moe-of-all":       Case("qwen3_moe", QWEN_EXPERTS,                   NORMALISED),
-    "qwen3-moe-dense-layers": Case("qwen3_moe", QWEN_EXPERTS | SPARSE | NORMALISED, ONE_LESS,     "F16", 2),
+    "qwen3-moe-dense-layers": Case("qwen3_moe", QWEN_EXPERTS | SPARSE | NORMALISED, OF_ALL,       "F16", 2),
     "gpt-oss":                Case("gpt_oss", GPT_OSS | MXFP4,                  ONE_LESS,         "BF16", 2),
     "gpt-oss-unpacked":       Case("gpt_oss", GPT_OSS,                          ONE_LESS),
 }
