@@ -32,7 +32,7 @@
 //   a row of pick   MASK_WORDS PICK_ROW_WIDTH SETTINGS_WIDTH SEEDS_WIDTH CHOICE_WIDTH MAX_TOP
 //   its flags       PENALISED BIASED MASKED CHAINS SEEN_IN_PROMPT
 //   a block         THREADS ATTEND_THREADS PICK_THREADS
-//   a mixture       N_EXPERTS (0: none) N_CHOSEN EXPERT_DIM GROUP_WIDTH MXFP4 NORMALISED CLAMPED LIMIT ALPHA
+//   a mixture       N_EXPERTS N_CHOSEN EXPERT_DIM GROUP_WIDTH PACKED NORMALISED CLAMPED LIMIT ALPHA
 //
 // Axes: n_rows rows of the step, which are tokens of any sequences; n_pages KV cache pages of the pool;
 // max_pages entries of a page table; max_batch slots, a running sequence each. Arrays are row-major; float is
@@ -1322,7 +1322,7 @@ struct ExpertMatrices {
   };
   __device__ __forceinline__ Eight load(size_t row, int size, int k) const {
     Eight eight = {zeros(), 0};
-    if (MXFP4) {
+    if (PACKED) {
       eight.bits.x = *(const unsigned *)(blocks + (row * size + k) / 2);
       eight.scale = scales[(row * size + k) / 32];
     } else eight.bits = *(const uint4 *)(w + row * size + k);
@@ -1337,7 +1337,7 @@ struct ExpertMatrices {
     return half & 8 ? -v : v;
   }
   static __device__ __forceinline__ uint4 decoded(Eight eight) {
-    if (!MXFP4) return eight.bits;
+    if (!PACKED) return eight.bits;
     unsigned half = eight.bits.x;
     float factor = __uint_as_float(eight.scale ? (unsigned)eight.scale << 23 : 1u << 22);
     uint4 pairs = {pack(number(half, factor), number(half >> 4, factor)),

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from checkpoint.config import Config, UnsupportedModel
+from checkpoint.config import Config, Experts, UnsupportedModel
 from model import PAGE
 
 FAST_CODE = Path(__file__).parents[1] / "kernels.cu"
@@ -63,6 +63,9 @@ SHARED: dict[str, int | str] = {
     "THREADS": THREADS,
     "PICK_THREADS": PICK_THREADS,
 }
+
+
+NO_EXPERTS = Experts(0, 1, 1, (), normalised=True, has_biases=False, limit=None, alpha=1.0, mxfp4=False)
 
 
 class Shape(NamedTuple):
@@ -112,15 +115,13 @@ def constants(config: Config, shape: Shape) -> dict[str, int | str]:
 
 
 def expert_constants(config: Config) -> dict[str, int | str]:
-    """Those of a mixture of experts."""
-    experts = config.experts
-    if experts is None:
-        return {"N_EXPERTS": 0}
+    """Those of a mixture of experts; in a model that is none, kernels.cu has no kernels of experts."""
+    experts = config.experts or NO_EXPERTS
     return {
         "N_EXPERTS": experts.n,
         "N_CHOSEN": experts.n_chosen,
         "EXPERT_DIM": experts.hidden_dim,
-        "MXFP4": int(experts.mxfp4),
+        "PACKED": int(experts.mxfp4),
         "NORMALISED": int(experts.normalised),
         "CLAMPED": int(experts.limit is not None),
         "LIMIT": f"{experts.limit or 0.0!r}f",

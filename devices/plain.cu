@@ -24,7 +24,7 @@
 //   a row of pick  MASK_WORDS PICK_ROW_WIDTH SETTINGS_WIDTH SEEDS_WIDTH CHOICE_WIDTH MAX_TOP
 //   its flags      PENALISED BIASED MASKED CHAINS SEEN_IN_PROMPT
 //   a block        THREADS
-//   a mixture      N_EXPERTS (0: none) N_CHOSEN EXPERT_DIM MXFP4 NORMALISED CLAMPED LIMIT ALPHA
+//   a mixture      N_EXPERTS N_CHOSEN EXPERT_DIM PACKED NORMALISED CLAMPED LIMIT ALPHA
 //
 // Axes: n_rows rows of the step, which are tokens of any sequences; n_pages KV cache pages of the pool;
 // max_pages entries of a page table; max_batch slots, a running sequence each. Arrays are row-major.
@@ -379,7 +379,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
 }
 
-#if N_EXPERTS
 // ---- Mixture of experts -----------------------------------------------------------------------------------
 // x += sum of share * down(swiglu(gate_up(rms_norm(x)))) over the experts that a row has chosen
 //                                                                                         NumpyOps.experts
@@ -418,7 +417,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 __device__ float number(weight *w, packed *blocks, packed *scales, size_t row, int size, int k) {
   const float E2M1[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
   size_t at = row * size + k;
-  if (!MXFP4) return __bfloat162float(w[at]);
+  if (!PACKED) return __bfloat162float(w[at]);
   unsigned half = k % 2 ? blocks[at / 2] >> 4 : blocks[at / 2] & 15, magnitude = half & 7;
   float value = 0;
   for (unsigned i = 0; i < 8; i++)
@@ -469,4 +468,3 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   for (int pair = i / DIM * N_CHOSEN; pair < (i / DIM + 1) * N_CHOSEN; pair++)
     x[i] += shares[pair] * y[(size_t)pair * DIM + i % DIM];
 }
-#endif  // N_EXPERTS

@@ -13,7 +13,7 @@ import numpy as np
 
 from checkpoint.config import Config, Experts
 from checkpoint.rope import Rope
-from checkpoint.weights import Layer, Mxfp4, Weights, bfloat16
+from checkpoint.weights import Layer, Mxfp4, Weights, bfloat16, decoded
 from devices.cuda import CudaOps
 from devices.steps import DeviceStep, place_spans
 from helpers.emulator import Emulator
@@ -54,12 +54,23 @@ CONFIGS = {
     "grouped":    config(),
     "plain":      config(qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False, rotary=(False,)),
     "window":     config(windows=(37,), qk_norm=False),
+    "sinks":      config(windows=(37,), qk_norm=False, sinks=True),
     "many-heads": config(dim=40, hidden_dim=8, n_heads=18, n_kv_heads=1, head_dim=4, vocab_size=33),
     "large-head": config(dim=40, hidden_dim=8, n_heads=2, n_kv_heads=2, head_dim=136, vocab_size=33),
     # sizes of SmolLM2-135M and Qwen2.5-0.5B
     "uneven":     config(dim=576, hidden_dim=4864, n_heads=14, head_dim=64, vocab_size=896, mlp_bias=False),
 }
 LONG = config(dim=1288, hidden_dim=8, n_heads=2, n_kv_heads=1, head_dim=4, vocab_size=33)
+MIXTURES = {
+    "mxfp4": config(
+        model_type="gpt_oss", dim=320, n_heads=2, n_kv_heads=1, head_dim=4, vocab_size=33, sinks=True,
+        experts=Experts(11, 3, 64, (True,), normalised=True, has_biases=True, limit=1.5, alpha=1.702,
+                        mxfp4=True)),
+    "experts": config(
+        model_type="qwen3_moe", dim=40, n_heads=2, n_kv_heads=1, head_dim=4, vocab_size=33,
+        experts=Experts(37, 5, 24, (True,), normalised=False, has_biases=False, limit=None, alpha=1.0,
+                        mxfp4=False)),
+}
 MANY_TOKENS = config(dim=8, hidden_dim=8, n_heads=2, n_kv_heads=1, head_dim=4, vocab_size=70_001)
 # fmt: on
 
@@ -153,6 +164,9 @@ class Both:
         def host(array: Any) -> Any:
             if array is None:
                 return None
+            if isinstance(array, Mxfp4):
+                blocks, scales = (part.get() for part in array)  # type: ignore[attr-defined]
+                return decoded(Mxfp4(blocks, scales))
             if id(array) not in on_host:
                 values = widened(array.get())
                 if values.ndim == 1:  # no bias is 0, no norm weight 1
@@ -192,7 +206,11 @@ def both(
     name: str, order: int, check: bool = False, ops: type[CudaOps] = CudaOps, enough_blocks: int = 64
 ) -> Both:
     return Both(
-        (CONFIGS | {"long": LONG, "many-tokens": MANY_TOKENS})[name], order, check, ops, enough_blocks
+        (CONFIGS | MIXTURES | {"long": LONG, "many-tokens": MANY_TOKENS})[name],
+        order,
+        check,
+        ops,
+        enough_blocks,
     )
 
 
@@ -378,12 +396,13 @@ MODELS = {
     }.items()
 } | {
     "Qwen3-30B-A3B": config(
-        dim=2048, hidden_dim=6144, n_heads=32, n_kv_heads=4, head_dim=128, vocab_size=151936,
+        model_type="qwen3_moe", dim=2048, hidden_dim=6144, n_heads=32, n_kv_heads=4, head_dim=128,
+        vocab_size=151936,
         experts=Experts(128, 8, 768, (True,), normalised=True, has_biases=False, limit=None, alpha=1.702,
                         mxfp4=False)),
     "gpt-oss-20b": config(
-        dim=2880, hidden_dim=2880, n_heads=64, n_kv_heads=8, head_dim=64, vocab_size=201088, windows=(128,),
-        qk_norm=False, sinks=True,
+        model_type="gpt_oss", dim=2880, hidden_dim=2880, n_heads=64, n_kv_heads=8, head_dim=64,
+        vocab_size=201088, windows=(128,), qk_norm=False, sinks=True,
         experts=Experts(32, 4, 2880, (True,), normalised=True, has_biases=True, limit=7.0, alpha=1.702,
                         mxfp4=True)),
 }
