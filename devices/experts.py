@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from checkpoint.config import Config
 from checkpoint.weights import E2M1, Matrix, Mxfp4, Weights, bfloat16
 from devices import cpu
-from devices.cpu import CACHE, FastOps, is_float32
+from devices.cpu import CACHE, FastOps, is_float32, row_kernel, widened
 from model import Array, Ints
 
 ROWS = 64  # of a matrix, that a task multiplies
@@ -121,11 +121,20 @@ def mxfp4_product(typing_context: Any, blocks: Any, scales: Any, factors: Any, x
     return signature, generate
 
 
-def row_product(w: Any, e: Any, r: Any, x: Any) -> Any:
-    """Row r of expert e times x: compiled by the type of w, as the two functions in it."""
+@row_kernel
+def bfloat16_product(w: Any, x: Any) -> Any:
+    """The product of two rows, of which w is bfloat16."""
+    total = np.float32(0)
+    for k in range(len(x)):
+        total += x[k] * widened(w[k])
+    return total
 
 
-@overload(row_product, jit_options={"fastmath": {"contract", "reassoc"}})
+def row_product(w: Any, e: int, r: int, x: Any) -> Any:
+    """Row r of expert e times x: as one of the two functions below, by the type of w."""
+
+
+@overload(row_product)
 def _row_product(w: Any, e: Any, r: Any, x: Any) -> Any:
     if isinstance(w, types.BaseTuple):
 
@@ -137,10 +146,7 @@ def _row_product(w: Any, e: Any, r: Any, x: Any) -> Any:
         return of_mxfp4
 
     def of_bfloat16(w: Any, e: Any, r: Any, x: Any) -> Any:
-        total = np.float32(0)
-        for k in range(len(x)):
-            total += x[k] * np.uint32(np.uint32(w[e, r, k]) << np.uint32(16)).view(np.float32)
-        return total
+        return bfloat16_product(w[e, r], x)
 
     return of_bfloat16
 
