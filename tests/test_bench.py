@@ -12,10 +12,10 @@ import pytest
 import bench
 from benches import common, cpu, relay, server
 from checkpoint.config import parse_config, read_config
-from checkpoint.weights import n_params, read_weights
+from checkpoint.weights import n_params, n_weight_bytes, read_weights
 from dialects.families import DIALECTS
 from engine import Engine
-from helpers.serving import TINY
+from helpers.serving import ROOT, TINY
 from model import NumpyOps
 from tokenizer import Tokenizer
 
@@ -149,3 +149,7 @@ def test_shapes_are_those_of_the_models() -> None:
     shapes = pytest.importorskip("benches.shapes", reason="needs Numba")
     counted = {name: n_params(parse_config(shape, {})) / 1e9 for name, shape in shapes.SHAPES.items()}
     assert counted == pytest.approx({"gpt-oss-20b": 20.91, "qwen3-30b-a3b": 30.53}, abs=0.01)
+    config = parse_config(shapes.SHAPES["gpt-oss-20b"], {})
+    all_gb, token_gb = n_weight_bytes(config) / 1e9, shapes.token_bytes(config) / 1e9
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"gpt-oss-20b has {all_gb:.1f} GB of weights, and a token reads {token_gb:.1f} GB" in readme
