@@ -5,7 +5,7 @@
 Used by tests/devices on the emulator, and by tests/gpu on a GPU.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -75,6 +75,34 @@ MANY_TOKENS = config(dim=8, hidden_dim=8, n_heads=2, n_kv_heads=1, head_dim=4, v
 # fmt: on
 
 
+def random_mlp(cp: Any, c: Config, i: int, array: Callable[..., Any]) -> dict[str, Any]:
+    """The MLP of layer i, or its experts."""
+
+    def mxfp4(n: int, n_out: int, n_in: int) -> Mxfp4:
+        blocks = array(n, n_out, n_in // 4).view(np.uint8).reshape(n, n_out, n_in // 32, 16)
+        scales = cp.empty((n, n_out, n_in // 32), np.uint8)
+        scales[...] = 121  # a number is some 2 * 2^-6
+        return Mxfp4(blocks, scales)
+
+    experts = c.experts
+    if experts is None or not experts.layers[i]:
+        return {
+            "w_gate_up": array(2 * c.hidden_dim, c.dim),
+            "w_down": array(c.dim, c.hidden_dim),
+            "b_gate_up": array(2 * c.hidden_dim) if c.mlp_bias else None,
+            "b_down": array(c.dim) if c.mlp_bias else None,
+        }
+    matrices = mxfp4 if experts.mxfp4 else array
+    return {
+        "router": array(experts.n, c.dim),
+        "b_router": array(experts.n) if experts.has_biases else None,
+        "w_gate_up": matrices(experts.n, 2 * experts.hidden_dim, c.dim),
+        "w_down": matrices(experts.n, c.dim, experts.hidden_dim),
+        "b_gate_up": array(experts.n, 2 * experts.hidden_dim) if experts.has_biases else None,
+        "b_down": array(experts.n, c.dim) if experts.has_biases else None,
+    }
+
+
 def random_weights(cp: Any, config: Config, seed: int = 0) -> Weights:
     """Weights of any size, made on the device in seconds: for measuring. Random, for zeros are faster."""
     n = 1 << 22
@@ -97,31 +125,6 @@ def random_weights(cp: Any, config: Config, seed: int = 0) -> Weights:
     c = config
     n_q, n_qkv = c.n_heads * c.head_dim, (c.n_heads + 2 * c.n_kv_heads) * c.head_dim
 
-    def mxfp4(n: int, n_out: int, n_in: int) -> Mxfp4:
-        blocks = array(n, n_out, n_in // 4).view(np.uint8).reshape(n, n_out, n_in // 32, 16)
-        scales = cp.empty((n, n_out, n_in // 32), np.uint8)
-        scales[...] = 121  # a number is some 2 * 2^-6
-        return Mxfp4(blocks, scales)
-
-    def mlp(i: int) -> dict[str, Any]:
-        experts = c.experts
-        if experts is None or not experts.layers[i]:
-            return {
-                "w_gate_up": array(2 * c.hidden_dim, c.dim),
-                "w_down": array(c.dim, c.hidden_dim),
-                "b_gate_up": array(2 * c.hidden_dim) if c.mlp_bias else None,
-                "b_down": array(c.dim) if c.mlp_bias else None,
-            }
-        matrices = mxfp4 if experts.mxfp4 else array
-        return {
-            "router": array(experts.n, c.dim),
-            "b_router": array(experts.n) if experts.has_biases else None,
-            "w_gate_up": matrices(experts.n, 2 * experts.hidden_dim, c.dim),
-            "w_down": matrices(experts.n, c.dim, experts.hidden_dim),
-            "b_gate_up": array(experts.n, 2 * experts.hidden_dim) if experts.has_biases else None,
-            "b_down": array(experts.n, c.dim) if experts.has_biases else None,
-        }
-
     layers = [
         Layer(
             attn_norm=ones(c.dim),
@@ -133,7 +136,7 @@ def random_weights(cp: Any, config: Config, seed: int = 0) -> Weights:
             q_norm=ones(c.head_dim) if c.qk_norm else None,
             k_norm=ones(c.head_dim) if c.qk_norm else None,
             sinks=array(c.n_heads) if c.sinks else None,
-            **mlp(i),
+            **random_mlp(cp, c, i, array),
         )
         for i in range(c.n_layers)
     ]
