@@ -32,6 +32,7 @@
 //   a row of pick   MASK_WORDS PICK_ROW_WIDTH SETTINGS_WIDTH SEEDS_WIDTH CHOICE_WIDTH MAX_TOP
 //   its flags       PENALISED BIASED MASKED CHAINS SEEN_IN_PROMPT
 //   a block         THREADS ATTEND_THREADS PICK_THREADS
+//   a mixture       N_EXPERTS N_CHOSEN EXPERT_DIM GROUP_WIDTH PACKED NORMALISED CLAMPED LIMIT ALPHA
 //
 // Axes: n_rows rows of the step, which are tokens of any sequences; n_pages KV cache pages of the pool;
 // max_pages entries of a page table; max_batch slots, a running sequence each. Arrays are row-major; float is
@@ -49,6 +50,7 @@
 typedef __nv_bfloat16 bf16;
 typedef const __nv_bfloat16 weight;  // a number of the checkpoint: no kernel writes it
 typedef const int table;             // nor this: the host writes it before the first kernel of a step
+typedef const unsigned char packed;  // bytes of MXFP4 in the checkpoint
 typedef unsigned long long u64;
 
 // ---- What C++ has no name for -----------------------------------------------------------------------------
@@ -563,6 +565,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 //
 //   qkv          (n_rows, QKV_DIM) float             N_HEADS queries, N_KV_HEADS keys, N_KV_HEADS values
 //   q_norm, k_norm  (HEAD_DIM,)                    null: the model has none
+//   sinks        (N_HEADS,)                          a score of each head that no key has; null: none
 //   rope         (max_seq_len, HEAD_DIM / 2) float2  cos, sin of the angle of a pair of neighbours
 //   keys         (n_pages, N_KV_HEADS, PAGE, HEAD_PAD) bf16  the key of a token is a row
 //   values       (n_pages, N_KV_HEADS, HEAD_PAD, PAGE) bf16  its value is a column: a lane finds
@@ -765,6 +768,11 @@ __device__ __forceinline__ void merge_warps(const Work &work, float &top, float 
   }
 }
 
+// What the sum of a head's weights, relative to its greatest score, is with the head's sink
+__device__ __forceinline__ float with_sink(float sum, float top, weight *sinks, int head) {
+  return sinks ? sum + exp2f(__bfloat162float(sinks[head]) * LOG2_E - top) : sum;
+}
+
 // How the sum of the splits so far, and the next split, are scaled before they are added (online softmax).
 // `top` becomes the greatest score of both.
 __device__ __forceinline__ void rescale(float &top, float next_top, float &old_scale, float &new_scale) {
@@ -807,9 +815,9 @@ extern "C" __global__ void __launch_bounds__(32)
 //   writes  1: the blocks write the keys and values of the step too, as `write_kv` does; a sequence is a tile
 //   grid: splits of the longest sequence, N_KV_HEADS, n_tiles; block: ATTEND_THREADS; all threads enter
 extern "C" __global__ void __launch_bounds__(ATTEND_THREADS)
-    attend(const float *qkv, weight *q_norm, weight *k_norm, const float2 *rope, bf16 *keys, bf16 *values,
-           table *tiles, table *page_tables, float *part, int *n_done, bf16 *y, int max_pages, int window,
-           int rotary, int writes) {
+    attend(const float *qkv, weight *q_norm, weight *k_norm, weight *sinks, const float2 *rope, bf16 *keys,
+           bf16 *values, table *tiles, table *page_tables, float *part, int *n_done, bf16 *y, int max_pages,
+           int window, int rotary, int writes) {
   __shared__ __align__(16) Work work;
   __shared__ int is_last;
   start_next();
@@ -833,11 +841,13 @@ extern "C" __global__ void __launch_bounds__(ATTEND_THREADS)
   merge_warps(work, top, sum, out);
   int r = row_of_thread(), n_splits = tile.last_split - tile.first_split + 1;
   if (n_splits == 1) {
-    if (r < tile.n_rows)
+    if (r < tile.n_rows) {
+      sum = with_sink(sum, top, sinks, tile.head(r, kv));
       for (int i = 0; i < A_THREAD; i++)
         if (column_of_thread(i) < HEAD_DIM)
           y[((size_t)tile.token(r) * N_HEADS + tile.head(r, kv)) * HEAD_DIM + column_of_thread(i)] =
               __float2bfloat16(out[i] / sum);
+    }
     return;
   }
   if (r < tile.n_rows) {
@@ -869,6 +879,7 @@ extern "C" __global__ void __launch_bounds__(ATTEND_THREADS)
       sum = sum * old_scale + __ldcg(next + HEAD_DIM + 1) * new_scale;
       out = out * old_scale + __ldcg(next + i % HEAD_DIM) * new_scale;
     }
+    sum = with_sink(sum, top, sinks, tile.head(i / HEAD_DIM, kv));
     y[head * HEAD_DIM + i % HEAD_DIM] = __float2bfloat16(out / sum);
   }
 }
@@ -877,8 +888,9 @@ extern "C" __global__ void __launch_bounds__(ATTEND_THREADS)
 // whose tiles are many. The keys of the step are in their pages already.
 //   grid: n_tiles, N_KV_HEADS; block: ATTEND_THREADS; all threads enter
 extern "C" __global__ void __launch_bounds__(ATTEND_THREADS)
-    attend_prompt(const float *qkv, weight *q_norm, const float2 *rope, const bf16 *keys, const bf16 *values,
-                  table *tiles, table *page_tables, bf16 *y, int max_pages, int window, int rotary) {
+    attend_prompt(const float *qkv, weight *q_norm, weight *sinks, const float2 *rope, const bf16 *keys,
+                  const bf16 *values, table *tiles, table *page_tables, bf16 *y, int max_pages, int window,
+                  int rotary) {
   __shared__ __align__(16) Work work;
   start_next();
   await_previous();
@@ -898,11 +910,13 @@ extern "C" __global__ void __launch_bounds__(ATTEND_THREADS)
 #pragma unroll
     for (int i = 0; i < A_THREAD; i++) out[i] = out[i] * old_scale + next[i] * new_scale;
   }
-  if (r < tile.n_rows)
+  if (r < tile.n_rows) {
+    sum = with_sink(sum, top, sinks, tile.head(r, kv));
     for (int i = 0; i < A_THREAD; i++)
       if (column_of_thread(i) < HEAD_DIM)
         y[((size_t)tile.token(r) * N_HEADS + tile.head(r, kv)) * HEAD_DIM + column_of_thread(i)] =
             __float2bfloat16(out[i] / sum);
+  }
 }
 
 // ---- Sampling ---------------------------------------------------------------------------------------------
@@ -1203,4 +1217,263 @@ extern "C" __global__ void __launch_bounds__(PICK_THREADS, 1)
     else atomicAdd(&counts[tokens[i]], 1u);
   }
 }
+
+#if N_EXPERTS
+// ---- Mixture of experts -----------------------------------------------------------------------------------
+// x += sum of share * down(swiglu(gate_up(rms_norm(x)))) over the experts that a row has chosen
+//                                                                                         NumpyOps.experts
+//     rms_norm --> router --> route --> rms_norm of each pair's row --> expert_gate_up --> expert_down
+//              --> add_experts
+//
+// A pair is a row and an expert that it has chosen. `route` puts the pairs of an expert side by side, a group;
+// then a block has some columns of one expert and all rows of its group, up to TILES * 16 at a time, and reads
+// its weights once for these. What no row has chosen is not read.
+//
+//   n_pairs   n_rows * N_CHOSEN; pair i is of row i / N_CHOSEN
+//   groups    (grid.y, GROUP_WIDTH) int  expert; place of its first pair; how many, 0: no group
+//   w         (N_EXPERTS, columns, size)             blocks, scales  the same as MXFP4: 16 bytes, 1 byte for 32
+//   b         (N_EXPERTS, columns), null: no bias
+
+// y = x w^T + b: the score of each expert
+//   w  (N_EXPERTS, DIM)   b  (N_EXPERTS,), null: no bias   x  (n_rows, DIM)   y  (n_rows, N_EXPERTS), written
+//   grid: n_rows / BLOCK_ROWS, N_EXPERTS / BLOCK_COLUMNS; block: THREADS; all threads enter
+extern "C" __global__ void __launch_bounds__(THREADS)
+    router(weight *w, weight *b, const bf16 *x, float *y, int n_rows) {
+  Rows input = {x, DIM};
+  weight *const matrices[1] = {w};
+  linear<1, COLUMN_TILES>(matrices, DIM, N_EXPERTS, n_rows, input, nullptr, y,
+                          [&](int column, float *v) { return v[0] + bias(b, column); });
+}
+
+// The experts with the highest scores, of equals the first, and their shares                NumpyOps._route
+//   scores  (n_rows, N_EXPERTS) float
+//   chosen  (n_pairs,) int, written     expert of each pair
+//   shares  (n_pairs,) float, written   softmax of its score, over those of the row or over all experts
+//   places  (n_pairs,) int, written     where the pair lies among the groups
+//   rows    (n_pairs,) int, written     row of the pair that lies there
+//   grid: 1; block: PICK_THREADS; all threads enter
+extern "C" __global__ void __launch_bounds__(PICK_THREADS, 1)
+    route(const float *scores, int *chosen, float *shares, int *places, int *rows, int *groups, int n_rows) {
+  __shared__ int begin_of[N_EXPERTS];
+  start_next();
+  await_previous();
+  int lane = threadIdx.x % 32, n_pairs = n_rows * N_CHOSEN;
+  for (int row = threadIdx.x / 32; row < n_rows; row += PICK_THREADS / 32) {
+    const float *score = scores + (size_t)row * N_EXPERTS;
+    // A score that is no number is the lowest, so that a row always has N_CHOSEN experts.
+    auto finite = [&](int e) { return fminf(fmaxf(score[e], -MAX_FLOAT), MAX_FLOAT); };
+    float top = 0, mine = 0, total = 0;  // lane i has the score of the expert that is chosen as i-th
+    u64 last = NO_NUMBER;
+    for (int i = 0; i < N_CHOSEN; i++) {
+      u64 best = 0;
+      for (int e = lane; e < N_EXPERTS; e += 32) {
+        u64 rank = rank_of(finite(e), e);
+        if (rank < last) best = max(best, rank);
+      }
+      for (int m = 16; m; m /= 2) best = max(best, __shfl_xor_sync(ALL, best, m));
+      last = best;
+      int e = token_of(best);
+      if (i == 0) top = finite(e);
+      if (lane == i) mine = finite(e), chosen[row * N_CHOSEN + i] = e;
+    }
+    float of_mine = expf(mine - top);
+    if (NORMALISED)
+      for (int i = 0; i < N_CHOSEN; i++) total += __shfl_sync(ALL, of_mine, i);
+    else {
+      for (int e = lane; e < N_EXPERTS; e += 32) total += expf(finite(e) - top);
+      total = warp_sum(total);
+    }
+    if (lane < N_CHOSEN) shares[row * N_CHOSEN + lane] = of_mine / total;
+  }
+  __syncthreads();
+  int e = threadIdx.x, n_of_expert = 0;
+  if (e < N_EXPERTS) {
+    for (int pair = 0; pair < n_pairs; pair++) n_of_expert += chosen[pair] == e;
+    begin_of[e] = n_of_expert;
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    int n_groups = 0, begin = 0;
+    for (int i = 0; i < N_EXPERTS; i++) {
+      int n = begin_of[i];
+      begin_of[i] = begin;
+      if (n) {
+        int *group = groups + n_groups++ * GROUP_WIDTH;
+        group[0] = i, group[1] = begin, group[2] = n;
+      }
+      begin += n;
+    }
+    for (; n_groups < min(N_EXPERTS, n_pairs); n_groups++) groups[n_groups * GROUP_WIDTH + 2] = 0;
+  }
+  __syncthreads();
+  if (n_of_expert)
+    for (int pair = 0, place = begin_of[e]; pair < n_pairs; pair++)
+      if (chosen[pair] == e) rows[place] = pair / N_CHOSEN, places[pair] = place++;
+}
+
+// The matrices of the experts
+struct ExpertMatrices {
+  weight *w;
+  packed *blocks, *scales;
+  // Numbers k to k + 7 of a row, as they lie in memory, and the scale of MXFP4
+  struct Eight {
+    uint4 bits;
+    int scale;
+  };
+  __device__ __forceinline__ Eight load(size_t row, int size, int k) const {
+    Eight eight = {zeros(), 0};
+    if (PACKED) {
+      eight.bits.x = *(const unsigned *)(blocks + (row * size + k) / 2);
+      eight.scale = scales[(row * size + k) / 32];
+    } else eight.bits = *(const uint4 *)(w + row * size + k);
+    return eight;
+  }
+  // The number of a half byte, E2M1, times 2^(scale - 127), to which bfloat16 is exact. With exponent 126
+  // before them, two bits of exponent and one of mantissa are f = 0.5, 0.75, 1, 1.5, ..., 6: the first two
+  // mean 0 and 0.5, the others themselves.
+  static __device__ __forceinline__ float number(unsigned half, float factor) {
+    float f = __uint_as_float((126u << 23) + ((half & 7) << 22));
+    float v = (f + fminf(f - 1, 0)) * factor;
+    return half & 8 ? -v : v;
+  }
+  static __device__ __forceinline__ uint4 decoded(Eight eight) {
+    if (!PACKED) return eight.bits;
+    unsigned half = eight.bits.x;
+    float factor = __uint_as_float(eight.scale ? (unsigned)eight.scale << 23 : 1u << 22);
+    uint4 pairs = {pack(number(half, factor), number(half >> 4, factor)),
+                   pack(number(half >> 8, factor), number(half >> 12, factor)),
+                   pack(number(half >> 16, factor), number(half >> 20, factor)),
+                   pack(number(half >> 24, factor), number(half >> 28, factor))};
+    return pairs;
+  }
+};
+
+// y[row, column] = value(column, sums of the MATRICES) for 8 columns of each matrix and up to TILES * 16 rows;
+// sums as in linear(), part by part, so the bits of a row depend on no other. All threads enter.
+//   first_row  of the matrix: row `column` of matrix m is first_row + m * n_columns + column
+template <int MATRICES, int TILES, class T, class Value>
+__device__ __forceinline__ void expert_linear(const ExpertMatrices &w, size_t first_row, int size, int n_columns,
+                                              const bf16 *x, int n_rows, T *y, float4 *sums_of_warp,
+                                              Value value) {
+  const int STEPS = 4;  // whose weights are on their way at once
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  int column = blockIdx.x * 8 + g, part = steps_sums(size), begin = warp * part * 32;
+  int end = min(begin + part * 32, size);
+  float sum[MATRICES][TILES][4] = {};
+  for (int k0 = begin + t * 8; k0 - t * 8 < end; k0 += STEPS * 32) {
+    ExpertMatrices::Eight ahead[STEPS][MATRICES];
+#pragma unroll
+    for (int s = 0; s < STEPS; s++)
+#pragma unroll
+      for (int m = 0; m < MATRICES; m++) {
+        ExpertMatrices::Eight none = {zeros(), 0};
+        bool is_there = k0 + s * 32 < end && column < n_columns;
+        ahead[s][m] = is_there ? w.load(first_row + m * n_columns + column, size, k0 + s * 32) : none;
+      }
+#pragma unroll
+    for (int s = 0; s < STEPS; s++) {
+      int k = k0 + s * 32;
+      if (k - t * 8 >= end) break;
+      uint4 of_w[MATRICES];
+#pragma unroll
+      for (int m = 0; m < MATRICES; m++) of_w[m] = ExpertMatrices::decoded(ahead[s][m]);
+#pragma unroll
+      for (int r = 0; r < TILES; r++) {
+        int row = r * 16 + g;
+        uint4 low = k < end && row < n_rows ? *(const uint4 *)(x + (size_t)row * size + k) : zeros();
+        uint4 high = k < end && row + 8 < n_rows ? *(const uint4 *)(x + (size_t)(row + 8) * size + k) : zeros();
+#pragma unroll
+        for (int m = 0; m < MATRICES; m++) multiply(sum[m][r], low, high, of_w[m]);
+      }
+    }
+  }
+#pragma unroll
+  for (int m = 0; m < MATRICES; m++)
+#pragma unroll
+    for (int r = 0; r < TILES; r++) {
+      float *d = sum[m][r];
+      float4 v = {d[0], d[1], d[2], d[3]};
+      sums_of_warp[((warp * MATRICES + m) * TILES + r) * 32 + lane] = v;
+    }
+  __syncthreads();
+  for (int i = threadIdx.x; i < TILES * 16 * 8; i += THREADS) {
+    int row = i / 8, of_eight = i % 8, y_column = blockIdx.x * 8 + of_eight;
+    if (row >= n_rows || y_column >= n_columns) continue;
+    int from = row % 8 * 16 + of_eight / 2 * 4 + row / 8 % 2 * 2 + of_eight % 2;
+    float v[MATRICES];
+    for (int m = 0; m < MATRICES; m++) {
+      v[m] = 0;
+      for (int j = 0; j < WARPS; j++)
+        v[m] += ((const float *)(sums_of_warp + ((j * MATRICES + m) * TILES + row / 16) * 32))[from];
+    }
+    store(y + (size_t)row * n_columns + y_column, value(y_column, v));
+  }
+  __syncthreads();
+}
+
+// All rows of a group: one tile where they are no more than 16, else four at a time
+template <int MATRICES, class T, class Value>
+__device__ __forceinline__ void expert_group(const ExpertMatrices &w, const int *group, int size, int n_columns,
+                                             const bf16 *x, T *y, Value value) {
+  __shared__ float4 sums_of_warp[WARPS * MATRICES * 4 * 32];
+  start_next();
+  await_previous();
+  group += blockIdx.y * GROUP_WIDTH;
+  int expert = group[0], first = group[1], n = group[2];
+  size_t first_row = (size_t)expert * MATRICES * n_columns;
+  auto of_expert = [&](int column, float *v) { return value(expert, column, v); };
+  x += (size_t)first * size, y += (size_t)first * n_columns;
+  if (n <= 16 && n > 0)
+    expert_linear<MATRICES, 1>(w, first_row, size, n_columns, x, n, y, sums_of_warp, of_expert);
+  else
+    for (int row = 0; row < n; row += 64)
+      expert_linear<MATRICES, 4>(w, first_row, size, n_columns, x + (size_t)row * size, min(64, n - row),
+                                 y + (size_t)row * n_columns, sums_of_warp, of_expert);
+}
+
+// h = swiglu(x w^T + b)                                                                  NumpyOps._swiglu
+//   x  (n_pairs, DIM), normed, by group   h  (n_pairs, EXPERT_DIM) bf16, written
+//   grid: EXPERT_DIM / 8, groups that there may be; block: THREADS; all threads enter
+extern "C" __global__ void __launch_bounds__(THREADS)
+    expert_gate_up(weight *w, packed *blocks, packed *scales, weight *b, const bf16 *x, const int *groups,
+                   bf16 *h) {
+  ExpertMatrices matrices = {w, blocks, scales};
+  expert_group<2>(matrices, groups, DIM, EXPERT_DIM, x, h, [&](int expert, int column, float *v) {
+    weight *of_expert = b ? b + (size_t)expert * 2 * EXPERT_DIM : b;
+    float gate = v[0] + bias(of_expert, column), up = v[1] + bias(of_expert, EXPERT_DIM + column);
+    if (!CLAMPED) return gate / (1 + expf(-gate)) * up;
+    gate = fminf(gate, LIMIT);
+    up = fminf(fmaxf(up, -LIMIT), LIMIT);
+    return gate / (1 + expf(-ALPHA * gate)) * (up + 1);
+  });
+}
+
+// y = h w^T + b
+//   h  (n_pairs, EXPERT_DIM) bf16, by group   y  (n_pairs, DIM) float, written
+//   grid: DIM / 8, groups that there may be; block: THREADS; all threads enter
+extern "C" __global__ void __launch_bounds__(THREADS)
+    expert_down(weight *w, packed *blocks, packed *scales, weight *b, const bf16 *h, const int *groups,
+                float *y) {
+  ExpertMatrices matrices = {w, blocks, scales};
+  expert_group<1>(matrices, groups, EXPERT_DIM, DIM, h, y, [&](int expert, int column, float *v) {
+    return v[0] + bias(b ? b + (size_t)expert * DIM : b, column);
+  });
+}
+
+// x += sum of share * y over the pairs of a row, from the first to the last
+//   shares, places  (n_pairs,)   y  (n_pairs, DIM) float, by group   x  (n_rows, DIM) float, written
+//   grid: n_rows; block: THREADS
+extern "C" __global__ void __launch_bounds__(THREADS)
+    add_experts(const float *shares, const int *places, const float *y, float *x) {
+  start_next();
+  await_previous();
+  int first = blockIdx.x * N_CHOSEN;
+  for (int i = threadIdx.x; i < DIM; i += THREADS) {
+    float sum = x[(size_t)blockIdx.x * DIM + i];
+    for (int pair = first; pair < first + N_CHOSEN; pair++)
+      sum += shares[pair] * y[(size_t)places[pair] * DIM + i];
+    x[(size_t)blockIdx.x * DIM + i] = sum;
+  }
+}
+#endif  // N_EXPERTS
 #endif  // BLOCK_ROWS == 16

@@ -233,6 +233,11 @@ def write_gguf(path: Path, c: Config, weights: Weights, tokenizer: dict[str, Any
 
 
 def run(args: argparse.Namespace) -> None:
+    if args.shape:
+        from benches import shapes  # needs Numba
+
+        write(shapes.report(args), args.out)
+        return
     with threadpoolctl.threadpool_limits(args.threads, user_api="blas"), TemporaryDirectory() as folder:
         write(compare(args, Path(folder)), args.out)
 
@@ -369,5 +374,10 @@ def feature_table(
 def options(add: argparse.ArgumentParser) -> None:
     model_option(add)
     repeat_option(add)
+    shapes = "gpt-oss-20b or qwen3-30b-a3b: random weights of that shape, with as many layers as memory holds"
+    add.add_argument("--shape", choices=("gpt-oss-20b", "qwen3-30b-a3b"), metavar="NAME", help=shapes)
+    add.add_argument(
+        "--memory", type=float, default=0, metavar="GB", help="of --shape (default: 3/4 of the free)"
+    )
     add.add_argument("--new", type=int, default=64, metavar="N", help="tokens to decode (default: 64)")
     add.add_argument("--threads", type=int, default=os.cpu_count(), metavar="N", help="default: all cores")

@@ -40,7 +40,7 @@ from numba import njit, prange
 from numpy.typing import NDArray
 
 from checkpoint.config import Config
-from checkpoint.weights import Matrix, Weights, widen
+from checkpoint.weights import MATRICES, Layer, Matrix, Weights, widen
 from model import PAGE, Array, Batch, Ints, NumpyOps
 
 log = logging.getLogger("cpu")
@@ -264,14 +264,14 @@ TAYLOR = tuple(np.float32(1 / math.factorial(k)) for k in range(7, -1, -1))
 
 
 @row_kernel
-def softmax(s: Any) -> None:
-    """Softmax of s in place; len(s) is a multiple of LANES."""
+def softmax(s: Any, sink: Any) -> None:
+    """Softmax of s and a sink, in place and without the sink's; len(s) is a multiple of LANES."""
     maxima = s[:LANES].copy()  # one a lane, so that the compiler compares LANES numbers at once
     for j in range(LANES, len(s), LANES):
         for i in range(LANES):
             maxima[i] = max(maxima[i], s[j + i])
-    maximum = maxima.max()
-    total = np.float32(0)
+    maximum = max(maxima.max(), sink)
+    total = exp(sink - maximum)
     for j in range(len(s)):
         s[j] = exp(s[j] - maximum)
         total += s[j]
@@ -281,7 +281,16 @@ def softmax(s: Any) -> None:
 
 @kernel
 def attend_block(
-    q: Any, kv: Any, i: int, page_tables: Any, positions: Any, blocks: Any, window: int, task: int, y: Any
+    q: Any,
+    kv: Any,
+    i: int,
+    sinks: Any,
+    page_tables: Any,
+    positions: Any,
+    blocks: Any,
+    window: int,
+    task: int,
+    y: Any,
 ) -> None:
     """Attend from the rows of one block, with the query heads that share one key head; see attention()."""
     n_kv_heads = kv.shape[3]
@@ -305,7 +314,7 @@ def attend_block(
         for g in range(n):
             scores[r - first, g, :low] = -np.inf
             scores[r - first, g, end:] = -np.inf
-            softmax(scores[r - first, g, pages])
+            softmax(scores[r - first, g, pages], sinks[h * n + g])
     y[first:stop, h * n : h * n + n] = 0
     for p in range(n_pages):
         values = kv[page_table[start // PAGE + p], i, 1, h]
@@ -320,23 +329,24 @@ def attend_block(
 
 @kernel
 def attention(
-    q: Any, kv: Any, i: int, page_tables: Any, positions: Any, blocks: Any, window: int, y: Any
+    q: Any, kv: Any, i: int, sinks: Any, page_tables: Any, positions: Any, blocks: Any, window: int, y: Any
 ) -> None:
     """y = softmax(q k^T) v in layer i; a row sees itself and the window - 1 tokens before it.
 
-    q, scaled, and y are (n_rows, n_heads, head_dim), kv is FastOps' page pool, blocks (n_blocks, 3) has the
+    q, scaled, and y are (n_rows, n_heads, head_dim), sinks (n_heads,) are -inf in a model without, kv is
+    FastOps' page pool, blocks (n_blocks, 3) has the
     first row of each, the end of its rows, and the number of their page table.
     """
     for task in range(len(blocks) * kv.shape[3]):
-        attend_block(q, kv, i, page_tables, positions, blocks, window, task, y)
+        attend_block(q, kv, i, sinks, page_tables, positions, blocks, window, task, y)
 
 
 @parallel_kernel
 def shared_attention(
-    q: Any, kv: Any, i: int, page_tables: Any, positions: Any, blocks: Any, window: int, y: Any
+    q: Any, kv: Any, i: int, sinks: Any, page_tables: Any, positions: Any, blocks: Any, window: int, y: Any
 ) -> None:
     for task in prange(len(blocks) * kv.shape[3]):
-        attend_block(q, kv, i, page_tables, positions, blocks, window, task, y)
+        attend_block(q, kv, i, sinks, page_tables, positions, blocks, window, task, y)
 
 
 def load_tbb() -> None:
@@ -367,7 +377,7 @@ def compile_kernels() -> int:
     page_tables = np.zeros((1, 1), np.int64)
     positions = np.zeros(1, np.int64)
     blocks = np.array([[0, 1, 0]])
-    attention_arguments = q, kv, 0, page_tables, positions, blocks, 1, q.copy()
+    attention_arguments = q, kv, 0, row[0], page_tables, positions, blocks, 1, q.copy()
     rms_norm(row, row[0], np.float32(1), row.copy())
     product(row, panels, row.copy())
     attention(*attention_arguments)
@@ -401,7 +411,8 @@ class FastOps(NumpyOps):
         self._keys = self._kv[:, :, 0].reshape(n_pages, c.n_layers, c.n_kv_heads, c.head_dim, PAGE)
         assert np.shares_memory(self._keys, self._kv)
         self._blocks: AttentionBlocks | None = None  # those of the batch that was computed last
-        self.chunk_invariant = all(isinstance(w, Panels) for w in matrices(weights))
+        self._no_sinks = np.full(c.n_heads, -np.inf, np.float32)
+        self.chunk_invariant = not any(is_float32(w) for w in matrices(weights))
         size = f"{weights.nbytes / 1e6:.0f} MB of weights, in bfloat16 where that is exact"
         self.about = f"Numba, {self._n_threads} threads, {size}"
 
@@ -438,7 +449,7 @@ class FastOps(NumpyOps):
         self._keys[batch.pages, i, :, :, batch.offsets] = k
         self._kv[batch.pages, i, 1, :, batch.offsets] = v
 
-    def _attention(self, q: Array, i: int, batch: Batch) -> Array:
+    def _attention(self, q: Array, layer: Layer, i: int, batch: Batch) -> Array:
         if self._blocks is None or self._blocks.batch is not batch:
             self._blocks = AttentionBlocks(batch)
         blocks = self._blocks
@@ -448,7 +459,8 @@ class FastOps(NumpyOps):
             attend = attention
         scaled = q * np.float32(self.config.head_dim**-0.5)
         y = np.empty_like(scaled)
-        attend(scaled, self._kv, i, blocks.page_tables, batch.positions, blocks.rows, window, y)
+        sinks = self._no_sinks if layer.sinks is None else layer.sinks
+        attend(scaled, self._kv, i, sinks, blocks.page_tables, batch.positions, blocks.rows, window, y)
         return y.reshape(len(y), -1)
 
 
@@ -469,9 +481,13 @@ class AttentionBlocks:
             page_table[: len(group.pages)] = group.pages
 
 
+def is_float32(w: Matrix) -> bool:
+    return isinstance(w, np.ndarray) and w.dtype == np.float32
+
+
 def matrices(weights: Weights) -> list[Matrix]:
     """The matrices of all layers, and the head."""
-    arrays = [weights.head]
+    found = [weights.head]
     for layer in weights.layers:
-        arrays += [array for array in vars(layer).values() if array is not None]
-    return [array for array in arrays if isinstance(array, Panels) or array.ndim == 2]
+        found += [matrix for name, matrix in vars(layer).items() if name in MATRICES and matrix is not None]
+    return found

@@ -28,11 +28,12 @@ from numpy.typing import NDArray
 
 from checkpoint.config import Config
 from checkpoint.rope import rope_table
-from checkpoint.weights import Layer, Weights, bfloat16, n_params
+from checkpoint.weights import Layer, Matrix, Mxfp4, Weights, bfloat16, n_weight_bytes
 from devices.kernels import (
     ANY_SHAPE,
     BIASED,
     CHOICE_WIDTH,
+    GROUP_WIDTH,
     NORMED_ROWS,
     PENALISED,
     QUERIES,
@@ -77,6 +78,13 @@ class OutOfMemory(MemoryError):
 # ---- weights -----------------------------------------------------------------------------------------------
 
 
+def pack(w: Any) -> Matrix:
+    """Keep a matrix as bfloat16, and MXFP4 as it is."""
+    if isinstance(w, Mxfp4):
+        return w
+    return bfloat16(w)
+
+
 def on_device(weights: Weights, upload: Callable[[Any], DeviceArray]) -> Weights:
     """The same weights as device arrays; a tied head stays the same array as the embedding."""
     layers = []
@@ -111,6 +119,10 @@ class StepLimits(NamedTuple):
 def buffer_shapes(config: Config, max_seq_len: int, max_batch: int) -> dict[str, tuple[str, tuple[int, ...]]]:
     """All that is allocated beside weights, KV cache and the numbers of steps: dtype and shape by name."""
     c, limits = config, StepLimits.of(max_batch)
+    n_experts = n_chosen = expert_dim = 0
+    if c.experts:
+        n_experts, n_chosen, expert_dim = c.experts.n, c.experts.n_chosen, c.experts.hidden_dim
+    pairs = limits.rows * n_chosen  # a row and an expert that it has chosen
     max_splits = bucket(-(-max_seq_len // split_keys(c)))
     # fmt: off
     return {
@@ -132,6 +144,15 @@ def buffer_shapes(config: Config, max_seq_len: int, max_batch: int) -> dict[str,
         "counts":      ("u4", (max_batch, c.vocab_size)),
         "biases":      ("f4", (max_batch, c.vocab_size)),
         "history":     ("i4", (max_seq_len,)),  # the tokens to count
+        "scores":      ("f4", (limits.rows, n_experts)),
+        "experts":     ("i4", (pairs,)),  # of each pair
+        "shares":      ("f4", (pairs,)),
+        "places":      ("i4", (pairs,)),
+        "pair_rows":   ("i4", (pairs,)),
+        "groups":      ("i4", (n_experts, GROUP_WIDTH)),
+        "expert_x":    ("u2", (pairs, c.dim)),
+        "expert_h":    ("u2", (pairs, expert_dim)),
+        "expert_y":    ("f4", (pairs, c.dim)),
     }
     # fmt: on
 
@@ -145,7 +166,7 @@ def needed_bytes(config: Config, max_seq_len: int, n_pages: int, max_batch: int)
     """Bytes on the device, by what they are for."""
     shapes = buffer_shapes(config, max_seq_len, max_batch)
     return {
-        "weights": 2 * n_params(config),
+        "weights": n_weight_bytes(config),
         "pages": n_pages * CudaOps.page_bytes(config),
         "buffers": sum(n_bytes(*shape) for shape in shapes.values()),
     }
@@ -179,10 +200,17 @@ def missing() -> str | None:
 # ---- the ops -----------------------------------------------------------------------------------------------
 
 
+def expert_arrays(w: Matrix) -> tuple[DeviceArray | None, DeviceArray | None, DeviceArray | None]:
+    """What a kernel takes of the experts' matrices: bfloat16, or blocks and scales."""
+    if isinstance(w, Mxfp4):
+        return None, *w
+    return w, None, None
+
+
 class CudaOps:
     """NumpyOps on a device."""
 
-    pack = staticmethod(bfloat16)  # what weights.read_weights makes of a matrix for these ops
+    pack = staticmethod(pack)  # what weights.read_weights makes of a matrix for these ops
     chunk = 256  # tokens of a prompt that are computed together
     n_ahead = 4  # steps that may be launched before the first of them is read
     enough_blocks = 64  # of the largest shape, for a product; an H100's 132 processors do fewer no faster
@@ -200,7 +228,7 @@ class CudaOps:
         self.max_seq_len = max_seq_len
         self.n_pages = n_pages
         self.max_batch = max_batch
-        self.about = f"CUDA, {2 * n_params(config) / 1e6:.0f} MB of weights in bfloat16"
+        self.about = f"CUDA, {n_weight_bytes(config) / 1e6:.0f} MB of weights in bfloat16"
         self._limits = StepLimits.of(max_batch)
         self._group_size = group_size(config)
         self._split_keys = split_keys(config)
@@ -233,7 +261,9 @@ class CudaOps:
     def _allocate(self, weights: Weights) -> None:
         cp, c = self._cp, self.config
 
-        def upload(array: Any) -> DeviceArray:
+        def upload(array: Any) -> Any:
+            if isinstance(array, Mxfp4):
+                return Mxfp4(cp.asarray(array.blocks), cp.asarray(array.scales))
             if type(array) is np.ndarray:
                 return cp.asarray(bfloat16(array))
             return array  # it lies on the device already
@@ -530,14 +560,14 @@ class CudaOps:
             self._kernels.launch("write_kv", ANY_SHAPE, rows, *new, max_pages, rotary)
         if batch.n_split_tiles:
             splits = batch.n_splits, c.n_kv_heads, batch.n_split_tiles
-            inputs = qkv, layer.q_norm, layer.k_norm, *cache, views["tiles"], page_tables
+            inputs = qkv, layer.q_norm, layer.k_norm, layer.sinks, *cache, views["tiles"], page_tables
             between_blocks = b["part"], b["n_done"]
             writes = int(batch.is_decode)
             self._kernels.launch("attend", ANY_SHAPE, splits, *inputs, *between_blocks, y, *of_layer, writes)
         if batch.n_whole_tiles:
             whole = batch.n_whole_tiles, c.n_kv_heads
             tiles = views["tiles"][batch.n_split_tiles :]
-            arrays = qkv, layer.q_norm, *cache, tiles, page_tables, y
+            arrays = qkv, layer.q_norm, layer.sinks, *cache, tiles, page_tables, y
             self._kernels.launch("attend_prompt", ANY_SHAPE, whole, *arrays, *of_layer)
         return y
 
@@ -553,6 +583,26 @@ class CudaOps:
 
     def down(self, x: DeviceArray, h: DeviceArray, layer: Layer, batch: DeviceStep) -> None:
         self._product("down", self.config.dim, batch.n_rows, layer.w_down, layer.b_down, h, x)
+
+    def experts(self, x: DeviceArray, layer: Layer, batch: DeviceStep) -> None:
+        """The pairs of a row and an expert are grouped by expert: a group is a product."""
+        experts = self.config.experts
+        assert experts is not None
+        b, n = self._buffers, batch.n_rows
+        n_pairs = n * experts.n_chosen
+        launch = self._kernels.launch
+        launch("rms_norm", ANY_SHAPE, (n,), layer.mlp_norm, x, None, b["normed"])
+        router = -(-n // ANY_SHAPE.rows), -(-experts.n // ANY_SHAPE.columns)
+        launch("router", ANY_SHAPE, router, layer.router, layer.b_router, b["normed"], b["scores"], n)
+        routes = b["experts"], b["shares"], b["places"], b["pair_rows"], b["groups"]
+        launch("route", ANY_SHAPE, (1,), b["scores"], *routes, n)
+        launch("rms_norm", ANY_SHAPE, (n_pairs,), layer.mlp_norm, x, b["pair_rows"], b["expert_x"])
+        n_groups = min(experts.n, n_pairs)
+        gate_up = *expert_arrays(layer.w_gate_up), layer.b_gate_up, b["expert_x"], b["groups"], b["expert_h"]
+        launch("expert_gate_up", ANY_SHAPE, (-(-experts.hidden_dim // 8), n_groups), *gate_up)
+        down = *expert_arrays(layer.w_down), layer.b_down, b["expert_h"], b["groups"], b["expert_y"]
+        launch("expert_down", ANY_SHAPE, (-(-self.config.dim // 8), n_groups), *down)
+        launch("add_experts", ANY_SHAPE, (n,), b["shares"], b["places"], b["expert_y"], x)
 
     def logits(self, x: DeviceArray, weights: Weights, batch: DeviceStep) -> DeviceArray:
         raw = self._buffers["raw"]

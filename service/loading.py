@@ -142,11 +142,11 @@ def ops_of(device: str) -> type[NumpyOps] | type[cuda.CudaOps]:
 def cpu_ops() -> type[NumpyOps]:
     """The fastest ops that are installed."""
     try:
-        from devices.cpu import FastOps
+        from devices.experts import ExpertOps
     except ImportError as error:
         log.info("NumPy computes (%s); pip install -e '.[fast]' brings what is twice as fast", error)
         return NumpyOps
-    return FastOps
+    return ExpertOps
 
 
 def pool(page_bytes: int, max_seq_len: int, max_batch: int, kv_memory: int | None, room: int) -> int:

@@ -4,16 +4,18 @@ import asyncio
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 import bench
 from benches import common, cpu, relay, server
-from checkpoint.config import read_config
-from checkpoint.weights import read_weights
+from checkpoint.config import parse_config, read_config
+from checkpoint.weights import n_params, n_weight_bytes, read_weights
 from dialects.families import DIALECTS
 from engine import Engine
-from helpers.serving import TINY
+from helpers.serving import ROOT, TINY
 from model import NumpyOps
 from tokenizer import Tokenizer
 
@@ -116,3 +118,43 @@ def test_relay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert first == "| first one is here before the second is written | yes | yes | yes | | |"
     for name, row in zip(relay.RELAYED, measured, strict=False):
         assert re.fullmatch(rf"\| {re.escape(name)} (\| [\d.]+ ){{5}}\|", row)
+
+
+# fmt: off
+SMALL_SHAPES: dict[str, dict[str, Any]] = {
+    "gpt-oss-20b": {
+        "model_type": "gpt_oss", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "num_local_experts": 5, "num_experts_per_tok": 3, "quantization_config": {"quant_method": "mxfp4"},
+    },
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+    },
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", SMALL_SHAPES)
+def test_cpu_shapes(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = pytest.importorskip("benches.shapes", reason="needs Numba")
+    assert shapes.SHAPES.keys() == SMALL_SHAPES.keys()
+    monkeypatch.setattr(shapes, "SHAPES", SMALL_SHAPES)
+    monkeypatch.setattr(shapes, "GIGABYTE", np.ones(2**20, np.float32))
+    assert bench.main(["cpu", "--shape", name, "--repeat", "2", "--new", "2", "--threads", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert f"{name} with random weights, 2 of 2 layers" in printed
+    for row in ("weights", "read a token", "decode, batch 1", "decode, batch 8", "share of it at batch 1"):
+        assert re.search(rf"^\| {row} \| [\d.]+", printed, re.MULTILINE), row
+
+
+def test_shapes_are_those_of_the_models() -> None:
+    """The numbers of parameters that the models' makers publish, in billions."""
+    shapes = pytest.importorskip("benches.shapes", reason="needs Numba")
+    counted = {name: n_params(parse_config(shape, {})) / 1e9 for name, shape in shapes.SHAPES.items()}
+    assert counted == pytest.approx({"gpt-oss-20b": 20.91, "qwen3-30b-a3b": 30.53}, abs=0.01)
+    config = parse_config(shapes.SHAPES["gpt-oss-20b"], {})
+    all_gb, token_gb = n_weight_bytes(config) / 1e9, shapes.token_bytes(config) / 1e9
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"gpt-oss-20b has {all_gb:.1f} GB of weights, and a token reads {token_gb:.1f} GB" in readme

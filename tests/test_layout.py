@@ -293,7 +293,7 @@ def test_a_word_of_the_glossary_stands_in_its_file(word: str, file: str) -> None
 
 
 def test_the_readme_names_the_models_that_are_served() -> None:
-    sentence, _, _ = section("### The models").partition(", dense")
+    sentence, _, _ = section("### The models").partition("; unquantised")
     assert {*re.findall(r"`(\w+)`", sentence)} - {"model_type"} == FAMILIES.keys()
 
 

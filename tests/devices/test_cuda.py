@@ -48,6 +48,7 @@ from helpers.device_models import (
     engine_of,
     model_of,
     ops_of,
+    packed_of,
     page,
     pages,
     prefill,
@@ -73,20 +74,30 @@ def test_logprobs_are_those_of_numpy(name: str) -> None:
     model, token_ids = model_of(name), tokens(40)
     case = CASES[name]
     other = parse_config(config_json(case._replace(changes=case.changes | case.otherwise)), {})
-    spans = [prefill(token_ids[:33]), rows(token_ids[33:34], 33), rows(token_ids[34:], 34, n_wanted=3)]
+    n_wanted = 32 if model.config.experts else 1
+    first = prefill(token_ids[:33], n_wanted=n_wanted)
+    spans = [first, rows(token_ids[33:34], 33), rows(token_ids[34:], 34, n_wanted=3)]
     right, wrong = (
         by_steps(NumpyOps(c, model.weights, MAX_SEQ_LEN, N_PAGES, MAX_BATCH), spans, BITS_OF_ALL)
         for c in (model.config, other)
     )
-    distance = apart(by_steps(ops_of(name), spans), right)
+    found = by_steps(ops_of(name), spans)
+    distance, otherwise = apart(found, right), apart(wrong, right)
+    if model.config.experts:  # rounding may turn a near tie of the router, and that row says something else
+        distance, otherwise = (
+            float(np.median([apart([a], [b]) for a, b in zip(some, right, strict=True)]))
+            for some in (found, wrong)
+        )
     assert distance < 0.2  # of logprobs that spread over 10 to 20
-    assert distance < apart(wrong, right) / 5
+    assert distance < otherwise / 5
 
 
 # ---- Laws, to the bit --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "enough"), [(VARIED[0], 64), (VARIED[0], 1), (VARIED[1], 64)])
+@pytest.mark.parametrize(
+    ("name", "enough"), [(VARIED[0], 64), (VARIED[0], 1), *((name, 64) for name in VARIED[1:])]
+)
 def test_prefill_is_decode_and_chunked_is_whole(name: str, enough: int) -> None:
     ops, token_ids = ops_of(name), tokens(100)
     ops.enough_blocks = enough
@@ -349,7 +360,7 @@ def test_room_is_what_weights_and_buffers_leave() -> None:
 @pytest.mark.parametrize("name", VARIED)
 def test_random_weights_have_the_shapes_of_read_ones(name: str) -> None:
     config = model_of(name).config
-    made, read = random_weights(Emulator(), config), model_of(name).weights
+    made, read = random_weights(Emulator(), config), packed_of(name)
 
     def shapes(weights: Weights) -> list[Any]:
         parts = [weights, *weights.layers]
