@@ -22,6 +22,7 @@ import importlib
 import itertools
 import json
 import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -35,8 +36,7 @@ from typing import Any, NamedTuple
 from benches.common import GREEDY, Prompts, engine_run
 from checkpoint.config import Config, read_config
 from checkpoint.weights import read_weights
-from devices.cuda import CudaOps
-from devices.kernels import Kernels
+from devices.cuda import NO_GRAPHS, NO_PDL, CudaOps
 from devices.plain_ops import PlainOps
 from engine import Engine
 from model import PAGE
@@ -113,15 +113,22 @@ def engine(
     directory: Path,
     cells: Sequence[Cell],
     kind: type[CudaOps] = CudaOps,
-    without: Callable[[CudaOps], None] = lambda ops: None,
+    without: str = "",
 ) -> Iterator[Started]:
-    """Engine.generate, as the server calls it, sampling included. without: switches a feature off."""
+    """Engine.generate, as the server calls it, sampling included.
+
+    without: the environment variable of devices/cuda.py that switches a feature off.
+    """
     config = read_config(directory)
     max_batch = max(cell.batch for cell in cells)
     length = max(cell.n_prompt + cell.n_new for cell in cells) + 1
     weights = read_weights(directory, config, CudaOps.pack)
-    ops = kind(config, weights, length, max_batch * -(-length // PAGE), max_batch)
-    without(ops)
+    if without:
+        os.environ[without] = "1"
+    try:
+        ops = kind(config, weights, length, max_batch * -(-length // PAGE), max_batch)
+    finally:
+        os.environ.pop(without, None)
     ours = Engine(ops)
 
     def about() -> str:
@@ -144,14 +151,6 @@ class PlainForward(PlainOps):
     """The layers by plain kernels; one thread that goes through the vocabulary would hide them."""
 
     logits, pick = CudaOps.logits, CudaOps.pick
-
-
-def no_early(ops: CudaOps) -> None:
-    ops._kernels = Kernels(ops._cp, ops.config)
-
-
-def no_graphs(ops: CudaOps) -> None:
-    ops._replay = ops._compute  # type: ignore[method-assign]
 
 
 # --- transformers -------------------------------------------------------------------------------------------
@@ -406,8 +405,8 @@ CONTENDERS = {  # the strongest first, for time may run out
     #                                 start                                                     takes
     OURS:                             Contender(engine,                                         any_cell),
     "compiled-loop":                  Contender(compiled_loop,                                  one_sequence),
-    f"{OURS}-no-early":               Contender(partial(engine, without=no_early),                 short),
-    f"{OURS}-no-graphs":              Contender(partial(engine, without=no_graphs),                short),
+    f"{OURS}-no-early":               Contender(partial(engine, without=NO_PDL),                 short),
+    f"{OURS}-no-graphs":              Contender(partial(engine, without=NO_GRAPHS),                short),
     f"{OURS}-plain":                  Contender(partial(engine, kind=PlainForward),             short),
     "transformers-compiled":          Contender(partial(generated, cache="static"),             one_sequence),
     "transformers-eager":             Contender(generated,                                      greedy),

@@ -19,6 +19,7 @@ Not here: arithmetic (kernels.cu), launches and PDL (kernels.py), which rows com
 
 import importlib
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
@@ -68,6 +69,10 @@ from model import PAGE, Span, forward
 from sampling import Choice, Context, Sampling
 
 log = logging.getLogger("gpu")
+
+# Environment variables that switch a feature off, where a driver is in doubt; each changes no bit.
+NO_PDL = "LLMREF_NO_PDL"  # kernels do not start before the one ahead of them has ended
+NO_GRAPHS = "LLMREF_NO_GRAPHS"  # steps are launched kernel by kernel
 
 
 class OutOfMemory(MemoryError):
@@ -204,7 +209,8 @@ class CudaOps:
         self._limits = StepLimits.of(max_batch)
         self._group_size = group_size(config)
         self._split_keys = split_keys(config)
-        self._graphs: dict[tuple[int, int], Any] = {}  # by rows and splits; None: it cannot be captured
+        self._uses_graphs = not os.environ.get(NO_GRAPHS)
+        self._graphs: dict[tuple[int, ...], Any] = {}  # by DeviceStep.sizes; None: it cannot be captured
         # What the device has of each slot: page table, Sampling, logit_bias, counted output and its length
         self._page_tables: list[list[int]] = [[] for _ in range(max_batch)]
         self._samplings = [Sampling()] * max_batch
@@ -217,7 +223,9 @@ class CudaOps:
                 self._allocate(weights)
             except cp.cuda.memory.OutOfMemoryError:
                 raise OutOfMemory(self._memory_report()) from None
-            driver = open_driver(cp)
+            driver = None
+            if not os.environ.get(NO_PDL):
+                driver = open_driver(cp)
             self._kernels = Kernels(cp, config, driver)
             if driver and not self._can_overlap(self._kernels):
                 self._kernels = Kernels(cp, config)
@@ -337,7 +345,7 @@ class CudaOps:
 
     def _launch(self, step: list[PlacedSpan]) -> tuple[StepMemory, HostMemory]:
         memory, host, batch = self._upload_step(step)
-        if batch.is_decode:
+        if batch.comes_again:
             self._replay(batch)
         else:
             self._compute(batch)
@@ -372,6 +380,7 @@ class CudaOps:
                 n_whole_tiles=0,
                 n_splits=bucket(n_splits),
                 is_decode=True,
+                comes_again=True,
             )
         else:
             batch = DeviceStep(
@@ -382,6 +391,7 @@ class CudaOps:
                 n_whole_tiles=len(whole_tiles),
                 n_splits=n_splits,
                 is_decode=False,
+                comes_again=self._is_of_whole_chunks(step),
             )
         return memory, host, batch
 
@@ -394,6 +404,10 @@ class CudaOps:
             else:
                 split.append(placed)
         return split, whole
+
+    def _is_of_whole_chunks(self, step: list[PlacedSpan]) -> bool:
+        """Does it compute whole prefill chunks and nothing else, as most steps of a long prompt do?"""
+        return all(placed.span.is_chunk and len(placed.rows) == self.chunk for placed in step)
 
     def _free_host_memory(self, memory: StepMemory) -> HostMemory:
         if memory.free:
@@ -470,15 +484,15 @@ class CudaOps:
                 self._counted[slot] = (context.output, context.n_output + 1)
 
     def _replay(self, batch: DeviceStep) -> None:
-        """A step of decoding: as a CUDA graph, once one of its size has gone by."""
-        key = batch.n_rows, batch.n_splits
-        graph = self._graphs.get(key)
+        """A step of sizes that come again: as a CUDA graph, once one of them has gone by."""
+        graph = self._graphs.get(batch.sizes)
         if graph:
             graph.launch(self._stream)
             return
         self._compute(batch)
-        if key not in self._graphs:  # everything is loaded now: a capture must not do that
-            self._graphs[key] = self._captured(batch)
+        if self._uses_graphs and batch.sizes not in self._graphs:
+            # Everything is loaded now: a capture must not do that.
+            self._graphs[batch.sizes] = self._captured(batch)
 
     def _captured(self, batch: DeviceStep) -> Any:
         """The CUDA graph of a step; None where the driver does not take it: then kernels are launched."""

@@ -9,7 +9,7 @@ Rules of this file:
 2. The host's side is pinned memory, which the device reads by itself. What a step in flight copies from,
    nobody else writes until the step is read.
 3. Steps of decoding are padded to a few sizes (buckets), each with memory of its own: a CUDA graph has the
-   addresses of its size.
+   addresses of its size. Steps of whole prefill chunks have few sizes by themselves.
 
 Not here: the ops (cuda.py), which rows come next (scheduler.py).
 """
@@ -169,6 +169,12 @@ class DeviceStep(NamedTuple):
     n_whole_tiles: int  # the tiles behind them, which a block takes as a whole
     n_splits: int  # of the longest sequence among the former
     is_decode: bool  # is each span one tile of the former? Then `attend` writes the keys on the way
+    comes_again: bool  # one of the few sizes that steps have again and again: worth a CUDA graph
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """A CUDA graph of one step serves for every other with the same."""
+        return self[1:]
 
 
 class PlacedSpan(NamedTuple):

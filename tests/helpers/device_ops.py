@@ -148,7 +148,7 @@ class Both:
     def batch(self, n_rows: int, wanted: Sequence[int] = ()) -> Any:
         """A batch of rows for the ops that look at no page."""
         views = {"wanted": self.cuda._cp.asarray(np.array(wanted, np.int32))}
-        return DeviceStep(views, n_rows, len(wanted), 0, 0, 1, False)
+        return DeviceStep(views, n_rows, len(wanted), 0, 0, 1, False, False)
 
     def put(self, name: str, values: Array) -> Any:
         """Values in the first rows of a buffer."""
