@@ -273,9 +273,14 @@ def synchronize() -> None:
 
 @contextmanager
 def compiled_loop(directory: Path, cells: Sequence[Cell]) -> Iterator[Started]:
-    """Static keys and values, one compiled step, CUDA graphs by torch.compile; prompts in one pass."""
+    """Static keys and values, one compiled step, CUDA graphs by torch.compile; prompts in one pass.
+
+    Tuned as gpt-fast tunes itself: https://github.com/meta-pytorch/gpt-fast/blob/main/generate.py
+    """
     import torch
 
+    tuning = importlib.import_module("torch._inductor.config")
+    tuning.coordinate_descent_tuning = True
     torch.set_float32_matmul_precision("high")
     model, config = model_of(directory), read_config(directory)
 
@@ -296,7 +301,7 @@ def compiled_loop(directory: Path, cells: Sequence[Cell]) -> Iterator[Started]:
 
         return rounds(run, cell)
 
-    yield Started(at, lambda: "scaled_dot_product_attention, reduce-overhead")
+    yield Started(at, lambda: "scaled_dot_product_attention, reduce-overhead, coordinate_descent_tuning")
 
 
 def compiled_decoder(causal: Any, config: Config, cell: Cell) -> Any:
@@ -404,7 +409,7 @@ OURS = "engine"  # and, with a dash behind it, without a feature
 CONTENDERS = {  # the strongest first, for time may run out
     #                                 start                                                     takes
     OURS:                             Contender(engine,                                         any_cell),
-    "compiled-loop":                  Contender(compiled_loop,                                  one_sequence),
+    "compiled-loop":                  Contender(compiled_loop,                                  short),
     f"{OURS}-no-early":               Contender(partial(engine, without=NO_PDL),                 short),
     f"{OURS}-no-graphs":              Contender(partial(engine, without=NO_GRAPHS),                short),
     f"{OURS}-plain":                  Contender(partial(engine, kind=PlainForward),             short),

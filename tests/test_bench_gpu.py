@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import bench
-from benches import gpu, gpu_contenders
+from benches import gpu, gpu_checkpoint, gpu_contenders
 from checkpoint.config import parse_config, read_config
 from checkpoint.weights import n_params
 from devices.cuda import CudaOps
@@ -32,8 +32,7 @@ def row_of(contender: str, cell: gpu_contenders.Cell, seconds: float | None, why
 
 def test_report() -> None:
     """Floors, shares, the best of the peers, gaps and what they are due to."""
-    fields = {"model_type": "qwen3", "eos_token_id": 0} | gpu.SHAPES["qwen3-0.6b"][1]
-    config = parse_config(fields, {})
+    config = parse_config(gpu_checkpoint.SHAPES["qwen3-0.6b"] | gpu_checkpoint.FOR_ALL, {})
     one = gpu_contenders.Cell(1, 256, 128)
     assert gpu.step_bytes(config, one) == 2 * (n_params(config) + 2 * 28 * 8 * 128 * 320)
     rows = [
@@ -107,6 +106,9 @@ def test_commands(
     assert bench.main([*flags, "--contenders"]) == 0  # measures nothing
     assert capsys.readouterr().out == printed
     kept = gpu.read_rows(out)
+    program.unlink()
+    bench.main([*flags, "--contenders", "llama.cpp"])
+    assert gpu.read_rows(out) == kept  # what fails now has worked before
     bench.main([*flags, "--contenders", "engine", "transformers-eager", "--minutes", "0"])
     assert "\n- transformers-eager, at 1, 9; 2, 9; 1, 7: out of time" in capsys.readouterr().out
     assert kept.items() <= gpu.read_rows(out).items()
@@ -158,20 +160,13 @@ def test_nothing_of_the_server_is_needed() -> None:
     subprocess.run([sys.executable, "-c", code, *absent], env=environment, check=True)
 
 
-TINY_QWEN3 = {
-    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 32, "intermediate_size": 128, "vocab_size": 512, "tie_word_embeddings": True,
-    "rope_theta": 1e6, "max_position_embeddings": 256}  # fmt: skip
-
-
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.filterwarnings("default")  # theirs
-def test_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Those that run on a CPU in seconds; the loop before it is compiled says what transformers says."""
     torch = pytest.importorskip("torch", reason="torch and transformers: .[parity]")
     transformers = pytest.importorskip("transformers", reason="torch and transformers: .[parity]")
-    monkeypatch.setitem(gpu.SHAPES, "tiny", ("Qwen3ForCausalLM", TINY_QWEN3))
-    flags = ["gpu", "--shape", "tiny", *LITTLE, "--minutes", "999"]
+    flags = ["gpu", "--shape", "dry", *LITTLE, "--minutes", "999"]
     bench.main(
         [*flags, "--contenders", *(name for name in gpu_contenders.CONTENDERS if "transformers" in name)]
     )
@@ -180,9 +175,8 @@ def test_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert re.search(rf"^\| 1, 9 \| {number} \| – \| – (\| {number} ){{4}}\| – \|$", printed, re.MULTILINE)
     assert "Error" not in printed
 
-    torch.manual_seed(0)
-    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**TINY_QWEN3)).to(torch.bfloat16).eval()
-    model.save_pretrained(tmp_path)
+    gpu_checkpoint.checkpoint("dry", tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
     token_ids = torch.tensor([[5, 3, 100, 7], [1, 2, 3, 4]])
     settings = {"do_sample": False, "min_new_tokens": 9, "max_new_tokens": 9, "pad_token_id": 0}
     expected = model.generate(token_ids, attention_mask=torch.ones_like(token_ids), **settings)
