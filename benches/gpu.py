@@ -427,12 +427,18 @@ def shown(value: float | None) -> str:
     return f"{value:.1f}"
 
 
-def options(add: argparse.ArgumentParser) -> None:
+def shape_options(add: argparse.ArgumentParser) -> None:
+    """Which weights, for this command and gpu-ops."""
     add.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b", help="default: qwen3-0.6b")
     add.add_argument(
         "--keep", type=Path, metavar="DIR", help="the shape's files stay there for the next command"
     )
     add.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint in place of a shape")
+    add.add_argument("--gguf", type=Path, metavar="FILE", help="the same shape, for llama.cpp's llama-bench")
+
+
+def options(add: argparse.ArgumentParser) -> None:
+    shape_options(add)
     add.add_argument(
         "--contenders",
         nargs="*",
@@ -450,4 +456,3 @@ def options(add: argparse.ArgumentParser) -> None:
         text = f"{about} (default: {' '.join(map(str, default))})"
         add.add_argument(f"--{name}", type=int, nargs="+", default=default, metavar="N", help=text)
     add.add_argument("--new", type=int, default=128, metavar="N", help="tokens to decode (default: 128)")
-    add.add_argument("--gguf", type=Path, metavar="FILE", help="the same shape, for llama.cpp's llama-bench")

@@ -279,7 +279,7 @@ def compiled_loop(directory: Path, cells: Sequence[Cell]) -> Iterator[Started]:
     """
     import torch
 
-    tuning = importlib.import_module("torch._inductor.config")
+    tuning: Any = importlib.import_module("torch._inductor.config")
     tuning.coordinate_descent_tuning = True
     torch.set_float32_matmul_precision("high")
     model, config = model_of(directory), read_config(directory)

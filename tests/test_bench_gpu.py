@@ -1,4 +1,4 @@
-"""bench.py gpu without a GPU: its report, what it keeps, dry runs on the emulator and on torch's CPU."""
+"""bench.py gpu, gpu-ops and gpu-parts without a GPU: reports, what is kept, dry runs on the emulator."""
 
 import gc
 import math
@@ -15,6 +15,7 @@ import pytest
 
 import bench
 from benches import gpu, gpu_checkpoint, gpu_contenders
+from benches import gpu_parts as parts
 from checkpoint.config import parse_config, read_config
 from checkpoint.weights import n_params
 from devices.cuda import CudaOps
@@ -186,3 +187,93 @@ def test_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         for position in range(4, 12):
             said.append(decoder(said[-1], torch.tensor([position])))
     assert torch.cat(said, 1).tolist() == expected[:, 4:].tolist()
+
+
+# ---- Three commands do everything --------------------------------------------------------------------------
+
+EMULATOR_AS_CUPY = """
+import sys
+from helpers.emulator import Emulator
+sys.modules[__name__] = Emulator(memory=1 << 29)
+"""
+
+
+def gpu_parts(folder: Path, part: int, only: list[str], *flags: str) -> subprocess.CompletedProcess[str]:
+    """bench.py gpu-parts; a module `cupy` in the folder is the one that its steps import."""
+    paths = [str(folder), str(ROOT / "tests"), str(ROOT)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    little = ["--small", "dry", "--large", "dry", "--gpu-flags", " ".join(LITTLE)]
+    places = ["--keep", str(folder / "kept"), "--out-folder", str(folder / "results")]
+    command = [sys.executable, "bench.py", "gpu-parts", str(part), *little, *places, "--only", *only, *flags]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
+
+
+def test_the_parts_that_a_gpu_is_needed_for(tmp_path: Path) -> None:
+    """A dry run: every kind of step, through the emulator; results and a report after each."""
+    if emulator.MISSING:
+        pytest.skip(emulator.MISSING)
+    (tmp_path / "cupy.py").write_text(EMULATOR_AS_CUPY)
+    ops = ["--ops-flags", "--rows 1 17 --batches 1 2 --contexts 9"]
+    ended = gpu_parts(tmp_path, 1, ["kernels", "engine"], *ops)
+    assert ended.returncode == 0, ended.stderr
+    results = tmp_path / "results"
+    part = (results / "gpu-part1.md").read_text()
+    assert re.findall(r"^\| (.+) \| \d+ \| done \|$", part, re.MULTILINE) == [
+        "device",
+        "kernels dry",
+        "engine dry",
+    ]
+    kernels = (results / "gpu-ops-dry.md").read_text()
+    for op in ("a launch", "attend", "decode step", "down", "gate_up", "logits", "out", "qkv"):
+        assert re.search(rf"^\| {op} \| [12] \| .* \| [\d.]+ \| [\d.]+ \|", kernels, re.MULTILINE), op
+    assert re.search(r"^\| out \| 17 \|  \| 1000000000 \| ", kernels, re.MULTILINE)  # every shape
+    rows = gpu.read_rows(results / "gpu.md")
+    assert {key[1:3] for key in rows} == {("random weights of the shape of dry", "engine")}
+    assert "failed" not in (results / "gpu-part1.log").read_text()
+
+    ended = gpu_parts(tmp_path, 2, ["engine-no-early"])
+    assert ended.returncode == 0, ended.stderr
+    assert {key[2] for key in gpu.read_rows(results / "gpu.md")} == {
+        "engine",
+        "engine-no-early",
+        "engine-no-graphs",
+    }
+
+
+def test_a_part_without_a_device_is_an_error(tmp_path: Path) -> None:
+    """46 tests were skipped, and the command said that all was well."""
+    (tmp_path / "cupy.py").write_text("raise ImportError")
+    ended = gpu_parts(tmp_path, 1, ["smoke"])
+    assert ended.returncode == 1
+    assert "CuPy is not installed" in ended.stderr
+    assert "| device | 0 | exit status 1 |" in (tmp_path / "results" / "gpu-part1.md").read_text()
+    assert "smoke" not in ended.stderr
+    asked = [sys.executable, "-m", "pytest", "-q", "tests/gpu"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    by_name = subprocess.run(asked, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert by_name.returncode != 0
+    assert "tests/gpu is for a GPU: CuPy is not installed" in by_name.stderr
+
+
+def test_a_step_that_fails_does_not_end_the_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too slow, no program for it, a test that was skipped: each is a failure, and the others run."""
+    monkeypatch.setattr(parts, "LEAST_S", 0)
+    log = tmp_path / "log"
+    sleeping = ["sh", "-c", "sleep 60 & sleep 60"]
+    assert parts.run_step(parts.Step("slow", 1, sleeping), 99, log).failure == "not done after 1 s"
+    assert (
+        parts.run_step(parts.Step("none", 1, ["true"], "no-such-tool"), 99, log).failure
+        == "no no-such-tool on the PATH"
+    )
+    skipped = ["sh", "-c", "echo 1 passed, 3 skipped; exit 0", "pytest"]
+    assert parts.run_step(parts.Step("skip", 9, skipped), 99, log).failure == "a test was skipped"
+    assert parts.run_step(parts.Step("good", 9, ["true"]), 99, log).failure == ""
+    assert "3 skipped" in log.read_text()
+
+
+def test_engine_host(capsys: pytest.CaptureFixture[str]) -> None:
+    """CudaOps as it is, with a device that takes no time."""
+    for flags in ([], ["--sampled"]):
+        assert bench.main(["engine-host", "--batches", "1", "3", "--new", "20", "--repeat", "1", *flags]) == 0
+        printed = capsys.readouterr().out
+        assert re.findall(r"^\| (\d) \| \d+ \| \d+ \|$", printed, re.MULTILINE) == ["1", "3"]

@@ -1,16 +1,10 @@
-"""On a real GPU: what the emulator cannot show. Without a GPU it is skipped by name.
+"""On a real GPU: what the emulator cannot show. Where there is none, the whole suite skips it.
 
 The tensor cores add in an order of their own, memory is ordered as the hardware orders it, and the driver
 takes graphs and early launches or does not. So: CudaOps against NumpyOps, and against PlainOps at real
 shapes, for which NumPy would take minutes; and the laws to the bit.
 
-In this order, each a command of less than ten minutes. The minutes are estimates: nobody has run them yet.
-
-    minutes
-      2-4    pytest tests/gpu -k "not sanitizer"               NVRTC compiles for 30 models
-      2      python bench.py gpu --contenders ...              benches/gpu.py has the commands
-      1-9    pytest tests/gpu -k "memcheck or racecheck"       what was compiled above is not compiled again
-      1-9    pytest tests/gpu -k "synccheck or initcheck"
+`python bench.py gpu-parts` runs it and all else that a GPU is needed for.
 
 It needs CuPy, NVRTC, NumPy, jinja2, safetensors, tokenizers, tqdm, pytest, pytest-timeout and hypothesis, and
 nothing of what the server needs beside them.
