@@ -1,4 +1,4 @@
-"""Checkpoint files to named arrays: safetensors to float32.
+"""Checkpoint files to named arrays: safetensors to float32, or to bfloat16 as it is.
 
     directory, Config --read_weights()--> Weights
 
@@ -10,7 +10,8 @@ Rules of this file:
   * The tensors of a layer are one table for all families.
   * config.json and the tensors must agree in every name and shape; else UnsupportedModel is raised. Nothing
     is guessed, skipped or left random.
-  * Each tensor is copied once: from the memory map, widened to float32, into its rows of a matrix.
+  * Each tensor is copied once: from the memory map into its rows of a matrix. A matrix of bfloat16 stays
+    that, seen as uint16, for `pack` of the ops; all else is widened to float32.
   * Rotary pairs are ADJACENT here. Row (half, pair) of a head in the checkpoint, meant for `rotate_half`,
     becomes row (pair, half): a head of q or k, seen as complex numbers, is rotated by one multiplication.
 
@@ -127,13 +128,20 @@ def n_params(c: Config) -> int:
     return c.n_layers * in_a_layer + outside
 
 
-def unpacked(w: Array) -> Matrix:
-    """Keep a matrix as it is, in float32."""
-    return w
+Pack = Callable[[NDArray[Any]], Matrix]  # a matrix in float32, or in bfloat16 as uint16, to what the ops keep
 
 
-def read_weights(directory: Path, config: Config, pack: Callable[[Array], Matrix] = unpacked) -> Weights:
-    """Read every tensor as float32, and pack every matrix; raises UnsupportedModel before any is copied."""
+def unpacked(w: NDArray[Any]) -> Matrix:
+    """Keep a matrix in float32."""
+    if w.dtype != np.uint16:
+        return w
+    wide = np.empty(w.shape, np.float32)
+    widen(w, wide)
+    return wide
+
+
+def read_weights(directory: Path, config: Config, pack: Pack = unpacked) -> Weights:
+    """Read every tensor, and pack every matrix; raises UnsupportedModel before any is copied."""
     tensors = map_tensors(directory)
     outer = outer_parts(config)
     layers = [layer_parts(config, f"model.layers.{layer}.") for layer in range(config.n_layers)]
@@ -171,14 +179,16 @@ def progress(title: str, n_bytes: int) -> "tqdm[Any]":
 
 
 def fuse(
-    tensors: Tensors, parts: list[Part], head_dim: int, bar: "tqdm[Any]", pack: Callable[[Array], Matrix]
+    tensors: Tensors, parts: list[Part], head_dim: int, bar: "tqdm[Any]", pack: Pack
 ) -> dict[str, Matrix]:
-    """The arrays by field: its parts stacked as rows, in float32, and packed where that makes a matrix."""
+    """The arrays by field: its parts stacked as rows, and packed where that makes a matrix."""
     arrays: dict[str, Matrix] = {}
     for field in dict.fromkeys(part.field for part in parts):
         group = [part for part in parts if part.field == field]
         ends = np.cumsum([part.shape[0] for part in group])
-        arrays[field] = np.empty((ends[-1], *group[0].shape[1:]), np.float32)
+        shape = ends[-1], *group[0].shape[1:]
+        is_bfloat16 = all(tensors[part.name].dtype == np.uint16 for part in group)
+        arrays[field] = np.empty(shape, np.uint16 if is_bfloat16 and len(shape) == 2 else np.float32)
         for part, rows in zip(group, np.split(arrays[field], ends[:-1]), strict=True):
             tensor = tensors[part.name]
             if part.rotary:
@@ -195,9 +205,12 @@ def adjacent_pairs(tensor: NDArray[Any], head_dim: int) -> NDArray[Any]:
     return tensor.reshape(-1, 2, head_dim // 2, *tensor.shape[1:]).swapaxes(1, 2)
 
 
-def widen(tensor: NDArray[Any], out: Array) -> None:
-    """Write a tensor of any of DTYPES as float32; bfloat16, here uint16, is the upper half of a float32."""
-    if tensor.dtype == np.uint16:
+def widen(tensor: NDArray[Any], out: NDArray[Any]) -> None:
+    """Write a tensor of any of DTYPES to `out`: float32, or bfloat16 where the tensor is that.
+
+    bfloat16, here uint16, is the upper half of a float32.
+    """
+    if tensor.dtype == np.uint16 and out.dtype == np.float32:
         np.left_shift(tensor, 16, out=out.view(np.uint32), dtype=np.uint32)
     else:
         np.copyto(out, tensor)

@@ -95,6 +95,18 @@ def on_device(weights: Weights, upload: Callable[[Any], DeviceArray]) -> Weights
     return Weights(embed, layers, norm, upload(weights.head))
 
 
+def upload(cp: Any, array: NDArray[Any]) -> DeviceArray:
+    """An array of the host in bfloat16 on the device.
+
+    The driver copies through pinned memory of its own, some megabytes. cupy.asarray() would allocate as many
+    pinned bytes as the array has, and its pool would keep them.
+    """
+    numbers = bfloat16(array)
+    on_device = cp.empty(numbers.shape, np.uint16)
+    on_device.set(numbers)
+    return on_device
+
+
 # ---- memory ------------------------------------------------------------------------------------------------
 
 ANY_SIZE = 0  # of the memory for steps that are not decoding; that for decoding is by bucket of rows
@@ -187,7 +199,6 @@ def missing() -> str | None:
 class CudaOps:
     """NumpyOps on a device."""
 
-    pack = staticmethod(bfloat16)  # what weights.read_weights makes of a matrix for these ops
     chunk = 256  # tokens of a prompt that are computed together
     n_ahead = 4  # steps that may be launched before the first of them is read
     enough_blocks = 64  # of the largest shape, for a product; an H100's 132 processors do fewer no faster
@@ -233,6 +244,19 @@ class CudaOps:
             self._kernels.load()
 
     @staticmethod
+    def pack(w: NDArray[Any]) -> DeviceArray:
+        """Bring a matrix to the device as it is read: the host never holds more than one of them."""
+        cp = importlib.import_module("cupy")
+        try:
+            return upload(cp, w)
+        except cp.cuda.memory.OutOfMemoryError:
+            n_total = cp.cuda.Device().mem_info[1]
+            raise OutOfMemory(
+                f"The GPU has {n_total / 1e9:.2f} GB, and the weights alone find no room. "
+                "Take a smaller model, end what else uses the GPU, or take --device cpu."
+            ) from None
+
+    @staticmethod
     def page_bytes(config: Config) -> int:
         return 2 * 2 * config.n_layers * config.n_kv_heads * PAGE * head_pad(config)
 
@@ -241,12 +265,12 @@ class CudaOps:
     def _allocate(self, weights: Weights) -> None:
         cp, c = self._cp, self.config
 
-        def upload(array: Any) -> DeviceArray:
+        def uploaded(array: Any) -> DeviceArray:
             if type(array) is np.ndarray:
-                return cp.asarray(bfloat16(array))
+                return upload(cp, array)
             return array  # it lies on the device already
 
-        self.weights = on_device(weights, upload)
+        self.weights = on_device(weights, uploaded)
         shapes = buffer_shapes(c, self.max_seq_len, self.max_batch)
         self._buffers = {name: cp.zeros(shape, np.dtype(dtype)) for name, (dtype, shape) in shapes.items()}
         self._buffers["rope"].set(rope_table(c.rope, c.head_dim, self.max_seq_len))

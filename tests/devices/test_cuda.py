@@ -6,10 +6,11 @@ cold, drafts or none, graphs or none, kernels that overlap or not.
 
 import asyncio
 import ctypes
+import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -372,6 +373,19 @@ def test_room_is_what_weights_and_buffers_leave() -> None:
     n_pages = left // CudaOps.page_bytes(model.config)
     CudaOps(model.config, model.weights, MAX_SEQ_LEN, n_pages, MAX_BATCH, cp)
     assert 0 <= cp.free < cp.total // 8
+
+
+def test_a_matrix_goes_to_the_device_as_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16; where it finds no room, in one line."""
+    monkeypatch.setitem(sys.modules, "cupy", cast("ModuleType", Emulator(memory=100)))
+    bits = np.arange(6, dtype=np.uint16).reshape(2, 3)
+    on_device = CudaOps.pack(bits)
+    assert type(on_device) is emulator.Array
+    assert on_device.get().tolist() == bits.tolist()
+    rounded = CudaOps.pack(np.full((1, 2), 1.0, np.float32))
+    assert rounded.get().tolist() == [[0x3F80, 0x3F80]]
+    with pytest.raises(OutOfMemory, match="the weights alone find no room"):
+        CudaOps.pack(np.zeros((10, 20), np.uint16))
 
 
 @pytest.mark.parametrize("name", VARIED)
