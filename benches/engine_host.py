@@ -169,8 +169,9 @@ def cost(batch: int, n_new: int, sampling: Callable[[int], Sampling]) -> Cost:
             n_begun += 1
             if n_begun == batch:
                 measure()
-            async for _ in steps:
-                pass
+            async for step in steps:
+                if step.finish == "failed":
+                    raise RuntimeError(step.message)
 
     async def main() -> None:
         await asyncio.gather(*(one(number) for number in range(batch)))

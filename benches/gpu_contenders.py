@@ -6,8 +6,8 @@
 batching, as it chooses to run that and with CUDA graphs; `compiled-loop` is the shortest decoder that
 torch.compile makes fast, in the manner of gpt-fast (https://github.com/meta-pytorch/gpt-fast); llama.cpp
 runs in its own `llama-bench`. `engine-no-early` is the engine without programmatic dependent launch,
-`engine-no-graphs` without CUDA graphs, `engine-plain` with the plain kernels for the layers: they show what
-each of these brings.
+`engine-no-graphs` without CUDA graphs, `engine-no-staging` without copies of one or two rows of x to shared
+memory, `engine-plain` with the plain kernels for the layers: they show what each of these brings.
 
 Rules of this file:
 1. Decoding is the time of n_new tokens less the time of one, so that prefill never counts. A peer that
@@ -37,6 +37,7 @@ from benches.common import GREEDY, Prompts, engine_run
 from checkpoint.config import Config, read_config
 from checkpoint.weights import read_weights
 from devices.cuda import NO_GRAPHS, NO_PDL, CudaOps
+from devices.kernels import NO_STAGING
 from devices.plain_ops import PlainOps
 from engine import Engine
 from model import PAGE
@@ -117,7 +118,7 @@ def engine(
 ) -> Iterator[Started]:
     """Engine.generate, as the server calls it, sampling included.
 
-    without: the environment variable of devices/cuda.py that switches a feature off.
+    without: the environment variable of devices/cuda.py or devices/kernels.py that switches a feature off.
     """
     config = read_config(directory)
     max_batch = max(cell.batch for cell in cells)
@@ -412,6 +413,7 @@ CONTENDERS = {  # the strongest first, for time may run out
     "compiled-loop":                  Contender(compiled_loop,                                  short),
     f"{OURS}-no-early":               Contender(partial(engine, without=NO_PDL),                 short),
     f"{OURS}-no-graphs":              Contender(partial(engine, without=NO_GRAPHS),                short),
+    f"{OURS}-no-staging": Contender(partial(engine, without=NO_STAGING), short),
     f"{OURS}-plain":                  Contender(partial(engine, kind=PlainForward),             short),
     "transformers-compiled":          Contender(partial(generated, cache="static"),             one_sequence),
     "transformers-eager":             Contender(generated,                                      greedy),

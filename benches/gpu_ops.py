@@ -9,7 +9,8 @@ on a product is cut into the largest shape.
 To try where a GPU is at hand, for nobody could measure it yet; each is a number of the source:
     enough_blocks 1, 64, 10**9        devices/cuda.py: which shape for 17 rows and more (swept here)
     AHEAD 2, 4, 8; L2_BYTES 0, 32768  kernels.cu: steps of weights in registers, and brought to the L2 cache
-    LATENCY 0, 1                      devices/kernels.py: the decode step with and without x brought at once
+    STAGED_ROWS 0, 1, 2               devices/kernels.py: rows of x that are copied to shared memory at once
+                                      (0 is LLMREF_NO_STAGING=1); the loser goes
     STAGES 3, 4                       kernels.cu: of a ring in shared memory
     wgmma for many rows               needs sm_90a: NVRTC by ourselves, loaded as a cubin, for CuPy asks for
                                       sm_90; and another order of terms within a group of 16, for its operands

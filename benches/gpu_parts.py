@@ -82,7 +82,7 @@ def parts(args: argparse.Namespace) -> dict[int, list[Step]]:
             engine(args.small, 200, "compiled-loop", flags=short),
             engine(args.large, 200, "engine"),
             kernels(args.large, 120, "--rows", "1", "4", "16", "64", "256", "--contexts", "1000"),
-            engine(args.small, 60, "engine-no-early", "engine-no-graphs", flags=short),
+            engine(args.small, 60, "engine-no-staging", "engine-no-early", "engine-no-graphs", flags=short),
             engine(args.small, 130, "transformers-compiled", flags=short),
             engine(args.small, 130, "transformers-eager", flags=short),
         ],

@@ -231,10 +231,11 @@ def test_the_parts_that_a_gpu_is_needed_for(tmp_path: Path) -> None:
     assert {key[1:3] for key in rows} == {("random weights of the shape of dry", "engine")}
     assert "failed" not in (results / "gpu-part1.log").read_text()
 
-    ended = gpu_parts(tmp_path, 2, ["engine-no-early"])
+    ended = gpu_parts(tmp_path, 2, ["engine-no-staging"])
     assert ended.returncode == 0, ended.stderr
     assert {key[2] for key in gpu.read_rows(results / "gpu.md")} == {
         "engine",
+        "engine-no-staging",
         "engine-no-early",
         "engine-no-graphs",
     }

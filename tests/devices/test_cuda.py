@@ -24,6 +24,7 @@ from devices.kernels import (
     FAST_CODE,
     FEW_ROWS,
     MANY_ROWS,
+    NO_STAGING,
     ONE_TILE,
     PLAIN_CODE,
     SHAPES,
@@ -171,10 +172,11 @@ def test_a_whole_prefill_chunk_is_a_graph() -> None:
 
 
 def test_the_environment_switches_features_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no bit changes."""
     decode = [rows([3], 0)]
     expected = choices(ops_of(VARIED[1]), decode)
-    monkeypatch.setenv(cuda.NO_PDL, "1")
-    monkeypatch.setenv(cuda.NO_GRAPHS, "1")
+    for variable in (cuda.NO_PDL, cuda.NO_GRAPHS, NO_STAGING):
+        monkeypatch.setenv(variable, "1")
     ops = ops_of(VARIED[1])
     assert choices(ops, decode) == choices(ops, decode) == expected
     assert not ops._graphs
