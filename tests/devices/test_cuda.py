@@ -264,6 +264,37 @@ def test_steps_that_are_launched_ahead(sampling: Sampling) -> None:
     assert len({choice.token_id for choice in runs[0]}) > 2
 
 
+@pytest.mark.parametrize("sampling", [DRAWN, PENALISED])
+def test_a_step_after_its_like_is_the_same_numbers_and_one_more(sampling: Sampling) -> None:
+    """As if each were made anew: over a page's end, a split's, and beside others that leave and come."""
+    runs = []
+    for anew in (False, True):
+        ops = ops_of(VARIED[0])
+        got = []
+        for n_slots, first in ((3, 60), (2, 70), (3, 0)):
+            slots = range(n_slots)
+            starts = [first + slot for slot in slots]
+            known = [rows([7 + slot], start, slot) for slot, start in zip(slots, starts, strict=True)]
+            outputs = [[5] * (1 + slot) for slot in slots]
+            tickets = []
+            for n in range(9):
+                chained = [rows(None, start + n, slot) for slot, start in zip(slots, starts, strict=True)]
+                contexts = [Context(sampling, [1, 2], output, n_unread=n) for output in outputs]
+                if anew:
+                    ops._decoding = None
+                spans = [
+                    span._replace(
+                        pages=span.pages[: span.start // PAGE + 1]
+                    )  # a table grows by a page at a time
+                    for span in (chained if n else known)
+                ]
+                tickets.append(ops.launch(spans, contexts))
+            got += [ops.read(ticket) for ticket in tickets]
+        runs.append(got)
+        assert (ops._decoding is not None) == (sampling is DRAWN)  # biases and counts are looked at each time
+    assert runs[0] == runs[1]
+
+
 def test_a_step_that_is_larger_than_the_buffers_is_made_in_parts() -> None:
     ops = ops_of(VARIED[0])
     spans = [prefill(tokens(n, slot), 0, slot, slot % 2) for slot, n in enumerate((100, 90, 80, 100, 110))]

@@ -206,7 +206,7 @@ PAGES = [9, 2, 14, 0, 7]
 def attend(m: Both, spans: list[Span], qkv: Array) -> Array:
     """CudaOps.attend for rows of the spans one after another, (n_rows, n_heads * head_dim)."""
     step = place_spans(spans, [])
-    rows = [i for p in step for i in p.rows]
+    rows = [row + i for row, size in zip(step.first_rows, step.sizes, strict=True) for i in range(size)]
     with m.cuda._stream:
         memory, host, batch = m.cuda._upload_step(step)
         m.cuda.attend(m.put("qkv", qkv[np.argsort(rows)]), m.device_layer, 0, batch)
