@@ -24,8 +24,8 @@
 //    devices/kernels.py compiles the file once for each shape. Rows of every matrix begin at multiples of 16
 //    bytes.
 // 4. A warp's instruction is entered by all its lanes, a barrier by all the block's threads.
-// 5. Latency: a step of few rows is a chain of some hundred trips to memory. What is read in one place is read
-//    all at once, then used; weights, before the kernel ahead has ended.
+// 5. Latency: a step of few rows is a chain of some hundred trips to memory. What is read in one place is
+//    read all at once, then used; weights, before the kernel ahead has ended.
 //
 // From the compilation (devices/kernels.py, -DNAME=value):
 //   the model       DIM HIDDEN_DIM N_HEADS N_KV_HEADS GROUP HEAD_DIM QKV_DIM VOCAB_SIZE NORM_EPS
@@ -232,8 +232,8 @@ struct Rows {
     for (int row = 0; row < N_STAGED; row++)
 #pragma unroll
       for (int i = 0; i < part; i += 256) {
-        int k = first + i + threadIdx.x % 32 * 8;
-        if (row < n_rows && k < end) begin_copy((uint4 *)(staged + row * SIZE + k), x + (size_t)row * SIZE + k, true);
+        int k = first + i + threadIdx.x % 32 * 8, at = row * SIZE + k;
+        if (row < n_rows && k < end) begin_copy((uint4 *)(staged + at), x + at, true);
       }
     end_copies();
     await_copies<0>();

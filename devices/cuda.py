@@ -105,6 +105,7 @@ def upload(cp: Any, array: NDArray[Any]) -> DeviceArray:
     numbers = bfloat16(array)
     on_device = cp.empty(numbers.shape, np.uint16)
     on_device.set(numbers)
+    cp.cuda.get_current_stream().synchronize()  # it will be read on another stream
     return on_device
 
 
