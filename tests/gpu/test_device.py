@@ -40,6 +40,7 @@ from helpers.device_models import (
     tokens,
 )
 from helpers.device_ops import (
+    CONFIGS,
     MODELS,
     Both,
     attended,
@@ -50,6 +51,7 @@ from helpers.device_ops import (
     products,
     random_weights,
 )
+from helpers.emulator import Emulator
 from model import NumpyOps, Span
 from parity import CASES
 from sampling import Choice, Context, Sampling
@@ -130,6 +132,30 @@ def test_the_same_logits_and_tokens_as_with_plain_kernels(name: str) -> None:
 def last_choice(ops: CudaOps, steps: Sequence[Span]) -> Choice:
     """What comes after the last of the steps."""
     return by_steps(ops, steps)[-1]
+
+
+def test_products_have_the_bits_of_the_emulator() -> None:
+    """Its tensor cores are those of Hopper, by a model that others have measured.
+
+    `out` and `down` are products and nothing else: in norms the last bits are the hardware's own.
+    """
+    if int(cupy().cuda.Device().compute_capability) != 90:
+        pytest.skip("the emulator adds as Hopper does")
+    c = CONFIGS["grouped"]
+    rng = np.random.default_rng(5)
+    x, y, h = (
+        rng.normal(size=(130, n)).astype(np.float32) for n in (c.dim, c.n_heads * c.head_dim, c.hidden_dim)
+    )
+    for n in (1, 2, 16, 33, 130):
+        results = []
+        for cp in (cupy(), Emulator()):
+            ops = CudaOps(c, random_weights(cp, c), 400, 16, 4, cp)
+            device = Real(ops)
+            step = device.batch(n)
+            ops.out(device.put("x", x[:n]), device.put("y", y[:n]), device.device_layer, step)
+            ops.down(ops._buffers["x"], device.put("h", h[:n]), device.device_layer, step)
+            results.append(device.got("x", n))
+        assert np.array_equal(results[0], results[1]), n
 
 
 def test_a_token_is_picked_as_by_one_thread() -> None:
