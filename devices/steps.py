@@ -273,7 +273,10 @@ def step_tiles(step: PlacedStep, group_size: int, max_split_rows: int) -> StepTi
 
 
 class SlotSamplings:
-    """What `pick` has to know of the Sampling of each slot: rows that a step takes, and changes a little."""
+    """What `pick` has to know of the Sampling of each slot: rows that a step takes, and changes a little.
+
+    The columns are those of PickRow, Settings and `seeds` in kernels.cu.
+    """
 
     def __init__(self, max_batch: int) -> None:
         self.samplings: list[Sampling | None] = [None] * max_batch  # None: the slot has had none
@@ -304,19 +307,17 @@ class SlotSamplings:
 
 def pick_fields(step: PlacedStep, samplings: SlotSamplings) -> dict[str, Any]:
     """The fields that each wanted row has, in the order of the contexts."""
-    wanted, slots, first_wanted, n_before, flags = (
-        list[int](),
-        list[int](),
-        list[int](),
-        list[int](),
-        list[int](),
-    )
+    wanted = list[int]()
+    slots = list[int]()
+    first_wanted = list[int]()
+    n_before = list[int]()
+    flags = list[int]()
     for span, size, first_row in zip(step.spans, step.sizes, step.first_rows, strict=True):
-        first = first_row + size - span.n_wanted  # drafts follow it
-        of_slot = samplings.flags[span.slot]
-        if span.n_wanted == 1:
-            of_slot |= CHAINS
         n = span.n_wanted
+        first = first_row + size - n  # drafts follow it
+        of_slot = samplings.flags[span.slot]
+        if n == 1:
+            of_slot |= CHAINS
         wanted += range(first, first + n)
         slots += (span.slot,) * n
         first_wanted += (first,) * n
@@ -325,16 +326,16 @@ def pick_fields(step: PlacedStep, samplings: SlotSamplings) -> dict[str, Any]:
     for i, context in enumerate(step.contexts):
         if context.mask is not None:
             flags[i] |= MASKED
-    rows = np.array(slots, np.int64)
-    pick_rows = samplings.pick_rows.take(rows, 0)
+    slot_array = np.array(slots, np.int64)
+    pick_rows = samplings.pick_rows.take(slot_array, 0)
     pick_rows[:, 1] = first_wanted
     pick_rows[:, 2] = n_before
     pick_rows[:, 4] = flags
-    seeds = samplings.seeds.take(rows, 0)
+    seeds = samplings.seeds.take(slot_array, 0)
     seeds[:, 2] = [context.n_output for context in step.contexts]
     return {
         "wanted": wanted,
         "pick_rows": pick_rows.reshape(-1),
-        "settings": samplings.settings.take(rows, 0).reshape(-1),
+        "settings": samplings.settings.take(slot_array, 0).reshape(-1),
         "seeds": seeds.reshape(-1),
     }

@@ -139,8 +139,7 @@ def test_products_have_the_bits_of_the_emulator() -> None:
 
     `out` and `down` are products and nothing else: in norms the last bits are the hardware's own.
     """
-    if int(cupy().cuda.Device().compute_capability) != 90:
-        pytest.skip("the emulator adds as Hopper does")
+    is_hopper = int(cupy().cuda.Device().compute_capability) >= 90  # or Blackwell, which adds alike
     c = CONFIGS["grouped"]
     rng = np.random.default_rng(5)
     x, y, h = (
@@ -155,7 +154,8 @@ def test_products_have_the_bits_of_the_emulator() -> None:
             ops.out(device.put("x", x[:n]), device.put("y", y[:n]), device.device_layer, step)
             ops.down(ops._buffers["x"], device.put("h", h[:n]), device.device_layer, step)
             results.append(device.got("x", n))
-        assert np.array_equal(results[0], results[1]), n
+        assert near(results[0], results[1], SUM), n
+        assert np.array_equal(results[0], results[1]) or not is_hopper, n
 
 
 def test_a_token_is_picked_as_by_one_thread() -> None:
