@@ -208,8 +208,9 @@ def gpu_parts(folder: Path, part: int, only: list[str], *flags: str) -> subproce
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
 
 
+@pytest.mark.timeout(300)  # the emulator compiles three shapes, in processes of their own
 def test_the_parts_that_a_gpu_is_needed_for(tmp_path: Path) -> None:
-    """A dry run: every kind of step, through the emulator; results and a report after each."""
+    """A dry run of what measures, through the emulator; results and a report after each step."""
     if emulator.MISSING:
         pytest.skip(emulator.MISSING)
     (tmp_path / "cupy.py").write_text(EMULATOR_AS_CUPY)
@@ -230,15 +231,6 @@ def test_the_parts_that_a_gpu_is_needed_for(tmp_path: Path) -> None:
     rows = gpu.read_rows(results / "gpu.md")
     assert {key[1:3] for key in rows} == {("random weights of the shape of dry", "engine")}
     assert "failed" not in (results / "gpu-part1.log").read_text()
-
-    ended = gpu_parts(tmp_path, 2, ["engine-no-staging"])
-    assert ended.returncode == 0, ended.stderr
-    assert {key[2] for key in gpu.read_rows(results / "gpu.md")} == {
-        "engine",
-        "engine-no-staging",
-        "engine-no-early",
-        "engine-no-graphs",
-    }
 
 
 def test_a_part_without_a_device_is_an_error(tmp_path: Path) -> None:
