@@ -24,10 +24,12 @@
 //    devices/kernels.py compiles the file once for each shape. Rows of every matrix begin at multiples of 16
 //    bytes.
 // 4. A warp's instruction is entered by all its lanes, a barrier by all the block's threads.
+// 5. Latency: a step of few rows is a chain of some hundred trips to memory. What is read in one place is
+//    read all at once, then used; weights, before the kernel ahead has ended.
 //
 // From the compilation (devices/kernels.py, -DNAME=value):
 //   the model       DIM HIDDEN_DIM N_HEADS N_KV_HEADS GROUP HEAD_DIM QKV_DIM VOCAB_SIZE NORM_EPS
-//   a product       BLOCK_ROWS BLOCK_COLUMNS PAIR_COLUMNS LOGITS_COLUMNS NORMED_ROWS
+//   a product       BLOCK_ROWS BLOCK_COLUMNS PAIR_COLUMNS LOGITS_COLUMNS NORMED_ROWS STAGED_ROWS
 //   attention       PAGE HEAD_PAD QUERIES TILE_WIDTH SPLIT_KEYS PART_WIDTH
 //   a row of pick   MASK_WORDS PICK_ROW_WIDTH SETTINGS_WIDTH SEEDS_WIDTH CHOICE_WIDTH MAX_TOP
 //   its flags       PENALISED BIASED MASKED CHAINS SEEN_IN_PROMPT
@@ -136,34 +138,62 @@ __device__ __forceinline__ int token_of(u64 rank) { return 0xffffffffu - (unsign
 // A row is cut into WARPS parts, each of equally many steps of 32 numbers. A warp adds up one part, here and
 // in the products.
 #define WARPS (THREADS / 32)
-__device__ __forceinline__ int steps_sums(int size) { return ((size + 31) / 32 + WARPS - 1) / WARPS; }
+__device__ __forceinline__ constexpr int steps_sums(int size) {
+  return ((size + 31) / 32 + WARPS - 1) / WARPS;
+}
+
+// What a lane has of a row (DIM,): four numbers side by side, in each 128 of its warp's part
+struct RowOfLane {
+  static const int N = (steps_sums(DIM) + 3) / 4;
+  static __device__ __forceinline__ int place(int i) {
+    return threadIdx.x / 32 * steps_sums(DIM) * 32 + i * 128 + threadIdx.x % 32 * 4;
+  }
+  static __device__ __forceinline__ bool has(int i) {
+    return i * 128 + threadIdx.x % 32 * 4 < steps_sums(DIM) * 32 && place(i) < DIM;
+  }
+};
+
+struct NormWeight : RowOfLane {
+  uint2 of[N];
+  __device__ __forceinline__ void load(weight *w) {
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+      uint2 zero = {0, 0};
+      of[i] = has(i) ? *(const uint2 *)(w + place(i)) : zero;
+    }
+  }
+};
 
 // y = x / sqrt(mean(x^2) + eps) * w of one row: NumpyOps._rms_norm. All threads of the block enter. Each warp
 // adds up its part and norms it; the sums of the parts are added from first to last.
-//   x (DIM,) float   w (DIM,)   y (DIM,) bf16, written   sums (WARPS,) float in shared memory
-__device__ __forceinline__ void norm_row(const float *x, weight *w, bf16 *y, float *sums) {
-  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, n = steps_sums(DIM) * 32;
-  int begin = warp * n + lane * 4, end = min(warp * n + n, DIM);
+//   x (DIM,) float   y (DIM,) bf16, written   sums (WARPS,) float in shared memory
+__device__ __forceinline__ void norm_row(const float *x, const NormWeight &w, bf16 *y, float *sums) {
+  float4 v[RowOfLane::N];
   float sum = 0;
-  for (int k = begin; k < end; k += 128) {
-    float4 v = *(const float4 *)(x + k);
-    sum = fmaf(v.x, v.x, sum);
-    sum = fmaf(v.y, v.y, sum);
-    sum = fmaf(v.z, v.z, sum);
-    sum = fmaf(v.w, v.w, sum);
+#pragma unroll
+  for (int i = 0; i < w.N; i++) {
+    float4 zero = {0, 0, 0, 0};
+    v[i] = w.has(i) ? *(const float4 *)(x + w.place(i)) : zero;
+  }
+#pragma unroll
+  for (int i = 0; i < w.N; i++) {
+    sum = fmaf(v[i].x, v[i].x, sum);
+    sum = fmaf(v[i].y, v[i].y, sum);
+    sum = fmaf(v[i].z, v[i].z, sum);
+    sum = fmaf(v[i].w, v[i].w, sum);
   }
   sum = warp_sum(sum);
-  if (lane == 0) sums[warp] = sum;
+  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
   __syncthreads();
   sum = 0;
+#pragma unroll
   for (int i = 0; i < WARPS; i++) sum += sums[i];
   float scale = rsqrtf(sum / DIM + NORM_EPS);
-  for (int k = begin; k < end; k += 128) {
-    float4 v = *(const float4 *)(x + k);
-    uint2 of_w = *(const uint2 *)(w + k);
-    uint2 normed = {pack(v.x * scale * low(of_w.x), v.y * scale * high(of_w.x)),
-                    pack(v.z * scale * low(of_w.y), v.w * scale * high(of_w.y))};
-    *(uint2 *)(y + k) = normed;
+#pragma unroll
+  for (int i = 0; i < w.N; i++) {
+    uint2 normed = {pack(v[i].x * scale * low(w.of[i].x), v[i].y * scale * high(w.of[i].x)),
+                    pack(v[i].z * scale * low(w.of[i].y), v[i].w * scale * high(w.of[i].y))};
+    if (w.has(i)) *(uint2 *)(y + w.place(i)) = normed;
   }
 }
 
@@ -186,20 +216,41 @@ __device__ __forceinline__ void norm_row(const float *x, weight *w, bf16 *y, flo
 #define PAIR_TILES (PAIR_COLUMNS / 8)
 #define LOGITS_TILES (LOGITS_COLUMNS / 8)
 
-// Rows of x as they lie in memory
+// Rows of x, (n_rows, SIZE), as they lie in memory. Up to STAGED_ROWS of them each warp copies to shared
+// memory at once, the part that it multiplies with: step by step, it would wait for each.
+#define STAGED_BYTES 32768  // of a block's 48 KB, at most
+template <int SIZE>
 struct Rows {
+  static const int MAX_STAGED = STAGED_BYTES / (SIZE * 2);
+  static const int N_STAGED = MAX_STAGED < STAGED_ROWS ? MAX_STAGED : STAGED_ROWS;
   const bf16 *x;
-  int size;
-  __device__ __forceinline__ void begin(int n_rows) { await_previous(); }
+  __device__ __forceinline__ void begin(int n_rows) {
+    __shared__ __align__(16) bf16 staged[N_STAGED * SIZE + 8];
+    await_previous();
+    if (ROW_TILES > 1 || n_rows > N_STAGED) return;
+    const int part = steps_sums(SIZE) * 32;
+    int first = threadIdx.x / 32 * part, end = min(first + part, SIZE);
+#pragma unroll
+    for (int row = 0; row < N_STAGED; row++)
+#pragma unroll
+      for (int i = 0; i < part; i += 256) {
+        int k = first + i + threadIdx.x % 32 * 8, at = row * SIZE + k;
+        if (row < n_rows && k < end) begin_copy((uint4 *)(staged + at), x + at, true);
+      }
+    end_copies();
+    await_copies<0>();
+    __syncwarp();
+    x = staged;
+  }
   __device__ __forceinline__ uint4 load(int row, int k) {
-    return *(const uint4 *)(x + (size_t)row * size + k);
+    return *(const uint4 *)(x + (size_t)row * SIZE + k);
   }
 };
 
 // Rows of the residual stream, normed. Up to NORMED_ROWS of them each block norms for itself, a warp the part
 // that it multiplies with: that saves a launch. With more, the blocks, each with all rows, would read more
 // than the weights are; then rms_norm has made x.
-struct NormedRows : Rows {
+struct NormedRows : Rows<DIM> {
   const float *residual;
   weight *w;
   const int *rows;  // which of the residual stream, or null: all
@@ -207,11 +258,12 @@ struct NormedRows : Rows {
     __shared__ __align__(16) bf16 few[NORMED_ROWS][DIM];
     __shared__ float sums[NORMED_ROWS][WARPS];
     bool is_few = ROW_TILES == 1 && n_rows <= NORMED_ROWS;
-    if (is_few && threadIdx.x == 0) prefetch(w, DIM * 2);
+    NormWeight norm;
+    if (is_few) norm.load(w);
     await_previous();
     if (!is_few) return;
     for (int i = 0; i < n_rows; i++)
-      norm_row(residual + (size_t)(rows ? rows[i] : i) * DIM, w, few[i], sums[i]);
+      norm_row(residual + (size_t)(rows ? rows[i] : i) * DIM, norm, few[i], sums[i]);
     __syncwarp();
     x = few[0];
   }
@@ -268,11 +320,31 @@ __device__ __forceinline__ void linear(weight *const (&w)[MATRICES], int size, i
         if (t == 0 && n_bytes > 0 && column < n_columns) prefetch(w[m] + (size_t)column * size + k, n_bytes);
       }
   };
+  // The warps' sums are added for eight columns at a time: N_OF_THREAD numbers a thread, 32 rows apart. What
+  // they are added to is read before anything is written, or each read would wait for the write ahead of it;
+  // and of one tile of rows, while the product is computed.
+  const int N_OF_THREAD = (ROW_TILES + 1) / 2;
+  int row = threadIdx.x / 8, of_eight = threadIdx.x % 8;
+  auto at = [&](int n, int i) {
+    return (size_t)(first_row + row + i * 32) * n_columns + first_column + n * 8 + of_eight;
+  };
+  auto is_there = [&](int n, int i) {
+    return row + i * 32 < BLOCK_ROWS && first_row + row + i * 32 < n_rows &&
+           first_column + n * 8 + of_eight < n_columns;
+  };
+  float old[N][N_OF_THREAD];
+  auto read_before = [&]() {
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+      for (int i = 0; i < N_OF_THREAD; i++) old[n][i] = before && is_there(n, i) ? before[at(n, i)] : 0;
+  };
   start_next();
-  prefetch_behind();
 #pragma unroll
   for (int a = 0; a < AHEAD; a++) fetch(a, ahead[a]);
+  prefetch_behind();
   input.begin(n_rows);
+  if (ROW_TILES == 1) read_before();
   for (int step = 0; step < part; step += AHEAD) {
 #pragma unroll
     for (int a = 0; a < AHEAD; a++) {
@@ -293,22 +365,7 @@ __device__ __forceinline__ void linear(weight *const (&w)[MATRICES], int size, i
       fetch(step + a + AHEAD, ahead[a]);
     }
   }
-  // The warps' sums are added for eight columns at a time: N_OF_THREAD numbers a thread, 32 rows apart. What
-  // they are added to is read before anything is written, or each read would wait for the write ahead of it.
-  const int N_OF_THREAD = (ROW_TILES + 1) / 2;
-  int row = threadIdx.x / 8, of_eight = threadIdx.x % 8;
-  auto at = [&](int n, int i) {
-    return (size_t)(first_row + row + i * 32) * n_columns + first_column + n * 8 + of_eight;
-  };
-  auto is_there = [&](int n, int i) {
-    return row + i * 32 < BLOCK_ROWS && first_row + row + i * 32 < n_rows &&
-           first_column + n * 8 + of_eight < n_columns;
-  };
-  float old[N][N_OF_THREAD];
-#pragma unroll
-  for (int n = 0; n < N; n++)
-#pragma unroll
-    for (int i = 0; i < N_OF_THREAD; i++) old[n][i] = before && is_there(n, i) ? before[at(n, i)] : 0;
+  if (ROW_TILES > 1) read_before();
 #pragma unroll
   for (int n = 0; n < N; n++) {
 #pragma unroll
@@ -351,9 +408,9 @@ __device__ __forceinline__ void copy_rows(Step *to, const bf16 *from, int first,
   }
 }
 
-template <int MATRICES, int N, class T, class Value>
+template <int MATRICES, int N, int SIZE, class T, class Value>
 __device__ __forceinline__ void linear(weight *const (&w)[MATRICES], int size, int n_columns, int n_rows,
-                                       Rows input, const float *before, T *y, Value value) {
+                                       Rows<SIZE> input, const float *before, T *y, Value value) {
   const int COLUMNS = N * 8;               // of the block
   const int R = ROW_TILES / 2, C = N / 4;  // tiles of a warp: the warps lie 2 by 4
   __shared__ Step x_of[STAGES][BLOCK_ROWS], w_of[STAGES][MATRICES][COLUMNS];
@@ -434,7 +491,7 @@ __device__ __forceinline__ float bias(weight *b, int column) { return b ? __bflo
 //   grid: n_rows / BLOCK_ROWS, QKV_DIM / BLOCK_COLUMNS
 extern "C" __global__ void __launch_bounds__(THREADS)
     qkv(weight *w, weight *b, weight *norm, const float *x, const bf16 *normed, float *y, int n_rows) {
-  NormedRows input = {{normed, DIM}, x, norm, nullptr};
+  NormedRows input = {{normed}, x, norm, nullptr};
   weight *const matrices[1] = {w};
   linear<1, COLUMN_TILES>(matrices, DIM, QKV_DIM, n_rows, input, nullptr, y,
                           [&](int column, float *v) { return v[0] + bias(b, column); });
@@ -448,7 +505,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 //   grid: n_rows / BLOCK_ROWS, DIM / BLOCK_COLUMNS
 extern "C" __global__ void __launch_bounds__(THREADS)
     out(weight *w, weight *b, const bf16 *y, float *x, int n_rows) {
-  Rows input = {y, N_HEADS * HEAD_DIM};
+  Rows<N_HEADS * HEAD_DIM> input = {y};
   weight *const matrices[1] = {w};
   linear<1, COLUMN_TILES>(matrices, N_HEADS * HEAD_DIM, DIM, n_rows, input, x, x,
                           [&](int column, float *v) { return v[0] + bias(b, column); });
@@ -462,10 +519,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 //   normed  (n_rows, DIM) bf16          as in qkv
 //   h       (n_rows, HIDDEN_DIM) bf16, written
 //   grid: n_rows / BLOCK_ROWS, HIDDEN_DIM / PAIR_COLUMNS
-// With one tile of rows three blocks a processor, or ptxas spills to make room for a fourth.
-extern "C" __global__ void __launch_bounds__(THREADS, ROW_TILES == 1 ? 3 : 0)
+// With one tile of rows three blocks a processor, or ptxas spills to make room for a fourth; two where a lane
+// has much of a row to norm.
+#define GATE_UP_BLOCKS (ROW_TILES > 1 ? 0 : DIM > 2048 ? 2 : 3)
+extern "C" __global__ void __launch_bounds__(THREADS, GATE_UP_BLOCKS)
     gate_up(weight *w, weight *b, weight *norm, const float *x, const bf16 *normed, bf16 *h, int n_rows) {
-  NormedRows input = {{normed, DIM}, x, norm, nullptr};
+  NormedRows input = {{normed}, x, norm, nullptr};
   weight *const matrices[2] = {w, w + (size_t)HIDDEN_DIM * DIM};
   linear<2, PAIR_TILES>(matrices, DIM, HIDDEN_DIM, n_rows, input, nullptr, h,
                         [&](int column, float *v) {
@@ -482,7 +541,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ROW_TILES == 1 ? 3 : 0)
 //   grid: n_rows / BLOCK_ROWS, DIM / BLOCK_COLUMNS
 extern "C" __global__ void __launch_bounds__(THREADS)
     down(weight *w, weight *b, const bf16 *h, float *x, int n_rows) {
-  Rows input = {h, HIDDEN_DIM};
+  Rows<HIDDEN_DIM> input = {h};
   weight *const matrices[1] = {w};
   linear<1, COLUMN_TILES>(matrices, HIDDEN_DIM, DIM, n_rows, input, x, x,
                           [&](int column, float *v) { return v[0] + bias(b, column); });
@@ -515,7 +574,7 @@ __device__ __forceinline__ void find_best(const float *y, u64 *best, int first_r
 extern "C" __global__ void __launch_bounds__(THREADS, ROW_TILES == 1 ? 2 : 0)
     logits(weight *w, weight *norm, const float *x, const bf16 *normed, const int *rows, float *y, u64 *best,
            int n_rows) {
-  NormedRows input = {{normed, DIM}, x, norm, rows};
+  NormedRows input = {{normed}, x, norm, rows};
   weight *const matrices[1] = {w};
   linear<1, LOGITS_TILES>(matrices, DIM, VOCAB_SIZE, n_rows, input, nullptr, y,
                           [](int column, float *v) { return v[0]; });
@@ -537,10 +596,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     rms_norm(weight *w, const float *x, const int *rows, bf16 *y) {
   __shared__ float sums[WARPS];
   start_next();
-  if (threadIdx.x == 0) prefetch(w, DIM * 2);
+  NormWeight norm;
+  norm.load(w);
   await_previous();
   int row = blockIdx.x;
-  norm_row(x + (size_t)(rows ? rows[row] : row) * DIM, w, y + (size_t)row * DIM, sums);
+  norm_row(x + (size_t)(rows ? rows[row] : row) * DIM, norm, y + (size_t)row * DIM, sums);
 }
 
 // x = table[token]                                                                        NumpyOps.embed
@@ -589,6 +649,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 static_assert(QUERIES == 16, "the rows of mma_16x8x16");
 #define ATTEND_WARPS (ATTEND_THREADS / 32)
 #define EMPTY -1e30f                                    // the greatest of no scores
+#define AT_ONCE 8                                       // splits that are read together, to be added up
 #define A_THREAD (HEAD_PAD * QUERIES / ATTEND_THREADS)  // numbers that a thread has of a tile's result
 
 struct Tile {
@@ -646,20 +707,31 @@ __device__ __forceinline__ void rotate(const float *head, weight *norm, const fl
 // Write the key and the value that a head has of a token to the token's page; by one warp
 //   qkv (QKV_DIM,) float   page_table (max_pages,)
 __device__ __forceinline__ void write_token(const float *qkv, int kv, weight *k_norm, const float2 *rope,
-                                           bf16 *keys, bf16 *values, const int *page_table, int position) {
+                                            bf16 *keys, bf16 *values, const int *page_table, int position) {
   size_t at = ((size_t)page_table[position / PAGE] * N_KV_HEADS + kv) * PAGE * HEAD_PAD;
+  const float *value = qkv + (N_HEADS + N_KV_HEADS + kv) * HEAD_DIM;
+  const int n = (HEAD_DIM + 31) / 32;  // numbers of a lane
+  int lane = threadIdx.x % 32;
+  float v[n];
+#pragma unroll
+  for (int i = 0; i < n; i++) v[i] = lane + 32 * i < HEAD_DIM ? value[lane + 32 * i] : 0;
   rotate(qkv + (N_HEADS + kv) * HEAD_DIM, k_norm, rope, keys + at + position % PAGE * HEAD_PAD);
-  const float *v = qkv + (N_HEADS + N_KV_HEADS + kv) * HEAD_DIM;
-  for (int i = threadIdx.x % 32; i < HEAD_DIM; i += 32)
-    values[at + i * PAGE + position % PAGE] = __float2bfloat16(v[i]);
+#pragma unroll
+  for (int i = 0; i < n; i++)
+    if (lane + 32 * i < HEAD_DIM)
+      values[at + (lane + 32 * i) * PAGE + position % PAGE] = __float2bfloat16(v[i]);
 }
 
-// The queries of a tile, normed and rotated, to shared memory; zeros where there is none
+// Zeros for the queries that a tile does not have, by pairs
+__device__ __forceinline__ void clear_queries(Work &work, const Tile &tile) {
+  const int width = (HEAD_PAD + 8) / 2;
+  for (int i = threadIdx.x; i < QUERIES * width; i += ATTEND_THREADS)
+    if (i / width >= tile.n_rows || i % width >= HEAD_DIM / 2) ((unsigned *)work.q)[i] = 0;
+}
+
+// The queries of a tile, normed and rotated, to shared memory
 __device__ __forceinline__ void load_queries(Work &work, const Tile &tile, int kv, const float *qkv,
                                              weight *q_norm, const float2 *rope, int rotary) {
-  for (int i = threadIdx.x; i < QUERIES * (HEAD_PAD + 8); i += ATTEND_THREADS)
-    if (i / (HEAD_PAD + 8) >= tile.n_rows || i % (HEAD_PAD + 8) >= HEAD_DIM)
-      ((bf16 *)work.q)[i] = __float2bfloat16(0);
   for (int r = threadIdx.x / 32; r < tile.n_rows; r += ATTEND_WARPS)
     rotate(qkv + (size_t)tile.token(r) * QKV_DIM + tile.head(r, kv) * HEAD_DIM, q_norm,
            rotary ? rope + (size_t)tile.position(r) * (HEAD_DIM / 2) : nullptr, work.q[r]);
@@ -825,10 +897,11 @@ extern "C" __global__ void __launch_bounds__(ATTEND_THREADS)
   Tile tile(tiles + blockIdx.z * TILE_WIDTH, page_tables, max_pages, window);
   bool is_there = tile.n_tokens > 0 && tile.first_split <= split && split <= tile.last_split;
   if (is_there) prefetch_split(tile, split, kv, keys, values, q_norm, k_norm);
+  clear_queries(work, tile);
   await_previous();
   if (!is_there) return;
-  if (writes)
-    for (int i = threadIdx.x / 32; i < tile.n_tokens; i += ATTEND_WARPS)
+  if (writes)  // the last warps first: the first ones have queries to load
+    for (int i = ATTEND_WARPS - 1 - threadIdx.x / 32; i < tile.n_tokens; i += ATTEND_WARPS)
       if ((tile.start + i) / SPLIT_KEYS == split)
         write_token(qkv + (size_t)(tile.row + i) * QKV_DIM, kv, k_norm,
                    rotary ? rope + (size_t)(tile.start + i) * (HEAD_DIM / 2) : nullptr, keys, values,
@@ -871,13 +944,23 @@ extern "C" __global__ void __launch_bounds__(ATTEND_THREADS)
     size_t head = (size_t)tile.token(i / HEAD_DIM) * N_HEADS + tile.head(i / HEAD_DIM, kv);
     const float *parts = part + head * gridDim.x * PART_WIDTH;
     float top = EMPTY, sum = 0, out = 0;
-#pragma unroll 8
-    for (int p = tile.first_split; p <= tile.last_split; p++) {
-      const float *next = parts + (size_t)p * PART_WIDTH;
-      float old_scale, new_scale;
-      rescale(top, __ldcg(next + HEAD_DIM), old_scale, new_scale);
-      sum = sum * old_scale + __ldcg(next + HEAD_DIM + 1) * new_scale;
-      out = out * old_scale + __ldcg(next + i % HEAD_DIM) * new_scale;
+    for (int first = tile.first_split; first <= tile.last_split; first += AT_ONCE) {
+      float tops[AT_ONCE], sums[AT_ONCE], outs[AT_ONCE];
+#pragma unroll
+      for (int j = 0; j < AT_ONCE; j++) {
+        bool is_split = first + j <= tile.last_split;  // else it is empty, and changes nothing
+        const float *next = parts + (size_t)(first + j) * PART_WIDTH;
+        tops[j] = is_split ? __ldcg(next + HEAD_DIM) : EMPTY;
+        sums[j] = is_split ? __ldcg(next + HEAD_DIM + 1) : 0;
+        outs[j] = is_split ? __ldcg(next + i % HEAD_DIM) : 0;
+      }
+#pragma unroll
+      for (int j = 0; j < AT_ONCE; j++) {
+        float old_scale, new_scale;
+        rescale(top, tops[j], old_scale, new_scale);
+        sum = sum * old_scale + sums[j] * new_scale;
+        out = out * old_scale + outs[j] * new_scale;
+      }
     }
     sum = with_sink(sum, top, sinks, tile.head(i / HEAD_DIM, kv));
     y[head * HEAD_DIM + i % HEAD_DIM] = __float2bfloat16(out / sum);
@@ -897,6 +980,7 @@ extern "C" __global__ void __launch_bounds__(ATTEND_THREADS)
   int kv = blockIdx.y, r = row_of_thread();
   Tile tile(tiles + blockIdx.x * TILE_WIDTH, page_tables, max_pages, window);
   if (tile.n_tokens == 0) return;
+  clear_queries(work, tile);
   load_queries(work, tile, kv, qkv, q_norm, rope, rotary);
   float top = EMPTY, sum = 0, out[A_THREAD] = {};
   for (int split = tile.first_split; split <= tile.last_split; split++) {
@@ -1239,7 +1323,7 @@ extern "C" __global__ void __launch_bounds__(PICK_THREADS, 1)
 //   grid: n_rows / BLOCK_ROWS, N_EXPERTS / BLOCK_COLUMNS; block: THREADS; all threads enter
 extern "C" __global__ void __launch_bounds__(THREADS)
     router(weight *w, weight *b, const bf16 *x, float *y, int n_rows) {
-  Rows input = {x, DIM};
+  Rows<DIM> input = {x};
   weight *const matrices[1] = {w};
   linear<1, COLUMN_TILES>(matrices, DIM, N_EXPERTS, n_rows, input, nullptr, y,
                           [&](int column, float *v) { return v[0] + bias(b, column); });

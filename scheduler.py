@@ -230,8 +230,12 @@ class Sequence:
             output = self.output
             if n > 0:
                 output = [*self.output, *drafts[:n]]
-            contexts.append(Context(self.sampling, self.prompt_array, output, mask, self.n_unread))
+            contexts.append(self.context(output, mask))
         return contexts
+
+    def context(self, output: list[int], mask: Mask | None) -> Context:
+        """What the choice of the token behind this output depends on."""
+        return Context(self.sampling, self.prompt_array, output, mask, self.n_unread)
 
 
 class Failure(NamedTuple):
@@ -253,7 +257,9 @@ class Scheduled(NamedTuple):
     @property
     def cost(self) -> int:
         """Rows that count against the budget of a step: a single row does not, nor does a draft."""
-        n_rows = self.span.end - self.span.start - len(self.drafts)
+        if self.span.token_ids is None:
+            return 0
+        n_rows = len(self.span.token_ids) - len(self.drafts)
         if n_rows == 1:
             return 0
         return n_rows
@@ -552,7 +558,7 @@ class Scheduler:
         start = sequence.n_computed
         self._reserve_pages(sequence, start + 1)
         span = Span(sequence.slot, sequence.page_table, None, start, 1, is_chunk=False)
-        return Scheduled(sequence, span, sequence.contexts([]), [])
+        return Scheduled(sequence, span, [sequence.context(sequence.output, None)], [])
 
     def _drafts(self, sequence: Sequence) -> list[int]:
         """The drafts that there is room for."""

@@ -1,4 +1,4 @@
-"""Checkpoint files to named arrays: safetensors to float32.
+"""Checkpoint files to named arrays: safetensors to float32, or to bfloat16 as it is.
 
     directory, Config --read_weights()--> Weights
 
@@ -10,8 +10,9 @@ Rules of this file:
   * The tensors of a layer are one table for all families.
   * config.json and the tensors must agree in every name and shape; else UnsupportedModel is raised. Nothing
     is guessed, skipped or left random.
-  * Each tensor is copied once: from the memory map, widened to float32, into its rows of a matrix.
-  * MXFP4, the 4 bits of gpt-oss's experts, stays as it is until `pack` of the ops decides: class Mxfp4.
+  * Each tensor is copied once: from the memory map into its rows of a matrix. A matrix of bfloat16 stays
+    that, seen as uint16, for `pack` of the ops, and so does MXFP4, the 4 bits of gpt-oss's experts: class
+    Mxfp4. All else is widened to float32.
   * Rotary pairs are ADJACENT here. Row (half, pair) of a head in the checkpoint, meant for `rotate_half`,
     becomes row (pair, half): a head of q or k, seen as complex numbers, is rotated by one multiplication.
 
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 from tqdm import tqdm
 
 from checkpoint.config import Config, Experts, FieldCheck, UnsupportedModel, check_fields, listing, read_json
@@ -261,18 +262,23 @@ def n_weight_bytes(c: Config) -> int:
 
 
 MATRICES = {"embed", "head", "wqkv", "wo", "w_gate_up", "w_down", "router"}  # fields
-Packer = Callable[[Any], Matrix]  # of an Array or Mxfp4
+# A matrix in float32, in bfloat16 as uint16, or an Mxfp4, to what the ops keep.
+Packer = Callable[[Any], Matrix]
 
 
 def unpacked(w: Any) -> Matrix:
-    """Keep a matrix, an Array or an Mxfp4, in float32."""
+    """Keep a matrix in float32."""
     if isinstance(w, Mxfp4):
         return decoded(w)
-    return w
+    if w.dtype != np.uint16:
+        return w
+    wide = np.empty(w.shape, np.float32)
+    widen(w, wide)
+    return wide
 
 
 def read_weights(directory: Path, config: Config, pack: Packer = unpacked) -> Weights:
-    """Read every tensor as float32, and pack every matrix; raises UnsupportedModel before any is copied."""
+    """Read every tensor, and pack every matrix; raises UnsupportedModel before any is copied."""
     tensors = map_tensors(directory)
     check_tensors(tensors, all_parts(config), config)
     with progress("Reading weights", sum(tensor.nbytes for tensor in tensors.values())) as bar:
@@ -318,7 +324,7 @@ def progress(title: str, n_bytes: int) -> "tqdm[Any]":
 def fuse(
     tensors: Tensors, parts: list[Part], config: Config, bar: "tqdm[Any]", pack: Packer
 ) -> dict[str, Matrix]:
-    """The arrays by field: its parts stacked as rows, in float32, and packed where that makes a matrix."""
+    """The arrays by field: its parts stacked as rows, and packed where that makes a matrix."""
     arrays: dict[str, Matrix] = {}
     for field in dict.fromkeys(part.field for part in parts):
         group = [part for part in parts if part.field == field]
@@ -332,13 +338,19 @@ def fuse(
 
 
 def stack(tensors: Tensors, group: list[Part], config: Config, bar: "tqdm[Any]") -> NDArray[Any]:
-    """The tensors of one field one behind another, widened to float32; MXFP4 stays bytes."""
+    """The tensors of one field one behind another, in float32; matrices of bfloat16 and MXFP4 stay that."""
     first = group[0]
     shape = first.shape[1:]
     if first.transposed:
         shape = shape[::-1]
     ends = np.cumsum([part.shape[0] for part in group])
-    array = np.empty((ends[-1], *shape), np.uint8 if first.is_mxfp4 else np.float32)
+    dtypes = {tensors[part.name].dtype for part in group}
+    dtype: DTypeLike = np.float32
+    if first.is_mxfp4:
+        dtype = np.uint8
+    elif first.field in MATRICES and dtypes == {np.dtype(np.uint16)}:
+        dtype = np.uint16
+    array = np.empty((ends[-1], *shape), dtype)
     for part, rows in zip(group, np.split(array, ends[:-1]), strict=True):
         tensor = part.view(tensors[part.name], config.head_dim)
         widen(tensor, rows.reshape(tensor.shape))
@@ -354,11 +366,11 @@ def adjacent_pairs(tensor: NDArray[Any], head_dim: int) -> NDArray[Any]:
 
 
 def widen(tensor: NDArray[Any], out: NDArray[Any]) -> None:
-    """Write a tensor of any of DTYPES as float32, or bytes as they are.
+    """Write a tensor of any of DTYPES to `out`: float32, or what the tensor is where that is not wider.
 
     bfloat16, here uint16, is the upper half of a float32.
     """
-    if tensor.dtype == np.uint16:
+    if tensor.dtype == np.uint16 and out.dtype == np.float32:
         np.left_shift(tensor, 16, out=out.view(np.uint32), dtype=np.uint32)
     else:
         np.copyto(out, tensor)

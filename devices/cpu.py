@@ -103,17 +103,20 @@ class Arena:
 arena = Arena()
 
 
-def pack(w: Array) -> Array | Panels:
-    """Return the matrix as panels, or as it is where bfloat16 cannot hold it."""
+def pack(w: NDArray[Any]) -> Array | Panels:
+    """Return the matrix as panels, or as it is where bfloat16 cannot hold it; uint16 is bfloat16."""
     n_out, n_in = w.shape
-    halves = w.view(np.uint16).reshape(n_out, n_in, 2)  # lower, upper: little-endian
-    if halves[..., 0].any():
-        return w
+    upper = w
+    if w.dtype != np.uint16:
+        halves = w.view(np.uint16).reshape(n_out, n_in, 2)  # lower, upper: little-endian
+        if halves[..., 0].any():
+            return w
+        upper = halves[..., 1]
     n_panels = math.ceil(n_out / WIDTH)
     n_steps = math.ceil(n_in / STEP)
     bits = arena.zeros(n_panels, n_steps * STEP, WIDTH)
     for panel, first in zip(bits, range(0, n_out, WIDTH), strict=True):
-        rows = halves[first : first + WIDTH, :, 1]
+        rows = upper[first : first + WIDTH]
         panel[:n_in, : len(rows)] = rows.T
     return Panels(n_out, n_in, bits)
 

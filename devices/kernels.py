@@ -19,6 +19,7 @@ Not here: what is computed (kernels.cu, plain.cu), with which arguments (cuda.py
 
 import ctypes
 import importlib
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,6 +35,10 @@ PLAIN_CODE = Path(__file__).parent / "plain.cu"
 DeviceArray = Any  # cupy.ndarray; bfloat16 is seen as uint16
 
 # --- constants that Python shares with the .cu files --------------------------------------------------------
+
+# Both ways stay until a GPU has told which is faster; the environment variable takes the other one.
+STAGED_ROWS = 2  # of a product's input: up to so many, a block copies them to shared memory at once
+NO_STAGING = "LLMREF_NO_STAGING"  # it reads them step by step
 
 QUERIES = 16  # query rows of a tile of attention: the rows of one tensor core instruction
 NORMED_ROWS = 2  # of the residual stream: up to so many, a product norms them itself
@@ -91,6 +96,9 @@ ANY_SHAPE = ONE_TILE  # where the kernels that are no product are compiled
 def constants(config: Config, shape: Shape) -> dict[str, int | str]:
     """All that the .cu files are compiled with."""
     c = config
+    staged_rows = STAGED_ROWS
+    if os.environ.get(NO_STAGING):
+        staged_rows = 0
     return SHARED | {
         "DIM": c.dim,
         "HIDDEN_DIM": c.hidden_dim,
@@ -106,6 +114,7 @@ def constants(config: Config, shape: Shape) -> dict[str, int | str]:
         "ATTEND_THREADS": attend_threads(c),
         "SPLIT_KEYS": split_keys(c),
         "PART_WIDTH": part_width(c),
+        "STAGED_ROWS": staged_rows,
         "BLOCK_ROWS": shape.rows,
         "BLOCK_COLUMNS": shape.columns,
         "PAIR_COLUMNS": shape.pair_columns,

@@ -379,6 +379,31 @@ def test_dtypes_widen_to_the_same_numbers(tmp_path: Path, dtype: str) -> None:
     assert same(read_weights(tmp_path, config), wide)
 
 
+def test_a_matrix_of_bfloat16_is_packed_as_it_is(tmp_path: Path) -> None:
+    """Through float32 and back, 1.19 GB took 4 to 7 s, and twice the memory."""
+    checkpoint(tmp_path, {}, "BF16")
+    config = read_config(tmp_path)
+    wide = read_weights(tmp_path, config)
+    packed = list[NDArray[Any]]()
+
+    def pack(w: NDArray[Any]) -> NDArray[Any]:
+        packed.append(w)
+        return w
+
+    kept = read_weights(tmp_path, config, pack)
+    assert {w.dtype for w in packed} == {np.dtype(np.uint16)}
+    assert {array.dtype for layer in kept.layers for array in (layer.attn_norm, layer.mlp_norm)} == {
+        np.dtype(np.float32)
+    }
+    assert np.array_equal(kept.layers[1].wqkv, weights.bfloat16(wide.layers[1].wqkv))
+    assert np.array_equal(weights.unpacked(kept.layers[1].w_gate_up), wide.layers[1].w_gate_up)
+
+    checkpoint(tmp_path, {}, "F16")
+    packed.clear()
+    read_weights(tmp_path, config, pack)
+    assert {w.dtype for w in packed} == {np.dtype(np.float32)}
+
+
 def test_bfloat16_is_exact_to_the_last_bit(tmp_path: Path) -> None:
     """All 65,536 bit patterns, infinities, NaN and subnormals included, are the upper halves of float32s."""
     bits = np.arange(1 << 16, dtype=np.uint16)

@@ -189,7 +189,7 @@ class Both:
     def batch(self, n_rows: int, wanted: Sequence[int] = ()) -> Any:
         """A batch of rows for the ops that look at no page."""
         views = {"wanted": self.cuda._cp.asarray(np.array(wanted, np.int32))}
-        return DeviceStep(views, n_rows, len(wanted), 0, 0, 1, False)
+        return DeviceStep(views, n_rows, len(wanted), 0, 0, 1, False, False)
 
     def put(self, name: str, values: Array) -> Any:
         """Values in the first rows of a buffer."""
@@ -251,7 +251,7 @@ PAGES = [9, 2, 14, 0, 7]
 def attend(m: Both, spans: list[Span], qkv: Array) -> Array:
     """CudaOps.attend for rows of the spans one after another, (n_rows, n_heads * head_dim)."""
     step = place_spans(spans, [])
-    rows = [i for p in step for i in p.rows]
+    rows = [row + i for row, size in zip(step.first_rows, step.sizes, strict=True) for i in range(size)]
     with m.cuda._stream:
         memory, host, batch = m.cuda._upload_step(step)
         m.cuda.attend(m.put("qkv", qkv[np.argsort(rows)]), m.device_layer, 0, batch)

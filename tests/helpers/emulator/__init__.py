@@ -363,7 +363,8 @@ class Emulator:
             alloc_pinned_memory=lambda n_bytes: bytearray(b"\xff" * n_bytes),
             memory=SimpleNamespace(OutOfMemoryError=MemoryError),
             driver=SimpleNamespace(CUDADriverError=RuntimeError),
-            runtime=SimpleNamespace(getDeviceProperties=lambda i: PROPERTIES),
+            runtime=SimpleNamespace(getDeviceProperties=lambda i: PROPERTIES, getDeviceCount=lambda: 1),
+            get_elapsed_time=lambda begin, end: 1.0,  # it tells no time
         )
         self.driver = Driver(self)
         self.get_default_memory_pool = lambda: SimpleNamespace(free_all_blocks=lambda: None)
