@@ -539,7 +539,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, GATE_UP_BLOCKS)
 //   h       (n_rows, HIDDEN_DIM) bf16
 //   x       (n_rows, DIM) float, written
 //   grid: n_rows / BLOCK_ROWS, DIM / BLOCK_COLUMNS
-extern "C" __global__ void __launch_bounds__(THREADS)
+// With one tile of rows four blocks a processor, or ptxas spills to make room for a fifth (sm_120).
+extern "C" __global__ void __launch_bounds__(THREADS, ROW_TILES == 1 ? 4 : 0)
     down(weight *w, weight *b, const bf16 *h, float *x, int n_rows) {
   Rows<HIDDEN_DIM> input = {h};
   weight *const matrices[1] = {w};
