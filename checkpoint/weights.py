@@ -28,10 +28,12 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from checkpoint.blocks import Blocks, decoded
 from checkpoint.config import Config, FieldCheck, UnsupportedModel, check_fields, listing, read_json
 
 Array = NDArray[np.float32]
-Tensors = dict[str, NDArray[Any]]  # by name in the checkpoint: float32, float16, or bfloat16 as uint16
+# By name in the checkpoint: float32, float16, or bfloat16 as uint16; in a GGUF file also blocks.
+Tensors = dict[str, NDArray[Any] | Blocks]
 
 
 # ---- Weights -----------------------------------------------------------------------------------------------
@@ -127,12 +129,19 @@ def n_params(c: Config) -> int:
     return c.n_layers * in_a_layer + outside
 
 
-def unpacked(w: Array) -> Matrix:
-    """Keep a matrix as it is, in float32."""
+Pack = Callable[
+    [Array | list[Blocks]], Matrix
+]  # what the ops keep of a matrix, or of blocks that stack to one
+
+
+def unpacked(w: Array | list[Blocks]) -> Matrix:
+    """Keep a matrix in float32."""
+    if isinstance(w, list):
+        return np.concatenate([decoded(blocks) for blocks in w])
     return w
 
 
-def read_weights(directory: Path, config: Config, pack: Callable[[Array], Matrix] = unpacked) -> Weights:
+def read_weights(directory: Path, config: Config, pack: Pack = unpacked) -> Weights:
     """Read every tensor as float32, and pack every matrix; raises UnsupportedModel before any is copied."""
     tensors = map_tensors(directory)
     outer = outer_parts(config)
@@ -155,11 +164,17 @@ def check_tensors(tensors: Tensors, shapes: dict[str, tuple[int, ...]], config: 
         if tensors[name].shape != shape:
             raise UnsupportedModel(f"tensor {name} is {tensors[name].shape}; config.json says {shape}")
     for name in sorted(tensors.keys() - shapes.keys()):
-        if name == "lm_head.weight" and np.array_equal(tensors[name], tensors["model.embed_tokens.weight"]):
+        if name == "lm_head.weight" and equal(tensors[name], tensors["model.embed_tokens.weight"]):
             continue  # the head is tied, and saved all the same
         if name.endswith("rotary_emb.inv_freq"):
             continue  # old Llama files hold it, though it follows from rope_theta
         raise UnsupportedModel(f"tensor {name} has no place in a {config.model_type} with this config.json")
+
+
+def equal(a: NDArray[Any] | Blocks, b: NDArray[Any] | Blocks) -> bool:
+    if isinstance(a, Blocks) and isinstance(b, Blocks):
+        return a.format == b.format and np.array_equal(a.data, b.data)
+    return isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and np.array_equal(a, b)
 
 
 def progress(title: str, n_bytes: int) -> "tqdm[Any]":
@@ -171,16 +186,23 @@ def progress(title: str, n_bytes: int) -> "tqdm[Any]":
 
 
 def fuse(
-    tensors: Tensors, parts: list[Part], head_dim: int, bar: "tqdm[Any]", pack: Callable[[Array], Matrix]
+    tensors: Tensors, parts: list[Part], head_dim: int, bar: "tqdm[Any]", pack: Pack
 ) -> dict[str, Matrix]:
     """The arrays by field: its parts stacked as rows, in float32, and packed where that makes a matrix."""
     arrays: dict[str, Matrix] = {}
     for field in dict.fromkeys(part.field for part in parts):
         group = [part for part in parts if part.field == field]
+        blocks = in_blocks(tensors, group, head_dim)
+        if blocks:
+            arrays[field] = pack(blocks)
+            bar.update(sum(part.nbytes for part in blocks))
+            continue
         ends = np.cumsum([part.shape[0] for part in group])
         arrays[field] = np.empty((ends[-1], *group[0].shape[1:]), np.float32)
         for part, rows in zip(group, np.split(arrays[field], ends[:-1]), strict=True):
             tensor = tensors[part.name]
+            if isinstance(tensor, Blocks):
+                tensor = decoded(tensor)
             if part.rotary:
                 tensor = adjacent_pairs(tensor, head_dim)
             widen(tensor, rows.reshape(tensor.shape))
@@ -188,6 +210,20 @@ def fuse(
         if arrays[field].ndim == 2:
             arrays[field] = pack(arrays[field])
     return arrays
+
+
+def in_blocks(tensors: Tensors, group: list[Part], head_dim: int) -> list[Blocks]:
+    """The parts of a matrix with their rows in our order if all are in blocks, else []."""
+    parts: list[Blocks] = []
+    for part in group:
+        tensor = tensors[part.name]
+        if not isinstance(tensor, Blocks):
+            return []
+        if part.rotary:
+            order = adjacent_pairs(np.arange(len(tensor.data)), head_dim).reshape(-1)
+            tensor = tensor._replace(data=tensor.data[order])
+        parts.append(tensor)
+    return parts
 
 
 def adjacent_pairs(tensor: NDArray[Any], head_dim: int) -> NDArray[Any]:
@@ -203,8 +239,10 @@ def widen(tensor: NDArray[Any], out: Array) -> None:
         np.copyto(out, tensor)
 
 
-def bfloat16(array: NDArray[Any]) -> NDArray[np.uint16]:
+def bfloat16(array: NDArray[Any] | list[Blocks]) -> NDArray[np.uint16]:
     """Round each float32 to the nearest bfloat16, ties to even; not for NaN. uint16 is bfloat16 already."""
+    if isinstance(array, list):
+        return bfloat16(unpacked(array))
     if array.dtype == np.uint16:
         return array
     bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
