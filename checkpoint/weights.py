@@ -14,7 +14,8 @@ Rules of this file:
   * Rotary pairs are ADJACENT here. Row (half, pair) of a head in the checkpoint, meant for `rotate_half`,
     becomes row (pair, half): a head of q or k, seen as complex numbers, is rotated by one multiplication.
 
-Not here: quantised files, mixtures of experts; config.json (config.py), obtaining the files (hub.py).
+Not here: mixtures of experts; GGUF files (gguf_file.py), config.json (config.py), obtaining the files
+(hub.py).
 """
 
 import json
@@ -28,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from checkpoint import gguf_file
 from checkpoint.blocks import Blocks, decoded
 from checkpoint.config import Config, FieldCheck, UnsupportedModel, check_fields, listing, read_json
 
@@ -141,14 +143,19 @@ def unpacked(w: Array | list[Blocks]) -> Matrix:
     return w
 
 
-def read_weights(directory: Path, config: Config, pack: Pack = unpacked) -> Weights:
-    """Read every tensor as float32, and pack every matrix; raises UnsupportedModel before any is copied."""
+def read_weights(
+    directory: Path, config: Config, pack: Pack = unpacked, pack_outer: Pack | None = None
+) -> Weights:
+    """Read every tensor as float32, and pack every matrix; raises UnsupportedModel before any is copied.
+
+    `pack_outer` is for the embedding and the head, None: as the others.
+    """
     tensors = map_tensors(directory)
     outer = outer_parts(config)
     layers = [layer_parts(config, f"model.layers.{layer}.") for layer in range(config.n_layers)]
     check_tensors(tensors, {part.name: part.shape for parts in (outer, *layers) for part in parts}, config)
     with progress("Reading weights", sum(tensor.nbytes for tensor in tensors.values())) as bar:
-        arrays = fuse(tensors, outer, config.head_dim, bar, pack)
+        arrays = fuse(tensors, outer, config.head_dim, bar, pack_outer or pack)
         return Weights(
             embed=arrays["embed"],
             layers=[Layer(**fuse(tensors, parts, config.head_dim, bar, pack)) for parts in layers],
@@ -265,6 +272,8 @@ FILE_NAMES = FieldCheck(
 
 def map_tensors(directory: Path) -> Tensors:
     """All tensors of model.safetensors, or of the shards that its index names, as views of memory maps."""
+    if (directory / "model.gguf").is_file():
+        return gguf_file.map_tensors(directory / "model.gguf")
     single = directory / "model.safetensors"
     index = directory / "model.safetensors.index.json"
     if single.is_file():

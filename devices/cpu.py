@@ -1,6 +1,6 @@
 """The ops on a processor at the speed of its memory: weights as the file has them, kernels compiled by Numba.
 
-    matrix, or blocks of a GGUF file --Packer--> Panels --FastOps--> the ops of NumpyOps, at fewer bytes
+    matrix, or blocks of a GGUF file --pack()--> Panels --FastOps--> the ops of NumpyOps, at fewer bytes
 
 Decoding a token reads every weight once and uses it once, so it takes as long as the bytes of the weights
 take to come from memory. Most checkpoints hold bfloat16, the upper half of a float32: widening it in a
@@ -15,7 +15,7 @@ Rules of this file:
 1. Every sum runs over the inputs in their order (microkernel.py). So a row has the same bits alone, in any
    batch and in a prefill chunk. Threads share out panels, rows and blocks of attention: no sum.
 2. Packing floats loses no bit: a matrix is kept in the first of FLOATS that holds all its values.
-3. What packing loses otherwise is measured and said (Packer.about).
+3. What packing loses otherwise is measured and said (Panels.lost, FastOps.about).
 4. Norms and attention are kernels as well, also row by row. So no result depends on its neighbours, and no
    thread of BLAS, which spins while it waits for its next product, takes a core from ours.
 
@@ -30,7 +30,8 @@ import math
 import time
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -42,7 +43,7 @@ from numpy.typing import NDArray
 
 from checkpoint.blocks import Blocks, decoded, quantized, with_minima
 from checkpoint.config import Config
-from checkpoint.weights import Layer, Matrix, Weights, bfloat16, widen
+from checkpoint.weights import Layer, Matrix, Pack, Weights, bfloat16, widen
 from devices import microkernel
 from devices.microkernel import BLOCK, ROWS, WIDTH, X_HEADER, X_MAX, X_WORDS, ZERO
 from model import PAGE, Array, Batch, Ints, NumpyOps
@@ -74,6 +75,8 @@ FORMATS: dict[str, Any] = {
     "Q4_1":                    np.uint32,
 }
 # fmt: on
+# --weights               of the layers, of the embedding and the head, which 4 bits harm most
+WEIGHTS = {"bfloat16": ("BF16", "BF16"), "int8": ("Q8_0", "Q8_0"), "int4": ("Q4_1", "Q8_0")}
 N_SCALES = {"Q8_0": 1, "Q4_1": 2}  # float16 numbers in front of a block: scale, minimum
 
 
@@ -89,6 +92,8 @@ class Panels:
     n_in: int
     format: str  # a key of FORMATS
     words: NDArray[Any]
+    lost: float = 0.0  # sum of the squares of what rounding has changed, where packing has rounded
+    total: float = 0.0  # of all numbers, where it has
 
     @property
     def nbytes(self) -> int:
@@ -210,51 +215,36 @@ def pack_blocks(w: Blocks) -> Panels:
     return Panels(n_out, w.n_in, w.format, words)
 
 
-class Packer:
-    """Packs the matrices of a checkpoint, and knows what that has cost: `about` says it.
+def pack(w: Array | list[Blocks], name: str | None = None) -> Panels:
+    """Pack a matrix, or the blocks that stack to one, in the format of this name.
 
-    Without a `format` floats stay as exact as they are, and blocks that a kernel multiplies stay as they are;
-    other blocks become Q8_0.
+    Without a name floats stay as exact as they are, and blocks of Q4 and Q8_0 stay as they are; others become
+    Q8_0. So do blocks of different formats that stack to one matrix.
     """
-
-    def __init__(self, format: str | None = None) -> None:
-        self.format = format  # "BF16", "Q8_0" or "Q4_1": what every matrix becomes
-        self._lost = 0.0  # sum of the squares of what rounding has changed
-        self._total = 0.0  # of what was rounded
-
-    def __call__(self, w: Array | list[Blocks]) -> Panels:
-        if not isinstance(w, list):
-            return self._pack_floats(w)
+    if isinstance(w, list):
         formats = {part.format for part in w}
-        if self.format is None and formats <= {"Q4_0", "Q4_1"}:
+        if name is None and formats <= {"Q4_0", "Q4_1"}:
             return pack_blocks(stacked([with_minima(part) for part in w]))
-        if formats == {self.format or "Q8_0"}:
+        if formats == {name or "Q8_0"}:
             return pack_blocks(stacked(w))
-        return self._round(np.concatenate([decoded(part) for part in w]), self.format or "Q8_0")
+        return rounded(np.concatenate([decoded(part) for part in w]), name or "Q8_0")
+    if name is None or name == exact_format(w):
+        return pack_floats(w)
+    return rounded(w, name)
 
-    def _pack_floats(self, w: Array) -> Panels:
-        if self.format is None or (self.format == "BF16" and exact_format(w) == "BF16"):
-            return pack_floats(w)
-        return self._round(w, self.format)
 
-    def _round(self, w: Array, format: str) -> Panels:
-        if format == "BF16" or w.shape[1] % BLOCK:
-            rounded = (bfloat16(w).astype(np.uint32) << 16).view(np.float32)
-            panels = pack_floats(rounded)
-        else:
-            blocks = quantized(w, format)
-            rounded = decoded(blocks)
-            panels = pack_blocks(blocks)
-        self._lost += float(np.square(w - rounded).sum(dtype=np.float64))
-        self._total += float(np.square(w).sum(dtype=np.float64))
-        return panels
-
-    @property
-    def about(self) -> str:
-        """What rounding has changed; "" where nothing was rounded."""
-        if not self._lost:
-            return ""
-        return f"rounding has changed them by {100 * math.sqrt(self._lost / self._total):.2g} %"
+def rounded(w: Array, name: str) -> Panels:
+    """Pack what the format cannot hold, and note by how much that changes the matrix."""
+    if name == "BF16" or w.shape[1] % BLOCK:
+        near = (bfloat16(w).astype(np.uint32) << 16).view(np.float32)
+        panels = pack_floats(near)
+    else:
+        blocks = quantized(w, name)
+        near = decoded(blocks)
+        panels = pack_blocks(blocks)
+    lost = np.square(w - near).sum(dtype=np.float64)
+    total = np.square(w).sum(dtype=np.float64)
+    return replace(panels, lost=float(lost), total=float(total))
 
 
 def stacked(parts: list[Blocks]) -> Blocks:
@@ -285,12 +275,10 @@ CACHE = can_cache()
 def kernel(function: Any = None, liberties: set[str] = LIBERTIES, parallel: bool = False) -> Any:
     if function is None:
         return lambda function: kernel(function, liberties, parallel)
-    options = {
-        "nogil": True,
-        "cache": CACHE,
-        "error_model": "numpy",
-    }  # a check of each divisor is no vector code
-    return njit(fastmath=liberties, parallel=parallel, **options)(function)
+    # The error model: a check of each divisor would keep a loop from becoming vector code.
+    compiler: Any = njit  # whose types leave out some options
+    options = {"cache": CACHE, "fastmath": liberties, "error_model": "numpy", "parallel": parallel}
+    return compiler(nogil=True, **options)(function)
 
 
 def shared(one: Any) -> Any:
@@ -465,14 +453,16 @@ def attend_block(
     first, stop, table_number = blocks[task // n_kv_heads]
     page_table = page_tables[table_number]
     n = q.shape[1] // len(positions)  # query heads that share a key head
-    queries = q[h, first * n : stop * n]
-    sums = y[h, first * n : stop * n]
+    # Numba compiles add_product() once for each kind of array, so all are slices, also where one is whole.
+    head_dim = q.shape[2]
+    queries = q[h, first * n : stop * n, :head_dim]
+    sums = y[h, first * n : stop * n, :head_dim]
     start = max(0, positions[first] - window + 1) // PAGE * PAGE  # where the first visible page begins
     n_pages = (positions[stop - 1] - start) // PAGE + 1
     scores = np.zeros((len(queries), n_pages * PAGE), np.float32)
     for p in range(n_pages):
-        keys = kv[page_table[start // PAGE + p], i, 0, h].reshape(q.shape[2], PAGE)
-        add_product(queries, keys, scores[:, p * PAGE : (p + 1) * PAGE])
+        keys = kv[page_table[start // PAGE + p], i, 0, h].reshape(head_dim, PAGE)
+        add_product(queries, keys[:, :PAGE], scores[:, p * PAGE : (p + 1) * PAGE])
     for r in range(len(queries)):
         position = positions[first + r // n]
         low = max(0, position - window + 1) - start  # the row sees the keys from low
@@ -488,7 +478,7 @@ def attend_block(
         softmax(scores[r, begin:page_end])
     n_seen = positions[first] + 1 - start  # by all rows; a key in front of a row's window counts 0
     for p in range(n_pages):
-        values = kv[page_table[start // PAGE + p], i, 1, h]
+        values = kv[page_table[start // PAGE + p], i, 1, h, :PAGE, :head_dim]
         probs = scores[:, p * PAGE : (p + 1) * PAGE]
         n_all = min(PAGE, max(0, n_seen - p * PAGE))
         add_product(probs, values[:n_all], sums)
@@ -532,7 +522,7 @@ def compile_kernels(formats: Collection[str]) -> int:
 
     These are as many as BLAS may use, so that one option limits both.
     """
-    log.info("getting the kernels ready: the first start compiles them, which takes about half a minute")
+    log.info("getting the kernels ready: the first start compiles them, which takes about ten seconds")
     started = time.perf_counter()
     load_tbb()
     blas = [lib["num_threads"] for lib in threadpoolctl.threadpool_info() if lib["user_api"] == "blas"]
@@ -578,28 +568,29 @@ def views(words: NDArray[np.int32]) -> tuple[NDArray[Any], NDArray[Any], NDArray
 
 
 class FastOps(NumpyOps):
-    """NumpyOps, with kernels for what its ops are made of; for weights that were read with a Packer."""
+    """NumpyOps, with kernels for what its ops are made of; for weights that were read with `pack`."""
 
+    pack = staticmethod(pack)
     chunk_invariant = True
 
     def __init__(
         self, config: Config, weights: Weights, max_seq_len: int, n_pages: int, max_batch: int
     ) -> None:
         super().__init__(config, weights, max_seq_len, n_pages, max_batch)
-        sizes = format_sizes(weights)
-        self._n_threads = compile_kernels(sizes)
+        panels = panels_of(weights)
+        self._n_threads = compile_kernels({matrix.format for matrix in panels})
         # NumpyOps' memory in another order: each head's part of a page is one matrix, and keys lie across.
         c = config
         self._kv = self._kv.reshape(n_pages, c.n_layers, 2, c.n_kv_heads, PAGE, c.head_dim)
         self._keys = self._kv[:, :, 0].reshape(n_pages, c.n_layers, c.n_kv_heads, c.head_dim, PAGE)
         assert np.shares_memory(self._keys, self._kv)
         self._blocks: AttentionBlocks | None = None  # those of the batch that was computed last
-        formats = ", ".join(f"{name} {size / 1e6:.0f}" for name, size in sizes.most_common())
-        self.about = f"Numba, {self._n_threads} threads, {weights.nbytes / 1e6:.0f} MB of weights ({formats})"
+        self.about = f"Numba, {self._n_threads} threads, {about(panels)}"
 
     @staticmethod
-    def pack(w: Any) -> Panels:
-        return Packer()(w)
+    def pack_as(weights: str) -> list[Pack]:
+        """For read_weights(): how a key of WEIGHTS packs the matrices of the layers, and the outer ones."""
+        return [partial(pack, name=name) for name in WEIGHTS[weights]]
 
     def embed(self, batch: Batch, weights: Weights) -> Array:
         x: Array = weights.embed.take(batch.token_ids)
@@ -681,13 +672,22 @@ class AttentionBlocks:
             page_table[: len(group.pages)] = group.pages
 
 
-def format_sizes(weights: Weights) -> Counter[str]:
-    """The bytes of the matrices by format."""
+def panels_of(weights: Weights) -> list[Panels]:
+    """The matrices; one that is embedding and head is one."""
     arrays = {id(array): array for array in (weights.embed, weights.head)}
     for layer in weights.layers:
         arrays |= {id(array): array for array in vars(layer).values()}
+    return [array for array in arrays.values() if isinstance(array, Panels)]
+
+
+def about(panels: list[Panels]) -> str:
+    """How large the weights are, and what packing has lost."""
     sizes = Counter[str]()
-    for array in arrays.values():
-        if isinstance(array, Panels):
-            sizes[array.format] += array.nbytes
-    return sizes
+    for matrix in panels:
+        sizes[matrix.format] += matrix.nbytes
+    formats = ", ".join(f"{name} {size / 1e6:.0f} MB" for name, size in sizes.most_common())
+    lost = sum(matrix.lost for matrix in panels)
+    if not lost:
+        return f"weights {formats}, as exact as in the file"
+    percent = 100 * math.sqrt(lost / sum(matrix.total for matrix in panels))
+    return f"weights {formats}, changed by rounding by {percent:.2g} %"

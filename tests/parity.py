@@ -308,8 +308,11 @@ def theirs(directory: Path, prompt: list[int]) -> tuple[list[int], Array]:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    where: dict[str, Any] = {}
+    if (directory / "model.gguf").is_file():
+        where["gguf_file"] = "model.gguf"
     model, info = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+        directory, dtype=torch.float32, attn_implementation="eager", output_loading_info=True, **where
     )
     wrong = {kind: names for kind, names in info.items() if names}
     if wrong:  # it fills in random numbers and goes on

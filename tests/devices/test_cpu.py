@@ -21,7 +21,7 @@ from checkpoint.blocks import decoded, quantized
 from checkpoint.config import Config, read_config
 from checkpoint.weights import Weights, read_weights
 from devices import cpu, microkernel
-from devices.cpu import FORMATS, KERNELS, SHARED, SMALL, FastOps, Packer, Panels, pack_blocks, pack_floats
+from devices.cpu import FORMATS, KERNELS, SHARED, SMALL, FastOps, Panels, pack, pack_blocks, pack_floats
 from devices.microkernel import WIDTH
 from engine import Engine
 from helpers.engines import alone, endless, play, steps_of
@@ -48,7 +48,7 @@ def product(x: Array, w: Any) -> Array:
 
 def ops() -> FastOps:
     config = read_config(TINY)
-    return FastOps(config, read_weights(TINY, config, Packer()), 8, 1, 1)
+    return FastOps(config, read_weights(TINY, config, pack), 8, 1, 1)
 
 
 # ---- Products ----------------------------------------------------------------------------------------------
@@ -178,8 +178,8 @@ def test_what_threads_share_is_compiled_for_threads() -> None:
 def test_nothing_is_left_to_compile_for_the_first_request() -> None:
     config = read_config(TINY)
     kernels: list[Any] = [*KERNELS, *SHARED.values()]
-    weights = read_weights(TINY, config, Packer())
-    cpu.compile_kernels(cpu.format_sizes(weights))
+    weights = read_weights(TINY, config, pack)
+    cpu.compile_kernels({panels.format for panels in cpu.panels_of(weights)})
     before = [list(kernel.overloads) for kernel in kernels]
     for prompts in ([[1] * 60], [[1] * 5] * 9):
         logits(FastOps, weights, prompts, 3, config)
@@ -226,23 +226,22 @@ def test_the_narrowest_floats_that_are_exact() -> None:
 def test_blocks_of_a_file(name: str) -> None:
     """Those of Q4 and Q8_0 are multiplied as they are, the others rounded to Q8_0, which is said."""
     blocks = [quantized(random(64, 96), name), quantized(random(32, 96), name)]
-    packer = Packer()
-    packed = packer(blocks)
+    packed = pack(blocks)
     expected = np.concatenate([decoded(part) for part in blocks])
     found = packed.take(np.arange(96))
     if name.startswith("Q5"):
         assert packed.format == "Q8_0"
-        assert re.fullmatch(r"rounding has changed them by 0\.\d+ %", packer.about)
+        assert re.search(r", changed by rounding by 0\.\d+ %$", cpu.about([packed]))
         assert 0 < np.abs(found - expected).max() < 0.02
     else:
         assert np.array_equal(found, expected)
-        assert packer.about == ""
+        assert cpu.about([packed]).endswith("as exact as in the file")
 
 
 def test_parts_in_different_blocks_become_eight_bits() -> None:
     """As in files of Q4_K_M, whose values have more bits than queries and keys."""
     parts = [quantized(random(64, 96), "Q4_1"), quantized(random(32, 96), "Q8_0")]
-    packed = Packer()(parts)
+    packed = pack(parts)
     assert packed.format == "Q8_0"
     assert np.abs(packed.take(np.arange(96)) - np.concatenate([decoded(part) for part in parts])).max() < 0.02
 
@@ -250,15 +249,15 @@ def test_parts_in_different_blocks_become_eight_bits() -> None:
 @pytest.mark.parametrize("name", ["BF16", "Q8_0", "Q4_1"])
 def test_a_format_for_all_matrices(name: str) -> None:
     w = random(40, 64)
-    packer = Packer(name)
-    assert packer(w).format == packer([quantized(w, "Q5_1")]).format == name
-    assert packer.about
-    assert Packer(name)(random(40, 36)).format == "BF16"  # no whole blocks
+    for packed in (pack(w, name), pack([quantized(w, "Q5_1")], name)):
+        assert packed.format == name
+        assert packed.lost
+    assert pack(random(40, 36), name).format == "BF16"  # no whole blocks
 
 
 def test_half_the_bytes() -> None:
     config = read_config(TINY)
-    wide, packed = read_weights(TINY, config), read_weights(TINY, config, Packer())
+    wide, packed = read_weights(TINY, config), read_weights(TINY, config, pack)
     norms = 4 * config.dim
     assert 2 * norms < packed.nbytes < 0.55 * wide.nbytes
     assert packed.head is packed.embed  # tied: one copy
@@ -280,7 +279,7 @@ def logits(kind: type[NumpyOps], weights: Weights, prompts: list[list[int]], n_n
 
 def both(directory: Path) -> tuple[Config, Weights, Weights]:
     config = read_config(directory)
-    return config, read_weights(directory, config), read_weights(directory, config, Packer())
+    return config, read_weights(directory, config), read_weights(directory, config, pack)
 
 
 PROMPTS = [[5, 6, 7, 8, 9], [11], [*range(20, 59)]]
@@ -366,7 +365,7 @@ def kernel_exp(x: Any) -> Any:
 def test_an_engine_shares_what_was_said_too() -> None:
     """Rows have the same bits wherever they are computed, so the pages of an answer serve the next turn."""
     config = read_config(TINY)
-    engine = Engine(FastOps(config, read_weights(TINY, config, Packer()), 512, 16, 2))
+    engine = Engine(FastOps(config, read_weights(TINY, config, pack), 512, 16, 2))
     said = alone(engine, endless(70, 100)).ids
     prompt = [*endless(70, 1).prompt, *said, 7]
     [*_, last] = play(steps_of(engine, replace(endless(1, 1), prompt=prompt)), "a second turn")
