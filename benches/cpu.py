@@ -4,7 +4,8 @@
 
 The others are transformers in float32 (https://github.com/huggingface/transformers), which
 `pip install -e '.[parity]'` brings, llama.cpp (https://github.com/ggml-org/llama.cpp) in the format of
---weights, which `pip install xllamacpp` brings, and NumpyOps where devices/cpu.py serves; one that is missing is named.
+--weights, which `pip install xllamacpp` brings, and NumpyOps where devices/cpu.py serves; one that is missing
+is named.
 
 Rules of this file:
 1. What is measured is what serves: `engine` is Engine.generate, `forward` is the forward pass and the choice
@@ -19,7 +20,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from importlib.metadata import version
@@ -281,7 +282,9 @@ def compare(args: argparse.Namespace, folder: Path) -> list[str]:
     results = measure(contenders, tokenizer, args.new, args.repeat)
     engine.close()
     features = feature_table(ops, config, weights, tokenizer, args)
-    losses = perplexity_table(directory, config, tokenizer)
+    losses: Iterable[str] = ()
+    if args.perplexity:
+        losses = perplexity_table(directory, config, tokenizer)
     about = f"{directory.name}, {engine.about}"
     return [*setting(about, args), "", *table(results, list(contenders)), "", *features, "", *losses, ""]
 
@@ -424,5 +427,6 @@ def options(add: argparse.ArgumentParser) -> None:
     model_option(add)
     repeat_option(add)
     add.add_argument("--weights", choices=PEERS, help="as of server.py; llama.cpp gets the like")
+    add.add_argument("--perplexity", action="store_true", help="what each of --weights loses; minutes")
     add.add_argument("--new", type=int, default=64, metavar="N", help="tokens to decode (default: 64)")
     add.add_argument("--threads", type=int, default=os.cpu_count(), metavar="N", help="default: all cores")
