@@ -685,9 +685,10 @@ def about(panels: list[Panels]) -> str:
     sizes = Counter[str]()
     for matrix in panels:
         sizes[matrix.format] += matrix.nbytes
-    formats = ", ".join(f"{name} {size / 1e6:.0f} MB" for name, size in sizes.most_common())
+    formats = ", ".join(f"{name} {size / 1e6:.0f}" for name, size in sizes.most_common())
+    size = f"{sum(sizes.values()) / 1e6:.0f} MB of weights ({formats})"
     lost = sum(matrix.lost for matrix in panels)
     if not lost:
-        return f"weights {formats}, as exact as in the file"
+        return f"{size}, as exact as in the file"
     percent = 100 * math.sqrt(lost / sum(matrix.total for matrix in panels))
-    return f"weights {formats}, changed by rounding by {percent:.2g} %"
+    return f"{size}, changed by rounding by {percent:.2g} %"

@@ -82,6 +82,8 @@ def load(directory: Path, args: argparse.Namespace) -> LocalWorker:
     else:
         room = free_memory() // 4  # the system gives memory only to pages that are used
     n_pages = pool(ops_class.page_bytes(config), max_seq_len, args.max_batch, args.kv_memory, room)
+    if args.device == "cuda" and (directory / "model.gguf").is_file():
+        log.warning("--device cuda: a GPU multiplies by bfloat16 alone; the file's weights are rounded to it")
     weights = read_weights(directory, config, *packs(ops_class, args.weights))
     runner: ModelRunner = ops_class(config, weights, max_seq_len, n_pages, args.max_batch)
     engine = Engine(runner, args.speculate)
