@@ -14,7 +14,7 @@ Authority: https://numba.readthedocs.io/en/stable/user/parallel.html for threads
 Rules of this file:
 1. Every sum runs over the inputs in their order (microkernel.py). So a row has the same bits alone, in any
    batch and in a prefill chunk. Threads share out panels, rows and blocks of attention: no sum.
-2. Packing floats loses no bit: a matrix is kept in the first of FLOATS that holds all its values.
+2. Packing floats loses no bit: a matrix is kept in the narrowest format that holds all its values.
 3. What packing loses otherwise is measured and said (Panels.lost, FastOps.about).
 4. Norms and attention are kernels as well, also row by row. So no result depends on its neighbours, and no
    thread of BLAS, which spins while it waits for its next product, takes a core from ours.
