@@ -30,21 +30,23 @@ import asyncio
 import json
 import logging
 import math
+import re
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, closing
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple
 
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
+from starlette.websockets import WebSocket
 
 import completions
 import responses
 import sse
-from background import Event, EventLog, NotStored, Producer, QueueFull, Reason, Registry
+from background import Event, EventLog, NotStored, Producer, QueueFull, Reason, Registry, ResponseJob
 from channels import Accepted, Compaction, Delta, Finish, Output, Usage
 from gateway.relay import Refused
 from gateway.remote import RemoteWorker
@@ -57,6 +59,8 @@ from request.rows import body_of, new_row
 from request.warm_up import unsaid
 from service import signed_content
 from service.metrics import Metrics
+from service.steps import Steps, StepStream
+from service.websocket import Connection, Recall
 from store import TERMINAL, Damaged, Row
 from streaming import (
     EventStream,
@@ -81,12 +85,16 @@ CANNOT_CANCEL = {
 # fmt: on
 
 
+MAX_DELTA_FRAMES = 4096  # kept, of 1 kB: of the items that grow at the same time
+
+
 class Endpoint(NamedTuple):
     method: str
     path: str
-    handler: Callable[[HttpRequest], Awaitable[Response]]
-    # What a slow client may send, or read, for minutes; "stream": an answer where none is asked for.
-    slow_part: Literal["body", "stream", "answer", ""] = ""
+    handler: Callable[[Any], Awaitable[Response | None]]
+    # What a slow client may send, or read, for minutes; "stream": an answer where none is asked for;
+    # "endless stream": one that ends with the server.
+    slow_part: Literal["body", "stream", "endless stream", "answer", "socket", ""] = ""
 
 
 class CheckedRequest(NamedTuple):
@@ -109,12 +117,44 @@ ResponseOutputs = AsyncGenerator[ResponseOutput]  # in this order
 
 def encode_event(number: int, event: Event) -> bytes:
     """The frame of a Responses event, which gets its number here, as it enters the log."""
+    if "delta" in event and not event.get("logprobs"):
+        before, between, behind = delta_frame(
+            event["type"],
+            event["item_id"],
+            event["output_index"],
+            event.get("content_index"),
+            "logprobs" in event,
+        )
+        return f"{before}{number}{between}{sse.dumps_text(event['delta'])}{behind}".encode()
     numbered = {"type": event["type"], "sequence_number": number} | event
     return sse.encode(sse.dumps(numbered), event["type"])
 
 
+@lru_cache(maxsize=MAX_DELTA_FRAMES)
+def delta_frame(
+    type_: str, item_id: str, output_index: int, content_index: int | None, has_logprobs: bool
+) -> list[str]:
+    """The frame of an item's deltas, cut where the two things stand that change: their number and their text.
+
+    Nearly all events are deltas, and to encode one whole takes ten times as long.
+    """
+    event: Event = {"type": type_, "sequence_number": 0, "item_id": item_id, "output_index": output_index}
+    if content_index is not None:
+        event["content_index"] = content_index
+    event["delta"] = ""
+    if has_logprobs:
+        event["logprobs"] = []
+    frame = sse.encode(sse.dumps(event), type_).decode()
+    return re.split('(?<="sequence_number":)0|(?<="delta":)""', frame)
+
+
 def encode_chunk(_: int, chunk: completions.Chunk) -> bytes:
     return sse.encode(sse.dumps(chunk))
+
+
+def remember_nothing(id: str) -> Row | None:
+    """What a request recalls that comes over no WebSocket."""
+    return None
 
 
 def unix_time() -> int:
@@ -127,7 +167,7 @@ class Api:
     `key` seals what clients keep for the server. `done_line`: a stream of a response ends with [DONE].
     `temporary`: background responses with store=false are accepted, and kept for a while.
     `reasoning_events` is a key of responses.REASONING_EVENTS. `image_texts`: the model is told that there was
-    an image; else requests with one are refused.
+    an image; else requests with one are refused. `steps` of the local worker's engine, where they are shown.
     """
 
     def __init__(
@@ -140,6 +180,8 @@ class Api:
         temporary: bool = True,
         reasoning_events: str = "openai",
         image_texts: bool = False,
+        steps: Steps | None = None,
+        websocket_max_age_s: float = 3600,
     ) -> None:
         self._local = local
         self._remote = remote
@@ -150,19 +192,22 @@ class Api:
         self._temporary = temporary
         self._reasoning_events = reasoning_events
         self._image_texts = image_texts
+        self._steps = steps
+        self._websocket_max_age_s = websocket_max_age_s
         self._started_at = unix_time()
         model = local.names[0] if local else "upstream"
         self.metrics = Metrics(model, self._counts, registry.live, lambda: registry.ended)
 
     def endpoints(self) -> list[Endpoint]:
         # fmt: off
-        return [
+        endpoints = [
             #        method    path                             handler                  slow part
             Endpoint("POST",   "/v1/responses",                  self.create_response,    "body"),
+            Endpoint("GET",    "/v1/responses",                  self.open_websocket,     "socket"),
             Endpoint("POST",   "/v1/responses/input_tokens",     self.count_input_tokens, "body"),
             Endpoint("POST",   "/v1/responses/compact",          self.compact,            "body"),
             Endpoint("GET",    "/v1/responses/{id}",             self.get_response,       "stream"),
-            Endpoint("DELETE", "/v1/responses/{id}",             self.delete_response),
+            Endpoint("DELETE", "/v1/responses/{id}",             self.delete_response,    "answer"),
             Endpoint("POST",   "/v1/responses/{id}/cancel",      self.cancel_response,    "answer"),
             Endpoint("GET",    "/v1/responses/{id}/input_items", self.list_input_items,   "answer"),
             Endpoint("POST",   "/v1/chat/completions",           self.create_completion,  "body"),
@@ -171,7 +216,10 @@ class Api:
             Endpoint("GET",    "/health",                        self.health),
             Endpoint("GET",    "/health/live",                   self.alive),
         ]
+        if self._steps:
+            endpoints.append(Endpoint("GET", "/debug/steps", self.read_steps, "endless stream"))
         # fmt: on
+        return endpoints
 
     # --- Responses: making one ------------------------------------------------------------------------------
 
@@ -182,22 +230,55 @@ class Api:
         if request.background and not (request.store or self._temporary):
             raise unsupported("background", "This server runs only what it may store: send store=true.")
         prompt = await prepared(http, self._prepared(checked))
-        warn_of_hosted_tools(request)
-        row = await asyncio.to_thread(new_row, request, checked.parameters, checked.items)
-        head = {"id": row.id, "object": "response", "created_at": unix_time(), "model": request.model}
-        builder = self._builder(row, head | request.echo, request.seal_reasoning)
+        row, builder = await self._new_response(checked)
         if request.background:
             return await self._create_in_background(row, builder, request.stream)
-        producer = ResponseProducer(builder, self._outputs(prompt, checked.compacts))
-        job = await self._registry.start(row, producer)
+        job = await self._start(row, builder, checked, prompt)
         if request.stream:
             return EventStream(job.log, job.task, self._done)
         return JsonAnswer(job.task, partial(self._folded, responses.fold, job.log, status_if_failed=200))
 
-    async def _check(self, body: Any, owner: str, chain_suffices: bool = False) -> CheckedRequest:
+    async def open_websocket(self, websocket: WebSocket) -> None:
+        owner = websocket.scope["owner"]
+
+        async def start(body: Any, recall: Recall) -> ResponseJob:
+            checked = await self._check(body, owner, recall)
+            prompt = await self._prepared(checked)
+            row, builder = await self._new_response(checked, is_remembered=True)
+            return await self._start(row, builder, checked, prompt)
+
+        connection = Connection(websocket, start, self._registry.ended_row, self._record_turn)
+        await connection.run(self._registry.until_stopping(), self._websocket_max_age_s)
+
+    def _record_turn(self, status: int, seconds: float) -> None:
+        """Count a turn of a WebSocket as the request that it is."""
+        self.metrics.add("http_requests", 1, "/v1/responses", "WEBSOCKET", str(status))
+        self.metrics.observe("http_request_duration_seconds", seconds, "/v1/responses")
+
+    async def _new_response(
+        self, checked: CheckedRequest, is_remembered: bool = False
+    ) -> tuple[Row, responses.Builder]:
+        """The row of a response that is about to start, and what makes its events."""
+        request = checked.request
+        warn_of_hosted_tools(request)
+        row = await asyncio.to_thread(new_row, request, checked.parameters, checked.items, is_remembered)
+        head = {"id": row.id, "object": "response", "created_at": unix_time(), "model": request.model}
+        return row, self._builder(row, head | request.echo, request.seal_reasoning)
+
+    async def _start(
+        self, row: Row, builder: responses.Builder, checked: CheckedRequest, prompt: Prompt
+    ) -> ResponseJob:
+        """Start a response in the foreground."""
+        producer = ResponseProducer(builder, self._outputs(prompt, checked.compacts))
+        return await self._registry.start(row, producer)
+
+    async def _check(
+        self, body: Any, owner: str, recall: Recall = remember_nothing, chain_suffices: bool = False
+    ) -> CheckedRequest:
         """Check a body, and look up what it refers to; raises BadInput.
 
-        `chain_suffices`: a body may continue a chain without an `input` of its own.
+        `recall` finds what is known beside the store. `chain_suffices`: a body may continue a chain without
+        an `input` of its own.
         """
         worker = self._worker(params.model_name(body))
         values = await asyncio.to_thread(params.read_responses, body, worker.defaults)
@@ -205,7 +286,10 @@ class Api:
         if self._image_texts:
             new_items = items.with_image_texts(new_items)
         # Only what is right in itself is looked up.
-        find = partial(self._find, owner, self._registry.get_to_continue)
+
+        async def find(id: str) -> Row | None:
+            return recall(id) or await self._find(owner, self._registry.get_to_continue, id)
+
         unseal = partial(signed_content.unseal, self._key, owner)
         chain, new_items = await items.resolve(new_items, values["previous_response_id"], find, unseal)
         if chain_suffices and chain and not new_items:
@@ -325,7 +409,7 @@ class Api:
     async def get_response(self, http: HttpRequest) -> Response:
         row = await self._row(http)
         if not query.wants_stream(http.query_params):
-            return stored_answer(http, row.response_json)
+            return PiecewiseAnswer(row.response_json)
         after = query.starting_after(http.query_params)
         refusal = "This response cannot be streamed because it was not created with "
         if not row.background:
@@ -349,7 +433,7 @@ class Api:
         row = await self._row(http)
         if row.status != "cancelled":
             raise BadInput(CANNOT_CANCEL[row.status])
-        return stored_answer(http, row.response_json)
+        return PiecewiseAnswer(row.response_json)
 
     async def delete_response(self, http: HttpRequest) -> Response:
         row = await self._row(http)
@@ -361,10 +445,12 @@ class Api:
     async def list_input_items(self, http: HttpRequest) -> Response:
         row = await self._row(http)
         items_of_row = await self._registry.items(row.id)
-        return stored_answer(http, sse.dumps(query.page(items_of_row, http.query_params)))
+        return PiecewiseAnswer(sse.dumps(query.page(items_of_row, http.query_params)))
 
     async def _row(self, http: HttpRequest) -> Row:
+        """What is asked for; raises BadInput, also where there is no room to load it."""
         id_ = http.path_params["id"]
+        http.scope["hold"](await self._registry.row_bytes(id_, http.scope["owner"]))
         row = await self._find(http.scope["owner"], self._registry.get, id_)
         if row is None:
             raise BadInput(f"Response with id '{id_}' not found.", None, "response_not_found")
@@ -385,6 +471,7 @@ class Api:
         if self._image_texts:
             body["messages"] = items.with_image_texts(body.get("messages"))
         request = await asyncio.to_thread(params.from_chat, body, worker.defaults, http.scope["owner"])
+        http.scope["enter"](request.n - 1)
         prompt = await prepared(http, worker.prepare(request))
         head = {
             "id": new_completion_id(),
@@ -441,6 +528,11 @@ class Api:
         if is_ready:
             return json_response(200, {"status": "ok"} | counts)
         return json_response(503, {"status": "not ready"} | counts)
+
+    async def read_steps(self, http: HttpRequest) -> Response:
+        """What the engine does, step by step, from the oldest that is kept."""
+        assert self._steps
+        return StepStream(self._steps.read(http.scope["owner"]))
 
     async def alive(self, _: HttpRequest) -> Response:
         """Whether the process answers at all; else somebody should start it again."""
@@ -571,7 +663,7 @@ async def run_choice(prompt: Prompt, choice: int, metrics: Metrics) -> Outputs:
 
 def with_numbers(output: Output) -> Output:
     """The output; raises ArithmeticError where a logprob is no number, which no event could say."""
-    if isinstance(output, Delta) and any(math.isnan(p.logprob) for p in output.logprobs):
+    if isinstance(output, Delta) and output.logprobs and any(math.isnan(p.logprob) for p in output.logprobs):
         raise ArithmeticError("expected logprobs that are numbers, got NaN")
     return output
 
@@ -612,12 +704,6 @@ def interrupted_event(id: str, frames: Sequence[bytes]) -> Event:
     parser = sse.Parser(max_event_bytes=sum(map(len, frames)))
     events = [json.loads(event.data) for frame in frames for event in parser.feed(frame)]
     return responses.interrupted(events, "interrupted by a restart")
-
-
-def stored_answer(http: HttpRequest, text: str) -> Response:
-    """An answer with JSON text from the store, which may be large; raises BadInput where there is no room."""
-    http.scope["hold"](len(text))
-    return PiecewiseAnswer(text)
 
 
 async def prepared(http: HttpRequest, preparing: Coroutine[Any, Any, Prompt]) -> Prompt:

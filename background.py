@@ -30,12 +30,12 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import sse
+from request.shares import OWNER, FairExecutor, Slots, has_room
 from store import TERMINAL, Damaged, Item, Row, Snapshot, Store, n_bytes
 
 log = logging.getLogger("background")
@@ -45,6 +45,9 @@ Event = dict[str, Any]
 Response = dict[str, Any]  # a response object as an event holds it
 Encode = Callable[[int, Event], bytes]  # (number, event) -> its frame
 Write = Callable[[int, list[bytes], Response | None], Awaitable[None]]  # see EventLog
+
+# Of the frames that a reader gets at once: about what a connection takes before it pauses us.
+READ_BYTES = 64 * 1024
 
 MAINTENANCE_INTERVAL_S = 1  # the store is maintained when a response ends or is asked for, not more often
 MAX_LIVE_BYTES = 128 * 2**20  # of the requests, and their first events, of live background responses
@@ -67,8 +70,9 @@ class EventLog:
     shown before they are written. A log that is not stored shows them at once.
 
     `write(number of the first frame, frames, response)` stores frames, and the newest response object unless
-    that is None: it is as before. `write` None: nothing is stored. `unstored(event)` is what the last event
-    becomes if it could not be written; None: it stays, and is written later. `frames` are those that an
+    that is None: it is as before. `write` None: nothing is stored. With `unstored` the log is stored as a
+    whole, when it ends: until then entries are shown at once, and `unstored(event)` is what the last event
+    becomes if it could not be written. Without, that stays, and is written later. `frames` are those that an
     earlier process has stored, `response` is the newest response object in them.
     """
 
@@ -81,6 +85,7 @@ class EventLog:
         response: Response | None = None,
     ) -> None:
         self.events: list[Event] = []  # appended by this process
+        self.newest = response  # the newest response object, be it shown or not
         self._encode = encode
         self._write = write
         self._unstored = unstored
@@ -89,18 +94,12 @@ class EventLog:
         self._n_written = len(frames)  # fewer than there are in `_shown` where a write has failed
         self._writing: asyncio.Task[None] | None = None
         self._is_closed = False
-        self._news = asyncio.Event()  # set, and replaced by a new one, when readers have something to look at
+        self._news = asyncio.Event()  # set for a moment when readers have something to look at
 
     @property
     def status(self) -> str:
         """The response's: queued, in_progress or a terminal one; "" before its first event."""
-        newest = self.newest
-        return newest["status"] if newest else ""
-
-    @property
-    def newest(self) -> Response | None:
-        """The newest response object, be it shown or not."""
-        return newest_response(self._pending) or self.response
+        return self.newest["status"] if self.newest else ""
 
     @property
     def response(self) -> Response | None:
@@ -130,10 +129,11 @@ class EventLog:
         """Append events, in their order. Raises ValueError for one that JSON cannot say."""
         for event in events:
             frame = self._encode(len(self._shown) + len(self._pending), event)
-            newest = event.get("response") or self.newest
-            self._pending.append(Entry(frame, newest))
+            self.newest = event.get("response") or self.newest
+            self._pending.append(Entry(frame, self.newest))
             self.events.append(event)
-        if self._write is None:
+        waits_for_its_end = self._unstored is not None and not self.ended
+        if self._write is None or waits_for_its_end:
             self._show(len(self._pending))
         elif self._pending and self._writing is None:
             self._writing = asyncio.create_task(self._write_all(self._write))
@@ -154,8 +154,8 @@ class EventLog:
         while len(self._shown) < n_entries:
             await self._news.wait()
 
-    async def read(self, after: int = -1) -> AsyncGenerator[bytes]:
-        """The frames that follow number `after`: those there are, then those to come.
+    async def read(self, after: int = -1) -> AsyncGenerator[list[bytes]]:
+        """The frames that follow number `after`: those there are, then those to come, all that wait at once.
 
         A reader who has seen more than there is, for a dead process could not store it, gets the last event:
         it says how the response ended.
@@ -163,12 +163,26 @@ class EventLog:
         position = after + 1
         while position < len(self._shown) or self._pending or not self._is_closed:
             if position < len(self._shown):
-                yield self._shown[position].frame
-                position += 1
+                frames = self._frames_from(position)
+                position += len(frames)
+                yield frames
+                if position < len(self._shown):
+                    await asyncio.sleep(0)  # others have their turn, however fast this reader is
             else:
                 await self._news.wait()
         if position > len(self._shown) > 0 and not self.is_broken_off:
-            yield self._shown[-1].frame
+            yield [self._shown[-1].frame]
+
+    def _frames_from(self, position: int) -> list[bytes]:
+        """The frames that are shown from there on, as many as make up READ_BYTES."""
+        frames: list[bytes] = []
+        n_bytes = 0
+        while position < len(self._shown) and n_bytes < READ_BYTES:
+            frame = self._shown[position].frame
+            frames.append(frame)
+            n_bytes += len(frame)
+            position += 1
+        return frames
 
     async def write_again(self) -> bool:
         """Try once more what a write has failed to store; whether all is stored now."""
@@ -203,7 +217,8 @@ class EventLog:
     def _replace_last(self, event: Event) -> None:
         """Replace the newest event, which nobody has seen."""
         frame = self._encode(len(self._shown) + len(self._pending) - 1, event)
-        self._pending[-1] = Entry(frame, event["response"])
+        self.newest = event["response"]
+        self._pending[-1] = Entry(frame, self.newest)
         self.events[-1] = event
 
     def _show(self, n_entries: int) -> None:
@@ -214,7 +229,7 @@ class EventLog:
 
     def _wake_readers(self) -> None:
         self._news.set()
-        self._news = asyncio.Event()
+        self._news.clear()
 
 
 def newest_response(entries: Sequence[Entry]) -> Response | None:
@@ -273,82 +288,6 @@ NOT_STORED = ForcedEnd("failed", "The response could not be stored.")
 SHUT_DOWN = ForcedEnd("failed", "The server is shutting down.")
 
 
-# --- who runs next ------------------------------------------------------------------------------------------
-
-
-class Turn(NamedTuple):
-    """A job that waits for a slot."""
-
-    owner: str
-    has_come: asyncio.Future[None]
-
-
-class Slots:
-    """The background responses that may run at once.
-
-    A slot goes to the owner who holds the fewest; of several, to the one who has not got one for the longest
-    time. With one slot they take turns, however many jobs each has queued. The jobs of one owner run in the
-    order in which they came.
-    """
-
-    def __init__(self, n_slots: int) -> None:
-        self._n_free = n_slots
-        self._n_held = Counter[str]()  # by owner
-        self._n_given = 0
-        self._last_given = Counter[str]()  # by owner: the number of the last slot given, 0 for none
-        self._waiting: list[Turn] = []  # in the order in which they came
-
-    @asynccontextmanager
-    async def slot(self, owner: str) -> AsyncIterator[None]:
-        await self._take(owner)
-        try:
-            yield
-        finally:
-            self._give_back(owner)
-
-    async def _take(self, owner: str) -> None:
-        turn = Turn(owner, asyncio.get_running_loop().create_future())
-        self._waiting.append(turn)
-        self._hand_out()
-        try:
-            await turn.has_come
-        except asyncio.CancelledError:
-            if not turn.has_come.cancelled():  # it has come in the same moment
-                self._give_back(owner)
-            raise
-
-    def _give_back(self, owner: str) -> None:
-        self._n_held[owner] -= 1
-        self._n_free += 1
-        self._hand_out()
-
-    def _hand_out(self) -> None:
-        self._waiting = [turn for turn in self._waiting if not turn.has_come.cancelled()]
-        while self._n_free and self._waiting:
-            turn = min(self._waiting, key=self._precedence)
-            self._waiting.remove(turn)
-            self._n_free -= 1
-            self._n_held[turn.owner] += 1
-            self._n_given += 1
-            self._last_given[turn.owner] = self._n_given
-            turn.has_come.set_result(None)
-
-    def _precedence(self, turn: Turn) -> tuple[int, int]:
-        return self._n_held[turn.owner], self._last_given[turn.owner]
-
-
-def has_room(limit: int, n_all: int, n_own: int, is_shared: bool) -> bool:
-    """Whether an owner who holds `n_own` of the `n_all` that are taken may have more, up to `limit` in all.
-
-    An owner may hold as much as is left, so the first one gets half, a second one half of the rest: there is
-    always room for the next one. "Dynamic queue length thresholds for shared-memory packet switches",
-    Choudhury and Hahne, 1998. Where it is not shared there is one owner, and nobody to leave room for.
-    """
-    if not is_shared:
-        return n_all < limit
-    return n_own < limit - n_all
-
-
 # --- jobs ---------------------------------------------------------------------------------------------------
 
 
@@ -362,9 +301,18 @@ class ResponseJob:
     if_cancelled: ForcedEnd | None  # when its task is cancelled; None: the next process shall run it
     task: asyncio.Task[None] = field(init=False)
     n_bytes: int = field(init=False)  # size of the request, and of its first events, which repeat it
+    _encoded: Response | None = None  # the response object that `_encoding` makes JSON of
+    _encoding: asyncio.Future[Snapshot] = field(init=False)
 
     def __post_init__(self) -> None:
         self.n_bytes = self.row.n_bytes + self.log.n_bytes
+
+    async def snapshot(self, response: Response) -> Snapshot:
+        """The newest response object as JSON: made once, in a thread, for all who poll it."""
+        if self._encoded is not response:
+            self._encoded = response
+            self._encoding = asyncio.ensure_future(asyncio.to_thread(snapshot_of, response))
+        return await asyncio.shield(self._encoding)
 
     async def until_ended(self) -> None:
         """Wait until it has ended and its last event is shown."""
@@ -399,10 +347,10 @@ class Registry:
         self._max_live = max_running + max_queued
         self._is_shared = is_shared
         self._jobs: dict[str, ResponseJob] = {}  # those in the background, by id of the response
-        # SQLite is asked in order, and never in the event loop.
-        self._store_thread = ThreadPoolExecutor(1, "store")
+        # SQLite is asked one thing at a time, those of an owner in their order, and never in the event loop.
+        self._store_thread = FairExecutor(1, "store")
         self._maintained_at = 0.0
-        self._is_stopping = False
+        self._stopping = asyncio.Event()
         self.ended = Counter[str]()  # background responses of this process, by their last status
 
     # --- what a request asks for ----------------------------------------------------------------------------
@@ -417,7 +365,7 @@ class Registry:
         if not row.background:
             event_log = EventLog(self._encode, self._writer(row), with_store_false)
             return self._launch(ResponseJob(row, producer, event_log, if_cancelled=CANCELLED))
-        self._check_room(row.owner)
+        self._check_room(row.owner, row.n_bytes)
         event_log = EventLog(self._encode, self._writer(row))
         event_log.extend(producer.start())
         job = self._launch(ResponseJob(row, producer, event_log, if_cancelled=None))
@@ -428,27 +376,34 @@ class Registry:
             raise NotStored(f"expected {row.id} to be written; the log says why it was not")
         return job
 
-    def _check_room(self, owner: str) -> None:
-        """Raise QueueFull unless an owner may have one more background response."""
-        if self._is_stopping:
+    def _check_room(self, owner: str, n_more_bytes: int) -> None:
+        """Raise QueueFull unless an owner may have one more background response, of so many bytes."""
+        if not self.is_accepting:
             raise QueueFull("The server is about to stop.")
         live = [job for job in self._jobs.values() if not job.log.ended]
         own = [job for job in live if job.row.owner == owner]
-        if not has_room(self._max_live, len(live), len(own), self._is_shared):
+        if not has_room(self._max_live - len(live), len(own), 1, self._is_shared):
             raise QueueFull(f"Too many background responses wait, {len(own)} of them yours; try again later.")
         n_live_bytes = sum(job.n_bytes for job in live)
         n_own_bytes = sum(job.n_bytes for job in own)
-        if not has_room(MAX_LIVE_BYTES, n_live_bytes, n_own_bytes, self._is_shared):
+        if not has_room(MAX_LIVE_BYTES - n_live_bytes, n_own_bytes, n_more_bytes, self._is_shared):
             raise QueueFull(
                 f"The background responses that wait are too large, {n_own_bytes} bytes of them yours; "
                 "try again later."
             )
 
+    async def row_bytes(self, id: str, owner: str) -> int:
+        """About how much memory get() takes; 0 where this owner has no such response."""
+        job = self._jobs.get(id)
+        if job and job.row.owner == owner:
+            return job.n_bytes
+        return await self._call_store(self._store.row_bytes, id, owner)
+
     async def get(self, id: str) -> Row | None:
         """A response as it stands."""
         job = self._jobs.get(id)
         if job and job.log.response:
-            return job.row.with_snapshot(snapshot_of(job.log.response), time.time())
+            return job.row.with_snapshot(await job.snapshot(job.log.response), time.time())
         await self._maintain_store()
         return await self._call_store(self._store.get, id)
 
@@ -457,6 +412,12 @@ class Registry:
         if id in self._jobs:  # it runs, or has ended a moment ago
             return await self.get(id)
         return await self._call_store(self._store.get_to_continue, id)
+
+    async def ended_row(self, job: ResponseJob) -> Row:
+        """A response that has ended as another one continues it, be it stored or not."""
+        assert job.log.newest
+        row = job.row.with_snapshot(snapshot_of(job.log.newest), time.time())
+        return await self._call_store(self._store.to_continue, row)
 
     async def items(self, id: str) -> list[Item]:
         """The input items of a response that is stored, in their order."""
@@ -522,11 +483,11 @@ class Registry:
 
     def stop_accepting(self) -> None:
         """Accept no more background responses; what is queued stays queued."""
-        self._is_stopping = True
+        self._stopping.set()
 
     async def close(self, persistent: bool) -> None:
         """End what runs; what is queued in a persistent store waits there for the next process."""
-        self._is_stopping = True
+        self._stopping.set()
         for job in self._jobs.values():
             ending: ForcedEnd | None = SHUT_DOWN
             if persistent and job.log.status == "queued":
@@ -537,12 +498,16 @@ class Registry:
             await asyncio.wait(tasks)
 
     async def close_store(self) -> None:
-        """Close the store in its own thread, after all that was asked of it there."""
-        await self._call_store(self._store.close)
+        """Close the store when its thread has done all that was asked of it, and has ended."""
+        await asyncio.to_thread(self._store_thread.shutdown)
+        self._store.close()
 
     @property
     def is_accepting(self) -> bool:
-        return not self._is_stopping
+        return not self._stopping.is_set()
+
+    async def until_stopping(self) -> None:
+        await self._stopping.wait()
 
     def counts(self) -> dict[str, int]:
         return {"background": len(self._jobs)}
@@ -565,6 +530,7 @@ class Registry:
 
     async def _run(self, job: ResponseJob) -> None:
         """Fill and close the log; then the job is forgotten, also where it was cancelled or refused."""
+        OWNER.set(job.row.owner)
         try:
             with closing(job.log):
                 await self._fill(job)
@@ -611,7 +577,7 @@ class Registry:
             return
         await job.log.until_shown()
         async with self._slots.slot(job.row.owner):
-            if self._is_stopping:
+            if not self.is_accepting:
                 await asyncio.Event().wait()  # until close() cancels it
             yield
 

@@ -20,6 +20,9 @@ from pathlib import Path
 BENCHES = {
     "cpu":    "prefill and decoding of the model, beside transformers and llama.cpp",
     "gpu":    "the same on a GPU, with random weights of real shapes, beside the memory's limit",
+    "gpu-ops": "each kernel by itself on a GPU",
+    "gpu-parts": "all that a GPU is needed for, in three commands of less than ten minutes",
+    "engine-host": "what the host does for a step, with a device that takes no time",
     "parse":  "pieces of output a second, in every dialect",
     "relay":  "what it costs to ask through --upstream",
     "server": "events/s, latency and memory of many streams",
@@ -29,7 +32,7 @@ BENCHES = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    rows = "\n".join(f"  {name:8} {about}" for name, about in BENCHES.items())
+    rows = "\n".join(f"  {name:12} {about}" for name, about in BENCHES.items())
     parser = argparse.ArgumentParser(
         description=f"Measure speeds, beside others.\n\n{rows}",
         formatter_class=argparse.RawTextHelpFormatter,
@@ -37,7 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("what", choices=BENCHES, metavar="WHAT", help="and its options: WHAT --help")
     given = sys.argv[1:] if argv is None else argv
     name = parser.parse_args(given[:1]).what
-    bench = importlib.import_module(f"benches.{name}")  # it alone: the others may need what is not installed
+    module = name.replace("-", "_")
+    bench = importlib.import_module(
+        f"benches.{module}"
+    )  # it alone: the others may need what is not installed
     options = argparse.ArgumentParser(prog=f"bench.py {name}", description=BENCHES[name])
     options.add_argument("--out", type=Path, metavar="FILE", help="write the table there too")
     bench.options(options)

@@ -99,7 +99,8 @@ class Compaction(NamedTuple):
     encrypted_content: str
 
 
-class Usage(NamedTuple):
+@dataclass(slots=True)
+class Usage:
     """Tokens in and out; every sampled token counts, a stop token and a marker too."""
 
     input_tokens: int
@@ -371,12 +372,13 @@ class Trimming:
         if not self._has_text or not n_before_newlines:
             self._held_pieces.append(piece)
             return []
-        head, newlines = piece.cut(n_before_newlines)
-        released = [*self._held_pieces, head]
+        held = self._held_pieces
         self._held_pieces = []
-        if newlines.text:
-            self._held_pieces.append(newlines)
-        return released
+        if n_before_newlines == len(piece.text):
+            return [*held, piece]
+        head, newlines = piece.cut(n_before_newlines)
+        self._held_pieces.append(newlines)
+        return [*held, head]
 
     def release(self) -> list[Piece]:
         """What was held: no marker has come."""

@@ -77,6 +77,7 @@ class EngineRequest:
     sampling: Sampling
     constraint: Constraint | None = None
     owner: str = ""  # who asks: the engine shares its time fairly by it, and keeps their prefix caches apart
+    request_id: str = ""  # what the log calls it; for who watches the steps
 
 
 class StepOutput(NamedTuple):
@@ -88,11 +89,31 @@ class StepOutput(NamedTuple):
     cached_tokens: int = 0  # of the prompt, taken from the prefix cache
 
 
-class Reader(NamedTuple):
-    """The coroutine that waits for the tokens of a sequence, as this thread reaches it."""
+class Reader:
+    """The tokens of a sequence on their way to the coroutine that waits for them; asyncio.Queue is slower."""
 
-    loop: asyncio.AbstractEventLoop
-    outputs: asyncio.Queue[StepOutput]
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._outputs = deque[StepOutput]()
+        self._news = self.loop.create_future()  # has a result where there is an output
+
+    def put(self, output: StepOutput) -> None:
+        """To be called in the event loop."""
+        self._outputs.append(output)
+        if not self._news.done():
+            self._news.set_result(None)
+
+    async def get(self) -> StepOutput:
+        await self._news
+        output = self._outputs.popleft()
+        if not self._outputs:
+            self._news = self.loop.create_future()
+        return output
+
+
+# Is told of each step that has been read: the scheduler behind it, the batch, the choices that the runner has
+# returned, and the seconds. Where none has been read the batch is empty, but the scheduler may have changed.
+Observer = Callable[[Scheduler, list[Scheduled], list[list[Choice]], float], None]
 
 
 class InFlight(NamedTuple):
@@ -111,6 +132,7 @@ class Engine:
         self.config = runner.config
         self.max_seq_len = min(runner.max_seq_len, runner.n_pages * PAGE)
         self.about = runner.about
+        self.observer: Observer | None = None  # service/steps.py, where somebody wants to see the steps
         self._runner = runner
         self._scheduler = Scheduler(
             runner.n_pages, runner.max_batch, runner.chunk, runner.chunk_invariant, speculate
@@ -143,16 +165,17 @@ class Engine:
             request.sampling,
             request.constraint,
             request.owner,
+            request.request_id,
         )
-        reader = Reader(asyncio.get_running_loop(), asyncio.Queue())
+        reader = Reader()
         with self._lock:
             if self._open:
                 self._inbox.put(partial(self._start, sequence, reader))
             else:
-                reader.outputs.put_nowait(StepOutput([], "failed", self._why_closed))
+                reader.put(StepOutput([], "failed", self._why_closed))
         try:
             while True:
-                output = await reader.outputs.get()
+                output = await reader.get()
                 yield output
                 if output.finish:
                     return
@@ -236,6 +259,8 @@ class Engine:
         is_far_enough_ahead = len(self._in_flight) > self._runner.n_ahead
         if self._in_flight and (is_far_enough_ahead or not batch):
             self._read()
+        elif self.observer is not None:
+            self.observer(self._scheduler, [], [], 0.0)
         self._fail_alone()
         self._deliver()
 
@@ -277,12 +302,13 @@ class Engine:
         """Take over what the oldest step in flight has chosen."""
         ticket, batch, launched_at = self._in_flight.popleft()
         try:
-            choices = iter(self._runner.read(ticket))
+            results = self._runner.read(ticket)
         except Exception as error:
             self._fail_batch(batch, error)
             return
         self._n_failed_steps = 0
-        self._measure(batch, launched_at)
+        seconds = self._measure(batch, launched_at)
+        choices = iter(results)
         for scheduled in batch:
             chosen: list[Choice] = []
             if scheduled.contexts:
@@ -291,14 +317,21 @@ class Engine:
             if tokens:
                 sequence = scheduled.sequence
                 self._put(sequence, StepOutput(tokens, sequence.finish, cached_tokens=sequence.n_cached))
+        if self.observer is not None:
+            self.observer(self._scheduler, batch, results, seconds)
 
-    def _measure(self, batch: list[Scheduled], launched_at: float) -> None:
-        """Take over how fast a step was that has been read; it began when the one before it had ended."""
+    def _measure(self, batch: list[Scheduled], launched_at: float) -> float:
+        """Return the seconds of a step that has been read; it began when the one before it had ended.
+
+        They tell how many rows the next one may have.
+        """
         began_at = max(launched_at, self._read_at)
         self._read_at = time.perf_counter()
+        seconds = self._read_at - began_at
         if any(scheduled.span.is_chunk for scheduled in batch):
             n_rows = sum(scheduled.span.end - scheduled.span.start for scheduled in batch)
-            self._rows_per_s = n_rows / max(self._read_at - began_at, 1e-6)
+            self._rows_per_s = n_rows / max(seconds, 1e-6)
+        return seconds
 
     # --- what comes out -------------------------------------------------------------------------------------
 
@@ -341,4 +374,4 @@ class Engine:
 
 def put_all(outputs: list[tuple[Reader, StepOutput]]) -> None:
     for reader, output in outputs:
-        reader.outputs.put_nowait(output)
+        reader.put(output)

@@ -24,14 +24,17 @@
 //    devices/kernels.py compiles the file once for each shape. Rows of every matrix begin at multiples of 16
 //    bytes.
 // 4. A warp's instruction is entered by all its lanes, a barrier by all the block's threads.
+// 5. Latency: a step of few rows is a chain of some hundred trips to memory. What is read in one place is
+//    read all at once, then used; weights, before the kernel ahead has ended.
 //
 // From the compilation (devices/kernels.py, -DNAME=value):
 //   the model       DIM HIDDEN_DIM N_HEADS N_KV_HEADS GROUP HEAD_DIM QKV_DIM VOCAB_SIZE NORM_EPS
-//   a product       BLOCK_ROWS BLOCK_COLUMNS PAIR_COLUMNS LOGITS_COLUMNS NORMED_ROWS
+//   a product       BLOCK_ROWS BLOCK_COLUMNS PAIR_COLUMNS LOGITS_COLUMNS NORMED_ROWS STAGED_ROWS
 //   attention       PAGE HEAD_PAD QUERIES TILE_WIDTH SPLIT_KEYS PART_WIDTH
 //   a row of pick   MASK_WORDS PICK_ROW_WIDTH SETTINGS_WIDTH SEEDS_WIDTH CHOICE_WIDTH MAX_TOP
 //   its flags       PENALISED BIASED MASKED CHAINS SEEN_IN_PROMPT
 //   a block         THREADS ATTEND_THREADS PICK_THREADS
+//   a mixture       N_EXPERTS N_CHOSEN EXPERT_DIM GROUP_WIDTH PACKED NORMALISED CLAMPED LIMIT ALPHA
 //
 // Axes: n_rows rows of the step, which are tokens of any sequences; n_pages KV cache pages of the pool;
 // max_pages entries of a page table; max_batch slots, a running sequence each. Arrays are row-major; float is
@@ -49,6 +52,7 @@
 typedef __nv_bfloat16 bf16;
 typedef const __nv_bfloat16 weight;  // a number of the checkpoint: no kernel writes it
 typedef const int table;             // nor this: the host writes it before the first kernel of a step
+typedef const unsigned char packed;  // bytes of MXFP4 in the checkpoint
 typedef unsigned long long u64;
 
 // ---- What C++ has no name for -----------------------------------------------------------------------------
@@ -134,34 +138,62 @@ __device__ __forceinline__ int token_of(u64 rank) { return 0xffffffffu - (unsign
 // A row is cut into WARPS parts, each of equally many steps of 32 numbers. A warp adds up one part, here and
 // in the products.
 #define WARPS (THREADS / 32)
-__device__ __forceinline__ int steps_sums(int size) { return ((size + 31) / 32 + WARPS - 1) / WARPS; }
+__device__ __forceinline__ constexpr int steps_sums(int size) {
+  return ((size + 31) / 32 + WARPS - 1) / WARPS;
+}
+
+// What a lane has of a row (DIM,): four numbers side by side, in each 128 of its warp's part
+struct RowOfLane {
+  static const int N = (steps_sums(DIM) + 3) / 4;
+  static __device__ __forceinline__ int place(int i) {
+    return threadIdx.x / 32 * steps_sums(DIM) * 32 + i * 128 + threadIdx.x % 32 * 4;
+  }
+  static __device__ __forceinline__ bool has(int i) {
+    return i * 128 + threadIdx.x % 32 * 4 < steps_sums(DIM) * 32 && place(i) < DIM;
+  }
+};
+
+struct NormWeight : RowOfLane {
+  uint2 of[N];
+  __device__ __forceinline__ void load(weight *w) {
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+      uint2 zero = {0, 0};
+      of[i] = has(i) ? *(const uint2 *)(w + place(i)) : zero;
+    }
+  }
+};
 
 // y = x / sqrt(mean(x^2) + eps) * w of one row: NumpyOps._rms_norm. All threads of the block enter. Each warp
 // adds up its part and norms it; the sums of the parts are added from first to last.
-//   x (DIM,) float   w (DIM,)   y (DIM,) bf16, written   sums (WARPS,) float in shared memory
-__device__ __forceinline__ void norm_row(const float *x, weight *w, bf16 *y, float *sums) {
-  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, n = steps_sums(DIM) * 32;
-  int begin = warp * n + lane * 4, end = min(warp * n + n, DIM);
+//   x (DIM,) float   y (DIM,) bf16, written   sums (WARPS,) float in shared memory
+__device__ __forceinline__ void norm_row(const float *x, const NormWeight &w, bf16 *y, float *sums) {
+  float4 v[RowOfLane::N];
   float sum = 0;
-  for (int k = begin; k < end; k += 128) {
-    float4 v = *(const float4 *)(x + k);
-    sum = fmaf(v.x, v.x, sum);
-    sum = fmaf(v.y, v.y, sum);
-    sum = fmaf(v.z, v.z, sum);
-    sum = fmaf(v.w, v.w, sum);
+#pragma unroll
+  for (int i = 0; i < w.N; i++) {
+    float4 zero = {0, 0, 0, 0};
+    v[i] = w.has(i) ? *(const float4 *)(x + w.place(i)) : zero;
+  }
+#pragma unroll
+  for (int i = 0; i < w.N; i++) {
+    sum = fmaf(v[i].x, v[i].x, sum);
+    sum = fmaf(v[i].y, v[i].y, sum);
+    sum = fmaf(v[i].z, v[i].z, sum);
+    sum = fmaf(v[i].w, v[i].w, sum);
   }
   sum = warp_sum(sum);
-  if (lane == 0) sums[warp] = sum;
+  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
   __syncthreads();
   sum = 0;
+#pragma unroll
   for (int i = 0; i < WARPS; i++) sum += sums[i];
   float scale = rsqrtf(sum / DIM + NORM_EPS);
-  for (int k = begin; k < end; k += 128) {
-    float4 v = *(const float4 *)(x + k);
-    uint2 of_w = *(const uint2 *)(w + k);
-    uint2 normed = {pack(v.x * scale * low(of_w.x), v.y * scale * high(of_w.x)),
-                    pack(v.z * scale * low(of_w.y), v.w * scale * high(of_w.y))};
-    *(uint2 *)(y + k) = normed;
+#pragma unroll
+  for (int i = 0; i < w.N; i++) {
+    uint2 normed = {pack(v[i].x * scale * low(w.of[i].x), v[i].y * scale * high(w.of[i].x)),
+                    pack(v[i].z * scale * low(w.of[i].y), v[i].w * scale * high(w.of[i].y))};
+    if (w.has(i)) *(uint2 *)(y + w.place(i)) = normed;
   }
 }
 
@@ -184,20 +216,41 @@ __device__ __forceinline__ void norm_row(const float *x, weight *w, bf16 *y, flo
 #define PAIR_TILES (PAIR_COLUMNS / 8)
 #define LOGITS_TILES (LOGITS_COLUMNS / 8)
 
-// Rows of x as they lie in memory
+// Rows of x, (n_rows, SIZE), as they lie in memory. Up to STAGED_ROWS of them each warp copies to shared
+// memory at once, the part that it multiplies with: step by step, it would wait for each.
+#define STAGED_BYTES 32768  // of a block's 48 KB, at most
+template <int SIZE>
 struct Rows {
+  static const int MAX_STAGED = STAGED_BYTES / (SIZE * 2);
+  static const int N_STAGED = MAX_STAGED < STAGED_ROWS ? MAX_STAGED : STAGED_ROWS;
   const bf16 *x;
-  int size;
-  __device__ __forceinline__ void begin(int n_rows) { await_previous(); }
+  __device__ __forceinline__ void begin(int n_rows) {
+    __shared__ __align__(16) bf16 staged[N_STAGED * SIZE + 8];
+    await_previous();
+    if (ROW_TILES > 1 || n_rows > N_STAGED) return;
+    const int part = steps_sums(SIZE) * 32;
+    int first = threadIdx.x / 32 * part, end = min(first + part, SIZE);
+#pragma unroll
+    for (int row = 0; row < N_STAGED; row++)
+#pragma unroll
+      for (int i = 0; i < part; i += 256) {
+        int k = first + i + threadIdx.x % 32 * 8, at = row * SIZE + k;
+        if (row < n_rows && k < end) begin_copy((uint4 *)(staged + at), x + at, true);
+      }
+    end_copies();
+    await_copies<0>();
+    __syncwarp();
+    x = staged;
+  }
   __device__ __forceinline__ uint4 load(int row, int k) {
-    return *(const uint4 *)(x + (size_t)row * size + k);
+    return *(const uint4 *)(x + (size_t)row * SIZE + k);
   }
 };
 
 // Rows of the residual stream, normed. Up to NORMED_ROWS of them each block norms for itself, a warp the part
 // that it multiplies with: that saves a launch. With more, the blocks, each with all rows, would read more
 // than the weights are; then rms_norm has made x.
-struct NormedRows : Rows {
+struct NormedRows : Rows<DIM> {
   const float *residual;
   weight *w;
   const int *rows;  // which of the residual stream, or null: all
@@ -205,11 +258,12 @@ struct NormedRows : Rows {
     __shared__ __align__(16) bf16 few[NORMED_ROWS][DIM];
     __shared__ float sums[NORMED_ROWS][WARPS];
     bool is_few = ROW_TILES == 1 && n_rows <= NORMED_ROWS;
-    if (is_few && threadIdx.x == 0) prefetch(w, DIM * 2);
+    NormWeight norm;
+    if (is_few) norm.load(w);
     await_previous();
     if (!is_few) return;
     for (int i = 0; i < n_rows; i++)
-      norm_row(residual + (size_t)(rows ? rows[i] : i) * DIM, w, few[i], sums[i]);
+      norm_row(residual + (size_t)(rows ? rows[i] : i) * DIM, norm, few[i], sums[i]);
     __syncwarp();
     x = few[0];
   }
@@ -266,11 +320,31 @@ __device__ __forceinline__ void linear(weight *const (&w)[MATRICES], int size, i
         if (t == 0 && n_bytes > 0 && column < n_columns) prefetch(w[m] + (size_t)column * size + k, n_bytes);
       }
   };
+  // The warps' sums are added for eight columns at a time: N_OF_THREAD numbers a thread, 32 rows apart. What
+  // they are added to is read before anything is written, or each read would wait for the write ahead of it;
+  // and of one tile of rows, while the product is computed.
+  const int N_OF_THREAD = (ROW_TILES + 1) / 2;
+  int row = threadIdx.x / 8, of_eight = threadIdx.x % 8;
+  auto at = [&](int n, int i) {
+    return (size_t)(first_row + row + i * 32) * n_columns + first_column + n * 8 + of_eight;
+  };
+  auto is_there = [&](int n, int i) {
+    return row + i * 32 < BLOCK_ROWS && first_row + row + i * 32 < n_rows &&
+           first_column + n * 8 + of_eight < n_columns;
+  };
+  float old[N][N_OF_THREAD];
+  auto read_before = [&]() {
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+      for (int i = 0; i < N_OF_THREAD; i++) old[n][i] = before && is_there(n, i) ? before[at(n, i)] : 0;
+  };
   start_next();
-  prefetch_behind();
 #pragma unroll
   for (int a = 0; a < AHEAD; a++) fetch(a, ahead[a]);
+  prefetch_behind();
   input.begin(n_rows);
+  if (ROW_TILES == 1) read_before();
   for (int step = 0; step < part; step += AHEAD) {
 #pragma unroll
     for (int a = 0; a < AHEAD; a++) {
@@ -291,22 +365,7 @@ __device__ __forceinline__ void linear(weight *const (&w)[MATRICES], int size, i
       fetch(step + a + AHEAD, ahead[a]);
     }
   }
-  // The warps' sums are added for eight columns at a time: N_OF_THREAD numbers a thread, 32 rows apart. What
-  // they are added to is read before anything is written, or each read would wait for the write ahead of it.
-  const int N_OF_THREAD = (ROW_TILES + 1) / 2;
-  int row = threadIdx.x / 8, of_eight = threadIdx.x % 8;
-  auto at = [&](int n, int i) {
-    return (size_t)(first_row + row + i * 32) * n_columns + first_column + n * 8 + of_eight;
-  };
-  auto is_there = [&](int n, int i) {
-    return row + i * 32 < BLOCK_ROWS && first_row + row + i * 32 < n_rows &&
-           first_column + n * 8 + of_eight < n_columns;
-  };
-  float old[N][N_OF_THREAD];
-#pragma unroll
-  for (int n = 0; n < N; n++)
-#pragma unroll
-    for (int i = 0; i < N_OF_THREAD; i++) old[n][i] = before && is_there(n, i) ? before[at(n, i)] : 0;
+  if (ROW_TILES > 1) read_before();
 #pragma unroll
   for (int n = 0; n < N; n++) {
 #pragma unroll
@@ -349,9 +408,9 @@ __device__ __forceinline__ void copy_rows(Step *to, const bf16 *from, int first,
   }
 }
 
-template <int MATRICES, int N, class T, class Value>
+template <int MATRICES, int N, int SIZE, class T, class Value>
 __device__ __forceinline__ void linear(weight *const (&w)[MATRICES], int size, int n_columns, int n_rows,
-                                       Rows input, const float *before, T *y, Value value) {
+                                       Rows<SIZE> input, const float *before, T *y, Value value) {
   const int COLUMNS = N * 8;               // of the block
   const int R = ROW_TILES / 2, C = N / 4;  // tiles of a warp: the warps lie 2 by 4
   __shared__ Step x_of[STAGES][BLOCK_ROWS], w_of[STAGES][MATRICES][COLUMNS];
@@ -432,7 +491,7 @@ __device__ __forceinline__ float bias(weight *b, int column) { return b ? __bflo
 //   grid: n_rows / BLOCK_ROWS, QKV_DIM / BLOCK_COLUMNS
 extern "C" __global__ void __launch_bounds__(THREADS)
     qkv(weight *w, weight *b, weight *norm, const float *x, const bf16 *normed, float *y, int n_rows) {
-  NormedRows input = {{normed, DIM}, x, norm, nullptr};
+  NormedRows input = {{normed}, x, norm, nullptr};
   weight *const matrices[1] = {w};
   linear<1, COLUMN_TILES>(matrices, DIM, QKV_DIM, n_rows, input, nullptr, y,
                           [&](int column, float *v) { return v[0] + bias(b, column); });
@@ -446,7 +505,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 //   grid: n_rows / BLOCK_ROWS, DIM / BLOCK_COLUMNS
 extern "C" __global__ void __launch_bounds__(THREADS)
     out(weight *w, weight *b, const bf16 *y, float *x, int n_rows) {
-  Rows input = {y, N_HEADS * HEAD_DIM};
+  Rows<N_HEADS * HEAD_DIM> input = {y};
   weight *const matrices[1] = {w};
   linear<1, COLUMN_TILES>(matrices, N_HEADS * HEAD_DIM, DIM, n_rows, input, x, x,
                           [&](int column, float *v) { return v[0] + bias(b, column); });
@@ -460,10 +519,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 //   normed  (n_rows, DIM) bf16          as in qkv
 //   h       (n_rows, HIDDEN_DIM) bf16, written
 //   grid: n_rows / BLOCK_ROWS, HIDDEN_DIM / PAIR_COLUMNS
-// With one tile of rows three blocks a processor, or ptxas spills to make room for a fourth.
-extern "C" __global__ void __launch_bounds__(THREADS, ROW_TILES == 1 ? 3 : 0)
+// With one tile of rows three blocks a processor, or ptxas spills to make room for a fourth; two where a lane
+// has much of a row to norm.
+#define GATE_UP_BLOCKS (ROW_TILES > 1 ? 0 : DIM > 2048 ? 2 : 3)
+extern "C" __global__ void __launch_bounds__(THREADS, GATE_UP_BLOCKS)
     gate_up(weight *w, weight *b, weight *norm, const float *x, const bf16 *normed, bf16 *h, int n_rows) {
-  NormedRows input = {{normed, DIM}, x, norm, nullptr};
+  NormedRows input = {{normed}, x, norm, nullptr};
   weight *const matrices[2] = {w, w + (size_t)HIDDEN_DIM * DIM};
   linear<2, PAIR_TILES>(matrices, DIM, HIDDEN_DIM, n_rows, input, nullptr, h,
                         [&](int column, float *v) {
@@ -478,9 +539,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, ROW_TILES == 1 ? 3 : 0)
 //   h       (n_rows, HIDDEN_DIM) bf16
 //   x       (n_rows, DIM) float, written
 //   grid: n_rows / BLOCK_ROWS, DIM / BLOCK_COLUMNS
-extern "C" __global__ void __launch_bounds__(THREADS)
+// With one tile of rows four blocks a processor, or ptxas spills to make room for a fifth (sm_120).
+extern "C" __global__ void __launch_bounds__(THREADS, ROW_TILES == 1 ? 4 : 0)
     down(weight *w, weight *b, const bf16 *h, float *x, int n_rows) {
-  Rows input = {h, HIDDEN_DIM};
+  Rows<HIDDEN_DIM> input = {h};
   weight *const matrices[1] = {w};
   linear<1, COLUMN_TILES>(matrices, HIDDEN_DIM, DIM, n_rows, input, x, x,
                           [&](int column, float *v) { return v[0] + bias(b, column); });
@@ -513,7 +575,7 @@ __device__ __forceinline__ void find_best(const float *y, u64 *best, int first_r
 extern "C" __global__ void __launch_bounds__(THREADS, ROW_TILES == 1 ? 2 : 0)
     logits(weight *w, weight *norm, const float *x, const bf16 *normed, const int *rows, float *y, u64 *best,
            int n_rows) {
-  NormedRows input = {{normed, DIM}, x, norm, rows};
+  NormedRows input = {{normed}, x, norm, rows};
   weight *const matrices[1] = {w};
   linear<1, LOGITS_TILES>(matrices, DIM, VOCAB_SIZE, n_rows, input, nullptr, y,
                           [](int column, float *v) { return v[0]; });
@@ -535,10 +597,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     rms_norm(weight *w, const float *x, const int *rows, bf16 *y) {
   __shared__ float sums[WARPS];
   start_next();
-  if (threadIdx.x == 0) prefetch(w, DIM * 2);
+  NormWeight norm;
+  norm.load(w);
   await_previous();
   int row = blockIdx.x;
-  norm_row(x + (size_t)(rows ? rows[row] : row) * DIM, w, y + (size_t)row * DIM, sums);
+  norm_row(x + (size_t)(rows ? rows[row] : row) * DIM, norm, y + (size_t)row * DIM, sums);
 }
 
 // x = table[token]                                                                        NumpyOps.embed
@@ -563,6 +626,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 //
 //   qkv          (n_rows, QKV_DIM) float             N_HEADS queries, N_KV_HEADS keys, N_KV_HEADS values
 //   q_norm, k_norm  (HEAD_DIM,)                    null: the model has none
+//   sinks        (N_HEADS,)                          a score of each head that no key has; null: none
 //   rope         (max_seq_len, HEAD_DIM / 2) float2  cos, sin of the angle of a pair of neighbours
 //   keys         (n_pages, N_KV_HEADS, PAGE, HEAD_PAD) bf16  the key of a token is a row
 //   values       (n_pages, N_KV_HEADS, HEAD_PAD, PAGE) bf16  its value is a column: a lane finds
@@ -586,6 +650,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 static_assert(QUERIES == 16, "the rows of mma_16x8x16");
 #define ATTEND_WARPS (ATTEND_THREADS / 32)
 #define EMPTY -1e30f                                    // the greatest of no scores
+#define AT_ONCE 8                                       // splits that are read together, to be added up
 #define A_THREAD (HEAD_PAD * QUERIES / ATTEND_THREADS)  // numbers that a thread has of a tile's result
 
 struct Tile {
@@ -643,20 +708,31 @@ __device__ __forceinline__ void rotate(const float *head, weight *norm, const fl
 // Write the key and the value that a head has of a token to the token's page; by one warp
 //   qkv (QKV_DIM,) float   page_table (max_pages,)
 __device__ __forceinline__ void write_token(const float *qkv, int kv, weight *k_norm, const float2 *rope,
-                                           bf16 *keys, bf16 *values, const int *page_table, int position) {
+                                            bf16 *keys, bf16 *values, const int *page_table, int position) {
   size_t at = ((size_t)page_table[position / PAGE] * N_KV_HEADS + kv) * PAGE * HEAD_PAD;
+  const float *value = qkv + (N_HEADS + N_KV_HEADS + kv) * HEAD_DIM;
+  const int n = (HEAD_DIM + 31) / 32;  // numbers of a lane
+  int lane = threadIdx.x % 32;
+  float v[n];
+#pragma unroll
+  for (int i = 0; i < n; i++) v[i] = lane + 32 * i < HEAD_DIM ? value[lane + 32 * i] : 0;
   rotate(qkv + (N_HEADS + kv) * HEAD_DIM, k_norm, rope, keys + at + position % PAGE * HEAD_PAD);
-  const float *v = qkv + (N_HEADS + N_KV_HEADS + kv) * HEAD_DIM;
-  for (int i = threadIdx.x % 32; i < HEAD_DIM; i += 32)
-    values[at + i * PAGE + position % PAGE] = __float2bfloat16(v[i]);
+#pragma unroll
+  for (int i = 0; i < n; i++)
+    if (lane + 32 * i < HEAD_DIM)
+      values[at + (lane + 32 * i) * PAGE + position % PAGE] = __float2bfloat16(v[i]);
 }
 
-// The queries of a tile, normed and rotated, to shared memory; zeros where there is none
+// Zeros for the queries that a tile does not have, by pairs
+__device__ __forceinline__ void clear_queries(Work &work, const Tile &tile) {
+  const int width = (HEAD_PAD + 8) / 2;
+  for (int i = threadIdx.x; i < QUERIES * width; i += ATTEND_THREADS)
+    if (i / width >= tile.n_rows || i % width >= HEAD_DIM / 2) ((unsigned *)work.q)[i] = 0;
+}
+
+// The queries of a tile, normed and rotated, to shared memory
 __device__ __forceinline__ void load_queries(Work &work, const Tile &tile, int kv, const float *qkv,
                                              weight *q_norm, const float2 *rope, int rotary) {
-  for (int i = threadIdx.x; i < QUERIES * (HEAD_PAD + 8); i += ATTEND_THREADS)
-    if (i / (HEAD_PAD + 8) >= tile.n_rows || i % (HEAD_PAD + 8) >= HEAD_DIM)
-      ((bf16 *)work.q)[i] = __float2bfloat16(0);
   for (int r = threadIdx.x / 32; r < tile.n_rows; r += ATTEND_WARPS)
     rotate(qkv + (size_t)tile.token(r) * QKV_DIM + tile.head(r, kv) * HEAD_DIM, q_norm,
            rotary ? rope + (size_t)tile.position(r) * (HEAD_DIM / 2) : nullptr, work.q[r]);
@@ -765,6 +841,11 @@ __device__ __forceinline__ void merge_warps(const Work &work, float &top, float 
   }
 }
 
+// What the sum of a head's weights, relative to its greatest score, is with the head's sink
+__device__ __forceinline__ float with_sink(float sum, float top, weight *sinks, int head) {
+  return sinks ? sum + exp2f(__bfloat162float(sinks[head]) * LOG2_E - top) : sum;
+}
+
 // How the sum of the splits so far, and the next split, are scaled before they are added (online softmax).
 // `top` becomes the greatest score of both.
 __device__ __forceinline__ void rescale(float &top, float next_top, float &old_scale, float &new_scale) {
@@ -807,9 +888,9 @@ extern "C" __global__ void __launch_bounds__(32)
 //   writes  1: the blocks write the keys and values of the step too, as `write_kv` does; a sequence is a tile
 //   grid: splits of the longest sequence, N_KV_HEADS, n_tiles; block: ATTEND_THREADS; all threads enter
 extern "C" __global__ void __launch_bounds__(ATTEND_THREADS)
-    attend(const float *qkv, weight *q_norm, weight *k_norm, const float2 *rope, bf16 *keys, bf16 *values,
-           table *tiles, table *page_tables, float *part, int *n_done, bf16 *y, int max_pages, int window,
-           int rotary, int writes) {
+    attend(const float *qkv, weight *q_norm, weight *k_norm, weight *sinks, const float2 *rope, bf16 *keys,
+           bf16 *values, table *tiles, table *page_tables, float *part, int *n_done, bf16 *y, int max_pages,
+           int window, int rotary, int writes) {
   __shared__ __align__(16) Work work;
   __shared__ int is_last;
   start_next();
@@ -817,10 +898,11 @@ extern "C" __global__ void __launch_bounds__(ATTEND_THREADS)
   Tile tile(tiles + blockIdx.z * TILE_WIDTH, page_tables, max_pages, window);
   bool is_there = tile.n_tokens > 0 && tile.first_split <= split && split <= tile.last_split;
   if (is_there) prefetch_split(tile, split, kv, keys, values, q_norm, k_norm);
+  clear_queries(work, tile);
   await_previous();
   if (!is_there) return;
-  if (writes)
-    for (int i = threadIdx.x / 32; i < tile.n_tokens; i += ATTEND_WARPS)
+  if (writes)  // the last warps first: the first ones have queries to load
+    for (int i = ATTEND_WARPS - 1 - threadIdx.x / 32; i < tile.n_tokens; i += ATTEND_WARPS)
       if ((tile.start + i) / SPLIT_KEYS == split)
         write_token(qkv + (size_t)(tile.row + i) * QKV_DIM, kv, k_norm,
                    rotary ? rope + (size_t)(tile.start + i) * (HEAD_DIM / 2) : nullptr, keys, values,
@@ -833,11 +915,13 @@ extern "C" __global__ void __launch_bounds__(ATTEND_THREADS)
   merge_warps(work, top, sum, out);
   int r = row_of_thread(), n_splits = tile.last_split - tile.first_split + 1;
   if (n_splits == 1) {
-    if (r < tile.n_rows)
+    if (r < tile.n_rows) {
+      sum = with_sink(sum, top, sinks, tile.head(r, kv));
       for (int i = 0; i < A_THREAD; i++)
         if (column_of_thread(i) < HEAD_DIM)
           y[((size_t)tile.token(r) * N_HEADS + tile.head(r, kv)) * HEAD_DIM + column_of_thread(i)] =
               __float2bfloat16(out[i] / sum);
+    }
     return;
   }
   if (r < tile.n_rows) {
@@ -861,14 +945,25 @@ extern "C" __global__ void __launch_bounds__(ATTEND_THREADS)
     size_t head = (size_t)tile.token(i / HEAD_DIM) * N_HEADS + tile.head(i / HEAD_DIM, kv);
     const float *parts = part + head * gridDim.x * PART_WIDTH;
     float top = EMPTY, sum = 0, out = 0;
-#pragma unroll 8
-    for (int p = tile.first_split; p <= tile.last_split; p++) {
-      const float *next = parts + (size_t)p * PART_WIDTH;
-      float old_scale, new_scale;
-      rescale(top, __ldcg(next + HEAD_DIM), old_scale, new_scale);
-      sum = sum * old_scale + __ldcg(next + HEAD_DIM + 1) * new_scale;
-      out = out * old_scale + __ldcg(next + i % HEAD_DIM) * new_scale;
+    for (int first = tile.first_split; first <= tile.last_split; first += AT_ONCE) {
+      float tops[AT_ONCE], sums[AT_ONCE], outs[AT_ONCE];
+#pragma unroll
+      for (int j = 0; j < AT_ONCE; j++) {
+        bool is_split = first + j <= tile.last_split;  // else it is empty, and changes nothing
+        const float *next = parts + (size_t)(first + j) * PART_WIDTH;
+        tops[j] = is_split ? __ldcg(next + HEAD_DIM) : EMPTY;
+        sums[j] = is_split ? __ldcg(next + HEAD_DIM + 1) : 0;
+        outs[j] = is_split ? __ldcg(next + i % HEAD_DIM) : 0;
+      }
+#pragma unroll
+      for (int j = 0; j < AT_ONCE; j++) {
+        float old_scale, new_scale;
+        rescale(top, tops[j], old_scale, new_scale);
+        sum = sum * old_scale + sums[j] * new_scale;
+        out = out * old_scale + outs[j] * new_scale;
+      }
     }
+    sum = with_sink(sum, top, sinks, tile.head(i / HEAD_DIM, kv));
     y[head * HEAD_DIM + i % HEAD_DIM] = __float2bfloat16(out / sum);
   }
 }
@@ -877,14 +972,16 @@ extern "C" __global__ void __launch_bounds__(ATTEND_THREADS)
 // whose tiles are many. The keys of the step are in their pages already.
 //   grid: n_tiles, N_KV_HEADS; block: ATTEND_THREADS; all threads enter
 extern "C" __global__ void __launch_bounds__(ATTEND_THREADS)
-    attend_prompt(const float *qkv, weight *q_norm, const float2 *rope, const bf16 *keys, const bf16 *values,
-                  table *tiles, table *page_tables, bf16 *y, int max_pages, int window, int rotary) {
+    attend_prompt(const float *qkv, weight *q_norm, weight *sinks, const float2 *rope, const bf16 *keys,
+                  const bf16 *values, table *tiles, table *page_tables, bf16 *y, int max_pages, int window,
+                  int rotary) {
   __shared__ __align__(16) Work work;
   start_next();
   await_previous();
   int kv = blockIdx.y, r = row_of_thread();
   Tile tile(tiles + blockIdx.x * TILE_WIDTH, page_tables, max_pages, window);
   if (tile.n_tokens == 0) return;
+  clear_queries(work, tile);
   load_queries(work, tile, kv, qkv, q_norm, rope, rotary);
   float top = EMPTY, sum = 0, out[A_THREAD] = {};
   for (int split = tile.first_split; split <= tile.last_split; split++) {
@@ -898,11 +995,13 @@ extern "C" __global__ void __launch_bounds__(ATTEND_THREADS)
 #pragma unroll
     for (int i = 0; i < A_THREAD; i++) out[i] = out[i] * old_scale + next[i] * new_scale;
   }
-  if (r < tile.n_rows)
+  if (r < tile.n_rows) {
+    sum = with_sink(sum, top, sinks, tile.head(r, kv));
     for (int i = 0; i < A_THREAD; i++)
       if (column_of_thread(i) < HEAD_DIM)
         y[((size_t)tile.token(r) * N_HEADS + tile.head(r, kv)) * HEAD_DIM + column_of_thread(i)] =
             __float2bfloat16(out[i] / sum);
+  }
 }
 
 // ---- Sampling ---------------------------------------------------------------------------------------------
@@ -1203,4 +1302,263 @@ extern "C" __global__ void __launch_bounds__(PICK_THREADS, 1)
     else atomicAdd(&counts[tokens[i]], 1u);
   }
 }
+
+#if N_EXPERTS
+// ---- Mixture of experts -----------------------------------------------------------------------------------
+// x += sum of share * down(swiglu(gate_up(rms_norm(x)))) over the experts that a row has chosen
+//                                                                                         NumpyOps.experts
+//     rms_norm --> router --> route --> rms_norm of each pair's row --> expert_gate_up --> expert_down
+//              --> add_experts
+//
+// A pair is a row and an expert that it has chosen. `route` puts the pairs of an expert side by side, a group;
+// then a block has some columns of one expert and all rows of its group, up to TILES * 16 at a time, and reads
+// its weights once for these. What no row has chosen is not read.
+//
+//   n_pairs   n_rows * N_CHOSEN; pair i is of row i / N_CHOSEN
+//   groups    (grid.y, GROUP_WIDTH) int  expert; place of its first pair; how many, 0: no group
+//   w         (N_EXPERTS, columns, size)             blocks, scales  the same as MXFP4: 16 bytes, 1 byte for 32
+//   b         (N_EXPERTS, columns), null: no bias
+
+// y = x w^T + b: the score of each expert
+//   w  (N_EXPERTS, DIM)   b  (N_EXPERTS,), null: no bias   x  (n_rows, DIM)   y  (n_rows, N_EXPERTS), written
+//   grid: n_rows / BLOCK_ROWS, N_EXPERTS / BLOCK_COLUMNS; block: THREADS; all threads enter
+extern "C" __global__ void __launch_bounds__(THREADS)
+    router(weight *w, weight *b, const bf16 *x, float *y, int n_rows) {
+  Rows<DIM> input = {x};
+  weight *const matrices[1] = {w};
+  linear<1, COLUMN_TILES>(matrices, DIM, N_EXPERTS, n_rows, input, nullptr, y,
+                          [&](int column, float *v) { return v[0] + bias(b, column); });
+}
+
+// The experts with the highest scores, of equals the first, and their shares                NumpyOps._route
+//   scores  (n_rows, N_EXPERTS) float
+//   chosen  (n_pairs,) int, written     expert of each pair
+//   shares  (n_pairs,) float, written   softmax of its score, over those of the row or over all experts
+//   places  (n_pairs,) int, written     where the pair lies among the groups
+//   rows    (n_pairs,) int, written     row of the pair that lies there
+//   grid: 1; block: PICK_THREADS; all threads enter
+extern "C" __global__ void __launch_bounds__(PICK_THREADS, 1)
+    route(const float *scores, int *chosen, float *shares, int *places, int *rows, int *groups, int n_rows) {
+  __shared__ int begin_of[N_EXPERTS];
+  start_next();
+  await_previous();
+  int lane = threadIdx.x % 32, n_pairs = n_rows * N_CHOSEN;
+  for (int row = threadIdx.x / 32; row < n_rows; row += PICK_THREADS / 32) {
+    const float *score = scores + (size_t)row * N_EXPERTS;
+    // A score that is no number is the lowest, so that a row always has N_CHOSEN experts.
+    auto finite = [&](int e) { return fminf(fmaxf(score[e], -MAX_FLOAT), MAX_FLOAT); };
+    float top = 0, mine = 0, total = 0;  // lane i has the score of the expert that is chosen as i-th
+    u64 last = NO_NUMBER;
+    for (int i = 0; i < N_CHOSEN; i++) {
+      u64 best = 0;
+      for (int e = lane; e < N_EXPERTS; e += 32) {
+        u64 rank = rank_of(finite(e), e);
+        if (rank < last) best = max(best, rank);
+      }
+      for (int m = 16; m; m /= 2) best = max(best, __shfl_xor_sync(ALL, best, m));
+      last = best;
+      int e = token_of(best);
+      if (i == 0) top = finite(e);
+      if (lane == i) mine = finite(e), chosen[row * N_CHOSEN + i] = e;
+    }
+    float of_mine = expf(mine - top);
+    if (NORMALISED)
+      for (int i = 0; i < N_CHOSEN; i++) total += __shfl_sync(ALL, of_mine, i);
+    else {
+      for (int e = lane; e < N_EXPERTS; e += 32) total += expf(finite(e) - top);
+      total = warp_sum(total);
+    }
+    if (lane < N_CHOSEN) shares[row * N_CHOSEN + lane] = of_mine / total;
+  }
+  __syncthreads();
+  int e = threadIdx.x, n_of_expert = 0;
+  if (e < N_EXPERTS) {
+    for (int pair = 0; pair < n_pairs; pair++) n_of_expert += chosen[pair] == e;
+    begin_of[e] = n_of_expert;
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    int n_groups = 0, begin = 0;
+    for (int i = 0; i < N_EXPERTS; i++) {
+      int n = begin_of[i];
+      begin_of[i] = begin;
+      if (n) {
+        int *group = groups + n_groups++ * GROUP_WIDTH;
+        group[0] = i, group[1] = begin, group[2] = n;
+      }
+      begin += n;
+    }
+    for (; n_groups < min(N_EXPERTS, n_pairs); n_groups++) groups[n_groups * GROUP_WIDTH + 2] = 0;
+  }
+  __syncthreads();
+  if (n_of_expert)
+    for (int pair = 0, place = begin_of[e]; pair < n_pairs; pair++)
+      if (chosen[pair] == e) rows[place] = pair / N_CHOSEN, places[pair] = place++;
+}
+
+// The matrices of the experts
+struct ExpertMatrices {
+  weight *w;
+  packed *blocks, *scales;
+  // Numbers k to k + 7 of a row, as they lie in memory, and the scale of MXFP4
+  struct Eight {
+    uint4 bits;
+    int scale;
+  };
+  __device__ __forceinline__ Eight load(size_t row, int size, int k) const {
+    Eight eight = {zeros(), 0};
+    if (PACKED) {
+      eight.bits.x = *(const unsigned *)(blocks + (row * size + k) / 2);
+      eight.scale = scales[(row * size + k) / 32];
+    } else eight.bits = *(const uint4 *)(w + row * size + k);
+    return eight;
+  }
+  // The number of a half byte, E2M1, times 2^(scale - 127), to which bfloat16 is exact. With exponent 126
+  // before them, two bits of exponent and one of mantissa are f = 0.5, 0.75, 1, 1.5, ..., 6: the first two
+  // mean 0 and 0.5, the others themselves.
+  static __device__ __forceinline__ float number(unsigned half, float factor) {
+    float f = __uint_as_float((126u << 23) + ((half & 7) << 22));
+    float v = (f + fminf(f - 1, 0)) * factor;
+    return half & 8 ? -v : v;
+  }
+  static __device__ __forceinline__ uint4 decoded(Eight eight) {
+    if (!PACKED) return eight.bits;
+    unsigned half = eight.bits.x;
+    float factor = __uint_as_float(eight.scale ? (unsigned)eight.scale << 23 : 1u << 22);
+    uint4 pairs = {pack(number(half, factor), number(half >> 4, factor)),
+                   pack(number(half >> 8, factor), number(half >> 12, factor)),
+                   pack(number(half >> 16, factor), number(half >> 20, factor)),
+                   pack(number(half >> 24, factor), number(half >> 28, factor))};
+    return pairs;
+  }
+};
+
+// y[row, column] = value(column, sums of the MATRICES) for 8 columns of each matrix and up to TILES * 16 rows;
+// sums as in linear(), part by part, so the bits of a row depend on no other. All threads enter.
+//   first_row  of the matrix: row `column` of matrix m is first_row + m * n_columns + column
+template <int MATRICES, int TILES, class T, class Value>
+__device__ __forceinline__ void expert_linear(const ExpertMatrices &w, size_t first_row, int size, int n_columns,
+                                              const bf16 *x, int n_rows, T *y, float4 *sums_of_warp,
+                                              Value value) {
+  const int STEPS = 4;  // whose weights are on their way at once
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  int column = blockIdx.x * 8 + g, part = steps_sums(size), begin = warp * part * 32;
+  int end = min(begin + part * 32, size);
+  float sum[MATRICES][TILES][4] = {};
+  for (int k0 = begin + t * 8; k0 - t * 8 < end; k0 += STEPS * 32) {
+    ExpertMatrices::Eight ahead[STEPS][MATRICES];
+#pragma unroll
+    for (int s = 0; s < STEPS; s++)
+#pragma unroll
+      for (int m = 0; m < MATRICES; m++) {
+        ExpertMatrices::Eight none = {zeros(), 0};
+        bool is_there = k0 + s * 32 < end && column < n_columns;
+        ahead[s][m] = is_there ? w.load(first_row + m * n_columns + column, size, k0 + s * 32) : none;
+      }
+#pragma unroll
+    for (int s = 0; s < STEPS; s++) {
+      int k = k0 + s * 32;
+      if (k - t * 8 >= end) break;
+      uint4 of_w[MATRICES];
+#pragma unroll
+      for (int m = 0; m < MATRICES; m++) of_w[m] = ExpertMatrices::decoded(ahead[s][m]);
+#pragma unroll
+      for (int r = 0; r < TILES; r++) {
+        int row = r * 16 + g;
+        uint4 low = k < end && row < n_rows ? *(const uint4 *)(x + (size_t)row * size + k) : zeros();
+        uint4 high = k < end && row + 8 < n_rows ? *(const uint4 *)(x + (size_t)(row + 8) * size + k) : zeros();
+#pragma unroll
+        for (int m = 0; m < MATRICES; m++) multiply(sum[m][r], low, high, of_w[m]);
+      }
+    }
+  }
+#pragma unroll
+  for (int m = 0; m < MATRICES; m++)
+#pragma unroll
+    for (int r = 0; r < TILES; r++) {
+      float *d = sum[m][r];
+      float4 v = {d[0], d[1], d[2], d[3]};
+      sums_of_warp[((warp * MATRICES + m) * TILES + r) * 32 + lane] = v;
+    }
+  __syncthreads();
+  for (int i = threadIdx.x; i < TILES * 16 * 8; i += THREADS) {
+    int row = i / 8, of_eight = i % 8, y_column = blockIdx.x * 8 + of_eight;
+    if (row >= n_rows || y_column >= n_columns) continue;
+    int from = row % 8 * 16 + of_eight / 2 * 4 + row / 8 % 2 * 2 + of_eight % 2;
+    float v[MATRICES];
+    for (int m = 0; m < MATRICES; m++) {
+      v[m] = 0;
+      for (int j = 0; j < WARPS; j++)
+        v[m] += ((const float *)(sums_of_warp + ((j * MATRICES + m) * TILES + row / 16) * 32))[from];
+    }
+    store(y + (size_t)row * n_columns + y_column, value(y_column, v));
+  }
+  __syncthreads();
+}
+
+// All rows of a group: one tile where they are no more than 16, else four at a time
+template <int MATRICES, class T, class Value>
+__device__ __forceinline__ void expert_group(const ExpertMatrices &w, const int *group, int size, int n_columns,
+                                             const bf16 *x, T *y, Value value) {
+  __shared__ float4 sums_of_warp[WARPS * MATRICES * 4 * 32];
+  start_next();
+  await_previous();
+  group += blockIdx.y * GROUP_WIDTH;
+  int expert = group[0], first = group[1], n = group[2];
+  size_t first_row = (size_t)expert * MATRICES * n_columns;
+  auto of_expert = [&](int column, float *v) { return value(expert, column, v); };
+  x += (size_t)first * size, y += (size_t)first * n_columns;
+  if (n <= 16 && n > 0)
+    expert_linear<MATRICES, 1>(w, first_row, size, n_columns, x, n, y, sums_of_warp, of_expert);
+  else
+    for (int row = 0; row < n; row += 64)
+      expert_linear<MATRICES, 4>(w, first_row, size, n_columns, x + (size_t)row * size, min(64, n - row),
+                                 y + (size_t)row * n_columns, sums_of_warp, of_expert);
+}
+
+// h = swiglu(x w^T + b)                                                                  NumpyOps._swiglu
+//   x  (n_pairs, DIM), normed, by group   h  (n_pairs, EXPERT_DIM) bf16, written
+//   grid: EXPERT_DIM / 8, groups that there may be; block: THREADS; all threads enter
+extern "C" __global__ void __launch_bounds__(THREADS)
+    expert_gate_up(weight *w, packed *blocks, packed *scales, weight *b, const bf16 *x, const int *groups,
+                   bf16 *h) {
+  ExpertMatrices matrices = {w, blocks, scales};
+  expert_group<2>(matrices, groups, DIM, EXPERT_DIM, x, h, [&](int expert, int column, float *v) {
+    weight *of_expert = b ? b + (size_t)expert * 2 * EXPERT_DIM : b;
+    float gate = v[0] + bias(of_expert, column), up = v[1] + bias(of_expert, EXPERT_DIM + column);
+    if (!CLAMPED) return gate / (1 + expf(-gate)) * up;
+    gate = fminf(gate, LIMIT);
+    up = fminf(fmaxf(up, -LIMIT), LIMIT);
+    return gate / (1 + expf(-ALPHA * gate)) * (up + 1);
+  });
+}
+
+// y = h w^T + b
+//   h  (n_pairs, EXPERT_DIM) bf16, by group   y  (n_pairs, DIM) float, written
+//   grid: DIM / 8, groups that there may be; block: THREADS; all threads enter
+extern "C" __global__ void __launch_bounds__(THREADS)
+    expert_down(weight *w, packed *blocks, packed *scales, weight *b, const bf16 *h, const int *groups,
+                float *y) {
+  ExpertMatrices matrices = {w, blocks, scales};
+  expert_group<1>(matrices, groups, EXPERT_DIM, DIM, h, y, [&](int expert, int column, float *v) {
+    return v[0] + bias(b ? b + (size_t)expert * DIM : b, column);
+  });
+}
+
+// x += sum of share * y over the pairs of a row, from the first to the last
+//   shares, places  (n_pairs,)   y  (n_pairs, DIM) float, by group   x  (n_rows, DIM) float, written
+//   grid: n_rows; block: THREADS
+extern "C" __global__ void __launch_bounds__(THREADS)
+    add_experts(const float *shares, const int *places, const float *y, float *x) {
+  start_next();
+  await_previous();
+  int first = blockIdx.x * N_CHOSEN;
+  for (int i = threadIdx.x; i < DIM; i += THREADS) {
+    float sum = x[(size_t)blockIdx.x * DIM + i];
+    for (int pair = first; pair < first + N_CHOSEN; pair++)
+      sum += shares[pair] * y[(size_t)places[pair] * DIM + i];
+    x[(size_t)blockIdx.x * DIM + i] = sum;
+  }
+}
+#endif  // N_EXPERTS
 #endif  // BLOCK_ROWS == 16

@@ -12,7 +12,8 @@ Rules of this file:
 3. Admission limits how many requests clients hold open at once, and apart from them how many stored answers
    are on their way: a poll or a cancel gets in while all streams are taken.
 4. A page of another site can do nothing unless --cors-origin allows it. A browser asks before it sends JSON
-   for a page (a CORS preflight), but sends other types at once: so from such a page they are refused.
+   for a page (a CORS preflight), but sends other types at once, and opens WebSockets: so from such a page
+   they are refused.
 5. Without keys a request must name this server by its address, or by a name that the command line knows: a
    page can have the name of its own site point to our address, and be of the same site (DNS rebinding).
 
@@ -26,6 +27,7 @@ import ipaddress
 import logging
 import time
 from collections.abc import Mapping, Sequence, Set
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -37,25 +39,28 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import Match, Route
+from starlette.routing import Match, Route, WebSocketRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api import Api, Endpoint
 from gateway.relay import Refused
-from request.ids import new_id
+from request.ids import REQUEST_ID, new_id
 from request.query import STREAMED
-from request.refusals import STATUS, BadInput, shown
+from request.refusals import BadInput, shown
+from request.shares import OWNER
 from service import webpage
 from service.admission import Room
-from service.logs import REQUEST_ID
 from service.metrics import CONTENT_TYPE, Metrics
 from streaming import error_response
 
 log = logging.getLogger("middleware")
 
+KEY_SUBPROTOCOL = "openai-insecure-api-key."
 LOCALHOST = "localhost"
 KEYLESS_PATHS = ("/", "/health", "/health/live")  # the page asks for a key itself
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that left before its reply began: only logged
+SWITCHING_PROTOCOLS = 101  # the status of a WebSocket that was accepted
+REPLIES = ("http.response.start", "websocket.accept", "websocket.http.response.start")
 METHODS = ("GET", "POST", "DELETE", "HEAD", "OPTIONS")  # others are one label in the metrics
 
 # --- the application ----------------------------------------------------------------------------------------
@@ -85,7 +90,7 @@ def make_app(
         ClientDisconnect: on_disconnect,
         Exception: on_exception,
     }
-    inner = Starlette(routes=[route_of(endpoint) for endpoint in endpoints], exception_handlers=handlers)
+    inner = Starlette(routes=[*map(route_of, endpoints)], exception_handlers=handlers)
     inner.router.redirect_slashes = False  # it would go to where the Host header says, which is the client's
     app: ASGIApp = Admission(inner, endpoints, keys, room, origins, hosts)
     if origins:
@@ -99,7 +104,9 @@ def make_app(
     return AccessLog(app, {endpoint.handler: endpoint.path for endpoint in endpoints}, api.metrics)
 
 
-def route_of(endpoint: Endpoint) -> Route:
+def route_of(endpoint: Endpoint) -> Route | WebSocketRoute:
+    if endpoint.slow_part == "socket":
+        return WebSocketRoute(endpoint.path, endpoint.handler)
     return Route(endpoint.path, endpoint.handler, methods=[endpoint.method])
 
 
@@ -126,8 +133,8 @@ class AccessLog:
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
+            if message["type"] in REPLIES:
+                status = message.get("status", SWITCHING_PROTOCOLS)
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
             await send(message)
 
@@ -138,11 +145,12 @@ class AccessLog:
 
     def _record(self, scope: Scope, status: int, seconds: float) -> None:
         endpoint = self._path_of.get(scope.get("endpoint"), "none")
-        method = scope["method"]
+        method = scope.get("method", "GET")  # a WebSocket has none
         if method not in METHODS:
             method = "other"
         self._metrics.add("http_requests", 1, endpoint, method, str(status))
-        self._metrics.observe("http_request_duration_seconds", seconds, endpoint)
+        if status != SWITCHING_PROTOCOLS:  # a connection is no request: its turns are
+            self._metrics.observe("http_request_duration_seconds", seconds, endpoint)
         level = logging.INFO
         if scope["path"] in KEYLESS_PATHS:
             level = logging.DEBUG
@@ -167,7 +175,8 @@ class Admission:
     """Lets requests with an API key in, while there is room.
 
     Endpoints find its owner in scope["owner"], and how long a body may be in scope["max_body_bytes"].
-    Those whose answer may be large call scope["hold"] with its size before they send it.
+    Those whose answer may be large call scope["hold"] with its size before they load it; those with several
+    choices call scope["enter"] with the number of streams that they need beside their first.
     """
 
     def __init__(
@@ -189,6 +198,7 @@ class Admission:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["owner"] = self._keys.owner(scope)
         scope["max_body_bytes"] = self._room.max_body_bytes
+        OWNER.set(scope["owner"] or "")  # of what this task and those that it starts give to threads
         slow_part = self._slow_part(scope)
         refusal = self._refusal(scope, slow_part)
         if refusal:
@@ -197,17 +207,33 @@ class Admission:
         if not slow_part:
             await self._app(scope, receive, send)
             return
+        if slow_part == "socket":
+            await self._admit_socket(scope, receive, send)
+            return
         with self._room.visit(scope["owner"]) as visit:
             scope["hold"] = partial(self._room.hold, visit)
+            scope["enter"] = partial(self._room.enter, visit)
             if slow_part == "body":
                 receive = partial(self._room.receive, visit, receive)
             else:
-                enter = self._room.enter if slow_part == "stream" else self._room.enter_for_answer
+                enter = self._room.enter_for_answer if slow_part == "answer" else self._room.enter
                 try:
                     enter(visit)
                 except BadInput as error:
                     await bad_input(error)(scope, receive, send)
                     return
+            await self._app(scope, receive, send)
+
+    async def _admit_socket(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """A WebSocket finds in scope["room"] the room for its turns, and what they may have it remember."""
+        with ExitStack() as stack:
+            try:
+                visit = stack.enter_context(self._room.socket(scope["owner"]))
+            except BadInput as error:
+                await bad_input(error)(scope, receive, send)
+                return
+            scope["room"] = self._room
+            scope["hold_message"] = partial(self._room.hold_message, visit)
             await self._app(scope, receive, send)
 
     def _slow_part(self, scope: Scope) -> str:
@@ -227,8 +253,10 @@ class Admission:
             return misdirected(headers[b"host"])
         if scope["owner"] is None and scope["path"] not in KEYLESS_PATHS:
             return unauthorized()
-        if headers.get(b"upgrade", b"").lower() == b"websocket":
+        if headers.get(b"upgrade", b"").lower() == b"websocket" and slow_part != "socket":
             return no_websocket()
+        if slow_part == "socket" and is_foreign(headers, self._origins):
+            return foreign_page(headers[b"origin"])
         if slow_part == "body" and is_without_preflight(headers, self._origins):
             return not_json()
         return None
@@ -247,14 +275,18 @@ def is_ours(host: bytes | None, names: Set[str]) -> bool:
     return True
 
 
-def is_without_preflight(headers: Mapping[bytes, bytes], origins: Set[str]) -> bool:
-    """Whether a browser may have sent this for a page of another site without asking first: rule 4."""
+def is_foreign(headers: Mapping[bytes, bytes], origins: Set[str]) -> bool:
+    """Whether a browser has sent this for a page of a site that is neither ours nor one of these."""
     origin = headers.get(b"origin", b"").decode("latin-1")
     if not origin or origins & {origin, "*"}:
         return False
-    is_our_page = origin.partition("://")[2] == headers.get(b"host", b"").decode("latin-1")
+    return origin.partition("://")[2] != headers.get(b"host", b"").decode("latin-1")
+
+
+def is_without_preflight(headers: Mapping[bytes, bytes], origins: Set[str]) -> bool:
+    """Whether a browser may have sent this for such a page without asking first: rule 4."""
     content_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-    return not is_our_page and content_type != b"application/json"
+    return content_type != b"application/json" and is_foreign(headers, origins)
 
 
 # --- authentication -----------------------------------------------------------------------------------------
@@ -274,12 +306,25 @@ class Keys:
         """The digest of a request's key; "" where none is needed, None where it is wrong or absent."""
         if not self._digests:
             return ""
-        scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
-        if scheme.lower() != b"bearer" or not key.strip():
+        key = key_of(scope)
+        if not key:
             return None
-        owner = digest(key.strip())
+        owner = digest(key)
         matches = [hmac.compare_digest(owner, each) for each in self._digests]  # with all of them: rule 2
         return owner if any(matches) else None
+
+
+def key_of(scope: Scope) -> bytes:
+    """The API key of a request; b"" for none.
+
+    A page cannot give a WebSocket a header: it offers the key as a subprotocol, as OpenAI's clients do.
+    """
+    for subprotocol in scope.get("subprotocols", ()):
+        if subprotocol.startswith(KEY_SUBPROTOCOL):
+            key: str = subprotocol.removeprefix(KEY_SUBPROTOCOL)
+            return key.encode()
+    scheme, _, bearer = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+    return bearer.strip() if scheme.lower() == b"bearer" else b""
 
 
 def digest(key: bytes) -> str:
@@ -290,7 +335,7 @@ def digest(key: bytes) -> str:
 
 
 def bad_input(error: BadInput) -> Response:
-    return error_response(STATUS.get(error.code, 400), error.message, error.param, error.code)
+    return error_response(error.status, error.message, error.param, error.code)
 
 
 async def on_bad_input(_: HttpRequest, error: Exception) -> Response:
@@ -348,10 +393,19 @@ def misdirected(host: bytes) -> Response:
 
 def no_websocket() -> Response:
     """Codex tries a WebSocket first, and takes this status alone for "use HTTP": openai/codex#43353."""
-    message = "There is no WebSocket here: POST to /v1/responses, with stream=true for events."
+    message = (
+        "There is no WebSocket here: expected its handshake (RFC 6455, section 4.1) as GET /v1/responses, or "
+        "POST /v1/responses, with stream=true for events."
+    )
     response = error_response(426, message, None, "unsupported_protocol")
     response.headers.update({"Upgrade": "HTTP/1.1", "Connection": "Upgrade"})  # RFC 9110, section 15.5.22
     return response
+
+
+def foreign_page(origin: bytes) -> Response:
+    site = shown(origin.decode("latin-1"))
+    message = f"Expected a page of this server, or of a site that --cors-origin names, got one of {site}."
+    return error_response(403, message, None, "origin_not_allowed")
 
 
 def not_json() -> Response:

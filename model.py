@@ -133,6 +133,9 @@ class Ops(Protocol[BatchT, ArrayT]):
     def down(self, x: ArrayT, h: ArrayT, layer: Layer, batch: BatchT) -> None:
         """Add the projection of h, the hidden layer."""
 
+    def experts(self, x: ArrayT, layer: Layer, batch: BatchT) -> None:
+        """Add the weighted sum of the MLPs that the router chooses for each row (mixture of experts)."""
+
     def logits(self, x: ArrayT, weights: Weights, batch: BatchT) -> ArrayT:
         """The logits of the wanted rows. -> (n_wanted, vocab_size)"""
 
@@ -144,8 +147,11 @@ def forward(ops: Ops[BatchT, ArrayT], weights: Weights, batch: BatchT) -> ArrayT
         qkv = ops.qkv(x, layer, batch)
         y = ops.attend(qkv, layer, i, batch)
         ops.out(x, y, layer, batch)  # residual connection: x += ...
-        h = ops.gate_up(x, layer, batch)
-        ops.down(x, h, layer, batch)  # residual connection: x += ...
+        if layer.router is not None:
+            ops.experts(x, layer, batch)  # residual connection: x += ...
+        else:
+            h = ops.gate_up(x, layer, batch)
+            ops.down(x, h, layer, batch)  # residual connection: x += ...
     return ops.logits(x, weights, batch)
 
 
@@ -227,26 +233,37 @@ class NumpyOps:
             q = rotate(q, turns)
             k = rotate(k, turns)
         self._write_cache(k, v, i, batch)
-        return self._attention(q, i, batch)
+        return self._attention(q, layer, i, batch)
 
     def out(self, x: Array, y: Array, layer: Layer, batch: Batch) -> None:
         """x += y W_o^T + b"""
         x += self._linear(y, layer.wo, layer.bo, batch.row_groups)
 
     def gate_up(self, x: Array, layer: Layer, batch: Batch) -> Array:
-        """h = silu(gate) * up, with [gate, up] = RMSNorm(x) W_gate_up^T + b
-
-        SwiGLU, https://arxiv.org/abs/2002.05202, equation 6.
-        """
+        """h = swiglu(RMSNorm(x) W_gate_up^T + b)"""
         normed = self._rms_norm(x, layer.mlp_norm)
-        gate_up = self._linear(normed, layer.w_gate_up, layer.b_gate_up, batch.row_groups)
-        gate = gate_up[:, : self.config.hidden_dim]
-        up = gate_up[:, self.config.hidden_dim :]
-        return silu(gate) * up
+        return self._swiglu(self._linear(normed, layer.w_gate_up, layer.b_gate_up, batch.row_groups))
 
     def down(self, x: Array, h: Array, layer: Layer, batch: Batch) -> None:
         """x += h W_down^T + b"""
         x += self._linear(h, layer.w_down, layer.b_down, batch.row_groups)
+
+    def experts(self, x: Array, layer: Layer, batch: Batch) -> None:
+        """x += sum of share_e * (h_e W_down_e^T + b_e) over the experts e that the row has chosen, where
+        h_e = swiglu(RMSNorm(x) W_gate_up_e^T + b_e). Each row is a group of its own.
+
+        https://arxiv.org/abs/1701.06538, equation 1
+        """
+        normed = self._rms_norm(x, layer.mlp_norm)
+        chosen, shares = self._route(normed, layer, batch)
+        n_chosen = chosen.shape[1]
+        experts = chosen.ravel()  # (n_rows * n_chosen,)
+        inputs = normed.repeat(n_chosen, axis=0)
+        gate_up = self._expert_linear(inputs, layer.w_gate_up, layer.b_gate_up, experts)
+        y = self._expert_linear(self._swiglu(gate_up), layer.w_down, layer.b_down, experts)
+        y = y.reshape(-1, n_chosen, x.shape[1])
+        for i in range(n_chosen):
+            x += shares[:, i, None] * y[:, i]
 
     def logits(self, x: Array, weights: Weights, batch: Batch) -> Array:
         """RMSNorm(x) W_head^T for the wanted rows; each is a group of its own."""
@@ -275,19 +292,53 @@ class NumpyOps:
             y += b
         return y
 
+    def _route(self, normed: Array, layer: Layer, batch: Batch) -> tuple[Ints, Array]:
+        """The experts that each row chooses, those with the highest scores, and their shares in the sum.
+
+        A share is the softmax of the score, over all experts or over the chosen ones. Both (n_rows, n_chosen)
+        """
+        assert self.config.experts is not None
+        scores = self._linear(normed, layer.router, layer.b_router, batch.row_groups)  # (n_rows, n_experts)
+        ranked = np.argsort(-scores, axis=-1, kind="stable")  # of equals the first
+        chosen = ranked[:, : self.config.experts.n_chosen]
+        if self.config.experts.normalised:
+            return chosen, softmax(np.take_along_axis(scores, chosen, -1))
+        return chosen, np.take_along_axis(softmax(scores), chosen, -1)
+
+    def _expert_linear(self, x: Array, w: Matrix, b: Array | None, experts: Ints) -> Array:
+        """x[i] W_e^T + b_e, where e is experts[i]. x (n, n_in), w (n_experts, n_out, n_in) -> (n, n_out)"""
+        y = np.stack([row @ w[e].T for row, e in zip(x, experts, strict=True)])
+        if b is not None:
+            y += b[experts]
+        return y
+
+    def _swiglu(self, gate_up: Array) -> Array:
+        """silu(gate) * up: SwiGLU, https://arxiv.org/abs/2002.05202, equation 6. (..., 2 n) -> (..., n)
+
+        gpt-oss clamps both, and has gate * sigmoid(alpha * gate) * (up + 1):
+        https://github.com/openai/gpt-oss/blob/main/gpt_oss/torch/model.py, swiglu
+        """
+        gate, up = np.split(gate_up, 2, axis=-1)
+        experts = self.config.experts
+        if experts is None or experts.limit is None:
+            return silu(gate) * up
+        gate = np.minimum(gate, experts.limit)
+        up = np.clip(up, -experts.limit, experts.limit)
+        return silu(gate, experts.alpha) * (up + 1)
+
     def _write_cache(self, k: Array, v: Array, i: int, batch: Batch) -> None:
         """Put each row's key and value in its place of its page. k, v (n_rows, n_kv_heads, head_dim)"""
         self._kv[batch.pages, i, 0, batch.offsets] = k
         self._kv[batch.pages, i, 1, batch.offsets] = v
 
-    def _attention(self, q: Array, i: int, batch: Batch) -> Array:
+    def _attention(self, q: Array, layer: Layer, i: int, batch: Batch) -> Array:
         """Attend group by group. q (n_rows, n_heads, head_dim) -> (n_rows, n_heads * head_dim)"""
         y = np.empty((len(q), self.config.n_heads * self.config.head_dim), np.float32)
         for group in batch.groups:
-            y[group.rows] = self._attention_of_group(q[group.rows], i, group)
+            y[group.rows] = self._attention_of_group(q[group.rows], layer.sinks, i, group)
         return y
 
-    def _attention_of_group(self, q: Array, i: int, group: Group) -> Array:
+    def _attention_of_group(self, q: Array, sinks: Array | None, i: int, group: Group) -> Array:
         """softmax(Q K^T / sqrt(head_dim)) V, https://arxiv.org/abs/1706.03762, equation 1.
 
         n_heads / n_kv_heads query heads share a key head: grouped-query attention,
@@ -309,7 +360,10 @@ class NumpyOps:
         values = self._read_cache(pages, i, 1)[: len(key_positions)].transpose(1, 0, 2)  # (g, k, d)
         queries = q.reshape(n, c.n_kv_heads, -1, c.head_dim).transpose(1, 2, 0, 3)  # (g, h, q, d)
         scores = queries @ keys[:, None] / math.sqrt(c.head_dim)  # (g, h, q, k)
-        probs = softmax(np.where(visible, scores, -np.inf))  # (g, h, q, k)
+        scores = np.where(visible, scores, -np.inf)
+        if sinks is not None:
+            sinks = sinks.reshape(c.n_kv_heads, -1, 1, 1)  # (g, h, 1, 1)
+        probs = softmax(scores, sinks)  # (g, h, q, k)
         y: Array = probs @ values[:, None]  # (g, h, q, d)
         return y.transpose(2, 0, 1, 3).reshape(n, -1)
 
@@ -339,14 +393,22 @@ def rotate(x: Array, turns: NDArray[np.complex64]) -> Array:
     return (pairs * turns[:, None]).view(np.float32)
 
 
-def softmax(x: Array) -> Array:
-    """exp(x) / sum(exp(x)) over the last axis; the largest is subtracted first, so that exp stays finite."""
-    exp: Array = np.exp(x - x.max(axis=-1, keepdims=True))
+def softmax(x: Array, sink: Array | None = None) -> Array:
+    """exp(x) / sum(exp(x)) over the last axis; the largest is subtracted first, so that exp stays finite.
+
+    A sink is one more x, whose result is left out (attention sink): https://arxiv.org/abs/2309.17453
+    """
+    top: Array = x.max(axis=-1, keepdims=True)
+    if sink is not None:
+        top = np.maximum(top, sink)
+    exp: Array = np.exp(x - top)
     total: Array = exp.sum(axis=-1, keepdims=True)
+    if sink is not None:
+        total = total + np.exp(sink - top)
     return exp / total
 
 
 @np.errstate(over="ignore")  # exp(-x) may be infinite: then x / inf is 0, the limit
-def silu(x: Array) -> Array:
-    """x * sigmoid(x). https://arxiv.org/abs/1702.03118"""
-    return x / (1 + np.exp(-x))  # type: ignore[no-any-return]
+def silu(x: Array, alpha: float = 1.0) -> Array:
+    """x * sigmoid(alpha * x). https://arxiv.org/abs/1702.03118"""
+    return x / (1 + np.exp(-alpha * x))  # type: ignore[no-any-return]

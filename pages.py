@@ -20,7 +20,7 @@ Not here: what is in the pages (model.py), which sequences may share one (schedu
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import KeysView, Sequence
 from hashlib import sha256
 
 PrefixHash = bytes
@@ -54,6 +54,11 @@ class PagePool:
     @property
     def n_free(self) -> int:
         return len(self._free)
+
+    @property
+    def cached_pages(self) -> KeysView[int]:
+        """The pages of the prefix cache, in use or free."""
+        return self._hash_of.keys()
 
     def take(self) -> int:
         """Return a page that is now in use by one page table; raises OutOfPages."""

@@ -206,23 +206,22 @@ class _Item:
     event_logprobs: list[sse.Encoded] = field(default_factory=list)  # one a token, for the events
     part_logprobs: list[sse.Encoded] = field(default_factory=list)  # the same with bytes, for the part
 
-    def text(self) -> str:
-        return "".join(self.texts)
-
-    def place(self) -> dict[str, Any]:
-        """The members that say where in the output an event belongs."""
-        place: dict[str, Any] = {"item_id": self.id, "output_index": self.output_index}
+    def __post_init__(self) -> None:
+        # The members that say where in the output an event belongs.
+        self.place: dict[str, Any] = {"item_id": self.id, "output_index": self.output_index}
         if self.kind.part:
             # content_index restarts at 0 in every item: https://github.com/vllm-project/vllm/issues/45742
-            place["content_index"] = 0
-        return place
+            self.place["content_index"] = 0
+
+    def text(self) -> str:
+        return "".join(self.texts)
 
     def grow(self, text: str, logprobs: Iterable[TokenLogprob]) -> dict[str, Any]:
         """Add to the text; return the members of the delta that says so.
 
         Raises ValueError for a logprob that is no number, and then adds nothing.
         """
-        delta = {**self.place(), "delta": text}
+        delta = {**self.place, "delta": text}
         if self.kind.part == "output_text":
             event_logprobs = [_logprob(p, with_bytes=False) for p in logprobs]
             self.part_logprobs += [_logprob(p, with_bytes=True) for p in logprobs]
@@ -233,7 +232,7 @@ class _Item:
 
     def whole(self) -> dict[str, Any]:
         """The members of the event that says all of the text."""
-        whole = {**self.place(), self.kind.field: self.text()}
+        whole = {**self.place, self.kind.field: self.text()}
         if self.kind.part == "output_text":  # it must carry `logprobs`, be it empty; no other event has them
             whole["logprobs"] = [*self.event_logprobs]
         if self.kind.item == "function_call":
@@ -300,13 +299,13 @@ class Builder:
 
     def feed(self, output: Output | Compaction) -> list[Event]:
         match output:
-            case Compaction(encrypted_content):
-                return [*self._close("completed"), *self._compaction(encrypted_content)]
             case Delta(channel, text, logprobs):
                 events: list[Event] = []
                 if self._item is None or self._item.key != channel:
                     events = [*self._close("completed"), *self._open(channel, call={})]
                 return [*events, *self._grow(text, logprobs)]
+            case Compaction(encrypted_content):
+                return [*self._close("completed"), *self._compaction(encrypted_content)]
             case Call(name, custom, namespace):
                 call = {"call_id": self._new_id("call"), "name": name}
                 if namespace:
@@ -343,7 +342,7 @@ class Builder:
         announced = item.snapshot("in_progress")
         events = [self._event("response.output_item.added", output_index=index, item=announced)]
         if kind.part:
-            events.append(self._event("response.content_part.added", **item.place(), part=item.part()))
+            events.append(self._event("response.content_part.added", **item.place, part=item.part()))
         self._item = item
         return events
 
@@ -372,7 +371,7 @@ class Builder:
             return []
         events = [self._event(item.kind.events + ".done", **item.whole())]
         if item.kind.part:
-            events.append(self._event("response.content_part.done", **item.place(), part=item.part()))
+            events.append(self._event("response.content_part.done", **item.place, part=item.part()))
         closed = item.snapshot(status)
         events.append(self._event("response.output_item.done", output_index=item.output_index, item=closed))
         self.output.append(item.snapshot(status))  # another copy: rule 5
@@ -422,6 +421,8 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 
 def _encoded_if_large(value: Any) -> Any:
+    if not isinstance(value, str | list | dict) or not value:
+        return value
     encoded = sse.encoded(value)
     return encoded if len(encoded.text) > SMALL else value
 

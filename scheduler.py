@@ -108,6 +108,7 @@ N_GRAM = 2  # tokens that have to come again for what followed them to be drafte
 # --- Sequence -----------------------------------------------------------------------------------------------
 
 Mask = NDArray[np.bool_]  # (vocab_size,) the tokens that may come next
+PreemptedFor = Literal["pages", "turn", ""]  # no page was free, or an owner ran nothing; "": it never was
 
 
 class Constraint(Protocol):
@@ -142,6 +143,7 @@ class Sequence:
     sampling: Sampling
     constraint: Constraint | None = None
     owner: str = ""  # whose turn it takes, and in whose prefix cache it is
+    request_id: str = ""  # what the log calls it; for who watches the steps
 
     output: list[int] = field(default_factory=list)  # tokens chosen, in the steps that have been read
     finish: Literal["stop", "length"] | None = None  # set when its last token is read
@@ -157,6 +159,8 @@ class Sequence:
     n_unread: int = 0  # tokens chosen in steps in flight
     n_cached: int = 0  # prompt tokens taken from the prefix cache (usage.cached_tokens)
     n_computed_before: int = 0  # tokens computed when it was preempted: finding them cached saves nothing
+    n_preemptions: int = 0
+    preempted_for: PreemptedFor = ""  # the last time
 
     prompt_lookup: "PromptLookup | None" = None
     max_drafts: int = 0  # drafts of a step: fewer while they are wrong
@@ -226,8 +230,12 @@ class Sequence:
             output = self.output
             if n > 0:
                 output = [*self.output, *drafts[:n]]
-            contexts.append(Context(self.sampling, self.prompt_array, output, mask, self.n_unread))
+            contexts.append(self.context(output, mask))
         return contexts
+
+    def context(self, output: list[int], mask: Mask | None) -> Context:
+        """What the choice of the token behind this output depends on."""
+        return Context(self.sampling, self.prompt_array, output, mask, self.n_unread)
 
 
 class Failure(NamedTuple):
@@ -249,7 +257,9 @@ class Scheduled(NamedTuple):
     @property
     def cost(self) -> int:
         """Rows that count against the budget of a step: a single row does not, nor does a draft."""
-        n_rows = self.span.end - self.span.start - len(self.drafts)
+        if self.span.token_ids is None:
+            return 0
+        n_rows = len(self.span.token_ids) - len(self.drafts)
         if n_rows == 1:
             return 0
         return n_rows
@@ -309,7 +319,7 @@ class Scheduler:
         if surplus is not None:
             if in_flight:
                 return []
-            self.preempt(surplus)
+            self.preempt(surplus, "turn")
             self._admit()
         self._take_masks()
         while True:
@@ -548,7 +558,7 @@ class Scheduler:
         start = sequence.n_computed
         self._reserve_pages(sequence, start + 1)
         span = Span(sequence.slot, sequence.page_table, None, start, 1, is_chunk=False)
-        return Scheduled(sequence, span, sequence.contexts([]), [])
+        return Scheduled(sequence, span, [sequence.context(sequence.output, None)], [])
 
     def _drafts(self, sequence: Sequence) -> list[int]:
         """The drafts that there is room for."""
@@ -614,8 +624,10 @@ class Scheduler:
         for number in range(start // PAGE, end // PAGE):
             self.pool.register(sequence.page_table[number], sequence.page_hash(number))
 
-    def preempt(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: Sequence, what_for: PreemptedFor = "pages") -> None:
         """Put a running sequence first in line: those of its owner that wait are younger."""
+        sequence.n_preemptions += 1
+        sequence.preempted_for = what_for
         self.running.remove(sequence)
         self.waiting.appendleft(sequence)
         self._release(sequence)

@@ -18,6 +18,7 @@ Not here: the options (service/options.py), loading a model (service/loading.py)
 
 import argparse
 import asyncio
+import gc
 import hashlib
 import json
 import os
@@ -37,14 +38,19 @@ from checkpoint import hub
 from gateway.remote import RemoteWorker
 from gateway.upstreams import Upstreams
 from middleware import Keys, make_app
+from request.shares import FairExecutor
 from service import loading, logs, options
 from service.admission import Room
-from service.connections import HttpServer, bind, http_config
+from service.connections import HttpServer, bind, event_loop, http_config
+from service.steps import Steps
 from store import Retention, Store
 from worker import ALIAS, LocalWorker, Worker
 
 MAX_DIGITS = 640  # of an integer, the least that Python allows: reading one takes the square of them
 
+
+# Threads for what would keep the event loop too long. They share Python's lock: more would only wait.
+N_THREADS = 6
 
 # How long a thread may keep Python's lock that another waits for. A step of the engine gives it up a hundred
 # times: with Python's own 5 ms a busy event loop would make half a second of each step.
@@ -73,13 +79,16 @@ def main() -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    asyncio.run(serve(args, keys, local, remote, store, listener))
+    with asyncio.Runner(loop_factory=event_loop) as runner:
+        runner.run(serve(args, keys, local, remote, store, listener))
     return 0
 
 
 def local_worker(args: argparse.Namespace) -> LocalWorker | None:
     """The worker over a model of this machine; None where upstreams are all that is served."""
     if args.upstream and not args.model:
+        if args.debug_steps:
+            raise ValueError("--debug-steps: expected --model too; the steps of upstreams cannot be seen")
         return None
     return loading.load(hub.find(args.model, args.revision), args)
 
@@ -113,10 +122,14 @@ async def serve(
     listener: socket.socket,
 ) -> None:
     """Answer requests until a signal stops the server."""
+    asyncio.get_running_loop().set_default_executor(FairExecutor(N_THREADS, "requests"))
     workers: list[Worker] = [worker for worker in (local, remote) if worker]
     is_shared = keys.n_owners > 1
     registry = Registry(store, encode_event, max_queued=args.max_queued, is_shared=is_shared)
-    api = make_api(args, local, remote, registry)
+    steps = None
+    if local and args.debug_steps:
+        steps = Steps(local.engine, local.token_bytes)
+    api = make_api(args, local, remote, registry, steps)
     if remote:
         await remote.upstreams.start()
     await api.recover()
@@ -134,9 +147,15 @@ async def serve(
             return
         notify("STOPPING=1")
         server.should_exit = True  # uvicorn accepts no more connections
+        if steps:
+            steps.close()
         stopping.append(asyncio.create_task(stop(args, workers, registry, end_grace)))
 
     on_stop_signals(on_signal)
+    # A full garbage collection stops all streams while it looks at every object that is not frozen. Those of
+    # the start are never garbage, and looking at them would take 0.1 s each time: sgl-project/sglang#9241.
+    gc.collect()
+    gc.freeze()
     asyncio.get_running_loop().call_soon(announce, args, local, remote, listener)
     await server.serve(sockets=[listener])
     await asyncio.gather(*stopping)
@@ -144,7 +163,11 @@ async def serve(
 
 
 def make_api(
-    args: argparse.Namespace, local: LocalWorker | None, remote: RemoteWorker | None, registry: Registry
+    args: argparse.Namespace,
+    local: LocalWorker | None,
+    remote: RemoteWorker | None,
+    registry: Registry,
+    steps: Steps | None,
 ) -> Api:
     return Api(
         local,
@@ -155,6 +178,8 @@ def make_api(
         temporary=not args.no_temporary,
         reasoning_events=args.reasoning_events,
         image_texts=args.images == "placeholder",
+        steps=steps,
+        websocket_max_age_s=args.websocket_max_age,
     )
 
 

@@ -70,10 +70,10 @@ STATUS = "CASE WHEN json_valid(response) THEN json_extract(response, '$.status')
 
 # What another response begins with: no model reads logprobs, and they may be a hundred times the text.
 CONTINUED = """
-SELECT json_object('status', json_extract(response, '$.status'), 'output', (
+SELECT json_object('status', json_extract(:response, '$.status'), 'output', (
     SELECT json_group_array(json(json_replace(item.value, '$.content[0].logprobs', json('[]'))))
-    FROM json_each(response, '$.output') AS item
-)) FROM responses WHERE id = ?
+    FROM json_each(:response, '$.output') AS item
+))
 """
 
 # `nth` and `held` count an owner's responses and their bytes, from its newest one on. Sorted by them, the
@@ -251,12 +251,23 @@ class Store:
             return None
         return row._replace(kept=bool(row.kept), background=bool(row.background), streamed=bool(row.streamed))
 
+    def row_bytes(self, id: str, owner: str) -> int:
+        """Size of what get() loads; 0 where this owner has no such response."""
+        size = self._db.execute(
+            "SELECT row_bytes FROM responses WHERE id = ? AND owner = ?", (id, owner)
+        ).fetchone()
+        return int(size[0]) if size else 0
+
     def get_to_continue(self, id: str) -> Row | None:
-        """Like get(), but the response object has only its status and its output, without logprobs."""
+        """A response that another one continues; None as for get()."""
         row = self.get(id)
         if row is None:
             return None
-        (response_json,) = self._db.execute(CONTINUED, (id,)).fetchone()
+        return self.to_continue(row)
+
+    def to_continue(self, row: Row) -> Row:
+        """The response object has only its status and its output, without logprobs."""
+        (response_json,) = self._db.execute(CONTINUED, {"response": row.response_json}).fetchone()
         return row._replace(response_json=response_json)
 
     def items(self, id: str) -> list[Item]:

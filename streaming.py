@@ -9,7 +9,7 @@ Authority: https://platform.openai.com/docs/guides/error-codes; https://asgi.rea
 Rules of this file:
 1. Before the first byte an error has its status code; after it, only the last event tells of a failure.
 2. When the client leaves, the task that works for it alone is cancelled, and with it the engine's sequence.
-3. An event is one write: some parsers lose an event that is cut.
+3. No write cuts an event: some parsers lose one that is cut. Events that wait leave together, in one write.
 4. Back-pressure ends here: a client that reads slowly keeps its own frames waiting, and nobody else's.
 5. An answer may be large: it is folded and encoded in a thread, in many short calls, between which the
    streams go on.
@@ -19,7 +19,7 @@ Not here: endpoints (api.py), what an event looks like (responses.py, completion
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -92,9 +92,9 @@ class EventStream(Response):
             if not self._log.events:
                 await self._task  # raises why it has refused, while the status can still say so
         await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
-        async with aclosing(kept_alive(self._log.read(self._after))) as frames:
-            async for frame in frames:
-                await send({"type": "http.response.body", "body": frame, "more_body": True})
+        async with aclosing(KeptAlive(send)) as stream, aclosing(self._log.read(self._after)) as logged:
+            async for frames in logged:
+                await stream.write(b"".join(frames))
         if self._task:
             await self._task
         if not self._log.is_broken_off:  # else the connection just ends, and the client knows
@@ -173,19 +173,38 @@ async def cancel(*tasks: asyncio.Future[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def kept_alive(frames: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
-    """The frames, and a comment whenever none came for a while: proxies close streams that are silent."""
-    next_frame = asyncio.ensure_future(anext(frames, None))
-    try:
-        while True:
-            await asyncio.wait({next_frame}, timeout=KEEP_ALIVE_S)
-            if not next_frame.done():
-                yield sse.comment("keep-alive")
-                continue
-            frame = next_frame.result()
-            if frame is None:
-                return
-            yield frame
-            next_frame = asyncio.ensure_future(anext(frames, None))
-    finally:
-        await cancel(next_frame)
+# --- a stream that is silent --------------------------------------------------------------------------------
+
+KEEP_ALIVE = sse.comment("keep-alive")
+
+
+class KeptAlive:
+    """Writes frames, as a part of a body that has begun, and a comment whenever none came for a while.
+
+    Proxies close streams that are silent. There is one timer a stream, which looks when the newest write was.
+    """
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._loop = asyncio.get_running_loop()
+        self._written_at = self._loop.time()
+        self._timer = self._loop.call_at(self._written_at + KEEP_ALIVE_S, self._on_timer)
+        self._comment: asyncio.Task[None] | None = None  # the newest; it waits where the client does not read
+
+    async def write(self, frames: bytes) -> None:
+        self._written_at = self._loop.time()
+        await self._send({"type": "http.response.body", "body": frames, "more_body": True})
+
+    def _on_timer(self) -> None:
+        silent_until = self._written_at + KEEP_ALIVE_S
+        now = self._loop.time()
+        if silent_until <= now:
+            silent_until = now + KEEP_ALIVE_S
+            if self._comment is None or self._comment.done():
+                self._comment = asyncio.create_task(self.write(KEEP_ALIVE))
+        self._timer = self._loop.call_at(silent_until, self._on_timer)
+
+    async def aclose(self) -> None:
+        self._timer.cancel()
+        if self._comment:
+            await cancel(self._comment)

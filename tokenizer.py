@@ -24,6 +24,7 @@ import codecs
 import json
 import re
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,7 @@ class Tokenizer:
         self.added = {token.content: token_id for token_id, token in tokens.items()}
         self.added_by_id = {token_id: token.content for token_id, token in tokens.items()}
         self.control = {token_id for token_id, token in tokens.items() if token.special}  # these have no text
+        self.token_bytes = cache(self._token_bytes)  # at most a vocabulary of them
         self.max_token_length = max(map(len, self._tokenizer.get_vocab()), default=1)  # characters
 
     def encode(self, *texts: str) -> list[int]:
@@ -134,7 +136,7 @@ class Tokenizer:
         # encode() holds Python's lock, and stops all streams meanwhile; encode_batch() computes offsets too.
         return self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
 
-    def token_bytes(self, token_id: int) -> bytes:
+    def _token_bytes(self, token_id: int) -> bytes:
         """What the token stands for; b"" for the padding of the model's vocabulary, which may be sampled."""
         token = self._tokenizer.id_to_token(token_id)
         if token is None:

@@ -32,6 +32,7 @@ from dialects import families
 from dialects.matchers import Grammars
 from dialects.structured_output import AnswerGrammar, BadGrammar, Thinking, answer_grammar
 from engine import Engine, EngineRequest
+from request.ids import REQUEST_ID
 from request.messages import Message, turn_starts, without_old_turns
 from request.output_format import StructuredOutput
 from request.params import Request
@@ -277,19 +278,21 @@ class LocalWorker:
         n_logprob_bytes = 0
         async with aclosing(self.engine.generate(engine_request)) as steps:
             async for step in steps:
-                usage = usage._replace(cached_tokens=step.cached_tokens)
+                usage.cached_tokens = step.cached_tokens
                 end = step.finish
                 for token in step.tokens:  # one by one: a step may cross any number of channels
                     state_before = parser.state
                     pieces: list[Piece] = []
-                    logprobs = self._logprobs(token)
-                    n_logprob_bytes += json_bytes(logprobs)
+                    logprobs: tuple[TokenLogprob, ...] = ()
+                    if token.logprob is not None:
+                        logprobs = (self._logprobs(token, token.logprob),)
+                        n_logprob_bytes += json_bytes(logprobs)
                     if token.token_id not in engine_request.stop_token_ids:
                         pieces = decoder.feed(token.token_id, logprobs)
                     outputs = feed_all(parser, pieces)
-                    usage = usage._replace(output_tokens=usage.output_tokens + 1)
+                    usage.output_tokens += 1
                     if "analysis" in (state_before, parser.state):  # both markers count as reasoning
-                        usage = usage._replace(reasoning_tokens=usage.reasoning_tokens + 1)
+                        usage.reasoning_tokens += 1
                     accepted.usage = usage
                     for output in outputs:
                         yield output
@@ -337,8 +340,15 @@ class LocalWorker:
         constraint = None
         if prompt.grammar:
             constraint = self._grammars.constraint(prompt.grammar)
-        stops = frozenset(stop_token_ids)
-        return EngineRequest(prompt.token_ids, prompt.max_tokens, stops, sampling, constraint, request.owner)
+        return EngineRequest(
+            prompt.token_ids,
+            prompt.max_tokens,
+            frozenset(stop_token_ids),
+            sampling,
+            constraint,
+            request.owner,
+            REQUEST_ID.get(),
+        )
 
     def _grammar(
         self, spec: StructuredOutput, dialect: Dialect, state: State, after_marker: bool
@@ -366,14 +376,15 @@ class LocalWorker:
                 message = f"Invalid value for '{name}': expected token ids below {vocab_size}, got {largest}."
                 raise BadInput(message, name, "invalid_value")
 
-    def _logprobs(self, token: Choice) -> tuple[TokenLogprob, ...]:
-        if token.logprob is None:
-            return ()
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._tokenizer.token_bytes(token_id)
+
+    def _logprobs(self, token: Choice, logprob: float) -> TokenLogprob:
         top = tuple(self._logprob(token_id, logprob) for token_id, logprob in token.top)
-        return (self._logprob(token.token_id, token.logprob)._replace(top=top),)
+        return self._logprob(token.token_id, logprob)._replace(top=top)
 
     def _logprob(self, token_id: int, logprob: float) -> TokenLogprob:
-        token = self._tokenizer.token_bytes(token_id)
+        token = self.token_bytes(token_id)
         return TokenLogprob(token.decode(errors="replace"), logprob, token)
 
 

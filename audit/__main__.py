@@ -27,16 +27,16 @@ from audit.peer import BUDGET_S, Peer
 
 EXAMPLES = """\
 a server:
-  python -m audit http://127.0.0.1:8000/v1 --model NAME
-  python -m audit http://127.0.0.1:8000/v1 --profile chat --junit audit.xml --baseline known.txt
+  {program} http://127.0.0.1:8000/v1 --model NAME
+  {program} http://127.0.0.1:8000/v1 --profile chat --junit audit.xml --baseline known.txt
 
 a recorded stream:
   curl -sN http://127.0.0.1:8000/v1/responses -H 'Content-Type: application/json' \\
-      -d '{"model": "m", "input": "hi", "stream": true}' > capture.sse
-  python -m audit capture.sse
+      -d '{{"model": "m", "input": "hi", "stream": true}}' > capture.sse
+  {program} capture.sse
 
 two reports:
-  python -m audit --diff old.json new.json
+  {program} --diff old.json new.json
 
 exit status: 0 all is well; 1 a must is broken (of a recording, or with --strict: any rule);
 2 nothing could be judged: no such file, no server, no such stream
@@ -48,7 +48,7 @@ def arguments() -> argparse.ArgumentParser:
         prog=program(),
         description="Hold a server of the Responses or Chat Completions API, or a stream recorded of one, "
         "against the rules that clients rely on.",
-        epilog=EXAMPLES,
+        epilog=EXAMPLES.format(program=program()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
@@ -153,7 +153,13 @@ def audit(options: argparse.Namespace) -> tuple[Iterable[str], int]:
     peer = Peer(options.target, options.model, options.api_key, None, headers, options.timeout)
     server = preflight.look(peer, options.long)
     peer.long = server.long
-    about = {"url": options.target, "model": peer.model, "apis": server.apis, "long": server.long}
+    about = {
+        "url": options.target,
+        "model": peer.model,
+        "apis": server.apis,
+        "long": server.long,
+        "known": known,
+    }
 
     results: list[session.Result] = []
     for result in shown_as_it_goes(session.judge_all(peer, names), len(names)):
@@ -165,7 +171,7 @@ def audit(options: argparse.Namespace) -> tuple[Iterable[str], int]:
     in_colour = sys.stdout.isatty()
     lines = [
         f"{options.target}, model {peer.model}: {' and '.join(server.apis)}",
-        *reports.summary(results, in_colour),
+        *reports.summary(results, known, in_colour),
         *reports.against_baseline(results, known),
         *reports.details(results, in_colour),
     ]

@@ -21,6 +21,7 @@ from audit import (
     checks_refusals,
     checks_stored,
     checks_streams,
+    checks_websocket,
     rules,
 )
 from audit.probes import Check
@@ -48,6 +49,7 @@ GROUPS: dict[str, dict[str, Check]] = {
     "stored": checks_stored.CHECKS,
     "background": checks_background.CHECKS,
     "refusals": checks_refusals.CHECKS,
+    "websocket": checks_websocket.CHECKS,
 }
 CHECKS = {name: check for group in GROUPS.values() for name, check in group.items()}
 PROFILES = ("chat", "responses", "stateful", "agents", "websocket", "all")

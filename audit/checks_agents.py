@@ -10,12 +10,13 @@ Rules of this file:
 Not here: one call, streamed and plain (checks_answers.py), refusals (checks_refusals.py).
 """
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator
 from typing import Any
 
-from audit.peer import NOT_THERE, REFUSED, Json, NotApplicable, Peer, expect
+from audit.peer import NOT_THERE, REFUSED, Json, NotApplicable, Peer, Reply, expect, presumed
 from audit.probes import (
     CHAT,
     CUT,
@@ -25,10 +26,13 @@ from audit.probes import (
     OPENAI,
     TOKYO,
     WEATHER,
+    WITH_LOGPROBS,
     Check,
+    chat_outline,
+    final,
     outline,
+    streamed,
     whole,
-    with_stream,
 )
 
 GUIDES = "https://platform.openai.com/docs/guides/"
@@ -55,9 +59,10 @@ def items(response: Json, type_: str) -> list[Json]:
 def both(peer: Peer, path: str, body: Json) -> Iterator[tuple[str, Json]]:
     """("plain" or "streamed", the final object of a Responses answer)"""
     yield "plain", whole(peer, path, body)
-    reply = peer.ask("POST", path, with_stream(peer, body))
-    if reply.is_stream and reply.events:
-        yield "streamed", reply.events[-1].get("response") or {}
+    reply = streamed(peer, path, body)
+    if reply.is_stream:
+        with contextlib.suppress(NotApplicable):
+            yield "streamed", final(reply)
 
 
 def message(answer: Json) -> Json:
@@ -155,11 +160,27 @@ def chat_cut_call(peer: Peer) -> None:
     body = CHAT_WEATHER | {"tool_choice": "required"}
     usage = whole(peer, "/chat/completions", body | {"max_tokens": 400}).get("usage") or {}
     limit = max(CUT, usage.get("completion_tokens", 0) - TOKENS_LESS)
-    answer = whole(peer, "/chat/completions", body | {"max_tokens": limit})
-    calls = message(answer).get("tool_calls") or ()
-    is_cut = any(not is_object((call.get("function") or {}).get("arguments")) for call in calls)
-    reason = (answer.get("choices") or [{}])[0].get("finish_reason")
-    expect(not is_cut or reason == "length", f"expected finish_reason length, got {reason}", answer)
+    plain = whole(peer, "/chat/completions", body | {"max_tokens": limit})
+    reply = streamed(peer, "/chat/completions", body | {"max_tokens": limit})
+    for how, chunks in (("plain", [plain]), ("streamed", reply.events)):
+        arguments = arguments_of(chunks)
+        reason = chat_outline(chunks).get(0, {}).get("finish_reason")
+        is_whole = all(map(is_object, arguments.values()))
+        message_ = f"{how}: expected finish_reason length, got {reason}"
+        expect(is_whole or reason == "length", message_, arguments)
+
+
+def arguments_of(chunks: list[Json]) -> dict[int, str]:
+    """The arguments of each call of the first choice, by its index; of chunks, or of a completion."""
+    arguments: dict[int, str] = {}
+    for chunk in chunks:
+        for choice in (chunk.get("choices") or ())[:1]:
+            said = choice.get("delta") or choice.get("message") or {}
+            for place, call in enumerate(said.get("tool_calls") or ()):
+                index = call.get("index", place)
+                more = (call.get("function") or {}).get("arguments") or ""
+                arguments[index] = arguments.get(index, "") + more
+    return arguments
 
 
 def no_blank_message(peer: Peer) -> None:
@@ -194,7 +215,8 @@ def results_accepted(peer: Peer) -> None:
 
 def results_in_any_order(peer: Peer) -> None:
     """The call_id tells which result is whose: the prompt is as long whatever comes first."""
-    results_accepted(peer)
+    with presumed("results"):
+        results_accepted(peer)
     counts = []
     for results in (RESULTS, RESULTS[::-1]):
         body = LIMITED | {"input": [QUESTION, *CALLS, *results], "tools": TWO_TOOLS}
@@ -204,9 +226,26 @@ def results_in_any_order(peer: Peer) -> None:
 
 
 def orphan_result(peer: Peer) -> None:
-    results_accepted(peer)
+    with presumed("results"):
+        results_accepted(peer)
     reply = peer.post("/responses", LIMITED | {"input": [QUESTION, result_of("call_nobody", "It rains.")]})
     expect(400 <= reply.status < 500, "expected a refusal of a result without its call", reply)
+
+
+def reused_call_ids(peer: Peer) -> None:
+    """Some models count their calls from 0 in each turn; OpenAI's own server refuses such a conversation."""
+    with presumed("results"):
+        results_accepted(peer)
+    long = "It rains, and it will rain tomorrow and the day after tomorrow. " * 4
+    counts = []
+    for texts in (("It rains.", "It rains."), (long, "It rains."), ("It rains.", long)):
+        turns = [[call_of("call_0", "Tokyo"), result_of("call_0", text)] for text in texts]
+        body = LIMITED | {"input": [QUESTION, *turns[0], QUESTION, *turns[1]], "tools": TWO_TOOLS}
+        usage = whole(peer, "/responses", body).get("usage") or {}
+        counts.append(usage.get("input_tokens", 0))
+    is_read = counts[0] < min(counts[1:])
+    message_ = f"expected a longer prompt with a longer result in either turn, got {counts} tokens"
+    expect(is_read, message_, "short results; a long one in the first turn; a long one in the second")
 
 
 def chat_results_accepted(peer: Peer) -> None:
@@ -224,10 +263,15 @@ def chat_results_accepted(peer: Peer) -> None:
 
 def output_given_back(peer: Peer) -> None:
     """What agents without a store do: the output of one turn is part of the next one's input."""
-    first = whole(peer, "/responses", HI)
-    conversation = [{"role": "user", "content": "hi"}, *first.get("output", ()), QUESTION]
-    reply = peer.post("/responses", LIMITED | {"input": conversation})
+    output = whole(peer, "/responses", HI).get("output") or ()
+    reply = next_turn(peer, [item for item in output if item.get("type") != "reasoning"])
     expect(reply.status == 200, "expected the output of a response to be taken as input", reply)
+
+
+def next_turn(peer: Peer, output: list[Json], more: Json | None = None) -> Reply:
+    """The reply to a question behind a turn that had this output."""
+    conversation = [{"role": "user", "content": "hi"}, *output, QUESTION]
+    return peer.post("/responses", LIMITED | {"input": conversation} | (more or {}))
 
 
 # --- custom tools -------------------------------------------------------------------------------------------
@@ -243,6 +287,20 @@ def custom_tool(peer: Peer) -> None:
     expect(calls, "expected a custom_tool_call, or a refusal of the tool", outline(response))
     named = calls[0].get("name") == "get_weather" and isinstance(calls[0].get("input"), str)
     expect(named, "expected the tool's name, and its input as text", calls[0])
+
+
+def namespaced_tool(peer: Peer) -> None:
+    namespace = {"type": "namespace", "name": "travel", "description": "Tools for travellers"}
+    tools = [namespace | {"tools": [{"type": "function", **WEATHER}]}]
+    body = LIMITED | {"input": TOKYO, "tools": tools, "tool_choice": "required", "max_output_tokens": 400}
+    for how, response in both(peer, "/responses", body):
+        calls = items(response, "function_call")
+        if not calls and response.get("status") == "incomplete":
+            raise NotApplicable("the response was cut before the call")
+        named = [(call.get("namespace"), call.get("name")) for call in calls]
+        is_named = named and {*named} == {("travel", "get_weather")}
+        message_ = f"{how}: expected a call of travel, get_weather, or a refusal, got {named}"
+        expect(is_named, message_, outline(response))
 
 
 # --- structured output --------------------------------------------------------------------------------------
@@ -323,8 +381,9 @@ def reasoning_counted(peer: Peer) -> None:
 
 def reasoning_given_back(peer: Peer) -> None:
     first = reasoned(peer)
-    conversation = [{"role": "user", "content": "hi"}, *first["output"], QUESTION]
-    reply = peer.post("/responses", LIMITED | {"input": conversation})
+    with presumed("output-as-input"):
+        output_given_back(peer)
+    reply = next_turn(peer, first["output"])
     expect(reply.status == 200, "expected reasoning items to be taken back as they came", reply)
 
 
@@ -338,18 +397,19 @@ def encrypted_reasoning(peer: Peer) -> None:
 
 
 def encrypted_given_back(peer: Peer) -> None:
-    encrypted_reasoning(peer)
-    first = reasoned(peer, SEALED)
-    conversation = [{"role": "user", "content": "hi"}, *first["output"], QUESTION]
-    reply = peer.post("/responses", LIMITED | SEALED | {"input": conversation})
+    with presumed("encrypted-reasoning"):
+        encrypted_reasoning(peer)
+    with presumed("reasoning-as-input"):
+        reasoning_given_back(peer)
+    reply = next_turn(peer, reasoned(peer, SEALED)["output"], SEALED)
     expect(reply.status == 200, "expected encrypted_content to be taken back", reply)
 
 
 def forged_encrypted(peer: Peer) -> None:
-    encrypted_reasoning(peer)
+    with presumed("encrypted-reasoning"):
+        encrypted_reasoning(peer)
     forged = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "Zm9yZ2Vk"}
-    conversation = [{"role": "user", "content": "hi"}, forged, QUESTION]
-    reply = peer.post("/responses", LIMITED | SEALED | {"input": conversation})
+    reply = next_turn(peer, [forged], SEALED)
     expect(
         400 <= reply.status < 500, "expected a refusal of encrypted_content that is not the server's", reply
     )
@@ -395,7 +455,7 @@ def prompt_tokens(peer: Peer, spelled: str, n_copies: int) -> int:
 
 
 def logprobs(peer: Peer) -> None:
-    body = HI | {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    body = HI | WITH_LOGPROBS
     for how, response in both(peer, "/responses", body):
         parts = [part for item in items(response, "message") for part in item.get("content") or ()]
         for part in parts:
@@ -491,6 +551,10 @@ CHECKS = {
         "a result of no call is refused",
         "OpenAI's own server: No tool call found for function call output",
         FUNCTIONS),
+    "reused-call-ids": Check(reused_call_ids, "responses agents", "should", "",
+        "a call_id that comes again in a later turn is refused, or the result of each turn is read",
+        "models that count their calls from 0 in each turn, and agents that send back what they said",
+        GITHUB + "NousResearch/hermes-agent/pull/88324"),
     "chat-results": Check(chat_results_accepted, "chat agents", "must", "",
         "the result of a call is taken back",
         "the API reference on messages of the role tool",
@@ -502,6 +566,10 @@ CHECKS = {
     "custom-tool": Check(custom_tool, "responses agents", "must", "",
         "a custom tool makes a custom_tool_call with its input as text, or is refused",
         "the guide on function calling: custom tools",
+        FUNCTIONS),
+    "namespace": Check(namespaced_tool, "responses agents", "must", "",
+        "a tool in a namespace is called with its own name and that of the namespace, or is refused",
+        "the guide on function calling: namespaces; an agent finds the tool by both",
         FUNCTIONS),
     "json-schema": Check(json_schema, "responses agents", "must", "",
         "text.format json_schema with strict makes what the schema describes, without endless blanks",

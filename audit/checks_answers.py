@@ -22,9 +22,11 @@ from audit.probes import (
     Check,
     asked,
     chat_outline,
+    final,
     outline,
     recorded,
     same_answer,
+    streamed,
     whole,
 )
 
@@ -32,10 +34,10 @@ from audit.probes import (
 
 
 def stream_is_the_answer(peer: Peer) -> None:
-    streamed = outline(recorded(peer, "text").events[-1].get("response") or {})
+    told = outline(final(recorded(peer, "text")))
     answer = partial(whole, peer, "/responses", HI)
     plain = outline(answer())
-    same_answer(plain, streamed, lambda: outline(answer()), f"plain: {plain}\nstreamed: {streamed}")
+    same_answer(plain, told, lambda: outline(answer()))
 
 
 def answer_members(peer: Peer) -> None:
@@ -52,26 +54,26 @@ def plain_by_default(peer: Peer) -> None:
 
 
 def chat_stream_is_the_answer(peer: Peer) -> None:
-    streamed = chat_outline(recorded(peer, "chat").events)
+    told = chat_outline(recorded(peer, "chat").events)
     answer = partial(whole, peer, "/chat/completions", CHAT)
     body = answer()
     expect(body.get("object") == "chat.completion", "expected object chat.completion", body)
     plain = chat_outline([body])
-    same_answer(plain, streamed, lambda: chat_outline([answer()]), f"plain: {plain}\nstreamed: {streamed}")
+    same_answer(plain, told, lambda: chat_outline([answer()]))
 
 
 def chat_usage_is_the_answers(peer: Peer) -> None:
-    streamed = [chunk["usage"] for chunk in recorded(peer, "chat-usage").events if chunk.get("usage")]
+    usages = [chunk["usage"] for chunk in recorded(peer, "chat-usage").events if chunk.get("usage")]
     plain = whole(peer, "/chat/completions", CHAT).get("usage")
-    expect(streamed, "expected usage, for it was asked for", recorded(peer, "chat-usage"))
+    expect(usages, "expected usage, for it was asked for", recorded(peer, "chat-usage"))
     counts = ("prompt_tokens", "completion_tokens", "total_tokens")
-    same = plain and all(plain.get(name) == streamed[-1].get(name) for name in counts)
-    expect(same, "expected the same counts as without stream", f"plain: {plain}\nstreamed: {streamed[-1]}")
+    same = plain and all(plain.get(name) == usages[-1].get(name) for name in counts)
+    expect(same, "expected the same counts as without stream", f"plain: {plain}\nstreamed: {usages[-1]}")
 
 
 def usage_unasked(peer: Peer) -> None:
     for chunk in recorded(peer, "chat").events:
-        silent = chunk.get("choices") and not chunk.get("usage")
+        silent = "error" in chunk or (chunk.get("choices") and not chunk.get("usage"))
         expect(silent, "expected no usage, for nobody asked for it", chunk)
 
 
@@ -84,7 +86,7 @@ def cut_responses(peer: Peer) -> Iterator[Json]:
     n_tokens = (plain.get("usage") or {}).get("output_tokens") or CUT
     if plain.get("status") == "completed" and n_tokens < CUT:
         raise NotApplicable(f"the answer ends before the limit of {CUT} tokens")
-    yield recorded(peer, "cut").events[-1].get("response") or {}
+    yield final(recorded(peer, "cut"))
     yield plain
 
 
@@ -123,7 +125,7 @@ def chat_cut(peer: Peer) -> None:
 
 
 def required_call(peer: Peer) -> None:
-    response = recorded(peer, "call").events[-1].get("response") or {}
+    response = final(recorded(peer, "call"))
     calls = [item for item in response.get("output", ()) if item.get("type") == "function_call"]
     expect(calls, "expected a function_call, as tool_choice required it", outline(response))
     expect(calls[0].get("name") == "get_weather", "expected the tool that there is", calls[0])
@@ -153,7 +155,7 @@ def stop_string(peer: Peer) -> None:
     expected = {0: {"content": text[: text.index(stop)], "finish_reason": "stop"}}
     for reply in (
         peer.post("/chat/completions", body),
-        peer.post("/chat/completions", body | {"stream": True}),
+        streamed(peer, "/chat/completions", body),
     ):
         if reply.status in REFUSED:
             raise NotApplicable(f"refused: {reply.refusal}")

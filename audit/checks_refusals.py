@@ -66,7 +66,8 @@ def refusals(peer: Peer, rule: str) -> Iterator[Reply]:
 
 def refuses(rule: str, peer: Peer) -> None:
     for reply in refusals(peer, rule):
-        expect(400 <= reply.status < 500, "expected a refusal, with a status of 4xx", reply)
+        is_refused = 400 <= reply.status < 500 or begins_with_error(reply)  # see the rule refused-by-status
+        expect(is_refused, "expected a refusal, with a status of 4xx", reply)
 
 
 def refuses_or_serves_any_model(rule: str, peer: Peer) -> None:
@@ -115,10 +116,16 @@ def status_before_stream(peer: Peer) -> None:
     """A refusal that comes as the first frame of a stream is a success for SDKs, proxies and retries."""
     for rule in ("out-of-range", "wrong-type", "bad-input"):
         for reply in refusals(peer, rule):
-            first = reply.events[:1]
-            is_error = first and ("error" in first[0] or first[0].get("type") in ("error", "response.failed"))
             message = "expected a status of 4xx, got a stream that begins with the error"
-            expect(not (reply.is_stream and is_error), message, reply)
+            expect(not begins_with_error(reply), message, reply)
+
+
+def begins_with_error(reply: Reply) -> bool:
+    """Whether it is a stream whose first event is the error."""
+    if not reply.is_stream or not reply.events:
+        return False
+    first = reply.events[0]
+    return "error" in first or first.get("type") in ("error", "response.failed")
 
 
 # --- the table ----------------------------------------------------------------------------------------------

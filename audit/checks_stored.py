@@ -10,7 +10,7 @@ Not here: background responses (checks_background.py).
 import json
 
 from audit.peer import NOT_THERE, REFUSED, Json, NotApplicable, Peer, expect
-from audit.probes import AZURE, GITHUB, HI, MISTRAL_RS, OPENAI, Check, outline, recorded, whole
+from audit.probes import AZURE, GITHUB, HI, MISTRAL_RS, OPENAI, Check, final, outline, recorded, whole
 
 UNKNOWN = "resp_00000000000000000000000000000000"
 
@@ -34,7 +34,7 @@ def stored(peer: Peer) -> None:
     made = kept(peer)
     reply = peer.ask("GET", at(made["id"]))
     expect(reply.json == made, "expected GET to give the answer once more", f"{outline(made)}\n{reply}")
-    last = recorded(peer, "text").events[-1].get("response") or {}
+    last = final(recorded(peer, "text"))
     reply = peer.ask("GET", at(last.get("id")))
     expect(reply.json == last, "expected GET to give what a stream said", f"{outline(last)}\n{reply}")
 
@@ -60,7 +60,7 @@ def unknown_id(peer: Peer) -> None:
 def unknown_previous(peer: Peer) -> None:
     whole(peer, "/responses", HI)
     reply = peer.post("/responses", HI | {"previous_response_id": UNKNOWN})
-    expect(reply.status in (400, 404), "expected a refusal of an unknown previous_response_id", reply)
+    expect(400 <= reply.status < 500, "expected a refusal of an unknown previous_response_id", reply)
 
 
 def chained(peer: Peer) -> None:

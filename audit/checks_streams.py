@@ -10,27 +10,28 @@ Not here: the rules of one recorded stream (rules.py), what an answer says (chec
 import re
 
 from audit import members, recordings, rules
-from audit.peer import NOT_THERE, Failed, NotApplicable, Peer, Reply, expect
-from audit.probes import GITHUB, OPENAI, PATHS, STREAMS, Check, recorded, some_stream, with_stream
+from audit.peer import NOT_THERE, Failed, NoReply, NotApplicable, Peer, Reply, expect
+from audit.probes import GITHUB, OPENAI, PATHS, STREAMS, Check, recorded, some_stream, stream, with_stream
 
 # --- the rules of one stream --------------------------------------------------------------------------------
 
 
 def judged(rule: str, peer: Peer) -> None:
-    """The rule over every stream of its kind that the server makes."""
+    """The rule over every stream of its kind that the server makes, and of which the end was seen."""
     kind = rules.RULES[rule].kind
     paths = [PATHS[kind]] if kind else list(PATHS.values())
     names = [name for name, (path, _) in STREAMS.items() if path in paths]
-    refusals = []
+    read = stream if rule == "whole-frames" else recorded
+    reasons: list[NotApplicable | NoReply] = []  # why streams did not come
     for name in names:
         try:
-            reply = recorded(peer, name)
-        except NotApplicable as error:
-            refusals.append(str(error))
+            reply = read(peer, name)
+        except (NotApplicable, NoReply) as reason:
+            reasons.append(reason)
         else:
             check_stream(name, reply, rule)
-    if len(refusals) == len(names):
-        raise NotApplicable(refusals[0])
+    if len(reasons) == len(names):
+        raise reasons[0]
 
 
 def check_stream(name: str, reply: Reply, *names: str) -> None:
@@ -79,7 +80,7 @@ def whole_frames_a_write(peer: Peer) -> None:
     reply = some_stream(peer)
     if not reply.chunks:
         raise NotApplicable("the stream is not sent in chunks")
-    for n, chunk in enumerate(reply.chunks):
+    for n, chunk in enumerate(reply.chunks[:-1]):  # the rule whole-frames is about the end
         expect(
             chunk.endswith((b"\n\n", b"\r\n\r\n")),
             f"expected whole frames a write, got chunk {n}:",

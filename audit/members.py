@@ -89,7 +89,7 @@ EVENTS: dict[str, Members] = {
     "response.content_part.done":              PART_PLACE | {"part": PART},
     "response.output_text.delta":              PART_PLACE | {"delta": str, "logprobs": list},
     "response.output_text.done":               PART_PLACE | {"text": str, "logprobs": list},
-    "response.output_text.annotation.added":   PART_PLACE | {"annotation_index": int},
+    "response.output_text.annotation.added":   PART_PLACE | {"annotation_index": int, "annotation": object},
     "response.refusal.delta":                  PART_PLACE | {"delta": str},
     "response.refusal.done":                   PART_PLACE | {"refusal": str},
     "response.reasoning_text.delta":           PART_PLACE | {"delta": str},

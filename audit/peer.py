@@ -15,7 +15,9 @@ Not here: what is asked (probes.py), what the replies must be (checks_*.py).
 
 import contextlib
 import http.client
+import itertools
 import json
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -27,6 +29,7 @@ from audit.members import shortened
 Json = dict[str, Any]
 NOT_THERE = {404, 405, 501}
 REFUSED = {400, 403, 404, 405, 415, 422, 501}
+BUSY = {429, 503}
 BUDGET_S = 120.0  # of a rule: a small model on a busy machine
 BROKEN_OFF = (http.client.IncompleteRead, http.client.RemoteDisconnected, ConnectionResetError)
 CONNECTIONS = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
@@ -58,12 +61,18 @@ class Reply(NamedTuple):
         error = self.json.get("error")
         if isinstance(error, dict):
             error = error.get("message")
-        text = error or self.body.decode("utf-8", "replace")
-        return f"{self.status} {shortened(' '.join(str(text).split()), 160)}"
+        return f"{self.status} {shortened(' '.join(str(error or self._text).split()), 160)}"
 
     def __str__(self) -> str:
-        body = self.body.decode("utf-8", "replace").strip()
-        return f"{self.asked} -> {self.status} {shortened(body, 300)}"
+        return f"{self.asked} -> {self.status} {shortened(self._text, 300)}"
+
+    @property
+    def _text(self) -> str:
+        text = self.body.decode("utf-8", "replace").strip()
+        if "html" not in self.headers.get("content-type", ""):
+            return text
+        readable = re.sub(r"<style.*?</style>|<script.*?</script>|<[^>]*>", " ", text, flags=re.DOTALL)
+        return " ".join(readable.split())
 
 
 class NotApplicable(Exception):
@@ -74,8 +83,11 @@ class Failed(AssertionError):
     """The server breaks the rule; the excerpt shows it."""
 
     def __init__(self, message: str, excerpt: object) -> None:
-        super().__init__(f"{message}\n{excerpt}")
-        self.message, self.excerpt = message, str(excerpt)
+        self.message = message
+        self.excerpt = str(excerpt)
+        if isinstance(excerpt, dict | list):
+            self.excerpt = json.dumps(excerpt, ensure_ascii=False, default=str)
+        super().__init__(f"{message}\n{self.excerpt}")
 
 
 class NoReply(Exception):
@@ -85,6 +97,15 @@ class NoReply(Exception):
 def expect(holds: object, message: str, excerpt: object) -> None:
     if not holds:
         raise Failed(message, excerpt)
+
+
+@contextlib.contextmanager
+def presumed(rule: str) -> Iterator[None]:
+    """What a rule builds on and another one is about: a fault in there is for that other rule to name."""
+    try:
+        yield
+    except Failed as failure:
+        raise NotApplicable(f"the rule {rule} fails: {failure.message}") from failure
 
 
 class Peer:
@@ -106,26 +127,26 @@ class Peer:
         self.url = urlsplit(base_url.rstrip("/"))
         self.model = model
         self.long = long or {}
-        self._headers = dict(headers or {})
+        self.headers = dict(headers or {})
         if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
-        self._replies: dict[tuple[str, str], Reply | NoReply] = {}
+            self.headers["Authorization"] = f"Bearer {api_key}"
+        self._replies: dict[tuple[str, str], Reply | NoReply | Failed] = {}
         self._budget = budget
         self.start()
 
     @property
     def has_key(self) -> bool:
-        return "Authorization" in self._headers
+        return "Authorization" in self.headers
 
     def without_key(self) -> "Peer":
         """The same server, for a client that has no key."""
-        headers = {name: value for name, value in self._headers.items() if name != "Authorization"}
+        headers = {name: value for name, value in self.headers.items() if name != "Authorization"}
         return Peer(self.url.geturl(), self.model, headers=headers, budget=self._budget)
 
     def at_root(self) -> "Peer":
         """The same server above its base URL, where its metrics are."""
         root = f"{self.url.scheme}://{self.url.netloc}"
-        return Peer(root, self.model, headers=self._headers, budget=self._budget)
+        return Peer(root, self.model, headers=self.headers, budget=self._budget)
 
     def start(self) -> None:
         """Begin the budget of a rule."""
@@ -139,9 +160,12 @@ class Peer:
         return left
 
     def ask(self, method: str, path: str, body: Json | bytes | None = None, **headers: str) -> Reply:
-        """A request and its whole reply; raises NoReply."""
+        """A request and its whole reply; raises NoReply, for a server that is busy too."""
         with self.open(method, path, body, **headers) as response:
-            return Reply(*self._head(method, path, body, response), *self._read_all(response))
+            reply = Reply(*self._head(method, path, body, response), *self._read_all(response))
+        if reply.status in BUSY:
+            raise NoReply(f"the server is busy: {reply}")
+        return reply
 
     def post(self, path: str, body: Json | None = None) -> Reply:
         """A request to the model, without stream unless the body says so."""
@@ -154,49 +178,65 @@ class Peer:
 
     @contextlib.contextmanager
     def stream(self, path: str, body: Json) -> Iterator[Iterator[Json]]:
-        """The events of a stream as they come; leaving the block is leaving the stream."""
+        """The events of a stream as they come, one at least; leaving the block is leaving the stream."""
         with self.open("POST", path, {"model": self.model, "stream": True} | body) as response:
-            head = self._head("POST", path, body, response)
-            if response.status != 200:
-                raise NotApplicable(f"refused: {Reply(*head, response.read(), []).refusal}")
-            yield events_of(response)
+            head = Reply(*self._head("POST", path, body, response), b"", [])
+            if not head.is_stream:
+                raise NotApplicable(f"no stream came: {head._replace(body=response.read()).refusal}")
+            events = events_of(response)
+            first = next(events, None)
+            if first is None:
+                raise NotApplicable("no event came")
+            yield itertools.chain([first], events)
 
     @contextlib.contextmanager
     def open(
         self, method: str, path: str, body: Json | bytes | None, **headers: str
     ) -> Iterator[http.client.HTTPResponse]:
         """The reply as it comes, in a with block; raises NoReply, out of the block too."""
-        connection_type = CONNECTIONS[self.url.scheme]
         raw = json.dumps(body).encode() if isinstance(body, dict) else body
-        all_headers = dict(self._headers)
+        all_headers = dict(self.headers)
         if raw is not None:
             all_headers["Content-Type"] = "application/json"
         for name, value in headers.items():
             all_headers[name.replace("_", "-")] = value
+        with self.connection(described(method, path, body)) as connection:
+            connection.request(method, self.url.path + path, raw, all_headers)
+            yield connection.getresponse()
+
+    @contextlib.contextmanager
+    def connection(self, asked: str) -> Iterator[http.client.HTTPConnection]:
+        """A connection of its own, in a with block; `asked` names what is asked for in what is raised."""
         try:
-            connection = connection_type(self.url.netloc, timeout=self.seconds_left())
-            with contextlib.closing(connection):
-                connection.request(method, self.url.path + path, raw, all_headers)
-                yield connection.getresponse()
+            with contextlib.closing(
+                CONNECTIONS[self.url.scheme](self.url.netloc, timeout=self.seconds_left())
+            ) as connection:
+                yield connection
         except BROKEN_OFF as error:
-            asked = described(method, path, body)
-            raise Failed("expected a whole reply", f"{asked} -> {type(error).__name__}: {error}") from error
+            reason = f"{asked} -> {type(error).__name__}: {error}"
+            raise Failed("expected a whole reply", reason) from error
         except (OSError, http.client.HTTPException) as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             if isinstance(error, TimeoutError):
                 reason = f"nothing came for the rest of the rule's budget of {self._budget:g} s"
-            raise NoReply(f"{described(method, path, body)} -> {reason}") from error
+            raise NoReply(f"{asked} -> {reason}") from error
 
     def once(self, path: str, body: Json | bytes) -> Reply:
-        """The reply to a request that several rules are about."""
+        """The reply to a request that several rules are about; one that breaks off is none of them's."""
+        with presumed("whole-frames"):
+            return self.shared(path, body)
+
+    def shared(self, path: str, body: Json | bytes) -> Reply:
+        """The reply to a request that several rules are about, which has a budget of its own."""
         key = path, str(body)
         if key not in self._replies:
+            self.start()
             try:
                 self._replies[key] = self.ask("POST", path, body)
-            except NoReply as error:  # a hang is waited for once
+            except (NoReply, Failed) as error:  # a hang is waited for once
                 self._replies[key] = error
         reply = self._replies[key]
-        if isinstance(reply, NoReply):
+        if isinstance(reply, Exception):
             raise reply
         return reply
 
@@ -226,7 +266,9 @@ def described(method: str, path: str, body: Json | bytes | None) -> str:
     if isinstance(body, dict):
         shown = json.dumps(body)
     elif body:
-        shown = body.decode("ascii", "backslashreplace")
+        shown = body.decode("ascii", "replace")
+        if not shown.isprintable():
+            shown = f"({len(body)} bytes)"
     return shortened(f"{method} {path} {shown}".strip(), 300)
 
 

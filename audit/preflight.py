@@ -20,6 +20,7 @@ ASKED: dict[str, Json] = {
     "/responses": HI | {"max_output_tokens": CUT},
     "/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": CUT},
 }
+ANY_MODEL = "default"  # asked for where none is listed: some servers have one model, and take any name
 ENOUGH = 200  # tokens: long enough to be cancelled, left and resumed
 # Members of a body that keep a model from ending early: none, vLLM's and SGLang's, and llama.cpp's.
 LONG: list[Json] = [{}, {"ignore_eos": True}, {"ignore_eos": True, "min_tokens": ENOUGH}]
@@ -45,7 +46,7 @@ def look(peer: Peer, long: Json | None = None) -> Server:
     if models.status in (401, 403):
         raise NoServer(f"a key is missing or wrong: give --api-key KEY. {models}")
     if not peer.model:
-        peer.model = first_model(models)
+        peer.model = first_model(models) or ANY_MODEL
     replies = {path: asked(peer, "POST", path, {"model": peer.model} | body) for path, body in ASKED.items()}
     apis = [path for path, reply in replies.items() if reply.status == 200 and reply.json]
     if not apis:
@@ -64,10 +65,11 @@ def asked(peer: Peer, method: str, path: str, body: Json | None = None) -> Reply
 
 
 def first_model(models: Reply) -> str:
+    """The first that is listed; "" for none."""
     listed = models.json.get("data") or models.json.get("models")
-    if isinstance(listed, list) and listed and isinstance(listed[0], dict) and listed[0].get("id"):
-        return str(listed[0]["id"])
-    raise NoServer(f"which model? Give --model NAME: the server lists none. {models}")
+    if isinstance(listed, list) and listed and isinstance(listed[0], dict):
+        return str(listed[0].get("id") or "")
+    return ""
 
 
 def nothing_served(peer: Peer, replies: dict[str, Reply]) -> str:
@@ -79,6 +81,8 @@ def nothing_served(peer: Peer, replies: dict[str, Reply]) -> str:
             message += f" (try {peer.url.geturl().rstrip('/')}/v1)"
     elif statuses & {401, 403}:
         message = "a key is missing or wrong: give --api-key KEY"
+    elif peer.model == ANY_MODEL:
+        message = "which model? Give --model NAME: the server lists none"
     else:
         message = f"neither API answers for the model {peer.model!r}"
     shown = "; ".join(str(reply) for reply in replies.values())

@@ -12,11 +12,13 @@ Rules of this file:
 Not here: the rules (checks.py and the checks_*.py), HTTP (peer.py).
 """
 
+import json
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from audit.peer import REFUSED, Failed, Json, NotApplicable, Peer, Reply, expect
+from audit.peer import REFUSED, Failed, Json, NotApplicable, Peer, Reply, expect, presumed
 from audit.rules import Strength
+from audit.rules_events import TERMINAL
 
 GITHUB = "https://github.com/"
 OPENAI = "https://platform.openai.com/docs/api-reference/"
@@ -50,6 +52,7 @@ CHAT_STORY: Json = CHAT | {"messages": [{"role": "user", "content": STORY["input
 PARAMETERS: Json = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER: Json = {"name": "get_weather", "description": "Get the weather of a city", "parameters": PARAMETERS}
 TOOL: Json = {"tools": [{"type": "function", **WEATHER}], "tool_choice": "required"}
+WITH_LOGPROBS: Json = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
 TOKYO = "What is the weather in Tokyo?"
 CHAT_TOOL: Json = {
     "tools": [{"type": "function", "function": WEATHER}],
@@ -64,6 +67,7 @@ STREAMS: dict[str, tuple[str, Json]] = {
     "echo":         ("/responses",        HI | {"instructions": "Be brief.\u2028\u0085\u2029"}),
     "cut":          ("/responses",        STORY | {"max_output_tokens": CUT}),
     "call":         ("/responses",        LIMITED | {"input": TOKYO} | TOOL),
+    "logprobs":     ("/responses",        HI | WITH_LOGPROBS),
     "background":   ("/responses",        HI | {"background": True}),
     "chat":         ("/chat/completions", CHAT),
     "chat-usage":   ("/chat/completions", CHAT | {"stream_options": {"include_usage": True}}),
@@ -81,10 +85,22 @@ def with_stream(peer: Peer, body: Json) -> Json:
     return {"model": peer.model, "stream": True} | body
 
 
+def streamed(peer: Peer, path: str, body: Json) -> Reply:
+    """The reply to a request with stream; of one that breaks off the rule whole-frames alone says so."""
+    with presumed("whole-frames"):
+        return peer.ask("POST", path, with_stream(peer, body))
+
+
 def recorded(peer: Peer, name: str) -> Reply:
+    """A stream of STREAMS, as `streamed`."""
+    with presumed("whole-frames"):
+        return stream(peer, name)
+
+
+def stream(peer: Peer, name: str) -> Reply:
     """A stream of STREAMS; where none came (see the rule stream-comes) no other rule is about it."""
     path, body = asked(peer, name)
-    reply = peer.once(path, with_stream(peer, body))
+    reply = peer.shared(path, with_stream(peer, body))
     if not reply.is_stream:
         raise NotApplicable(f"no stream came: {reply.refusal}")
     return reply
@@ -93,6 +109,15 @@ def recorded(peer: Peer, name: str) -> Reply:
 def asked(peer: Peer, name: str) -> tuple[str, Json]:
     path, body = STREAMS[name]
     return path, body | (peer.long if name.endswith("cut") else {})
+
+
+def final(reply: Reply) -> Json:
+    """The response of a stream's terminal event; where there is none, the rule terminal alone says so."""
+    last = reply.events[-1] if reply.events else {}
+    response = last.get("response")
+    if last.get("type") not in TERMINAL or not isinstance(response, dict):
+        raise NotApplicable("the stream does not end with a terminal event")
+    return response
 
 
 def whole(peer: Peer, path: str, body: Json) -> Json:
@@ -120,23 +145,31 @@ def outline(response: Json) -> Json:
     items = []
     for item in response.get("output", ()):
         texts = [part.get("text") for part in item.get("content") or ()]
-        items.append([item.get("type"), item.get("status"), item.get("name"), item.get("arguments"), *texts])
+        status = item.get("status") or "completed"  # reasoning need not have one
+        items.append([item.get("type"), status, item.get("name"), item.get("arguments"), *texts])
     end = {name: response.get(name) for name in ("status", "incomplete_details", "error")}
     counts = {name: n for name, n in (response.get("usage") or {}).items() if isinstance(n, int)}
     return end | {"items": items} | counts
 
 
-def same_answer(plain: object, other: object, again: Callable[[], object], excerpt: object) -> None:
+def same_answer(
+    plain: Json, other: Json, again: Callable[[], object], names: tuple[str, str] = ("plain", "streamed")
+) -> None:
     """The other answer is the plain one; no rule is about a server whose plain answers differ `again`."""
     if plain != other:
         if again() != plain:
             raise NotApplicable("the server says something else each time, at temperature 0")
-        raise Failed("expected the same answer as without stream", excerpt)
+        members = [member for member in plain | other if plain.get(member) != other.get(member)]
+        differing = [
+            f"{name}: {json.dumps({member: answer.get(member) for member in members}, ensure_ascii=False)}"
+            for name, answer in zip(names, (plain, other), strict=True)
+        ]
+        raise Failed("expected the same answer, however it is asked for", "\n".join(differing))
 
 
-def chat_outline(chunks: list[Json]) -> dict[int, Json]:
+def chat_outline(chunks: list[Json]) -> dict[Any, Json]:
     """What chunks, or the choices of a completion, say: by choice, its content and finish_reason."""
-    by_choice: dict[int, Json] = {}
+    by_choice: dict[Any, Json] = {}
     for chunk in chunks:
         for choice in chunk.get("choices", ()):
             so_far = by_choice.setdefault(choice.get("index", -1), {"content": "", "finish_reason": None})

@@ -45,15 +45,15 @@ def failed(results: Iterable[Result], strict: bool, known: Mapping[str, str]) ->
 # --- for people ---------------------------------------------------------------------------------------------
 
 
-def summary(results: Sequence[Result], in_colour: bool = False) -> Iterator[str]:
-    """A line for each group that was asked, and the total."""
+def summary(results: Sequence[Result], known: Mapping[str, str], in_colour: bool = False) -> Iterator[str]:
+    """A line for each group that was asked, the total, and the musts that fail and are not known to."""
     yield f"{'':12}{''.join(f'{verdict:>8}' for verdict in VERDICTS)}"
     for group, checks in GROUPS.items():
         of_group = [result for result in results if result.rule in checks]
         if of_group:
             yield counts(group, of_group, in_colour)
     yield counts(f"{len(results)} rules", results, in_colour)
-    musts = [r.rule for r in results if r.verdict == "fail" and CHECKS[r.rule].strength == "must"]
+    musts = [result.rule for result in failed(results, strict=False, known=known)]
     if musts:
         yield f"{len(musts)} failed musts: {', '.join(musts)}"
 
@@ -63,25 +63,36 @@ def counts(name: str, results: Sequence[Result], in_colour: bool) -> str:
     return f"{name:12}{''.join(cells)}"
 
 
-def details(results: Iterable[Result], in_colour: bool = False) -> Iterator[str]:
+def details(results: Sequence[Result], in_colour: bool = False) -> Iterator[str]:
     """What failed and why, then what could not be asked, then what does not apply."""
-    for verdict in ("fail", "error", "n/a"):
+    for verdict in ("fail", "error"):
         for result in results:
             if result.verdict == verdict:
                 yield from detail(result, in_colour)
+    by_reason: dict[str, list[str]] = {}  # rules that do not apply
+    for result in results:
+        if result.verdict == "n/a":
+            by_reason.setdefault(result.reason, []).append(result.rule)
+    for reason, names in by_reason.items():
+        yield ""
+        verdict = coloured("n/a   ", "n/a", in_colour)
+        yield f"{verdict}{printable(shortened(reason, 200))}"
+        yield f"      {', '.join(names)}"
+
+
+def printable(text: str) -> str:
+    """Without what a terminal would obey."""
+    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
 
 
 def detail(result: Result, in_colour: bool) -> Iterator[str]:
     check = CHECKS[result.rule]
     verdict = coloured(f"{result.verdict:6}", result.verdict, in_colour)
-    if result.verdict == "n/a":
-        yield f"{verdict}{result.rule}: {shortened(result.reason, 160)}"
-        return
     yield ""
     yield f"{verdict}{result.rule} ({check.strength}): {check.title}"
-    yield f"      {result.reason}"
-    for line in shortened(result.excerpt, SHOWN).splitlines():
-        yield f"      | {line}"
+    yield f"      {printable(result.reason)}"
+    for line in shortened(result.excerpt.strip(), SHOWN).split("\n"):
+        yield f"      | {printable(line)}"
     yield f"      {check.source}"
     yield f"      {check.link}"
 
@@ -117,24 +128,35 @@ def junit(results: Sequence[Result], about: Mapping[str, Any]) -> str:
     root = ElementTree.Element("testsuites", name=f"audit of {about.get('url')}")
     for group, checks in GROUPS.items():
         of_group = [result for result in results if result.rule in checks]
+        if not of_group:
+            continue
+        n_known = sum(known_reason(result, about) != "" for result in of_group)
         suite = ElementTree.SubElement(
             root,
             "testsuite",
             name=group,
             tests=str(len(of_group)),
-            failures=str(count(of_group, "fail")),
+            failures=str(count(of_group, "fail") - n_known),
             errors=str(count(of_group, "error")),
-            skipped=str(count(of_group, "n/a")),
+            skipped=str(count(of_group, "n/a") + n_known),
         )
         for result in of_group:
-            suite.append(testcase(group, result))
+            suite.append(testcase(group, result, known_reason(result, about)))
     return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
 
 
 JUNIT_ELEMENTS = {"fail": "failure", "error": "error", "n/a": "skipped"}
 
 
-def testcase(group: str, result: Result) -> ElementTree.Element:
+def known_reason(result: Result, about: Mapping[str, Any]) -> str:
+    """Why a failure was expected; "" if it was not."""
+    if result.verdict != "fail":
+        return ""
+    return str(about.get("known", {}).get(result.rule, ""))
+
+
+def testcase(group: str, result: Result, known: str) -> ElementTree.Element:
+    """A failure that is `known` is skipped, with its reason."""
     check = CHECKS[result.rule]
     case = ElementTree.Element("testcase", classname=group, name=result.rule, time=str(result.seconds))
     properties = ElementTree.SubElement(case, "properties")
@@ -147,7 +169,9 @@ def testcase(group: str, result: Result) -> ElementTree.Element:
     }
     for name, value in facts.items():
         ElementTree.SubElement(properties, "property", name=name, value=value)
-    if result.verdict in JUNIT_ELEMENTS:
+    if known:
+        ElementTree.SubElement(case, "skipped", message=for_xml(f"known: {known}"))
+    elif result.verdict in JUNIT_ELEMENTS:
         element = ElementTree.SubElement(
             case, JUNIT_ELEMENTS[result.verdict], message=for_xml(result.reason), type=check.strength
         )

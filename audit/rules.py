@@ -32,6 +32,7 @@ from audit.rules_chunks import (
     usage_apart,
 )
 from audit.rules_events import (
+    annotations_counted,
     announced_empty,
     arguments_are_objects,
     closed_items,
@@ -174,6 +175,10 @@ RULES = {
         "an item or part is announced empty and in_progress",
         "OpenAI's streams, and SDKs that append deltas to what was announced",
         EVENTS),
+    "annotations":    Rule("responses", annotations_counted,   "should", "",
+        "annotation_index counts the annotations of a part, which holds those that were announced",
+        "openai/openai-openapi: the index of the annotation within the content part",
+        EVENTS + "/response/output_text/annotation/added"),
     "sums":           Rule("responses", sums,                  "must",
         "C01 C06 D01 D02 D06 D11 D12 E06 G06",
         "deltas add up to what the done events say, and these to the final output",

@@ -159,7 +159,7 @@ def chunk_texts(capture: Capture) -> Faults:
 def usage_apart(capture: Capture) -> Faults:
     with_usage = [number for number, chunk in enumerate(capture.events) if "usage" in chunk]
     for number in with_usage:
-        if capture.raw[number].get("choices") != []:
+        if capture.raw[number].get("choices"):
             yield number, "expected usage in a chunk without choices, got choices beside it"
         else:
             yield from usage_faults(number, capture.events[number]["usage"], "prompt", "completion")

@@ -55,6 +55,7 @@ from engine import Engine
 from model import Batch, NumpyOps, Span, forward
 from sampling import Context
 from service.loading import cpu_ops, packs
+from service.steps import Steps
 from tokenizer import Tokenizer
 
 
@@ -254,6 +255,11 @@ def write_gguf(
 
 
 def run(args: argparse.Namespace) -> None:
+    if args.shape:
+        from benches import shapes  # needs Numba
+
+        write(shapes.report(args), args.out)
+        return
     with threadpoolctl.threadpool_limits(args.threads, user_api="blas"), TemporaryDirectory() as folder:
         write(compare(args, Path(folder)), args.out)
 
@@ -264,7 +270,7 @@ def compare(args: argparse.Namespace, folder: Path) -> list[str]:
     tokenizer = Tokenizer(directory / "tokenizer.json")
     max_seq_len = min(config.max_seq_len, 256 + args.new)
     ops = cpu_ops()
-    weights = read_weights(directory, config, *packs(ops, args.weights))
+    weights = read_weights(directory, config, *packs(ops, config, args.weights))
     formats = PEERS[args.weights or "bfloat16"]
     engine = Engine(with_pages(ops, config, weights, max_seq_len))
     forward = forward_run(with_pages(ops, config, weights, max_seq_len))
@@ -357,11 +363,13 @@ def feature_table(
     n_new, repeat = args.new, args.repeat
     length = min(config.max_seq_len, N_TURN + 2 * n_new + N_MORE)
     engine = Engine(with_pages(ops, config, weights, length))
+    steps = Steps(engine, tokenizer.token_bytes)
     drafting = Engine(with_pages(ops, config, weights, length), speculate=N_SPECULATE)
     prose = prompts(tokenizer, 1, N_TURN)[0]
     copied = prose[:120] * 2 + prose[:20]
     found: dict[str, list[tuple[float, float]]] = {}
     for number in range(repeat + 1):
+        engine.observer = None
         [turn] = prompts(tokenizer, 1, N_TURN, number)
         second = [*turn, *engine_run(engine)([turn], n_new).said, *prose[:N_MORE]]
         cold, cached = (
@@ -369,10 +377,13 @@ def feature_table(
         )
         few, many = (engine_run(engine)(prompts(tokenizer, n, 32), n_new).decode for n in (1, MAX_BATCH))
         plain, drafted = (engine_run(e)([copied], n_new).decode for e in (engine, drafting))
+        engine.observer = steps.observe
+        watched = engine_run(engine)(prompts(tokenizer, MAX_BATCH, 32), n_new).decode
         for name, pair in {
             f"prefill of a second turn, {len(second)} tokens: cold, cached": (cold, cached),
             f"decode: batch 1, batch {MAX_BATCH}": (few, many),
             f"decode of a text that repeats: plain, --speculate {N_SPECULATE}": (plain, drafted),
+            f"decode, batch {MAX_BATCH}: plain, --debug-steps": (many, watched),
         }.items():
             print(f"round {number}/{repeat}  {name}  {pair[0]:.1f}, {pair[1]:.1f} tok/s", file=sys.stderr)
             found.setdefault(name, []).extend([pair] if number else [])
@@ -418,7 +429,7 @@ def perplexity_table(directory: Path, config: Config, tokenizer: Tokenizer) -> I
     yield "|---" * (2 + len(PEERS)) + "|"
     cells: list[str] = []
     for name in (None, *PEERS):
-        weights = read_weights(directory, config, *packs(ops, name))
+        weights = read_weights(directory, config, *packs(ops, config, name))
         cells.append(f"{perplexity(with_pages(ops, config, weights, N_TEXT), weights, token_ids):.4f}")
     yield f"| {directory.name} | {' | '.join(cells)} |"
 
@@ -428,5 +439,10 @@ def options(add: argparse.ArgumentParser) -> None:
     repeat_option(add)
     add.add_argument("--weights", choices=PEERS, help="as of server.py; llama.cpp gets the like")
     add.add_argument("--perplexity", action="store_true", help="what each of --weights loses; minutes")
+    shapes = "gpt-oss-20b or qwen3-30b-a3b: random weights of that shape, with as many layers as memory holds"
+    add.add_argument("--shape", choices=("gpt-oss-20b", "qwen3-30b-a3b"), metavar="NAME", help=shapes)
+    add.add_argument(
+        "--memory", type=float, default=0, metavar="GB", help="of --shape (default: 3/4 of the free)"
+    )
     add.add_argument("--new", type=int, default=64, metavar="N", help="tokens to decode (default: 64)")
     add.add_argument("--threads", type=int, default=os.cpu_count(), metavar="N", help="default: all cores")

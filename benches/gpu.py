@@ -1,6 +1,6 @@
 """How near the engine decodes to what the memory bandwidth of a GPU allows, and others on the same weights.
 
-    shape --checkpoint()--> files --CONTENDERS x cells--> Rows --report()--> tokens/s and % of the floor
+    shape --gpu_checkpoint--> files --CONTENDERS x cells--> Rows --report()--> tokens/s and % of the floor
 
 Each contender (benches/gpu_contenders.py) reads the same bfloat16 files, is warm before it is timed, and
 decodes past any end of sequence.
@@ -8,7 +8,8 @@ decodes past any end of sequence.
 As commands of less than ten minutes each; the minutes are estimates for qwen3-0.6b:
 
     minutes   python bench.py gpu --out FILE.md --contenders
-      2-3         engine engine-no-early engine-no-graphs engine-plain compiled-loop
+      2-3         engine engine-no-early engine-no-graphs engine-plain
+      4-8         compiled-loop                            each batch is compiled anew, and tuned
       4-6         transformers-compiled transformers-eager
       4-6         transformers-continuous transformers-continuous-graphs
       0                                                  nobody: the report of what is kept
@@ -17,9 +18,9 @@ Rules of this file:
 1. The floor of a step is the bytes that it must read (weights once, the KV cache of every sequence) over the
    bandwidth that a kernel which only reads reaches here, in the same command.
 2. A time found from two runs counts only where these differ clearly (CLEAR).
-3. Weights are random and never zeros: a product of zeros is faster.
-4. Results are on disk at once, whatever ends the command: Rows in FILE.json beside FILE.md, one for each
-   contender in each cell on each device and shape. The next command adds to them.
+3. Results are on disk at once, whatever ends the command: Rows in FILE.json beside FILE.md, one for each
+   contender in each cell on each device and shape. The next command adds to them. A contender that fails
+   where it had a number before keeps the number.
 
 Not here: whether the answers are right (tests/gpu).
 """
@@ -42,6 +43,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benches.common import Prompts
+from benches.gpu_checkpoint import SHAPES, checkpoint
 from benches.gpu_contenders import (
     CONTENDERS,
     GGUF,
@@ -52,37 +54,12 @@ from benches.gpu_contenders import (
     Started,
     Times,
     cupy,
-    device,
     release,
-    transformers,
 )
 from checkpoint.config import Config, read_config
 from checkpoint.weights import n_params
 
 BEGAN = time.monotonic()
-
-# fmt: off
-#  shape            architecture          its config.json, as the model of that name has it
-SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3-0.6b":   ("Qwen3ForCausalLM",  {
-        "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
-        "head_dim": 128, "intermediate_size": 3072, "vocab_size": 151_936, "tie_word_embeddings": True,
-        "rope_theta": 1e6, "max_position_embeddings": 40_960}),
-    "qwen2.5-0.5b": ("Qwen2ForCausalLM",  {
-        "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
-        "intermediate_size": 4864, "vocab_size": 151_936, "tie_word_embeddings": True,
-        "rope_theta": 1e6, "max_position_embeddings": 32_768}),
-    "smollm2-135m": ("LlamaForCausalLM",  {
-        "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
-        "intermediate_size": 1536, "vocab_size": 49_152, "tie_word_embeddings": True,
-        "rope_theta": 1e5, "max_position_embeddings": 8192}),
-    "llama-3-8b":   ("LlamaForCausalLM",  {
-        "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-        "intermediate_size": 14_336, "vocab_size": 128_256, "tie_word_embeddings": False,
-        "rope_theta": 5e5, "max_position_embeddings": 8192}),
-}
-# fmt: on
-
 
 WARM_UPS = 1
 ROUNDS = 3  # of which the median is reported
@@ -100,43 +77,53 @@ def cells_of(args: argparse.Namespace) -> list[Cell]:
 
 READ = r"""
 extern "C" __global__ void read_all(const unsigned *x, int n, unsigned *out) {
+  long n_threads = (long)gridDim.x * blockDim.x;
   unsigned seen = 0;
-  for (long i = blockIdx.x * (long)blockDim.x + threadIdx.x; i < n; i += (long)gridDim.x * blockDim.x) {
-    uint4 v = ((const uint4 *)x)[i];
-    seen ^= v.x ^ v.y ^ v.z ^ v.w;
+  for (long i = blockIdx.x * (long)blockDim.x + threadIdx.x; i + 3 * n_threads < n; i += 4 * n_threads) {
+    uint4 v[4];  // on their way together
+    for (int j = 0; j < 4; j++) v[j] = ((const uint4 *)x)[i + j * n_threads];
+    for (int j = 0; j < 4; j++) seen ^= v[j].x ^ v[j].y ^ v[j].z ^ v[j].w;
   }
   if (seen == 0x9e3779b9u) *out = seen;  // never, as good as; without it nothing would be read
 }
 """
 
 
+READ_THREADS = 512  # of a block: four blocks fill a processor
+
+
 def read_bandwidth(n_launches: int = 4) -> float:
     """Bytes a second of a kernel that only reads: the limit of decoding on this card."""
     cp = cupy()
     n_free_bytes = cp.cuda.Device().mem_info[0]
-    n = min(1 << 28, n_free_bytes >> 8)  # of 16 bytes each: 4 GiB, or a sixteenth of what is free
+    n_most: int = min(1 << 28, n_free_bytes >> 8)  # of 16 bytes each: 4 GiB, or a sixteenth of what is free
     noise = np.random.default_rng(0).integers(0, 1 << 32, 1 << 22, np.uint32)
-    x, out = cp.empty(4 * n, np.uint32), cp.zeros(1, np.uint32)
+    x, out = cp.empty(4 * n_most, np.uint32), cp.zeros(1, np.uint32)
     for begin in range(0, len(x), len(noise)):
         x[begin : begin + len(noise)] = cp.asarray(noise[: len(x) - begin])
     kernel = cp.RawModule(code=READ).get_function("read_all")
     n_processors = cp.cuda.runtime.getDeviceProperties(0)["multiProcessorCount"]
 
+    def n_read(n_blocks: int) -> int:
+        """Every thread reads as many, four at a time."""
+        n_threads = n_blocks * READ_THREADS
+        return n_most - n_most % (4 * n_threads)
+
     def elapsed(n_blocks: int) -> float:
+        n = n_read(n_blocks)
         cp.cuda.get_current_stream().synchronize()
         started = time.perf_counter()
         for _ in range(n_launches):
-            kernel((n_blocks,), (512,), (x, np.int32(n), out))
+            kernel((n_blocks,), (READ_THREADS,), (x, np.int32(n), out))
         cp.cuda.get_current_stream().synchronize()
         return time.perf_counter() - started
 
-    def median_elapsed(n_blocks: int) -> float:
+    def bandwidth(n_blocks: int) -> float:
         times = [elapsed(n_blocks) for _ in range(WARM_UPS + ROUNDS)]
-        return median(times[WARM_UPS:])
+        return 16 * n_read(n_blocks) * n_launches / median(times[WARM_UPS:])
 
-    n_blocks_a_processor = 1, 2, 4, 8  # how many it takes to be fast differs by card
-    best = min(median_elapsed(n_processors * n) for n in n_blocks_a_processor)
-    return float(16 * n * n_launches / best)
+    n_blocks_a_processor = 1, 2, 4  # how many it takes to be fast differs by card
+    return max(bandwidth(n_processors * n) for n in n_blocks_a_processor)
 
 
 def step_bytes(config: Config, cell: Cell) -> int:
@@ -168,7 +155,7 @@ def run(args: argparse.Namespace) -> None:
     rows = read_rows(args.out)
     if args.contenders:
         with TemporaryDirectory() as folder:
-            measure_all(args, checkpoint(args, Path(folder)), rows)
+            measure_all(args, files(args, Path(folder)), rows)
     print("\n".join(report(rows.values())), end="")
 
 
@@ -188,12 +175,19 @@ def measure_all(args: argparse.Namespace, directory: Path, rows: "Rows") -> None
             floor = cell.batch * bandwidth / step_bytes(config, cell)
             row = Row(card, weights, name, cell, *result, floor, bandwidth, str(date.today()), versions())
             key = row[:4]
-            if result.why != OUT_OF_TIME or key not in rows:
+            if key not in rows or says_more(row, rows[key]):
                 rows[key] = row
             save(rows, args.out)  # now: the command may be ended at any time
             elapsed = time.monotonic() - BEGAN
             print(f"{elapsed:5.0f} s  {name:30} {cell!s:18} {progress(row)}", file=sys.stderr)
         release()
+
+
+def says_more(row: "Row", earlier: "Row") -> bool:
+    """A failure never takes the place of a number, nor lack of time that of another failure."""
+    if row.seconds is not None:
+        return True
+    return earlier.seconds is None and row.why != OUT_OF_TIME
 
 
 def versions() -> str:
@@ -271,19 +265,14 @@ def seconds(round_: Round, prompts: Callable[[], Prompts]) -> float:
     return median(decoding)
 
 
-def checkpoint(args: argparse.Namespace, folder: Path) -> Path:
+def files(args: argparse.Namespace, folder: Path) -> Path:
     """--model, or random weights of a real shape, as files that all contenders read."""
     if args.model:
         return Path(args.model)
-    import torch
-
-    architecture, fields = SHAPES[args.shape]
-    cls = getattr(transformers(), architecture)
-    torch.manual_seed(0)
-    with torch.device(device()):
-        model = cls(cls.config_class(**fields)).to(torch.bfloat16)
-    model.save_pretrained(folder)
-    if args.gguf:
+    if args.keep:
+        folder = args.keep / args.shape
+    checkpoint(args.shape, folder)
+    if args.gguf and not (folder / GGUF).exists():
         (folder / GGUF).symlink_to(args.gguf.resolve())
     return folder
 
@@ -438,9 +427,18 @@ def shown(value: float | None) -> str:
     return f"{value:.1f}"
 
 
-def options(add: argparse.ArgumentParser) -> None:
+def shape_options(add: argparse.ArgumentParser) -> None:
+    """Which weights, for this command and gpu-ops."""
     add.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b", help="default: qwen3-0.6b")
+    add.add_argument(
+        "--keep", type=Path, metavar="DIR", help="the shape's files stay there for the next command"
+    )
     add.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint in place of a shape")
+    add.add_argument("--gguf", type=Path, metavar="FILE", help="the same shape, for llama.cpp's llama-bench")
+
+
+def options(add: argparse.ArgumentParser) -> None:
+    shape_options(add)
     add.add_argument(
         "--contenders",
         nargs="*",
@@ -458,4 +456,3 @@ def options(add: argparse.ArgumentParser) -> None:
         text = f"{about} (default: {' '.join(map(str, default))})"
         add.add_argument(f"--{name}", type=int, nargs="+", default=default, metavar="N", help=text)
     add.add_argument("--new", type=int, default=128, metavar="N", help="tokens to decode (default: 128)")
-    add.add_argument("--gguf", type=Path, metavar="FILE", help="the same shape, for llama.cpp's llama-bench")

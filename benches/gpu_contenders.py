@@ -6,8 +6,8 @@
 batching, as it chooses to run that and with CUDA graphs; `compiled-loop` is the shortest decoder that
 torch.compile makes fast, in the manner of gpt-fast (https://github.com/meta-pytorch/gpt-fast); llama.cpp
 runs in its own `llama-bench`. `engine-no-early` is the engine without programmatic dependent launch,
-`engine-no-graphs` without CUDA graphs, `engine-plain` with the plain kernels for the layers: they show what
-each of these brings.
+`engine-no-graphs` without CUDA graphs, `engine-no-staging` without copies of one or two rows of x to shared
+memory, `engine-plain` with the plain kernels for the layers: they show what each of these brings.
 
 Rules of this file:
 1. Decoding is the time of n_new tokens less the time of one, so that prefill never counts. A peer that
@@ -22,6 +22,7 @@ import importlib
 import itertools
 import json
 import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -35,8 +36,8 @@ from typing import Any, NamedTuple
 from benches.common import GREEDY, Prompts, engine_run
 from checkpoint.config import Config, read_config
 from checkpoint.weights import read_weights
-from devices.cuda import CudaOps
-from devices.kernels import Kernels
+from devices.cuda import NO_GRAPHS, NO_PDL, CudaOps
+from devices.kernels import NO_STAGING
 from devices.plain_ops import PlainOps
 from engine import Engine
 from model import PAGE
@@ -113,15 +114,22 @@ def engine(
     directory: Path,
     cells: Sequence[Cell],
     kind: type[CudaOps] = CudaOps,
-    without: Callable[[CudaOps], None] = lambda ops: None,
+    without: str = "",
 ) -> Iterator[Started]:
-    """Engine.generate, as the server calls it, sampling included. without: switches a feature off."""
+    """Engine.generate, as the server calls it, sampling included.
+
+    without: the environment variable of devices/cuda.py or devices/kernels.py that switches a feature off.
+    """
     config = read_config(directory)
     max_batch = max(cell.batch for cell in cells)
     length = max(cell.n_prompt + cell.n_new for cell in cells) + 1
     weights = read_weights(directory, config, CudaOps.pack)
-    ops = kind(config, weights, length, max_batch * -(-length // PAGE), max_batch)
-    without(ops)
+    if without:
+        os.environ[without] = "1"
+    try:
+        ops = kind(config, weights, length, max_batch * -(-length // PAGE), max_batch)
+    finally:
+        os.environ.pop(without, None)
     ours = Engine(ops)
 
     def about() -> str:
@@ -144,14 +152,6 @@ class PlainForward(PlainOps):
     """The layers by plain kernels; one thread that goes through the vocabulary would hide them."""
 
     logits, pick = CudaOps.logits, CudaOps.pick
-
-
-def no_early(ops: CudaOps) -> None:
-    ops._kernels = Kernels(ops._cp, ops.config)
-
-
-def no_graphs(ops: CudaOps) -> None:
-    ops._replay = ops._compute  # type: ignore[method-assign]
 
 
 # --- transformers -------------------------------------------------------------------------------------------
@@ -274,9 +274,14 @@ def synchronize() -> None:
 
 @contextmanager
 def compiled_loop(directory: Path, cells: Sequence[Cell]) -> Iterator[Started]:
-    """Static keys and values, one compiled step, CUDA graphs by torch.compile; prompts in one pass."""
+    """Static keys and values, one compiled step, CUDA graphs by torch.compile; prompts in one pass.
+
+    Tuned as gpt-fast tunes itself: https://github.com/meta-pytorch/gpt-fast/blob/main/generate.py
+    """
     import torch
 
+    tuning: Any = importlib.import_module("torch._inductor.config")
+    tuning.coordinate_descent_tuning = True
     torch.set_float32_matmul_precision("high")
     model, config = model_of(directory), read_config(directory)
 
@@ -297,7 +302,7 @@ def compiled_loop(directory: Path, cells: Sequence[Cell]) -> Iterator[Started]:
 
         return rounds(run, cell)
 
-    yield Started(at, lambda: "scaled_dot_product_attention, reduce-overhead")
+    yield Started(at, lambda: "scaled_dot_product_attention, reduce-overhead, coordinate_descent_tuning")
 
 
 def compiled_decoder(causal: Any, config: Config, cell: Cell) -> Any:
@@ -405,9 +410,10 @@ OURS = "engine"  # and, with a dash behind it, without a feature
 CONTENDERS = {  # the strongest first, for time may run out
     #                                 start                                                     takes
     OURS:                             Contender(engine,                                         any_cell),
-    "compiled-loop":                  Contender(compiled_loop,                                  one_sequence),
-    f"{OURS}-no-early":               Contender(partial(engine, without=no_early),                 short),
-    f"{OURS}-no-graphs":              Contender(partial(engine, without=no_graphs),                short),
+    "compiled-loop":                  Contender(compiled_loop,                                  short),
+    f"{OURS}-no-early":               Contender(partial(engine, without=NO_PDL),                 short),
+    f"{OURS}-no-graphs":              Contender(partial(engine, without=NO_GRAPHS),                short),
+    f"{OURS}-no-staging": Contender(partial(engine, without=NO_STAGING), short),
     f"{OURS}-plain":                  Contender(partial(engine, kind=PlainForward),             short),
     "transformers-compiled":          Contender(partial(generated, cache="static"),             one_sequence),
     "transformers-eager":             Contender(generated,                                      greedy),

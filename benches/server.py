@@ -1,23 +1,32 @@
 """Streams held at once, beside a bare Starlette application that sends the same bytes.
 
+    a row of SERVED --serve()--> a process that listens --streams()--> Rate        --table--> results
+
+`python bench.py server --beside DIR` measures another checkout in the same rounds: a git worktree of the
+commit before. Each checkout serves with its own script of an engine.
+
 Not here: what a model costs; the engine only says a token.
 """
 
 import argparse
 import asyncio
 import json
-import multiprocessing
 import os
 import platform
+import re
+import subprocess
 import sys
+import threading
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import date
-from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median, quantiles
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
+from urllib.request import urlopen
 
 import uvicorn
 from starlette.applications import Starlette
@@ -32,21 +41,29 @@ from benches.common import cpu_name, model_option, repeat_option, resident_mb, w
 from checkpoint import hub
 from checkpoint.config import Config, read_config
 from dialects.matchers import Grammars
-from engine import Engine, EngineRequest, StepOutput
+from engine import Engine, EngineRequest, ModelRunner, StepOutput
 from middleware import Keys, make_app
 from request.template import ChatTemplate
 from sampling import Choice
+from server import SWITCH_S
 from service.admission import Room
 from service.connections import bind, protocol
 from store import Retention, Store
 from tokenizer import Tokenizer
 from worker import LocalWorker
 
+HERE = Path(__file__).parent.parent
 TICK_S = 1.0  # of the paced engine: all streams get a token then, as the sequences of a batch do
 N_TICKS = 5
 N_WARM = 2  # of them, while streams are still being opened
 # streams: tokens of each when nothing paces them
 STREAMS = {1: 2000, 50: 100, 500: 20}
+N_BATCH = 64  # streams of the engine that has a thread of its own
+N_BATCH_TOKENS = 400  # of each
+STEP_WORK_S = 0.001  # what its step computes, in Python: so long it needs the lock that the event loop needs
+
+
+# --- scripts of an engine -----------------------------------------------------------------------------------
 
 
 class Script:
@@ -57,7 +74,7 @@ class Script:
     def __init__(self, config: Config, token_id: int) -> None:
         self.config = config
         self.max_seq_len = config.max_seq_len
-        self._step = StepOutput([Choice(token_id, -1.0)])
+        self._step = StepOutput([Choice(token_id)])
 
     async def generate(self, job: EngineRequest) -> AsyncGenerator[StepOutput]:
         for n_left in range(job.max_tokens - 1, -1, -1):
@@ -73,10 +90,81 @@ async def tick(ms: int) -> None:
     await asyncio.sleep(ms / 1e3 - time.monotonic() % (ms / 1e3) if ms else 0)
 
 
-def ours(directory: Path) -> ASGIApp:
+class BatchScript(Engine):
+    """The engine's thread with a step of STEP_WORK_S, which says a token to each sequence.
+
+    It works while the event loop handles the step before, and delivers when that is done.
+    """
+
+    def __init__(self, config: Config, token_id: int) -> None:
+        self._choice = Choice(token_id)
+        self._n_loops = loops_for(STEP_WORK_S)
+        self._alone_s = median(self._work() for _ in range(100))
+        self._work_s: list[float] = []  # of each step beside the event loop
+        self._handled = threading.Event()  # the event loop has written what the last step brought
+        self._handled.set()
+        runner = SimpleNamespace(
+            config=config, max_seq_len=config.max_seq_len, n_pages=2**16, max_batch=N_BATCH, chunk=64,
+            chunk_invariant=False, about="",
+        )  # fmt: skip
+        super().__init__(cast(ModelRunner, runner))
+
+    def _work(self) -> float:
+        started = time.perf_counter()
+        for _ in range(self._n_loops):
+            pass
+        return time.perf_counter() - started
+
+    def _step(self) -> None:
+        sequences = list(self._readers)
+        if len(sequences) < N_BATCH and not any(sequence.output for sequence in sequences):
+            time.sleep(STEP_WORK_S)  # all of them begin together
+            return
+        self._work_s.append(self._work())
+        self._handled.wait()
+        self._handled.clear()
+        loop = self._readers[sequences[0]].loop
+        for sequence in sequences:
+            sequence.output.append(self._choice.token_id)
+            is_last = len(sequence.output) == sequence.max_tokens
+            if is_last:
+                self._scheduler.remove(sequence)
+            self._put(sequence, StepOutput([self._choice], "length" if is_last else None))
+        self._deliver()
+        loop.call_soon_threadsafe(self._after_turns, loop, 4)
+
+    def _after_turns(self, loop: asyncio.AbstractEventLoop, n: int) -> None:
+        """A step is handled when the loop has turned so often: tokens to events, events to writes."""
+        if n:
+            loop.call_soon(self._after_turns, loop, n - 1)
+        else:
+            self._handled.set()
+
+    def counts(self) -> dict[str, int]:
+        beside_s = median(self._work_s or [0.0])
+        return {"alone_us": round(1e6 * self._alone_s), "beside_us": round(1e6 * beside_s)}
+
+
+def loops_for(seconds: float) -> int:
+    """How many turns of an empty loop take so long."""
+    n_loops = 10_000
+
+    def spin() -> float:
+        started = time.perf_counter()
+        for _ in range(n_loops):
+            pass
+        return time.perf_counter() - started
+
+    return round(n_loops * seconds / min(spin() for _ in range(100)))
+
+
+# --- what is served -----------------------------------------------------------------------------------------
+
+
+def ours(directory: Path, script: Callable[[Config, int], Any]) -> ASGIApp:
     config, vocabulary = read_config(directory), directory / "tokenizer.json"
     tokenizer = Tokenizer(vocabulary)
-    engine = cast(Engine, Script(config, tokenizer.encode(" a")[0]))
+    engine = cast(Engine, script(config, tokenizer.encode(" a")[0]))
     grammars = Grammars(vocabulary, config.vocab_size, config.eos_token_ids)
     worker = LocalWorker(engine, tokenizer, ChatTemplate.load(directory), grammars, names=["bench"])
     registry = Registry(Store(":memory:", Retention()), encode_event)
@@ -104,13 +192,19 @@ def bare(frames: Sequence[bytes]) -> ASGIApp:
     return Starlette(routes=[Route("/v1/responses", stream, methods=["POST"])])
 
 
-def listen(make: Callable[[Any], ASGIApp], what: Any, told: Connection) -> None:
-    """In a process of its own: serve what `make` makes of `what`, and tell the port."""
-    config = uvicorn.Config(
-        make(what), http=protocol(60), log_level="warning", access_log=False, lifespan="off"
-    )
+SERVED: dict[str, Callable[[Path], ASGIApp]] = {
+    "script": lambda directory: ours(directory, Script),
+    "batch": lambda directory: ours(directory, BatchScript),
+    "bare": lambda _: bare(frames_of(sys.stdin.buffer.read())),
+}
+
+
+def serve(app: ASGIApp) -> None:
+    """Serve, and tell the port."""
+    sys.setswitchinterval(SWITCH_S)
+    config = uvicorn.Config(app, http=protocol(60), log_level="warning", access_log=False, lifespan="off")
     listener = bind("127.0.0.1", 0)
-    told.send(listener.getsockname()[1])
+    print(listener.getsockname()[1], flush=True)
     uvicorn.Server(config).run(sockets=[listener])
 
 
@@ -120,18 +214,24 @@ class Running(NamedTuple):
 
 
 @contextmanager
-def running(make: Callable[[Any], ASGIApp], what: Any) -> Iterator[Running]:
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=listen, args=(make, what, there))
-    process.start()
-    try:
-        assert process.pid
-        yield Running(here.recv(), process.pid)
-    finally:
-        process.kill()
-        process.join()
+def running(name: str, directory: Path, checkout: Path = HERE, reply: bytes = b"") -> Iterator[Running]:
+    """A row of SERVED in a process of its own; `reply` is one of ours, for `bare` to repeat."""
+    command = [sys.executable, "bench.py", "server", "--model", str(directory), "--serve", name]
+    environment = os.environ | {"PYTHONPATH": ""}  # a checkout imports its own modules
+    with subprocess.Popen(
+        command, cwd=checkout, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdin
+        assert process.stdout
+        try:
+            process.stdin.write(reply)
+            process.stdin.close()
+            yield Running(int(process.stdout.readline()), process.pid)
+        finally:
+            process.kill()
 
+
+# --- clients ------------------------------------------------------------------------------------------------
 
 DELTA = b"event: response.output_text.delta\n"
 
@@ -143,8 +243,8 @@ class Heard(NamedTuple):
     late: list[float]  # seconds from a tick to the arrival of its delta
 
 
-async def listener(port: int, n_tokens: int, paced: bool, enough: asyncio.Event | None = None) -> Heard:
-    """Read a stream to its end, or, once it has begun, until there is `enough`."""
+async def listener(port: int, n_tokens: int, paced: bool, others: asyncio.Barrier | None = None) -> Heard:
+    """Read a stream to its end, or, with `others`, until all have begun and all shall leave."""
     body = {"model": "bench", "input": "hi", "stream": True, "max_output_tokens": n_tokens}
     body["seed"] = round(1e3 * TICK_S) if paced else 0
     raw = json.dumps(body).encode()
@@ -155,8 +255,9 @@ async def listener(port: int, n_tokens: int, paced: bool, enough: asyncio.Event 
     while chunk := await reader.read(2**16):
         late += [time.monotonic() % TICK_S] * chunk.count(DELTA)
         chunks.append(chunk)
-        if enough and late:
-            await enough.wait()
+        if others and late:
+            await others.wait()
+            await others.wait()
             break
     writer.close()
     return Heard(b"".join(chunks), late)
@@ -188,72 +289,151 @@ def cpu_s(pid: int) -> float:
 
 async def held(server: Running, n_streams: int) -> tuple[float, float, float]:
     """Resident memory in MB: before, while so many streams are open, and when they are closed."""
-    before, enough = resident_mb(server.pid), asyncio.Event()
-    streams = [asyncio.create_task(listener(server.port, 1000, True, enough)) for _ in range(n_streams)]
-    await asyncio.sleep(3 * TICK_S)
+    before = resident_mb(server.pid)
+    all_of_them = asyncio.Barrier(n_streams + 1)
+    streams = [asyncio.create_task(listener(server.port, 1000, True, all_of_them)) for _ in range(n_streams)]
+    await all_of_them.wait()
     during = resident_mb(server.pid)
-    enough.set()
+    await all_of_them.wait()
     await asyncio.gather(*streams)
     await asyncio.sleep(2 * TICK_S)
     return before, during, resident_mb(server.pid)
 
 
+# --- rounds and their tables --------------------------------------------------------------------------------
+
+
+class StreamFigures(NamedTuple):
+    """Of a number of streams from one server."""
+
+    events_s: float  # with nothing to wait for
+    cpu_us: float  # an event
+    median_late_ms: float  # with a tick
+    p99_late_ms: float
+
+
+class BatchFigures(NamedTuple):
+    """Of a batch that steps as fast as it is read, from one server."""
+
+    events_s: float
+    cpu_us: float  # an event, the engine's work included
+    work_alone_us: float  # a step's work in the engine's thread
+    work_beside_us: float  # the same while the event loop serves
+
+
+def stream_figures(server: Running, n_streams: int) -> StreamFigures:
+    fast = asyncio.run(hear(server, n_streams, STREAMS[n_streams], paced=False))
+    late_ms = asyncio.run(hear(server, n_streams, N_TICKS, paced=True)).late_ms
+    return StreamFigures(fast.events_s, fast.cpu_us, median(late_ms), quantiles(late_ms, n=100)[98])
+
+
+def batch_figures(server: Running) -> BatchFigures:
+    rate = asyncio.run(hear(server, N_BATCH, N_BATCH_TOKENS, paced=False))
+    with urlopen(f"http://127.0.0.1:{server.port}/health") as answer:
+        counts = json.load(answer)
+    return BatchFigures(rate.events_s, rate.cpu_us, counts["alone_us"], counts["beside_us"])
+
+
 def run(args: argparse.Namespace) -> None:
     directory = hub.find(args.model)
-    found: dict[int, list[list[float]]] = {n: [] for n in STREAMS}
-    with running(ours, directory) as here:
-        longest = asyncio.run(listener(here.port, max(STREAMS.values()), paced=False)).body
-        with running(bare, frames_of(longest)) as there:
-            for number in range(args.repeat + 1):
-                for n_streams, n_tokens in STREAMS.items():
-                    row = [*measured(here, n_streams, n_tokens), *measured(there, n_streams, n_tokens)]
-                    found[n_streams] += [row] * bool(number)
-                    print(f"round {number}/{args.repeat}  {n_streams:3} streams  {row}", file=sys.stderr)
-    with running(ours, directory) as fresh:
-        asyncio.run(hear(fresh, 1, N_TICKS, paced=False))
-        memory = asyncio.run(held(fresh, max(STREAMS)))
+    if args.serve:
+        serve(SERVED[args.serve](directory))
+        return
+    checkouts = {"this": HERE}
+    if args.beside:
+        checkouts["beside"] = args.beside
+    streams, batches = measured(directory, checkouts, args.repeat)
     lines = [
         f"{date.today()}, streams of {directory.name} with an engine that only says a token,",
         f"{cpu_name()}, {os.cpu_count()} cores, Python {platform.python_version()}, median of {args.repeat}.",
         "",
-        "| streams | events/s | bare | ratio | CPU an event | bare | median late | bare | p99 late | bare |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-        *(server_row(n, rows) for n, rows in found.items()),
+        "| streams | server | events/s | / bare | CPU an event | median late | p99 late |",
+        "|---|---|---|---|---|---|---|",
+        *(row for n in STREAMS for row in stream_rows(n, streams)),
         "",
-        f"Late: from the tick of all streams ({TICK_S:g} s) to the arrival of the delta. "
-        f"Resident memory: {memory[0]:.0f} MB,",
-        f"with {max(STREAMS)} streams held {memory[1]:.0f} MB, when they had left {memory[2]:.0f} MB.",
+        f"Late: from the tick of all streams ({TICK_S:g} s) to the arrival of the delta.",
+        "",
+        f"| a batch of {N_BATCH} that steps as fast as it is read "
+        "| events/s | CPU an event | a step's work alone | beside the event loop |",
+        "|---|---|---|---|---|",
+        *(batch_row(name, rows) for name, rows in batches.items()),
+        "",
+        *(memory_line(name, directory, checkout) for name, checkout in checkouts.items()),
         "",
     ]
     write(lines, args.out)
 
 
-def measured(server: Running, n_streams: int, n_tokens: int) -> tuple[float, float, float, float]:
-    """Events a second and CPU of each in µs, with nothing to wait for; how late in ms with a tick."""
-    fast = asyncio.run(hear(server, n_streams, n_tokens, paced=False))
-    late_ms = asyncio.run(hear(server, n_streams, N_TICKS, paced=True)).late_ms
-    return fast.events_s, fast.cpu_us, median(late_ms), quantiles(late_ms, n=100)[98]
+def measured(
+    directory: Path, checkouts: dict[str, Path], n_rounds: int
+) -> tuple[dict[tuple[int, str], list[StreamFigures]], dict[str, list[BatchFigures]]]:
+    """All rounds but the first, which warms up: by number of streams and server, and by checkout."""
+    streams = defaultdict[tuple[int, str], list[StreamFigures]](list)
+    batches = defaultdict[str, list[BatchFigures]](list)
+    with ExitStack() as stack:
+        servers: dict[str, Running] = {}
+        engines: dict[str, Running] = {}
+        for name, checkout in checkouts.items():
+            servers[name] = stack.enter_context(running("script", directory, checkout))
+            engines[name] = stack.enter_context(running("batch", directory, checkout))
+        longest = asyncio.run(listener(servers["this"].port, max(STREAMS.values()), paced=False)).body
+        servers["bare"] = stack.enter_context(running("bare", directory, reply=longest))
+        for number in range(n_rounds + 1):
+            for n_streams in STREAMS:
+                for name, server in servers.items():
+                    streams[n_streams, name].append(stream_figures(server, n_streams))
+            for name, server in engines.items():
+                batches[name].append(batch_figures(server))
+            print(f"round {number}/{n_rounds}", file=sys.stderr)
+    return {key: rows[1:] for key, rows in streams.items()}, {key: rows[1:] for key, rows in batches.items()}
 
 
-def server_row(n_streams: int, rows: list[list[float]]) -> str:
-    medians = [median(column) for column in zip(*rows, strict=True)]
-    (speed, cpu, late, latest), (bare_speed, bare_cpu, bare_late, bare_latest) = medians[:4], medians[4:]
-    numbers = [str(n_streams), f"{speed:.0f}", f"{bare_speed:.0f}", f"{speed / bare_speed:.2f}"]
-    cpus = [f"{us:.0f} µs" for us in (cpu, bare_cpu)]
-    times = [f"{ms:.1f} ms" for ms in (late, bare_late, latest, bare_latest)]
-    return "| " + " | ".join([*numbers, *cpus, *times]) + " |"
+def stream_rows(n_streams: int, streams: dict[tuple[int, str], list[StreamFigures]]) -> Iterator[str]:
+    medians = {
+        name: StreamFigures(*map(median, zip(*rows, strict=True)))
+        for (n, name), rows in streams.items()
+        if n == n_streams
+    }
+    for name, figures in medians.items():
+        ratio = figures.events_s / medians["bare"].events_s
+        speed = f"{figures.events_s:.0f} | {ratio:.2f} | {figures.cpu_us:.0f} µs"
+        late = f"{figures.median_late_ms:.1f} ms | {figures.p99_late_ms:.1f} ms"
+        yield f"| {n_streams} | {name} | {speed} | {late} |"
+
+
+def batch_row(name: str, rows: list[BatchFigures]) -> str:
+    figures = BatchFigures(*map(median, zip(*rows, strict=True)))
+    slower = figures.work_beside_us / figures.work_alone_us
+    work = f"{figures.work_alone_us:.0f} µs | {figures.work_beside_us:.0f} µs, {slower:.2f}"
+    return f"| {name} | {figures.events_s:.0f} | {figures.cpu_us:.0f} µs | {work} |"
+
+
+def memory_line(name: str, directory: Path, checkout: Path) -> str:
+    with running("script", directory, checkout) as fresh:
+        asyncio.run(hear(fresh, 1, N_TICKS, paced=False))
+        n_streams = max(STREAMS)
+        before, during, after = asyncio.run(held(fresh, n_streams))
+    return (
+        f"Resident memory, {name}: {before:.0f} MB, with {n_streams} streams held {during:.0f} MB, "
+        f"when they had left {after:.0f} MB: {1e3 * (during - before) / n_streams:.0f} kB a stream."
+    )
 
 
 def frames_of(reply: bytes) -> list[bytes]:
-    """The frames in a reply with Transfer-Encoding: chunked: a chunk each."""
-    rest, frames = reply.partition(b"\r\n\r\n")[2], []
+    """The frames in a reply with Transfer-Encoding: chunked; a chunk holds one or several."""
+    rest = reply.partition(b"\r\n\r\n")[2]
+    chunks = list[bytes]()
     while size := int(rest[: rest.index(b"\r\n")], 16):
         begin = rest.index(b"\r\n") + 2
-        frames.append(rest[begin : begin + size])
+        chunks.append(rest[begin : begin + size])
         rest = rest[begin + size + 2 :]
-    return frames
+    return re.findall(rb".+?\n\n", b"".join(chunks), re.DOTALL)
 
 
 def options(add: argparse.ArgumentParser) -> None:
     model_option(add)
     repeat_option(add)
+    add.add_argument(
+        "--beside", type=Path, metavar="DIR", help="another checkout, measured in the same rounds"
+    )
+    add.add_argument("--serve", choices=SERVED, help="only serve this, on a port that is printed")

@@ -72,8 +72,8 @@ async def store_run(path: Path, n_responses: int) -> dict[str, str]:
         row = background_row(f"resp_{n}")
         ids.append(row.id)
         job = await registry.start(row, ScriptedRun(row))
-        async with aclosing(job.log.read()) as frames:
-            n_events = len([frame async for frame in frames])
+        async with aclosing(job.log.read()) as logged:
+            n_events = sum([len(frames) async for frames in logged])
         if n in (n_responses // 10, n_responses):
             memory[n] = resident_mb()
             print(f"{n}/{n_responses} responses, {memory[n]:.0f} MB resident", file=sys.stderr)
@@ -81,8 +81,8 @@ async def store_run(path: Path, n_responses: int) -> dict[str, str]:
     for id_ in ids:
         again = await registry.events(id_)
         assert again
-        async with aclosing(again.read()) as frames:
-            assert len([frame async for frame in frames]) == n_events
+        async with aclosing(again.read()) as logged:
+            assert sum([len(frames) async for frames in logged]) == n_events
     replayed = time.perf_counter() - started
     await registry.close(persistent=True)
     database.close()

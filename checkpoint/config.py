@@ -86,20 +86,26 @@ VOCABULARY = integer(1, 2**20)  # the largest so far has 2**18; masks have a bit
 NUMBER = number(1e-12, 1e12)
 FLAG = FieldCheck("true or false", lambda v: type(v) is bool)
 TOKEN_ID = integer(0, MAX)
+LAYERS = FieldCheck(
+    "a list of numbers of layers, or null", lambda v: v is None or (type(v) is list and are_token_ids(v))
+)
 TOKEN_IDS = FieldCheck("a token id, a list of them, or null", are_token_ids)
 ROPE = FieldCheck(
     "an object, with one set of numbers for all layers",
     lambda v: type(v) is dict and not any(type(member) is dict for member in v.values()),
 )
-# A fuller program would read the scales of quantised tensors and multiply by them.
+# A fuller program would read the scales of other quantised tensors and multiply by them.
 UNQUANTISED = FieldCheck("null: tensors of bfloat16, float16, float32", lambda v: not v)
+MXFP4 = FieldCheck(
+    'null, or {"quant_method": "mxfp4"}',
+    lambda v: not v or (type(v) is dict and v.get("quant_method") == "mxfp4"),
+)
 
 # fmt: off
 # Those fields that have a value for each layer are checked by complete().
 #  field                                check                  default, if the family has none of its own
 FIELDS: dict[str, tuple[FieldCheck, Any]] = {
     "hidden_act":                       (one_of("silu"),       "silu"),
-    "quantization_config":              (UNQUANTISED,          None),
     "hidden_size":                      (SIZE,                 None),
     "intermediate_size":                (SIZE,                 None),
     "vocab_size":                       (VOCABULARY,           None),
@@ -122,6 +128,15 @@ FIELDS: dict[str, tuple[FieldCheck, Any]] = {
     "original_max_position_embeddings": (optional(SIZE),       None),
     "rope_scaling":                     (optional(ROPE),       None),
     "rope_parameters":                  (optional(ROPE),       None),
+    "num_experts":                      (optional(COUNT),      None),
+    "num_local_experts":                (optional(COUNT),      None),
+    "num_experts_per_tok":              (optional(COUNT),      None),
+    "moe_intermediate_size":            (optional(SIZE),       None),
+    "norm_topk_prob":                   (FLAG,                 False),
+    "decoder_sparse_step":              (COUNT,                1),
+    "mlp_only_layers":                  (LAYERS,               None),
+    "swiglu_alpha":                     (NUMBER,               1.702),
+    "swiglu_limit":                     (NUMBER,               7.0),
 }
 
 #  field of `rope_parameters`           field of Rope           check
@@ -173,6 +188,19 @@ def is_windowed(fields: Fields, layer: int) -> bool:
     return bool(layer >= fields["max_window_layers"])
 
 
+def is_even(fields: Fields, layer: int) -> bool:
+    return layer % 2 == 0
+
+
+class Mixture(NamedTuple):
+    """How a family of mixtures of experts reads config.json."""
+
+    n_experts: str  # field
+    hidden_dim: str  # field: that of an expert
+    normalised: bool | str  # do the weights of the chosen experts sum to 1? Or the field that says so
+    clamped: bool  # gpt-oss's SwiGLU, and biases of the router and the experts
+
+
 class Family(NamedTuple):
     """How a model_type reads config.json; a bias is True, False, or the field that says which."""
 
@@ -182,6 +210,9 @@ class Family(NamedTuple):
     qk_norm: bool  # RMSNorm over each head of q and k, before the rotation
     slides: bool | Callable[[Fields, int], bool]  # has a layer a window, where there are no `layer_types`?
     defaults: dict[str, Any]  # those of absent fields, where they differ from FIELDS
+    mixture: Mixture | None = None  # None: each layer has one MLP
+    sinks: bool = False  # does each head have a score that no key has?
+    quantisation: FieldCheck = UNQUANTISED
 
 
 # fmt: off
@@ -200,6 +231,24 @@ FAMILIES = {
                        "max_position_embeddings": 32_768, "num_key_value_heads": 4, "eos_token_id": 128_001,
                        "rope_theta": 2_000_000.0, "tie_word_embeddings": True, "sliding_window": None,
                        "no_rope_layer_interval": 4}),
+    "mixtral":  Family(False,            False,            False,      False,   True,         {
+                       "eos_token_id": 2, "max_position_embeddings": 131_072, "num_key_value_heads": 8,
+                       "use_sliding_window": True, "sliding_window": None, "rms_norm_eps": 1e-5,
+                       "rope_theta": 1_000_000.0, "num_local_experts": 8, "num_experts_per_tok": 2},
+                       Mixture("num_local_experts", "intermediate_size", normalised=True, clamped=False)),
+    "qwen3_moe": Family("attention_bias", "attention_bias", False,     True,    True,         {
+                       "max_position_embeddings": 32_768, "num_key_value_heads": 4, "num_experts": 128,
+                       "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+                       Mixture("num_experts", "moe_intermediate_size", "norm_topk_prob", clamped=False)),
+    "gpt_oss":  Family("attention_bias", "attention_bias", False,      False,   is_even,      {
+                       "max_position_embeddings": 131_072, "num_key_value_heads": 8, "head_dim": 64,
+                       "attention_bias": True, "use_sliding_window": True, "sliding_window": 128,
+                       "rms_norm_eps": 1e-5, "rope_theta": 150_000.0, "num_local_experts": 128,
+                       "num_experts_per_tok": 4, "rope_parameters": {
+                           "rope_type": "yarn", "factor": 32.0, "truncate": False,
+                           "original_max_position_embeddings": 4096}},
+                       Mixture("num_local_experts", "intermediate_size", normalised=True, clamped=True),
+                       sinks=True, quantisation=MXFP4),
 }
 # fmt: on
 
@@ -217,6 +266,20 @@ SIZES = {
     "vocab_size": "vocab_size",
     "max_position_embeddings": "max_seq_len",
 }
+
+
+class Experts(NamedTuple):
+    """The MLPs of a layer, of which the router chooses some for each token (mixture of experts)."""
+
+    n: int
+    n_chosen: int  # of a token
+    hidden_dim: int  # of each
+    layers: tuple[bool, ...]  # which have experts; the others have one MLP
+    normalised: bool  # the weights of the chosen ones sum to 1
+    has_biases: bool  # the router too
+    limit: float | None  # of gate and up, for gpt-oss's SwiGLU; None: the usual one
+    alpha: float  # that gpt-oss's gate is multiplied by in the sigmoid
+    mxfp4: bool  # the checkpoint has numbers of 4 bits
 
 
 @dataclass(frozen=True)
@@ -243,6 +306,8 @@ class Config:
     qk_norm: bool
     eos_token_ids: tuple[int, ...]
     generation: dict[str, Any]  # generation_config.json; {} without one
+    sinks: bool = False  # attention of each head has one more score, whose value is nothing
+    experts: Experts | None = None
 
 
 def read_config(directory: Path) -> Config:
@@ -264,6 +329,7 @@ def parse_config(raw: Fields, generation: dict[str, Any]) -> Config:
     check_fields(generation, {"eos_token_id": TOKEN_IDS}, "generation_config.json")
     family = FAMILIES[raw["model_type"]]
     defaults = {name: default for name, (_, default) in FIELDS.items()}
+    check_fields(raw, {"quantization_config": family.quantisation})
     fields = complete(defaults | family.defaults | dict(raw))
 
     def has_bias(bias: bool | str) -> bool:
@@ -285,6 +351,8 @@ def parse_config(raw: Fields, generation: dict[str, Any]) -> Config:
         qk_norm=family.qk_norm,
         eos_token_ids=parse_eos(fields, generation),
         generation=generation,
+        sinks=family.sinks,
+        experts=parse_experts(fields, family.mixture),
     )
 
 
@@ -335,6 +403,43 @@ def parse_windows(fields: Fields, slides: bool | Callable[[Fields, int], bool]) 
         return fields["sliding_window"]  # type: ignore[no-any-return]
 
     return tuple(window(layer) for layer in range(fields["num_hidden_layers"]))
+
+
+def parse_experts(fields: Fields, mixture: Mixture | None) -> Experts | None:
+    """The experts of a mixture; raises UnsupportedModel where a token cannot choose so many."""
+    if mixture is None:
+        return None
+    n = fields[mixture.n_experts]
+    checks = {
+        mixture.n_experts: COUNT,
+        mixture.hidden_dim: SIZE,
+        "num_experts_per_tok": FieldCheck(f"up to {mixture.n_experts}, {n}", lambda v: v and v <= (n or 0)),
+    }
+    check_fields(fields, checks)
+    step = fields["decoder_sparse_step"]
+    dense = fields["mlp_only_layers"] or []
+    n_layers = fields["num_hidden_layers"]
+    normalised = mixture.normalised
+    if isinstance(normalised, str):
+        normalised = fields[normalised]
+    mxfp4 = bool(fields.get("quantization_config"))
+    if mxfp4:
+        whole_blocks = FieldCheck("a multiple of 32, for MXFP4", lambda size: size % 32 == 0)
+        check_fields(fields, {"hidden_size": whole_blocks, mixture.hidden_dim: whole_blocks})
+    limit = None
+    if mixture.clamped:
+        limit = fields["swiglu_limit"]
+    return Experts(
+        n=n,
+        n_chosen=fields["num_experts_per_tok"],
+        hidden_dim=fields[mixture.hidden_dim],
+        layers=tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(n_layers)),
+        normalised=normalised,
+        has_biases=mixture.clamped,
+        limit=limit,
+        alpha=fields["swiglu_alpha"],
+        mxfp4=mxfp4,
+    )
 
 
 def parse_rope(fields: Fields) -> Rope:

@@ -43,7 +43,7 @@ from numpy.typing import NDArray
 
 from checkpoint.blocks import Blocks, decoded, quantized, with_minima
 from checkpoint.config import Config
-from checkpoint.weights import Layer, Matrix, Pack, Weights, bfloat16, widen
+from checkpoint.weights import Layer, Matrix, Packer, Weights, bfloat16, unpacked, widen
 from devices import microkernel
 from devices.microkernel import BLOCK, ROWS, WIDTH, X_HEADER, X_MAX, X_WORDS, ZERO
 from model import PAGE, Array, Batch, Ints, NumpyOps
@@ -168,8 +168,10 @@ CACHE_LINE = 64  # bytes
 arena = Arena()
 
 
-def exact_format(w: Array) -> str:
-    """The first format that holds every value of the matrix: BF16, F16 or F32."""
+def exact_format(w: NDArray[Any]) -> str:
+    """The first format that holds every value: BF16, which uint16 is already, F16 or F32."""
+    if w.dtype == np.uint16:
+        return "BF16"
     if not w.view(np.uint16)[..., ::2].any():  # the lower halves: little-endian
         return "BF16"
     with np.errstate(over="ignore"):
@@ -178,11 +180,12 @@ def exact_format(w: Array) -> str:
     return "F32"
 
 
-def pack_floats(w: Array) -> Panels:
+def pack_floats(w: NDArray[Any]) -> Panels:
+    """Pack a matrix of float32, or of bfloat16 as uint16, in its exact format."""
     n_out, n_in = w.shape
     name = exact_format(w)
-    numbers: NDArray[Any] = w
-    if name == "BF16":
+    numbers = w
+    if name == "BF16" and w.dtype != np.uint16:
         numbers = w.view(np.uint16)[:, 1::2]
     elif name == "F16":
         numbers = w.astype(np.float16).view(np.int16)
@@ -215,7 +218,7 @@ def pack_blocks(w: Blocks) -> Panels:
     return Panels(n_out, w.n_in, w.format, words)
 
 
-def pack(w: Array | list[Blocks], name: str | None = None) -> Panels:
+def pack(w: NDArray[Any] | list[Blocks], name: str | None = None) -> Panels:
     """Pack a matrix, or the blocks that stack to one, in the format of this name.
 
     Without a name floats stay as exact as they are, and blocks of Q4 and Q8_0 stay as they are; others become
@@ -227,17 +230,18 @@ def pack(w: Array | list[Blocks], name: str | None = None) -> Panels:
             return pack_blocks(stacked([with_minima(part) for part in w]))
         if formats == {name or "Q8_0"}:
             return pack_blocks(stacked(w))
-        return rounded(np.concatenate([decoded(part) for part in w]), name or "Q8_0")
+        return rounded(unpacked(w), name or "Q8_0")
     if name is None or name == exact_format(w):
         return pack_floats(w)
-    return rounded(w, name)
+    return rounded(unpacked(w), name)
 
 
 def rounded(w: Array, name: str) -> Panels:
     """Pack what the format cannot hold, and note by how much that changes the matrix."""
     if name == "BF16" or w.shape[1] % BLOCK:
-        near = (bfloat16(w).astype(np.uint32) << 16).view(np.float32)
-        panels = pack_floats(near)
+        bits = bfloat16(w)
+        near: Array = unpacked(bits)
+        panels = pack_floats(bits)
     else:
         blocks = quantized(w, name)
         near = decoded(blocks)
@@ -428,14 +432,14 @@ TAYLOR = tuple(np.float32(1 / math.factorial(k)) for k in range(7, -1, -1))
 
 
 @kernel(liberties=LIBERTIES | {"reassoc"})
-def softmax(s: Any) -> None:
-    """Softmax of s in place; len(s) is a multiple of LANES."""
+def softmax(s: Any, sink: Any) -> None:
+    """Softmax of s and a sink, in place and without the sink's; len(s) is a multiple of LANES."""
     maxima = s[:LANES].copy()  # one a lane, so that the compiler compares LANES numbers at once
     for j in range(LANES, len(s), LANES):
         for i in range(LANES):
             maxima[i] = max(maxima[i], s[j + i])
-    maximum = maxima.max()
-    total = np.float32(0)
+    maximum = max(maxima.max(), sink)
+    total = exp(sink - maximum)
     for j in range(len(s)):
         s[j] = exp(s[j] - maximum)
         total += s[j]
@@ -445,7 +449,16 @@ def softmax(s: Any) -> None:
 
 @kernel
 def attend_block(
-    q: Any, kv: Any, i: int, page_tables: Any, positions: Any, blocks: Any, window: int, task: int, y: Any
+    q: Any,
+    kv: Any,
+    i: int,
+    sinks: Any,
+    page_tables: Any,
+    positions: Any,
+    blocks: Any,
+    window: int,
+    task: int,
+    y: Any,
 ) -> None:
     """Attend from the rows of one block, with the query heads that share one key head; see attention()."""
     n_kv_heads = len(q)
@@ -475,7 +488,7 @@ def attend_block(
             scores[r, j] = -np.inf
         for j in range(end, page_end):
             scores[r, j] = -np.inf
-        softmax(scores[r, begin:page_end])
+        softmax(scores[r, begin:page_end], sinks[h * n + r % n])
     n_seen = positions[first] + 1 - start  # by all rows; a key in front of a row's window counts 0
     for p in range(n_pages):
         values = kv[page_table[start // PAGE + p], i, 1, h, :PAGE, :head_dim]
@@ -490,16 +503,16 @@ def attend_block(
 
 @kernel
 def attention(
-    q: Any, kv: Any, i: int, page_tables: Any, positions: Any, blocks: Any, window: int, y: Any
+    q: Any, kv: Any, i: int, sinks: Any, page_tables: Any, positions: Any, blocks: Any, window: int, y: Any
 ) -> None:
     """y += softmax(q k^T) v in layer i; a row sees itself and the window - 1 tokens before it.
 
     q, scaled, and y are (n_kv_heads, n_rows * n, head_dim): with each row the n query heads that share the
-    key head. kv is FastOps' page pool, blocks (n_blocks, 3) has the first row of each, the end of its rows,
-    and the number of their page table.
+    key head. sinks (n_heads,) are -inf in a model without. kv is FastOps' page pool, blocks (n_blocks, 3) has
+    the first row of each, the end of its rows, and the number of their page table.
     """
     for task in prange(len(blocks) * kv.shape[3]):
-        attend_block(q, kv, i, page_tables, positions, blocks, window, task, y)
+        attend_block(q, kv, i, sinks, page_tables, positions, blocks, window, task, y)
 
 
 KERNELS = (product, quantize, rms_norm, silu_product, attention)
@@ -556,7 +569,7 @@ def compile_with(kernels: dict[Any, Any], formats: Collection[str]) -> None:
     q = np.zeros((1, 1, WIDTH), np.float32)
     kv = np.zeros((1, 1, 2, 1, PAGE, WIDTH), np.float32)
     zero = np.zeros((1, 1), np.int64)
-    kernels[attention](q, kv, 0, zero, zero[0], np.array([[0, 1, 0]]), 1, q.copy())
+    kernels[attention](q, kv, 0, rows[0], zero, zero[0], np.array([[0, 1, 0]]), 1, q.copy())
 
 
 def views(words: NDArray[np.int32]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
@@ -585,10 +598,11 @@ class FastOps(NumpyOps):
         self._keys = self._kv[:, :, 0].reshape(n_pages, c.n_layers, c.n_kv_heads, c.head_dim, PAGE)
         assert np.shares_memory(self._keys, self._kv)
         self._blocks: AttentionBlocks | None = None  # those of the batch that was computed last
+        self._no_sinks = np.full(c.n_heads, -np.inf, np.float32)
         self.about = f"Numba, {self._n_threads} threads, {about(panels)}"
 
     @staticmethod
-    def pack_as(weights: str) -> list[Pack]:
+    def pack_as(weights: str) -> list[Packer]:
         """For read_weights(): how a key of WEIGHTS packs the matrices of the layers, and the outer ones."""
         return [partial(pack, name=name) for name in WEIGHTS[weights]]
 
@@ -638,7 +652,7 @@ class FastOps(NumpyOps):
         self._keys[batch.pages, i, :, :, batch.offsets] = k
         self._kv[batch.pages, i, 1, :, batch.offsets] = v
 
-    def _attention(self, q: Array, i: int, batch: Batch) -> Array:
+    def _attention(self, q: Array, layer: Layer, i: int, batch: Batch) -> Array:
         if self._blocks is None or self._blocks.batch is not batch:
             self._blocks = AttentionBlocks(batch)
         blocks = self._blocks
@@ -650,7 +664,8 @@ class FastOps(NumpyOps):
         )
         queries = heads.reshape(c.n_kv_heads, -1, c.head_dim)
         sums = np.zeros_like(queries)
-        arguments = self._kv, i, blocks.page_tables, batch.positions, blocks.rows, window
+        sinks = self._no_sinks if layer.sinks is None else layer.sinks
+        arguments = self._kv, i, sinks, blocks.page_tables, batch.positions, blocks.rows, window
         self._run(attention, 2 * q[0].size * blocks.n_keys, queries, *arguments, sums)
         return sums.reshape(heads.shape).swapaxes(0, 1).reshape(len(q), -1)
 

@@ -19,6 +19,7 @@ Not here: arithmetic (kernels.cu), launches and PDL (kernels.py), which rows com
 
 import importlib
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
@@ -28,11 +29,12 @@ from numpy.typing import NDArray
 
 from checkpoint.config import Config
 from checkpoint.rope import rope_table
-from checkpoint.weights import Layer, Weights, bfloat16, n_params
+from checkpoint.weights import Layer, Matrix, Mxfp4, Weights, bfloat16, n_weight_bytes
 from devices.kernels import (
     ANY_SHAPE,
     BIASED,
     CHOICE_WIDTH,
+    GROUP_WIDTH,
     NORMED_ROWS,
     PENALISED,
     QUERIES,
@@ -51,23 +53,28 @@ from devices.kernels import (
 from devices.steps import (
     DeviceStep,
     HostMemory,
-    PlacedSpan,
+    PlacedStep,
+    SlotSamplings,
     StepLayout,
     StepMemory,
     StepsInFlight,
     bucket,
     buckets,
-    kernel_sampling,
     n_bytes,
     n_rows,
     pick_fields,
     place_spans,
     row_fields,
+    step_tiles,
 )
 from model import PAGE, Span, forward
-from sampling import Choice, Context, Sampling
+from sampling import Choice, Context
 
 log = logging.getLogger("gpu")
+
+# Environment variables that switch a feature off, where a driver is in doubt; each changes no bit.
+NO_PDL = "LLMREF_NO_PDL"  # kernels do not start before the one ahead of them has ended
+NO_GRAPHS = "LLMREF_NO_GRAPHS"  # steps are launched kernel by kernel
 
 
 class OutOfMemory(MemoryError):
@@ -88,6 +95,25 @@ def on_device(weights: Weights, upload: Callable[[Any], DeviceArray]) -> Weights
     if weights.head is weights.embed:
         return Weights(embed, layers, norm, embed)
     return Weights(embed, layers, norm, upload(weights.head))
+
+
+def upload(cp: Any, array: Any) -> Any:
+    """An array of the host in bfloat16 on the device; MXFP4 as it is."""
+    if isinstance(array, Mxfp4):
+        return Mxfp4(copy(cp, array.blocks), copy(cp, array.scales))
+    return copy(cp, bfloat16(array))
+
+
+def copy(cp: Any, numbers: NDArray[Any]) -> DeviceArray:
+    """Numbers of the host, on the device.
+
+    The driver copies through pinned memory of its own, some megabytes. cupy.asarray() would allocate as many
+    pinned bytes as the array has, and its pool would keep them.
+    """
+    on_device = cp.empty(numbers.shape, numbers.dtype)
+    on_device.set(numbers)
+    cp.cuda.get_current_stream().synchronize()  # it will be read on another stream
+    return on_device
 
 
 # ---- memory ------------------------------------------------------------------------------------------------
@@ -111,6 +137,10 @@ class StepLimits(NamedTuple):
 def buffer_shapes(config: Config, max_seq_len: int, max_batch: int) -> dict[str, tuple[str, tuple[int, ...]]]:
     """All that is allocated beside weights, KV cache and the numbers of steps: dtype and shape by name."""
     c, limits = config, StepLimits.of(max_batch)
+    n_experts = n_chosen = expert_dim = 0
+    if c.experts:
+        n_experts, n_chosen, expert_dim = c.experts.n, c.experts.n_chosen, c.experts.hidden_dim
+    pairs = limits.rows * n_chosen  # a row and an expert that it has chosen
     max_splits = bucket(-(-max_seq_len // split_keys(c)))
     # fmt: off
     return {
@@ -132,6 +162,15 @@ def buffer_shapes(config: Config, max_seq_len: int, max_batch: int) -> dict[str,
         "counts":      ("u4", (max_batch, c.vocab_size)),
         "biases":      ("f4", (max_batch, c.vocab_size)),
         "history":     ("i4", (max_seq_len,)),  # the tokens to count
+        "scores":      ("f4", (limits.rows, n_experts)),
+        "experts":     ("i4", (pairs,)),  # of each pair
+        "shares":      ("f4", (pairs,)),
+        "places":      ("i4", (pairs,)),
+        "pair_rows":   ("i4", (pairs,)),
+        "groups":      ("i4", (n_experts, GROUP_WIDTH)),
+        "expert_x":    ("u2", (pairs, c.dim)),
+        "expert_h":    ("u2", (pairs, expert_dim)),
+        "expert_y":    ("f4", (pairs, c.dim)),
     }
     # fmt: on
 
@@ -145,7 +184,7 @@ def needed_bytes(config: Config, max_seq_len: int, n_pages: int, max_batch: int)
     """Bytes on the device, by what they are for."""
     shapes = buffer_shapes(config, max_seq_len, max_batch)
     return {
-        "weights": 2 * n_params(config),
+        "weights": n_weight_bytes(config),
         "pages": n_pages * CudaOps.page_bytes(config),
         "buffers": sum(n_bytes(*shape) for shape in shapes.values()),
     }
@@ -179,10 +218,43 @@ def missing() -> str | None:
 # ---- the ops -----------------------------------------------------------------------------------------------
 
 
+def expert_arrays(w: Matrix) -> tuple[DeviceArray | None, DeviceArray | None, DeviceArray | None]:
+    """What a kernel takes of the experts' matrices: bfloat16, or blocks and scales."""
+    if isinstance(w, Mxfp4):
+        return None, *w
+    return w, None, None
+
+
+class UploadedStep(NamedTuple):
+    """A step whose numbers are on their way to the device."""
+
+    memory: StepMemory
+    host: HostMemory
+    batch: DeviceStep
+
+
+class DecodingStep(NamedTuple):
+    """A step of one row a sequence, which needs neither biases nor counts."""
+
+    slots: list[int]
+    starts: list[int]  # position of each row
+    longest: int  # tokens of the longest sequence
+    uploaded: UploadedStep
+
+    def is_before(self, spans: Sequence[Span]) -> bool:
+        """Are these the same sequences one token later? Then their numbers are these, and one more.
+
+        A chained span follows the last step of its slot, which is this one, so its Sampling is the same.
+        """
+        if [span.token_ids for span in spans].count(None) < len(spans):
+            return False
+        starts = [start + 1 for start in self.starts]
+        return [span.slot for span in spans] == self.slots and [span.start for span in spans] == starts
+
+
 class CudaOps:
     """NumpyOps on a device."""
 
-    pack = staticmethod(bfloat16)  # what weights.read_weights makes of a matrix for these ops
     chunk = 256  # tokens of a prompt that are computed together
     n_ahead = 4  # steps that may be launched before the first of them is read
     enough_blocks = 64  # of the largest shape, for a product; an H100's 132 processors do fewer no faster
@@ -200,15 +272,16 @@ class CudaOps:
         self.max_seq_len = max_seq_len
         self.n_pages = n_pages
         self.max_batch = max_batch
-        self.about = f"CUDA, {2 * n_params(config) / 1e6:.0f} MB of weights in bfloat16"
+        self.about = f"CUDA, {n_weight_bytes(config) / 1e6:.0f} MB of weights in bfloat16"
         self._limits = StepLimits.of(max_batch)
         self._group_size = group_size(config)
         self._split_keys = split_keys(config)
-        self._graphs: dict[tuple[int, int], Any] = {}  # by rows and splits; None: it cannot be captured
+        self._uses_graphs = not os.environ.get(NO_GRAPHS)
+        self._graphs: dict[tuple[int, ...], Any] = {}  # by DeviceStep.sizes; None: it cannot be captured
         # What the device has of each slot: page table, Sampling, logit_bias, counted output and its length
         self._page_tables: list[list[int]] = [[] for _ in range(max_batch)]
-        self._samplings = [Sampling()] * max_batch
-        self._kernel_samplings = [kernel_sampling(s) for s in self._samplings]
+        self._samplings = SlotSamplings(max_batch)
+        self._decoding: DecodingStep | None = None  # the step launched last, where the next may be like it
         self._biased: list[Any] = [None] * max_batch
         self._counted: list[tuple[Any, int]] = [(None, 0)] * max_batch
         self._stream = cp.cuda.Stream(non_blocking=True)
@@ -217,12 +290,27 @@ class CudaOps:
                 self._allocate(weights)
             except cp.cuda.memory.OutOfMemoryError:
                 raise OutOfMemory(self._memory_report()) from None
-            driver = open_driver(cp)
+            driver = None
+            if not os.environ.get(NO_PDL):
+                driver = open_driver(cp)
             self._kernels = Kernels(cp, config, driver)
             if driver and not self._can_overlap(self._kernels):
                 self._kernels = Kernels(cp, config)
             log.info("loading the kernels: some seconds where they have not been compiled before")
             self._kernels.load()
+
+    @staticmethod
+    def pack(w: Any) -> Any:
+        """Bring a matrix to the device as it is read: the host never holds more than one of them."""
+        cp = importlib.import_module("cupy")
+        try:
+            return upload(cp, w)
+        except cp.cuda.memory.OutOfMemoryError:
+            n_total = cp.cuda.Device().mem_info[1]
+            raise OutOfMemory(
+                f"The GPU has {n_total / 1e9:.2f} GB, and the weights alone find no room. "
+                "Take a smaller model, end what else uses the GPU, or take --device cpu."
+            ) from None
 
     @staticmethod
     def page_bytes(config: Config) -> int:
@@ -233,12 +321,13 @@ class CudaOps:
     def _allocate(self, weights: Weights) -> None:
         cp, c = self._cp, self.config
 
-        def upload(array: Any) -> DeviceArray:
-            if type(array) is np.ndarray:
-                return cp.asarray(bfloat16(array))
+        def uploaded(array: Any) -> Any:
+            numbers = array.blocks if isinstance(array, Mxfp4) else array
+            if type(numbers) is np.ndarray:
+                return upload(cp, array)
             return array  # it lies on the device already
 
-        self.weights = on_device(weights, upload)
+        self.weights = on_device(weights, uploaded)
         shapes = buffer_shapes(c, self.max_seq_len, self.max_batch)
         self._buffers = {name: cp.zeros(shape, np.dtype(dtype)) for name, (dtype, shape) in shapes.items()}
         self._buffers["rope"].set(rope_table(c.rope, c.head_dim, self.max_seq_len))
@@ -299,10 +388,12 @@ class CudaOps:
         in_flight: StepsInFlight = []
         first = 0
         with self._stream:
+            if self._decoding is not None and self._decoding.is_before(spans):
+                return [self._launch(self._upload_next(self._decoding, spans))]
             for part in self._parts(spans):
                 n_wanted = sum(span.n_wanted for span in part)
                 step = place_spans(part, contexts[first : first + n_wanted])
-                in_flight.append(self._launch(step))
+                in_flight.append(self._launch(self._upload_step(step)))
                 first += n_wanted
         return in_flight
 
@@ -335,31 +426,46 @@ class CudaOps:
             n_part_wanted += span.n_wanted
         yield part
 
-    def _launch(self, step: list[PlacedSpan]) -> tuple[StepMemory, HostMemory]:
-        memory, host, batch = self._upload_step(step)
-        if batch.is_decode:
+    def _launch(self, uploaded: UploadedStep) -> tuple[StepMemory, HostMemory]:
+        memory, host, batch = uploaded
+        if batch.comes_again:
             self._replay(batch)
         else:
             self._compute(batch)
         self._download_choices(host, sum(host.n_choices))
         return memory, host
 
-    def _upload_step(self, step: list[PlacedSpan]) -> tuple[StepMemory, HostMemory, DeviceStep]:
+    def _upload_next(self, before: DecodingStep, spans: Sequence[Span]) -> UploadedStep:
+        """Copy the numbers of the step that comes after another one, to the device."""
+        memory, _, batch = before.uploaded
+        host = self._free_host_memory(memory)
+        for span in spans:
+            self._upload_page_table(span, host)
+        host.advance(before.uploaded.host, len(spans))
+        memory.numbers.set(host.numbers, self._stream)
+        longest = before.longest + 1
+        batch = batch._replace(n_splits=bucket(-(-longest // self._split_keys)))
+        uploaded = UploadedStep(memory, host, batch)
+        starts = [span.start for span in spans]
+        self._decoding = DecodingStep(before.slots, starts, longest, uploaded)
+        return uploaded
+
+    def _upload_step(self, step: PlacedStep) -> UploadedStep:
         """Copy a step's numbers to the device.
 
         A step of decoding is padded to a size that comes again, for its CUDA graph.
         """
-        split, whole = self._by_attention(step)
-        split_tiles, whole_tiles = self._tiles(split), self._tiles(whole)
-        n_step_rows = sum(len(placed.rows) for placed in step)
-        n_splits = max((-(-placed.span.end // self._split_keys) for placed in split), default=1)
-        is_decode = not whole and len(split_tiles) == len(split)
+        n_step_rows = step.n_rows
+        tiles = step_tiles(step, self._group_size, self._limits.split_rows)
+        n_splits = -(-tiles.longest // self._split_keys)
+        is_decode = not tiles.whole and tiles.n_split == tiles.n_split_spans
         size = bucket(n_step_rows) if is_decode else ANY_SIZE
         memory = self._memory[size]
         host = self._free_host_memory(memory)
         self._upload_slots(step, host)
-        fields = row_fields(step) | pick_fields(step, self._kernel_samplings)
-        host.fill(tiles=split_tiles + whole_tiles, **fields)
+        host.fill(
+            row_fields(step) | pick_fields(step, self._samplings) | {"tiles": tiles.split + tiles.whole}
+        )
         host.expect_choices(step)
         memory.numbers.set(host.numbers, self._stream)
         if is_decode:
@@ -372,28 +478,31 @@ class CudaOps:
                 n_whole_tiles=0,
                 n_splits=bucket(n_splits),
                 is_decode=True,
+                comes_again=True,
             )
         else:
             batch = DeviceStep(
                 memory.views,
                 n_rows=n_step_rows,
                 n_wanted=sum(host.n_choices),
-                n_split_tiles=len(split_tiles),
-                n_whole_tiles=len(whole_tiles),
+                n_split_tiles=tiles.n_split,
+                n_whole_tiles=tiles.n_whole,
                 n_splits=n_splits,
                 is_decode=False,
+                comes_again=self._is_of_whole_chunks(step),
             )
-        return memory, host, batch
+        uploaded = UploadedStep(memory, host, batch)
+        self._decoding = None
+        slots = [span.slot for span in step.spans]
+        is_one_row_each = n_step_rows == len(step.contexts) == len(slots)
+        if is_decode and is_one_row_each and not any(self._samplings.flags[slot] for slot in slots):
+            starts = [span.start for span in step.spans]
+            self._decoding = DecodingStep(slots, starts, tiles.longest, uploaded)
+        return uploaded
 
-    def _by_attention(self, step: list[PlacedSpan]) -> tuple[list[PlacedSpan], list[PlacedSpan]]:
-        """Spans with split attention, and those whose tiles a block takes as a whole (prefill chunks)."""
-        split, whole = list[PlacedSpan](), list[PlacedSpan]()
-        for placed in step:
-            if placed.span.is_chunk or placed.rows.stop > self._limits.split_rows:
-                whole.append(placed)
-            else:
-                split.append(placed)
-        return split, whole
+    def _is_of_whole_chunks(self, step: PlacedStep) -> bool:
+        """Does it compute whole prefill chunks and nothing else, as most steps of a long prompt do?"""
+        return step.spans[0].is_chunk and step.sizes == [self.chunk] * len(step.sizes)
 
     def _free_host_memory(self, memory: StepMemory) -> HostMemory:
         if memory.free:
@@ -407,34 +516,33 @@ class CudaOps:
             choices.get(self._stream, out=host.choices[:n_wanted], blocking=False)
         host.arrived.record(self._stream)
 
-    def _tiles(self, step: list[PlacedSpan]) -> list[tuple[int, ...]]:
-        """The tiles of kernels.cu: each has QUERIES queries of a span to one key head."""
-        tiles = list[tuple[int, ...]]()
-        for span, _, rows in step:
-            n_queries = len(rows) * self._group_size
-            for first_query in range(0, n_queries, QUERIES):
-                tiles.append((rows.start, span.start, len(rows), first_query, span.slot))
-        return tiles
-
-    def _upload_slots(self, step: list[PlacedSpan], host: HostMemory) -> None:
-        """What slots keep from step to step, where the device does not have it yet.
-
-        Page tables grow at any time, so they are copied from pinned memory: a copy from any other would wait
-        for the steps in flight.
+    def _upload_page_table(self, span: Span, host: HostMemory) -> None:
+        """Page tables grow at any time, so they are copied from pinned memory: a copy from any other would
+        wait for the steps in flight.
         """
-        is_masked = False
-        for span, contexts, _ in step:
-            if self._page_tables[span.slot] != span.pages:
-                page_table = list(span.pages)
-                self._page_tables[span.slot] = page_table
-                row = host.page_tables[span.slot, : len(page_table)]
-                row[:] = page_table
-                self._buffers["page_tables"][span.slot, : len(page_table)].set(row, self._stream)
-            if contexts:
-                self._upload_context(span.slot, contexts)
-                is_masked |= any(context.mask is not None for context in contexts)
-        if is_masked:
-            self._upload_masks([context.mask for placed in step for context in placed.contexts])
+        if self._page_tables[span.slot] != span.pages:
+            page_table = list(span.pages)
+            self._page_tables[span.slot] = page_table
+            row = host.page_tables[span.slot, : len(page_table)]
+            row[:] = page_table
+            self._buffers["page_tables"][span.slot, : len(page_table)].set(row, self._stream)
+
+    def _upload_slots(self, step: PlacedStep, host: HostMemory) -> None:
+        """What slots keep from step to step, where the device does not have it yet."""
+        first = 0
+        for span in step.spans:
+            slot = span.slot
+            self._upload_page_table(span, host)
+            if span.n_wanted:
+                context = step.contexts[first]
+                first += span.n_wanted
+                if self._samplings.samplings[slot] is not context.sampling:
+                    self._samplings.update(slot, context.sampling)
+                if self._samplings.flags[slot]:
+                    self._upload_context(slot, context, span.n_wanted)
+        masks = [context.mask for context in step.contexts]
+        if masks.count(None) < len(masks):
+            self._upload_masks(masks)
 
     def _upload_masks(self, masks: Sequence[NDArray[np.bool_] | None]) -> None:
         """The masks of the wanted rows, (vocab_size,) each, as MASK_WORDS words of 32 bits."""
@@ -444,14 +552,10 @@ class CudaOps:
         bits = np.packbits(np.pad(allowed, ((0, 0), (0, padding))), 1, "little")
         self._buffers["masks"][: len(masks)].set(bits.view(np.uint32), self._stream)
 
-    def _upload_context(self, slot: int, contexts: Sequence[Context]) -> None:
-        """What the choices of a slot depend on beside the logits."""
-        context = contexts[0]
+    def _upload_context(self, slot: int, context: Context, n_wanted: int) -> None:
+        """Biases and counts of a slot, for the first of its wanted rows."""
         s = context.sampling
-        if self._samplings[slot] is not s:
-            self._samplings[slot] = s
-            self._kernel_samplings[slot] = kernel_sampling(s)
-        flags = self._kernel_samplings[slot].flags
+        flags = self._samplings.flags[slot]
         if flags & BIASED and self._biased[slot] is not s.logit_bias:
             biases = np.zeros(self.config.vocab_size, np.float32)
             biases[list(s.logit_bias)] = list(s.logit_bias.values())
@@ -466,19 +570,19 @@ class CudaOps:
                 history[: len(tokens)].set(tokens, self._stream)
                 arguments = history, self._buffers["counts"], slot, len(context.prompt), len(tokens)
                 self._kernels.launch("count", ANY_SHAPE, (1,), *arguments)
-            if len(contexts) == 1:  # `pick` counts what it chooses, if it is the only one
+            if n_wanted == 1:  # `pick` counts what it chooses, if it is the only one
                 self._counted[slot] = (context.output, context.n_output + 1)
 
     def _replay(self, batch: DeviceStep) -> None:
-        """A step of decoding: as a CUDA graph, once one of its size has gone by."""
-        key = batch.n_rows, batch.n_splits
-        graph = self._graphs.get(key)
+        """A step of sizes that come again: as a CUDA graph, once one of them has gone by."""
+        graph = self._graphs.get(batch.sizes)
         if graph:
             graph.launch(self._stream)
             return
         self._compute(batch)
-        if key not in self._graphs:  # everything is loaded now: a capture must not do that
-            self._graphs[key] = self._captured(batch)
+        if self._uses_graphs and batch.sizes not in self._graphs:
+            # Everything is loaded now: a capture must not do that.
+            self._graphs[batch.sizes] = self._captured(batch)
 
     def _captured(self, batch: DeviceStep) -> Any:
         """The CUDA graph of a step; None where the driver does not take it: then kernels are launched."""
@@ -530,14 +634,14 @@ class CudaOps:
             self._kernels.launch("write_kv", ANY_SHAPE, rows, *new, max_pages, rotary)
         if batch.n_split_tiles:
             splits = batch.n_splits, c.n_kv_heads, batch.n_split_tiles
-            inputs = qkv, layer.q_norm, layer.k_norm, *cache, views["tiles"], page_tables
+            inputs = qkv, layer.q_norm, layer.k_norm, layer.sinks, *cache, views["tiles"], page_tables
             between_blocks = b["part"], b["n_done"]
             writes = int(batch.is_decode)
             self._kernels.launch("attend", ANY_SHAPE, splits, *inputs, *between_blocks, y, *of_layer, writes)
         if batch.n_whole_tiles:
             whole = batch.n_whole_tiles, c.n_kv_heads
             tiles = views["tiles"][batch.n_split_tiles :]
-            arrays = qkv, layer.q_norm, *cache, tiles, page_tables, y
+            arrays = qkv, layer.q_norm, layer.sinks, *cache, tiles, page_tables, y
             self._kernels.launch("attend_prompt", ANY_SHAPE, whole, *arrays, *of_layer)
         return y
 
@@ -553,6 +657,26 @@ class CudaOps:
 
     def down(self, x: DeviceArray, h: DeviceArray, layer: Layer, batch: DeviceStep) -> None:
         self._product("down", self.config.dim, batch.n_rows, layer.w_down, layer.b_down, h, x)
+
+    def experts(self, x: DeviceArray, layer: Layer, batch: DeviceStep) -> None:
+        """The pairs of a row and an expert are grouped by expert: a group is a product."""
+        experts = self.config.experts
+        assert experts is not None
+        b, n = self._buffers, batch.n_rows
+        n_pairs = n * experts.n_chosen
+        launch = self._kernels.launch
+        launch("rms_norm", ANY_SHAPE, (n,), layer.mlp_norm, x, None, b["normed"])
+        router = -(-n // ANY_SHAPE.rows), -(-experts.n // ANY_SHAPE.columns)
+        launch("router", ANY_SHAPE, router, layer.router, layer.b_router, b["normed"], b["scores"], n)
+        routes = b["experts"], b["shares"], b["places"], b["pair_rows"], b["groups"]
+        launch("route", ANY_SHAPE, (1,), b["scores"], *routes, n)
+        launch("rms_norm", ANY_SHAPE, (n_pairs,), layer.mlp_norm, x, b["pair_rows"], b["expert_x"])
+        n_groups = min(experts.n, n_pairs)
+        gate_up = *expert_arrays(layer.w_gate_up), layer.b_gate_up, b["expert_x"], b["groups"], b["expert_h"]
+        launch("expert_gate_up", ANY_SHAPE, (-(-experts.hidden_dim // 8), n_groups), *gate_up)
+        down = *expert_arrays(layer.w_down), layer.b_down, b["expert_h"], b["groups"], b["expert_y"]
+        launch("expert_down", ANY_SHAPE, (-(-self.config.dim // 8), n_groups), *down)
+        launch("add_experts", ANY_SHAPE, (n,), b["shares"], b["places"], b["expert_y"], x)
 
     def logits(self, x: DeviceArray, weights: Weights, batch: DeviceStep) -> DeviceArray:
         raw = self._buffers["raw"]

@@ -19,6 +19,7 @@ Not here: what is computed (kernels.cu, plain.cu), with which arguments (cuda.py
 
 import ctypes
 import importlib
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from checkpoint.config import Config, UnsupportedModel
+from checkpoint.config import Config, Experts, UnsupportedModel
 from model import PAGE
 
 FAST_CODE = Path(__file__).parents[1] / "kernels.cu"
@@ -35,12 +36,17 @@ DeviceArray = Any  # cupy.ndarray; bfloat16 is seen as uint16
 
 # --- constants that Python shares with the .cu files --------------------------------------------------------
 
+# Both ways stay until a GPU has told which is faster; the environment variable takes the other one.
+STAGED_ROWS = 2  # of a product's input: up to so many, a block copies them to shared memory at once
+NO_STAGING = "LLMREF_NO_STAGING"  # it reads them step by step
+
 QUERIES = 16  # query rows of a tile of attention: the rows of one tensor core instruction
 NORMED_ROWS = 2  # of the residual stream: up to so many, a product norms them itself
 MAX_TOP = 20  # likeliest tokens whose logprobs can be had: what the API allows
 PENALISED, BIASED, MASKED, CHAINS = 1, 2, 4, 8  # flags of a row that a token is picked for
 # numbers in a row of the arrays that steps.py fills and reads
 TILE_WIDTH, PICK_ROW_WIDTH, SETTINGS_WIDTH, SEEDS_WIDTH, CHOICE_WIDTH = 5, 6, 6, 3, 2 + 2 * MAX_TOP
+GROUP_WIDTH = 3  # and of groups, which `route` writes
 THREADS, PICK_THREADS = 256, 1024  # of a block
 
 SHARED: dict[str, int | str] = {
@@ -57,10 +63,14 @@ SHARED: dict[str, int | str] = {
     "SETTINGS_WIDTH": SETTINGS_WIDTH,
     "SEEDS_WIDTH": SEEDS_WIDTH,
     "CHOICE_WIDTH": CHOICE_WIDTH,
+    "GROUP_WIDTH": GROUP_WIDTH,
     "SEEN_IN_PROMPT": "0x80000000u",  # bit of a token's count, which `count` sets and `pick` reads
     "THREADS": THREADS,
     "PICK_THREADS": PICK_THREADS,
 }
+
+
+NO_EXPERTS = Experts(0, 1, 1, (), normalised=True, has_biases=False, limit=None, alpha=1.0, mxfp4=False)
 
 
 class Shape(NamedTuple):
@@ -86,6 +96,9 @@ ANY_SHAPE = ONE_TILE  # where the kernels that are no product are compiled
 def constants(config: Config, shape: Shape) -> dict[str, int | str]:
     """All that the .cu files are compiled with."""
     c = config
+    staged_rows = STAGED_ROWS
+    if os.environ.get(NO_STAGING):
+        staged_rows = 0
     return SHARED | {
         "DIM": c.dim,
         "HIDDEN_DIM": c.hidden_dim,
@@ -101,10 +114,27 @@ def constants(config: Config, shape: Shape) -> dict[str, int | str]:
         "ATTEND_THREADS": attend_threads(c),
         "SPLIT_KEYS": split_keys(c),
         "PART_WIDTH": part_width(c),
+        "STAGED_ROWS": staged_rows,
         "BLOCK_ROWS": shape.rows,
         "BLOCK_COLUMNS": shape.columns,
         "PAIR_COLUMNS": shape.pair_columns,
         "LOGITS_COLUMNS": shape.logits_columns,
+        **expert_constants(c),
+    }
+
+
+def expert_constants(config: Config) -> dict[str, int | str]:
+    """Those of a mixture of experts; in a model that is none, kernels.cu has no kernels of experts."""
+    experts = config.experts or NO_EXPERTS
+    return {
+        "N_EXPERTS": experts.n,
+        "N_CHOSEN": experts.n_chosen,
+        "EXPERT_DIM": experts.hidden_dim,
+        "PACKED": int(experts.mxfp4),
+        "NORMALISED": int(experts.normalised),
+        "CLAMPED": int(experts.limit is not None),
+        "LIMIT": f"{experts.limit or 0.0!r}f",
+        "ALPHA": f"{experts.alpha!r}f",
     }
 
 
@@ -163,13 +193,19 @@ def check_sizes(config: Config) -> None:
     c = config
     # fmt: off
     #  name                   size                     multiples of, at most
-    rules = [
+    rules: list[tuple[str, int, int, int | None]] = [
         ("dim",                  c.dim,                    8, 10_000),
         ("hidden_dim",           c.hidden_dim,             8, None),
         ("n_heads * head_dim",   c.n_heads * c.head_dim,   8, None),
         ("head_dim",             c.head_dim,               2, 256),
         ("vocab_size",           c.vocab_size,             1, 300_000),
     ]
+    if c.experts:
+        rules += [
+            ("hidden_dim of an expert", c.experts.hidden_dim, 8, None),
+            ("experts",                 c.experts.n,          1, PICK_THREADS),
+            ("experts of a token",      c.experts.n_chosen,   1, 32),
+        ]
     # fmt: on
     for name, size, multiple, maximum in rules:
         supported = []
@@ -226,6 +262,7 @@ PARAMETER = re.compile(r"\s*(?:const )?(\w+) (\*?)(\w+)\s*")
 #  type in a .cu file   in an array or as a number
 DTYPES = {
     "weight": "u2",
+    "packed": "u1",
     "table": "i4",
     "bf16": "u2",
     "float": "f4",

@@ -24,6 +24,7 @@
 //   a row of pick  MASK_WORDS PICK_ROW_WIDTH SETTINGS_WIDTH SEEDS_WIDTH CHOICE_WIDTH MAX_TOP
 //   its flags      PENALISED BIASED MASKED CHAINS SEEN_IN_PROMPT
 //   a block        THREADS
+//   a mixture      N_EXPERTS N_CHOSEN EXPERT_DIM PACKED NORMALISED CLAMPED LIMIT ALPHA
 //
 // Axes: n_rows rows of the step, which are tokens of any sequences; n_pages KV cache pages of the pool;
 // max_pages entries of a page table; max_batch slots, a running sequence each. Arrays are row-major.
@@ -34,6 +35,7 @@
 
 typedef __nv_bfloat16 bf16;
 typedef const __nv_bfloat16 weight;  // a number of the checkpoint: no kernel writes it
+typedef const unsigned char packed;  // bytes of MXFP4 in the checkpoint
 typedef unsigned long long u64;
 
 #define MINUS_INFINITY __uint_as_float(0xff800000u)
@@ -190,10 +192,11 @@ __device__ float score(const float *q, const bf16 *k) {
 // weight relative to another greatest score, that of the 32 keys around it.)
 //   qkv as `rotate` leaves it, its keys and values in their pages
 //   y       (n_rows, N_HEADS * HEAD_DIM) bfloat16, written; n = n_rows * N_HEADS * HEAD_DIM
+//   sinks   (N_HEADS,) bfloat16      a score of each head that no key has; null: none
 //   window  of the layer: a token sees so many positions, itself included; 0: all
 extern "C" __global__ void __launch_bounds__(THREADS)
     attend(const float *qkv, const bf16 *keys, const bf16 *values, const int *positions, const int *slots,
-           const int *page_tables, bf16 *y, int max_pages, int window, int n) {
+           const int *page_tables, weight *sinks, bf16 *y, int max_pages, int window, int n) {
   int i = thread_index();
   if (i >= n) return;
   int row = i / (N_HEADS * HEAD_DIM), head = i / HEAD_DIM % N_HEADS, k = i % HEAD_DIM;
@@ -214,6 +217,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     sum += share;
     out += share * __bfloat162float(values[value_at(page_table, kv_head, p, k)]);
   }
+  if (sinks) sum += expf(__bfloat162float(sinks[head]) - greatest);
   y[i] = __float2bfloat16(out / sum);
 }
 
@@ -373,4 +377,94 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     choices[2 + MAX_TOP + k] = __float_as_int(raw[next] - raw_top - normaliser);
     last = next;
   }
+}
+
+// ---- Mixture of experts -----------------------------------------------------------------------------------
+// x += sum of share * down(swiglu(gate_up(rms_norm(x)))) over the experts that a row has chosen
+//                                                                                         NumpyOps.experts
+// A pair is a row and an expert that it has chosen: pair i is of row i / N_CHOSEN.
+//   chosen  (n_pairs,) int32
+//   shares  (n_pairs,) float32
+
+// The experts with the highest scores, of equals the first; a share is the softmax of a score, over those of
+// the row or over all experts                                                                NumpyOps._route
+//   scores  (n_rows, N_EXPERTS) float32        chosen, shares  written; n = n_rows
+extern "C" __global__ void __launch_bounds__(THREADS)
+    route(const float *scores, int *chosen, float *shares, int n) {
+  int row = thread_index();
+  if (row >= n) return;
+  scores += (size_t)row * N_EXPERTS;
+  chosen += row * N_CHOSEN;
+  shares += row * N_CHOSEN;
+  for (int i = 0; i < N_CHOSEN; i++) {
+    int best = -1;
+    for (int e = 0; e < N_EXPERTS; e++) {
+      bool is_chosen = false;
+      for (int j = 0; j < i; j++) is_chosen = is_chosen || chosen[j] == e;
+      if (!is_chosen && (best < 0 || scores[e] > scores[best])) best = e;
+    }
+    chosen[i] = best;
+  }
+  float top = scores[chosen[0]], total = 0;
+  if (NORMALISED)
+    for (int i = 0; i < N_CHOSEN; i++) total += expf(scores[chosen[i]] - top);
+  else
+    for (int e = 0; e < N_EXPERTS; e++) total += expf(scores[e] - top);
+  for (int i = 0; i < N_CHOSEN; i++) shares[i] = expf(scores[chosen[i]] - top) / total;
+}
+
+// Number k of a row of a matrix: bfloat16, or MXFP4, where 4 bits mean E2M1 and 32 numbers have a scale
+__device__ float number(weight *w, packed *blocks, packed *scales, size_t row, int size, int k) {
+  const float E2M1[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
+  size_t at = row * size + k;
+  if (!PACKED) return __bfloat162float(w[at]);
+  unsigned half = k % 2 ? blocks[at / 2] >> 4 : blocks[at / 2] & 15, magnitude = half & 7;
+  float value = 0;
+  for (unsigned i = 0; i < 8; i++)
+    if (i == magnitude) value = E2M1[i];
+  value = ldexpf(value, scales[at / 32] - 127);
+  return half & 8 ? -value : value;
+}
+
+// y = x w^T + b for the expert of each pair
+//   w       (N_EXPERTS, n_columns, size) bfloat16, or MXFP4: blocks, scales
+//   b       (N_EXPERTS, n_columns) bfloat16, null: no bias
+//   x       (n_pairs / a_row, size) bfloat16   each row of x is that of a_row pairs
+//   y       (n_pairs, n_columns) float32, written; n = n_pairs * n_columns
+extern "C" __global__ void __launch_bounds__(THREADS)
+    expert_linear(weight *w, packed *blocks, packed *scales, weight *b, const bf16 *x, const int *chosen,
+                  float *y, int size, int n_columns, int a_row, int n) {
+  int i = thread_index();
+  if (i >= n) return;
+  int pair = i / n_columns, column = i % n_columns;
+  size_t row = (size_t)chosen[pair] * n_columns + column;
+  x += (size_t)(pair / a_row) * size;
+  float sum = 0;
+  for (int k = 0; k < size; k++) sum += __bfloat162float(x[k]) * number(w, blocks, scales, row, size, k);
+  if (b) sum += __bfloat162float(b[row]);
+  y[i] = sum;
+}
+
+// h = silu(gate) * up, or with both clamped gate / (1 + exp(-ALPHA * gate)) * (up + 1)      NumpyOps._swiglu
+//   gate_up  (n_pairs, 2 * EXPERT_DIM) float32   h  (n_pairs, EXPERT_DIM) bfloat16, written
+extern "C" __global__ void __launch_bounds__(THREADS) expert_swiglu(const float *gate_up, bf16 *h, int n) {
+  int i = thread_index();
+  if (i >= n) return;
+  gate_up += (size_t)(i / EXPERT_DIM) * 2 * EXPERT_DIM;
+  float gate = gate_up[i % EXPERT_DIM], up = gate_up[EXPERT_DIM + i % EXPERT_DIM];
+  if (CLAMPED) {
+    gate = fminf(gate, LIMIT);
+    up = fminf(fmaxf(up, -LIMIT), LIMIT);
+    h[i] = __float2bfloat16(gate / (1 + expf(-ALPHA * gate)) * (up + 1));
+  } else h[i] = __float2bfloat16(gate / (1 + expf(-gate)) * up);
+}
+
+// x += sum of share * y over the pairs of a row
+//   y  (n_pairs, DIM) float32   x  (n_rows, DIM) float32, written; n = n_rows * DIM
+extern "C" __global__ void __launch_bounds__(THREADS)
+    add_experts(const float *shares, const float *y, float *x, int n) {
+  int i = thread_index();
+  if (i >= n) return;
+  for (int pair = i / DIM * N_CHOSEN; pair < (i / DIM + 1) * N_CHOSEN; pair++)
+    x[i] += shares[pair] * y[(size_t)pair * DIM + i % DIM];
 }

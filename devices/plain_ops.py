@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from checkpoint.weights import Layer, Weights
-from devices.cuda import CudaOps
+from devices.cuda import CudaOps, expert_arrays
 from devices.kernels import ANY_SHAPE, PLAIN_CODE, THREADS, DeviceArray, Kernels
 from devices.steps import DeviceStep
 
@@ -30,6 +30,9 @@ class PlainOps(CudaOps):
         super()._allocate(weights)
         shape = self._limits.rows, 2 * self.config.hidden_dim
         self._buffers["gate_up"] = self._cp.zeros(shape, np.dtype("f4"))
+        if self.config.experts:
+            shape = len(self._buffers["experts"]), 2 * self.config.experts.hidden_dim
+            self._buffers["expert_gate_up"] = self._cp.zeros(shape, np.dtype("f4"))
         self._plain_kernels = Kernels(self._cp, self.config, path=PLAIN_CODE, shapes=[ANY_SHAPE])
 
     # --- the ops --------------------------------------------------------------------------------------------
@@ -58,7 +61,9 @@ class PlainOps(CudaOps):
         n_heads = n_rows * (c.n_heads + c.n_kv_heads)
         self._launch_plain("rotate", n_heads, qkv, layer.q_norm, layer.k_norm, rope, positions, rotary)
         self._launch_plain("write_kv", n_rows * c.n_kv_heads * c.head_dim, qkv, *cache, max_pages)
-        self._launch_plain("attend", n_rows * c.n_heads * c.head_dim, qkv, *cache, y, max_pages, window)
+        self._launch_plain(
+            "attend", n_rows * c.n_heads * c.head_dim, qkv, *cache, layer.sinks, y, max_pages, window
+        )
         return y
 
     def out(self, x: DeviceArray, y: DeviceArray, layer: Layer, batch: DeviceStep) -> None:
@@ -73,6 +78,22 @@ class PlainOps(CudaOps):
 
     def down(self, x: DeviceArray, h: DeviceArray, layer: Layer, batch: DeviceStep) -> None:
         self._linear(h, layer.w_down, layer.b_down, x, batch.n_rows, adds=1)
+
+    def experts(self, x: DeviceArray, layer: Layer, batch: DeviceStep) -> None:
+        c, b, n = self.config, self._buffers, batch.n_rows
+        assert c.experts is not None
+        n_chosen, size = c.experts.n_chosen, c.experts.hidden_dim
+        chosen, shares, y = b["experts"], b["shares"], b["expert_y"]
+        normed = self._norm(x, layer.mlp_norm, None, n)
+        self._linear(normed, layer.router, layer.b_router, b["scores"], n)
+        self._launch_plain("route", n, b["scores"], chosen, shares)
+        gate_up = *expert_arrays(layer.w_gate_up), layer.b_gate_up, normed, chosen, b["expert_gate_up"]
+        n_gate_up = n * n_chosen * 2 * size
+        self._launch_plain("expert_linear", n_gate_up, *gate_up, c.dim, 2 * size, n_chosen)
+        self._launch_plain("expert_swiglu", n * n_chosen * size, b["expert_gate_up"], b["expert_h"])
+        down = *expert_arrays(layer.w_down), layer.b_down, b["expert_h"], chosen, y
+        self._launch_plain("expert_linear", n * n_chosen * c.dim, *down, size, c.dim, 1)
+        self._launch_plain("add_experts", n * c.dim, shares, y, x)
 
     def logits(self, x: DeviceArray, weights: Weights, batch: DeviceStep) -> DeviceArray:
         raw = self._buffers["raw"]

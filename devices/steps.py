@@ -9,7 +9,7 @@ Rules of this file:
 2. The host's side is pinned memory, which the device reads by itself. What a step in flight copies from,
    nobody else writes until the step is read.
 3. Steps of decoding are padded to a few sizes (buckets), each with memory of its own: a CUDA graph has the
-   addresses of its size.
+   addresses of its size. Steps of whole prefill chunks have few sizes by themselves.
 
 Not here: the ops (cuda.py), which rows come next (scheduler.py).
 """
@@ -29,6 +29,7 @@ from devices.kernels import (
     MAX_TOP,
     PENALISED,
     PICK_ROW_WIDTH,
+    QUERIES,
     SEEDS_WIDTH,
     SETTINGS_WIDTH,
     TILE_WIDTH,
@@ -89,27 +90,39 @@ class HostMemory:
         self.page_tables = pinned(cp, "i4", page_tables_shape)  # (max_batch, max_pages)
         self.numbers = pinned(cp, "u1", (layout.n_bytes,))
         self.views = layout.views(self.numbers)
+        self.flat_views = {name: view.reshape(-1) for name, view in self.views.items()}
         self.choices = pinned(cp, "i4", (len(self.views["wanted"]), CHOICE_WIDTH))  # what `pick` writes
         self.arrived = cp.cuda.Event(disable_timing=True)
         self.n_choices: list[int] = []  # of each span that wants any
         self.n_top: list[int] = []  # n_top_logprobs of each wanted row; -1: no logprobs
 
-    def fill(self, **lists: Sequence[Any]) -> None:
-        """Write the values of fields, and padding behind them."""
-        for name, values in lists.items():
-            view, padding = self.views[name], self.fields[name][2]
-            view[len(values) :] = padding
-            if values:
-                view[: len(values)] = values
+    def fill(self, fields: "dict[str, Sequence[int] | NDArray[Any]]") -> None:
+        """Write the values of fields, row after row, and padding behind them."""
+        for name, values in fields.items():
+            flat = self.flat_views[name]
+            n = len(values)
+            flat[:n] = values
+            if n < len(flat):
+                flat[n:] = self.fields[name][2]
 
-    def expect_choices(self, step: "list[PlacedSpan]") -> None:
+    def advance(self, before: "HostMemory", n: int) -> None:
+        """Write the numbers of the step after one of n rows: a token later, which the host has not read."""
+        self.numbers[:] = before.numbers
+        views = self.views
+        views["tokens"][:n] = UNREAD
+        views["positions"][:n] += 1
+        views["tiles"][:n, 1] += 1  # `start`, as Tile in kernels.cu reads it
+        views["seeds"][:n, 2] += np.uint64(1)
+        self.n_choices = before.n_choices
+        self.n_top = before.n_top
+
+    def expect_choices(self, step: "PlacedStep") -> None:
         """Remember how the choices that will come are shared out to spans, and which have logprobs."""
-        self.n_choices = [len(placed.contexts) for placed in step if placed.contexts]
+        self.n_choices = [span.n_wanted for span in step.spans if span.n_wanted]
         self.n_top = []
-        for placed in step:
-            for context in placed.contexts:
-                n_top = context.sampling.n_top_logprobs
-                self.n_top.append(-1 if n_top is None else n_top)
+        for context in step.contexts:
+            n_top = context.sampling.n_top_logprobs
+            self.n_top.append(-1 if n_top is None else n_top)
 
     def read_choices(self) -> Iterator[list[Choice]]:
         """The choices that have arrived, of each span that wants any."""
@@ -169,32 +182,41 @@ class DeviceStep(NamedTuple):
     n_whole_tiles: int  # the tiles behind them, which a block takes as a whole
     n_splits: int  # of the longest sequence among the former
     is_decode: bool  # is each span one tile of the former? Then `attend` writes the keys on the way
+    comes_again: bool  # one of the few sizes that steps have again and again: worth a CUDA graph
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """A CUDA graph of one step serves for every other with the same."""
+        return self[1:]
 
 
-class PlacedSpan(NamedTuple):
-    """A span, its rows in the step, and what the choices at the last of them depend on."""
+class PlacedStep(NamedTuple):
+    """The spans of a step, and which of its rows are theirs."""
 
-    span: Span
-    contexts: Sequence[Context]
-    rows: range
+    spans: Sequence[Span]
+    contexts: Sequence[Context]  # of each wanted row, in the order of the spans
+    sizes: list[int]  # rows of each span
+    first_rows: list[int]  # of each span
+
+    @property
+    def n_rows(self) -> int:
+        return sum(self.sizes)
 
 
-def place_spans(spans: Sequence[Span], contexts: Sequence[Context]) -> list[PlacedSpan]:
-    """Spans in their order; the rows of prefill chunks come behind all others."""
+def place_spans(spans: Sequence[Span], contexts: Sequence[Context]) -> PlacedStep:
+    """Give the spans their rows, in their order; those of prefill chunks come behind all others."""
+    sizes = [n_rows(span) for span in spans]
     next_row = 0
-    next_chunk_row = sum(n_rows(span) for span in spans if not span.is_chunk)
-    n_contexts = 0
-    step = []
-    for span in spans:
+    next_chunk_row = sum(size for span, size in zip(spans, sizes, strict=True) if not span.is_chunk)
+    first_rows = []
+    for span, size in zip(spans, sizes, strict=True):
         if span.is_chunk:
-            rows = range(next_chunk_row, next_chunk_row + n_rows(span))
-            next_chunk_row = rows.stop
+            first_rows.append(next_chunk_row)
+            next_chunk_row += size
         else:
-            rows = range(next_row, next_row + n_rows(span))
-            next_row = rows.stop
-        step.append(PlacedSpan(span, contexts[n_contexts : n_contexts + span.n_wanted], rows))
-        n_contexts += span.n_wanted
-    return step
+            first_rows.append(next_row)
+            next_row += size
+    return PlacedStep(spans, contexts, sizes, first_rows)
 
 
 def n_rows(span: Span) -> int:
@@ -203,57 +225,117 @@ def n_rows(span: Span) -> int:
     return len(span.token_ids)
 
 
-def row_fields(step: list[PlacedSpan]) -> dict[str, list[int]]:
+UNREAD = (-1,)  # in place of the token that the slot chose last, which the host has not read
+
+
+def row_fields(step: PlacedStep) -> dict[str, list[int]]:
     """The fields that each row has, in the order of the rows."""
     tokens, slots, positions = list[int](), list[int](), list[int]()
-    for span, _, rows in sorted(step, key=lambda placed: placed.rows.start):
-        tokens += [-1] if span.token_ids is None else span.token_ids
-        slots += [span.slot] * len(rows)
-        positions += range(span.start, span.end)
+    for i in sorted(range(len(step.spans)), key=step.first_rows.__getitem__):
+        span, size = step.spans[i], step.sizes[i]
+        tokens += UNREAD if span.token_ids is None else span.token_ids
+        slots += (span.slot,) * size
+        positions += range(span.start, span.start + size)
     return {"tokens": tokens, "slots": slots, "positions": positions}
 
 
-class KernelSampling(NamedTuple):
-    """A Sampling as `pick` reads it: what stays the same from step to step."""
+class StepTiles(NamedTuple):
+    """The tiles of a step (kernels.cu): each has QUERIES queries of a span to one key head."""
 
-    flags: int
-    top_k: int
-    n_top: int
-    settings: tuple[float, ...]  # SETTINGS_WIDTH
-    seed: int
+    split: list[int]  # with split attention, TILE_WIDTH numbers each
+    whole: list[int]  # those that a block takes as a whole: of prefill chunks
+    n_split_spans: int
+    longest: int  # tokens of the longest sequence among the split ones
 
+    @property
+    def n_split(self) -> int:
+        return len(self.split) // TILE_WIDTH
 
-def kernel_sampling(s: Sampling) -> KernelSampling:
-    penalties = s.presence_penalty, s.frequency_penalty, s.repetition_penalty
-    flags = 0
-    if penalties != (0, 0, 1):
-        flags |= PENALISED
-    if s.logit_bias:
-        flags |= BIASED
-    n_top = -1
-    if s.n_top_logprobs is not None:
-        n_top = min(s.n_top_logprobs, MAX_TOP)
-    sharpness = 0.0  # greedy
-    if s.temperature:
-        sharpness = min(1 / (s.temperature * math.log(2)), 1e30)  # of 2^x, not e^x
-    settings = sharpness, s.top_p, s.min_p, *penalties
-    return KernelSampling(flags, min(s.top_k, 1 << 30), n_top, settings, s.seed & 0xFFFF_FFFF_FFFF_FFFF)
+    @property
+    def n_whole(self) -> int:
+        return len(self.whole) // TILE_WIDTH
 
 
-def pick_fields(step: list[PlacedSpan], samplings: list[KernelSampling]) -> dict[str, list[Any]]:
-    """The fields that each wanted row has, in the order of the contexts. `samplings`: of the slots."""
-    wanted, pick_rows, settings, seeds = list[int](), list[Any](), list[Any](), list[Any]()
-    for span, contexts, rows in step:
-        sampling = samplings[span.slot]
-        first = rows.stop - len(contexts)  # the first wanted row; drafts follow it
-        for i, context in enumerate(contexts):
-            flags = sampling.flags
-            if context.mask is not None:
-                flags |= MASKED
-            if len(contexts) == 1:
-                flags |= CHAINS
-            wanted.append(first + i)
-            pick_rows.append((span.slot, first, i, sampling.top_k, flags, sampling.n_top))
-            settings.append(sampling.settings)
-            seeds.append((sampling.seed, context.sampling.choice, context.n_output))
-    return {"wanted": wanted, "pick_rows": pick_rows, "settings": settings, "seeds": seeds}
+def step_tiles(step: PlacedStep, group_size: int, max_split_rows: int) -> StepTiles:
+    split, whole = list[int](), list[int]()
+    n_split_spans = 0
+    longest = 1
+    for span, size, first_row in zip(step.spans, step.sizes, step.first_rows, strict=True):
+        tiles = split
+        if span.is_chunk or first_row + size > max_split_rows:
+            tiles = whole
+        else:
+            n_split_spans += 1
+            longest = max(longest, span.start + size)
+        for first_query in range(0, size * group_size, QUERIES):
+            tiles += (first_row, span.start, size, first_query, span.slot)
+    return StepTiles(split, whole, n_split_spans, longest)
+
+
+class SlotSamplings:
+    """What `pick` has to know of the Sampling of each slot: rows that a step takes, and changes a little.
+
+    The columns are those of PickRow, Settings and `seeds` in kernels.cu.
+    """
+
+    def __init__(self, max_batch: int) -> None:
+        self.samplings: list[Sampling | None] = [None] * max_batch  # None: the slot has had none
+        self.flags = [0] * max_batch
+        self.pick_rows = np.zeros((max_batch, PICK_ROW_WIDTH), np.int32)
+        self.settings = np.zeros((max_batch, SETTINGS_WIDTH), np.float32)
+        self.seeds = np.zeros((max_batch, SEEDS_WIDTH), np.uint64)
+
+    def update(self, slot: int, s: Sampling) -> None:
+        penalties = s.presence_penalty, s.frequency_penalty, s.repetition_penalty
+        flags = 0
+        if penalties != (0, 0, 1):
+            flags |= PENALISED
+        if s.logit_bias:
+            flags |= BIASED
+        n_top = -1
+        if s.n_top_logprobs is not None:
+            n_top = min(s.n_top_logprobs, MAX_TOP)
+        sharpness = 0.0  # greedy
+        if s.temperature:
+            sharpness = min(1 / (s.temperature * math.log(2)), 1e30)  # of 2^x, not e^x
+        self.samplings[slot] = s
+        self.flags[slot] = flags
+        self.pick_rows[slot] = slot, 0, 0, min(s.top_k, 1 << 30), flags, n_top
+        self.settings[slot] = sharpness, s.top_p, s.min_p, *penalties
+        self.seeds[slot] = s.seed & 0xFFFF_FFFF_FFFF_FFFF, s.choice, 0
+
+
+def pick_fields(step: PlacedStep, samplings: SlotSamplings) -> dict[str, Any]:
+    """The fields that each wanted row has, in the order of the contexts."""
+    wanted = list[int]()
+    slots = list[int]()
+    first_wanted = list[int]()
+    n_before = list[int]()
+    flags = list[int]()
+    for span, size, first_row in zip(step.spans, step.sizes, step.first_rows, strict=True):
+        n = span.n_wanted
+        first = first_row + size - n  # drafts follow it
+        of_slot = samplings.flags[span.slot]
+        if n == 1:
+            of_slot |= CHAINS
+        wanted += range(first, first + n)
+        slots += (span.slot,) * n
+        first_wanted += (first,) * n
+        n_before += range(n)
+        flags += (of_slot,) * n
+    for i, context in enumerate(step.contexts):
+        if context.mask is not None:
+            flags[i] |= MASKED
+    slot_array = np.array(slots, np.int64)
+    pick_rows = samplings.pick_rows.take(slot_array, 0)
+    pick_rows[:, 1] = first_wanted
+    pick_rows[:, 2] = n_before
+    pick_rows[:, 4] = flags
+    seeds = samplings.seeds.take(slot_array, 0)
+    seeds[:, 2] = [context.n_output for context in step.contexts]
+    return {
+        "wanted": wanted,
+        "pick_rows": pick_rows.reshape(-1),
+        "settings": samplings.settings.take(slot_array, 0).reshape(-1),
+        "seeds": seeds.reshape(-1),
+    }

@@ -15,6 +15,8 @@ Rules of this file:
 2. Nothing outlives the server: the root ends with its socket, and a fork with its lifeline, a pipe that
    nobody writes to. When the server closes it, or has ended, a signal ends the fork, whatever it computes.
 3. An error that a client will read is one line, of at most MAX_ERROR characters.
+4. A fork that its limits have ended, or a fault in the library, cannot say so any more: the root does. For
+   one that was killed from outside it says nothing.
 
 Not here: the other end of the sockets (matchers.py), the grammars (structured_output.py).
 """
@@ -29,7 +31,8 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
@@ -39,6 +42,12 @@ MAX_MASK_S = 1.0  # for the masks of one step. The library's own limits end most
 MAX_BYTES = 128 * 2**20  # of memory beside the root's. The largest of usual grammars take some 20 MB
 NICENESS = 5  # the engine's threads come first: it is they whom all wait for
 MAX_ERROR = 300  # characters
+
+TOO_COSTLY = (
+    f"to follow it takes more than {MAX_COMPILE_S:.0f} s of computing or {MAX_BYTES // 2**20} MB of memory; "
+    "use smaller numbers (multipleOf, bounds, lengths, repetitions), fewer alternatives or less depth"
+)
+NO_FAULT = (0, -signal.SIGKILL)  # exit codes of forks: it was told to end, or killed from outside
 
 N_FDS = 3  # that a fork is given: its connection, the file with its order, its lifeline
 NO_LIMIT = 0.0  # while it waits
@@ -57,27 +66,61 @@ def main(tokenizer: str, vocab_size: str, eos_token_ids: str, fd: str) -> None:
     """The root: fork for each pair of a socket and a file that comes, until the server's end is closed."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the server's to obey: its streams have a grace
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a fork has ended
     eos = [int(token_id) for token_id in eos_token_ids.split(",") if token_id]
     tokens = LLTokenizer(tokenizer, n_vocab=int(vocab_size), eos_token=eos)
     gc.freeze()  # what is not collected is not written to, and stays shared
+    ends, end_of_a_fork = socket.socketpair()  # readable when a fork has ended
+    end_of_a_fork.setblocking(False)
+    signal.set_wakeup_fd(end_of_a_fork.fileno(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    forks: dict[int, int] = {}  # by their process: our copy of their connection
     with socket.socket(fileno=int(fd)) as orders:
         while True:
-            _, fds, _, _ = socket.recv_fds(orders, 1, N_FDS)
-            if not fds:
-                return
-            try:
-                pid = os.fork()
-            except OSError:  # too many processes, or no memory: this order's connection ends, no other
-                pid = None
-            if pid == 0:
-                try:
-                    orders.close()
-                    follow(tokens, *fds)
-                finally:
-                    os._exit(0)
-            for given in fds:
-                os.close(given)
+            ready = wait([orders, ends])
+            if ends in ready:
+                ends.recv(4096)
+                report_ends(forks)
+            if orders in ready:
+                _, fds, _, _ = socket.recv_fds(orders, 1, N_FDS)
+                if not fds:
+                    return
+                start(tokens, orders, forks, *fds)
+
+
+def start(
+    tokens: LLTokenizer, orders: socket.socket, forks: dict[int, int], connection_fd: int, *other_fds: int
+) -> None:
+    """Fork for one order; where that fails (too many processes, no memory) its connection just ends."""
+    pid = None
+    with suppress(OSError):
+        pid = os.fork()
+    if pid == 0:
+        exit_code = 1
+        try:
+            orders.close()
+            for connection_of_another in forks.values():
+                os.close(connection_of_another)
+            follow(tokens, connection_fd, *other_fds)
+            exit_code = 0
+        finally:
+            os._exit(exit_code)
+    for fd in other_fds:
+        os.close(fd)
+    if pid:
+        forks[pid] = connection_fd
+    else:
+        os.close(connection_fd)
+
+
+def report_ends(forks: dict[int, int]) -> None:
+    """Close the connections of forks that have ended; say so where what they computed has ended them."""
+    while forks:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if not pid:
+            return
+        with Connection(forks.pop(pid)) as connection, suppress(OSError):
+            if os.waitstatus_to_exitcode(status) not in NO_FAULT:
+                connection.send_bytes(ERROR + json.dumps([TOO_COSTLY, ""]).encode())
 
 
 def follow(tokens: LLTokenizer, connection_fd: int, file_fd: int, lifeline_fd: int) -> None:

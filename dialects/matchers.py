@@ -31,10 +31,11 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import weakref
-from collections import OrderedDict, deque
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager, closing
+from collections import OrderedDict
+from collections.abc import Sequence
+from contextlib import closing
 from hashlib import blake2b
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -44,21 +45,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dialects import matcher_process
-from dialects.matcher_process import ERROR, MAX_BYTES, MAX_COMPILE_S
+from dialects.matcher_process import ERROR, MAX_COMPILE_S
 from dialects.structured_output import NO_PARTS, AnswerGrammar, BadGrammar
 from request.refusals import BadInput
+from request.shares import Slots
 
 N_CHECKS = max(1, (os.cpu_count() or 1) // 2)  # at once: half of the machine is left to the engine
 MAX_WAITING = 32  # checks of one owner that wait for a slot; each may take MAX_COMPILE_S
-MAX_CHECK_S = 10.0  # by the clock: a process that is swapped out or stopped uses no processor
+MAX_ANSWER_S = 10.0  # by the clock: a process that is swapped out or stopped uses no processor
 MAX_REMEMBERED = 1024  # outcomes of checks: an agent sends the same tools with every turn
 
-TOO_COSTLY = (
-    f"to follow it takes more than {MAX_COMPILE_S:.0f} s of computing or {MAX_BYTES // 2**20} MB of memory; "
-    "use smaller numbers (multipleOf, bounds, lengths, repetitions), fewer alternatives or less depth"
-)
-
-OVERLOADED = f"the grammar could not be checked within {MAX_CHECK_S:.0f} s; try again later."
+OVERLOADED = f"the grammar could not be checked, or not within {MAX_ANSWER_S:.0f} s; try again later."
 
 
 class Constraint:
@@ -68,6 +65,7 @@ class Constraint:
         self._grammars = grammars
         self._grammar = grammar
         self._process: Process | None = None  # None: none follows it now
+        self._deadline = 0.0  # for the masks that it computes
 
     def fileno(self) -> int:
         """What becomes readable when the masks have come."""
@@ -79,6 +77,7 @@ class Constraint:
 
         Where no process follows it, one starts; the tokens are then all of the output so far.
         """
+        self._deadline = time.monotonic() + MAX_ANSWER_S
         if self._process is None:
             # Twice the time that the check has: what has passed that shall not fail here.
             self._process = self._grammars.start(self._grammar, 2 * MAX_COMPILE_S, token_ids, drafts)
@@ -95,6 +94,8 @@ class Constraint:
         """
         assert self._process is not None
         if not self._process.connection.poll():
+            if time.monotonic() > self._deadline:
+                raise BadGrammar(f"expected an answer within {MAX_ANSWER_S:.0f} s", "")
             return None
         return self._grammars.read(self._process)
 
@@ -120,7 +121,7 @@ class Grammars:
     @property
     def n_waiting(self) -> int:
         """Checks that wait for a slot; requests that wait for the check of another are not counted."""
-        return self._slots.n_waiting
+        return self._slots.waiting().total()
 
     async def check(self, grammar: AnswerGrammar, owner: str) -> None:
         """Compile it once; raises BadGrammar where it cannot be followed, BadInput for want of time."""
@@ -128,7 +129,10 @@ class Grammars:
         checking = self._checking.setdefault(digest, asyncio.Lock())
         async with checking:  # who waits here for another's check finds its outcome, and needs no slot
             if digest not in self._remembered:
-                async with self._slots.one(owner):
+                if self._slots.waiting()[owner] >= MAX_WAITING:
+                    message = f"{MAX_WAITING} of your grammars wait to be checked; try again later."
+                    raise BadInput(message, None, "rate_limit_exceeded")
+                async with self._slots.slot(owner):
                     self._remembered[digest] = await self._problem(grammar)  # if it came to an answer
         self._remembered.move_to_end(digest)
         if len(self._remembered) > MAX_REMEMBERED:
@@ -141,7 +145,7 @@ class Grammars:
         """What is wrong with it. A client that leaves meanwhile ends the process: the socket is closed."""
         with closing(self.start(grammar, MAX_COMPILE_S)) as process:
             try:
-                async with asyncio.timeout(MAX_CHECK_S):
+                async with asyncio.timeout(MAX_ANSWER_S):
                     await readable(process.connection.fileno())
             except TimeoutError as error:
                 raise BadInput(OVERLOADED, None, "server_is_overloaded") from error
@@ -150,7 +154,7 @@ class Grammars:
             except Unanswered as error:
                 if process.root.has_ended():  # no fork was made
                     raise RuntimeError("the process that follows grammars has ended") from error
-                raise
+                raise BadInput(OVERLOADED, None, "server_is_overloaded") from error
             except BadGrammar as error:
                 return Problem(str(error), error.part)
         return None
@@ -186,7 +190,7 @@ class Grammars:
         try:
             answer = process.connection.recv_bytes()
         except (EOFError, OSError) as error:
-            raise Unanswered(TOO_COSTLY, "") from error
+            raise Unanswered("the process that followed it has ended", "") from error
         if answer.startswith(ERROR):
             message, part = json.loads(answer[1:])
             raise BadGrammar(message, part)
@@ -200,9 +204,8 @@ class Grammars:
 
 
 class Unanswered(BadGrammar):
-    """The process has ended without an answer: by its limits most likely.
-
-    But the system, or a person, may have killed it, which looks the same from here. So it is not remembered.
+    """The process has ended without a word: the system, or a person, has killed it. That is no fault of the
+    grammar, and not remembered.
     """
 
 
@@ -273,59 +276,3 @@ async def readable(fd: int) -> None:
         await is_readable.wait()
     finally:
         loop.remove_reader(fd)
-
-
-class Slots:
-    """So many at once; those who wait are let in by turns of their owners."""
-
-    def __init__(self, n: int) -> None:
-        self._n_free = n
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by owner, whose turn is next first
-
-    @property
-    def n_waiting(self) -> int:
-        return sum(map(len, self._waiting.values()))
-
-    @asynccontextmanager
-    async def one(self, owner: str) -> AsyncGenerator[None]:
-        """Hold a slot; raises BadInput where too many of this owner wait for one."""
-        if self._n_free:
-            self._n_free -= 1
-        else:
-            await self._wait(owner)
-        try:
-            yield
-        finally:
-            self._hand_on()
-
-    async def _wait(self, owner: str) -> None:
-        queue = self._waiting.setdefault(owner, deque())
-        if len(queue) >= MAX_WAITING:
-            message = (
-                f"{MAX_WAITING} of your requests wait for their grammars to be checked; try again later."
-            )
-            raise BadInput(message, None, "rate_limit_exceeded")
-        turn = asyncio.get_running_loop().create_future()
-        queue.append(turn)
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn in queue:
-                queue.remove(turn)
-            elif not turn.cancelled():  # the slot was handed over as the client left
-                self._hand_on()
-            raise
-
-    def _hand_on(self) -> None:
-        """Give the slot to the next who waits."""
-        while self._waiting:
-            owner = next(iter(self._waiting))
-            queue = self._waiting.pop(owner)
-            if not queue:
-                continue
-            turn = queue.popleft()
-            self._waiting[owner] = queue  # behind the others
-            if not turn.cancelled():
-                turn.set_result(None)
-                return
-        self._n_free += 1

@@ -53,9 +53,8 @@ def mode(content_type: str, beginning: bytes) -> Mode | None:
 # --- frames -------------------------------------------------------------------------------------------------
 
 # Two line ends. A CR behind a CRLF waits for its LF; any other is a line end at once.
-BLANK_LINE = re.compile(rb"\r\n(?:\r\n|\n|\r(?=[^\n]))|\r\r|(?<!\r)\n[\r\n]")
+BLANK_LINE = re.compile(rb"\r\n(?:\r\n|\n|\r(?=[^\n]))|\r\r|\n(?<!\r\n)[\r\n]")
 N_BLANK_LINE = 4  # bytes of the longest
-LINE_ENDS = re.compile(rb"[\r\n]*+")
 COMMENTS = re.compile(rb"(?::[^\r\n]*+[\r\n]++)++")  # a frame that has nothing else
 LINES = re.compile(rb"(\r\n|\r|\n)")  # split() gives line, end, line, end, ..., line
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # half of a pair; the other half may be missing
@@ -144,21 +143,34 @@ class Reader:
             self._max_bytes = min(self._max_bytes, MAX_FRAME_BYTES[self.mode])
         frames: list[Frame] = []
         if self.mode == "sse" and self._past_bom():
-            while raw := self._cut():
-                try:
-                    frames.append(self._frame(raw))
-                except Unreadable:
-                    if not frames:
-                        raise
-                    self._buffer[:0] = raw
-                    break
+            frames = self._cut()
         if not frames:
             self._check_size(self._buffer)
         return frames
 
-    def _frame(self, raw: bytes) -> Frame:
-        self._check_size(raw)
-        return frame(raw)
+    def _cut(self) -> list[Frame]:
+        """Take out the frames that are complete.
+
+        Blank lines in front of one are dropped, and so is the LF of "data: a\\r\\r" | "\\n".
+        """
+        frames: list[Frame] = []
+        n_read = 0
+        n_searched = len(self._buffer) - N_BLANK_LINE + 1
+        for blank_line in BLANK_LINE.finditer(self._buffer, self._n_searched):
+            raw = bytes(self._buffer[n_read : blank_line.end()]).lstrip(b"\r\n")
+            try:
+                self._check_size(raw)
+                if raw:
+                    frames.append(frame(raw))
+            except Unreadable:
+                if not frames:
+                    raise
+                n_searched = n_read  # the next call reads it again
+                break
+            n_read = blank_line.end()
+        del self._buffer[:n_read]
+        self._n_searched = max(0, n_searched - n_read)
+        return frames
 
     def _check_size(self, data: bytes | bytearray) -> None:
         if len(data) > self._max_bytes:
@@ -195,24 +207,6 @@ class Reader:
             if self._buffer.startswith(sse.BOM):
                 del self._buffer[: len(sse.BOM)]
         return not self._at_start
-
-    def _cut(self) -> bytes:
-        """Take out the first frame; b"" where none is complete.
-
-        Blank lines in front of it are dropped, and so is the LF of "data: a\\r\\r" | "\\n".
-        """
-        if line_ends := LINE_ENDS.match(self._buffer):
-            n_blank = line_ends.end()
-            del self._buffer[:n_blank]
-            self._n_searched = max(0, self._n_searched - n_blank)
-        blank_line = BLANK_LINE.search(self._buffer, self._n_searched)
-        if blank_line is None:
-            self._n_searched = max(0, len(self._buffer) - N_BLANK_LINE + 1)
-            return b""
-        raw = bytes(self._buffer[: blank_line.end()])
-        del self._buffer[: blank_line.end()]
-        self._n_searched = 0
-        return raw
 
 
 def quoted(data: bytes | bytearray) -> str:
@@ -359,6 +353,7 @@ class Refused(BadInput):
         self.status = status
         self.retry_after = retry_after  # seconds or a date, as the upstream wrote it; "" for none
         self.is_retryable = is_retryable  # another upstream may serve the request
+        self.is_failure = False  # the upstream is broken, or the request breaks it
 
     @property
     def late_code(self) -> str:
@@ -392,7 +387,7 @@ ERROR_STATUS = {
 # fmt: on
 
 RETRYABLE = (429, 500, 502, 503, 504, 529)  # another upstream may answer better
-FAILURES = (500, 502, 503, 504)  # the circuit breaker counts these against the upstream
+FAILURES = (500, 502, 503, 504)  # the upstream is broken, or the request breaks it
 
 # OpenAI has a code for it; vLLM, SGLang and llama.cpp say it in these words.
 CONTEXT_LENGTH = re.compile(r"context_length|context length|context size|context_size|maximum context", re.I)

@@ -39,7 +39,7 @@ from request import params
 from request.messages import Message, shortened
 from request.params import MOVED, Request
 from request.refusals import BadInput, error_object
-from streaming import SSE_HEADERS, kept_alive, while_connected
+from streaming import SSE_HEADERS, KeptAlive, while_connected
 
 log = logging.getLogger("remote")
 
@@ -467,9 +467,9 @@ class PassThrough(Response):
         self, opening: asyncio.Future[Reply], headers: list[tuple[bytes, bytes]], send: Send
     ) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [*headers, *SSE_HEADERS]})
-        async with aclosing(kept_alive(self._frames(opening))) as frames:
+        async with aclosing(KeptAlive(send)) as stream, aclosing(self._frames(opening)) as frames:
             async for frame in frames:
-                await send({"type": "http.response.body", "body": frame, "more_body": True})
+                await stream.write(frame)
         await send({"type": "http.response.body", "body": b""})
 
     def _relay(self, reply: Reply) -> Relay:
@@ -481,7 +481,7 @@ class PassThrough(Response):
         )
 
     async def _frames(self, opening: asyncio.Future[Reply]) -> AsyncGenerator[bytes]:
-        """What the client gets, a write each; the last one is [DONE]."""
+        """What the client gets, whole events a write; the last one is [DONE]."""
         try:
             reply = await opening
         except Refused as refused:
@@ -494,19 +494,15 @@ class PassThrough(Response):
         try:
             async with aclosing(reply.chunks()) as chunks:
                 async for chunk in chunks:
-                    for n, frame in enumerate(relay.feed(chunk), 1):
-                        if n % N_FRAMES_A_TURN == 0:
-                            await asyncio.sleep(0)
-                        yield frame
+                    if events := relay.feed(chunk):
+                        yield b"".join(events)
                     if relay.is_done:
                         reply.note_done()
-            for frame in await asyncio.to_thread(relay.close):  # it may be all of the answer
-                yield frame
+            yield b"".join(await asyncio.to_thread(relay.close))  # it may be all of the answer
             self._failed = relay.failed
         except (Died, Unreadable) as error:
             self._failed = True
-            for frame in relay.fail(f"The answer broke off: {error}."):
-                yield frame
+            yield b"".join(relay.fail(f"The answer broke off: {error}."))
 
     async def _completion(self, reply: Reply) -> bytes:
         relay = self._relay(reply)

@@ -16,7 +16,9 @@ Rules of this file:
 4. Each request has its own connection: closing it is how an upstream learns that its client is gone, and no
    connection is ever stale.
 5. Back-pressure: nothing is read ahead, so a client that reads slowly slows its upstream down.
-6. An upstream that fails several times in a row gets no requests until a probe succeeds; both are logged.
+6. An upstream that fails several times in a row gets no requests until a probe succeeds; both are logged. A
+   failure is a probe without an answer, or a request that another upstream could answer: one that none can
+   answer may be the reason itself, and must not close the way for all others.
 
 Not here: what the bytes mean (relay.py), what the request says (remote.py).
 """
@@ -168,7 +170,7 @@ class Reply:
         if self.is_done:
             return b""
         message = f"the upstream broke off in its answer ({why})"
-        self.upstream.failed(message)
+        log.warning("%s: %s", self.upstream.url, message)
         raise Died(message)
 
     def close(self) -> None:
@@ -322,15 +324,22 @@ class Upstreams:
         """Send the request to an upstream that has the body's model; raises Refused where none answers it."""
         model = str(body["model"])
         tried: list[Upstream] = []
+        suspects: list[Upstream] = []
         refusal = self._unreachable(model)
         while upstream := self._pick(model, tried):
             tried.append(upstream)
             try:
-                return await self._ask(upstream, path, body)
+                reply = await self._ask(upstream, path, body)
             except Refused as error:
                 if not error.is_retryable:
                     raise
                 refusal = error
+                if error.is_failure:
+                    suspects.append(upstream)
+                continue
+            for suspect in suspects:
+                suspect.failed(f"it failed at a request that {upstream.url} answers")
+            return reply
         raise refusal
 
     def _unreachable(self, model: str) -> Refused:
@@ -367,9 +376,11 @@ class Upstreams:
             if not isinstance(error, httpx.HTTPError | httpx.InvalidURL | TimeoutError | Died):
                 raise
             why = f"no answer to a request ({reason(error)})"
-            upstream.failed(why)
+            log.warning("%s: %s", upstream.url, why)
             status = 504 if isinstance(error, TimeoutError) else 502
-            raise Refused(status, f"The upstream gave {why}.", is_retryable=True) from error
+            refusal = Refused(status, f"The upstream gave {why}.", is_retryable=True)
+            refusal.is_failure = True
+            raise refusal from error
         upstream.worked()
         return Reply(upstream, response, chunks, beginning, self._timeouts)
 
@@ -385,9 +396,11 @@ class Upstreams:
 
     async def _refusal(self, upstream: Upstream, response: httpx.Response) -> Refused:
         body = await read_beginning(response, MAX_ERROR_BYTES)
+        refusal = read_refusal(response.status_code, response.headers, body)
         if response.status_code in FAILURES:
-            upstream.failed(f"status {response.status_code} to a request")
-        return read_refusal(response.status_code, response.headers, body)
+            log.warning("%s: status %d to a request", upstream.url, response.status_code)
+            refusal.is_failure = True
+        return refusal
 
     async def ask(self, path: str, body: Mapping[str, Any]) -> Document | None:
         """Ask an endpoint beside /v1 of an upstream that has the body's model; None where it has no such.

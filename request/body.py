@@ -1,13 +1,14 @@
 """The body of a request: from the bytes of a connection to a JSON value, within limits.
 
-    HTTP request --read_json()--> value, or BadInput
+    HTTP request --read_json()--> value, or BadInput          bytes --parse_json()--> value, or BadInput
 
 Authority: RFC 8259 (JSON), RFC 9110 section 8.4 (Content-Encoding), RFC 8878 (zstd); for what is refused,
 https://platform.openai.com/docs/guides/error-codes.
 
 Rules of this file:
 1. Bytes, nesting and the number of values are bounded before anything is built from them.
-2. Large bodies are unpacked and parsed one at a time, in a thread of their own: no other work waits for it.
+2. Large bodies are unpacked and parsed one at a time, by turns of their owners, in a thread of their own: no
+   other work waits for it.
 
 Not here: what the JSON may say (params.py), how long a body may take to come, and how many bytes all of them
 may have (service/admission.py).
@@ -16,7 +17,6 @@ may have (service/admission.py).
 import asyncio
 import zlib
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib import import_module
 from itertools import accumulate
@@ -26,6 +26,7 @@ from starlette.requests import Request as HttpRequest
 
 import sse
 from request.refusals import BadInput
+from request.shares import FairExecutor
 
 MAX_BODY_BYTES = 2 * 2**20  # unless --max-body says otherwise: 500,000 tokens of text
 SMALL_BODY_BYTES = 16 * 1024  # parsed at once, in less than 1 ms, however many large ones wait
@@ -38,7 +39,7 @@ GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS  # zlib.decompressobj(): whichever of the two
 ZSTD_WINDOW_LOG = 23  # 8 MiB of memory, "recommended for decoders to support": RFC 8878, section 3.1.1.1.2
 
 # Reading JSON holds Python's lock to its end, in a thread too: two at once would leave the streams no turn.
-PARSER = ThreadPoolExecutor(1, thread_name_prefix="json")
+PARSER = FairExecutor(1, "json")
 
 STEP = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 NOT_PUNCTUATION = bytes(set(range(256)) - set(b"[]{},"))
@@ -59,10 +60,15 @@ async def read_json(http: HttpRequest) -> Any:
         body += chunk
         if len(body) > max_bytes:
             raise too_large
+    return await parse_json(bytes(body), max_bytes, encoding)
+
+
+async def parse_json(body: bytes, max_bytes: int, encoding: str = "identity") -> Any:
+    """The JSON value of a body that has come; raises BadInput."""
     if len(body) <= SMALL_BODY_BYTES and encoding == "identity":
-        return _parse(bytes(body), encoding, max_bytes)
+        return _parse(body, encoding, max_bytes)
     loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(PARSER, _parse, bytes(body), encoding, max_bytes)
+    return await loop.run_in_executor(PARSER, _parse, body, encoding, max_bytes)
 
 
 def _parse(body: bytes, encoding: str, max_bytes: int) -> Any:

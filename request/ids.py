@@ -12,12 +12,16 @@ Rules of this file:
 Not here: what is looked up by an id (items.py, ../store.py).
 """
 
+import contextvars
 import itertools
 import secrets
 from collections.abc import Callable
 
 N_RANDOM_BYTES = 24
 N_NUMBER_DIGITS = 8  # hexadecimal, at the end of an item's id
+
+# Of the HTTP request that this task works for, as in its reply's x-request-id; "": for none.
+REQUEST_ID = contextvars.ContextVar("REQUEST_ID", default="")
 
 
 def new_id(prefix: str) -> str:

@@ -24,6 +24,7 @@ class BadInput(ValueError):
         self.message = message
         self.param = param
         self.code = code  # as OpenAI spells it
+        self.status = STATUS.get(code, 400)
 
 
 # --- refusals -----------------------------------------------------------------------------------------------
@@ -82,6 +83,7 @@ STATUS = {
     "body_too_large":               413,
     "unsupported_content_encoding": 415,
     "rate_limit_exceeded":          429,
+    "server_error":                 500,
     "server_is_overloaded":         503,
 }
 

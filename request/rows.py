@@ -8,7 +8,8 @@ Authority: store.Row and SCHEMA, which say what a row holds.
 
 Rules of this file:
 1. A row needs no other: it holds the conversation with all that its items referred to.
-2. A response that is neither kept nor run in the background is never read again, so its texts are empty.
+2. A response that is neither kept, nor run in the background, nor remembered by the connection that it is
+   made for, is never read again, so its texts are empty.
 
 Not here: which parameters mean something (params.py), which items are in the conversation (items.py), SQL
 (../store.py).
@@ -25,14 +26,16 @@ from request.params import Request
 from store import Row
 
 
-def new_row(request: Request, parameters: Mapping[str, Any], conversation: Sequence[Item]) -> Row:
+def new_row(
+    request: Request, parameters: Mapping[str, Any], conversation: Sequence[Item], is_remembered: bool = False
+) -> Row:
     """A response that is about to start.
 
     The items are encoded one by one: between two of them another thread gets Python's lock.
     """
     request_json = ""
     items_json = ""
-    if request.store or request.background:
+    if request.store or request.background or is_remembered:
         request_json = sse.dumps(parameters)
         items_json = "[" + ",".join(map(sse.dumps, conversation)) + "]"
     return Row(

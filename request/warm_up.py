@@ -16,6 +16,7 @@ Not here: the prefix cache (../pages.py).
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 
 from channels import Accepted, Finish, Output
 
@@ -31,7 +32,7 @@ async def unsaid(outputs: Outputs) -> Outputs:
                     yield output
                 case Finish("stop" | "length", usage):
                     if usage:
-                        usage = usage._replace(output_tokens=0, reasoning_tokens=0)
+                        usage = replace(usage, output_tokens=0, reasoning_tokens=0)
                     yield Finish("stop", usage)
                 case Finish():
                     yield output

@@ -3,71 +3,35 @@
     owner --Room.visit()--> Visit          a message of its body --Room.receive()--> the message, or BadInput
 
 A visit begins with the head of a request. While its body arrives it holds the bytes that have come; when that
-is whole it takes a stream, if there is one. One that asks for what is stored holds an answer instead, and the
-bytes of that. It ends with the request, and gives back what it holds.
+is whole it takes a stream, if there is one, and then one for each further choice. One that asks for what is
+stored holds an answer instead, and the bytes of that. It ends with the request, and gives back what it holds.
+On a WebSocket each turn is a visit, and so is what has come of the next message.
 
-Authority: A. K. Choudhury and E. L. Hahne, "Dynamic queue length thresholds for shared-memory packet
-switches", IEEE/ACM Transactions on Networking 6 (1998), for rule 1.
+Authority: rule 1 of request/shares.py.
 
 Rules of this file:
-1. Of several owners none takes more than what is then still free, so there is room for one who holds nothing;
-   that one may take all that is free: of one stream it could else have none.
-2. A body that arrives slowly gives way: the oldest of the same owner's, where that owner lacks room.
-3. A body must be whole within MAX_BODY_S.
+1. A body that arrives slowly gives way: the oldest of the same owner's, where that owner lacks room.
+2. A body must be whole within MAX_BODY_S.
 
-Not here: connections (connections.py), who an owner is (middleware.py), how many requests the engine runs at
-once (scheduler.py), background responses that wait (background.py).
+Not here: how owners share (request/shares.py), connections (connections.py), who an owner is (middleware.py),
+how many requests the engine runs at once (scheduler.py), background responses that wait (background.py).
 """
 
 import asyncio
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from starlette.types import Message, Receive
 
 from request.body import MAX_BODY_BYTES
 from request.refusals import BadInput
+from request.shares import Shares
 
 MAX_BODY_S = 30  # from the head of the request to the last byte of its body
 BYTES_A_STREAM = 256 * 1024  # of a body, on average: 64,000 tokens of text
 MIN_LARGEST_BODIES = 16  # that there is room for, however few the streams
-
-
-class Shares:
-    """A number of things that owners share: rule 1 where `is_shared`, else one owner may have all."""
-
-    def __init__(self, name: str, total: int, is_shared: bool) -> None:
-        self._name = name
-        self._total = total
-        self._is_shared = is_shared
-        self._n_free = total
-        self._held: Counter[str] = Counter()  # by owner
-
-    def has_room(self, owner: str, n: int) -> bool:
-        n_left = self._n_free - n
-        if self._is_shared and self._held[owner]:
-            return self._held[owner] + n <= n_left
-        return n_left >= 0
-
-    def take(self, owner: str, n: int) -> None:
-        """Raises BadInput where there is no room."""
-        if self._n_free < n:
-            message = f"There is no room for more {self._name}; try again later."
-            raise BadInput(message, None, "server_is_overloaded")
-        if not self.has_room(owner, n):
-            share = f"{self._held[owner]} of {self._total} {self._name}"
-            message = f"Your key holds {share}, and more would leave too few for others; try again later."
-            raise BadInput(message, None, "rate_limit_exceeded")
-        self._held[owner] += n
-        self._n_free -= n
-
-    def give_back(self, owner: str, n: int) -> None:
-        self._held[owner] -= n
-        self._n_free += n
-        if not self._held[owner]:
-            del self._held[owner]
 
 
 @dataclass(eq=False)
@@ -78,9 +42,9 @@ class Visit:
     deadline: float  # of its body, by the event loop's clock
     n_bytes: int = 0  # of its body, so far, or of its answer
     is_arriving: bool = False
-    has_stream: bool = False
+    n_streams: int = 0
     has_answer: bool = False
-    timeout: asyncio.Timeout | None = None  # runs while more of the body is awaited
+    give_way: Callable[[], None] | None = None  # ends the arrival; None: nothing of a body is awaited
 
 
 class Room:
@@ -90,11 +54,14 @@ class Room:
         self, max_streams: int, max_body_bytes: int = MAX_BODY_BYTES, is_shared: bool = False
     ) -> None:
         self.max_body_bytes = max_body_bytes
+        self._max_streams = max_streams
         n_bytes = max(max_streams * BYTES_A_STREAM, MIN_LARGEST_BODIES * max_body_bytes)
         self._streams = Shares("open requests", max_streams, is_shared)
         self._bodies = Shares("bodies on their way", max_streams, is_shared)
         self._answers = Shares("answers on their way", max_streams, is_shared)
         self._bytes = Shares("bytes of bodies", n_bytes, is_shared)
+        self._sockets = Shares("open WebSockets", max_streams, is_shared)
+        self.remembered = Shares("bytes of what connections remember", n_bytes, is_shared)
         self._arriving: dict[Visit, None] = {}  # the oldest first
 
     @contextmanager
@@ -105,14 +72,19 @@ class Room:
         finally:
             self._end_arrival(visit)
             self._bytes.give_back(owner, visit.n_bytes)
-            self._streams.give_back(owner, int(visit.has_stream))
+            self._streams.give_back(owner, visit.n_streams)
             self._answers.give_back(owner, int(visit.has_answer))
 
-    def enter(self, visit: Visit) -> None:
-        """Give a visit its stream; raises BadInput."""
+    def enter(self, visit: Visit, n_streams: int = 1) -> None:
+        """Give a visit its stream, or more of them, for each choice is one; raises BadInput.
+
+        Half of all are the most that one has, for it to get in at all beside other owners.
+        """
         self._end_arrival(visit)
-        self._streams.take(visit.owner, 1)
-        visit.has_stream = True
+        n_streams = min(n_streams, max(1, self._max_streams // 2) - visit.n_streams)
+        if n_streams > 0:
+            self._streams.take(visit.owner, n_streams)
+            visit.n_streams += n_streams
 
     def enter_for_answer(self, visit: Visit) -> None:
         """Let a visit have an answer that is stored; raises BadInput.
@@ -123,37 +95,80 @@ class Room:
         visit.has_answer = True
 
     def hold(self, visit: Visit, n_bytes: int) -> None:
-        """Take room for the bytes of an answer, however large that one is; raises BadInput."""
-        n_bytes = min(n_bytes, self.max_body_bytes)
-        self._bytes.take(visit.owner, n_bytes)
-        visit.n_bytes += n_bytes
+        """Take room for what is loaded for an answer, however large that is; raises BadInput."""
+        n_more = min(n_bytes, self.max_body_bytes) - visit.n_bytes
+        if n_more > 0:  # else it is held already
+            self._bytes.take(visit.owner, n_more)
+            visit.n_bytes += n_more
 
     async def receive(self, visit: Visit, receive: Receive) -> Message:
         """The next message of a client; raises BadInput where its body has no room, or no time left."""
-        if visit.has_stream:  # all that can still come is that the client leaves
+        if visit.n_streams:  # all that can still come is that the client leaves
             return await receive()
-        if not visit.is_arriving:
-            self._take(self._bodies, visit, 1)
-            self._arriving[visit] = None
-            visit.is_arriving = True
+        self._begin_arrival(visit)
         try:
-            async with asyncio.timeout_at(visit.deadline) as visit.timeout:
+            async with asyncio.timeout_at(visit.deadline) as timeout:
+                visit.give_way = partial(timeout.reschedule, 0)
                 message = await receive()
         except TimeoutError as error:
             expected = f"Expected the body within {MAX_BODY_S} s, or before other bodies needed its room."
             raise BadInput(expected, None, "request_timeout") from error
         finally:
-            visit.timeout = None
+            visit.give_way = None
         if message["type"] == "http.request":
-            n_bytes = len(message.get("body", b""))
-            self._take(self._bytes, visit, n_bytes)
-            visit.n_bytes += n_bytes
+            self._resize(visit, visit.n_bytes + len(message.get("body", b"")))
             if not message.get("more_body"):
                 self.enter(visit)
         return message
 
+    # --- WebSockets -----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def socket(self, owner: str) -> Iterator[Visit]:
+        """An open WebSocket, and what has come of its next message; raises BadInput."""
+        self._sockets.take(owner, 1)
+        try:
+            with self.visit(owner) as visit:
+                yield visit
+        finally:
+            self._sockets.give_back(owner, 1)
+
+    def hold_message(self, visit: Visit, n_bytes: int, give_way: Callable[[], None]) -> None:
+        """Count what has come of a message that is not whole, 0 for none; raises BadInput."""
+        if n_bytes == 0:
+            visit.give_way = None
+            self._end_arrival(visit)
+        else:
+            self._begin_arrival(visit)
+            visit.give_way = give_way
+        self._resize(visit, n_bytes)
+
+    @contextmanager
+    def turn(self, owner: str, n_bytes: int) -> Iterator[None]:
+        """A turn whose message has come, which is an open request like any other; raises BadInput."""
+        with self.visit(owner) as visit:
+            self._resize(visit, n_bytes)
+            self.enter(visit)
+            yield
+
+    # --- bodies that arrive ---------------------------------------------------------------------------------
+
+    def _begin_arrival(self, visit: Visit) -> None:
+        if not visit.is_arriving:
+            self._take(self._bodies, visit, 1)
+            self._arriving[visit] = None
+            visit.is_arriving = True
+
+    def _resize(self, visit: Visit, n_bytes: int) -> None:
+        """Have a visit hold so many bytes; raises BadInput."""
+        if n_bytes > visit.n_bytes:
+            self._take(self._bytes, visit, n_bytes - visit.n_bytes)
+        else:
+            self._bytes.give_back(visit.owner, visit.n_bytes - n_bytes)
+        visit.n_bytes = n_bytes
+
     def _take(self, shares: Shares, visit: Visit, n: int) -> None:
-        """Raises BadInput where there is no room, and rule 2 makes none."""
+        """Raises BadInput where there is no room, and rule 1 makes none."""
         if not shares.has_room(visit.owner, n):
             older = [other for other in self._arriving if other.owner == visit.owner and other is not visit]
             while older and not shares.has_room(visit.owner, n):
@@ -162,11 +177,10 @@ class Room:
 
     def _expire(self, visit: Visit) -> None:
         self._end_arrival(visit)
-        self._bytes.give_back(visit.owner, visit.n_bytes)
-        visit.n_bytes = 0
+        self._resize(visit, 0)
         visit.deadline = 0
-        if visit.timeout:
-            visit.timeout.reschedule(0)
+        if visit.give_way:
+            visit.give_way()
 
     def _end_arrival(self, visit: Visit) -> None:
         if visit.is_arriving:

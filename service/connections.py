@@ -1,21 +1,26 @@
-"""HTTP/1.1 connections: the listening socket, and limits on what a client may send and how slowly.
+"""HTTP/1.1 and WebSockets: the listening socket, and limits on what a client may send and how slowly.
 
     host, port --bind()--> listening socket
     ASGI application, options --http_config()--> uvicorn.Config --HttpServer--> connections, each a Protocol
     bytes of a connection --httptools--> callbacks of Protocol --uvicorn--> ASGI messages
 
-A connection has two timers, and is dropped when one of them ends. The head timer runs from the start, and
-from the end of each request, until the next head has come. The read timer runs while back-pressure pauses our
-writing, because the client does not read.
+A request starts, as a task, when it is whole, or has brought more than a small body. A connection has two
+timers, and is dropped when one of them ends. The head timer runs from the connection's start, and from the
+end of each request, until the next one starts. The read timer runs while back-pressure pauses our writing,
+because the client does not read.
 
-Authority: https://www.uvicorn.org/settings/; RFC 9112; the parser is llhttp, as Node.js has it.
+Authority: https://www.uvicorn.org/settings/; RFC 9112; the parser is llhttp, as Node.js has it. RFC 6455 for
+WebSockets, which the package `websockets` speaks.
 
 Rules of this file:
-1. A head must come within MAX_HEAD_S, and a client must read what it gets within --reader-timeout.
+1. A head, with its body if that is small, must come within MAX_HEAD_S, and a client must read what it gets
+   within --reader-timeout.
 2. What is no HTTP, or could mean two requests (RFC 9112, section 11.2), is answered with an error object.
 3. A client that closes its connection has left, unless it has only ended its side (half-closed it) behind a
    whole request: it gets its answer. Both look the same until one writes to them: see probe().
-4. Connections never take the last file descriptors: the one that was longest without a request gives way.
+4. Connections never take the last file descriptors: the one that was longest without a request, or with a
+   part of one, gives way.
+5. A turn of the event loop is short: it accepts, reads and writes a few connections, whoever has many.
 
 Not here: the application behind it (middleware.py, api.py), limits on bodies (service/admission.py), when it
 starts and stops (server.py).
@@ -30,36 +35,50 @@ import logging
 import math
 import os
 import re
+import select
+import selectors
 import socket
 import struct
+import sys
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, ClassVar
 
 import httptools
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.frames import CloseCode
 
-from request.ids import new_id
-from request.refusals import error_body
-from service import logs
+from request.body import MAX_BODY_BYTES, SMALL_BODY_BYTES
+from request.ids import REQUEST_ID, new_id
+from request.refusals import BadInput, error_body
+from service.admission import MAX_BODY_S
 
 log = logging.getLogger("connections")
 
 MAX_READ_BYTES = 64 * 1024  # of a connection in one turn of the event loop: in chunks of a byte, 6 ms
+MAX_READ_FRAMES_BYTES = 4 * 1024  # of a WebSocket in one turn of the event loop: in empty frames, 8 ms
+MAX_FRAGMENTS = 1024  # of a message
+LONG_READ_S = 0.001  # of our time for one piece of a WebSocket: it was full of tiny frames
+BRAKE = 4  # times that for which nothing is read then: a flood takes a fifth of the event loop
+MAX_HANDSHAKE_LINE = 8000  # bytes; the package `websockets` takes 8192
+PING_INTERVAL_S = 20  # of a WebSocket
 MAX_FRAMING_BYTES = 64 * 1024  # of a request, all but its body: head, chunk sizes, trailers
 MAX_HEADERS = 100  # of a request, as Apache has it
-MAX_HEAD_S = 60  # from the first moment in which a request may come
+MAX_HEAD_S = 60  # from the first moment in which a request may come until it starts
 KEEP_ALIVE_S = 75  # of an idle connection, nginx's default: clients that reuse one drop it before we do
 LINGER_S = 2  # for what a client still sends when it has been told that it is no HTTP
 PROBE_S = 0.02  # between the first two looks for whether a client is still there; then twice as long
 SEND_BUFFER_BYTES = 128 * 1024  # of a connection; Linux takes twice as many
 STALLED_S = 2  # what clients get at a stop to read their last event, after the grace
 
-BACKLOG = 1024  # connections that the system holds for us; behind that a client tries again after a second
-ACCEPTED_A_TURN = 16  # of the event loop: each takes about half a millisecond, with its request
+BACKLOG = 4096  # connections that the system holds for us; behind that a client tries again after a second
+ACCEPTED_A_TURN = 16  # of the event loop: what a request does takes half a millisecond a turn
+READY_A_TURN = 16  # connections that are read or written, for the same reason
 MAX_IDLE = 1024  # connections beyond --max-streams: idle ones, bodies on their way, short requests
 OWN_FILES = 64  # the store, the model, pipes, logs
 MAX_FILES = 10240  # macOS gives a process no more
@@ -85,6 +104,46 @@ def bind(host: str, port: int) -> socket.socket:
         reason = getattr(error, "strerror", None) or error
         raise OSError(f"cannot listen on {host} port {port}: {reason}") from error
     return listener
+
+
+# --- turns of the event loop --------------------------------------------------------------------------------
+
+
+def event_loop() -> asyncio.AbstractEventLoop:
+    if sys.platform == "linux":
+        return asyncio.SelectorEventLoop(FairSelector())
+    return asyncio.SelectorEventLoop()
+
+
+if sys.platform == "linux":
+
+    class FairSelector(selectors.EpollSelector):
+        """Tells of a few ready files at a time, so that a thousand of them take many turns of the event loop.
+
+        epoll_wait(2): "successive epoll_wait() calls will round robin through the set of ready file
+        descriptors".
+        """
+
+        def __init__(self) -> None:
+            super().__init__()
+            self._epoll = select.epoll.fromfd(os.dup(self.fileno()))
+
+        def close(self) -> None:
+            self._epoll.close()
+            super().close()
+
+        def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+            keys = self.get_map()
+            ready = []
+            for fd, events in self._epoll.poll(timeout, READY_A_TURN):
+                mask = 0
+                if events & ~select.EPOLLOUT:  # an error is met by reading, and by writing
+                    mask |= selectors.EVENT_READ
+                if events & ~select.EPOLLIN:
+                    mask |= selectors.EVENT_WRITE
+                key = keys[fd]
+                ready.append((key, mask & key.events))
+            return ready
 
 
 # --- file descriptors ---------------------------------------------------------------------------------------
@@ -160,28 +219,69 @@ NO_HTTP_ANSWER = (
 )
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # a client may get any number of them: RFC 9110, section 15.2
 # Headers that say one thing: of two, a proxy could believe one and we the other (RFC 9110, section 5.3).
-SINGLE_HEADERS = (b"host", b"authorization", b"content-type", b"content-encoding", b"origin")
+SINGLE_HEADERS = (
+    b"host",
+    b"authorization",
+    b"content-type",
+    b"content-encoding",
+    b"origin",
+    b"sec-websocket-key",
+    b"sec-websocket-version",
+)
 UPGRADE = re.compile(rb"upgrade", re.IGNORECASE)
+WEBSOCKET_KEY = re.compile(rb"[A-Za-z0-9+/]{22}==")  # 16 bytes: RFC 6455, section 4.2.1
 
 
-class Protocol(HttpToolsProtocol, asyncio.BufferedProtocol):
-    """One connection, dropped when its client does not send a head or does not read.
+class ReaderTimeout(asyncio.BaseProtocol):
+    """Drops a connection whose client does not read.
 
     The transport calls pause_writing() when 64 KiB wait behind a full socket, and resume_writing() when most
-    of them have left. There is no pipelining: what comes behind a request before its answer is complete is
-    not looked at, and the connection ends with that answer (RFC 9112, section 9.3.2: clients send it again).
+    of them have left.
     """
 
+    transport: asyncio.Transport
+    loop: asyncio.AbstractEventLoop
     reader_timeout: float  # seconds
-    max_connections: int
-    idle: ClassVar["OrderedDict[Protocol, None]"]  # all that have no request, the longest so first
     read_timer: asyncio.TimerHandle | None = None  # runs while writing is paused
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.read_timer = self.loop.call_later(self.reader_timeout, self.drop)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self.stop_read_timer()
+
+    def stop_read_timer(self) -> None:
+        if self.read_timer:
+            self.read_timer.cancel()
+
+    def drop(self) -> None:
+        """Reset the connection."""
+        no_linger = struct.pack("ii", 1, 0)  # what the system has buffered is dropped too: man 7 socket
+        connection = self.transport.get_extra_info("socket")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, no_linger)
+        self.transport.abort()
+
+
+class Protocol(ReaderTimeout, HttpToolsProtocol, asyncio.BufferedProtocol):
+    """One connection, dropped when its client does not send a head or does not read.
+
+    There is no pipelining: what comes behind a request before its answer is complete is not looked at, and
+    the connection ends with that answer (RFC 9112, section 9.3.2: clients send it again).
+    """
+
+    max_connections: int
+    max_body_bytes: int
+    idle: ClassVar["OrderedDict[Protocol, None]"]  # all without a request that has started, the longest first
     head_timer: asyncio.TimerHandle  # runs while what comes belongs to no request that is being answered
     n_framing_bytes = 0  # that the request had so far, without its body
     n_body_bytes = 0  # that the connection had so far
     n_headers = 0
     in_head = False  # else a header is a trailer
     is_deaf = False  # nothing more is read here
+    start: Callable[[], None] | None = None  # starts the request that has begun to come
+    read_buffer = bytearray(MAX_READ_BYTES)  # of all connections, for what one has read is parsed at once
 
     # --- its beginning and its end --------------------------------------------------------------------------
 
@@ -202,14 +302,13 @@ class Protocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         self.idle.pop(self, None)
         self.head_timer.cancel()
         self.stop_read_timer()
+        if self.start:  # it and what it starts hold on to this object
+            self.start = None
+            self.cycle = None  # type: ignore[assignment]
 
     def drop(self) -> None:
-        """Reset the connection."""
         self.idle.pop(self, None)
-        no_linger = struct.pack("ii", 1, 0)  # what the system has buffered is dropped too: man 7 socket
-        connection = self.transport.get_extra_info("socket")
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, no_linger)
-        self.transport.abort()
+        super().drop()
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Whether to go on though the client has ended its side; else the transport closes."""
@@ -236,7 +335,6 @@ class Protocol(HttpToolsProtocol, asyncio.BufferedProtocol):
     # --- what comes -----------------------------------------------------------------------------------------
 
     def get_buffer(self, sizehint: int) -> bytearray:
-        self.read_buffer = bytearray(MAX_READ_BYTES)
         return self.read_buffer
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -253,18 +351,30 @@ class Protocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         except (httptools.HttpParserError, BadHttp) as error:
             self.refuse(error.__context__ or error)  # the parser wraps what a callback raises
             return
-        if self.is_answering():
+        if self.is_answering() or self.is_deaf:
             self.head_timer.cancel()
         elif self.head_timer.cancelled():  # the next head begins, or the rest of a body that nobody reads
             self.head_timer = self.loop.call_later(MAX_HEAD_S, self.drop)
 
     def feed(self, data: bytes) -> None:
-        """Parse; what offers an upgrade once more without it, for its body is lost: Kludex/uvicorn#2722."""
+        """Parse; what offers another upgrade than to a WebSocket once more without it.
+
+        For its body is lost: Kludex/uvicorn#2722.
+        """
         try:
             self.parser.feed_data(data)
             return
         except httptools.HttpParserUpgrade as upgrade:
             n_bytes_of_head = upgrade.args[0]
+        if self._should_upgrade():
+            self.is_deaf = True  # from here on the connection is a WebSocketProtocol's
+            self.handle_websocket_upgrade()
+            websocket = self.transport.get_protocol()
+            assert isinstance(websocket, WebSocketProtocol)
+            if not websocket.handshake_initiated:  # the package has not understood the head, and says nothing
+                self.drop()
+            websocket.data_received(data[n_bytes_of_head:])
+            return
         head = self.head_without_upgrade()
         self.parser = httptools.HttpRequestParser(self)
         self.feed(head + data[n_bytes_of_head:])
@@ -298,7 +408,23 @@ class Protocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         self.check_head()
         if not self.parser.should_upgrade():  # else feed() parses it again
             super().on_headers_complete()
+        elif self._should_upgrade():
+            self.scope["method"] = "GET"  # for handle_websocket_upgrade()
             self.idle.pop(self, None)
+
+    def _should_upgrade(self) -> bool:
+        """Whether a head is a handshake that WebSocketProtocol accepts; others are answered as HTTP."""
+        headers = dict(self.headers)
+        lines = [self.url, *(name + value for name, value in self.headers)]
+        return (
+            super()._should_upgrade()
+            and self.parser.get_method() == b"GET"
+            and self.parser.get_http_version() == "1.1"
+            and headers.get(b"sec-websocket-version") == b"13"
+            and WEBSOCKET_KEY.fullmatch(headers.get(b"sec-websocket-key", b"")) is not None
+            and self.url.isascii()
+            and max(map(len, lines)) <= MAX_HANDSHAKE_LINE
+        )
 
     def check_head(self) -> None:
         """Refuse what the parser lets through; raises BadHttp."""
@@ -316,13 +442,31 @@ class Protocol(HttpToolsProtocol, asyncio.BufferedProtocol):
             if names.count(name) > 1:
                 raise BadHttp(f"there are two {name.decode()} headers")
 
+    def _start_asgi_task(self, *cycle_and_app: Any) -> None:
+        """uvicorn starts a request when its head has come; here start_request() does."""
+        self.start = partial(super()._start_asgi_task, *cycle_and_app)
+        n_announced = int(dict(self.headers).get(b"content-length", 0))
+        # A body that is too large is refused unread; one that is expected comes when it is asked for.
+        if n_announced > self.max_body_bytes or self.expect_100_continue:
+            self.start_request()
+
+    def start_request(self) -> None:
+        """Start the request that has come, unless it has started."""
+        if self.start:
+            self.start()
+            self.start = None
+            self.idle.pop(self, None)
+
     def on_body(self, body: bytes) -> None:
         self.n_body_bytes += len(body)
         super().on_body(body)
+        if len(self.cycle.body) > SMALL_BODY_BYTES:
+            self.start_request()
 
     def on_message_complete(self) -> None:
         if not self.parser.should_upgrade():
             super().on_message_complete()
+            self.start_request()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -330,7 +474,8 @@ class Protocol(HttpToolsProtocol, asyncio.BufferedProtocol):
             self.idle[self] = None
 
     def is_answering(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
+        """Whether a request has started, and its answer is not complete."""
+        return self.cycle is not None and not self.cycle.response_complete and self.start is None
 
     def refuse(self, error: BaseException) -> None:
         """Answer what is no HTTP with an error object; an answer to a whole request before it goes on."""
@@ -340,9 +485,9 @@ class Protocol(HttpToolsProtocol, asyncio.BufferedProtocol):
             return
         message = f"Invalid HTTP request received: {error}."
         request_id = new_id("req")
-        token = logs.REQUEST_ID.set(request_id)
+        token = REQUEST_ID.set(request_id)
         log.info("400: %s", message)
-        logs.REQUEST_ID.reset(token)
+        REQUEST_ID.reset(token)
         if self.is_answering():
             self.cycle.disconnected = True  # so that the application does not answer it too
             self.cycle.message_event.set()
@@ -355,38 +500,163 @@ class Protocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         self.head_timer.cancel()
         self.head_timer = self.loop.call_later(LINGER_S, self.transport.abort)
 
-    # --- what is written ------------------------------------------------------------------------------------
 
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self.read_timer = self.loop.call_later(self.reader_timeout, self.drop)
+class WebSocketProtocol(ReaderTimeout, WebSocketsSansIOProtocol, asyncio.BufferedProtocol):
+    """One WebSocket behind its handshake, dropped when its client does not read.
+
+    A message must be whole within MAX_BODY_S, as a body must, and come in few fragments; what has come of it
+    is counted by the application, in scope["hold_message"]. The application closes the connection at a stop.
+    """
+
+    message_timer: asyncio.TimerHandle | None = None  # runs while a message is not whole
+    brake: asyncio.TimerHandle | None = None  # runs while nothing is read, for the last frames took long
+    is_deaf = False  # the client has been told why the connection ends
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.close_timeout = LINGER_S  # for the client's answer to our close
+
+    def get_buffer(self, sizehint: int) -> bytearray:
+        self.read_buffer = bytearray(MAX_READ_FRAMES_BYTES)
+        return self.read_buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.data_received(bytes(memoryview(self.read_buffer)[:nbytes]))
+
+    def data_received(self, data: bytes) -> None:
+        if self.is_deaf:
+            return
+        started_at = time.thread_time()
+        super().data_received(data)
+        seconds = time.thread_time() - started_at
+        if seconds > LONG_READ_S and not self.brake:
+            self.brake = self.loop.call_later(BRAKE * seconds, self.release_brake)
+        self.pace()
+        n_bytes = len(self.conn.reader.buffer) + (self.conn.cur_size or 0)
+        if len(self.frames) > MAX_FRAGMENTS:
+            self.fail(CloseCode.POLICY_VIOLATION, f"expected a message of at most {MAX_FRAGMENTS} fragments")
+        elif not self.close_sent:
+            self.hold_message(n_bytes)
+
+    def hold_message(self, n_bytes: int) -> None:
+        """Count what has come of a message that is not whole yet, and time it."""
+        scope: dict[str, Any] = {**self.scope}
+        hold = scope.get("hold_message")  # none before the application has let the client in
+        if not hold:
+            return
+        try:
+            hold(n_bytes, self.drop)
+        except BadInput as error:
+            self.fail(CloseCode.TRY_AGAIN_LATER, error.message)
+            return
+        if n_bytes and not self.message_timer:
+            self.message_timer = self.loop.call_later(MAX_BODY_S, self.drop)
+        elif not n_bytes:
+            self.stop_message_timer()
+
+    def pace(self) -> None:
+        """Read on, unless a message waits, or the last frames took long, or the client does not read.
+
+        Else the answers to its pings would pile up. What nobody looks at is always read.
+        """
+        is_busy = self.read_paused or self.brake or not self.writable.is_set()
+        if is_busy and not self.is_deaf:
+            self.transport.pause_reading()
+        else:
+            self.transport.resume_reading()
+
+    def release_brake(self) -> None:
+        self.brake = None
+        self.pace()
+
+    async def receive(self) -> Any:
+        message = await super().receive()  # it may read on
+        self.pace()
+        return message
+
+    def send_receive_event_to_app(self) -> None:
+        self.stop_message_timer()
+        if self.curr_msg_data_type == "text":
+            try:
+                b"".join(self.frames).decode()
+            except UnicodeDecodeError as error:  # of which uvicorn would log a traceback
+                self.fail(CloseCode.INVALID_DATA, f"expected UTF-8: {error.reason}")
+                return
+        super().send_receive_event_to_app()
+
+    def stop_message_timer(self) -> None:
+        if self.message_timer:
+            self.message_timer.cancel()
+        self.message_timer = None
+
+    def fail(self, code: CloseCode, reason: str) -> None:
+        self.conn.fail(code, reason)
+        self.handle_parser_exception()
+
+    def handle_parser_exception(self) -> None:
+        """Close the connection for what has come: the code of the close is in what is to be sent.
+
+        The client may be sending still. If nobody read that, the system would reset the connection, and the
+        client could lose the code.
+        """
+        self.is_deaf = True
+        self.close_sent = True
+        self.transport.write(b"".join(self.conn.data_to_send()))
+        self.queue.put_nowait({"type": "websocket.disconnect", "code": CloseCode.ABNORMAL_CLOSURE})
+        self.transport.write_eof()
+        self.pace()
+        self.close_timer = self.loop.call_later(LINGER_S, self.transport.abort)
+
+    async def send(self, message: Any) -> None:
+        await super().send(message)
+        if message["type"] == "websocket.http.response.body":
+            self.handshake_complete = True  # else uvicorn logs an error for each refusal
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self.is_deaf = True
+        self.stop_message_timer()
+        self.stop_read_timer()
+
+    def shutdown(self) -> None:
+        """The server stops: the application, which knows it, closes the connection behind its turns."""
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self.stop_read_timer()
-
-    def stop_read_timer(self) -> None:
-        if self.read_timer:
-            self.read_timer.cancel()
+        self.pace()
 
 
-def protocol(seconds: float, n_connections: int = MAX_IDLE) -> type[Protocol]:
-    """Protocol with these limits: the time to read, and how many connections there may be."""
+def protocol(
+    seconds: float, n_connections: int = MAX_IDLE, n_body_bytes: int = MAX_BODY_BYTES
+) -> type[Protocol]:
+    """Protocol with these limits: the time to read, how many connections there may be, --max-body."""
 
     class LimitedProtocol(Protocol):
         reader_timeout = seconds
         max_connections = n_connections
+        max_body_bytes = n_body_bytes
         idle: ClassVar[OrderedDict[Protocol, None]] = OrderedDict()
 
     return LimitedProtocol
+
+
+def websocket_protocol(seconds: float) -> type[WebSocketProtocol]:
+    class LimitedWebSocketProtocol(WebSocketProtocol):
+        reader_timeout = seconds
+
+    return LimitedWebSocketProtocol
 
 
 def http_config(app: ASGIApp, args: argparse.Namespace) -> uvicorn.Config:
     stop_s = math.ceil(args.shutdown_grace) + STALLED_S
     return uvicorn.Config(
         app,
-        http=protocol(args.reader_timeout, max_connections(args.max_streams)),
-        ws="none",
+        http=protocol(args.reader_timeout, max_connections(args.max_streams), args.max_body),
+        ws=websocket_protocol(args.reader_timeout),
+        ws_max_size=args.max_body,
+        ws_ping_interval=PING_INTERVAL_S,
+        ws_ping_timeout=args.reader_timeout,
+        ws_per_message_deflate=False,  # a few bytes could unpack to megabytes
         backlog=ACCEPTED_A_TURN,
         log_config=None,
         access_log=False,

@@ -10,14 +10,13 @@ Rules of this file:
 Not here: who logs what.
 """
 
-import contextvars
 import json
 import logging
 import re
 import traceback
 from typing import Any
 
-REQUEST_ID = contextvars.ContextVar("REQUEST_ID", default="")  # "": not about a request
+from request.ids import REQUEST_ID
 
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # what moves a terminal's cursor, or starts a line
 

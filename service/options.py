@@ -171,11 +171,15 @@ STREAMS = (
 )
 BODY = "of a request, also when unpacked; while one is parsed nothing else is done, up to 50 ms a MB"
 READER = "seconds before a client that has stopped reading is dropped"
+WEBSOCKET_AGE = "seconds after which a WebSocket takes no more turns, and is closed"
 DONE_LINE = "end Responses streams without 'data: [DONE]'"
 IMAGES = "in requests: refused, or the model is told that there was one"
 TEMPORARY = "refuse background with store=false, as OpenAI did at first, not keep it for 10 minutes"
 GRACE = "seconds that running requests get to finish at a stop"
 STORE = "SQLite file that keeps responses; in memory they are lost at exit"
+STEPS = (
+    "stream what each step of the engine does at /debug/steps, and show it on the page, to each key its own"
+)
 SECRET = "key of what clients keep for us: reasoning, compactions (default: another at each start)"
 KV_MEMORY = "memory for the KV cache, such as 2G (default: a quarter of what is free)"
 SPECULATE = f"draft up to N tokens per step by prompt lookup, at most {MAX_DRAFTS}; 0 turns it off"
@@ -229,6 +233,7 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "max-body":            ("2M",                 {"type": size, "metavar": "BYTES", "help": BODY}),
     "max-streams":         (1024,                 {"type": positive, "help": STREAMS}),
     "reader-timeout":      (60.0,                 {"type": seconds, "help": READER}),
+    "websocket-max-age":   (3600.0,               {"type": seconds, "help": WEBSOCKET_AGE}),
     "no-done-line":        (False,                {"action": "store_true", "help": DONE_LINE}),
     "reasoning-events":    ("openai",             {"choices": tuple(REASONING_EVENTS), "help": EVENTS}),
     "images":              ("refuse",             {"choices": ("refuse", "placeholder"), "help": IMAGES}),
@@ -247,6 +252,7 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
                                                    "action": "append", "help": TIMEOUT}),
     "price":               (None,                 {"type": price, "metavar": "NAME=NUMBER",
                                                    "action": "append", "help": PRICE}),
+    "debug-steps":         (False,                {"action": "store_true", "help": STEPS}),
     "log-level":           ("info",               {"choices": LEVELS, "help": "how much to log, on stderr"}),
     "log-format":          ("text",               {"choices": (*logs.FORMATS,), "help": "of its lines"}),
 }

@@ -1,14 +1,14 @@
-"""The web page: page.html as it lies on disk, with a Content Security Policy that allows what it needs alone.
+"""The web page: page.html and engine.html, with a Content Security Policy that allows what they need alone.
 
-    page.html --hashes of its script and style--> POLICY, HEADERS --response()--> Response
+    page.html, engine.html --hashes of their scripts and styles--> POLICY, HEADERS --response()--> Response
 
 Authority: https://www.w3.org/TR/CSP3/. A model writes what this page shows, and a model repeats what it read.
 
 Rules of this file:
-1. One script and one style run, those whose hashes are sent: what a model writes never runs.
+1. Only the scripts and styles whose hashes are sent run, one of each file: what a model writes never runs.
 2. The page talks to the server that it came from, and to nobody else; no other page frames it.
 
-Not here: what the page does (page.html).
+Not here: what the page does (page.html; its second view, which shows the engine at work: engine.html).
 """
 
 import base64
@@ -18,22 +18,24 @@ from pathlib import Path
 
 from starlette.responses import Response
 
-HTML = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
+FOLDER = Path(__file__).parent
+ENGINE = (FOLDER / "engine.html").read_text(encoding="utf-8")
+HTML = (FOLDER / "page.html").read_text(encoding="utf-8").replace("<!-- engine.html -->\n", ENGINE)
 
 
-def source(tag: str) -> str:
-    """The CSP source of the page's one element of this kind: the hash of its text."""
-    (text,) = re.findall(f"<{tag}>(.*?)</{tag}>", HTML, re.DOTALL)
-    digest = hashlib.sha256(text.encode()).digest()
-    return f"'sha256-{base64.b64encode(digest).decode()}'"
+def sources(tag: str) -> str:
+    """The CSP sources of the page's elements of this kind: the hash of each one's text."""
+    texts = re.findall(f"<{tag}>(.*?)</{tag}>", HTML, re.DOTALL)
+    digests = [hashlib.sha256(text.encode()).digest() for text in texts]
+    return " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
 
 
 # fmt: off
 #  directive                    what it lets through
 POLICY = {
     "default-src":               "'none'",
-    "script-src":                source("script"),
-    "style-src":                 source("style"),
+    "script-src":                sources("script"),
+    "style-src":                 sources("style"),
     "connect-src":               "'self'",
     "img-src":                   "data:",  # the icon, which is empty
     "base-uri":                  "'none'",

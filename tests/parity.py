@@ -19,21 +19,21 @@ Rules of this file:
 Not here: pytest. The suite compares with the golden files in test_parity.py.
 """
 
+import hashlib
 import json
 import sys
 import tempfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import save_file
 
 from checkpoint import default_model, hub
 from checkpoint.config import parse_config, read_config
-from checkpoint.weights import Part, layer_parts, outer_parts, read_weights
+from checkpoint.weights import Mxfp4, Part, all_parts, decoded_mxfp4, read_weights
 from model import Array, Batch, NumpyOps, Span, forward
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -99,6 +99,23 @@ UPPER_SLIDE = SLIDE | {"max_window_layers": 2}
 ODD = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 LATE = {"layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 2}
 
+CHOICE = {"num_experts_per_tok": 3}
+ONE_LESS = {"num_experts_per_tok": 2}
+EXPERTS = {"num_local_experts": 5} | CHOICE
+QWEN_EXPERTS = {"num_experts": 7, "moe_intermediate_size": 40} | HEADS | CHOICE
+NORMALISED = {"norm_topk_prob": True}
+OF_ALL = {"norm_topk_prob": False}
+SPARSE = {"decoder_sparse_step": 2, "mlp_only_layers": [3]}  # experts in layer 1 alone
+GPT_OSS = {
+    "hidden_size": 64,  # of whole blocks of MXFP4, as is the next
+    "intermediate_size": 96,
+    "head_dim": 20,
+    "sliding_window": 9,
+    "swiglu_limit": 2.0,
+    "rope_scaling": YARN | {"truncate": False},
+} | EXPERTS
+MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}}
+
 # fmt: off
 CASES = {
     # name                         model_type config.json                       otherwise         files
@@ -128,6 +145,13 @@ CASES = {
     "smollm3-no-rope-layers": Case("smollm3", {"no_rope_layers": [1, 0, 0, 1]}, ALL_ROTARY),
     "smollm3-window":         Case("smollm3", SLIDE,                            NO_WINDOW),
     "smollm3-yarn":           Case("smollm3", YARN_PARAMETERS,                  NO_PARAMETERS),
+    "mixtral":                Case("mixtral", EXPERTS,                          ONE_LESS),
+    "mixtral-window":         Case("mixtral", EXPERTS | WINDOW,                 NO_WINDOW,        "BF16"),
+    "qwen3-moe":              Case("qwen3_moe", QWEN_EXPERTS | NORMALISED,      ONE_LESS,         "BF16"),
+    "qwen3-moe-of-all":       Case("qwen3_moe", QWEN_EXPERTS,                   NORMALISED),
+    "qwen3-moe-dense-layers": Case("qwen3_moe", QWEN_EXPERTS | SPARSE | NORMALISED, OF_ALL,       "F16", 2),
+    "gpt-oss":                Case("gpt_oss", GPT_OSS | MXFP4,                  ONE_LESS,         "BF16", 2),
+    "gpt-oss-unpacked":       Case("gpt_oss", GPT_OSS,                          ONE_LESS),
 }
 # fmt: on
 
@@ -148,9 +172,7 @@ def write(directory: Path, case: Case) -> None:
     raw = config_json(case)
     (directory / "config.json").write_text(json.dumps(raw))
     config = parse_config(raw, {})
-    parts = outer_parts(config)
-    for layer in range(config.n_layers):
-        parts += layer_parts(config, f"model.layers.{layer}.")
+    parts = all_parts(config)
     if case.n_shards == 1:
         write_file(directory / "model.safetensors", parts, case.dtype)
         return
@@ -163,24 +185,35 @@ def write(directory: Path, case: Case) -> None:
 
 
 def write_file(path: Path, parts: Sequence[Part], dtype: str) -> None:
-    """https://github.com/huggingface/safetensors#format"""
-    tensors = {part.name: random_tensor(part.name, part.shape) for part in parts}
-    if dtype != "BF16":
-        numpy_dtype = {"F16": np.float16, "F32": np.float32}[dtype]
-        save_file({n: t.astype(numpy_dtype) for n, t in tensors.items()}, path, metadata={"format": "pt"})
-        return
-    header, data = {}, b""  # by hand: NumPy has no bfloat16
+    write_tensors(path, {part.name: random_tensor(part.name, part.shape) for part in parts}, dtype)
+
+
+def write_tensors(path: Path, tensors: dict[str, NDArray[Any]], dtype: str) -> None:
+    """https://github.com/huggingface/safetensors#format, by hand: NumPy has no bfloat16"""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    data = b""
     for name, tensor in tensors.items():
-        begin, data = len(data), data + (tensor.view(np.uint32) >> 16).astype("<u2").tobytes()
-        header[name] = {"dtype": dtype, "shape": tensor.shape, "data_offsets": [begin, len(data)]}
-    encoded = json.dumps(header | {"__metadata__": {"format": "pt"}}).encode()
+        stored, stored_as = tensor, "U8"
+        if tensor.dtype != np.uint8:
+            stored, stored_as = STORED[dtype](tensor), dtype
+        begin, data = len(data), data + stored.tobytes()
+        header[name] = {"dtype": stored_as, "shape": tensor.shape, "data_offsets": [begin, len(data)]}
+    encoded = json.dumps(header).encode()
     path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + data)
+
+
+STORED: dict[str, Callable[[Array], NDArray[Any]]] = {
+    "BF16": lambda tensor: (tensor.view(np.uint32) >> 16).astype("<u2"),
+    "F16": lambda tensor: tensor.astype("<f2"),
+    "F32": lambda tensor: tensor.astype("<f4"),
+}
 
 
 # the first of these that a tensor's name contains: mean and deviation, a matrix's times n_inputs ** -0.5
 SPREAD = {
     "norm": (1.0, 0.3),
     "bias": (0.0, 0.25),
+    "sinks": (1.0, 1.0),
     "q_proj": (0.0, 1.5),
     "k_proj": (0.0, 1.5),
     "embed_tokens": (0.0, 3.0),
@@ -189,11 +222,16 @@ SPREAD = {
 }
 
 
-def random_tensor(name: str, shape: tuple[int, ...]) -> Array:
+def random_tensor(name: str, shape: tuple[int, ...]) -> NDArray[Any]:
+    rng = np.random.default_rng(zlib.crc32(name.encode()))
+    if name.endswith("_blocks"):
+        return rng.integers(0, 256, shape, np.uint8)
+    if name.endswith("_scales"):
+        return rng.integers(121, 125, shape, np.uint8)  # exponents of 2, plus 127
     mean, deviation = next(spread for word, spread in SPREAD.items() if word in name)
-    if len(shape) == 2:
+    if len(shape) > 1:
         deviation *= shape[1] ** -0.5
-    values = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape)
+    values = rng.standard_normal(shape)
     return (mean + deviation * values).astype(np.float32)
 
 
@@ -298,6 +336,37 @@ def write_golden(name: str, g: Golden) -> None:
     (GOLDEN / f"{name}.json").write_text(text)
 
 
+# ---- MXFP4 -------------------------------------------------------------------------------------------------
+
+
+def every_mxfp4() -> Mxfp4:
+    """Every byte with every scale but that which means no number."""
+    scales = np.arange(255, dtype=np.uint8).reshape(1, 255, 1).repeat(16, axis=2)
+    blocks = np.arange(256, dtype=np.uint8).reshape(1, 1, 16, 16).repeat(255, axis=1)
+    return Mxfp4(blocks, scales)
+
+
+def digest(numbers: Array) -> str:
+    return hashlib.sha256(numbers.tobytes()).hexdigest()
+
+
+def mxfp4_is_theirs() -> bool:
+    """Write the digest of what transformers makes of every_mxfp4(), and compare ours bit for bit."""
+    import torch
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    packed = every_mxfp4()
+    blocks, scales = torch.from_numpy(packed.blocks), torch.from_numpy(packed.scales)
+    numbers = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).transpose(1, 2)
+    (GOLDEN / "mxfp4.json").write_text(json.dumps(digest(numbers.contiguous().numpy())) + "\n")
+    return read_mxfp4_golden() == digest(decoded_mxfp4(packed))
+
+
+def read_mxfp4_golden() -> str:
+    found: str = json.loads((GOLDEN / "mxfp4.json").read_text())
+    return found
+
+
 # ---- Transformers ------------------------------------------------------------------------------------------
 
 
@@ -393,6 +462,9 @@ def main() -> int:
     for line in lines():
         print(line, flush=True)
         good &= line.good
+    same = mxfp4_is_theirs()
+    print(f"every number of MXFP4: {'equal' if same else 'DIFFERS'}")
+    good &= same
     return 0 if good else 1
 
 

@@ -1,8 +1,12 @@
-"""What the README shows of the code's own table: `python tests/pictures.py` writes it anew.
+"""The README's pictures: `python tests/pictures.py` makes the first anew, `--engine` the second too.
 
 responses.GRAMMAR --events()--> pictures/events.svg
+the server, Chromium --engine()--> pictures/engine.png
 """
 
+import argparse
+import os
+import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from html import escape
@@ -11,6 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT)]  # as a script, this file finds the modules beside tests/
 
+from helpers.serving import serve  # noqa: E402
 from responses import GRAMMAR  # noqa: E402
 
 PICTURE = ROOT / "pictures" / "events.svg"
@@ -27,6 +32,12 @@ STYLE = """
 HEAD = (
     '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
     'orient="auto"><path d="M0,0 L8,4 L0,8 z"/></marker></defs>'
+)
+
+# Pages for half of what the four prompts of the page's second view need together: one of them is preempted.
+WATCHED = ("--debug-steps", "--speculate", "4", "--kv-memory", "2.25M")
+CHROMIUM = os.environ.get("CHROMIUM") or next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
 
 # --- the states and arrows of responses.GRAMMAR -------------------------------------------------------------
@@ -128,6 +139,29 @@ def lettering(x: int, y: int, labels: list[str]) -> Iterator[str]:
             yield f'<text class="edge" x="{x}" y="{y + 16}">{escape(inner)}</text>'
 
 
+# --- the page's second view ---------------------------------------------------------------------------------
+
+
+def engine() -> bytes:
+    """The view as PNG, when its four prompts have been answered, at the step that has preempted one."""
+    from playwright.sync_api import sync_playwright
+
+    with serve(*WATCHED) as server, sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1160, "height": 900})
+        page.goto(server.url + "/#engine")
+        page.wait_for_selector("#model option", state="attached")
+        page.get_by_role("button", name="Send four prompts").click()
+        page.locator("#story [data-kind=preempted]").first.wait_for()
+        page.locator("#fill:enabled").wait_for()
+        page.locator("#shares .tokens button").first.click()
+        return page.screenshot(full_page=True)
+
+
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Make the README's pictures.")
+    parser.add_argument("--engine", action="store_true", help="that of the engine too, which needs Chromium")
     PICTURE.parent.mkdir(exist_ok=True)
     PICTURE.write_text(events(), encoding="utf-8")
+    if parser.parse_args().engine:
+        (PICTURE.parent / "engine.png").write_bytes(engine())

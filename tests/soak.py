@@ -10,10 +10,12 @@ Not here: a quick test of any of it; those are in test_lifecycle.py and test_mid
 """
 
 import argparse
+import contextlib
 import http.client
 import json
 import re
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -26,7 +28,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the server's modules
 
-from helpers.serving import Json, Reply, Server, http_bytes, http_chunks, serve, until
+from websockets.exceptions import WebSocketException
+from websockets.sync.client import ClientConnection
+
+from helpers.serving import PATIENCE_S, Json, Reply, Server, http_bytes, http_frames, serve, until
 from store import TERMINAL
 
 RESPONSES, CHAT = "/v1/responses", "/v1/chat/completions"
@@ -34,7 +39,9 @@ N_CLIENTS = 8
 KILL_EVERY_S = 15  # on average; the lives of the server are random
 CALM = 0.4  # share of the time, at its end, in which nothing is killed and memory is watched
 MAX_GROWTH_MB = 40  # of the last process: caches fill, and the allocator keeps some memory
-LOST = (OSError, http.client.HTTPException, ValueError, AssertionError)  # how a client sees a killed server
+N_SOCKETS = 200  # that are held at once beside all that, while memory is watched
+# How a client sees a killed server.
+LOST = (OSError, http.client.HTTPException, ValueError, AssertionError, WebSocketException)
 PROMPTS = [
     "hi",
     "Tell me a story about a cat.",
@@ -95,7 +102,7 @@ def events_of(server: Server, request: Json, n: int | None = None) -> list[Json]
     """The first `n` events of a stream, or all of them; then leave."""
     events: list[Json] = []
     with server.connect(http_bytes(RESPONSES, request)) as connection:
-        for chunk in http_chunks(connection):
+        for chunk in http_frames(connection):
             if b"[DONE]" not in chunk and not chunk.startswith(b":"):
                 events.append(json.loads(chunk.split(b"data: ", 1)[1]))
             if n is not None and len(events) >= n:
@@ -201,8 +208,53 @@ def refused(soak: Soak, server: Server, random: Random) -> None:
     assert reply.status == 400, reply.body
 
 
+def websocket(soak: Soak, server: Server, random: Random) -> None:
+    """Some turns, each behind the last one; then leave amid another."""
+    with server.websocket() as connection:
+        previous = None
+        for _ in range(random.randint(1, 3)):
+            request = body(random, store=False, previous_response_id=previous, tools=[], truncation="auto")
+            connection.send(json.dumps({"type": "response.create"} | request))
+            events = turn_of(connection)
+            check_whole(events)
+            previous = events[-1]["response"]["id"]
+        connection.send(json.dumps({"type": "response.create"} | body(random)))
+        leave_amid(connection, random)
+
+
+def turn_of(connection: ClientConnection) -> list[Json]:
+    events: list[Json] = []
+    while not events or events[-1].get("response", {}).get("status") not in TERMINAL:
+        events.append(json.loads(connection.recv(PATIENCE_S)))
+        assert events[-1]["type"] != "error", events[-1]
+    return events
+
+
+def leave_amid(connection: ClientConnection, random: Random) -> None:
+    """Leave with or without a word."""
+    for _ in range(random.randint(0, 20)):
+        with contextlib.suppress(TimeoutError):
+            connection.recv(timeout=0.01)
+    if random.random() < 0.5:
+        connection.socket.shutdown(socket.SHUT_RDWR)
+
+
+def crowd(server: Server, random: Random, end: float) -> None:
+    """Hold N_SOCKETS WebSockets, some with a turn; one after the other leaves, and another one comes."""
+    sockets: list[contextlib.ExitStack] = []
+    with contextlib.ExitStack() as held:
+        while time.monotonic() < end:
+            while len(sockets) < N_SOCKETS:
+                sockets.append(held.enter_context(contextlib.ExitStack()))
+                connection = sockets[-1].enter_context(server.websocket())
+                if random.random() < 0.1:
+                    connection.send(json.dumps({"type": "response.create"} | body(random)))
+                    sockets[-1].callback(leave_amid, connection, random)
+            sockets.pop(random.randrange(len(sockets))).close()
+
+
 ACTIONS: list[Callable[[Soak, Server, Random], None]] = [
-    stream, leave, leave, whole, chat, background, background, resume, cancel, delete, refused,
+    stream, leave, leave, whole, chat, background, background, resume, cancel, delete, refused, websocket,
 ]  # fmt: skip
 
 # --- what the operator does ---------------------------------------------------------------------------------
@@ -266,7 +318,7 @@ def main() -> int:
                     soak.server = None  # the clients pause
                     was = used(server)
                     soak.server = server
-                    soak.over.wait(life * 3 / 4)
+                    crowd(server, soak.random, end)
                     soak.over.set()
                     for client in clients:
                         client.join()

@@ -4,16 +4,18 @@ import asyncio
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 import bench
 from benches import common, cpu, relay, server
-from checkpoint.config import read_config
-from checkpoint.weights import read_weights
+from checkpoint.config import parse_config, read_config
+from checkpoint.weights import n_params, n_weight_bytes, read_weights
 from dialects.families import DIALECTS
 from engine import Engine
-from helpers.serving import TINY
+from helpers.serving import ROOT, TINY
 from model import NumpyOps
 from tokenizer import Tokenizer
 
@@ -36,6 +38,7 @@ def test_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: py
         "prefill of a second turn, 1033 tokens",
         "decode",
         "decode of a text that repeats",
+        f"decode, batch {common.MAX_BATCH}",
     ]
     n_runs = 3 * (len(cpu.MEASUREMENTS) * len(contenders) + len(own))
     assert printed.err.count("round ") == n_runs  # a line of progress each
@@ -82,22 +85,26 @@ def test_parse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_server(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "STREAMS", {1: 20, 3: 5})
     monkeypatch.setattr(server, "TICK_S", 0.05)
+    monkeypatch.setattr(server, "N_BATCH_TOKENS", 5)
     out = tmp_path / "server.md"
     assert bench.main(["server", "--model", str(TINY), "--repeat", "1", "--out", str(out)]) == 0
     printed = capsys.readouterr().out
     assert printed == out.read_text(encoding="utf-8")
-    number, ms = r"[1-9]\d*", r"\d+\.\d ms"
+    number, ms, us = r"[1-9]\d*", r"\d+\.\d ms", r"\d+ µs"
     for n in server.STREAMS:
-        cells = [str(n), number, number, r"\d\.\d\d", r"\d+ µs", r"\d+ µs", ms, ms, ms, ms]
-        assert re.search(r"^\| " + r" \| ".join(cells) + r" \|$", printed, re.MULTILINE)
+        for name in ("this", "bare"):
+            cells = [str(n), name, number, r"\d\.\d\d", us, ms, ms]
+            assert re.search(r"^\| " + r" \| ".join(cells) + r" \|$", printed, re.MULTILINE)
+    cells = ["this", number, us, us, rf"{us}, \d\.\d\d"]
+    assert re.search(r"^\| " + r" \| ".join(cells) + r" \|$", printed, re.MULTILINE)
     assert re.search(r"with 3 streams held [1-9]\d* MB, when they had left [1-9]\d* MB", printed)
 
 
 def test_the_bare_contender_sends_the_same_bytes() -> None:
-    with server.running(server.ours, TINY) as here:
-        said = asyncio.run(server.listener(here.port, 5, paced=False)).body
-        frames = server.frames_of(said)
-    with server.running(server.bare, frames) as there:
+    with server.running("script", TINY) as here:
+        reply = asyncio.run(server.listener(here.port, 5, paced=False)).body
+    frames = server.frames_of(reply)
+    with server.running("bare", TINY, reply=reply) as there:
         assert server.frames_of(asyncio.run(server.listener(there.port, 5, paced=False)).body) == frames
     assert sum(server.DELTA in frame for frame in frames) == 5
 
@@ -111,3 +118,43 @@ def test_relay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert first == "| first one is here before the second is written | yes | yes | yes | | |"
     for name, row in zip(relay.RELAYED, measured, strict=False):
         assert re.fullmatch(rf"\| {re.escape(name)} (\| [\d.]+ ){{5}}\|", row)
+
+
+# fmt: off
+SMALL_SHAPES: dict[str, dict[str, Any]] = {
+    "gpt-oss-20b": {
+        "model_type": "gpt_oss", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "num_local_experts": 5, "num_experts_per_tok": 3, "quantization_config": {"quant_method": "mxfp4"},
+    },
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+    },
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", SMALL_SHAPES)
+def test_cpu_shapes(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = pytest.importorskip("benches.shapes", reason="needs Numba")
+    assert shapes.SHAPES.keys() == SMALL_SHAPES.keys()
+    monkeypatch.setattr(shapes, "SHAPES", SMALL_SHAPES)
+    monkeypatch.setattr(shapes, "GIGABYTE", np.ones(2**20, np.float32))
+    assert bench.main(["cpu", "--shape", name, "--repeat", "2", "--new", "2", "--threads", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert f"{name} with random weights, 2 of 2 layers" in printed
+    for row in ("weights", "read a token", "decode, batch 1", "decode, batch 8", "share of it at batch 1"):
+        assert re.search(rf"^\| {row} \| [\d.]+", printed, re.MULTILINE), row
+
+
+def test_shapes_are_those_of_the_models() -> None:
+    """The numbers of parameters that the models' makers publish, in billions."""
+    shapes = pytest.importorskip("benches.shapes", reason="needs Numba")
+    counted = {name: n_params(parse_config(shape, {})) / 1e9 for name, shape in shapes.SHAPES.items()}
+    assert counted == pytest.approx({"gpt-oss-20b": 20.91, "qwen3-30b-a3b": 30.53}, abs=0.01)
+    config = parse_config(shapes.SHAPES["gpt-oss-20b"], {})
+    all_gb, token_gb = n_weight_bytes(config) / 1e9, shapes.token_bytes(config) / 1e9
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"gpt-oss-20b has {all_gb:.1f} GB of weights, and a token reads {token_gb:.1f} GB" in readme

@@ -1,4 +1,4 @@
-"""bench.py gpu without a GPU: its report, what it keeps, dry runs on the emulator and on torch's CPU."""
+"""bench.py gpu, gpu-ops and gpu-parts without a GPU: reports, what is kept, dry runs on the emulator."""
 
 import gc
 import math
@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 import bench
-from benches import gpu, gpu_contenders
+from benches import gpu, gpu_checkpoint, gpu_contenders
+from benches import gpu_parts as parts
 from checkpoint.config import parse_config, read_config
 from checkpoint.weights import n_params
 from devices.cuda import CudaOps
@@ -32,8 +33,7 @@ def row_of(contender: str, cell: gpu_contenders.Cell, seconds: float | None, why
 
 def test_report() -> None:
     """Floors, shares, the best of the peers, gaps and what they are due to."""
-    fields = {"model_type": "qwen3", "eos_token_id": 0} | gpu.SHAPES["qwen3-0.6b"][1]
-    config = parse_config(fields, {})
+    config = parse_config(gpu_checkpoint.SHAPES["qwen3-0.6b"] | gpu_checkpoint.FOR_ALL, {})
     one = gpu_contenders.Cell(1, 256, 128)
     assert gpu.step_bytes(config, one) == 2 * (n_params(config) + 2 * 28 * 8 * 128 * 320)
     rows = [
@@ -107,6 +107,9 @@ def test_commands(
     assert bench.main([*flags, "--contenders"]) == 0  # measures nothing
     assert capsys.readouterr().out == printed
     kept = gpu.read_rows(out)
+    program.unlink()
+    bench.main([*flags, "--contenders", "llama.cpp"])
+    assert gpu.read_rows(out) == kept  # what fails now has worked before
     bench.main([*flags, "--contenders", "engine", "transformers-eager", "--minutes", "0"])
     assert "\n- transformers-eager, at 1, 9; 2, 9; 1, 7: out of time" in capsys.readouterr().out
     assert kept.items() <= gpu.read_rows(out).items()
@@ -158,20 +161,13 @@ def test_nothing_of_the_server_is_needed() -> None:
     subprocess.run([sys.executable, "-c", code, *absent], env=environment, check=True)
 
 
-TINY_QWEN3 = {
-    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 32, "intermediate_size": 128, "vocab_size": 512, "tie_word_embeddings": True,
-    "rope_theta": 1e6, "max_position_embeddings": 256}  # fmt: skip
-
-
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.filterwarnings("default")  # theirs
-def test_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Those that run on a CPU in seconds; the loop before it is compiled says what transformers says."""
     torch = pytest.importorskip("torch", reason="torch and transformers: .[parity]")
     transformers = pytest.importorskip("transformers", reason="torch and transformers: .[parity]")
-    monkeypatch.setitem(gpu.SHAPES, "tiny", ("Qwen3ForCausalLM", TINY_QWEN3))
-    flags = ["gpu", "--shape", "tiny", *LITTLE, "--minutes", "999"]
+    flags = ["gpu", "--shape", "dry", *LITTLE, "--minutes", "999"]
     bench.main(
         [*flags, "--contenders", *(name for name in gpu_contenders.CONTENDERS if "transformers" in name)]
     )
@@ -180,9 +176,8 @@ def test_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert re.search(rf"^\| 1, 9 \| {number} \| – \| – (\| {number} ){{4}}\| – \|$", printed, re.MULTILINE)
     assert "Error" not in printed
 
-    torch.manual_seed(0)
-    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**TINY_QWEN3)).to(torch.bfloat16).eval()
-    model.save_pretrained(tmp_path)
+    gpu_checkpoint.checkpoint("dry", tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
     token_ids = torch.tensor([[5, 3, 100, 7], [1, 2, 3, 4]])
     settings = {"do_sample": False, "min_new_tokens": 9, "max_new_tokens": 9, "pad_token_id": 0}
     expected = model.generate(token_ids, attention_mask=torch.ones_like(token_ids), **settings)
@@ -192,3 +187,86 @@ def test_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: 
         for position in range(4, 12):
             said.append(decoder(said[-1], torch.tensor([position])))
     assert torch.cat(said, 1).tolist() == expected[:, 4:].tolist()
+
+
+# ---- Three commands do everything --------------------------------------------------------------------------
+
+EMULATOR_AS_CUPY = """
+import sys
+from helpers.emulator import Emulator
+sys.modules[__name__] = Emulator(memory=1 << 29)
+"""
+
+
+def gpu_parts(folder: Path, part: int, only: list[str], *flags: str) -> subprocess.CompletedProcess[str]:
+    """bench.py gpu-parts; a module `cupy` in the folder is the one that its steps import."""
+    paths = [str(folder), str(ROOT / "tests"), str(ROOT)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    little = ["--small", "dry", "--large", "dry", "--gpu-flags", " ".join(LITTLE)]
+    places = ["--keep", str(folder / "kept"), "--out-folder", str(folder / "results")]
+    command = [sys.executable, "bench.py", "gpu-parts", str(part), *little, *places, "--only", *only, *flags]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
+
+
+@pytest.mark.timeout(300)  # the emulator compiles three shapes, in processes of their own
+def test_the_parts_that_a_gpu_is_needed_for(tmp_path: Path) -> None:
+    """A dry run of what measures, through the emulator; results and a report after each step."""
+    if emulator.MISSING:
+        pytest.skip(emulator.MISSING)
+    (tmp_path / "cupy.py").write_text(EMULATOR_AS_CUPY)
+    ops = ["--ops-flags", "--rows 1 17 --batches 1 2 --contexts 9"]
+    ended = gpu_parts(tmp_path, 1, ["kernels", "engine"], *ops)
+    assert ended.returncode == 0, ended.stderr
+    results = tmp_path / "results"
+    part = (results / "gpu-part1.md").read_text()
+    assert re.findall(r"^\| (.+) \| \d+ \| done \|$", part, re.MULTILINE) == [
+        "device",
+        "kernels dry",
+        "engine dry",
+    ]
+    kernels = (results / "gpu-ops-dry.md").read_text()
+    for op in ("a launch", "attend", "decode step", "down", "gate_up", "logits", "out", "qkv"):
+        assert re.search(rf"^\| {op} \| [12] \| .* \| [\d.]+ \| [\d.]+ \|", kernels, re.MULTILINE), op
+    assert re.search(r"^\| out \| 17 \|  \| 1000000000 \| ", kernels, re.MULTILINE)  # every shape
+    rows = gpu.read_rows(results / "gpu.md")
+    assert {key[1:3] for key in rows} == {("random weights of the shape of dry", "engine")}
+    assert "failed" not in (results / "gpu-part1.log").read_text()
+
+
+def test_a_part_without_a_device_is_an_error(tmp_path: Path) -> None:
+    """46 tests were skipped, and the command said that all was well."""
+    (tmp_path / "cupy.py").write_text("raise ImportError")
+    ended = gpu_parts(tmp_path, 1, ["smoke"])
+    assert ended.returncode == 1
+    assert "CuPy is not installed" in ended.stderr
+    assert "| device | 0 | exit status 1 |" in (tmp_path / "results" / "gpu-part1.md").read_text()
+    assert "smoke" not in ended.stderr
+    asked = [sys.executable, "-m", "pytest", "-q", "tests/gpu"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    by_name = subprocess.run(asked, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert by_name.returncode != 0
+    assert "tests/gpu is for a GPU: CuPy is not installed" in by_name.stderr
+
+
+def test_a_step_that_fails_does_not_end_the_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too slow, no program for it, a test that was skipped: each is a failure, and the others run."""
+    monkeypatch.setattr(parts, "LEAST_S", 0)
+    log = tmp_path / "log"
+    sleeping = ["sh", "-c", "sleep 60 & sleep 60"]
+    assert parts.run_step(parts.Step("slow", 1, sleeping), 99, log).failure == "not done after 1 s"
+    assert (
+        parts.run_step(parts.Step("none", 1, ["true"], "no-such-tool"), 99, log).failure
+        == "no no-such-tool on the PATH"
+    )
+    skipped = ["sh", "-c", "echo 1 passed, 3 skipped; exit 0", "pytest"]
+    assert parts.run_step(parts.Step("skip", 9, skipped), 99, log).failure == "a test was skipped"
+    assert parts.run_step(parts.Step("good", 9, ["true"]), 99, log).failure == ""
+    assert "3 skipped" in log.read_text()
+
+
+def test_engine_host(capsys: pytest.CaptureFixture[str]) -> None:
+    """CudaOps as it is, with a device that takes no time."""
+    for flags in ([], ["--sampled"]):
+        assert bench.main(["engine-host", "--batches", "1", "3", "--new", "20", "--repeat", "1", *flags]) == 0
+        printed = capsys.readouterr().out
+        assert re.findall(r"^\| (\d) \| \d+ \| \d+ \|$", printed, re.MULTILINE) == ["1", "3"]

@@ -24,7 +24,7 @@ import pytest
 
 import sse
 from helpers import laws
-from helpers.serving import PATIENCE_S, TINY, Json, Reply, Server, http_bytes, http_chunks, run, serve, until
+from helpers.serving import PATIENCE_S, TINY, Json, Reply, Server, http_bytes, http_frames, run, serve, until
 from request import params
 from store import TERMINAL
 
@@ -126,7 +126,7 @@ def streaming(server: Server, body: Json) -> Iterator[tuple[str, Iterator[bytes]
     with server.connect(http_bytes(RESPONSES, body | STREAM)) as connection:
         if not connection.recv(1, socket.MSG_PEEK):
             raise ConnectionError("the server has gone")
-        chunks = http_chunks(connection)
+        chunks = http_frames(connection)
         first = next(chunks)
         try:
             yield parsed(first)["response"]["id"], itertools.chain([first], chunks)
@@ -236,7 +236,7 @@ def test_follower_hangs_after_failure_or_cancel(server: Server, how: str) -> Non
                 assert server.post(path(id_, "cancel"), {}).json["status"] == "cancelled"
         assert parsed(seen[-2])["response"]["status"] == ("incomplete" if how == "completed" else how)
         for number, connection in enumerate(resumed):
-            assert list(http_chunks(connection)) == seen[number + 1 :]
+            assert list(http_frames(connection)) == seen[number + 1 :]
     assert replay(server, id_).body == b"".join(seen)
 
 
@@ -247,7 +247,7 @@ def test_resume_beyond_the_end_of_a_running_one(server: Server) -> None:
         far = stack.enter_context(server.connect(get_bytes(path(id_) + "?stream=true&starting_after=99999")))
         until(lambda: server.health()["running"] == 1, "it runs")
         server.post(path(id_, "cancel"), {})
-        last, done = http_chunks(far)
+        last, done = http_frames(far)
         assert (parsed(last)["response"]["status"], done) == ("cancelled", sse.DONE)
 
 

@@ -22,7 +22,7 @@ from starlette.requests import Request as HttpRequest
 from uvicorn.server import ServerState
 
 from helpers.faulty_server import SLOW
-from helpers.serving import TINY, Json, Reply, Server, http_bytes, http_chunks, run, serve, until
+from helpers.serving import TINY, Json, Reply, Server, http_bytes, http_frames, run, serve, until
 from middleware import Keys
 from request import body, messages
 from request.ids import new_id
@@ -391,11 +391,23 @@ def test_what_is_no_http_gets_an_error_like_any_other(server: Server, data: byte
     assert_noted(server, reply)
 
 
-def test_a_websocket_is_told_to_use_http(server: Server) -> None:
-    """Codex falls back at this status alone; uvicorn's log said that a library was missing."""
+@pytest.mark.parametrize(
+    ("path", "changed"),
+    [
+        ("/v1/chat/completions", {}),
+        ("/v1/responses/resp_1", {}),
+        ("/nope", {}),
+        (RESPONSES, {"Sec_WebSocket_Version": "8"}),
+        (RESPONSES, {"Sec_WebSocket_Key": "short"}),
+        (RESPONSES, {"X_Long": "x" * 9000}),
+    ],
+)
+def test_a_websocket_is_told_to_use_http(server: Server, path: str, changed: dict[str, str]) -> None:
+    """Where there is none, and where the handshake is none; Codex falls back at this status alone."""
     handshake = {"Upgrade": "websocket", "Connection": "Upgrade", "Sec_WebSocket_Version": "13"}
-    reply = server.get(RESPONSES, **handshake, **MINE)
-    assert "POST to /v1/responses" in error(reply, 426)["message"]
+    handshake |= {"Sec_WebSocket_Key": "AAAAAAAAAAAAAAAAAAAAAA=="}
+    reply = server.get(path, **handshake | changed, **MINE)
+    assert "or POST /v1/responses" in error(reply, 426)["message"]
     assert reply.headers["upgrade"] == "HTTP/1.1"
     assert_noted(server, reply)
     assert "library" not in server.log()
@@ -408,7 +420,7 @@ def hold(server: Server, held: ExitStack, **more: Any) -> str:
     """Open a stream and keep it open; returns the response's id."""
     request = my_bytes(RESPONSES, ENDLESS | more)
     client = held.enter_context(server.connect(request))
-    id_: str = json.loads(next(http_chunks(client)).split(b"data: ")[1])["response"]["id"]
+    id_: str = json.loads(next(http_frames(client)).split(b"data: ")[1])["response"]["id"]
     return id_
 
 

@@ -26,7 +26,14 @@ Vector = NDArray[np.float64]
 
 ROUNDING = 2e-4
 SIZES = [1, 31, 32, 33]
-VARIED = ["llama-3.2-rope-parameters", "mistral-window", "qwen3-layer-types", "smollm3-untied-biases"]
+VARIED = [
+    "llama-3.2-rope-parameters",
+    "mistral-window",
+    "qwen3-layer-types",
+    "smollm3-untied-biases",
+    "qwen3-moe-dense-layers",
+    "gpt-oss",
+]
 
 
 @cache
@@ -90,10 +97,34 @@ class Oracle:
         x = self.weights.embed[token_id].astype(np.float64)
         for i, layer in enumerate(self.weights.layers):
             x += linear(layer.wo, self.attention(i, layer, self.norm(x, layer.attn_norm), position), layer.bo)
-            gate_up = linear(layer.w_gate_up, self.norm(x, layer.mlp_norm), layer.b_gate_up)
-            gate, up = gate_up[: self.config.hidden_dim], gate_up[self.config.hidden_dim :]
-            x += linear(layer.w_down, gate / (1 + np.exp(-gate)) * up, layer.b_down)
+            normed = self.norm(x, layer.mlp_norm)
+            if layer.router is None:
+                x += self.mlp(normed, layer.w_gate_up, layer.b_gate_up, layer.w_down, layer.b_down)
+            else:
+                x += self.experts(normed, layer)
         return linear(self.weights.head, self.norm(x, self.weights.norm), None)
+
+    def mlp(self, x: Vector, w_gate_up: Any, b_gate_up: Any, w_down: Any, b_down: Any) -> Vector:
+        gate, up = np.split(linear(w_gate_up, x, b_gate_up), 2)
+        experts = self.config.experts
+        if experts and experts.limit is not None:
+            gate, up = gate.clip(None, experts.limit), up.clip(-experts.limit, experts.limit)
+            return linear(w_down, gate / (1 + np.exp(-experts.alpha * gate)) * (up + 1), b_down)
+        return linear(w_down, gate / (1 + np.exp(-gate)) * up, b_down)
+
+    def experts(self, x: Vector, layer: Layer) -> Vector:
+        """Every expert computes; a weight is 0 where it was not chosen."""
+        experts = self.config.experts
+        assert experts is not None
+        router: Any = layer.router
+        scores = np.exp(linear(router, x, layer.b_router))
+        weights = np.where(scores >= np.sort(scores)[-experts.n_chosen], scores, 0)
+        weights /= weights.sum() if experts.normalised else scores.sum()
+        y = np.zeros_like(x)
+        for e, weight in enumerate(weights):
+            b_gate_up, b_down = (None if b is None else b[e] for b in (layer.b_gate_up, layer.b_down))
+            y += weight * self.mlp(x, layer.w_gate_up[e], b_gate_up, layer.w_down[e], b_down)
+        return y
 
     def attention(self, i: int, layer: Layer, x: Vector, position: int) -> Vector:
         c = self.config
@@ -107,18 +138,20 @@ class Oracle:
                 self.rotate(heads[h], position)
         self.keys[i].append(heads[c.n_heads : n_qk])
         self.values[i].append(heads[n_qk:])
-        return np.concatenate([self.attend(i, h, heads[h], position) for h in range(c.n_heads)])
+        sinks = np.full(c.n_heads, -np.inf) if layer.sinks is None else layer.sinks
+        return np.concatenate([self.attend(i, h, heads[h], sinks[h], position) for h in range(c.n_heads)])
 
     def rotate(self, head: Vector, position: int) -> None:
         for pair in range(len(head) // 2):
             turned = complex(head[2 * pair], head[2 * pair + 1]) * self.rope[position, pair]
             head[2 * pair], head[2 * pair + 1] = turned.real, turned.imag
 
-    def attend(self, i: int, h: int, q: Vector, position: int) -> Vector:
+    def attend(self, i: int, h: int, q: Vector, sink: float, position: int) -> Vector:
         window, kv = self.config.windows[i], h * self.config.n_kv_heads // self.config.n_heads
         seen = [p for p in range(position + 1) if window is None or p > position - window]
         scores = np.array([np.exp(q @ self.keys[i][p][kv] / np.sqrt(len(q))) for p in seen])
-        y: Vector = sum(s * self.values[i][p][kv] for s, p in zip(scores, seen, strict=True)) / scores.sum()
+        total = scores.sum() + np.exp(np.float64(sink))
+        y: Vector = sum(s * self.values[i][p][kv] for s, p in zip(scores, seen, strict=True)) / total
         return y
 
     def norm(self, x: Vector, weight: Array) -> Vector:

@@ -18,6 +18,7 @@ from openai.types.responses import ResponseStreamEvent
 
 import responses
 import sse
+from api import encode_event
 from channels import UNLIKELY, Arguments, Call, Channel, Compaction, Delta, Finish, Output, TokenLogprob
 from helpers import laws
 from helpers.laws import deltas, finishes, outputs, texts
@@ -126,6 +127,14 @@ def test_a_logprob_that_is_no_number_leaves_the_response_as_it_was() -> None:
         b.feed(Delta("final", "b", (TokenLogprob("b", math.nan, b"b"),)))
     text_done = b.finish(Finish("failed", message="so"), NOW)[0]
     assert (text_done["text"], text_done["logprobs"]) == ("a", [])
+
+
+@given(outputs, finishes)
+def test_a_delta_is_encoded_like_any_event(outputs: list[Output], finish: Finish) -> None:
+    """Its frame is put together from what never changes in an item and what does."""
+    for number, event in enumerate(events_of(outputs, finish)):
+        numbered = {"type": event["type"], "sequence_number": number} | event
+        assert encode_event(number, event) == sse.encode(sse.dumps(numbered), event["type"])
 
 
 @given(outputs, finishes)

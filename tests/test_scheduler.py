@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.engines import WatchedScheduler
 from model import PAGE, Span
 from sampling import NO_TOKEN, Choice, Sampling
 from scheduler import MAX_CHUNKS, MIN_ROWS, PromptLookup, Scheduled, Scheduler, Sequence
@@ -682,6 +683,31 @@ def test_drafts_are_what_followed_the_last_time(token_ids: list[int], n: int, ex
     assert lookup.drafts(n) == PromptLookup(token_ids).drafts(n) == expected
 
 
+def test_who_watches_sees_a_page_that_is_taken_and_given_back_in_one_step() -> None:
+    """The younger of A takes the last page, and gives way in the same step to B, who takes its other one."""
+    s, watched = scheduler(n_pages=5), WatchedScheduler()
+
+    def watched_step() -> None:
+        batch = s.schedule()
+        finish(s, batch)
+        watched.observe(s, batch, [[Choice(7)] for scheduled in batch if scheduled.contexts], 0)
+
+    s.add(sequence(2 * PAGE + 1, 1))
+    watched_step()
+    watched_step()
+    assert len(s.pool.cached_pages) == 2
+    old, young = owned("A", 2, n_prompt=40)
+    (other,) = owned("B", 1, n_prompt=41)
+    added(s, old, young)
+    watched_step()
+    s.add(other)  # from now on all three have the same number of tokens
+    while not young.n_preemptions:
+        watched_step()
+    assert (len(other.page_table), s.pool.n_free) == (2, 1)
+    assert len(s.pool.cached_pages) == 0
+    assert watched.violations == []
+
+
 # --- any order of things ------------------------------------------------------------------------------------
 
 
@@ -775,6 +801,7 @@ def test_nothing_disturbs_a_sequence(
     device = Device(n_pages, max_batch=4)
     in_flight: deque[tuple[list[Scheduled], list[list[Choice]]]] = deque()
     coming = deque(asked)
+    watched = WatchedScheduler()
     while coming or s.waiting or s.running or in_flight:
         if coming:
             s.add(coming.popleft())
@@ -783,10 +810,16 @@ def test_nothing_disturbs_a_sequence(
             in_flight.append((batch, device.run(batch)))
         for one in s.running:
             device.check(one, min(one.n_computed, one.n_tokens))
+        read: tuple[list[Scheduled], list[list[Choice]]] = [], []
         if in_flight and (not batch or len(in_flight) > n_ahead):
-            for scheduled, choices in zip(*in_flight.popleft(), strict=True):
+            read = in_flight.popleft()
+            for scheduled, choices in zip(*read, strict=True):
                 s.postprocess(scheduled, choices)
         check_invariants(s)
+        watched.observe(s, read[0], [choices for choices in read[1] if choices], 0)
+    assert watched.violations == []
+    chosen_tokens = [token for step in watched.steps for share in step.shares for token in share.tokens]
+    assert len(chosen_tokens) == sum(len(one.output) for one in asked)
     assert [one.output for one in asked] == [undisturbed(one) for one in asked]
     assert s.pool.n_free == n_pages
 

@@ -61,13 +61,14 @@ class Asked(NamedTuple):
     stop: frozenset[int] = frozenset()
     constrained: bool = False
     leaves: int | None = None
+    id: str = ""
 
     def job(self) -> EngineRequest:
         sampling: Any = {k: dict(v) if k == "logit_bias" else v for k, v in self.sampling}
         prompt = TEXTS[self.text][: self.n_prompt]
         constraint = array_of_words() if self.constrained else None
         stop = self.stop | {2041} if self.constrained else self.stop
-        return EngineRequest(prompt, self.max_tokens, stop, Sampling(**sampling), constraint)
+        return EngineRequest(prompt, self.max_tokens, stop, Sampling(**sampling), constraint, "", self.id)
 
 
 GRAMMARS = Grammars(TINY / "tokenizer.json", 2048, (2041,))
@@ -362,8 +363,9 @@ def test_soak() -> None:
             tuple({**r.choice(SAMPLINGS), "n_top_logprobs": 2}.items()),
             constrained=r.random() < 0.2,
             leaves=r.choice([None, None, 1, 4]),
+            id=f"req_{i}",
         )
-        for _ in range(200)
+        for i in range(200)
     ]
     rest = iter(asked)
 
@@ -373,11 +375,14 @@ def test_soak() -> None:
     async def main(engine: Engine) -> Sequence[Sequence[tuple[Asked, list[Choice]]]]:
         return await asyncio.gather(*(client(engine) for _ in range(24)))
 
-    with started(Watch(), LENGTH, n_pages=8, n_ahead=3, speculate=4) as engine:
+    with started(watch := Watch(), LENGTH, n_pages=8, n_ahead=3, speculate=4) as engine:
         got = [pair for client in play(main(engine), "200 answers") for pair in client]
         counts = engine.counts()
     assert len(got) == 200
     for one, tokens in got[::10]:
         check(one, tokens)
+    for one, tokens in got:  # one who leaves may not have read the last of them
+        assert watch.scheduler.tokens_of(one.id)[: len(tokens)] == tokens
+        assert one.leaves or len(watch.scheduler.tokens_of(one.id)) == len(tokens)
     assert min(counts[name] for name in ("preemptions", "cached_tokens", "accepted")) > 0
     assert (counts["running"], counts["waiting"], counts["free_pages"]) == (0, 0, 8)

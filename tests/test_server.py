@@ -3,7 +3,6 @@
 What events and chunks must be is in laws.py; what a parameter may be is in test_params.py.
 """
 
-import asyncio
 import contextlib
 import http.client
 import itertools
@@ -23,10 +22,9 @@ from openai.types.responses import ParsedResponse
 
 import engine
 import sse
-import streaming
 from helpers import laws
 from helpers.faulty_server import AFTER_TOKENS, NAN, RAISES
-from helpers.serving import TINY, Json, Reply, Server, http_bytes, http_chunks, run, serve, until
+from helpers.serving import TINY, Json, Reply, Server, http_bytes, http_frames, run, serve, until
 from request.body import MAX_BODY_BYTES
 from service import connections, loading, options
 
@@ -384,17 +382,17 @@ def test_parallel_streams_say_what_they_say_alone(sdk: openai.OpenAI) -> None:
         (CHAT, chat_body("logprobs"), rb"(data): (\{[^\n\r]*\})\n\n"),
     ],
 )
-def test_each_event_is_one_write_of_one_frame(server: Server, path: str, body: Json, shape: bytes) -> None:
+def test_no_write_cuts_an_event(server: Server, path: str, body: Json, shape: bytes) -> None:
     """Open Responses' sse-parser.ts loses an event that is cut between two reads."""
     with server.connect(http_bytes(path, body | {"stream": True})) as connection:
-        *chunks, last = http_chunks(connection)
+        *frames, last = http_frames(connection)
     assert last == sse.DONE
-    for chunk in chunks:
-        frame = re.fullmatch(shape, chunk)
-        assert frame, chunk
-        data = json.loads(frame[2])
+    for frame in frames:
+        fields = re.fullmatch(shape, frame)
+        assert fields, frame
+        data = json.loads(fields[2])
         if path == RESPONSES:
-            assert data["type"] == frame[1].decode()
+            assert data["type"] == fields[1].decode()
 
 
 @pytest.mark.bug("A09")
@@ -406,30 +404,6 @@ def test_headers_of_a_stream(server: Server, path: str, body: Json) -> None:
     assert reply.headers["x-accel-buffering"] == "no"
     assert reply.body.count(b"[DONE]") == 1
     assert server.post(path, body).headers["content-type"] == "application/json"
-
-
-def test_silence_is_kept_alive() -> None:
-    """A reader that waits longer than KEEP_ALIVE_S gets comments, and every frame still once."""
-
-    async def main() -> list[bytes]:
-        async def slow() -> Any:
-            yield b"1"
-            await go_on.wait()
-            yield b"2"
-
-        go_on, found = asyncio.Event(), []
-        async with contextlib.aclosing(streaming.kept_alive(slow())) as frames:
-            async for frame in frames:
-                found.append(frame)
-                if found.count(sse.comment("keep-alive")) == 2:
-                    go_on.set()
-        return found
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streaming, "KEEP_ALIVE_S", 0.001)
-        found = asyncio.run(main())
-    assert [frame for frame in found if frame != sse.comment("keep-alive")] == [b"1", b"2"]
-    assert found[1] == sse.comment("keep-alive")
 
 
 # --- refusals -----------------------------------------------------------------------------------------------
@@ -669,6 +643,28 @@ def test_context_is_what_the_flag_says(guarded: Server) -> None:
     assert "64" in check_refusal(reply, 400, "context_length_exceeded")["message"]
 
 
+COUNTED = """
+import gc, runpy, sys
+sys.argv[0] = "server.py"
+try:
+    runpy.run_path("server.py", run_name="__main__")
+finally:
+    print("objects that are never looked at:", gc.get_freeze_count(), file=sys.stderr)
+"""
+
+
+@pytest.mark.bug("L01")
+def test_what_the_start_has_made_is_no_garbage() -> None:
+    """Bug: a thousand connections, or one large answer, had the collector look at all objects of the process,
+    again and again, and every stream waited 0.1 s for it.
+    """
+    with serve(script=("-c", COUNTED)) as server:
+        server.interrupt()
+        assert server.exit_status() == 0
+        n_objects = int(server.log().rpartition(":")[2])
+    assert n_objects > 100_000
+
+
 # --- memory, company, drafts --------------------------------------------------------------------------------
 
 # Such prompts and answers repeat themselves: there are drafts, and they are right.
@@ -824,7 +820,7 @@ def test_client_leaves_a_stream(server: Server, path: str, n_frames: int) -> Non
     """
     was = mark(server)
     with server.connect(http_bytes(path, ENDLESS | says(path, STORY) | {"stream": True})) as connection:
-        assert len(list(itertools.islice(http_chunks(connection), n_frames))) == n_frames
+        assert len(list(itertools.islice(http_frames(connection), n_frames))) == n_frames
     check_idle(server, was)
 
 
@@ -967,7 +963,7 @@ def test_signal_ends_every_answer_properly(number: signal.Signals) -> None:
             body = ENDLESS | says(path, STORY) | {"stream": stream}
             return open_connections.enter_context(server.connect(http_bytes(path, body)))
 
-        streams = [http_chunks(connect(path, stream=True)) for path in (RESPONSES, CHAT)]
+        streams = [http_frames(connect(path, stream=True)) for path in (RESPONSES, CHAT)]
         for stream in streams:
             next(stream)
         whole = [connect(path, stream=False) for path in (RESPONSES, CHAT)]
@@ -997,7 +993,7 @@ def test_request_that_comes_after_the_signal_is_answered_too() -> None:
         with server.connect(
             http_bytes(RESPONSES, ENDLESS | says(RESPONSES, STORY) | {"stream": True})
         ) as other:
-            chunks = http_chunks(other)
+            chunks = http_frames(other)
             next(chunks)
             server.interrupt()
             assert sse.DONE in chunks  # the engine has ended

@@ -3,11 +3,14 @@
 import asyncio
 import json
 import time
+from contextlib import aclosing
 from typing import Any
 
+import pytest
 from starlette.types import Message
 
-from streaming import JsonAnswer
+import streaming
+from streaming import KEEP_ALIVE, JsonAnswer, KeptAlive
 
 FOLD_S = 0.3
 
@@ -46,3 +49,68 @@ def test_a_large_answer_does_not_stop_the_loop() -> None:
     start, body = asyncio.run(main())
     assert start["status"] == 200
     assert json.loads(body["body"])["turns"] > 10
+
+
+def test_silence_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream that is silent for longer than KEEP_ALIVE_S gets comments, and every frame still once."""
+    monkeypatch.setattr(streaming, "KEEP_ALIVE_S", 0.001)
+
+    async def main() -> list[bytes]:
+        written: list[bytes] = []
+        has_comments = asyncio.Event()
+
+        async def send(message: Message) -> None:
+            written.append(message["body"])
+            if written.count(KEEP_ALIVE) == 2:
+                has_comments.set()
+
+        async with aclosing(KeptAlive(send)) as stream:
+            await stream.write(b"1")
+            await has_comments.wait()
+            await stream.write(b"2")
+        n_written = len(written)
+        await asyncio.sleep(0.01)
+        assert len(written) == n_written, "a comment behind the end"
+        return written
+
+    written = asyncio.run(main())
+    assert [frames for frames in written if frames != KEEP_ALIVE] == [b"1", b"2"]
+    assert written[1] == KEEP_ALIVE
+
+
+def test_a_stream_that_is_not_silent_gets_no_comment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one timer of a stream is pushed back by each write."""
+    monkeypatch.setattr(streaming, "KEEP_ALIVE_S", 0.1)
+
+    async def main() -> list[bytes]:
+        written: list[bytes] = []
+
+        async def send(message: Message) -> None:
+            written.append(message["body"])
+
+        async with aclosing(KeptAlive(send)) as stream:
+            for _ in range(30):
+                await stream.write(b"1")
+                await asyncio.sleep(0.01)
+        return written
+
+    assert asyncio.run(main()) == [b"1"] * 30
+
+
+def test_a_client_that_does_not_read_has_one_comment_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Back-pressure holds a comment like any frame; a second one would wait behind it."""
+    monkeypatch.setattr(streaming, "KEEP_ALIVE_S", 0.001)
+
+    async def main() -> int:
+        n_waiting = 0
+
+        async def send(_: Message) -> None:
+            nonlocal n_waiting
+            n_waiting += 1
+            await asyncio.Future()  # the client does not read
+
+        async with aclosing(KeptAlive(send)):
+            await asyncio.sleep(0.05)
+            return n_waiting
+
+    assert asyncio.run(main()) == 1

@@ -175,11 +175,11 @@ def name(function: Callable[..., Any]) -> str:
     return f"{function.__module__}.{function.__qualname__}"
 
 
-def in_readme(text: str) -> str:
-    """README.md with the walkthrough between its two markers."""
-    before, rest = README.read_text(encoding="utf-8").split(BEGIN)
-    after = rest.split(END)[1]
-    return f"{before}{BEGIN}{text}{END}{after}"
+def in_readme(text: str, begin: str = BEGIN, end: str = END) -> str:
+    """README.md with a page between its two markers."""
+    before, rest = README.read_text(encoding="utf-8").split(begin)
+    after = rest.split(end)[1]
+    return f"{before}{begin}{text}{end}{after}"
 
 
 if __name__ == "__main__":

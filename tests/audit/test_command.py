@@ -2,6 +2,8 @@
 
 import http.server
 import json
+import os
+import re
 import shutil
 import socket
 import subprocess
@@ -12,10 +14,12 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import yaml
 
 from audit import reports
 from audit.checks import CHECKS, PROFILES
-from audit.session import Result, chosen
+from audit.peer import Peer
+from audit.session import Result, chosen, judge
 from helpers.serving import ROOT, Server, serve
 
 FEW = ["--rules", "bad-[jmi]*", "--rules", "models", "--long", "{}"]
@@ -59,10 +63,10 @@ def test_what_makes_an_answer_long_is_found_out(ours: Server) -> None:
 
 
 class NoLlm(http.server.BaseHTTPRequestHandler):
-    """A web server, which is no LLM server."""
+    """A web server, which is no LLM server; or one that is busy."""
 
     def do_GET(self) -> None:
-        self.send_error(404)
+        self.send_error(503 if self.path.startswith("/busy") else 404)
 
     do_POST = do_GET
 
@@ -113,6 +117,11 @@ def test_it_is_no_llm(no_llm: str) -> None:
     line = refusal(audit(no_llm, "--model", "m"))
     assert "no LLM server" in line
     assert f"try {no_llm}/v1" in line
+
+
+def test_it_is_busy(no_llm: str) -> None:
+    result = judge(Peer(no_llm + "/busy", "m"), "models")
+    assert (result.verdict, result.reason[:18]) == ("error", "the server is busy")
 
 
 def test_a_key_is_missing() -> None:
@@ -177,6 +186,25 @@ def test_junit_says_whatever_a_server_sends() -> None:
     assert properties == {"strength", "title", "source", "link", "bugs"}
 
 
+def test_a_known_failure_fails_no_ci() -> None:
+    results = [Result("cancel", "fail", "late"), Result("resume", "fail", "early")]
+    about = {"known": {"cancel": "#12"}}
+    (suite,) = ElementTree.fromstring(reports.junit(results, about))
+    assert (suite.attrib["failures"], suite.attrib["skipped"]) == ("1", "1")
+    assert [element.attrib["message"] for element in suite.iter("skipped")] == ["known: #12"]
+    assert list(reports.summary(results, about["known"]))[-1] == "1 failed musts: resume"
+
+
+def test_what_does_not_apply_stands_by_its_reason() -> None:
+    results = [Result(rule, "n/a", "no WebSocket: 426") for rule in ("ws-turn", "ws-end")]
+    assert list(reports.details(results)) == ["", "n/a   no WebSocket: 426", "      ws-turn, ws-end"]
+
+
+def test_a_terminal_obeys_nothing_of_what_a_server_sends() -> None:
+    lines = reports.details([Result("cancel", "fail", "got \033[2J", "a\u2028\r\nb")])
+    assert all(line.isprintable() for line in lines)
+
+
 def test_each_rule_is_of_a_profile() -> None:
     assert {profile for check in CHECKS.values() for profile in check.profiles.split()} <= {*PROFILES}
     assert chosen("all", []) == list(CHECKS)
@@ -198,3 +226,64 @@ def test_it_runs_as_one_file_with_nothing_installed(ours: Server, tmp_path: Path
     program = ("-I", "-S", str(tmp_path / packed.name))
     ended = audit(f"{ours.url}/v1", "--model", "tiny", *FEW, program=program)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+# --- what others rely on ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inputs", [{}, {"model": "tiny", "baseline": "known.txt", "arguments": "--strict"}])
+def test_the_github_action(ours: Server, tmp_path: Path, inputs: dict[str, str]) -> None:
+    """Its one step, run by bash as GitHub does it, with the variables that it is given of its inputs."""
+    action = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
+    (step,) = action["runs"]["steps"]
+    given = {name: row.get("default", "") for name, row in action["inputs"].items()} | inputs
+    given |= {"url": f"{ours.url}/v1", "arguments": " ".join([given["arguments"], *FEW])}
+    expressions = {f"${{{{ inputs.{name} }}}}": value for name, value in given.items()}
+    expressions["${{ github.action_path }}"] = str(ROOT)
+    variables = {name: expressions[value] for name, value in step["env"].items()}
+    (tmp_path / "known.txt").write_text("resume: later\n")
+    ended = subprocess.run(
+        [step["shell"], "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]],
+        cwd=tmp_path,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "4 rules" in ended.stdout
+    assert (tmp_path / given["junit"]).exists()
+    assert not set(re.findall(r"\$\{?(\w+)", step["run"])) - variables.keys()
+
+
+def rows(table: str) -> list[list[str]]:
+    """The cells of a table in Markdown, without its head."""
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+
+
+def test_the_readme_says_what_the_results_say() -> None:
+    """The totals of other servers: those of results/peers.md, and these count its table of rules."""
+    peers = (ROOT / "results" / "peers.md").read_text(encoding="utf-8")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    tables = re.findall(r"(?:^\|.*\n)+", peers, re.MULTILINE)
+    (totals,) = (table for table in tables if table.startswith("| server | version"))
+    (by_rule,) = (table for table in tables if table.startswith("| rule |"))
+    said = [re.findall(r"\d+", row[-1]) for row in rows(totals)[1:]]
+    start = readme.index("| | pass | fail |")
+    assert [row[1:] for row in rows(readme[start:].split("\n\n")[0])] == [
+        [n_passed, n_failed, n_musts, n_not] for n_passed, n_failed, n_musts, n_not in said
+    ]
+    columns = [*zip(*[row[3:] for row in rows(by_rule)], strict=True)]
+    strengths = [row[1] for row in rows(by_rule)]
+    counted = [
+        [
+            column.count("pass"),
+            column.count("FAIL"),
+            [*zip(column, strengths, strict=True)].count(("FAIL", "must")),
+            column.count("n/a"),
+        ]
+        for column in columns
+    ]
+    assert counted == [[*map(int, row)] for row in said]
+    assert [row[0] for row in rows(by_rule)] == list(CHECKS)

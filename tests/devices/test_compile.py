@@ -1,5 +1,9 @@
 """kernels.cu and plain.cu by NVRTC, the real compiler, without a GPU: three architectures, shapes of models.
 
+Besides ours, the flags are those that CuPy adds. Another version of NVRTC than the installed one is taken
+with LD_LIBRARY_PATH=FOLDER LD_PRELOAD=FOLDER/libnvrtc.so.13, where FOLDER is nvidia/cu13/lib of its wheel;
+13.0 and 13.5 have been.
+
 No kernel of theirs may spill registers to memory, nor keep arrays there that should be registers (`attend`
 does for heads of 256, of which no model here has any); registers and shared memory stay within what lets
 enough blocks run at once on a processor of 65,536 registers. Needs the packages of the extra `cuda`, and no
@@ -7,6 +11,7 @@ driver.
 """
 
 import importlib
+import inspect
 import itertools
 import re
 from pathlib import Path
@@ -46,6 +51,9 @@ def compiler() -> Any:
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs CuPy, NVRTC and CUDA's headers: .[cuda]")
 
+# What CuPy compiles with beside our options (cupy/cuda/compiler.py)
+CUPY_FLAGS = ("-ftz=true", "--device-as-default-execution-space")
+
 # fmt: off
 ARCHITECTURES = ["sm_80", "sm_90", "sm_120"]
 # by shape; kernels that are no product have one
@@ -53,6 +61,8 @@ REGISTERS = {ONE_TILE: 128, FEW_ROWS: 128, MANY_ROWS: 255}
 PLAIN_REGISTERS = 255  # what lets a block of 256 run at all
 ONE_BLOCK = {(FEW_ROWS, "sm_120"): 168}  # where it takes more, and fewer blocks run at once
 LIMITS = {"attend": 168, "attend_prompt": 168, "pick": 64, "count": 64}
+# A processor of sm_120 has 100 KB of shared memory: two blocks of attention run whatever their registers are.
+TWO_BLOCKS = {("attend", "sm_120"): 255, ("attend_prompt", "sm_120"): 255}
 # fmt: on
 SHARED_BYTES = 48 * 1024  # what a block has without asking
 
@@ -73,7 +83,8 @@ class Log:
 
 def compiled(c: Config, shape: Shape, architecture: str, path: Path = FAST_CODE) -> dict[str, Use]:
     """What each kernel takes, as ptxas says."""
-    log, flags = Log(), (*options(c, shape), f"-arch={architecture}", "--ptxas-options=-v", "-ftz=true")
+    log = Log()
+    flags = (*options(c, shape), *CUPY_FLAGS, f"-arch={architecture}", "--ptxas-options=-v")
     compiler()._NVRTCProgram(read_code(path), path.name, method="cubin").compile(flags, log)
     found = {}
     for part in log.text.split("Compiling entry function '")[1:]:
@@ -84,6 +95,20 @@ def compiled(c: Config, shape: Shape, architecture: str, path: Path = FAST_CODE)
     return found
 
 
+def kernels_of(name: str) -> set[str]:
+    """Those that the model has: only a mixture has those of experts."""
+    names = {*signatures(FAST_CODE.read_text())}
+    if MODELS[name].experts:
+        return names
+    return {kernel for kernel in names if kernel not in ("router", "route") and "expert" not in kernel}
+
+
+def test_cupy_compiles_with_these_flags() -> None:
+    """Its next version may have others: these tests would compile another program than the one that runs."""
+    source = inspect.getsource(compiler())
+    assert all(f"'{flag}'" in source for flag in CUPY_FLAGS)
+
+
 CASES = list(itertools.product(MODELS, SHAPES, ARCHITECTURES))
 
 
@@ -92,12 +117,15 @@ CASES = list(itertools.product(MODELS, SHAPES, ARCHITECTURES))
 )
 def test_kernels_fit(name: str, shape: Shape, architecture: str) -> None:
     used = compiled(MODELS[name], shape, architecture)
-    products = {"qkv", "out", "gate_up", "down", "logits"}
+    expected = {"qkv", "out", "gate_up", "down", "logits"}
+    if shape == ANY_SHAPE:
+        expected = kernels_of(name)
     most = ONE_BLOCK.get((shape, architecture), REGISTERS[shape])
-    assert used.keys() == (signatures(FAST_CODE.read_text()).keys() if shape == ANY_SHAPE else products)
+    assert used.keys() == expected
     for kernel, use in used.items():
         assert use.memory_bytes == 0, kernel
-        assert use.registers <= LIMITS.get(kernel, most), kernel
+        limit = TWO_BLOCKS.get((kernel, architecture), LIMITS.get(kernel, most))
+        assert use.registers <= limit, kernel
         assert use.shared_bytes <= SHARED_BYTES, kernel
 
 

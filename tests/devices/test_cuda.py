@@ -6,10 +6,11 @@ cold, drafts or none, graphs or none, kernels that overlap or not.
 
 import asyncio
 import ctypes
+import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from devices.kernels import (
     FAST_CODE,
     FEW_ROWS,
     MANY_ROWS,
+    NO_STAGING,
     ONE_TILE,
     PLAIN_CODE,
     SHAPES,
@@ -48,6 +50,7 @@ from helpers.device_models import (
     engine_of,
     model_of,
     ops_of,
+    packed_of,
     page,
     pages,
     prefill,
@@ -73,20 +76,30 @@ def test_logprobs_are_those_of_numpy(name: str) -> None:
     model, token_ids = model_of(name), tokens(40)
     case = CASES[name]
     other = parse_config(config_json(case._replace(changes=case.changes | case.otherwise)), {})
-    spans = [prefill(token_ids[:33]), rows(token_ids[33:34], 33), rows(token_ids[34:], 34, n_wanted=3)]
+    n_wanted = 32 if model.config.experts else 1
+    first = prefill(token_ids[:33], n_wanted=n_wanted)
+    spans = [first, rows(token_ids[33:34], 33), rows(token_ids[34:], 34, n_wanted=3)]
     right, wrong = (
         by_steps(NumpyOps(c, model.weights, MAX_SEQ_LEN, N_PAGES, MAX_BATCH), spans, BITS_OF_ALL)
         for c in (model.config, other)
     )
-    distance = apart(by_steps(ops_of(name), spans), right)
+    found = by_steps(ops_of(name), spans)
+    distance, otherwise = apart(found, right), apart(wrong, right)
+    if model.config.experts:  # rounding may turn a near tie of the router, and that row says something else
+        distance, otherwise = (
+            float(np.median([apart([a], [b]) for a, b in zip(some, right, strict=True)]))
+            for some in (found, wrong)
+        )
     assert distance < 0.2  # of logprobs that spread over 10 to 20
-    assert distance < apart(wrong, right) / 5
+    assert distance < otherwise / 5
 
 
 # ---- Laws, to the bit --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "enough"), [(VARIED[0], 64), (VARIED[0], 1), (VARIED[1], 64)])
+@pytest.mark.parametrize(
+    ("name", "enough"), [(VARIED[0], 64), (VARIED[0], 1), *((name, 64) for name in VARIED[1:])]
+)
 def test_prefill_is_decode_and_chunked_is_whole(name: str, enough: int) -> None:
     ops, token_ids = ops_of(name), tokens(100)
     ops.enough_blocks = enough
@@ -145,12 +158,40 @@ def test_drafts_change_nothing(name: str) -> None:
 def test_graphs_change_nothing_and_are_few() -> None:
     """A step of decoding is a graph from the second of its size on."""
     ops, plain = ops_of(VARIED[0]), ops_of(VARIED[0])
-    plain._replay = plain._compute  # type: ignore[method-assign]
+    plain._uses_graphs = False
     for n in (1, 2, 3, 5):
         decode = [rows([7 + slot], 0, slot) for slot in range(n)]
         for _ in range(3):
             assert choices(ops, decode) == choices(plain, decode)
-    assert sorted(ops._graphs) == [(1, 1), (2, 1), (4, 1), (8, 1)]
+    assert sorted(sizes[0] for sizes in ops._graphs) == [1, 2, 4, 8]
+
+
+def test_a_whole_prefill_chunk_is_a_graph() -> None:
+    """Its steps come again with every long prompt: 225 launches of CPython for 28 layers are about 1 ms."""
+    ops, plain = ops_of(VARIED[0]), ops_of(VARIED[0])
+    ops.chunk = plain.chunk = 32
+    plain._uses_graphs = False
+    token_ids = tokens(110)
+    chunks = [
+        prefill(token_ids[start : start + 32], start, slot, start // 64)
+        for slot in range(3)
+        for start in (0, 32, 64, 96)
+    ]
+    assert by_steps(ops, chunks) == by_steps(plain, chunks)
+    assert {sizes[:2] for sizes in ops._graphs} == {(32, 0), (32, 1)}  # n_rows, n_wanted; 14 rows: no graph
+    assert not plain._graphs
+
+
+def test_the_environment_switches_features_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no bit changes."""
+    decode = [rows([3], 0)]
+    expected = choices(ops_of(VARIED[1]), decode)
+    for variable in (cuda.NO_PDL, cuda.NO_GRAPHS, NO_STAGING):
+        monkeypatch.setenv(variable, "1")
+    ops = ops_of(VARIED[1])
+    assert choices(ops, decode) == choices(ops, decode) == expected
+    assert not ops._graphs
+    assert ops._cp.driver.n_launches == 0
 
 
 def test_a_graph_is_captured_launch_for_launch_by_early_ones() -> None:
@@ -160,7 +201,8 @@ def test_a_graph_is_captured_launch_for_launch_by_early_ones() -> None:
     assert choices(ops, decode) == choices(ops, decode) == choices(ops, decode)
     n_early, n_all = cp.driver.n_launches - n_asked, cp.n_launches - n_asked - 1
     assert n_all == 2 * n_early  # once kernel by kernel, once to be captured, then no more
-    assert n_early == len(ops._graphs[1, 1].work) > 5 * ops.config.n_layers
+    [graph] = ops._graphs.values()
+    assert n_early == len(graph.work) > 5 * ops.config.n_layers
 
 
 def test_overlapping_changes_nothing() -> None:
@@ -231,6 +273,37 @@ def test_steps_that_are_launched_ahead(sampling: Sampling) -> None:
         runs.append(got)
     assert runs[0] == runs[1]
     assert len({choice.token_id for choice in runs[0]}) > 2
+
+
+@pytest.mark.parametrize("sampling", [DRAWN, PENALISED])
+def test_a_step_after_its_like_is_the_same_numbers_and_one_more(sampling: Sampling) -> None:
+    """As if each were made anew: over a page's end, a split's, and beside others that leave and come."""
+    runs = []
+    for anew in (False, True):
+        ops = ops_of(VARIED[0])
+        got = []
+        for n_slots, first in ((3, 60), (2, 70), (3, 0)):
+            slots = range(n_slots)
+            starts = [first + slot for slot in slots]
+            known = [rows([7 + slot], start, slot) for slot, start in zip(slots, starts, strict=True)]
+            outputs = [[5] * (1 + slot) for slot in slots]
+            tickets = []
+            for n in range(9):
+                chained = [rows(None, start + n, slot) for slot, start in zip(slots, starts, strict=True)]
+                contexts = [Context(sampling, [1, 2], output, n_unread=n) for output in outputs]
+                if anew:
+                    ops._decoding = None
+                spans = [
+                    span._replace(
+                        pages=span.pages[: span.start // PAGE + 1]
+                    )  # a table grows by a page at a time
+                    for span in (chained if n else known)
+                ]
+                tickets.append(ops.launch(spans, contexts))
+            got += [ops.read(ticket) for ticket in tickets]
+        runs.append(got)
+        assert (ops._decoding is not None) == (sampling is DRAWN)  # biases and counts are looked at each time
+    assert runs[0] == runs[1]
 
 
 def test_a_step_that_is_larger_than_the_buffers_is_made_in_parts() -> None:
@@ -346,10 +419,23 @@ def test_room_is_what_weights_and_buffers_leave() -> None:
     assert 0 <= cp.free < cp.total // 8
 
 
+def test_a_matrix_goes_to_the_device_as_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16; where it finds no room, in one line."""
+    monkeypatch.setitem(sys.modules, "cupy", cast("ModuleType", Emulator(memory=100)))
+    bits = np.arange(6, dtype=np.uint16).reshape(2, 3)
+    on_device = CudaOps.pack(bits)
+    assert type(on_device) is emulator.Array
+    assert on_device.get().tolist() == bits.tolist()
+    rounded = CudaOps.pack(np.full((1, 2), 1.0, np.float32))
+    assert rounded.get().tolist() == [[0x3F80, 0x3F80]]
+    with pytest.raises(OutOfMemory, match="the weights alone find no room"):
+        CudaOps.pack(np.zeros((10, 20), np.uint16))
+
+
 @pytest.mark.parametrize("name", VARIED)
 def test_random_weights_have_the_shapes_of_read_ones(name: str) -> None:
     config = model_of(name).config
-    made, read = random_weights(Emulator(), config), model_of(name).weights
+    made, read = random_weights(Emulator(), config), packed_of(name)
 
     def shapes(weights: Weights) -> list[Any]:
         parts = [weights, *weights.layers]

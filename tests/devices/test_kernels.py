@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 
 from devices.kernels import NORMED_ROWS
+from devices.plain_ops import PlainOps
 from devices.steps import place_spans
 from helpers import emulator
 from helpers.device_ops import (
     CONFIGS,
     LONG,
+    MIXTURES,
     SAMPLINGS,
+    Both,
     attend,
     best,
     both,
@@ -303,11 +306,48 @@ def test_the_first_of_equals_is_the_likeliest() -> None:
     assert [token_id for token_id, _ in choice.top] == [40, 700, 0]
 
 
+# ---- Experts -----------------------------------------------------------------------------------------------
+
+
+def experts_of(m: Both, x: Array) -> Array:
+    """x with what its rows' experts add."""
+    device_x = m.put("x", x)
+    m.cuda.experts(device_x, m.device_layer, m.batch(len(x)))
+    found: Array = m.got("x", len(x))
+    return found
+
+
+@pytest.mark.parametrize("n", [1, 2, 16, 17, 33, 300])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts(name: str, n: int) -> None:
+    """Groups of a row, of a tile, of some, of more than go at a time; the plain kernels say the same."""
+    m, plain = both(name, 0), both(name, 0, ops=PlainOps)
+    x = np.random.default_rng(n).standard_normal((n, m.config.dim), np.float32)
+    expected = x.copy()
+    m.numpy.experts(expected, m.layer, spans_of(n))
+    found = experts_of(m, x)
+    assert near(found - x, experts_of(plain, x) - x)
+    n_apart = (np.linalg.norm(found - expected, axis=1) > 0.02 * np.linalg.norm(expected - x, axis=1)).sum()
+    assert n_apart <= n / 20  # of a near tie another expert is chosen, for what is scored was rounded
+    alone = [experts_of(m, x[i : i + 1])[0] for i in range(0, n, 1 + n // 7)]
+    assert np.array_equal(alone, found[:: 1 + n // 7])
+
+
+def test_scores_that_are_no_numbers_choose_experts_all_the_same() -> None:
+    """So that no kernel leaves its arrays; the row fails when its token is chosen."""
+    m = both("mxfp4", 0)
+    x = np.ones((3, m.config.dim), np.float32)
+    x[1] = np.nan
+    found = experts_of(m, x)
+    assert np.isnan(found[1]).all()
+    assert np.array_equal(found[0], experts_of(m, x[:1])[0])
+
+
 # ---- Under the checker -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("order", [0, 1])
-@pytest.mark.parametrize("name", ["many-heads", "large-head"])
+@pytest.mark.parametrize("name", ["many-heads", "large-head", *MIXTURES])
 def test_no_kernel_races_or_leaves_its_arrays(name: str, order: int) -> None:
     """Every kernel, in every shape, on shapes that are small: the checker is slow."""
     run_every_kernel(both(name, order, True, enough_blocks=1))

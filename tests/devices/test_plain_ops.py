@@ -39,6 +39,7 @@ from helpers.device_models import (
 )
 from helpers.device_ops import (
     CONFIGS,
+    MIXTURES,
     SAMPLINGS,
     STEP,
     Both,
@@ -151,7 +152,7 @@ def test_pick_under_a_mask_and_from_no_numbers() -> None:
 
 
 @pytest.mark.parametrize("order", [0, 1])
-@pytest.mark.parametrize("name", ["many-heads", "large-head"])
+@pytest.mark.parametrize("name", ["many-heads", "large-head", *MIXTURES])
 def test_no_plain_kernel_races_or_leaves_its_arrays(name: str, order: int) -> None:
     run_every_kernel(both(name, order, True, PlainOps), 20)
 
@@ -161,7 +162,7 @@ def test_no_plain_kernel_races_or_leaves_its_arrays(name: str, order: int) -> No
 
 def test_every_op_is_plain() -> None:
     """No op is left to a fast kernel: rms_norm is what the driver is asked with whether kernels overlap."""
-    ops = ops_on(Emulator(), VARIED[0], PlainOps)
+    ops = ops_on(Emulator(), "qwen3-moe-dense-layers", PlainOps)  # it has an MLP in some layers too
     by_steps(ops, [prefill(tokens(40)), rows([3], 40), rows([4, 5], 41, n_wanted=2)])
     assert isinstance(ops, PlainOps)
     assert {name for name, _ in ops._kernels._functions} == {"rms_norm"}

@@ -18,7 +18,7 @@ import sse
 from gateway.metering import Prices, TokenCounts
 from gateway.upstreams import Timeouts
 from helpers import laws
-from helpers.serving import Json, Server, http_bytes, http_chunks, serve, until
+from helpers.serving import Json, Server, http_bytes, http_frames, serve, until
 from helpers.upstream import DONE, FRAMES, Exchange, delta, finish, head, json_answer, says, upstream
 from service import options
 from test_lifecycle import (  # noqa: F401  (collected again, with the fixtures of this file)
@@ -160,7 +160,7 @@ def test_the_worker_is_idle_once_nobody_waits(server: Server, worker: Server, ho
     if how == "leave chat":
         endless = chat_body("text") | {"max_tokens": 1900, "logit_bias": LONG["logit_bias"], "stream": True}
         with server.connect(http_bytes(CHAT, endless)) as connection:
-            next(http_chunks(connection))
+            next(http_frames(connection))
             until(lambda: worker.health()["running"] == 1, "the worker has begun")
     else:
         with streaming(server, LONG | (BACKGROUND if how == "cancel" else {})) as (id_, frames):

@@ -1,16 +1,10 @@
-"""On a real GPU: what the emulator cannot show. Without a GPU it is skipped by name.
+"""On a real GPU: what the emulator cannot show. Where there is none, the whole suite skips it.
 
 The tensor cores add in an order of their own, memory is ordered as the hardware orders it, and the driver
 takes graphs and early launches or does not. So: CudaOps against NumpyOps, and against PlainOps at real
 shapes, for which NumPy would take minutes; and the laws to the bit.
 
-In this order, each a command of less than ten minutes. The minutes are estimates: nobody has run them yet.
-
-    minutes
-      2-4    pytest tests/gpu -k "not sanitizer"               NVRTC compiles for 30 models
-      2      python bench.py gpu --contenders ...              benches/gpu.py has the commands
-      1-9    pytest tests/gpu -k "memcheck or racecheck"       what was compiled above is not compiled again
-      1-9    pytest tests/gpu -k "synccheck or initcheck"
+`python bench.py gpu-parts` runs it and all else that a GPU is needed for.
 
 It needs CuPy, NVRTC, NumPy, jinja2, safetensors, tokenizers, tqdm, pytest, pytest-timeout and hypothesis, and
 nothing of what the server needs beside them.
@@ -46,6 +40,7 @@ from helpers.device_models import (
     tokens,
 )
 from helpers.device_ops import (
+    CONFIGS,
     MODELS,
     Both,
     attended,
@@ -56,6 +51,7 @@ from helpers.device_ops import (
     products,
     random_weights,
 )
+from helpers.emulator import Emulator
 from model import NumpyOps, Span
 from parity import CASES
 from sampling import Choice, Context, Sampling
@@ -138,6 +134,30 @@ def last_choice(ops: CudaOps, steps: Sequence[Span]) -> Choice:
     return by_steps(ops, steps)[-1]
 
 
+def test_products_have_the_bits_of_the_emulator() -> None:
+    """Its tensor cores are those of Hopper, by a model that others have measured.
+
+    `out` and `down` are products and nothing else: in norms the last bits are the hardware's own.
+    """
+    is_hopper = int(cupy().cuda.Device().compute_capability) >= 90  # or Blackwell, which adds alike
+    c = CONFIGS["grouped"]
+    rng = np.random.default_rng(5)
+    x, y, h = (
+        rng.normal(size=(130, n)).astype(np.float32) for n in (c.dim, c.n_heads * c.head_dim, c.hidden_dim)
+    )
+    for n in (1, 2, 16, 33, 130):
+        results = []
+        for cp in (cupy(), Emulator()):
+            ops = CudaOps(c, random_weights(cp, c), 400, 16, 4, cp)
+            device = Real(ops)
+            step = device.batch(n)
+            ops.out(device.put("x", x[:n]), device.put("y", y[:n]), device.device_layer, step)
+            ops.down(ops._buffers["x"], device.put("h", h[:n]), device.device_layer, step)
+            results.append(device.got("x", n))
+        assert near(results[0], results[1], SUM), n
+        assert np.array_equal(results[0], results[1]) or not is_hopper, n
+
+
 def test_a_token_is_picked_as_by_one_thread() -> None:
     fast, plain = Real(real("SmolLM2-135M")), Real(real("SmolLM2-135M", PlainOps))
     vocab_size = fast.config.vocab_size
@@ -177,7 +197,7 @@ def test_graphs_and_early_launches_change_nothing() -> None:
     early, late = real("Qwen3-0.6B"), real("Qwen3-0.6B")
     late._kernels = Kernels(cupy(), late.config)
     plain = real("Qwen3-0.6B")
-    plain._replay = plain._compute  # type: ignore[method-assign]
+    plain._uses_graphs = False
     runs: list[list[Choice]] = []
     for ops in (early, late, plain):
         first = choices(ops, [span(0, list(range(100)), 0, 1, True)])[0][0]

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from checkpoint.weights import bfloat16
+from checkpoint.config import read_config
+from checkpoint.weights import Weights, bfloat16, read_weights
 from devices.cuda import CudaOps, on_device
 from engine import Engine
 from helpers.device_ops import widened
@@ -25,16 +26,25 @@ from sampling import Choice, Context, Sampling
 MAX_SEQ_LEN, N_PAGES, MAX_BATCH = 128, 24, 6
 BITS = Sampling(temperature=0, n_top_logprobs=20)  # == compares the bits of 20 logits as well
 BITS_OF_ALL = replace(BITS, n_top_logprobs=96)
-VARIED = ["smollm3-untied-biases", "qwen3-layer-types"]
+VARIED = ["smollm3-untied-biases", "qwen3-layer-types", "gpt-oss", "qwen3-moe-dense-layers"]
 
 
 @cache
 def model_of(name: str) -> Ours:
+    """With weights that bfloat16 holds, for NumpyOps."""
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder), CASES[name])
         model = Ours(Path(folder))
     model.weights = on_device(model.weights, lambda array: widened(bfloat16(array)))
     return model
+
+
+@cache
+def packed_of(name: str) -> Weights:
+    """The same as CudaOps take them."""
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder), CASES[name])
+        return read_weights(Path(folder), read_config(Path(folder)), CudaOps.pack)
 
 
 def ops_of(name: str, order: int = 0) -> CudaOps:
@@ -44,7 +54,7 @@ def ops_of(name: str, order: int = 0) -> CudaOps:
 def ops_on(cp: Any, name: str, ops: type[CudaOps] = CudaOps) -> CudaOps:
     """`cp`: the emulator, or cupy."""
     model = model_of(name)
-    return ops(model.config, model.weights, MAX_SEQ_LEN, N_PAGES, MAX_BATCH, cp)
+    return ops(model.config, packed_of(name), MAX_SEQ_LEN, N_PAGES, MAX_BATCH, cp)
 
 
 def tokens(n: int, seed: int = 0) -> list[int]:

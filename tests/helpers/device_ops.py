@@ -5,15 +5,15 @@
 Used by tests/devices on the emulator, and by tests/gpu on a GPU.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import numpy as np
 
-from checkpoint.config import Config
+from checkpoint.config import Config, Experts
 from checkpoint.rope import Rope
-from checkpoint.weights import Layer, Weights, bfloat16
+from checkpoint.weights import Layer, Mxfp4, Weights, bfloat16, decoded_mxfp4
 from devices.cuda import CudaOps
 from devices.steps import DeviceStep, place_spans
 from helpers.emulator import Emulator
@@ -54,14 +54,53 @@ CONFIGS = {
     "grouped":    config(),
     "plain":      config(qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False, rotary=(False,)),
     "window":     config(windows=(37,), qk_norm=False),
+    "sinks":      config(windows=(37,), qk_norm=False, sinks=True),
     "many-heads": config(dim=40, hidden_dim=8, n_heads=18, n_kv_heads=1, head_dim=4, vocab_size=33),
     "large-head": config(dim=40, hidden_dim=8, n_heads=2, n_kv_heads=2, head_dim=136, vocab_size=33),
     # sizes of SmolLM2-135M and Qwen2.5-0.5B
     "uneven":     config(dim=576, hidden_dim=4864, n_heads=14, head_dim=64, vocab_size=896, mlp_bias=False),
 }
 LONG = config(dim=1288, hidden_dim=8, n_heads=2, n_kv_heads=1, head_dim=4, vocab_size=33)
+MIXTURES = {
+    "mxfp4": config(
+        model_type="gpt_oss", dim=320, n_heads=2, n_kv_heads=1, head_dim=4, vocab_size=33, sinks=True,
+        experts=Experts(11, 3, 64, (True,), normalised=True, has_biases=True, limit=1.5, alpha=1.702,
+                        mxfp4=True)),
+    "experts": config(
+        model_type="qwen3_moe", dim=40, n_heads=2, n_kv_heads=1, head_dim=4, vocab_size=33,
+        experts=Experts(37, 5, 24, (True,), normalised=False, has_biases=False, limit=None, alpha=1.0,
+                        mxfp4=False)),
+}
 MANY_TOKENS = config(dim=8, hidden_dim=8, n_heads=2, n_kv_heads=1, head_dim=4, vocab_size=70_001)
 # fmt: on
+
+
+def random_mlp(cp: Any, c: Config, i: int, array: Callable[..., Any]) -> dict[str, Any]:
+    """The MLP of layer i, or its experts."""
+
+    def mxfp4(n: int, n_out: int, n_in: int) -> Mxfp4:
+        blocks = array(n, n_out, n_in // 4).view(np.uint8).reshape(n, n_out, n_in // 32, 16)
+        scales = cp.empty((n, n_out, n_in // 32), np.uint8)
+        scales[...] = 121  # a number is some 2 * 2^-6
+        return Mxfp4(blocks, scales)
+
+    experts = c.experts
+    if experts is None or not experts.layers[i]:
+        return {
+            "w_gate_up": array(2 * c.hidden_dim, c.dim),
+            "w_down": array(c.dim, c.hidden_dim),
+            "b_gate_up": array(2 * c.hidden_dim) if c.mlp_bias else None,
+            "b_down": array(c.dim) if c.mlp_bias else None,
+        }
+    matrices = mxfp4 if experts.mxfp4 else array
+    return {
+        "router": array(experts.n, c.dim),
+        "b_router": array(experts.n) if experts.has_biases else None,
+        "w_gate_up": matrices(experts.n, 2 * experts.hidden_dim, c.dim),
+        "w_down": matrices(experts.n, c.dim, experts.hidden_dim),
+        "b_gate_up": array(experts.n, 2 * experts.hidden_dim) if experts.has_biases else None,
+        "b_down": array(experts.n, c.dim) if experts.has_biases else None,
+    }
 
 
 def random_weights(cp: Any, config: Config, seed: int = 0) -> Weights:
@@ -85,22 +124,21 @@ def random_weights(cp: Any, config: Config, seed: int = 0) -> Weights:
 
     c = config
     n_q, n_qkv = c.n_heads * c.head_dim, (c.n_heads + 2 * c.n_kv_heads) * c.head_dim
+
     layers = [
         Layer(
             attn_norm=ones(c.dim),
             wqkv=array(n_qkv, c.dim),
             wo=array(c.dim, n_q),
             mlp_norm=ones(c.dim),
-            w_gate_up=array(2 * c.hidden_dim, c.dim),
-            w_down=array(c.dim, c.hidden_dim),
             bqkv=array(n_qkv) if c.qkv_bias else None,
             bo=array(c.dim) if c.o_bias else None,
-            b_gate_up=array(2 * c.hidden_dim) if c.mlp_bias else None,
-            b_down=array(c.dim) if c.mlp_bias else None,
             q_norm=ones(c.head_dim) if c.qk_norm else None,
             k_norm=ones(c.head_dim) if c.qk_norm else None,
+            sinks=array(c.n_heads) if c.sinks else None,
+            **random_mlp(cp, c, i, array),
         )
-        for _ in range(c.n_layers)
+        for i in range(c.n_layers)
     ]
     embed = array(c.vocab_size, c.dim)
     head = embed if c.tied else array(c.vocab_size, c.dim)
@@ -129,6 +167,9 @@ class Both:
         def host(array: Any) -> Any:
             if array is None:
                 return None
+            if isinstance(array, Mxfp4):
+                blocks, scales = (part.get() for part in array)  # type: ignore[attr-defined]
+                return decoded_mxfp4(Mxfp4(blocks, scales))
             if id(array) not in on_host:
                 values = widened(array.get())
                 if values.ndim == 1:  # no bias is 0, no norm weight 1
@@ -148,7 +189,7 @@ class Both:
     def batch(self, n_rows: int, wanted: Sequence[int] = ()) -> Any:
         """A batch of rows for the ops that look at no page."""
         views = {"wanted": self.cuda._cp.asarray(np.array(wanted, np.int32))}
-        return DeviceStep(views, n_rows, len(wanted), 0, 0, 1, False)
+        return DeviceStep(views, n_rows, len(wanted), 0, 0, 1, False, False)
 
     def put(self, name: str, values: Array) -> Any:
         """Values in the first rows of a buffer."""
@@ -168,7 +209,11 @@ def both(
     name: str, order: int, check: bool = False, ops: type[CudaOps] = CudaOps, enough_blocks: int = 64
 ) -> Both:
     return Both(
-        (CONFIGS | {"long": LONG, "many-tokens": MANY_TOKENS})[name], order, check, ops, enough_blocks
+        (CONFIGS | MIXTURES | {"long": LONG, "many-tokens": MANY_TOKENS})[name],
+        order,
+        check,
+        ops,
+        enough_blocks,
     )
 
 
@@ -206,7 +251,7 @@ PAGES = [9, 2, 14, 0, 7]
 def attend(m: Both, spans: list[Span], qkv: Array) -> Array:
     """CudaOps.attend for rows of the spans one after another, (n_rows, n_heads * head_dim)."""
     step = place_spans(spans, [])
-    rows = [i for p in step for i in p.rows]
+    rows = [row + i for row, size in zip(step.first_rows, step.sizes, strict=True) for i in range(size)]
     with m.cuda._stream:
         memory, host, batch = m.cuda._upload_step(step)
         m.cuda.attend(m.put("qkv", qkv[np.argsort(rows)]), m.device_layer, 0, batch)
@@ -352,5 +397,16 @@ MODELS = {
         "SmolLM2-135M": ( 576,  1536,  9, 3,  64,  49152),
         "Llama-3-8B":   (4096, 14336, 32, 8, 128, 128256),
     }.items()
+} | {
+    "Qwen3-30B-A3B": config(
+        model_type="qwen3_moe", dim=2048, hidden_dim=6144, n_heads=32, n_kv_heads=4, head_dim=128,
+        vocab_size=151936,
+        experts=Experts(128, 8, 768, (True,), normalised=True, has_biases=False, limit=None, alpha=1.702,
+                        mxfp4=False)),
+    "gpt-oss-20b": config(
+        model_type="gpt_oss", dim=2880, hidden_dim=2880, n_heads=64, n_kv_heads=8, head_dim=64,
+        vocab_size=201088, windows=(128,), qk_norm=False, sinks=True,
+        experts=Experts(32, 4, 2880, (True,), normalised=True, has_biases=True, limit=7.0, alpha=1.702,
+                        mxfp4=True)),
 }
 # fmt: on

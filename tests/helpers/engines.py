@@ -10,7 +10,7 @@ makes one raise. Order follows from that and from asyncio's queue of tasks, neve
 import asyncio
 import math
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from datetime import datetime
@@ -23,6 +23,8 @@ from model import NumpyOps, Span, Ticket
 from parity import TINY, Ours
 from request.template import ChatTemplate
 from sampling import Choice, Context, Sampling
+from scheduler import Scheduled, Scheduler
+from service.steps import Observer, State, Step
 from tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -48,11 +50,66 @@ class WatchedStep(NamedTuple):
     n_running: int  # with pages when the step begins
 
 
+class WatchedScheduler:
+    """The steps of a scheduler as service/steps.py sees them, and where the fold of them differs from it."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self.violations: list[str] = []
+        self._observer = Observer()
+        self._state = State()
+
+    def observe(
+        self, scheduler: Scheduler, batch: list[Scheduled], choices: list[list[Choice]], seconds: float
+    ) -> None:
+        step = self._observer.look(scheduler, batch, choices, seconds)
+        if step is not None:
+            self.steps.append(step)
+            self._state.apply(step)
+        self._compare(scheduler)
+
+    def _compare(self, scheduler: Scheduler) -> None:
+        """The law: page tables, users of each page, prefix cache and queues are the fold of the steps."""
+        views = self._state.sequences
+        tables = {number: view.page_table for number, view in views.items()}
+        users = Counter(page for table in tables.values() for page in table)
+        pool = scheduler.pool
+        pairs = {
+            "page tables": (
+                [tables[number] for number in self._state.running],
+                [one.page_table for one in scheduler.running],
+            ),
+            "those that wait": (
+                [(views[number].arrival.n_prompt, views[number].n_output) for number in self._state.waiting],
+                [(len(one.prompt), len(one.output)) for one in scheduler.waiting],
+            ),
+            "sequences": (sorted(views), sorted([*self._state.running, *self._state.waiting])),
+            "users of pages": ([users[page] for page in range(pool.n_pages)], pool._n_users),
+            "prefix cache": (self._state.cached, set(pool.cached_pages)),
+            "free pages": (pool.n_pages - len(users), pool.n_free),
+        }
+        for name, (folded, held) in pairs.items():
+            if folded != held:
+                self.violations.append(f"{name} behind step {self._state.number}: {folded}, {held}")
+
+    def tokens_of(self, request_id: str) -> list[Choice]:
+        """All that the steps have chosen for a request."""
+        (number,) = (
+            arrival.sequence for step in self.steps for arrival in step.arrived
+            if arrival.request_id == request_id
+        )  # fmt: skip
+        return [
+            token for step in self.steps for share in step.shares if share.sequence == number
+            for token in share.tokens
+        ]  # fmt: skip
+
+
 class Watch:
     """The engine's thread, seen from inside."""
 
     def __init__(self) -> None:
         self.engine: Engine | None = None
+        self.scheduler = WatchedScheduler()
         self.steps: list[WatchedStep] = []
         self.hold_at: set[int] = set()  # steps, counted from 0, that wait to be released
         self.fail_at: int | None = None
@@ -137,6 +194,8 @@ def started(
     WatchedOps.n_ahead, WatchedOps.chunk_invariant = n_ahead, chunk_invariant
     ops = WatchedOps(tiny().config, tiny().weights, max_seq_len, n_pages, MAX_BATCH)
     watch.engine = started = Engine(ops, speculate, step_s)
+    watched = watch.scheduler = WatchedScheduler()
+    started.observer = watched.observe
     try:
         yield started
     finally:
@@ -144,6 +203,7 @@ def started(
             watch.release()
         started.close()
         assert started.counts()["free_pages"] == n_pages
+        assert watched.violations == []
 
 
 @cache

@@ -114,13 +114,14 @@ def on_the_wire(events: Iterable[Json]) -> list[Json]:
         (event,) = parser.feed(frame)  # one frame an event
         got.append(json.loads(event.data))
         assert event.type == got[-1]["type"]
+        assert sse.data(frame) == event.data  # what a WebSocket sends
     parser.close()
     return got
 
 
 async def read(log: EventLog) -> list[bytes]:
-    async with aclosing(log.read()) as frames:
-        return [frame async for frame in frames]
+    async with aclosing(log.read()) as logged:
+        return [frame async for frames in logged for frame in frames]
 
 
 # --- shape --------------------------------------------------------------------------------------------------

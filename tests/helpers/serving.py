@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import openai
+from websockets.sync.client import ClientConnection, connect
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "tests" / "models" / "tiny"
@@ -84,6 +85,15 @@ class Server:
             connection.sendall(data)
             yield connection
 
+    @contextlib.contextmanager
+    def websocket(self, path: str = "/v1/responses", **settings: Any) -> Iterator[ClientConnection]:
+        """A WebSocket that reads all the time: one that does not could not be closed."""
+        url = self.url.replace("http", "ws", 1) + path
+        limits: Json = {"open_timeout": PATIENCE_S, "max_size": None, "max_queue": None}
+        with connect(url, **limits, **settings) as connection:
+            assert isinstance(connection, ClientConnection)
+            yield connection
+
     def interrupt(self, number: signal.Signals = signal.SIGINT) -> None:
         self.process.send_signal(number)
 
@@ -110,6 +120,15 @@ def http_chunks(connection: socket.socket) -> Generator[bytes]:
         while size := int(lines.readline(), 16):
             yield lines.read(size)
             assert lines.readline() == b"\r\n"
+
+
+def http_frames(connection: socket.socket) -> Generator[bytes]:
+    """The frames of a stream; a chunk holds whole ones."""
+    with contextlib.closing(http_chunks(connection)) as chunks:
+        for chunk in chunks:
+            *frames, rest = chunk.split(b"\n\n")
+            assert rest == b"", f"expected whole frames, got {chunk!r}"
+            yield from (frame + b"\n\n" for frame in frames)
 
 
 def until(holds: Callable[[], bool], what: str) -> None:

@@ -1,4 +1,4 @@
-"""Admission: bodies that come slowly, and what owners share; rooms alone, and the real server."""
+"""Admission: bodies that come slowly, and what clients hold; rooms alone, and the real server."""
 
 import asyncio
 import json
@@ -6,16 +6,18 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from helpers.faulty_server import SLOW
-from helpers.serving import TINY, Json, Server, http_bytes, http_chunks, serve, until
+from helpers.serving import TINY, Json, Server, http_bytes, http_frames, serve, until
+from request.body import SMALL_BODY_BYTES
 from request.refusals import STATUS, BadInput
 from service import admission
-from service.admission import Room, Shares
+from service.admission import Room
 
 RESPONSES = "/v1/responses"
 FAULTY = ("-m", "tests.helpers.faulty_server")
@@ -23,9 +25,8 @@ HI: Json = {"model": "tiny", "input": "hi"}
 SHORT = HI | {"max_output_tokens": 1}
 EOS = json.loads((TINY / "generation_config.json").read_text())["eos_token_id"]
 ENDLESS: Json = HI | {"seed": SLOW, "logit_bias": {str(token_id): -100 for token_id in EOS}, "stream": True}
-HALF = http_bytes(RESPONSES, HI)[:-5]
-
-# --- shares -------------------------------------------------------------------------------------------------
+HALF_OF_SMALL = http_bytes(RESPONSES, HI)[:-5]
+HALF = http_bytes(RESPONSES, HI | {"input": "x" * 2 * SMALL_BODY_BYTES})[:-5]
 
 
 def code_of(take: Callable[[], None]) -> str | None:
@@ -34,39 +35,6 @@ def code_of(take: Callable[[], None]) -> str | None:
     except BadInput as refusal:
         return refusal.code
     return None
-
-
-def test_one_owner_may_have_all() -> None:
-    shares = Shares("things", 3, is_shared=False)
-    assert [code_of(lambda: shares.take("", 1)) for _ in range(4)] == [
-        None,
-        None,
-        None,
-        "server_is_overloaded",
-    ]
-    shares.give_back("", 3)
-    assert shares.has_room("", 3)
-
-
-def test_of_several_owners_none_holds_more_than_what_is_left() -> None:
-    """However many of them want all, there is room for one who holds nothing."""
-    shares = Shares("things", 100, is_shared=True)
-    for owner in "abcdef":
-        n_taken = 0
-        while code_of(lambda owner=owner: shares.take(owner, 1)) is None:  # type: ignore[misc]
-            n_taken += 1
-        assert n_taken > 0
-        assert code_of(lambda owner=owner: shares.take(owner, 1)) == "rate_limit_exceeded"  # type: ignore[misc]
-    assert shares.has_room("g", 1)
-
-
-def test_who_holds_nothing_may_take_the_last() -> None:
-    """Bug: with --max-streams 1 and two keys nobody was ever served."""
-    shares = Shares("things", 1, is_shared=True)
-    shares.take("a", 1)
-    assert code_of(lambda: shares.take("b", 1)) == "server_is_overloaded"
-    shares.give_back("a", 1)
-    shares.take("b", 1)
 
 
 # --- a room -------------------------------------------------------------------------------------------------
@@ -126,15 +94,41 @@ def test_the_oldest_body_of_the_same_owner_gives_way() -> None:
     asyncio.run(run())
 
 
+def test_messages_that_do_not_end_give_way() -> None:
+    """What has come of them on the WebSockets of one owner: as with bodies, the oldest goes."""
+
+    async def run() -> None:
+        room = Room(32, max_body_bytes=2**20, is_shared=True)
+        dropped: list[str] = []
+        with ExitStack() as held:
+            for name in ["y", *(f"m{i}" for i in range(8))]:
+                visit = held.enter_context(room.socket(name[0]))
+                for n_bytes in (1, 2**20):
+                    room.hold_message(visit, n_bytes, partial(dropped.append, name))
+            assert dropped == ["m0"]  # y's is older
+            room.hold_message(visit, 0, lambda: None)  # m7's is whole
+            with room.turn("m", 2**20):
+                assert dropped == ["m0"]
+        with room.turn("m", 8 * 2**20):  # all has been given back
+            pass
+
+    asyncio.run(run())
+
+
 def test_what_stored_answers_hold_is_bounded() -> None:
     """There is room for the bytes of 16 of the largest bodies: of several owners one gets half of it."""
 
     async def run() -> None:
         room = Room(32, max_body_bytes=2**20, is_shared=True)
-        with room.visit("m") as visit:
+        with ExitStack() as held:
             for _ in range(8):
+                visit = held.enter_context(room.visit("m"))
                 room.hold(visit, 2**20)
-            assert code_of(lambda: room.hold(visit, 1)) == "rate_limit_exceeded"
+                room.hold(visit, 2**20)  # the same once more
+            ninth = held.enter_context(room.visit("m"))
+            with pytest.raises(BadInput) as caught:
+                room.hold(ninth, 1)
+            assert caught.value.code == "rate_limit_exceeded"
         with room.visit("m") as visit:  # all has been given back
             room.hold(visit, 2**40)  # however large: else nobody could ever get it
 
@@ -145,12 +139,18 @@ def test_what_stored_answers_hold_is_bounded() -> None:
 
 
 def test_half_sent_bodies_take_no_streams() -> None:
-    """Bug: 1,024 of them, which cost a client nothing, and everybody else got 503 for a minute."""
+    """Bug: 1,024 of them, which cost a client nothing, and everybody else got 503 for a minute.
+
+    There is room for two on their way. Small ones need none: they begin when they are whole.
+    """
     with serve("--max-streams", "2") as server, ExitStack() as held:
+        small = [held.enter_context(server.connect(HALF_OF_SMALL)) for _ in range(10)]
         clients = [held.enter_context(server.connect(HALF)) for _ in range(10)]
         time.sleep(0.1)
         assert server.post(RESPONSES, SHORT).status == 200
-        assert clients[0].recv(65536).startswith(b"HTTP/1.1 408 ")  # there is room for two on their way
+        assert clients[0].recv(65536).startswith(b"HTTP/1.1 408 ")
+        small[0].sendall(http_bytes(RESPONSES, HI)[-5:])
+        assert small[0].recv(65536).startswith(b"HTTP/1.1 200 ")
 
 
 def test_a_body_has_so_many_bytes() -> None:
@@ -182,32 +182,79 @@ def server_bytes(server: Server) -> int:
     return 1024 * int(status.split("VmRSS:")[1].split()[0])
 
 
-def test_stored_answers_that_nobody_reads_are_bounded() -> None:
-    """Bug: of one large response any number could be asked for at once, and each was held as a whole."""
-    keys = ("--api-key", "mine", "--api-key", "yours")
-    mine = {"Authorization": "Bearer mine"}
+MINE = {"Authorization": "Bearer mine"}
+KEYS = ("--api-key", "mine", "--api-key", "yours")
+
+
+def large_response(n_bytes: int) -> Json:
+    """What makes a response that is so large, for it repeats its schema."""
     schema = {
         "type": "object",
         "properties": {},
         "additionalProperties": False,
-        "description": "x" * 1_000_000,
+        "description": "x" * n_bytes,
     }
-    large = SHORT | {"text": {"format": {"type": "json_schema", "name": "n", "schema": schema}}}
-    with serve(*keys, "--max-streams", "8", "--reader-timeout", "2") as server, ExitStack() as held:
-        made = server.post(RESPONSES, large, **mine)
+    return SHORT | {"text": {"format": {"type": "json_schema", "name": "n", "schema": schema}}}
+
+
+def test_stored_answers_that_nobody_reads_are_bounded() -> None:
+    """Bug: of one large response any number could be asked for at once, and each was held as a whole."""
+    with serve(*KEYS, "--max-streams", "8", "--reader-timeout", "2") as server, ExitStack() as held:
+        made = server.post(RESPONSES, large_response(1_000_000), **MINE)
         assert made.status == 200, made.body
         path = f"{RESPONSES}/{made.json['id']}"
-        assert server.get(path, **mine).json == made.json
+        assert server.get(path, **MINE).json == made.json
         ask = f"GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer mine\r\n\r\n".encode()
         for _ in range(4):
             client = held.enter_context(server.connect(ask))
             assert client.recv(12) == b"HTTP/1.1 200"
         for refused_path in (path, f"{path}/input_items"):
-            refused = server.get(refused_path, **mine)
+            refused = server.get(refused_path, **MINE)
             assert (refused.status, refused.json["error"]["code"]) == (429, "rate_limit_exceeded")
         assert server.get(path, Authorization="Bearer yours").status == 404  # there is room to look
-        assert server.post(RESPONSES, SHORT, **mine).status == 200
-        until(lambda: server.get(path, **mine).status == 200, "those who do not read are dropped")
+        assert server.post(RESPONSES, SHORT, **MINE).status == 200
+        until(lambda: server.get(path, **MINE).status == 200, "those who do not read are dropped")
+
+
+def test_what_is_loaded_for_an_answer_has_room_first() -> None:
+    """Bug: of 500 that nobody read each was loaded, and only then refused: others waited a second.
+
+    There is room for 16 MB, half of it for one of several owners; one takes as much as --max-body at most.
+    """
+    with serve(*KEYS, "--max-streams", "64", "--max-body", "1M") as server, ExitStack() as held:
+        path = f"{RESPONSES}/{server.post(RESPONSES, large_response(900_000), **MINE).json['id']}"
+        ask = f"GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer mine\r\n\r\n".encode()
+        for _ in range(8):
+            client = held.enter_context(server.connect(ask))
+            assert client.recv(12) == b"HTTP/1.1 200"
+        for method, refused_path in (("GET", path), ("GET", f"{path}/input_items"), ("DELETE", path)):
+            refused = server.request(method, refused_path, None, **MINE)
+            assert (refused.status, refused.json["error"]["code"]) == (429, "rate_limit_exceeded")
+            assert "bytes of bodies" in refused.json["error"]["message"]
+        assert server.get(path, Authorization="Bearer yours").status == 404
+
+
+def test_each_choice_is_a_stream() -> None:
+    """Bug: 64 requests with 16 choices each were 64 streams, and 1,024 sequences that wait."""
+
+    async def run() -> None:
+        room = Room(100, is_shared=True)
+        with ExitStack() as held:
+            for _ in range(3):
+                visit = held.enter_context(room.visit("m"))
+                room.enter(visit)
+                room.enter(visit, 15)
+            fourth = held.enter_context(room.visit("m"))
+            room.enter(fourth)
+            assert code_of(lambda: room.enter(fourth, 15)) == "rate_limit_exceeded"
+            room.enter(fourth, 0)  # the only choice has its stream already
+            room.enter(held.enter_context(room.visit("another")), 16)
+        with room.visit("m") as visit:
+            room.enter(visit)
+            room.enter(visit, 1000)  # as half of them: else it would never get in
+            assert visit.n_streams == 50
+
+    asyncio.run(run())
 
 
 def test_of_two_keys_one_cannot_take_all_streams() -> None:
@@ -215,7 +262,7 @@ def test_of_two_keys_one_cannot_take_all_streams() -> None:
     request = http_bytes(RESPONSES, ENDLESS).replace(b"Host: ", b"Authorization: Bearer mine\r\nHost: ")
     with serve(*keys, "--max-streams", "4", script=FAULTY) as server, ExitStack() as held:
         for _ in range(2):
-            next(http_chunks(held.enter_context(server.connect(request))))
+            next(http_frames(held.enter_context(server.connect(request))))
         refused = server.post(RESPONSES, SHORT, Authorization="Bearer mine")
         assert (refused.status, refused.json["error"]["code"]) == (429, "rate_limit_exceeded")
         assert "2 of 4 open requests" in refused.json["error"]["message"]

@@ -1,6 +1,7 @@
 """Connections, as the real server meets them: bytes that cost, clients that half leave, too many of them."""
 
 import json
+import selectors
 import socket
 import sys
 import time
@@ -11,7 +12,7 @@ from http.client import HTTPResponse
 import pytest
 
 from helpers.faulty_server import SLOW
-from helpers.serving import TINY, Json, Reply, Server, http_bytes, http_chunks, serve, until
+from helpers.serving import TINY, Json, Reply, Server, http_bytes, http_frames, serve, until
 from service import connections
 
 RESPONSES = "/v1/responses"
@@ -21,6 +22,19 @@ EOS = json.loads((TINY / "generation_config.json").read_text())["eos_token_id"]
 ENDLESS: Json = HI | {"seed": SLOW, "logit_bias": {str(token_id): -100 for token_id in EOS}}
 ALIVE = b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
 CHUNKED = b"POST /v1/responses HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+COUNTING_TASKS = """
+import runpy, sys
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+run_asgi = RequestResponseCycle.run_asgi
+def counted(*args):
+    print("a task starts", file=sys.stderr, flush=True)
+    return run_asgi(*args)
+RequestResponseCycle.run_asgi = counted
+sys.argv[0] = "server.py"
+runpy.run_path("server.py", run_name="__main__")
+"""
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +79,31 @@ def test_one_turn_reads_so_much() -> None:
     assert "get_buffer" not in limited
     buffer = connections.Protocol.get_buffer(connections.Protocol.__new__(connections.Protocol), -1)
     assert len(buffer) <= 64 * 1024
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="epoll is Linux's")
+def test_one_turn_tells_of_so_many_connections() -> None:
+    """Bug: a thousand that were closed at once were one turn of the event loop, and streams waited for it."""
+    with connections.FairSelector() as selector, ExitStack() as held:
+        for number in range(3 * connections.READY_A_TURN):
+            ours, theirs = socket.socketpair()
+            held.enter_context(ours)
+            held.enter_context(theirs).sendall(b"x")
+            selector.register(ours, selectors.EVENT_READ, number)
+        turns = [selector.select(0) for _ in range(3)]
+    assert {len(turn) for turn in turns} == {connections.READY_A_TURN}
+    assert len({key.data for turn in turns for key, _ in turn}) == 3 * connections.READY_A_TURN
+
+
+def test_a_request_starts_when_it_is_whole() -> None:
+    """Bug: 1,100 half-sent bodies at once were 0.4 s of tasks, and as many refusals when they gave way."""
+    with serve(script=("-c", COUNTING_TASKS)) as server, ExitStack() as held:
+        clients = [held.enter_context(server.connect(http_bytes(RESPONSES, HI)[:-1])) for _ in range(20)]
+        assert server.get("/health/live").status == 200
+        assert server.log().count("a task starts") == 1
+        clients[0].sendall(b"}")
+        assert answer(clients[0]).status == 200
+        assert server.log().count("a task starts") == 2
 
 
 def test_trailers_are_no_headers(server: Server) -> None:
@@ -137,7 +176,7 @@ def test_a_client_that_closes_without_an_answer_has_left(server: Server) -> None
 
 def test_a_client_that_ends_its_side_of_a_stream_has_left(server: Server) -> None:
     with server.connect(http_bytes(RESPONSES, ENDLESS | {"stream": True})) as client:
-        next(http_chunks(client))
+        next(http_frames(client))
         client.shutdown(socket.SHUT_WR)
         until(lambda: server.health()["running"] == 0, "it does not run")
 
@@ -158,9 +197,9 @@ def test_idle_connections_do_not_take_the_last_files() -> None:
     """Bug: 300 of them under `ulimit -n 256` ended the service, with 57,308 tracebacks in the log in 8 s."""
     with serve(script=("-c", FEW_FILES)) as server, ExitStack() as held:
         stream = held.enter_context(server.connect(http_bytes(RESPONSES, HI | {"stream": True})))
-        chunks = http_chunks(stream)
+        chunks = http_frames(stream)
         next(chunks)
-        for begun in [b"", b"GET /hea"] * 150:
+        for begun in [b"", b"GET /hea", http_bytes(RESPONSES, HI)[:-1]] * 100:
             held.enter_context(server.connect(begun))
         assert server.get("/health/live").status == 200
         assert b"response.completed" in b"".join(chunks)

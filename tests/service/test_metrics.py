@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from channels import Finish
 from helpers.faulty_server import ENDS, RAISES, SLOW
-from helpers.serving import TINY, Json, Server, http_bytes, http_chunks, serve, until
+from helpers.serving import TINY, Json, Server, http_bytes, http_frames, serve, until
 from service import logs, metrics
 
 RESPONSES, CHAT = "/v1/responses", "/v1/chat/completions"
@@ -80,7 +80,7 @@ def test_requests_and_tokens(server: Server) -> None:
 
 def test_what_is_held_now_is_read_at_the_scrape(server: Server) -> None:
     with server.connect(http_bytes(RESPONSES, ENDLESS | {"background": True})) as client:
-        chunks = http_chunks(client)
+        chunks = http_frames(client)
         id_ = json.loads(next(chunks).split(b"data: ")[1])["response"]["id"]
         until(lambda: value(scrape(server), "num_requests_running") == 1, "it runs")
         assert value(scrape(server), "background_responses", status="in_progress") == 1
@@ -97,7 +97,7 @@ def test_what_is_held_now_is_read_at_the_scrape(server: Server) -> None:
 def test_what_was_computed_is_counted_also_where_the_client_leaves(server: Server, background: bool) -> None:
     """The metrics counted no token of a stream that was left, or cancelled, and the log told of no output."""
     ask = http_bytes(RESPONSES, ENDLESS | {"background": background})
-    with server.connect(ask) as client, closing(http_chunks(client)) as chunks:
+    with server.connect(ask) as client, closing(http_frames(client)) as chunks:
         id_ = json.loads(next(chunks).split(b"data: ")[1])["response"]["id"]
         n_deltas = 0
         while n_deltas < 40:

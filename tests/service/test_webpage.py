@@ -9,23 +9,23 @@ import hashlib
 import json
 import os
 import re
-import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import sse
 from helpers.faulty_server import SLOW
-from helpers.serving import TINY, Reply, Server, serve, until
+from helpers.serving import ROOT, TINY, Reply, Server, http_chunks, serve, until
+from model import PAGE
+from pictures import CHROMIUM, WATCHED
 from responses import GRAMMAR
 from service import webpage as page_module
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-CHROMIUM = os.environ.get("CHROMIUM") or next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
 EOS = json.loads((TINY / "generation_config.json").read_text())["eos_token_id"]
 SLOW_SECONDS = {
     "seed": SLOW,
@@ -123,6 +123,33 @@ def test_a_response_is_built_before_our_eyes(page: "Page", server: Server) -> No
     assert facts(page)["Tokens out"].startswith(str(again["usage"]["output_tokens"]))
     channels = page.locator("#events button").evaluate_all("all => all.map(b => b.dataset.channel)")
     assert [c for i, c in enumerate(channels) if c != channels[i - 1]] == ["reasoning", "text", "response"]
+
+
+def test_a_turn_over_a_websocket(page: "Page", server: Server) -> None:
+    """The events are those of HTTP, and a response that is not stored can be continued."""
+    send(page, STORY, more='{"temperature": 0, "store": false}')
+    said(page, "completed")
+    types = page.locator("#events .type").all_inner_texts()
+    assert facts(page)["Over"] == "HTTP"
+    page.get_by_label("Over").select_option("WebSocket")
+    send(page, STORY, more='{"temperature": 0, "store": false}')
+    said(page, "completed")
+    assert facts(page)["Over"] == "WebSocket"
+    assert page.locator("#events .type").all_inner_texts() == types
+    assert facts(page)["Fold of the events"] == "is the final response"
+    page.get_by_label("Continue the last response").check()
+    send(page, "Who are you?", more='{"store": false}')
+    said(page, "completed")
+    assert "/v1/responses: 101" not in server.log()  # it is the same connection
+
+
+def test_a_websocket_that_is_left_ends_its_turn(page: "Page", server: Server) -> None:
+    page.get_by_label("Over").select_option("WebSocket")
+    send(page, STORY, more=ENDLESS_STORY)
+    wait_for_events(page, 10)
+    page.get_by_role("button", name="Cancel").click()
+    said(page, "nobody reads")
+    until(lambda: server.health()["running"] == 0, "it has ended")
 
 
 def test_an_event_shows_the_response_as_it_was_then(page: "Page") -> None:
@@ -282,6 +309,10 @@ def test_the_key_is_asked_for(browser: "Browser") -> None:
         assert "completed" in said(page, "events in")
         page.get_by_role("button", name="Copy as curl").click()
         assert KEY not in page.locator("#shown").inner_text()
+        page.get_by_label("Over").select_option("WebSocket")
+        send(page, "hi")
+        said(page, "completed")
+        assert facts(page)["Over"] == "WebSocket"
 
 
 # --- for everybody ------------------------------------------------------------------------------------------
@@ -331,6 +362,235 @@ def test_every_control_has_a_name(page: "Page") -> None:
             assert named.strip(), control
 
 
+# --- the second view: the engine at work --------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def watched_server() -> Iterator[Server]:
+    with serve(*WATCHED) as started:
+        yield started
+
+
+@contextmanager
+def engine_view(browser: "Browser", server: Server, **context: Any) -> Iterator["Page"]:
+    """The second view, opened; in the end the browser must have complained of nothing."""
+    with browser.new_context(**{"viewport": {"width": 1280, "height": 900}} | context) as opened:
+        page, complaints = opened.new_page(), list[str]()
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.set_default_timeout(20_000)
+        page.goto(server.url + "/#engine")
+        page.wait_for_selector("#model option", state="attached")
+        yield page
+        assert complaints == []
+
+
+@pytest.fixture(scope="module")
+def view(browser: "Browser", watched_server: Server) -> Iterator["Page"]:
+    """The second view, when the four prompts have been answered."""
+    with engine_view(browser, watched_server) as page:
+        send_four(page)
+        yield page
+
+
+def send_four(page: "Page") -> None:
+    page.get_by_role("button", name="Send four prompts").click()
+    page.locator("#fill:disabled").wait_for()
+    page.locator("#fill:enabled").wait_for(timeout=60_000)
+
+
+def steps_of_server(server: Server) -> list[Any]:
+    """The events of /debug/steps so far."""
+    head = b"GET /debug/steps HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    last = server.health()["steps"]
+    parser, events = sse.Parser(), list[Any]()
+    with server.connect(head) as connection:
+        for chunk in http_chunks(connection):
+            events += [json.loads(event.data) for event in parser.feed(chunk)]
+            if events[-1]["step"] == last - 1:
+                break
+    return events
+
+
+def shown_step(page: "Page") -> int:
+    return int(page.locator("#step-title").inner_text().removeprefix("Step "))
+
+
+def column(page: "Page", step: int) -> str:
+    """What the button of a step says."""
+    return page.locator(f"#steps [data-step='{step}']").get_attribute("aria-label") or ""
+
+
+def test_it_says_why_the_second_request_began_faster_and_which_was_preempted(
+    view: "Page", watched_server: Server
+) -> None:
+    story = view.locator("#story").inner_text()
+    began = re.search(
+        r"B began to answer after \d+ steps? \(.*\), A after 3 steps \(.*\): (\d) pages of its prompt were "
+        r"in the prefix cache that A had computed, so it computed (\d+) of its (\d+) tokens",
+        story,
+    )
+    assert began, story
+    n_found, n_computed, n_prompt = map(int, began.groups())
+    assert n_computed == n_prompt - PAGE * n_found
+    steps = steps_of_server(watched_server)[1:]
+    preempted = [share["sequence"] for step in steps for share in step["sequences"] if share["preempted"]]
+    found = [share["found"] for step in steps for share in step["sequences"] if share["sequence"] == 1]
+    assert n_found == len(found[0]) > 0
+    assert preempted
+    for sequence in preempted:
+        assert f"{'ABCD'[sequence]} was preempted" in story
+    assert "D repeats itself: " in story
+
+
+def test_the_readme_says_how_to_see_it() -> None:
+    command = f"    python server.py --model tests/models/tiny {' '.join(WATCHED)}\n"
+    assert command in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_a_line_leads_to_its_step_and_the_step_says_what_was_done(view: "Page") -> None:
+    line = view.locator("#story [data-kind=preempted]").first
+    number, pages = re.findall(r"step (\d+).*gave back (\d+) pages", line.inner_text())[0]
+    line.click()
+    assert shown_step(view) == int(number)
+    share = view.locator("#shares li").filter(has_text="Preempted.").inner_text()
+    assert f"Released {pages} pages" in share
+    assert "preempted" in column(view, int(number))
+    assert view.locator("#steps [aria-pressed=true] [data-preempted=pages]").count() == 1
+    assert view.locator("#waiting .chip").count() > 0
+
+
+def test_the_pages_are_those_of_the_fold(view: "Page", watched_server: Server) -> None:
+    """In the step that found pages: whose each is, and which are shared."""
+    view.locator("#story [data-kind=found]").first.click()
+    number = shown_step(view)
+    tables: dict[int, list[int]] = {}
+    for step in steps_of_server(watched_server)[1 : number + 2]:
+        for share in step["sequences"]:
+            table = tables.setdefault(share["sequence"], [])
+            tables[share["sequence"]] = [
+                *table[: len(table) - len(share["released"])], *share["found"], *share["taken"]
+            ]  # fmt: skip
+    users = {page: [s for s, table in tables.items() if page in table] for page in range(18)}
+    names = view.locator("#pages li").evaluate_all("all => all.map(one => one.ariaLabel)")
+    assert len(names) == 18
+    for page, sequences in users.items():
+        expected = " and ".join("ABCD"[sequence] for sequence in sequences) or "free"
+        assert names[page].startswith(f"Page {page}: {expected}")
+    assert view.locator("#pages .shared").count() == len(set(tables[0]) & set(tables[1])) > 0
+
+
+def test_step_by_step_back_and_forth(view: "Page") -> None:
+    view.locator("#story [data-kind=found]").first.click()
+    number = shown_step(view)
+    view.get_by_role("button", name="One step back").click()
+    assert shown_step(view) == number - 1
+    view.get_by_role("button", name="One step forth").click()
+    assert shown_step(view) == number
+    assert "B prompt 256 to" in column(view, number)
+    view.locator("#steps [aria-pressed=true]").focus()
+    for key, expected in (("ArrowRight", number + 1), ("ArrowLeft", number), ("Home", 0), ("PageDown", 10)):
+        view.keyboard.press(key)
+        assert shown_step(view) == expected
+        assert view.evaluate("document.activeElement.dataset.step") == str(expected)
+    view.get_by_role("button", name="Go on").click()
+    newest = shown_step(view)
+    view.get_by_label("All steps").fill("7")
+    assert shown_step(view) == 7 < newest
+    view.get_by_role("button", name="Go on").click()
+    view.get_by_role("button", name="Pause").click()
+    assert shown_step(view) == newest
+
+
+def test_a_token_shows_what_else_was_likely_and_the_event_it_became(
+    view: "Page", watched_server: Server
+) -> None:
+    tokens = [
+        (step["step"], token) for step in steps_of_server(watched_server)[1:] for share in step["sequences"]
+        if share["sequence"] == 3 for token in share["tokens"]
+    ]  # fmt: skip
+    step, _ = tokens[len(tokens) // 2]
+    view.get_by_label("All steps").fill(str(step))
+    share = view.locator("#shares li").filter(has_text="one that repeats")
+    share.locator(".tokens button").first.click()
+    assert view.locator("#token-title").inner_text().startswith("Token ")
+    names, values = (view.locator(f"#token-facts {tag}").all_inner_texts() for tag in ("dt", "dd"))
+    facts = dict(zip(names, values, strict=True))
+    assert re.fullmatch(r"\d+ response\.(output|reasoning)_text\.delta", facts["Event"])
+    assert facts["Channel"] in ("text", "reasoning")
+    first = next(token for number, token in tokens if number == step)
+    assert facts["Token id"] == str(first["id"])
+    likely = view.locator("#top li").all_inner_texts()
+    assert len(likely) == 10
+    assert likely[0].split("\n")[0] == json.dumps(first["top"][0]["text"], ensure_ascii=False)
+    assert view.evaluate("document.activeElement.getAttribute('aria-pressed')") == "true"
+
+
+def test_what_the_first_view_asked_for_is_seen_in_the_second(
+    browser: "Browser", watched_server: Server
+) -> None:
+    with engine_view(browser, watched_server) as page:
+        page.get_by_role("link", name="Response").click()
+        send(page, "What is 2+2?")
+        said(page, "completed")
+        page.get_by_role("link", name="Engine").click()
+        page.locator("#names").get_by_text("What is 2+2?").wait_for()
+        page.locator("#shares .tokens button").last.click()
+        assert page.locator("#token-title").inner_text().startswith('Token "<|im_end|>"')
+        assert "none of its own" in page.locator("#token-facts").inner_text()
+        assert page.locator("#top-hint").is_visible()
+        newest = shown_step(page)
+        became = dict[int, str]()  # number of an event: the piece that it is said to have become of
+        for step in range(newest - 12, newest):
+            page.get_by_label("All steps").fill(str(step))
+            for token in page.locator("#shares .tokens button").all():
+                token.click()
+                _, _, piece, _ = page.locator("#token-facts dd").all_inner_texts()
+                event = page.locator("#token-facts dd").first.inner_text()
+                if event[0].isdigit():
+                    became[int(event.split()[0])] = json.loads(piece)
+        page.get_by_role("link", name="Response").click()
+        pieces = page.locator("#events .piece").all_inner_texts()
+        assert len(became) > 5
+        for number, piece in became.items():
+            assert json.loads(pieces[number]) == piece.strip("\n")  # which items are trimmed of
+
+
+def test_where_steps_are_not_shown_it_says_how_to_have_them(browser: "Browser", server: Server) -> None:
+    with browser.new_context() as context:
+        page = context.new_page()
+        page.goto(server.url + "/#engine")
+        page.locator("#engine-state").filter(has_text="start it with --debug-steps").wait_for()
+
+
+def test_the_second_view_asks_for_the_key_too(browser: "Browser") -> None:
+    with serve("--api-key", KEY, "--debug-steps") as guarded, browser.new_context() as context:
+        page = context.new_page()
+        page.goto(guarded.url + "/#engine")
+        page.get_by_role("alert").filter(has_text="401").wait_for()
+        page.keyboard.type(KEY)  # the field has the focus
+        page.keyboard.press("Tab")
+        page.wait_for_selector("#model option", state="attached")
+        page.get_by_role("link", name="Engine").click()
+        page.locator("#engine-state").filter(has_text="Connected").wait_for()
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(320, "light"), (320, "dark"), (1280, "dark")])
+def test_nothing_of_the_second_view_is_cut_off_or_faint(
+    browser: "Browser", watched_server: Server, width: int, scheme: Any
+) -> None:
+    with engine_view(
+        browser, watched_server, viewport={"width": width, "height": 800}, color_scheme=scheme
+    ) as page:
+        send_four(page)
+        page.locator(".tokens button").first.click()
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.evaluate(FAINT) == []
+        for role in ("button", "link", "slider"):
+            for control in page.get_by_role(role).all():
+                assert control.evaluate("c => c.ariaLabel || c.innerText").strip(), control
+
+
 # --- the headers, which need no browser ---------------------------------------------------------------------
 
 
@@ -339,14 +599,16 @@ def test_headers(server: Server) -> None:
     html = reply.body.decode()
     assert (reply.status, reply.headers["content-type"]) == (200, "text/html; charset=utf-8")
     for tag in ("script", "style"):
-        (text,) = re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
-        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-        assert f"{tag}-src 'sha256-{digest}'" in reply.headers["content-security-policy"]
+        texts = re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
+        digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts]
+        of_view, of_engine = digests
+        policy = f"{tag}-src 'sha256-{of_view}' 'sha256-{of_engine}';"
+        assert policy in reply.headers["content-security-policy"]
     assert "unsafe" not in reply.headers["content-security-policy"]
     for name, value in page_module.HEADERS.items():
         assert reply.headers[name.lower()] == value
 
 
 def test_nothing_is_fetched_from_elsewhere() -> None:
-    assert re.findall(r"(?:src|href)\s*=\s*[\"'](?!data:)|@import|\burl\([\"'\w]+:", page_module.HTML) == []
+    assert re.findall(r"(?:src|href)\s*=\s*[\"'](?!data:|#)|@import|\burl\([\"'\w]+:", page_module.HTML) == []
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", page_module.HTML)

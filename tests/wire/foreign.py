@@ -9,7 +9,12 @@ A fault is data, and what of it is absent changes nothing:
     status    the status that the client gets
     headers   headers that the client gets, "" for none
     reply     [old, new]: in the body; in each event of a stream, one by one
-    joined    a stream is collected, changed as a whole, and written at once
+    as_whole  a stream is collected, changed as a whole, and written an event at a time
+    joined    the same, written at once
+    said      only replies that say so, a regular expression
+    also      rules that must name it too, each with the reason
+
+What passes between is kept: the same exchange can be had again in no time, with a fault in it.
 """
 
 import contextlib
@@ -17,13 +22,28 @@ import http.client
 import http.server
 import re
 import threading
-from collections.abc import Iterator
-from typing import Any
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 Fault = dict[str, Any]
 PASSED_ON = ("Authorization", "Content-Encoding", "Content-Type")
 HOP_BY_HOP = {"transfer-encoding", "connection", "content-length"}
+NO_FAULT: Fault = {"when": "$^"}
+NOTICED_S = 0.02  # a pause that is as long is kept too
+
+
+class Chunk(NamedTuple):
+    text: str  # a byte is a character, as in ISO-8859-1
+    pause_s: float  # before it
+
+
+class Exchange(NamedTuple):
+    line: str  # "METHOD /path?query body"
+    status: int
+    headers: dict[str, str]
+    chunks: list[Chunk]  # of a stream as ours wrote it, an event each; else one
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -34,35 +54,40 @@ class Handler(http.server.BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode("utf-8", "surrogateescape")
         line = f"{self.command} {self.path} {body}"
         fault = self.server.fault_of(line)
-        method, path, body = edited(line, fault.get("ask")).split(" ", 2)
-        with contextlib.closing(http.client.HTTPConnection(self.server.behind)) as ours:
-            headers = {name: self.headers[name] for name in PASSED_ON if name in self.headers}
-            ours.request(method, path, body.encode("utf-8", "surrogateescape") or None, headers)
-            reply = ours.getresponse()
-            if fault.get("was", reply.status) != reply.status:
-                fault = {}
-            with contextlib.suppress(ConnectionError):  # the client has left, and so do we
-                self.pass_on(reply, fault)
+        line = edited(line, fault.get("ask"))
+        with contextlib.suppress(ConnectionError):  # the client has left, and so do we
+            if earlier := self.server.had(line):
+                self.pass_on(earlier, earlier.chunks, fault)
+            else:
+                self.ask(line, fault)
         self.close_connection = True
 
     do_GET = do_POST = do_DELETE = answer
 
-    def pass_on(self, reply: http.client.HTTPResponse, fault: Fault) -> None:
-        chunks = chunks_of(reply) if reply.chunked else iter([reply.read()])
-        if not reply.chunked or "joined" in fault:
-            chunks = iter([b"".join(chunks)])
-        headers = {
-            name.lower(): value for name, value in reply.getheaders() if name.lower() not in HOP_BY_HOP
-        }
-        self.send_response_only(fault.get("status", reply.status))
-        for name, value in (headers | fault.get("headers", {}) | {"transfer-encoding": "chunked"}).items():
-            if value:
-                self.send_header(name, value)
+    def ask(self, line: str, fault: Fault) -> None:
+        method, path, body = line.split(" ", 2)
+        with contextlib.closing(http.client.HTTPConnection(self.server.behind)) as ours:
+            headers = {name: self.headers[name] for name in PASSED_ON if name in self.headers}
+            ours.request(method, path, body.encode("utf-8", "surrogateescape") or None, headers)
+            reply = ours.getresponse()
+            names = {name.lower(): value for name, value in reply.getheaders()}
+            kept = {name: value for name, value in names.items() if name not in HOP_BY_HOP}
+            exchange = Exchange(line, reply.status, kept, [])
+            self.server.exchanges.append(exchange)
+            self.pass_on(exchange, collected(chunks_of(reply), exchange.chunks), fault)
+
+    def pass_on(self, exchange: Exchange, chunks: Iterable[Chunk], fault: Fault) -> None:
+        status, headers, chunks = with_fault(exchange, chunks, fault)
+        self.send_response_only(status)
+        for name, value in (headers | {"transfer-encoding": "chunked"}).items():
+            self.send_header(name, value)
         self.end_headers()
         for chunk in chunks:
-            changed = edited(chunk.decode("latin-1"), fault.get("reply")).encode("latin-1")
-            if changed:
-                self.wfile.write(b"%x\r\n%b\r\n" % (len(changed), changed))
+            raw = chunk.text.encode("latin-1")
+            if chunk.pause_s >= NOTICED_S:
+                time.sleep(chunk.pause_s)
+            if raw:
+                self.wfile.write(b"%x\r\n%b\r\n" % (len(raw), raw))
         self.wfile.write(b"0\r\n\r\n")
 
     def log_message(self, format: str, *args: Any) -> None:
@@ -72,31 +97,82 @@ class Handler(http.server.BaseHTTPRequestHandler):
 class Foreign(http.server.ThreadingHTTPServer):
     daemon_threads = True
 
-    def __init__(self, ours: str, fault: Fault) -> None:
+    def __init__(self, ours: str, fault: Fault, earlier: Iterable[Exchange] = ()) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.behind = urlsplit(ours).netloc
         self.url = f"http://127.0.0.1:{self.server_address[1]}/v1"
-        self.n_seen = 0
+        self.exchanges: list[Exchange] = []  # with ours
+        self._n_seen = 0
         self._fault = fault
+        self._earlier: dict[str, list[Exchange]] = {}  # by line, in their order
+        for exchange in earlier:
+            self._earlier.setdefault(exchange.line, []).append(exchange)
 
     def fault_of(self, line: str) -> Fault:
-        if not re.search(self._fault.get("when", ""), line):
+        if not is_about(self._fault, line):
             return {}
-        self.n_seen += 1
-        return self._fault if self.n_seen > self._fault.get("skip", 0) else {}
+        self._n_seen += 1
+        return self._fault if self._n_seen > self._fault.get("skip", 0) else {}
+
+    def had(self, line: str) -> Exchange | None:
+        """The next exchange of this line that was had earlier; the last one again and again."""
+        exchanges = self._earlier.get(line, [])
+        if len(exchanges) > 1:
+            return exchanges.pop(0)
+        return exchanges[0] if exchanges else None
 
 
 @contextlib.contextmanager
-def misbehaving(ours: str, fault: Fault) -> Iterator[str]:
-    """The address of a server that does what the one at `ours` does, but for one fault."""
-    with Foreign(ours, fault) as server:
+def misbehaving(ours: str, fault: Fault, earlier: Iterable[Exchange] = ()) -> Iterator[Foreign]:
+    """A server that does what the one at `ours` does, or did earlier, but for one fault."""
+    with Foreign(ours, fault, earlier) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
-            yield server.url
+            yield server
         finally:
             server.shutdown()
             thread.join()
+
+
+# --- the fault ----------------------------------------------------------------------------------------------
+
+
+def is_about(fault: Fault, line: str) -> bool:
+    return bool(re.search(fault.get("when", ""), line))
+
+
+def with_fault(
+    exchange: Exchange, chunks: Iterable[Chunk], fault: Fault
+) -> tuple[int, dict[str, str], Iterable[Chunk]]:
+    """Status, headers and chunks as the client gets them."""
+    is_about_it: object = True
+    if {"as_whole", "joined", "said"} & fault.keys():
+        chunks = list(chunks)
+        is_about_it = re.search(fault.get("said", ""), whole(chunks), re.DOTALL)
+    if fault.get("was", exchange.status) != exchange.status or not is_about_it:
+        fault = {}
+    if "as_whole" in fault or "joined" in fault:
+        chunks = [Chunk(whole(chunks), sum(chunk.pause_s for chunk in chunks))]
+    headers = exchange.headers | fault.get("headers", {})
+    named = {name: value for name, value in headers.items() if value}
+    changed = (Chunk(edited(chunk.text, fault.get("reply")), chunk.pause_s) for chunk in chunks)
+    if "as_whole" in fault:
+        changed = (Chunk(frame, 0) for chunk in changed for frame in re.split(r"(?<=\n\n)", chunk.text))
+    return fault.get("status", exchange.status), named, changed
+
+
+def whole(chunks: Iterable[Chunk]) -> str:
+    return "".join(chunk.text for chunk in chunks)
+
+
+def changes(fault: Fault, exchange: Exchange) -> bool:
+    """Whether the fault makes another exchange of it."""
+    if not is_about(fault, exchange.line):
+        return False
+    status, headers, chunks = with_fault(exchange, exchange.chunks, fault)
+    is_same = (status, headers, list(chunks)) == (exchange.status, exchange.headers, exchange.chunks)
+    return not is_same or edited(exchange.line, fault.get("ask")) != exchange.line
 
 
 def edited(text: str, change: list[str] | None) -> str:
@@ -106,12 +182,28 @@ def edited(text: str, change: list[str] | None) -> str:
     return re.sub(old, new, text, count=1, flags=re.DOTALL)
 
 
-def chunks_of(reply: http.client.HTTPResponse) -> Iterator[bytes]:
-    """A stream as ours writes it, an event at a time."""
+# --- what ours says -----------------------------------------------------------------------------------------
+
+
+def chunks_of(reply: http.client.HTTPResponse) -> Iterator[str]:
+    """A stream as ours writes it, an event at a time; another body whole."""
+    if not reply.chunked:
+        yield reply.read().decode("latin-1")
+        return
     chunk = b""
     while piece := reply.read1():
         chunk += piece
         if chunk.endswith(b"\n\n"):
-            yield chunk
+            yield chunk.decode("latin-1")
             chunk = b""
-    yield chunk
+    yield chunk.decode("latin-1")
+
+
+def collected(texts: Iterator[str], chunks: list[Chunk]) -> Iterator[Chunk]:
+    """The texts as they come, kept in `chunks` with the pause before each."""
+    last_at = time.monotonic()
+    for text in texts:
+        now = time.monotonic()
+        chunks.append(Chunk(text, now - last_at))
+        yield chunks[-1]._replace(pause_s=0)  # it has passed
+        last_at = time.monotonic()

@@ -2,18 +2,27 @@
 
 It says WORDS, a word a token, over and over as far as it may. What it does not have it refuses. No rule may
 accuse it: what a rule finds here is the rule's own fault.
+
+With a fault that `breaks_off`, a stream ends without its last chunk.
+Its WebSocket can misbehave by script, as in foreign.py: `when` and `ask` see the text of a client's message,
+`reply` sees a frame as "opcode payload", and makes none, or several with a blank line between them.
 """
 
+import base64
+import hashlib
 import http.server
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count, cycle, islice
 from typing import Any
 
+from wire.foreign import NO_FAULT, Fault, edited, is_about
+
 Json = dict[str, Any]
+Maker = Callable[[Json], tuple[Sequence[Json | str], Json]]  # body -> events of its stream, answer
 WORDS = ["Foxes ", "sleep ", "by ", "day. "]
 N_WORDS = 40  # of an answer that is not cut
 USAGE = {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
@@ -37,14 +46,17 @@ IDS = count()
 class Refusal(Exception):
     """What the client gets instead of an answer."""
 
-    def __init__(self, message: str, param: str | None = None, status: int = 400) -> None:
+    def __init__(
+        self, message: str, param: str | None = None, status: int = 400, code: str | None = None
+    ) -> None:
         super().__init__(message)
         self.status = status
-        self.error = dict(zip(STRINGS, (message, "invalid_request_error", param, None), strict=True))
+        self.error = dict(zip(STRINGS, (message, "invalid_request_error", param, code), strict=True))
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    server: "Minimal"
 
     def do_GET(self) -> None:
         self.handle_request(self.get)
@@ -64,19 +76,39 @@ class Handler(http.server.BaseHTTPRequestHandler):
             pass  # the client has left
 
     def get(self) -> None:
+        if self.headers.get("Upgrade") == "websocket" and self.path == "/v1/responses":
+            self.upgrade()
+            Socket(self).run()
+            return
         if self.path != "/v1/models":
             raise Refusal("There is nothing here.", None, 404)
         model = {"id": "minimal", "object": "model", "created": 1, "owned_by": "tests"}
         self.send_json(200, {"object": "list", "data": [model]})
 
+    def upgrade(self) -> None:
+        if self.server.key and self.headers.get("Authorization") != f"Bearer {self.server.key}":
+            raise Refusal("A key is missing.", None, self.server.fault.get("status", 401))
+        key = self.headers["Sec-WebSocket-Key"] + "258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
+        digest = hashlib.sha1(key.encode(), usedforsecurity=False).digest()
+        self.send_response(101)
+        self.send_header("Upgrade", "websocket")
+        self.send_header("Connection", "Upgrade")
+        self.send_header("Sec-WebSocket-Accept", base64.b64encode(digest).decode())
+        self.end_headers()
+        self.close_connection = True
+
     def post(self) -> None:
         raw = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if self.headers.get("Content-Encoding"):
             raise Refusal("Send it without an encoding.", None, 415)
-        makers = {"/v1/responses": responses, "/v1/chat/completions": chat}
+        makers: dict[str, Maker] = {
+            "/v1/responses": responses,
+            "/v1/responses/compact": compacted,
+            "/v1/chat/completions": chat,
+        }
         if self.path not in makers:
             raise Refusal("There is nothing here.", None, 404)
-        body = checked(raw)
+        body = checked(parsed(raw))
         events, answer = makers[self.path](body)
         if not body.get("stream"):
             self.send_json(200, answer)
@@ -87,9 +119,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_header("x-request-id", "req_1")
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        for frame in events:
+        for frame in map(sse_frame, events):
             self.wfile.write(b"%x\r\n%b\r\n" % (len(frame), frame))
             time.sleep(0.001)
+        if self.server.fault.get("breaks_off"):
+            self.close_connection = True
+            return
         self.wfile.write(b"0\r\n\r\n")
 
     def send_json(self, status: int, body: Json) -> None:
@@ -105,12 +140,19 @@ class Handler(http.server.BaseHTTPRequestHandler):
         """Say nothing."""
 
 
-def checked(raw: bytes) -> Json:
-    """The body; raises Refusal."""
+def parsed(raw: bytes) -> Json:
+    """The JSON object that it is; raises Refusal."""
     try:
         body = json.loads(raw)
     except ValueError as error:
         raise Refusal("This is no JSON.") from error
+    if not isinstance(body, dict):
+        raise Refusal("This is no object.")
+    return body
+
+
+def checked(body: Json) -> Json:
+    """The body; raises Refusal."""
     if not isinstance(body.get("model"), str):
         raise Refusal("model: expected a string.", "model")
     if body["model"] != "minimal":
@@ -129,7 +171,7 @@ def checked(raw: bytes) -> Json:
         raise Refusal("Nothing is stored here.", "previous_response_id", 404)
     if body.get("stream_options") and not body.get("stream"):
         raise Refusal("stream_options: only with stream.", "stream_options")
-    return dict(body)
+    return body
 
 
 def said(limit: int | None, stop: Any) -> tuple[list[str], str]:
@@ -144,34 +186,98 @@ def said(limit: int | None, stop: Any) -> tuple[list[str], str]:
     return words, reason
 
 
+# --- a WebSocket --------------------------------------------------------------------------------------------
+
+
+class Socket:
+    """A connection, and the length of the prompts that it remembers, in tokens, by the id of a response."""
+
+    def __init__(self, handler: Handler) -> None:
+        self._read = handler.rfile.read
+        self._write = handler.wfile.write
+        self._server = handler.server
+        self._remembered: dict[str, int] = {}
+        self._n_seen = 0
+
+    def run(self) -> None:
+        fault: Fault = self._server.fault
+        opcode = 0
+        while opcode != 8:
+            opcode, payload = self.receive()
+            if opcode == 1:
+                text = payload.decode()
+                fault = self.fault_of(text)
+                for message in self.turn(edited(text, fault.get("ask"))):
+                    self.send(f"1 {json.dumps(message)}", fault)
+            else:
+                answers = {8: 8, 9: 10}
+                self.send(f"{answers[opcode]} {payload.decode('latin-1')}", self._server.fault)
+
+    def fault_of(self, text: str) -> Fault:
+        if not is_about(self._server.fault, text):
+            return {}
+        self._n_seen += 1
+        return self._server.fault if self._n_seen > self._server.fault.get("skip", 0) else {}
+
+    def turn(self, text: str) -> Iterator[Json]:
+        previous = None
+        try:
+            body = parsed(text.encode())
+            if body.pop("type", None) != "response.create":
+                raise Refusal("type: expected response.create.", "type")
+            previous = body.pop("previous_response_id", None)
+            if previous not in (None, *self.known()):
+                raise Refusal("It is not here.", "previous_response_id", 400, "previous_response_not_found")
+            n_earlier = self.known()[previous] if previous else 0
+            events, response = responses(checked(body), n_earlier)
+        except Refusal as refusal:
+            self._remembered.pop(previous or "", None)
+            yield {"type": "error", "status": refusal.status, "error": refusal.error}
+            return
+        memory = self._remembered if body.get("store") is False else self._server.stored
+        memory[response["id"]] = response["usage"]["total_tokens"]
+        yield from events
+
+    def known(self) -> dict[str, int]:
+        return self._server.stored | self._remembered
+
+    # --- frames ---------------------------------------------------------------------------------------------
+
+    def receive(self) -> tuple[int, bytes]:
+        """Opcode and payload of a frame; a client masks each."""
+        first, second = self._read(2) or b"\x88\x80"
+        size = second & 127
+        if size > 125:
+            size = int.from_bytes(self._read(2 if size == 126 else 8), "big")
+        mask = self._read(4)
+        masked = self._read(size)
+        return first & 15, bytes(byte ^ mask[i % 4] for i, byte in enumerate(masked))
+
+    def send(self, frame: str, fault: Fault) -> None:
+        changed = edited(frame, fault.get("reply"))
+        for one in changed.split("\n\n") if changed else ():
+            opcode, payload = one.split(" ", 1)
+            raw = payload.encode("latin-1")
+            size = bytes([len(raw)]) if len(raw) < 126 else b"\x7e" + len(raw).to_bytes(2, "big")
+            self._write(bytes([128 | int(opcode)]) + size + raw)
+
+
 # --- the Responses API --------------------------------------------------------------------------------------
 
 
-def responses(body: Json) -> tuple[Iterator[bytes], Json]:
+def responses(body: Json, n_earlier: int = 0) -> tuple[list[Json], Json]:
+    """Events and response, behind a conversation of `n_earlier` tokens."""
     check_input(body.get("input"))
+    if body.get("generate") is False:
+        return warmed_up(body, n_earlier)
     limit = body.get("max_output_tokens")
     words, reason = said(limit, None)
     text = "".join(words)
     part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
     status = "completed" if reason == "stop" else "incomplete"
     item: Json = {"id": "msg_1", "type": "message", "role": "assistant", "status": status, "content": [part]}
-    usage = {"input_tokens": 3, "output_tokens": len(words), "total_tokens": 3 + len(words)} | USAGE
-    head = {
-        "id": f"resp_{next(IDS)}",
-        "object": "response",
-        "created_at": 1,
-        "error": None,
-        "incomplete_details": None,
-        "instructions": body.get("instructions"),
-        "metadata": body.get("metadata", {}),
-        "model": "minimal",
-        "parallel_tool_calls": True,
-        "temperature": 1.0,
-        "tool_choice": "auto",
-        "tools": [],
-        "top_p": 1.0,
-        "background": False,
-    }
+    usage = usage_of(3 + n_earlier, len(words))
+    head = head_of(body)
     end: Json = {"status": status, "output": [item], "usage": usage}
     if status == "incomplete":
         end["incomplete_details"] = {"reason": "max_output_tokens"}
@@ -190,13 +296,56 @@ def responses(body: Json) -> tuple[Iterator[bytes], Json]:
         ("output_item.done", {"output_index": 0, "item": item}),
         (status, {"response": head | end}),
     ]
-    return map(event_frame, events, range(len(events))), head | end
+    return [*map(numbered, events, range(len(events)))], head | end
 
 
-def event_frame(event: tuple[str, Json], number: int) -> bytes:
-    type_ = f"response.{event[0]}"
-    data = {"type": type_, "sequence_number": number} | event[1]
-    return f"event: {type_}\ndata: {json.dumps(data)}\n\n".encode()
+def warmed_up(body: Json, n_earlier: int) -> tuple[list[Json], Json]:
+    """A turn that reads its prompt, and makes nothing."""
+    begun = head_of(body) | {"status": "in_progress", "output": [], "usage": None}
+    ended = begun | {"status": "completed", "usage": usage_of(3 + n_earlier, 0)}
+    events = [("created", {"response": begun}), ("completed", {"response": ended})]
+    return [*map(numbered, events, range(len(events)))], ended
+
+
+def usage_of(n_prompt: int, n_output: int) -> Json:
+    counts = {"input_tokens": n_prompt, "output_tokens": n_output, "total_tokens": n_prompt + n_output}
+    return counts | USAGE
+
+
+def head_of(body: Json) -> Json:
+    return {
+        "id": f"resp_{next(IDS)}",
+        "object": "response",
+        "created_at": 1,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.get("instructions"),
+        "metadata": body.get("metadata", {}),
+        "model": "minimal",
+        "parallel_tool_calls": True,
+        "temperature": 1.0,
+        "tool_choice": "auto",
+        "tools": [],
+        "top_p": 1.0,
+        "background": False,
+    }
+
+
+def numbered(event: tuple[str, Json], number: int) -> Json:
+    return {"type": f"response.{event[0]}", "sequence_number": number} | event[1]
+
+
+def sse_frame(event: Json | str) -> bytes:
+    if isinstance(event, str):  # a frame of a chat, or its end
+        return f"data: {event}\n\n".encode()
+    return f"event: {event['type']}\ndata: {json.dumps(event)}\n\n".encode()
+
+
+def compacted(body: Json) -> tuple[list[Json], Json]:
+    check_input(body.get("input"))
+    item = {"id": "cmp_1", "type": "compaction", "encrypted_content": "eA=="}
+    answer = {"id": "resp_0", "object": "response.compaction", "created_at": 1, "output": [item]}
+    return [], answer | {"usage": usage_of(3, 0)}
 
 
 def check_input(value: Any) -> None:
@@ -205,6 +354,8 @@ def check_input(value: Any) -> None:
     if not isinstance(value, list) or not value:
         raise Refusal("input: expected a string or items.", "input")
     for item in value:
+        if isinstance(item, dict) and item.get("type") == "compaction":
+            continue
         if not isinstance(item, dict) or item.get("type", "message") != "message":
             raise Refusal("input: expected messages.", "input")
         if item.get("role") not in ("user", "system", "developer", "assistant"):
@@ -214,7 +365,7 @@ def check_input(value: Any) -> None:
 # --- chat completions ---------------------------------------------------------------------------------------
 
 
-def chat(body: Json) -> tuple[Iterator[bytes], Json]:
+def chat(body: Json) -> tuple[list[str], Json]:
     check_messages(body.get("messages"))
     n = body.get("n", 1)
     words, reason = said(body.get("max_tokens"), body.get("stop"))
@@ -238,7 +389,7 @@ def chat(body: Json) -> tuple[Iterator[bytes], Json]:
     if with_usage:
         chunks.append({"choices": [], "usage": usage})
     frames = [json.dumps(head | {"object": "chat.completion.chunk"} | chunk) for chunk in chunks]
-    return (f"data: {frame}\n\n".encode() for frame in [*frames, "[DONE]"]), answer
+    return [*frames, "[DONE]"], answer
 
 
 def check_messages(value: Any) -> None:
@@ -248,10 +399,20 @@ def check_messages(value: Any) -> None:
         raise Refusal("messages: expected a role in each.", "messages")
 
 
+class Minimal(http.server.ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, fault: Fault, key: str) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.fault = fault
+        self.key = key  # that a WebSocket needs
+        self.stored: dict[str, int] = {}
+
+
 @contextmanager
-def minimal() -> Iterator[str]:
+def minimal(fault: Fault = NO_FAULT, key: str = "") -> Iterator[str]:
     """The base URL of such a server."""
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    with Minimal(fault, key) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/v1"
         server.shutdown()

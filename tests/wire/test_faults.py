@@ -1,34 +1,43 @@
-"""A planted fault for every rule: behind a server that misbehaves by script, its rule fails, and says so."""
+"""A planted fault for every rule: behind a server that misbehaves by script its rule fails, and no other."""
 
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from audit import rules
+from audit import checks_clients, checks_websocket
 from audit.checks import CHECKS
-from audit.peer import Failed, Peer
+from audit.peer import Peer
+from audit.session import Result, judge
 from helpers.serving import Server, serve
 from wire.conftest import ENDLESS, KEY
-from wire.foreign import misbehaving
+from wire.foreign import NO_FAULT, Exchange, Fault, changes, misbehaving
+from wire.minimal import minimal
 
 HERE = Path(__file__).parent
-PATHS = {"responses": "POST /v1/responses", "chat": "POST /v1/chat"}
+# Requests of probes.STREAMS.
+STREAMS = {
+    "responses": r'POST /v1/responses .*"stream": true(?!.*("background"|_tokens": (16|32|\d00)|get_time))',
+    "chat": r'POST /v1/chat.*"stream": true(?!.*("stop"|"logprobs"))',
+}
 
 
-def faults() -> dict[str, dict[str, Any]]:
-    """A fault for each rule: of a rule on one stream it is the first one in tests/faults.toml."""
+def faults() -> dict[str, Fault]:
+    """A fault for each rule: of a rule on one stream, the first of tests/faults.toml if it has none here."""
     by_rule = tomllib.loads((HERE / "faults.toml").read_text(encoding="utf-8"))
     of_streams = tomllib.loads((HERE.parent / "faults.toml").read_text(encoding="utf-8"))
     for rule, (first, *_) in of_streams.items():
-        when = PATHS[first["stream"]] + '.*"stream": true'
-        by_rule[rule] = {"when": when, "joined": True, "reply": [first["old"], first["new"]]}
+        when, reply = STREAMS[first["stream"]], [first["old"], first["new"]]
+        by_rule.setdefault(rule, {"when": when, "was": 200, "as_whole": True, "reply": reply})
     return by_rule
 
 
 FAULTS = faults()
+SOCKETS = checks_websocket.CHECKS
+OVER_HTTP = [rule for rule in CHECKS if rule not in SOCKETS]
 
 
 @pytest.fixture(scope="module")
@@ -46,16 +55,95 @@ def test_the_readme_counts_the_rules() -> None:
     assert f"holds {len(CHECKS)} rules against" in readme
 
 
-@pytest.mark.parametrize("rule", CHECKS)
-def test_a_planted_fault_is_named(ours: Server, rule: str) -> None:
-    with misbehaving(ours.url, FAULTS[rule]) as url, pytest.raises(Failed) as failure:
-        CHECKS[rule].run(Peer(url, "tiny", KEY, long=ENDLESS))
-    assert failure.value.excerpt, "what shows it is quoted"
+def judged(
+    ours: Server, rule: str, fault: Fault, earlier: Iterable[Exchange] = ()
+) -> tuple[Result, list[Exchange]]:
+    """The verdict on a server with a fault, and what ours was asked for it."""
+    with misbehaving(ours.url, fault, earlier) as between:
+        return judge(Peer(between.url, "tiny", KEY, long=ENDLESS), rule), between.exchanges
 
 
-def test_a_server_without_a_fault_is_not_accused(ours: Server) -> None:
-    """The server between is not what fails: without a fault in it every rule passes."""
-    with misbehaving(ours.url, {"when": "$^"}) as url:
-        peer = Peer(url, "tiny", KEY, long=ENDLESS)
-        for rule in CHECKS.keys() - rules.RULES.keys() | {"sums", "finish-reason"}:
-            CHECKS[rule].run(peer)
+@pytest.fixture
+def exchanges(ours: Server) -> dict[str, list[Exchange]]:
+    """What each rule asks, and what a server without a fault answers: the server between is not what fails.
+
+    Backwards, because the work of a client that left must have ended before the rule that looks for it.
+    """
+    had = {}
+    for rule in reversed(OVER_HTTP):
+        result, had[rule] = judged(ours, rule, NO_FAULT)
+        assert result == Result(rule, "pass")
+    return had
+
+
+@pytest.mark.timeout(600)  # of a busy machine
+def test_a_fault_is_named_by_its_rule_alone(
+    ours: Server, exchanges: dict[str, list[Exchange]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all rules the one that is about it fails, and those that the fault's row names with a reason."""
+    monkeypatch.setattr(checks_clients, "PAUSE_S", 0.05)
+    monkeypatch.setattr(checks_clients, "PATIENCE_S", 0.5)
+    judge_fault = partial(judged_by_all, ours, exchanges)
+    with ThreadPoolExecutor(4) as threads:
+        verdicts = dict(zip(OVER_HTTP, threads.map(judge_fault, OVER_HTTP), strict=True))
+    assert not_named_alone(verdicts) == []
+
+
+def not_named_alone(verdicts: dict[str, list[Result]]) -> list[str]:
+    """What is wrong with the verdicts on each rule's fault."""
+    wrong = []
+    for rule, results in verdicts.items():
+        failures = [result for result in results if result.verdict == "fail"]
+        named = {failure.rule for failure in failures}
+        if named != {rule, *FAULTS[rule].get("also", {})}:
+            wrong.append(f"the fault of {rule} is named by {sorted(named)}")
+        wrong += [f"the fault of {rule}: {result}" for result in results if result.verdict == "error"]
+        wrong += [f"{rule}: nothing shows what is wrong" for failure in failures if not failure.excerpt]
+    return wrong
+
+
+def judged_by_all(ours: Server, exchanges: dict[str, list[Exchange]], rule: str) -> list[Result]:
+    """What the rules say of a rule's fault.
+
+    One that asks nothing that the fault changes is not asked again. What another one asks is answered from
+    what was had before, if the fault leaves the requests alone or nothing is kept between them.
+    """
+    fault = FAULTS[rule]
+    results = []
+    asked_anew: list[Exchange] = []
+    for name in OVER_HTTP:
+        earlier = exchanges[name]
+        if not any(changes(fault, exchange) for exchange in earlier):
+            continue
+        is_stateless = not any("/responses/" in exchange.line for exchange in earlier)
+        if is_stateless:
+            earlier = [*earlier, *asked_anew]
+        elif "ask" in fault:
+            earlier = []
+        result, anew = judged(ours, name, fault, earlier)
+        if is_stateless:
+            asked_anew += anew
+        results.append(result)
+    return results
+
+
+def test_a_fault_of_a_websocket_is_named_by_its_rule_alone() -> None:
+    verdicts = {}
+    for rule in SOCKETS:
+        with minimal(FAULTS[rule], KEY) as url:
+            verdicts[rule] = [judge(Peer(url, "minimal", KEY), name) for name in SOCKETS]
+    assert not_named_alone(verdicts) == []
+
+
+def test_a_websocket_without_a_fault_is_not_accused() -> None:
+    with minimal(NO_FAULT, KEY) as url:
+        peer = Peer(url, "minimal", KEY)
+        assert [judge(peer, rule) for rule in SOCKETS] == [Result(rule, "pass") for rule in SOCKETS]
+
+
+def test_a_stream_that_breaks_off_is_named_once() -> None:
+    """One broken stream does not fail all rules over streams."""
+    with minimal({"when": "$^", "breaks_off": True}) as url:
+        peer = Peer(url, "minimal")
+        failures = [rule for rule in OVER_HTTP if judge(peer, rule).verdict not in ("pass", "n/a")]
+    assert failures == ["whole-frames"]

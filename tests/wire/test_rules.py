@@ -12,7 +12,8 @@ from wire.minimal import minimal
 
 @pytest.mark.parametrize("rule", CHECKS)
 def test_rule(peer: Peer, rule: str) -> None:
-    assert judge(peer, rule) == Result(rule, "pass")
+    result = judge(peer, rule)
+    assert result == Result(rule, "pass")
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ ndarray, Stream, Event, Graph; cuda.h for cuLaunchKernelEx.
 Rules of this file:
 1. An Emulator stands where `import cupy` would: it is an argument of whatever uses it.
 2. It is stricter than CuPy: a kernel's arguments must have the number, the types and the memory that its
-   signature says. A parameter `weight*` or `table*` is memory that no kernel writes; it alone may be touched
-   before await_previous(). Code that never calls it (plain.cu) must not be launched early.
+   signature says. A parameter `weight*`, `packed*` or `table*` is memory that no kernel writes; it alone may
+   be touched before await_previous(). Code that never calls it (plain.cu) must not be launched early.
 3. Work put on a stream is done when somebody waits for it, and no sooner: as late as a GPU might do it.
 4. Memory that nobody has written is NaN.
 
@@ -52,8 +52,8 @@ FLAGS = ["-std=c++17", "-fPIC", "-w", "-march=native", "-ffp-contract=off", f"-I
 SCALARS: dict[str, Any] = {"int": ctypes.c_int32, "float": ctypes.c_float}
 # the types of an array, seen from Python
 ITEMS = {"float": "f4", "int": "i4", "unsigned": "u4", "u64": "u8", "float2": "c8", "bf16": "u2",
-         "weight": "u2", "table": "i4"}
-CONSTANT = "weight", "table"
+         "weight": "u2", "table": "i4", "packed": "u1"}
+CONSTANT = "weight", "table", "packed"
 # fmt: on
 
 
@@ -363,7 +363,8 @@ class Emulator:
             alloc_pinned_memory=lambda n_bytes: bytearray(b"\xff" * n_bytes),
             memory=SimpleNamespace(OutOfMemoryError=MemoryError),
             driver=SimpleNamespace(CUDADriverError=RuntimeError),
-            runtime=SimpleNamespace(getDeviceProperties=lambda i: PROPERTIES),
+            runtime=SimpleNamespace(getDeviceProperties=lambda i: PROPERTIES, getDeviceCount=lambda: 1),
+            get_elapsed_time=lambda begin, end: 1.0,  # it tells no time
         )
         self.driver = Driver(self)
         self.get_default_memory_pool = lambda: SimpleNamespace(free_all_blocks=lambda: None)

@@ -2,7 +2,7 @@
 // (machine.cpp).
 //
 // Authority: CUDA C++ Programming Guide, "C++ Language Extensions"; for the tensor cores the PTX ISA, "Matrix
-// Fragments for mma.m16n8k16 with floating point type".
+// Fragments for mma.m16n8k16 with floating point type", and https://arxiv.org/abs/2511.10909 for their sums.
 //
 // A fiber runs until CUDA would make threads wait for each other: __syncthreads, or an instruction of a whole
 // warp. The last lane to arrive there does the exchange for all of them: `collective`.
@@ -10,9 +10,11 @@
 // Not here: what these files have to do without, e.g. textures, clusters, grid-wide barriers, static
 // initialisers.
 #pragma once
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 
 // ---- The language -----------------------------------------------------------------------------------------
@@ -239,6 +241,54 @@ static inline T max(T a, T b) {
   return a < b ? b : a;
 }
 
+// One number of d of the tensor cores, as those of Hopper (and Blackwell) compute it to the bit: the 16 products
+// and d itself are 17 terms of one sum. Each is cut off at FRACTION_BITS behind the point of the term with the
+// greatest exponent; their sum is exact, and cut off to float32. The exponent of a product is the sum of its
+// factors': it is not normalised. https://arxiv.org/abs/2511.10909, and the model by its authors,
+// https://github.com/microsoft/MMA-Sim. Ampere takes the products in two halves, at 24 bits.
+namespace emulator {
+
+const int FRACTION_BITS = 25, NO_EXPONENT = -1000;  // of zero
+
+struct Parts {  // of a number: mantissa * 2^(exponent - fraction bits of its format)
+  int mantissa, exponent;
+};
+static inline Parts parts_of(float f, int fraction_bits) {
+  uint32_t u = bits_of<uint32_t>(f), field = u >> 23 & 255;
+  int mantissa = int((u & 0x7fffff) | (field ? 0x800000 : 0)) >> (23 - fraction_bits);
+  int exponent = (field ? int(field) : 1) - 127;
+  return {u >> 31 ? -mantissa : mantissa, mantissa ? exponent : NO_EXPONENT};
+}
+
+static inline float cut_off(double d) {  // to float32, towards zero
+  if (std::fabs(d) >= 0x1p128) return float(d);
+  float f = float(d);
+  return std::fabs(double(f)) > std::fabs(d) ? std::nextafter(f, 0.0f) : f;
+}
+
+// a, b: of bfloat16, with 7 fraction bits
+static inline float fused_sum(float d, const Parts *a, const Parts *b) {
+  const int n = 16;
+  int exponents[n], products[n];
+  Parts old = parts_of(d, 23);
+  int top = old.exponent;
+  for (int k = 0; k < n; k++) {
+    exponents[k] = a[k].exponent + b[k].exponent;
+    products[k] = a[k].mantissa * b[k].mantissa;
+    top = std::max(top, exponents[k]);
+  }
+  if (top <= NO_EXPONENT / 2) return 0;
+  auto aligned = [&](int64_t mantissa, int fraction_bits, int exponent) {
+    int64_t magnitude = std::llabs(mantissa) << (FRACTION_BITS - fraction_bits) >> std::min(top - exponent, 60);
+    return mantissa < 0 ? -magnitude : magnitude;
+  };
+  int64_t sum = aligned(old.mantissa, 23, old.exponent);
+  for (int k = 0; k < n; k++) sum += aligned(products[k], 14, exponents[k]);
+  return cut_off(std::ldexp(double(sum), top - FRACTION_BITS));
+}
+
+}  // namespace emulator
+
 // d (16, 8) += a (16, 16) b (16, 8): bf16 factors, spread over the lanes as the PTX manual draws them.
 static inline void mma_16x8x16(float *d, const unsigned *a, const unsigned *b) {
   struct Frame {
@@ -259,11 +309,20 @@ static inline void mma_16x8x16(float *d, const unsigned *a, const unsigned *b) {
         B[l / 4][k] = low(lane[l]->b[r]), B[l / 4][k + 1] = high(lane[l]->b[r]);
       }
     }
+    emulator::Parts A_parts[16][16], B_parts[8][16];
+    for (int k = 0; k < 16; k++) {
+      for (int i = 0; i < 16; i++) A_parts[i][k] = emulator::parts_of(A[i][k], 7);
+      for (int i = 0; i < 8; i++) B_parts[i][k] = emulator::parts_of(B[i][k], 7);
+    }
     for (int l = 0; l < 32; l++)
       for (int r = 0; r < 4; r++) {
-        float sum = 0;
-        for (int k = 0; k < 16; k++) sum += A[l / 4 + 4 * (r & 2)][k] * B[l % 4 * 2 + (r & 1)][k];
-        lane[l]->d[r] += sum;
+        int i = l / 4 + 4 * (r & 2), j = l % 4 * 2 + (r & 1);
+        float plain = lane[l]->d[r];
+        for (int k = 0; k < 16; k++) plain += A[i][k] * B[j][k];
+        if (std::isfinite(plain))
+          lane[l]->d[r] = emulator::fused_sum(lane[l]->d[r], A_parts[i], B_parts[j]);
+        else  // an infinity or NaN among the terms
+          lane[l]->d[r] = plain;
       }
   });
 }

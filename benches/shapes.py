@@ -1,0 +1,194 @@
+"""Decoding on the processor with random weights of real shapes: what share of the memory's speed is used.
+
+    shape --cut()--> a config of as many layers as memory holds --random_weights()--> ops --decode()--> speed
+
+A token reads each weight that it needs once, so the memory's speed divided by the bytes of these is a limit.
+
+Rules of this file:
+1. The memory's speed is measured by the same threads, between the runs: the sum of an array of 1 GB.
+2. Layers are all alike, so the speed of the whole model follows from the bytes that it reads.
+
+Not here: the quality of what random weights say; models that are at hand (cpu.py).
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterator
+from datetime import date
+from statistics import median
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+from numba import njit, prange
+
+from benches.common import GREEDY, cpu_name
+from checkpoint.config import Config, parse_config
+from checkpoint.weights import Layer, Matrix, Mxfp4, Weights, all_parts, n_weight_bytes
+from devices.experts import ExpertOps, pack
+from model import PAGE, Span
+from sampling import Context
+from service.loading import free_memory
+
+# fmt: off
+# config.json of models; what is left out is the family's default
+SHAPES: dict[str, dict[str, Any]] = {
+    "gpt-oss-20b": {
+        "model_type": "gpt_oss", "vocab_size": 201_088, "hidden_size": 2880, "intermediate_size": 2880,
+        "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+        "num_local_experts": 32, "num_experts_per_tok": 4, "quantization_config": {"quant_method": "mxfp4"},
+    },
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe", "vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 6144,
+        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
+    },
+}
+# fmt: on
+N_CONTEXT = 256  # tokens of a sequence
+BATCHES = (1, 8)
+BLOCK = 2**22  # random numbers, which matrices are filled with again and again
+GIGABYTE = np.ones(2**28, np.float32)
+
+
+# --- the model ----------------------------------------------------------------------------------------------
+
+
+def cut(shape: dict[str, Any], room: int) -> Config:
+    """The model with as many of its layers as fit into `room` bytes."""
+    for n_layers in range(shape["num_hidden_layers"], 0, -1):
+        config = parse_config(shape | {"num_hidden_layers": n_layers}, {})
+        if n_weight_bytes(config) <= room:
+            return config
+    raise SystemExit(f"a layer and the head take {n_weight_bytes(config) / 1e9:.1f} GB; give more --memory")
+
+
+def token_bytes(config: Config) -> int:
+    """Bytes of the weights that a token needs: of the experts the chosen ones, of the embedding none."""
+    n_bytes = 0.0
+    for part in all_parts(config):
+        of_part = float(np.prod(part.shape)) * (1 if part.is_mxfp4 else 2)
+        if config.experts and ".experts." in part.name:
+            of_part *= config.experts.n_chosen / config.experts.n
+        if part.field != "embed":
+            n_bytes += of_part
+    return int(n_bytes)
+
+
+def random_weights(config: Config) -> Weights:
+    """Each matrix as ExpertOps keep it."""
+    rng = np.random.default_rng(0)
+    noise = rng.standard_normal(BLOCK, np.float32)
+    noise.view(np.uint32)[...] &= 0xFFFF0000  # bfloat16
+    random_bytes = rng.integers(0, 256, BLOCK, np.uint8)
+
+    def array(*shape: int) -> Any:
+        return np.resize(noise * np.float32(2.0 ** -np.ceil(np.log2(shape[-1]) / 2)), shape)
+
+    def experts_of(n: int, n_out: int, n_in: int) -> Matrix:
+        if config.experts and config.experts.mxfp4:
+            blocks = np.resize(random_bytes, (n, n_out, n_in // 32, 16))
+            return Mxfp4(blocks, np.full((n, n_out, n_in // 32), 120, np.uint8))
+        return np.stack([pack(array(1, n_out, n_in))[0] for _ in range(n)])
+
+    c = config
+    experts = c.experts
+    assert experts is not None
+    n_q = c.n_heads * c.head_dim
+    n_qkv = n_q + 2 * c.n_kv_heads * c.head_dim
+    layers: list[Layer] = []
+    for _ in range(c.n_layers):
+        layer = Layer(
+            attn_norm=np.ones(c.dim, np.float32),
+            wqkv=pack(array(n_qkv, c.dim)),
+            wo=pack(array(c.dim, n_q)),
+            mlp_norm=np.ones(c.dim, np.float32),
+            w_gate_up=experts_of(experts.n, 2 * experts.hidden_dim, c.dim),
+            w_down=experts_of(experts.n, c.dim, experts.hidden_dim),
+            router=pack(array(experts.n, c.dim)),
+        )
+        if c.sinks:
+            layer.sinks = np.zeros(c.n_heads, np.float32)
+        if c.qk_norm:
+            layer.q_norm = layer.k_norm = np.ones(c.head_dim, np.float32)
+        layers.append(layer)
+    embed = pack(array(c.vocab_size, c.dim))
+    return Weights(embed, layers, np.ones(c.dim, np.float32), pack(array(c.vocab_size, c.dim)))
+
+
+# --- the measurements ---------------------------------------------------------------------------------------
+
+
+class Speed(NamedTuple):
+    tokens: dict[int, float]  # a second, by batch
+    memory: float  # bytes a second
+
+
+@njit(nogil=True, parallel=True, fastmath=True)
+def total(array: Any) -> Any:
+    result = np.float32(0)
+    for i in prange(len(array)):
+        result += array[i]
+    return result
+
+
+def memory_speed() -> float:
+    """Bytes a second."""
+    started = time.perf_counter()
+    total(GIGABYTE)
+    return GIGABYTE.nbytes / (time.perf_counter() - started)
+
+
+def decode(ops: ExpertOps, batch: int, n_new: int) -> float:
+    """Tokens a second, of sequences with other tokens each."""
+    rng = np.random.default_rng(batch)
+    n_pages = N_CONTEXT // PAGE
+    started = time.perf_counter()
+    for position in range(n_new):
+        spans: list[Span] = []
+        for i in range(batch):
+            token_ids = [int(rng.integers(ops.config.vocab_size))]
+            pages = range(i * n_pages, (i + 1) * n_pages)
+            spans.append(Span(i, pages, token_ids, position, 1, is_chunk=False))
+        ops.read(ops.launch(spans, [Context(GREEDY, [], [])] * batch))
+    return batch * n_new / (time.perf_counter() - started)
+
+
+def measure(ops: ExpertOps, n_new: int, repeat: int) -> Iterator[Speed]:
+    """A round warms up and does not count."""
+    for number in range(repeat + 1):
+        tokens = {batch: decode(ops, batch, n_new) for batch in BATCHES}
+        speed = Speed(tokens, memory_speed())
+        of_batches = ", ".join(f"batch {batch} {value:.2f} tok/s" for batch, value in tokens.items())
+        print(f"round {number}/{repeat}  {of_batches}, memory {speed.memory / 1e9:.1f} GB/s", file=sys.stderr)
+        if number:
+            yield speed
+
+
+def report(args: argparse.Namespace) -> Iterator[str]:
+    numba.set_num_threads(args.threads)
+    config = cut(SHAPES[args.shape], int(args.memory * 1e9) or free_memory() * 3 // 4)
+    whole = parse_config(SHAPES[args.shape], {})
+    n_pages = max(BATCHES) * N_CONTEXT // PAGE
+    ops = ExpertOps(config, random_weights(config), N_CONTEXT, n_pages, max(BATCHES))
+    speeds = list(measure(ops, min(args.new, N_CONTEXT), args.repeat))
+    memory = median(speed.memory for speed in speeds)
+    read = token_bytes(config)
+    of_whole = token_bytes(whole)
+    yield f"{date.today()}, {args.shape} with random weights, {config.n_layers} of {whole.n_layers} layers, "
+    yield f"{ops.about}; {cpu_name()}, {os.cpu_count()} cores, {args.threads} threads."
+    yield ""
+    yield f"| median of {args.repeat} | {config.n_layers} layers | the whole model |"
+    yield "|---|---|---|"
+    yield f"| weights | {n_weight_bytes(config) / 1e9:.2f} GB | {n_weight_bytes(whole) / 1e9:.2f} GB |"
+    yield f"| read a token | {read / 1e9:.3f} GB | {of_whole / 1e9:.3f} GB |"
+    for batch in BATCHES:
+        tokens = median(speed.tokens[batch] for speed in speeds)
+        follows = f"{tokens * read / of_whole:.1f} tokens/s" if batch == 1 else ""
+        yield f"| decode, batch {batch} | {tokens:.1f} tokens/s | {follows} |"
+    share = median(speed.tokens[1] * read / speed.memory for speed in speeds)
+    yield f"| memory read | {memory / 1e9:.1f} GB/s | |"
+    yield f"| share of it at batch 1 | {share:.0%} | |"
+    yield ""

@@ -1,0 +1,207 @@
+"""One step of the engine as data: its numbers, from the schedule to what the sequences are behind it.
+
+    schedule() -> Scheduled -> Batch -> forward() -> logits -> pick_token() -> Choice -> postprocess()
+
+    python tests/one_step.py             prints it
+    python tests/one_step.py --write     puts it into README.md; test_walkthrough.py holds it to be there
+
+The modules are the server's own, in this process, with the tiny model and NumpyOps: B comes when A has begun
+to answer. Numbers have two decimals: the rounding of another machine does not show.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # the server's modules
+
+from checkpoint.config import read_config
+from checkpoint.weights import Layer, Weights, read_weights
+from model import CHUNK, Array, Batch, NumpyOps, forward
+from request.template import ChatTemplate
+from sampling import (
+    Choice,
+    Context,
+    Sampling,
+    apply_temperature,
+    apply_top_k_top_p_min_p,
+    philox_uniform,
+    pick_token,
+)
+from scheduler import Scheduled, Scheduler, Sequence
+from tokenizer import Tokenizer
+from walkthrough import TINY, in_readme, name, stage
+
+BEGIN = "<!-- made by `python tests/one_step.py --write` -->\n```text\n"
+END = "```\n<!-- end of the step -->"
+N_STEPS_OF_A = 6  # before B comes: then it is in two minds
+N_PAGES = 8
+N_SHOWN = 4  # numbers of a row
+PROMPTS = {"A": "Tell me a story about a cat.", "B": "hi"}
+SAMPLINGS = {"A": Sampling(temperature=0.8, seed=10), "B": Sampling(temperature=0)}
+
+
+class TracedOps(NumpyOps):
+    """NumpyOps that write down the shape and the first numbers of what each op makes of layer 0."""
+
+    rows: list[str]
+
+    def embed(self, batch: Batch, weights: Weights) -> Array:
+        self.rows = [f"{'op':8} {'shape':12} row 0 begins with"]
+        return self._traced("embed", super().embed(batch, weights))
+
+    def qkv(self, x: Array, layer: Layer, batch: Batch) -> Array:
+        return self._traced("qkv", super().qkv(x, layer, batch))
+
+    def attend(self, qkv: Array, layer: Layer, i: int, batch: Batch) -> Array:
+        return self._traced("attend", super().attend(qkv, layer, i, batch))
+
+    def out(self, x: Array, y: Array, layer: Layer, batch: Batch) -> None:
+        super().out(x, y, layer, batch)
+        self._traced("out", x)
+
+    def gate_up(self, x: Array, layer: Layer, batch: Batch) -> Array:
+        return self._traced("gate_up", super().gate_up(x, layer, batch))
+
+    def down(self, x: Array, h: Array, layer: Layer, batch: Batch) -> None:
+        super().down(x, h, layer, batch)
+        self._traced("down", x)
+
+    def logits(self, x: Array, weights: Weights, batch: Batch) -> Array:
+        self.rows.append("…        the same with the other layers")
+        return self._traced("logits", super().logits(x, weights, batch), is_last=True)
+
+    def _traced(self, op: str, made: Array, is_last: bool = False) -> Array:
+        n_layer_0 = 7  # heading, embed, and five ops
+        if len(self.rows) < n_layer_0 or is_last:
+            numbers = " ".join(f"{number:+.2f}" for number in made[0][:N_SHOWN])
+            self.rows.append(f"{op:8} {made.shape!s:12} {numbers} …")
+        return made
+
+
+def one_step() -> str:
+    """The page: a heading for each stage, and its data below."""
+    config = read_config(TINY)
+    tokenizer, template = Tokenizer(TINY / "tokenizer.json"), ChatTemplate.load(TINY)
+    weights = read_weights(TINY, config, NumpyOps.pack)
+    ops = TracedOps(config, weights, config.max_seq_len, N_PAGES, len(PROMPTS))
+    scheduler = Scheduler(N_PAGES, len(PROMPTS), CHUNK)
+    sequences = {
+        letter: Sequence(
+            tokenizer.encode(template.render([{"role": "user", "content": prompt}], None, datetime.min)),
+            100,
+            frozenset(config.eos_token_ids),
+            SAMPLINGS[letter],
+        )
+        for letter, prompt in PROMPTS.items()
+    }
+    scheduler.add(sequences["A"])
+    for _ in range(N_STEPS_OF_A):
+        step = computed(scheduler, ops, weights)
+        advance(scheduler, step)
+    scheduler.add(sequences["B"])
+    before = list(state_rows(sequences))
+    step = computed(scheduler, ops, weights)
+    letters = {sequence: letter for letter, sequence in sequences.items()}
+    chosen = list(choice_rows(list(letters.values()), step, tokenizer))
+    advance(scheduler, step)
+    lines = [
+        *stage("Before: A has begun to answer, B has just come", before),
+        *stage(
+            f"{name(Scheduler.schedule)}() -> list[{name(Scheduled)}]: A's newest token, all of B's prompt",
+            scheduled_rows(step.scheduled, letters),
+        ),
+        *stage(f"{name(Batch)}(): the rows of the step, A's and then B's", batch_rows(step.batch)),
+        *stage(f"{name(forward)}() -> logits of the wanted rows", ops.rows),
+        *stage(
+            f"{name(pick_token)}() -> {name(Choice)}",
+            chosen,
+        ),
+        *stage(
+            f"{name(Scheduler.postprocess)}(): the next step computes the tokens that were chosen",
+            state_rows(sequences),
+        ),
+    ]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+class ComputedStep(NamedTuple):
+    scheduled: list[Scheduled]
+    batch: Batch
+    logits: Array  # of the wanted rows
+    contexts: list[Context]  # of these
+    choices: list[Choice]  # of these
+
+
+def computed(scheduler: Scheduler, ops: NumpyOps, weights: Weights) -> ComputedStep:
+    """A step as the engine and NumpyOps.launch() compute it, with all that is made on the way."""
+    scheduled = scheduler.schedule()
+    batch = Batch([one.span for one in scheduled])
+    logits = forward(ops, weights, batch)
+    contexts = [context for one in scheduled for context in one.contexts]
+    return ComputedStep(scheduled, batch, logits, contexts, ops.pick(logits, contexts))
+
+
+def advance(scheduler: Scheduler, step: ComputedStep) -> None:
+    choices = iter(step.choices)
+    for one in step.scheduled:
+        scheduler.postprocess(one, [next(choices) for _ in one.contexts])
+
+
+def state_rows(sequences: dict[str, Sequence]) -> Iterator[str]:
+    for letter, one in sequences.items():
+        tokens = f"prompt of {len(one.prompt)}, output {one.output}"
+        pages = f"page_table {one.page_table}"
+        yield f"{letter}  {tokens:57} n_computed {one.n_computed:2}  {pages}, slot {one.slot}"
+
+
+def scheduled_rows(scheduled: list[Scheduled], letters: dict[Sequence, str]) -> Iterator[str]:
+    for one in scheduled:
+        span = one.span
+        phase = "prefill" if span.is_chunk else "decode"
+        rows = f"start {span.start}, end {span.end}, n_wanted {span.n_wanted}"
+        yield f"{letters[one.sequence]}  {phase:8} {rows:30} token_ids {span.token_ids}"
+
+
+def batch_rows(batch: Batch) -> Iterator[str]:
+    for member in ("token_ids", "positions", "pages", "offsets", "wanted_rows"):
+        yield f"{member:12} {getattr(batch, member).tolist()}"
+    groups = [f"rows {group.rows.start} to {group.rows.stop - 1}" for group in batch.groups]
+    yield f"{'groups':12} {', '.join(groups)}"
+
+
+def choice_rows(letters: list[str], step: ComputedStep, tokenizer: Tokenizer) -> Iterator[str]:
+    """Of each sequence the likeliest tokens, and how one of them is chosen."""
+    rows = zip(letters, step.logits, step.contexts, step.choices, strict=True)
+    for letter, row, context, choice in rows:
+        sampling = context.sampling
+        text = repr(tokenizer.token_bytes(choice.token_id).decode())
+        largest = np.argsort(-row)[:3]
+        shown = ", ".join(f"{token_id}: {row[token_id]:.2f}" for token_id in largest)
+        yield f"{letter}  the largest logits    {shown}"
+        if sampling.temperature == 0:
+            yield f"   temperature 0         {choice.token_id}, {text}, which has the largest"
+            continue
+        probs = apply_top_k_top_p_min_p(apply_temperature(row, sampling.temperature), sampling)
+        probs /= probs.sum()
+        shown = ", ".join(f"{token_id}: {probs[token_id]:.2f}" for token_id in largest)
+        ends = np.cumsum(probs)
+        end = ends[choice.token_id]
+        part = f"{end - probs[choice.token_id]:.2f} to {end:.2f}"
+        u = philox_uniform(sampling.seed, sampling.choice, context.n_output)
+        yield f"   temperature {sampling.temperature}       {shown}, as probabilities"
+        yield f"   drawn: {u:.2f}           {choice.token_id}, {text}, whose part of 0 to 1 is {part}"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="What one step of the engine computes, stage by stage.")
+    parser.add_argument("--write", action="store_true", help="put it into README.md")
+    if parser.parse_args().write:
+        (TINY.parents[2] / "README.md").write_text(in_readme(one_step(), BEGIN, END), encoding="utf-8")
+    else:
+        print(one_step(), end="")

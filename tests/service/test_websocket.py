@@ -1,0 +1,808 @@
+"""The Responses API over a WebSocket, against the real server: the scenarios of Open Responses, the official
+client, and what a client can do wrong.
+
+The names of the first tests are those of openresponses/openresponses, src/lib/compliance-tests.ts.
+"""
+
+import asyncio
+import json
+import re
+import shutil
+import socket
+import subprocess
+import threading
+import time
+import tomllib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import groupby
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import openai
+import pytest
+from websockets.datastructures import Headers
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.frames import Frame, Opcode
+from websockets.sync.client import ClientConnection, connect
+
+from helpers import laws
+from helpers.serving import Json, Server, serve, until
+from helpers.upstream import head, upstream
+from request.shares import Shares
+from service import connections
+from service.websocket import MAX_LANES, MAX_REMEMBERED_BYTES, MAX_TURNS, Memory
+from store import Row
+from test_lifecycle import ENDLESS, FAULTY, HELLO, HI, LONG, RAISES
+from test_middleware import connected
+
+SLOW = 668  # the seed of faulty_server.py for a hundredth of a second a token
+ASKED: Json = HI | {"store": False, "temperature": 0}
+LAST = ("response.completed", "response.incomplete", "response.failed", "error")
+REPLAYS = Path(__file__).parents[1] / "replays"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serve("--max-body", "1M", "--reader-timeout", "2", script=FAULTY) as started:
+        yield started
+        for line in ("ERROR websocket", "ERROR uvicorn", "Task exception was never retrieved"):
+            assert line not in started.log()
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[ClientConnection]:
+    with server.websocket() as connection:
+        yield connection
+
+
+def send(client: ClientConnection, body: Json) -> None:
+    client.send(json.dumps({"type": "response.create"} | body))
+
+
+def received(client: ClientConnection, lane: str | None = None) -> list[Json]:
+    """The messages of a turn, to its last one; of all lanes, unless one is named."""
+    messages: list[Json] = []
+    while not messages or messages[-1]["type"] not in LAST:
+        message = json.loads(client.recv(timeout=30))
+        if lane is None or message.get("stream_id") == lane:
+            messages.append(message)
+    return messages
+
+
+def turn(client: ClientConnection, body: Json) -> list[Json]:
+    send(client, body)
+    return received(client)
+
+
+def answer(client: ClientConnection, body: Json) -> Json:
+    """The response of a turn that all goes well with."""
+    *_, last = turn(client, body)
+    assert last["type"] in ("response.completed", "response.incomplete"), last
+    response: Json = last["response"]
+    return response
+
+
+def refusal(client: ClientConnection, body: Json) -> tuple[int, str]:
+    """Status and code of the error that a turn gets at once."""
+    (error,) = turn(client, body)
+    assert error["type"] == "error"
+    assert error["error"].keys() == {"message", "type", "param", "code"}
+    return error["status"], error["error"]["code"]
+
+
+def close_code(client: ClientConnection) -> int:
+    """The code of the close that comes behind what the server still sends."""
+    with suppress(ConnectionClosed):
+        while True:
+            client.recv(timeout=30)
+    return client.protocol.close_code or 0
+
+
+def response_headers(client: ClientConnection) -> Headers:
+    assert client.response
+    return client.response.headers
+
+
+def is_idle(server: Server) -> bool:
+    health = server.health()
+    return bool(health["running"] == health["waiting"] == 0)
+
+
+NOT_FOUND = (400, "previous_response_not_found")
+
+# --- the scenarios of Open Responses ------------------------------------------------------------------------
+
+
+def test_websocket_response(client: ClientConnection) -> None:
+    events = turn(client, ASKED)
+    laws.check_order(events)
+    laws.check_statuses(events)
+    for event in events:
+        laws.STREAM_EVENT.validate_json(json.dumps(event), strict=True)
+    assert events[-1]["response"]["output"][-1]["content"][0]["text"] == HELLO
+
+
+def test_websocket_sequential_responses(client: ClientConnection) -> None:
+    """Both are sent at once; each is numbered from 0, and the second begins when the first has ended."""
+    send(client, ASKED)
+    send(client, ASKED)
+    first, second = received(client), received(client)
+    for events in (first, second):
+        assert [event["sequence_number"] for event in events] == [*range(len(events))]
+    assert first[-1]["response"]["id"] != second[0]["response"]["id"]
+
+
+def test_websocket_continuation(client: ClientConnection) -> None:
+    first = answer(client, ASKED)
+    more = ASKED | {"input": "Who are you?"}
+    second = answer(client, more | {"previous_response_id": first["id"]})
+    assert second["previous_response_id"] == first["id"]
+    assert second["usage"]["input_tokens"] > answer(client, more)["usage"]["input_tokens"]
+
+
+def test_websocket_reconnect_store_false_recovery(server: Server, client: ClientConnection) -> None:
+    first = answer(client, ASKED)
+    with server.websocket() as other:
+        assert refusal(other, ASKED | {"previous_response_id": first["id"]}) == NOT_FOUND
+        assert answer(other, ASKED)["status"] == "completed"
+
+
+def test_websocket_previous_response_not_found(client: ClientConnection) -> None:
+    assert refusal(client, ASKED | {"previous_response_id": "resp_openresponses_missing"}) == NOT_FOUND
+
+
+ORPHAN: Json = {"input": [{"type": "function_call_output", "call_id": "call_missing", "output": "none"}]}
+
+
+def test_websocket_failed_continuation_evicts_cache(client: ClientConnection) -> None:
+    first = answer(client, ASKED)
+    chained = ASKED | {"previous_response_id": first["id"]}
+    assert refusal(client, chained | ORPHAN) == (400, "invalid_value")
+    assert refusal(client, chained) == NOT_FOUND
+
+
+def test_websocket_failed_generation_evicts_cache(client: ClientConnection) -> None:
+    first = answer(client, ASKED)
+    chained = ASKED | {"previous_response_id": first["id"]}
+    *_, last = turn(client, chained | {"seed": RAISES, "temperature": 1} | ENDLESS)
+    assert last["type"] == "response.failed"
+    assert refusal(client, chained) == NOT_FOUND
+
+
+def test_websocket_compact_new_chain(server: Server, client: ClientConnection) -> None:
+    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Hello!"}]
+    compacted = server.post("/v1/responses/compact", {"model": "tiny", "input": said}).json["output"]
+    more = [*compacted, {"role": "user", "content": "Who are you?"}]
+    assert answer(client, ASKED | {"input": more})["status"] == "completed"
+
+
+def test_websocket_generate_false(client: ClientConnection) -> None:
+    """What Codex sends first: the prompt is computed, and the next turn finds it in the cache."""
+    story = ASKED | {"input": "Once upon a time. " * 40}
+    events = turn(client, story | {"generate": False})
+    assert [event["type"] for event in events] == [
+        "response.created",
+        "response.in_progress",
+        "response.completed",
+    ]
+    warm = events[-1]["response"]
+    assert (warm["output"], warm["usage"]["output_tokens"]) == ([], 0)
+    more = {"previous_response_id": warm["id"], "input": "hi", "max_output_tokens": 16}
+    assert answer(client, story | more)["usage"]["input_tokens_details"]["cached_tokens"] >= 64
+
+
+def test_a_compaction_is_asked_for_in_a_turn(client: ClientConnection) -> None:
+    trigger = [{"role": "user", "content": "hi"}, {"type": "compaction_trigger"}]
+    compacted = answer(client, ASKED | {"input": trigger})
+    assert [item["type"] for item in compacted["output"]] == ["compaction"]
+    chained = ASKED | {"previous_response_id": compacted["id"]}
+    assert answer(client, chained)["status"] == "completed"
+
+
+# --- the official client ------------------------------------------------------------------------------------
+
+
+def test_sdk(server: Server) -> None:
+    with server.sdk() as sdk, sdk.responses.connect() as connection:
+        previous: str | None = None
+        for _ in range(3):
+            connection.response.create(
+                model="tiny", input="hi", store=False, temperature=0, previous_response_id=previous
+            )
+            for event in connection:
+                if event.type == "response.completed":
+                    previous = event.response.id
+                    assert event.response.output
+                    break
+                assert event.type != "error", event
+
+
+async def lanes_of_the_sdk(server: Server) -> None:
+    sdk = openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="any")
+    async with sdk, sdk.responses.connect() as connection:
+        await connection.response.create(
+            model="tiny", input="hi", stream_id="a", previous_response_id="resp_1"
+        )
+        event = await connection.recv()
+        assert event.type == "error"
+        assert (event.stream_id, event.status) == ("a", 400)
+        assert event.error.code == "previous_response_not_found"
+        for lane in ("a", "b"):
+            await connection.response.create(model="tiny", input="hi", stream_id=lane, temperature=0)
+        texts = {"a": "", "b": ""}
+        n_completed = 0
+        while n_completed < 2:
+            event = await connection.recv()
+            if event.type == "response.output_text.delta":
+                texts[event.stream_id or ""] += event.delta
+            n_completed += event.type == "response.completed"
+        assert texts == {"a": HELLO, "b": HELLO}
+
+
+def test_async_sdk(server: Server) -> None:
+    asyncio.run(lanes_of_the_sdk(server))
+
+
+NODE = """
+const OpenAI = require("openai");
+const { ResponsesWS } = require("openai/resources/responses/ws");
+const ws = new ResponsesWS(new OpenAI({ baseURL: process.argv[1] + "/v1", apiKey: "any" }));
+const asked = { type: "response.create", model: "tiny", input: "hi", store: false, stream_id: "main" };
+const answers = [];
+ws.on("response.completed", (event) => {
+  const { id, previous_response_id } = event.response;
+  answers.push([event.stream_id, previous_response_id === (answers.at(-1)?.[2] ?? null), id]);
+  ws.send({ ...asked, previous_response_id: answers.length < 3 ? id : "resp_missing" });
+});
+ws.on("error", (error) => {
+  console.log(JSON.stringify([...answers.map((answer) => answer.slice(0, 2)), error.error.error.code]));
+  ws.close();
+});
+ws.socket.on("open", () => ws.send(asked));
+"""
+
+
+def test_node_sdk(server: Server) -> None:
+    """Where Node.js finds the packages `openai` and `ws`, by NODE_PATH for example."""
+    command = ["node", "-e", NODE, server.url]
+    if not shutil.which("node") or subprocess.run([*command[:2], NODE.splitlines()[2]]).returncode:
+        pytest.skip("Node.js or its packages openai and ws are not installed")
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert json.loads(said.stdout) == [["main", True]] * 3 + ["previous_response_not_found"], said.stderr
+
+
+# --- the law: one stream of events --------------------------------------------------------------------------
+
+DRAWN = re.compile(r'"(resp|msg|rs|fc|ctc|call)_[0-9a-zA-Z]+"|"(created_at|completed_at)":\d+')
+
+
+def drawn_apart(text: str) -> str:
+    """The text of an event without what is drawn for each request."""
+    return DRAWN.sub("*", text)
+
+
+def test_a_turn_is_the_stream_of_http(server: Server, client: ClientConnection) -> None:
+    same_as_http(server, client, ASKED)
+
+
+@pytest.fixture(scope="module")
+def relayed() -> Iterator[tuple[Server, Any]]:
+    """A server that asks an upstream, which says what a test wants it to."""
+    with upstream(lambda _: None) as worker, serve("--upstream", worker.url, model=None) as front:
+        yield front, worker
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in REPLAYS.glob("completions-deltas-*.toml")))
+def test_a_turn_is_the_stream_of_http_in_each_replay(relayed: tuple[Server, Any], name: str) -> None:
+    """Whatever an upstream sends, byte for byte."""
+    front, worker = relayed
+    replay = tomllib.loads((REPLAYS / f"{name}.toml").read_text(encoding="utf-8"))
+    said = "".join(replay["input"]).encode()
+    content_type = replay.get("options", {}).get("content_type") or "text/event-stream"
+    worker.answer = lambda exchange: exchange.send(head(content_type) + said)
+    with front.websocket() as client:
+        same_as_http(front, client, {"model": "m", "input": "hi"})
+
+
+def same_as_http(server: Server, client: ClientConnection, body: Json) -> None:
+    reply = server.post("/v1/responses", body | {"stream": True})
+    send(client, body)
+    if reply.status != 200:
+        (error,) = received(client)
+        assert error == {"type": "error", "status": reply.status} | reply.json
+        return
+    frames = reply.body.decode().removesuffix("data: [DONE]\n\n").split("\n\n")[:-1]
+    for frame in frames:
+        data = frame.split("\ndata: ", 1)[1]
+        text = client.recv(timeout=30)
+        assert isinstance(text, str)
+        assert drawn_apart(text) == drawn_apart(data)
+
+
+# --- lanes --------------------------------------------------------------------------------------------------
+
+RUNS: Json = LONG | {"seed": SLOW, "store": False, "temperature": 1}
+
+
+def test_lanes_run_beside_each_other(client: ClientConnection) -> None:
+    send(client, RUNS | {"stream_id": "a", "max_output_tokens": 100})
+    send(client, ASKED | {"stream_id": "b"})
+    send(client, ASKED)
+    ended: list[str] = []
+    while len(ended) < 3:
+        message = json.loads(client.recv(timeout=30))
+        if message["type"] in LAST:
+            ended.append(message.get("stream_id", ""))
+    assert ended[-1] == "a"
+
+
+def test_a_lane_has_an_order(client: ClientConnection) -> None:
+    """Nothing of a turn comes before the end of the one before it."""
+    for max_tokens in (60, 16, 16):
+        send(client, RUNS | {"stream_id": "a", "max_output_tokens": max_tokens})
+    ids = [event["response"]["id"] for _ in range(3) for event in received(client) if "response" in event]
+    assert len(list(groupby(ids))) == 3
+
+
+def test_a_fork_that_fails_leaves_its_parent(client: ClientConnection) -> None:
+    parent = answer(client, ASKED | {"stream_id": "a"})
+    chained = ASKED | {"previous_response_id": parent["id"]}
+    (error,) = turn(client, chained | ORPHAN | {"stream_id": "b"})
+    assert (error["stream_id"], error["status"]) == ("b", 400)
+    assert answer(client, chained | {"stream_id": "b"})["status"] == "completed"
+    assert refusal(client, chained | ORPHAN | {"stream_id": "a"})[0] == 400
+    assert refusal(client, chained | {"stream_id": "b"}) == NOT_FOUND
+
+
+@pytest.mark.parametrize("stream_id", ["", "a b", "é", "a" * 257, 7, ["a"]])
+def test_invalid_stream_id(client: ClientConnection, stream_id: Any) -> None:
+    assert refusal(client, ASKED | {"stream_id": stream_id}) == (400, "invalid_stream_id")
+
+
+def test_there_are_so_many_lanes(client: ClientConnection) -> None:
+    for i in range(MAX_LANES):
+        assert refusal(client, {"stream_id": f"lane.{i}"})[0] == 400
+    assert refusal(client, {"stream_id": "one-more"}) == (400, "websocket_stream_limit_reached")
+    assert refusal(client, {})[1] == "missing_required_parameter"
+
+
+def test_so_many_turns_wait(client: ClientConnection) -> None:
+    for _ in range(MAX_TURNS):
+        send(client, RUNS)
+    assert refusal_of(client, RUNS | {"stream_id": "b"}) == (429, "rate_limit_exceeded")
+
+
+def refusal_of(client: ClientConnection, body: Json) -> tuple[int, str]:
+    """As refusal(), while other lanes are running."""
+    send(client, body)
+    (error,) = received(client, body["stream_id"])
+    return error["status"], error["error"]["code"]
+
+
+# --- what is refused ----------------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[Json, str]] = {
+    "steer": ({"type": "response.steer"}, "unsupported_parameter"),
+    "cancel": ({"type": "response.cancel"}, "unsupported_parameter"),
+    "other": ({"type": "response.dance"}, "invalid_value"),
+    "type": ({"type": ["response.create"]}, "invalid_value"),
+    "no type": ({"type": None}, "missing_required_parameter"),
+    "background": ({"background": True}, "unsupported_parameter"),
+    "no stream": ({"stream": False}, "invalid_value"),
+    "a parameter": ({"temperature": "hot"}, "invalid_type"),
+    "no input": ({"input": None}, "missing_required_parameter"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(client: ClientConnection, name: str) -> None:
+    """The connection lives on."""
+    body, code = REFUSED[name]
+    assert refusal(client, ASKED | body) == (400, code)
+    assert answer(client, ASKED | {"stream": True})["status"] == "completed"
+
+
+def test_the_model_is_not_found(client: ClientConnection) -> None:
+    assert refusal(client, ASKED | {"model": "nope"}) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize("message", ["[]", "null", '"response.create"', "7"])
+def test_a_message_is_an_object(client: ClientConnection, message: str) -> None:
+    client.send(message)
+    assert received(client)[0]["error"]["code"] in ("invalid_type", "missing_required_parameter")
+    assert answer(client, ASKED)["status"] == "completed"
+
+
+def test_what_codex_says_when_it_has_read_an_answer_is_no_turn(client: ClientConnection) -> None:
+    client.send('{"type": "response.processed", "response_id": "resp_1"}')
+    assert answer(client, ASKED)["status"] == "completed"
+
+
+UNREADABLE: dict[str, tuple[str | bytes, int, str]] = {
+    "no JSON": ("{nope", 1007, "invalid_json"),
+    "too deep": ("[" * 1000, 1007, "invalid_json"),
+    "too many": ("[" + "0," * 60_000 + "0]", 1009, "body_too_large"),
+    "binary": (b"{}", 1003, "unsupported_content_type"),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_what_nobody_can_read_ends_the_connection(client: ClientConnection, name: str) -> None:
+    message, code, error_code = UNREADABLE[name]
+    client.send(message)
+    assert received(client)[0]["error"]["code"] == error_code
+    assert close_code(client) == code
+
+
+@pytest.mark.parametrize("in_fragments", [False, True])
+def test_too_large(client: ClientConnection, in_fragments: bool) -> None:
+    """The client is told so, though it is still sending."""
+    message = ["x" * 100_000] * 40 if in_fragments else "x" * 4_000_000
+    with suppress(ConnectionClosed):
+        client.send(message)
+    assert close_code(client) == 1009
+
+
+def test_no_utf_8(client: ClientConnection) -> None:
+    client.send(b'{"\xff"}', text=True)
+    assert close_code(client) == 1007
+
+
+# --- its end ------------------------------------------------------------------------------------------------
+
+
+def test_a_client_that_leaves_ends_its_turns(server: Server) -> None:
+    """Also one that does not say so, and those of its turns that wait."""
+    for is_polite in (True, False):
+        with server.websocket() as client:
+            for lane in ("a", "b", "a"):
+                send(client, RUNS | {"stream_id": lane})
+            until(lambda: server.health()["running"] == 2, "two run")
+            if not is_polite:
+                client.socket.shutdown(socket.SHUT_RDWR)
+        until(lambda: is_idle(server), "nothing runs")
+
+
+def test_a_connection_gets_old() -> None:
+    """What runs goes on to its end; what waits, and what comes then, is refused."""
+    with serve("--websocket-max-age", "0.5", script=FAULTY) as server, server.websocket() as client:
+        send(client, RUNS | {"max_output_tokens": 100})
+        send(client, ASKED)
+        *_, last = received(client)
+        assert last["type"] == "response.incomplete"
+        for _ in range(2):  # the turn that waited, then the connection
+            (error,) = received(client)
+            assert error["status"] == 400
+            assert error["error"]["code"] == "websocket_connection_limit_reached"
+        assert close_code(client) == 1000
+
+
+@pytest.mark.parametrize("grace", ["0", "30"])
+def test_a_stop_of_the_server(grace: str) -> None:
+    """A turn gets its last event, one that waits is refused; then all connections are closed with 1012."""
+    with serve("--shutdown-grace", grace, script=FAULTY) as server:
+        with server.websocket() as idle, server.websocket() as client:
+            send(client, RUNS | {"max_output_tokens": 60})
+            send(client, ASKED)
+            until(lambda: server.health()["running"] == 1, "it runs")
+            server.interrupt()
+            assert close_code(idle) == 1012
+            *_, last = received(client)
+            assert last["type"] == ("response.failed" if grace == "0" else "response.incomplete")
+            (error,) = received(client)
+            assert (error["status"], error["error"]["code"]) == (503, "server_is_overloaded")
+            assert close_code(client) == 1012
+        assert server.exit_status() == 0
+
+
+# --- the handshake ------------------------------------------------------------------------------------------
+
+KEYS = ("--api-key", "mine", "--api-key", "yours")
+MINE, YOURS = {"Authorization": "Bearer mine"}, {"Authorization": "Bearer yours"}
+PAGE = "https://example.org"
+
+
+@pytest.fixture(scope="module")
+def locked() -> Iterator[Server]:
+    flags = ("--cors-origin", PAGE, "--max-streams", "8", "--max-body", "1M")
+    with serve(*KEYS, *flags, script=FAULTY) as started:
+        yield started
+
+
+def refused_handshake(server: Server, **settings: Any) -> tuple[int, str]:
+    """Status and code of the refusal, which looks like every other."""
+    with pytest.raises(InvalidStatus) as refused, server.websocket(**settings):
+        pass
+    reply = refused.value.response
+    error = json.loads(reply.body)["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    until(lambda: f"[{reply.headers['x-request-id']}]" in server.log(), "it is logged")
+    return reply.status_code, error["code"]
+
+
+def test_a_handshake_needs_a_key(locked: Server) -> None:
+    assert refused_handshake(locked) == (401, "invalid_api_key")
+    wrong = {"Authorization": "Bearer nobody's"}
+    assert refused_handshake(locked, additional_headers=wrong) == (401, "invalid_api_key")
+
+
+def test_a_page_gives_its_key_as_a_subprotocol(locked: Server) -> None:
+    """A browser lets it set no header, and wants one of the subprotocols that it has offered."""
+    offered = ["responses", "openai-insecure-api-key.mine"]
+    with locked.websocket(subprotocols=offered) as client:
+        assert client.subprotocol == "responses"
+        assert answer(client, ASKED)["status"] == "completed"
+    assert refused_handshake(locked, subprotocols=["openai-insecure-api-key.nope"])[0] == 401
+
+
+def test_a_response_belongs_to_its_key(locked: Server) -> None:
+    with (
+        locked.websocket(additional_headers=MINE) as mine,
+        locked.websocket(additional_headers=YOURS) as yours,
+    ):
+        stored = answer(mine, ASKED | {"store": True})
+        chained = ASKED | {"previous_response_id": stored["id"]}
+        assert refusal(yours, chained) == NOT_FOUND
+        assert answer(mine, chained)["status"] == "completed"
+
+
+def test_a_page_of_another_site_opens_none(server: Server, locked: Server) -> None:
+    assert refused_handshake(server, origin=PAGE) == (403, "origin_not_allowed")
+    with server.websocket(origin=server.url) as client:
+        assert answer(client, ASKED)["status"] == "completed"
+    with locked.websocket(origin=PAGE, additional_headers=MINE) as client:
+        assert answer(client, ASKED)["status"] == "completed"
+
+
+def test_a_name_that_points_here_opens_none(server: Server) -> None:
+    """DNS rebinding."""
+    host, port = server.url.removeprefix("http://").split(":")
+    with (
+        socket.create_connection((host, int(port))) as connection,
+        pytest.raises(InvalidStatus) as refused,
+        connect(f"ws://evil.example:{port}/v1/responses", sock=connection),
+    ):
+        pass
+    assert refused.value.response.status_code == 421
+
+
+def test_no_room_for_more(locked: Server) -> None:
+    """One of two keys cannot hold all connections."""
+    with ExitStack() as held:
+        for _ in range(4):
+            held.enter_context(locked.websocket(additional_headers=MINE))
+        assert refused_handshake(locked, additional_headers=MINE) == (429, "rate_limit_exceeded")
+        client = held.enter_context(locked.websocket(additional_headers=YOURS))
+        assert answer(client, ASKED)["status"] == "completed"
+
+
+def test_turns_are_open_requests(locked: Server) -> None:
+    """Those that one key has on one connection leave room for another's."""
+    with (
+        locked.websocket(additional_headers=MINE) as mine,
+        locked.websocket(additional_headers=YOURS) as yours,
+    ):
+        for i in range(4):
+            send(mine, RUNS | {"stream_id": str(i)})
+        assert refusal_of(mine, RUNS | {"stream_id": "x"}) == (429, "rate_limit_exceeded")
+        assert answer(yours, ASKED)["status"] == "completed"
+
+
+def test_it_is_logged_and_counted(server: Server) -> None:
+    with server.websocket() as client:
+        request_id = response_headers(client)["x-request-id"]
+        answer(client, ASKED)
+        refusal(client, ASKED | {"model": "nope"})
+    until(lambda: f"[{request_id}]: GET /v1/responses: 101 in" in server.log(), "it is logged")
+    assert f"[{request_id}.1]: stop: " in server.log()
+    assert f"[{request_id}.2]: 404: The model 'nope' does not exist" in server.log()
+    metrics = server.get("/metrics").body.decode()
+    for labels in (
+        'method="GET",model_name="tiny",status="101"',
+        'method="WEBSOCKET",model_name="tiny",status="404"',
+    ):
+        assert f'llmref:http_requests_total{{handler="/v1/responses",{labels}}}' in metrics
+
+
+# --- what a client can do to others -------------------------------------------------------------------------
+
+
+HANDSHAKE = (
+    b"GET /v1/responses HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+    b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+)
+
+
+def frame(opcode: Opcode, data: bytes, fin: bool = True) -> bytes:
+    return Frame(opcode, data, fin).serialize(mask=True)
+
+
+@contextmanager
+def deaf_client(server: Server, first: bytes = b"") -> Iterator[socket.socket]:
+    """A connection that reads nothing but the handshake; `first` is sent right behind that."""
+    with server.connect(HANDSHAKE + first) as connection:
+        head = b""
+        while not head.endswith(b"\r\n\r\n"):
+            head += connection.recv(1)
+        assert head.startswith(b"HTTP/1.1 101 ")
+        yield connection
+
+
+def longest_pause(server: Server, seconds: float) -> float:
+    """The longest pause between two events of a client that does nothing wrong."""
+    longest = 0.0
+    with server.websocket() as client:
+        send(client, RUNS)
+        client.recv(timeout=30)
+        at = start = time.monotonic()
+        while at < start + seconds:
+            client.recv(timeout=30)
+            longest = max(longest, time.monotonic() - at)
+            at = time.monotonic()
+    return longest
+
+
+#  name         first frame                            the frame that comes again and again
+FLOODS = {
+    "pings":     (b"",                                 frame(Opcode.PING, b"x" * 125)),
+    "messages":  (b"",                                 frame(Opcode.TEXT, b"{}")),
+    "fragments": (frame(Opcode.TEXT, b"[", fin=False), frame(Opcode.CONT, b"", fin=False)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FLOODS)
+def test_a_flood_of_frames(server: Server, name: str) -> None:
+    """From a client that reads no answer: it is dropped, and nobody waits for it."""
+    first, again = FLOODS[name]
+
+    def flood(connection: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                connection.sendall(again * 1000)
+
+    with deaf_client(server, first) as connection:
+        thread = threading.Thread(target=flood, args=(connection,))
+        thread.start()
+        pause = longest_pause(server, 1)
+        thread.join(30)  # the server has dropped it
+        assert not thread.is_alive()
+    assert pause < 1  # on a busy machine
+    until(lambda: is_idle(server), "nothing runs")
+
+
+def test_compression_is_not_offered(client: ClientConnection) -> None:
+    """A few bytes could unpack to megabytes."""
+    assert "sec-websocket-extensions" not in response_headers(client)
+
+
+def test_a_reader_that_stops_is_dropped(server: Server) -> None:
+    """Its turn ends with it."""
+    shown = {"top_logprobs": 20, "include": ["message.output_text.logprobs"], "reasoning": {"effort": "none"}}
+    message = json.dumps({"type": "response.create"} | RUNS | shown).encode()
+    with deaf_client(server) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.sendall(frame(Opcode.TEXT, message))
+        until(lambda: server.health()["running"] == 1, "it runs")
+        until(lambda: is_idle(server), "it has been dropped")
+    assert "aborted: " in server.log().splitlines()[-2]
+
+
+def test_what_comes_behind_the_handshake_is_read(server: Server) -> None:
+    """In the same segment, though a client should wait: RFC 6455, section 4.1."""
+    message = json.dumps({"type": "response.create"} | ASKED).encode()
+    with deaf_client(server, frame(Opcode.TEXT, message)) as connection:
+        assert b"response.created" in connection.recv(4096)
+
+
+def test_parts_of_messages_are_counted(locked: Server) -> None:
+    """A key whose messages do not end loses the oldest of them, and leaves room for another's."""
+    part = frame(Opcode.TEXT, b"x" * 900_000)[:-1]
+    with ExitStack() as held:
+        for _ in range(4):
+            client = held.enter_context(locked.websocket(additional_headers=MINE))
+            client.socket.sendall(part)
+        yours = held.enter_context(locked.websocket(additional_headers=YOURS))
+        assert answer(yours, ASKED)["status"] == "completed"
+
+
+def test_a_message_has_so_much_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From its first byte to its last; one that is whole in time begins it anew."""
+    monkeypatch.setattr(connections, "MAX_BODY_S", 1)
+    held: list[int] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        scope["hold_message"] = lambda n_bytes, give_way: held.append(n_bytes)
+        await send({"type": "websocket.accept"})
+        while (await receive())["type"] != "websocket.disconnect":
+            pass
+
+    async def talk() -> None:
+        whole = frame(Opcode.TEXT, b"x" * 100)
+        async with connected(app, connections.websocket_protocol(60)) as (reader, writer):
+            writer.write(HANDSHAKE)
+            await reader.readuntil(b"\r\n\r\n")
+            for _ in range(6):
+                writer.write(whole[-50:] if held else b"")
+                writer.write(whole[:-50])
+                await asyncio.sleep(0.3)
+            with pytest.raises(ConnectionResetError):
+                await reader.readexactly(1)
+
+    asyncio.run(talk())
+    assert held == [50] * 6  # bytes of the data
+
+
+# --- what it remembers --------------------------------------------------------------------------------------
+
+
+def row(id: str, n_bytes: int) -> Row:
+    return Row(id, 0, None, False, False, True, "", "", response_json="x" * n_bytes)
+
+
+def test_memory_is_bounded() -> None:
+    """The oldest responses are forgotten; none is lost for one that is too large."""
+    memory = Memory("", Shares("bytes", 10 * MAX_REMEMBERED_BYTES, is_shared=False))
+    third = MAX_REMEMBERED_BYTES // 3
+    for name in "abcd":
+        memory.remember(row(name, third - 4096), "")
+    memory.remember(row("e", MAX_REMEMBERED_BYTES + 1), "")
+    assert [name for name in "abcde" if memory.recall(name)] == ["b", "c", "d"]
+
+
+def test_memories_are_shared_out() -> None:
+    """What one owner's connections remember leaves room for another's, and is given back at their end."""
+    shares = Shares("bytes", 100_000, is_shared=True)
+    mine, yours = Memory("m", shares), Memory("y", shares)
+    for i in range(100):
+        mine.remember(row(str(i), 8000), "")
+    n_mine = sum(mine.recall(str(i)) is not None for i in range(100))
+    assert 3 <= n_mine <= 5
+    yours.remember(row("a", 20_000), "")
+    assert yours.recall("a")
+    mine.close()
+    yours.close()
+    assert shares.has_room("m", 100_000)
+
+
+def test_logprobs_are_not_remembered(server: Server, client: ClientConnection) -> None:
+    """No model reads them, and they may be a hundred times the text."""
+    first = answer(client, ASKED | {"include": ["message.output_text.logprobs"], "top_logprobs": 5})
+    assert first["output"][-1]["content"][0]["logprobs"]
+    second = answer(client, ASKED | {"previous_response_id": first["id"], "store": True})
+    items = server.get(f"/v1/responses/{second['id']}/input_items").json["data"]
+    assert [item["content"][0]["logprobs"] for item in items if item.get("role") == "assistant"] == [[]]
+
+
+def test_many_connections_with_random_leavers(server: Server) -> None:
+    """Memory is where it was, and nothing runs."""
+    random = Random(7)
+
+    def visit_all() -> None:
+        with ExitStack() as held:
+            clients = [held.enter_context(server.websocket()) for _ in range(20)]
+            for client in clients:
+                for _ in range(random.randint(0, 3)):
+                    send(client, RUNS | {"max_output_tokens": 50, "stream_id": random.choice("abc")})
+            for client in clients:
+                for _ in range(random.randint(0, 20)):
+                    with suppress(TimeoutError):
+                        client.recv(timeout=0.01)
+                if random.random() < 0.5:
+                    client.socket.shutdown(socket.SHUT_RDWR)
+
+    def resident_bytes() -> float:
+        found = re.search(
+            r"^process_resident_memory_bytes (\S+)$", server.get("/metrics").body.decode(), re.M
+        )
+        assert found
+        return float(found[1])
+
+    visit_all()
+    until(lambda: is_idle(server), "nothing runs")
+    before = resident_bytes()
+    for _ in range(3):
+        visit_all()
+        until(lambda: is_idle(server), "nothing runs")
+    assert resident_bytes() - before < 20e6
