@@ -3,8 +3,8 @@
     rows of x, one for each expert that a token chose; which expert --expert_products()--> rows of y
 
 A token reads the matrices of its experts alone, so a mixture decodes as fast as a model of their size.
-Weights lie as in the checkpoint, an output behind another: bfloat16, or MXFP4, whose 4 bits become float32 in
-a register, by a look-up in a table of 16 numbers.
+Weights lie as in the checkpoint, an output behind another: bfloat16, float32 where that cannot hold them, or
+MXFP4, whose 4 bits become float32 in a register, by a look-up in a table of 16 numbers.
 
 Authority: model.NumpyOps.experts; for MXFP4 checkpoint/weights.py; the LLVM language reference
 (https://llvm.org/docs/LangRef.html) for what `mxfp4_product` is made of.
@@ -122,12 +122,27 @@ def mxfp4_product(typing_context: Any, blocks: Any, scales: Any, factors: Any, x
     return signature, generate
 
 
+def widened(number: Any) -> Any:
+    """A weight as float32: as one of the two functions below, by its type."""
+
+
+@overload(widened)
+def _widened(number: Any) -> Any:
+    def of_float32(number: Any) -> Any:
+        return number
+
+    def of_bfloat16(number: Any) -> Any:
+        return np.uint32(np.uint32(number) << np.uint32(16)).view(np.float32)
+
+    return of_float32 if isinstance(number, types.Float) else of_bfloat16
+
+
 @kernel(liberties=LIBERTIES | {"reassoc"})
-def bfloat16_product(w: Any, x: Any) -> Any:
-    """The product of two rows, of which w is bfloat16: the upper half of a float32."""
+def float_product(w: Any, x: Any) -> Any:
+    """The product of two rows, w in bfloat16 or float32."""
     total = np.float32(0)
     for k in range(len(x)):
-        total += x[k] * np.uint32(np.uint32(w[k]) << np.uint32(16)).view(np.float32)
+        total += x[k] * widened(w[k])
     return total
 
 
@@ -146,10 +161,10 @@ def _row_product(w: Any, e: Any, r: Any, x: Any) -> Any:
 
         return of_mxfp4
 
-    def of_bfloat16(w: Any, e: Any, r: Any, x: Any) -> Any:
-        return bfloat16_product(w[e, r], x)
+    def of_floats(w: Any, e: Any, r: Any, x: Any) -> Any:
+        return float_product(w[e, r], x)
 
-    return of_bfloat16
+    return of_floats
 
 
 @kernel
@@ -172,7 +187,7 @@ def products(w: Any, experts: Any, ends: Any, pairs: Any, x: Any, y: Any) -> Non
 shared_products = shared(products)
 
 
-def expert_products(x: Array, w: Mxfp4 | NDArray[np.uint16], chosen: Ints, n_threads: int) -> Array:
+def expert_products(x: Array, w: Mxfp4 | NDArray[Any], chosen: Ints, n_threads: int) -> Array:
     """The row of each pair times the matrix of its expert.
 
     x (n_pairs, n_in), chosen (n_pairs,), w (n_experts, n_out, n_in) -> (n_pairs, n_out)
@@ -227,8 +242,6 @@ class ExpertOps(FastOps):
             self.about += f"; {n_bytes / 1e6:.0f} MB of experts"
 
     def _expert_linear(self, x: Array, w: Matrix, b: Array | None, experts: Ints) -> Array:
-        if not isinstance(w, Mxfp4) and w.dtype == np.float32:
-            return super()._expert_linear(x, w, b, experts)
         y = expert_products(x, w, experts, self._n_threads)
         if b is not None:
             y += b[experts]

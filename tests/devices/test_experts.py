@@ -58,7 +58,7 @@ def test_equals_numpy(name: str) -> None:
     assert np.abs(steps(ops(ExpertOps, config, packed), [64, 64, 1, 1]) - expected).max() < ROUNDING
 
 
-@pytest.mark.parametrize("name", IN_BFLOAT16)
+@pytest.mark.parametrize("name", MIXTURES)
 def test_same_bits_alone_batched_and_in_a_chunk(name: str) -> None:
     config, _, packed = both(name)
     o = ops(ExpertOps, config, packed)
