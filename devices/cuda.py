@@ -541,7 +541,7 @@ class CudaOps:
                 if self._samplings.flags[slot]:
                     self._upload_context(slot, context, span.n_wanted)
         masks = [context.mask for context in step.contexts]
-        if masks.count(None) < len(masks):
+        if any(mask is not None for mask in masks):
             self._upload_masks(masks)
 
     def _upload_masks(self, masks: Sequence[NDArray[np.bool_] | None]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from checkpoint.config import read_config
-from checkpoint.weights import Weights, bfloat16, read_weights
+from checkpoint.weights import Mxfp4, Weights, bfloat16, read_weights
 from devices.cuda import CudaOps, on_device
 from engine import Engine
 from helpers.device_ops import widened
@@ -41,10 +41,17 @@ def model_of(name: str) -> Ours:
 
 @cache
 def packed_of(name: str) -> Weights:
-    """The same as CudaOps take them."""
+    """The same as CudaOps take them, still on the host."""
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder), CASES[name])
-        return read_weights(Path(folder), read_config(Path(folder)), CudaOps.pack)
+        return read_weights(Path(folder), read_config(Path(folder)), kept)
+
+
+def kept(w: Any) -> Any:
+    """A matrix in bfloat16; MXFP4 as it is."""
+    if isinstance(w, Mxfp4):
+        return w
+    return bfloat16(w)
 
 
 def ops_of(name: str, order: int = 0) -> CudaOps:

@@ -58,13 +58,17 @@ def test_requests_and_tokens(server: Server) -> None:
     ]
     assert [answer["status"] for answer in answers] == ["completed", "incomplete", "failed"]
     usages = [answer["usage"] for answer in answers if answer["usage"]]
+    served = {"handler": RESPONSES, "method": "POST", "status": "200"}
+    until(
+        lambda: value(scrape(server), "http_requests_total", **served) == 3,
+        "the last request has been counted",
+    )
     found = scrape(server)
     assert value(found, "prompt_tokens_total") == sum(usage["input_tokens"] for usage in usages)
     assert value(found, "generation_tokens_total") == sum(usage["output_tokens"] for usage in usages)
     assert value(found, "request_generation_tokens_sum") == value(found, "generation_tokens_total")
     for reason, n in {"stop": 1, "length": 1, "error": 1, "abort": None}.items():
         assert value(found, "request_success_total", finished_reason=reason) == n
-    assert value(found, "http_requests_total", handler=RESPONSES, method="POST", status="200") == 3
     for name in ("e2e_request_latency_seconds", "time_to_first_token_seconds"):
         assert value(found, name + "_count") == 3
         assert value(found, name + "_bucket", le="+Inf") == 3

@@ -186,17 +186,16 @@ def edited(text: str, change: list[str] | None) -> str:
 
 
 def chunks_of(reply: http.client.HTTPResponse) -> Iterator[str]:
-    """A stream as ours writes it, an event at a time; another body whole."""
+    """A stream, an event at a time, though ours may write several at once; another body whole."""
     if not reply.chunked:
         yield reply.read().decode("latin-1")
         return
-    chunk = b""
+    rest = b""
     while piece := reply.read1():
-        chunk += piece
-        if chunk.endswith(b"\n\n"):
-            yield chunk.decode("latin-1")
-            chunk = b""
-    yield chunk.decode("latin-1")
+        *events, rest = (rest + piece).split(b"\n\n")
+        for event in events:
+            yield event.decode("latin-1") + "\n\n"
+    yield rest.decode("latin-1")
 
 
 def collected(texts: Iterator[str], chunks: list[Chunk]) -> Iterator[Chunk]:
