@@ -3,8 +3,9 @@
     MEASUREMENTS x contenders --run()--> Speeds --median--> a table in Markdown
 
 The others are transformers in float32 (https://github.com/huggingface/transformers), which
-`pip install -e '.[parity]'` brings, llama.cpp in float16 (https://github.com/ggml-org/llama.cpp), which
-`pip install xllamacpp` brings, and NumpyOps where devices/cpu.py serves; one that is missing is named.
+`pip install -e '.[parity]'` brings, llama.cpp (https://github.com/ggml-org/llama.cpp) in the format of
+--weights, which `pip install xllamacpp` brings, and NumpyOps where devices/cpu.py serves; one that is missing
+is named.
 
 Rules of this file:
 1. What is measured is what serves: `engine` is Engine.generate, `forward` is the forward pass and the choice
@@ -19,11 +20,12 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
+from pydoc_data.topics import topics
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -50,9 +52,9 @@ from checkpoint import hub
 from checkpoint.config import Config, read_config, read_json
 from checkpoint.weights import Weights, read_weights
 from engine import Engine
-from model import NumpyOps, Span
+from model import Batch, NumpyOps, Span, forward
 from sampling import Context
-from service.loading import cpu_ops
+from service.loading import cpu_ops, packs
 from service.steps import Steps
 from tokenizer import Tokenizer
 
@@ -76,7 +78,16 @@ MEASUREMENTS = {
 # fmt: on
 
 OURS = ("engine", "forward")
-F16 = "llama.cpp F16"  # float16 rounds otherwise, so its tokens may be others
+
+# fmt: off
+#  --weights    llama.cpp's format for the same: of the layers, of the embedding, which is the head too
+PEERS = {
+    "bfloat16": ("F16",  "F16"),
+    "int8":     ("Q8_0", "Q8_0"),
+    "int4":     ("Q4_1", "Q8_0"),
+}
+# fmt: on
+LLAMA_CPP = "llama.cpp"  # rounds otherwise, so its tokens may be others
 
 
 def forward_run(ops: NumpyOps) -> Run:
@@ -141,7 +152,10 @@ def transformers_model(directory: Path, n_threads: int) -> Any:
         return None
     torch.set_num_threads(n_threads)
     transformers.utils.logging.disable_progress_bar()
-    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    where: dict[str, Any] = {}
+    if (directory / "model.gguf").is_file():
+        where["gguf_file"] = "model.gguf"
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, **where)
 
 
 def llama_cpp_run(server: Any, tokenizer: Tokenizer) -> Run:
@@ -169,8 +183,10 @@ def llama_cpp_run(server: Any, tokenizer: Tokenizer) -> Run:
     return run
 
 
-def llama_cpp_server(directory: Path, config: Config, gguf: Path, max_seq_len: int, n_threads: int) -> Any:
-    """Serve the same weights with llama.cpp, in float16; None where it is missing, or no Llama is served."""
+def llama_cpp_server(
+    directory: Path, config: Config, gguf: Path, max_seq_len: int, n_threads: int, formats: tuple[str, str]
+) -> Any:
+    """Serve the same weights with llama.cpp; None where it is missing, or no Llama is served."""
     try:
         import xllamacpp
     except ImportError as error:
@@ -179,7 +195,8 @@ def llama_cpp_server(directory: Path, config: Config, gguf: Path, max_seq_len: i
     if config.model_type != "llama":
         print(f"no comparison with llama.cpp: written for llama, not {config.model_type}", file=sys.stderr)
         return None
-    write_gguf(gguf, config, read_weights(directory, config), read_json(directory / "tokenizer.json"))
+    tokenizer = read_json(directory / "tokenizer.json")
+    write_gguf(gguf, config, read_weights(directory, config), tokenizer, formats)
     params = xllamacpp.CommonParams()
     params.model.path = str(gguf)
     params.n_parallel = max(m.batch for m in MEASUREMENTS.values())
@@ -190,15 +207,16 @@ def llama_cpp_server(directory: Path, config: Config, gguf: Path, max_seq_len: i
     return xllamacpp.Server(params)
 
 
-def write_gguf(path: Path, c: Config, weights: Weights, tokenizer: dict[str, Any]) -> None:
+def write_gguf(
+    path: Path, c: Config, weights: Weights, tokenizer: dict[str, Any], formats: tuple[str, str]
+) -> None:
     """Write a GGUF file, whose rotary pairs are adjacent as ours are.
 
     https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
     """
-    from gguf import GGUFWriter, LlamaFileType, TokenType
+    from gguf import GGMLQuantizationType, GGUFWriter, TokenType, quantize
 
     writer = GGUFWriter(path, "llama")
-    writer.add_file_type(LlamaFileType.MOSTLY_F16)
     writer.add_context_length(c.max_seq_len)
     writer.add_embedding_length(c.dim)
     writer.add_block_count(c.n_layers)
@@ -225,7 +243,11 @@ def write_gguf(path: Path, c: Config, weights: Weights, tokenizer: dict[str, Any
         parts["attn_q"], parts["attn_k"], parts["attn_v"] = np.split(layer.wqkv, [n_q, n_q + n_kv])
         tensors |= {f"blk.{i}.{name}": array for name, array in parts.items()}
     for name, array in tensors.items():
-        writer.add_tensor(f"{name}.weight", array if array.ndim == 1 else array.astype(np.float16))
+        if array.ndim == 1:
+            writer.add_tensor(f"{name}.weight", array)
+        else:
+            kind = GGMLQuantizationType[formats[name == "token_embd"]]
+            writer.add_tensor(f"{name}.weight", quantize(array, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -248,23 +270,29 @@ def compare(args: argparse.Namespace, folder: Path) -> list[str]:
     tokenizer = Tokenizer(directory / "tokenizer.json")
     max_seq_len = min(config.max_seq_len, 256 + args.new)
     ops = cpu_ops()
-    weights = read_weights(directory, config, ops.pack)
+    weights = read_weights(directory, config, *packs(ops, config, args.weights))
+    formats = PEERS[args.weights or "bfloat16"]
     engine = Engine(with_pages(ops, config, weights, max_seq_len))
     forward = forward_run(with_pages(ops, config, weights, max_seq_len))
     contenders = {"engine": engine_run(engine), "forward": forward}
     if ops is not NumpyOps:
         spec = with_pages(NumpyOps, config, read_weights(directory, config), max_seq_len)
         contenders["forward, NumPy"] = forward_run(spec)
-    if server := llama_cpp_server(directory, config, folder / "f16.gguf", max_seq_len, args.threads):
-        contenders[F16] = llama_cpp_run(server, tokenizer)
+    if server := llama_cpp_server(
+        directory, config, folder / "made.gguf", max_seq_len, args.threads, formats
+    ):
+        contenders[f"{LLAMA_CPP} {formats[0]}"] = llama_cpp_run(server, tokenizer)
     if model := transformers_model(directory, args.threads):
         for attention in ("eager", "sdpa"):
             contenders[f"transformers {attention}"] = transformers_run(model, attention)
     results = measure(contenders, tokenizer, args.new, args.repeat)
     engine.close()
     features = feature_table(ops, config, weights, tokenizer, args)
+    losses: Iterable[str] = ()
+    if args.perplexity:
+        losses = perplexity_table(directory, config, tokenizer)
     about = f"{directory.name}, {engine.about}"
-    return [*setting(about, args), "", *table(results, list(contenders)), "", *features, ""]
+    return [*setting(about, args), "", *table(results, list(contenders)), "", *features, "", *losses, ""]
 
 
 Results = dict[str, dict[str, list[Speeds]]]  # measurement -> contender -> a run a round
@@ -313,7 +341,7 @@ def table(results: Results, contenders: Sequence[str]) -> Iterator[str]:
             if who not in OURS:
                 cell += f" ({ours / value:.2f})"
             cells.append(cell)
-        generated = {tuple(runs[0].said) for who, runs in results[name].items() if who != F16}
+        generated = {tuple(runs[0].said) for who, runs in results[name].items() if LLAMA_CPP not in who}
         same = "yes" if len(generated) == 1 else "no"
         yield f"| {name} | {' | '.join(cells)} | {same} |"
     one = medians["decode, batch 1"]
@@ -371,9 +399,46 @@ def feature_table(
     yield f"Of {counts['drafted']} drafts {counts['accepted']} were accepted."
 
 
+# --- what rounding the weights costs ------------------------------------------------------------------------
+
+N_TEXT = 4096  # tokens
+
+
+def perplexity(ops: NumpyOps, weights: Weights, token_ids: Sequence[int]) -> float:
+    """exp of the mean of -log p over the tokens of a text, each after all before it."""
+    losses: list[float] = []
+    for start in range(0, len(token_ids), 128):
+        part = token_ids[start : start + 128]
+        span = Span(0, range(ops.n_pages), part, start, len(part), is_chunk=True)
+        logits = forward(ops, weights, Batch([span])).astype(np.float64)
+        targets = token_ids[start + 1 : start + len(part) + 1]
+        for row, target in zip(logits, targets, strict=False):  # nothing comes after the last
+            largest = row.max()
+            losses.append(largest + np.log(np.exp(row - largest).sum()) - row[target])
+    return float(np.exp(np.mean(losses)))
+
+
+def perplexity_table(directory: Path, config: Config, tokenizer: Tokenizer) -> Iterator[str]:
+    """Of the language reference that comes with Python."""
+    ops = cpu_ops()
+    if ops is NumpyOps:
+        return
+    text = "\n".join(topics.values())[: 20 * N_TEXT]
+    token_ids = tokenizer.encode(text)[: min(N_TEXT, config.max_seq_len)]
+    yield f"| perplexity of {len(token_ids)} tokens | as in the file | {' | '.join(PEERS)} |"
+    yield "|---" * (2 + len(PEERS)) + "|"
+    cells: list[str] = []
+    for name in (None, *PEERS):
+        weights = read_weights(directory, config, *packs(ops, config, name))
+        cells.append(f"{perplexity(with_pages(ops, config, weights, N_TEXT), weights, token_ids):.4f}")
+    yield f"| {directory.name} | {' | '.join(cells)} |"
+
+
 def options(add: argparse.ArgumentParser) -> None:
     model_option(add)
     repeat_option(add)
+    add.add_argument("--weights", choices=PEERS, help="as of server.py; llama.cpp gets the like")
+    add.add_argument("--perplexity", action="store_true", help="what each of --weights loses; minutes")
     shapes = "gpt-oss-20b or qwen3-30b-a3b: random weights of that shape, with as many layers as memory holds"
     add.add_argument("--shape", choices=("gpt-oss-20b", "qwen3-30b-a3b"), metavar="NAME", help=shapes)
     add.add_argument(

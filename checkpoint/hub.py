@@ -1,18 +1,19 @@
 """From what the user calls a model to a directory in Hugging Face's layout.
 
-    find(None) --> the default model     find("a/directory") --> itself
+    find(None) --> the default model     find("a/directory") --> itself     find("a/file.gguf") --> its texts
     find("Org/Name", "a revision") --> the Hub's, as it was at a branch, a tag or a commit
 
 Authority: the layout is Hugging Face's (config.json, model.safetensors, tokenizer.json, ...); the Hub is
 reached by its own client, https://huggingface.co/docs/huggingface_hub.
 
-Not here: the default model (default_model.py), any reading of the files for inference.
+Not here: the default model (default_model.py), GGUF files (gguf_file.py), any reading for inference.
 """
 
 import re
 from pathlib import Path
 
-from checkpoint.default_model import HubError, default_model
+from checkpoint.default_model import PRESETS, HubError, default_model
+from checkpoint.gguf_file import as_directory
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # consolidated.safetensors, Mistral's second copy of the weights, is left out, and so are folders (onnx/ ...).
@@ -21,19 +22,22 @@ HUB_IGNORED = ["*/*"]
 
 
 def find(model: str | None, revision: str | None = None) -> Path:
-    """Return the directory of a model; `model` is a directory, a Hub id, or None for the default model.
+    """Return the directory of a model: a directory, a GGUF file, a Hub id, or None for the default model.
 
-    `revision` is a Hub id's: a branch, a tag or a commit; None is its main branch. Raises HubError.
+    `revision` is a Hub id's: a branch, a tag or a commit; None is its main branch. Raises HubError, and
+    UnsupportedModel for a GGUF file.
     """
     path = Path(model or "").expanduser()
     if revision and (model is None or path.exists()):
         raise HubError(f"--revision {revision}: expected --model to be a Hub id, such as Qwen/Qwen3-0.6B")
     if model is None:
-        return default_model()
+        return as_directory(default_model(), PRESETS)
     if path.is_dir():
         return path
+    if path.is_file() and path.suffix == ".gguf":
+        return as_directory(path)
     if path.exists():
-        raise HubError(f"{path} is a file; a model is a directory that holds config.json and *.safetensors")
+        raise HubError(f"{path} is a file; a model is a GGUF file, or a directory with config.json")
     if HUB_ID.fullmatch(model):
         return from_hub(model, revision)
     raise HubError(f"no directory {path.absolute()}, and {model} is no Hub id, such as Qwen/Qwen3-0.6B")

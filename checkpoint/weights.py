@@ -11,12 +11,13 @@ Rules of this file:
   * config.json and the tensors must agree in every name and shape; else UnsupportedModel is raised. Nothing
     is guessed, skipped or left random.
   * Each tensor is copied once: from the memory map into its rows of a matrix. A matrix of bfloat16 stays
-    that, seen as uint16, for `pack` of the ops, and so does MXFP4, the 4 bits of gpt-oss's experts: class
-    Mxfp4. All else is widened to float32.
+    that, seen as uint16, for `pack` of the ops, and so do MXFP4, the 4 bits of gpt-oss's experts (class
+    Mxfp4), and the blocks of a GGUF file. All else is widened to float32.
   * Rotary pairs are ADJACENT here. Row (half, pair) of a head in the checkpoint, meant for `rotate_half`,
     becomes row (pair, half): a head of q or k, seen as complex numbers, is rotated by one multiplication.
 
-Not here: other quantised files; config.json (config.py), obtaining the files (hub.py).
+Not here: GGUF files (gguf_file.py) and their blocks (blocks.py), config.json (config.py), obtaining the files
+(hub.py).
 """
 
 import json
@@ -30,10 +31,13 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 from tqdm import tqdm
 
+from checkpoint import gguf_file
+from checkpoint.blocks import Blocks, decoded
 from checkpoint.config import Config, Experts, FieldCheck, UnsupportedModel, check_fields, listing, read_json
 
 Array = NDArray[np.float32]
-Tensors = dict[str, NDArray[Any]]  # by name in the checkpoint: float32, float16, bfloat16 as uint16, or uint8
+Tensor = NDArray[Any] | Blocks  # float32, float16, bfloat16 as uint16, or uint8; in a GGUF file also blocks
+Tensors = dict[str, Tensor]  # by name in the checkpoint
 
 
 # ---- Weights -----------------------------------------------------------------------------------------------
@@ -61,7 +65,7 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -
 
 
 @np.errstate(over="ignore")  # 4 * 2^127 is infinite
-def decoded(w: Mxfp4) -> Array:
+def decoded_mxfp4(w: Mxfp4) -> Array:
     """The numbers, (n_experts, n_out, n_in)."""
     halves = np.stack([w.blocks & 15, w.blocks >> 4], axis=-1)  # (n_experts, n_out, n_in/32, 16, 2)
     numbers = E2M1[halves].reshape(*w.scales.shape, 32)
@@ -262,14 +266,16 @@ def n_weight_bytes(c: Config) -> int:
 
 
 MATRICES = {"embed", "head", "wqkv", "wo", "w_gate_up", "w_down", "router"}  # fields
-# A matrix in float32, in bfloat16 as uint16, or an Mxfp4, to what the ops keep.
+# A matrix in float32, in bfloat16 as uint16, an Mxfp4, or a list[Blocks]; to what the ops keep.
 Packer = Callable[[Any], Matrix]
 
 
 def unpacked(w: Any) -> Matrix:
     """Keep a matrix in float32."""
     if isinstance(w, Mxfp4):
-        return decoded(w)
+        return decoded_mxfp4(w)
+    if isinstance(w, list):
+        return np.concatenate([decoded(blocks) for blocks in w])
     if w.dtype != np.uint16:
         return w
     wide = np.empty(w.shape, np.float32)
@@ -277,12 +283,17 @@ def unpacked(w: Any) -> Matrix:
     return wide
 
 
-def read_weights(directory: Path, config: Config, pack: Packer = unpacked) -> Weights:
-    """Read every tensor, and pack every matrix; raises UnsupportedModel before any is copied."""
+def read_weights(
+    directory: Path, config: Config, pack: Packer = unpacked, pack_outer: Packer | None = None
+) -> Weights:
+    """Read every tensor, and pack every matrix; raises UnsupportedModel before any is copied.
+
+    `pack_outer` is for the embedding and the head, None: as the others.
+    """
     tensors = map_tensors(directory)
     check_tensors(tensors, all_parts(config), config)
     with progress("Reading weights", sum(tensor.nbytes for tensor in tensors.values())) as bar:
-        arrays = fuse(tensors, outer_parts(config), config, bar, pack)
+        arrays = fuse(tensors, outer_parts(config), config, bar, pack_outer or pack)
         layers = []
         for layer in range(config.n_layers):
             layers.append(Layer(**fuse(tensors, layer_parts(config, layer), config, bar, pack)))
@@ -301,16 +312,26 @@ def check_tensors(tensors: Tensors, parts: list[Part], config: Config) -> None:
         if tensors[name].shape != shape:
             raise UnsupportedModel(f"tensor {name} is {tensors[name].shape}; config.json says {shape}")
     for part in parts:
-        if (tensors[part.name].dtype == np.uint8) != part.is_mxfp4:
-            raise UnsupportedModel(
-                f"tensor {part.name} is {tensors[part.name].dtype}: MXFP4 has bytes, alone"
-            )
+        tensor = tensors[part.name]
+        if has_dtype(tensor, np.uint8) != part.is_mxfp4:
+            dtype = tensor.format if isinstance(tensor, Blocks) else tensor.dtype
+            raise UnsupportedModel(f"tensor {part.name} is {dtype}: MXFP4 has bytes, alone")
     for name in sorted(tensors.keys() - {part.name for part in parts}):
-        if name == "lm_head.weight" and np.array_equal(tensors[name], tensors["model.embed_tokens.weight"]):
+        if name == "lm_head.weight" and equal(tensors[name], tensors["model.embed_tokens.weight"]):
             continue  # the head is tied, and saved all the same
         if name.endswith("rotary_emb.inv_freq"):
             continue  # old Llama files hold it, though it follows from rope_theta
         raise UnsupportedModel(f"tensor {name} has no place in a {config.model_type} with this config.json")
+
+
+def has_dtype(tensor: Tensor, dtype: DTypeLike) -> bool:
+    return isinstance(tensor, np.ndarray) and tensor.dtype == dtype
+
+
+def equal(a: Tensor, b: Tensor) -> bool:
+    if isinstance(a, Blocks) and isinstance(b, Blocks):
+        return a.format == b.format and np.array_equal(a.data, b.data)
+    return isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and np.array_equal(a, b)
 
 
 def progress(title: str, n_bytes: int) -> "tqdm[Any]":
@@ -328,6 +349,11 @@ def fuse(
     arrays: dict[str, Matrix] = {}
     for field in dict.fromkeys(part.field for part in parts):
         group = [part for part in parts if part.field == field]
+        blocks = in_blocks(tensors, group, config.head_dim)
+        if blocks:
+            arrays[field] = pack(blocks)
+            bar.update(sum(part.nbytes for part in blocks))
+            continue
         arrays[field] = stack(tensors, group, config, bar)
         if field in MATRICES:
             arrays[field] = pack(arrays[field])
@@ -337,6 +363,20 @@ def fuse(
     return arrays
 
 
+def in_blocks(tensors: Tensors, group: list[Part], head_dim: int) -> list[Blocks]:
+    """The parts of a matrix with their rows in our order if all are in blocks, else []."""
+    parts: list[Blocks] = []
+    for part in group:
+        tensor = tensors[part.name]
+        if not isinstance(tensor, Blocks):
+            return []
+        if part.rotary:
+            order = adjacent_pairs(np.arange(len(tensor.data)), head_dim).reshape(-1)
+            tensor = tensor._replace(data=tensor.data[order])
+        parts.append(tensor)
+    return parts
+
+
 def stack(tensors: Tensors, group: list[Part], config: Config, bar: "tqdm[Any]") -> NDArray[Any]:
     """The tensors of one field one behind another, in float32; matrices of bfloat16 and MXFP4 stay that."""
     first = group[0]
@@ -344,17 +384,19 @@ def stack(tensors: Tensors, group: list[Part], config: Config, bar: "tqdm[Any]")
     if first.transposed:
         shape = shape[::-1]
     ends = np.cumsum([part.shape[0] for part in group])
-    dtypes = {tensors[part.name].dtype for part in group}
     dtype: DTypeLike = np.float32
     if first.is_mxfp4:
         dtype = np.uint8
-    elif first.field in MATRICES and dtypes == {np.dtype(np.uint16)}:
+    elif first.field in MATRICES and all(has_dtype(tensors[part.name], np.uint16) for part in group):
         dtype = np.uint16
     array = np.empty((ends[-1], *shape), dtype)
     for part, rows in zip(group, np.split(array, ends[:-1]), strict=True):
-        tensor = part.view(tensors[part.name], config.head_dim)
-        widen(tensor, rows.reshape(tensor.shape))
+        tensor = tensors[part.name]
         bar.update(tensor.nbytes)
+        if isinstance(tensor, Blocks):
+            tensor = decoded(tensor)
+        tensor = part.view(tensor, config.head_dim)
+        widen(tensor, rows.reshape(tensor.shape))
     if first.expert and config.experts:
         return array.reshape(config.experts.n, -1, *shape)
     return array
@@ -376,8 +418,10 @@ def widen(tensor: NDArray[Any], out: NDArray[Any]) -> None:
         np.copyto(out, tensor)
 
 
-def bfloat16(array: NDArray[Any]) -> NDArray[np.uint16]:
+def bfloat16(array: NDArray[Any] | list[Blocks]) -> NDArray[np.uint16]:
     """Round each float32 to the nearest bfloat16, ties to even; not for NaN. uint16 is bfloat16 already."""
+    if isinstance(array, list):
+        return bfloat16(unpacked(array))
     if array.dtype == np.uint16:
         return array
     bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
@@ -405,6 +449,8 @@ FILE_NAMES = FieldCheck(
 
 def map_tensors(directory: Path) -> Tensors:
     """All tensors of model.safetensors, or of the shards that its index names, as views of memory maps."""
+    if (directory / "model.gguf").is_file():
+        return gguf_file.map_tensors(directory / "model.gguf")
     single = directory / "model.safetensors"
     index = directory / "model.safetensors.index.json"
     if single.is_file():

@@ -1,27 +1,26 @@
-"""The ops on a processor at the speed of its memory: weights kept as bfloat16, kernels compiled by Numba.
+"""The ops on a processor at the speed of its memory: weights as the file has them, kernels compiled by Numba.
 
-    matrix in float32 --pack()--> Panels --FastOps--> the products of NumpyOps, at half the bytes
+    matrix, or blocks of a GGUF file --pack()--> Panels --FastOps--> the ops of NumpyOps, at fewer bytes
 
 Decoding a token reads every weight once and uses it once, so it takes as long as the bytes of the weights
 take to come from memory. Most checkpoints hold bfloat16, the upper half of a float32: widening it in a
-register, by a shift, is exact, and costs nothing while the processor waits for memory. FastOps differs from
-NumpyOps, the spec, in the order of its sums only; where Numba is not installed NumpyOps serves.
+register is exact, and costs nothing while the processor waits for memory. Blocks of 8 or 4 bits with a scale
+are half and a quarter of that. FastOps differs from NumpyOps, the spec, in the order of its sums, and with
+such blocks in that the inputs of a product are rounded to 16 bits; where Numba is not installed NumpyOps
+serves.
 
-Authority: "Anatomy of High-Performance Matrix Multiplication" (Goto, van de Geijn 2008) for panels and tiles;
-https://numba.readthedocs.io/en/stable/user/parallel.html for threads.
+Authority: https://numba.readthedocs.io/en/stable/user/parallel.html for threads.
 
 Rules of this file:
-1. A panel holds WIDTH outputs side by side, input after input: a kernel reads memory from front to back, and
-   a vector of the compiler is WIDTH sums, never a part of one sum.
-2. Every sum runs over the inputs in their order, and each step of it is fused (rounded once). So a row has
-   the same bits alone, in any batch and in a prefill chunk. Threads share out panels, which changes no sum.
-3. Rows are computed in tiles of four, so that a weight is widened once for four; the rest one by one.
-4. Packing loses no bit: a matrix with a value that bfloat16 cannot hold stays float32, and NumPy multiplies
-   by it.
-5. Norms and attention are kernels as well, also row by row. So no result depends on its neighbours, and no
+1. Every sum runs over the inputs in their order (microkernel.py). So a row has the same bits alone, in any
+   batch and in a prefill chunk. Threads share out panels, rows and blocks of attention: no sum.
+2. Packing floats loses no bit: a matrix is kept in the narrowest format that holds all its values.
+3. What packing loses otherwise is measured and said (Panels.lost, FastOps.about).
+4. Norms and attention are kernels as well, also row by row. So no result depends on its neighbours, and no
    thread of BLAS, which spins while it waits for its next product, takes a core from ours.
 
-Not here: what the ops are (model.py), reading files (checkpoint/weights.py).
+Not here: what the ops are (model.py), the loop of all products (microkernel.py), reading files
+(checkpoint/weights.py), what the blocks of a GGUF file hold (checkpoint/blocks.py).
 """
 
 import ctypes
@@ -29,8 +28,11 @@ import importlib.metadata
 import logging
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from types import FunctionType
 from typing import Any
 
 import numba
@@ -39,18 +41,18 @@ import threadpoolctl
 from numba import njit, prange
 from numpy.typing import NDArray
 
+from checkpoint.blocks import Blocks, decoded, quantized, with_minima
 from checkpoint.config import Config
-from checkpoint.weights import MATRICES, Layer, Matrix, Weights, widen
+from checkpoint.weights import Layer, Matrix, Packer, Weights, bfloat16, unpacked, widen
+from devices import microkernel
+from devices.microkernel import BLOCK, ROWS, WIDTH, X_HEADER, X_MAX, X_WORDS, ZERO
 from model import PAGE, Array, Batch, Ints, NumpyOps
 
 log = logging.getLogger("cpu")
 
-WIDTH = 96  # outputs of a panel: six registers of AVX-512, twelve of AVX2
-STEP = 4  # inputs that a sum takes between being read from the cache and written back
-TILE = 4  # rows of a product that are computed together
-BLOCK = 16  # rows of one sequence that attend together
+ATTENTION_ROWS = 16  # rows of one sequence that attend together
 LANES = 16  # numbers that softmax compares at a time
-ARENA = 2**25  # numbers of packed matrices that lie in one piece of memory
+ARENA = 2**26  # bytes of packed matrices that lie in one piece of memory
 SMALL = 2**18  # multiplications: one thread is done with fewer before a second has woken up
 
 # With "tbb" the calling thread does what no other has begun, so it never waits for a thread that other work
@@ -63,23 +65,83 @@ numba_config.THREADING_LAYER_PRIORITY = ["tbb", "omp", "workqueue"]
 
 # --- the weights --------------------------------------------------------------------------------------------
 
+# fmt: off
+#  GGUF's name of the format   dtype of the words, by which microkernel.py tells it
+FORMATS: dict[str, Any] = {
+    "BF16":                    np.uint16,
+    "F16":                     np.int16,
+    "F32":                     np.float32,
+    "Q8_0":                    np.uint8,
+    "Q4_1":                    np.uint32,
+}
+# fmt: on
+# --weights               of the layers, of the embedding and the head, which 4 bits harm most
+WEIGHTS = {"bfloat16": ("BF16", "BF16"), "int8": ("Q8_0", "Q8_0"), "int4": ("Q4_1", "Q8_0")}
+N_SCALES = {"Q8_0": 1, "Q4_1": 2}  # float16 numbers in front of a block: scale, minimum
+
 
 @dataclass(frozen=True)
 class Panels:
-    """A matrix (n_out, n_in) of bfloat16, padded with zeros to whole panels and whole steps."""
+    """A matrix (n_out, n_in) of one format, padded with zeros to whole panels.
+
+    In a panel lie WIDTH outputs side by side, block of inputs after block, so that a kernel reads memory from
+    front to back: words (n_panels, n_blocks, what a block of the format has).
+    """
 
     n_out: int
     n_in: int
-    bits: NDArray[np.uint16]  # (n_panels, n_in, WIDTH)
+    format: str  # a key of FORMATS
+    words: NDArray[Any]
+    lost: float = 0.0  # sum of the squares of what rounding has changed, where packing has rounded
+    total: float = 0.0  # of all numbers, where it has
 
     @property
     def nbytes(self) -> int:
-        return self.bits.nbytes
+        return self.words.nbytes
 
-    def take(self, rows: NDArray[np.int64]) -> NDArray[np.uint16]:
-        """Some rows of the matrix, (len(rows), n_in)."""
-        bits: NDArray[np.uint16] = self.bits[rows // WIDTH, : self.n_in, rows % WIDTH]
-        return bits
+    @property
+    def is_quantized(self) -> bool:
+        return self.format in N_SCALES
+
+    def take(self, rows: Ints) -> Array:
+        """Some rows of the matrix, (len(rows), n_in) float32."""
+        words = self.words[rows // WIDTH]  # (n_rows, n_blocks, ...)
+        row = np.arange(len(rows))
+        lane = rows % WIDTH
+        if not self.is_quantized:
+            values = words[row, :, lane].reshape(len(rows), -1)[:, : self.n_in]
+            if self.format == "F16":
+                values = values.view(np.float16)
+            x = np.empty(values.shape, np.float32)
+            widen(values, x)
+            return x
+        parts: list[NDArray[np.uint8]] = []
+        for part in split(words.view(np.uint8), self.format):
+            parts.append(part[row, :, :, lane].reshape(len(rows), words.shape[1], -1))
+        return decoded(Blocks(self.format, stored(np.concatenate(parts, axis=2), self.format)))
+
+
+def split(words: NDArray[np.uint8], format: str) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Views of panels of blocks: their scales and minima, then their numbers.
+
+    words (n, n_blocks, bytes) -> (n, n_blocks, 1 or 2, WIDTH, 2), (n, n_blocks, 8 or 4, WIDTH, 4)
+    """
+    n_header = N_SCALES[format] * WIDTH * 2
+    header = words[:, :, :n_header].reshape(*words.shape[:2], -1, WIDTH, 2)
+    return header, words[:, :, n_header:].reshape(*words.shape[:2], -1, WIDTH, 4)
+
+
+def stored(blocks: NDArray[np.uint8], format: str) -> NDArray[np.uint8]:
+    """Change a file's blocks to a panel's, or back.
+
+    Of each word the bytes 1 and 2 change places, so that bytes 0 and 2 go with two numbers of x that lie side
+    by side. The numbers of Q8_0 have a sign in a file, and are ZERO higher in a panel.
+    """
+    n_header = 2 * N_SCALES[format]
+    numbers = blocks[..., n_header:].reshape(*blocks.shape[:-1], -1, 4)[..., [0, 2, 1, 3]]
+    if format == "Q8_0":
+        numbers ^= ZERO
+    return np.concatenate([blocks[..., :n_header], numbers.reshape(*blocks.shape[:-1], -1)], axis=-1)
 
 
 class Arena:
@@ -89,43 +151,117 @@ class Arena:
     """
 
     def __init__(self) -> None:
-        self._unused = np.empty(0, np.uint16)
+        self._unused = np.empty(0, np.uint8)
 
-    def zeros(self, *shape: int) -> NDArray[np.uint16]:
-        n = math.prod(shape)
-        if n > len(self._unused):
-            self._unused = np.zeros(max(n, ARENA), np.uint16)
-        array = self._unused[:n].reshape(shape)
-        self._unused = self._unused[n:]
+    def zeros(self, dtype: Any, *shape: int) -> NDArray[Any]:
+        n_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+        n_taken = -(-n_bytes // CACHE_LINE) * CACHE_LINE
+        if n_taken > len(self._unused):
+            self._unused = np.zeros(max(n_taken, ARENA) + CACHE_LINE, np.uint8)
+            self._unused = self._unused[-self._unused.ctypes.data % CACHE_LINE :]
+        array: NDArray[Any] = self._unused[:n_bytes].view(dtype).reshape(shape)
+        self._unused = self._unused[n_taken:]
         return array
 
 
+CACHE_LINE = 64  # bytes
 arena = Arena()
 
 
-def pack(w: NDArray[Any]) -> Array | Panels:
-    """Return the matrix as panels, or as it is where bfloat16 cannot hold it; uint16 is bfloat16."""
+def exact_format(w: NDArray[Any]) -> str:
+    """The first format that holds every value: BF16, which uint16 is already, F16 or F32."""
+    if w.dtype == np.uint16:
+        return "BF16"
+    if not w.view(np.uint16)[..., ::2].any():  # the lower halves: little-endian
+        return "BF16"
+    with np.errstate(over="ignore"):
+        if np.array_equal(w.astype(np.float16), w):
+            return "F16"
+    return "F32"
+
+
+def pack_floats(w: NDArray[Any]) -> Panels:
+    """Pack a matrix of float32, or of bfloat16 as uint16, in its exact format."""
     n_out, n_in = w.shape
-    upper = w
-    if w.dtype != np.uint16:
-        halves = w.view(np.uint16).reshape(n_out, n_in, 2)  # lower, upper: little-endian
-        if halves[..., 0].any():
-            return w
-        upper = halves[..., 1]
+    name = exact_format(w)
+    numbers = w
+    if name == "BF16" and w.dtype != np.uint16:
+        numbers = w.view(np.uint16)[:, 1::2]
+    elif name == "F16":
+        numbers = w.astype(np.float16).view(np.int16)
+    n_inputs = 2 if name == "BF16" else 1  # of a block
     n_panels = math.ceil(n_out / WIDTH)
-    n_steps = math.ceil(n_in / STEP)
-    bits = arena.zeros(n_panels, n_steps * STEP, WIDTH)
-    for panel, first in zip(bits, range(0, n_out, WIDTH), strict=True):
-        rows = upper[first : first + WIDTH]
-        panel[:n_in, : len(rows)] = rows.T
-    return Panels(n_out, n_in, bits)
+    n_blocks = math.ceil(n_in / n_inputs)
+    words = arena.zeros(FORMATS[name], n_panels, n_blocks, WIDTH, n_inputs)
+    for panel, first in zip(words, range(0, n_out, WIDTH), strict=True):
+        rows = numbers[first : first + WIDTH]
+        for i in range(n_inputs):
+            inputs = rows[:, i::n_inputs].T
+            panel[: len(inputs), : len(rows), i] = inputs
+    return Panels(n_out, n_in, name, words)
+
+
+def pack_blocks(w: Blocks) -> Panels:
+    """The blocks of Q8_0 or Q4_1 as they are, WIDTH of them side by side."""
+    n_out, n_blocks, block_bytes = w.data.shape
+    n_panels = math.ceil(n_out / WIDTH)
+    dtype = np.dtype(FORMATS[w.format])
+    words = arena.zeros(dtype, n_panels, n_blocks, WIDTH * block_bytes // dtype.itemsize)
+    for panel, first in zip(words, range(0, n_out, WIDTH), strict=True):
+        blocks = stored(w.data[first : first + WIDTH], w.format)
+        done = 0
+        for [part] in split(panel[None].view(np.uint8), w.format):  # (n_blocks, n, WIDTH, bytes)
+            n, size = part.shape[1], part.shape[3]
+            raw = blocks[:, :, done : done + n * size].reshape(len(blocks), n_blocks, n, size)
+            part[:, :, : len(blocks)] = raw.transpose(1, 2, 0, 3)
+            done += n * size
+    return Panels(n_out, w.n_in, w.format, words)
+
+
+def pack(w: NDArray[Any] | list[Blocks], name: str | None = None) -> Panels:
+    """Pack a matrix, or the blocks that stack to one, in the format of this name.
+
+    Without a name floats stay as exact as they are, and blocks of Q4 and Q8_0 stay as they are; others become
+    Q8_0. So do blocks of different formats that stack to one matrix.
+    """
+    if isinstance(w, list):
+        formats = {part.format for part in w}
+        if name is None and formats <= {"Q4_0", "Q4_1"}:
+            return pack_blocks(stacked([with_minima(part) for part in w]))
+        if formats == {name or "Q8_0"}:
+            return pack_blocks(stacked(w))
+        return rounded(unpacked(w), name or "Q8_0")
+    if name is None or name == exact_format(w):
+        return pack_floats(w)
+    return rounded(unpacked(w), name)
+
+
+def rounded(w: Array, name: str) -> Panels:
+    """Pack what the format cannot hold, and note by how much that changes the matrix."""
+    if name == "BF16" or w.shape[1] % BLOCK:
+        bits = bfloat16(w)
+        near: Array = unpacked(bits)
+        panels = pack_floats(bits)
+    else:
+        blocks = quantized(w, name)
+        near = decoded(blocks)
+        panels = pack_blocks(blocks)
+    lost = np.square(w - near).sum(dtype=np.float64)
+    total = np.square(w).sum(dtype=np.float64)
+    return replace(panels, lost=float(lost), total=float(total))
+
+
+def stacked(parts: list[Blocks]) -> Blocks:
+    return Blocks(parts[0].format, np.concatenate([part.data for part in parts]))
 
 
 # --- the kernels --------------------------------------------------------------------------------------------
-# In all of them x is (n_rows, n_in) float32, and w, a panel, is (n_in, WIDTH). The flag "contract" lets LLVM
-# fuse a multiplication and an addition, and nothing else: it keeps the order of each sum.
+# The flag "contract" lets LLVM fuse a multiplication and an addition, and nothing else: it keeps the order of
+# each sum. For sums within a row, and for maxima, the compiler may choose the order ("reassoc"): it does so
+# once, when it compiles, so that the order depends on nothing else in the batch.
 
 LIBERTIES = {"contract"}
+ROW_LIBERTIES = LIBERTIES | {"reassoc", "nnan", "nsz"}
 
 
 def can_cache() -> bool:
@@ -138,85 +274,104 @@ def can_cache() -> bool:
 
 
 CACHE = can_cache()
-kernel = njit(nogil=True, cache=CACHE, fastmath=LIBERTIES)
-parallel_kernel = njit(nogil=True, cache=CACHE, fastmath=LIBERTIES, parallel=True)
 
 
-@njit(inline="always")
-def widened(bits: Any) -> Any:
-    return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
+def kernel(function: Any = None, liberties: set[str] = LIBERTIES, parallel: bool = False) -> Any:
+    if function is None:
+        return lambda function: kernel(function, liberties, parallel)
+    # The error model: a check of each divisor would keep a loop from becoming vector code.
+    compiler: Any = njit  # whose types leave out some options
+    options = {"cache": CACHE, "fastmath": liberties, "error_model": "numpy", "parallel": parallel}
+    return compiler(nogil=True, **options)(function)
 
 
-@kernel
-def one_row(x: Any, w: Any, y: Any) -> None:
-    """y = x @ w for one row, (n_in,)."""
-    sums = np.zeros(WIDTH, np.float32)
-    for k in range(0, len(w), STEP):
-        for j in range(WIDTH):
-            total = sums[j]
-            for i in range(STEP):
-                total += x[k + i] * widened(w[k + i, j])
-            sums[j] = total
-    for j in range(len(y)):
-        y[j] = sums[j]
+def shared(one: Any) -> Any:
+    """A kernel with prange, compiled once more, for all threads; the other is for one.
 
-
-@kernel
-def four_rows(x: Any, w: Any, y: Any) -> None:
-    """y = x @ w for TILE rows."""
-    sums = np.zeros((TILE, WIDTH), np.float32)
-    for k in range(0, len(w), STEP):
-        for j in range(WIDTH):
-            ws = (widened(w[k, j]), widened(w[k + 1, j]), widened(w[k + 2, j]), widened(w[k + 3, j]))
-            for r in range(TILE):
-                total = sums[r, j]
-                for i in range(STEP):
-                    total += x[r, k + i] * ws[i]
-                sums[r, j] = total
-    for r in range(TILE):
-        for j in range(y.shape[1]):
-            y[r, j] = sums[r, j]
-
-
-@kernel
-def panel(x: Any, w: Any, p: int, y: Any) -> None:
-    """Compute the columns of y = x @ w that panel p of w, (n_panels, n_in, WIDTH), holds.
-
-    The panel stays in the cache until all rows are multiplied by it.
+    It needs a name of its own: the key of Numba's cache leaves out `parallel`, so for one function compiled
+    both ways it would return whichever was compiled first.
     """
-    columns = slice(p * WIDTH, min((p + 1) * WIDTH, y.shape[1]))
-    n_tiled = len(x) // TILE * TILE
-    for r in range(0, n_tiled, TILE):
-        four_rows(x[r : r + TILE], w[p], y[r : r + TILE, columns])
-    for r in range(n_tiled, len(x)):
-        one_row(x[r], w[p], y[r, columns])
+    function = one.py_func
+    copy = FunctionType(function.__code__, function.__globals__, f"shared_{function.__name__}")
+    copy.__qualname__ = copy.__name__
+    copy.__doc__ = function.__doc__
+    return kernel(copy, one.targetoptions["fastmath"], parallel=True)
 
 
-# One for a single thread, one for all. They are two functions, because the key of Numba's cache leaves out
-# `parallel`: for one function compiled both ways it would return whichever was compiled first.
+add_tile: Any = microkernel.add_tile  # Numba gives it the types and the code; mypy sees the generator
 
 
 @kernel
-def product(x: Any, w: Any, y: Any) -> None:
-    for p in range(len(w)):
-        panel(x, w, p, y)
+def add_rows(x: Any, w: Any, y: Any) -> None:
+    """y += x @ w for any number of rows, w as wide as a tile."""
+    r = 0
+    while len(y) - r >= ROWS:
+        add_tile(ROWS, x[r:], w, y[r:])
+        r += ROWS
+    if len(y) - r >= 4:
+        add_tile(4, x[r:], w, y[r:])
+        r += 4
+    if len(y) - r >= 2:
+        add_tile(2, x[r:], w, y[r:])
+        r += 2
+    if len(y) > r:
+        add_tile(1, x[r:], w, y[r:])
 
 
-@parallel_kernel
-def shared_product(x: Any, w: Any, y: Any) -> None:
-    for p in prange(len(w)):
-        panel(x, w, p, y)
+@kernel
+def product(x: Any, words: Any, y: Any) -> None:
+    """y += x W^T; a panel stays in the cache until all rows are multiplied by it.
+
+    x (n_rows, ...), words (n_panels, n_blocks, ...), y (n_rows, n_panels * WIDTH).
+    """
+    for p in prange(len(words)):
+        add_rows(x, words[p], y[:, p * WIDTH : (p + 1) * WIDTH])
 
 
-# For sums within a row the compiler may choose the order: it does so once, when it compiles, so that the
-# order depends on nothing else in the batch.
-row_kernel = njit(nogil=True, cache=CACHE, fastmath=LIBERTIES | {"reassoc"})
+@kernel(liberties=ROW_LIBERTIES)
+def largest(numbers: Any) -> Any:
+    size = np.float32(0)
+    for j in range(BLOCK):
+        size = max(size, abs(numbers[j]))
+    return size
 
 
-@row_kernel
+@kernel(liberties=ROW_LIBERTIES)
+def round_block(numbers: Any, scale: Any, shorts: Any) -> Any:
+    """shorts = numbers / scale, rounded; return their sum."""
+    factor = np.float32(0)
+    if scale > 0:
+        factor = ONE / scale
+    total = np.int32(0)
+    for j in range(BLOCK):
+        short = np.int32(np.floor(numbers[j] * factor + HALF))
+        shorts[j] = short
+        total = np.int32(total + short)
+    return total
+
+
+@kernel(liberties=ROW_LIBERTIES)
+def quantize(x: Any, words: Any, floats: Any, shorts: Any) -> None:
+    """Round each BLOCK of numbers of a row to 16 bits with a scale, for blocks of weights.
+
+    x (n_rows, n_blocks * BLOCK), words (n_rows, n_blocks, X_WORDS) int32: the scale, a float32; the sum of
+    the numbers times -ZERO; the scale times that sum, a float32; the numbers, two a word. floats and shorts
+    are views of the same words.
+    """
+    for r in prange(len(x)):
+        for k in range(words.shape[1]):
+            numbers = x[r, k * BLOCK : (k + 1) * BLOCK]
+            scale = largest(numbers) / np.float32(X_MAX)
+            total = round_block(numbers, scale, shorts[r, k, 2 * X_HEADER :])
+            floats[r, k, 0] = scale
+            words[r, k, 1] = -ZERO * total
+            floats[r, k, 2] = scale * np.float32(total)
+
+
+@kernel(liberties=ROW_LIBERTIES)
 def rms_norm(x: Any, w: Any, eps: Any, y: Any) -> None:
     """y = x / sqrt(mean(x^2) + eps) * w for each row; w (n,)."""
-    for r in range(len(x)):
+    for r in prange(len(x)):
         total = np.float32(0)
         for d in range(len(w)):
             total += x[r, d] * x[r, d]
@@ -225,30 +380,39 @@ def rms_norm(x: Any, w: Any, eps: Any, y: Any) -> None:
             y[r, d] = x[r, d] * scale * w[d]
 
 
+@kernel(liberties=ROW_LIBERTIES)
+def silu_product(gate_up: Any, y: Any) -> None:
+    """y = silu(gate) * up for each row; gate_up (n_rows, 2 n), y (n_rows, n)."""
+    n = y.shape[1]
+    for r in prange(len(y)):
+        gates = gate_up[r, :n]
+        ups = gate_up[r, n:]
+        for j in range(n):
+            y[r, j] = gates[j] / (ONE + exp(min(-gates[j], -UNDERFLOW))) * ups[j]
+
+
 # --- attention ----------------------------------------------------------------------------------------------
 # Row by row: which keys a row sees, and in which order, follows from its position alone. The rows of a block
 # are computed together only to share what is read from memory. In a page the keys of a head lie across, as a
 # matrix (head_dim, PAGE), so that the scores of a page are a product like any other.
 
 
-@njit(inline="always")
+@kernel
 def add_product(x: Any, w: Any, y: Any) -> None:
-    """y += x @ w for one row, x (n,), w (n, n_out) float32."""
-    n = len(x) // STEP * STEP
-    for k in range(0, n, STEP):
-        for j in range(len(y)):
-            total = y[j]
-            for i in range(STEP):
-                total += x[k + i] * w[k + i, j]
-            y[j] = total
-    for k in range(n, len(x)):
-        for j in range(len(y)):
-            y[j] += x[k] * w[k, j]
+    """y += x @ w, x (n_rows, n), w (n, n_out), y (n_rows, n_out) float32: tiles, then what fills none."""
+    n_tiled = y.shape[1] // WIDTH * WIDTH
+    if len(w) > 0:
+        for j in range(0, n_tiled, WIDTH):
+            add_rows(x, w[:, j : j + WIDTH], y[:, j : j + WIDTH])
+        for r in range(len(x)):
+            for k in range(len(w)):
+                for j in range(n_tiled, y.shape[1]):
+                    y[r, j] += x[r, k] * w[k, j]
 
 
 @njit(inline="always")
 def exp(x: Any) -> Any:
-    """e^x for x <= 0: 2^n times the Taylor series of e^r, |r| <= ln(2) / 2; 0 below -87."""
+    """e^x for x <= 88: 2^n times the Taylor series of e^r, |r| <= ln(2) / 2; 0 below -87."""
     x = max(x, UNDERFLOW)
     n = np.floor(x * LOG2_E + HALF)
     r = x - n * LN_2
@@ -258,15 +422,16 @@ def exp(x: Any) -> Any:
     return series * np.int32(np.int32(n + BIAS) << np.int32(23)).view(np.float32)
 
 
+ONE = np.float32(1)
 HALF = np.float32(0.5)
 BIAS = np.float32(127)  # of a float32's exponent
-UNDERFLOW = np.float32(-88)
+UNDERFLOW = np.float32(-88)  # where e^x becomes 0; e^88 is still finite
 LN_2 = np.float32(math.log(2))
 LOG2_E = np.float32(1 / math.log(2))
 TAYLOR = tuple(np.float32(1 / math.factorial(k)) for k in range(7, -1, -1))
 
 
-@row_kernel
+@kernel(liberties=LIBERTIES | {"reassoc"})
 def softmax(s: Any, sink: Any) -> None:
     """Softmax of s and a sink, in place and without the sink's; len(s) is a multiple of LANES."""
     maxima = s[:LANES].copy()  # one a lane, so that the compiler compares LANES numbers at once
@@ -296,60 +461,62 @@ def attend_block(
     y: Any,
 ) -> None:
     """Attend from the rows of one block, with the query heads that share one key head; see attention()."""
-    n_kv_heads = kv.shape[3]
-    head_dim = q.shape[2]
-    n = q.shape[1] // n_kv_heads  # query heads that share a key head
+    n_kv_heads = len(q)
     h = task % n_kv_heads
     first, stop, table_number = blocks[task // n_kv_heads]
     page_table = page_tables[table_number]
+    n = q.shape[1] // len(positions)  # query heads that share a key head
+    # Numba compiles add_product() once for each kind of array, so all are slices, also where one is whole.
+    head_dim = q.shape[2]
+    queries = q[h, first * n : stop * n, :head_dim]
+    sums = y[h, first * n : stop * n, :head_dim]
     start = max(0, positions[first] - window + 1) // PAGE * PAGE  # where the first visible page begins
     n_pages = (positions[stop - 1] - start) // PAGE + 1
-    scores = np.zeros((stop - first, n, n_pages * PAGE), np.float32)
+    scores = np.zeros((len(queries), n_pages * PAGE), np.float32)
     for p in range(n_pages):
         keys = kv[page_table[start // PAGE + p], i, 0, h].reshape(head_dim, PAGE)
-        for r in range(first, stop):
-            for g in range(n):
-                add_product(q[r, h * n + g], keys, scores[r - first, g, p * PAGE : (p + 1) * PAGE])
-    for r in range(first, stop):
-        low = max(0, positions[r] - window + 1) - start  # the row sees the keys from low
-        end = positions[r] + 1 - start  # to end
-        pages = slice(low // PAGE * PAGE, -(-end // PAGE) * PAGE)  # the same, wherever the block begins
-        for g in range(n):
-            scores[r - first, g, :low] = -np.inf
-            scores[r - first, g, end:] = -np.inf
-            softmax(scores[r - first, g, pages], sinks[h * n + g])
-    y[first:stop, h * n : h * n + n] = 0
+        add_product(queries, keys[:, :PAGE], scores[:, p * PAGE : (p + 1) * PAGE])
+    for r in range(len(queries)):
+        position = positions[first + r // n]
+        low = max(0, position - window + 1) - start  # the row sees the keys from low
+        end = position + 1 - start  # to end
+        begin = low // PAGE * PAGE
+        page_end = -(-end // PAGE) * PAGE  # the same pages, wherever the block begins
+        for j in range(begin):
+            scores[r, j] = 0
+        for j in range(begin, low):
+            scores[r, j] = -np.inf
+        for j in range(end, page_end):
+            scores[r, j] = -np.inf
+        softmax(scores[r, begin:page_end], sinks[h * n + r % n])
+    n_seen = positions[first] + 1 - start  # by all rows; a key in front of a row's window counts 0
     for p in range(n_pages):
-        values = kv[page_table[start // PAGE + p], i, 1, h]
-        begin = p * PAGE
-        for r in range(first, stop):
-            end = positions[r] + 1 - start
-            if begin + PAGE > end - window:
-                for g in range(n):
-                    probs = scores[r - first, g, begin : min(begin + PAGE, end)]
-                    add_product(probs, values, y[r, h * n + g])
+        values = kv[page_table[start // PAGE + p], i, 1, h, :PAGE, :head_dim]
+        probs = scores[:, p * PAGE : (p + 1) * PAGE]
+        n_all = min(PAGE, max(0, n_seen - p * PAGE))
+        add_product(probs, values[:n_all], sums)
+        for r in range(0, len(queries), n):  # behind those a row reads only what it sees: others may be NaN
+            end = min(PAGE, positions[first + r // n] + 1 - start - p * PAGE)
+            if end > n_all:
+                add_product(probs[r : r + n, n_all:], values[n_all:end], sums[r : r + n])
 
 
 @kernel
 def attention(
     q: Any, kv: Any, i: int, sinks: Any, page_tables: Any, positions: Any, blocks: Any, window: int, y: Any
 ) -> None:
-    """y = softmax(q k^T) v in layer i; a row sees itself and the window - 1 tokens before it.
+    """y += softmax(q k^T) v in layer i; a row sees itself and the window - 1 tokens before it.
 
-    q, scaled, and y are (n_rows, n_heads, head_dim), sinks (n_heads,) are -inf in a model without, kv is
-    FastOps' page pool, blocks (n_blocks, 3) has the
-    first row of each, the end of its rows, and the number of their page table.
+    q, scaled, and y are (n_kv_heads, n_rows * n, head_dim): with each row the n query heads that share the
+    key head. sinks (n_heads,) are -inf in a model without. kv is FastOps' page pool, blocks (n_blocks, 3) has
+    the first row of each, the end of its rows, and the number of their page table.
     """
-    for task in range(len(blocks) * kv.shape[3]):
-        attend_block(q, kv, i, sinks, page_tables, positions, blocks, window, task, y)
-
-
-@parallel_kernel
-def shared_attention(
-    q: Any, kv: Any, i: int, sinks: Any, page_tables: Any, positions: Any, blocks: Any, window: int, y: Any
-) -> None:
     for task in prange(len(blocks) * kv.shape[3]):
         attend_block(q, kv, i, sinks, page_tables, positions, blocks, window, task, y)
+
+
+KERNELS = (product, quantize, rms_norm, silu_product, attention)
+SHARED = {one: shared(one) for one in KERNELS}  # the same for all threads
 
 
 def load_tbb() -> None:
@@ -363,7 +530,7 @@ def load_tbb() -> None:
             ctypes.CDLL(str(file.locate()))
 
 
-def compile_kernels() -> int:
+def compile_kernels(formats: Collection[str]) -> int:
     """Compile the kernels, or read them from __pycache__; return the number of threads for large products.
 
     These are as many as BLAS may use, so that one option limits both.
@@ -373,26 +540,41 @@ def compile_kernels() -> int:
     load_tbb()
     blas = [lib["num_threads"] for lib in threadpoolctl.threadpool_info() if lib["user_api"] == "blas"]
     n_threads: int = min(max(blas, default=1), numba_config.NUMBA_NUM_THREADS)
-    row = np.zeros((1, STEP), np.float32)
-    panels = np.zeros((1, STEP, WIDTH), np.uint16)
-    q = np.zeros((1, 1, 1), np.float32)
-    kv = np.zeros((1, 1, 2, 1, PAGE, 1), np.float32)
-    page_tables = np.zeros((1, 1), np.int64)
-    positions = np.zeros(1, np.int64)
-    blocks = np.array([[0, 1, 0]])
-    attention_arguments = q, kv, 0, row[0], page_tables, positions, blocks, 1, q.copy()
-    rms_norm(row, row[0], np.float32(1), row.copy())
-    product(row, panels, row.copy())
-    attention(*attention_arguments)
     if n_threads > 1:
         try:
-            shared_product(row, panels, row.copy())
-            shared_attention(*attention_arguments)
+            compile_with(SHARED, formats)
         except ValueError as error:  # there is no threading layer; the message says what to install
             log.warning("one thread: %s", " ".join(str(error).split()))
             n_threads = 1
+    compile_with({one: one for one in KERNELS}, formats)
     log.info("kernels ready in %.1f s", time.perf_counter() - started)
     return n_threads
+
+
+def compile_with(kernels: dict[Any, Any], formats: Collection[str]) -> None:
+    """Call each kernel once, the product once a format of weights."""
+    rows = np.zeros((1, BLOCK), np.float32)
+    quantized_rows = np.zeros((1, 1, X_WORDS), np.int32)
+    y = np.zeros((1, WIDTH), np.float32)
+    kernels[rms_norm](rows, rows[0], np.float32(1), rows.copy())
+    kernels[silu_product](rows, rows[:, : BLOCK // 2].copy())
+    kernels[quantize](rows, *views(quantized_rows))
+    for name in formats:
+        w = pack_floats(rows).words.astype(FORMATS[name])
+        x: NDArray[Any] = rows
+        if name in N_SCALES:
+            w = pack_blocks(quantized(rows, name)).words
+            x = quantized_rows
+        kernels[product](x, w, y)
+    q = np.zeros((1, 1, WIDTH), np.float32)
+    kv = np.zeros((1, 1, 2, 1, PAGE, WIDTH), np.float32)
+    zero = np.zeros((1, 1), np.int64)
+    kernels[attention](q, kv, 0, rows[0], zero, zero[0], np.array([[0, 1, 0]]), 1, q.copy())
+
+
+def views(words: NDArray[np.int32]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """What quantize() writes, as it takes it."""
+    return words, words.view(np.float32), words.view(np.int16)
 
 
 # --- the ops ------------------------------------------------------------------------------------------------
@@ -402,12 +584,14 @@ class FastOps(NumpyOps):
     """NumpyOps, with kernels for what its ops are made of; for weights that were read with `pack`."""
 
     pack = staticmethod(pack)
+    chunk_invariant = True
 
     def __init__(
         self, config: Config, weights: Weights, max_seq_len: int, n_pages: int, max_batch: int
     ) -> None:
         super().__init__(config, weights, max_seq_len, n_pages, max_batch)
-        self._n_threads = compile_kernels()
+        panels = panels_of(weights)
+        self._n_threads = compile_kernels({matrix.format for matrix in panels})
         # NumpyOps' memory in another order: each head's part of a page is one matrix, and keys lie across.
         c = config
         self._kv = self._kv.reshape(n_pages, c.n_layers, 2, c.n_kv_heads, PAGE, c.head_dim)
@@ -415,35 +599,51 @@ class FastOps(NumpyOps):
         assert np.shares_memory(self._keys, self._kv)
         self._blocks: AttentionBlocks | None = None  # those of the batch that was computed last
         self._no_sinks = np.full(c.n_heads, -np.inf, np.float32)
-        self.chunk_invariant = not any(is_float32(w) for w in matrices(weights))
-        size = f"{weights.nbytes / 1e6:.0f} MB of weights, in bfloat16 where that is exact"
-        self.about = f"Numba, {self._n_threads} threads, {size}"
+        self.about = f"Numba, {self._n_threads} threads, {about(panels)}"
+
+    @staticmethod
+    def pack_as(weights: str) -> list[Packer]:
+        """For read_weights(): how a key of WEIGHTS packs the matrices of the layers, and the outer ones."""
+        return [partial(pack, name=name) for name in WEIGHTS[weights]]
 
     def embed(self, batch: Batch, weights: Weights) -> Array:
-        if not isinstance(weights.embed, Panels):
-            return super().embed(batch, weights)
-        x = np.empty((len(batch.token_ids), self.config.dim), np.float32)
-        widen(weights.embed.take(batch.token_ids), x)
+        x: Array = weights.embed.take(batch.token_ids)
         return x
+
+    def gate_up(self, x: Array, layer: Layer, batch: Batch) -> Array:
+        normed = self._rms_norm(x, layer.mlp_norm)
+        gate_up = self._linear(normed, layer.w_gate_up, layer.b_gate_up, batch.row_groups)
+        h = np.empty((len(x), self.config.hidden_dim), np.float32)
+        self._run(silu_product, 8 * h.size, gate_up, h)
+        return h
+
+    def _run(self, one: Any, n_multiplications: int, *arguments: Any) -> None:
+        """Call a kernel, with all threads where that is worth their waking up."""
+        if self._n_threads == 1 or n_multiplications <= SMALL:
+            one(*arguments)
+            return
+        numba.set_num_threads(self._n_threads)  # it holds for the calling thread, whichever that is
+        SHARED[one](*arguments)
 
     def _rms_norm(self, x: Array, w: Array) -> Array:
         rows = np.ascontiguousarray(x).reshape(-1, x.shape[-1])
         y = np.empty_like(rows)
-        rms_norm(rows, w, np.float32(self.config.norm_eps), y)
+        self._run(rms_norm, 4 * rows.size, rows, w, np.float32(self.config.norm_eps), y)
         return y.reshape(x.shape)
 
     def _linear(self, x: Array, w: Matrix, b: Array | None, row_groups: Sequence[slice]) -> Array:
-        """x W^T + b; every row is a group by itself (rule 2)."""
-        if not isinstance(w, Panels):
-            return super()._linear(x, w, b, row_groups)
-        y = np.empty((len(x), w.n_out), np.float32)
-        if w.n_in % STEP:
-            x = np.pad(x, [(0, 0), (0, w.bits.shape[1] - w.n_in)])
-        if self._n_threads > 1 and len(x) * w.bits.size > SMALL:
-            numba.set_num_threads(self._n_threads)  # it holds for the calling thread, whichever that is
-            shared_product(x, w.bits, y)
-        else:
-            product(x, w.bits, y)
+        """x W^T + b; every row is a group by itself (rule 1)."""
+        n_panels, n_blocks = w.words.shape[:2]
+        rows = np.ascontiguousarray(x)
+        if w.is_quantized:
+            words = np.empty((len(x), n_blocks, X_WORDS), np.int32)
+            self._run(quantize, 4 * x.size, rows, *views(words))
+            rows = words
+        elif w.format == "BF16" and w.n_in % 2:
+            rows = np.pad(x, [(0, 0), (0, 1)])
+        padded = np.zeros((len(x), n_panels * WIDTH), np.float32)
+        self._run(product, padded.size * w.n_in, rows, w.words, padded)
+        y = np.ascontiguousarray(padded[:, : w.n_out])
         if b is not None:
             y += b
         return y
@@ -457,26 +657,29 @@ class FastOps(NumpyOps):
             self._blocks = AttentionBlocks(batch)
         blocks = self._blocks
         window = self.config.windows[i] or self.max_seq_len
-        attend = shared_attention
-        if self._n_threads == 1 or 2 * q[0].size * blocks.n_keys <= SMALL:
-            attend = attention
-        scaled = q * np.float32(self.config.head_dim**-0.5)
-        y = np.empty_like(scaled)
+        c = self.config
+        # (n_rows, n_kv_heads, n, head_dim) -> (n_kv_heads, n_rows * n, head_dim)
+        heads = (
+            (q * np.float32(c.head_dim**-0.5)).reshape(len(q), c.n_kv_heads, -1, c.head_dim).swapaxes(0, 1)
+        )
+        queries = heads.reshape(c.n_kv_heads, -1, c.head_dim)
+        sums = np.zeros_like(queries)
         sinks = self._no_sinks if layer.sinks is None else layer.sinks
-        attend(scaled, self._kv, i, sinks, blocks.page_tables, batch.positions, blocks.rows, window, y)
-        return y.reshape(len(y), -1)
+        arguments = self._kv, i, sinks, blocks.page_tables, batch.positions, blocks.rows, window
+        self._run(attention, 2 * q[0].size * blocks.n_keys, queries, *arguments, sums)
+        return sums.reshape(heads.shape).swapaxes(0, 1).reshape(len(q), -1)
 
 
 class AttentionBlocks:
-    """How the attention of a batch is cut into tasks: BLOCK rows of a group each, the same in all layers."""
+    """How the attention of a batch is cut into tasks, the same in all layers: ATTENTION_ROWS of a group."""
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
         self.n_keys = int(batch.positions.sum()) + len(batch.positions)  # seen by all rows, without a window
         rows: list[tuple[int, int, int]] = []
         for number, group in enumerate(batch.groups):
-            for first in range(group.rows.start, group.rows.stop, BLOCK):
-                rows.append((first, min(first + BLOCK, group.rows.stop), number))
+            for first in range(group.rows.start, group.rows.stop, ATTENTION_ROWS):
+                rows.append((first, min(first + ATTENTION_ROWS, group.rows.stop), number))
         self.rows: Ints = np.array(rows, np.int64)  # (n_blocks, 3): first row, end of the rows, page table
         longest = max(len(group.pages) for group in batch.groups)
         self.page_tables: Ints = np.zeros((len(batch.groups), longest), np.int64)  # filled up with 0
@@ -484,13 +687,23 @@ class AttentionBlocks:
             page_table[: len(group.pages)] = group.pages
 
 
-def is_float32(w: Matrix) -> bool:
-    return isinstance(w, np.ndarray) and w.dtype == np.float32
-
-
-def matrices(weights: Weights) -> list[Matrix]:
-    """The matrices of all layers, and the head."""
-    found = [weights.head]
+def panels_of(weights: Weights) -> list[Panels]:
+    """The matrices; one that is embedding and head is one."""
+    arrays = {id(array): array for array in (weights.embed, weights.head)}
     for layer in weights.layers:
-        found += [matrix for name, matrix in vars(layer).items() if name in MATRICES and matrix is not None]
-    return found
+        arrays |= {id(array): array for array in vars(layer).values()}
+    return [array for array in arrays.values() if isinstance(array, Panels)]
+
+
+def about(panels: list[Panels]) -> str:
+    """How large the weights are, and what packing has lost."""
+    sizes = Counter[str]()
+    for matrix in panels:
+        sizes[matrix.format] += matrix.nbytes
+    formats = ", ".join(f"{name} {size / 1e6:.0f}" for name, size in sizes.most_common())
+    size = f"{sum(sizes.values()) / 1e6:.0f} MB of weights ({formats})"
+    lost = sum(matrix.lost for matrix in panels)
+    if not lost:
+        return f"{size}, as exact as in the file"
+    percent = 100 * math.sqrt(lost / sum(matrix.total for matrix in panels))
+    return f"{size}, changed by rounding by {percent:.2g} %"

@@ -3,8 +3,8 @@
     rows of x, one for each expert that a token chose; which expert --expert_products()--> rows of y
 
 A token reads the matrices of its experts alone, so a mixture decodes as fast as a model of their size.
-Weights lie as in the checkpoint, an output behind another: bfloat16, or MXFP4, whose 4 bits become float32 in
-a register, by a look-up in a table of 16 numbers.
+Weights lie as in the checkpoint, an output behind another: bfloat16, float32 where that cannot hold them, or
+MXFP4, whose 4 bits become float32 in a register, by a look-up in a table of 16 numbers.
 
 Authority: model.NumpyOps.experts; for MXFP4 checkpoint/weights.py; the LLVM language reference
 (https://llvm.org/docs/LangRef.html) for what `mxfp4_product` is made of.
@@ -23,14 +23,15 @@ from typing import Any
 import numba
 import numpy as np
 from llvmlite import ir
-from numba import njit, prange, types
+from numba import prange, types
 from numba.extending import intrinsic, overload
 from numpy.typing import NDArray
 
+from checkpoint.blocks import Blocks
 from checkpoint.config import Config
 from checkpoint.weights import E2M1, Matrix, Mxfp4, Weights, bfloat16
 from devices import cpu
-from devices.cpu import CACHE, FastOps, is_float32, row_kernel, widened
+from devices.cpu import LIBERTIES, FastOps, exact_format, kernel, shared
 from model import Array, Ints
 
 ROWS = 64  # of a matrix, that a task multiplies
@@ -121,9 +122,24 @@ def mxfp4_product(typing_context: Any, blocks: Any, scales: Any, factors: Any, x
     return signature, generate
 
 
-@row_kernel
-def bfloat16_product(w: Any, x: Any) -> Any:
-    """The product of two rows, of which w is bfloat16."""
+def widened(number: Any) -> Any:
+    """A weight as float32: as one of the two functions below, by its type."""
+
+
+@overload(widened)
+def _widened(number: Any) -> Any:
+    def of_float32(number: Any) -> Any:
+        return number
+
+    def of_bfloat16(number: Any) -> Any:
+        return np.uint32(np.uint32(number) << np.uint32(16)).view(np.float32)
+
+    return of_float32 if isinstance(number, types.Float) else of_bfloat16
+
+
+@kernel(liberties=LIBERTIES | {"reassoc"})
+def float_product(w: Any, x: Any) -> Any:
+    """The product of two rows, w in bfloat16 or float32."""
     total = np.float32(0)
     for k in range(len(x)):
         total += x[k] * widened(w[k])
@@ -145,13 +161,13 @@ def _row_product(w: Any, e: Any, r: Any, x: Any) -> Any:
 
         return of_mxfp4
 
-    def of_bfloat16(w: Any, e: Any, r: Any, x: Any) -> Any:
-        return bfloat16_product(w[e, r], x)
+    def of_floats(w: Any, e: Any, r: Any, x: Any) -> Any:
+        return float_product(w[e, r], x)
 
-    return of_bfloat16
+    return of_floats
 
 
-@njit(nogil=True, cache=CACHE)
+@kernel
 def rows_of_expert(w: Any, e: int, pairs: Any, first: int, x: Any, y: Any) -> None:
     """Multiply ROWS rows of an expert by those rows of x that chose it."""
     for r in range(first, min(first + ROWS, y.shape[1])):
@@ -159,23 +175,19 @@ def rows_of_expert(w: Any, e: int, pairs: Any, first: int, x: Any, y: Any) -> No
             y[pair, r] = row_product(w, e, r, x[pair])
 
 
-@njit(nogil=True, cache=CACHE)
+@kernel
 def products(w: Any, experts: Any, ends: Any, pairs: Any, x: Any, y: Any) -> None:
     """y[pair] = x[pair] w[e]^T; the pairs of experts[i] are pairs[ends[i] : ends[i + 1]]."""
-    for i in range(len(experts)):
-        for first in range(0, y.shape[1], ROWS):
-            rows_of_expert(w, experts[i], pairs[ends[i] : ends[i + 1]], first, x, y)
-
-
-@njit(nogil=True, cache=CACHE, parallel=True)
-def shared_products(w: Any, experts: Any, ends: Any, pairs: Any, x: Any, y: Any) -> None:
     n_tasks = -(-y.shape[1] // ROWS)  # of an expert
     for task in prange(len(experts) * n_tasks):
         i = task // n_tasks
         rows_of_expert(w, experts[i], pairs[ends[i] : ends[i + 1]], task % n_tasks * ROWS, x, y)
 
 
-def expert_products(x: Array, w: Mxfp4 | NDArray[np.uint16], chosen: Ints, n_threads: int) -> Array:
+shared_products = shared(products)
+
+
+def expert_products(x: Array, w: Mxfp4 | NDArray[Any], chosen: Ints, n_threads: int) -> Array:
     """The row of each pair times the matrix of its expert.
 
     x (n_pairs, n_in), chosen (n_pairs,), w (n_experts, n_out, n_in) -> (n_pairs, n_out)
@@ -201,22 +213,21 @@ def expert_products(x: Array, w: Mxfp4 | NDArray[np.uint16], chosen: Ints, n_thr
 # --- the ops ------------------------------------------------------------------------------------------------
 
 
-def pack(w: Array | Mxfp4) -> Matrix:
+def pack(w: NDArray[Any] | list[Blocks] | Mxfp4) -> Matrix:
     """Return a matrix as FastOps has it; those of experts in bfloat16, where it can hold them."""
     if isinstance(w, Mxfp4):
         return w
-    if w.ndim == 2:
+    if isinstance(w, list) or w.ndim == 2:
         return cpu.pack(w)
-    if w.dtype == np.uint16:
-        return w
-    is_exact = not w.view(np.uint16)[..., ::2].any()  # the lower halves of little-endian numbers
-    return bfloat16(w) if is_exact else w
+    if exact_format(w) == "BF16":
+        return bfloat16(w)
+    return w
 
 
 class ExpertOps(FastOps):
     """FastOps, with kernels for mixtures of experts."""
 
-    pack = staticmethod(pack)
+    pack = staticmethod(pack)  # type: ignore[assignment]  # it takes no name of a format
 
     def __init__(
         self, config: Config, weights: Weights, max_seq_len: int, n_pages: int, max_batch: int
@@ -226,10 +237,11 @@ class ExpertOps(FastOps):
             layer = weights.layers[config.experts.layers.index(True)]
             x = np.zeros((1, config.dim), np.float32)
             self._expert_linear(x, layer.w_gate_up, None, np.zeros(1, np.int64))  # compiles the kernel
+            mixtures = [layer for layer in weights.layers if layer.router is not None]
+            n_bytes = sum(layer.w_gate_up.nbytes + layer.w_down.nbytes for layer in mixtures)
+            self.about += f"; {n_bytes / 1e6:.0f} MB of experts"
 
     def _expert_linear(self, x: Array, w: Matrix, b: Array | None, experts: Ints) -> Array:
-        if is_float32(w):
-            return super()._expert_linear(x, w, b, experts)
         y = expert_products(x, w, experts, self._n_threads)
         if b is not None:
             y += b[experts]

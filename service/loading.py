@@ -82,7 +82,9 @@ def load(directory: Path, args: argparse.Namespace) -> LocalWorker:
     else:
         room = free_memory() // 4  # the system gives memory only to pages that are used
     n_pages = pool(ops_class.page_bytes(config), max_seq_len, args.max_batch, args.kv_memory, room)
-    weights = read_weights(directory, config, ops_class.pack)
+    if args.device == "cuda" and (directory / "model.gguf").is_file():
+        log.warning("--device cuda: a GPU multiplies by bfloat16 alone; the file's weights are rounded to it")
+    weights = read_weights(directory, config, *packs(ops_class, config, args.weights))
     runner: ModelRunner = ops_class(config, weights, max_seq_len, n_pages, args.max_batch)
     engine = Engine(runner, args.speculate)
     names = args.served_model_name or [default_name(directory, args.model)]
@@ -136,6 +138,22 @@ def generation_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
 
 def ops_of(device: str) -> type[NumpyOps] | type[cuda.CudaOps]:
     return cuda.CudaOps if device == "cuda" else cpu_ops()
+
+
+def packs(ops_class: Any, config: Config, weights: str | None) -> list[Any]:
+    """How read_weights() packs the matrices of the layers, and the outer ones, for --weights."""
+    if weights is None:
+        return [ops_class.pack]
+    if not hasattr(ops_class, "pack_as"):
+        need = "a GPU multiplies by bfloat16 alone; give --device cpu"
+        if ops_class is NumpyOps:
+            need = "NumPy multiplies by float32 alone; pip install -e '.[fast]' brings the kernels"
+        raise ValueError(f"--weights {weights}: {need}")
+    if config.experts:
+        need = "a mixture of experts is multiplied by as the file has it, bfloat16 or MXFP4; leave it out"
+        raise ValueError(f"--weights {weights}: {need}")
+    packs: list[Any] = ops_class.pack_as(weights)
+    return packs
 
 
 @cache

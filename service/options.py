@@ -146,9 +146,11 @@ price = named(PRICES, natural)
 # --- help ---------------------------------------------------------------------------------------------------
 
 MODEL = (
-    "a Hugging Face model directory, or an id on the Hub such as Qwen/Qwen3-0.6B; "
+    "a Hugging Face model directory, a GGUF file, or an id on the Hub such as Qwen/Qwen3-0.6B; "
     "without it, SmolLM2-135M-Instruct is fetched once and served"
 )
+WEIGHT_FORMATS = ("bfloat16", "int8", "int4")
+WEIGHTS = "round the weights to this, on a CPU with Numba; what that loses is said (default: as in the file)"
 REVISION = "branch, tag or commit of a model on the Hub (default: main, which may change)"
 HOST = "address to listen on; 0.0.0.0: all interfaces"
 NAME = f"name in requests, repeatable (default: the directory's); '{ALIAS}' always works too"
@@ -206,11 +208,12 @@ PRICE = (
 # fmt: off
 #   option                default               what argparse needs to know besides
 OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "model":               (None,                 {"type": text, "metavar": "DIR|ID", "help": MODEL}),
+    "model":               (None,                 {"type": text, "metavar": "DIR|FILE|ID", "help": MODEL}),
     "revision":            (None,                 {"type": text, "metavar": "REV", "help": REVISION}),
     "host":                ("127.0.0.1",          {"type": text, "metavar": "HOST", "help": HOST}),
     "port":                (8000,                 {"type": natural, "help": "to listen on; 0: any free one"}),
     "device":              ("auto",               {"choices": DEVICES, "help": "where to compute"}),
+    "weights":             (None,                 {"choices": WEIGHT_FORMATS, "help": WEIGHTS}),
     "threads":             (None,                 {"type": positive, "help": "default: all cores"}),
     "max-model-len":       (None,                 {"type": positive, "help": LENGTH}),
     "kv-memory":           (None,                 {"type": size, "metavar": "BYTES", "help": KV_MEMORY}),

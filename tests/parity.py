@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from checkpoint import default_model, hub
 from checkpoint.config import parse_config, read_config
-from checkpoint.weights import Mxfp4, Part, all_parts, decoded, read_weights
+from checkpoint.weights import Mxfp4, Part, all_parts, decoded_mxfp4, read_weights
 from model import Array, Batch, NumpyOps, Span, forward
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -359,7 +359,7 @@ def mxfp4_is_theirs() -> bool:
     blocks, scales = torch.from_numpy(packed.blocks), torch.from_numpy(packed.scales)
     numbers = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).transpose(1, 2)
     (GOLDEN / "mxfp4.json").write_text(json.dumps(digest(numbers.contiguous().numpy())) + "\n")
-    return read_mxfp4_golden() == digest(decoded(packed))
+    return read_mxfp4_golden() == digest(decoded_mxfp4(packed))
 
 
 def read_mxfp4_golden() -> str:
@@ -377,8 +377,11 @@ def theirs(directory: Path, prompt: list[int]) -> tuple[list[int], Array]:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    where: dict[str, Any] = {}
+    if (directory / "model.gguf").is_file():
+        where["gguf_file"] = "model.gguf"
     model, info = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+        directory, dtype=torch.float32, attn_implementation="eager", output_loading_info=True, **where
     )
     wrong = {kind: names for kind, names in info.items() if names}
     if wrong:  # it fills in random numbers and goes on

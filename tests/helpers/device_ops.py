@@ -13,7 +13,7 @@ import numpy as np
 
 from checkpoint.config import Config, Experts
 from checkpoint.rope import Rope
-from checkpoint.weights import Layer, Mxfp4, Weights, bfloat16, decoded
+from checkpoint.weights import Layer, Mxfp4, Weights, bfloat16, decoded_mxfp4
 from devices.cuda import CudaOps
 from devices.steps import DeviceStep, place_spans
 from helpers.emulator import Emulator
@@ -169,7 +169,7 @@ class Both:
                 return None
             if isinstance(array, Mxfp4):
                 blocks, scales = (part.get() for part in array)  # type: ignore[attr-defined]
-                return decoded(Mxfp4(blocks, scales))
+                return decoded_mxfp4(Mxfp4(blocks, scales))
             if id(array) not in on_host:
                 values = widened(array.get())
                 if values.ndim == 1:  # no bias is 0, no norm weight 1

@@ -2,15 +2,17 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from checkpoint.config import Config, read_config
+from checkpoint.config import Config, Experts, read_config
 from devices.cuda import CudaOps
 from helpers.serving import TINY, run
 from model import PAGE, NumpyOps
@@ -40,6 +42,20 @@ def test_pages_of_a_cpu_have_no_padding(config: Config) -> None:
     assert NumpyOps.page_bytes(config) == token_bytes * PAGE
     facts = loading.memory_facts("cpu", config, 10)
     assert facts["memory"] == f"{token_bytes / 1e3:.0f} kB a token of context, keys and values in float32"
+
+
+def test_weights_that_the_ops_cannot_round_are_refused(config: Config) -> None:
+    """In one line that says what to do; test_cpu.py has what Numba's ops round to."""
+    experts = Experts(4, 2, 32, (True,), True, has_biases=False, limit=None, alpha=1, mxfp4=False)
+    rounding = SimpleNamespace(pack_as=lambda weights: [])
+    for ops, of, advice in (
+        (CudaOps, config, "give --device cpu"),
+        (NumpyOps, config, "pip install -e '.[fast]' brings the kernels"),
+        (rounding, replace(config, experts=experts), "leave it out"),
+    ):
+        with pytest.raises(ValueError, match=f"^--weights int8: .*{re.escape(advice)}$"):
+            loading.packs(ops, of, "int8")
+        assert loading.packs(NumpyOps, of, None) == [NumpyOps.pack]
 
 
 # --- directories that are made to harm ----------------------------------------------------------------------

@@ -1,0 +1,214 @@
+"""checkpoint/gguf_file.py and blocks.py on files that the tests' own writer makes of models they have."""
+
+import json
+import tempfile
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from checkpoint import gguf_file
+from checkpoint.blocks import Blocks, decoded, kind, quantized, with_minima
+from checkpoint.config import UnsupportedModel, read_config
+from checkpoint.hub import find
+from checkpoint.weights import Weights, map_tensors, read_weights
+from helpers.gguf_files import write_gguf
+from helpers.serving import TINY, run
+from parity import CASES, N_PAGES, Ours, write
+from request.template import ChatTemplate
+from tokenizer import Tokenizer
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
+def same(a: Weights, b: Weights) -> bool:
+    pairs = [(a.embed, b.embed), (a.head, b.head), (a.norm, b.norm)]
+    for mine, theirs in zip(a.layers, b.layers, strict=True):
+        pairs += zip(vars(mine).values(), vars(theirs).values(), strict=True)
+    return all(x is y or np.array_equal(x, y) for x, y in pairs)
+
+
+# ---- A model comes out as it went in -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama-2", "smollm2", "llama-linear", "llama-yarn", "qwen2", "qwen3"])
+def test_a_file_of_floats_is_the_directory_that_it_was_made_of(name: str, folder: Path) -> None:
+    """Names, order of rows, biases, norms of heads, untied heads, RoPE: the same weights and Config."""
+    write(folder / "model", CASES[name])
+    scaling = CASES[name].changes.get("rope_scaling", {})
+    prefix = f"{CASES[name].model_type}.rope.scaling"
+    changes = {
+        f"{prefix}.type": scaling.get("rope_type", scaling.get("type")),
+        f"{prefix}.factor": scaling.get("factor"),
+        f"{prefix}.original_context_length": scaling.get("original_max_position_embeddings"),
+    }
+    write_gguf(folder / "model", folder / "made.gguf", "F32", changes)
+    directory = find(str(folder / "made.gguf"))
+    expected, found = read_config(folder / "model"), read_config(directory)
+    assert vars(found) == vars(expected) | {"generation": found.generation}
+    assert same(read_weights(directory, found), read_weights(folder / "model", expected))
+
+
+def test_texts_of_a_file(folder: Path) -> None:
+    """Tokenizer, special tokens and template of the tiny model, which are those of Qwen."""
+    write_gguf(TINY, folder / "tiny.gguf", "Q8_0")
+    directory = find(str(folder / "tiny.gguf"))
+    assert directory.name == "tiny"
+    ours, expected = Tokenizer(directory / "tokenizer.json"), Tokenizer(TINY / "tokenizer.json")
+    assert (ours.added, ours.control) == (expected.added, expected.control)
+    text = "<|im_start|>user\nGrüße, 日本語 🎉\n\n  <html>\t1,234.5 don't<|im_end|><think>"
+    assert ours.encode(text) == expected.encode(text)
+    messages = [{"role": "user", "content": "hi"}]
+    template, original = ChatTemplate.load(directory), ChatTemplate.load(TINY)
+    moment = datetime(2026, 1, 1)
+    assert template.render(messages, None, moment) == original.render(messages, None, moment)
+    assert read_config(directory).eos_token_ids == (2041,)
+
+
+# fmt: off
+#  tokenizer.ggml.pre   how it cuts "in 2024, DON'T\n\n x"; a space is written as Ġ, a new line as Ċ
+WORDS = {
+    "gpt-2":            "in|Ġ2024|,|ĠDON|'|T|ĊĊ|Ġx",
+    "smollm":           "in|Ġ|2|0|2|4|,|ĠDON|'|T|ĊĊ|Ġx",
+    "llama-bpe":        "in|Ġ|202|4|,|ĠDON|'T|ĊĊ|Ġx",
+    "qwen2":            "in|Ġ|2|0|2|4|,|ĠDON|'T|ĊĊ|Ġx",
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("pre", WORDS)
+def test_pre_tokenizers(pre: str) -> None:
+    """The words that merges work within, as each model's own tokenizer.json cuts them."""
+    words = gguf_file.PRE_TOKENIZERS[pre].pre_tokenize_str("in 2024, DON'T\n\n x")
+    assert "|".join(word for word, _ in words) == WORDS[pre]
+
+
+# ---- Blocks ------------------------------------------------------------------------------------------------
+
+MADE = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"]  # formats that the package writes as well as reads
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_decoded_blocks_are_those_of_the_gguf_package(name: str, folder: Path) -> None:
+    """Bit for bit, with the rows where Hugging Face has them: read_weights() of float32 sees the same."""
+    write_gguf(TINY, folder / "tiny.gguf", name)
+    directory = find(str(folder / "tiny.gguf"))
+    reader = gguf.GGUFReader(folder / "tiny.gguf")
+    theirs = {t.name: gguf.dequantize(t.data, t.tensor_type) for t in reader.tensors if t.data.ndim == 2}
+    tensors = map_tensors(directory)
+    for tensor_name, expected in theirs.items():
+        tensor = tensors[gguf_file.hugging_face_name(tensor_name)]
+        assert isinstance(tensor, Blocks)
+        assert np.array_equal(decoded(tensor), expected)
+    weights = read_weights(directory, read_config(directory))
+    assert np.array_equal(weights.embed, theirs["token_embd.weight"])
+    assert np.array_equal(weights.layers[3].w_down, theirs["blk.3.ffn_down.weight"])
+
+
+@pytest.mark.parametrize("name", gguf_file.BLOCKS)
+def test_any_bytes_are_blocks(name: str) -> None:
+    _, size = gguf.GGML_QUANT_SIZES[kind(name)]
+    data = np.random.default_rng(0).integers(0, 64, (4, 3, size)).astype(np.uint8)  # scales are finite
+    blocks = Blocks(name, data)
+    assert np.array_equal(decoded(blocks), gguf.dequantize(data.reshape(4, -1), kind(name)))
+    assert decoded(blocks).shape == blocks.shape
+
+
+def test_blocks_without_a_minimum_as_such_with_one() -> None:
+    blocks = quantized(np.random.default_rng(0).standard_normal((7, 64)).astype(np.float32), "Q4_0")
+    assert np.array_equal(decoded(with_minima(blocks)), decoded(blocks))
+
+
+# ---- What is refused ---------------------------------------------------------------------------------------
+
+# fmt: off
+#  entry of the metadata                    its value     words of the refusal
+REFUSED: dict[str, tuple[Any, list[str]]] = {
+    "general.architecture":                 ("gemma3",    ["architecture gemma3", "llama, qwen2, qwen3"]),
+    "qwen3.block_count":                    (None,        ["no qwen3.block_count"]),
+    "tokenizer.ggml.tokens":                (None,        ["no 'tokenizer.ggml.tokens'"]),
+    "tokenizer.ggml.model":                 ("llama",     ["tokenizer.ggml.model is llama", "gpt2"]),
+    "tokenizer.ggml.pre":                   ("tekken",    ["tokenizer.ggml.pre is tekken", "smollm"]),
+    "tokenizer.ggml.merges":                (None,        ["no 'tokenizer.ggml.merges'"]),
+    "qwen3.rope.scaling.type":              ("longrope",  ["longrope", "none, linear, yarn"]),
+    "qwen3.attention.sliding_window":       (512,         ["sliding_window is 512"]),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_what_is_not_supported_is_refused_by_name(key: str, folder: Path) -> None:
+    value, words = REFUSED[key]
+    write_gguf(TINY, folder / "made.gguf", "Q8_0", {key: value})
+    with pytest.raises(UnsupportedModel) as error:
+        find(str(folder / "made.gguf"))
+    message = str(error.value)
+    assert str(folder / "made.gguf") in message
+    assert "\n" not in message
+    assert all(word in message for word in words), message
+
+
+def test_an_unknown_block_format(folder: Path) -> None:
+    write_gguf(TINY, folder / "made.gguf")
+    directory = find(str(folder / "made.gguf"))
+    reader = gguf_file.read(directory / "model.gguf")
+    tensor = reader.tensors[0]._replace(tensor_type=gguf.GGMLQuantizationType.IQ4_NL)
+    with pytest.raises(UnsupportedModel, match="is IQ4_NL; supported: F32, F16, BF16, Q8_0, "):
+        gguf_file.tensor_of(tensor)
+
+
+def test_every_cut_of_a_file_is_one_line(folder: Path) -> None:
+    write_gguf(TINY, folder / "whole.gguf", "Q4_1")
+    data = (folder / "whole.gguf").read_bytes()
+    for n in (0, 3, 4, 20, 1000, 60_000, len(data) // 2, len(data) - 1):
+        file = folder / f"cut-{n}.gguf"
+        file.write_bytes(data[:n])
+        with pytest.raises(UnsupportedModel) as error:
+            find(str(file))
+        assert str(error.value).startswith(f"{file} is no GGUF file, or cut: ")
+        assert "\n" not in str(error.value)
+
+
+def test_the_server_says_it_in_one_line(folder: Path) -> None:
+    (folder / "cut.gguf").write_bytes(b"GGUF")
+    ended = run("server.py", "--model", str(folder / "cut.gguf"))
+    assert ended.returncode == 2
+    assert ended.stderr.count("\n") == 1
+    assert ended.stderr.startswith("error: ")
+
+
+# ---- Greedy text -------------------------------------------------------------------------------------------
+
+
+def test_greedy_text_of_blocks_is_that_of_the_decoded_weights(folder: Path) -> None:
+    """64 tokens of the tiny model by the kernels over Q8_0 and Q4_1, and by NumPy in float32 over what the
+    same blocks decode to.
+    """
+    pytest.importorskip("numba", reason="pip install -e '.[fast]' brings Numba")
+    from devices.cpu import FastOps, pack
+
+    prompt = Tokenizer(TINY / "tokenizer.json").encode(
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    )
+    for name in ("Q8_0", "Q4_1"):
+        write_gguf(TINY, folder / f"{name}.gguf", name)
+        directory = find(str(folder / f"{name}.gguf"))
+        expected = Ours(directory).greedy(prompt, 64)
+        fast = Ours(directory)
+        fast.weights = read_weights(directory, fast.config, pack)
+        fast.ops = FastOps(fast.config, fast.weights, 1024, N_PAGES, 1)
+        assert fast.greedy(prompt, 64) == expected
+
+
+def test_config_is_json_that_transformers_would_read(folder: Path) -> None:
+    write_gguf(TINY, folder / "tiny.gguf")
+    fields = json.loads((find(str(folder / "tiny.gguf")) / "config.json").read_text())
+    assert fields["rms_norm_eps"] == 1e-06  # not 9.999999974752427e-07

@@ -1,0 +1,118 @@
+"""GGUF files of the models that the tests have: the writer that gguf_file.py's reader is held against.
+
+    a model directory in Hugging Face's layout, a block format --write_gguf()--> a GGUF file
+
+Rows of q and k are put as llama.cpp has them, and names are its own.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGMLQuantizationType, GGUFWriter, TokenType, quantize
+
+from checkpoint.blocks import Blocks
+from checkpoint.gguf_file import CONFIG_FIELDS, LAYER_TENSORS, OUTER_TENSORS
+from checkpoint.weights import Array, map_tensors, widen
+
+PART_OF = {theirs: ours for ours, theirs in LAYER_TENSORS.items()}
+NAME_OF = {theirs: ours for ours, theirs in OUTER_TENSORS.items()}
+BYTES = [*map(chr, range(0x21, 0x7F)), "ab"]  # a vocabulary for models that have none
+
+
+def write_gguf(
+    directory: Path, file: Path, block_format: str = "F32", changes: dict[str, Any] | None = None
+) -> None:
+    """Matrices in the format; what stays float32 elsewhere, and what has no whole blocks, stays float32.
+
+    `changes` are entries of the metadata; None leaves one out.
+    """
+    config = json.loads((directory / "config.json").read_text())
+    architecture = config["model_type"]
+    metadata = {"general.architecture": architecture} | vocabulary(directory, config) | (changes or {})
+    for name, key in CONFIG_FIELDS.items():
+        if config.get(name) is not None:
+            metadata.setdefault(f"{architecture}.{key}", config[name])
+    writer = GGUFWriter(file, metadata["general.architecture"] or "none")
+    for name, value in metadata.items():
+        if value is not None and name != "general.architecture":
+            add(writer, name, value)
+    kind = GGMLQuantizationType[block_format]
+    for name, tensor in map_tensors(directory).items():
+        assert not isinstance(tensor, Blocks)
+        numbers: Array = np.empty(tensor.shape, np.float32)
+        widen(tensor, numbers)
+        if architecture == "llama":
+            numbers = pairs_adjacent(name, numbers, config)
+        if numbers.ndim == 1 or numbers.shape[-1] % 32:
+            writer.add_tensor(gguf_name(name), numbers)
+        else:
+            writer.add_tensor(gguf_name(name), quantize(numbers, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def add(writer: GGUFWriter, name: str, value: Any) -> None:
+    match value:
+        case str():
+            writer.add_string(name, value)
+        case float():
+            writer.add_float32(name, value)
+        case int():
+            writer.add_uint32(name, value)
+        case _:
+            writer.add_array(name, value)
+
+
+def vocabulary(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """The metadata of the tokenizer and the template, as the directory has them."""
+    path = directory / "tokenizer.json"
+    tokens = [f"<{n}>" for n in range(config["vocab_size"])]
+    tokens[: len(BYTES)] = BYTES[: len(tokens)]
+    kinds = [int(TokenType.NORMAL)] * len(tokens)
+    merges: list[str] = []
+    if path.is_file():
+        fields = json.loads(path.read_text())
+        merges = [
+            " ".join(merge) if isinstance(merge, list) else merge for merge in fields["model"]["merges"]
+        ]
+        for token, token_id in fields["model"]["vocab"].items():
+            tokens[token_id] = token
+        for token in fields["added_tokens"]:
+            tokens[token["id"]] = token["content"]
+            kinds[token["id"]] = int(TokenType.CONTROL if token["special"] else TokenType.USER_DEFINED)
+    metadata: dict[str, Any] = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "qwen2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.merges": merges or ["a b"],
+    }
+    for name in ("bos", "eos"):
+        if config.get(f"{name}_token_id") is not None:
+            metadata[f"tokenizer.ggml.{name}_token_id"] = config[f"{name}_token_id"]
+    texts = directory / "tokenizer_config.json"
+    if texts.is_file():
+        metadata["tokenizer.chat_template"] = json.loads(texts.read_text())["chat_template"]
+    return metadata
+
+
+def gguf_name(name: str) -> str:
+    if name in NAME_OF:
+        return NAME_OF[name]
+    layer, rest = name.removeprefix("model.layers.").split(".", 1)
+    part, kind = rest.rsplit(".", 1)
+    return f"blk.{layer}.{PART_OF[part]}.{kind}"
+
+
+def pairs_adjacent(name: str, numbers: Array, config: dict[str, Any]) -> Array:
+    """Of q and k each head's rows (half, pair) as (pair, half)."""
+    n_heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+    for part, field in n_heads.items():
+        if part in name:
+            rows = numbers.reshape(config[field], 2, -1, *numbers.shape[1:])
+            return rows.swapaxes(1, 2).reshape(numbers.shape)
+    return numbers
