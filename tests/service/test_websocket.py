@@ -13,7 +13,7 @@ import subprocess
 import threading
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import groupby
 from pathlib import Path
@@ -696,6 +696,22 @@ def test_what_comes_behind_the_handshake_is_read(server: Server) -> None:
         assert b"response.created" in connection.recv(4096)
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        HANDSHAKE + frame(Opcode.CONT, b"behind nothing"),
+        HANDSHAKE[:-2] + b"Transfer-Encoding: chunked\r\n\r\n",  # which the package `websockets` refuses
+    ],
+)
+def test_a_handshake_with_what_is_wrong_is_dropped(server: Server, data: bytes) -> None:
+    """Bug: each left a traceback in the log, and the first one a close in front of the answer's head."""
+    n_logged = len(server.log())
+    with server.connect(data) as connection, suppress(ConnectionResetError):
+        assert connection.recv(4096) == b""
+    assert server.health()["status"] == "ok"
+    assert "Traceback" not in server.log()[n_logged:]
+
+
 def test_parts_of_messages_are_counted(locked: Server) -> None:
     """A key whose messages do not end loses the oldest of them, and leaves room for another's."""
     part = frame(Opcode.TEXT, b"x" * 900_000)[:-1]
@@ -732,6 +748,32 @@ def test_a_message_has_so_much_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
     asyncio.run(talk())
     assert held == [50] * 6  # bytes of the data
+
+
+def test_who_has_left_gives_way() -> None:
+    """Bug: the body that needed the room got a 500, for the socket was closed."""
+    give_ways: list[Callable[[], None]] = []
+    n_given: list[int] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        scope["hold_message"] = lambda n_bytes, give_way: give_ways.append(give_way)
+        await send({"type": "websocket.accept"})
+        while (await receive())["type"] != "websocket.disconnect":
+            pass
+        give_ways[-1]()
+        n_given.append(len(give_ways))
+
+    async def talk() -> None:
+        async with connected(app, connections.websocket_protocol(60)) as (reader, writer):
+            writer.write(HANDSHAKE)
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(frame(Opcode.TEXT, b"x" * 100)[:-50])
+            await asyncio.sleep(0.1)
+            writer.close()
+            await asyncio.sleep(0.1)
+
+    asyncio.run(talk())
+    assert n_given
 
 
 # --- what it remembers --------------------------------------------------------------------------------------
