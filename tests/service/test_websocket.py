@@ -5,6 +5,7 @@ The names of the first tests are those of openresponses/openresponses, src/lib/c
 """
 
 import asyncio
+import gc
 import json
 import re
 import shutil
@@ -13,6 +14,7 @@ import subprocess
 import threading
 import time
 import tomllib
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import groupby
@@ -22,6 +24,7 @@ from typing import Any
 
 import openai
 import pytest
+from starlette.websockets import WebSocket
 from websockets.datastructures import Headers
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.frames import Frame, Opcode
@@ -30,9 +33,11 @@ from websockets.sync.client import ClientConnection, connect
 from helpers import laws
 from helpers.serving import Json, Server, serve, until
 from helpers.upstream import head, upstream
+from request.refusals import BadInput
 from request.shares import Shares
 from service import connections
-from service.websocket import MAX_LANES, MAX_REMEMBERED_BYTES, MAX_TURNS, Memory
+from service.admission import Room
+from service.websocket import MAX_LANES, MAX_REMEMBERED_BYTES, MAX_TURNS, Connection, Memory
 from store import Row
 from test_lifecycle import ENDLESS, FAULTY, HELLO, HI, LONG, RAISES
 from test_middleware import connected
@@ -774,6 +779,51 @@ def test_who_has_left_gives_way() -> None:
 
     asyncio.run(talk())
     assert n_given
+
+
+def test_a_turn_that_is_refused_is_forgotten() -> None:
+    """Bug: its refusal held on to the frame that held the refusal, and so to the body."""
+    bodies: list[weakref.ref[object]] = []
+    coming: list[Json] = [
+        {"type": "websocket.connect"},
+        {"type": "websocket.receive", "text": json.dumps({"type": "response.create"})},
+    ]
+    is_told = asyncio.Event()
+
+    class Body:
+        pass
+
+    async def start(message: Any, recall: Any) -> Any:
+        body = Body()
+        bodies.append(weakref.ref(body))
+        raise BadInput("no")
+
+    async def none_ends(job: Any) -> Any:
+        raise AssertionError(job)
+
+    async def receive() -> Any:
+        if coming:
+            return coming.pop(0)
+        await is_told.wait()
+        return {"type": "websocket.disconnect", "code": 1000}
+
+    async def send(message: Any) -> None:
+        if message["type"] == "websocket.send":
+            is_told.set()
+
+    async def talk() -> None:
+        scope = {"type": "websocket", "subprotocols": [], "owner": "", "room": Room(8)}
+        connection = Connection(
+            WebSocket(scope, receive, send), start, none_ends, lambda status, seconds: None
+        )
+        await connection.run(asyncio.Event().wait(), 60)
+
+    gc.disable()
+    try:
+        asyncio.run(talk())
+        assert bodies[0]() is None
+    finally:
+        gc.enable()
 
 
 # --- what it remembers --------------------------------------------------------------------------------------
