@@ -183,7 +183,8 @@ class Engine:
             self._inbox.put(partial(self._abort, sequence))
 
     def busy(self) -> bool:
-        return bool(self._scheduler.running or self._scheduler.waiting)
+        is_asked = not self._inbox.empty()  # for a sequence that the scheduler does not know yet
+        return bool(is_asked or self._scheduler.running or self._scheduler.waiting)
 
     @property
     def alive(self) -> bool:

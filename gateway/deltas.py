@@ -12,7 +12,8 @@ Rules of this file:
 3. An item closes before the next one opens: the first call streams until its arguments are a whole object;
    other calls, and text amid its arguments, wait their turn.
 4. Arguments that are no JSON object make a failed call. A call that was cut is incomplete, as it stands.
-5. A logprob goes with its text: that of text which has not come yet waits for it.
+5. A logprob goes with its text: that of text which has not come yet waits for it, and that of a marker in
+   front of the text is dropped.
 
 Not here: what servers send in place of what they should (chunks.py), bytes and frames (relay.py).
 """
@@ -128,7 +129,10 @@ class Deltas:
         yield from self._text("analysis", reasoning)
         yield from self._text("refusal", refusal)
         if content:
-            yield from self._text("final", content, self._taken_logprobs())
+            logprobs = self._taken_logprobs()
+            if self._channel != "final":
+                logprobs = _from_where(content, logprobs)
+            yield from self._text("final", content, logprobs)
         for fragment in fragments:
             self._call_fragment(fragment)
         yield from self._advance()
@@ -227,6 +231,20 @@ def _is_object(text: str) -> bool:
         return isinstance(sse.loads(text), dict)
     except ValueError:
         return False
+
+
+def _from_where(text: str, logprobs: tuple[TokenLogprob, ...]) -> tuple[TokenLogprob, ...]:
+    """Those from where their tokens spell the text: the marker that ends reasoning may stand in front."""
+    spelled = b"".join(p.bytes for p in logprobs)
+    start = 0
+    if not spelled.startswith(text.encode()):
+        start = spelled.rfind(text.encode())
+    at = 0
+    for i, p in enumerate(logprobs):
+        at += len(p.bytes)
+        if at > start:
+            return logprobs[i:]
+    return logprobs
 
 
 def _that_spell(text: str, logprobs: tuple[TokenLogprob, ...]) -> tuple[TokenLogprob, ...]:

@@ -176,3 +176,5 @@ class FairExecutor(ThreadPoolExecutor):
             future.set_result(call())
         except BaseException as error:
             future.set_exception(error)
+            # The error's traceback holds this frame: a circle, and with it the request, until a collection.
+            del future

@@ -260,8 +260,9 @@ class ReaderTimeout(asyncio.BaseProtocol):
         """Reset the connection."""
         no_linger = struct.pack("ii", 1, 0)  # what the system has buffered is dropped too: man 7 socket
         connection = self.transport.get_extra_info("socket")
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, no_linger)
-        self.transport.abort()
+        if connection.fileno() >= 0:  # else it is lost already
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, no_linger)
+            self.transport.abort()
 
 
 class Protocol(ReaderTimeout, HttpToolsProtocol, asyncio.BufferedProtocol):
@@ -535,7 +536,7 @@ class WebSocketProtocol(ReaderTimeout, WebSocketsSansIOProtocol, asyncio.Buffere
         n_bytes = len(self.conn.reader.buffer) + (self.conn.cur_size or 0)
         if len(self.frames) > MAX_FRAGMENTS:
             self.fail(CloseCode.POLICY_VIOLATION, f"expected a message of at most {MAX_FRAGMENTS} fragments")
-        elif not self.close_sent:
+        elif self.handshake_initiated and not self.close_sent:
             self.hold_message(n_bytes)
 
     def hold_message(self, n_bytes: int) -> None:
@@ -600,6 +601,11 @@ class WebSocketProtocol(ReaderTimeout, WebSocketsSansIOProtocol, asyncio.Buffere
         client could lose the code.
         """
         self.is_deaf = True
+        if (
+            not self.handshake_complete
+        ):  # the client has not waited for it: a close would come before its head
+            self.drop()
+            return
         self.close_sent = True
         self.transport.write(b"".join(self.conn.data_to_send()))
         self.queue.put_nowait({"type": "websocket.disconnect", "code": CloseCode.ABNORMAL_CLOSURE})

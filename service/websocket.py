@@ -332,13 +332,17 @@ class Connection:
         except WebSocketDisconnect:
             pass  # _receive() is told, too
         except Exception as error:
-            refusal = as_refusal(error)
-            status = refusal.status
-            self._memory.forget(turn.body.get("previous_response_id"), turn.lane)
-            with suppress(WebSocketDisconnect):
-                await self._send_error(refusal, turn.lane)
+            # No variable here: the traceback holds this frame, so that both, and the body, would stay.
+            status = await self._refuse(turn, as_refusal(error))
         finally:
             self._record(status, time.perf_counter() - started_at)
+
+    async def _refuse(self, turn: Turn, refusal: BadInput) -> int:
+        """Tell why a turn has failed, or never began; returns its status."""
+        self._memory.forget(turn.body.get("previous_response_id"), turn.lane)
+        with suppress(WebSocketDisconnect):
+            await self._send_error(refusal, turn.lane)
+        return refusal.status
 
     async def _run_turn(self, turn: Turn) -> None:
         if self._ending:

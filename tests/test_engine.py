@@ -412,6 +412,21 @@ def test_nobody_waits_twice_for_a_mask_that_is_late(monkeypatch: pytest.MonkeyPa
     assert len([timeout for timeout in waits if timeout]) < 50
 
 
+def test_it_is_busy_from_the_moment_it_is_asked() -> None:
+    """Bug: a stop of the server ended what was accepted a moment before, without its grace."""
+
+    async def main(engine: Engine) -> bool:
+        async with aclosing(engine.generate(endless(5, 1))) as steps:
+            waiting = asyncio.ensure_future(anext(steps))
+            await asyncio.sleep(0)
+            is_busy = engine.busy()
+            await waiting
+        return is_busy
+
+    with started(Watch()) as engine:
+        assert play(main(engine), "a token")
+
+
 class CannotBeWaitedFor:
     """A constraint that fails where none is expected to."""
 

@@ -448,6 +448,20 @@ def test_logprobs_are_taken_where_they_are_some(entry: Json, expected: TokenLogp
     assert said == Delta("final", "a", (expected,))
 
 
+@pytest.mark.parametrize("behind", [[], ["\n\n"]])
+def test_logprobs_of_the_end_of_reasoning_are_of_no_text(behind: list[str]) -> None:
+    """Bug: the marker that an upstream has taken out of its text left its logprob to the answer."""
+    chunks = [("a", "reasoning", ["a"]), ("", "content", ["</think>", *behind]), ("t", "content", ["t"])]
+    reader = Deltas()
+    outputs: list[Any] = []
+    for text, member, tokens in chunks:
+        entries = [{"token": token, "logprob": -0.5} for token in tokens]
+        choice = {"index": 0, "delta": {member: text}, "logprobs": {"content": entries}}
+        outputs += reader.feed({"choices": [choice]})
+    assert [output.text for output in outputs] == ["a", "t"]
+    assert [p.token for p in outputs[-1].logprobs] == ["t"]
+
+
 def endless_names() -> Iterator[Json]:
     for n in itertools.count(100):
         yield {"tool_calls": [{"index": 0, "function": {"name": str(n)}}]}

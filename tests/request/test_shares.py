@@ -1,7 +1,9 @@
 """What owners share: room, slots and threads, with one who asks for all of it."""
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable
 
@@ -116,3 +118,28 @@ def test_threads_work_by_turns_of_the_owners() -> None:
 
     asyncio.run(main())
     assert done == ["b", "c", "a", "b", "a"]
+
+
+def test_what_has_failed_in_a_thread_is_forgotten() -> None:
+    """Bug: its error held on to the future that held the error, and so each body that was refused stayed."""
+    arguments: list[weakref.ref[object]] = []
+
+    def refuse(body: object) -> None:
+        arguments.append(weakref.ref(body))
+        raise ValueError("no")
+
+    class Body:
+        pass
+
+    async def main() -> None:
+        executor = FairExecutor(1, "test")
+        with pytest.raises(ValueError, match="no"):
+            await asyncio.get_running_loop().run_in_executor(executor, refuse, Body())
+        executor.shutdown()
+
+    gc.disable()
+    try:
+        asyncio.run(main())
+        assert arguments[0]() is None
+    finally:
+        gc.enable()

@@ -5,6 +5,7 @@ The names of the first tests are those of openresponses/openresponses, src/lib/c
 """
 
 import asyncio
+import gc
 import json
 import re
 import shutil
@@ -13,7 +14,8 @@ import subprocess
 import threading
 import time
 import tomllib
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import groupby
 from pathlib import Path
@@ -22,6 +24,7 @@ from typing import Any
 
 import openai
 import pytest
+from starlette.websockets import WebSocket
 from websockets.datastructures import Headers
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.frames import Frame, Opcode
@@ -30,9 +33,11 @@ from websockets.sync.client import ClientConnection, connect
 from helpers import laws
 from helpers.serving import Json, Server, serve, until
 from helpers.upstream import head, upstream
+from request.refusals import BadInput
 from request.shares import Shares
 from service import connections
-from service.websocket import MAX_LANES, MAX_REMEMBERED_BYTES, MAX_TURNS, Memory
+from service.admission import Room
+from service.websocket import MAX_LANES, MAX_REMEMBERED_BYTES, MAX_TURNS, Connection, Memory
 from store import Row
 from test_lifecycle import ENDLESS, FAULTY, HELLO, HI, LONG, RAISES
 from test_middleware import connected
@@ -696,6 +701,22 @@ def test_what_comes_behind_the_handshake_is_read(server: Server) -> None:
         assert b"response.created" in connection.recv(4096)
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        HANDSHAKE + frame(Opcode.CONT, b"behind nothing"),
+        HANDSHAKE[:-2] + b"Transfer-Encoding: chunked\r\n\r\n",  # which the package `websockets` refuses
+    ],
+)
+def test_a_handshake_with_what_is_wrong_is_dropped(server: Server, data: bytes) -> None:
+    """Bug: each left a traceback in the log, and the first one a close in front of the answer's head."""
+    n_logged = len(server.log())
+    with server.connect(data) as connection, suppress(ConnectionResetError):
+        assert connection.recv(4096) == b""
+    assert server.health()["status"] == "ok"
+    assert "Traceback" not in server.log()[n_logged:]
+
+
 def test_parts_of_messages_are_counted(locked: Server) -> None:
     """A key whose messages do not end loses the oldest of them, and leaves room for another's."""
     part = frame(Opcode.TEXT, b"x" * 900_000)[:-1]
@@ -732,6 +753,77 @@ def test_a_message_has_so_much_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
     asyncio.run(talk())
     assert held == [50] * 6  # bytes of the data
+
+
+def test_who_has_left_gives_way() -> None:
+    """Bug: the body that needed the room got a 500, for the socket was closed."""
+    give_ways: list[Callable[[], None]] = []
+    n_given: list[int] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        scope["hold_message"] = lambda n_bytes, give_way: give_ways.append(give_way)
+        await send({"type": "websocket.accept"})
+        while (await receive())["type"] != "websocket.disconnect":
+            pass
+        give_ways[-1]()
+        n_given.append(len(give_ways))
+
+    async def talk() -> None:
+        async with connected(app, connections.websocket_protocol(60)) as (reader, writer):
+            writer.write(HANDSHAKE)
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(frame(Opcode.TEXT, b"x" * 100)[:-50])
+            await asyncio.sleep(0.1)
+            writer.close()
+            await asyncio.sleep(0.1)
+
+    asyncio.run(talk())
+    assert n_given
+
+
+def test_a_turn_that_is_refused_is_forgotten() -> None:
+    """Bug: its refusal held on to the frame that held the refusal, and so to the body."""
+    bodies: list[weakref.ref[object]] = []
+    coming: list[Json] = [
+        {"type": "websocket.connect"},
+        {"type": "websocket.receive", "text": json.dumps({"type": "response.create"})},
+    ]
+    is_told = asyncio.Event()
+
+    class Body:
+        pass
+
+    async def start(message: Any, recall: Any) -> Any:
+        body = Body()
+        bodies.append(weakref.ref(body))
+        raise BadInput("no")
+
+    async def none_ends(job: Any) -> Any:
+        raise AssertionError(job)
+
+    async def receive() -> Any:
+        if coming:
+            return coming.pop(0)
+        await is_told.wait()
+        return {"type": "websocket.disconnect", "code": 1000}
+
+    async def send(message: Any) -> None:
+        if message["type"] == "websocket.send":
+            is_told.set()
+
+    async def talk() -> None:
+        scope = {"type": "websocket", "subprotocols": [], "owner": "", "room": Room(8)}
+        connection = Connection(
+            WebSocket(scope, receive, send), start, none_ends, lambda status, seconds: None
+        )
+        await connection.run(asyncio.Event().wait(), 60)
+
+    gc.disable()
+    try:
+        asyncio.run(talk())
+        assert bodies[0]() is None
+    finally:
+        gc.enable()
 
 
 # --- what it remembers --------------------------------------------------------------------------------------
