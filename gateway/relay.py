@@ -248,7 +248,7 @@ class Relay:
         self._max_bytes = max_bytes
 
     def feed(self, chunk: bytes) -> list[bytes]:
-        """What the client gets now, a write each. Raises Unreadable, after which fail() is to be called."""
+        """The frames that the client gets now. Raises Unreadable, after which fail() is to be called."""
         return self._pass(self._frames.feed(chunk))
 
     def close(self) -> list[bytes]:

@@ -31,7 +31,6 @@ def json_answer(body: Any, status: str = "200 OK", *more: str) -> bytes:
 
 
 CHUNKED = "Transfer-Encoding: chunked"  # whoever reads such an answer can see whether it was cut
-LAST_CHUNK = b"0\r\n\r\n"
 
 
 def chunk(data: bytes) -> bytes:
