@@ -1,6 +1,10 @@
-"""README.md shows what becomes of one request, and one step, as the modules make it today."""
+"""README.md shows what becomes of one request, one step and what to read first, as the modules are today."""
+
+import subprocess
+import sys
 
 import one_step
+import reading_list
 import walkthrough
 
 MAX_LINES = 65  # a page: a reader takes it in at once
@@ -19,3 +23,12 @@ def test_the_readme_shows_one_step_of_the_engine() -> None:
     readme = walkthrough.README.read_text(encoding="utf-8")
     expected = walkthrough.in_readme(text, one_step.BEGIN, one_step.END)
     assert readme == expected, "python tests/one_step.py --write"
+
+
+def test_the_readme_lists_what_one_request_passes() -> None:
+    """In a process of its own, which a signal stops."""
+    command = [sys.executable, reading_list.__file__]
+    text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    readme = walkthrough.README.read_text(encoding="utf-8")
+    expected = walkthrough.in_readme(text, reading_list.BEGIN, reading_list.END)
+    assert readme == expected, "python tests/reading_list.py --write, and the sum of its lines above it"
