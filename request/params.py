@@ -426,7 +426,8 @@ def from_chat(body: Any, defaults: Mapping[str, Any], owner: str = "") -> Reques
     response_format = values["response_format"]
     if response_format.get("type") == "json_schema":
         inside = required(response_format, "json_schema", mapping, "response_format")
-        response_format = {"type": "json_schema"} | inside
+        # Where the schema itself stands in its place, it has a type too.
+        response_format = inside | {"type": "json_schema"}
     max_tokens = values["max_completion_tokens"]
     if max_tokens is None:
         max_tokens = values["max_tokens"]  # its older name

@@ -47,6 +47,7 @@ JSON = {"type": "json_object"}
 SCHEMA = {"type": "json_schema", "name": "x"}
 ODD_NAME = {"name": "a b!"}
 SPACED = {"type": "json_schema", "json_schema": ODD_NAME | {"schema": {}}}
+UNWRAPPED = {"type": "json_schema", "json_schema": {"type": "object", "properties": {}}}
 OBJECT = Must("none", schema={"type": "object"}, schema_path="response_format.json_schema")
 FUNCTION = {"type": "function", "name": "f", "description": None, "parameters": None, "strict": False}
 ONE_TOOL = {"tools": [FUNCTION]}
@@ -249,6 +250,8 @@ INSIDE: list[tuple[str, str, str, Json]] = [
     ("chat",      "response_format.type",         MISSING,     {"response_format": {"json_schema": {}}}),
     ("chat",      "response_format.json_schema",  MISSING,     {"response_format": {"type": "json_schema"}}),
     ("chat",      "response_format.json_schema.name", VALUE,   {"response_format": SPACED}),
+    # It was taken for a format of the type "object", which is none, and nothing was enforced.
+    ("chat",      "response_format.json_schema.name", MISSING, {"response_format": UNWRAPPED}),
     ("responses", "text.format.name",             VALUE,       {"text": {"format": SCHEMA | ODD_NAME}}),
     ("chat",      "top_logprobs",                 VALUE,       {"logprobs": False, "top_logprobs": 3}),
     ("responses", "tools[0]",                     TYPE,        {"tools": [5]}),
