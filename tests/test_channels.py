@@ -29,7 +29,8 @@ TINY = Tokenizer(Path(__file__).parent / "models" / "tiny" / "tokenizer.json")
 TOKEN_OF_BYTE = {TINY.token_bytes(i)[0]: i for i in range(vocab_size(TINY)) if len(TINY.token_bytes(i)) == 1}
 CALL = '{"name": "f", "arguments": {"a": "<think>\\n"}}'
 BARE = '{"name": "f"}'
-SCHEMA = {"type": "object", "properties": {"s": {"type": "string"}, "n": {"type": "integer"}}}
+TYPES = {"s": "string", "n": "integer", "b": ["boolean", "null"]}
+SCHEMA = {"type": "object", "properties": {name: {"type": of_type} for name, of_type in TYPES.items()}}
 Options = dict[str, Any]
 
 
@@ -471,6 +472,9 @@ OTHERS = {
         # A value is what its schema says: a string stays one, another is JSON if it can be read as such.
         (f"{F}{P}5{P_END}{F_END}",                                    "[call f]{'s': '5'}"),
         (f"{F}<parameter=n>five{P_END}{F_END}",                       "[call f]{'n': 'five'}"),
+        (f"{F}<parameter=b>\nTrue\n{P_END}{F_END}",                  "[call f]{'b': true}"),
+        (f"{F}<parameter=b>None{P_END}{P}False{P_END}{F_END}",        "[call f]{'b': null, 's': 'False'}"),
+        (f"{G}{P}True{P_END}{F_END}",                                 "[call g]{'s': 'True'}"),
         (f"{G}{P}\n[1, {{}}]\n{P_END}{F_END}",                        "[call g]{'s': [1, {}]}"),
         (f"{G}{P}NaN{P_END}{F_END}",                                  "[call g]{'s': 'NaN'}"),
         (f"{G}{P}[1e999]{P_END}{F_END}",                              "[call g]{'s': '[1e999]'}"),
