@@ -664,6 +664,23 @@ def test_a_marker_that_is_a_token_is_not_found_in_text(name: str) -> None:
     assert json.loads(arguments) == values
 
 
+@pytest.mark.parametrize("dialects", [TOKENS, SPELLED])
+@pytest.mark.parametrize("name", DIALECTS)
+def test_an_added_token_that_is_no_marker_is_text(name: str, dialects: dict[str, Dialect]) -> None:
+    """Arguments in Mistral's dialect and in harmony went without it, but where a marker was looked for."""
+    added = "<|fim_prefix|>"
+    form = "".join((DIALECTS[name].forms.calls[0], DIALECTS[name].forms.call, DIALECTS[name].forms.calls[1]))
+    values = {"s": f"a{added}b"}
+    arguments = arguments_of(DIALECTS[name].forms.arguments, values)
+    pieces: list[Piece] = []
+    for piece in filled(name, form, NAME="f", ARGUMENTS=arguments):
+        for text in re.split(f"({re.escape(added)})", piece.text):
+            pieces.append(Piece(text, added if text == added else piece.special))
+    ((_, _, found),) = parse(pieces, parser(dialects[name]))
+    assert json.loads(found) == values
+    assert parse([Piece("a"), Piece(added, added)], parser(dialects[name])) == [["final", f"a{added}"]]
+
+
 @pytest.mark.parametrize(
     ("name", "text"), [("llama", "Hi {}"), ("hermes", "<tool_call>a"), ("harmony", "Hi")]
 )
