@@ -360,7 +360,7 @@ class Scheduler:
             self.counts["drafted"] += len(drafts)
             self.counts["accepted"] += n_accepted
         if self._speculate and tokens:
-            # Made here, not in _admit(): of a long prompt it takes 60 ms, and all choices of one may begin at once.
+            # Not in _admit(): of a long prompt it takes 60 ms, and all choices of one may begin at once.
             sequence.prompt_lookup = sequence.prompt_lookup or PromptLookup(sequence.prompt)
             sequence.prompt_lookup.extend(token_ids)
         self._register_full_pages(sequence, span.start, span.end - n_rejected)
