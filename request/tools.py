@@ -148,7 +148,7 @@ def chat_tool(tool: dict[str, Any], path: str) -> Tool:
     if not isinstance(input_format, dict) or input_format.get("type") != "grammar":
         return custom_tool(fields, fields_path).tools[0]
     grammar_fields = required(input_format, "grammar", mapping, f"{fields_path}.format")
-    responses_fields = {**fields, "format": {"type": "grammar", **grammar_fields}}
+    responses_fields = {**fields, "format": {**grammar_fields, "type": "grammar"}}
     return custom_tool(responses_fields, fields_path, format_key="format.grammar").tools[0]
 
 

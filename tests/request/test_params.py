@@ -66,6 +66,8 @@ CHAT_P = Tool("p", custom=True, grammar=GRAMMAR._replace(path="tools[0].custom.f
 KEPT_TO = Must("auto", LIMITED, inputs=(("p", GRAMMAR),))
 BY_NAME = {"f": F_, "n__f": N_F, "n__p": N_P}
 NO_GRAMMAR = {"type": "custom", "custom": {"name": "p", "format": {"type": "grammar"}}}
+OF_ANY_TEXT = {"type": "grammar", "grammar": {"type": "text"}}
+NO_SYNTAX = {"type": "custom", "custom": {"name": "p", "format": OF_ANY_TEXT}}
 NAMESPACE = {"type": "namespace", "name": "n", "description": "", "tools": [FUNCTION, CUSTOM]}
 HIDDEN = {"type": "namespace", "name": "n", "tools": [{"type": "web_search"}]}
 NESTED = {"type": "function", "function": {"name": "f"}}
@@ -280,6 +282,7 @@ INSIDE: list[tuple[str, str, str, Json]] = [
     ("chat",      "tools[0].type",                VALUE,       {"tools": [HOSTED]}),
     ("chat",      "tools[0].custom",              MISSING,     {"tools": [CUSTOM]}),
     ("chat",      "tools[0].custom.format.grammar", MISSING,   {"tools": [NO_GRAMMAR]}),
+    ("chat",      "tools[0].custom.format.grammar.syntax", MISSING, {"tools": [NO_SYNTAX]}),
     ("chat",      "tools[0].function.name",       MISSING,     {"tools": [NESTED | {"function": {}}]}),
     ("responses", "tool_choice",                  VALUE,       {"tool_choice": "required"}),
     ("responses", "tool_choice",                  VALUE,       ONE_TOOL | {"tool_choice": OTHER}),
