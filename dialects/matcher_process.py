@@ -165,9 +165,8 @@ def limit(lifeline_fd: int) -> None:
     fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, os.getpid())
     if sys.platform == "linux":  # SIGKILL ends a process that is stopped, too
         fcntl.fcntl(lifeline_fd, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(
-        lifeline_fd, fcntl.F_SETFL, os.O_ASYNC
-    )  # the signal comes when it is closed, and ends this process
+    # The signal comes when the server closes its end, and ends this process.
+    fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, os.O_ASYNC)
 
 
 def address_space() -> int:

@@ -66,9 +66,7 @@ class Request:
     explicit: frozenset[str]  # parameters that the client has set; the others have their defaults
     messages: list[messages.Message]
     tools: list[dict[str, Any]]  # as chat templates take them, also where tool_choice is none
-    called: dict[
-        str, Tool
-    ]  # the tools that calls mean, by their names in `tools`; {} where tool_choice is none
+    called: dict[str, Tool]  # those that calls may mean, by their names in `tools`; {}: tool_choice is none
     structured_output: StructuredOutput | None  # None: the model may say anything
     named_call: bool  # tool_choice names the one tool to call
     stream: bool
