@@ -231,7 +231,7 @@ def masks(matcher: LLMatcher, token_ids: list[int], drafts: list[int]) -> Iterat
 def one_line(message: object) -> str:
     """The first line, and for a regular expression that which says what is wrong with it."""
     first, *others = str(message).splitlines() or [""]
-    reasons = [line for line in others if line.startswith("error: ")]
+    reasons = [line.removeprefix("error: ") for line in others if line.startswith("error: ")]
     return " ".join([first, *reasons[-1:]])[:MAX_ERROR]
 
 
