@@ -41,9 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if argv is None else argv
     name = parser.parse_args(given[:1]).what
     module = name.replace("-", "_")
-    bench = importlib.import_module(
-        f"benches.{module}"
-    )  # it alone: the others may need what is not installed
+    # It alone: the others may need what is not installed.
+    bench = importlib.import_module(f"benches.{module}")
     options = argparse.ArgumentParser(prog=f"bench.py {name}", description=BENCHES[name])
     options.add_argument("--out", type=Path, metavar="FILE", help="write the table there too")
     bench.options(options)

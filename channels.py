@@ -443,7 +443,10 @@ class Parser:
         if piece.special in self._dialect.tokens:
             yield from self._flush_markers()
             yield from self._marker(piece.special)
-        elif piece.text:
+            return
+        if piece.special:  # an added token that is no marker of this dialect: text, if it has any
+            piece = piece._replace(special="")
+        if piece.text:
             for part in self._markers.feed(piece):
                 if isinstance(part, str):
                     yield from self._marker(part)

@@ -359,7 +359,9 @@ class Scheduler:
             sequence.max_drafts = min(self._speculate, max(1, 2 * n_accepted))
             self.counts["drafted"] += len(drafts)
             self.counts["accepted"] += n_accepted
-        if sequence.prompt_lookup is not None:
+        if self._speculate and tokens:
+            # Not in _admit(): of a long prompt it takes 60 ms, and all choices of one may begin at once.
+            sequence.prompt_lookup = sequence.prompt_lookup or PromptLookup(sequence.prompt)
             sequence.prompt_lookup.extend(token_ids)
         self._register_full_pages(sequence, span.start, span.end - n_rejected)
         if tokens:
@@ -386,8 +388,6 @@ class Scheduler:
             self.waiting.remove(sequence)
             self.running.append(sequence)
             sequence.slot = self._free_slots.pop()
-            if self._speculate and sequence.prompt_lookup is None:
-                sequence.prompt_lookup = PromptLookup(sequence.prompt)
             if sequence.constraint is not None:
                 self._advance(sequence, sequence.output)
 

@@ -281,6 +281,9 @@ class LocalWorker:
                 usage.cached_tokens = step.cached_tokens
                 end = step.finish
                 for token in step.tokens:  # one by one: a step may cross any number of channels
+                    if n_logprob_bytes > MAX_LOGPROB_BYTES // prompt.request.n:
+                        end = "length"
+                        break
                     state_before = parser.state
                     pieces: list[Piece] = []
                     logprobs: tuple[TokenLogprob, ...] = ()
@@ -299,9 +302,6 @@ class LocalWorker:
                     if parser.stopped:
                         yield Finish("stop", usage)
                         return
-                    if n_logprob_bytes > MAX_LOGPROB_BYTES // prompt.request.n:
-                        end = end or "length"
-                        break
                 if end:
                     for output in feed_all(parser, decoder.close()):
                         yield output

@@ -445,8 +445,15 @@ class _Value:
             yield Arguments(_as_json("".join(self._text), self._types))
 
 
+# Qwen3-Coder's template shows booleans and null in Python's spelling, and so the model writes them:
+# https://github.com/PrimeIntellect-ai/renderers/issues/47
+PYTHON_LITERALS = {"True": "true", "False": "false", "None": "null"}
+
+
 def _as_json(text: str, types: set[str]) -> str:
     """A value as JSON: a string where it is no JSON, or where the schema allows a string and not its type."""
+    if types and "string" not in types:
+        text = PYTHON_LITERALS.get(text.strip(), text)
     try:
         value = sse.loads(text)
     except ValueError:

@@ -57,10 +57,12 @@ class References:
         return self._targets[ref]
 
     def _follow(self, ref: str) -> Node:
-        if not ref.startswith("#"):
+        pointer = unquote(ref[1:])
+        is_anchor = pointer and not pointer.startswith("/")  # a fuller program would look these up
+        if not ref.startswith("#") or is_anchor:
             return None
         node: Node = self.root
-        for part in unquote(ref[1:]).split("/")[1:]:
+        for part in pointer.split("/")[1:]:
             name = part.replace("~1", "/").replace("~0", "~")
             if isinstance(node, Mapping):
                 node = node.get(name)

@@ -165,9 +165,8 @@ def limit(lifeline_fd: int) -> None:
     fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, os.getpid())
     if sys.platform == "linux":  # SIGKILL ends a process that is stopped, too
         fcntl.fcntl(lifeline_fd, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(
-        lifeline_fd, fcntl.F_SETFL, os.O_ASYNC
-    )  # the signal comes when it is closed, and ends this process
+    # The signal comes when the server closes its end, and ends this process.
+    fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, os.O_ASYNC)
 
 
 def address_space() -> int:
@@ -196,12 +195,12 @@ def compiled(tokens: LLTokenizer, order: Order) -> LLMatcher:
             else:
                 grammar = LLMatcher.grammar_from_json_schema(schema)
         except ValueError as error:  # a number of more than 64 bits
-            raise BadPart(first_line(error), name) from error
+            raise BadPart(one_line(error), name) from error
         if message := LLMatcher.validate_grammar(grammar, tokens):
-            raise BadPart(first_line(message), name)
+            raise BadPart(one_line(message), name)
     matcher = LLMatcher(tokens, LLMatcher.grammar_from_lark(order["lark"]), log_level=0)
     if matcher.is_error():
-        raise BadPart(first_line(matcher.get_error()), "")
+        raise BadPart(one_line(matcher.get_error()), "")
     return matcher
 
 
@@ -211,10 +210,10 @@ def masks(matcher: LLMatcher, token_ids: list[int], drafts: list[int]) -> Iterat
     Raises BadPart where the library gives up.
     """
     if not matcher.consume_tokens(token_ids):
-        raise BadPart(first_line(matcher.get_error()), "")
+        raise BadPart(one_line(matcher.get_error()), "")
     mask = matcher.compute_bitmask()
     if matcher.is_error():
-        raise BadPart(first_line(matcher.get_error()), "")
+        raise BadPart(one_line(matcher.get_error()), "")
     yield mask
     lookahead = matcher
     if drafts:
@@ -229,9 +228,11 @@ def masks(matcher: LLMatcher, token_ids: list[int], drafts: list[int]) -> Iterat
         yield mask
 
 
-def first_line(message: object) -> str:
-    lines = str(message).splitlines() or [""]
-    return lines[0][:MAX_ERROR]
+def one_line(message: object) -> str:
+    """The first line, and for a regular expression that which says what is wrong with it."""
+    first, *others = str(message).splitlines() or [""]
+    reasons = [line.removeprefix("error: ") for line in others if line.startswith("error: ")]
+    return " ".join([first, *reasons[-1:]])[:MAX_ERROR]
 
 
 if __name__ == "__main__":

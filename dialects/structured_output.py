@@ -101,9 +101,8 @@ class _Writer:
     def _literal(self, part: str) -> str:
         if part in self.dialect.tokens:
             return f"<[{self._added[part]}]>"
-        if part.startswith(
-            "{"
-        ):  # alone: the lexer takes the longest lexeme, and other JSON begins with it too
+        if part.startswith("{"):
+            # A lexeme of its own: the lexer takes the longest one, and other JSON begins with a brace too.
             return f'"{{" {json.dumps(part[1:])}'
         return json.dumps(part)
 
@@ -319,9 +318,8 @@ class AnswerGrammar(NamedTuple):
     """The grammar of an answer, and what in it a client has sent."""
 
     lark: str
-    parts: (
-        str  # JSON, [[name, schema or null, Lark or null], ...]: checked by itself, so that an error names it
-    )
+    # JSON, [[name, schema or null, Lark or null], ...]: each is checked by itself, so that an error names it.
+    parts: str
 
 
 NO_PARTS = "[]"

@@ -53,10 +53,8 @@ class Conversation:
 
     def __init__(self) -> None:
         self._messages: list[Message] = []
-        self._pending: dict[str, list[str]] = {
-            "content": [],
-            "reasoning_content": [],
-        }  # more of the last message
+        # More of the last message.
+        self._pending: dict[str, list[str]] = {"content": [], "reasoning_content": []}
         self._n_calls = 0
         self._open_calls: dict[str, OpenCall] = {}  # by call_id, which a later turn may use again
         self._answered: list[int] = []  # the calls whose results are the last messages: their numbers

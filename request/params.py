@@ -66,9 +66,7 @@ class Request:
     explicit: frozenset[str]  # parameters that the client has set; the others have their defaults
     messages: list[messages.Message]
     tools: list[dict[str, Any]]  # as chat templates take them, also where tool_choice is none
-    called: dict[
-        str, Tool
-    ]  # the tools that calls mean, by their names in `tools`; {} where tool_choice is none
+    called: dict[str, Tool]  # those that calls may mean, by their names in `tools`; {}: tool_choice is none
     structured_output: StructuredOutput | None  # None: the model may say anything
     named_call: bool  # tool_choice names the one tool to call
     stream: bool
@@ -426,7 +424,8 @@ def from_chat(body: Any, defaults: Mapping[str, Any], owner: str = "") -> Reques
     response_format = values["response_format"]
     if response_format.get("type") == "json_schema":
         inside = required(response_format, "json_schema", mapping, "response_format")
-        response_format = {"type": "json_schema"} | inside
+        # Where the schema itself stands in its place, it has a type too.
+        response_format = inside | {"type": "json_schema"}
     max_tokens = values["max_completion_tokens"]
     if max_tokens is None:
         max_tokens = values["max_tokens"]  # its older name

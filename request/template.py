@@ -3,8 +3,8 @@
     model directory                 --ChatTemplate.load()----> ChatTemplate, probed for what it takes
     messages, tools, now, kwargs    --ChatTemplate.render()--> prompt
 
-    render(): messages --tools_as_text() or one_call_a_message(), system_as_text()--> what this template takes
-                       --with_short_ids(), with_descriptions(), Jinja--> prompt
+    render(): messages --tools_as_text() or one_call_a_message(), arguments_as_objects(), system_as_text()-->
+              what this template takes --for_any_template(), with_descriptions(), Jinja--> prompt
 
 Authority: the model's chat template, and what it is given:
 https://huggingface.co/docs/transformers/chat_templating
@@ -133,6 +133,26 @@ def _call_messages(turn: Message) -> list[Message]:
     return call_messages
 
 
+def arguments_as_objects(messages: list[Message]) -> list[Message]:
+    """Make arguments that are text, as of a call that a limit has cut, the one member of an object."""
+    copies = []
+    for message in messages:
+        copy = {**message}
+        if "tool_calls" in message:
+            copy["tool_calls"] = [_with_object(call) for call in message["tool_calls"]]
+        copies.append(copy)
+    return copies
+
+
+def _with_object(call: dict[str, Any]) -> dict[str, Any]:
+    arguments = call["function"]["arguments"]
+    if arguments == "":
+        arguments = {}
+    elif isinstance(arguments, str):
+        arguments = {"arguments": arguments}
+    return call | {"function": call["function"] | {"arguments": arguments}}
+
+
 # --- messages and tools for any template --------------------------------------------------------------------
 
 
@@ -221,6 +241,12 @@ PROBE_TURN: list[Message] = [
     ASSISTANT,
     USER,
 ]
+CUT_CALL = {"id": "first", "type": "function", "function": {"name": "f", "arguments": SECOND_PROBE}}
+PROBE_CUT_CALL: list[Message] = [
+    USER,
+    {"role": "assistant", "content": "", "tool_calls": [CUT_CALL]},
+    {"role": "tool", "tool_call_id": "first", "name": "f", "content": "1"},
+]
 # fmt: on
 
 
@@ -248,6 +274,10 @@ class ChatTemplate:
         shows_turn = self._shows(PROBE_TURN, PROBE_TOOLS, PROBE, SECOND_PROBE)
         shows_split = self._shows(one_call_a_message(PROBE_TURN), PROBE_TOOLS, PROBE, SECOND_PROBE)
         self.takes_turns = shows_turn or not shows_split
+        # Qwen3-Coder's takes the arguments member by member, and raises where they are text.
+        shows_text = self._shows(PROBE_CUT_CALL, PROBE_TOOLS, SECOND_PROBE)
+        shows_object = self._shows(arguments_as_objects(PROBE_CUT_CALL), PROBE_TOOLS, SECOND_PROBE)
+        self.takes_text_arguments = shows_text or not shows_object
 
     @classmethod
     def load(cls, directory: Path) -> "ChatTemplate":
@@ -278,6 +308,8 @@ class ChatTemplate:
             tools = None
         elif not self.takes_turns:
             messages = one_call_a_message(messages)
+        if not self.takes_text_arguments:
+            messages = arguments_as_objects(messages)
         if not self.takes_system:
             messages = system_as_text(messages)
         elif not self.takes_late_system:

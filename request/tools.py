@@ -40,9 +40,8 @@ from request.validation import (
 # --- names --------------------------------------------------------------------------------------------------
 
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-MAX_QUALIFIED_NAME = (
-    64 + len("__") + 64
-)  # characters of Tool.qualified_name: a namespace and a name, each a NAME
+# Characters of Tool.qualified_name: a namespace and a name, each a NAME.
+MAX_QUALIFIED_NAME = 64 + len("__") + 64
 
 
 def identifier(value: Any, path: str) -> str:
@@ -148,14 +147,13 @@ def chat_tool(tool: dict[str, Any], path: str) -> Tool:
     if not isinstance(input_format, dict) or input_format.get("type") != "grammar":
         return custom_tool(fields, fields_path).tools[0]
     grammar_fields = required(input_format, "grammar", mapping, f"{fields_path}.format")
-    responses_fields = {**fields, "format": {"type": "grammar", **grammar_fields}}
+    responses_fields = {**fields, "format": {**grammar_fields, "type": "grammar"}}
     return custom_tool(responses_fields, fields_path, format_key="format.grammar").tools[0]
 
 
 MAX_GRAMMAR = 2**16  # characters
-MAX_HOSTED = (
-    2**14
-)  # bytes of a hosted tool, by validation.n_bytes(): nobody reads it, and three events repeat it
+# Bytes of a hosted tool, by validation.n_bytes(): nobody reads it, and three events repeat it.
+MAX_HOSTED = 2**14
 
 check_function = members(description=text, parameters=mapping, strict=boolean, defer_loading=boolean)
 check_custom = members(description=text, format=anything, defer_loading=boolean)

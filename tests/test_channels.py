@@ -29,7 +29,8 @@ TINY = Tokenizer(Path(__file__).parent / "models" / "tiny" / "tokenizer.json")
 TOKEN_OF_BYTE = {TINY.token_bytes(i)[0]: i for i in range(vocab_size(TINY)) if len(TINY.token_bytes(i)) == 1}
 CALL = '{"name": "f", "arguments": {"a": "<think>\\n"}}'
 BARE = '{"name": "f"}'
-SCHEMA = {"type": "object", "properties": {"s": {"type": "string"}, "n": {"type": "integer"}}}
+TYPES = {"s": "string", "n": "integer", "b": ["boolean", "null"]}
+SCHEMA = {"type": "object", "properties": {name: {"type": of_type} for name, of_type in TYPES.items()}}
 Options = dict[str, Any]
 
 
@@ -471,6 +472,9 @@ OTHERS = {
         # A value is what its schema says: a string stays one, another is JSON if it can be read as such.
         (f"{F}{P}5{P_END}{F_END}",                                    "[call f]{'s': '5'}"),
         (f"{F}<parameter=n>five{P_END}{F_END}",                       "[call f]{'n': 'five'}"),
+        (f"{F}<parameter=b>\nTrue\n{P_END}{F_END}",                  "[call f]{'b': true}"),
+        (f"{F}<parameter=b>None{P_END}{P}False{P_END}{F_END}",        "[call f]{'b': null, 's': 'False'}"),
+        (f"{G}{P}True{P_END}{F_END}",                                 "[call g]{'s': 'True'}"),
         (f"{G}{P}\n[1, {{}}]\n{P_END}{F_END}",                        "[call g]{'s': [1, {}]}"),
         (f"{G}{P}NaN{P_END}{F_END}",                                  "[call g]{'s': 'NaN'}"),
         (f"{G}{P}[1e999]{P_END}{F_END}",                              "[call g]{'s': '[1e999]'}"),
@@ -658,6 +662,23 @@ def test_a_marker_that_is_a_token_is_not_found_in_text(name: str) -> None:
     ]
     ((_, _, arguments),) = parse(called, parser(TOKENS[name]))
     assert json.loads(arguments) == values
+
+
+@pytest.mark.parametrize("dialects", [TOKENS, SPELLED])
+@pytest.mark.parametrize("name", DIALECTS)
+def test_an_added_token_that_is_no_marker_is_text(name: str, dialects: dict[str, Dialect]) -> None:
+    """Arguments in Mistral's dialect and in harmony went without it, but where a marker was looked for."""
+    added = "<|fim_prefix|>"
+    form = "".join((DIALECTS[name].forms.calls[0], DIALECTS[name].forms.call, DIALECTS[name].forms.calls[1]))
+    values = {"s": f"a{added}b"}
+    arguments = arguments_of(DIALECTS[name].forms.arguments, values)
+    pieces: list[Piece] = []
+    for piece in filled(name, form, NAME="f", ARGUMENTS=arguments):
+        for text in re.split(f"({re.escape(added)})", piece.text):
+            pieces.append(Piece(text, added if text == added else piece.special))
+    ((_, _, found),) = parse(pieces, parser(dialects[name]))
+    assert json.loads(found) == values
+    assert parse([Piece("a"), Piece(added, added)], parser(dialects[name])) == [["final", f"a{added}"]]
 
 
 @pytest.mark.parametrize(

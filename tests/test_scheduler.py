@@ -507,6 +507,20 @@ def test_drafts_are_kept_as_far_as_they_are_chosen() -> None:
     assert (s.counts["drafted"], s.counts["accepted"]) == (4, 2)
 
 
+def test_the_index_for_drafts_is_made_with_the_first_token() -> None:
+    """It was made at admission: 16 choices of a prompt of 32,000 tokens held up all others for 0.19 s."""
+    s = scheduler(speculate=4)
+    choices = [repeating() for _ in range(3)]
+    for one in choices:
+        s.add(one)
+    batch = s.schedule()
+    assert [one.prompt_lookup for one in s.running] == [None, None, None]
+    finish(s, batch, 2)
+    first = batch[0].sequence
+    assert first.prompt_lookup is not None
+    assert first.prompt_lookup.drafts(4) == PromptLookup([*first.prompt, 2]).drafts(4) == [3, 1, 2, 3]
+
+
 def test_fewer_drafts_while_they_are_wrong() -> None:
     s = scheduler(speculate=4)
     with_first_token(s, repeating())

@@ -14,7 +14,7 @@ import pytest
 import tokenizers
 
 import worker as worker_module
-from channels import Accepted, Delta, Finish, Output, Usage
+from channels import Accepted, Delta, Finish, Output, TokenLogprob, Usage
 from checkpoint.config import read_config
 from checkpoint.weights import read_weights
 from dialects.families import DIALECTS
@@ -236,6 +236,21 @@ def test_logprobs_are_bounded(engine: Engine, monkeypatch: pytest.MonkeyPatch) -
     assert 100_000 < worker_module.json_bytes(logprobs) < 110_000
     free = ended(asyncio.run(run(worker, {"model": "m", "input": "hi"} | endless)))
     assert free[2].output_tokens == 200
+
+
+def test_logprobs_that_are_too_many_cut_an_answer_alike_in_any_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One whose last step held the stop token too ended with "stop", without the tokens between."""
+    tokenizer = vocabulary([b"a"])
+    token_ids = ids_of(tokenizer, [*[b"a"] * 6, END.encode()])
+    of_a_token = worker_module.json_bytes([TokenLogprob("a", -1.0, b"a")])
+    for n_tokens, text, reason in ((4, "aaaa", "length"), (7, "aaaaaa", "stop")):
+        monkeypatch.setattr(worker_module, "MAX_LOGPROB_BYTES", n_tokens * of_a_token - 1)
+        for size in range(1, len(token_ids) + 1):
+            outputs = said(tokenizer, in_steps(token_ids, [size]))
+            found, reason_found, usage = ended(outputs)
+            assert (found, reason_found, usage.output_tokens) == ([["final", text]], reason, n_tokens)
 
 
 WEATHER = {

@@ -81,6 +81,7 @@ TARGETS: list[tuple[str, Any]] = [
     ("#/a/0/b",               None),
     ("#/a/" + "9" * 5000,     None),
     ("#/z",                   None),
+    ("#a",                    None),
     ("https://e.x/s",         None),
 ]
 # fmt: on

@@ -559,6 +559,22 @@ def test_bad_schema_is_a_400(sdk: Any) -> None:
     assert (caught.value.code, caught.value.param) == ("invalid_json_schema", "text.format.schema")
 
 
+@pytest.mark.parametrize(
+    ("pattern", "reason"),
+    [
+        ("^(?=a)b$", "look-around, including look-ahead and look-behind, is not supported"),
+        ("(a", "unclosed group"),
+    ],
+)
+def test_who_sends_a_bad_pattern_is_told_what_is_wrong_with_it(sdk: Any, pattern: str, reason: str) -> None:
+    """The first line of the library's error was all: "regex parse error:"."""
+    schema = {"type": "string", "pattern": pattern}
+    text: Any = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
+    with pytest.raises(openai.BadRequestError, match=reason) as caught:
+        sdk.responses.create(model="default", input="hi", text=text)
+    assert (caught.value.code, caught.value.param) == ("invalid_json_schema", "text.format.schema")
+
+
 def test_a_schema_that_goes_round_hangs_nobody(sdk: Any) -> None:
     """Bug: the grammar was followed for ever in the engine's thread, and all requests waited with it."""
     for schema in ({"$ref": "#"}, {"$ref": "#/$defs/a", "$defs": ROUND}):

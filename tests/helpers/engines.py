@@ -245,13 +245,13 @@ def answer(steps: Sequence[StepOutput]) -> Answer:
     return Answer([token for step in steps for token in step.tokens], steps[-1].finish, steps[-1].message)
 
 
-def play(main: Coroutine[Any, Any, T], what: str) -> T:
+def play(main: Coroutine[Any, Any, T], what: str, patience_s: float = PATIENCE_S) -> T:
     async def limited() -> T:
         try:
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(patience_s):
                 return await main
         except TimeoutError:
-            raise AssertionError(f"waited {PATIENCE_S} s for {what}") from None
+            raise AssertionError(f"waited {patience_s} s for {what}") from None
 
     return asyncio.run(limited())
 

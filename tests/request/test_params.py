@@ -47,6 +47,7 @@ JSON = {"type": "json_object"}
 SCHEMA = {"type": "json_schema", "name": "x"}
 ODD_NAME = {"name": "a b!"}
 SPACED = {"type": "json_schema", "json_schema": ODD_NAME | {"schema": {}}}
+UNWRAPPED = {"type": "json_schema", "json_schema": {"type": "object", "properties": {}}}
 OBJECT = Must("none", schema={"type": "object"}, schema_path="response_format.json_schema")
 FUNCTION = {"type": "function", "name": "f", "description": None, "parameters": None, "strict": False}
 ONE_TOOL = {"tools": [FUNCTION]}
@@ -65,6 +66,8 @@ CHAT_P = Tool("p", custom=True, grammar=GRAMMAR._replace(path="tools[0].custom.f
 KEPT_TO = Must("auto", LIMITED, inputs=(("p", GRAMMAR),))
 BY_NAME = {"f": F_, "n__f": N_F, "n__p": N_P}
 NO_GRAMMAR = {"type": "custom", "custom": {"name": "p", "format": {"type": "grammar"}}}
+OF_ANY_TEXT = {"type": "grammar", "grammar": {"type": "text"}}
+NO_SYNTAX = {"type": "custom", "custom": {"name": "p", "format": OF_ANY_TEXT}}
 NAMESPACE = {"type": "namespace", "name": "n", "description": "", "tools": [FUNCTION, CUSTOM]}
 HIDDEN = {"type": "namespace", "name": "n", "tools": [{"type": "web_search"}]}
 NESTED = {"type": "function", "function": {"name": "f"}}
@@ -249,6 +252,8 @@ INSIDE: list[tuple[str, str, str, Json]] = [
     ("chat",      "response_format.type",         MISSING,     {"response_format": {"json_schema": {}}}),
     ("chat",      "response_format.json_schema",  MISSING,     {"response_format": {"type": "json_schema"}}),
     ("chat",      "response_format.json_schema.name", VALUE,   {"response_format": SPACED}),
+    # It was taken for a format of the type "object", which is none, and nothing was enforced.
+    ("chat",      "response_format.json_schema.name", MISSING, {"response_format": UNWRAPPED}),
     ("responses", "text.format.name",             VALUE,       {"text": {"format": SCHEMA | ODD_NAME}}),
     ("chat",      "top_logprobs",                 VALUE,       {"logprobs": False, "top_logprobs": 3}),
     ("responses", "tools[0]",                     TYPE,        {"tools": [5]}),
@@ -277,6 +282,7 @@ INSIDE: list[tuple[str, str, str, Json]] = [
     ("chat",      "tools[0].type",                VALUE,       {"tools": [HOSTED]}),
     ("chat",      "tools[0].custom",              MISSING,     {"tools": [CUSTOM]}),
     ("chat",      "tools[0].custom.format.grammar", MISSING,   {"tools": [NO_GRAMMAR]}),
+    ("chat",      "tools[0].custom.format.grammar.syntax", MISSING, {"tools": [NO_SYNTAX]}),
     ("chat",      "tools[0].function.name",       MISSING,     {"tools": [NESTED | {"function": {}}]}),
     ("responses", "tool_choice",                  VALUE,       {"tool_choice": "required"}),
     ("responses", "tool_choice",                  VALUE,       ONE_TOOL | {"tool_choice": OTHER}),
