@@ -185,7 +185,7 @@ def products(stand: Stand, n: int) -> Iterator[Timing]:
     ]
     # fmt: on
     if c.experts:
-        table = table[:2]
+        table = table[:2]  # experts() has the rest
     sweep = [CudaOps.enough_blocks]
     if n >= FEW_ROWS.min_rows:
         sweep = [1, CudaOps.enough_blocks, 256, 10**9]
@@ -271,7 +271,7 @@ def cublas(stand: Stand, n: int) -> Iterator[Timing]:
     ]
     # fmt: on
     if c.experts:
-        table = table[:2]
+        table = table[:2]  # torch has no one product for experts
     for op, size, n_columns in table:
         like = {"device": "cuda", "dtype": torch.bfloat16}
         matrices = [torch.randn(n_columns, size, **like) for _ in range(min(len(stand.layers), 12))]
