@@ -215,6 +215,7 @@ __device__ __forceinline__ void norm_row(const float *x, const NormWeight &w, bf
 #define COLUMN_TILES (BLOCK_COLUMNS / 8)
 #define PAIR_TILES (PAIR_COLUMNS / 8)
 #define LOGITS_TILES (LOGITS_COLUMNS / 8)
+#define ONE_TILE (ROW_TILES == 1 && COLUMN_TILES == 1)  // is it the smallest block?
 
 // Rows of x, (n_rows, SIZE), as they lie in memory. Up to STAGED_ROWS of them each warp copies to shared
 // memory at once, the part that it multiplies with: step by step, it would wait for each.
@@ -227,7 +228,7 @@ struct Rows {
   __device__ __forceinline__ void begin(int n_rows) {
     __shared__ __align__(16) bf16 staged[N_STAGED * SIZE + 8];
     await_previous();
-    if (ROW_TILES > 1 || n_rows > N_STAGED) return;
+    if (!ONE_TILE || n_rows > N_STAGED) return;
     const int part = steps_sums(SIZE) * 32;
     int first = threadIdx.x / 32 * part, end = min(first + part, SIZE);
 #pragma unroll
@@ -257,7 +258,7 @@ struct NormedRows : Rows<DIM> {
   __device__ __forceinline__ void begin(int n_rows) {
     __shared__ __align__(16) bf16 few[NORMED_ROWS][DIM];
     __shared__ float sums[NORMED_ROWS][WARPS];
-    bool is_few = ROW_TILES == 1 && n_rows <= NORMED_ROWS;
+    bool is_few = ONE_TILE && n_rows <= NORMED_ROWS;
     NormWeight norm;
     if (is_few) norm.load(w);
     await_previous();
@@ -288,7 +289,10 @@ __device__ __forceinline__ void store(bf16 *y, float v) { *y = __float2bfloat16(
 // AHEAD: steps of a part whose weights are on their way to registers. Of the steps behind them, a block has
 // L2_BYTES brought to the L2 cache. With up to six blocks on each processor that is half of an H100's L2
 // cache. If it were all that they read, lines would leave the cache before they are used, and be read twice.
+// X_STEPS: steps whose rows of x are read at once, or each would wait for a trip to the L2 cache; with more, a
+// block less would run on a processor.
 #define AHEAD (ROW_TILES == 1 ? 4 : 1)
+#define X_STEPS (ROW_TILES == 1 && !ONE_TILE ? 2 : 1)
 #define L2_BYTES (ROW_TILES == 1 ? 32768 : 0)
 
 template <int MATRICES, int N, class Input, class T, class Value>
@@ -347,22 +351,28 @@ __device__ __forceinline__ void linear(weight *const (&w)[MATRICES], int size, i
   if (ROW_TILES == 1) read_before();
   for (int step = 0; step < part; step += AHEAD) {
 #pragma unroll
-    for (int a = 0; a < AHEAD; a++) {
-      int k = begin + (step + a) * 32 + t * 8;
-      if (step + a >= part || k - t * 8 >= size) break;
-      uint4 x[ROW_TILES][2];
+    for (int a = 0; a < AHEAD; a += X_STEPS) {
+      if (step + a >= part || begin + (step + a) * 32 >= size) break;
+      uint4 x[X_STEPS][ROW_TILES][2];
 #pragma unroll
-      for (int r = 0; r < ROW_TILES * 2; r++) {
-        int row = first_row + r * 8 + g;
-        x[r / 2][r % 2] = k < size && row < n_rows ? input.load(row, k) : zeros();
+      for (int i = 0; i < X_STEPS; i++)
+#pragma unroll
+        for (int r = 0; r < ROW_TILES * 2; r++) {
+          int row = first_row + r * 8 + g, k = begin + (step + a + i) * 32 + t * 8;
+          bool is_there = step + a + i < part && k < size && row < n_rows;
+          x[i][r / 2][r % 2] = is_there ? input.load(row, k) : zeros();
+        }
+#pragma unroll
+      for (int i = 0; i < X_STEPS; i++) {
+#pragma unroll
+        for (int m = 0; m < MATRICES; m++)
+#pragma unroll
+          for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int r = 0; r < ROW_TILES; r++)
+              multiply(sum[m][n][r], x[i][r][0], x[i][r][1], ahead[a + i][m][n]);
+        fetch(step + a + i + AHEAD, ahead[a + i]);
       }
-#pragma unroll
-      for (int m = 0; m < MATRICES; m++)
-#pragma unroll
-        for (int n = 0; n < N; n++)
-#pragma unroll
-          for (int r = 0; r < ROW_TILES; r++) multiply(sum[m][n][r], x[r][0], x[r][1], ahead[a][m][n]);
-      fetch(step + a + AHEAD, ahead[a]);
     }
   }
   if (ROW_TILES > 1) read_before();
@@ -519,9 +529,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 //   normed  (n_rows, DIM) bf16          as in qkv
 //   h       (n_rows, HIDDEN_DIM) bf16, written
 //   grid: n_rows / BLOCK_ROWS, HIDDEN_DIM / PAIR_COLUMNS
-// With one tile of rows three blocks a processor, or ptxas spills to make room for a fourth; two where a lane
-// has much of a row to norm.
-#define GATE_UP_BLOCKS (ROW_TILES > 1 ? 0 : DIM > 2048 ? 2 : 3)
+// With one tile three blocks a processor, or ptxas spills to make room for a fourth; two where a lane has much
+// of a row to norm.
+#define GATE_UP_BLOCKS (!ONE_TILE ? 0 : DIM > 2048 ? 2 : 3)
 extern "C" __global__ void __launch_bounds__(THREADS, GATE_UP_BLOCKS)
     gate_up(weight *w, weight *b, weight *norm, const float *x, const bf16 *normed, bf16 *h, int n_rows) {
   NormedRows input = {{normed}, x, norm, nullptr};
@@ -539,8 +549,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, GATE_UP_BLOCKS)
 //   h       (n_rows, HIDDEN_DIM) bf16
 //   x       (n_rows, DIM) float, written
 //   grid: n_rows / BLOCK_ROWS, DIM / BLOCK_COLUMNS
-// With one tile of rows four blocks a processor, or ptxas spills to make room for a fifth (sm_120).
-extern "C" __global__ void __launch_bounds__(THREADS, ROW_TILES == 1 ? 4 : 0)
+// With one tile four blocks a processor, or ptxas spills to make room for a fifth (sm_120).
+extern "C" __global__ void __launch_bounds__(THREADS, ONE_TILE ? 4 : 0)
     down(weight *w, weight *b, const bf16 *h, float *x, int n_rows) {
   Rows<HIDDEN_DIM> input = {h};
   weight *const matrices[1] = {w};
@@ -582,7 +592,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ROW_TILES == 1 ? 2 : 0)
   find_best(y, best, blockIdx.x * BLOCK_ROWS, n_rows, blockIdx.y * LOGITS_COLUMNS);
 }
 
-#if BLOCK_ROWS == 16  // what follows is no product, and is compiled for one shape alone
+#if ONE_TILE  // what follows is no product, and is compiled for one shape alone
 
 // ---- Rows -------------------------------------------------------------------------------------------------
 
@@ -1561,4 +1571,4 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
 }
 #endif  // N_EXPERTS
-#endif  // BLOCK_ROWS == 16
+#endif  // ONE_TILE

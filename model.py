@@ -53,7 +53,7 @@ class Span(NamedTuple):
     token_ids: Sequence[int] | None
     start: int  # position of the first token; the KV cache holds all tokens before it
     n_wanted: int  # wanted rows, the last ones: a token is chosen from the logits of each
-    is_chunk: bool  # True: prefill, the rows of a chunk are one group; False: each row is a group
+    is_chunk: bool = False  # True: prefill, the rows of a chunk are one group; False: each row is a group
 
     @property
     def end(self) -> int:

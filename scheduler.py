@@ -330,9 +330,9 @@ class Scheduler:
                 if in_flight:  # what is read may end a sequence, and then its pages are free
                     return []
                 self.preempt(self._youngest_of_largest_owner(self.running))
-        for scheduled in batch:
-            scheduled.sequence.n_computed = scheduled.span.end
-            scheduled.sequence.n_unread += scheduled.span.n_wanted
+        for sequence, span, _, _ in batch:
+            sequence.n_computed = span.end
+            sequence.n_unread += span.n_wanted
         return batch
 
     def postprocess(self, scheduled: Scheduled, choices: list[Choice]) -> list[Choice]:
@@ -396,9 +396,11 @@ class Scheduler:
 
         An owner that runs a single sequence keeps it.
         """
+        if not self.waiting:
+            return None
         n_running = self._n_running()
         owners_of_several = [sequence for sequence in self.running if n_running[sequence.owner] > 1]
-        if not self.waiting or not owners_of_several:
+        if not owners_of_several:
             return None
         newcomer = self._next_in_turn(self.waiting, n_running)
         surplus = self._youngest_of_largest_owner(owners_of_several)
@@ -452,15 +454,22 @@ class Scheduler:
         Where it raises, the pages reserved so far stay in their page tables: the next attempt needs them.
         """
         batch: list[Scheduled] = []
-        prefilling = [sequence for sequence in self.running if sequence.is_prefilling]
-        budget = self._budget(max_rows, len(self.running) - len(prefilling))
+        decoding: list[Sequence] = []
+        prefilling: list[Sequence] = []
+        for sequence in self.running:
+            if sequence.is_prefilling:
+                prefilling.append(sequence)
+            else:
+                decoding.append(sequence)
+        budget = self._budget(max_rows, len(decoding))
         share = self._share_of_budget(budget, prefilling)
 
         # decode
-        for sequence in self.running:
-            if sequence.is_prefilling:
-                continue
-            scheduled = self._decode(sequence, min(budget, share))
+        for sequence in decoding:
+            if sequence.n_unread:
+                scheduled = self._decode_chained(sequence)
+            else:
+                scheduled = self._decode(sequence, min(budget, share))
             if scheduled is not None:
                 batch.append(scheduled)
                 budget -= scheduled.cost
@@ -507,8 +516,6 @@ class Scheduler:
 
     def _decode(self, sequence: Sequence, budget: int) -> Scheduled | None:
         """The row of the newest token, and drafts; more rows where a preempted output is computed again."""
-        if sequence.n_unread:
-            return self._decode_chained(sequence)
         end = self._end_within(budget, sequence.n_computed, sequence.n_tokens)
         drafts: list[int] = []
         if end == sequence.n_tokens:
@@ -557,7 +564,7 @@ class Scheduler:
         assert sequence.slot is not None
         start = sequence.n_computed
         self._reserve_pages(sequence, start + 1)
-        span = Span(sequence.slot, sequence.page_table, None, start, 1, is_chunk=False)
+        span = Span(sequence.slot, sequence.page_table, None, start, 1)
         return Scheduled(sequence, span, [sequence.context(sequence.output, None)], [])
 
     def _drafts(self, sequence: Sequence) -> list[int]:

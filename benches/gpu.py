@@ -15,8 +15,9 @@ As commands of less than ten minutes each; the minutes are estimates for qwen3-0
       0                                                  nobody: the report of what is kept
 
 Rules of this file:
-1. The floor of a step is the bytes that it must read (weights once, the KV cache of every sequence) over the
-   bandwidth that a kernel which only reads reaches here, in the same command.
+1. The floor of a step is the bytes that it must read (weights once, of experts those that are chosen; the KV
+   cache of every sequence) over the bandwidth that a kernel which only reads reaches here, in the same
+   command.
 2. A time found from two runs counts only where these differ clearly (CLEAR).
 3. Results are on disk at once, whatever ends the command: Rows in FILE.json beside FILE.md, one for each
    contender in each cell on each device and shape. The next command adds to them. A contender that fails
@@ -43,7 +44,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benches.common import Prompts
-from benches.gpu_checkpoint import SHAPES, checkpoint
+from benches.gpu_checkpoint import SHAPES, checkpoint, read_bytes
 from benches.gpu_contenders import (
     CONTENDERS,
     GGUF,
@@ -57,7 +58,6 @@ from benches.gpu_contenders import (
     release,
 )
 from checkpoint.config import Config, read_config
-from checkpoint.weights import n_params
 
 BEGAN = time.monotonic()
 
@@ -127,15 +127,14 @@ def read_bandwidth(n_launches: int = 4) -> float:
 
 
 def step_bytes(config: Config, cell: Cell) -> int:
-    """What a decoding step reads at least, in bfloat16: every weight, except for an embedding that is not the
-    head too; the KV cache of all sequences, at the middle of the run.
+    """What a decoding step reads at least: weights, and the KV cache of all sequences, at the run's middle.
+
+    A layer with a window reads no more of the cache than that.
     """
-    n_weights = n_params(config)
-    if not config.tied:
-        n_weights -= config.vocab_size * config.dim
     context = cell.n_prompt + cell.n_new // 2
-    n_cached = 2 * config.n_layers * config.n_kv_heads * config.head_dim * context
-    return 2 * (n_weights + cell.batch * n_cached)
+    n_seen = sum(min(context, window or context) for window in config.windows)
+    n_cached = 2 * n_seen * config.n_kv_heads * config.head_dim
+    return read_bytes(config, cell.batch) + 2 * cell.batch * n_cached
 
 
 # --- measuring ----------------------------------------------------------------------------------------------

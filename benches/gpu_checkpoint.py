@@ -6,8 +6,8 @@ Authority: the config.json of the model of each name; https://github.com/hugging
 
 Rules of this file:
 1. Files are written once: where a folder has them, they are taken as they are.
-2. Weights are bfloat16, random and never zeros: a product of zeros is faster. They repeat after BLOCK
-   numbers, which no kernel can tell, and so an 8B takes seconds.
+2. Weights are bfloat16, and those that a model has in MXFP4 are that; random and never zeros: a product of
+   zeros is faster. They repeat after BLOCK numbers, which no kernel can tell, and so an 8B takes seconds.
 
 Not here: reading them (checkpoint/weights.py).
 """
@@ -20,16 +20,30 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from checkpoint.config import read_config
-from checkpoint.weights import Part, bfloat16, layer_parts, outer_parts
+from checkpoint.config import Config, read_config
+from checkpoint.weights import Part, all_parts, bfloat16
 
 BLOCK = 1 << 22  # numbers
 SCALE = 0.02  # their standard deviation
 ONE = 0x3F80  # in bfloat16: the weight of a norm
+EXPERTS = ".experts."  # in the names of their tensors
+MXFP4_SCALE = 121  # of a block: its numbers are some 2^-5
 
 # fmt: off
-#  shape            its config.json, as the model of that name has it
-SHAPES: dict[str, dict[str, Any]] = {
+#  shape            its config.json, as the model of that name has it; else it is the family's default
+MIXTURES: dict[str, dict[str, Any]] = {
+    "gpt-oss-20b": {
+        "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"],
+        "vocab_size": 201_088, "hidden_size": 2880, "intermediate_size": 2880,
+        "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+        "num_local_experts": 32, "num_experts_per_tok": 4, "quantization_config": {"quant_method": "mxfp4"}},
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"],
+        "vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 6144,
+        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True},
+}
+SHAPES = MIXTURES | {
     "qwen3-0.6b":   {
         "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"],
         "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
@@ -60,6 +74,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
         "head_dim": 32, "intermediate_size": 128, "vocab_size": 512, "tie_word_embeddings": True,
         "rope_theta": 1e6, "max_position_embeddings": 8192},
+    "dry-mixture":  {
+        "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"],
+        "vocab_size": 512, "hidden_size": 64, "intermediate_size": 64,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+        "num_local_experts": 8, "num_experts_per_tok": 2, "quantization_config": {"quant_method": "mxfp4"}},
 }
 # fmt: on
 FOR_ALL = {
@@ -78,10 +97,7 @@ def checkpoint(shape: str, folder: Path) -> None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     config.write_text(json.dumps(SHAPES[shape] | FOR_ALL, indent=1), encoding="utf-8")
-    c = read_config(folder)
-    parts = outer_parts(c)
-    for layer in range(c.n_layers):
-        parts += layer_parts(c, layer)
+    parts = all_parts(read_config(folder))
     unfinished = folder / "unfinished"
     with unfinished.open("wb") as file:
         write_safetensors(file, parts)
@@ -92,8 +108,9 @@ def write_safetensors(file: BinaryIO, parts: list[Part]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     n_bytes = 0
     for part in parts:
-        end = n_bytes + 2 * math.prod(part.shape)
-        header[part.name] = {"dtype": "BF16", "shape": part.shape, "data_offsets": [n_bytes, end]}
+        end = n_bytes + part_bytes(part)
+        dtype = "U8" if part.is_mxfp4 else "BF16"
+        header[part.name] = {"dtype": dtype, "shape": part.shape, "data_offsets": [n_bytes, end]}
         n_bytes = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -105,11 +122,41 @@ def write_safetensors(file: BinaryIO, parts: list[Part]) -> None:
 
 
 def write_tensor(file: BinaryIO, part: Part, block: NDArray[np.uint16]) -> None:
-    n = math.prod(part.shape)
+    n = part_bytes(part)
     if part.name.endswith("norm.weight"):
-        file.write(np.full(n, ONE, np.uint16).tobytes())
+        file.write(np.full(n // 2, ONE, np.uint16).tobytes())
         return
+    if part.field.endswith("_scales"):
+        file.write(np.full(n, MXFP4_SCALE, np.uint8).tobytes())
+        return
+    random_bytes = block.view(np.uint8)
     while n > 0:
-        numbers = block[:n]
-        file.write(numbers.tobytes())
-        n -= len(numbers)
+        some = random_bytes[:n]
+        file.write(some.tobytes())
+        n -= len(some)
+
+
+def part_bytes(part: Part) -> int:
+    n = math.prod(part.shape)
+    if part.is_mxfp4:
+        return n
+    return 2 * n
+
+
+def read_bytes(config: Config, n_rows: int) -> int:
+    """Bytes of the weights that a step of so many rows needs; an embedding that is no head counts nothing."""
+    total = expert_bytes(config, n_rows)
+    for part in all_parts(config):
+        is_read = part.field != "embed" or config.tied
+        if is_read and EXPERTS not in part.name:
+            total += part_bytes(part)
+    return round(total)
+
+
+def expert_bytes(config: Config, n_rows: int) -> float:
+    """Those of the experts, if as many are read as rows choose that choose at random."""
+    if not config.experts:
+        return 0
+    share_of_row = config.experts.n_chosen / config.experts.n
+    share = 1 - (1 - share_of_row) ** n_rows
+    return share * sum(part_bytes(part) for part in all_parts(config) if EXPERTS in part.name)

@@ -7,11 +7,13 @@ is with programmatic dependent launch, `late` without; `blocks` is CudaOps.enoug
 on a product is cut into the largest shape.
 
 To try where a GPU is at hand, for nobody could measure it yet; each is a number of the source:
-    enough_blocks 1, 64, 10**9        devices/cuda.py: which shape for 17 rows and more (swept here)
+    enough_blocks 1, 64, 256, 10**9   devices/cuda.py: which shape for 5 rows and more (swept here)
     AHEAD 2, 4, 8; L2_BYTES 0, 32768  kernels.cu: steps of weights in registers, and brought to the L2 cache
     STAGED_ROWS 0, 1, 2               devices/kernels.py: rows of x that are copied to shared memory at once
                                       (0 is LLMREF_NO_STAGING=1); the loser goes
     STAGES 3, 4                       kernels.cu: of a ring in shared memory
+    Shape(64, 128, 64, 128, 17)       devices/kernels.py: for 17 to 64 rows of an 8B, half of MANY_ROWS;
+                                      135 registers on sm_90, so one block runs on a processor
     wgmma for many rows               needs sm_90a: NVRTC by ourselves, loaded as a cubin, for CuPy asks for
                                       sm_90; and another order of terms within a group of 16, for its operands
                                       come in chunks of 8 neighbours: 8 bytes a lane at k = 4t and 16 + 4t
@@ -39,11 +41,12 @@ import numpy as np
 
 from benches import gpu
 from benches.common import GREEDY
+from benches.gpu_checkpoint import expert_bytes
 from benches.gpu_contenders import Cell, cupy
 from checkpoint.config import read_config
-from checkpoint.weights import Layer, read_weights
+from checkpoint.weights import Layer, bfloat16, read_weights
 from devices.cuda import CudaOps
-from devices.kernels import ANY_SHAPE
+from devices.kernels import ANY_SHAPE, FEW_ROWS
 from devices.steps import DeviceStep, place_spans
 from model import PAGE, Span
 from sampling import Context
@@ -84,6 +87,11 @@ class Stand:
         self.config = self.ops.config
         self.stream = self.ops._stream
         self.layers = self.ops.weights.layers
+        rng = np.random.default_rng(0)
+        for name in ("x", "y", "h"):  # of zeros a product is faster, and all choose the same experts
+            buffer = self.ops._buffers[name]
+            noise = rng.standard_normal(buffer.shape, np.float32)
+            buffer.set(noise if buffer.dtype == np.float32 else bfloat16(noise))
 
     def rows(self, n: int, n_wanted: int = 0) -> DeviceStep:
         """A step for the ops that look at no page."""
@@ -95,7 +103,7 @@ class Stand:
         spans = []
         for slot in range(n):
             pages = range(slot * self.n_pages_each, (slot + 1) * self.n_pages_each)
-            spans.append(Span(slot, list(pages), [7], context, 1, False))
+            spans.append(Span(slot, list(pages), [1 + slot], context, 1, False))
         contexts = [Context(GREEDY, [], [])] * n
         with self.stream:
             memory, host, step = self.ops._upload_step(place_spans(spans, contexts))
@@ -176,9 +184,11 @@ def products(stand: Stand, n: int) -> Iterator[Timing]:
         ("down",    c.dim * c.hidden_dim,             lambda layer: ops.down(x, h, layer, step)),
     ]
     # fmt: on
+    if c.experts:
+        table = table[:2]  # experts() has the rest
     sweep = [CudaOps.enough_blocks]
-    if n > 16:
-        sweep = [1, CudaOps.enough_blocks, 10**9]
+    if n >= FEW_ROWS.min_rows:
+        sweep = [1, CudaOps.enough_blocks, 256, 10**9]
     for op, size, of_layer in table:
 
         def work(of_layer: Callable[[Layer], object] = of_layer) -> None:
@@ -190,6 +200,24 @@ def products(stand: Stand, n: int) -> Iterator[Timing]:
             sizes = {"n_bytes": 2 * size, "n_operations": 2 * size * n}
             yield stand.timing(op, n, work, len(stand.layers), blocks=blocks, **sizes)
     ops.enough_blocks = CudaOps.enough_blocks
+
+
+def experts(stand: Stand, n: int) -> Iterator[Timing]:
+    """All kernels of a mixture's experts, router and all; nothing where the model is no mixture."""
+    c, ops = stand.config, stand.ops
+    if not c.experts:
+        return
+    step = stand.rows(n)
+
+    def work() -> None:
+        for layer in stand.layers:
+            ops.experts(ops._buffers["x"], layer, step)
+
+    sizes = {
+        "n_bytes": round(expert_bytes(c, n) / c.n_layers),
+        "n_operations": 2 * n * c.experts.n_chosen * 3 * c.experts.hidden_dim * c.dim,
+    }
+    yield stand.timing("experts", n, work, len(stand.layers), **sizes)
 
 
 def logits(stand: Stand, n: int) -> Iterator[Timing]:
@@ -242,6 +270,8 @@ def cublas(stand: Stand, n: int) -> Iterator[Timing]:
         ("down",    c.hidden_dim,  c.dim),
     ]
     # fmt: on
+    if c.experts:
+        table = table[:2]  # torch has no one product for experts
     for op, size, n_columns in table:
         like = {"device": "cuda", "dtype": torch.bfloat16}
         matrices = [torch.randn(n_columns, size, **like) for _ in range(min(len(stand.layers), 12))]
@@ -301,6 +331,7 @@ def measurements(stand: Stand, args: argparse.Namespace) -> Iterator[Iterator[Ti
         yield decode_step(stand, n, args.contexts[0])
     for n in args.rows:
         yield products(stand, n)
+        yield experts(stand, n)
     for n in args.batches:
         yield logits(stand, n)
         for context in args.contexts:

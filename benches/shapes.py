@@ -25,28 +25,15 @@ import numpy as np
 from numba import njit, prange
 
 from benches.common import GREEDY, cpu_name
+from benches.gpu_checkpoint import MIXTURES, read_bytes
 from checkpoint.config import Config, parse_config
-from checkpoint.weights import Layer, Matrix, Mxfp4, Weights, all_parts, n_weight_bytes
+from checkpoint.weights import Layer, Matrix, Mxfp4, Weights, n_weight_bytes
 from devices.experts import ExpertOps, pack
 from model import PAGE, Span
 from sampling import Context
 from service.loading import free_memory
 
-# fmt: off
-# config.json of models; what is left out is the family's default
-SHAPES: dict[str, dict[str, Any]] = {
-    "gpt-oss-20b": {
-        "model_type": "gpt_oss", "vocab_size": 201_088, "hidden_size": 2880, "intermediate_size": 2880,
-        "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
-        "num_local_experts": 32, "num_experts_per_tok": 4, "quantization_config": {"quant_method": "mxfp4"},
-    },
-    "qwen3-30b-a3b": {
-        "model_type": "qwen3_moe", "vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 6144,
-        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
-        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
-    },
-}
-# fmt: on
+SHAPES = MIXTURES
 N_CONTEXT = 256  # tokens of a sequence
 BATCHES = (1, 8)
 BLOCK = 2**22  # random numbers, which matrices are filled with again and again
@@ -63,18 +50,6 @@ def cut(shape: dict[str, Any], room: int) -> Config:
         if n_weight_bytes(config) <= room:
             return config
     raise SystemExit(f"a layer and the head take {n_weight_bytes(config) / 1e9:.1f} GB; give more --memory")
-
-
-def token_bytes(config: Config) -> int:
-    """Bytes of the weights that a token needs: of the experts the chosen ones, of the embedding none."""
-    n_bytes = 0.0
-    for part in all_parts(config):
-        of_part = float(np.prod(part.shape)) * (1 if part.is_mxfp4 else 2)
-        if config.experts and ".experts." in part.name:
-            of_part *= config.experts.n_chosen / config.experts.n
-        if part.field != "embed":
-            n_bytes += of_part
-    return int(n_bytes)
 
 
 def random_weights(config: Config) -> Weights:
@@ -175,8 +150,8 @@ def report(args: argparse.Namespace) -> Iterator[str]:
     ops = ExpertOps(config, random_weights(config), N_CONTEXT, n_pages, max(BATCHES))
     speeds = list(measure(ops, min(args.new, N_CONTEXT), args.repeat))
     memory = median(speed.memory for speed in speeds)
-    read = token_bytes(config)
-    of_whole = token_bytes(whole)
+    read = read_bytes(config, 1)
+    of_whole = read_bytes(whole, 1)
     yield f"{date.today()}, {args.shape} with random weights, {config.n_layers} of {whole.n_layers} layers, "
     yield f"{ops.about}; {cpu_name()}, {os.cpu_count()} cores, {args.threads} threads."
     yield ""

@@ -257,7 +257,7 @@ class CudaOps:
 
     chunk = 256  # tokens of a prompt that are computed together
     n_ahead = 4  # steps that may be launched before the first of them is read
-    enough_blocks = 64  # of the largest shape, for a product; an H100's 132 processors do fewer no faster
+    enough_blocks = 64  # of a product: an H100's 132 processors do fewer, of a larger shape, no faster
     chunk_invariant = True
 
     def __init__(

@@ -80,6 +80,7 @@ class Shape(NamedTuple):
     columns: int
     pair_columns: int  # of each of the two matrices of gate_up
     logits_columns: int
+    min_rows: int  # of a product; fewer take a smaller shape
 
     def columns_of(self, product: str) -> int:
         if product == "gate_up":
@@ -89,7 +90,16 @@ class Shape(NamedTuple):
         return self.columns
 
 
-SHAPES = ONE_TILE, FEW_ROWS, MANY_ROWS = Shape(16, 8, 8, 32), Shape(64, 32, 16, 32), Shape(128, 128, 64, 128)
+# A block reads its rows of x from the L2 cache, beside its columns of the matrix. 16 rows are twice the bytes
+# of 8 columns, more than the cache gives while memory gives these: FEW_ROWS has 32 columns.
+# fmt: off
+#                  rows, columns, of a pair, of logits; min_rows
+ONE_TILE  = Shape(  16,     8,        8,        32,        1)
+FEW_ROWS  = Shape(  16,    32,       16,        32,        5)
+SOME_ROWS = Shape(  64,    32,       16,        32,       17)
+MANY_ROWS = Shape( 128,   128,       64,       128,       17)
+# fmt: on
+SHAPES = ONE_TILE, FEW_ROWS, SOME_ROWS, MANY_ROWS  # the largest last
 ANY_SHAPE = ONE_TILE  # where the kernels that are no product are compiled
 
 
@@ -176,12 +186,11 @@ def part_width(config: Config) -> int:
 
 def shape_for(n_rows: int, n_columns: int, enough_blocks: int) -> Shape:
     """The largest that leaves no processor idle, which takes `enough_blocks` blocks."""
-    if n_rows <= ONE_TILE.rows:
-        return ONE_TILE
-    n_blocks = -(-n_rows // MANY_ROWS.rows) * -(-n_columns // MANY_ROWS.columns)
-    if n_blocks < enough_blocks:
-        return FEW_ROWS
-    return MANY_ROWS
+    for shape in reversed(SHAPES):
+        n_blocks = -(-n_rows // shape.rows) * -(-n_columns // shape.columns)
+        if n_rows >= shape.min_rows and n_blocks >= enough_blocks:
+            return shape
+    return ONE_TILE
 
 
 def check_sizes(config: Config) -> None:

@@ -126,17 +126,15 @@ class HostMemory:
 
     def read_choices(self) -> Iterator[list[Choice]]:
         """The choices that have arrived, of each span that wants any."""
-        token_ids = self.choices[:, 0].tolist()
+        token_ids = self.choices[: len(self.n_top), 0].tolist()
+        choices = list(map(Choice, token_ids))
         logprobs = self.choices.view(np.float32)
+        for i, n_top in enumerate(self.n_top):
+            if n_top >= 0:
+                choices[i] = self._with_logprobs(i, logprobs[i])
         first = 0
         for n in self.n_choices:
-            of_span = []
-            for i in range(first, first + n):
-                if self.n_top[i] < 0:
-                    of_span.append(Choice(token_ids[i]))
-                else:
-                    of_span.append(self._with_logprobs(i, logprobs[i]))
-            yield of_span
+            yield choices[first : first + n]
             first += n
 
     def _with_logprobs(self, i: int, logprobs: NDArray[np.float32]) -> Choice:

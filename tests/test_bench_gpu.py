@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 import bench
-from benches import gpu, gpu_checkpoint, gpu_contenders
+from benches import gpu, gpu_checkpoint, gpu_contenders, gpu_ops
 from benches import gpu_parts as parts
 from checkpoint.config import parse_config, read_config
-from checkpoint.weights import n_params
+from checkpoint.weights import n_params, n_weight_bytes
 from devices.cuda import CudaOps
 from helpers import emulator
 from helpers.emulator import Emulator
@@ -208,7 +208,7 @@ def gpu_parts(folder: Path, part: int, only: list[str], *flags: str) -> subproce
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
 
 
-@pytest.mark.timeout(300)  # the emulator compiles three shapes, in processes of their own
+@pytest.mark.timeout(300)  # the emulator compiles every shape, in processes of their own
 def test_the_parts_that_a_gpu_is_needed_for(tmp_path: Path) -> None:
     """A dry run of what measures, through the emulator; results and a report after each step."""
     if emulator.MISSING:
@@ -231,6 +231,37 @@ def test_the_parts_that_a_gpu_is_needed_for(tmp_path: Path) -> None:
     rows = gpu.read_rows(results / "gpu.md")
     assert {key[1:3] for key in rows} == {("random weights of the shape of dry", "engine")}
     assert "failed" not in (results / "gpu-part1.log").read_text()
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.timeout(300)  # the emulator compiles every shape
+def test_mixtures_of_experts_are_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The experts stand in place of gate_up and down; what they read depends on how many are chosen."""
+    monkeypatch.setattr(gpu_ops, "ROUNDS", 1)
+    monkeypatch.setattr(gpu_ops, "N_TIMES", 1)
+    shape = ["--shape", "dry-mixture", "--keep", str(tmp_path)]
+    sizes = ["--rows", "1", "5", "--batches", "2", "--contexts", "9"]
+    assert bench.main(["gpu-ops", *shape, *sizes]) == 0
+    printed = capsys.readouterr().out
+    for op in ("attend", "decode step", "experts", "logits", "out", "qkv"):
+        assert re.search(rf"^\| {op} \| [125] \| ", printed, re.MULTILINE), op
+    assert not re.search("gate_up|down", printed)
+    flags = ["gpu", *shape, *LITTLE, "--minutes", "999", "--contenders", "engine"]
+    assert bench.main(flags) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"^\| 2, 9 (\| -?[\d.]+ ){3}", printed, re.MULTILINE)
+    assert "Error" not in printed
+
+
+def test_a_row_reads_the_experts_that_it_chooses() -> None:
+    config = parse_config(gpu_checkpoint.SHAPES["gpt-oss-20b"] | gpu_checkpoint.FOR_ALL, {})
+    of_all = gpu_checkpoint.expert_bytes(config, 10**6)
+    assert gpu_checkpoint.expert_bytes(config, 1) == pytest.approx(of_all * 4 / 32)
+    assert gpu_checkpoint.expert_bytes(config, 2) == pytest.approx(of_all * (1 - (28 / 32) ** 2))
+    embedding = 2 * config.vocab_size * config.dim
+    assert gpu_checkpoint.read_bytes(config, 10**6) == n_weight_bytes(config) - embedding
 
 
 def test_a_part_without_a_device_is_an_error(tmp_path: Path) -> None:

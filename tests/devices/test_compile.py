@@ -28,6 +28,7 @@ from devices.kernels import (
     ONE_TILE,
     PLAIN_CODE,
     SHAPES,
+    SOME_ROWS,
     Shape,
     attend_threads,
     check_sizes,
@@ -57,9 +58,9 @@ CUPY_FLAGS = ("-ftz=true", "--device-as-default-execution-space")
 # fmt: off
 ARCHITECTURES = ["sm_80", "sm_90", "sm_120"]
 # by shape; kernels that are no product have one
-REGISTERS = {ONE_TILE: 128, FEW_ROWS: 128, MANY_ROWS: 255}
+REGISTERS = {ONE_TILE: 128, FEW_ROWS: 128, SOME_ROWS: 128, MANY_ROWS: 255}
 PLAIN_REGISTERS = 255  # what lets a block of 256 run at all
-ONE_BLOCK = {(FEW_ROWS, "sm_120"): 168}  # where it takes more, and fewer blocks run at once
+ONE_BLOCK = {(FEW_ROWS, "sm_120"): 136, (SOME_ROWS, "sm_120"): 168}  # where one block runs at once
 LIMITS = {"attend": 168, "attend_prompt": 168, "pick": 64, "count": 64}
 # A processor of sm_120 has 100 KB of shared memory: two blocks of attention run whatever their registers are.
 TWO_BLOCKS = {("attend", "sm_120"): 255, ("attend_prompt", "sm_120"): 255}

@@ -28,6 +28,7 @@ from devices.kernels import (
     ONE_TILE,
     PLAIN_CODE,
     SHAPES,
+    SOME_ROWS,
     Kernels,
     LaunchAttribute,
     LaunchConfig,
@@ -456,10 +457,13 @@ def test_random_weights_have_the_shapes_of_read_ones(name: str) -> None:
     ("n_rows", "n_columns", "shape"),
     [
         (1, 151936, ONE_TILE),
-        (16, 151936, ONE_TILE),
+        (4, 151936, ONE_TILE),
+        (16, 151936, FEW_ROWS),
+        (16, 1024, ONE_TILE),  # Qwen3-0.6B's out: 32 blocks of FEW_ROWS, 128 of the smallest shape
+        (64, 1024, FEW_ROWS),  # 32 blocks of SOME_ROWS
         (17, 151936, MANY_ROWS),  # logits of a batch
-        (64, 6144, FEW_ROWS),  # Qwen3-0.6B's gate_up: 48 blocks of the largest shape
-        (512, 1024, FEW_ROWS),  # its out: 32
+        (64, 6144, SOME_ROWS),  # its gate_up: 48 blocks of the largest shape
+        (512, 1024, SOME_ROWS),  # its out: 32
         (512, 4096, MANY_ROWS),
         (256, 4096, MANY_ROWS),  # Llama-3-8B's out: 64
     ],

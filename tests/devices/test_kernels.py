@@ -38,8 +38,13 @@ from sampling import NO_TOKEN, Context, Sampling, philox_uniform, pick_token
 
 pytestmark = pytest.mark.skipif(emulator.MISSING is not None, reason=str(emulator.MISSING))
 
-# of a product, and how many blocks are enough: rows it norms itself, one tile, few rows, many
-ROWS = [(1, 64), (2, 64), (3, 64), (16, 64), (17, 64), (33, 64), (65, 64), (130, 64), (17, 1), (130, 1)]
+# of a product, and how many blocks are enough: each shape is taken, and it norms its rows or not
+ROWS = [
+    *((n, 64) for n in (1, 2, 3, 16, 33, 130)),
+    *((n, 1) for n in (5, 16)),
+    *((n, 20) for n in (17, 65, 130)),
+    *((n, 1) for n in (17, 130)),
+]
 
 
 # ---- Products ----------------------------------------------------------------------------------------------
@@ -88,7 +93,7 @@ def test_a_row_has_the_same_bits_beside_any_others(name: str) -> None:
     rows = max(shapes[name])
     x, y, h = noise(rows, c.dim), noise(rows, c.n_heads * c.head_dim), noise(rows, c.hidden_dim)
     results: list[list[Array]] = []
-    for enough in (1, 64):
+    for enough in (1, 20, 64):
         m = both(name, 0, enough_blocks=enough)
         for n in shapes[name]:
             m.cuda.qkv(m.put("x", x[:n]), m.device_layer, m.batch(n))

@@ -338,9 +338,11 @@ def run_every_kernel(m: Both, n_prompt: int = 140) -> None:
     all_rows = m.cuda._limits.rows  # to the end of the buffers
     m.cuda.qkv(m.cuda._buffers["x"], m.device_layer, m.batch(all_rows))
     m.got("qkv", all_rows)
-    m.cuda.enough_blocks = 64
     several = [Span(slot, [8 + slot], [1] * 6, 0, 0, is_chunk=False) for slot in range(3)]
-    m.cuda.read(m.cuda.launch(several, []))
+    m.cuda.read(m.cuda.launch(several[:2], []))  # FEW_ROWS
+    m.cuda.enough_blocks = 2
+    m.cuda.read(m.cuda.launch(several, []))  # SOME_ROWS
+    m.cuda.enough_blocks = 1
 
 
 STEP = 2**-8  # of bfloat16: from a number to the next one, at most
