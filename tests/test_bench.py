@@ -16,23 +16,50 @@ from checkpoint.weights import n_params, n_weight_bytes, read_weights
 from dialects.families import DIALECTS
 from engine import Engine
 from helpers.serving import ROOT, TINY
-from model import NumpyOps
+from model import Batch, NumpyOps, Span, forward
 from tokenizer import Tokenizer
 
 
 def test_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "transformers_model", lambda *_: None)  # gigabytes, where it is installed
+    monkeypatch.setattr(cpu, "N_TEXT", 600)
     out = tmp_path / "results" / "cpu.md"
-    flags = ["--model", str(TINY), "--repeat", "2", "--new", "3", "--threads", "1", "--out", str(out)]
+    flags = [
+        "--model",
+        str(TINY),
+        "--repeat",
+        "2",
+        "--new",
+        "3",
+        "--threads",
+        "1",
+        "--perplexity",
+        "--out",
+        str(out),
+    ]
     assert bench.main(["cpu", *flags]) == 0
     printed = capsys.readouterr()
     assert printed.out == out.read_text(encoding="utf-8")
-    assert re.search("^[\\d-]+, tiny, (NumPy|Numba), .* of weights", printed.out)
-    contenders = ["engine", "forward"] + ["forward, NumPy"] * ("numba" in sys.modules)
-    assert f"| tokens/s, median of 2 (engine / it) | {' | '.join(contenders)} |" in printed.out
-    for name in [*cpu.MEASUREMENTS, "batch 8 / batch 1"]:
-        cells = r" \| [\d.]+( \([\d.]+\))?" * len(contenders)
-        assert re.search(rf"^\| {name}{cells} \|", printed.out, re.MULTILINE)
+    assert re.search("^[\\d-]+, tiny, 3 tokens decoded a sequence,", printed.out)
+    formats = re.findall("^Weights: (.*?)[.] (NumPy|Numba), .* of weights", printed.out, re.MULTILINE)
+    has_numba = "numba" in sys.modules
+    names = ["file", *["int8", "int4"] * has_numba]  # the file has bfloat16
+    assert [name for name, _ in formats] == names
+    n_contenders = 0
+    for name in names:
+        contenders = ["engine", "forward"] + ["forward, NumPy"] * (has_numba and name == "file")
+        n_contenders += len(contenders)
+        part = printed.out.partition(f"Weights: {name}.")[2].partition("\n\n")[2].partition("\n\n")[0]
+        assert f"| tokens/s, median of 2 (engine / it) | {' | '.join(contenders)} |" in part
+        for row in [*cpu.MEASUREMENTS, "batch 8 / batch 1"]:
+            cells = r" \| [\d.]+( \([\d.]+\))?" * len(contenders)
+            assert re.search(rf"^\| {row}{cells} \|", part, re.MULTILINE)
+        assert (
+            bool(re.search(r"^\| batch 1, of [\d.]+ GB/s that are read \| \d+% \|", part, re.M)) == has_numba
+        )
+        assert re.search(
+            rf"^\| {name} \| [\d.]+( \([+-][\d.]+ ± [\d.]+ %\))? \|  \|$", printed.out, re.MULTILINE
+        )
     own = re.findall(r"^\| (.*: .*) \| [\d.]+ \| [\d.]+ \| ([\d.]+) \|$", printed.out, re.MULTILINE)
     assert [name.partition(":")[0] for name, _ in own] == [
         "prefill of a second turn, 1033 tokens",
@@ -40,8 +67,21 @@ def test_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: py
         "decode of a text that repeats",
         f"decode, batch {common.MAX_BATCH}",
     ]
-    n_runs = 3 * (len(cpu.MEASUREMENTS) * len(contenders) + len(own))
+    n_runs = 3 * (len(cpu.MEASUREMENTS) * n_contenders + len(own))
     assert printed.err.count("round ") == n_runs  # a line of progress each
+
+
+def test_losses_do_not_depend_on_chunks() -> None:
+    """Of 130 tokens in a window 129 are predicted, whether or not the first 128 are computed together."""
+    config = read_config(TINY)
+    weights = read_weights(TINY, config)
+    [window] = common.prompts(Tokenizer(TINY / "tokenizer.json"), 1, 130)
+    ops = common.with_pages(NumpyOps, config, weights, 192)
+    losses = cpu.our_losses(ops, weights, [window, window[:5]])
+    batch = Batch([Span(0, range(3), window, 0, len(window), is_chunk=True)])
+    expected = cpu.window_losses(forward(ops, weights, batch), window)
+    assert losses.shape == (129 + 4,)
+    assert losses == pytest.approx([*expected, *expected[:4]], rel=1e-4)
 
 
 def test_both_of_ours_say_the_same() -> None:
