@@ -15,7 +15,7 @@ from checkpoint.config import parse_config, read_config
 from checkpoint.weights import n_params, n_weight_bytes, read_weights
 from dialects.families import DIALECTS
 from engine import Engine
-from helpers.serving import ROOT, TINY
+from helpers.serving import ROOT, TINY, serve
 from model import Batch, NumpyOps, Span, forward
 from tokenizer import Tokenizer
 
@@ -158,6 +158,28 @@ def test_relay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert first == "| first one is here before the second is written | yes | yes | yes | | |"
     for name, row in zip(relay.RELAYED, measured, strict=False):
         assert re.fullmatch(rf"\| {re.escape(name)} (\| [\d.]+ ){{5}}\|", row)
+
+
+def test_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two servers, which happen to be one; no prompt of a round is in its cache."""
+    out = tmp_path / "peers.md"
+    with serve("--model", str(TINY)) as running:
+        flags = ["--repeat", "1", "--new", "6", "--characters", "400", "--out", str(out)]
+        assert bench.main(["peers", f"{running.url}/v1", f"{running.url}/v1", *flags]) == 0
+        metrics = running.get("/metrics").body.decode()
+    printed = capsys.readouterr().out
+    assert printed == out.read_text(encoding="utf-8")
+    assert f"| {running.url}/v1 (tiny) | {running.url}/v1 (tiny) |" in printed
+    rows = re.findall(r"^\| (.*) \| [1-9]\d* \| [1-9]\d* \(\d+\.\d\d\) \|$", printed, re.MULTILINE)
+    assert rows == [
+        "a long prompt: tokens",
+        "a long prompt: its tokens/s",
+        "a long prompt: first token, ms",
+        "a short prompt: first token, ms",
+        "streams at once: 1, tokens/s",
+        "streams at once: 8, tokens/s",
+    ]
+    assert re.search(r"^llmref:prefix_cache_hits_total\S* 0(\.0)?$", metrics, re.MULTILINE)
 
 
 # fmt: off
