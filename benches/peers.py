@@ -167,5 +167,5 @@ def options(add: argparse.ArgumentParser) -> None:
     add.add_argument("urls", nargs="+", metavar="URL", help="of a running server, with its /v1")
     repeat_option(add)
     add.add_argument("--new", type=int, default=64, metavar="N", help="tokens of a stream (default: 64)")
-    length = "of the long prompt (default: 3600, about 970 tokens)"
-    add.add_argument("--characters", type=int, default=3600, metavar="N", help=length)
+    length = "of the long prompt (default: 3040, about 970 tokens)"
+    add.add_argument("--characters", type=int, default=3040, metavar="N", help=length)
