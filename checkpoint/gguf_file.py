@@ -239,15 +239,13 @@ def texts_of(container: Container, presets: dict[str, Any]) -> dict[str, str]:
     n_files = metadata.get("split.count", 1)
     if n_files != 1:
         raise UnsupportedModel(f"one of {n_files} files of a model; llama-gguf-split --merge makes one file")
-    texts = {
+    return {
         "config.json": json.dumps(config_json(container)),
         "generation_config.json": json.dumps(token_ids(metadata) | presets),
         "tokenizer.json": tokenizer_json(metadata),
         "tokenizer_config.json": json.dumps(tokenizer_config(metadata)),
+        "chat_template.jinja": entry(metadata, "tokenizer.chat_template", str),
     }
-    if "tokenizer.chat_template" in metadata:
-        texts["chat_template.jinja"] = entry(metadata, "tokenizer.chat_template", str)
-    return texts
 
 
 @lru_cache(maxsize=1)
