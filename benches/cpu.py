@@ -462,8 +462,9 @@ def options(add: argparse.ArgumentParser) -> None:
     formats = "as of server.py, or file: as in the file; llama.cpp gets the like (default: all, in turns)"
     add.add_argument("--weights", nargs="+", choices=(AS_IN_FILE, *PEERS), metavar="NAME", help=formats)
     add.add_argument("--perplexity", action="store_true", help="what each of them loses; minutes")
-    shapes = "gpt-oss-20b or qwen3-30b-a3b: random weights of that shape, with as many layers as memory holds"
-    add.add_argument("--shape", choices=("gpt-oss-20b", "qwen3-30b-a3b"), metavar="NAME", help=shapes)
+    names = ("gpt-oss-20b", "qwen3-30b-a3b", "qwen2-0.5b")
+    shapes = f"{', '.join(names)}: random weights of that shape, with as many layers as memory holds"
+    add.add_argument("--shape", nargs="+", choices=names, metavar="NAME", help=shapes)
     add.add_argument(
         "--memory", type=float, default=0, metavar="GB", help="of --shape (default: 3/4 of the free)"
     )

@@ -194,6 +194,11 @@ SMALL_SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
         "num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
     },
+    "qwen2-0.5b": {
+        "model_type": "qwen2", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
 }
 # fmt: on
 
@@ -204,7 +209,8 @@ def test_cpu_shapes(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert shapes.SHAPES.keys() == SMALL_SHAPES.keys()
     monkeypatch.setattr(shapes, "SHAPES", SMALL_SHAPES)
     monkeypatch.setattr(shapes, "GIGABYTE", np.ones(2**20, np.float32))
-    assert bench.main(["cpu", "--shape", name, "--repeat", "2", "--new", "2", "--threads", "1"]) == 0
+    flags = ["--weights", "int8"] if name == "qwen2-0.5b" else []
+    assert bench.main(["cpu", "--shape", name, *flags, "--repeat", "2", "--new", "2", "--threads", "1"]) == 0
     printed = capsys.readouterr().out
     assert f"{name} with random weights, 2 of 2 layers" in printed
     for row in ("weights", "read a token", "decode, batch 1", "decode, batch 8", "share of it at batch 1"):
@@ -215,7 +221,9 @@ def test_shapes_are_those_of_the_models() -> None:
     """The numbers of parameters that the models' makers publish, in billions."""
     shapes = pytest.importorskip("benches.shapes", reason="needs Numba")
     counted = {name: n_params(parse_config(shape, {})) / 1e9 for name, shape in shapes.SHAPES.items()}
-    assert counted == pytest.approx({"gpt-oss-20b": 20.91, "qwen3-30b-a3b": 30.53}, abs=0.01)
+    assert counted == pytest.approx(
+        {"gpt-oss-20b": 20.91, "qwen3-30b-a3b": 30.53, "qwen2-0.5b": 0.49}, abs=0.01
+    )
     config = parse_config(shapes.SHAPES["gpt-oss-20b"], {})
     all_gb, token_gb = n_weight_bytes(config) / 1e9, shapes.token_bytes(config) / 1e9
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
