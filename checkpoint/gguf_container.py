@@ -37,6 +37,7 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_HEADER_BYTES = 2**26  # a vocabulary of 262,000 tokens takes 15 MB
 MAX_DIMS = 4
+MAX_NAME = 64  # characters of a tensor's name
 ALIGNMENT = 32  # bytes of the data, where general.alignment does not say
 
 # --- types of values ----------------------------------------------------------------------------------------
@@ -95,7 +96,7 @@ class Header:
             raise UnsupportedModel(f"the text that ends at byte {self.position} is not UTF-8") from None
 
     def value(self) -> Any:
-        """The type of a value, and the value."""
+        """Read the type of a value, then the value."""
         kind = self.u32()
         if kind == STRING:
             return self.string()
@@ -148,13 +149,16 @@ def parse(data: NDArray[np.uint8]) -> Container:
     for _ in range(n_entries):
         name = header.string()
         if name in metadata:
-            raise UnsupportedModel(f"{name[:80]} stands twice in the metadata")
+            raise UnsupportedModel(f"{name[:80]!r} stands twice in the metadata")
         metadata[name] = header.value()
     places: dict[str, Place] = {}
     for _ in range(n_tensors):
         name = header.string()
+        if len(name) > MAX_NAME or not name.isprintable():
+            limit = f"a name of up to {MAX_NAME} characters that can be printed"
+            raise UnsupportedModel(f"a tensor is called {name[:MAX_NAME]!r}; supported: {limit}")
         if name in places:
-            raise UnsupportedModel(f"tensor {name[:80]} is there twice")
+            raise UnsupportedModel(f"tensor {name} is there twice")
         places[name] = read_place(header, name)
     return Container(metadata, located(places, data, header.position, alignment(metadata)))
 
@@ -173,12 +177,12 @@ def read_place(header: Header, name: str) -> Place:
 
     n_dims = header.u32()
     if not 1 <= n_dims <= MAX_DIMS:
-        raise UnsupportedModel(f"tensor {name[:80]} has {n_dims} dimensions; supported: 1 to {MAX_DIMS}")
+        raise UnsupportedModel(f"tensor {name} has {n_dims} dimensions; supported: 1 to {MAX_DIMS}")
     sizes = [header.u64() for _ in range(n_dims)]
     kind = format_of(header.u32(), name)
     block, block_bytes = GGML_QUANT_SIZES[kind]
     if sizes[0] % block:
-        raise UnsupportedModel(f"tensor {name[:80]}: {sizes[0]} numbers a row are no blocks of {block}")
+        raise UnsupportedModel(f"tensor {name}: {sizes[0]} numbers a row are no blocks of {block}")
     n_bytes = math.prod(sizes) // block * block_bytes
     return Place(kind.name, tuple(reversed(sizes)), n_bytes, header.u64())
 
@@ -189,13 +193,13 @@ def format_of(number: int, name: str) -> "GGMLQuantizationType":
     try:
         return GGMLQuantizationType(number)
     except ValueError:
-        raise UnsupportedModel(f"tensor {name[:80]} is of format {number}, which is unknown here") from None
+        raise UnsupportedModel(f"tensor {name} is of format {number}, which is unknown here") from None
 
 
 def alignment(metadata: dict[str, Any]) -> int:
     n_bytes = metadata.get("general.alignment", ALIGNMENT)
     if not isinstance(n_bytes, int) or n_bytes not in [2**n for n in range(16)]:
-        raise UnsupportedModel(f"general.alignment is {str(n_bytes)[:80]}; supported: powers of 2")
+        raise UnsupportedModel(f"general.alignment is {str(n_bytes)[:80]!r}; supported: powers of 2")
     return n_bytes
 
 
@@ -209,12 +213,12 @@ def located(
     for name, place in places.items():
         if place.offset != expected:
             raise UnsupportedModel(
-                f"tensor {name[:80]} lies at byte {place.offset} of the data; expected: {expected}"
+                f"tensor {name} lies at byte {place.offset} of the data; expected: {expected}"
             )
         begin = start + place.offset
         end = begin + place.n_bytes
         if end > len(data):
-            raise UnsupportedModel(f"tensor {name[:80]} ends at byte {end}; the file has {len(data)}")
+            raise UnsupportedModel(f"tensor {name} ends at byte {end}; the file has {len(data)}")
         tensors[name] = Tensor(place.format, place.shape, data[begin:end])
         expected = -(-(place.offset + place.n_bytes) // step) * step
     return tensors

@@ -27,6 +27,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from functools import cache, lru_cache
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 import numpy as np
@@ -39,16 +40,19 @@ from checkpoint.config import UnsupportedModel
 from checkpoint.gguf_container import Container, Tensor
 
 Metadata = Mapping[str, Any]
-NUMBER = (int, float)
+NUMBER = int | float
 
 
-def entry(metadata: Metadata, name: str, kind: type | tuple[type, ...]) -> Any:
+def entry(metadata: Metadata, name: str, kind: type | UnionType) -> Any:
     """The value of an entry; raises UnsupportedModel where it is missing, or of another type."""
     if name not in metadata:
         raise UnsupportedModel(f"no {name} in the metadata")
     value = metadata[name]
     if not isinstance(value, kind):
-        raise UnsupportedModel(f"{name} is {type(value).__name__} {str(value)[:80]!r}; supported: {kind}")
+        supported = getattr(kind, "__name__", kind)  # a union has no name
+        raise UnsupportedModel(
+            f"{name} is {type(value).__name__} {str(value)[:80]!r}; supported: {supported}"
+        )
     return value
 
 
@@ -77,7 +81,7 @@ def config_json(container: Container) -> dict[str, Any]:
     metadata, tensors = container
     architecture = entry(metadata, "general.architecture", str)
     if architecture not in ARCHITECTURES:
-        raise UnsupportedModel(f"architecture {architecture}; supported: {', '.join(ARCHITECTURES)}")
+        raise UnsupportedModel(f"architecture {architecture[:80]!r}; supported: {', '.join(ARCHITECTURES)}")
     fields: dict[str, Any] = {
         "model_type": architecture,
         "vocab_size": len(entry(metadata, "tokenizer.ggml.tokens", list)),
@@ -89,7 +93,7 @@ def config_json(container: Container) -> dict[str, Any]:
     for suffix in UNSUPPORTED:
         value = metadata.get(f"{architecture}.{suffix}")
         if np.any(value):
-            raise UnsupportedModel(f"{architecture}.{suffix} is {str(value)[:80]}; supported: none")
+            raise UnsupportedModel(f"{architecture}.{suffix} is {str(value)[:80]!r}; supported: none")
     fields["rms_norm_eps"] = float(str(np.float32(fields["rms_norm_eps"])))  # 1e-05, not 9.99999974...e-06
     fields["tie_word_embeddings"] = "output.weight" not in tensors
     fields["attention_bias"] = "blk.0.attn_q.bias" in tensors
@@ -101,7 +105,7 @@ def config_json(container: Container) -> dict[str, Any]:
 def rope_scaling(metadata: Metadata, prefix: str) -> dict[str, Any]:
     kind = metadata.get(f"{prefix}type", "none")
     if kind not in ROPE_SCALINGS:
-        raise UnsupportedModel(f"{prefix}type is {str(kind)[:80]}; supported: {', '.join(ROPE_SCALINGS)}")
+        raise UnsupportedModel(f"{prefix}type is {str(kind)[:80]!r}; supported: {', '.join(ROPE_SCALINGS)}")
     if kind == "none":
         return {}
     scaling: dict[str, Any] = {"rope_type": kind, "factor": entry(metadata, f"{prefix}factor", NUMBER)}
@@ -168,9 +172,9 @@ def tokenizer_json(metadata: Metadata) -> str:
     model = entry(metadata, "tokenizer.ggml.model", str)
     pre = entry(metadata, "tokenizer.ggml.pre", str)
     if model != "gpt2":
-        raise UnsupportedModel(f"tokenizer.ggml.model is {model}; supported: gpt2, byte-level BPE")
+        raise UnsupportedModel(f"tokenizer.ggml.model is {model[:80]!r}; supported: gpt2, byte-level BPE")
     if pre not in PRE_TOKENIZERS:
-        raise UnsupportedModel(f"tokenizer.ggml.pre is {pre}; supported: {', '.join(PRE_TOKENIZERS)}")
+        raise UnsupportedModel(f"tokenizer.ggml.pre is {pre[:80]!r}; supported: {', '.join(PRE_TOKENIZERS)}")
     tokens = entry(metadata, "tokenizer.ggml.tokens", list)
     token_types = entry(metadata, "tokenizer.ggml.token_type", np.ndarray).tolist()
     if len(token_types) != len(tokens):
@@ -238,7 +242,9 @@ def texts_of(container: Container, presets: dict[str, Any]) -> dict[str, str]:
     metadata = container.metadata
     n_files = metadata.get("split.count", 1)
     if n_files != 1:
-        raise UnsupportedModel(f"one of {n_files} files of a model; llama-gguf-split --merge makes one file")
+        raise UnsupportedModel(
+            f"one of {str(n_files)[:20]!r} files of a model; llama-gguf-split --merge makes one file"
+        )
     return {
         "config.json": json.dumps(config_json(container)),
         "generation_config.json": json.dumps(token_ids(metadata) | presets),
@@ -299,7 +305,7 @@ def map_tensors(file: Path) -> dict[str, NDArray[Any] | Blocks]:
                 case ["blk", _, part, _] if part in heads_of:
                     array = restored(array, heads_of[part])
         except UnsupportedModel as error:
-            raise UnsupportedModel(f"{file.resolve()}: tensor {name[:80]} {error}") from None
+            raise UnsupportedModel(f"{file.resolve()}: tensor {name} {error}") from None
         tensors[hugging_face_name(name)] = array
     return tensors
 

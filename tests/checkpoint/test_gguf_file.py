@@ -133,22 +133,22 @@ def test_blocks_without_a_minimum_as_such_with_one() -> None:
 # fmt: off
 #  entry of the metadata                    its value     words of the refusal
 REFUSED: dict[str, tuple[Any, list[str]]] = {
-    "general.architecture":                 ("gemma3",    ["architecture gemma3", "llama, qwen2, qwen3"]),
-    "general.alignment":                    (48,          ["general.alignment is 48", "powers of 2"]),
+    "general.architecture":                 ("gemma3\n",  ["architecture 'gemma3", "llama, qwen2, qwen3"]),
+    "general.alignment":                    (48,          ["general.alignment is '48'", "powers of 2"]),
     "qwen3.block_count":                    (None,        ["no qwen3.block_count"]),
     "qwen3.attention.head_count":           ([4, 4],      ["qwen3.attention.head_count is ndarray"]),
-    "qwen3.embedding_length":               ("128",       ["qwen3.embedding_length is str '128'"]),
+    "qwen3.embedding_length":               ("128",       ["embedding_length is str '128'; supported: int | float"]),
     "tokenizer.ggml.tokens":                (None,        ["no tokenizer.ggml.tokens"]),
     "tokenizer.ggml.token_type":            ([1, 1],      ["2048 tokens and 2 entries of token_type"]),
-    "tokenizer.ggml.model":                 ("llama",     ["tokenizer.ggml.model is llama", "gpt2"]),
-    "tokenizer.ggml.pre":                   ("tekken",    ["tokenizer.ggml.pre is tekken", "smollm"]),
+    "tokenizer.ggml.model":                 ("llama",     ["tokenizer.ggml.model is 'llama'", "gpt2"]),
+    "tokenizer.ggml.pre":                   ("tekken",    ["tokenizer.ggml.pre is 'tekken'", "smollm"]),
     "tokenizer.ggml.merges":                (["a"],       ["tokenizer.ggml.merges", "two texts"]),
     "tokenizer.ggml.bos_token_id":          ("a",         ["tokenizer.ggml.bos_token_id is str 'a'"]),
     "tokenizer.ggml.eos_token_id":          (2048,        ["eos_token_id is 2048; there are 2048 tokens"]),
     "tokenizer.chat_template":              (None,        ["no tokenizer.chat_template"]),
     "qwen3.rope.scaling.type":              ("longrope",  ["longrope", "none, linear, yarn"]),
-    "qwen3.attention.sliding_window":       (512,         ["sliding_window is 512"]),
-    "split.count":                          (2,           ["one of 2 files of a model", "--merge"]),
+    "qwen3.attention.sliding_window":       (512,         ["sliding_window is '512'"]),
+    "split.count":                          (2,           ["one of '2' files of a model", "--merge"]),
 }
 # fmt: on
 
@@ -216,8 +216,9 @@ def test_headers_that_lie(folder: Path) -> None:
         (changed(data, norm + 12, b"\x1a"),         "attn_norm.weight is I32; supported: F32, F16, BF16"),
         (changed(data, end + 20, b"\x63\0\0\0"),    "token_embd.weight is of format 99"),
         (changed(data, end + 24, b"\x20"),          "token_embd.weight lies at byte 32 of the data"),
+        (changed(data, end - 17, b"\n"),            "a tensor is called '\\noken_embd.weight'"),
         (data.replace(b"blk.0.attn_q.w", b"blk.0.attn_v.w"), "tensor blk.0.attn_v.weight is there twice"),
-        (data.replace(b"qwen3.context_length", b"qwen3.rope.freq_base"), "qwen3.rope.freq_base stands twice"),
+        (data.replace(b"qwen3.context_length", b"qwen3.rope.freq_base"), "freq_base' stands twice"),
     ]
     # fmt: on
     for number, (changed_data, words) in enumerate(cases):
