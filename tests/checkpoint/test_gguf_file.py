@@ -137,7 +137,7 @@ REFUSED: dict[str, tuple[Any, list[str]]] = {
     "general.alignment":                    (48,          ["general.alignment is '48'", "powers of 2"]),
     "qwen3.block_count":                    (None,        ["no qwen3.block_count"]),
     "qwen3.attention.head_count":           ([4, 4],      ["qwen3.attention.head_count is ndarray"]),
-    "qwen3.embedding_length":               ("128",       ["embedding_length is str '128'; supported: int | float"]),
+    "qwen3.embedding_length":               ("128",       ["is str '128'; supported: int | float"]),
     "tokenizer.ggml.tokens":                (None,        ["no tokenizer.ggml.tokens"]),
     "tokenizer.ggml.token_type":            ([1, 1],      ["2048 tokens and 2 entries of token_type"]),
     "tokenizer.ggml.model":                 ("llama",     ["tokenizer.ggml.model is 'llama'", "gpt2"]),
