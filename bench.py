@@ -24,6 +24,7 @@ BENCHES = {
     "gpu-parts": "all that a GPU is needed for, in three commands of less than ten minutes",
     "engine-host": "what the host does for a step, with a device that takes no time",
     "parse":  "pieces of output a second, in every dialect",
+    "peers":  "running servers of chat completions beside each other, over HTTP",
     "relay":  "what it costs to ask through --upstream",
     "server": "events/s, latency and memory of many streams",
     "store":  "events kept and read back, and the memory it takes",

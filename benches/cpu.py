@@ -1,11 +1,10 @@
 """Prefill and decoding on the processor, beside others: the same weights, prompts, machine and minutes.
 
-    MEASUREMENTS x contenders --run()--> Speeds --median--> a table in Markdown
+    --weights x MEASUREMENTS x contenders --run()--> Speeds --median--> tables in Markdown
 
-The others are transformers in float32 (https://github.com/huggingface/transformers), which
-`pip install -e '.[parity]'` brings, llama.cpp (https://github.com/ggml-org/llama.cpp) in the format of
---weights, which `pip install xllamacpp` brings, and NumpyOps where devices/cpu.py serves; one that is missing
-is named.
+The others are llama.cpp in the same format (llama_cpp.py), which `pip install xllamacpp` brings, and, for the
+first of the formats, transformers in float32 (https://github.com/huggingface/transformers), which
+`pip install -e '.[parity]'` brings, and NumpyOps where devices/cpu.py serves; one that is missing is named.
 
 Rules of this file:
 1. What is measured is what serves: `engine` is Engine.generate, `forward` is the forward pass and the choice
@@ -16,12 +15,12 @@ Not here: how long an HTTP request takes (server.py).
 """
 
 import argparse
+import math
 import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -32,7 +31,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import threadpoolctl
+from numpy.typing import NDArray
 
+from benches import llama_cpp
 from benches.common import (
     GREEDY,
     MAX_BATCH,
@@ -48,11 +49,13 @@ from benches.common import (
     with_pages,
     write,
 )
+from benches.gpu_checkpoint import SHAPES
+from benches.llama_cpp import Formats
 from checkpoint import hub
 from checkpoint.config import Config, read_config, read_json
 from checkpoint.weights import Weights, read_weights
 from engine import Engine
-from model import Batch, NumpyOps, Span, forward
+from model import Array, Batch, NumpyOps, Span, forward
 from sampling import Context
 from service.loading import cpu_ops, packs
 from service.steps import Steps
@@ -79,12 +82,14 @@ MEASUREMENTS = {
 
 OURS = ("engine", "forward")
 
+AS_IN_FILE = "file"  # as a name of weights
+
 # fmt: off
-#  --weights    llama.cpp's format for the same: of the layers, of the embedding, which is the head too
-PEERS = {
-    "bfloat16": ("F16",  "F16"),
-    "int8":     ("Q8_0", "Q8_0"),
-    "int4":     ("Q4_1", "Q8_0"),
+#  --weights    llama.cpp's formats for the same
+PEERS: dict[str, list[Formats]] = {
+    "bfloat16": [("BF16", "BF16"), ("F16", "F16")],
+    "int8":     [("Q8_0", "Q8_0")],
+    "int4":     [("Q4_1", "Q8_0")],
 }
 # fmt: on
 LLAMA_CPP = "llama.cpp"  # rounds otherwise, so its tokens may be others
@@ -158,102 +163,6 @@ def transformers_model(directory: Path, n_threads: int) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, **where)
 
 
-def llama_cpp_run(server: Any, tokenizer: Tokenizer) -> Run:
-    """The completions of llama.cpp's server, in this process; a thread feeds each of its slots."""
-
-    def one(prompt: list[int], n_new: int) -> list[tuple[float, str]]:
-        pieces: list[tuple[float, str]] = []
-
-        def on_chunk(chunk: Any) -> bool:
-            pieces.append((time.perf_counter(), chunk["choices"][0]["text"]))
-            return False  # go on
-
-        greedy = {"temperature": 0, "samplers": [], "ignore_eos": True, "cache_prompt": False, "stream": True}
-        server.handle_completions({"prompt": prompt, "n_predict": n_new} | greedy, on_chunk)
-        return pieces[:n_new]  # the last chunk has no text, but the reason of the end
-
-    def run(prompts: Prompts, n_new: int) -> Speeds:
-        started = time.perf_counter()
-        with ThreadPoolExecutor(len(prompts)) as pool:
-            sequences = list(pool.map(lambda prompt: one(prompt, n_new), prompts))
-        times = [[t for t, _ in pieces] for pieces in sequences]
-        generated = tokenizer.encode("".join(text for _, text in sequences[0]))
-        return speeds(prompts, started, times, generated)
-
-    return run
-
-
-def llama_cpp_server(
-    directory: Path, config: Config, gguf: Path, max_seq_len: int, n_threads: int, formats: tuple[str, str]
-) -> Any:
-    """Serve the same weights with llama.cpp; None where it is missing, or no Llama is served."""
-    try:
-        import xllamacpp
-    except ImportError as error:
-        print(f"no comparison ({error}): pip install xllamacpp brings llama.cpp", file=sys.stderr)
-        return None
-    if config.model_type != "llama":
-        print(f"no comparison with llama.cpp: written for llama, not {config.model_type}", file=sys.stderr)
-        return None
-    tokenizer = read_json(directory / "tokenizer.json")
-    write_gguf(gguf, config, read_weights(directory, config), tokenizer, formats)
-    params = xllamacpp.CommonParams()
-    params.model.path = str(gguf)
-    params.n_parallel = max(m.batch for m in MEASUREMENTS.values())
-    params.n_ctx = params.n_parallel * max_seq_len
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = n_threads
-    params.cache_ram_mib = 0  # no prompt of an earlier round
-    params.verbosity = 0
-    return xllamacpp.Server(params)
-
-
-def write_gguf(
-    path: Path, c: Config, weights: Weights, tokenizer: dict[str, Any], formats: tuple[str, str]
-) -> None:
-    """Write a GGUF file, whose rotary pairs are adjacent as ours are.
-
-    https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
-    """
-    from gguf import GGMLQuantizationType, GGUFWriter, TokenType, quantize
-
-    writer = GGUFWriter(path, "llama")
-    writer.add_context_length(c.max_seq_len)
-    writer.add_embedding_length(c.dim)
-    writer.add_block_count(c.n_layers)
-    writer.add_feed_forward_length(c.hidden_dim)
-    writer.add_head_count(c.n_heads)
-    writer.add_head_count_kv(c.n_kv_heads)
-    writer.add_rope_dimension_count(c.head_dim)
-    writer.add_rope_freq_base(c.rope.theta)
-    writer.add_layer_norm_rms_eps(c.norm_eps)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    vocabulary = tokenizer["model"]["vocab"]
-    special = {token["content"] for token in tokenizer["added_tokens"]}
-    writer.add_token_list(sorted(vocabulary, key=lambda token: vocabulary[token]))
-    kinds = {token: TokenType.CONTROL if token in special else TokenType.NORMAL for token in vocabulary}
-    writer.add_token_types([kinds[token] for token in sorted(vocabulary, key=lambda t: vocabulary[t])])
-    writer.add_token_merges([" ".join(merge) for merge in tokenizer["model"]["merges"]])
-    tensors = {"token_embd": weights.embed, "output_norm": weights.norm}
-    n_q, n_kv = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
-    for i, layer in enumerate(weights.layers):
-        parts = {"attn_norm": layer.attn_norm, "attn_output": layer.wo, "ffn_norm": layer.mlp_norm}
-        parts["ffn_down"] = layer.w_down
-        parts["ffn_gate"], parts["ffn_up"] = np.split(layer.w_gate_up, 2)
-        parts["attn_q"], parts["attn_k"], parts["attn_v"] = np.split(layer.wqkv, [n_q, n_q + n_kv])
-        tensors |= {f"blk.{i}.{name}": array for name, array in parts.items()}
-    for name, array in tensors.items():
-        if array.ndim == 1:
-            writer.add_tensor(f"{name}.weight", array)
-        else:
-            kind = GGMLQuantizationType[formats[name == "token_embd"]]
-            writer.add_tensor(f"{name}.weight", quantize(array, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
 def run(args: argparse.Namespace) -> None:
     if args.shape:
         from benches import shapes  # needs Numba
@@ -264,59 +173,131 @@ def run(args: argparse.Namespace) -> None:
         write(compare(args, Path(folder)), args.out)
 
 
+class Entrant(NamedTuple):
+    """The model with its weights in one format, ours and llama.cpp's."""
+
+    weights: Weights
+    engine: Engine
+    files: dict[str, Path]  # of llama.cpp, by what it has them in
+    runs: dict[str, Run]  # by contender
+
+
+Entrants = dict[str, Entrant]  # by --weights
+
+
+class Machine(NamedTuple):
+    """What all entrants have in common."""
+
+    directory: Path
+    config: Config
+    tokenizer: Tokenizer
+    ops: type[NumpyOps]
+    max_seq_len: int
+    n_threads: int
+
+
 def compare(args: argparse.Namespace, folder: Path) -> list[str]:
     directory = hub.find(args.model)
     config = read_config(directory)
     tokenizer = Tokenizer(directory / "tokenizer.json")
     max_seq_len = min(config.max_seq_len, 256 + args.new)
-    ops = cpu_ops()
-    weights = read_weights(directory, config, *packs(ops, config, args.weights))
-    formats = PEERS[args.weights or "bfloat16"]
-    engine = Engine(with_pages(ops, config, weights, max_seq_len))
-    forward = forward_run(with_pages(ops, config, weights, max_seq_len))
-    contenders = {"engine": engine_run(engine), "forward": forward}
-    if ops is not NumpyOps:
-        spec = with_pages(NumpyOps, config, read_weights(directory, config), max_seq_len)
-        contenders["forward, NumPy"] = forward_run(spec)
-    if server := llama_cpp_server(
-        directory, config, folder / "made.gguf", max_seq_len, args.threads, formats
-    ):
-        contenders[f"{LLAMA_CPP} {formats[0]}"] = llama_cpp_run(server, tokenizer)
+    machine = Machine(directory, config, tokenizer, cpu_ops(), max_seq_len, args.threads)
+    found = entrants(machine, args.weights, folder)
+    first = next(iter(found.values()))
     if model := transformers_model(directory, args.threads):
         for attention in ("eager", "sdpa"):
-            contenders[f"transformers {attention}"] = transformers_run(model, attention)
-    results = measure(contenders, tokenizer, args.new, args.repeat)
-    engine.close()
-    features = feature_table(ops, config, weights, tokenizer, args)
-    losses: Iterable[str] = ()
+            first.runs[f"transformers {attention}"] = transformers_run(model, attention)
+    results, memory = measure(found, machine, args)
+    report = [*setting(directory.name, args), ""]
+    for name, entrant in found.items():
+        entrant.engine.close()
+        report += [f"Weights: {name}. {entrant.engine.about}.", ""]
+        report += [*table(results[name], list(entrant.runs)), *memory_row(entrant, results[name], memory), ""]
+    report += [*feature_table(machine.ops, config, first.weights, tokenizer, args), ""]
     if args.perplexity:
-        losses = perplexity_table(directory, config, tokenizer)
-    about = f"{directory.name}, {engine.about}"
-    return [*setting(about, args), "", *table(results, list(contenders)), "", *features, "", *losses, ""]
+        report += [*perplexity_table(found, machine), ""]
+    return report
+
+
+def entrants(machine: Machine, names: Sequence[str] | None, folder: Path) -> Entrants:
+    """One a format; by default all that Numba has, but none that is the file's own under another name."""
+    directory, config, tokenizer, ops, max_seq_len, n_threads = machine
+    can_round = hasattr(ops, "pack_as") and not config.experts
+    if names is None:
+        names = [AS_IN_FILE, *PEERS] if can_round else [AS_IN_FILE]
+    has_peer = llama_cpp.is_comparable(config)
+    found: Entrants = {}
+    for name in names:
+        packers = packs(ops, config, None if name == AS_IN_FILE else name)
+        weights = read_weights(directory, config, *packers)
+        engine = Engine(with_pages(ops, config, weights, max_seq_len))
+        if engine.about in [entrant.engine.about for entrant in found.values()]:
+            engine.close()
+            continue
+        forward = forward_run(with_pages(ops, config, weights, max_seq_len))
+        found[name] = Entrant(weights, engine, {}, {"engine": engine_run(engine), "forward": forward})
+        if machine.ops is not NumpyOps and len(found) == 1:
+            spec = with_pages(NumpyOps, config, read_weights(directory, config), max_seq_len)
+            found[name].runs["forward, NumPy"] = forward_run(spec)
+        if has_peer:
+            found[name].files.update(peer_files(machine, name, folder))
+        for peer, file in found[name].files.items():
+            server = llama_cpp.server(file, max_seq_len, n_threads)
+            found[name].runs[f"{LLAMA_CPP} {peer}"] = llama_cpp.completions(server, tokenizer)
+    return found
+
+
+def peer_files(machine: Machine, name: str, folder: Path) -> Iterator[tuple[str, Path]]:
+    """What llama.cpp reads, by format: the file itself, or one that is written from the same weights."""
+    own = machine.directory / "model.gguf"
+    if name == AS_IN_FILE and own.is_file():
+        yield "with the file", own
+        return
+    weights = read_weights(machine.directory, machine.config)
+    tokenizer = read_json(machine.directory / "tokenizer.json")
+    for formats in PEERS.get(name, PEERS["bfloat16"]):
+        file = folder / f"{name}-{formats[0]}.gguf"
+        llama_cpp.write_gguf(file, machine.config, weights, tokenizer, formats)
+        yield formats[0], file
 
 
 Results = dict[str, dict[str, list[Speeds]]]  # measurement -> contender -> a run a round
 
 
-def measure(contenders: dict[str, Run], tokenizer: Tokenizer, n_new: int, repeat: int) -> Results:
-    """Run everything `repeat` times; a round before the first warms up and does not count."""
-    results: Results = {name: {contender: [] for contender in contenders} for name in MEASUREMENTS}
-    for number in range(repeat + 1):
+def measure(
+    found: Entrants, machine: Machine, args: argparse.Namespace
+) -> tuple[dict[str, Results], float | None]:
+    """Run everything `repeat` times; a round before the first warms up and does not count.
+
+    -> the runs by --weights, and the bytes a second of a plain read; None without Numba.
+    """
+    results: dict[str, Results] = {
+        weights: {name: {who: [] for who in entrant.runs} for name in MEASUREMENTS}
+        for weights, entrant in found.items()
+    }
+    memory: list[float] = []
+    for number in range(args.repeat + 1):
         for name, m in MEASUREMENTS.items():
-            for contender, run in contenders.items():
-                result = run(prompts(tokenizer, m.batch, m.n_prompt, number), m.n_new or n_new)
-                if number:
-                    results[name][contender].append(result)
-                speed = f"{m.speed(result):8.1f} tok/s"
-                print(f"round {number}/{repeat}  {name:20} {contender:20} {speed}", file=sys.stderr)
-    return results
+            for weights, entrant in found.items():
+                for who, run in entrant.runs.items():
+                    round_prompts = prompts(machine.tokenizer, m.batch, m.n_prompt, number)
+                    result = run(round_prompts, m.n_new or args.new)
+                    if number:
+                        results[weights][name][who].append(result)
+                    about = f"{weights:8} {name:20} {who:20} {m.speed(result):8.1f} tok/s"
+                    print(f"round {number}/{args.repeat}  {about}", file=sys.stderr)
+        if machine.ops is not NumpyOps:
+            from benches import shapes  # needs Numba
+
+            memory.append(shapes.memory_speed())
+    return results, median(memory[1:]) if memory else None
 
 
-def setting(about: str, args: argparse.Namespace) -> Iterator[str]:
+def setting(model: str, args: argparse.Namespace) -> Iterator[str]:
     """Model, machine and versions, without which no figure means anything."""
     used = [name for name in ("numpy", "numba", "torch", "transformers", "xllamacpp") if name in sys.modules]
     versions = ", ".join(f"{name} {version(name)}" for name in used)
-    yield f"{date.today()}, {about}, {args.new} tokens decoded a sequence,"
+    yield f"{date.today()}, {model}, {args.new} tokens decoded a sequence,"
     yield f"{cpu_name()}, {os.cpu_count()} cores, {args.threads} threads,"
     yield f"Python {platform.python_version()}, {versions}."
 
@@ -324,15 +305,12 @@ def setting(about: str, args: argparse.Namespace) -> Iterator[str]:
 def table(results: Results, contenders: Sequence[str]) -> Iterator[str]:
     """The medians: those of others with the ratio engine / other, then what a batch of 8 brings.
 
-    The last column says whether all contenders in float32 generated the same tokens.
+    The last column says whether all contenders but llama.cpp generated the same tokens.
     """
     n_rounds = len(next(iter(results.values()))[contenders[0]])
     yield f"| tokens/s, median of {n_rounds} (engine / it) | {' | '.join(contenders)} | same tokens |"
     yield "|---" * (len(contenders) + 2) + "|"
-    medians = {
-        name: {who: median(map(MEASUREMENTS[name].speed, runs[who])) for who in contenders}
-        for name, runs in results.items()
-    }
+    medians = {name: medians_of(name, runs) for name, runs in results.items()}
     for name, values in medians.items():
         ours = values[OURS[0]]
         cells: list[str] = []
@@ -347,6 +325,24 @@ def table(results: Results, contenders: Sequence[str]) -> Iterator[str]:
     one = medians["decode, batch 1"]
     eight = medians["decode, batch 8"]
     yield f"| batch 8 / batch 1 | {' | '.join(f'{eight[who] / one[who]:.2f}' for who in contenders)} | |"
+
+
+def medians_of(measurement: str, runs: dict[str, list[Speeds]]) -> dict[str, float]:
+    speed = MEASUREMENTS[measurement].speed
+    return {who: median(map(speed, speeds)) for who, speeds in runs.items()}
+
+
+def memory_row(entrant: Entrant, results: Results, memory: float | None) -> Iterator[str]:
+    """What share of the memory's speed the weights come at; above 1 where a cache holds some of them."""
+    if memory is None:
+        return
+    weights = entrant.weights
+    n_bytes = weights.nbytes
+    if weights.embed is not weights.head:
+        n_bytes -= weights.embed.nbytes
+    one = medians_of("decode, batch 1", results["decode, batch 1"])
+    cells = [f"{one[who] * n_bytes / memory:.0%}" if who in OURS else "" for who in entrant.runs]
+    yield f"| batch 1, of {memory / 1e9:.1f} GB/s that are read | {' | '.join(cells)} | |"
 
 
 # --- what only this engine does -----------------------------------------------------------------------------
@@ -402,45 +398,73 @@ def feature_table(
 # --- what rounding the weights costs ------------------------------------------------------------------------
 
 N_TEXT = 4096  # tokens
+WINDOW = 512  # of them that see each other, as in llama.cpp's own measurement
+CHUNK = 128  # rows that are computed together
+
+Losses = NDArray[np.float64]  # -log p of each token but the first of each window
 
 
-def perplexity(ops: NumpyOps, weights: Weights, token_ids: Sequence[int]) -> float:
-    """exp of the mean of -log p over the tokens of a text, each after all before it."""
-    losses: list[float] = []
-    for start in range(0, len(token_ids), 128):
-        part = token_ids[start : start + 128]
-        span = Span(0, range(ops.n_pages), part, start, len(part), is_chunk=True)
-        logits = forward(ops, weights, Batch([span])).astype(np.float64)
-        targets = token_ids[start + 1 : start + len(part) + 1]
-        for row, target in zip(logits, targets, strict=False):  # nothing comes after the last
-            largest = row.max()
-            losses.append(largest + np.log(np.exp(row - largest).sum()) - row[target])
-    return float(np.exp(np.mean(losses)))
+def window_losses(logits: Array, token_ids: Sequence[int]) -> Losses:
+    """logits (n, vocab_size) behind each of the token ids, or of their first n."""
+    targets = token_ids[1 : len(logits) + 1]
+    rows = logits[: len(targets)]
+    largest = rows.max(axis=1)
+    sums = np.exp(rows - largest[:, None]).sum(axis=1, dtype=np.float64)
+    losses: Losses = largest + np.log(sums) - rows[np.arange(len(rows)), targets]
+    return losses
 
 
-def perplexity_table(directory: Path, config: Config, tokenizer: Tokenizer) -> Iterator[str]:
-    """Of the language reference that comes with Python."""
-    ops = cpu_ops()
-    if ops is NumpyOps:
-        return
+def our_losses(ops: NumpyOps, weights: Weights, windows: Sequence[Sequence[int]]) -> Losses:
+    parts: list[Losses] = []
+    for window in windows:
+        for start in range(0, len(window), CHUNK):
+            chunk = window[start : start + CHUNK]
+            span = Span(0, range(ops.n_pages), chunk, start, len(chunk), is_chunk=True)
+            logits = forward(ops, weights, Batch([span]))
+            parts.append(window_losses(logits, window[start : start + CHUNK + 1]))
+    return np.concatenate(parts)
+
+
+def perplexity_table(found: Entrants, machine: Machine) -> Iterator[str]:
+    """Of the language reference that comes with Python: exp of the mean loss, and how far from the first."""
     text = "\n".join(topics.values())[: 20 * N_TEXT]
-    token_ids = tokenizer.encode(text)[: min(N_TEXT, config.max_seq_len)]
-    yield f"| perplexity of {len(token_ids)} tokens | as in the file | {' | '.join(PEERS)} |"
-    yield "|---" * (2 + len(PEERS)) + "|"
-    cells: list[str] = []
-    for name in (None, *PEERS):
-        weights = read_weights(directory, config, *packs(ops, config, name))
-        cells.append(f"{perplexity(with_pages(ops, config, weights, N_TEXT), weights, token_ids):.4f}")
-    yield f"| {directory.name} | {' | '.join(cells)} |"
+    token_ids = machine.tokenizer.encode(text)[:N_TEXT]
+    windows = [token_ids[start : start + WINDOW] for start in range(0, len(token_ids), WINDOW)]
+    base: Losses | None = None
+    yield f"| perplexity of {len(token_ids)} tokens in windows of {WINDOW} | ours | {LLAMA_CPP} |"
+    yield "|---|---|---|"
+    for name, entrant in found.items():
+        ops = with_pages(machine.ops, machine.config, entrant.weights, WINDOW)
+        losses = our_losses(ops, entrant.weights, windows)
+        if base is None:
+            base = losses
+        theirs: list[str] = []
+        for peer, file in entrant.files.items():
+            of_file = llama_cpp.losses(
+                file, windows, machine.n_threads, machine.config.vocab_size, window_losses
+            )
+            theirs.append(f"{peer} {perplexity(of_file, base)}")
+        yield f"| {name} | {perplexity(losses, base)} | {', '.join(theirs)} |"
+
+
+def perplexity(losses: Losses, base: Losses) -> str:
+    """With the difference from the base in percent, and its standard error."""
+    difference = losses - base
+    error = difference.std() / math.sqrt(len(losses))
+    value = f"{math.exp(losses.mean()):.3f}"
+    if not difference.any():
+        return value
+    return f"{value} ({100 * math.expm1(difference.mean()):+.2f} ± {100 * error:.2f} %)"
 
 
 def options(add: argparse.ArgumentParser) -> None:
     model_option(add)
     repeat_option(add)
-    add.add_argument("--weights", choices=PEERS, help="as of server.py; llama.cpp gets the like")
-    add.add_argument("--perplexity", action="store_true", help="what each of --weights loses; minutes")
-    shapes = "gpt-oss-20b or qwen3-30b-a3b: random weights of that shape, with as many layers as memory holds"
-    add.add_argument("--shape", choices=("gpt-oss-20b", "qwen3-30b-a3b"), metavar="NAME", help=shapes)
+    formats = "as of server.py, or file: as in the file; llama.cpp gets the like (default: all, in turns)"
+    add.add_argument("--weights", nargs="+", choices=(AS_IN_FILE, *PEERS), metavar="NAME", help=formats)
+    add.add_argument("--perplexity", action="store_true", help="what each of them loses; minutes")
+    shapes = f"{', '.join(SHAPES)}: random weights of that shape, with as many layers as memory holds"
+    add.add_argument("--shape", nargs="+", choices=SHAPES, metavar="NAME", help=shapes)
     add.add_argument(
         "--memory", type=float, default=0, metavar="GB", help="of --shape (default: 3/4 of the free)"
     )

@@ -31,7 +31,7 @@ MXFP4_SCALE = 121  # of a block: its numbers are some 2^-5
 
 # fmt: off
 #  shape            its config.json, as the model of that name has it; else it is the family's default
-MIXTURES: dict[str, dict[str, Any]] = {
+SHAPES: dict[str, dict[str, Any]] = {
     "gpt-oss-20b": {
         "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"],
         "vocab_size": 201_088, "hidden_size": 2880, "intermediate_size": 2880,
@@ -42,8 +42,6 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 6144,
         "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
         "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True},
-}
-SHAPES = MIXTURES | {
     "qwen3-0.6b":   {
         "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"],
         "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,

@@ -25,15 +25,15 @@ import numpy as np
 from numba import njit, prange
 
 from benches.common import GREEDY, cpu_name
-from benches.gpu_checkpoint import MIXTURES, read_bytes
+from benches.gpu_checkpoint import SHAPES, read_bytes
 from checkpoint.config import Config, parse_config
-from checkpoint.weights import Layer, Matrix, Mxfp4, Weights, n_weight_bytes
-from devices.experts import ExpertOps, pack
+from checkpoint.weights import Layer, Matrix, Mxfp4, Packer, Weights, n_weight_bytes
+from devices.cpu import WEIGHTS
+from devices.experts import ExpertOps
 from model import PAGE, Span
 from sampling import Context
-from service.loading import free_memory
+from service.loading import free_memory, packs
 
-SHAPES = MIXTURES
 N_CONTEXT = 256  # tokens of a sequence
 BATCHES = (1, 8)
 BLOCK = 2**22  # random numbers, which matrices are filled with again and again
@@ -52,8 +52,8 @@ def cut(shape: dict[str, Any], room: int) -> Config:
     raise SystemExit(f"a layer and the head take {n_weight_bytes(config) / 1e9:.1f} GB; give more --memory")
 
 
-def random_weights(config: Config) -> Weights:
-    """Each matrix as ExpertOps keep it."""
+def random_weights(config: Config, pack: Packer, pack_outer: Packer) -> Weights:
+    """Each matrix as ExpertOps keep it; the packers are for those of layers, and for embedding and head."""
     rng = np.random.default_rng(0)
     noise = rng.standard_normal(BLOCK, np.float32)
     noise.view(np.uint32)[...] &= 0xFFFF0000  # bfloat16
@@ -70,7 +70,6 @@ def random_weights(config: Config) -> Weights:
 
     c = config
     experts = c.experts
-    assert experts is not None
     n_q = c.n_heads * c.head_dim
     n_qkv = n_q + 2 * c.n_kv_heads * c.head_dim
     layers: list[Layer] = []
@@ -80,17 +79,28 @@ def random_weights(config: Config) -> Weights:
             wqkv=pack(array(n_qkv, c.dim)),
             wo=pack(array(c.dim, n_q)),
             mlp_norm=np.ones(c.dim, np.float32),
-            w_gate_up=experts_of(experts.n, 2 * experts.hidden_dim, c.dim),
-            w_down=experts_of(experts.n, c.dim, experts.hidden_dim),
-            router=pack(array(experts.n, c.dim)),
+            w_gate_up=None,
+            w_down=None,
         )
+        if experts:
+            layer.w_gate_up = experts_of(experts.n, 2 * experts.hidden_dim, c.dim)
+            layer.w_down = experts_of(experts.n, c.dim, experts.hidden_dim)
+            layer.router = pack(array(experts.n, c.dim))
+        else:
+            layer.w_gate_up = pack(array(2 * c.hidden_dim, c.dim))
+            layer.w_down = pack(array(c.dim, c.hidden_dim))
         if c.sinks:
             layer.sinks = np.zeros(c.n_heads, np.float32)
         if c.qk_norm:
             layer.q_norm = layer.k_norm = np.ones(c.head_dim, np.float32)
+        if c.qkv_bias:
+            layer.bqkv = np.zeros(n_qkv, np.float32)
         layers.append(layer)
-    embed = pack(array(c.vocab_size, c.dim))
-    return Weights(embed, layers, np.ones(c.dim, np.float32), pack(array(c.vocab_size, c.dim)))
+    embed = pack_outer(array(c.vocab_size, c.dim))
+    head = embed
+    if not c.tied:
+        head = pack_outer(array(c.vocab_size, c.dim))
+    return Weights(embed, layers, np.ones(c.dim, np.float32), head)
 
 
 # --- the measurements ---------------------------------------------------------------------------------------
@@ -143,25 +153,38 @@ def measure(ops: ExpertOps, n_new: int, repeat: int) -> Iterator[Speed]:
 
 
 def report(args: argparse.Namespace) -> Iterator[str]:
+    for name in args.shape:
+        formats: list[str | None] = [None]  # as the file has them, which is all that experts can be in
+        if parse_config(SHAPES[name], {}).experts is None:
+            formats = args.weights or list(WEIGHTS)
+        for weights_format in formats:
+            yield from report_of(name, weights_format, args)
+
+
+def report_of(name: str, weights_format: str | None, args: argparse.Namespace) -> Iterator[str]:
     numba.set_num_threads(args.threads)
-    config = cut(SHAPES[args.shape], int(args.memory * 1e9) or free_memory() * 3 // 4)
-    whole = parse_config(SHAPES[args.shape], {})
+    config = cut(SHAPES[name], int(args.memory * 1e9) or free_memory() * 3 // 4)
+    whole = parse_config(SHAPES[name], {})
     n_pages = max(BATCHES) * N_CONTEXT // PAGE
-    ops = ExpertOps(config, random_weights(config), N_CONTEXT, n_pages, max(BATCHES))
+    packers = packs(ExpertOps, config, weights_format)
+    weights = random_weights(config, packers[0], packers[-1])
+    ops = ExpertOps(config, weights, N_CONTEXT, n_pages, max(BATCHES))
     speeds = list(measure(ops, min(args.new, N_CONTEXT), args.repeat))
     memory = median(speed.memory for speed in speeds)
-    read = read_bytes(config, 1)
-    of_whole = read_bytes(whole, 1)
-    yield f"{date.today()}, {args.shape} with random weights, {config.n_layers} of {whole.n_layers} layers, "
+    size, read = n_weight_bytes(config), read_bytes(config, 1)
+    scale = n_weight_bytes(whole) / size, read_bytes(whole, 1) / read
+    if config.experts is None:
+        size = read = weights.nbytes  # all of it, for the head is tied
+    yield f"{date.today()}, {name} with random weights, {config.n_layers} of {whole.n_layers} layers, "
     yield f"{ops.about}; {cpu_name()}, {os.cpu_count()} cores, {args.threads} threads."
     yield ""
     yield f"| median of {args.repeat} | {config.n_layers} layers | the whole model |"
     yield "|---|---|---|"
-    yield f"| weights | {n_weight_bytes(config) / 1e9:.2f} GB | {n_weight_bytes(whole) / 1e9:.2f} GB |"
-    yield f"| read a token | {read / 1e9:.3f} GB | {of_whole / 1e9:.3f} GB |"
+    yield f"| weights | {size / 1e9:.2f} GB | {size * scale[0] / 1e9:.2f} GB |"
+    yield f"| read a token | {read / 1e9:.3f} GB | {read * scale[1] / 1e9:.3f} GB |"
     for batch in BATCHES:
         tokens = median(speed.tokens[batch] for speed in speeds)
-        follows = f"{tokens * read / of_whole:.1f} tokens/s" if batch == 1 else ""
+        follows = f"{tokens / scale[1]:.1f} tokens/s" if batch == 1 else ""
         yield f"| decode, batch {batch} | {tokens:.1f} tokens/s | {follows} |"
     share = median(speed.tokens[1] * read / speed.memory for speed in speeds)
     yield f"| memory read | {memory / 1e9:.1f} GB/s | |"

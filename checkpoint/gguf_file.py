@@ -8,16 +8,16 @@ weights are read from the file itself.
 
 Authority: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md for the names of the metadata; for the
 names and the order of rows of the tensors, llama.cpp's gguf-py/gguf/tensor_mapping.py and
-convert_hf_to_gguf.py (https://github.com/ggml-org/llama.cpp); the `gguf` package reads the container.
+convert_hf_to_gguf.py (https://github.com/ggml-org/llama.cpp).
 
 Rules of this file:
   * Nothing is guessed: an architecture, a block format or a tokenizer that is not in a table is refused by
-    name, with UnsupportedModel.
+    name, with UnsupportedModel. An entry of the metadata that has another type is refused as well.
   * What a file says of its tokenizer is its model and the name of a pre-tokenizer; PRE_TOKENIZERS says what
     each of them is in the model's own tokenizer.json.
 
-Not here: what blocks hold (blocks.py), which tensors a model has (weights.py), where a file comes from
-(hub.py, default_model.py).
+Not here: the container (gguf_container.py), what blocks hold (blocks.py), which tensors a model has
+(weights.py), where a file comes from (hub.py, default_model.py).
 """
 
 import atexit
@@ -27,19 +27,34 @@ import tempfile
 from collections.abc import Callable, Mapping
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import UnionType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from checkpoint.blocks import Blocks
+from checkpoint import gguf_container
+from checkpoint.blocks import Blocks, kind
 from checkpoint.config import UnsupportedModel
-
-if TYPE_CHECKING:
-    from gguf import GGUFReader
+from checkpoint.gguf_container import Container, Tensor
 
 Metadata = Mapping[str, Any]
+NUMBER = int | float
+
+
+def entry(metadata: Metadata, name: str, kind: type | UnionType) -> Any:
+    """The value of an entry; raises UnsupportedModel where it is missing, or of another type."""
+    if name not in metadata:
+        raise UnsupportedModel(f"no {name} in the metadata")
+    value = metadata[name]
+    if not isinstance(value, kind):
+        supported = getattr(kind, "__name__", kind)  # a union has no name
+        raise UnsupportedModel(
+            f"{name} is {type(value).__name__} {str(value)[:80]!r}; supported: {supported}"
+        )
+    return value
+
 
 # --- config.json --------------------------------------------------------------------------------------------
 
@@ -58,28 +73,27 @@ CONFIG_FIELDS = {
     "rope_theta": "rope.freq_base",
 }
 OPTIONAL_FIELDS = {"num_key_value_heads", "head_dim", "rope_theta"}
-UNSUPPORTED = ("attention.sliding_window", "expert_count")  # metadata that would change the forward pass
+UNSUPPORTED = ("attention.sliding_window", "expert_count")  # entries that would change the forward pass
 ROPE_SCALINGS = ("none", "linear", "yarn")
 
 
-def config_json(metadata: Metadata, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    architecture = metadata.get("general.architecture")
+def config_json(container: Container) -> dict[str, Any]:
+    metadata, tensors = container
+    architecture = entry(metadata, "general.architecture", str)
     if architecture not in ARCHITECTURES:
-        raise UnsupportedModel(f"architecture {architecture}; supported: {', '.join(ARCHITECTURES)}")
+        raise UnsupportedModel(f"architecture {architecture[:80]!r}; supported: {', '.join(ARCHITECTURES)}")
     fields: dict[str, Any] = {
         "model_type": architecture,
-        "vocab_size": len(metadata["tokenizer.ggml.tokens"]),
+        "vocab_size": len(entry(metadata, "tokenizer.ggml.tokens", list)),
     }
-    for name, key in CONFIG_FIELDS.items():
-        value = metadata.get(f"{architecture}.{key}")
-        if value is not None:
-            fields[name] = value
-        elif name not in OPTIONAL_FIELDS:
-            raise UnsupportedModel(f"no {architecture}.{key} in the metadata")
-    for key in UNSUPPORTED:
-        value = metadata.get(f"{architecture}.{key}")
-        if value:
-            raise UnsupportedModel(f"{architecture}.{key} is {value}; supported: none")
+    for name, suffix in CONFIG_FIELDS.items():
+        key = f"{architecture}.{suffix}"
+        if key in metadata or name not in OPTIONAL_FIELDS:
+            fields[name] = entry(metadata, key, NUMBER)
+    for suffix in UNSUPPORTED:
+        value = metadata.get(f"{architecture}.{suffix}")
+        if np.any(value):
+            raise UnsupportedModel(f"{architecture}.{suffix} is {str(value)[:80]!r}; supported: none")
     fields["rms_norm_eps"] = float(str(np.float32(fields["rms_norm_eps"])))  # 1e-05, not 9.99999974...e-06
     fields["tie_word_embeddings"] = "output.weight" not in tensors
     fields["attention_bias"] = "blk.0.attn_q.bias" in tensors
@@ -91,26 +105,34 @@ def config_json(metadata: Metadata, tensors: Mapping[str, Any]) -> dict[str, Any
 def rope_scaling(metadata: Metadata, prefix: str) -> dict[str, Any]:
     kind = metadata.get(f"{prefix}type", "none")
     if kind not in ROPE_SCALINGS:
-        raise UnsupportedModel(f"{prefix}type is {kind}; supported: {', '.join(ROPE_SCALINGS)}")
+        raise UnsupportedModel(f"{prefix}type is {str(kind)[:80]!r}; supported: {', '.join(ROPE_SCALINGS)}")
     if kind == "none":
         return {}
-    scaling: dict[str, Any] = {"rope_type": kind, "factor": metadata[f"{prefix}factor"]}
-    original = metadata.get(f"{prefix}original_context_length")
-    if original is not None:
-        scaling["original_max_position_embeddings"] = original
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": entry(metadata, f"{prefix}factor", NUMBER)}
+    original = f"{prefix}original_context_length"
+    if original in metadata:
+        scaling["original_max_position_embeddings"] = entry(metadata, original, NUMBER)
     return {"rope_scaling": scaling}
+
+
+def token_id(metadata: Metadata, name: str) -> int | None:
+    """The id of a special token; None where the file names none."""
+    key = f"tokenizer.ggml.{name}_token_id"
+    if key not in metadata:
+        return None
+    number: int = entry(metadata, key, int)
+    n_tokens = len(entry(metadata, "tokenizer.ggml.tokens", list))
+    if number >= n_tokens:
+        raise UnsupportedModel(f"{key} is {number}; there are {n_tokens} tokens")
+    return number
 
 
 def token_ids(metadata: Metadata) -> dict[str, Any]:
     """The ids of config.json and generation_config.json; an answer ends at eos, or eot if there is one."""
-    found: dict[str, Any] = {}
-    for name, key in (("bos_token_id", "bos"), ("pad_token_id", "padding")):
-        value = metadata.get(f"tokenizer.ggml.{key}_token_id")
-        if value is not None:
-            found[name] = value
-    ends = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot")]
-    found["eos_token_id"] = sorted({token_id for token_id in ends if token_id is not None})
-    return found
+    ids = {"bos_token_id": token_id(metadata, "bos"), "pad_token_id": token_id(metadata, "padding")}
+    named: dict[str, Any] = {name: number for name, number in ids.items() if number is not None}
+    ends = [token_id(metadata, "eos"), token_id(metadata, "eot")]
+    return named | {"eos_token_id": sorted({number for number in ends if number is not None})}
 
 
 # --- tokenizer.json -----------------------------------------------------------------------------------------
@@ -147,26 +169,31 @@ IGNORE_MERGES = ("llama-bpe",)  # a word that is a token is that token
 
 
 def tokenizer_json(metadata: Metadata) -> str:
-    model = metadata.get("tokenizer.ggml.model")
-    pre = metadata.get("tokenizer.ggml.pre")
+    model = entry(metadata, "tokenizer.ggml.model", str)
+    pre = entry(metadata, "tokenizer.ggml.pre", str)
     if model != "gpt2":
-        raise UnsupportedModel(f"tokenizer.ggml.model is {model}; supported: gpt2, byte-level BPE")
+        raise UnsupportedModel(f"tokenizer.ggml.model is {model[:80]!r}; supported: gpt2, byte-level BPE")
     if pre not in PRE_TOKENIZERS:
-        raise UnsupportedModel(f"tokenizer.ggml.pre is {pre}; supported: {', '.join(PRE_TOKENIZERS)}")
-    kinds = metadata["tokenizer.ggml.token_type"]
+        raise UnsupportedModel(f"tokenizer.ggml.pre is {pre[:80]!r}; supported: {', '.join(PRE_TOKENIZERS)}")
+    tokens = entry(metadata, "tokenizer.ggml.tokens", list)
+    token_types = entry(metadata, "tokenizer.ggml.token_type", np.ndarray).tolist()
+    if len(token_types) != len(tokens):
+        raise UnsupportedModel(f"{len(tokens)} tokens and {len(token_types)} entries of token_type")
     vocabulary: dict[str, int] = {}
     added: list[AddedToken] = []
-    for token_id, (token, kind) in enumerate(zip(metadata["tokenizer.ggml.tokens"], kinds, strict=True)):
-        if kind == UNUSED:
+    for number, (token, token_type) in enumerate(zip(tokens, token_types, strict=True)):
+        if token_type == UNUSED:
             continue
-        vocabulary[token] = token_id
-        if kind in (CONTROL, USER_DEFINED):
-            added.append(AddedToken(token, special=kind == CONTROL, normalized=False))
-    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+        vocabulary[token] = number
+        if token_type in (CONTROL, USER_DEFINED):
+            added.append(AddedToken(token, special=token_type == CONTROL, normalized=False))
+    merges = [tuple(merge.split(" ")) for merge in entry(metadata, "tokenizer.ggml.merges", list)]
+    if any(len(merge) != 2 for merge in merges):
+        raise UnsupportedModel("tokenizer.ggml.merges: supported: two texts with a space between them")
     try:
         tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in IGNORE_MERGES))
     except Exception as error:  # the library raises nothing more precise
-        raise UnsupportedModel(f"its tokenizer: {error}") from None
+        raise UnsupportedModel(f"its tokenizer: {str(error).splitlines()[0]}") from None
     if pre in COMPOSES:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = PRE_TOKENIZERS[pre]
@@ -178,12 +205,11 @@ def tokenizer_json(metadata: Metadata) -> str:
 
 def tokenizer_config(metadata: Metadata) -> dict[str, Any]:
     """The tokens that a chat template may name."""
-    tokens = metadata["tokenizer.ggml.tokens"]
     config: dict[str, Any] = {"clean_up_tokenization_spaces": False}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
-        if token_id is not None:
-            config[f"{name}_token"] = tokens[token_id]
+        number = token_id(metadata, key)
+        if number is not None:
+            config[f"{name}_token"] = metadata["tokenizer.ggml.tokens"][number]
     return config
 
 
@@ -201,38 +227,37 @@ def as_directory(file: Path, presets: str = "{}") -> Path:
     directory = root / file.stem
     directory.mkdir()
     (directory / "model.gguf").symlink_to(file.absolute())
-    reader = read(directory / "model.gguf")
+    container = read(directory / "model.gguf")
     try:
-        metadata = {name: field.contents() for name, field in reader.fields.items()}
-        tensors = {tensor.name: tensor for tensor in reader.tensors}
-        texts = {
-            "config.json": json.dumps(config_json(metadata, tensors)),
-            "generation_config.json": json.dumps(token_ids(metadata) | json.loads(presets)),
-            "tokenizer.json": tokenizer_json(metadata),
-            "tokenizer_config.json": json.dumps(tokenizer_config(metadata)),
-        }
-        if "tokenizer.chat_template" in metadata:
-            texts["chat_template.jinja"] = metadata["tokenizer.chat_template"]
+        texts = texts_of(container, json.loads(presets))
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{file}: {error}") from None
-    except KeyError as error:
-        raise UnsupportedModel(f"{file}: no {error} in the metadata") from None
     for name, text in texts.items():
         (directory / name).write_text(text, encoding="utf-8")
     return directory
 
 
-@lru_cache(maxsize=1)
-def read(file: Path) -> "GGUFReader":
-    """The container; read by as_directory(), and once more by nobody: map_tensors() comes next."""
-    from gguf import GGUFReader
+def texts_of(container: Container, presets: dict[str, Any]) -> dict[str, str]:
+    """The files of a model's directory by name, all but the weights."""
+    metadata = container.metadata
+    n_files = metadata.get("split.count", 1)
+    if n_files != 1:
+        raise UnsupportedModel(
+            f"one of {str(n_files)[:20]!r} files of a model; llama-gguf-split --merge makes one file"
+        )
+    return {
+        "config.json": json.dumps(config_json(container)),
+        "generation_config.json": json.dumps(token_ids(metadata) | presets),
+        "tokenizer.json": tokenizer_json(metadata),
+        "tokenizer_config.json": json.dumps(tokenizer_config(metadata)),
+        "chat_template.jinja": entry(metadata, "tokenizer.chat_template", str),
+    }
 
-    try:
-        return GGUFReader(file)
-    except Exception as error:  # what its parser stumbles over in a file that is cut, or none
-        reason = str(error).split("\n")[0]
-        name = file.resolve()
-        raise UnsupportedModel(f"{name} is no GGUF file, or cut: {type(error).__name__}: {reason}") from None
+
+@lru_cache(maxsize=1)
+def read(file: Path) -> Container:
+    """The container, which as_directory() reads, and map_tensors() next."""
+    return gguf_container.read(file)
 
 
 # --- tensors ------------------------------------------------------------------------------------------------
@@ -264,35 +289,39 @@ BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 
 def map_tensors(file: Path) -> dict[str, NDArray[Any] | Blocks]:
     """All tensors by Hugging Face's names, with their rows in its order, as views of the file."""
-    reader = read(file)
+    metadata, places = read(file)
     read.cache_clear()  # its lists of strings are large, and of no more use
-    metadata = {name: field.contents() for name, field in reader.fields.items() if "tokenizer" not in name}
+    architecture = metadata["general.architecture"]
     restored: Callable[[Any, int], Any] = rows_in_order
-    if metadata["general.architecture"] == "llama":
+    if architecture == "llama":
         restored = halves_first
-    n_heads = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
+    n_heads = metadata[f"{architecture}.attention.head_count"]
+    heads_of = {"attn_q": n_heads, "attn_k": metadata.get(f"{architecture}.attention.head_count_kv", n_heads)}
     tensors: dict[str, NDArray[Any] | Blocks] = {}
-    for tensor in reader.tensors:
-        part = tensor.name.split(".")[-2]
-        array = tensor_of(tensor)
-        if part in n_heads:
-            array = restored(array, metadata[f"{metadata['general.architecture']}.{n_heads[part]}"])
-        tensors[hugging_face_name(tensor.name)] = array
+    for name, tensor in places.items():
+        try:
+            array = tensor_of(tensor)
+            match name.split("."):
+                case ["blk", _, part, _] if part in heads_of:
+                    array = restored(array, heads_of[part])
+        except UnsupportedModel as error:
+            raise UnsupportedModel(f"{file.resolve()}: tensor {name} {error}") from None
+        tensors[hugging_face_name(name)] = array
     return tensors
 
 
-def tensor_of(tensor: Any) -> NDArray[Any] | Blocks:
+def tensor_of(tensor: Tensor) -> NDArray[Any] | Blocks:
     from gguf import GGML_QUANT_SIZES
 
-    name = tensor.tensor_type.name
-    shape = [int(size) for size in reversed(tensor.shape)]  # GGUF lists the innermost first
-    data = tensor.data.view(np.ndarray)
-    if name in FLOATS:
-        return np.ascontiguousarray(data).view(FLOATS[name]).reshape(shape)
-    if name not in BLOCKS:
-        raise UnsupportedModel(f"tensor {tensor.name} is {name}; supported: {', '.join([*FLOATS, *BLOCKS])}")
-    _, block_bytes = GGML_QUANT_SIZES[tensor.tensor_type]
-    return Blocks(name, data.reshape(shape[0], -1, block_bytes))
+    if tensor.format in FLOATS:
+        return tensor.data.view(FLOATS[tensor.format]).reshape(tensor.shape)
+    if tensor.format not in BLOCKS:
+        supported = ", ".join([*FLOATS, *BLOCKS])
+        raise UnsupportedModel(f"is {tensor.format}; supported: {supported}")
+    if len(tensor.shape) != 2:
+        raise UnsupportedModel(f"is {tensor.format}, {tensor.shape}; blocks are supported in matrices")
+    _, block_bytes = GGML_QUANT_SIZES[kind(tensor.format)]
+    return Blocks(tensor.format, tensor.data.reshape(tensor.shape[0], -1, block_bytes))
 
 
 def rows_in_order(tensor: NDArray[Any] | Blocks, n_heads: int) -> NDArray[Any] | Blocks:
@@ -305,6 +334,8 @@ def halves_first(tensor: NDArray[Any] | Blocks, n_heads: int) -> NDArray[Any] | 
     Hugging Face's `rotate_half` expects (half, pair). convert_hf_to_gguf.py, LlamaModel.permute
     """
     rows = tensor.data if isinstance(tensor, Blocks) else tensor
+    if len(rows) % (2 * n_heads):
+        raise UnsupportedModel(f"has {len(rows)} rows for {n_heads} heads")
     pairs = rows.reshape(n_heads, -1, 2, *rows.shape[1:])
     rows = pairs.swapaxes(1, 2).reshape(rows.shape)
     if isinstance(tensor, Blocks):

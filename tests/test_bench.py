@@ -15,24 +15,51 @@ from checkpoint.config import parse_config, read_config
 from checkpoint.weights import n_params, n_weight_bytes, read_weights
 from dialects.families import DIALECTS
 from engine import Engine
-from helpers.serving import ROOT, TINY
-from model import NumpyOps
+from helpers.serving import ROOT, TINY, serve
+from model import Batch, NumpyOps, Span, forward
 from tokenizer import Tokenizer
 
 
 def test_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "transformers_model", lambda *_: None)  # gigabytes, where it is installed
+    monkeypatch.setattr(cpu, "N_TEXT", 600)
     out = tmp_path / "results" / "cpu.md"
-    flags = ["--model", str(TINY), "--repeat", "2", "--new", "3", "--threads", "1", "--out", str(out)]
+    flags = [
+        "--model",
+        str(TINY),
+        "--repeat",
+        "2",
+        "--new",
+        "3",
+        "--threads",
+        "1",
+        "--perplexity",
+        "--out",
+        str(out),
+    ]
     assert bench.main(["cpu", *flags]) == 0
     printed = capsys.readouterr()
     assert printed.out == out.read_text(encoding="utf-8")
-    assert re.search("^[\\d-]+, tiny, (NumPy|Numba), .* of weights", printed.out)
-    contenders = ["engine", "forward"] + ["forward, NumPy"] * ("numba" in sys.modules)
-    assert f"| tokens/s, median of 2 (engine / it) | {' | '.join(contenders)} |" in printed.out
-    for name in [*cpu.MEASUREMENTS, "batch 8 / batch 1"]:
-        cells = r" \| [\d.]+( \([\d.]+\))?" * len(contenders)
-        assert re.search(rf"^\| {name}{cells} \|", printed.out, re.MULTILINE)
+    assert re.search("^[\\d-]+, tiny, 3 tokens decoded a sequence,", printed.out)
+    formats = re.findall("^Weights: (.*?)[.] (NumPy|Numba), .* of weights", printed.out, re.MULTILINE)
+    has_numba = "numba" in sys.modules
+    names = ["file", *["int8", "int4"] * has_numba]  # the file has bfloat16
+    assert [name for name, _ in formats] == names
+    n_contenders = 0
+    for name in names:
+        contenders = ["engine", "forward"] + ["forward, NumPy"] * (has_numba and name == "file")
+        n_contenders += len(contenders)
+        part = printed.out.partition(f"Weights: {name}.")[2].partition("\n\n")[2].partition("\n\n")[0]
+        assert f"| tokens/s, median of 2 (engine / it) | {' | '.join(contenders)} |" in part
+        for row in [*cpu.MEASUREMENTS, "batch 8 / batch 1"]:
+            cells = r" \| [\d.]+( \([\d.]+\))?" * len(contenders)
+            assert re.search(rf"^\| {row}{cells} \|", part, re.MULTILINE)
+        assert (
+            bool(re.search(r"^\| batch 1, of [\d.]+ GB/s that are read \| \d+% \|", part, re.M)) == has_numba
+        )
+        assert re.search(
+            rf"^\| {name} \| [\d.]+( \([+-][\d.]+ ± [\d.]+ %\))? \|  \|$", printed.out, re.MULTILINE
+        )
     own = re.findall(r"^\| (.*: .*) \| [\d.]+ \| [\d.]+ \| ([\d.]+) \|$", printed.out, re.MULTILINE)
     assert [name.partition(":")[0] for name, _ in own] == [
         "prefill of a second turn, 1033 tokens",
@@ -40,8 +67,21 @@ def test_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: py
         "decode of a text that repeats",
         f"decode, batch {common.MAX_BATCH}",
     ]
-    n_runs = 3 * (len(cpu.MEASUREMENTS) * len(contenders) + len(own))
+    n_runs = 3 * (len(cpu.MEASUREMENTS) * n_contenders + len(own))
     assert printed.err.count("round ") == n_runs  # a line of progress each
+
+
+def test_losses_do_not_depend_on_chunks() -> None:
+    """Of 130 tokens in a window 129 are predicted, whether or not the first 128 are computed together."""
+    config = read_config(TINY)
+    weights = read_weights(TINY, config)
+    [window] = common.prompts(Tokenizer(TINY / "tokenizer.json"), 1, 130)
+    ops = common.with_pages(NumpyOps, config, weights, 192)
+    losses = cpu.our_losses(ops, weights, [window, window[:5]])
+    batch = Batch([Span(0, range(3), window, 0, len(window), is_chunk=True)])
+    expected = cpu.window_losses(forward(ops, weights, batch), window)
+    assert losses.shape == (129 + 4,)
+    assert losses == pytest.approx([*expected, *expected[:4]], rel=1e-4)
 
 
 def test_both_of_ours_say_the_same() -> None:
@@ -120,6 +160,28 @@ def test_relay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert re.fullmatch(rf"\| {re.escape(name)} (\| [\d.]+ ){{5}}\|", row)
 
 
+def test_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two servers, which happen to be one; no prompt of a round is in its cache."""
+    out = tmp_path / "peers.md"
+    with serve("--model", str(TINY)) as running:
+        flags = ["--repeat", "1", "--new", "6", "--characters", "400", "--out", str(out)]
+        assert bench.main(["peers", f"{running.url}/v1", f"{running.url}/v1", *flags]) == 0
+        metrics = running.get("/metrics").body.decode()
+    printed = capsys.readouterr().out
+    assert printed == out.read_text(encoding="utf-8")
+    assert f"| {running.url}/v1 (tiny) | {running.url}/v1 (tiny) |" in printed
+    rows = re.findall(r"^\| (.*) \| [1-9]\d* \| [1-9]\d* \(\d+\.\d\d\) \|$", printed, re.MULTILINE)
+    assert rows == [
+        "a long prompt: tokens",
+        "a long prompt: its tokens/s",
+        "a long prompt: first token, ms",
+        "a short prompt: first token, ms",
+        "streams at once: 1, tokens/s",
+        "streams at once: 8, tokens/s",
+    ]
+    assert re.search(r"^llmref:prefix_cache_hits_total\S* 0(\.0)?$", metrics, re.MULTILINE)
+
+
 # fmt: off
 SMALL_SHAPES: dict[str, dict[str, Any]] = {
     "gpt-oss-20b": {
@@ -132,6 +194,11 @@ SMALL_SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
         "num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
     },
+    "qwen2.5-0.5b": {
+        "model_type": "qwen2", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
 }
 # fmt: on
 
@@ -139,10 +206,10 @@ SMALL_SHAPES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", SMALL_SHAPES)
 def test_cpu_shapes(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = pytest.importorskip("benches.shapes", reason="needs Numba")
-    assert shapes.SHAPES.keys() == SMALL_SHAPES.keys()
     monkeypatch.setattr(shapes, "SHAPES", SMALL_SHAPES)
     monkeypatch.setattr(shapes, "GIGABYTE", np.ones(2**20, np.float32))
-    assert bench.main(["cpu", "--shape", name, "--repeat", "2", "--new", "2", "--threads", "1"]) == 0
+    flags = ["--weights", "int8"] if name == "qwen2.5-0.5b" else []
+    assert bench.main(["cpu", "--shape", name, *flags, "--repeat", "2", "--new", "2", "--threads", "1"]) == 0
     printed = capsys.readouterr().out
     assert f"{name} with random weights, 2 of 2 layers" in printed
     for row in ("weights", "read a token", "decode, batch 1", "decode, batch 8", "share of it at batch 1"):
@@ -152,8 +219,11 @@ def test_cpu_shapes(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: 
 def test_shapes_are_those_of_the_models() -> None:
     """The numbers of parameters that the models' makers publish, in billions."""
     shapes = pytest.importorskip("benches.shapes", reason="needs Numba")
-    counted = {name: n_params(parse_config(shape, {})) / 1e9 for name, shape in shapes.SHAPES.items()}
-    assert counted == pytest.approx({"gpt-oss-20b": 20.91, "qwen3-30b-a3b": 30.53}, abs=0.01)
+    published = {"gpt-oss-20b": 20.91, "qwen3-30b-a3b": 30.53, "qwen3-0.6b": 0.60, "qwen3-8b": 8.19}
+    published |= {"qwen2.5-0.5b": 0.49, "smollm2-135m": 0.135, "llama-3-8b": 8.03}
+    for name, n_billions in published.items():
+        assert n_params(parse_config(shapes.SHAPES[name], {})) / 1e9 == pytest.approx(n_billions, abs=0.01)
+    assert shapes.SHAPES.keys() - published == {"dry", "dry-mixture"}
     config = parse_config(shapes.SHAPES["gpt-oss-20b"], {})
     all_gb, token_gb = n_weight_bytes(config) / 1e9, shapes.read_bytes(config, 1) / 1e9
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())

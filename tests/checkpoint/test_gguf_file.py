@@ -3,6 +3,7 @@
 import json
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import gguf
 import numpy as np
 import pytest
 
-from checkpoint import gguf_file
+from checkpoint import gguf_container, gguf_file
 from checkpoint.blocks import Blocks, decoded, kind, quantized, with_minima
 from checkpoint.config import UnsupportedModel, read_config
 from checkpoint.hub import find
@@ -20,7 +21,7 @@ from helpers.gguf_files import write_gguf
 from helpers.serving import TINY, run
 from parity import CASES, N_PAGES, Ours, write
 from request.template import ChatTemplate
-from tokenizer import Tokenizer
+from tokenizer import Tokenizer, TokenizerError
 
 
 @pytest.fixture
@@ -132,14 +133,22 @@ def test_blocks_without_a_minimum_as_such_with_one() -> None:
 # fmt: off
 #  entry of the metadata                    its value     words of the refusal
 REFUSED: dict[str, tuple[Any, list[str]]] = {
-    "general.architecture":                 ("gemma3",    ["architecture gemma3", "llama, qwen2, qwen3"]),
+    "general.architecture":                 ("gemma3\n",  ["architecture 'gemma3", "llama, qwen2, qwen3"]),
+    "general.alignment":                    (48,          ["general.alignment is '48'", "powers of 2"]),
     "qwen3.block_count":                    (None,        ["no qwen3.block_count"]),
-    "tokenizer.ggml.tokens":                (None,        ["no 'tokenizer.ggml.tokens'"]),
-    "tokenizer.ggml.model":                 ("llama",     ["tokenizer.ggml.model is llama", "gpt2"]),
-    "tokenizer.ggml.pre":                   ("tekken",    ["tokenizer.ggml.pre is tekken", "smollm"]),
-    "tokenizer.ggml.merges":                (None,        ["no 'tokenizer.ggml.merges'"]),
+    "qwen3.attention.head_count":           ([4, 4],      ["qwen3.attention.head_count is ndarray"]),
+    "qwen3.embedding_length":               ("128",       ["is str '128'; supported: int | float"]),
+    "tokenizer.ggml.tokens":                (None,        ["no tokenizer.ggml.tokens"]),
+    "tokenizer.ggml.token_type":            ([1, 1],      ["2048 tokens and 2 entries of token_type"]),
+    "tokenizer.ggml.model":                 ("llama",     ["tokenizer.ggml.model is 'llama'", "gpt2"]),
+    "tokenizer.ggml.pre":                   ("tekken",    ["tokenizer.ggml.pre is 'tekken'", "smollm"]),
+    "tokenizer.ggml.merges":                (["a"],       ["tokenizer.ggml.merges", "two texts"]),
+    "tokenizer.ggml.bos_token_id":          ("a",         ["tokenizer.ggml.bos_token_id is str 'a'"]),
+    "tokenizer.ggml.eos_token_id":          (2048,        ["eos_token_id is 2048; there are 2048 tokens"]),
+    "tokenizer.chat_template":              (None,        ["no tokenizer.chat_template"]),
     "qwen3.rope.scaling.type":              ("longrope",  ["longrope", "none, linear, yarn"]),
-    "qwen3.attention.sliding_window":       (512,         ["sliding_window is 512"]),
+    "qwen3.attention.sliding_window":       (512,         ["sliding_window is '512'"]),
+    "split.count":                          (2,           ["one of '2' files of a model", "--merge"]),
 }
 # fmt: on
 
@@ -148,33 +157,107 @@ REFUSED: dict[str, tuple[Any, list[str]]] = {
 def test_what_is_not_supported_is_refused_by_name(key: str, folder: Path) -> None:
     value, words = REFUSED[key]
     write_gguf(TINY, folder / "made.gguf", "Q8_0", {key: value})
-    with pytest.raises(UnsupportedModel) as error:
-        find(str(folder / "made.gguf"))
-    message = str(error.value)
-    assert str(folder / "made.gguf") in message
-    assert "\n" not in message
+    message = refusal(folder / "made.gguf")
     assert all(word in message for word in words), message
 
 
-def test_an_unknown_block_format(folder: Path) -> None:
-    write_gguf(TINY, folder / "made.gguf")
-    directory = find(str(folder / "made.gguf"))
-    reader = gguf_file.read(directory / "model.gguf")
-    tensor = reader.tensors[0]._replace(tensor_type=gguf.GGMLQuantizationType.IQ4_NL)
-    with pytest.raises(UnsupportedModel, match="is IQ4_NL; supported: F32, F16, BF16, Q8_0, "):
-        gguf_file.tensor_of(tensor)
+def refusal(file: Path) -> str:
+    with pytest.raises(UnsupportedModel) as error:
+        read_weights_of(file)
+    message = str(error.value)
+    assert str(file) in message
+    assert "\n" not in message
+    return message
+
+
+def read_weights_of(file: Path) -> Weights:
+    """All that a start reads, one after another."""
+    directory = find(str(file))
+    Tokenizer(directory / "tokenizer.json")
+    return read_weights(directory, read_config(directory))
+
+
+def changed(data: bytes, place: int, new: bytes) -> bytes:
+    return data[:place] + new + data[place + len(new) :]
+
+
+def small_file(folder: Path) -> bytes:
+    write(folder / "model", CASES["qwen3"])
+    write_gguf(folder / "model", folder / "whole.gguf", "Q4_1")
+    return (folder / "whole.gguf").read_bytes()
+
+
+HUGE = (2**64 - 1).to_bytes(8, "little")
+
+
+def test_headers_that_lie(folder: Path) -> None:
+    """Counts and sizes that the file has no bytes for are refused before anything of that size is made."""
+    write_gguf(TINY, folder / "whole.gguf", "Q4_1")
+    data = (folder / "whole.gguf").read_bytes()
+    end = data.index(b"token_embd.weight") + len(b"token_embd.weight")  # u32 n_dims, two u64, u32 format, u64
+    norm = data.index(b"blk.0.attn_norm.weight") + len(b"blk.0.attn_norm.weight")  # one u64
+    n_tokens = data.index(b"tokenizer.ggml.tokens") + len(b"tokenizer.ggml.tokens") + 8
+    # fmt: off
+    #  what is changed                              words of the refusal
+    cases = [
+        (changed(data, 0, b"GGML"),                 "it begins with b'GGML', not b'GGUF'"),
+        (b"",                                       "it is empty"),
+        (changed(data, 4, b"\1\0\0\0"),             "version 1; supported: 2, 3"),
+        (changed(data, 4, b"\0\0\0\3"),             "it is big-endian; supported: little-endian"),
+        (changed(data, 8, HUGE),                    "tensor  has 0 dimensions"),
+        (changed(data, 16, HUGE),                   "bytes are announced at byte"),
+        (changed(data, 24, HUGE),                   f"{2**64 - 1} bytes are announced at byte 32 of"),
+        (changed(data, n_tokens, HUGE),             "bytes are announced at byte"),
+        (changed(data, n_tokens - 4, b"\4\0\0\0"),  "bytes are announced at byte"),
+        (changed(data, n_tokens - 4, b"\x0d\0\0\0"), "is of type 13, which is unknown here"),
+        (changed(data, end, b"\5\0\0\0"),           "token_embd.weight has 5 dimensions"),
+        (changed(data, end + 4, b"\x21"),           "33 numbers a row are no blocks of 32"),
+        (changed(data, end + 12, HUGE),             "token_embd.weight ends at byte"),
+        (changed(data, norm + 12, b"\x1a"),         "attn_norm.weight is I32; supported: F32, F16, BF16"),
+        (changed(data, end + 20, b"\x63\0\0\0"),    "token_embd.weight is of format 99"),
+        (changed(data, end + 24, b"\x20"),          "token_embd.weight lies at byte 32 of the data"),
+        (changed(data, end - 17, b"\n"),            "a tensor is called '\\noken_embd.weight'"),
+        (data.replace(b"blk.0.attn_q.w", b"blk.0.attn_v.w"), "tensor blk.0.attn_v.weight is there twice"),
+        (data.replace(b"qwen3.context_length", b"qwen3.rope.freq_base"), "freq_base' stands twice"),
+    ]
+    # fmt: on
+    for number, (changed_data, words) in enumerate(cases):
+        file = folder / f"case-{number}.gguf"
+        file.write_bytes(changed_data)
+        assert words in refusal(file), number
 
 
 def test_every_cut_of_a_file_is_one_line(folder: Path) -> None:
-    write_gguf(TINY, folder / "whole.gguf", "Q4_1")
-    data = (folder / "whole.gguf").read_bytes()
-    for n in (0, 3, 4, 20, 1000, 60_000, len(data) // 2, len(data) - 1):
-        file = folder / f"cut-{n}.gguf"
+    data = small_file(folder)
+    header = len(data) - sum(
+        -(-len(t.data) // 32) * 32 for t in gguf_container.parse(as_array(data))[1].values()
+    )
+    for n in [*range(0, header, 7), *range(header, len(data), 10_007), len(data) - 32]:
+        file = folder / "cut.gguf"
         file.write_bytes(data[:n])
-        with pytest.raises(UnsupportedModel) as error:
-            find(str(file))
-        assert str(error.value).startswith(f"{file} is no GGUF file, or cut: ")
-        assert "\n" not in str(error.value)
+        gguf_file.as_directory.cache_clear()
+        assert "is no GGUF file, or broken: " in refusal(file)
+
+
+def as_array(data: bytes) -> Any:
+    return np.frombuffer(data, np.uint8)
+
+
+def test_no_byte_of_a_header_breaks_more_than_the_file(folder: Path) -> None:
+    """300 files with some bytes of the header changed: each is read, or refused."""
+    data = small_file(folder)
+    rng = np.random.default_rng(0)
+    values = [0, 1, 9, 2**31, 2**32 - 1, 2**63, 2**64 - 1]
+    header = data.index(b"blk.0.attn_q.weight")
+    file = folder / "fuzz.gguf"
+    for _ in range(300):
+        place = int(rng.integers(header))
+        new = int(values[rng.integers(len(values))]).to_bytes(8, "little")[: int(rng.choice([1, 4, 8]))]
+        file.write_bytes(changed(data, place, new))
+        gguf_file.as_directory.cache_clear()
+        gguf_file.read.cache_clear()
+        with suppress(UnsupportedModel, TokenizerError):
+            read_weights_of(file)
 
 
 def test_the_server_says_it_in_one_line(folder: Path) -> None:

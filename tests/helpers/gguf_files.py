@@ -18,6 +18,7 @@ from checkpoint.weights import Array, map_tensors, widen
 
 PART_OF = {theirs: ours for ours, theirs in LAYER_TENSORS.items()}
 NAME_OF = {theirs: ours for ours, theirs in OUTER_TENSORS.items()}
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"  # for models that have none
 BYTES = [*map(chr, range(0x21, 0x7F)), "ab"]  # a vocabulary for models that have none
 
 
@@ -90,6 +91,7 @@ def vocabulary(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": kinds,
         "tokenizer.ggml.merges": merges or ["a b"],
+        "tokenizer.chat_template": TEMPLATE,
     }
     for name in ("bos", "eos"):
         if config.get(f"{name}_token_id") is not None:
