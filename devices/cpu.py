@@ -45,7 +45,7 @@ from checkpoint.blocks import Blocks, decoded, quantized, with_minima
 from checkpoint.config import Config
 from checkpoint.weights import Layer, Matrix, Packer, Weights, bfloat16, unpacked, widen
 from devices import microkernel
-from devices.microkernel import BLOCK, ROWS, WIDTH, X_HEADER, X_MAX, X_WORDS, ZERO
+from devices.microkernel import BLOCK, CACHE_LINE, ROWS, WIDTH, X_WORDS
 from model import PAGE, Array, Batch, Ints, NumpyOps
 
 log = logging.getLogger("cpu")
@@ -105,43 +105,21 @@ class Panels:
 
     def take(self, rows: Ints) -> Array:
         """Some rows of the matrix, (len(rows), n_in) float32."""
-        words = self.words[rows // WIDTH]  # (n_rows, n_blocks, ...)
-        row = np.arange(len(rows))
+        panel = rows // WIDTH
         lane = rows % WIDTH
-        if not self.is_quantized:
-            values = words[row, :, lane].reshape(len(rows), -1)[:, : self.n_in]
-            if self.format == "F16":
-                values = values.view(np.float16)
-            x = np.empty(values.shape, np.float32)
-            widen(values, x)
-            return x
-        parts: list[NDArray[np.uint8]] = []
-        for part in split(words.view(np.uint8), self.format):
-            parts.append(part[row, :, :, lane].reshape(len(rows), words.shape[1], -1))
-        return decoded(Blocks(self.format, stored(np.concatenate(parts, axis=2), self.format)))
+        if self.is_quantized:
+            return decoded(Blocks(self.format, pairs_of(self.words)[panel, :, :, lane].view(np.uint8)))
+        values = self.words[panel, :, lane].reshape(len(rows), -1)[:, : self.n_in]
+        if self.format == "F16":
+            values = values.view(np.float16)
+        x = np.empty(values.shape, np.float32)
+        widen(values, x)
+        return x
 
 
-def split(words: NDArray[np.uint8], format: str) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Views of panels of blocks: their scales and minima, then their numbers.
-
-    words (n, n_blocks, bytes) -> (n, n_blocks, 1 or 2, WIDTH, 2), (n, n_blocks, 8 or 4, WIDTH, 4)
-    """
-    n_header = N_SCALES[format] * WIDTH * 2
-    header = words[:, :, :n_header].reshape(*words.shape[:2], -1, WIDTH, 2)
-    return header, words[:, :, n_header:].reshape(*words.shape[:2], -1, WIDTH, 4)
-
-
-def stored(blocks: NDArray[np.uint8], format: str) -> NDArray[np.uint8]:
-    """Change a file's blocks to a panel's, or back.
-
-    Of each word the bytes 1 and 2 change places, so that bytes 0 and 2 go with two numbers of x that lie side
-    by side. The numbers of Q8_0 have a sign in a file, and are ZERO higher in a panel.
-    """
-    n_header = 2 * N_SCALES[format]
-    numbers = blocks[..., n_header:].reshape(*blocks.shape[:-1], -1, 4)[..., [0, 2, 1, 3]]
-    if format == "Q8_0":
-        numbers ^= ZERO
-    return np.concatenate([blocks[..., :n_header], numbers.reshape(*blocks.shape[:-1], -1)], axis=-1)
+def pairs_of(words: NDArray[Any]) -> NDArray[np.uint16]:
+    """Panels of blocks, two bytes of a block an output: (n_panels, n_blocks, bytes of a block / 2, WIDTH)."""
+    return words.view(np.uint16).reshape(*words.shape[:2], -1, WIDTH)
 
 
 class Arena:
@@ -164,7 +142,6 @@ class Arena:
         return array
 
 
-CACHE_LINE = 64  # bytes
 arena = Arena()
 
 
@@ -207,14 +184,10 @@ def pack_blocks(w: Blocks) -> Panels:
     n_panels = math.ceil(n_out / WIDTH)
     dtype = np.dtype(FORMATS[w.format])
     words = arena.zeros(dtype, n_panels, n_blocks, WIDTH * block_bytes // dtype.itemsize)
-    for panel, first in zip(words, range(0, n_out, WIDTH), strict=True):
-        blocks = stored(w.data[first : first + WIDTH], w.format)
-        done = 0
-        for [part] in split(panel[None].view(np.uint8), w.format):  # (n_blocks, n, WIDTH, bytes)
-            n, size = part.shape[1], part.shape[3]
-            raw = blocks[:, :, done : done + n * size].reshape(len(blocks), n_blocks, n, size)
-            part[:, :, : len(blocks)] = raw.transpose(1, 2, 0, 3)
-            done += n * size
+    pairs = w.data.view(np.uint16)  # (n_out, n_blocks, bytes of a block / 2)
+    for panel, first in zip(pairs_of(words), range(0, n_out, WIDTH), strict=True):
+        rows = pairs[first : first + WIDTH]
+        panel[:, :, : len(rows)] = rows.transpose(1, 2, 0)
     return Panels(n_out, w.n_in, w.format, words)
 
 
@@ -299,6 +272,8 @@ def shared(one: Any) -> Any:
 
 
 add_tile: Any = microkernel.add_tile  # Numba gives it the types and the code; mypy sees the generator
+round_block: Any = microkernel.round_block
+widened: Any = microkernel.widened
 
 
 @kernel
@@ -325,47 +300,19 @@ def product(x: Any, words: Any, y: Any) -> None:
     x (n_rows, ...), words (n_panels, n_blocks, ...), y (n_rows, n_panels * WIDTH).
     """
     for p in prange(len(words)):
-        add_rows(x, words[p], y[:, p * WIDTH : (p + 1) * WIDTH])
+        sums = y[:, p * WIDTH : (p + 1) * WIDTH]
+        if len(x) > ROWS:  # there are several tiles
+            add_rows(x, widened(words[p]), sums)
+        else:
+            add_rows(x, words[p], sums)
 
 
-@kernel(liberties=ROW_LIBERTIES)
-def largest(numbers: Any) -> Any:
-    size = np.float32(0)
-    for j in range(BLOCK):
-        size = max(size, abs(numbers[j]))
-    return size
-
-
-@kernel(liberties=ROW_LIBERTIES)
-def round_block(numbers: Any, scale: Any, shorts: Any) -> Any:
-    """shorts = numbers / scale, rounded; return their sum."""
-    factor = np.float32(0)
-    if scale > 0:
-        factor = ONE / scale
-    total = np.int32(0)
-    for j in range(BLOCK):
-        short = np.int32(np.floor(numbers[j] * factor + HALF))
-        shorts[j] = short
-        total = np.int32(total + short)
-    return total
-
-
-@kernel(liberties=ROW_LIBERTIES)
-def quantize(x: Any, words: Any, floats: Any, shorts: Any) -> None:
-    """Round each BLOCK of numbers of a row to 16 bits with a scale, for blocks of weights.
-
-    x (n_rows, n_blocks * BLOCK), words (n_rows, n_blocks, X_WORDS) int32: the scale, a float32; the sum of
-    the numbers times -ZERO; the scale times that sum, a float32; the numbers, two a word. floats and shorts
-    are views of the same words.
-    """
+@kernel
+def quantize(x: Any, words: Any) -> None:
+    """Round x for blocks of weights. x (n_rows, n_blocks * BLOCK), words (n_rows, n_blocks, X_WORDS)"""
     for r in prange(len(x)):
         for k in range(words.shape[1]):
-            numbers = x[r, k * BLOCK : (k + 1) * BLOCK]
-            scale = largest(numbers) / np.float32(X_MAX)
-            total = round_block(numbers, scale, shorts[r, k, 2 * X_HEADER :])
-            floats[r, k, 0] = scale
-            words[r, k, 1] = -ZERO * total
-            floats[r, k, 2] = scale * np.float32(total)
+            round_block(x[r, k * BLOCK :], words[r, k])
 
 
 @kernel(liberties=ROW_LIBERTIES)
@@ -554,11 +501,11 @@ def compile_kernels(formats: Collection[str]) -> int:
 def compile_with(kernels: dict[Any, Any], formats: Collection[str]) -> None:
     """Call each kernel once, the product once a format of weights."""
     rows = np.zeros((1, BLOCK), np.float32)
-    quantized_rows = np.zeros((1, 1, X_WORDS), np.int32)
+    quantized_rows = np.zeros((1, 1, X_WORDS), np.float32)
     y = np.zeros((1, WIDTH), np.float32)
     kernels[rms_norm](rows, rows[0], np.float32(1), rows.copy())
     kernels[silu_product](rows, rows[:, : BLOCK // 2].copy())
-    kernels[quantize](rows, *views(quantized_rows))
+    kernels[quantize](rows, quantized_rows)
     for name in formats:
         w = pack_floats(rows).words.astype(FORMATS[name])
         x: NDArray[Any] = rows
@@ -570,11 +517,6 @@ def compile_with(kernels: dict[Any, Any], formats: Collection[str]) -> None:
     kv = np.zeros((1, 1, 2, 1, PAGE, WIDTH), np.float32)
     zero = np.zeros((1, 1), np.int64)
     kernels[attention](q, kv, 0, rows[0], zero, zero[0], np.array([[0, 1, 0]]), 1, q.copy())
-
-
-def views(words: NDArray[np.int32]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """What quantize() writes, as it takes it."""
-    return words, words.view(np.float32), words.view(np.int16)
 
 
 # --- the ops ------------------------------------------------------------------------------------------------
@@ -636,8 +578,8 @@ class FastOps(NumpyOps):
         n_panels, n_blocks = w.words.shape[:2]
         rows = np.ascontiguousarray(x)
         if w.is_quantized:
-            words = np.empty((len(x), n_blocks, X_WORDS), np.int32)
-            self._run(quantize, 4 * x.size, rows, *views(words))
+            words = np.empty((len(x), n_blocks, X_WORDS), np.float32)
+            self._run(quantize, 4 * x.size, rows, words)
             rows = words
         elif w.format == "BF16" and w.n_in % 2:
             rows = np.pad(x, [(0, 0), (0, 1)])

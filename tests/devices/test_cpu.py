@@ -127,9 +127,9 @@ def test_threads_change_nothing() -> None:
 def test_a_processor_without_vnni_sums_the_same_bits() -> None:
     """The portable instructions compute the same integers, extreme ones too."""
     x = np.random.default_rng(0).integers(-(2**15), 2**15, (40, 32)).astype(np.int16)
-    w = np.random.default_rng(1).integers(0, 256, (40, 32)).astype(np.int16)
-    x[0], w[0] = -(2**15), 255
-    x[1], w[1] = 2**15 - 1, 255
+    w = np.random.default_rng(1).integers(-128, 128, (40, 32)).astype(np.int16)
+    x[0], w[0] = -(2**15), -128
+    x[1], w[1] = 2**15 - 1, -128
     total = np.arange(-20, 20, dtype=np.int32)[:, None].repeat(16, 1)
     expected = total + (x.astype(np.int32) * w).reshape(40, 16, 2).sum(2)
     ways = [microkernel.portable_dot]
@@ -150,8 +150,8 @@ def dot_of(dot: Any) -> Any:
             pairs = zip(signature.args, arguments, strict=True)
             pointers = [context.make_array(kind)(context, b, value).data for kind, value in pairs]
             places = [b.bitcast(pointer, microkernel.INTS.as_pointer()) for pointer in pointers]
-            values = [b.load(place, align=2) for place in places]
-            b.store(dot(b, *values), places[2], align=2)
+            x, w, total = (b.load(place, align=2) for place in places)
+            b.store(dot(b, x, b.bitcast(w, microkernel.SHORTS), total), places[2], align=2)
             return context.get_dummy_value()
 
         return types.void(x, w, total), generate
