@@ -51,7 +51,6 @@ from model import PAGE, Array, Batch, Ints, NumpyOps
 log = logging.getLogger("cpu")
 
 ATTENTION_ROWS = 16  # rows of one sequence that attend together
-LANES = 16  # numbers that softmax compares at a time
 ARENA = 2**26  # bytes of packed matrices that lie in one piece of memory
 SMALL = 2**18  # multiplications: one thread is done with fewer before a second has woken up
 
@@ -272,6 +271,7 @@ def shared(one: Any) -> Any:
 
 
 add_tile: Any = microkernel.add_tile  # Numba gives it the types and the code; mypy sees the generator
+largest: Any = microkernel.largest
 round_block: Any = microkernel.round_block
 widened: Any = microkernel.widened
 
@@ -378,20 +378,15 @@ LOG2_E = np.float32(1 / math.log(2))
 TAYLOR = tuple(np.float32(1 / math.factorial(k)) for k in range(7, -1, -1))
 
 
-@kernel(liberties=LIBERTIES | {"reassoc"})
-def softmax(s: Any, sink: Any) -> None:
-    """Softmax of s and a sink, in place and without the sink's; len(s) is a multiple of LANES."""
-    maxima = s[:LANES].copy()  # one a lane, so that the compiler compares LANES numbers at once
-    for j in range(LANES, len(s), LANES):
-        for i in range(LANES):
-            maxima[i] = max(maxima[i], s[j + i])
-    maximum = max(maxima.max(), sink)
+@kernel(liberties=ROW_LIBERTIES)
+def exponentials(s: Any, sink: Any) -> Any:
+    """s = e^(s - maximum) in place; return their sum and a sink's, by which they are the softmax."""
+    maximum = max(largest(s), sink)
     total = exp(sink - maximum)
     for j in range(len(s)):
         s[j] = exp(s[j] - maximum)
         total += s[j]
-    for j in range(len(s)):
-        s[j] /= total
+    return total
 
 
 @kernel
@@ -408,55 +403,59 @@ def attend_block(
     y: Any,
 ) -> None:
     """Attend from the rows of one block, with the query heads that share one key head; see attention()."""
-    n_kv_heads = len(q)
+    n_kv_heads, head_dim = kv.shape[3], q.shape[2]
     h = task % n_kv_heads
     first, stop, table_number = blocks[task // n_kv_heads]
     page_table = page_tables[table_number]
-    n = q.shape[1] // len(positions)  # query heads that share a key head
-    # Numba compiles add_product() once for each kind of array, so all are slices, also where one is whole.
-    head_dim = q.shape[2]
-    queries = q[h, first * n : stop * n, :head_dim]
-    sums = y[h, first * n : stop * n, :head_dim]
+    n = q.shape[1] // n_kv_heads  # query heads that share a key head
+    factor = ONE / np.sqrt(np.float32(head_dim))
+    queries = np.empty(((stop - first) * n, head_dim), np.float32)
+    for r in range(len(queries)):
+        for d in range(head_dim):
+            queries[r, d] = q[first + r // n, h * n + r % n, d] * factor
     start = max(0, positions[first] - window + 1) // PAGE * PAGE  # where the first visible page begins
     n_pages = (positions[stop - 1] - start) // PAGE + 1
     scores = np.zeros((len(queries), n_pages * PAGE), np.float32)
+    # Numba compiles add_product() once for each kind of array, so all are slices, also where one is whole.
     for p in range(n_pages):
         keys = kv[page_table[start // PAGE + p], i, 0, h].reshape(head_dim, PAGE)
-        add_product(queries, keys[:, :PAGE], scores[:, p * PAGE : (p + 1) * PAGE])
+        add_product(queries[:, :head_dim], keys[:, :PAGE], scores[:, p * PAGE : (p + 1) * PAGE])
+    totals = np.empty(len(queries), np.float32)
     for r in range(len(queries)):
         position = positions[first + r // n]
         low = max(0, position - window + 1) - start  # the row sees the keys from low
         end = position + 1 - start  # to end
         begin = low // PAGE * PAGE
+        scores[r, :begin] = 0
+        scores[r, begin:low] = -np.inf
         page_end = -(-end // PAGE) * PAGE  # the same pages, wherever the block begins
-        for j in range(begin):
-            scores[r, j] = 0
-        for j in range(begin, low):
-            scores[r, j] = -np.inf
-        for j in range(end, page_end):
-            scores[r, j] = -np.inf
-        softmax(scores[r, begin:page_end], sinks[h * n + r % n])
+        scores[r, end:page_end] = -np.inf
+        totals[r] = exponentials(scores[r, begin:page_end], sinks[h * n + r % n])
+    sums = np.zeros_like(queries)
     n_seen = positions[first] + 1 - start  # by all rows; a key in front of a row's window counts 0
     for p in range(n_pages):
         values = kv[page_table[start // PAGE + p], i, 1, h, :PAGE, :head_dim]
         probs = scores[:, p * PAGE : (p + 1) * PAGE]
         n_all = min(PAGE, max(0, n_seen - p * PAGE))
-        add_product(probs, values[:n_all], sums)
+        add_product(probs, values[:n_all], sums[:, :head_dim])
         for r in range(0, len(queries), n):  # behind those a row reads only what it sees: others may be NaN
             end = min(PAGE, positions[first + r // n] + 1 - start - p * PAGE)
             if end > n_all:
-                add_product(probs[r : r + n, n_all:], values[n_all:end], sums[r : r + n])
+                add_product(probs[r : r + n, n_all:], values[n_all:end], sums[r : r + n, :head_dim])
+    for r in range(len(queries)):
+        for d in range(head_dim):
+            y[first + r // n, h * n + r % n, d] = sums[r, d] / totals[r]
 
 
 @kernel
 def attention(
     q: Any, kv: Any, i: int, sinks: Any, page_tables: Any, positions: Any, blocks: Any, window: int, y: Any
 ) -> None:
-    """y += softmax(q k^T) v in layer i; a row sees itself and the window - 1 tokens before it.
+    """y = softmax(q k^T / sqrt(head_dim)) v; a row sees itself and the window - 1 tokens before it.
 
-    q, scaled, and y are (n_kv_heads, n_rows * n, head_dim): with each row the n query heads that share the
-    key head. sinks (n_heads,) are -inf in a model without. kv is FastOps' page pool, blocks (n_blocks, 3) has
-    the first row of each, the end of its rows, and the number of their page table.
+    q and y are (n_rows, n_heads, head_dim). sinks (n_heads,) are -inf in a model without. kv is FastOps' page
+    pool, blocks (n_blocks, 3) has the first row of each, the end of its rows, and the number of their page
+    table.
     """
     for task in prange(len(blocks) * kv.shape[3]):
         attend_block(q, kv, i, sinks, page_tables, positions, blocks, window, task, y)
@@ -599,17 +598,12 @@ class FastOps(NumpyOps):
             self._blocks = AttentionBlocks(batch)
         blocks = self._blocks
         window = self.config.windows[i] or self.max_seq_len
-        c = self.config
-        # (n_rows, n_kv_heads, n, head_dim) -> (n_kv_heads, n_rows * n, head_dim)
-        heads = (
-            (q * np.float32(c.head_dim**-0.5)).reshape(len(q), c.n_kv_heads, -1, c.head_dim).swapaxes(0, 1)
-        )
-        queries = heads.reshape(c.n_kv_heads, -1, c.head_dim)
-        sums = np.zeros_like(queries)
         sinks = self._no_sinks if layer.sinks is None else layer.sinks
+        queries = np.ascontiguousarray(q)
+        y = np.empty_like(queries)
         arguments = self._kv, i, sinks, blocks.page_tables, batch.positions, blocks.rows, window
-        self._run(attention, 2 * q[0].size * blocks.n_keys, queries, *arguments, sums)
-        return sums.reshape(heads.shape).swapaxes(0, 1).reshape(len(q), -1)
+        self._run(attention, 2 * q[0].size * blocks.n_keys, queries, *arguments, y)
+        return y.reshape(len(q), -1)
 
 
 class AttentionBlocks:

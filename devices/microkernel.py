@@ -341,6 +341,34 @@ def add_tile(typing: Any, n_rows: Any, x: Any, w: Any, y: Any) -> Any:
     return signature, generate
 
 
+def larger(b: Any, x: Value, y: Value) -> Value:
+    """The larger number in each lane."""
+    return call(b, f"llvm.maxnum.v{LANES}f32", FLOATS, x, y, fastmath=["nnan"])
+
+
+def largest_lane(b: Any, x: Value) -> Value:
+    return call(b, f"llvm.vector.reduce.fmax.v{LANES}f32", FLOAT, x, fastmath=["nnan"])
+
+
+@intrinsic
+def largest(typing: Any, x: Any) -> Any:
+    """The largest of x float32, whose length is a multiple of LANES; a compiler takes them one by one."""
+    signature = types.float32(x)
+
+    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Value:
+        x = Operand(context, b, signature.args[0], arguments[0])
+        vectors = b.inttoptr(x.address, FLOATS.as_pointer())
+
+        def body(k: Value, values: list[Value]) -> list[Value]:
+            return [larger(b, values[0], b.load(b.gep(vectors, [k]), align=4))]
+
+        n_vectors = b.udiv(x.shape[0], ir.Constant(LONG, LANES))
+        [maxima] = for_blocks(b, n_vectors, [b.load(vectors, align=4)], body)
+        return largest_lane(b, maxima)
+
+    return signature, generate
+
+
 @intrinsic
 def round_block(typing: Any, x: Any, words: Any) -> Any:
     """Round x (BLOCK,) to 16 bits. words (X_WORDS,) = scale, scale * sum of the numbers, the numbers"""
@@ -351,9 +379,8 @@ def round_block(typing: Any, x: Any, words: Any) -> Any:
         x, words = (Operand(context, b, kind, value).address for kind, value in kinds)
         first, second = (b.load(place, align=4) for place in places_of(b, x, 0, FLOATS, 2))
         sizes = [call(b, f"llvm.fabs.v{LANES}f32", FLOATS, numbers) for numbers in (first, second)]
-        larger = call(b, f"llvm.maxnum.v{LANES}f32", FLOATS, *sizes, fastmath=["nnan"])
-        largest = call(b, f"llvm.vector.reduce.fmax.v{LANES}f32", FLOAT, larger, fastmath=["nnan"])
-        largest = call(b, "llvm.maxnum.f32", FLOAT, largest, ir.Constant(FLOAT, TINY), fastmath=["nnan"])
+        least = broadcast(b, ir.Constant(FLOAT, TINY), FLOATS)
+        largest = largest_lane(b, larger(b, least, larger(b, *sizes)))
         factor = broadcast(b, b.fdiv(ir.Constant(FLOAT, X_MAX), largest), FLOATS)
         rounded = [
             b.fptosi(call(b, f"llvm.rint.v{LANES}f32", FLOATS, b.fmul(numbers, factor)), INTS)

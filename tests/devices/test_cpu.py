@@ -389,7 +389,7 @@ def rows(n: int) -> Array:
 # fmt: off
 VECTORS: dict[Any, tuple[Any, ...]] = {
     cpu.add_rows:     (rows(8), np.zeros((4, WIDTH, 2), "u2"), rows(WIDTH)),
-    cpu.softmax:      (np.zeros(PAGE, "f4"), np.float32(0)),
+    cpu.exponentials: (np.zeros(PAGE, "f4"), np.float32(0)),
     cpu.silu_product: (rows(64), rows(32)),
     cpu.rms_norm:     (rows(64), np.zeros(64, "f4"), np.float32(1), rows(64)),
 }
