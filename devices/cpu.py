@@ -295,12 +295,13 @@ def add_rows(x: Any, w: Any, y: Any) -> None:
 
 @kernel
 def product(x: Any, words: Any, y: Any) -> None:
-    """y += x W^T; a panel stays in the cache until all rows are multiplied by it.
+    """y = x W^T; a panel stays in the cache until all rows are multiplied by it.
 
     x (n_rows, ...), words (n_panels, n_blocks, ...), y (n_rows, n_panels * WIDTH).
     """
     for p in prange(len(words)):
         sums = y[:, p * WIDTH : (p + 1) * WIDTH]
+        sums[:] = 0
         if len(x) > ROWS:  # there are several tiles
             add_rows(x, widened(words[p]), sums)
         else:
@@ -582,7 +583,7 @@ class FastOps(NumpyOps):
             rows = words
         elif w.format == "BF16" and w.n_in % 2:
             rows = np.pad(x, [(0, 0), (0, 1)])
-        padded = np.zeros((len(x), n_panels * WIDTH), np.float32)
+        padded = np.empty((len(x), n_panels * WIDTH), np.float32)
         self._run(product, padded.size * w.n_in, rows, w.words, padded)
         y = np.ascontiguousarray(padded[:, : w.n_out])
         if b is not None:
