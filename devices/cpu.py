@@ -482,7 +482,7 @@ def compile_kernels(formats: Collection[str]) -> int:
 
     These are as many as BLAS may use, so that one option limits both.
     """
-    log.info("getting the kernels ready: the first start compiles them, which takes about ten seconds")
+    log.info("getting the kernels ready: the first start compiles them, which takes some twenty seconds")
     started = time.perf_counter()
     load_tbb()
     blas = [lib["num_threads"] for lib in threadpoolctl.threadpool_info() if lib["user_api"] == "blas"]
