@@ -118,7 +118,7 @@ def fma(b: Any, x: Value, w: Value, total: Value) -> Value:
 # --- the formats --------------------------------------------------------------------------------------------
 # How a block of weights is read, as vectors with one value an output.
 
-Inputs = Iterator[tuple[int, list[Value]]]  # (word of x that they are multiplied by, (VECTORS,)), as read
+Inputs = Iterator[tuple[int, list[Value]]]  # (number of the input or pair, its (VECTORS,)), as they are read
 
 
 class Block(NamedTuple):
@@ -159,7 +159,7 @@ def read_int8(b: Any, w: Value) -> Block:
     def pairs() -> Inputs:
         for i in range(PAIRS):
             bytes_ = load_row(b, w, 2 * WIDTH * (1 + i), BYTES)
-            yield X_HEADER + i, [b.sext(two, SHORTS) for two in bytes_]
+            yield i, [b.sext(two, SHORTS) for two in bytes_]
 
     return Block(pairs(), load_halves(b, w, 0))
 
@@ -173,8 +173,8 @@ def read_int4(b: Any, w: Value) -> Block:
         for i in range(PAIRS // 2):
             bytes_ = load_row(b, w, 2 * WIDTH * (2 + i), BYTES)
             both = [b.zext(two, SHORTS) for two in bytes_]
-            yield X_HEADER + i, [b.and_(numbers, repeated(SHORTS, 15)) for numbers in both]
-            yield X_HEADER + PAIRS // 2 + i, [b.lshr(numbers, repeated(SHORTS, 4)) for numbers in both]
+            yield i, [b.and_(numbers, repeated(SHORTS, 15)) for numbers in both]
+            yield PAIRS // 2 + i, [b.lshr(numbers, repeated(SHORTS, 4)) for numbers in both]
 
     return Block(pairs(), load_halves(b, w, 0), load_halves(b, w, 2 * WIDTH))
 
@@ -187,7 +187,7 @@ def read_wide(n_header: int) -> Callable[[Any, Value], Block]:
 
         def pairs() -> Inputs:
             for i in range(PAIRS):
-                yield X_HEADER + i, load_row(b, w, 4 * WIDTH * (n_header + i), SHORTS)
+                yield i, load_row(b, w, 4 * WIDTH * (n_header + i), SHORTS)
 
         return Block(pairs(), *header)
 
@@ -222,18 +222,18 @@ FORMATS: dict[Any, Format] = {
 def add_block(b: Any, x: Sequence[Value], w: Block, sums: Sums) -> Sums:
     if w.scales:
         return add_scaled(b, x, w, sums)
-    for k, ws in w.inputs:
+    for i, ws in w.inputs:
         for r, address in enumerate(x):
-            number = broadcast(b, load(b, address, 4 * k, FLOAT), FLOATS)
+            number = broadcast(b, load(b, address, 4 * i, FLOAT), FLOATS)
             sums[r] = [fma(b, number, w, total) for w, total in zip(ws, sums[r], strict=True)]
     return sums
 
 
 def add_scaled(b: Any, x: Sequence[Value], w: Block, sums: Sums) -> Sums:
     dots = [[repeated(INTS, 0)] * VECTORS for _ in x]
-    for k, ws in w.inputs:
+    for i, ws in w.inputs:
         for r, address in enumerate(x):
-            numbers = broadcast(b, load(b, address, 4 * k, INT), INTS)
+            numbers = broadcast(b, load(b, address, 4 * (X_HEADER + i), INT), INTS)
             dots[r] = [DOT(b, numbers, w, dot) for w, dot in zip(ws, dots[r], strict=True)]
     for r, address in enumerate(x):
         scale_of_x = broadcast(b, load(b, address, 0, FLOAT), FLOATS)
@@ -266,7 +266,7 @@ def portable_dot(b: Any, x: Value, w: Value, total: Value) -> Value:
 
 DOT = vnni_dot if HAS_VNNI else portable_dot
 
-# --- the loops ----------------------------------------------------------------------------------------------
+# --- the tile -----------------------------------------------------------------------------------------------
 
 
 def for_blocks(
@@ -341,64 +341,6 @@ def add_tile(typing: Any, n_rows: Any, x: Any, w: Any, y: Any) -> Any:
     return signature, generate
 
 
-def larger(b: Any, x: Value, y: Value) -> Value:
-    """The larger number in each lane."""
-    return call(b, f"llvm.maxnum.v{LANES}f32", FLOATS, x, y, fastmath=["nnan"])
-
-
-def largest_lane(b: Any, x: Value) -> Value:
-    return call(b, f"llvm.vector.reduce.fmax.v{LANES}f32", FLOAT, x, fastmath=["nnan"])
-
-
-@intrinsic
-def largest(typing: Any, x: Any) -> Any:
-    """The largest of x float32, whose length is a multiple of LANES; a compiler takes them one by one."""
-    signature = types.float32(x)
-
-    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Value:
-        x = Operand(context, b, signature.args[0], arguments[0])
-        vectors = b.inttoptr(x.address, FLOATS.as_pointer())
-
-        def body(k: Value, values: list[Value]) -> list[Value]:
-            return [larger(b, values[0], b.load(b.gep(vectors, [k]), align=4))]
-
-        n_vectors = b.udiv(x.shape[0], ir.Constant(LONG, LANES))
-        [maxima] = for_blocks(b, n_vectors, [b.load(vectors, align=4)], body)
-        return largest_lane(b, maxima)
-
-    return signature, generate
-
-
-@intrinsic
-def round_block(typing: Any, x: Any, words: Any) -> Any:
-    """Round x (BLOCK,) to 16 bits. words (X_WORDS,) = scale, scale * sum of the numbers, the numbers"""
-    signature = types.void(x, words)
-
-    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Value:
-        kinds = zip(signature.args, arguments, strict=True)
-        x, words = (Operand(context, b, kind, value).address for kind, value in kinds)
-        first, second = (b.load(place, align=4) for place in places_of(b, x, 0, FLOATS, 2))
-        sizes = [call(b, f"llvm.fabs.v{LANES}f32", FLOATS, numbers) for numbers in (first, second)]
-        least = broadcast(b, ir.Constant(FLOAT, TINY), FLOATS)
-        largest = largest_lane(b, larger(b, least, larger(b, *sizes)))
-        factor = broadcast(b, b.fdiv(ir.Constant(FLOAT, X_MAX), largest), FLOATS)
-        rounded = [
-            b.fptosi(call(b, f"llvm.rint.v{LANES}f32", FLOATS, b.fmul(numbers, factor)), INTS)
-            for numbers in (first, second)
-        ]
-        total = call(b, f"llvm.vector.reduce.add.v{LANES}i32", INT, b.add(*rounded))
-        scale = b.fdiv(largest, ir.Constant(FLOAT, X_MAX))
-        header = [scale, b.fmul(scale, b.sitofp(total, FLOAT))]
-        for place, number in zip(places_of(b, words, 0, FLOAT, X_HEADER), header, strict=True):
-            b.store(number, place)
-        halves = ir.VectorType(ir.IntType(16), LANES)
-        for place, numbers in zip(places_of(b, words, 4 * X_HEADER, halves, 2), rounded, strict=True):
-            b.store(b.trunc(numbers, halves), place, align=4)
-        return context.get_dummy_value()
-
-    return signature, generate
-
-
 @intrinsic
 def widen(typing: Any, w: Any, wide: Any) -> Any:
     """Write the blocks of w one behind another, each as the tile has it in registers once it is read."""
@@ -415,9 +357,8 @@ def widen(typing: Any, w: Any, wide: Any) -> Any:
             place = b.add(wide.address, b.mul(k, ir.Constant(LONG, n_bytes)))
             header = [*block.scales, *block.minima]
             store_all(b, place, 0, header)
-            n_before = len(header) // VECTORS - (X_HEADER if header else 0)
             for i, vectors in block.inputs:
-                store_all(b, place, 4 * WIDTH * (n_before + i), vectors)
+                store_all(b, place, 4 * LANES * (len(header) + VECTORS * i), vectors)
             return values
 
         for_blocks(b, w.shape[0], [], body)
@@ -457,3 +398,64 @@ def _widened(w: Any) -> Any:
 
     write: Any = widen
     return as_it_is if w.dtype == types.float32 else copy
+
+
+# --- what goes in: x rounded; and a maximum -----------------------------------------------------------------
+
+
+def larger(b: Any, x: Value, y: Value) -> Value:
+    """The larger number in each lane."""
+    return call(b, f"llvm.maxnum.v{LANES}f32", FLOATS, x, y, fastmath=["nnan"])
+
+
+def largest_lane(b: Any, x: Value) -> Value:
+    return call(b, f"llvm.vector.reduce.fmax.v{LANES}f32", FLOAT, x, fastmath=["nnan"])
+
+
+@intrinsic
+def largest(typing: Any, x: Any) -> Any:
+    """The largest of x float32, whose length is a multiple of LANES; a compiler takes them one by one."""
+    signature = types.float32(x)
+
+    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Value:
+        x = Operand(context, b, signature.args[0], arguments[0])
+        vectors = b.inttoptr(x.address, FLOATS.as_pointer())
+
+        def body(k: Value, values: list[Value]) -> list[Value]:
+            return [larger(b, values[0], b.load(b.gep(vectors, [k]), align=4))]
+
+        n_vectors = b.udiv(x.shape[0], ir.Constant(LONG, LANES))
+        [maxima] = for_blocks(b, n_vectors, [b.load(vectors, align=4)], body)
+        return largest_lane(b, maxima)
+
+    return signature, generate
+
+
+@intrinsic
+def round_block(typing: Any, x: Any, words: Any) -> Any:
+    """Round x (BLOCK,) to 16 bits. words (X_WORDS,) = scale, scale * sum of the numbers, the numbers"""
+    signature = types.void(x, words)
+
+    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Value:
+        kinds = zip(signature.args, arguments, strict=True)
+        x, words = (Operand(context, b, kind, value).address for kind, value in kinds)
+        first, second = (b.load(place, align=4) for place in places_of(b, x, 0, FLOATS, 2))
+        sizes = [call(b, f"llvm.fabs.v{LANES}f32", FLOATS, numbers) for numbers in (first, second)]
+        least = broadcast(b, ir.Constant(FLOAT, TINY), FLOATS)
+        size = largest_lane(b, larger(b, least, larger(b, *sizes)))
+        factor = broadcast(b, b.fdiv(ir.Constant(FLOAT, X_MAX), size), FLOATS)
+        rounded = [
+            b.fptosi(call(b, f"llvm.rint.v{LANES}f32", FLOATS, b.fmul(numbers, factor)), INTS)
+            for numbers in (first, second)
+        ]
+        total = call(b, f"llvm.vector.reduce.add.v{LANES}i32", INT, b.add(*rounded))
+        scale = b.fdiv(size, ir.Constant(FLOAT, X_MAX))
+        header = [scale, b.fmul(scale, b.sitofp(total, FLOAT))]
+        for place, number in zip(places_of(b, words, 0, FLOAT, X_HEADER), header, strict=True):
+            b.store(number, place)
+        halves = ir.VectorType(ir.IntType(16), LANES)
+        for place, numbers in zip(places_of(b, words, 4 * X_HEADER, halves, 2), rounded, strict=True):
+            b.store(b.trunc(numbers, halves), place, align=4)
+        return context.get_dummy_value()
+
+    return signature, generate
