@@ -51,6 +51,7 @@ from model import PAGE, Array, Batch, Ints, NumpyOps
 log = logging.getLogger("cpu")
 
 ATTENTION_ROWS = 16  # rows of one sequence that attend together
+WIDE_ROWS = 48  # of a product, from which on it is faster to widen a panel once than for each tile of rows
 ARENA = 2**26  # bytes of packed matrices that lie in one piece of memory
 SMALL = 2**18  # multiplications: one thread is done with fewer before a second has woken up
 
@@ -302,7 +303,7 @@ def product(x: Any, words: Any, y: Any) -> None:
     for p in prange(len(words)):
         sums = y[:, p * WIDTH : (p + 1) * WIDTH]
         sums[:] = 0
-        if len(x) > ROWS:  # there are several tiles
+        if len(x) >= WIDE_ROWS:
             add_rows(x, widened(words[p]), sums)
         else:
             add_rows(x, words[p], sums)

@@ -21,7 +21,18 @@ from checkpoint.blocks import decoded, quantized
 from checkpoint.config import FAMILIES, Config, read_config
 from checkpoint.weights import Weights, read_weights, unpacked
 from devices import cpu, microkernel
-from devices.cpu import FORMATS, KERNELS, SHARED, SMALL, FastOps, Panels, pack, pack_blocks, pack_floats
+from devices.cpu import (
+    FORMATS,
+    KERNELS,
+    SHARED,
+    SMALL,
+    WIDE_ROWS,
+    FastOps,
+    Panels,
+    pack,
+    pack_blocks,
+    pack_floats,
+)
 from devices.microkernel import WIDTH
 from engine import Engine
 from helpers.engines import alone, endless, play, steps_of
@@ -30,7 +41,7 @@ from model import PAGE, Array, Batch, NumpyOps, Span, forward
 from parity import CASES, write
 
 SIZES = [(1, 1), (3, 2), (31, 33), (64, 64), (65, 127), (1000, 36)]  # (n_out, n_in)
-ROWS = [1, 2, 3, 4, 5, 7, 8, 31, 32, 33]
+ROWS = [1, 2, 3, 4, 5, 7, 8, 33, WIDE_ROWS - 1, WIDE_ROWS, WIDE_ROWS + 1]
 
 
 def bfloat16s(*shape: int) -> Array:
