@@ -45,13 +45,13 @@ from checkpoint.blocks import Blocks, decoded, quantized, with_minima
 from checkpoint.config import Config
 from checkpoint.weights import Layer, Matrix, Packer, Weights, bfloat16, unpacked, widen
 from devices import microkernel
-from devices.microkernel import BLOCK, ROWS, WIDTH, X_HEADER, X_MAX, X_WORDS, ZERO
+from devices.microkernel import BLOCK, CACHE_LINE, ROWS, WIDTH, X_WORDS
 from model import PAGE, Array, Batch, Ints, NumpyOps
 
 log = logging.getLogger("cpu")
 
 ATTENTION_ROWS = 16  # rows of one sequence that attend together
-LANES = 16  # numbers that softmax compares at a time
+WIDE_ROWS = 48  # of a product, from which on it is faster to widen a panel once than for each tile of rows
 ARENA = 2**26  # bytes of packed matrices that lie in one piece of memory
 SMALL = 2**18  # multiplications: one thread is done with fewer before a second has woken up
 
@@ -105,43 +105,21 @@ class Panels:
 
     def take(self, rows: Ints) -> Array:
         """Some rows of the matrix, (len(rows), n_in) float32."""
-        words = self.words[rows // WIDTH]  # (n_rows, n_blocks, ...)
-        row = np.arange(len(rows))
+        panel = rows // WIDTH
         lane = rows % WIDTH
-        if not self.is_quantized:
-            values = words[row, :, lane].reshape(len(rows), -1)[:, : self.n_in]
-            if self.format == "F16":
-                values = values.view(np.float16)
-            x = np.empty(values.shape, np.float32)
-            widen(values, x)
-            return x
-        parts: list[NDArray[np.uint8]] = []
-        for part in split(words.view(np.uint8), self.format):
-            parts.append(part[row, :, :, lane].reshape(len(rows), words.shape[1], -1))
-        return decoded(Blocks(self.format, stored(np.concatenate(parts, axis=2), self.format)))
+        if self.is_quantized:
+            return decoded(Blocks(self.format, pairs_of(self.words)[panel, :, :, lane].view(np.uint8)))
+        values = self.words[panel, :, lane].reshape(len(rows), -1)[:, : self.n_in]
+        if self.format == "F16":
+            values = values.view(np.float16)
+        x = np.empty(values.shape, np.float32)
+        widen(values, x)
+        return x
 
 
-def split(words: NDArray[np.uint8], format: str) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Views of panels of blocks: their scales and minima, then their numbers.
-
-    words (n, n_blocks, bytes) -> (n, n_blocks, 1 or 2, WIDTH, 2), (n, n_blocks, 8 or 4, WIDTH, 4)
-    """
-    n_header = N_SCALES[format] * WIDTH * 2
-    header = words[:, :, :n_header].reshape(*words.shape[:2], -1, WIDTH, 2)
-    return header, words[:, :, n_header:].reshape(*words.shape[:2], -1, WIDTH, 4)
-
-
-def stored(blocks: NDArray[np.uint8], format: str) -> NDArray[np.uint8]:
-    """Change a file's blocks to a panel's, or back.
-
-    Of each word the bytes 1 and 2 change places, so that bytes 0 and 2 go with two numbers of x that lie side
-    by side. The numbers of Q8_0 have a sign in a file, and are ZERO higher in a panel.
-    """
-    n_header = 2 * N_SCALES[format]
-    numbers = blocks[..., n_header:].reshape(*blocks.shape[:-1], -1, 4)[..., [0, 2, 1, 3]]
-    if format == "Q8_0":
-        numbers ^= ZERO
-    return np.concatenate([blocks[..., :n_header], numbers.reshape(*blocks.shape[:-1], -1)], axis=-1)
+def pairs_of(words: NDArray[Any]) -> NDArray[np.uint16]:
+    """Panels of blocks, two bytes of a block an output: (n_panels, n_blocks, bytes of a block / 2, WIDTH)."""
+    return words.view(np.uint16).reshape(*words.shape[:2], -1, WIDTH)
 
 
 class Arena:
@@ -164,7 +142,6 @@ class Arena:
         return array
 
 
-CACHE_LINE = 64  # bytes
 arena = Arena()
 
 
@@ -207,14 +184,10 @@ def pack_blocks(w: Blocks) -> Panels:
     n_panels = math.ceil(n_out / WIDTH)
     dtype = np.dtype(FORMATS[w.format])
     words = arena.zeros(dtype, n_panels, n_blocks, WIDTH * block_bytes // dtype.itemsize)
-    for panel, first in zip(words, range(0, n_out, WIDTH), strict=True):
-        blocks = stored(w.data[first : first + WIDTH], w.format)
-        done = 0
-        for [part] in split(panel[None].view(np.uint8), w.format):  # (n_blocks, n, WIDTH, bytes)
-            n, size = part.shape[1], part.shape[3]
-            raw = blocks[:, :, done : done + n * size].reshape(len(blocks), n_blocks, n, size)
-            part[:, :, : len(blocks)] = raw.transpose(1, 2, 0, 3)
-            done += n * size
+    pairs = w.data.view(np.uint16)  # (n_out, n_blocks, bytes of a block / 2)
+    for panel, first in zip(pairs_of(words), range(0, n_out, WIDTH), strict=True):
+        rows = pairs[first : first + WIDTH]
+        panel[:, :, : len(rows)] = rows.transpose(1, 2, 0)
     return Panels(n_out, w.n_in, w.format, words)
 
 
@@ -299,6 +272,9 @@ def shared(one: Any) -> Any:
 
 
 add_tile: Any = microkernel.add_tile  # Numba gives it the types and the code; mypy sees the generator
+largest: Any = microkernel.largest
+round_block: Any = microkernel.round_block
+widened: Any = microkernel.widened
 
 
 @kernel
@@ -320,52 +296,25 @@ def add_rows(x: Any, w: Any, y: Any) -> None:
 
 @kernel
 def product(x: Any, words: Any, y: Any) -> None:
-    """y += x W^T; a panel stays in the cache until all rows are multiplied by it.
+    """y = x W^T; a panel stays in the cache until all rows are multiplied by it.
 
     x (n_rows, ...), words (n_panels, n_blocks, ...), y (n_rows, n_panels * WIDTH).
     """
     for p in prange(len(words)):
-        add_rows(x, words[p], y[:, p * WIDTH : (p + 1) * WIDTH])
+        sums = y[:, p * WIDTH : (p + 1) * WIDTH]
+        sums[:] = 0
+        if len(x) >= WIDE_ROWS:
+            add_rows(x, widened(words[p]), sums)
+        else:
+            add_rows(x, words[p], sums)
 
 
-@kernel(liberties=ROW_LIBERTIES)
-def largest(numbers: Any) -> Any:
-    size = np.float32(0)
-    for j in range(BLOCK):
-        size = max(size, abs(numbers[j]))
-    return size
-
-
-@kernel(liberties=ROW_LIBERTIES)
-def round_block(numbers: Any, scale: Any, shorts: Any) -> Any:
-    """shorts = numbers / scale, rounded; return their sum."""
-    factor = np.float32(0)
-    if scale > 0:
-        factor = ONE / scale
-    total = np.int32(0)
-    for j in range(BLOCK):
-        short = np.int32(np.floor(numbers[j] * factor + HALF))
-        shorts[j] = short
-        total = np.int32(total + short)
-    return total
-
-
-@kernel(liberties=ROW_LIBERTIES)
-def quantize(x: Any, words: Any, floats: Any, shorts: Any) -> None:
-    """Round each BLOCK of numbers of a row to 16 bits with a scale, for blocks of weights.
-
-    x (n_rows, n_blocks * BLOCK), words (n_rows, n_blocks, X_WORDS) int32: the scale, a float32; the sum of
-    the numbers times -ZERO; the scale times that sum, a float32; the numbers, two a word. floats and shorts
-    are views of the same words.
-    """
+@kernel
+def quantize(x: Any, words: Any) -> None:
+    """Round x for blocks of weights. x (n_rows, n_blocks * BLOCK), words (n_rows, n_blocks, X_WORDS)"""
     for r in prange(len(x)):
         for k in range(words.shape[1]):
-            numbers = x[r, k * BLOCK : (k + 1) * BLOCK]
-            scale = largest(numbers) / np.float32(X_MAX)
-            total = round_block(numbers, scale, shorts[r, k, 2 * X_HEADER :])
-            floats[r, k, 0] = scale
-            words[r, k, 1] = -ZERO * total
-            floats[r, k, 2] = scale * np.float32(total)
+            round_block(x[r, k * BLOCK :], words[r, k])
 
 
 @kernel(liberties=ROW_LIBERTIES)
@@ -431,20 +380,15 @@ LOG2_E = np.float32(1 / math.log(2))
 TAYLOR = tuple(np.float32(1 / math.factorial(k)) for k in range(7, -1, -1))
 
 
-@kernel(liberties=LIBERTIES | {"reassoc"})
-def softmax(s: Any, sink: Any) -> None:
-    """Softmax of s and a sink, in place and without the sink's; len(s) is a multiple of LANES."""
-    maxima = s[:LANES].copy()  # one a lane, so that the compiler compares LANES numbers at once
-    for j in range(LANES, len(s), LANES):
-        for i in range(LANES):
-            maxima[i] = max(maxima[i], s[j + i])
-    maximum = max(maxima.max(), sink)
+@kernel(liberties=ROW_LIBERTIES)
+def exponentials(s: Any, sink: Any) -> Any:
+    """s = e^(s - maximum) in place; return their sum and a sink's, by which they are the softmax."""
+    maximum = max(largest(s), sink)
     total = exp(sink - maximum)
     for j in range(len(s)):
         s[j] = exp(s[j] - maximum)
         total += s[j]
-    for j in range(len(s)):
-        s[j] /= total
+    return total
 
 
 @kernel
@@ -461,55 +405,59 @@ def attend_block(
     y: Any,
 ) -> None:
     """Attend from the rows of one block, with the query heads that share one key head; see attention()."""
-    n_kv_heads = len(q)
+    n_kv_heads, head_dim = kv.shape[3], q.shape[2]
     h = task % n_kv_heads
     first, stop, table_number = blocks[task // n_kv_heads]
     page_table = page_tables[table_number]
-    n = q.shape[1] // len(positions)  # query heads that share a key head
-    # Numba compiles add_product() once for each kind of array, so all are slices, also where one is whole.
-    head_dim = q.shape[2]
-    queries = q[h, first * n : stop * n, :head_dim]
-    sums = y[h, first * n : stop * n, :head_dim]
+    n = q.shape[1] // n_kv_heads  # query heads that share a key head
+    factor = ONE / np.sqrt(np.float32(head_dim))
+    queries = np.empty(((stop - first) * n, head_dim), np.float32)
+    for r in range(len(queries)):
+        for d in range(head_dim):
+            queries[r, d] = q[first + r // n, h * n + r % n, d] * factor
     start = max(0, positions[first] - window + 1) // PAGE * PAGE  # where the first visible page begins
     n_pages = (positions[stop - 1] - start) // PAGE + 1
     scores = np.zeros((len(queries), n_pages * PAGE), np.float32)
+    # Numba compiles add_product() once for each kind of array, so all are slices, also where one is whole.
     for p in range(n_pages):
         keys = kv[page_table[start // PAGE + p], i, 0, h].reshape(head_dim, PAGE)
-        add_product(queries, keys[:, :PAGE], scores[:, p * PAGE : (p + 1) * PAGE])
+        add_product(queries[:, :head_dim], keys[:, :PAGE], scores[:, p * PAGE : (p + 1) * PAGE])
+    totals = np.empty(len(queries), np.float32)
     for r in range(len(queries)):
         position = positions[first + r // n]
         low = max(0, position - window + 1) - start  # the row sees the keys from low
         end = position + 1 - start  # to end
         begin = low // PAGE * PAGE
+        scores[r, :begin] = 0
+        scores[r, begin:low] = -np.inf
         page_end = -(-end // PAGE) * PAGE  # the same pages, wherever the block begins
-        for j in range(begin):
-            scores[r, j] = 0
-        for j in range(begin, low):
-            scores[r, j] = -np.inf
-        for j in range(end, page_end):
-            scores[r, j] = -np.inf
-        softmax(scores[r, begin:page_end], sinks[h * n + r % n])
+        scores[r, end:page_end] = -np.inf
+        totals[r] = exponentials(scores[r, begin:page_end], sinks[h * n + r % n])
+    sums = np.zeros_like(queries)
     n_seen = positions[first] + 1 - start  # by all rows; a key in front of a row's window counts 0
     for p in range(n_pages):
         values = kv[page_table[start // PAGE + p], i, 1, h, :PAGE, :head_dim]
         probs = scores[:, p * PAGE : (p + 1) * PAGE]
         n_all = min(PAGE, max(0, n_seen - p * PAGE))
-        add_product(probs, values[:n_all], sums)
+        add_product(probs, values[:n_all], sums[:, :head_dim])
         for r in range(0, len(queries), n):  # behind those a row reads only what it sees: others may be NaN
             end = min(PAGE, positions[first + r // n] + 1 - start - p * PAGE)
             if end > n_all:
-                add_product(probs[r : r + n, n_all:], values[n_all:end], sums[r : r + n])
+                add_product(probs[r : r + n, n_all:], values[n_all:end], sums[r : r + n, :head_dim])
+    for r in range(len(queries)):
+        for d in range(head_dim):
+            y[first + r // n, h * n + r % n, d] = sums[r, d] / totals[r]
 
 
 @kernel
 def attention(
     q: Any, kv: Any, i: int, sinks: Any, page_tables: Any, positions: Any, blocks: Any, window: int, y: Any
 ) -> None:
-    """y += softmax(q k^T) v in layer i; a row sees itself and the window - 1 tokens before it.
+    """y = softmax(q k^T / sqrt(head_dim)) v; a row sees itself and the window - 1 tokens before it.
 
-    q, scaled, and y are (n_kv_heads, n_rows * n, head_dim): with each row the n query heads that share the
-    key head. sinks (n_heads,) are -inf in a model without. kv is FastOps' page pool, blocks (n_blocks, 3) has
-    the first row of each, the end of its rows, and the number of their page table.
+    q and y are (n_rows, n_heads, head_dim). sinks (n_heads,) are -inf in a model without. kv is FastOps' page
+    pool, blocks (n_blocks, 3) has the first row of each, the end of its rows, and the number of their page
+    table.
     """
     for task in prange(len(blocks) * kv.shape[3]):
         attend_block(q, kv, i, sinks, page_tables, positions, blocks, window, task, y)
@@ -535,7 +483,7 @@ def compile_kernels(formats: Collection[str]) -> int:
 
     These are as many as BLAS may use, so that one option limits both.
     """
-    log.info("getting the kernels ready: the first start compiles them, which takes about ten seconds")
+    log.info("getting the kernels ready: the first start compiles them, which takes some twenty seconds")
     started = time.perf_counter()
     load_tbb()
     blas = [lib["num_threads"] for lib in threadpoolctl.threadpool_info() if lib["user_api"] == "blas"]
@@ -554,11 +502,11 @@ def compile_kernels(formats: Collection[str]) -> int:
 def compile_with(kernels: dict[Any, Any], formats: Collection[str]) -> None:
     """Call each kernel once, the product once a format of weights."""
     rows = np.zeros((1, BLOCK), np.float32)
-    quantized_rows = np.zeros((1, 1, X_WORDS), np.int32)
+    quantized_rows = np.zeros((1, 1, X_WORDS), np.float32)
     y = np.zeros((1, WIDTH), np.float32)
     kernels[rms_norm](rows, rows[0], np.float32(1), rows.copy())
     kernels[silu_product](rows, rows[:, : BLOCK // 2].copy())
-    kernels[quantize](rows, *views(quantized_rows))
+    kernels[quantize](rows, quantized_rows)
     for name in formats:
         w = pack_floats(rows).words.astype(FORMATS[name])
         x: NDArray[Any] = rows
@@ -570,11 +518,6 @@ def compile_with(kernels: dict[Any, Any], formats: Collection[str]) -> None:
     kv = np.zeros((1, 1, 2, 1, PAGE, WIDTH), np.float32)
     zero = np.zeros((1, 1), np.int64)
     kernels[attention](q, kv, 0, rows[0], zero, zero[0], np.array([[0, 1, 0]]), 1, q.copy())
-
-
-def views(words: NDArray[np.int32]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """What quantize() writes, as it takes it."""
-    return words, words.view(np.float32), words.view(np.int16)
 
 
 # --- the ops ------------------------------------------------------------------------------------------------
@@ -636,12 +579,12 @@ class FastOps(NumpyOps):
         n_panels, n_blocks = w.words.shape[:2]
         rows = np.ascontiguousarray(x)
         if w.is_quantized:
-            words = np.empty((len(x), n_blocks, X_WORDS), np.int32)
-            self._run(quantize, 4 * x.size, rows, *views(words))
+            words = np.empty((len(x), n_blocks, X_WORDS), np.float32)
+            self._run(quantize, 4 * x.size, rows, words)
             rows = words
         elif w.format == "BF16" and w.n_in % 2:
             rows = np.pad(x, [(0, 0), (0, 1)])
-        padded = np.zeros((len(x), n_panels * WIDTH), np.float32)
+        padded = np.empty((len(x), n_panels * WIDTH), np.float32)
         self._run(product, padded.size * w.n_in, rows, w.words, padded)
         y = np.ascontiguousarray(padded[:, : w.n_out])
         if b is not None:
@@ -657,17 +600,12 @@ class FastOps(NumpyOps):
             self._blocks = AttentionBlocks(batch)
         blocks = self._blocks
         window = self.config.windows[i] or self.max_seq_len
-        c = self.config
-        # (n_rows, n_kv_heads, n, head_dim) -> (n_kv_heads, n_rows * n, head_dim)
-        heads = (
-            (q * np.float32(c.head_dim**-0.5)).reshape(len(q), c.n_kv_heads, -1, c.head_dim).swapaxes(0, 1)
-        )
-        queries = heads.reshape(c.n_kv_heads, -1, c.head_dim)
-        sums = np.zeros_like(queries)
         sinks = self._no_sinks if layer.sinks is None else layer.sinks
+        queries = np.ascontiguousarray(q)
+        y = np.empty_like(queries)
         arguments = self._kv, i, sinks, blocks.page_tables, batch.positions, blocks.rows, window
-        self._run(attention, 2 * q[0].size * blocks.n_keys, queries, *arguments, sums)
-        return sums.reshape(heads.shape).swapaxes(0, 1).reshape(len(q), -1)
+        self._run(attention, 2 * q[0].size * blocks.n_keys, queries, *arguments, y)
+        return y.reshape(len(q), -1)
 
 
 class AttentionBlocks:
