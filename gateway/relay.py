@@ -395,8 +395,6 @@ CONTEXT_LENGTH = re.compile(r"context_length|context length|context size|context
 
 # Seconds or a date: RFC 9110, section 10.2.3. Whatever else an upstream writes there is dropped.
 RETRY_AFTER = re.compile(r"[0-9]{1,9}|[A-Z][a-z]{2}, [0-9]{2} [A-Z][a-z]{2} [0-9]{4} [0-9:]{8} GMT")
-# Characters of an upstream's error that a client is told.
-MAX_MESSAGE = 1000
 MAX_NAME = 100  # of a parameter, of a code
 
 
@@ -447,7 +445,6 @@ def read_refusal(status: int, headers: Mapping[str, str], body: bytes) -> Refuse
     retry_after = headers.get("retry-after", "")
     if not RETRY_AFTER.fullmatch(retry_after):
         retry_after = ""
-    message = message[:MAX_MESSAGE]
     return Refused(our_status, message, param, code, retry_after, is_retryable=status in RETRYABLE)
 
 
