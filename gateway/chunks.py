@@ -493,9 +493,7 @@ class ChunkReader:
             return [{"error": error}]
         chunk = {name: value for name, value in document.items() if name != "error"}  # null
         choices = objects(document.get("choices"))
-        if (
-            not choices
-        ):  # null, and a client would trip over it: https://github.com/langfuse/langfuse/issues/6658
+        if not choices:  # clients trip over null: https://github.com/langfuse/langfuse/issues/6658
             return [chunk | {"choices": []}]
         if len(self.choices) == 1:  # https://github.com/microsoft/Foundry-Local/issues/144
             choices = [choices[0] | {"index": 0}]

@@ -544,9 +544,8 @@ class WebSocketProtocol(ReaderTimeout, WebSocketsSansIOProtocol, asyncio.Buffere
             del self.unparsed[:MAX_PARSED_BYTES]
             super().data_received(piece)
             if len(self.frames) > MAX_FRAGMENTS:
-                self.fail(
-                    CloseCode.POLICY_VIOLATION, f"expected a message of at most {MAX_FRAGMENTS} fragments"
-                )
+                expected = f"expected a message of at most {MAX_FRAGMENTS} fragments"
+                self.fail(CloseCode.POLICY_VIOLATION, expected)
             elif self.n_frames > MAX_FRAMES:
                 self.brake.add(self)
         if self.is_deaf:

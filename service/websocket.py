@@ -259,7 +259,7 @@ class Connection:
 
     async def _close(self, ending: Ending) -> None:
         if ending is not STOP:
-            await self._send_error(ending.refusal())
+            await self._send(error_message(ending.refusal()), DEFAULT_LANE)
         await self._websocket.close(ending.close_code)
 
     # --- what comes -----------------------------------------------------------------------------------------
@@ -273,40 +273,45 @@ class Connection:
             ending = await self._read(message.pop("text", None))
             if ending:
                 return ending
+            async with self._room.messages.slot(self._owner):
+                await asyncio.sleep(BETWEEN_MESSAGES_S)
 
     async def _read(self, text: str | None) -> Ending | None:
-        """Begin the turn that a message asks for; how the connection ends where nobody can read it."""
+        """Begin the turn that a message asks for; how the connection ends where nobody can read it.
+
+        While this waits, for the parser or for a client that reads slowly, it holds one copy of the message.
+        """
         if text is None:
             expected = "Expected a text message with JSON, got a binary one."
             return unreadable(BadInput(expected, None, "unsupported_content_type"))
         json_text = text.encode()
-        del text  # thousands of messages may wait to be parsed: one copy of each is enough
+        del text
         try:
-            message = await parse_json(json_text, self._room.max_body_bytes)
+            lane, error = self._begin_turn(await parse_json(json_text, self._room.max_body_bytes), json_text)
         except BadInput as refusal:
             return unreadable(refusal)
-        async with self._room.messages.slot(self._owner):
-            await self._begin_turn(message, json_text)
-            await asyncio.sleep(BETWEEN_MESSAGES_S)
+        if error:
+            await self._send(error, lane)
         return None
 
-    async def _begin_turn(self, message: Any, json_text: bytes) -> None:
+    def _begin_turn(self, message: Any, json_text: bytes) -> tuple[str, str]:
+        """The lane of a turn, and the error message that refuses it, "" for none."""
         lane = DEFAULT_LANE
         try:
             lane = lane_of(message)
             if message.get("type") == IGNORED:
-                return
+                return lane, ""
             parent_id = body_of(message).get("previous_response_id")
             self._check_room(lane)
         except BadInput as refusal:
-            await self._send_error(refusal, lane)
-            return
+            return lane, error_message(refusal)
         self._n_turns += 1
         turn = Turn(self._n_turns, lane, parent_id, json_text)
         task = asyncio.create_task(self._take_turn(turn, self._newest.get(lane)))
         self._newest[lane] = task
         self._turns.add(task)
         task.add_done_callback(self._turns.discard)
+        return lane, ""
 
     def _check_room(self, lane: str) -> None:
         """Raise what refuses a new turn of a lane before it waits."""
@@ -349,7 +354,7 @@ class Connection:
         """Tell why a turn has failed, or never began; returns its status."""
         self._memory.forget(turn.parent_id, turn.lane)
         with suppress(WebSocketDisconnect):
-            await self._send_error(refusal, turn.lane)
+            await self._send(error_message(refusal), turn.lane)
         return refusal.status
 
     async def _run_turn(self, turn: Turn) -> None:
@@ -393,11 +398,6 @@ class Connection:
 
     # --- what is sent ---------------------------------------------------------------------------------------
 
-    async def _send_error(self, error: BadInput, lane: str = DEFAULT_LANE) -> None:
-        log.info("%d: %s", error.status, error.message)
-        body = error_body(error.status, error.message, error.param, error.code or None)
-        await self._send(sse.dumps({"type": "error", "status": error.status} | body), lane)
-
     async def _send(self, object_text: str, lane: str) -> None:
         """Send the text of a JSON object, with the lane that it belongs to if that has a name."""
         if self._websocket.application_state is WebSocketState.DISCONNECTED:  # another lane has met its end
@@ -405,6 +405,13 @@ class Connection:
         if lane:
             object_text = f'{object_text[:-1]},"stream_id":"{lane}"}}'
         await self._websocket.send_text(object_text)
+
+
+def error_message(refusal: BadInput) -> str:
+    """What a client is told of a refusal, which is logged."""
+    log.info("%d: %s", refusal.status, refusal.message)
+    body = error_body(refusal.status, refusal.message, refusal.param, refusal.code or None)
+    return sse.dumps({"type": "error", "status": refusal.status} | body)
 
 
 def as_refusal(error: Exception) -> BadInput:
