@@ -467,7 +467,10 @@ class Api:
         body = await read_json(http)
         worker = self._worker(params.model_name(body))
         if isinstance(worker, RemoteWorker):
-            return await asyncio.to_thread(worker.pass_through, body)  # a long body must not stop the streams
+            # A long body must not stop the streams.
+            relayed = await asyncio.to_thread(worker.pass_through, body)
+            http.scope["enter"](relayed.n_choices - 1)
+            return relayed
         if self._image_texts:
             body["messages"] = items.with_image_texts(body.get("messages"))
         request = await asyncio.to_thread(params.from_chat, body, worker.defaults, http.scope["owner"])

@@ -46,7 +46,7 @@ from api import Api, Endpoint
 from gateway.relay import Refused
 from request.ids import REQUEST_ID, new_id
 from request.query import STREAMED
-from request.refusals import BadInput, shown
+from request.refusals import MAX_SHOWN, BadInput, shown
 from request.shares import OWNER
 from service import webpage
 from service.admission import Room
@@ -101,7 +101,8 @@ def make_app(
             allow_headers=["*"],
             expose_headers=("x-request-id", "retry-after"),
         )
-    return AccessLog(app, {endpoint.handler: endpoint.path for endpoint in endpoints}, api.metrics)
+    path_of = {endpoint.handler: endpoint.path for endpoint in endpoints}
+    return AccessLog(app, path_of, api.metrics, room.unanswered)
 
 
 def route_of(endpoint: Endpoint) -> Route | WebSocketRoute:
@@ -117,23 +118,28 @@ class AccessLog:
     """The application as uvicorn calls it: gives each request its id, logs and counts its reply.
 
     `path_of` is the path of each endpoint, by its handler, as the routes spell it: "/v1/responses/{id}". It
-    becomes a label of the metrics, which must not have a value for each id.
+    becomes a label of the metrics, which must not have a value for each id. `unanswered` is Room's.
     """
 
-    def __init__(self, app: ASGIApp, path_of: Mapping[Any, str], metrics: Metrics) -> None:
+    def __init__(
+        self, app: ASGIApp, path_of: Mapping[Any, str], metrics: Metrics, unanswered: set[str]
+    ) -> None:
         self._app = app
         self._path_of = path_of
         self._metrics = metrics
+        self._unanswered = unanswered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = new_id("req")
         REQUEST_ID.set(request_id)  # in the log records of this task and those that it starts
         status = CLIENT_CLOSED_REQUEST
         started_at = time.perf_counter()
+        self._unanswered.add(request_id)
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] in REPLIES:
+                self._unanswered.discard(request_id)
                 status = message.get("status", SWITCHING_PROTOCOLS)
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
             await send(message)
@@ -141,6 +147,7 @@ class AccessLog:
         try:
             await self._app(scope, receive, send_with_id)
         finally:
+            self._unanswered.discard(request_id)
             self._record(scope, status, time.perf_counter() - started_at)
 
     def _record(self, scope: Scope, status: int, seconds: float) -> None:
@@ -353,7 +360,7 @@ async def on_refused(_: HttpRequest, error: Exception) -> Response:
 
 async def on_http_error(http: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = f"{error.detail}: {http.method} {http.url.path}"
+    message = f"{error.detail}: {http.method} {http.url.path[:MAX_SHOWN]}"
     code = "method_not_allowed"
     if error.status_code == 404:
         paths = dict.fromkeys(route.path for route in http.app.routes if route.path.startswith("/v1/"))

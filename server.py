@@ -149,7 +149,7 @@ async def serve(
         server.should_exit = True  # uvicorn accepts no more connections
         if steps:
             steps.close()
-        stopping.append(asyncio.create_task(stop(args, workers, registry, end_grace)))
+        stopping.append(asyncio.create_task(stop(args, workers, registry, room, end_grace)))
 
     on_stop_signals(on_signal)
     # A full garbage collection stops all streams while it looks at every object that is not frozen. Those of
@@ -238,12 +238,18 @@ def on_stop_signals(on_signal: Callable[[], None]) -> None:
 
 
 async def stop(
-    args: argparse.Namespace, workers: list[Worker], registry: Registry, end_grace: asyncio.Event
+    args: argparse.Namespace,
+    workers: list[Worker],
+    registry: Registry,
+    room: Room,
+    end_grace: asyncio.Event,
 ) -> None:
     """Let what runs finish, until the grace is over or `end_grace` is set, then end it."""
     registry.stop_accepting()
     deadline = time.monotonic() + args.shutdown_grace
-    while any(worker.busy() for worker in workers) and not end_grace.is_set() and time.monotonic() < deadline:
+    while not end_grace.is_set() and time.monotonic() < deadline:
+        if not room.unanswered and not any(worker.busy() for worker in workers):
+            break
         await asyncio.sleep(0.02)
     await registry.close(persistent=args.store != options.IN_MEMORY)
     for worker in workers:

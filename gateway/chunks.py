@@ -493,10 +493,8 @@ class ChunkReader:
             return [{"error": error}]
         chunk = {name: value for name, value in document.items() if name != "error"}  # null
         choices = objects(document.get("choices"))
-        if not choices:
-            if chunk.get("choices"):
-                chunk["choices"] = []
-            return [chunk]
+        if not choices:  # clients trip over null: https://github.com/langfuse/langfuse/issues/6658
+            return [chunk | {"choices": []}]
         if len(self.choices) == 1:  # https://github.com/microsoft/Foundry-Local/issues/144
             choices = [choices[0] | {"index": 0}]
         chunk["choices"] = [self._choice(choice) for choice in choices]

@@ -69,13 +69,20 @@ MAX_FRAME_BYTES: dict[Mode, int] = {"sse": 2**19, "json": 2**22}
 
 
 class Frame(NamedTuple):
-    raw: bytes  # with its blank line
+    raw: bytes  # with its blank line; b"" for one that clients had better not see
     document: Document | None  # its data, if that is a JSON object
     data: str  # "" where the frame has none, as a comment
 
     @property
     def is_done(self) -> bool:
         return self.data.strip() == "[DONE]"
+
+
+# What servers send to keep a connection alive: OpenAI's client takes whatever is no comment for JSON, and its
+# callers take null for a chunk. https://github.com/openai/openai-python/issues/2722
+# https://github.com/NousResearch/hermes-agent/pull/80822
+SILENT = ("", "null")
+NOTHING = Frame(b"", None, "")
 
 
 def frame(raw: bytes) -> Frame:
@@ -89,10 +96,12 @@ def frame(raw: bytes) -> Frame:
         error = document(raw.strip().removeprefix(b"error:").decode(errors="replace"))
         if error:
             return json_frame(error)
-        return Frame(raw, None, "")
+        return NOTHING
     type_, data, _ = events[0]
+    if data.strip() in SILENT:
+        return NOTHING
     chunk = document(data)
-    if data and chunk is None and data.strip() != "[DONE]":
+    if chunk is None and data.strip() != "[DONE]":
         raise Unreadable("expected JSON in each event, got " + quoted(data.encode()))
     if type_ == "error" and chunk and not chunk.get("error"):
         return json_frame({"error": chunk})
@@ -275,11 +284,11 @@ class Relay:
         for each in frames:
             if each.is_done:
                 self.is_done = True
-            elif each.document:
+            elif each.document is not None:
                 writes += self._deliver(each, self._chunks.read(each.document))
             elif self._wants_stream:  # a comment
                 writes.append(each.raw)
-        return writes
+        return [raw for raw in writes if raw]
 
     def _deliver(self, each: Frame, chunks: list[Chunk]) -> list[bytes]:
         """The chunks of a frame, to a client that wants a stream; for another they join the completion."""
@@ -293,7 +302,7 @@ class Relay:
                 writes.append(self._written(each, chunk, usage))
             else:
                 self._keep(len(each.raw), chunk)
-        return [raw for raw in writes if raw]
+        return writes
 
     def _keep(self, n_bytes: int, chunk: Chunk) -> None:
         self._n_bytes += n_bytes
@@ -395,8 +404,6 @@ CONTEXT_LENGTH = re.compile(r"context_length|context length|context size|context
 
 # Seconds or a date: RFC 9110, section 10.2.3. Whatever else an upstream writes there is dropped.
 RETRY_AFTER = re.compile(r"[0-9]{1,9}|[A-Z][a-z]{2}, [0-9]{2} [A-Z][a-z]{2} [0-9]{4} [0-9:]{8} GMT")
-# Characters of an upstream's error that a client is told.
-MAX_MESSAGE = 1000
 MAX_NAME = 100  # of a parameter, of a code
 
 
@@ -447,7 +454,6 @@ def read_refusal(status: int, headers: Mapping[str, str], body: bytes) -> Refuse
     retry_after = headers.get("retry-after", "")
     if not RETRY_AFTER.fullmatch(retry_after):
         retry_after = ""
-    message = message[:MAX_MESSAGE]
     return Refused(our_status, message, param, code, retry_after, is_retryable=status in RETRYABLE)
 
 

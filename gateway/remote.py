@@ -320,7 +320,7 @@ class RemoteWorker:
                 refused.message = refused.message.replace(f"'{chat_param}'", f"'{refused.param}'")
             raise
 
-    def pass_through(self, body: dict[str, Any]) -> Response:
+    def pass_through(self, body: dict[str, Any]) -> "PassThrough":
         """The answer to a chat request, relayed from an upstream; raises BadInput."""
         request = params.from_chat(checkable(body), {})
         body = body | {"model": self._upstream_name(request.model)}
@@ -431,6 +431,7 @@ class PassThrough(Response):
         self._worker = worker
         self._request = request
         self._body = body  # as the upstream gets it
+        self.n_choices = request.n
         self._meter = Meter(worker.prices)
         self._failed = False
 

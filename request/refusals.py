@@ -15,11 +15,14 @@ Not here: which values are refused (validation.py), which exceptions become whic
 import json
 from typing import Any
 
+MAX_MESSAGE = 1000  # characters: an id in it may be as long as the body
+
 
 class BadInput(ValueError):
     """The request cannot be served. `param` is the path of what is wrong, None: all of it."""
 
     def __init__(self, message: str, param: str | None = None, code: str = "invalid_value") -> None:
+        message = message[:MAX_MESSAGE]
         super().__init__(message)
         self.message = message
         self.param = param

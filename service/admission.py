@@ -27,7 +27,7 @@ from starlette.types import Message, Receive
 
 from request.body import MAX_BODY_BYTES
 from request.refusals import BadInput
-from request.shares import Shares
+from request.shares import Shares, Slots
 
 MAX_BODY_S = 30  # from the head of the request to the last byte of its body
 BYTES_A_STREAM = 256 * 1024  # of a body, on average: 64,000 tokens of text
@@ -62,6 +62,9 @@ class Room:
         self._bytes = Shares("bytes of bodies", n_bytes, is_shared)
         self._sockets = Shares("open WebSockets", max_streams, is_shared)
         self.remembered = Shares("bytes of what connections remember", n_bytes, is_shared)
+        self.messages = Slots(1)  # that are begun at a time
+        # Ids of the requests, and turns, whose answers have not begun: a stop waits for them.
+        self.unanswered: set[str] = set()
         self._arriving: dict[Visit, None] = {}  # the oldest first
 
     @contextmanager
@@ -133,14 +136,16 @@ class Room:
         finally:
             self._sockets.give_back(owner, 1)
 
-    def hold_message(self, visit: Visit, n_bytes: int, give_way: Callable[[], None]) -> None:
-        """Count what has come of a message that is not whole, 0 for none; raises BadInput."""
-        if n_bytes == 0:
-            visit.give_way = None
-            self._end_arrival(visit)
-        else:
+    def hold_message(self, visit: Visit, n_bytes: int, give_way: Callable[[], None] | None) -> None:
+        """Count what has come of a message, 0 for none, until its turn counts it; raises BadInput.
+
+        `give_way` None: it is whole, and stays.
+        """
+        visit.give_way = give_way
+        if n_bytes and give_way:
             self._begin_arrival(visit)
-            visit.give_way = give_way
+        else:
+            self._end_arrival(visit)
         self._resize(visit, n_bytes)
 
     @contextmanager

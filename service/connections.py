@@ -41,7 +41,7 @@ import socket
 import struct
 import sys
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, ClassVar
@@ -61,10 +61,10 @@ from service.admission import MAX_BODY_S
 log = logging.getLogger("connections")
 
 MAX_READ_BYTES = 64 * 1024  # of a connection in one turn of the event loop: in chunks of a byte, 6 ms
-MAX_READ_FRAMES_BYTES = 4 * 1024  # of a WebSocket in one turn of the event loop: in empty frames, 8 ms
+MAX_PARSED_BYTES = 1024  # of a WebSocket at a time: in empty frames, 2 ms
 MAX_FRAGMENTS = 1024  # of a message
-LONG_READ_S = 0.001  # of our time for one piece of a WebSocket: it was full of tiny frames
-BRAKE = 4  # times that for which nothing is read then: a flood takes a fifth of the event loop
+MAX_FRAMES = 64  # of a WebSocket at a time, which take 1 ms
+BRAKE_S = 0.004  # between two connections that have sent more
 MAX_HANDSHAKE_LINE = 8000  # bytes; the package `websockets` takes 8192
 PING_INTERVAL_S = 20  # of a WebSocket
 MAX_FRAMING_BYTES = 64 * 1024  # of a request, all but its body: head, chunk sizes, trailers
@@ -505,20 +505,26 @@ class Protocol(ReaderTimeout, HttpToolsProtocol, asyncio.BufferedProtocol):
 class WebSocketProtocol(ReaderTimeout, WebSocketsSansIOProtocol, asyncio.BufferedProtocol):
     """One WebSocket behind its handshake, dropped when its client does not read.
 
-    A message must be whole within MAX_BODY_S, as a body must, and come in few fragments; what has come of it
-    is counted by the application, in scope["hold_message"]. The application closes the connection at a stop.
+    What comes is parsed piece by piece, and no further than to the end of a message: the next one is looked
+    at when the application asks for it. A message must be whole within MAX_BODY_S, as a body must, and come
+    in few fragments. What has come of it is counted by the application, in scope["hold_message"], until that
+    asks for the next one. The application closes the connection at a stop.
     """
 
     message_timer: asyncio.TimerHandle | None = None  # runs while a message is not whole
-    brake: asyncio.TimerHandle | None = None  # runs while nothing is read, for the last frames took long
+    is_braked = False  # it waits for its turn behind Brake
     is_deaf = False  # the client has been told why the connection ends
+    n_frames = 0  # of what parse() has parsed
+    n_whole_bytes = 0  # of the messages that are whole, and with the application
+    brake: "Brake"  # of all connections
+    read_buffer = bytearray(MAX_READ_BYTES)  # of all connections
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self.close_timeout = LINGER_S  # for the client's answer to our close
+        self.unparsed = bytearray()  # what has come
 
     def get_buffer(self, sizehint: int) -> bytearray:
-        self.read_buffer = bytearray(MAX_READ_FRAMES_BYTES)
         return self.read_buffer
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -527,56 +533,77 @@ class WebSocketProtocol(ReaderTimeout, WebSocketsSansIOProtocol, asyncio.Buffere
     def data_received(self, data: bytes) -> None:
         if self.is_deaf:
             return
-        started_at = time.thread_time()
-        super().data_received(data)
-        seconds = time.thread_time() - started_at
-        if seconds > LONG_READ_S and not self.brake:
-            self.brake = self.loop.call_later(BRAKE * seconds, self.release_brake)
-        self.pace()
-        n_bytes = len(self.conn.reader.buffer) + (self.conn.cur_size or 0)
-        if len(self.frames) > MAX_FRAGMENTS:
-            self.fail(CloseCode.POLICY_VIOLATION, f"expected a message of at most {MAX_FRAGMENTS} fragments")
-        elif self.handshake_initiated and not self.close_sent:
-            self.hold_message(n_bytes)
+        self.unparsed += data
+        self.parse()
 
-    def hold_message(self, n_bytes: int) -> None:
-        """Count what has come of a message that is not whole yet, and time it."""
-        scope: dict[str, Any] = {**self.scope}
-        hold = scope.get("hold_message")  # none before the application has let the client in
-        if not hold:
-            return
-        try:
-            hold(n_bytes, self.drop)
-        except BadInput as error:
-            self.fail(CloseCode.TRY_AGAIN_LATER, error.message)
-            return
-        if n_bytes and not self.message_timer:
-            self.message_timer = self.loop.call_later(MAX_BODY_S, self.drop)
-        elif not n_bytes:
-            self.stop_message_timer()
+    def parse(self) -> None:
+        """Parse what has come, and read on: see is_busy()."""
+        self.n_frames = 0
+        while self.unparsed and not self.is_deaf and not self.is_busy():
+            piece = bytes(self.unparsed[:MAX_PARSED_BYTES])
+            del self.unparsed[:MAX_PARSED_BYTES]
+            super().data_received(piece)
+            if len(self.frames) > MAX_FRAGMENTS:
+                expected = f"expected a message of at most {MAX_FRAGMENTS} fragments"
+                self.fail(CloseCode.POLICY_VIOLATION, expected)
+            elif self.n_frames > MAX_FRAMES:
+                self.brake.add(self)
+        if self.is_deaf:
+            self.unparsed.clear()
+        elif self.handshake_initiated and not self.close_sent:
+            self.hold_message()
+        self.pace()
+
+    def handle_events(self) -> None:
+        self.n_frames += len(self.conn.events)
+        super().handle_events()
+
+    def is_busy(self) -> bool:
+        """A message is with the application, or others' frames come first, or the client does not read.
+
+        Else the answers to its pings would pile up.
+        """
+        return self.read_paused or self.is_braked or not self.writable.is_set()
 
     def pace(self) -> None:
-        """Read on, unless a message waits, or the last frames took long, or the client does not read.
-
-        Else the answers to its pings would pile up. What nobody looks at is always read.
-        """
-        is_busy = self.read_paused or self.brake or not self.writable.is_set()
-        if is_busy and not self.is_deaf:
+        """Read on, or do not. What nobody looks at is always read."""
+        if self.is_busy() and not self.is_deaf:
             self.transport.pause_reading()
         else:
             self.transport.resume_reading()
 
-    def release_brake(self) -> None:
-        self.brake = None
-        self.pace()
+    def hold_message(self) -> None:
+        """Count what has come of messages, and time the one that is not whole yet."""
+        scope: dict[str, Any] = {**self.scope}
+        hold = scope.get("hold_message")  # none before the application has let the client in
+        if not hold:
+            return
+        n_open_bytes = len(self.conn.reader.buffer) + (self.conn.cur_size or 0)
+        is_whole = self.n_whole_bytes > 0
+        give_way = None if is_whole else self.drop
+        try:
+            hold(self.n_whole_bytes + n_open_bytes, give_way)
+        except BadInput as error:
+            self.fail(CloseCode.TRY_AGAIN_LATER, error.message)
+            return
+        if is_whole or not n_open_bytes:
+            self.stop_message_timer()
+        elif not self.message_timer:
+            self.message_timer = self.loop.call_later(MAX_BODY_S, self.drop)
 
     async def receive(self) -> Any:
-        message = await super().receive()  # it may read on
+        """The next message; the application has done with those before."""
+        if self.queue.empty():
+            self.n_whole_bytes = 0
+            self.read_paused = False
+            self.parse()
+        message = await super().receive()
+        self.read_paused = True
         self.pace()
         return message
 
     def send_receive_event_to_app(self) -> None:
-        self.stop_message_timer()
+        self.n_whole_bytes += sum(map(len, self.frames))
         if self.curr_msg_data_type == "text":
             try:
                 b"".join(self.frames).decode()
@@ -629,7 +656,34 @@ class WebSocketProtocol(ReaderTimeout, WebSocketsSansIOProtocol, asyncio.Buffere
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self.pace()
+        self.parse()
+
+
+class Brake:
+    """Lets connections that have sent many tiny frames go on: one after another.
+
+    Nobody but an attacker sends so many, and all of them together get a fifth of the event loop.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[WebSocketProtocol] = deque()
+
+    def add(self, connection: WebSocketProtocol) -> None:
+        connection.is_braked = True
+        self._waiting.append(connection)
+        if len(self._waiting) == 1:
+            self._wait()
+
+    def _wait(self) -> None:
+        asyncio.get_running_loop().call_later(BRAKE_S, self._release)
+
+    def _release(self) -> None:
+        connection = self._waiting[0]
+        connection.is_braked = False
+        connection.parse()  # it may join the others again
+        self._waiting.popleft()
+        if self._waiting:
+            self._wait()
 
 
 def protocol(
@@ -649,6 +703,7 @@ def protocol(
 def websocket_protocol(seconds: float) -> type[WebSocketProtocol]:
     class LimitedWebSocketProtocol(WebSocketProtocol):
         reader_timeout = seconds
+        brake = Brake()
 
     return LimitedWebSocketProtocol
 

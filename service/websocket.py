@@ -61,7 +61,7 @@ EndedRow = Callable[[ResponseJob], Awaitable[Row]]
 MAX_RUNNING = 16  # turns of a connection that run at once
 MAX_LANES = 32  # that have a name
 MAX_TURNS = 64  # that run or wait
-BETWEEN_MESSAGES_S = 0.001  # of a connection: a flood of them takes a part of the event loop alone
+BETWEEN_MESSAGES_S = 0.001  # of all connections: a flood of them takes a part of the event loop alone
 MAX_REMEMBERED_BYTES = 2 * MAX_CONVERSATION_BYTES  # of a connection
 ROW_BYTES = 2048  # what a response takes in memory besides its texts
 
@@ -209,8 +209,8 @@ def body_of(message: dict[str, Any]) -> dict[str, Any]:
 class Turn(NamedTuple):
     number: int  # from 1, of a connection
     lane: str
-    body: dict[str, Any]
-    n_bytes: int  # of its message
+    parent_id: Any  # its previous_response_id, whatever the client has sent
+    json_text: bytes  # of its message: its values may take fifty times as much
 
 
 class Connection:
@@ -259,7 +259,7 @@ class Connection:
 
     async def _close(self, ending: Ending) -> None:
         if ending is not STOP:
-            await self._send_error(ending.refusal())
+            await self._send(error_message(ending.refusal()), DEFAULT_LANE)
         await self._websocket.close(ending.close_code)
 
     # --- what comes -----------------------------------------------------------------------------------------
@@ -270,35 +270,48 @@ class Connection:
             message = await self._websocket.receive()
             if message["type"] == "websocket.disconnect":
                 return None
-            text = message.get("text")
-            if text is None:
-                expected = "Expected a text message with JSON, got a binary one."
-                return unreadable(BadInput(expected, None, "unsupported_content_type"))
-            json_text = text.encode()
-            try:
-                parsed = await parse_json(json_text, self._room.max_body_bytes)
-            except BadInput as refusal:
-                return unreadable(refusal)
-            await self._begin_turn(parsed, len(json_text))
-            await asyncio.sleep(BETWEEN_MESSAGES_S)
+            ending = await self._read(message.pop("text", None))
+            if ending:
+                return ending
+            async with self._room.messages.slot(self._owner):
+                await asyncio.sleep(BETWEEN_MESSAGES_S)
 
-    async def _begin_turn(self, message: Any, n_bytes: int) -> None:
+    async def _read(self, text: str | None) -> Ending | None:
+        """Begin the turn that a message asks for; how the connection ends where nobody can read it.
+
+        While this waits, for the parser or for a client that reads slowly, it holds one copy of the message.
+        """
+        if text is None:
+            expected = "Expected a text message with JSON, got a binary one."
+            return unreadable(BadInput(expected, None, "unsupported_content_type"))
+        json_text = text.encode()
+        del text
+        try:
+            lane, error = self._begin_turn(await parse_json(json_text, self._room.max_body_bytes), json_text)
+        except BadInput as refusal:
+            return unreadable(refusal)
+        if error:
+            await self._send(error, lane)
+        return None
+
+    def _begin_turn(self, message: Any, json_text: bytes) -> tuple[str, str]:
+        """The lane of a turn, and the error message that refuses it, "" for none."""
         lane = DEFAULT_LANE
         try:
             lane = lane_of(message)
             if message.get("type") == IGNORED:
-                return
-            body = body_of(message)
+                return lane, ""
+            parent_id = body_of(message).get("previous_response_id")
             self._check_room(lane)
         except BadInput as refusal:
-            await self._send_error(refusal, lane)
-            return
+            return lane, error_message(refusal)
         self._n_turns += 1
-        turn = Turn(self._n_turns, lane, body, n_bytes)
+        turn = Turn(self._n_turns, lane, parent_id, json_text)
         task = asyncio.create_task(self._take_turn(turn, self._newest.get(lane)))
         self._newest[lane] = task
         self._turns.add(task)
         task.add_done_callback(self._turns.discard)
+        return lane, ""
 
     def _check_room(self, lane: str) -> None:
         """Raise what refuses a new turn of a lane before it waits."""
@@ -323,7 +336,7 @@ class Connection:
         started_at = time.perf_counter()
         status = CLIENT_LEFT
         try:
-            with self._room.turn(self._owner, turn.n_bytes):
+            with self._room.turn(self._owner, len(turn.json_text)):
                 if before:
                     await asyncio.wait({before})
                 async with self._places:
@@ -339,22 +352,32 @@ class Connection:
 
     async def _refuse(self, turn: Turn, refusal: BadInput) -> int:
         """Tell why a turn has failed, or never began; returns its status."""
-        self._memory.forget(turn.body.get("previous_response_id"), turn.lane)
+        self._memory.forget(turn.parent_id, turn.lane)
         with suppress(WebSocketDisconnect):
-            await self._send_error(refusal, turn.lane)
+            await self._send(error_message(refusal), turn.lane)
         return refusal.status
 
     async def _run_turn(self, turn: Turn) -> None:
         if self._ending:
             raise self._ending.refusal()
-        job = await self._start(turn.body, self._memory.recall)
+        request_id = REQUEST_ID.get()
+        self._room.unanswered.add(request_id)
         try:
-            await self._send_events(job, turn)
+            job = await self._start_turn(turn)
+            try:
+                await job.log.until_begun()
+                self._room.unanswered.discard(request_id)
+                await self._send_events(job, turn)
+            finally:
+                await cancel(job.task)
         finally:
-            await cancel(job.task)
+            self._room.unanswered.discard(request_id)
+
+    async def _start_turn(self, turn: Turn) -> ResponseJob:
+        message = await parse_json(turn.json_text, self._room.max_body_bytes)
+        return await self._start(body_of(message), self._memory.recall)
 
     async def _send_events(self, job: ResponseJob, turn: Turn) -> None:
-        await job.log.until_begun()
         if not job.log.events:
             await job.task  # raises why it has refused
         has_ended = False
@@ -369,16 +392,11 @@ class Connection:
 
     async def _remember(self, job: ResponseJob, turn: Turn) -> None:
         if job.log.status == "failed":
-            self._memory.forget(turn.body.get("previous_response_id"), turn.lane)
+            self._memory.forget(turn.parent_id, turn.lane)
         else:
             self._memory.remember(await self._ended_row(job), turn.lane)
 
     # --- what is sent ---------------------------------------------------------------------------------------
-
-    async def _send_error(self, error: BadInput, lane: str = DEFAULT_LANE) -> None:
-        log.info("%d: %s", error.status, error.message)
-        body = error_body(error.status, error.message, error.param, error.code or None)
-        await self._send(sse.dumps({"type": "error", "status": error.status} | body), lane)
 
     async def _send(self, object_text: str, lane: str) -> None:
         """Send the text of a JSON object, with the lane that it belongs to if that has a name."""
@@ -387,6 +405,13 @@ class Connection:
         if lane:
             object_text = f'{object_text[:-1]},"stream_id":"{lane}"}}'
         await self._websocket.send_text(object_text)
+
+
+def error_message(refusal: BadInput) -> str:
+    """What a client is told of a refusal, which is logged."""
+    log.info("%d: %s", refusal.status, refusal.message)
+    body = error_body(refusal.status, refusal.message, refusal.param, refusal.code or None)
+    return sse.dumps({"type": "error", "status": refusal.status} | body)
 
 
 def as_refusal(error: Exception) -> BadInput:

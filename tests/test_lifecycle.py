@@ -13,6 +13,7 @@ import socket
 import sqlite3
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from http.client import HTTPException
 from pathlib import Path
@@ -23,6 +24,7 @@ import openai
 import pytest
 
 import sse
+from dialects.matchers import N_CHECKS
 from helpers import laws
 from helpers.serving import PATIENCE_S, TINY, Json, Reply, Server, http_bytes, http_frames, run, serve, until
 from request import params
@@ -1115,6 +1117,36 @@ def test_stop_waits_for_what_is_nearly_done(tmp_path: Path) -> None:
         assert server.exit_status() == 0
     laws.check_response(events)
     assert events[-1]["type"] == "response.incomplete"
+
+
+def costly(factor: int) -> Json:
+    """A body whose schema takes too long to compile: a 400, in a second."""
+    number = {"type": "integer", "multipleOf": factor, "minimum": -1e15, "maximum": 1e15}
+    schema = {"type": "object", "properties": {"n": number}, "required": ["n"], "additionalProperties": False}
+    return HI | {"text": {"format": {"type": "json_schema", "name": "n", "strict": True, "schema": schema}}}
+
+
+@pytest.mark.parametrize("over", ["HTTP", "a WebSocket"])
+def test_stop_waits_for_what_is_prepared(over: str) -> None:
+    """Bug: a request whose grammar was being compiled, of which no engine knows yet, had no grace."""
+    bodies = [costly(99_999_989 + 2 * i) for i in range(N_CHECKS + 1)]  # the last one waits
+    flags = ("--shutdown-grace", str(PATIENCE_S))
+    with serve(*flags) as server, ThreadPoolExecutor(len(bodies)) as pool, ExitStack() as held:
+        if over == "HTTP":
+            replies = [pool.submit(server.post, "/v1/responses", body) for body in bodies]
+        else:
+            client = held.enter_context(server.websocket())
+            for i, body in enumerate(bodies):
+                client.send(json.dumps(body | {"type": "response.create", "stream_id": str(i)}))
+        until(lambda: server.health()["grammars_waiting"] == 1, "one waits")
+        server.interrupt()
+        if over == "HTTP":
+            answers = [reply.result().json for reply in replies]
+        else:
+            answers = [json.loads(client.recv(PATIENCE_S)) for _ in bodies]
+        for answer in answers:
+            assert answer["error"]["code"] == "invalid_json_schema"
+        assert server.exit_status() == 0
 
 
 class Load:

@@ -9,6 +9,7 @@ import argparse
 import itertools
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import openai
@@ -102,6 +103,27 @@ def test_chat_passes_byte_for_byte(server: Server, worker: Server) -> None:
     cost = {"prompt_total_cost", "completion_total_cost", "total_cost"}
     assert priced["usage"].keys() - used["usage"].keys() == cost
     assert priced["usage"]["total_cost"] == 3 * used["usage"]["total_tokens"]
+
+
+def test_each_choice_of_a_relayed_chat_is_a_stream() -> None:
+    """Bug: it was one stream, however many sequences an upstream computed for it."""
+    keys = ("--api-key", "mine", "--api-key", "yours", "--max-streams", "4")
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "n": 2, "stream": True}
+
+    def hang(exchange: Exchange) -> None:
+        exchange.wait_closed()
+
+    with (
+        upstream(hang) as hanging,
+        serve("--upstream", hanging.url, *keys, model=None) as front,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        pool.submit(front.post, CHAT, body, Authorization="Bearer mine")
+        until(lambda: front.get("/health", Authorization="Bearer yours").json["running"] == 1, "it runs")
+        refused = front.post(CHAT, body, Authorization="Bearer mine")
+        assert (refused.status, refused.json["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert "2 of 4 open requests" in refused.json["error"]["message"]
+        front.process.kill()
 
 
 @pytest.mark.bug("B08")

@@ -17,6 +17,7 @@ import signal
 import socket
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, NoReturn
@@ -423,6 +424,161 @@ def rebound_name(client: Client) -> str:
     )
 
 
+# --- WebSockets ---------------------------------------------------------------------------------------------
+
+TEXT, CONTINUATION, PING, FIN, COMPRESSED = 0x1, 0x0, 0x9, 0x80, 0x40  # RFC 6455, section 5.2
+
+
+def ws_frame(data: bytes, opcode: int = TEXT | FIN) -> bytes:
+    """A frame of a client, whose mask of zeros leaves the data as it is."""
+    n_bytes = len(data)
+    if n_bytes < 126:
+        length = bytes([0x80 | n_bytes])
+    elif n_bytes < 2**16:
+        length = bytes([0x80 | 126]) + n_bytes.to_bytes(2, "big")
+    else:
+        length = bytes([0x80 | 127]) + n_bytes.to_bytes(8, "big")
+    return bytes([opcode]) + length + bytes(4) + data
+
+
+def ws_turn(**more: Any) -> bytes:
+    """A message that asks for a response of one token."""
+    return ws_frame(json.dumps(ask(type="response.create", store=False) | more).encode())
+
+
+def ws_connect(client: Client, key: str = ATTACKER, **headers: str) -> socket.socket:
+    """An open WebSocket; raises OSError where the server does not let it in."""
+    upgrade = {"Connection": "Upgrade", "Upgrade": "websocket"}
+    nonce = {"Sec-WebSocket-Version": "13", "Sec-WebSocket-Key": "A" * 22 + "=="}
+    head = http_request("GET", RESPONSES, None, key, **(upgrade | nonce | headers))
+    connection = client.connect()
+    client.send(connection, head.replace(b"Content-Length: 0\r\n", b""))
+    answer = b""
+    while not answer.endswith(b"\r\n\r\n"):
+        byte = connection.recv(1)
+        if not byte:
+            raise ConnectionError("no answer to a handshake")
+        answer += byte
+    if not answer.startswith(b"HTTP/1.1 101 "):
+        raise ConnectionError(answer.decode())
+    return connection
+
+
+N_FLOODS = 20  # at once
+EMPTY_FRAGMENTS = (ws_frame(b"", CONTINUATION), ws_frame(b"[", TEXT))  # again and again, and the first one
+LARGE_MESSAGE = ws_turn(zz="x" * BODIES[1])
+
+
+def ws_flood(again: bytes, first: bytes = b"") -> Callable[[Client], str]:
+    """The same frames over and over, on connections whose client reads nothing."""
+
+    def flood(client: Client) -> str:
+        deadline = time.monotonic() + 5
+
+        def send_all(_: int) -> None:
+            with contextlib.suppress(OSError):
+                while time.monotonic() < deadline:
+                    connection = ws_connect(client)
+                    client.send(connection, first)
+                    while time.monotonic() < deadline:
+                        client.send(connection, again * (4096 // len(again) + 1))
+
+        with ThreadPoolExecutor(N_FLOODS) as pool:
+            list(pool.map(send_all, range(N_FLOODS)))
+        return client.post(RESPONSES, ask(), WITNESS).expect(200)
+
+    return flood
+
+
+def ws_on_each(client: Client, n_sockets: int, messages: Sequence[bytes], n_threads: int = 50) -> str:
+    """Open so many WebSockets, and send the messages on each, as fast as the server takes them."""
+
+    def send_all(_: int) -> None:
+        with contextlib.suppress(OSError):
+            connection = ws_connect(client)
+            for message in messages:
+                client.send(connection, message)
+
+    with ThreadPoolExecutor(n_threads) as pool:
+        list(pool.map(send_all, range(n_sockets)))
+    return client.post(RESPONSES, ask(), WITNESS).expect(200)
+
+
+def ws_large_messages(client: Client) -> str:
+    return ws_on_each(client, 200, [LARGE_MESSAGE] * 4, n_threads=200)
+
+
+def ws_large_open_messages(client: Client) -> str:
+    """Messages that lack their last byte."""
+    return ws_on_each(client, 200, [LARGE_MESSAGE[:-1]])
+
+
+def ws_messages_in_fragments(client: Client) -> str:
+    """Large messages of a thousand fragments each, whose values are many."""
+    raw = json.dumps(ask(type="response.create", zz=[{}] * 49_000)).encode().ljust(BODIES[1])
+    size = len(raw) // 1000 + 1
+    pieces = [raw[start : start + size] for start in range(0, len(raw), size)]
+    frames = [ws_frame(piece, CONTINUATION) for piece in pieces]
+    frames[0] = ws_frame(pieces[0], TEXT)
+    frames[-1] = ws_frame(pieces[-1], CONTINUATION | FIN)
+    return ws_on_each(client, 20, [b"".join(frames)] * 2)
+
+
+def ws_turns_that_wait(client: Client) -> str:
+    """Behind a long turn wait others, whose values take many times the bytes of their text."""
+    many_values = ws_turn(zz=[{}] * 49_000)
+    long_turn = ws_turn(max_output_tokens=1900, ignore_eos=True)
+    return ws_on_each(client, 8, [long_turn, *[many_values] * 60], n_threads=8)
+
+
+def ws_lanes(client: Client) -> str:
+    """Ten thousand lanes, by their names."""
+    turns = [ws_turn(stream_id=f"lane-{i}", model="none") for i in range(2500)]
+    return ws_on_each(client, 4, [b"".join(turns)])
+
+
+def ws_handshakes(client: Client) -> str:
+    """Half of a handshake, and handshakes of sockets that then say nothing."""
+    head = f"GET {RESPONSES} HTTP/1.1\r\nHost: 127.0.0.1\r\nUpgrade: websocket\r\n".encode()
+    for _ in range(1000):
+        with contextlib.suppress(OSError):
+            client.send(client.connect(1), head)
+    return ws_on_each(client, 1000, [])
+
+
+def ws_deaf_readers(client: Client) -> str:
+    """Long answers on many lanes, which nobody reads."""
+    long: Json = {"max_output_tokens": 1500, "ignore_eos": True}
+    long |= {"top_logprobs": 20, "include": ["message.output_text.logprobs"]}
+    turns = [ws_turn(stream_id=str(i), **long) for i in range(16)]
+    problem = ws_on_each(client, 4, turns)
+    time.sleep(10)
+    return problem
+
+
+def ws_leavers(client: Client) -> str:
+    """Turns that begin, and whose client leaves at once."""
+    turns = b"".join(ws_turn(stream_id=str(i), max_output_tokens=500, ignore_eos=True) for i in range(16))
+    deadline = time.monotonic() + 6
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), ws_connect(client) as connection:
+            client.send(connection, turns)
+            connection.recv(1000)
+    return client.post(RESPONSES, ask(), WITNESS).expect(200)
+
+
+def ws_compressed(client: Client) -> str:
+    """A bomb, offered with the extension that allows it: it must not be unpacked."""
+    bomb = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+    packed = bomb.compress(b" " * 500 * MB) + bomb.flush(zlib.Z_SYNC_FLUSH)
+    with ws_connect(client, Sec_WebSocket_Extensions="permessage-deflate") as connection:
+        client.send(connection, ws_frame(packed[:-4], TEXT | FIN | COMPRESSED))
+        closed = connection.recv(4)
+    if closed[:1] != b"\x88":
+        return f"expected a close, got {closed!r}"
+    return client.post(RESPONSES, ask(), WITNESS).expect(200)
+
+
 # --- forged prompts -----------------------------------------------------------------------------------------
 
 MARKERS = ("<|im_end|>", "<|im_start|>", "<think>", "</think>", "<tool_call>", "</tool_response>")
@@ -587,6 +743,20 @@ ATTACKS = [
     Attack("idle-connections",      idle_connections,               "another is served", max_files=256),
     Attack("wire",                  wire_refusals,                  "400"),
     Attack("rebound-name",          rebound_name,                   "403", keys=False),
+    # WebSockets
+    Attack("ws-messages",           ws_flood(ws_frame(b"{}")),      "another is served"),
+    Attack("ws-pings",              ws_flood(ws_frame(b"", PING | FIN)), "another is served"),
+    Attack("ws-fragments",          ws_flood(*EMPTY_FRAGMENTS),     "another is served"),
+    Attack("ws-turns",              ws_flood(ws_turn()),            "another is served"),
+    Attack("ws-large-messages",     ws_large_messages,              "another is served"),
+    Attack("ws-open-messages",      ws_large_open_messages,         "another is served"),
+    Attack("ws-in-fragments",       ws_messages_in_fragments,       "another is served"),
+    Attack("ws-turns-that-wait",    ws_turns_that_wait,             "another is served"),
+    Attack("ws-lanes",              ws_lanes,                       "another is served"),
+    Attack("ws-handshakes",         ws_handshakes,                  "another is served"),
+    Attack("ws-deaf-readers",       ws_deaf_readers,                "another is served"),
+    Attack("ws-leavers",            ws_leavers,                     "another is served"),
+    Attack("ws-compressed",         ws_compressed,                  "a close"),
     # forged prompts
     Attack("forged-markers",        forge_markers,                  "markers are text"),
 ]

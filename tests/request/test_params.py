@@ -11,7 +11,7 @@ from openai.types.responses import ToolParam
 from request import params, tools
 from request.output_format import StructuredOutput as Must
 from request.params import CHAT, RESPONSES, Request
-from request.refusals import MAX_SHOWN, BadInput, shown
+from request.refusals import MAX_MESSAGE, MAX_SHOWN, BadInput, shown
 from request.tools import Grammar, Tool
 from sampling import Sampling
 
@@ -394,6 +394,14 @@ def test_body_is_an_object(api: str, body: Any) -> None:
     with pytest.raises(BadInput) as caught:
         APIS[api][0](body, {})
     assert (caught.value.param, caught.value.code) == (None, TYPE)
+
+
+def test_a_refusal_is_short() -> None:
+    """Bug: the id of a call was repeated, however long it was."""
+    output = {"type": "function_call_output", "call_id": "x" * 1_000_000, "output": ""}
+    with pytest.raises(BadInput) as caught:
+        read("responses", {"input": [output]})
+    assert len(caught.value.message) == len(str(caught.value)) == MAX_MESSAGE
 
 
 @pytest.mark.parametrize("api", APIS)

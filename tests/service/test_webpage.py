@@ -283,6 +283,20 @@ def test_a_refusal_is_shown_in_the_servers_words(page: "Page", server: Server) -
     alert.filter(has_text="400").wait_for()
     refusal = server.post("/v1/responses", {"model": "tiny", "input": STORY, "temperature": 3}).json["error"]
     assert alert.inner_text() == "400: " + refusal["message"]
+    assert page.locator("#state").inner_text() == "No event came."  # it went on to say "Streaming."
+
+
+def test_a_stream_that_breaks_off_says_so(browser: "Browser") -> None:
+    """Bug: it said "Streaming." for ever."""
+    with serve(script=FAULTY) as server, browser.new_context() as context:
+        page = context.new_page()
+        page.goto(server.url)
+        page.wait_for_selector("#model option", state="attached")
+        send(page, STORY, more=ENDLESS_STORY)
+        page.locator("#events li").nth(20).wait_for()
+        server.process.kill()
+        page.get_by_role("alert").filter(has_text="network error").wait_for()
+        assert page.locator("#state").inner_text().startswith("The stream broke off behind event ")
 
 
 @pytest.mark.parametrize("tools", ["{", "[1]", '{"type": "function"}'])

@@ -24,7 +24,9 @@ from typing import Any
 
 import openai
 import pytest
+import uvicorn
 from starlette.websockets import WebSocket
+from uvicorn.server import ServerState
 from websockets.datastructures import Headers
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.frames import Frame, Opcode
@@ -659,9 +661,18 @@ FLOODS = {
 
 @pytest.mark.parametrize("name", FLOODS)
 def test_a_flood_of_frames(server: Server, name: str) -> None:
-    """From a client that reads no answer: it is dropped, and nobody waits for it."""
-    first, again = FLOODS[name]
+    """From a client that reads no answer: it is dropped, and nobody waits for it.
 
+    A busy machine makes pauses of its own: of three tries one must be as it should.
+    """
+    pauses: list[float] = []
+    while not pauses or (pauses[-1] > 0.1 and len(pauses) < 3):
+        pauses.append(pause_in_a_flood(server, *FLOODS[name]))
+    assert min(pauses) < 0.1
+    until(lambda: is_idle(server), "nothing runs")
+
+
+def pause_in_a_flood(server: Server, first: bytes, again: bytes) -> float:
     def flood(connection: socket.socket) -> None:
         with suppress(OSError):
             while True:
@@ -673,8 +684,175 @@ def test_a_flood_of_frames(server: Server, name: str) -> None:
         pause = longest_pause(server, 1)
         thread.join(30)  # the server has dropped it
         assert not thread.is_alive()
-    assert pause < 1  # on a busy machine
-    until(lambda: is_idle(server), "nothing runs")
+    return pause
+
+
+class Wire(asyncio.Transport):
+    """The other side of a connection: what has been written to it, and whether it is read."""
+
+    def __init__(self) -> None:
+        super().__init__({"socket": None})
+        self.n_written = 0
+        self.is_read = True
+
+    def write(self, data: Any) -> None:
+        self.n_written += len(data)
+
+    def pause_reading(self) -> None:
+        self.is_read = False
+
+    def resume_reading(self) -> None:
+        self.is_read = True
+
+    def is_closing(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
+
+
+Held = list[tuple[int, bool]]  # bytes, and whether they give way
+
+
+async def accepted(kind: Any, held: Held, n_messages: int = 0) -> Any:
+    """A connection, with an application that has taken so many messages and asks for no more."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        scope["hold_message"] = lambda n_bytes, give_way: held.append((n_bytes, give_way is not None))
+        await receive()
+        await send({"type": "websocket.accept"})
+        for _ in range(n_messages):
+            await receive()
+        await asyncio.Event().wait()
+
+    config, state = uvicorn.Config(app, log_config=None, lifespan="off"), ServerState()
+    config.load()
+    connection = kind(config, state, {})
+    connection.connection_made(Wire())
+    connection.data_received(HANDSHAKE)
+    await asyncio.sleep(0.01)
+    return connection
+
+
+def test_floods_have_a_part_of_the_time_together() -> None:
+    """Bug: each connection had a part of its own, so a few of them had all of it."""
+    flood = frame(Opcode.PING, b"") * 10_000
+
+    async def talk() -> Any:
+        kind = connections.websocket_protocol(60)
+        floods = [await accepted(kind, []) for _ in range(20)]
+        for each in floods:
+            each.receiving = asyncio.ensure_future(each.receive())
+        await asyncio.sleep(0)
+        n_written = -sum(each.transport.n_written for each in floods)
+        for each in floods:
+            each.data_received(flood)
+            assert not each.transport.is_read
+        await asyncio.sleep(0.2)
+        n_written += sum(each.transport.n_written for each in floods)
+        for each in floods:
+            each.receiving.cancel()
+        return n_written // 2  # bytes of a pong
+
+    n_at_once = 1024 // 6 + connections.MAX_FRAMES
+    assert asyncio.run(talk()) < n_at_once * (20 + 0.2 / connections.BRAKE_S)
+
+
+def test_a_message_is_held_until_the_next_one_is_asked_for() -> None:
+    """Bug: a message that waited to be parsed was counted by nobody, and the next one was read meanwhile.
+
+    200 clients with some messages of 2 MB made the server hold 0.9 GB.
+    """
+    held: Held = []
+
+    async def talk() -> None:
+        connection = await accepted(connections.websocket_protocol(60), held, n_messages=1)
+        message = frame(Opcode.TEXT, b"x" * 5000)
+        connection.data_received(message[:4000])
+        await asyncio.sleep(0)
+        assert connection.transport.is_read
+        connection.data_received(message[4000:])
+        connection.data_received(message)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not connection.transport.is_read
+
+    asyncio.run(talk())
+    assert [(n // 1000, gives_way) for n, gives_way in held] == [(0, True), (3, True), (5, False), (5, False)]
+
+
+def talking(messages: list[str], start: Any, send: Any, room: Room) -> Connection:
+    """A connection whose client sends these messages, and then nothing."""
+    coming: list[Json] = [{"type": "websocket.connect"}]
+    coming += [{"type": "websocket.receive", "text": text} for text in messages]
+
+    async def receive() -> Any:
+        if not coming:
+            await asyncio.Event().wait()
+        return coming.pop(0)
+
+    scope = {"type": "websocket", "subprotocols": [], "owner": "", "room": room}
+    return Connection(WebSocket(scope, receive, send), start, start, lambda status, seconds: None)
+
+
+async def run_for_ever(connection: Connection) -> None:
+    await connection.run(asyncio.Event().wait(), 60)
+
+
+TURN = '{"type": "response.create"}'
+
+
+def test_a_turn_that_waits_is_its_text() -> None:
+    """Bug: it was a JSON value, which takes fifty times the bytes that are counted."""
+    n_values = 12_345
+    zeros = ",".join(["0"] * n_values)
+
+    async def start(*_: Any) -> Any:
+        await asyncio.Event().wait()
+
+    async def send(_: Any) -> None:
+        pass
+
+    async def talk() -> None:
+        waiting = f'{{"type": "response.create", "zz": [{zeros}]}}'
+        connection = talking([TURN, waiting], start, send, Room(8))
+        running = asyncio.ensure_future(run_for_ever(connection))
+        while len(connection._turns) < 2:
+            await asyncio.sleep(0.01)
+        lists = [each for each in gc.get_objects() if type(each) is list and len(each) == n_values]
+        assert lists == []
+        running.cancel()
+
+    asyncio.run(talk())
+
+
+def test_who_reads_no_answer_holds_up_nobody() -> None:
+    """Messages are begun one after another, whoever sends them; errors are sent beside that."""
+    is_deaf = asyncio.Event()
+    has_started = asyncio.Event()
+
+    async def start(*_: Any) -> Any:
+        has_started.set()
+        await asyncio.Event().wait()
+
+    async def send(_: Any) -> None:
+        pass
+
+    async def send_to_the_deaf(message: Any) -> None:
+        if message["type"] == "websocket.send":
+            is_deaf.set()
+            await asyncio.Event().wait()
+
+    async def talk() -> None:
+        room = Room(8)
+        deaf = asyncio.ensure_future(run_for_ever(talking(["{}"], start, send_to_the_deaf, room)))
+        await is_deaf.wait()
+        other = asyncio.ensure_future(run_for_ever(talking([TURN], start, send, room)))
+        await asyncio.wait_for(has_started.wait(), 30)
+        deaf.cancel()
+        other.cancel()
+
+    asyncio.run(talk())
 
 
 def test_compression_is_not_offered(client: ClientConnection) -> None:
@@ -686,12 +864,13 @@ def test_a_reader_that_stops_is_dropped(server: Server) -> None:
     """Its turn ends with it."""
     shown = {"top_logprobs": 20, "include": ["message.output_text.logprobs"], "reasoning": {"effort": "none"}}
     message = json.dumps({"type": "response.create"} | RUNS | shown).encode()
+    n_logged = len(server.log())
     with deaf_client(server) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.sendall(frame(Opcode.TEXT, message))
         until(lambda: server.health()["running"] == 1, "it runs")
         until(lambda: is_idle(server), "it has been dropped")
-    assert "aborted: " in server.log().splitlines()[-2]
+    assert "aborted: " in server.log()[n_logged:]
 
 
 def test_what_comes_behind_the_handshake_is_read(server: Server) -> None:
@@ -744,15 +923,17 @@ def test_a_message_has_so_much_time(monkeypatch: pytest.MonkeyPatch) -> None:
         async with connected(app, connections.websocket_protocol(60)) as (reader, writer):
             writer.write(HANDSHAKE)
             await reader.readuntil(b"\r\n\r\n")
-            for _ in range(6):
-                writer.write(whole[-50:] if held else b"")
+            for i in range(6):
+                writer.write(whole[-50:] if i else b"")
                 writer.write(whole[:-50])
                 await asyncio.sleep(0.3)
             with pytest.raises(ConnectionResetError):
                 await reader.readexactly(1)
 
     asyncio.run(talk())
-    assert held == [50] * 6  # bytes of the data
+    assert (
+        held == [0, 50] + [100 + 50, 50] * 5
+    )  # bytes of the data: a whole one is held until the next receive()
 
 
 def test_who_has_left_gives_way() -> None:
