@@ -55,6 +55,7 @@ def mode(content_type: str, beginning: bytes) -> Mode | None:
 # Two line ends. A CR behind a CRLF waits for its LF; any other is a line end at once.
 BLANK_LINE = re.compile(rb"\r\n(?:\r\n|\n|\r(?=[^\n]))|\r\r|\n(?<!\r\n)[\r\n]")
 N_BLANK_LINE = 4  # bytes of the longest
+ONE_LINE = re.compile(rb"data: ?([^\r\n]*+)\n\n")  # a frame that is one line of data, as nearly all are
 COMMENTS = re.compile(rb"(?::[^\r\n]*+[\r\n]++)++")  # a frame that has nothing else
 LINES = re.compile(rb"(\r\n|\r|\n)")  # split() gives line, end, line, end, ..., line
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # half of a pair; the other half may be missing
@@ -82,7 +83,7 @@ def frame(raw: bytes) -> Frame:
     """Raises Unreadable where the data is no JSON object, for a delta may be lost with it."""
     if COMMENTS.fullmatch(raw):
         return Frame(raw, None, "")
-    events = sse.Parser().feed(raw)
+    events = read_events(raw)
     if not events:
         # An error without its "data:", amid events: https://github.com/Atomic-Germ/OpenFlowLM-Next/issues/64
         # Under a name that no event has: https://github.com/ggml-org/llama.cpp/pull/16109
@@ -99,6 +100,13 @@ def frame(raw: bytes) -> Frame:
     if chunk and SURROGATE.search(data):
         return Frame(with_data(raw, sse.dumps(chunk)), chunk, data)
     return Frame(raw, chunk, data)
+
+
+def read_events(raw: bytes) -> list[sse.Event]:
+    """The event in a frame, if it has one; to start a parser for one line takes four times as long."""
+    if one_line := ONE_LINE.fullmatch(raw):
+        return [sse.Event("message", one_line[1].decode("utf-8", "replace"), "")]
+    return sse.Parser().feed(raw)
 
 
 def json_frame(value: Document) -> Frame:
