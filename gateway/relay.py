@@ -83,15 +83,15 @@ def frame(raw: bytes) -> Frame:
     """Raises Unreadable where the data is no JSON object, for a delta may be lost with it."""
     if COMMENTS.fullmatch(raw):
         return Frame(raw, None, "")
-    events = read_events(raw)
-    if not events:
+    event = read_event(raw)
+    if event is None:
         # An error without its "data:", amid events: https://github.com/Atomic-Germ/OpenFlowLM-Next/issues/64
         # Under a name that no event has: https://github.com/ggml-org/llama.cpp/pull/16109
         error = document(raw.strip().removeprefix(b"error:").decode(errors="replace"))
         if error:
             return json_frame(error)
         return Frame(raw, None, "")
-    type_, data, _ = events[0]
+    type_, data = event
     chunk = document(data)
     if data and chunk is None and data.strip() != "[DONE]":
         raise Unreadable("expected JSON in each event, got " + quoted(data.encode()))
@@ -102,11 +102,13 @@ def frame(raw: bytes) -> Frame:
     return Frame(raw, chunk, data)
 
 
-def read_events(raw: bytes) -> list[sse.Event]:
-    """The event in a frame, if it has one; to start a parser for one line takes four times as long."""
-    if one_line := ONE_LINE.fullmatch(raw):
-        return [sse.Event("message", one_line[1].decode("utf-8", "replace"), "")]
-    return sse.Parser().feed(raw)
+def read_event(raw: bytes) -> tuple[str, str] | None:
+    """Type and data of the event in a frame, if it has one."""
+    if one_line := ONE_LINE.fullmatch(raw):  # a parser for each of them takes four times as long
+        return "message", one_line[1].decode("utf-8", "replace")
+    for event in sse.Parser().feed(raw):
+        return event.type, event.data
+    return None
 
 
 def json_frame(value: Document) -> Frame:
