@@ -227,7 +227,7 @@ class Finder:
     def __init__(self, needles: Collection[str]) -> None:
         self._needles = tuple(needles)
         first_characters = "".join({re.escape(needle[0]) for needle in needles})
-        never = "(?!)"
+        never = r"[^\s\S]"
         self._may_begin = re.compile(f"[{first_characters}]" if needles else never)
         self._held_pieces: list[Piece] = []
         self._held_text = ""  # the text of these; after each feed() it is shorter than the longest needle
