@@ -156,8 +156,9 @@ class GpuScript(BatchScript):
     _next_at = 0.0
 
     def _until_next(self) -> None:
-        time.sleep(max(0.0, self._next_at - time.perf_counter()))
-        self._next_at = time.perf_counter() + N_BATCH / GPU_TOKENS_S
+        now = time.perf_counter()
+        time.sleep(max(0.0, self._next_at - now))
+        self._next_at = max(self._next_at, now) + N_BATCH / GPU_TOKENS_S
 
 
 def loops_for(seconds: float) -> int:
