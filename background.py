@@ -94,7 +94,7 @@ class EventLog:
         self._n_written = len(frames)  # fewer than there are in `_shown` where a write has failed
         self._writing: asyncio.Task[None] | None = None
         self._is_closed = False
-        self._news = asyncio.Event()  # set for a moment when readers have something to look at
+        self._waiters: list[asyncio.Future[None]] = []  # of those who wait for news: asyncio.Event is slower
 
     @property
     def status(self) -> str:
@@ -146,13 +146,13 @@ class EventLog:
     async def until_begun(self) -> None:
         """Wait until there is an event, or never will be."""
         while not (self.events or self._is_closed):
-            await self._news.wait()
+            await self._news()
 
     async def until_shown(self) -> None:
         """Wait until the events that there are now are shown to readers."""
         n_entries = len(self._shown) + len(self._pending)
         while len(self._shown) < n_entries:
-            await self._news.wait()
+            await self._news()
 
     async def read(self, after: int = -1) -> AsyncGenerator[list[bytes]]:
         """The frames that follow number `after`: those there are, then those to come, all that wait at once.
@@ -169,7 +169,7 @@ class EventLog:
                 if position < len(self._shown):
                     await asyncio.sleep(0)  # others have their turn, however fast this reader is
             else:
-                await self._news.wait()
+                await self._news()
         if position > len(self._shown) > 0 and not self.is_broken_off:
             yield [self._shown[-1].frame]
 
@@ -227,9 +227,17 @@ class EventLog:
         del self._pending[:n_entries]
         self._wake_readers()
 
+    async def _news(self) -> None:
+        """Wait until there is something to look at."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        await waiter
+
     def _wake_readers(self) -> None:
-        self._news.set()
-        self._news.clear()
+        for waiter in self._waiters:
+            if not waiter.done():  # a reader who was cancelled waits no more
+                waiter.set_result(None)
+        self._waiters.clear()
 
 
 def newest_response(entries: Sequence[Entry]) -> Response | None:

@@ -135,6 +135,7 @@ NextState = State | Literal["content"]  # after "content" the header says which 
 Transitions = Mapping[tuple[State | Literal["any"], str], NextState]  # (state, marker) -> next state
 
 HEADER_STATES = ("between", "role", "header")
+CHANNEL_STATES = ("analysis", "commentary", "final")  # of a model's text
 
 Schemas = Mapping[str, Mapping[str, Any]]  # name of a function on offer -> JSON schema of its arguments
 
@@ -226,14 +227,18 @@ class Finder:
     def __init__(self, needles: Collection[str]) -> None:
         self._needles = tuple(needles)
         first_characters = "".join({re.escape(needle[0]) for needle in needles})
-        never = "(?!)"
+        never = r"[^\s\S]"
         self._may_begin = re.compile(f"[{first_characters}]" if needles else never)
         self._held_pieces: list[Piece] = []
         self._held_text = ""  # the text of these; after each feed() it is shorter than the longest needle
 
+    def lets_through(self, text: str) -> bool:
+        """Nothing is held, and no needle may begin in this text: so it is with most pieces."""
+        return not self._held_text and self._may_begin.search(text) is None
+
     def feed(self, piece: Piece) -> Iterator[Piece | str]:
         """The text that is certain, as pieces, and each needle found, as a str."""
-        if not self._held_text and not self._may_begin.search(piece.text):  # most pieces
+        if self.lets_through(piece.text):
             yield piece
             return
         self._held_pieces.append(piece)
@@ -357,6 +362,11 @@ class Trimming:
     def drop_held(self) -> None:
         self._held_pieces = []
 
+    def lets_through(self, text: str) -> bool:
+        """Nothing is held, and no newline of this text is beside a marker, or may turn out to be."""
+        is_amid_text = self._has_text and not self._after_marker and not self._held_pieces
+        return not self._enabled or (is_amid_text and not text.endswith("\n"))
+
     def without_leading(self, piece: Piece) -> Piece:
         if self._after_marker:
             piece = piece._replace(text=piece.text.lstrip("\n"))
@@ -421,7 +431,26 @@ class Parser:
         self._in_malformed_call = False  # "<tool_call>no call" | "</tool_call>": its end is text too
 
     def feed(self, piece: Piece) -> list[Output]:
+        if self._lets_through(piece):
+            return [Delta(cast(Channel, self.state), piece.text, piece.logprobs)]
         return self._until_stop(self._feed(piece))
+
+    def _lets_through(self, piece: Piece) -> bool:
+        """Each machine leaves this piece as it is, more of the text that is open.
+
+        So it is with nearly all pieces, and to know it takes a fourth of the time that the machines take.
+        """
+        text = piece.text
+        return (
+            self._open_item == "text"
+            and bool(text)
+            and not piece.special
+            and not self.stopped
+            and self.state in CHANNEL_STATES
+            and self._markers.lets_through(text)
+            and self._trimming.lets_through(text)
+            and (self.state == "analysis" or self._stop.lets_through(text))
+        )
 
     def close(self, cut: bool) -> list[Output]:
         """The end of the output; `cut` says that the model was interrupted, not done."""

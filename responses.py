@@ -216,19 +216,24 @@ class _Item:
     def text(self) -> str:
         return "".join(self.texts)
 
-    def grow(self, text: str, logprobs: Iterable[TokenLogprob]) -> dict[str, Any]:
+    def grow(self, text: str, logprobs: tuple[TokenLogprob, ...]) -> dict[str, Any]:
         """Add to the text; return the members of the delta that says so.
 
         Raises ValueError for a logprob that is no number, and then adds nothing.
         """
         delta = {**self.place, "delta": text}
         if self.kind.part == "output_text":
-            event_logprobs = [_logprob(p, with_bytes=False) for p in logprobs]
-            self.part_logprobs += [_logprob(p, with_bytes=True) for p in logprobs]
-            self.event_logprobs += event_logprobs
-            delta["logprobs"] = event_logprobs
+            delta["logprobs"] = self._add_logprobs(logprobs)
         self.texts.append(text)
         return delta
+
+    def _add_logprobs(self, logprobs: tuple[TokenLogprob, ...]) -> list[sse.Encoded]:
+        if not logprobs:  # nearly always
+            return []
+        event_logprobs = [_logprob(p, with_bytes=False) for p in logprobs]
+        self.part_logprobs += [_logprob(p, with_bytes=True) for p in logprobs]
+        self.event_logprobs += event_logprobs
+        return event_logprobs
 
     def whole(self) -> dict[str, Any]:
         """The members of the event that says all of the text."""
@@ -299,11 +304,11 @@ class Builder:
 
     def feed(self, output: Output | Compaction) -> list[Event]:
         match output:
-            case Delta(channel, text, logprobs):
+            case Delta():
                 events: list[Event] = []
-                if self._item is None or self._item.key != channel:
-                    events = [*self._close("completed"), *self._open(channel, call={})]
-                return [*events, *self._grow(text, logprobs)]
+                if self._item is None or self._item.key != output.channel:
+                    events = [*self._close("completed"), *self._open(output.channel, call={})]
+                return events + self._grow(output.text, output.logprobs)
             case Compaction(encrypted_content):
                 return [*self._close("completed"), *self._compaction(encrypted_content)]
             case Call(name, custom, namespace):
@@ -325,7 +330,7 @@ class Builder:
         closing = self._close(ending.item_status)
         return [*closing, self._envelope(ending.event, ending.status, finish, now)]
 
-    def _event(self, type_: str, **fields: Any) -> Event:
+    def _event(self, type_: str, fields: Mapping[str, Any]) -> Event:
         """Make an event, here and nowhere else; raises IllegalEvent (rule 2)."""
         event = {"type": type_, **fields}
         next_state = GRAMMAR.get((self.state, label(event)))
@@ -340,9 +345,9 @@ class Builder:
         index = len(self.output)
         item = _Item(key, kind, self._new_id(kind.prefix), index, call, self._seal)
         announced = item.snapshot("in_progress")
-        events = [self._event("response.output_item.added", output_index=index, item=announced)]
+        events = [self._event("response.output_item.added", {"output_index": index, "item": announced})]
         if kind.part:
-            events.append(self._event("response.content_part.added", **item.place, part=item.part()))
+            events.append(self._event("response.content_part.added", {**item.place, "part": item.part()}))
         self._item = item
         return events
 
@@ -353,8 +358,8 @@ class Builder:
         self.output.append(item)
         announced = item | {"encrypted_content": ""}
         return [
-            self._event("response.output_item.added", output_index=index, item=announced),
-            self._event("response.output_item.done", output_index=index, item=dict(item)),
+            self._event("response.output_item.added", {"output_index": index, "item": announced}),
+            self._event("response.output_item.done", {"output_index": index, "item": dict(item)}),
         ]
 
     def _grow(self, text: str, logprobs: tuple[TokenLogprob, ...] = ()) -> list[Event]:
@@ -362,18 +367,19 @@ class Builder:
         item = self._item
         if item is None or not (text or logprobs):
             return []
-        return [self._event(item.kind.events + ".delta", **item.grow(text, logprobs))]
+        return [self._event(item.kind.events + ".delta", item.grow(text, logprobs))]
 
     def _close(self, status: str) -> list[Event]:
         """Say the open item once more as a whole, and end it."""
         item = self._item
         if item is None:
             return []
-        events = [self._event(item.kind.events + ".done", **item.whole())]
+        events = [self._event(item.kind.events + ".done", item.whole())]
         if item.kind.part:
-            events.append(self._event("response.content_part.done", **item.place, part=item.part()))
+            events.append(self._event("response.content_part.done", {**item.place, "part": item.part()}))
         closed = item.snapshot(status)
-        events.append(self._event("response.output_item.done", output_index=item.output_index, item=closed))
+        done = {"output_index": item.output_index, "item": closed}
+        events.append(self._event("response.output_item.done", done))
         self.output.append(item.snapshot(status))  # another copy: rule 5
         self._item = None
         return events
@@ -392,7 +398,7 @@ class Builder:
         }
         if finish:
             response |= _final_members(finish, status, now)
-        return self._event(type_, response=response)
+        return self._event(type_, {"response": response})
 
 
 def _final_members(finish: Finish, status: str, now: int | None) -> dict[str, Any]:

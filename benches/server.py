@@ -45,7 +45,7 @@ from engine import Engine, EngineRequest, ModelRunner, StepOutput
 from middleware import Keys, make_app
 from request.template import ChatTemplate
 from sampling import Choice
-from server import SWITCH_S
+from server import SWITCH_S, tune_garbage_collector
 from service.admission import Room
 from service.connections import bind, protocol
 from store import Retention, Store
@@ -60,6 +60,8 @@ N_WARM = 2  # of them, while streams are still being opened
 STREAMS = {1: 2000, 50: 100, 500: 20}
 N_BATCH = 64  # streams of the engine that has a thread of its own
 N_BATCH_TOKENS = 400  # of each
+N_GPU_TOKENS = 1200  # of each, from the engine that has the pace of a GPU
+GPU_TOKENS_S = 30_000  # that it makes
 STEP_WORK_S = 0.001  # what its step computes, in Python: so long it needs the lock that the event loop needs
 
 
@@ -121,8 +123,7 @@ class BatchScript(Engine):
             time.sleep(STEP_WORK_S)  # all of them begin together
             return
         self._work_s.append(self._work())
-        self._handled.wait()
-        self._handled.clear()
+        self._until_next()
         loop = self._readers[sequences[0]].loop
         for sequence in sequences:
             sequence.output.append(self._choice.token_id)
@@ -132,6 +133,10 @@ class BatchScript(Engine):
             self._put(sequence, StepOutput([self._choice], "length" if is_last else None))
         self._deliver()
         loop.call_soon_threadsafe(self._after_turns, loop, 4)
+
+    def _until_next(self) -> None:
+        self._handled.wait()
+        self._handled.clear()
 
     def _after_turns(self, loop: asyncio.AbstractEventLoop, n: int) -> None:
         """A step is handled when the loop has turned so often: tokens to events, events to writes."""
@@ -143,6 +148,17 @@ class BatchScript(Engine):
     def counts(self) -> dict[str, int]:
         beside_s = median(self._work_s or [0.0])
         return {"alone_us": round(1e6 * self._alone_s), "beside_us": round(1e6 * beside_s)}
+
+
+class GpuScript(BatchScript):
+    """The same at the pace of a GPU, which waits for no reader; the work is the host's part of a step."""
+
+    _next_at = 0.0
+
+    def _until_next(self) -> None:
+        now = time.perf_counter()
+        time.sleep(max(0.0, self._next_at - now))
+        self._next_at = max(self._next_at, now) + N_BATCH / GPU_TOKENS_S
 
 
 def loops_for(seconds: float) -> int:
@@ -195,6 +211,7 @@ def bare(frames: Sequence[bytes]) -> ASGIApp:
 SERVED: dict[str, Callable[[Path], ASGIApp]] = {
     "script": lambda directory: ours(directory, Script),
     "batch": lambda directory: ours(directory, BatchScript),
+    "gpu": lambda directory: ours(directory, GpuScript),
     "bare": lambda _: bare(frames_of(sys.stdin.buffer.read())),
 }
 
@@ -204,6 +221,7 @@ def serve(app: ASGIApp) -> None:
     sys.setswitchinterval(SWITCH_S)
     config = uvicorn.Config(app, http=protocol(60), log_level="warning", access_log=False, lifespan="off")
     listener = bind("127.0.0.1", 0)
+    tune_garbage_collector()
     print(listener.getsockname()[1], flush=True)
     uvicorn.Server(config).run(sockets=[listener])
 
@@ -327,8 +345,8 @@ def stream_figures(server: Running, n_streams: int) -> StreamFigures:
     return StreamFigures(fast.events_s, fast.cpu_us, median(late_ms), quantiles(late_ms, n=100)[98])
 
 
-def batch_figures(server: Running) -> BatchFigures:
-    rate = asyncio.run(hear(server, N_BATCH, N_BATCH_TOKENS, paced=False))
+def batch_figures(server: Running, n_tokens: int) -> BatchFigures:
+    rate = asyncio.run(hear(server, N_BATCH, n_tokens, paced=False))
     with urlopen(f"http://127.0.0.1:{server.port}/health") as answer:
         counts = json.load(answer)
     return BatchFigures(rate.events_s, rate.cpu_us, counts["alone_us"], counts["beside_us"])
@@ -376,6 +394,8 @@ def measured(
         for name, checkout in checkouts.items():
             servers[name] = stack.enter_context(running("script", directory, checkout))
             engines[name] = stack.enter_context(running("batch", directory, checkout))
+        at_gpu_pace = f"this, {GPU_TOKENS_S} tokens/s whatever is read"
+        engines[at_gpu_pace] = stack.enter_context(running("gpu", directory))
         longest = asyncio.run(listener(servers["this"].port, max(STREAMS.values()), paced=False)).body
         servers["bare"] = stack.enter_context(running("bare", directory, reply=longest))
         for number in range(n_rounds + 1):
@@ -383,7 +403,8 @@ def measured(
                 for name, server in servers.items():
                     streams[n_streams, name].append(stream_figures(server, n_streams))
             for name, server in engines.items():
-                batches[name].append(batch_figures(server))
+                n_tokens = N_GPU_TOKENS if name == at_gpu_pace else N_BATCH_TOKENS
+                batches[name].append(batch_figures(server, n_tokens))
             print(f"round {number}/{n_rounds}", file=sys.stderr)
     return {key: rows[1:] for key, rows in streams.items()}, {key: rows[1:] for key, rows in batches.items()}
 

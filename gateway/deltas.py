@@ -87,7 +87,7 @@ class Deltas:
             return
         for chunk in self._reader.read(document):
             yield from self._chunk(chunk)
-        self.is_whole = self.is_whole or self._reader.is_finished
+        self.is_whole = self.is_whole or self._reader.choices[0].is_finished
 
     def close(self, usage: Usage | None) -> Iterator[Output | Finish]:
         """End the answer."""
@@ -126,8 +126,10 @@ class Deltas:
             yield from self._rest_of_logprobs()
             logprobs = _that_spell(content, logprobs)
         self._early_logprobs += logprobs
-        yield from self._text("analysis", reasoning)
-        yield from self._text("refusal", refusal)
+        if reasoning:
+            yield from self._text("analysis", reasoning)
+        if refusal:
+            yield from self._text("refusal", refusal)
         if content:
             logprobs = self._taken_logprobs()
             if self._channel != "final":
@@ -143,8 +145,6 @@ class Deltas:
     # --- text -----------------------------------------------------------------------------------------------
 
     def _text(self, channel: Channel, text: str, logprobs: tuple[TokenLogprob, ...] = ()) -> Iterator[Output]:
-        if not text:
-            return
         self._count_chars(len(text))
         delta = Delta(channel, text, logprobs)
         if self._waiting:

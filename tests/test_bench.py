@@ -126,6 +126,7 @@ def test_server(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
     monkeypatch.setattr(server, "STREAMS", {1: 20, 3: 5})
     monkeypatch.setattr(server, "TICK_S", 0.05)
     monkeypatch.setattr(server, "N_BATCH_TOKENS", 5)
+    monkeypatch.setattr(server, "N_GPU_TOKENS", 5)
     out = tmp_path / "server.md"
     assert bench.main(["server", "--model", str(TINY), "--repeat", "1", "--out", str(out)]) == 0
     printed = capsys.readouterr().out

@@ -155,6 +155,22 @@ def test_cuts_are_not_seen(
     assert read(name, units, cuts, cut_off, **options) == by_character
 
 
+@given(outputs, cut_places, some_options)
+@example(("hermes", ["ab", "cSTOPb", "a", "b"]), [1, 2, 4, 6, 8, 9], {"stop": ("STOP",)})
+@example(("hermes", ["ab", "\n", "\n", "a"]), [1, 2, 3], {})
+@example(("hermes", ["ab", "<think", ">", "a"]), [1, 2, 8, 9], {})
+def test_text_that_passes_the_machines_by_is_what_they_would_say(
+    output: tuple[str, list[str]], cuts: list[int], options: Options
+) -> None:
+    name, units = output
+    for rows, pieces in WAYS:
+        parsers = parser(rows[name], **options), parser(rows[name], **options)
+        for piece in pieces(units, cuts, rows[name].markers):
+            said_at_once = parsers[0].feed(piece)
+            assert said_at_once == parsers[1]._until_stop(parsers[1]._feed(piece))
+        assert parsers[0].close(cut=False) == parsers[1].close(cut=False)
+
+
 @pytest.mark.parametrize(("stop", "n_cuts"), [((), 1), (("\n",), 1), (("STOP",), 2)])
 @pytest.mark.parametrize(("name", "text"), SAID)
 def test_no_cuts_are_seen(name: str, text: str, stop: tuple[str, ...], n_cuts: int) -> None:

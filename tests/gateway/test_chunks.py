@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import responses
@@ -300,6 +300,35 @@ def test_nothing_that_an_upstream_sends_raises(sent: list[Json]) -> None:
         chat_whole(data, "", one_call=False)
         outputs, _ = outputs_of(data, "", one_call=False)
         events_of(outputs)
+
+
+A_CALL = {"tool_calls": [{"function": {"name": "f"}}]}
+more_text = st.fixed_dictionaries(
+    {"delta": deltas | st.fixed_dictionaries({"content": st.sampled_from(["a", "b"])})},
+    optional={
+        "index": st.sampled_from([0, 0, 1, None]),
+        "finish_reason": st.sampled_from([None, "", "stop"]),
+    },
+)
+
+
+@given(st.lists(more_text | junk_choices, max_size=8), st.sampled_from([1, 2]))
+@example([{"index": 0, "delta": {"content": "a"}}, {"index": 0, "delta": {"content": "b", **A_CALL}}], 1)
+@example([{"index": 0, "delta": {"content": "a"}}, {"index": 0, "delta": {"reasoning": " "}}], 1)
+def test_a_chunk_with_nothing_to_put_right_is_what_reading_it_says(choices: list[Json], n: int) -> None:
+    quick, thorough = (ChunkReader(n, new_id=str) for _ in range(2))
+    for choice in choices:
+        document = {"choices": [choice], "model": "m"}
+        try:
+            chunks_read = thorough._read(document)
+        except Unreadable:
+            assert "error" in quick.read(document)[0]
+            break
+        assert quick.read(document) == chunks_read
+        if "error" in chunks_read[-1]:
+            break
+    else:
+        assert quick.close() == thorough.close()
 
 
 # --- responses ----------------------------------------------------------------------------------------------
