@@ -180,7 +180,8 @@ class Engine:
                 if output.finish:
                     return
         finally:
-            self._inbox.put(partial(self._abort, sequence))
+            if self._open:  # else nobody empties the inbox
+                self._inbox.put(partial(self._abort, sequence))
 
     def busy(self) -> bool:
         is_asked = not self._inbox.empty()  # for a sequence that the scheduler does not know yet

@@ -24,6 +24,7 @@ Not here: what the ops are (model.py), the loop of all products (microkernel.py)
 """
 
 import ctypes
+import hashlib
 import importlib.metadata
 import logging
 import math
@@ -32,6 +33,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -43,6 +45,7 @@ from numpy.typing import NDArray
 
 from checkpoint.blocks import Blocks, decoded, quantized, with_minima
 from checkpoint.config import Config
+from checkpoint.default_model import cache_folder
 from checkpoint.weights import Layer, Matrix, Packer, Weights, bfloat16, unpacked, widen
 from devices import microkernel
 from devices.microkernel import BLOCK, CACHE_LINE, ROWS, WIDTH, X_WORDS
@@ -237,8 +240,20 @@ LIBERTIES = {"contract"}
 ROW_LIBERTIES = LIBERTIES | {"reassoc", "nnan", "nsz"}
 
 
+def kernel_folder() -> Path:
+    """Where Numba keeps what it has compiled of the modules of this folder, as they are now.
+
+    Beside each module, where it would, it finds kernels that were compiled before another module has changed.
+    """
+    sources = (path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    digest = hashlib.sha256(b"".join(sources)).hexdigest()
+    return cache_folder() / "kernels" / digest[:16]
+
+
 def can_cache() -> bool:
     """Is there a folder where Numba can keep what it has compiled? Without one each start compiles."""
+    if not numba_config.CACHE_DIR:  # $NUMBA_CACHE_DIR
+        numba_config.CACHE_DIR = str(kernel_folder())
     try:
         njit(cache=True)(can_cache)
     except RuntimeError:
@@ -479,7 +494,7 @@ def load_tbb() -> None:
 
 
 def compile_kernels(formats: Collection[str]) -> int:
-    """Compile the kernels, or read them from __pycache__; return the number of threads for large products.
+    """Compile the kernels, or read them from where they are kept; return the threads for large products.
 
     These are as many as BLAS may use, so that one option limits both.
     """

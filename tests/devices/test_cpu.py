@@ -3,6 +3,7 @@ question, and the same bits alone and in any batch. Without Numba there is nothi
 """
 
 import re
+import shutil
 import tempfile
 from dataclasses import replace
 from functools import cache
@@ -449,3 +450,16 @@ def listing(kernel: Any, *arguments: Any) -> str:
     fresh(*arguments)
     [code] = fresh.inspect_asm().values()
     return str(code)
+
+
+def test_kernels_are_compiled_anew_when_any_of_their_modules_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numba looks at the module of a kernel alone: an update of microkernel.py ran what it had been."""
+    folder = shutil.copytree(Path(cpu.__file__).parent, tmp_path / "devices")
+    before = cpu.kernel_folder()
+    monkeypatch.setattr(cpu, "__file__", str(folder / "cpu.py"))
+    assert cpu.kernel_folder() == before
+    with (folder / "microkernel.py").open("a") as file:
+        file.write("# changed\n")
+    assert cpu.kernel_folder() != before
