@@ -678,12 +678,11 @@ class Brake:
         asyncio.get_running_loop().call_later(BRAKE_S, self._release)
 
     def _release(self) -> None:
-        connection = self._waiting[0]
-        connection.is_braked = False
-        connection.parse()  # it may join the others again
-        self._waiting.popleft()
+        connection = self._waiting.popleft()
         if self._waiting:
             self._wait()
+        connection.is_braked = False
+        connection.parse()  # it may join the others again
 
 
 def protocol(
