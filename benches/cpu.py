@@ -164,13 +164,13 @@ def transformers_model(directory: Path, n_threads: int) -> Any:
 
 
 def run(args: argparse.Namespace) -> None:
-    if args.shape:
-        from benches import shapes  # needs Numba
-
-        write(shapes.report(args), args.out)
-        return
     with threadpoolctl.threadpool_limits(args.threads, user_api="blas"), TemporaryDirectory() as folder:
-        write(compare(args, Path(folder)), args.out)
+        if args.shape:
+            from benches import shapes  # needs Numba
+
+            write(shapes.report(args), args.out)
+        else:
+            write(compare(args, Path(folder)), args.out)
 
 
 class Entrant(NamedTuple):
@@ -242,8 +242,8 @@ def entrants(machine: Machine, names: Sequence[str] | None, folder: Path) -> Ent
         if has_peer:
             found[name].files.update(peer_files(machine, name, folder))
         for peer, file in found[name].files.items():
-            server = llama_cpp.server(file, max_seq_len, n_threads)
-            found[name].runs[f"{LLAMA_CPP} {peer}"] = llama_cpp.completions(server, tokenizer)
+            peer_run = llama_cpp.completions(file, max_seq_len, n_threads, tokenizer)
+            found[name].runs[f"{LLAMA_CPP} {peer}"] = peer_run
     return found
 
 

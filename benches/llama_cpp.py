@@ -47,6 +47,9 @@ def is_comparable(config: Config) -> bool:
     if config.model_type != "llama":
         print(f"no comparison with llama.cpp: written for llama, not {config.model_type}", file=sys.stderr)
         return False
+    if not config.tied or config.rope.type != "default" or config.n_heads * config.head_dim != config.dim:
+        print("no comparison with llama.cpp: written for a tied head and plain rotary pairs", file=sys.stderr)
+        return False
     return True
 
 
@@ -111,10 +114,13 @@ def server(file: Path, max_seq_len: int, n_threads: int) -> Any:
     return xllamacpp.Server(params)
 
 
-def completions(server: Any, tokenizer: Tokenizer) -> Run:
-    """The completions of llama.cpp's server, in this process; a thread feeds each of its slots."""
+def completions(file: Path, max_seq_len: int, n_threads: int, tokenizer: Tokenizer) -> Run:
+    """The completions of llama.cpp's server, in this process; a thread feeds each of its slots.
 
-    def one(prompt: list[int], n_new: int) -> list[tuple[float, str]]:
+    The server lives for one run: the threads of servers that wait would take the time of whoever is measured.
+    """
+
+    def one(running: Any, prompt: list[int], n_new: int) -> list[tuple[float, str]]:
         pieces: list[tuple[float, str]] = []
 
         def on_chunk(chunk: Any) -> bool:
@@ -122,13 +128,15 @@ def completions(server: Any, tokenizer: Tokenizer) -> Run:
             return False  # go on
 
         greedy = {"temperature": 0, "samplers": [], "ignore_eos": True, "cache_prompt": False, "stream": True}
-        server.handle_completions({"prompt": prompt, "n_predict": n_new} | greedy, on_chunk)
+        running.handle_completions({"prompt": prompt, "n_predict": n_new} | greedy, on_chunk)
         return pieces[:n_new]  # the last chunk has no text, but the reason of the end
 
     def run(prompts: Prompts, n_new: int) -> Speeds:
+        running = server(file, max_seq_len, n_threads)
+        one(running, prompts[0][::-1], 4)  # another prompt, to warm up
         started = time.perf_counter()
         with ThreadPoolExecutor(len(prompts)) as pool:
-            sequences = list(pool.map(lambda prompt: one(prompt, n_new), prompts))
+            sequences = list(pool.map(lambda prompt: one(running, prompt, n_new), prompts))
         times = [[t for t, _ in pieces] for pieces in sequences]
         generated = tokenizer.encode("".join(text for _, text in sequences[0]))
         return speeds(prompts, started, times, generated)

@@ -119,6 +119,11 @@ def total(array: Any) -> Any:
     return result
 
 
+def layer_bytes(weights: Weights) -> int:
+    parts = vars(weights.layers[0]).values()
+    return sum(part.nbytes for part in parts if part is not None)
+
+
 def memory_speed() -> float:
     """Bytes a second."""
     started = time.perf_counter()
@@ -173,8 +178,11 @@ def report_of(name: str, weights_format: str | None, args: argparse.Namespace) -
     memory = median(speed.memory for speed in speeds)
     size, read = n_weight_bytes(config), read_bytes(config, 1)
     scale = n_weight_bytes(whole) / size, read_bytes(whole, 1) / read
-    if config.experts is None:
-        size = read = weights.nbytes  # all of it, for the head is tied
+    if config.experts is None:  # its matrices may have fewer bits than the file's, and the head others
+        size = weights.nbytes
+        read = size if config.tied else size - weights.embed.nbytes
+        more = (whole.n_layers - config.n_layers) * layer_bytes(weights)
+        scale = (size + more) / size, (read + more) / read
     yield f"{date.today()}, {name} with random weights, {config.n_layers} of {whole.n_layers} layers, "
     yield f"{ops.about}; {cpu_name()}, {os.cpu_count()} cores, {args.threads} threads."
     yield ""
