@@ -231,11 +231,16 @@ class EventLog:
         """Wait until there is something to look at."""
         waiter = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
-        await waiter
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+            raise
 
     def _wake_readers(self) -> None:
         for waiter in self._waiters:
-            if not waiter.done():  # a reader who was cancelled waits no more
+            if not waiter.done():  # a reader who was cancelled, and does not know it yet
                 waiter.set_result(None)
         self._waiters.clear()
 

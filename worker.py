@@ -282,7 +282,7 @@ class LocalWorker:
                 end = step.finish
                 for token in step.tokens:  # one by one: a step may cross any number of channels
                     if n_logprob_bytes > MAX_LOGPROB_BYTES // prompt.request.n:
-                        end = "length"
+                        end = "failed" if end == "failed" else "length"
                         break
                     state_before = parser.state
                     pieces: list[Piece] = []

@@ -179,6 +179,8 @@ def read_place(header: Header, name: str) -> Place:
     if not 1 <= n_dims <= MAX_DIMS:
         raise UnsupportedModel(f"tensor {name} has {n_dims} dimensions; supported: 1 to {MAX_DIMS}")
     sizes = [header.u64() for _ in range(n_dims)]
+    if not all(0 < size < 2**63 for size in sizes):
+        raise UnsupportedModel(f"tensor {name} has the sizes {sizes}")
     kind = format_of(header.u32(), name)
     block, block_bytes = GGML_QUANT_SIZES[kind]
     if sizes[0] % block:

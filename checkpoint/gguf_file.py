@@ -103,9 +103,11 @@ def config_json(container: Container) -> dict[str, Any]:
 
 
 def rope_scaling(metadata: Metadata, prefix: str) -> dict[str, Any]:
-    kind = metadata.get(f"{prefix}type", "none")
+    if f"{prefix}type" not in metadata:
+        return {}
+    kind = entry(metadata, f"{prefix}type", str)
     if kind not in ROPE_SCALINGS:
-        raise UnsupportedModel(f"{prefix}type is {str(kind)[:80]!r}; supported: {', '.join(ROPE_SCALINGS)}")
+        raise UnsupportedModel(f"{prefix}type is {kind[:80]!r}; supported: {', '.join(ROPE_SCALINGS)}")
     if kind == "none":
         return {}
     scaling: dict[str, Any] = {"rope_type": kind, "factor": entry(metadata, f"{prefix}factor", NUMBER)}
@@ -122,7 +124,7 @@ def token_id(metadata: Metadata, name: str) -> int | None:
         return None
     number: int = entry(metadata, key, int)
     n_tokens = len(entry(metadata, "tokenizer.ggml.tokens", list))
-    if number >= n_tokens:
+    if not 0 <= number < n_tokens:
         raise UnsupportedModel(f"{key} is {number}; there are {n_tokens} tokens")
     return number
 
@@ -240,11 +242,11 @@ def as_directory(file: Path, presets: str = "{}") -> Path:
 def texts_of(container: Container, presets: dict[str, Any]) -> dict[str, str]:
     """The files of a model's directory by name, all but the weights."""
     metadata = container.metadata
-    n_files = metadata.get("split.count", 1)
+    n_files = 1
+    if "split.count" in metadata:
+        n_files = entry(metadata, "split.count", int)
     if n_files != 1:
-        raise UnsupportedModel(
-            f"one of {str(n_files)[:20]!r} files of a model; llama-gguf-split --merge makes one file"
-        )
+        raise UnsupportedModel(f"one of {n_files} files of a model; llama-gguf-split --merge makes one file")
     return {
         "config.json": json.dumps(config_json(container)),
         "generation_config.json": json.dumps(token_ids(metadata) | presets),

@@ -202,7 +202,7 @@ def pack(w: NDArray[Any] | list[Blocks], name: str | None = None) -> Panels:
     """
     if isinstance(w, list):
         formats = {part.format for part in w}
-        if name is None and formats <= {"Q4_0", "Q4_1"}:
+        if name in (None, "Q4_1") and formats <= {"Q4_0", "Q4_1"}:
             return pack_blocks(stacked([with_minima(part) for part in w]))
         if formats == {name or "Q8_0"}:
             return pack_blocks(stacked(w))
@@ -246,17 +246,19 @@ def kernel_folder() -> Path:
     Beside each module, where it would, it finds kernels that were compiled before another module has changed.
     """
     sources = (path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
-    digest = hashlib.sha256(b"".join(sources)).hexdigest()
+    digest = hashlib.sha256(b"".join([*sources, bytes([PAGE])])).hexdigest()
     return cache_folder() / "kernels" / digest[:16]
 
 
 def can_cache() -> bool:
     """Is there a folder where Numba can keep what it has compiled? Without one each start compiles."""
-    if not numba_config.CACHE_DIR:  # $NUMBA_CACHE_DIR
-        numba_config.CACHE_DIR = str(kernel_folder())
     try:
+        if not numba_config.CACHE_DIR:  # $NUMBA_CACHE_DIR
+            folder = kernel_folder()
+            folder.mkdir(parents=True, exist_ok=True)  # else Numba would use another one
+            numba_config.CACHE_DIR = str(folder)
         njit(cache=True)(can_cache)
-    except RuntimeError:
+    except (RuntimeError, OSError):  # also without a home
         return False
     return True
 

@@ -46,6 +46,7 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic, overload
 
 ROWS = 8  # of a tile; fewer are computed as 4, 2 and 1
@@ -58,7 +59,7 @@ PAIRS = BLOCK // 2
 X_HEADER = 2  # words of a block of x in front of its numbers: their scale, and it times their sum
 X_WORDS = X_HEADER + PAIRS
 X_MAX = 32767  # 16 bits. The largest sum, of 32 products with 128, is below 2^31
-TINY = 2.0**-100  # the largest number of a block of x is taken for at least this
+TINY_BITS = 27 << 23  # of 2^-100: the largest number of a block of x is taken for at least this
 
 unpack_tuple: Any = cgutils.unpack_tuple
 get_or_insert_function: Any = cgutils.get_or_insert_function
@@ -76,7 +77,8 @@ Value = Any  # of LLVM
 Sums = list[list[Value]]  # (rows, VECTORS)
 
 llvmlite.binding.initialize_native_asmparser()  # for vnni_dot()
-HAS_VNNI = bool(llvmlite.binding.get_host_cpu_features().get("avx512vnni"))
+target_features: Any = cpu_target.target_context.codegen().magic_tuple()[2]  # with $NUMBA_CPU_FEATURES
+HAS_VNNI = "+avx512vnni" in target_features.split(",")
 
 # --- what LLVM needs in more than one word ------------------------------------------------------------------
 
@@ -431,6 +433,18 @@ def largest(typing: Any, x: Any) -> Any:
     return signature, generate
 
 
+def size_of(b: Any, *numbers: Value) -> Value:
+    """The largest absolute value, but at least 2^-100; NaN where one is NaN.
+
+    Found in their bits: without the sign these are in the order of the numbers, and those of NaN are above.
+    """
+    no_sign = repeated(INTS, 0x7FFFFFFF)
+    bits = [b.and_(b.bitcast(vector, INTS), no_sign) for vector in numbers]
+    most = call(b, f"llvm.smax.v{LANES}i32", INTS, *bits)
+    largest_bits = call(b, f"llvm.vector.reduce.smax.v{LANES}i32", INT, most)
+    return b.bitcast(call(b, "llvm.smax.i32", INT, largest_bits, ir.Constant(INT, TINY_BITS)), FLOAT)
+
+
 @intrinsic
 def round_block(typing: Any, x: Any, words: Any) -> Any:
     """Round x (BLOCK,) to 16 bits. words (X_WORDS,) = scale, scale * sum of the numbers, the numbers"""
@@ -440,9 +454,7 @@ def round_block(typing: Any, x: Any, words: Any) -> Any:
         kinds = zip(signature.args, arguments, strict=True)
         x, words = (Operand(context, b, kind, value).address for kind, value in kinds)
         first, second = (b.load(place, align=4) for place in places_of(b, x, 0, FLOATS, 2))
-        sizes = [call(b, f"llvm.fabs.v{LANES}f32", FLOATS, numbers) for numbers in (first, second)]
-        least = broadcast(b, ir.Constant(FLOAT, TINY), FLOATS)
-        size = largest_lane(b, larger(b, least, larger(b, *sizes)))
+        size = size_of(b, first, second)
         factor = broadcast(b, b.fdiv(ir.Constant(FLOAT, X_MAX), size), FLOATS)
         rounded = [
             b.fptosi(call(b, f"llvm.rint.v{LANES}f32", FLOATS, b.fmul(numbers, factor)), INTS)

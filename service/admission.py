@@ -137,7 +137,7 @@ class Room:
             self._sockets.give_back(owner, 1)
 
     def hold_message(self, visit: Visit, n_bytes: int, give_way: Callable[[], None] | None) -> None:
-        """Count what has come of a message, 0 for none, until its turn counts it; raises BadInput.
+        """Count what has come of messages, 0 for none, until the next one is asked for; raises BadInput.
 
         `give_way` None: it is whole, and stays.
         """

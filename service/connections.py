@@ -63,8 +63,8 @@ log = logging.getLogger("connections")
 MAX_READ_BYTES = 64 * 1024  # of a connection in one turn of the event loop: in chunks of a byte, 6 ms
 MAX_PARSED_BYTES = 1024  # of a WebSocket at a time: in empty frames, 2 ms
 MAX_FRAGMENTS = 1024  # of a message
-MAX_FRAMES = 64  # of a WebSocket at a time, which take 1 ms
-BRAKE_S = 0.004  # between two connections that have sent more
+MAX_FRAMES = 64  # of a WebSocket, which take 1 ms; then it waits for its turn
+BRAKE_S = 0.004  # between two such turns
 MAX_HANDSHAKE_LINE = 8000  # bytes; the package `websockets` takes 8192
 PING_INTERVAL_S = 20  # of a WebSocket
 MAX_FRAMING_BYTES = 64 * 1024  # of a request, all but its body: head, chunk sizes, trailers
@@ -514,7 +514,7 @@ class WebSocketProtocol(ReaderTimeout, WebSocketsSansIOProtocol, asyncio.Buffere
     message_timer: asyncio.TimerHandle | None = None  # runs while a message is not whole
     is_braked = False  # it waits for its turn behind Brake
     is_deaf = False  # the client has been told why the connection ends
-    n_frames = 0  # of what parse() has parsed
+    n_frames = 0  # that were parsed since it last waited behind Brake
     n_whole_bytes = 0  # of the messages that are whole, and with the application
     brake: "Brake"  # of all connections
     read_buffer = bytearray(MAX_READ_BYTES)  # of all connections
@@ -538,7 +538,6 @@ class WebSocketProtocol(ReaderTimeout, WebSocketsSansIOProtocol, asyncio.Buffere
 
     def parse(self) -> None:
         """Parse what has come, and read on: see is_busy()."""
-        self.n_frames = 0
         while self.unparsed and not self.is_deaf and not self.is_busy():
             piece = bytes(self.unparsed[:MAX_PARSED_BYTES])
             del self.unparsed[:MAX_PARSED_BYTES]
@@ -557,6 +556,10 @@ class WebSocketProtocol(ReaderTimeout, WebSocketsSansIOProtocol, asyncio.Buffere
     def handle_events(self) -> None:
         self.n_frames += len(self.conn.events)
         super().handle_events()
+
+    def handle_ping(self) -> None:
+        if not self.is_deaf:  # an earlier frame of the same piece may have ended the connection
+            super().handle_ping()
 
     def is_busy(self) -> bool:
         """A message is with the application, or others' frames come first, or the client does not read.
@@ -578,14 +581,15 @@ class WebSocketProtocol(ReaderTimeout, WebSocketsSansIOProtocol, asyncio.Buffere
         hold = scope.get("hold_message")  # none before the application has let the client in
         if not hold:
             return
-        n_open_bytes = len(self.conn.reader.buffer) + (self.conn.cur_size or 0)
+        n_open_bytes = len(self.unparsed) + len(self.conn.reader.buffer) + (self.conn.cur_size or 0)
         is_whole = self.n_whole_bytes > 0
         give_way = None if is_whole else self.drop
         try:
             hold(self.n_whole_bytes + n_open_bytes, give_way)
         except BadInput as error:
-            self.fail(CloseCode.TRY_AGAIN_LATER, error.message)
-            return
+            if not is_whole:  # else its turn is refused
+                self.fail(CloseCode.TRY_AGAIN_LATER, error.message)
+                return
         if is_whole or not n_open_bytes:
             self.stop_message_timer()
         elif not self.message_timer:
@@ -628,9 +632,8 @@ class WebSocketProtocol(ReaderTimeout, WebSocketsSansIOProtocol, asyncio.Buffere
         client could lose the code.
         """
         self.is_deaf = True
-        if (
-            not self.handshake_complete
-        ):  # the client has not waited for it: a close would come before its head
+        self.disconnected = True  # for the application: uvicorn tells it so when it sends
+        if not self.handshake_complete:  # the client did not wait for it: a close would come before its head
             self.drop()
             return
         self.close_sent = True
@@ -644,6 +647,8 @@ class WebSocketProtocol(ReaderTimeout, WebSocketsSansIOProtocol, asyncio.Buffere
         await super().send(message)
         if message["type"] == "websocket.http.response.body":
             self.handshake_complete = True  # else uvicorn logs an error for each refusal
+        elif message["type"] == "websocket.close":
+            self.parse()  # the client's own close may have come already
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -670,6 +675,7 @@ class Brake:
 
     def add(self, connection: WebSocketProtocol) -> None:
         connection.is_braked = True
+        connection.n_frames = 0
         self._waiting.append(connection)
         if len(self._waiting) == 1:
             self._wait()

@@ -148,7 +148,7 @@ REFUSED: dict[str, tuple[Any, list[str]]] = {
     "tokenizer.chat_template":              (None,        ["no tokenizer.chat_template"]),
     "qwen3.rope.scaling.type":              ("longrope",  ["longrope", "none, linear, yarn"]),
     "qwen3.attention.sliding_window":       (512,         ["sliding_window is '512'"]),
-    "split.count":                          (2,           ["one of '2' files of a model", "--merge"]),
+    "split.count":                          (2,           ["one of 2 files of a model", "--merge"]),
 }
 # fmt: on
 
@@ -212,7 +212,9 @@ def test_headers_that_lie(folder: Path) -> None:
         (changed(data, n_tokens - 4, b"\x0d\0\0\0"), "is of type 13, which is unknown here"),
         (changed(data, end, b"\5\0\0\0"),           "token_embd.weight has 5 dimensions"),
         (changed(data, end + 4, b"\x21"),           "33 numbers a row are no blocks of 32"),
-        (changed(data, end + 12, HUGE),             "token_embd.weight ends at byte"),
+        (changed(data, end + 12, HUGE),             "weight has the sizes [128, 18446744073709551615]"),
+        (changed(data, end + 12, b"\0\0"),          "token_embd.weight has the sizes [128, 0]"),
+        (changed(data, end + 12, b"\0\0\1"),        "token_embd.weight ends at byte"),
         (changed(data, norm + 12, b"\x1a"),         "attn_norm.weight is I32; supported: F32, F16, BF16"),
         (changed(data, end + 20, b"\x63\0\0\0"),    "token_embd.weight is of format 99"),
         (changed(data, end + 24, b"\x20"),          "token_embd.weight lies at byte 32 of the data"),

@@ -173,10 +173,24 @@ def test_rounding_to_16_bits(scale: float) -> None:
     scales = words[:, :, :1]
     numbers = words.view(np.int16)[:, :, 2 * microkernel.X_HEADER :]
     blocks = x.reshape(3, 2, 32)
-    largest = np.maximum(np.abs(blocks).max(2, keepdims=True), microkernel.TINY)
+    largest = np.maximum(np.abs(blocks).max(2, keepdims=True), np.float32(2.0**-100))
     assert (np.abs(numbers * scales.astype(np.float64) - blocks) <= 0.501 * largest / microkernel.X_MAX).all()
     sums = numbers.sum(2, dtype=np.int32)
     assert np.array_equal(words[:, :, 1], scales[:, :, 0] * sums.astype(np.float32))
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_what_is_no_number_stays_none(number: float) -> None:
+    """Rounded to 0 it would be an answer: a model with one broken weight said its token 0 for ever."""
+    x = np.ones((1, 64), np.float32)
+    x[0, 40] = number
+    words = np.empty((1, 2, microkernel.X_WORDS), np.float32)
+    cpu.quantize(x, words)
+    assert np.isfinite(words[0, 0, 0])
+    assert not np.isfinite(words[0, 1, 0])
+    y = np.empty((1, 32), np.float32)
+    cpu.product(words, cpu.pack(np.ones((32, 64), np.float32), "Q8_0").words, y)
+    assert not np.isfinite(y).any()
 
 
 @cache
@@ -450,6 +464,14 @@ def listing(kernel: Any, *arguments: Any) -> str:
     fresh(*arguments)
     [code] = fresh.inspect_asm().values()
     return str(code)
+
+
+def test_a_file_of_four_bits_is_four_bits_exactly() -> None:
+    """--weights int4 decoded Q4_0 and rounded it once more."""
+    blocks = quantized(random(32, 64), "Q4_0")
+    packed = pack([blocks], "Q4_1")
+    assert packed.format == "Q4_1"
+    assert np.array_equal(packed.words, pack([blocks]).words)
 
 
 def test_kernels_are_compiled_anew_when_any_of_their_modules_has_changed(
