@@ -778,7 +778,12 @@ def test_a_message_is_held_until_the_next_one_is_asked_for() -> None:
         assert not connection.transport.is_read
 
     asyncio.run(talk())
-    assert [(n // 1000, gives_way) for n, gives_way in held] == [(0, True), (3, True), (5, False), (10, False)]
+    assert [(n // 1000, gives_way) for n, gives_way in held] == [
+        (0, True),
+        (3, True),
+        (5, False),
+        (10, False),
+    ]
 
 
 def talking(messages: list[str], start: Any, send: Any, room: Room) -> Connection:
