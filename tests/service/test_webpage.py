@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -402,8 +402,14 @@ def engine_view(browser: "Browser", server: Server, **context: Any) -> Iterator[
 @pytest.fixture(scope="module")
 def view(browser: "Browser", watched_server: Server) -> Iterator["Page"]:
     """The second view, when the four prompts have been answered."""
-    with engine_view(browser, watched_server) as page:
-        send_four(page)
+    with ExitStack() as stack:
+        for _ in range(3):
+            page = stack.enter_context(engine_view(browser, watched_server))
+            send_four(page)
+            if "was preempted" in page.locator("#story").inner_text():
+                break
+            # On a busy machine the first was done before the last had come: again, on a server that is new.
+            vars(watched_server).update(vars(stack.enter_context(serve(*WATCHED))))
         yield page
 
 
