@@ -33,8 +33,8 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import aclosing, closing
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import closing
 from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple
 
@@ -70,7 +70,7 @@ from streaming import (
     json_response,
     while_connected,
 )
-from worker import ALIAS, LocalWorker, Outputs, Prompt, Worker
+from worker import ALIAS, Emit, LocalWorker, Prompt, Worker
 
 log = logging.getLogger("api")
 
@@ -112,7 +112,7 @@ class CheckedRequest(NamedTuple):
 
 
 ResponseOutput = Accepted | Output | Compaction | Finish
-ResponseOutputs = AsyncGenerator[ResponseOutput]  # in this order
+Run = Callable[[Callable[[ResponseOutput], None]], Awaitable[None]]  # emits them, in this order
 
 
 def encode_event(number: int, event: Event) -> bytes:
@@ -269,7 +269,7 @@ class Api:
         self, row: Row, builder: responses.Builder, checked: CheckedRequest, prompt: Prompt
     ) -> ResponseJob:
         """Start a response in the foreground."""
-        producer = ResponseProducer(builder, self._outputs(prompt, checked.compacts))
+        producer = ResponseProducer(builder, partial(self._run, prompt, checked.compacts))
         return await self._registry.start(row, producer)
 
     async def _check(
@@ -333,30 +333,28 @@ class Api:
             seal = partial(signed_content.seal, self._key, row.owner, "reasoning")
         return responses.Builder(head, item_ids(row.id), seal, self._reasoning_events)
 
-    def _outputs(self, prompt: Prompt, compacts: bool) -> ResponseOutputs:
-        """What the model says of a prompt, and what is made of that."""
-        outputs = run_choice(prompt, 0, self.metrics)
+    async def _run(self, prompt: Prompt, compacts: bool, emit: Callable[[ResponseOutput], None]) -> None:
+        """Emit what the model says of a prompt, or what is made of that."""
+        take: Emit = emit
         if compacts:
             seal = partial(signed_content.seal, self._key, prompt.request.owner, "compaction")
-            return compacted(outputs, seal)
-        if not prompt.request.generate:
-            return unsaid(outputs)
-        return outputs
+            take = compacted(emit, seal)
+        elif not prompt.request.generate:
+            take = unsaid(emit)
+        await run_choice(prompt, 0, self.metrics, take)
 
     def _background_producer(self, row: Row, builder: responses.Builder) -> Producer:
         """What waits is the row, as JSON text: prompt and tokens are made of it again when it runs."""
 
-        async def run() -> ResponseOutputs:
+        async def run(emit: Callable[[ResponseOutput], None]) -> None:
             body = await asyncio.to_thread(body_of, row)
             worker = self._worker(params.model_name(body))
             request = await asyncio.to_thread(params.from_responses, body, worker.defaults, row.owner)
             checked = CheckedRequest(request, worker, body["input"], body)
             prompt = await self._prepared(checked)
-            async with aclosing(self._outputs(prompt, checked.compacts)) as outputs:
-                async for output in outputs:
-                    yield output
+            await self._run(prompt, checked.compacts, emit)
 
-        return ResponseProducer(builder, run(), in_background=True)
+        return ResponseProducer(builder, run, in_background=True)
 
     def _folded(
         self, fold: Callable[[list[Event]], dict[str, Any]], event_log: EventLog, status_if_failed: int
@@ -398,7 +396,7 @@ class Api:
         checked = await self._check(body, http.scope["owner"], chain_suffices=True)
         prompt = await prepared(http, self._summary_prompt(checked))
         head = {"id": new_id("resp"), "created_at": unix_time()}
-        producer = ResponseProducer(responses.Builder(head, new_id), self._outputs(prompt, compacts=True))
+        producer = ResponseProducer(responses.Builder(head, new_id), partial(self._run, prompt, True))
         event_log = EventLog(encode_event)
         task = asyncio.create_task(producer.fill(event_log))
         fold = partial(compaction_object, checked.items)
@@ -490,22 +488,20 @@ class Api:
         return JsonAnswer(task, partial(self._folded, completions.fold, event_log, status_if_failed=500))
 
     async def _fill_completion(self, event_log: EventLog, prompt: Prompt, chunks: completions.Chunks) -> None:
-        async def fill_choice(index: int) -> None:
-            async with aclosing(run_choice(prompt, index, self.metrics)) as outputs:
-                async for output in outputs:
-                    match output:
-                        case Accepted():
-                            pass
-                        case Finish():
-                            event_log.extend(chunks.finish(index, output))
-                        case _:
-                            event_log.extend(chunks.feed(index, output))
+        def add(index: int, output: Accepted | Output | Finish) -> None:
+            match output:
+                case Accepted():
+                    pass
+                case Finish():
+                    event_log.extend(chunks.finish(index, output))
+                case _:
+                    event_log.extend(chunks.feed(index, output))
 
         with closing(event_log):
             event_log.extend(chunks.start())
             async with asyncio.TaskGroup() as group:
                 for index in range(prompt.request.n):
-                    group.create_task(fill_choice(index))
+                    group.create_task(run_choice(prompt, index, self.metrics, partial(add, index)))
             event_log.extend(chunks.end())
 
     # --- models, health -------------------------------------------------------------------------------------
@@ -579,11 +575,9 @@ class Api:
 class ResponseProducer:
     """A Producer of background.py: turns the outputs of a worker into the events of one response."""
 
-    def __init__(
-        self, builder: responses.Builder, outputs: ResponseOutputs, in_background: bool = False
-    ) -> None:
+    def __init__(self, builder: responses.Builder, run: Run, in_background: bool = False) -> None:
         self._builder = builder
-        self._outputs = outputs  # closed by fill()
+        self._run = run
         self._in_background = in_background
 
     def start(self) -> list[Event]:
@@ -591,9 +585,7 @@ class ResponseProducer:
 
     async def fill(self, log: EventLog) -> None:
         try:
-            async with aclosing(self._outputs) as outputs:
-                async for output in outputs:
-                    log.extend(self._events(output))
+            await self._run(lambda output: log.extend(self._events(output)))
         except BadInput as refusal:
             if not self._in_background:  # the refusal becomes the answer: nothing has been sent yet
                 raise
@@ -617,51 +609,55 @@ class ResponseProducer:
                 return self._builder.feed(output)
 
 
-async def run_choice(prompt: Prompt, choice: int, metrics: Metrics) -> Outputs:
+async def run_choice(prompt: Prompt, choice: int, metrics: Metrics, emit: Emit) -> None:
     """Run one choice of a prompt, count and log it, and name its calls as the client does.
 
-    It keeps rule 2 of worker.py even where the worker has a bug: it yields one Finish, which is the last.
+    It keeps rule 2 of worker.py even where the worker has a bug: it emits one Finish, which is the last.
     There are two ways out without one. What is raised before Accepted refuses the request. Where the task is
-    cancelled nothing can be yielded any more, and Registry._fill() of background.py ends the response.
+    cancelled nothing can be emitted any more, and Registry._fill() of background.py ends the response.
     """
     watch = metrics.run()
     started_at = time.monotonic()
     restorer = tool_calls.Restorer(prompt.request.called)
     accepted: Accepted | None = None
-    finish = Finish("cancelled")  # for metrics and log, where the reader leaves before another one is set
+    finish: Finish | None = None  # emitted when the run is over
+
+    def pass_on(output: Accepted | Output | Finish) -> None:
+        nonlocal accepted, finish
+        if finish:
+            return
+        if isinstance(output, Finish):
+            finish = output
+        elif isinstance(output, Accepted):
+            accepted = output
+            emit(output)
+        else:
+            watch.piece()
+            for restored in restorer.feed(with_numbers(output)):
+                emit(restored)
+
+    end = Finish("cancelled")  # for metrics and log, where the reader leaves before another one is set
     try:
-        async with aclosing(prompt.run(choice)) as outputs:
-            async for output in outputs:
-                if isinstance(output, Finish):
-                    finish = output
-                    break
-                if isinstance(output, Accepted):
-                    accepted = output
-                    yield output
-                    continue
-                watch.piece()
-                for restored in restorer.feed(with_numbers(output)):
-                    yield restored
-            else:  # no Finish has come
-                finish = Finish("failed", message="The worker ended without finishing.")
+        await prompt.run(pass_on, choice)
+        end = finish or Finish("failed", message="The worker ended without finishing.")
     except BadInput as refusal:
-        finish = Finish("failed", message=refusal.message)
+        end = Finish("failed", message=refusal.message)
         raise
     except Exception as error:
         message = f"{type(error).__name__} in the worker; the server's log has the details."
-        finish = Finish("failed", message=message)
+        end = Finish("failed", message=message)
         if accepted is None:
             raise
         log.exception("the worker failed")
     finally:
-        usage = finish.usage
+        usage = end.usage
         if usage is None and accepted is not None:
             usage = accepted.usage
         if usage is None:
             usage = Usage(0, 0)
-        watch.end(finish.reason, usage.input_tokens, usage.cached_tokens, usage.output_tokens)
-        log_finish(prompt, finish.reason, usage, time.monotonic() - started_at)
-    yield finish
+        watch.end(end.reason, usage.input_tokens, usage.cached_tokens, usage.output_tokens)
+        log_finish(prompt, end.reason, usage, time.monotonic() - started_at)
+    emit(end)
 
 
 def with_numbers(output: Output) -> Output:

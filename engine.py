@@ -1,11 +1,11 @@
 """The engine: a thread that runs the model step by step, and the queues between it and asyncio.
 
-    EngineRequest --Engine.generate()--> StepOutput, StepOutput, ... the last one with `finish`
+    EngineRequest --Engine.generate()--> take(StepOutput), take(StepOutput), ... the last one with `finish`
     in the thread, over and over: read the inbox -> schedule() -> launch() -> read() -> deliver
 
 Rules of this file:
 1. One thread owns the scheduler and the model. asyncio talks to it through queues: requests and aborts go in,
-   the outputs of steps come out.
+   the outputs of steps come out. What a step brought to all sequences is one wake-up of the event loop.
 2. Steps are launched before those ahead of them are read, as many as the model runner allows: the device does
    not wait for this thread. Tokens computed past the end of a sequence are discarded.
 3. An exception in a step fails the sequences in it, and no others: the next request works. What is wrong with
@@ -13,6 +13,8 @@ Rules of this file:
    nobody foresaw, fails all, and the engine says that it is not alive.
 4. While sequences decode, a step with prefill chunks has as many rows as are computed in STEP_S.
 5. Every reader gets exactly one StepOutput with `finish`, unless it leaves first.
+6. Where the device is busy, the next step is launched before the tokens of the last one are delivered: what
+   the event loop makes of them does not hold up a launch.
 
 Not here: who runs next (scheduler.py), text (tokenizer.py, worker.py), the forward pass and the choice of a
 token (model.py, sampling.py).
@@ -26,7 +28,8 @@ import sys
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import wait
@@ -89,26 +92,30 @@ class StepOutput(NamedTuple):
     cached_tokens: int = 0  # of the prompt, taken from the prefix cache
 
 
-class Reader:
-    """The tokens of a sequence on their way to the coroutine that waits for them; asyncio.Queue is slower."""
+# Takes the tokens of a sequence, step by step, and returns whether it wants more.
+Take = Callable[[StepOutput], bool]
 
-    def __init__(self) -> None:
+
+class Reader:
+    """Who takes the tokens of a sequence: in the event loop, and in the context of the request."""
+
+    def __init__(self, take: Take) -> None:
         self.loop = asyncio.get_running_loop()
-        self._outputs = deque[StepOutput]()
-        self._news = self.loop.create_future()  # has a result where there is an output
+        self.ended = self.loop.create_future()
+        self._context = copy_context()  # of logs, and of the tasks that are made
+        self._take = take
 
     def put(self, output: StepOutput) -> None:
         """To be called in the event loop."""
-        self._outputs.append(output)
-        if not self._news.done():
-            self._news.set_result(None)
-
-    async def get(self) -> StepOutput:
-        await self._news
-        output = self._outputs.popleft()
-        if not self._outputs:
-            self._news = self.loop.create_future()
-        return output
+        if self.ended.done():  # it wants no more, or has left
+            return
+        try:
+            wants_more = self._context.run(self._take, output)
+        except Exception as error:
+            self.ended.set_exception(error)
+        else:
+            if output.finish or not wants_more:
+                self.ended.set_result(None)
 
 
 # Is told of each step that has been read: the scheduler behind it, the batch, the choices that the runner has
@@ -153,10 +160,10 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[StepOutput]:
-        """Yield the tokens of one sequence, step by step.
+    async def generate(self, request: EngineRequest, take: Take) -> None:
+        """Hand the tokens of one sequence to `take`, step by step, and return after the last.
 
-        A reader that leaves early aborts it: consume it under contextlib.aclosing.
+        It is aborted where this is cancelled, and where `take` wants no more, or raises: then that is raised.
         """
         sequence = Sequence(
             request.prompt,
@@ -167,18 +174,14 @@ class Engine:
             request.owner,
             request.request_id,
         )
-        reader = Reader()
+        reader = Reader(take)
         with self._lock:
             if self._open:
                 self._inbox.put(partial(self._start, sequence, reader))
             else:
                 reader.put(StepOutput([], "failed", self._why_closed))
         try:
-            while True:
-                output = await reader.get()
-                yield output
-                if output.finish:
-                    return
+            await reader.ended
         finally:
             if self._open:  # else nobody empties the inbox
                 self._inbox.put(partial(self._abort, sequence))
@@ -252,19 +255,21 @@ class Engine:
         self._readers.pop(sequence, None)
 
     def _step(self) -> None:
-        """Schedule and launch the next step, read the oldest in flight, deliver what it brought."""
+        """Schedule and launch the next step, deliver what was read before, read the oldest in flight."""
         self._wait_for_masks()
         in_flight = [step.batch for step in self._in_flight]
         batch = self._scheduler.schedule(in_flight, max_rows=self._step_s * self._rows_per_s)
         if batch:
             self._launch(batch)
+        self._deliver()
         is_far_enough_ahead = len(self._in_flight) > self._runner.n_ahead
         if self._in_flight and (is_far_enough_ahead or not batch):
             self._read()
         elif self.observer is not None:
             self.observer(self._scheduler, [], [], 0.0)
         self._fail_alone()
-        self._deliver()
+        if not self._in_flight:  # else the device is at work, and is to be given its next step first
+            self._deliver()
 
     def _wait_for_masks(self) -> None:
         """Give the masks that are being computed a moment, but not those that are late, or were last time."""
@@ -272,6 +277,8 @@ class Engine:
         awaiting = [sequence for sequence in running if sequence.awaits_masks]
         is_all = len(awaiting) == len(running)  # there is nothing else to compute
         pending = {sequence.constraint.fileno(): sequence for sequence in awaiting if sequence.constraint}
+        if pending:
+            self._deliver()  # the event loop need not wait for them
         deadline = time.monotonic() + MASK_WAIT_S
         while pending:
             seconds_left = 0.0

@@ -132,7 +132,7 @@ async def serve(
     registry = Registry(store, encode_event, max_queued=args.max_queued, is_shared=is_shared)
     steps = None
     if local and args.debug_steps:
-        steps = Steps(local.engine, local.token_bytes)
+        steps = Steps(local.engine, local.tokenizer.token_bytes)
     api = make_api(args, local, remote, registry, steps)
     if remote:
         await remote.upstreams.start()

@@ -1,17 +1,19 @@
 """The Worker contract, and the worker of this machine: a checked Request to what the model says.
 
-    Request --Worker.prepare()--> Prompt --Prompt.run()--> Accepted, Output, Output, ..., Finish
+    Request --Worker.prepare()--> Prompt --Prompt.run()--> emit(Accepted), emit(Output), ..., emit(Finish)
 
 An engine in this process and an upstream server (gateway/remote.py) both keep the contract, so streams,
 background, resume, chains and calls work over either, and what reads the outputs cannot tell which it was.
 
 Rules of this file:
 1. prepare() refuses with BadInput, before a byte of the answer has left. run() may too, before its Accepted.
-2. run() yields Accepted, any number of Outputs and exactly one Finish, which is the last; after Accepted it
-   raises only where it has a bug. A reader that leaves early closes it; then the engine drops the sequence.
-3. Usage counts the tokens that were read from the engine: a stop token too, but nothing after a stop string.
-   Where the reader leaves before the Finish, Accepted has what was counted until then.
-4. An answer ends with "length" where its logprobs outgrow MAX_LOGPROB_BYTES: they have up to 21 tokens in the
+2. run() emits Accepted, any number of Outputs and exactly one Finish, which is the last, and returns; after
+   Accepted it raises only where it, or emit(), has a bug. Who wants no more cancels it; then the engine drops
+   the sequence.
+3. emit() never waits: what a step brought to all sequences becomes events in one turn of the event loop.
+4. Usage counts the tokens that were read from the engine: a stop token too, but nothing after a stop string.
+   Where run() is cancelled before the Finish, Accepted has what was counted until then.
+5. An answer ends with "length" where its logprobs outgrow MAX_LOGPROB_BYTES: they have up to 21 tokens in the
    place of one, and the events that end an item repeat them.
 
 Not here: what the pieces mean (channels.py), which tokens come (engine.py), who keeps rule 2 where a worker
@@ -21,17 +23,16 @@ has a bug (api.py).
 import asyncio
 import bisect
 import secrets
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from channels import Accepted, Dialect, Finish, Output, Parser, Piece, State, TokenLogprob, Usage
 from dialects import families
 from dialects.matchers import Grammars
 from dialects.structured_output import AnswerGrammar, BadGrammar, Thinking, answer_grammar
-from engine import Engine, EngineRequest
+from engine import Engine, EngineRequest, StepOutput
 from request.ids import REQUEST_ID
 from request.messages import Message, turn_starts, without_old_turns
 from request.output_format import StructuredOutput
@@ -51,7 +52,7 @@ MAX_LOGPROB_BYTES = 8 * 2**20  # of a request, as JSON: about 3,500 tokens with 
 CHARACTERS_PER_TOKEN = 4
 SLICE = 2**16  # characters
 
-Outputs = AsyncGenerator[Accepted | Output | Finish]  # in this order: rule 2
+Emit = Callable[[Accepted | Output | Finish], None]  # takes what the model says, in this order: rule 2
 
 
 # --- the contract -------------------------------------------------------------------------------------------
@@ -68,8 +69,8 @@ class Prompt(Protocol):
     async def count_tokens(self) -> int:
         """`n_tokens`, which another server is asked for where it is None; raises BadInput."""
 
-    def run(self, choice: int = 0) -> Outputs:
-        """What the model says in one of the request's n choices."""
+    async def run(self, emit: Emit, choice: int = 0) -> None:
+        """Emit what the model says in one of the request's n choices."""
 
 
 class Worker(Protocol):
@@ -114,8 +115,8 @@ class LocalPrompt(NamedTuple):
     async def count_tokens(self) -> int:
         return self.n_tokens
 
-    def run(self, choice: int = 0) -> Outputs:
-        return self.worker.run(self, choice)
+    async def run(self, emit: Emit, choice: int = 0) -> None:
+        await self.worker.run(self, emit, choice)
 
 
 class PromptTooLong(BadInput):
@@ -146,7 +147,7 @@ class LocalWorker:
         self.engine = engine
         self.names = names
         self.defaults = defaults or {}
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._template = template
         self._grammars = grammars
         self._special_tokens = SpecialTokens(tokenizer.added)
@@ -186,7 +187,7 @@ class LocalWorker:
         if seed is None:
             seed = secrets.randbits(63)
         family = families.DIALECTS[self.dialect]
-        added_tokens = self._tokenizer.added
+        added_tokens = self.tokenizer.added
         dialect = families.find(family, added_tokens, self._template.source, tools=bool(request.called))
         state, after_marker = families.opening(text, dialect)
         spec = request.structured_output
@@ -230,7 +231,7 @@ class LocalWorker:
         """The marked prompt of these messages and its token ids; raises PromptTooLong as early as it can."""
         limit = self.engine.max_seq_len
         n_characters = sum(len(message["content"]) for message in messages)
-        n_tokens = n_characters // self._tokenizer.max_token_length
+        n_tokens = n_characters // self.tokenizer.max_token_length
         if n_tokens >= limit:
             raise PromptTooLong(limit, f"at least {n_tokens}")
         prompt = self._render(request, messages)
@@ -238,7 +239,7 @@ class LocalWorker:
             n_tokens = self._count(prompt, 2 * limit)
             if n_tokens >= 2 * limit:
                 raise PromptTooLong(limit, f"at least {n_tokens}")
-        token_ids = self._tokenizer.encode(*self._special_tokens.cut(prompt))
+        token_ids = self.tokenizer.encode(*self._special_tokens.cut(prompt))
         if not 0 < len(token_ids) < limit:
             raise PromptTooLong(limit, str(len(token_ids)))
         if max(token_ids) >= self.engine.config.vocab_size:
@@ -262,54 +263,18 @@ class LocalWorker:
         n_tokens = 0
         for start in range(0, len(prompt), SLICE):
             texts = self._special_tokens.cut(prompt[start : start + SLICE])
-            n_tokens += self._tokenizer.count(*texts)
+            n_tokens += self.tokenizer.count(*texts)
             if n_tokens >= enough:
                 break
         return n_tokens
 
-    async def run(self, prompt: LocalPrompt, choice: int = 0) -> Outputs:
-        """What the model says in one choice: tokens to pieces, pieces to outputs, and the tokens counted."""
-        accepted = Accepted()
-        yield accepted
-        decoder = self._tokenizer.decoder()
-        parser = self._parser(prompt)
+    async def run(self, prompt: LocalPrompt, emit: Emit, choice: int = 0) -> None:
+        """Emit what the model says in one choice."""
         engine_request = self._engine_request(prompt, choice)
-        usage = Usage(len(prompt.token_ids), 0)
-        n_logprob_bytes = 0
-        async with aclosing(self.engine.generate(engine_request)) as steps:
-            async for step in steps:
-                usage.cached_tokens = step.cached_tokens
-                end = step.finish
-                for token in step.tokens:  # one by one: a step may cross any number of channels
-                    if n_logprob_bytes > MAX_LOGPROB_BYTES // prompt.request.n:
-                        end = "failed" if end == "failed" else "length"
-                        break
-                    state_before = parser.state
-                    pieces: list[Piece] = []
-                    logprobs: tuple[TokenLogprob, ...] = ()
-                    if token.logprob is not None:
-                        logprobs = (self._logprobs(token, token.logprob),)
-                        n_logprob_bytes += json_bytes(logprobs)
-                    if token.token_id not in engine_request.stop_token_ids:
-                        pieces = decoder.feed(token.token_id, logprobs)
-                    outputs = feed_all(parser, pieces)
-                    usage.output_tokens += 1
-                    if "analysis" in (state_before, parser.state):  # both markers count as reasoning
-                        usage.reasoning_tokens += 1
-                    accepted.usage = usage
-                    for output in outputs:
-                        yield output
-                    if parser.stopped:
-                        yield Finish("stop", usage)
-                        return
-                if end:
-                    for output in feed_all(parser, decoder.close()):
-                        yield output
-                    for output in parser.close(cut=end != "stop"):
-                        yield output
-                    reason = "stop" if parser.stopped else end
-                    yield Finish(reason, usage, step.message)
-                    return
+        max_logprob_bytes = MAX_LOGPROB_BYTES // prompt.request.n
+        answer = Answer(self.tokenizer, self._parser(prompt), engine_request, max_logprob_bytes, emit)
+        emit(answer.accepted)
+        await self.engine.generate(engine_request, answer.take)
 
     def _parser(self, prompt: LocalPrompt) -> Parser:
         request = prompt.request
@@ -360,7 +325,7 @@ class LocalWorker:
         elif after_marker:
             thinking = "over"  # the prompt has ended it
         try:
-            return answer_grammar(spec, dialect, self._tokenizer.added, thinking)
+            return answer_grammar(spec, dialect, self.tokenizer.added, thinking)
         except BadGrammar as error:
             raise refusal(error, spec) from error
 
@@ -376,15 +341,72 @@ class LocalWorker:
                 message = f"Invalid value for '{name}': expected token ids below {vocab_size}, got {largest}."
                 raise BadInput(message, name, "invalid_value")
 
-    def token_bytes(self, token_id: int) -> bytes:
-        return self._tokenizer.token_bytes(token_id)
+
+class Answer:
+    """What the model says in one choice: tokens to pieces, pieces to outputs, and the tokens counted."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        parser: Parser,
+        request: EngineRequest,
+        max_logprob_bytes: int,
+        emit: Emit,
+    ) -> None:
+        self.accepted = Accepted()
+        self._tokenizer = tokenizer
+        self._decoder = tokenizer.decoder()
+        self._parser = parser
+        self._stop_token_ids = request.stop_token_ids
+        self._n_logprob_bytes_left = max_logprob_bytes
+        self._emit = emit
+        self._usage = Usage(len(request.prompt), 0)
+
+    def take(self, step: StepOutput) -> bool:
+        """Emit what a step has brought; whether more is wanted."""
+        self._usage.cached_tokens = step.cached_tokens
+        end = step.finish
+        for token in step.tokens:  # one by one: a step may cross any number of channels
+            if self._n_logprob_bytes_left < 0:
+                end = end if end == "failed" else "length"
+                break
+            self._say(token)
+            if self._parser.stopped:
+                self._emit(Finish("stop", self._usage))
+                return False
+        if end:
+            self._end(end, step.message)
+        return not end
+
+    def _say(self, token: Choice) -> None:
+        state_before = self._parser.state
+        logprobs: tuple[TokenLogprob, ...] = ()
+        if token.logprob is not None:
+            logprobs = (self._logprobs(token, token.logprob),)
+            self._n_logprob_bytes_left -= json_bytes(logprobs)
+        outputs: list[Output] = []
+        if token.token_id not in self._stop_token_ids:
+            outputs = feed_all(self._parser, self._decoder.feed(token.token_id, logprobs))
+        self._usage.output_tokens += 1
+        if "analysis" in (state_before, self._parser.state):  # both markers count as reasoning
+            self._usage.reasoning_tokens += 1
+        self.accepted.usage = self._usage
+        for output in outputs:
+            self._emit(output)
+
+    def _end(self, end: Literal["stop", "length", "failed"], message: str) -> None:
+        outputs = feed_all(self._parser, self._decoder.close())
+        outputs += self._parser.close(cut=end != "stop")
+        for output in outputs:
+            self._emit(output)
+        self._emit(Finish("stop" if self._parser.stopped else end, self._usage, message))
 
     def _logprobs(self, token: Choice, logprob: float) -> TokenLogprob:
         top = tuple(self._logprob(token_id, logprob) for token_id, logprob in token.top)
         return self._logprob(token.token_id, logprob)._replace(top=top)
 
     def _logprob(self, token_id: int, logprob: float) -> TokenLogprob:
-        token = self.token_bytes(token_id)
+        token = self._tokenizer.token_bytes(token_id)
         return TokenLogprob(token.decode(errors="replace"), logprob, token)
 
 

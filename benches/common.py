@@ -8,13 +8,12 @@ import asyncio
 import platform
 import time
 from collections.abc import Callable, Iterable
-from contextlib import aclosing
 from pathlib import Path
 from typing import NamedTuple
 
 from checkpoint.config import Config
 from checkpoint.weights import Weights
-from engine import Engine, EngineRequest
+from engine import Engine, EngineRequest, StepOutput
 from model import PAGE, NumpyOps
 from sampling import Sampling
 from tokenizer import Tokenizer
@@ -53,11 +52,14 @@ def engine_run(engine: Engine, sampling: Sampling = GREEDY) -> Run:
 
     async def one(prompt: list[int], n_new: int) -> list[tuple[float, int]]:
         said = list[tuple[float, int]]()
-        async with aclosing(engine.generate(EngineRequest(prompt, n_new, frozenset(), sampling))) as steps:
-            async for step in steps:
-                said += [(time.perf_counter(), token.token_id) for token in step.tokens]
-                if step.finish == "failed":
-                    raise RuntimeError(step.message)
+
+        def take(step: StepOutput) -> bool:
+            said.extend((time.perf_counter(), token.token_id) for token in step.tokens)
+            if step.finish == "failed":
+                raise RuntimeError(step.message)
+            return True
+
+        await engine.generate(EngineRequest(prompt, n_new, frozenset(), sampling), take)
         return said
 
     async def all_of(prompts: Prompts, n_new: int) -> Speeds:

@@ -20,7 +20,6 @@ import asyncio
 import gc
 import time
 from collections.abc import Callable, Iterator
-from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -34,7 +33,7 @@ from benches.gpu_checkpoint import FOR_ALL, SHAPES
 from checkpoint.config import parse_config
 from checkpoint.weights import Layer, Weights
 from devices.cuda import CudaOps
-from engine import Engine, EngineRequest
+from engine import Engine, EngineRequest, StepOutput
 from model import PAGE
 from sampling import Sampling
 
@@ -166,14 +165,20 @@ def cost(batch: int, n_new: int, sampling: Callable[[int], Sampling]) -> Cost:
     async def one(number: int) -> None:
         nonlocal n_begun
         request = EngineRequest([number] * 300, n_new, frozenset([1]), sampling(number))
-        async with aclosing(engine.generate(request)) as steps:
-            await anext(steps)
-            n_begun += 1
-            if n_begun == batch:
-                measure()
-            async for step in steps:
-                if step.finish == "failed":
-                    raise RuntimeError(step.message)
+        has_begun = False
+
+        def take(step: StepOutput) -> bool:
+            nonlocal n_begun, has_begun
+            if step.finish == "failed":
+                raise RuntimeError(step.message)
+            if not has_begun:
+                has_begun = True
+                n_begun += 1
+                if n_begun == batch:
+                    measure()
+            return True
+
+        await engine.generate(request, take)
 
     async def main() -> None:
         await asyncio.gather(*(one(number) for number in range(batch)))

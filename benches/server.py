@@ -41,7 +41,7 @@ from benches.common import cpu_name, model_option, repeat_option, resident_mb, w
 from checkpoint import hub
 from checkpoint.config import Config, read_config
 from dialects.matchers import Grammars
-from engine import Engine, EngineRequest, ModelRunner, StepOutput
+from engine import Engine, EngineRequest, ModelRunner, StepOutput, Take
 from middleware import Keys, make_app
 from request.template import ChatTemplate
 from sampling import Choice
@@ -78,10 +78,10 @@ class Script:
         self.max_seq_len = config.max_seq_len
         self._step = StepOutput([Choice(token_id)])
 
-    async def generate(self, job: EngineRequest) -> AsyncGenerator[StepOutput]:
+    async def generate(self, job: EngineRequest, take: Take) -> None:
         for n_left in range(job.max_tokens - 1, -1, -1):
             await tick(job.sampling.seed)
-            yield self._step if n_left else self._step._replace(finish="length")
+            take(self._step if n_left else self._step._replace(finish="length"))
 
     def counts(self) -> dict[str, int]:
         return {}
@@ -95,7 +95,8 @@ async def tick(ms: int) -> None:
 class BatchScript(Engine):
     """The engine's thread with a step of STEP_WORK_S, which says a token to each sequence.
 
-    It works while the event loop handles the step before, and delivers when that is done.
+    It works as for the launch of a step, delivers what the step before has brought, as the engine does (its
+    rule 6), and then waits, as for a device, until the event loop has handled that.
     """
 
     def __init__(self, config: Config, token_id: int) -> None:
@@ -104,7 +105,6 @@ class BatchScript(Engine):
         self._alone_s = median(self._work() for _ in range(100))
         self._work_s: list[float] = []  # of each step beside the event loop
         self._handled = threading.Event()  # the event loop has written what the last step brought
-        self._handled.set()
         runner = SimpleNamespace(
             config=config, max_seq_len=config.max_seq_len, n_pages=2**16, max_batch=N_BATCH, chunk=64,
             chunk_invariant=False, about="",
@@ -123,27 +123,22 @@ class BatchScript(Engine):
             time.sleep(STEP_WORK_S)  # all of them begin together
             return
         self._work_s.append(self._work())
-        self._until_next()
+        self._deliver()
         loop = self._readers[sequences[0]].loop
+        loop.call_soon_threadsafe(loop.call_soon, self._handled.set)  # behind the writes
+        self._until_next()
         for sequence in sequences:
             sequence.output.append(self._choice.token_id)
             is_last = len(sequence.output) == sequence.max_tokens
             if is_last:
                 self._scheduler.remove(sequence)
             self._put(sequence, StepOutput([self._choice], "length" if is_last else None))
-        self._deliver()
-        loop.call_soon_threadsafe(self._after_turns, loop, 4)
+        if not self._readers:
+            self._deliver()
 
     def _until_next(self) -> None:
         self._handled.wait()
         self._handled.clear()
-
-    def _after_turns(self, loop: asyncio.AbstractEventLoop, n: int) -> None:
-        """A step is handled when the loop has turned so often: tokens to events, events to writes."""
-        if n:
-            loop.call_soon(self._after_turns, loop, n - 1)
-        else:
-            self._handled.set()
 
     def counts(self) -> dict[str, int]:
         beside_s = median(self._work_s or [0.0])

@@ -89,6 +89,10 @@ class Deltas:
             yield from self._chunk(chunk)
         self.is_whole = self.is_whole or self._reader.choices[0].is_finished
 
+    @property
+    def failed(self) -> bool:
+        return bool(self._failure)
+
     def close(self, usage: Usage | None) -> Iterator[Output | Finish]:
         """End the answer."""
         if not (self._failure or self.is_whole):

@@ -21,7 +21,7 @@ import asyncio
 import json
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -56,6 +56,7 @@ COUNTERS = {
     "/tokenize": "count",  # vLLM's; llama.cpp's takes no messages, and answers without a count
     "/v1/chat/completions/input_tokens": "input_tokens",  # llama.cpp's
 }
+Emit = Callable[[Accepted | Output | Finish], None]
 IN_PROMPT = ("model", "tools", "chat_template_kwargs")  # members of a chat body that decide the prompt
 
 
@@ -71,8 +72,8 @@ class UpstreamPrompt(NamedTuple):
     candidates: list[list[Message]]  # the messages; then, where they may be cut, without their oldest turns
     n_tokens: None = None  # only the upstream knows
 
-    def run(self, choice: int = 0) -> AsyncGenerator[Accepted | Output | Finish]:
-        return self.worker.run(self, choice)
+    async def run(self, emit: Emit, choice: int = 0) -> None:
+        await self.worker.run(self, emit)
 
     async def count_tokens(self) -> int:
         return await self.worker.count_tokens(self)
@@ -263,41 +264,32 @@ class RemoteWorker:
         message = f"The upstream of '{prompt.request.model}' cannot count tokens: it has no {endpoints}."
         raise BadInput(message, None, "unsupported_endpoint")
 
-    async def run(
-        self, prompt: UpstreamPrompt, choice: int = 0
-    ) -> AsyncGenerator[Accepted | Output | Finish]:
-        """What the model says. Raises Refused before Accepted, and nothing after it."""
+    async def run(self, prompt: UpstreamPrompt, emit: Emit) -> None:
+        """Emit what the model says. Raises Refused before Accepted, and nothing after it."""
         request = prompt.request
         meter = Meter(self.prices)
-        outcome: Outcome = "disconnect"
+        outcome: Outcome = "error"
         deltas = Deltas(one_call=not request.parallel_tool_calls)
         opening = asyncio.ensure_future(self._open(prompt))
-        finish = None
         try:
             timeout_s = ACCEPT_S if request.stream or request.background else None
             await asyncio.wait({opening}, timeout=timeout_s)
             if opening.done():
                 opening.result()
-            yield Accepted()
+            emit(Accepted())
             try:
-                async with aclosing(_outputs(await opening, deltas, meter)) as outputs:
-                    async for output in outputs:
-                        if isinstance(output, Finish):
-                            finish = output
-                        else:
-                            yield output
+                await _relay(await opening, deltas, meter, emit)
+                if not deltas.failed:
+                    outcome = "done"
             except Refused as refused:
-                finish = Finish("failed", None, refused.message, refused.late_code)
+                emit(Finish("failed", None, refused.message, refused.late_code))
             except (Died, Unreadable) as error:
-                finish = Finish("failed", usage_of(meter), f"The answer cannot be used: {error}.")
-            outcome = "error" if finish and finish.reason == "failed" else "done"
-        except Exception:
-            outcome = "error"
+                emit(Finish("failed", usage_of(meter), f"The answer cannot be used: {error}."))
+        except asyncio.CancelledError:
+            outcome = "disconnect"
             raise
         finally:
             self.ledger.settle(request.model, discard(opening), outcome, meter)
-        if finish:
-            yield finish
 
     async def _open(self, prompt: UpstreamPrompt) -> Reply:
         """Ask; without the oldest turns as long as the upstream says that the prompt is too long."""
@@ -338,20 +330,20 @@ def usage_of(meter: Meter) -> Usage | None:
     return Usage(counts.prompt, counts.completion, counts.reasoning, counts.cached)
 
 
-async def _outputs(reply: Reply, deltas: Deltas, meter: Meter) -> AsyncGenerator[Output | Finish]:
-    """What the model says in an answer; raises Died, Unreadable."""
+async def _relay(reply: Reply, deltas: Deltas, meter: Meter, emit: Emit) -> None:
+    """Emit what the model says in an answer; raises Died, Unreadable."""
     async with aclosing(_frames_of(reply)) as frames:
         async for frame in frames:
             if frame.document:
                 meter.read(frame.document)
                 for output in await _outputs_of(frame, deltas):
-                    yield output
+                    emit(output)
             if frame.is_done:
                 deltas.is_whole = True
             if deltas.is_over:
                 break
     for last in deltas.close(usage_of(meter)):
-        yield last
+        emit(last)
 
 
 async def _outputs_of(frame: Frame, deltas: Deltas) -> Iterable[Output]:

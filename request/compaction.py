@@ -15,8 +15,7 @@ Not here: what a compaction stands for when it comes back (items.py), its events
 (service/signed_content.py).
 """
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from channels import Accepted, Compaction, Delta, Finish, Output
@@ -45,22 +44,24 @@ def summary_request(request: Request, conversation: Sequence[Item], defaults: Ma
     return responses_request(values, conversation, question, request.owner)
 
 
-async def compacted(
-    outputs: AsyncGenerator[Accepted | Output | Finish], seal: Callable[[str], str]
-) -> AsyncGenerator[Accepted | Compaction | Finish]:
-    """The summary as one sealed item."""
-    summary = ""
-    async with aclosing(outputs):
-        async for output in outputs:
-            match output:
-                case Accepted():
-                    yield output
-                case Delta("final", text):
-                    summary += text
-                case Finish("stop" | "length") if summary:
-                    yield Compaction(seal(summary))
-                    yield output._replace(reason="stop")
-                case Finish("failed" | "cancelled"):
-                    yield output
-                case Finish():
-                    yield Finish("failed", output.usage, "The model wrote no summary.")
+def compacted(
+    emit: Callable[[Accepted | Compaction | Finish], None], seal: Callable[[str], str]
+) -> Callable[[Accepted | Output | Finish], None]:
+    """Emit the summary as one sealed item."""
+    texts: list[str] = []
+
+    def take(output: Accepted | Output | Finish) -> None:
+        match output:
+            case Accepted():
+                emit(output)
+            case Delta("final", text):
+                texts.append(text)
+            case Finish("stop" | "length") if texts:
+                emit(Compaction(seal("".join(texts))))
+                emit(output._replace(reason="stop"))
+            case Finish("failed" | "cancelled"):
+                emit(output)
+            case Finish():
+                emit(Finish("failed", output.usage, "The model wrote no summary."))
+
+    return take

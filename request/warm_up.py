@@ -14,25 +14,26 @@ Rules of this file:
 Not here: the prefix cache (../pages.py).
 """
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import Callable
 from dataclasses import replace
 
 from channels import Accepted, Finish, Output
 
-Outputs = AsyncGenerator[Accepted | Output | Finish]
+Emit = Callable[[Accepted | Output | Finish], None]
 
 
-async def unsaid(outputs: Outputs) -> Outputs:
-    """That the prompt was accepted, and that it is computed."""
-    async with aclosing(outputs):
-        async for output in outputs:
-            match output:
-                case Accepted():
-                    yield output
-                case Finish("stop" | "length", usage):
-                    if usage:
-                        usage = replace(usage, output_tokens=0, reasoning_tokens=0)
-                    yield Finish("stop", usage)
-                case Finish():
-                    yield output
+def unsaid(emit: Emit) -> Emit:
+    """Emit that the prompt was accepted, and that it is computed."""
+
+    def take(output: Accepted | Output | Finish) -> None:
+        match output:
+            case Accepted():
+                emit(output)
+            case Finish("stop" | "length", usage):
+                if usage:
+                    usage = replace(usage, output_tokens=0, reasoning_tokens=0)
+                emit(Finish("stop", usage))
+            case Finish():
+                emit(output)
+
+    return take

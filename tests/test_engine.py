@@ -31,6 +31,7 @@ from helpers.engines import (
     started,
     state,
     steps_of,
+    stepwise,
     tiny,
     together,
 )
@@ -134,7 +135,7 @@ def test_leaving_frees_the_memory_within_one_step(tiny_engine: Engine, watch: Wa
     async def main() -> Answer:
         async with watch.paused(tiny_engine):
             stays = asyncio.create_task(steps_of(tiny_engine, endless(3, 20)))
-            leaves = tiny_engine.generate(endless(3, 20))
+            leaves = stepwise(tiny_engine, endless(3, 20))
             first = asyncio.ensure_future(anext(leaves))
             watch.hold_at.add(5)
         async with aclosing(leaves):
@@ -158,14 +159,14 @@ async def cancelled(engine: Engine, watch: Watch) -> None:
 
 
 async def broken_off(engine: Engine, watch: Watch) -> None:
-    async with aclosing(engine.generate(endless(1, 700))) as steps:
+    async with aclosing(stepwise(engine, endless(1, 700))) as steps:
         await anext(steps)
         await watch.held()
 
 
 async def forgotten(engine: Engine, watch: Watch) -> None:
     """The loop closes the generator when it ends."""
-    steps = engine.generate(endless(1, 700))
+    steps = stepwise(engine, endless(1, 700))
     await anext(steps)
     await watch.held()
 
@@ -396,7 +397,7 @@ def test_nobody_waits_twice_for_a_mask_that_is_late(monkeypatch: pytest.MonkeyPa
 
     async def main(engine: Engine) -> Answer:
         late = EngineRequest([5, 6, 7], 30, frozenset(), GREEDY, NeverReady())
-        async with aclosing(engine.generate(late)) as steps:
+        async with aclosing(stepwise(engine, late)) as steps:
             waiting = asyncio.ensure_future(anext(steps))
             while not engine.busy():
                 await asyncio.sleep(0)
@@ -416,11 +417,10 @@ def test_it_is_busy_from_the_moment_it_is_asked() -> None:
     """Bug: a stop of the server ended what was accepted a moment before, without its grace."""
 
     async def main(engine: Engine) -> bool:
-        async with aclosing(engine.generate(endless(5, 1))) as steps:
-            waiting = asyncio.ensure_future(anext(steps))
-            await asyncio.sleep(0)
-            is_busy = engine.busy()
-            await waiting
+        asked = asyncio.create_task(engine.generate(endless(5, 1), lambda step: True))
+        await asyncio.sleep(0)
+        is_busy = engine.busy()
+        await asked
         return is_busy
 
     with started(Watch()) as engine:

@@ -32,6 +32,7 @@ from helpers.engines import (
     play,
     started,
     steps_of,
+    stepwise,
     together,
 )
 from model import PAGE
@@ -100,7 +101,7 @@ def undisturbed(asked: Asked, chunk_invariant: bool) -> Answer:
 async def said(engine: Engine, asked: Asked) -> list[Choice]:
     """All that its reader gets; if the reader stays, it is what is said undisturbed."""
     tokens = list[Choice]()
-    async with aclosing(engine.generate(asked.job())) as steps:
+    async with aclosing(stepwise(engine, asked.job())) as steps:
         n = 0
         async for step in steps:
             tokens += step.tokens

@@ -5,7 +5,6 @@ import itertools
 import json
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import aclosing
 from datetime import datetime
 from typing import Any, NamedTuple
 
@@ -217,8 +216,9 @@ def test_no_call_where_tool_choice_is_none(engine: Engine, name: str) -> None:
 
 
 async def run(worker: LocalWorker, body: dict[str, Any]) -> list[Output | Finish]:
-    async with aclosing(worker.run(await worker.prepare(params.from_responses(body, {})))) as outputs:
-        return [output async for output in outputs if not isinstance(output, Accepted)]
+    outputs: list[Accepted | Output | Finish] = []
+    await worker.run(await worker.prepare(params.from_responses(body, {})), outputs.append)
+    return [output for output in outputs if not isinstance(output, Accepted)]
 
 
 def test_logprobs_are_bounded(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import argparse
 import asyncio
 import itertools
 import sys
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # the server's modules
 
 import api
 import sse
-from channels import Finish, Output, Parser, Piece
+from channels import Accepted, Finish, Output, Parser, Piece
 from checkpoint.config import read_config
 from checkpoint.weights import read_weights
 from dialects.matchers import Grammars
-from engine import Engine, EngineRequest, StepOutput
+from engine import Engine, EngineRequest, StepOutput, Take
 from model import NumpyOps
 from request import params
 from request.template import ChatTemplate
@@ -46,7 +46,7 @@ MAX_WIDTH = 106
 RESPONSE_MEMBERS = ("status", "output", "usage")  # the response object repeats the request too
 EVENT_MEMBERS = ("item", "part", "delta", "text")  # an event says its place too: item_id, output_index, ...
 
-WorkerOutput = Output | Finish  # what a worker yields once it has accepted the request
+WorkerOutput = Output | Finish  # what a worker emits once it has accepted the request
 
 
 class TracedEngine(Engine):
@@ -54,18 +54,23 @@ class TracedEngine(Engine):
 
     steps: list[tuple[StepOutput, list[WorkerOutput]]]  # of the last job
 
-    async def generate(self, job: EngineRequest) -> AsyncGenerator[StepOutput]:
+    async def generate(self, job: EngineRequest, take: Take) -> None:
         self.steps = []
-        async for step in super().generate(job):
+
+        def record(step: StepOutput) -> bool:
             self.steps.append((step, []))
-            yield step
+            return take(step)
+
+        await super().generate(job, record)
 
 
 async def run(worker: LocalWorker, engine: TracedEngine, request: params.Request) -> None:
-    async for output in worker.run(await worker.prepare(request)):
-        if isinstance(output, WorkerOutput):
+    def emit(output: Accepted | WorkerOutput) -> None:
+        if not isinstance(output, Accepted):
             _, outputs = engine.steps[-1]
             outputs.append(output)
+
+    await worker.run(await worker.prepare(request), emit)
 
 
 def walkthrough() -> str:

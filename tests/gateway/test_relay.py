@@ -13,6 +13,7 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -28,6 +29,7 @@ from gateway.remote import RemoteWorker
 from gateway.upstreams import Timeouts, Upstreams
 from helpers import laws
 from helpers import upstream as scripted
+from helpers.pulled import pulled
 from helpers.serving import Json
 from helpers.upstream import (
     CHUNKED,
@@ -345,8 +347,9 @@ async def passed(worker: RemoteWorker, body: Json) -> Client:
 async def said(worker: RemoteWorker, **body: Any) -> list[Accepted | Output | Finish]:
     """What the worker says of a Responses request; raises Refused."""
     request = params.from_responses({"model": "m", "input": "hi"} | body, {})
-    async with aclosing(worker.run(await worker.prepare(request))) as outputs:
-        return [output async for output in outputs]
+    outputs: list[Accepted | Output | Finish] = []
+    await worker.run(await worker.prepare(request), outputs.append)
+    return outputs
 
 
 def frames_of(body: bytes) -> list[Any]:
@@ -687,12 +690,17 @@ def test_first_frame_is_out_before_the_second_is_written(api: str) -> None:
                 assert frames_of(client.body)[-1]["choices"][0]["finish_reason"]
                 return
             request = params.from_responses({"model": "m", "input": "hi"}, {})
-            async with aclosing(worker.run(await worker.prepare(request))) as outputs:
-                async for output in outputs:
-                    if isinstance(output, Delta):
-                        seen.set()
-                assert isinstance(output, Finish)
-                assert output.reason == "stop"
+
+            reasons: list[str] = []
+
+            def take(output: Accepted | Output | Finish) -> None:
+                if isinstance(output, Delta):
+                    seen.set()
+                elif isinstance(output, Finish):
+                    reasons.append(output.reason)
+
+            await worker.run(await worker.prepare(request), take)
+            assert reasons == ["stop"]
 
     with upstream(answer) as worker:
         asyncio.run(run(worker.url))
@@ -766,7 +774,7 @@ def test_a_client_hears_from_us_while_the_upstream_reads(monkeypatch: pytest.Mon
             assert error["error"]["message"] == "No."
             heard.clear()
             request = params.from_responses({"model": "m", "input": "hi", "stream": True}, {})
-            async with aclosing(worker.run(await worker.prepare(request))) as outputs:
+            async with aclosing(pulled(partial(worker.run, await worker.prepare(request)))) as outputs:
                 assert await anext(outputs) == Accepted()
                 heard.set()
                 end = await anext(outputs)
@@ -873,7 +881,7 @@ def test_usage_is_settled_once_on_every_path(how: str, api: str, caplog: pytest.
 
     async def response(worker: RemoteWorker) -> None:
         request = params.from_responses({"model": "m", "input": "hi"}, {})
-        async with aclosing(worker.run(await worker.prepare(request))) as outputs:
+        async with aclosing(pulled(partial(worker.run, await worker.prepare(request)))) as outputs:
             async for output in outputs:
                 if how == "disconnect" and isinstance(output, Delta):
                     break

@@ -11,14 +11,15 @@ import asyncio
 import math
 import threading
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from datetime import datetime
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 from engine import Engine, EngineRequest, StepOutput
+from helpers.pulled import pulled
 from model import NumpyOps, Span, Ticket
 from parity import TINY, Ours
 from request.template import ChatTemplate
@@ -130,7 +131,7 @@ class Watch:
     async def paused(self, engine: Engine) -> AsyncIterator[None]:
         """What an idle engine is asked within begins together, in the step after this one."""
         self.hold_at.add(len(self.steps))
-        async with aclosing(engine.generate(endless(1, 1))) as steps:
+        async with aclosing(stepwise(engine, endless(1, 1))) as steps:
             step = asyncio.ensure_future(anext(steps))
             await self.held()
             yield
@@ -223,9 +224,13 @@ def endless(n_prompt: int, max_tokens: int, first: int = 5) -> EngineRequest:
     return EngineRequest([(first + 7 * i) % 2000 for i in range(n_prompt)], max_tokens, frozenset(), GREEDY)
 
 
+def stepwise(engine: Engine, job: EngineRequest) -> AsyncGenerator[StepOutput]:
+    """The steps of a sequence, for who waits for each, or leaves early: use it under aclosing."""
+    return pulled(partial(engine.generate, job))
+
+
 async def steps_of(engine: Engine, job: EngineRequest) -> list[StepOutput]:
-    async with aclosing(engine.generate(job)) as steps:
-        return [step async for step in steps]
+    return [step async for step in stepwise(engine, job)]
 
 
 class Answer(NamedTuple):

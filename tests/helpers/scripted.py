@@ -7,8 +7,7 @@ and the engine's contract holds: nothing behind a stop token, and never more tha
 import asyncio
 import itertools
 import re
-from collections.abc import AsyncGenerator, Iterable, Sequence
-from contextlib import aclosing
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -20,7 +19,7 @@ from tokenizers import AddedToken, decoders, models
 from channels import Accepted, Finish, Output
 from dialects.families import DIALECTS
 from dialects.matchers import Grammars
-from engine import Engine, EngineRequest, StepOutput
+from engine import Engine, EngineRequest, StepOutput, Take
 from request import params
 from request.template import ChatTemplate
 from sampling import Choice
@@ -54,19 +53,19 @@ class ScriptedEngine:
         self.max_seq_len = 4096
         self._steps = [[Choice(token_id, -1.0) for token_id in step] for step in steps]
 
-    async def generate(self, job: EngineRequest) -> AsyncGenerator[StepOutput]:
+    async def generate(self, job: EngineRequest, take: Take) -> None:
         n_left = job.max_tokens
         for tokens in self._steps:
             wanted = tokens[:n_left]
             ends = [n for n, token in enumerate(wanted, 1) if token.token_id in job.stop_token_ids]
             if ends:
-                yield StepOutput(wanted[: ends[0]], "stop")
+                take(StepOutput(wanted[: ends[0]], "stop"))
                 return
             n_left -= len(wanted)
-            yield StepOutput(wanted, None if n_left else "length")
-            if not n_left:
+            wants_more = take(StepOutput(wanted, None if n_left else "length"))
+            if not (n_left and wants_more):
                 return
-        yield StepOutput([], "length")
+        take(StepOutput([], "length"))
 
 
 def said(
@@ -81,8 +80,9 @@ def said(
     request = params.from_responses({"model": "m", "input": "hi", "tools": [TOOL]} | body, {})
 
     async def collect() -> list[Output | Finish]:
-        async with aclosing(worker.run(await worker.prepare(request))) as outputs:
-            return [output async for output in outputs if not isinstance(output, Accepted)]
+        outputs: list[Accepted | Output | Finish] = []
+        await worker.run(await worker.prepare(request), outputs.append)
+        return [output for output in outputs if not isinstance(output, Accepted)]
 
     return asyncio.run(collect())
 

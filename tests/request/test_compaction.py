@@ -1,7 +1,5 @@
 """What is made of a model's summary, and of what is none. The endpoint is in tests/test_lifecycle.py."""
 
-import asyncio
-from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
@@ -19,14 +17,11 @@ CONVERSATION = [
 
 
 def made_of(*outputs: Accepted | Output | Finish) -> list[Any]:
-    async def said() -> AsyncGenerator[Accepted | Output | Finish]:
-        for output in outputs:
-            yield output
-
-    async def collected() -> list[Any]:
-        return [output async for output in compacted(said(), seal=lambda text: f"sealed {text}")]
-
-    return asyncio.run(collected())
+    made: list[Any] = []
+    take = compacted(made.append, seal=lambda text: f"sealed {text}")
+    for output in outputs:
+        take(output)
+    return made
 
 
 @pytest.mark.parametrize("reason", ["stop", "length"])
