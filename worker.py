@@ -368,7 +368,7 @@ class Answer:
         end = step.finish
         for token in step.tokens:  # one by one: a step may cross any number of channels
             if self._n_logprob_bytes_left < 0:
-                end = end if end == "failed" else "length"
+                end = "failed" if end == "failed" else "length"
                 break
             self._say(token)
             if self._parser.stopped:
@@ -399,7 +399,8 @@ class Answer:
         outputs += self._parser.close(cut=end != "stop")
         for output in outputs:
             self._emit(output)
-        self._emit(Finish("stop" if self._parser.stopped else end, self._usage, message))
+        reason = "stop" if self._parser.stopped else end
+        self._emit(Finish(reason, self._usage, message))
 
     def _logprobs(self, token: Choice, logprob: float) -> TokenLogprob:
         top = tuple(self._logprob(token_id, logprob) for token_id, logprob in token.top)

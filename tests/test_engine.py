@@ -3,7 +3,8 @@
 import asyncio
 import socket
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import aclosing, closing
+from contextlib import aclosing, closing, nullcontext
+from contextvars import ContextVar
 from dataclasses import replace
 from multiprocessing import connection
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engine import BROKEN, CLOSING, MAX_FAILED_STEPS, Engine, EngineRequest
+from engine import BROKEN, CLOSING, MAX_FAILED_STEPS, Engine, EngineRequest, StepOutput
 from helpers.engines import (
     CHUNK,
     GREEDY,
@@ -383,6 +384,72 @@ class NeverReady:
     def close(self) -> None:
         self._ours.close()
         self._theirs.close()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_reader_that_wants_no_more_or_fails_ends_its_sequence(
+    tiny_engine: Engine, watch: Watch, fails: bool
+) -> None:
+    taken: list[StepOutput] = []
+
+    def take(step: StepOutput) -> bool:
+        taken.append(step)
+        if len(taken) == 3 and fails:
+            raise LookupError("a fault made on purpose")
+        return len(taken) < 3
+
+    watch.hold_at = {3}
+    asked = tiny_engine.generate(endless(1, 700), take)
+    with pytest.raises(LookupError) if fails else nullcontext():
+        play(asked, "three tokens")
+    watch.release()
+    alone(tiny_engine, endless(1, 1))
+    assert watch.steps == [WatchedStep([1], 1)] * 5  # the last of them is that of the second request
+    assert len(taken) == 3
+
+
+@pytest.mark.parametrize(("n_ahead", "n_taken"), [(0, 5), (1, 3)])
+def test_the_next_step_is_launched_before_tokens_are_delivered(
+    watch: Watch, n_ahead: int, n_taken: int
+) -> None:
+    """Else the event loop's work with them takes the interpreter from the launch. While the sixth step is
+    launched the fourth has been read, and its token waits; where no step is in flight none waits.
+    """
+    taken: list[StepOutput] = []
+
+    def take(step: StepOutput) -> bool:
+        taken.append(step)
+        return True
+
+    async def main(engine: Engine) -> int:
+        generating = asyncio.create_task(engine.generate(endless(1, 20), take))
+        await watch.held()
+        n_taken = len(taken)
+        watch.release()
+        await generating
+        return n_taken
+
+    watch.hold_at = {5}
+    with started(watch, n_ahead=n_ahead) as engine:
+        assert play(main(engine), "twenty tokens") == n_taken
+    assert len(taken) == 20
+
+
+def test_tokens_are_taken_in_the_context_of_their_request(tiny_engine: Engine) -> None:
+    """The id of the request in the log, and the owner in whose name the store is called."""
+    of_request = ContextVar("of_request", default="")
+    seen: list[str] = []
+
+    def take(step: StepOutput) -> bool:
+        seen.append(of_request.get())
+        return True
+
+    async def main() -> None:
+        of_request.set("req_1")
+        await tiny_engine.generate(endless(1, 3), take)
+
+    play(main(), "three tokens")
+    assert seen == ["req_1"] * 3
 
 
 def test_nobody_waits_twice_for_a_mask_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
