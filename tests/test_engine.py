@@ -398,14 +398,12 @@ def test_a_reader_that_wants_no_more_or_fails_ends_its_sequence(
             raise LookupError("a fault made on purpose")
         return len(taken) < 3
 
-    watch.hold_at = {3}
     asked = tiny_engine.generate(endless(1, 700), take)
     with pytest.raises(LookupError) if fails else nullcontext():
         play(asked, "three tokens")
-    watch.release()
     alone(tiny_engine, endless(1, 1))
-    assert watch.steps == [WatchedStep([1], 1)] * 5  # the last of them is that of the second request
     assert len(taken) == 3
+    assert state(tiny_engine)[2] < 100  # steps: a few may have begun before it was aborted
 
 
 @pytest.mark.parametrize(("n_ahead", "n_taken"), [(0, 5), (1, 3)])
