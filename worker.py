@@ -37,6 +37,7 @@ from request.messages import Message, turn_starts, without_old_turns
 from request.output_format import StructuredOutput
 from request.params import Request
 from request.refusals import BadInput
+from request.shares import offload
 from request.special_tokens import SpecialTokens
 from request.template import ChatTemplate
 from sampling import Choice, Sampling
@@ -167,7 +168,7 @@ class LocalWorker:
         self._grammars.close()
 
     async def prepare(self, request: Request) -> LocalPrompt:
-        prompt = await asyncio.to_thread(self._prepare, request)  # a long prompt must not stop the streams
+        prompt = await offload(self._prepare, request)
         if prompt.grammar:
             try:
                 await self._grammars.check(prompt.grammar, request.owner)

@@ -20,13 +20,13 @@ Not here: the lookup (background.py), the seal (service/signed_content.py), what
 (messages.py, tool_items.py), what a compaction is made of (compaction.py).
 """
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from request.ids import new_id, response_id_of
 from request.messages import IMAGES, MAX_ITEMS
 from request.refusals import BadInput
+from request.shares import offload
 from request.tool_items import IMAGE_MEMBERS, IMAGE_TEXT, TOOL_ITEMS, call_id_members
 from request.validation import ANY, SCALAR, VALUE_BYTES, Shape, n_bytes, required, shaped, text
 from store import TERMINAL, Row
@@ -98,14 +98,14 @@ async def resolve(
     chain = []
     if previous_response_id is not None:
         previous = await _previous(previous_response_id, find)
-        chain = await asyncio.to_thread(_context, previous, unseal)
+        chain = await offload(_context, previous, unseal)
     if isinstance(input, list) and len(input) > MAX_ITEMS:
         return chain, input
     own = input if isinstance(input, list) else []
     if len(chain) + len(own) > MAX_ITEMS:
         raise _too_long(f"{MAX_ITEMS} items", f"{len(chain) + len(own)}")
     referenced = await _referenced(own, find)
-    return chain, await asyncio.to_thread(_in_place, chain, input, referenced, unseal)
+    return chain, await offload(_in_place, chain, input, referenced, unseal)
 
 
 def is_reference(item: Mapping[str, Any]) -> bool:
@@ -162,7 +162,7 @@ async def _referenced(input: Sequence[Any], find: Find) -> dict[str, Item]:
                 raise _too_long(f"references to {MAX_REFERENCED} responses", "more")
             row = await find(response_id)
             if row:
-                items |= await asyncio.to_thread(_said, row)
+                items |= await offload(_said, row)
         if item_id not in items:
             raise BadInput(f"Item with id '{item_id}' not found.", f"{path}.id", "item_not_found")
     return items

@@ -3,6 +3,7 @@
     Shares.take(owner, n), give_back(owner, n)       room, of which there is so much: or BadInput
     async with Slots.slot(owner)                     places that are waited for
     FairExecutor.submit(function), as OWNER          threads that work for one after another
+    await offload(function)                          a thread for the work of a large request
 
 Authority: A. K. Choudhury and E. L. Hahne, "Dynamic queue length thresholds for shared-memory packet
 switches", IEEE/ACM Transactions on Networking 6 (1998), for rule 1; round robin for rule 2.
@@ -18,6 +19,7 @@ Not here: what there is room for (service/admission.py, background.py), whom the
 """
 
 import asyncio
+import math
 import threading
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
@@ -25,11 +27,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from request.refusals import BadInput
 
+T = TypeVar("T")
+
+# Of what is done with a request of so many bytes no part takes more than 5 ms (128 tools of a few letters
+# each), and most take a tenth of that. A thread would cost more: handing over and back takes 0.1 ms.
+SMALL_REQUEST_BYTES = 2048
+
 OWNER = ContextVar("OWNER", default="")  # whose request the task at hand works for
+REQUEST_BYTES = ContextVar("REQUEST_BYTES", default=math.inf)  # of that request, with all that it refers to
 
 # --- room ---------------------------------------------------------------------------------------------------
 
@@ -139,6 +148,16 @@ class Slots:
 
     def _precedence(self, turn: Turn) -> tuple[int, int]:
         return self._n_held[turn.owner], self._last_given[turn.owner]
+
+
+async def offload(function: Callable[..., T], *args: Any) -> T:
+    """Call what takes the longer the larger the request at hand is: in a thread, where that is not small.
+
+    In the event loop a large one would stop all streams.
+    """
+    if REQUEST_BYTES.get() <= SMALL_REQUEST_BYTES:
+        return function(*args)
+    return await asyncio.to_thread(function, *args)
 
 
 class Work(NamedTuple):
