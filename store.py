@@ -203,10 +203,12 @@ class Store:
         sizes = (n_bytes(texts), n_bytes(frames))
         values = (row.id, *times_and_flags, *texts, row.owner, *sizes)
         marks = ", ".join("?" * len(values))
+        insert = f"INSERT INTO responses ({COLUMNS}, row_bytes, event_bytes) VALUES ({marks})"
+        if not frames:  # a statement alone is a transaction; each gives up Python's lock, and waits for it
+            self._db.execute(insert, values)
+            return
         with self._transaction():
-            self._db.execute(
-                f"INSERT INTO responses ({COLUMNS}, row_bytes, event_bytes) VALUES ({marks})", values
-            )
+            self._db.execute(insert, values)
             self._insert_events(row.id, 0, frames)
 
     def append(
