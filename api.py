@@ -56,7 +56,7 @@ from request.compaction import compacted, summary_request
 from request.ids import item_ids, new_completion_id, new_id
 from request.refusals import BadInput, error_body, unsupported
 from request.rows import body_of, new_row
-from request.shares import REQUEST_BYTES, offload
+from request.shares import offload
 from request.warm_up import unsaid
 from service import signed_content
 from service.metrics import Metrics
@@ -289,11 +289,7 @@ class Api:
         # Only what is right in itself is looked up.
 
         async def find(id: str) -> Row | None:
-            row = recall(id) or await self._find(owner, self._registry.get_to_continue, id)
-            if row:
-                n_characters = len(row.items_json) + len(row.response_json)
-                REQUEST_BYTES.set(REQUEST_BYTES.get() + n_characters)
-            return row
+            return recall(id) or await self._find(owner, self._registry.get_to_continue, id)
 
         unseal = partial(signed_content.unseal, self._key, owner)
         chain, new_items = await items.resolve(new_items, values["previous_response_id"], find, unseal)

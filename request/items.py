@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from request.ids import new_id, response_id_of
 from request.messages import IMAGES, MAX_ITEMS
 from request.refusals import BadInput
-from request.shares import offload
+from request.shares import REQUEST_BYTES, offload
 from request.tool_items import IMAGE_MEMBERS, IMAGE_TEXT, TOOL_ITEMS, call_id_members
 from request.validation import ANY, SCALAR, VALUE_BYTES, Shape, n_bytes, required, shaped, text
 from store import TERMINAL, Row
@@ -119,8 +119,16 @@ def is_trigger(item: Any) -> bool:
     return isinstance(item, dict) and item.get("type") == "compaction_trigger"
 
 
-async def _previous(response_id: str, find: Find) -> Row:
+async def _look_up(response_id: str, find: Find) -> Row | None:
+    """A response that the request refers to: the request becomes as large as both."""
     row = await find(response_id)
+    if row:
+        REQUEST_BYTES.set(REQUEST_BYTES.get() + len(row.items_json) + len(row.response_json))
+    return row
+
+
+async def _previous(response_id: str, find: Find) -> Row:
+    row = await _look_up(response_id, find)
     if row is None:
         message = f"Previous response with id '{response_id}' not found."
         raise BadInput(message, "previous_response_id", "previous_response_not_found")
@@ -160,7 +168,7 @@ async def _referenced(input: Sequence[Any], find: Find) -> dict[str, Item]:
             looked_up.add(response_id)
             if len(looked_up) > MAX_REFERENCED:
                 raise _too_long(f"references to {MAX_REFERENCED} responses", "more")
-            row = await find(response_id)
+            row = await _look_up(response_id, find)
             if row:
                 items |= await offload(_said, row)
         if item_id not in items:
