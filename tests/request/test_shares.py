@@ -14,6 +14,7 @@ from request.shares import (
     OWNER,
     REQUEST_BYTES,
     SMALL_REQUEST_BYTES,
+    TURN_BYTES,
     FairExecutor,
     Shares,
     Slots,
@@ -138,10 +139,19 @@ def test_a_large_request_takes_a_thread() -> None:
     async def thread_of_unknown() -> int:
         return await offload(threading.get_ident)
 
+    async def threads_of_many() -> list[int]:
+        REQUEST_BYTES.set(SMALL_REQUEST_BYTES)
+        n_too_many = TURN_BYTES // SMALL_REQUEST_BYTES + 1
+        first_turn = await asyncio.gather(*(offload(threading.get_ident) for _ in range(n_too_many)))
+        return [*first_turn, await offload(threading.get_ident)]
+
     here = threading.get_ident()
     assert asyncio.run(thread_of(SMALL_REQUEST_BYTES)) == here
     assert asyncio.run(thread_of(SMALL_REQUEST_BYTES + 1)) != here
     assert asyncio.run(thread_of_unknown()) != here
+    *small, one_too_many, in_the_next_turn = asyncio.run(threads_of_many())
+    assert {*small, in_the_next_turn} == {here}
+    assert one_too_many != here
 
 
 def test_what_has_failed_in_a_thread_is_forgotten() -> None:
