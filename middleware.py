@@ -248,10 +248,10 @@ class Admission:
         for endpoint, route in self._slow:
             match, _ = route.matches(scope)
             if match is Match.FULL:
+                if endpoint.slow_part != "stream":
+                    return endpoint.slow_part
                 query = QueryParams(scope["query_string"])
-                if endpoint.slow_part == "stream" and query.get("stream") not in STREAMED:
-                    return "answer"
-                return endpoint.slow_part
+                return "stream" if query.get("stream") in STREAMED else "answer"
         return ""
 
     def _refusal(self, scope: Scope, slow_part: str) -> Response | None:

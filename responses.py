@@ -32,7 +32,7 @@ from channels import Arguments, Call, Close, Compaction, Delta, Finish, Output, 
 
 Event = dict[str, Any]  # as on the wire, without its sequence_number; what is large may be Encoded
 
-SMALL = 1000  # characters of JSON: a shorter member of the response object is no work to encode again
+SMALL = 1000  # characters, of a text or of JSON: a shorter member of a response is no work to encode again
 
 
 class IllegalEvent(RuntimeError):
@@ -427,7 +427,8 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 
 def _encoded_if_large(value: Any) -> Any:
-    if not isinstance(value, str | list | dict) or not value:
+    is_short = isinstance(value, str) and len(value) <= SMALL
+    if is_short or not isinstance(value, str | list | dict) or not value:
         return value
     encoded = sse.encoded(value)
     return encoded if len(encoded.text) > SMALL else value

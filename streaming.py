@@ -148,22 +148,26 @@ async def while_connected(work: Coroutine[Any, Any, T], receive: Receive) -> T |
 
     Returns and raises what the work does, None where the client has left.
     """
-    task = asyncio.ensure_future(work)
-    disconnect = asyncio.ensure_future(_disconnect(receive))
+    until_disconnect = asyncio.timeout(None)
+    watch: asyncio.Task[None] | None = None
     try:
-        await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+        async with until_disconnect:
+            watch = asyncio.create_task(_end_at_disconnect(until_disconnect, receive))
+            return await work
+    except Exception:
+        if not until_disconnect.expired():
+            raise
+        return None
     finally:
-        is_done = task.done()
-        await cancel(task, disconnect)
-    if is_done:
-        return task.result()
-    return None
+        if watch:
+            watch.cancel()
 
 
-async def _disconnect(receive: Receive) -> None:
+async def _end_at_disconnect(work: asyncio.Timeout, receive: Receive) -> None:
     message = await receive()
     while message["type"] != "http.disconnect":
         message = await receive()
+    work.reschedule(0)
 
 
 async def cancel(*tasks: asyncio.Future[Any]) -> None:

@@ -38,6 +38,7 @@ from request.messages import Message, turn_starts, without_old_turns
 from request.output_format import StructuredOutput
 from request.params import Request
 from request.refusals import BadInput
+from request.shares import offload
 from request.special_tokens import SpecialTokens
 from request.template import ChatTemplate
 from sampling import Choice, Sampling
@@ -152,6 +153,7 @@ class LocalWorker:
         self._grammars = grammars
         self._special_tokens = SpecialTokens(tokenizer.added)
         self.dialect = dialect or families.recognised(template.source, template.takes_tools)
+        self._dialect_with = cache(self._find_dialect)
 
     def counts(self) -> dict[str, int]:
         return self.engine.counts() | {"grammars_waiting": self._grammars.n_waiting}
@@ -168,7 +170,7 @@ class LocalWorker:
         self._grammars.close()
 
     async def prepare(self, request: Request) -> LocalPrompt:
-        prompt = await asyncio.to_thread(self._prepare, request)  # a long prompt must not stop the streams
+        prompt = await offload(self._prepare, request)
         if prompt.grammar:
             try:
                 await self._grammars.check(prompt.grammar, request.owner)
@@ -186,14 +188,13 @@ class LocalWorker:
         seed = request.sampling["seed"]
         if seed is None:
             seed = secrets.randbits(63)
-        family = families.DIALECTS[self.dialect]
-        added_tokens = self.tokenizer.added
-        dialect = families.find(family, added_tokens, self._template.source, tools=bool(request.called))
+        dialect = self._dialect_with(bool(request.called))
         state, after_marker = families.opening(text, dialect)
         spec = request.structured_output
         forbidden = frozenset[int]()
         if request.tools and not request.called:
-            forbidden = families.tokens_of_calls(family, added_tokens)
+            family = families.DIALECTS[self.dialect]
+            forbidden = families.tokens_of_calls(family, self.tokenizer.added)
             if not family.call_markers and spec is None:
                 spec = StructuredOutput("none")
         grammar = None
@@ -203,11 +204,15 @@ class LocalWorker:
             self, request, token_ids, max_tokens, seed, dialect, state, after_marker, grammar, forbidden
         )
 
+    def _find_dialect(self, has_tools: bool) -> Dialect:
+        family = families.DIALECTS[self.dialect]
+        return families.find(family, self.tokenizer.added, self._template.source, has_tools)
+
     def _render_to_fit(self, request: Request) -> tuple[str, list[int]]:
         """The marked prompt and its token ids; with `truncate` old turns are dropped until it fits."""
-        starts = [0]
-        if request.truncate:
-            starts = turn_starts(request.messages)
+        if not request.truncate:
+            return self._encode(request, request.messages)
+        starts = turn_starts(request.messages)
 
         @cache
         def encoded(i: int) -> tuple[str, list[int]]:

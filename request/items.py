@@ -20,13 +20,13 @@ Not here: the lookup (background.py), the seal (service/signed_content.py), what
 (messages.py, tool_items.py), what a compaction is made of (compaction.py).
 """
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from request.ids import new_id, response_id_of
 from request.messages import IMAGES, MAX_ITEMS
 from request.refusals import BadInput
+from request.shares import REQUEST_BYTES, offload
 from request.tool_items import IMAGE_MEMBERS, IMAGE_TEXT, TOOL_ITEMS, call_id_members
 from request.validation import ANY, SCALAR, VALUE_BYTES, Shape, n_bytes, required, shaped, text
 from store import TERMINAL, Row
@@ -98,14 +98,14 @@ async def resolve(
     chain = []
     if previous_response_id is not None:
         previous = await _previous(previous_response_id, find)
-        chain = await asyncio.to_thread(_context, previous, unseal)
+        chain = await offload(_context, previous, unseal)
     if isinstance(input, list) and len(input) > MAX_ITEMS:
         return chain, input
     own = input if isinstance(input, list) else []
     if len(chain) + len(own) > MAX_ITEMS:
         raise _too_long(f"{MAX_ITEMS} items", f"{len(chain) + len(own)}")
     referenced = await _referenced(own, find)
-    return chain, await asyncio.to_thread(_in_place, chain, input, referenced, unseal)
+    return chain, await offload(_in_place, chain, input, referenced, unseal)
 
 
 def is_reference(item: Mapping[str, Any]) -> bool:
@@ -119,8 +119,16 @@ def is_trigger(item: Any) -> bool:
     return isinstance(item, dict) and item.get("type") == "compaction_trigger"
 
 
-async def _previous(response_id: str, find: Find) -> Row:
+async def _look_up(response_id: str, find: Find) -> Row | None:
+    """A response that the request refers to: the request becomes as large as both."""
     row = await find(response_id)
+    if row:
+        REQUEST_BYTES.set(REQUEST_BYTES.get() + len(row.items_json) + len(row.response_json))
+    return row
+
+
+async def _previous(response_id: str, find: Find) -> Row:
+    row = await _look_up(response_id, find)
     if row is None:
         message = f"Previous response with id '{response_id}' not found."
         raise BadInput(message, "previous_response_id", "previous_response_not_found")
@@ -160,9 +168,9 @@ async def _referenced(input: Sequence[Any], find: Find) -> dict[str, Item]:
             looked_up.add(response_id)
             if len(looked_up) > MAX_REFERENCED:
                 raise _too_long(f"references to {MAX_REFERENCED} responses", "more")
-            row = await find(response_id)
+            row = await _look_up(response_id, find)
             if row:
-                items |= await asyncio.to_thread(_said, row)
+                items |= await offload(_said, row)
         if item_id not in items:
             raise BadInput(f"Item with id '{item_id}' not found.", f"{path}.id", "item_not_found")
     return items

@@ -290,6 +290,8 @@ RESPONSES = COMMON | {
     for name, new in MOVED.items()
 }
 
+ECHOED = [name for name, row in RESPONSES.items() if row.echo]
+
 CHAT = COMMON | {
     "messages":               Parameter(anything),  # messages.from_chat() checks them
     "n":                      Parameter(integer(1, 16),                  1),
@@ -335,16 +337,13 @@ def read(body: Any, rows: Mapping[str, Parameter], defaults: Mapping[str, Any]) 
 
     `defaults` are the model's own (generation_config.json). Raises BadInput.
     """
-    values: dict[str, Any] = {"model": model_name(body)}
-    explicit = frozenset(name for name in rows if body.get(name) is not None)
-    for name, row in rows.items():
-        if name in explicit:
-            values[name] = row.check(body[name], name)
-        else:
-            values[name] = defaults.get(name, row.default)
+    values = {name: row.default for name, row in rows.items()} | {**defaults, "model": model_name(body)}
+    explicit = [name for name in rows if body.get(name) is not None]
+    for name in explicit:
+        values[name] = rows[name].check(body[name], name)
     if values["stream_options"] is not None and not values["stream"]:
         raise wrong_value("stream_options", "stream to be true when it is set", body["stream_options"])
-    return values | {"explicit": explicit}
+    return values | {"explicit": frozenset(explicit)}
 
 
 def read_responses(body: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -377,7 +376,7 @@ def responses_request(
     generate = values["generate"] and not values["prompt_cache_options"].get("prewarm")
     if not generate:
         max_tokens = 1  # chosen with the last row of the prompt, at no further cost; nobody is told of it
-    echo = {name: values[name] for name, row in RESPONSES.items() if row.echo}
+    echo = {name: values[name] for name in ECHOED}
     echo |= {
         "tools": [repeated for repeated, _ in tools],
         "reasoning": {"effort": reasoning.get("effort"), "summary": reasoning.get("summary")},

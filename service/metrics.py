@@ -21,6 +21,7 @@ import operator
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 from prometheus_client import (
@@ -175,14 +176,22 @@ class Metrics(Collector):
             name: Histogram(PREFIX + name, help_, (MODEL, *labels), buckets=buckets, registry=self._registry)
             for name, (labels, buckets, help_) in HISTOGRAMS.items()
         }
+        self._counter = cache(self._find_counter)  # labels have few values: rule 3
+        self._histogram = cache(self._find_histogram)
         self._registry.register(self)  # its readings: collect()
         ProcessCollector(registry=self._registry)  # process_resident_memory_bytes, process_open_fds, ...
 
     def add(self, name: str, n: float, *labels: str) -> None:
-        self._counters[name].labels(self._model, *labels).inc(n)
+        self._counter(name, *labels).inc(n)
 
     def observe(self, name: str, value: float, *labels: str) -> None:
-        self._histograms[name].labels(self._model, *labels).observe(value)
+        self._histogram(name, *labels).observe(value)
+
+    def _find_counter(self, name: str, *labels: str) -> Counter:
+        return self._counters[name].labels(self._model, *labels)
+
+    def _find_histogram(self, name: str, *labels: str) -> Histogram:
+        return self._histograms[name].labels(self._model, *labels)
 
     def run(self) -> Run:
         return Run(self)

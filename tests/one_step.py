@@ -9,7 +9,6 @@ The modules are the server's own, in this process, with the tiny model and Numpy
 to answer. Numbers have two decimals: the rounding of another machine does not show.
 """
 
-import argparse
 import sys
 from collections.abc import Iterator
 from datetime import datetime
@@ -35,7 +34,7 @@ from sampling import (
 )
 from scheduler import Scheduled, Scheduler, Sequence
 from tokenizer import Tokenizer
-from walkthrough import TINY, in_readme, name, stage
+from walkthrough import TINY, command, name, stage
 
 BEGIN = "<!-- made by `python tests/one_step.py --write` -->\n```text\n"
 END = "```\n<!-- end of the step -->"
@@ -199,9 +198,4 @@ def choice_rows(letters: list[str], step: ComputedStep, tokenizer: Tokenizer) ->
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="What one step of the engine computes, stage by stage.")
-    parser.add_argument("--write", action="store_true", help="put it into README.md")
-    if parser.parse_args().write:
-        (TINY.parents[2] / "README.md").write_text(in_readme(one_step(), BEGIN, END), encoding="utf-8")
-    else:
-        print(one_step(), end="")
+    command("What one step of the engine computes, stage by stage.", one_step, BEGIN, END)

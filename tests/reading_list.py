@@ -9,7 +9,6 @@ The server is the real one, in this process, with the tiny model and NumpyOps; a
 Not in the list: what runs at the start and at the end of the server, and what stands in the chapters.
 """
 
-import argparse
 import asyncio
 import contextlib
 import http.client
@@ -123,10 +122,4 @@ def reading_list() -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="What to read first.")
-    parser.add_argument("--write", action="store_true", help="put it into README.md")
-    if parser.parse_args().write:
-        readme = walkthrough.in_readme(reading_list(), BEGIN, END)
-        walkthrough.README.write_text(readme, encoding="utf-8")
-    else:
-        print(reading_list(), end="")
+    walkthrough.command("What to read first.", reading_list, BEGIN, END)

@@ -10,7 +10,7 @@ import pytest
 from starlette.types import Message
 
 import streaming
-from streaming import KEEP_ALIVE, JsonAnswer, KeptAlive
+from streaming import KEEP_ALIVE, JsonAnswer, KeptAlive, while_connected
 
 FOLD_S = 0.3
 
@@ -49,6 +49,32 @@ def test_a_large_answer_does_not_stop_the_loop() -> None:
     start, body = asyncio.run(main())
     assert start["status"] == 200
     assert json.loads(body["body"])["turns"] > 10
+
+
+def test_work_ends_with_its_client() -> None:
+    """What it raises on its way out is dropped; while the client is there, what it raises is told."""
+    has_left = asyncio.Event()
+
+    async def receive() -> Message:
+        await has_left.wait()
+        return {"type": "http.disconnect"}
+
+    async def work_on() -> str:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            raise OSError("nobody is there")
+
+    async def fail() -> str:
+        raise TimeoutError("an upstream was too slow")
+
+    async def main() -> None:
+        with pytest.raises(TimeoutError, match="too slow"):
+            await while_connected(fail(), receive)
+        asyncio.get_running_loop().call_soon(has_left.set)
+        assert await while_connected(work_on(), receive) is None
+
+    asyncio.run(main())
 
 
 def test_silence_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,10 +187,15 @@ def in_readme(text: str, begin: str = BEGIN, end: str = END) -> str:
     return f"{before}{begin}{text}{end}{after}"
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="What becomes of one request, stage by stage.")
+def command(description: str, make: Callable[[], str], begin: str, end: str) -> None:
+    """Print a page, or put it into README.md."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--write", action="store_true", help="put it into README.md")
     if parser.parse_args().write:
-        README.write_text(in_readme(walkthrough()), encoding="utf-8")
+        README.write_text(in_readme(make(), begin, end), encoding="utf-8")
     else:
-        print(walkthrough(), end="")
+        print(make(), end="")
+
+
+if __name__ == "__main__":
+    command("What becomes of one request, stage by stage.", walkthrough, BEGIN, END)

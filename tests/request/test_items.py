@@ -13,6 +13,7 @@ from request.ids import item_ids, new_id, response_id_of
 from request.items import ITEM_TYPES, listed, resolve
 from request.messages import ITEMS, MAX_ITEMS
 from request.refusals import BadInput
+from request.shares import REQUEST_BYTES
 from request.validation import n_bytes
 from store import Row
 
@@ -39,6 +40,22 @@ def resolved(input: Any, previous_response_id: str | None = None) -> tuple[list[
 
     chain, own = asyncio.run(resolve(input, previous_response_id, find, unseal))
     return chain, own, looked_up
+
+
+@pytest.mark.parametrize("reference", [{"previous_response_id": KEPT}, {"input": [{"id": OUTPUT[1]["id"]}]}])
+def test_a_request_is_as_large_as_what_it_refers_to(reference: dict[str, Any]) -> None:
+    """A body of a few bytes may continue megabytes, which must not be worked on in the event loop."""
+
+    async def find(_: str) -> Row:
+        return ROW
+
+    async def main() -> float:
+        REQUEST_BYTES.set(100)
+        request = {"input": "hi", "previous_response_id": None} | reference
+        await resolve(**request, find=find, unseal=lambda _, blob: blob)
+        return REQUEST_BYTES.get()
+
+    assert asyncio.run(main()) == 100 + len(ROW.items_json) + len(ROW.response_json)
 
 
 PREFIXES = {row.prefix for row in ITEM_TYPES.values()} - {""}
