@@ -49,7 +49,7 @@ from checkpoint.default_model import cache_folder
 from checkpoint.weights import Layer, Matrix, Packer, Weights, bfloat16, unpacked, widen
 from devices import microkernel
 from devices.microkernel import BLOCK, CACHE_LINE, ROWS, WIDTH, X_WORDS
-from model import PAGE, Array, Batch, Ints, NumpyOps
+from model import CHUNK, PAGE, Array, Batch, Ints, NumpyOps
 
 log = logging.getLogger("cpu")
 
@@ -514,9 +514,9 @@ def attention(
 ) -> None:
     """y = softmax(q k^T / sqrt(head_dim)) v; a row sees itself and the window - 1 tokens before it.
 
-    q is the first of the heads, y (n_rows, n_heads, head_dim). sinks (n_heads,) are -inf in a model without. kv is FastOps' page
-    pool, blocks (n_blocks, 3) has the first row of each, the end of its rows, and the number of their page
-    table.
+    heads are those of rotate_and_cache(), of which q comes first; y (n_rows, n_heads, head_dim). sinks
+    (n_heads,) are -inf in a model without. kv is FastOps' page pool, blocks (n_blocks, 3) has the first row
+    of each, the end of its rows, and the number of their page table.
     """
     for task in prange(len(blocks) * kv.shape[3]):
         attend_block(heads, kv, i, sinks, page_tables, positions, blocks, window, task, y)
@@ -588,6 +588,7 @@ class FastOps(NumpyOps):
     """NumpyOps, with kernels for what its ops are made of; for weights that were read with `pack`."""
 
     pack = staticmethod(pack)
+    chunk = 2 * CHUNK  # a step reads all weights, which more rows of a prompt share
     chunk_invariant = True
 
     def __init__(
@@ -610,6 +611,8 @@ class FastOps(NumpyOps):
         return [partial(pack, name=name) for name in WEIGHTS[weights]]
 
     def embed(self, batch: Batch, weights: Weights) -> Array:
+        if self._n_threads > 1:
+            numba.set_num_threads(self._n_threads)  # it holds for the calling thread, whichever that is
         x: Array = weights.embed.take(batch.token_ids)
         return x
 
@@ -625,7 +628,6 @@ class FastOps(NumpyOps):
         if self._n_threads == 1 or n_multiplications <= SMALL:
             one(*arguments)
             return
-        numba.set_num_threads(self._n_threads)  # it holds for the calling thread, whichever that is
         SHARED[one](*arguments)
 
     def _rms_norm(self, x: Array, w: Array) -> Array:
