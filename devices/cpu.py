@@ -368,11 +368,11 @@ def silu_product(gate_up: Any, y: Any) -> None:
 @kernel
 def rotate(head: Any, turn: Any) -> None:
     """Turn the pairs of a head, adjacent, by their angles; turn (head_dim,) has cos and sin of each."""
-    for d in range(0, len(head), 2):
-        real = head[d]
-        imaginary = head[d + 1]
-        head[d] = real * turn[d] - imaginary * turn[d + 1]
-        head[d + 1] = real * turn[d + 1] + imaginary * turn[d]
+    for i in range(len(head) // 2):
+        real, imaginary = head[2 * i], head[2 * i + 1]
+        cos, sin = turn[2 * i], turn[2 * i + 1]
+        head[2 * i] = real * cos - imaginary * sin
+        head[2 * i + 1] = real * sin + imaginary * cos
 
 
 @kernel
