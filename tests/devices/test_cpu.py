@@ -479,7 +479,7 @@ VECTORS: dict[Any, tuple[Any, ...]] = {
 def test_kernels_use_vectors(kernel: Any) -> None:
     """A kernel that the compiler did not vectorise is right, and ten times as slow."""
     code = listing(kernel, *VECTORS[kernel])
-    fused = [line for line in code.splitlines() if re.search(r"\bv?fn?m(add|la)\w*\s", line)]
+    fused = [line for line in code.splitlines() if re.search(r"\bv?fn?m(add|sub|la)\w*\s", line)]
     assert len([line for line in fused if re.search(r"[zy]mm|\.4s", line)]) >= 4, code
 
 
