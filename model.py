@@ -97,10 +97,7 @@ class Batch:
         self.pages: Ints = np.array(pages, np.int64)  # (n_rows,) the page that each token lies in
         self.offsets = self.positions % PAGE  # (n_rows,) and its place in that page
         self.wanted_rows: Ints = np.array(wanted_rows, np.int64)  # (n_wanted,) of all spans
-
-    @property
-    def row_groups(self) -> list[slice]:
-        return [group.rows for group in self.groups]
+        self.row_groups = [group.rows for group in self.groups]
 
 
 # --- the forward pass ---------------------------------------------------------------------------------------

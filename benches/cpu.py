@@ -289,7 +289,7 @@ def measure(
         if machine.ops is not NumpyOps:
             from benches import shapes  # needs Numba
 
-            memory.append(shapes.memory_speed())
+            memory.append(shapes.memory_speed(args.threads))
     return results, median(memory[1:]) if memory else None
 
 

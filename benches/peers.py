@@ -44,7 +44,6 @@ class Peer(NamedTuple):
 
 class Answer(NamedTuple):
     first_s: float  # from the request to the first text
-    first_at: float
     last_at: float
     n_prompt: int  # tokens
     n_tokens: int  # of the answer
@@ -78,9 +77,7 @@ async def stream(peer: Peer, prompt: str, max_tokens: int) -> Answer:
                         times.append(time.perf_counter())
     if not times or not usage:
         raise SystemExit(f"{peer.url}: expected text and a usage; came {len(times)} texts, usage {usage}")
-    return Answer(
-        times[0] - asked_at, times[0], times[-1], usage["prompt_tokens"], usage["completion_tokens"]
-    )
+    return Answer(times[0] - asked_at, times[-1], usage["prompt_tokens"], usage["completion_tokens"])
 
 
 # --- what is measured ---------------------------------------------------------------------------------------

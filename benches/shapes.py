@@ -124,8 +124,9 @@ def layer_bytes(weights: Weights) -> int:
     return sum(part.nbytes for part in parts if part is not None)
 
 
-def memory_speed() -> float:
-    """Bytes a second."""
+def memory_speed(n_threads: int) -> float:
+    """Bytes a second that as many threads read."""
+    numba.set_num_threads(n_threads)
     started = time.perf_counter()
     total(GIGABYTE)
     return GIGABYTE.nbytes / (time.perf_counter() - started)
@@ -146,11 +147,11 @@ def decode(ops: ExpertOps, batch: int, n_new: int) -> float:
     return batch * n_new / (time.perf_counter() - started)
 
 
-def measure(ops: ExpertOps, n_new: int, repeat: int) -> Iterator[Speed]:
+def measure(ops: ExpertOps, n_new: int, repeat: int, n_threads: int) -> Iterator[Speed]:
     """A round warms up and does not count."""
     for number in range(repeat + 1):
         tokens = {batch: decode(ops, batch, n_new) for batch in BATCHES}
-        speed = Speed(tokens, memory_speed())
+        speed = Speed(tokens, memory_speed(n_threads))
         of_batches = ", ".join(f"batch {batch} {value:.2f} tok/s" for batch, value in tokens.items())
         print(f"round {number}/{repeat}  {of_batches}, memory {speed.memory / 1e9:.1f} GB/s", file=sys.stderr)
         if number:
@@ -167,14 +168,13 @@ def report(args: argparse.Namespace) -> Iterator[str]:
 
 
 def report_of(name: str, weights_format: str | None, args: argparse.Namespace) -> Iterator[str]:
-    numba.set_num_threads(args.threads)
     config = cut(SHAPES[name], int(args.memory * 1e9) or free_memory() * 3 // 4)
     whole = parse_config(SHAPES[name], {})
     n_pages = max(BATCHES) * N_CONTEXT // PAGE
     packers = packs(ExpertOps, config, weights_format)
     weights = random_weights(config, packers[0], packers[-1])
     ops = ExpertOps(config, weights, N_CONTEXT, n_pages, max(BATCHES))
-    speeds = list(measure(ops, min(args.new, N_CONTEXT), args.repeat))
+    speeds = list(measure(ops, min(args.new, N_CONTEXT), args.repeat, args.threads))
     memory = median(speed.memory for speed in speeds)
     size, read = n_weight_bytes(config), read_bytes(config, 1)
     scale = n_weight_bytes(whole) / size, read_bytes(whole, 1) / read

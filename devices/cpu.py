@@ -49,7 +49,7 @@ from checkpoint.default_model import cache_folder
 from checkpoint.weights import Layer, Matrix, Packer, Weights, bfloat16, unpacked, widen
 from devices import microkernel
 from devices.microkernel import BLOCK, CACHE_LINE, ROWS, WIDTH, X_WORDS
-from model import PAGE, Array, Batch, Ints, NumpyOps
+from model import CHUNK, PAGE, Array, Batch, Ints, NumpyOps
 
 log = logging.getLogger("cpu")
 
@@ -304,10 +304,12 @@ def add_rows(x: Any, w: Any, y: Any) -> None:
     if len(y) - r >= 4:
         add_tile(4, x[r:], w, y[r:])
         r += 4
-    if len(y) - r >= 2:
+    n_left = len(y) - r
+    if n_left == 3:
+        add_tile(3, x[r:], w, y[r:])
+    elif n_left == 2:
         add_tile(2, x[r:], w, y[r:])
-        r += 2
-    if len(y) > r:
+    elif n_left == 1:
         add_tile(1, x[r:], w, y[r:])
 
 
@@ -364,6 +366,38 @@ def silu_product(gate_up: Any, y: Any) -> None:
 
 
 @kernel
+def rotate(head: Any, turn: Any) -> None:
+    """Turn the pairs of a head, adjacent, by their angles; turn (head_dim,) has cos and sin of each."""
+    for i in range(len(head) // 2):
+        real, imaginary = head[2 * i], head[2 * i + 1]
+        cos, sin = turn[2 * i], turn[2 * i + 1]
+        head[2 * i] = real * cos - imaginary * sin
+        head[2 * i + 1] = real * sin + imaginary * cos
+
+
+@kernel
+def rotate_and_cache(
+    heads: Any, kv: Any, i: int, pages: Any, positions: Any, turns: Any, is_rotary: bool
+) -> None:
+    """Rotate queries and keys in place, and write keys and values to the KV cache.
+
+    heads (n_rows, n_heads + 2 * n_kv_heads, head_dim), turns (max_seq_len, head_dim), kv as of attention()
+    """
+    n_kv_heads, head_dim = kv.shape[3], heads.shape[2]
+    n_rotated = heads.shape[1] - n_kv_heads
+    for r in prange(len(heads)):
+        turn = turns[positions[r]]
+        if is_rotary:
+            for h in range(n_rotated):
+                rotate(heads[r, h], turn)
+        offset = positions[r] % PAGE
+        for h in range(n_kv_heads):
+            keys = kv[pages[r], i, 0, h].reshape(head_dim, PAGE)
+            keys[:, offset] = heads[r, n_rotated - n_kv_heads + h]
+            kv[pages[r], i, 1, h, offset] = heads[r, n_rotated + h]
+
+
+@kernel
 def add_product(x: Any, w: Any, y: Any) -> None:
     """y += x @ w, x (n_rows, n), w (n, n_out), y (n_rows, n_out) float32: tiles, then what fills none."""
     n_tiled = y.shape[1] // WIDTH * WIDTH
@@ -410,7 +444,7 @@ def exponentials(s: Any, sink: Any) -> Any:
 
 @kernel
 def attend_block(
-    q: Any,
+    heads: Any,
     kv: Any,
     i: int,
     sinks: Any,
@@ -422,16 +456,16 @@ def attend_block(
     y: Any,
 ) -> None:
     """Attend from the rows of one block, with the query heads that share one key head; see attention()."""
-    n_kv_heads, head_dim = kv.shape[3], q.shape[2]
+    n_kv_heads, head_dim = kv.shape[3], heads.shape[2]
     h = task % n_kv_heads
     first, stop, table_number = blocks[task // n_kv_heads]
     page_table = page_tables[table_number]
-    n = q.shape[1] // n_kv_heads  # query heads that share a key head
+    n = y.shape[1] // n_kv_heads  # query heads that share a key head
     factor = ONE / np.sqrt(np.float32(head_dim))
     queries = np.empty(((stop - first) * n, head_dim), np.float32)
     for r in range(len(queries)):
         for d in range(head_dim):
-            queries[r, d] = q[first + r // n, h * n + r % n, d] * factor
+            queries[r, d] = heads[first + r // n, h * n + r % n, d] * factor
     start = max(0, positions[first] - window + 1) // PAGE * PAGE  # where the first visible page begins
     n_pages = (positions[stop - 1] - start) // PAGE + 1
     scores = np.zeros((len(queries), n_pages * PAGE), np.float32)
@@ -468,19 +502,27 @@ def attend_block(
 
 @kernel
 def attention(
-    q: Any, kv: Any, i: int, sinks: Any, page_tables: Any, positions: Any, blocks: Any, window: int, y: Any
+    heads: Any,
+    kv: Any,
+    i: int,
+    sinks: Any,
+    page_tables: Any,
+    positions: Any,
+    blocks: Any,
+    window: int,
+    y: Any,
 ) -> None:
     """y = softmax(q k^T / sqrt(head_dim)) v; a row sees itself and the window - 1 tokens before it.
 
-    q and y are (n_rows, n_heads, head_dim). sinks (n_heads,) are -inf in a model without. kv is FastOps' page
-    pool, blocks (n_blocks, 3) has the first row of each, the end of its rows, and the number of their page
-    table.
+    heads are those of rotate_and_cache(), of which q comes first; y (n_rows, n_heads, head_dim). sinks
+    (n_heads,) are -inf in a model without. kv is FastOps' page pool, blocks (n_blocks, 3) has the first row
+    of each, the end of its rows, and the number of their page table.
     """
     for task in prange(len(blocks) * kv.shape[3]):
-        attend_block(q, kv, i, sinks, page_tables, positions, blocks, window, task, y)
+        attend_block(heads, kv, i, sinks, page_tables, positions, blocks, window, task, y)
 
 
-KERNELS = (product, quantize, rms_norm, silu_product, attention)
+KERNELS = (product, quantize, rms_norm, silu_product, rotate_and_cache, attention)
 SHARED = {one: shared(one) for one in KERNELS}  # the same for all threads
 
 
@@ -531,10 +573,12 @@ def compile_with(kernels: dict[Any, Any], formats: Collection[str]) -> None:
             w = pack_blocks(quantized(rows, name)).words
             x = quantized_rows
         kernels[product](x, w, y)
-    q = np.zeros((1, 1, WIDTH), np.float32)
+    heads = np.zeros((1, 3, WIDTH), np.float32)
     kv = np.zeros((1, 1, 2, 1, PAGE, WIDTH), np.float32)
     zero = np.zeros((1, 1), np.int64)
-    kernels[attention](q, kv, 0, rows[0], zero, zero[0], np.array([[0, 1, 0]]), 1, q.copy())
+    kernels[rotate_and_cache](heads, kv, 0, zero[0], zero[0], heads[0], True)
+    y = np.zeros((1, 1, WIDTH), np.float32)
+    kernels[attention](heads, kv, 0, rows[0], zero, zero[0], np.array([[0, 1, 0]]), 1, y)
 
 
 # --- the ops ------------------------------------------------------------------------------------------------
@@ -544,6 +588,7 @@ class FastOps(NumpyOps):
     """NumpyOps, with kernels for what its ops are made of; for weights that were read with `pack`."""
 
     pack = staticmethod(pack)
+    chunk = 2 * CHUNK  # a step reads all weights, which more rows of a prompt share
     chunk_invariant = True
 
     def __init__(
@@ -555,8 +600,7 @@ class FastOps(NumpyOps):
         # NumpyOps' memory in another order: each head's part of a page is one matrix, and keys lie across.
         c = config
         self._kv = self._kv.reshape(n_pages, c.n_layers, 2, c.n_kv_heads, PAGE, c.head_dim)
-        self._keys = self._kv[:, :, 0].reshape(n_pages, c.n_layers, c.n_kv_heads, c.head_dim, PAGE)
-        assert np.shares_memory(self._keys, self._kv)
+        self._turns: Array = self._rope.view(np.float32)  # (max_seq_len, head_dim)
         self._blocks: AttentionBlocks | None = None  # those of the batch that was computed last
         self._no_sinks = np.full(c.n_heads, -np.inf, np.float32)
         self.about = f"Numba, {self._n_threads} threads, {about(panels)}"
@@ -567,6 +611,8 @@ class FastOps(NumpyOps):
         return [partial(pack, name=name) for name in WEIGHTS[weights]]
 
     def embed(self, batch: Batch, weights: Weights) -> Array:
+        if self._n_threads > 1:
+            numba.set_num_threads(self._n_threads)  # it holds for the calling thread, whichever that is
         x: Array = weights.embed.take(batch.token_ids)
         return x
 
@@ -582,7 +628,6 @@ class FastOps(NumpyOps):
         if self._n_threads == 1 or n_multiplications <= SMALL:
             one(*arguments)
             return
-        numba.set_num_threads(self._n_threads)  # it holds for the calling thread, whichever that is
         SHARED[one](*arguments)
 
     def _rms_norm(self, x: Array, w: Array) -> Array:
@@ -608,21 +653,25 @@ class FastOps(NumpyOps):
             y += b
         return y
 
-    def _write_cache(self, k: Array, v: Array, i: int, batch: Batch) -> None:
-        self._keys[batch.pages, i, :, :, batch.offsets] = k
-        self._kv[batch.pages, i, 1, :, batch.offsets] = v
-
-    def _attention(self, q: Array, layer: Layer, i: int, batch: Batch) -> Array:
+    def attend(self, qkv: Array, layer: Layer, i: int, batch: Batch) -> Array:
+        c = self.config
+        heads = qkv.reshape(len(qkv), -1, c.head_dim)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q = heads[:, : c.n_heads]
+            k = heads[:, c.n_heads : -c.n_kv_heads]
+            q[...] = self._rms_norm(q, layer.q_norm)
+            k[...] = self._rms_norm(k, layer.k_norm)
+        places = batch.pages, batch.positions
+        self._run(rotate_and_cache, 4 * qkv.size, heads, self._kv, i, *places, self._turns, c.rotary[i])
         if self._blocks is None or self._blocks.batch is not batch:
             self._blocks = AttentionBlocks(batch)
         blocks = self._blocks
-        window = self.config.windows[i] or self.max_seq_len
+        window = c.windows[i] or self.max_seq_len
         sinks = self._no_sinks if layer.sinks is None else layer.sinks
-        queries = np.ascontiguousarray(q)
-        y = np.empty_like(queries)
+        y = np.empty((len(qkv), c.n_heads, c.head_dim), np.float32)
         arguments = self._kv, i, sinks, blocks.page_tables, batch.positions, blocks.rows, window
-        self._run(attention, 2 * q[0].size * blocks.n_keys, queries, *arguments, y)
-        return y.reshape(len(q), -1)
+        self._run(attention, 2 * y[0].size * blocks.n_keys, heads, *arguments, y)
+        return y.reshape(len(y), -1)
 
 
 class AttentionBlocks:

@@ -54,6 +54,7 @@ LANES = 16  # numbers of 32 bits in a register of AVX-512; LLVM makes several sm
 VECTORS = 2  # registers side by side
 WIDTH = VECTORS * LANES  # outputs of a tile, and of a panel
 CACHE_LINE = 64  # bytes
+AHEAD = 4096  # bytes of weights, from where they are read to where they are asked of memory
 BLOCK = 32  # inputs that share a scale, as in GGUF
 PAIRS = BLOCK // 2
 X_HEADER = 2  # words of a block of x in front of its numbers: their scale, and it times their sum
@@ -110,6 +111,20 @@ def call(b: Any, name: str, result: Any, *arguments: Value, fastmath: Sequence[s
     signature = ir.FunctionType(result, [argument.type for argument in arguments])
     function = get_or_insert_function(b.module, signature, name)
     return b.call(function, arguments, fastmath=fastmath)
+
+
+def prefetch(b: Any, address: Value, n_bytes: int) -> None:
+    """Ask memory for what will be read AHEAD of an address: n_bytes of it, by all levels of the cache.
+
+    A processor looks ahead by itself, but not beyond a page of 4 KB, and begins anew in the next one.
+    """
+    byte = ir.IntType(8).as_pointer()
+    signature = ir.FunctionType(ir.VoidType(), [byte, INT, INT, INT])
+    function = get_or_insert_function(b.module, signature, "llvm.prefetch.p0")
+    to_read, all_levels, data = (ir.Constant(INT, number) for number in (0, 3, 1))
+    for offset in range(0, n_bytes, CACHE_LINE):
+        place = b.inttoptr(b.add(address, ir.Constant(LONG, AHEAD + offset)), byte)
+        b.call(function, [place, to_read, all_levels, data])
 
 
 def fma(b: Any, x: Value, w: Value, total: Value) -> Value:
@@ -198,6 +213,7 @@ def read_wide(n_header: int) -> Callable[[Any, Value], Block]:
 
 class Format(NamedTuple):
     read: Callable[[Any, Value], Block]  # from the address of a block
+    n_bytes: int  # of a block that comes from memory; 0 where a cache holds it, and nothing is fetched ahead
     x_words: int  # that a row of x has for the block
     wide: Any  # dtype of the format that widen() makes of it
     wide_blocks: int  # that it makes of one
@@ -205,15 +221,15 @@ class Format(NamedTuple):
 
 
 # fmt: off
-#  dtype of the weights  read, words of x, widened: dtype, blocks, words
+#  dtype of the weights  read, bytes of all outputs, words of x, widened: dtype, blocks, words
 FORMATS: dict[Any, Format] = {
-    types.float32: Format(read_float32,  1,       np.float32, 1, 1),
-    types.int16:   Format(read_float16,  1,       np.float32, 1, 1),
-    types.uint16:  Format(read_bfloat16, 2,       np.float32, 2, 1),
-    types.uint8:   Format(read_int8,     X_WORDS, np.int32,   1, 1 + PAIRS),
-    types.uint32:  Format(read_int4,     X_WORDS, np.int64,   1, 2 + PAIRS),
-    types.int32:   Format(read_wide(1),  X_WORDS, np.int32,   1, 1 + PAIRS),
-    types.int64:   Format(read_wide(2),  X_WORDS, np.int64,   1, 2 + PAIRS),
+    types.float32: Format(read_float32,  0,          1,       np.float32, 1, 1),
+    types.int16:   Format(read_float16,  WIDTH * 2,  1,       np.float32, 1, 1),
+    types.uint16:  Format(read_bfloat16, WIDTH * 4,  2,       np.float32, 2, 1),
+    types.uint8:   Format(read_int8,     WIDTH * 34, X_WORDS, np.int32,   1, 1 + PAIRS),
+    types.uint32:  Format(read_int4,     WIDTH * 20, X_WORDS, np.int64,   1, 2 + PAIRS),
+    types.int32:   Format(read_wide(1),  0,          X_WORDS, np.int32,   1, 1 + PAIRS),
+    types.int64:   Format(read_wide(2),  0,          X_WORDS, np.int64,   1, 2 + PAIRS),
 }
 # fmt: on
 
@@ -328,6 +344,7 @@ def add_tile(typing: Any, n_rows: Any, x: Any, w: Any, y: Any) -> Any:
             places += places_of(b, y.row(r), 0, FLOATS, VECTORS)
 
         def body(k: Value, values: list[Value]) -> list[Value]:
+            prefetch(b, w.row(k), form.n_bytes)
             x_block = b.mul(k, ir.Constant(LONG, 4 * form.x_words))
             x_blocks = [b.add(row, x_block) for row in x_rows]
             sums = [values[i : i + VECTORS] for i in range(0, len(values), VECTORS)]
@@ -355,6 +372,7 @@ def widen(typing: Any, w: Any, wide: Any) -> Any:
         n_bytes = 4 * WIDTH * form.wide_blocks * form.wide_words
 
         def body(k: Value, values: list[Value]) -> list[Value]:
+            prefetch(b, w.row(k), form.n_bytes)
             block = form.read(b, w.row(k))
             place = b.add(wide.address, b.mul(k, ir.Constant(LONG, n_bytes)))
             header = [*block.scales, *block.minima]

@@ -223,6 +223,17 @@ def test_cpu_shapes(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: 
         assert re.search(rf"^\| {row} \| [\d.]+", printed, re.MULTILINE), row
 
 
+def test_memory_is_read_by_as_many_threads_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --threads 1 all cores read it, and the share of its speed that one reaches was half."""
+    numba = pytest.importorskip("numba", reason="pip install -e '.[fast]' brings Numba")
+    from benches import shapes
+
+    monkeypatch.setattr(shapes, "GIGABYTE", np.ones(2**20, np.float32))
+    for n_threads in (numba.config.NUMBA_NUM_THREADS, 1):
+        assert shapes.memory_speed(n_threads) > 0
+        assert numba.get_num_threads() == n_threads
+
+
 def test_shapes_are_those_of_the_models() -> None:
     """The numbers of parameters that the models' makers publish, in billions."""
     shapes = pytest.importorskip("benches.shapes", reason="needs Numba")

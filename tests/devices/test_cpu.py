@@ -2,6 +2,7 @@
 question, and the same bits alone and in any batch. Without Numba there is nothing to test, and these say so.
 """
 
+import platform
 import re
 import shutil
 import tempfile
@@ -162,6 +163,19 @@ def test_integers_are_multiplied_and_added_in_one_instruction(name: str) -> None
     code = listing(cpu.add_rows, x, packed.words[0], np.zeros((8, WIDTH), np.float32))
     assert "vpdpwssd" in code
     assert "vpmaddwd" not in code
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="names an instruction of x86")
+@pytest.mark.parametrize("name", ["BF16", "F16", "Q8_0", "Q4_1"])
+def test_weights_are_asked_of_memory_before_they_are_read(name: str) -> None:
+    """Decoding waited for the first lines of each 4 KB; the widened panel of a prompt is in the cache."""
+    packed, _ = in_format(name, WIDTH, 32)
+    x_words = microkernel.X_WORDS if packed.is_quantized else 32
+    x = np.zeros((8, 1, x_words) if packed.is_quantized else (8, x_words), np.float32)
+    y = np.zeros((8, WIDTH), np.float32)
+    assert "prefetcht0" in listing(cpu.add_rows, x, packed.words[0], y)
+    wide = np.zeros((32, WIDTH), np.float32)
+    assert "prefetch" not in listing(cpu.add_rows, np.zeros((8, 32), np.float32), wide, y)
 
 
 @pytest.mark.parametrize("scale", [0, 1e-38, 1, 1e30])
@@ -408,6 +422,17 @@ def test_a_row_has_the_same_bits_in_a_chunk_as_by_itself(name: str) -> None:
     assert np.abs(expected - steps(spec, wide, [64, 64, 22])).max() < 2e-4
 
 
+def test_a_prompt_alone_takes_steps_of_256_rows() -> None:
+    """A step reads all weights, whatever its rows: with 128 a prompt read them twice as often."""
+    config = read_config(TINY)
+    engine = Engine(FastOps(config, read_weights(TINY, config, pack), 512, 16, 2))
+    sizes: list[int] = []
+    engine.observer = lambda _, batch, *rest: sizes.extend(s.span.end - s.span.start for s in batch)
+    play(steps_of(engine, endless(300, 2)), "a prompt")
+    engine.close()
+    assert sizes[:2] == [256, 44]
+
+
 def test_exp() -> None:
     x = -np.geomspace(1e-6, 200, 4000, dtype=np.float32)
     got = np.array([kernel_exp(v) for v in x])
@@ -445,6 +470,7 @@ VECTORS: dict[Any, tuple[Any, ...]] = {
     cpu.exponentials: (np.zeros(PAGE, "f4"), np.float32(0)),
     cpu.silu_product: (rows(64), rows(32)),
     cpu.rms_norm:     (rows(64), np.zeros(64, "f4"), np.float32(1), rows(64)),
+    cpu.rotate:       (np.zeros(64, "f4"), np.zeros(64, "f4")),
 }
 # fmt: on
 
@@ -453,7 +479,7 @@ VECTORS: dict[Any, tuple[Any, ...]] = {
 def test_kernels_use_vectors(kernel: Any) -> None:
     """A kernel that the compiler did not vectorise is right, and ten times as slow."""
     code = listing(kernel, *VECTORS[kernel])
-    fused = [line for line in code.splitlines() if re.search(r"\bv?fn?m(add|la)\w*\s", line)]
+    fused = [line for line in code.splitlines() if re.search(r"\bv?fn?m(add|sub|la)\w*\s", line)]
     assert len([line for line in fused if re.search(r"[zy]mm|\.4s", line)]) >= 4, code
 
 
