@@ -754,7 +754,7 @@ def test_floods_have_a_part_of_the_time_together() -> None:
             each.receiving.cancel()
         return n_written // 2  # bytes of a pong
 
-    n_at_once = 1024 // 6 + connections.MAX_FRAMES
+    n_at_once = connections.TURN_COST // connections.FRAME_COST
     assert asyncio.run(talk()) < n_at_once * (20 + 0.2 / connections.BRAKE_S)
 
 
