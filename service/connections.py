@@ -75,6 +75,7 @@ KEEP_ALIVE_S = 75  # of an idle connection, nginx's default: clients that reuse 
 LINGER_S = 2  # for what a client still sends when it has been told that it is no HTTP
 PROBE_S = 0.02  # between the first two looks for whether a client is still there; then twice as long
 SEND_BUFFER_BYTES = 128 * 1024  # of a connection; Linux takes twice as many
+RECEIVE_BUFFER_BYTES = 256 * 1024  # likewise: at 100 ms to a client and back, 2.5 MB/s and more
 STALLED_S = 2  # what clients get at a stop to read their last event, after the grace
 
 BACKLOG = 4096  # connections that the system holds for us; behind that a client tries again after a second
@@ -96,6 +97,8 @@ def bind(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     # By default the system buffers up to 4 MB for a client that reads nothing, and we would not notice it.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+    # And as much of what we do not read yet.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
     if os.name == "posix":  # a port in TIME_WAIT is free; elsewhere the option means something else
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
