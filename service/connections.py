@@ -652,15 +652,16 @@ class WebSocketProtocol(ReaderTimeout, WebSocketsSansIOProtocol, asyncio.Buffere
         data = b"".join(self.frames)
         self.frames = []
         self.n_whole_bytes += len(data)
-        message: dict[str, Any] = {"type": "websocket.receive"}
+        if self.close_sent:  # nobody asks for it
+            return
+        self.read_paused = True
+        if self.curr_msg_data_type == "bytes":
+            self.queue.put_nowait({"type": "websocket.receive", "bytes": data})
+            return
         try:
-            message[self.curr_msg_data_type] = data.decode() if self.curr_msg_data_type == "text" else data
+            self.queue.put_nowait({"type": "websocket.receive", "text": data.decode()})
         except UnicodeDecodeError as error:
             self.fail(CloseCode.INVALID_DATA, f"expected UTF-8: {error.reason}")
-            return
-        if not self.close_sent:  # else nobody asks for it
-            self.read_paused = True
-            self.queue.put_nowait(message)
 
     def stop_message_timer(self) -> None:
         if self.message_timer:
