@@ -708,6 +708,9 @@ class Wire(asyncio.Transport):
     def is_closing(self) -> bool:
         return False
 
+    def write_eof(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -845,6 +848,25 @@ def test_the_length_of_a_frame(n_bytes: int) -> None:
     lengths = [connections.frame_bytes(whole[:n]) for n in range(20)]
     n_head = len(whole) - n_bytes
     assert lengths == [0] * n_head + [len(whole)] * (20 - n_head)
+
+
+def test_a_message_has_so_many_fragments() -> None:
+    """Else a message of empty ones would grow for as long as it may take to come."""
+
+    async def talk() -> None:
+        connection = await accepted(connections.websocket_protocol(60), [], n_messages=1)
+        connection.data_received(frame(Opcode.TEXT, b"[", fin=False))
+        fragment = frame(Opcode.CONT, b"", fin=False)
+        connection.data_received(fragment * (connections.MAX_FRAGMENTS - 1))
+        while connection.unparsed:
+            await asyncio.sleep(0)
+        assert not connection.is_deaf
+        connection.data_received(fragment)
+        while connection.unparsed:
+            await asyncio.sleep(0)
+        assert connection.is_deaf
+
+    asyncio.run(talk())
 
 
 def test_what_was_a_message_is_not_held() -> None:
