@@ -29,6 +29,7 @@ from request.body import MAX_BODY_BYTES
 from request.refusals import BadInput
 from request.shares import Shares, Slots
 
+BETWEEN_MESSAGES_S = 0.001  # of all WebSockets: a flood of them takes a part of the event loop alone
 MAX_BODY_S = 30  # from the head of the request to the last byte of its body
 BYTES_A_STREAM = 256 * 1024  # of a body, on average: 64,000 tokens of text
 MIN_LARGEST_BODIES = 16  # that there is room for, however few the streams
@@ -62,7 +63,7 @@ class Room:
         self._bytes = Shares("bytes of bodies", n_bytes, is_shared)
         self._sockets = Shares("open WebSockets", max_streams, is_shared)
         self.remembered = Shares("bytes of what connections remember", n_bytes, is_shared)
-        self.messages = Slots(1)  # that are begun at a time
+        self._messages = Slots(1)  # of WebSockets, that are begun at a time
         # Ids of the requests, and turns, whose answers have not begun: a stop waits for them.
         self.unanswered: set[str] = set()
         self._arriving: dict[Visit, None] = {}  # the oldest first
@@ -132,7 +133,10 @@ class Room:
         self._sockets.take(owner, 1)
         try:
             with self.visit(owner) as visit:
-                yield visit
+                try:
+                    yield visit
+                finally:
+                    visit.give_way = None
         finally:
             self._sockets.give_back(owner, 1)
 
@@ -147,6 +151,11 @@ class Room:
         else:
             self._end_arrival(visit)
         self._resize(visit, n_bytes)
+
+    async def until_next_message(self, owner: str) -> None:
+        """To be awaited between two messages of a WebSocket: by turns of the owners."""
+        async with self._messages.slot(owner):
+            await asyncio.sleep(BETWEEN_MESSAGES_S)
 
     @contextmanager
     def turn(self, owner: str, n_bytes: int) -> Iterator[None]:

@@ -51,7 +51,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
-from websockets.frames import CloseCode
+from websockets.frames import CloseCode, Frame
 
 from request.body import MAX_BODY_BYTES, SMALL_BODY_BYTES
 from request.ids import REQUEST_ID, new_id
@@ -61,10 +61,11 @@ from service.admission import MAX_BODY_S
 log = logging.getLogger("connections")
 
 MAX_READ_BYTES = 64 * 1024  # of a connection in one turn of the event loop: in chunks of a byte, 6 ms
-MAX_PARSED_BYTES = 1024  # of a WebSocket at a time: in empty frames, 2 ms
 MAX_FRAGMENTS = 1024  # of a message
-MAX_FRAMES = 64  # of a WebSocket, which take 1 ms; then it waits for its turn
-BRAKE_S = 0.004  # between two such turns
+TURN_COST = 128 * 1024  # of a WebSocket: bytes, which take half a millisecond; then it waits for its turn
+FRAME_COST = TURN_COST // 32  # of a frame, beside its bytes
+BRAKE_S = 0.002  # between two such turns
+FIN = b"\x80"  # the first byte of a frame that ends a message, or greater: RFC 6455, section 5.2
 MAX_HANDSHAKE_LINE = 8000  # bytes; the package `websockets` takes 8192
 PING_INTERVAL_S = 20  # of a WebSocket
 MAX_FRAMING_BYTES = 64 * 1024  # of a request, all but its body: head, chunk sizes, trailers
@@ -74,6 +75,7 @@ KEEP_ALIVE_S = 75  # of an idle connection, nginx's default: clients that reuse 
 LINGER_S = 2  # for what a client still sends when it has been told that it is no HTTP
 PROBE_S = 0.02  # between the first two looks for whether a client is still there; then twice as long
 SEND_BUFFER_BYTES = 128 * 1024  # of a connection; Linux takes twice as many
+RECEIVE_BUFFER_BYTES = 256 * 1024  # likewise: at 100 ms to a client and back, 2.5 MB/s and more
 STALLED_S = 2  # what clients get at a stop to read their last event, after the grace
 
 BACKLOG = 4096  # connections that the system holds for us; behind that a client tries again after a second
@@ -95,6 +97,8 @@ def bind(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     # By default the system buffers up to 4 MB for a client that reads nothing, and we would not notice it.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+    # And as much of what we do not read yet.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
     if os.name == "posix":  # a port in TIME_WAIT is free; elsewhere the option means something else
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -505,16 +509,22 @@ class Protocol(ReaderTimeout, HttpToolsProtocol, asyncio.BufferedProtocol):
 class WebSocketProtocol(ReaderTimeout, WebSocketsSansIOProtocol, asyncio.BufferedProtocol):
     """One WebSocket behind its handshake, dropped when its client does not read.
 
-    What comes is parsed piece by piece, and no further than to the end of a message: the next one is looked
+    What comes is parsed frame by frame, and no further than to the end of a message: the next one is looked
     at when the application asks for it. A message must be whole within MAX_BODY_S, as a body must, and come
     in few fragments. What has come of it is counted by the application, in scope["hold_message"], until that
     asks for the next one. The application closes the connection at a stop.
+
+    Parsing has a cost, in bytes. A connection that has brought more than TURN_COST waits for its turn behind
+    Brake. The end of a message costs as much as all of it, for it is unmasked, joined and decoded there: of a
+    large message the end waits, and many that end at once do so one after another.
     """
 
     message_timer: asyncio.TimerHandle | None = None  # runs while a message is not whole
     is_braked = False  # it waits for its turn behind Brake
     is_deaf = False  # the client has been told why the connection ends
-    n_frames = 0  # that were parsed since it last waited behind Brake
+    n_frame_bytes_left = 0  # of the frame that is being parsed
+    ends_message = False  # that frame does
+    cost = 0  # of what was parsed since it last waited behind Brake
     n_whole_bytes = 0  # of the messages that are whole, and with the application
     brake: "Brake"  # of all connections
     read_buffer = bytearray(MAX_READ_BYTES)  # of all connections
@@ -536,30 +546,61 @@ class WebSocketProtocol(ReaderTimeout, WebSocketsSansIOProtocol, asyncio.Buffere
         self.unparsed += data
         self.parse()
 
-    def parse(self) -> None:
+    def parse(self, is_its_turn: bool = False) -> None:
         """Parse what has come, and read on: see is_busy()."""
-        while self.unparsed and not self.is_deaf and not self.is_busy():
-            piece = bytes(self.unparsed[:MAX_PARSED_BYTES])
-            del self.unparsed[:MAX_PARSED_BYTES]
+        while not self.is_deaf and not self.is_busy():
+            piece = self.next_piece()
+            if not piece:
+                break
+            cost = self.cost_of(piece)
+            if self.cost + cost > TURN_COST and not is_its_turn:
+                self.brake.add(self)
+                break
+            is_its_turn = False
+            self.cost += cost
+            self.n_frame_bytes_left -= len(piece)
+            del self.unparsed[: len(piece)]
             super().data_received(piece)
             if len(self.frames) > MAX_FRAGMENTS:
                 expected = f"expected a message of at most {MAX_FRAGMENTS} fragments"
                 self.fail(CloseCode.POLICY_VIOLATION, expected)
-            elif self.n_frames > MAX_FRAMES:
-                self.brake.add(self)
         if self.is_deaf:
             self.unparsed.clear()
         elif self.handshake_initiated and not self.close_sent:
             self.hold_message()
         self.pace()
 
+    def next_piece(self) -> bytes:
+        """What has come of the next frame and is not parsed; b"" where its head is not whole yet."""
+        if not self.handshake_initiated:
+            self.n_frame_bytes_left = len(self.unparsed)
+        elif not self.n_frame_bytes_left:
+            self.n_frame_bytes_left = frame_bytes(self.unparsed)
+            self.ends_message = self.unparsed[:1] >= FIN
+        return bytes(memoryview(self.unparsed)[: self.n_frame_bytes_left])
+
+    def cost_of(self, piece: bytes) -> int:
+        if len(piece) < self.n_frame_bytes_left:
+            return len(piece)
+        cost = FRAME_COST + len(piece)
+        if self.ends_message:
+            cost += len(self.conn.reader.buffer) + (self.conn.cur_size or 0)
+        return cost
+
     def handle_events(self) -> None:
-        self.n_frames += len(self.conn.events)
+        frames = [event for event in self.conn.events if isinstance(event, Frame)]
         super().handle_events()
+        for frame in frames:
+            frame.data = b""  # which the package's parser would hold until the next frame comes
 
     def handle_ping(self) -> None:
         if not self.is_deaf:  # an earlier frame of the same piece may have ended the connection
             super().handle_ping()
+
+    def owner(self) -> str:
+        """Who has sent the handshake; "" before that is known."""
+        scope: dict[str, Any] = {**self.scope}
+        return scope.get("owner") or ""
 
     def is_busy(self) -> bool:
         """A message is with the application, or others' frames come first, or the client does not read.
@@ -607,14 +648,20 @@ class WebSocketProtocol(ReaderTimeout, WebSocketsSansIOProtocol, asyncio.Buffere
         return message
 
     def send_receive_event_to_app(self) -> None:
-        self.n_whole_bytes += sum(map(len, self.frames))
-        if self.curr_msg_data_type == "text":
-            try:
-                b"".join(self.frames).decode()
-            except UnicodeDecodeError as error:  # of which uvicorn would log a traceback
-                self.fail(CloseCode.INVALID_DATA, f"expected UTF-8: {error.reason}")
-                return
-        super().send_receive_event_to_app()
+        """uvicorn would log a traceback of what is no UTF-8."""
+        data = b"".join(self.frames)
+        self.frames = []
+        self.n_whole_bytes += len(data)
+        if self.close_sent:  # nobody asks for it
+            return
+        self.read_paused = True
+        if self.curr_msg_data_type == "bytes":
+            self.queue.put_nowait({"type": "websocket.receive", "bytes": data})
+            return
+        try:
+            self.queue.put_nowait({"type": "websocket.receive", "text": data.decode()})
+        except UnicodeDecodeError as error:
+            self.fail(CloseCode.INVALID_DATA, f"expected UTF-8: {error.reason}")
 
     def stop_message_timer(self) -> None:
         if self.message_timer:
@@ -655,6 +702,10 @@ class WebSocketProtocol(ReaderTimeout, WebSocketsSansIOProtocol, asyncio.Buffere
         self.is_deaf = True
         self.stop_message_timer()
         self.stop_read_timer()
+        # The package's connection refers to itself: what has come would stay until a collection.
+        self.conn.reader.discard()
+        self.unparsed.clear()
+        self.frames.clear()
 
     def shutdown(self) -> None:
         """The server stops: the application, which knows it, closes the connection behind its turns."""
@@ -664,31 +715,61 @@ class WebSocketProtocol(ReaderTimeout, WebSocketsSansIOProtocol, asyncio.Buffere
         self.parse()
 
 
-class Brake:
-    """Lets connections that have sent many tiny frames go on: one after another.
+def frame_bytes(data: bytearray) -> int:
+    """The length of the frame that begins here, with its head; 0 where that is not whole yet.
 
-    Nobody but an attacker sends so many, and all of them together get a fifth of the event loop.
+    RFC 6455, section 5.2.
+    """
+    if len(data) < 2:
+        return 0
+    is_masked, n_payload_bytes = divmod(data[1], 128)
+    n_head_bytes = 2
+    if n_payload_bytes >= 126:
+        n_head_bytes = 4 if n_payload_bytes == 126 else 10
+        n_payload_bytes = int.from_bytes(data[2:n_head_bytes], "big")
+    n_head_bytes += 4 * is_masked
+    if len(data) < n_head_bytes:
+        return 0
+    return n_head_bytes + n_payload_bytes
+
+
+class Brake:
+    """Lets connections that have brought many frames, or bytes, go on: one after another, by turns of owners.
+
+    All of them together get a fifth of the event loop, and 60 MB/s. Of an owner's large frames the one that
+    was begun first is whole first: were all of them to grow together, they would be held together, too.
     """
 
     def __init__(self) -> None:
-        self._waiting: deque[WebSocketProtocol] = deque()
+        self._waiting: dict[str, deque[WebSocketProtocol]] = {}  # by owner; whose turn is next comes first
+        self._is_waiting = False
 
     def add(self, connection: WebSocketProtocol) -> None:
         connection.is_braked = True
-        connection.n_frames = 0
-        self._waiting.append(connection)
-        if len(self._waiting) == 1:
+        connection.cost = 0
+        waiting = self._waiting.setdefault(connection.owner(), deque())
+        if len(connection.conn.reader.buffer) > TURN_COST:  # it has had a turn for a part of a frame
+            waiting.appendleft(connection)
+        else:
+            waiting.append(connection)
+        if not self._is_waiting:
             self._wait()
 
     def _wait(self) -> None:
+        self._is_waiting = True
         asyncio.get_running_loop().call_later(BRAKE_S, self._release)
 
     def _release(self) -> None:
-        connection = self._waiting.popleft()
-        if self._waiting:
-            self._wait()
+        owner = next(iter(self._waiting))
+        connections = self._waiting.pop(owner)
+        connection = connections.popleft()
+        if connections:
+            self._waiting[owner] = connections  # behind the others
+        self._is_waiting = False
         connection.is_braked = False
-        connection.parse()  # it may join the others again
+        connection.parse(is_its_turn=True)  # it may join the others again
+        if self._waiting and not self._is_waiting:
+            self._wait()
 
 
 def protocol(

@@ -61,7 +61,6 @@ EndedRow = Callable[[ResponseJob], Awaitable[Row]]
 MAX_RUNNING = 16  # turns of a connection that run at once
 MAX_LANES = 32  # that have a name
 MAX_TURNS = 64  # that run or wait
-BETWEEN_MESSAGES_S = 0.001  # of all connections: a flood of them takes a part of the event loop alone
 MAX_REMEMBERED_BYTES = 2 * MAX_CONVERSATION_BYTES  # of a connection
 ROW_BYTES = 2048  # what a response takes in memory besides its texts
 
@@ -234,6 +233,7 @@ class Connection:
         self._n_turns = 0
         self._turns: set[asyncio.Task[None]] = set()  # that run or wait
         self._newest: dict[str, asyncio.Task[None]] = {}  # by lane: the turn that a new one waits for
+        self._bodies: dict[int, dict[str, Any]] = {}  # of the turns that start now, by their number
         self._ending: Ending | None = None
 
     async def run(self, until_stopping: Awaitable[object], max_age_s: float) -> None:
@@ -273,8 +273,7 @@ class Connection:
             ending = await self._read(message.pop("text", None))
             if ending:
                 return ending
-            async with self._room.messages.slot(self._owner):
-                await asyncio.sleep(BETWEEN_MESSAGES_S)
+            await self._room.until_next_message(self._owner)
 
     async def _read(self, text: str | None) -> Ending | None:
         """Begin the turn that a message asks for; how the connection ends where nobody can read it.
@@ -301,13 +300,17 @@ class Connection:
             lane = lane_of(message)
             if message.get("type") == IGNORED:
                 return lane, ""
-            parent_id = body_of(message).get("previous_response_id")
+            body = body_of(message)
             self._check_room(lane)
         except BadInput as refusal:
             return lane, error_message(refusal)
         self._n_turns += 1
-        turn = Turn(self._n_turns, lane, parent_id, json_text)
-        task = asyncio.create_task(self._take_turn(turn, self._newest.get(lane)))
+        turn = Turn(self._n_turns, lane, body.get("previous_response_id"), json_text)
+        before = self._newest.get(lane)
+        if (before is None or before.done()) and not self._places.locked():
+            self._bodies[turn.number] = body
+        self._websocket.scope["hold_message"](0, None)  # the turn counts it
+        task = asyncio.create_task(self._take_turn(turn, before))
         self._newest[lane] = task
         self._turns.add(task)
         task.add_done_callback(self._turns.discard)
@@ -348,6 +351,7 @@ class Connection:
             # No variable here: the traceback holds this frame, so that both, and the body, would stay.
             status = await self._refuse(turn, as_refusal(error))
         finally:
+            self._bodies.pop(turn.number, None)
             self._record(status, time.perf_counter() - started_at)
 
     async def _refuse(self, turn: Turn, refusal: BadInput) -> int:
@@ -374,8 +378,11 @@ class Connection:
             self._room.unanswered.discard(request_id)
 
     async def _start_turn(self, turn: Turn) -> ResponseJob:
-        message = await parse_json(turn.json_text, self._room.max_body_bytes)
-        return await self._start(body_of(message), self._memory.recall)
+        if turn.number not in self._bodies:
+            message = await parse_json(turn.json_text, self._room.max_body_bytes)
+            self._bodies[turn.number] = body_of(message)
+            del message
+        return await self._start(self._bodies.pop(turn.number), self._memory.recall)
 
     async def _send_events(self, job: ResponseJob, turn: Turn) -> None:
         if not job.log.events:

@@ -1,9 +1,11 @@
 """Bodies: what they may hold, and how they may be compressed."""
 
+import asyncio
 import gzip
 import json
 import subprocess
 import sys
+import time
 import zlib
 from collections.abc import Callable, Iterator
 
@@ -11,6 +13,7 @@ import pytest
 
 from helpers.serving import ROOT, Json, Reply, Server, serve
 from request import body
+from request.refusals import BadInput
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -113,3 +116,20 @@ def test_a_server_that_cannot_read_zstd_names_the_package() -> None:
     )
     assert said.stdout.startswith("unsupported_content_encoding Expected")
     assert "backports.zstd" in said.stdout
+
+
+def test_the_parser_rests_as_long_as_it_has_worked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: bodies of 2 MB from 50 clients kept the interpreter's lock from the streams for 0.3 s."""
+    rests: list[float] = []
+    clock = iter([10.0, 10.25, 20.0, 20.5])
+    monkeypatch.setattr(time, "thread_time", lambda: next(clock))
+    monkeypatch.setattr(time, "sleep", rests.append)
+
+    async def talk() -> None:
+        value = await body.parse_json(b" " * body.SMALL_BODY_BYTES + b"[1]", 2**20)
+        assert value == [1]
+        with pytest.raises(BadInput):
+            await body.parse_json(b" " * body.SMALL_BODY_BYTES + b"[1", 2**20)
+
+    asyncio.run(talk())
+    assert rests == [0.25, 0.5]

@@ -81,6 +81,17 @@ def test_one_turn_reads_so_much() -> None:
     assert len(buffer) <= 64 * 1024
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="it takes twice what is asked for")
+def test_what_nobody_has_read_yet_is_bounded() -> None:
+    """Bug: the system held up to 32 MB of each connection that was not read."""
+    with connections.bind("127.0.0.1", 0) as listener, socket.socket() as other:
+        of_ours, by_default = [
+            each.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) for each in (listener, other)
+        ]
+    assert of_ours != by_default  # which would grow: tcp(7), tcp_moderate_rcvbuf
+    assert of_ours <= 2 * connections.RECEIVE_BUFFER_BYTES
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="epoll is Linux's")
 def test_one_turn_tells_of_so_many_connections() -> None:
     """Bug: a thousand that were closed at once were one turn of the event loop, and streams waited for it."""

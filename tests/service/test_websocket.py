@@ -15,7 +15,7 @@ import threading
 import time
 import tomllib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import groupby
 from pathlib import Path
@@ -35,9 +35,10 @@ from websockets.sync.client import ClientConnection, connect
 from helpers import laws
 from helpers.serving import Json, Server, serve, until
 from helpers.upstream import head, upstream
+from request.body import parse_json
 from request.refusals import BadInput
 from request.shares import Shares
-from service import connections
+from service import connections, websocket
 from service.admission import Room
 from service.websocket import MAX_LANES, MAX_REMEMBERED_BYTES, MAX_TURNS, Connection, Memory
 from store import Row
@@ -707,6 +708,9 @@ class Wire(asyncio.Transport):
     def is_closing(self) -> bool:
         return False
 
+    def write_eof(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -714,10 +718,11 @@ class Wire(asyncio.Transport):
 Held = list[tuple[int, bool]]  # bytes, and whether they give way
 
 
-async def accepted(kind: Any, held: Held, n_messages: int = 0) -> Any:
-    """A connection, with an application that has taken so many messages and asks for no more."""
+async def accepted(kind: Any, held: Held, n_messages: int = 0, owner: str = "") -> Any:
+    """A connection, with an application that takes so many messages and asks for no more."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
+        scope["owner"] = owner
         scope["hold_message"] = lambda n_bytes, give_way: held.append((n_bytes, give_way is not None))
         await receive()
         await send({"type": "websocket.accept"})
@@ -754,8 +759,145 @@ def test_floods_have_a_part_of_the_time_together() -> None:
             each.receiving.cancel()
         return n_written // 2  # bytes of a pong
 
-    n_at_once = 1024 // 6 + connections.MAX_FRAMES
+    n_at_once = connections.TURN_COST // connections.FRAME_COST
     assert asyncio.run(talk()) < n_at_once * (20 + 0.2 / connections.BRAKE_S)
+
+
+def unparsed(connection: Any) -> int:
+    """Bytes of a frame that is not whole yet."""
+    return len(connection.conn.reader.buffer)
+
+
+LARGE = frame(Opcode.TEXT, b"x" * 1_000_000)
+
+
+async def send_each(clients: list[Any], messages: list[bytes]) -> AsyncIterator[None]:
+    """Send each client's message, as far as it is read; yield behind each step."""
+    n_sent = [0] * len(clients)
+    for _ in range(10_000):
+        for i, (client, message) in enumerate(zip(clients, messages, strict=True)):
+            if client.transport.is_read:
+                client.data_received(message[n_sent[i] : n_sent[i] + 65536])
+                n_sent[i] += 65536
+        yield
+        if all(client.n_whole_bytes for client in clients):
+            return
+        await asyncio.sleep(0.001)
+
+
+SLOW_BRAKE_S = 0.02  # so that a busy machine sends in time what a turn is for
+
+
+def test_large_messages_come_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: 200 of them grew together, and were held together: half a gigabyte. All became whole in the same
+    turns of the event loop, which took 0.1 s each.
+    """
+    monkeypatch.setattr(connections, "BRAKE_S", SLOW_BRAKE_S)
+
+    async def talk() -> None:
+        kind = connections.websocket_protocol(60)
+        clients = [await accepted(kind, [], n_messages=1) for _ in range(5)]
+        async for _ in send_each(clients, [LARGE] * 5):
+            n_begun = sum(unparsed(client) > connections.TURN_COST for client in clients)
+            assert n_begun <= 1
+        assert all(client.n_whole_bytes == 1_000_000 for client in clients)
+
+    asyncio.run(talk())
+
+
+def test_the_end_of_a_large_message_waits_for_its_turn() -> None:
+    """For there all of it is unmasked and decoded. What is before it may have come slowly."""
+
+    async def talk() -> None:
+        clients = [await accepted(connections.websocket_protocol(60), [], n_messages=1) for _ in range(2)]
+        ends: list[int] = []
+        async for _ in send_each(clients[:1], [LARGE[:-1]]):
+            ends.append(unparsed(clients[0]))
+            if ends[-1] == 999_999:
+                break
+        await asyncio.sleep(0.01)
+        assert not clients[0].is_braked
+        clients[0].data_received(LARGE[-1:])
+        assert clients[0].is_braked
+        assert not clients[0].n_whole_bytes
+        while not clients[0].n_whole_bytes:
+            await asyncio.sleep(0)
+
+    asyncio.run(talk())
+
+
+def test_turns_of_connections_are_by_owners(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: whoever had 200 connections had 200 turns for one of another's."""
+    monkeypatch.setattr(connections, "BRAKE_S", SLOW_BRAKE_S)
+
+    async def talk() -> None:
+        kind = connections.websocket_protocol(60)
+        clients = [await accepted(kind, [], n_messages=1, owner="many") for _ in range(20)]
+        clients.append(await accepted(kind, [], n_messages=1, owner="one"))
+        async for _ in send_each(clients, [LARGE] * 21):
+            if clients[-1].n_whole_bytes:
+                break
+        assert sum(client.n_whole_bytes > 0 for client in clients[:-1]) <= 2
+
+    asyncio.run(talk())
+
+
+@pytest.mark.parametrize("n_bytes", [0, 1, 125, 126, 65535, 65536])
+def test_the_length_of_a_frame(n_bytes: int) -> None:
+    whole = bytearray(frame(Opcode.BINARY, b"x" * n_bytes))
+    lengths = [connections.frame_bytes(whole[:n]) for n in range(20)]
+    n_head = len(whole) - n_bytes
+    assert lengths == [0] * n_head + [len(whole)] * (20 - n_head)
+
+
+def test_a_message_has_so_many_fragments() -> None:
+    """Else a message of empty ones would grow for as long as it may take to come."""
+
+    async def talk() -> None:
+        connection = await accepted(connections.websocket_protocol(60), [], n_messages=1)
+        connection.data_received(frame(Opcode.TEXT, b"[", fin=False))
+        fragment = frame(Opcode.CONT, b"", fin=False)
+        connection.data_received(fragment * (connections.MAX_FRAGMENTS - 1))
+        while connection.unparsed:
+            await asyncio.sleep(0)
+        assert not connection.is_deaf
+        connection.data_received(fragment)
+        while connection.unparsed:
+            await asyncio.sleep(0)
+        assert connection.is_deaf
+
+    asyncio.run(talk())
+
+
+def test_what_was_a_message_is_not_held() -> None:
+    """Bug: the package's parser held the last frame of each connection, which nobody counted."""
+
+    async def talk() -> None:
+        n_bytes = 123_456
+        connection = await accepted(connections.websocket_protocol(60), [], n_messages=1)
+        connection.data_received(frame(Opcode.TEXT, b"x" * n_bytes))
+        while not connection.n_whole_bytes:
+            await asyncio.sleep(0)
+        frames = [each for each in gc.get_objects() if isinstance(each, Frame)]
+        assert n_bytes not in [len(each.data) for each in frames]
+
+    asyncio.run(talk())
+
+
+def test_what_a_lost_connection_has_brought_is_freed() -> None:
+    """Bug: the package's connection refers to itself, so it all stayed until a collection: 240 MB."""
+
+    async def talk() -> None:
+        connection = await accepted(connections.websocket_protocol(60), [], n_messages=1)
+        connection.data_received(frame(Opcode.TEXT, b"x" * 10_000, fin=False))
+        connection.data_received(frame(Opcode.CONT, b"x" * 100_000)[:65536])
+        assert unparsed(connection) > 60_000
+        assert connection.frames
+        connection.connection_lost(ConnectionResetError())
+        assert not unparsed(connection)
+        assert not connection.frames
+
+    asyncio.run(talk())
 
 
 def test_a_message_is_held_until_the_next_one_is_asked_for() -> None:
@@ -786,7 +928,11 @@ def test_a_message_is_held_until_the_next_one_is_asked_for() -> None:
     ]
 
 
-def talking(messages: list[str], start: Any, send: Any, room: Room) -> Connection:
+def hold_nothing(n_bytes: int, give_way: Callable[[], None] | None) -> None:
+    pass
+
+
+def talking(messages: list[str], start: Any, send: Any, room: Room, hold: Any = hold_nothing) -> Connection:
     """A connection whose client sends these messages, and then nothing."""
     coming: list[Json] = [{"type": "websocket.connect"}]
     coming += [{"type": "websocket.receive", "text": text} for text in messages]
@@ -796,7 +942,7 @@ def talking(messages: list[str], start: Any, send: Any, room: Room) -> Connectio
             await asyncio.Event().wait()
         return coming.pop(0)
 
-    scope = {"type": "websocket", "subprotocols": [], "owner": "", "room": room}
+    scope = {"type": "websocket", "subprotocols": [], "owner": "", "room": room, "hold_message": hold}
     return Connection(WebSocket(scope, receive, send), start, start, lambda status, seconds: None)
 
 
@@ -805,6 +951,35 @@ async def run_for_ever(connection: Connection) -> None:
 
 
 TURN = '{"type": "response.create"}'
+
+
+def test_a_message_is_counted_and_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: while it ran a turn was counted beside its message, and it was parsed a second time."""
+    held: list[int] = []
+    parsed: list[bytes] = []
+    has_started = asyncio.Event()
+
+    async def spied_parse(body: bytes, max_bytes: int) -> Any:
+        parsed.append(body)
+        return await parse_json(body, max_bytes)
+
+    async def start(*_: Any) -> Any:
+        assert held == [0]
+        has_started.set()
+        await asyncio.Event().wait()
+
+    async def send(_: Any) -> None:
+        pass
+
+    async def talk() -> None:
+        connection = talking([TURN], start, send, Room(8), lambda n_bytes, _: held.append(n_bytes))
+        running = asyncio.ensure_future(run_for_ever(connection))
+        await asyncio.wait_for(has_started.wait(), 30)
+        running.cancel()
+
+    monkeypatch.setattr(websocket, "parse_json", spied_parse)
+    asyncio.run(talk())
+    assert parsed == [TURN.encode()]
 
 
 def test_a_turn_that_waits_is_its_text() -> None:
@@ -936,9 +1111,8 @@ def test_a_message_has_so_much_time(monkeypatch: pytest.MonkeyPatch) -> None:
                 await reader.readexactly(1)
 
     asyncio.run(talk())
-    assert (
-        held == [0, 50] + [100 + 50, 50] * 5
-    )  # bytes of the data: a whole one is held until the next receive()
+    # A whole message is held until the next receive(), beside the frame that has come behind it and its head.
+    assert held == [0, 50] + [100 + 56, 50] * 5
 
 
 def test_who_has_left_gives_way() -> None:
@@ -999,6 +1173,7 @@ def test_a_turn_that_is_refused_is_forgotten() -> None:
 
     async def talk() -> None:
         scope = {"type": "websocket", "subprotocols": [], "owner": "", "room": Room(8)}
+        scope["hold_message"] = hold_nothing
         connection = Connection(
             WebSocket(scope, receive, send), start, none_ends, lambda status, seconds: None
         )
