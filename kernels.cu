@@ -284,7 +284,7 @@ __device__ __forceinline__ void store(bf16 *y, float v) { *y = __float2bfloat16(
 
 // linear(): y[row, column] = before[row, column] + value(column, sums of the MATRICES), where before may be
 // null. N: column tiles of each matrix. All threads of the block enter.
-#if ROW_TILES < 8  // few rows
+#if COLUMN_TILES < 16  // few rows
 
 // AHEAD: steps of a part whose weights are on their way to registers. Of the steps behind them, a block has
 // L2_BYTES brought to the L2 cache. With up to six blocks on each processor that is half of an H100's L2
@@ -402,9 +402,10 @@ __device__ __forceinline__ void linear(weight *const (&w)[MATRICES], int size, i
 
 #else  // many rows
 
-// x and w come through shared memory, a step at a time: while one is computed with, two are on their way.
+// x and w come through a ring in shared memory: while one step is computed with, all others of STAGES are on
+// their way. Stages fill the 48 KB of a block: three of 128 rows and columns, four of 64 rows.
 // Four lanes copy or read the 32 numbers of a row, eight lanes two rows side by side: every bank once.
-#define STAGES 3
+#define STAGES (49152 / ((BLOCK_ROWS + BLOCK_COLUMNS) * 64))
 typedef uint4 Step[4];  // 32 numbers of a row
 
 template <int N>

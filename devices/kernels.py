@@ -97,9 +97,10 @@ class Shape(NamedTuple):
 ONE_TILE  = Shape(  16,     8,        8,        32,        1)
 FEW_ROWS  = Shape(  16,    32,       16,        32,        5)
 SOME_ROWS = Shape(  64,    32,       16,        32,       17)
-MANY_ROWS = Shape( 128,   128,       64,       128,       17)
+HALF_ROWS = Shape(  64,   128,       64,       128,       17)
+MANY_ROWS = Shape( 128,   128,       64,       128,       65)
 # fmt: on
-SHAPES = ONE_TILE, FEW_ROWS, SOME_ROWS, MANY_ROWS  # the largest last
+SHAPES = ONE_TILE, FEW_ROWS, SOME_ROWS, HALF_ROWS, MANY_ROWS  # the largest last
 ANY_SHAPE = ONE_TILE  # where the kernels that are no product are compiled
 
 
