@@ -218,8 +218,8 @@ __device__ __forceinline__ void norm_row(const float *x, const NormWeight &w, bf
 #define ONE_TILE (ROW_TILES == 1 && COLUMN_TILES == 1)  // is it the smallest block?
 #define NARROW (COLUMN_TILES <= 4)                      // else wide
 
-// Rows of x, (n_rows, SIZE), as they lie in memory. RING: steps of them that are on their way to shared memory
-// at once; 0: a step is read when it is its turn, and waits for a trip to the L2 cache.
+// Rows of x, (n_rows, SIZE), as they lie in memory. RING: steps of them on their way to shared memory at once;
+// 0: a step is read when it is its turn, and waits for a trip to the L2 cache.
 template <int SIZE>
 struct Rows {
   static const int RING = ROW_TILES == 1 ? X_STAGES : 0;
@@ -291,7 +291,7 @@ __device__ __forceinline__ void linear(weight *const (&w)[MATRICES], int size, i
         to[m][n] = is_there ? *(const uint4 *)(w[m] + (size_t)column * size + k) : zeros();
       }
   };
-  // x comes through a ring in shared memory. A thread reads what it has copied itself, so it waits for no other.
+  // x comes through a ring in shared memory. A thread reads what it has copied itself: it waits for no other.
   const int RING = Input::RING, PLACES = RING ? RING : 1;
   __shared__ uint4 x_of[PLACES][ROW_TILES * 2][THREADS];
   auto x_is_there = [&](int step, int r) {
@@ -394,9 +394,9 @@ __device__ __forceinline__ void linear(weight *const (&w)[MATRICES], int size, i
 
 #else  // wide
 
-// x and w come through a ring in shared memory: while one step is computed with, the other STAGES - 1 are on
-// their way. The stages fill what a block has without asking for more: three of 128 rows and 128 columns; four
-// of 64 rows, of which two blocks run on a processor.
+// x and w come through a ring in shared memory: while one step is computed with, STAGES - 1 are on their way.
+// The stages fill what a block has without asking for more: three of 128 rows and 128 columns; four of 64
+// rows, of which two blocks run on a processor.
 // Four lanes copy or read the 32 numbers of a row, eight lanes two rows side by side: every bank once.
 typedef uint4 Step[4];  // 32 numbers of a row
 #define SHARED_BYTES 49152

@@ -3,8 +3,8 @@
     shape --gpu_checkpoint--> CudaOps --CUDA graphs of one op in all layers--> Timings --report()--> tables
 
 A graph holds the op once for each layer, so that weights come from memory and not from the L2 cache. `early`
-is with programmatic dependent launch, `late` without; `blocks` is CudaOps.enough_blocks: a product is cut into
-the largest shape for its rows that gives so many blocks.
+is with programmatic dependent launch, `late` without; `blocks` is CudaOps.enough_blocks: a product is cut
+into the largest shape for its rows that gives so many blocks.
 
 To try where a GPU is at hand, for nobody could measure it yet; each is a number of the source:
     enough_blocks 1, 64, 256, 10**9   devices/cuda.py: which shape for 5 rows and more (swept here)
@@ -17,10 +17,10 @@ To try where a GPU is at hand, for nobody could measure it yet; each is a number
                                       sm_90; and another order of terms within a group of 16, for its operands
                                       come in chunks of 8 neighbours: 8 bytes a lane at k = 4t and 16 + 4t
 
-In narrow blocks (up to 32 columns) weights come through registers, not through a ring: 64 KB of them are on their
-way to a block of 16 rows, where 17 KB to a processor keep an H100's memory busy (3.35 TB/s times 0.65 µs). Nor
-should a ring help 64 rows by 32 columns: for each byte of weights such a block reads two of x, and the L2 cache
-is what limits it.
+In narrow blocks (up to 32 columns) weights come through registers, not through a ring: 64 KB of them are on
+their way to a block of 16 rows, where 17 KB to a processor keep an H100's memory busy (3.35 TB/s times
+0.65 µs). Nor should a ring help 64 rows by 32 columns: for each byte of weights such a block reads two of x,
+and the L2 cache is what limits it.
 
 Rules of this file:
 1. Results are on disk after each op, whatever ends the command.

@@ -91,8 +91,8 @@ class Shape(NamedTuple):
 
 
 # A block reads its rows of x from the L2 cache, beside its columns of the matrix. 16 rows are twice the bytes
-# of 8 columns, more than the cache gives while memory gives these: FEW_ROWS has 32 columns, and SOME_WIDE, for
-# a batch's wide products (gate_up of an 8B, logits), 128 for 64 rows.
+# of 8 columns, more than the cache gives while memory gives these: FEW_ROWS has 32 columns, and SOME_WIDE, 128
+# for 64 rows, is for a batch's wide products (gate_up of an 8B, logits).
 # fmt: off
 #                  rows, columns, of a pair, of logits; min_rows
 ONE_TILE  = Shape(  16,     8,        8,        32,        1)
@@ -104,7 +104,7 @@ MANY_ROWS = Shape( 128,   128,       64,       128,       65)
 SHAPES = ONE_TILE, FEW_ROWS, SOME_ROWS, SOME_WIDE, MANY_ROWS  # the largest last
 ANY_SHAPE = ONE_TILE  # where the kernels that are no product are compiled
 
-# ONE_TILE alone norms rows by itself (kernels.cu, NormedRows): with no more rows than that, no other is taken.
+# ONE_TILE alone norms rows by itself (kernels.cu, NormedRows): of so few rows, no other shape is taken.
 assert all(shape is ONE_TILE or shape.min_rows > NORMED_ROWS for shape in SHAPES)
 
 
