@@ -91,8 +91,8 @@ class Shape(NamedTuple):
 
 
 # A block reads its rows of x from the L2 cache, beside its columns of the matrix. 16 rows are twice the bytes
-# of 8 columns, more than the cache gives while memory gives these: FEW_ROWS has 32 columns, and SOME_WIDE, 128
-# for 64 rows, is for a batch's wide products (gate_up of an 8B, logits).
+# of 8 columns, more than the cache gives while memory gives these: FEW_ROWS has 32 columns, and SOME_WIDE has
+# 128 for 64 rows: it is for a batch's wide products (gate_up of an 8B, logits).
 # fmt: off
 #                  rows, columns, of a pair, of logits; min_rows
 ONE_TILE  = Shape(  16,     8,        8,        32,        1)
