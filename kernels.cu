@@ -509,7 +509,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 //   y       (n_rows, N_HEADS * HEAD_DIM) bf16
 //   x       (n_rows, DIM) float, written
 //   grid: n_rows / BLOCK_ROWS, DIM / BLOCK_COLUMNS
-extern "C" __global__ void __launch_bounds__(THREADS)
+// With one tile four blocks a processor, as in `down`.
+extern "C" __global__ void __launch_bounds__(THREADS, ONE_TILE ? 4 : 0)
     out(weight *w, weight *b, const bf16 *y, float *x, int n_rows) {
   Rows<N_HEADS * HEAD_DIM> input = {y};
   weight *const matrices[1] = {w};
