@@ -29,7 +29,7 @@
 //
 // From the compilation (devices/kernels.py, -DNAME=value):
 //   the model       DIM HIDDEN_DIM N_HEADS N_KV_HEADS GROUP HEAD_DIM QKV_DIM VOCAB_SIZE NORM_EPS
-//   a product       BLOCK_ROWS BLOCK_COLUMNS PAIR_COLUMNS LOGITS_COLUMNS NORMED_ROWS STAGED_ROWS
+//   a product       BLOCK_ROWS BLOCK_COLUMNS PAIR_COLUMNS LOGITS_COLUMNS NORMED_ROWS X_STAGES
 //   attention       PAGE HEAD_PAD QUERIES TILE_WIDTH SPLIT_KEYS PART_WIDTH
 //   a row of pick   MASK_WORDS PICK_ROW_WIDTH SETTINGS_WIDTH SEEDS_WIDTH CHOICE_WIDTH MAX_TOP
 //   its flags       PENALISED BIASED MASKED CHAINS SEEN_IN_PROMPT
@@ -205,8 +205,8 @@ __device__ __forceinline__ void norm_row(const float *x, const NormWeight &w, bf
 // shape of the block nor on other rows.
 //
 // A block computes BLOCK_ROWS rows and 8 * N columns of each matrix, in one of two ways:
-//   few rows   each warp takes one part, for the whole block: all weights are on their way at once
-//   many rows  each warp takes some tiles of the block, for all of `size`: two or four warps use what is read
+//   narrow  each warp takes one part, for the whole block: all weights are on their way at once
+//   wide    each warp takes some tiles of the block, for all of `size`: two or four warps use what is read
 //
 // A lane reads 16 bytes of a row, 8 numbers side by side. The instruction wants pairs that lie 8 apart; but w
 // and x are permuted alike, and so the sum has the same terms.
@@ -216,42 +216,23 @@ __device__ __forceinline__ void norm_row(const float *x, const NormWeight &w, bf
 #define PAIR_TILES (PAIR_COLUMNS / 8)
 #define LOGITS_TILES (LOGITS_COLUMNS / 8)
 #define ONE_TILE (ROW_TILES == 1 && COLUMN_TILES == 1)  // is it the smallest block?
+#define NARROW (COLUMN_TILES <= 4)                      // else wide
 
-// Rows of x, (n_rows, SIZE), as they lie in memory. Up to STAGED_ROWS of them each warp copies to shared
-// memory at once, the part that it multiplies with: step by step, it would wait for each.
-#define STAGED_BYTES 32768  // of a block's 48 KB, at most
+// Rows of x, (n_rows, SIZE), as they lie in memory. RING: steps of them on their way to shared memory at once;
+// 0: a step is read when it is its turn, and waits for a trip to the L2 cache.
 template <int SIZE>
 struct Rows {
-  static const int MAX_STAGED = STAGED_BYTES / (SIZE * 2);
-  static const int N_STAGED = MAX_STAGED < STAGED_ROWS ? MAX_STAGED : STAGED_ROWS;
+  static const int RING = ROW_TILES == 1 ? X_STAGES : 0;
   const bf16 *x;
-  __device__ __forceinline__ void begin(int n_rows) {
-    __shared__ __align__(16) bf16 staged[N_STAGED * SIZE + 8];
-    await_previous();
-    if (!ONE_TILE || n_rows > N_STAGED) return;
-    const int part = steps_sums(SIZE) * 32;
-    int first = threadIdx.x / 32 * part, end = min(first + part, SIZE);
-#pragma unroll
-    for (int row = 0; row < N_STAGED; row++)
-#pragma unroll
-      for (int i = 0; i < part; i += 256) {
-        int k = first + i + threadIdx.x % 32 * 8, at = row * SIZE + k;
-        if (row < n_rows && k < end) begin_copy((uint4 *)(staged + at), x + at, true);
-      }
-    end_copies();
-    await_copies<0>();
-    __syncwarp();
-    x = staged;
-  }
-  __device__ __forceinline__ uint4 load(int row, int k) {
-    return *(const uint4 *)(x + (size_t)row * SIZE + k);
-  }
+  __device__ __forceinline__ void begin(int n_rows) { await_previous(); }
+  __device__ __forceinline__ const bf16 *at(int row, int k) { return x + (size_t)row * SIZE + k; }
 };
 
 // Rows of the residual stream, normed. Up to NORMED_ROWS of them each block norms for itself, a warp the part
 // that it multiplies with: that saves a launch. With more, the blocks, each with all rows, would read more
 // than the weights are; then rms_norm has made x.
 struct NormedRows : Rows<DIM> {
+  static const int RING = ONE_TILE ? 0 : Rows<DIM>::RING;  // what a block norms is in shared memory
   const float *residual;
   weight *w;
   const int *rows;  // which of the residual stream, or null: all
@@ -284,15 +265,12 @@ __device__ __forceinline__ void store(bf16 *y, float v) { *y = __float2bfloat16(
 
 // linear(): y[row, column] = before[row, column] + value(column, sums of the MATRICES), where before may be
 // null. N: column tiles of each matrix. All threads of the block enter.
-#if ROW_TILES < 8  // few rows
+#if NARROW
 
 // AHEAD: steps of a part whose weights are on their way to registers. Of the steps behind them, a block has
 // L2_BYTES brought to the L2 cache. With up to six blocks on each processor that is half of an H100's L2
 // cache. If it were all that they read, lines would leave the cache before they are used, and be read twice.
-// X_STEPS: steps whose rows of x are read at once, or each would wait for a trip to the L2 cache; with more, a
-// block less would run on a processor.
 #define AHEAD (ROW_TILES == 1 ? 4 : 1)
-#define X_STEPS (ROW_TILES == 1 && !ONE_TILE ? 2 : 1)
 #define L2_BYTES (ROW_TILES == 1 ? 32768 : 0)
 
 template <int MATRICES, int N, class Input, class T, class Value>
@@ -312,6 +290,21 @@ __device__ __forceinline__ void linear(weight *const (&w)[MATRICES], int size, i
         bool is_there = step < part && k < size && column < n_columns;
         to[m][n] = is_there ? *(const uint4 *)(w[m] + (size_t)column * size + k) : zeros();
       }
+  };
+  // x comes through a ring in shared memory. A thread reads what it has copied itself: it waits for no other.
+  const int RING = Input::RING, PLACES = RING ? RING : 1;
+  __shared__ uint4 x_of[PLACES][ROW_TILES * 2][THREADS];
+  auto x_is_there = [&](int step, int r) {
+    return step < part && begin + step * 32 + t * 8 < size && first_row + r * 8 + g < n_rows;
+  };
+  auto x_at = [&](int step, int r) {
+    return (const uint4 *)input.at(first_row + r * 8 + g, begin + step * 32 + t * 8);
+  };
+  auto copy_x = [&](int step) {
+#pragma unroll
+    for (int r = 0; r < ROW_TILES * 2; r++)
+      begin_copy(&x_of[step % PLACES][r][threadIdx.x], x_at(step, r), x_is_there(step, r));
+    end_copies();
   };
   auto prefetch_behind = [&]() {
     const int MOST = L2_BYTES / (WARPS * MATRICES * N * 8);  // of a row's part
@@ -348,33 +341,32 @@ __device__ __forceinline__ void linear(weight *const (&w)[MATRICES], int size, i
   for (int a = 0; a < AHEAD; a++) fetch(a, ahead[a]);
   prefetch_behind();
   input.begin(n_rows);
+#pragma unroll
+  for (int i = 0; i < RING; i++) copy_x(i);
   if (ROW_TILES == 1) read_before();
   for (int step = 0; step < part; step += AHEAD) {
 #pragma unroll
-    for (int a = 0; a < AHEAD; a += X_STEPS) {
+    for (int a = 0; a < AHEAD; a++) {
       if (step + a >= part || begin + (step + a) * 32 >= size) break;
-      uint4 x[X_STEPS][ROW_TILES][2];
+      uint4 x[ROW_TILES * 2];
+      if (RING) await_copies<PLACES - 1>();
 #pragma unroll
-      for (int i = 0; i < X_STEPS; i++)
-#pragma unroll
-        for (int r = 0; r < ROW_TILES * 2; r++) {
-          int row = first_row + r * 8 + g, k = begin + (step + a + i) * 32 + t * 8;
-          bool is_there = step + a + i < part && k < size && row < n_rows;
-          x[i][r / 2][r % 2] = is_there ? input.load(row, k) : zeros();
-        }
-#pragma unroll
-      for (int i = 0; i < X_STEPS; i++) {
-#pragma unroll
-        for (int m = 0; m < MATRICES; m++)
-#pragma unroll
-          for (int n = 0; n < N; n++)
-#pragma unroll
-            for (int r = 0; r < ROW_TILES; r++)
-              multiply(sum[m][n][r], x[i][r][0], x[i][r][1], ahead[a + i][m][n]);
-        fetch(step + a + i + AHEAD, ahead[a + i]);
+      for (int r = 0; r < ROW_TILES * 2; r++) {
+        if (RING) x[r] = x_of[(step + a) % PLACES][r][threadIdx.x];
+        else x[r] = x_is_there(step + a, r) ? *x_at(step + a, r) : zeros();
       }
+#pragma unroll
+      for (int m = 0; m < MATRICES; m++)
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+          for (int r = 0; r < ROW_TILES; r++)
+            multiply(sum[m][n][r], x[r * 2], x[r * 2 + 1], ahead[a][m][n]);
+      fetch(step + a + AHEAD, ahead[a]);
+      if (RING) copy_x(step + a + RING);
     }
   }
+  if (RING) await_copies<0>();  // those behind the last step copy zeros, but no copy may outlive the block
   if (ROW_TILES > 1) read_before();
 #pragma unroll
   for (int n = 0; n < N; n++) {
@@ -400,12 +392,15 @@ __device__ __forceinline__ void linear(weight *const (&w)[MATRICES], int size, i
   }
 }
 
-#else  // many rows
+#else  // wide
 
-// x and w come through shared memory, a step at a time: while one is computed with, two are on their way.
+// x and w come through a ring in shared memory: while one step is computed with, STAGES - 1 are on their way.
+// The stages fill what a block has without asking for more: three of 128 rows and 128 columns; four of 64
+// rows, of which two blocks run on a processor.
 // Four lanes copy or read the 32 numbers of a row, eight lanes two rows side by side: every bank once.
-#define STAGES 3
 typedef uint4 Step[4];  // 32 numbers of a row
+#define SHARED_BYTES 49152
+#define STAGES (SHARED_BYTES / ((BLOCK_ROWS + BLOCK_COLUMNS) * (int)sizeof(Step)))
 
 template <int N>
 __device__ __forceinline__ void copy_rows(Step *to, const bf16 *from, int first, int n_rows, int size,
@@ -443,6 +438,7 @@ __device__ __forceinline__ void linear(weight *const (&w)[MATRICES], int size, i
   float total[C * R * 4][MATRICES] = {};
   for (int step = 0, n_steps = (size + 31) / 32; step < n_steps;) {
     float sum[C][R][MATRICES][4] = {};
+#pragma unroll 1  // or four steps side by side take the registers of a second block
     for (int end = min(step + steps_sums(size), n_steps); step < end; step++) {
       await_copies<STAGES - 2>();
       __syncthreads();  // this step has come for all, and all have done with the one before it
@@ -513,7 +509,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 //   y       (n_rows, N_HEADS * HEAD_DIM) bf16
 //   x       (n_rows, DIM) float, written
 //   grid: n_rows / BLOCK_ROWS, DIM / BLOCK_COLUMNS
-extern "C" __global__ void __launch_bounds__(THREADS)
+// With one tile four blocks a processor, as in `down`.
+extern "C" __global__ void __launch_bounds__(THREADS, ONE_TILE ? 4 : 0)
     out(weight *w, weight *b, const bf16 *y, float *x, int n_rows) {
   Rows<N_HEADS * HEAD_DIM> input = {y};
   weight *const matrices[1] = {w};
@@ -1546,7 +1543,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 // y = h w^T + b
 //   h  (n_pairs, EXPERT_DIM) bf16, by group   y  (n_pairs, DIM) float, written
 //   grid: DIM / 8, groups that there may be; block: THREADS; all threads enter
-extern "C" __global__ void __launch_bounds__(THREADS)
+// Two blocks a processor, or ptxas spills to make room for a third (NVRTC 13.0, sm_90).
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
     expert_down(weight *w, packed *blocks, packed *scales, weight *b, const bf16 *h, const int *groups,
                 float *y) {
   ExpertMatrices matrices = {w, blocks, scales};

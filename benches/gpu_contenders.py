@@ -6,8 +6,8 @@
 batching, as it chooses to run that and with CUDA graphs; `compiled-loop` is the shortest decoder that
 torch.compile makes fast, in the manner of gpt-fast (https://github.com/meta-pytorch/gpt-fast); llama.cpp
 runs in its own `llama-bench`. `engine-no-early` is the engine without programmatic dependent launch,
-`engine-no-graphs` without CUDA graphs, `engine-no-staging` without copies of one or two rows of x to shared
-memory, `engine-plain` with the plain kernels for the layers: they show what each of these brings.
+`engine-no-graphs` without CUDA graphs, `engine-no-staging` without the ring through which few rows of x are
+read, `engine-plain` with the plain kernels for the layers: they show what each of these brings.
 
 Rules of this file:
 1. Decoding is the time of n_new tokens less the time of one, so that prefill never counts. A peer that

@@ -3,20 +3,24 @@
     shape --gpu_checkpoint--> CudaOps --CUDA graphs of one op in all layers--> Timings --report()--> tables
 
 A graph holds the op once for each layer, so that weights come from memory and not from the L2 cache. `early`
-is with programmatic dependent launch, `late` without; `blocks` is CudaOps.enough_blocks: from how many blocks
-on a product is cut into the largest shape.
+is with programmatic dependent launch, `late` without; `blocks` is CudaOps.enough_blocks: a product is cut
+into the largest shape for its rows that gives so many blocks.
 
 To try where a GPU is at hand, for nobody could measure it yet; each is a number of the source:
     enough_blocks 1, 64, 256, 10**9   devices/cuda.py: which shape for 5 rows and more (swept here)
     AHEAD 2, 4, 8; L2_BYTES 0, 32768  kernels.cu: steps of weights in registers, and brought to the L2 cache
-    STAGED_ROWS 0, 1, 2               devices/kernels.py: rows of x that are copied to shared memory at once
-                                      (0 is LLMREF_NO_STAGING=1); the loser goes
-    STAGES 3, 4                       kernels.cu: of a ring in shared memory
-    Shape(64, 128, 64, 128, 17)       devices/kernels.py: for 17 to 64 rows of an 8B, half of MANY_ROWS;
-                                      135 registers on sm_90, so one block runs on a processor
+    X_STAGES 0, 2, 4                  devices/kernels.py: of the ring through which few rows read x
+                                      (0 is LLMREF_NO_STAGING=1); the losers go
+    STAGES 3, 4                       kernels.cu: of the ring of x and w in wide blocks; more than 48 KB of
+                                      shared memory must be asked for
     wgmma for many rows               needs sm_90a: NVRTC by ourselves, loaded as a cubin, for CuPy asks for
                                       sm_90; and another order of terms within a group of 16, for its operands
                                       come in chunks of 8 neighbours: 8 bytes a lane at k = 4t and 16 + 4t
+
+In narrow blocks (up to 32 columns) weights come through registers, not through a ring: 64 KB of them are on
+their way to a block of 16 rows, where 17 KB to a processor keep an H100's memory busy (3.35 TB/s times
+0.65 µs). Nor should a ring help 64 rows by 32 columns: for each byte of weights such a block reads two of x,
+and the L2 cache is what limits it.
 
 Rules of this file:
 1. Results are on disk after each op, whatever ends the command.
@@ -371,7 +375,7 @@ def options(add: argparse.ArgumentParser) -> None:
     add.description = __doc__
     add.formatter_class = argparse.RawDescriptionHelpFormatter
     for name, default, about in (
-        ("rows", [1, 2, 4, 16, 17, 64, 128, 256, 512], "of a product"),
+        ("rows", [1, 2, 4, 5, 8, 16, 17, 64, 128, 256, 512], "of a product"),
         ("batches", [1, 4, 16, 64], "sequences that decode side by side"),
         ("contexts", [100, 1000, 4000], "tokens before the one that attends"),
     ):

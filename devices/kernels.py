@@ -37,8 +37,8 @@ DeviceArray = Any  # cupy.ndarray; bfloat16 is seen as uint16
 # --- constants that Python shares with the .cu files --------------------------------------------------------
 
 # Both ways stay until a GPU has told which is faster; the environment variable takes the other one.
-STAGED_ROWS = 2  # of a product's input: up to so many, a block copies them to shared memory at once
-NO_STAGING = "LLMREF_NO_STAGING"  # it reads them step by step
+X_STAGES = 4  # of the ring in shared memory through which products of few rows read their input
+NO_STAGING = "LLMREF_NO_STAGING"  # they read it step by step
 
 QUERIES = 16  # query rows of a tile of attention: the rows of one tensor core instruction
 NORMED_ROWS = 2  # of the residual stream: up to so many, a product norms them itself
@@ -91,24 +91,29 @@ class Shape(NamedTuple):
 
 
 # A block reads its rows of x from the L2 cache, beside its columns of the matrix. 16 rows are twice the bytes
-# of 8 columns, more than the cache gives while memory gives these: FEW_ROWS has 32 columns.
+# of 8 columns, more than the cache gives while memory gives these: FEW_ROWS has 32 columns, and SOME_WIDE has
+# 128 for 64 rows: it is for a batch's wide products (gate_up of an 8B, logits).
 # fmt: off
 #                  rows, columns, of a pair, of logits; min_rows
 ONE_TILE  = Shape(  16,     8,        8,        32,        1)
 FEW_ROWS  = Shape(  16,    32,       16,        32,        5)
 SOME_ROWS = Shape(  64,    32,       16,        32,       17)
-MANY_ROWS = Shape( 128,   128,       64,       128,       17)
+SOME_WIDE = Shape(  64,   128,       64,       128,       17)
+MANY_ROWS = Shape( 128,   128,       64,       128,       65)
 # fmt: on
-SHAPES = ONE_TILE, FEW_ROWS, SOME_ROWS, MANY_ROWS  # the largest last
+SHAPES = ONE_TILE, FEW_ROWS, SOME_ROWS, SOME_WIDE, MANY_ROWS  # the largest last
 ANY_SHAPE = ONE_TILE  # where the kernels that are no product are compiled
+
+# ONE_TILE alone norms rows by itself (kernels.cu, NormedRows): of so few rows, no other shape is taken.
+assert all(shape is ONE_TILE or shape.min_rows > NORMED_ROWS for shape in SHAPES)
 
 
 def constants(config: Config, shape: Shape) -> dict[str, int | str]:
     """All that the .cu files are compiled with."""
     c = config
-    staged_rows = STAGED_ROWS
+    x_stages = X_STAGES
     if os.environ.get(NO_STAGING):
-        staged_rows = 0
+        x_stages = 0
     return SHARED | {
         "DIM": c.dim,
         "HIDDEN_DIM": c.hidden_dim,
@@ -124,7 +129,7 @@ def constants(config: Config, shape: Shape) -> dict[str, int | str]:
         "ATTEND_THREADS": attend_threads(c),
         "SPLIT_KEYS": split_keys(c),
         "PART_WIDTH": part_width(c),
-        "STAGED_ROWS": staged_rows,
+        "X_STAGES": x_stages,
         "BLOCK_ROWS": shape.rows,
         "BLOCK_COLUMNS": shape.columns,
         "PAIR_COLUMNS": shape.pair_columns,

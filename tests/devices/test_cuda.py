@@ -29,6 +29,7 @@ from devices.kernels import (
     PLAIN_CODE,
     SHAPES,
     SOME_ROWS,
+    SOME_WIDE,
     Kernels,
     LaunchAttribute,
     LaunchConfig,
@@ -461,9 +462,12 @@ def test_random_weights_have_the_shapes_of_read_ones(name: str) -> None:
         (16, 151936, FEW_ROWS),
         (16, 1024, ONE_TILE),  # Qwen3-0.6B's out: 32 blocks of FEW_ROWS, 128 of the smallest shape
         (64, 1024, FEW_ROWS),  # 32 blocks of SOME_ROWS
-        (17, 151936, MANY_ROWS),  # logits of a batch
-        (64, 6144, SOME_ROWS),  # its gate_up: 48 blocks of the largest shape
-        (512, 1024, SOME_ROWS),  # its out: 32
+        (17, 151936, SOME_WIDE),  # logits of a batch
+        (64, 6144, SOME_ROWS),  # its gate_up: 48 blocks of SOME_WIDE
+        (64, 24576, SOME_WIDE),  # Qwen3-8B's gate_up: half of a block of MANY_ROWS would be empty
+        (65, 24576, MANY_ROWS),
+        (256, 1024, SOME_ROWS),  # Qwen3-0.6B's out: 32 blocks of SOME_WIDE
+        (512, 1024, SOME_WIDE),  # 32 of MANY_ROWS
         (512, 4096, MANY_ROWS),
         (256, 4096, MANY_ROWS),  # Llama-3-8B's out: 64
     ],

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from devices.kernels import NORMED_ROWS
+from devices.kernels import NORMED_ROWS, SHAPES, qkv_dim, shape_for
 from devices.plain_ops import PlainOps
 from devices.steps import place_spans
 from helpers import emulator
@@ -43,11 +43,17 @@ ROWS = [
     *((n, 64) for n in (1, 2, 3, 16, 33, 130)),
     *((n, 1) for n in (5, 16)),
     *((n, 20) for n in (17, 65, 130)),
-    *((n, 1) for n in (17, 130)),
+    *((n, 1) for n in (17, 64, 130)),
 ]
 
 
 # ---- Products ----------------------------------------------------------------------------------------------
+
+
+def test_each_shape_is_taken() -> None:
+    c = CONFIGS["grouped"]
+    columns = qkv_dim(c), c.dim, 2 * c.hidden_dim
+    assert {shape_for(n, n_columns, enough) for n, enough in ROWS for n_columns in columns} == {*SHAPES}
 
 
 @pytest.mark.parametrize("order", [0, 1])

@@ -340,6 +340,7 @@ def run_every_kernel(m: Both, n_prompt: int = 140) -> None:
     m.got("qkv", all_rows)
     several = [Span(slot, [8 + slot], [1] * 6, 0, 0, is_chunk=False) for slot in range(3)]
     m.cuda.read(m.cuda.launch(several[:2], []))  # FEW_ROWS
+    m.cuda.read(m.cuda.launch(several, []))  # SOME_WIDE
     m.cuda.enough_blocks = 2
     m.cuda.read(m.cuda.launch(several, []))  # SOME_ROWS
     m.cuda.enough_blocks = 1
