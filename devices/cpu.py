@@ -49,7 +49,7 @@ from checkpoint.default_model import cache_folder
 from checkpoint.weights import Layer, Matrix, Packer, Weights, bfloat16, unpacked, widen
 from devices import microkernel
 from devices.microkernel import BLOCK, CACHE_LINE, ROWS, WIDTH, X_WORDS
-from model import CHUNK, PAGE, Array, Batch, Ints, NumpyOps
+from model import PAGE, Array, Batch, Ints, NumpyOps
 
 log = logging.getLogger("cpu")
 
@@ -588,7 +588,6 @@ class FastOps(NumpyOps):
     """NumpyOps, with kernels for what its ops are made of; for weights that were read with `pack`."""
 
     pack = staticmethod(pack)
-    chunk = 2 * CHUNK  # a step reads all weights, which more rows of a prompt share
     chunk_invariant = True
 
     def __init__(

@@ -422,17 +422,6 @@ def test_a_row_has_the_same_bits_in_a_chunk_as_by_itself(name: str) -> None:
     assert np.abs(expected - steps(spec, wide, [64, 64, 22])).max() < 2e-4
 
 
-def test_a_prompt_alone_takes_steps_of_256_rows() -> None:
-    """A step reads all weights, whatever its rows: with 128 a prompt read them twice as often."""
-    config = read_config(TINY)
-    engine = Engine(FastOps(config, read_weights(TINY, config, pack), 512, 16, 2))
-    sizes: list[int] = []
-    engine.observer = lambda _, batch, *rest: sizes.extend(s.span.end - s.span.start for s in batch)
-    play(steps_of(engine, endless(300, 2)), "a prompt")
-    engine.close()
-    assert sizes[:2] == [256, 44]
-
-
 def test_exp() -> None:
     x = -np.geomspace(1e-6, 200, 4000, dtype=np.float32)
     got = np.array([kernel_exp(v) for v in x])
