@@ -241,7 +241,10 @@ class Admission:
                 return
             scope["room"] = self._room
             scope["hold_message"] = partial(self._room.hold_message, visit)
-            await self._app(scope, receive, send)
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                del scope["hold_message"]  # what still comes is nobody's
 
     def _slow_part(self, scope: Scope) -> str:
         """Endpoint.slow_part of this request; "" where it is short, "answer" where it asks for no stream."""

@@ -134,7 +134,12 @@ class Tokenizer:
 
     def _encodings(self, texts: Sequence[str]) -> list[tokenizers.Encoding]:
         # encode() holds Python's lock, and stops all streams meanwhile; encode_batch() computes offsets too.
-        return self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        # Several texts at once go to the library's threads, where short prompts wait behind long ones.
+        return [
+            encoding
+            for text in texts
+            for encoding in self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        ]
 
     def _token_bytes(self, token_id: int) -> bytes:
         """What the token stands for; b"" for the padding of the model's vocabulary, which may be sampled."""

@@ -49,7 +49,7 @@ from numba.core import cgutils
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic, overload
 
-ROWS = 8  # of a tile; fewer are computed as 4, 2 and 1
+ROWS = 8  # of a tile; fewer are computed as 4, then 3, 2 or 1
 LANES = 16  # numbers of 32 bits in a register of AVX-512; LLVM makes several smaller ones of it elsewhere
 VECTORS = 2  # registers side by side
 WIDTH = VECTORS * LANES  # outputs of a tile, and of a panel
@@ -213,7 +213,7 @@ def read_wide(n_header: int) -> Callable[[Any, Value], Block]:
 
 class Format(NamedTuple):
     read: Callable[[Any, Value], Block]  # from the address of a block
-    n_bytes: int  # of a block that comes from memory; 0 where a cache holds it, and nothing is fetched ahead
+    n_bytes: int  # of a block that is fetched ahead; 0: it is not, for most such blocks are in a cache
     x_words: int  # that a row of x has for the block
     wide: Any  # dtype of the format that widen() makes of it
     wide_blocks: int  # that it makes of one

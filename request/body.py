@@ -42,6 +42,7 @@ ZSTD_WINDOW_LOG = 23  # 8 MiB of memory, "recommended for decoders to support": 
 
 # Reading JSON holds Python's lock to its end, in a thread too: two at once would leave the streams no turn.
 PARSER = FairExecutor(1, "json")
+rested_at = 0.0  # when its thread may work again, by time.monotonic()
 
 STEP = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 NOT_PUNCTUATION = bytes(set(range(256)) - set(b"[]{},"))
@@ -74,16 +75,18 @@ async def parse_json(body: bytes, max_bytes: int, encoding: str = "identity") ->
     if n_bytes <= SMALL_BODY_BYTES:
         return _parse(body, encoding, max_bytes)
     loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(PARSER, _parse_and_rest, body, encoding, max_bytes)
+    return await loop.run_in_executor(PARSER, _parse_rested, body, encoding, max_bytes)
 
 
-def _parse_and_rest(body: bytes, encoding: str, max_bytes: int) -> Any:
-    """Parse, and rest for as long as that took: however many bodies wait, others have half of the time."""
+def _parse_rested(body: bytes, encoding: str, max_bytes: int) -> Any:
+    """Parse, when the thread has rested for as long as the body before took: others have half of the time."""
+    global rested_at
+    time.sleep(max(0.0, rested_at - time.monotonic()))
     began_at = time.thread_time()
     try:
         return _parse(body, encoding, max_bytes)
     finally:
-        time.sleep(time.thread_time() - began_at)
+        rested_at = time.monotonic() + time.thread_time() - began_at
 
 
 def _parse(body: bytes, encoding: str, max_bytes: int) -> Any:

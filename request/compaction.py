@@ -56,7 +56,7 @@ def compacted(
                 emit(output)
             case Delta("final", text):
                 texts.append(text)
-            case Finish("stop" | "length") if texts:
+            case Finish("stop" | "length") if any(texts):
                 emit(Compaction(seal("".join(texts))))
                 emit(output._replace(reason="stop"))
             case Finish("failed" | "cancelled"):

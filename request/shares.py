@@ -33,8 +33,8 @@ from request.refusals import BadInput
 
 T = TypeVar("T")
 
-# No part of what is done with a request of so many bytes takes more than 3 ms (60 custom tools), and with one
-# of a line 0.1 ms: so long takes the way to a thread and back, too.
+# No part of what is done with a request of so many bytes takes more than 3 ms (60 custom tools), but for its
+# grammar (worker.py), and with one of a line 0.1 ms: so long takes the way to a thread and back, too.
 SMALL_REQUEST_BYTES = 1024
 TURN_BYTES = 8 * SMALL_REQUEST_BYTES  # of such parts in one turn of the event loop: a request has five
 

@@ -65,7 +65,9 @@ MAX_FRAGMENTS = 1024  # of a message
 TURN_COST = 128 * 1024  # of a WebSocket: bytes, which take half a millisecond; then it waits for its turn
 FRAME_COST = TURN_COST // 32  # of a frame, beside its bytes
 BRAKE_S = 0.002  # between two such turns
-FIN = b"\x80"  # the first byte of a frame that ends a message, or greater: RFC 6455, section 5.2
+# Bits of a frame's first byte, RFC 6455, section 5.2: it ends a message; it is a ping, a pong or a close.
+FIN = 0x80
+CONTROL = 0x08
 MAX_HANDSHAKE_LINE = 8000  # bytes; the package `websockets` takes 8192
 PING_INTERVAL_S = 20  # of a WebSocket
 MAX_FRAMING_BYTES = 64 * 1024  # of a request, all but its body: head, chunk sizes, trailers
@@ -75,7 +77,9 @@ KEEP_ALIVE_S = 75  # of an idle connection, nginx's default: clients that reuse 
 LINGER_S = 2  # for what a client still sends when it has been told that it is no HTTP
 PROBE_S = 0.02  # between the first two looks for whether a client is still there; then twice as long
 SEND_BUFFER_BYTES = 128 * 1024  # of a connection; Linux takes twice as many
-RECEIVE_BUFFER_BYTES = 256 * 1024  # likewise: at 100 ms to a client and back, 2.5 MB/s and more
+# Likewise, where the system allows as much, and it does not grow by itself any more: a client that is 100 ms
+# away, there and back, sends 2 MB/s.
+RECEIVE_BUFFER_BYTES = 256 * 1024
 STALLED_S = 2  # what clients get at a stop to read their last event, after the grace
 
 BACKLOG = 4096  # connections that the system holds for us; behind that a client tries again after a second
@@ -515,8 +519,8 @@ class WebSocketProtocol(ReaderTimeout, WebSocketsSansIOProtocol, asyncio.Buffere
     asks for the next one. The application closes the connection at a stop.
 
     Parsing has a cost, in bytes. A connection that has brought more than TURN_COST waits for its turn behind
-    Brake. The end of a message costs as much as all of it, for it is unmasked, joined and decoded there: of a
-    large message the end waits, and many that end at once do so one after another.
+    Brake. The end of a frame costs as much as all of it, for it is unmasked there, and the end of a message
+    as much as all its frames, for they are joined and decoded: many that end at once do so one by one.
     """
 
     message_timer: asyncio.TimerHandle | None = None  # runs while a message is not whole
@@ -576,15 +580,16 @@ class WebSocketProtocol(ReaderTimeout, WebSocketsSansIOProtocol, asyncio.Buffere
             self.n_frame_bytes_left = len(self.unparsed)
         elif not self.n_frame_bytes_left:
             self.n_frame_bytes_left = frame_bytes(self.unparsed)
-            self.ends_message = self.unparsed[:1] >= FIN
+            first_byte = self.unparsed[0] if self.unparsed else 0
+            self.ends_message = first_byte & (FIN | CONTROL) == FIN
         return bytes(memoryview(self.unparsed)[: self.n_frame_bytes_left])
 
     def cost_of(self, piece: bytes) -> int:
         if len(piece) < self.n_frame_bytes_left:
             return len(piece)
-        cost = FRAME_COST + len(piece)
+        cost: int = FRAME_COST + len(piece) + len(self.conn.reader.buffer)
         if self.ends_message:
-            cost += len(self.conn.reader.buffer) + (self.conn.cur_size or 0)
+            cost += self.conn.cur_size or 0
         return cost
 
     def handle_events(self) -> None:
@@ -712,7 +717,8 @@ class WebSocketProtocol(ReaderTimeout, WebSocketsSansIOProtocol, asyncio.Buffere
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self.parse()
+        if not self.read_paused:  # else a message is with the application, and receive() parses on
+            self.parse()
 
 
 def frame_bytes(data: bytearray) -> int:
@@ -760,16 +766,23 @@ class Brake:
         asyncio.get_running_loop().call_later(BRAKE_S, self._release)
 
     def _release(self) -> None:
+        self._is_waiting = False
+        while self._waiting:
+            connection = self._next()
+            connection.is_braked = False
+            if not connection.is_deaf:  # who has gone takes no turn
+                connection.parse(is_its_turn=True)  # it may join the others again
+                break
+        if self._waiting and not self._is_waiting:
+            self._wait()
+
+    def _next(self) -> WebSocketProtocol:
         owner = next(iter(self._waiting))
         connections = self._waiting.pop(owner)
         connection = connections.popleft()
         if connections:
             self._waiting[owner] = connections  # behind the others
-        self._is_waiting = False
-        connection.is_braked = False
-        connection.parse(is_its_turn=True)  # it may join the others again
-        if self._waiting and not self._is_waiting:
-            self._wait()
+        return connection
 
 
 def protocol(

@@ -33,7 +33,8 @@ def test_a_summary_is_one_item_whatever_else_is_said(reason: Any) -> None:
 
 
 def test_without_a_summary_it_has_failed() -> None:
-    _, finish = made_of(Accepted(), Delta("analysis", "hm"), Finish("stop", USAGE))
+    nothing = Delta("final", "")  # as a relay says logprobs that have no text
+    _, finish = made_of(Accepted(), Delta("analysis", "hm"), nothing, Finish("stop", USAGE))
     assert finish == Finish("failed", USAGE, "The model wrote no summary.")
 
 

@@ -826,6 +826,77 @@ def test_the_end_of_a_large_message_waits_for_its_turn() -> None:
     asyncio.run(talk())
 
 
+def test_the_end_of_a_large_frame_waits_for_its_turn() -> None:
+    """Bug: only that of a message did. 16 frames of 2 MB that ended in one turn were unmasked in 14 ms."""
+
+    async def talk() -> None:
+        client = await accepted(connections.websocket_protocol(60), [], n_messages=1)
+        large = frame(Opcode.TEXT, b"x" * 1_000_000, fin=False)
+        async for _ in send_each([client], [large[:-1]]):
+            if unparsed(client) == 999_999:
+                break
+        await asyncio.sleep(0.01)
+        client.data_received(large[-1:])
+        assert client.is_braked
+
+    asyncio.run(talk())
+
+
+def test_a_ping_amid_a_large_message_waits_for_nothing() -> None:
+    """Bug: it cost as much as all of the message so far, as if it ended that."""
+
+    async def talk() -> None:
+        client = await accepted(connections.websocket_protocol(60), [], n_messages=1)
+        async for _ in send_each([client], [frame(Opcode.TEXT, b"x" * 200_000, fin=False)]):
+            if not client.unparsed and not unparsed(client):
+                break
+        await asyncio.sleep(0.01)
+        client.cost = 0
+        client.data_received(frame(Opcode.PING, b"x"))
+        assert not client.is_braked
+
+    asyncio.run(talk())
+
+
+def test_lost_connections_take_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a client that came with pings and left had a turn of 2 ms, for which all others waited."""
+    monkeypatch.setattr(connections, "BRAKE_S", SLOW_BRAKE_S)
+
+    async def talk() -> None:
+        clients = [await accepted(connections.websocket_protocol(60), []) for _ in range(20)]
+        for client in clients:
+            client.receiving = asyncio.ensure_future(client.receive())
+        await asyncio.sleep(0)
+        brake = clients[0].brake
+        for client in clients:
+            client.data_received(frame(Opcode.PING, b"") * 40)
+            assert client.is_braked
+        for client in clients[:-1]:
+            client.connection_lost(None)
+        brake._release()
+        assert not clients[-1].is_braked
+        for client in clients:
+            client.receiving.cancel()
+
+    asyncio.run(talk())
+
+
+def test_what_comes_behind_a_message_waits_though_the_client_reads_again() -> None:
+    """Bug: a message with the application was counted once more when a slow client had read its answer."""
+    held: Held = []
+
+    async def talk() -> None:
+        client = await accepted(connections.websocket_protocol(60), held, n_messages=1)
+        client.data_received(frame(Opcode.TEXT, b"x" * 1000))
+        await asyncio.sleep(0.01)
+        n_counts = len(held)
+        client.pause_writing()
+        client.resume_writing()
+        assert len(held) == n_counts
+
+    asyncio.run(talk())
+
+
 def test_turns_of_connections_are_by_owners(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: whoever had 200 connections had 200 turns for one of another's."""
     monkeypatch.setattr(connections, "BRAKE_S", SLOW_BRAKE_S)
