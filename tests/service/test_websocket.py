@@ -863,7 +863,8 @@ def test_lost_connections_take_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "BRAKE_S", SLOW_BRAKE_S)
 
     async def talk() -> None:
-        clients = [await accepted(connections.websocket_protocol(60), []) for _ in range(20)]
+        kind = connections.websocket_protocol(60)
+        clients = [await accepted(kind, []) for _ in range(20)]
         for client in clients:
             client.receiving = asyncio.ensure_future(client.receive())
         await asyncio.sleep(0)
