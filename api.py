@@ -56,7 +56,6 @@ from request.compaction import compacted, summary_request
 from request.ids import item_ids, new_completion_id, new_id
 from request.refusals import BadInput, error_body, unsupported
 from request.rows import body_of, new_row
-from request.shares import offload
 from request.warm_up import unsaid
 from service import signed_content
 from service.metrics import Metrics
@@ -262,7 +261,7 @@ class Api:
         """The row of a response that is about to start, and what makes its events."""
         request = checked.request
         warn_of_hosted_tools(request)
-        row = await offload(new_row, request, checked.parameters, checked.items, is_remembered)
+        row = await asyncio.to_thread(new_row, request, checked.parameters, checked.items, is_remembered)
         head = {"id": row.id, "object": "response", "created_at": unix_time(), "model": request.model}
         return row, self._builder(row, head | request.echo, request.seal_reasoning)
 
@@ -282,7 +281,7 @@ class Api:
         an `input` of its own.
         """
         worker = self._worker(params.model_name(body))
-        values = await offload(params.read_responses, body, worker.defaults)
+        values = await asyncio.to_thread(params.read_responses, body, worker.defaults)
         new_items = values["input"]
         if self._image_texts:
             new_items = items.with_image_texts(new_items)
@@ -302,7 +301,7 @@ class Api:
             parameters = params.explicit_parameters(values, request.echo)
             return CheckedRequest(request, worker, items.listed(chain, new_items), parameters)
 
-        return await offload(check_rest)
+        return await asyncio.to_thread(check_rest)  # thousands of items must not stop the streams
 
     async def _prepared(self, checked: CheckedRequest) -> Prompt:
         """The prompt of a request: that of a summary, where it asks for a compaction."""
@@ -313,7 +312,7 @@ class Api:
     async def _summary_prompt(self, checked: CheckedRequest) -> Prompt:
         """The question for a summary, which a compaction is made of."""
         defaults = checked.worker.defaults
-        summary = await offload(summary_request, checked.request, checked.items, defaults)
+        summary = await asyncio.to_thread(summary_request, checked.request, checked.items, defaults)
         return await checked.worker.prepare(summary)
 
     async def _create_in_background(self, row: Row, builder: responses.Builder, stream: bool) -> Response:
@@ -348,9 +347,9 @@ class Api:
         """What waits is the row, as JSON text: prompt and tokens are made of it again when it runs."""
 
         async def run(emit: Callable[[ResponseOutput], None]) -> None:
-            body = await offload(body_of, row)
+            body = await asyncio.to_thread(body_of, row)
             worker = self._worker(params.model_name(body))
-            request = await offload(params.from_responses, body, worker.defaults, row.owner)
+            request = await asyncio.to_thread(params.from_responses, body, worker.defaults, row.owner)
             checked = CheckedRequest(request, worker, body["input"], body)
             prompt = await self._prepared(checked)
             await self._run(prompt, checked.compacts, emit)
@@ -466,12 +465,13 @@ class Api:
         body = await read_json(http)
         worker = self._worker(params.model_name(body))
         if isinstance(worker, RemoteWorker):
-            relayed = await offload(worker.pass_through, body)
+            # A long body must not stop the streams.
+            relayed = await asyncio.to_thread(worker.pass_through, body)
             http.scope["enter"](relayed.n_choices - 1)
             return relayed
         if self._image_texts:
             body["messages"] = items.with_image_texts(body.get("messages"))
-        request = await offload(params.from_chat, body, worker.defaults, http.scope["owner"])
+        request = await asyncio.to_thread(params.from_chat, body, worker.defaults, http.scope["owner"])
         http.scope["enter"](request.n - 1)
         prompt = await prepared(http, worker.prepare(request))
         head = {

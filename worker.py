@@ -38,7 +38,6 @@ from request.messages import Message, turn_starts, without_old_turns
 from request.output_format import StructuredOutput
 from request.params import Request
 from request.refusals import BadInput
-from request.shares import offload
 from request.special_tokens import SpecialTokens
 from request.template import ChatTemplate
 from sampling import Choice, Sampling
@@ -170,12 +169,7 @@ class LocalWorker:
         self._grammars.close()
 
     async def prepare(self, request: Request) -> LocalPrompt:
-        if (
-            request.structured_output
-        ):  # to compile a class of its characters takes Python 4 ms, and 1 kB has 85
-            prompt = await asyncio.to_thread(self._prepare, request)
-        else:
-            prompt = await offload(self._prepare, request)
+        prompt = await asyncio.to_thread(self._prepare, request)  # a long prompt must not stop the streams
         if prompt.grammar:
             try:
                 await self._grammars.check(prompt.grammar, request.owner)

@@ -39,7 +39,6 @@ from request import params
 from request.messages import Message, shortened
 from request.params import MOVED, Request
 from request.refusals import BadInput, error_object
-from request.shares import offload
 from streaming import SSE_HEADERS, KeptAlive, while_connected
 
 log = logging.getLogger("remote")
@@ -245,7 +244,7 @@ class RemoteWorker:
         await self.upstreams.close()
 
     async def prepare(self, request: Request) -> UpstreamPrompt:
-        return await offload(self._prepare, request)
+        return await asyncio.to_thread(self._prepare, request)  # a long prompt must not stop the streams
 
     def _prepare(self, request: Request) -> UpstreamPrompt:
         messages = [chat_message(message) for message in request.messages]

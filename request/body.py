@@ -15,7 +15,6 @@ may have (service/admission.py).
 """
 
 import asyncio
-import math
 import time
 import zlib
 from collections.abc import Callable
@@ -28,7 +27,7 @@ from starlette.requests import Request as HttpRequest
 
 import sse
 from request.refusals import BadInput
-from request.shares import REQUEST_BYTES, FairExecutor
+from request.shares import FairExecutor
 
 MAX_BODY_BYTES = 2 * 2**20  # unless --max-body says otherwise: 500,000 tokens of text
 SMALL_BODY_BYTES = 16 * 1024  # parsed at once, in less than 1 ms, however many large ones wait
@@ -70,9 +69,7 @@ async def read_json(http: HttpRequest) -> Any:
 
 async def parse_json(body: bytes, max_bytes: int, encoding: str = "identity") -> Any:
     """The JSON value of a body that has come; raises BadInput."""
-    n_bytes = len(body) if encoding == "identity" else math.inf  # who knows what it unpacks to
-    REQUEST_BYTES.set(n_bytes)
-    if n_bytes <= SMALL_BODY_BYTES:
+    if len(body) <= SMALL_BODY_BYTES and encoding == "identity":
         return _parse(body, encoding, max_bytes)
     loop = asyncio.get_running_loop()
     return await loop.run_in_executor(PARSER, _parse_rested, body, encoding, max_bytes)

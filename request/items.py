@@ -20,14 +20,13 @@ Not here: the lookup (background.py), the seal (service/signed_content.py), what
 (messages.py, tool_items.py), what a compaction is made of (compaction.py).
 """
 
-import math
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from request.ids import new_id, response_id_of
 from request.messages import IMAGES, MAX_ITEMS
 from request.refusals import BadInput
-from request.shares import REQUEST_BYTES, offload
 from request.tool_items import IMAGE_MEMBERS, IMAGE_TEXT, TOOL_ITEMS, call_id_members
 from request.validation import ANY, SCALAR, VALUE_BYTES, Shape, n_bytes, required, shaped, text
 from store import TERMINAL, Row
@@ -99,16 +98,14 @@ async def resolve(
     chain = []
     if previous_response_id is not None:
         previous = await _previous(previous_response_id, find)
-        chain = await offload(_context, previous, unseal)
+        chain = await asyncio.to_thread(_context, previous, unseal)
     if isinstance(input, list) and len(input) > MAX_ITEMS:
         return chain, input
     own = input if isinstance(input, list) else []
-    if any(isinstance(item, dict) and item.get("encrypted_content") for item in own):
-        REQUEST_BYTES.set(math.inf)  # who knows what it unpacks to
     if len(chain) + len(own) > MAX_ITEMS:
         raise _too_long(f"{MAX_ITEMS} items", f"{len(chain) + len(own)}")
     referenced = await _referenced(own, find)
-    return chain, await offload(_in_place, chain, input, referenced, unseal)
+    return chain, await asyncio.to_thread(_in_place, chain, input, referenced, unseal)
 
 
 def is_reference(item: Mapping[str, Any]) -> bool:
@@ -122,19 +119,8 @@ def is_trigger(item: Any) -> bool:
     return isinstance(item, dict) and item.get("type") == "compaction_trigger"
 
 
-async def _look_up(response_id: str, find: Find) -> Row | None:
-    """A response that the request refers to: the request becomes as large as both."""
-    row = await find(response_id)
-    if row:
-        n_row_bytes: float = len(row.items_json) + len(row.response_json)
-        if '"encrypted_content":"' in row.items_json + row.response_json:
-            n_row_bytes = math.inf  # who knows what it unpacks to
-        REQUEST_BYTES.set(REQUEST_BYTES.get() + n_row_bytes)
-    return row
-
-
 async def _previous(response_id: str, find: Find) -> Row:
-    row = await _look_up(response_id, find)
+    row = await find(response_id)
     if row is None:
         message = f"Previous response with id '{response_id}' not found."
         raise BadInput(message, "previous_response_id", "previous_response_not_found")
@@ -174,9 +160,9 @@ async def _referenced(input: Sequence[Any], find: Find) -> dict[str, Item]:
             looked_up.add(response_id)
             if len(looked_up) > MAX_REFERENCED:
                 raise _too_long(f"references to {MAX_REFERENCED} responses", "more")
-            row = await _look_up(response_id, find)
+            row = await find(response_id)
             if row:
-                items |= await offload(_said, row)
+                items |= await asyncio.to_thread(_said, row)
         if item_id not in items:
             raise BadInput(f"Item with id '{item_id}' not found.", f"{path}.id", "item_not_found")
     return items

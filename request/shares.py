@@ -3,7 +3,6 @@
     Shares.take(owner, n), give_back(owner, n)       room, of which there is so much: or BadInput
     async with Slots.slot(owner)                     places that are waited for
     FairExecutor.submit(function), as OWNER          threads that work for one after another
-    await offload(function)                          a thread for the work of a large request
 
 Authority: A. K. Choudhury and E. L. Hahne, "Dynamic queue length thresholds for shared-memory packet
 switches", IEEE/ACM Transactions on Networking 6 (1998), for rule 1; round robin for rule 2.
@@ -19,7 +18,6 @@ Not here: what there is room for (service/admission.py, background.py), whom the
 """
 
 import asyncio
-import math
 import threading
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
@@ -27,19 +25,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from request.refusals import BadInput
 
-T = TypeVar("T")
-
-# No part of what is done with a request of so many bytes takes more than 3 ms (60 custom tools), but for its
-# grammar (worker.py), and with one of a line 0.1 ms: so long takes the way to a thread and back, too.
-SMALL_REQUEST_BYTES = 1024
-TURN_BYTES = 8 * SMALL_REQUEST_BYTES  # of such parts in one turn of the event loop: a request has five
-
 OWNER = ContextVar("OWNER", default="")  # whose request the task at hand works for
-REQUEST_BYTES = ContextVar("REQUEST_BYTES", default=math.inf)  # of that request, with all that it refers to
 
 # --- room ---------------------------------------------------------------------------------------------------
 
@@ -149,38 +139,6 @@ class Slots:
 
     def _precedence(self, turn: Turn) -> tuple[int, int]:
         return self._n_held[turn.owner], self._last_given[turn.owner]
-
-
-class LoopTurn:
-    """How much of the work of requests the event loop does itself in one of its turns."""
-
-    def __init__(self) -> None:
-        self._n_bytes = 0.0
-
-    def has_room(self, n_bytes: float) -> bool:
-        """Whether so many more bytes have room, which they take then."""
-        if n_bytes > SMALL_REQUEST_BYTES or self._n_bytes + n_bytes > TURN_BYTES:
-            return False
-        if not self._n_bytes:
-            asyncio.get_running_loop().call_soon(self._end)
-        self._n_bytes += n_bytes
-        return True
-
-    def _end(self) -> None:
-        self._n_bytes = 0
-
-
-LOOP_TURN = LoopTurn()
-
-
-async def offload(function: Callable[..., T], *args: Any) -> T:
-    """Call what takes the longer the larger the request at hand is: in a thread, unless that is small.
-
-    In the event loop a large one would stop all streams, and so would many small ones in the same turn.
-    """
-    if LOOP_TURN.has_room(REQUEST_BYTES.get()):
-        return function(*args)
-    return await asyncio.to_thread(function, *args)
 
 
 class Work(NamedTuple):

@@ -1,9 +1,7 @@
 """What stands around the endpoints: keys, whose responses are whose, other origins, limits, slow clients."""
 
 import asyncio
-import gzip
 import json
-import math
 import signal
 import socket
 import sqlite3
@@ -28,7 +26,6 @@ from helpers.serving import TINY, Json, Reply, Server, http_bytes, http_frames, 
 from middleware import Keys
 from request import body, messages
 from request.ids import new_id
-from request.shares import REQUEST_BYTES
 from service import connections, options
 from service.connections import protocol
 from store import SCHEMA, Retention, Store
@@ -614,18 +611,6 @@ def http_request(raw: bytes) -> HttpRequest:
 
     scope = {"type": "http", "method": "POST", "headers": [], "max_body_bytes": body.MAX_BODY_BYTES}
     return HttpRequest(scope, receive)
-
-
-@pytest.mark.parametrize(("encoding", "n_bytes"), [("identity", 4), ("gzip", math.inf)])
-def test_how_large_a_request_is(encoding: str, n_bytes: float) -> None:
-    """A few bytes may unpack to many: what came packed is not taken for small."""
-    raw = b'"hi"' if encoding == "identity" else gzip.compress(b'"hi"')
-
-    async def main() -> float:
-        assert await body.parse_json(raw, body.MAX_BODY_BYTES, encoding) == "hi"
-        return REQUEST_BYTES.get()
-
-    assert asyncio.run(main()) == n_bytes
 
 
 def test_large_bodies_are_parsed_one_at_a_time() -> None:

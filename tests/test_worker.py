@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import json
 import re
-import threading
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
@@ -19,7 +18,6 @@ from checkpoint.config import read_config
 from checkpoint.weights import read_weights
 from dialects.families import DIALECTS
 from dialects.matchers import Grammars
-from dialects.structured_output import answer_grammar
 from engine import Engine
 from helpers import laws, scripted
 from helpers.laws import items
@@ -29,7 +27,6 @@ from model import NumpyOps
 from request import params, tool_calls
 from request.messages import Message
 from request.refusals import BadInput
-from request.shares import REQUEST_BYTES
 from request.template import ChatTemplate
 from responses import Builder
 from tokenizer import Tokenizer
@@ -187,33 +184,6 @@ def test_a_demanded_input(engine: Engine, name: str) -> None:
     ((kind, called, given),) = items(outputs)
     assert (kind, called) == ("custom", "patch")
     assert re.fullmatch(wanted["definition"], given)
-
-
-def test_a_grammar_is_compiled_in_a_thread(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: 85 classes of characters, in a body of 820 bytes, stopped the event loop for 0.37 s."""
-    grammars = Grammars(TINY / "tokenizer.json", 2048, (2041,))
-    worker = LocalWorker(engine, Tokenizer(TINY / "tokenizer.json"), ChatTemplate.load(TINY), grammars)
-    tool = {
-        "type": "custom",
-        "name": "f",
-        "format": {"type": "grammar", "syntax": "regex", "definition": "a"},
-    }
-    threads: list[int] = []
-
-    def noted(*args: Any) -> Any:
-        threads.append(threading.get_ident())
-        return answer_grammar(*args)
-
-    monkeypatch.setattr(worker_module, "answer_grammar", noted)
-
-    async def prepare() -> None:
-        REQUEST_BYTES.set(100)
-        body = {"model": "m", "input": "hi", "tools": [tool], "tool_choice": "required"}
-        await worker.prepare(params.from_responses(body, {}))
-
-    asyncio.run(prepare())
-    assert len(threads) == 1
-    assert threads != [threading.get_ident()]
 
 
 @pytest.mark.parametrize("name", DIALECTS)

@@ -2,20 +2,17 @@
 
 import asyncio
 import json
-import math
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import sse
 from request import items
 from request.ids import item_ids, new_id, response_id_of
 from request.items import ITEM_TYPES, listed, resolve
 from request.messages import ITEMS, MAX_ITEMS
 from request.refusals import BadInput
-from request.shares import REQUEST_BYTES
 from request.validation import n_bytes
 from store import Row
 
@@ -42,41 +39,6 @@ def resolved(input: Any, previous_response_id: str | None = None) -> tuple[list[
 
     chain, own = asyncio.run(resolve(input, previous_response_id, find, unseal))
     return chain, own, looked_up
-
-
-@pytest.mark.parametrize("reference", [{"previous_response_id": KEPT}, {"input": [{"id": OUTPUT[1]["id"]}]}])
-def test_a_request_is_as_large_as_what_it_refers_to(reference: dict[str, Any]) -> None:
-    """A body of a few bytes may continue megabytes, which must not be worked on in the event loop."""
-
-    async def find(_: str) -> Row:
-        return ROW
-
-    async def main() -> float:
-        REQUEST_BYTES.set(100)
-        request = {"input": "hi", "previous_response_id": None} | reference
-        await resolve(**request, find=find, unseal=lambda _, blob: blob)
-        return REQUEST_BYTES.get()
-
-    assert asyncio.run(main()) == 100 + len(ROW.items_json) + len(ROW.response_json)
-
-
-@pytest.mark.parametrize("is_referenced", [False, True])
-def test_a_request_with_a_sealed_blob_is_large(is_referenced: bool) -> None:
-    """Bug: 856 characters of it unpacked to 600 kB, which were worked on in the event loop."""
-    sealed = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "blob"}
-
-    async def find(_: str) -> Row:
-        return ROW._replace(response_json=sse.dumps(RESPONSE | {"output": [sealed]}))
-
-    async def main() -> float:
-        REQUEST_BYTES.set(100)
-        unseal = {"blob": "a thought"}.__getitem__
-        await resolve(
-            "hi" if is_referenced else [sealed], KEPT if is_referenced else None, find, lambda _, b: unseal(b)
-        )
-        return REQUEST_BYTES.get()
-
-    assert asyncio.run(main()) == math.inf
 
 
 PREFIXES = {row.prefix for row in ITEM_TYPES.values()} - {""}

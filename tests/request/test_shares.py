@@ -10,16 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from request.refusals import BadInput
-from request.shares import (
-    OWNER,
-    REQUEST_BYTES,
-    SMALL_REQUEST_BYTES,
-    TURN_BYTES,
-    FairExecutor,
-    Shares,
-    Slots,
-    offload,
-)
+from request.shares import OWNER, FairExecutor, Shares, Slots
 
 # --- room ---------------------------------------------------------------------------------------------------
 
@@ -127,31 +118,6 @@ def test_threads_work_by_turns_of_the_owners() -> None:
 
     asyncio.run(main())
     assert done == ["b", "c", "a", "b", "a"]
-
-
-def test_a_large_request_takes_a_thread() -> None:
-    """It would stop all streams; a small one takes less time than handing it over."""
-
-    async def thread_of(n_bytes: float) -> int:
-        REQUEST_BYTES.set(n_bytes)
-        return await offload(threading.get_ident)
-
-    async def thread_of_unknown() -> int:
-        return await offload(threading.get_ident)
-
-    async def threads_of_many() -> list[int]:
-        REQUEST_BYTES.set(SMALL_REQUEST_BYTES)
-        n_too_many = TURN_BYTES // SMALL_REQUEST_BYTES + 1
-        first_turn = await asyncio.gather(*(offload(threading.get_ident) for _ in range(n_too_many)))
-        return [*first_turn, await offload(threading.get_ident)]
-
-    here = threading.get_ident()
-    assert asyncio.run(thread_of(SMALL_REQUEST_BYTES)) == here
-    assert asyncio.run(thread_of(SMALL_REQUEST_BYTES + 1)) != here
-    assert asyncio.run(thread_of_unknown()) != here
-    *small, one_too_many, in_the_next_turn = asyncio.run(threads_of_many())
-    assert {*small, in_the_next_turn} == {here}
-    assert one_too_many != here
 
 
 def test_what_has_failed_in_a_thread_is_forgotten() -> None:
