@@ -62,7 +62,7 @@ log = logging.getLogger("connections")
 
 MAX_READ_BYTES = 64 * 1024  # of a connection in one turn of the event loop: in chunks of a byte, 6 ms
 MAX_FRAGMENTS = 1024  # of a message
-TURN_COST = 128 * 1024  # of a WebSocket: bytes, which take half a millisecond; then it waits for its turn
+TURN_COST = 256 * 1024  # of a WebSocket: bytes, which take half a millisecond; then it waits for its turn
 FRAME_COST = TURN_COST // 32  # of a frame, beside its bytes
 BRAKE_S = 0.002  # between two such turns
 # Bits of a frame's first byte, RFC 6455, section 5.2: it ends a message; it is a ping, a pong or a close.
@@ -742,7 +742,7 @@ def frame_bytes(data: bytearray) -> int:
 class Brake:
     """Lets connections that have brought many frames, or bytes, go on: one after another, by turns of owners.
 
-    All of them together get a fifth of the event loop, and 60 MB/s. Of an owner's large frames the one that
+    All of them together get a fifth of the event loop, and 120 MB/s. Of an owner's large frames the one that
     was begun first is whole first: were all of them to grow together, they would be held together, too.
     """
 
