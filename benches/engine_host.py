@@ -163,7 +163,6 @@ def cost(batch: int, n_new: int, sampling: Callable[[int], Sampling]) -> Cost:
         measured.append((time.clock_gettime(clock), time.process_time(), engine.counts()["steps"]))
 
     async def one(number: int) -> None:
-        nonlocal n_begun
         request = EngineRequest([number] * 300, n_new, frozenset([1]), sampling(number))
         has_begun = False
 
