@@ -112,7 +112,8 @@ class CheckedRequest(NamedTuple):
 
 
 ResponseOutput = Accepted | Output | Compaction | Finish
-Run = Callable[[Callable[[ResponseOutput], None]], Awaitable[None]]  # emits them, in this order
+EmitOutput = Callable[[ResponseOutput], None]
+Run = Callable[[EmitOutput], Awaitable[None]]  # emits them, in this order
 
 
 def encode_event(number: int, event: Event) -> bytes:
@@ -333,7 +334,7 @@ class Api:
             seal = partial(signed_content.seal, self._key, row.owner, "reasoning")
         return responses.Builder(head, item_ids(row.id), seal, self._reasoning_events)
 
-    async def _run(self, prompt: Prompt, compacts: bool, emit: Callable[[ResponseOutput], None]) -> None:
+    async def _run(self, prompt: Prompt, compacts: bool, emit: EmitOutput) -> None:
         """Emit what the model says of a prompt, or what is made of that."""
         take: Emit = emit
         if compacts:
@@ -346,7 +347,7 @@ class Api:
     def _background_producer(self, row: Row, builder: responses.Builder) -> Producer:
         """What waits is the row, as JSON text: prompt and tokens are made of it again when it runs."""
 
-        async def run(emit: Callable[[ResponseOutput], None]) -> None:
+        async def run(emit: EmitOutput) -> None:
             body = await asyncio.to_thread(body_of, row)
             worker = self._worker(params.model_name(body))
             request = await asyncio.to_thread(params.from_responses, body, worker.defaults, row.owner)
