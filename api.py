@@ -225,15 +225,15 @@ class Api:
     # --- Responses: making one ------------------------------------------------------------------------------
 
     async def create_response(self, http: HttpRequest) -> Response:
-        async def read(body: Any) -> tuple[CheckedRequest, Prompt]:
+        async def read(body: Any) -> CheckedRequest:
             checked = await self._check(body, http.scope["owner"])
             request = checked.request
             if request.background and not (request.store or self._temporary):
                 raise unsupported("background", "This server runs only what it may store: send store=true.")
-            return checked, await self._prepared(checked)
+            return checked
 
-        checked, prompt = await read_request(http, read)
-        prompt = await for_client(prompt.checked(), http.receive)
+        checked = await read_request(http, read)
+        prompt = await for_client(self._prepare(checked), http.receive)
         request = checked.request
         row, builder = await self._new_response(checked)
         if request.background:
@@ -248,7 +248,7 @@ class Api:
 
         async def start(body: Any, recall: Recall) -> ResponseJob:
             checked = await self._check(body, owner, recall)
-            prompt = await (await self._prepared(checked)).checked()
+            prompt = await self._prepare(checked)
             row, builder = await self._new_response(checked, is_remembered=True)
             return await self._start(row, builder, checked, prompt)
 
@@ -308,8 +308,8 @@ class Api:
 
         return await asyncio.to_thread(check_rest)  # thousands of items must not stop the streams
 
-    async def _prepared(self, checked: CheckedRequest) -> Prompt:
-        """The prompt of a request: that of a summary, where it asks for a compaction."""
+    async def _prepare(self, checked: CheckedRequest) -> Prompt:
+        """Build the prompt. For a compaction request, build the one that asks for a summary."""
         if checked.compacts:
             return await self._summary_prompt(checked)
         return await checked.worker.prepare(checked.request)
@@ -356,7 +356,7 @@ class Api:
             worker = self._worker(params.model_name(body))
             request = await asyncio.to_thread(params.from_responses, body, worker.defaults, row.owner)
             checked = CheckedRequest(request, worker, body["input"], body)
-            prompt = await (await self._prepared(checked)).checked()
+            prompt = await self._prepare(checked)
             await self._run(prompt, checked.compacts, emit)
 
         return ResponseProducer(builder, run, in_background=True)
@@ -387,26 +387,24 @@ class Api:
     # --- Responses: tokens counted, conversations compacted -------------------------------------------------
 
     async def count_input_tokens(self, http: HttpRequest) -> Response:
-        async def read(body: Any) -> Prompt:
+        async def read(body: Any) -> CheckedRequest:
             if isinstance(body, dict):
                 body = {"model": ALIAS} | body  # the SDK allows a body without a model
-            checked = await self._check(body, http.scope["owner"], chain_suffices=True)
-            return await self._prepared(checked)
+            return await self._check(body, http.scope["owner"], chain_suffices=True)
 
-        prompt = await read_request(http, read)
-        prompt = await for_client(prompt.checked(), http.receive)
+        checked = await read_request(http, read)
+        prompt = await for_client(self._prepare(checked), http.receive)
         n_tokens = await prompt.count_tokens()
         return json_response(200, {"object": "response.input_tokens", "input_tokens": n_tokens})
 
     async def compact(self, http: HttpRequest) -> Response:
         """Answer with the user's messages and one sealed item for all the rest: the model's own summary."""
 
-        async def read(body: Any) -> tuple[CheckedRequest, Prompt]:
-            checked = await self._check(body, http.scope["owner"], chain_suffices=True)
-            return checked, await self._summary_prompt(checked)
+        async def read(body: Any) -> CheckedRequest:
+            return await self._check(body, http.scope["owner"], chain_suffices=True)
 
-        checked, prompt = await read_request(http, read)
-        prompt = await for_client(prompt.checked(), http.receive)
+        checked = await read_request(http, read)
+        prompt = await for_client(self._summary_prompt(checked), http.receive)
         head = {"id": new_id("resp"), "created_at": unix_time()}
         producer = ResponseProducer(responses.Builder(head, new_id), partial(self._run, prompt, True))
         event_log = EventLog(encode_event)
@@ -475,7 +473,7 @@ class Api:
     # --- chat completions -----------------------------------------------------------------------------------
 
     async def create_completion(self, http: HttpRequest) -> Response:
-        async def read(body: Any) -> Response | Prompt:
+        async def read(body: Any) -> Response | tuple[Worker, params.Request]:
             worker = self._worker(params.model_name(body))
             if isinstance(worker, RemoteWorker):
                 # A long body must not stop the streams.
@@ -486,13 +484,13 @@ class Api:
                 body["messages"] = items.with_image_texts(body.get("messages"))
             request = await asyncio.to_thread(params.from_chat, body, worker.defaults, http.scope["owner"])
             http.scope["enter"](request.n - 1)
-            return await worker.prepare(request)
+            return worker, request
 
-        prompt = await read_request(http, read)
-        if isinstance(prompt, Response):
-            return prompt
-        prompt = await for_client(prompt.checked(), http.receive)
-        request = prompt.request
+        found = await read_request(http, read)
+        if isinstance(found, Response):
+            return found
+        worker, request = found
+        prompt = await for_client(worker.prepare(request), http.receive)
         head = {
             "id": new_completion_id(),
             "created": unix_time(),
@@ -634,13 +632,13 @@ async def run_choice(prompt: Prompt, choice: int, metrics: Metrics, emit: Emit) 
     """Run one choice of a prompt, count and log it, and name its calls as the client does.
 
     It keeps rule 2 of worker.py even where the worker has a bug: it emits one Finish, which is the last.
-    There are two ways out without one. What is raised before Accepted refuses the request. Where the task is
-    cancelled nothing can be emitted any more, and Registry._fill() of background.py ends the response.
+    There are two ways out without one. An exception before Accepted refuses the request. If the task is
+    cancelled, the worker's Finish is only counted: Registry._fill() of background.py ends the response.
     """
     watch = metrics.run()
     started_at = time.monotonic()
     restorer = tool_calls.Restorer(prompt.request.called)
-    accepted: Accepted | None = None
+    accepted = False
     finish: Finish | None = None  # emitted when the run is over
 
     def pass_on(output: Accepted | Output | Finish) -> None:
@@ -650,7 +648,7 @@ async def run_choice(prompt: Prompt, choice: int, metrics: Metrics, emit: Emit) 
         if isinstance(output, Finish):
             finish = output
         elif isinstance(output, Accepted):
-            accepted = output
+            accepted = True
             emit(output)
         else:
             watch.piece()
@@ -661,21 +659,20 @@ async def run_choice(prompt: Prompt, choice: int, metrics: Metrics, emit: Emit) 
     try:
         await prompt.run(pass_on, choice)
         end = finish or Finish("failed", message="The worker ended without finishing.")
+    except asyncio.CancelledError:
+        end = finish or end
+        raise
     except BadInput as refusal:
         end = Finish("failed", message=refusal.message)
         raise
     except Exception as error:
         message = f"{type(error).__name__} in the worker; the server's log has the details."
         end = Finish("failed", message=message)
-        if accepted is None:
+        if not accepted:
             raise
         log.exception("the worker failed")
     finally:
-        usage = end.usage
-        if usage is None and accepted is not None:
-            usage = accepted.usage
-        if usage is None:
-            usage = Usage(0, 0)
+        usage = end.usage or Usage(0, 0)
         watch.end(end.reason, usage.input_tokens, usage.cached_tokens, usage.output_tokens)
         log_finish(prompt, end.reason, usage, time.monotonic() - started_at)
     emit(end)

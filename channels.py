@@ -109,11 +109,9 @@ class Usage:
     cached_tokens: int = 0
 
 
-@dataclass
+@dataclass(frozen=True)
 class Accepted:
     """The first thing a worker says of a request: it cannot be refused any more."""
-
-    usage: Usage | None = None  # so far: the worker counts on until the Finish; None: nothing, or not known
 
 
 class Finish(NamedTuple):

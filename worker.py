@@ -6,13 +6,14 @@ An engine in this process and an upstream server (gateway/remote.py) both keep t
 background, resume, chains and calls work over either, and what reads the outputs cannot tell which it was.
 
 Rules of this file:
-1. prepare() refuses with BadInput, before a byte of the answer has left. run() may too, before its Accepted.
-2. run() emits Accepted, any number of Outputs and exactly one Finish, which is the last, and returns; after
-   Accepted it raises only where it, or emit(), has a bug. Who wants no more cancels it; then the engine drops
-   the sequence.
+1. prepare() refuses with BadInput, before a byte of the answer has left. It makes every check, and waits for
+   the turn of its grammar. run() may refuse too, before its Accepted.
+2. run() emits Accepted, any number of Outputs and exactly one Finish, which is the last, and returns. After
+   Accepted it raises only if it, or emit(), has a bug. Whoever wants no more cancels it: the engine drops the
+   sequence, and run() emits Finish("cancelled") before it lets the CancelledError out.
 3. emit() never waits: what a step brought to all sequences becomes events in one turn of the event loop.
 4. Usage counts the tokens that were read from the engine: a stop token too, but nothing after a stop string.
-   Where run() is cancelled before the Finish, Accepted has what was counted until then.
+   Finish("cancelled") has what was counted until then.
 5. An answer ends with "length" where its logprobs outgrow MAX_LOGPROB_BYTES: they have up to 21 tokens in the
    place of one, and the events that end an item repeat them.
 
@@ -64,9 +65,6 @@ class Prompt(Protocol):
     @property
     def n_tokens(self) -> int | None: ...  # None: only the upstream can count them
 
-    async def checked(self) -> "Prompt":
-        """Itself, when its grammar has been tried, behind those of others; raises BadInput."""
-
     async def count_tokens(self) -> int:
         """`n_tokens`, which another server is asked for where it is None; raises BadInput."""
 
@@ -83,7 +81,7 @@ class Worker(Protocol):
     def alive(self) -> bool: ...  # False: it will never serve again
 
     async def prepare(self, request: Request) -> Prompt:
-        """Check what only this worker can check; raises BadInput."""
+        """Check what only this worker can check, the grammar included; raises BadInput."""
 
     def busy(self) -> bool: ...  # a request is in flight
     def counts(self) -> dict[str, int]: ...  # requests, pages and so on, for /health and /metrics
@@ -112,10 +110,6 @@ class LocalPrompt(NamedTuple):
     @property
     def n_tokens(self) -> int:
         return len(self.token_ids)
-
-    async def checked(self) -> "LocalPrompt":
-        await self.worker.check(self)
-        return self
 
     async def count_tokens(self) -> int:
         return self.n_tokens
@@ -174,15 +168,13 @@ class LocalWorker:
         self._grammars.close()
 
     async def prepare(self, request: Request) -> LocalPrompt:
-        return await asyncio.to_thread(self._prepare, request)  # a long prompt must not stop the streams
-
-    async def check(self, prompt: LocalPrompt) -> None:
-        """Try its grammar, behind those of others; raises BadInput."""
+        prompt = await asyncio.to_thread(self._prepare, request)  # a long prompt must not stop the streams
         if prompt.grammar:
             try:
-                await self._grammars.check(prompt.grammar, prompt.request.owner)
+                await self._grammars.check(prompt.grammar, request.owner)
             except BadGrammar as error:
-                raise refusal(error, prompt.request.structured_output) from error
+                raise refusal(error, request.structured_output) from error
+        return prompt
 
     def _prepare(self, request: Request) -> LocalPrompt:
         """Render, tokenise and check; raises BadInput."""
@@ -284,8 +276,12 @@ class LocalWorker:
         engine_request = self._engine_request(prompt, choice)
         max_logprob_bytes = MAX_LOGPROB_BYTES // prompt.request.n
         answer = Answer(self.tokenizer, self._parser(prompt), engine_request, max_logprob_bytes, emit)
-        emit(answer.accepted)
-        await self.engine.generate(engine_request, answer.take)
+        emit(Accepted())
+        try:
+            await self.engine.generate(engine_request, answer.take)
+        except asyncio.CancelledError:
+            answer.cancel()
+            raise
 
     def _parser(self, prompt: LocalPrompt) -> Parser:
         request = prompt.request
@@ -364,7 +360,6 @@ class Answer:
         max_logprob_bytes: int,
         emit: Emit,
     ) -> None:
-        self.accepted = Accepted()
         self._tokenizer = tokenizer
         self._decoder = tokenizer.decoder()
         self._parser = parser
@@ -372,6 +367,7 @@ class Answer:
         self._n_logprob_bytes_left = max_logprob_bytes
         self._emit = emit
         self._usage = Usage(len(request.prompt), 0)
+        self._has_finished = False
 
     def take(self, step: StepOutput) -> bool:
         """Emit what a step has brought; whether more is wanted."""
@@ -383,7 +379,7 @@ class Answer:
                 break
             self._say(token)
             if self._parser.stopped:
-                self._emit(Finish("stop", self._usage))
+                self._finish("stop")
                 return False
         if end:
             self._end(end, step.message)
@@ -401,9 +397,14 @@ class Answer:
         self._usage.output_tokens += 1
         if "analysis" in (state_before, self._parser.state):  # both markers count as reasoning
             self._usage.reasoning_tokens += 1
-        self.accepted.usage = self._usage
         for output in outputs:
             self._emit(output)
+
+    def cancel(self) -> None:
+        """Finish an answer that is no longer wanted, unless it has finished already."""
+        if not self._has_finished:
+            usage = self._usage if self._usage.output_tokens else None  # None: the prompt is not computed yet
+            self._emit(Finish("cancelled", usage))
 
     def _end(self, end: Literal["stop", "length", "failed"], message: str) -> None:
         outputs = feed_all(self._parser, self._decoder.close())
@@ -411,6 +412,10 @@ class Answer:
         for output in outputs:
             self._emit(output)
         reason = "stop" if self._parser.stopped else end
+        self._finish(reason, message)
+
+    def _finish(self, reason: Literal["stop", "length", "failed"], message: str = "") -> None:
+        self._has_finished = True
         self._emit(Finish(reason, self._usage, message))
 
     def _logprobs(self, token: Choice, logprob: float) -> TokenLogprob:

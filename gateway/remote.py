@@ -71,9 +71,6 @@ class UpstreamPrompt(NamedTuple):
     candidates: list[list[Message]]  # the messages; then, where they may be cut, without their oldest turns
     n_tokens: None = None  # only the upstream knows
 
-    async def checked(self) -> "UpstreamPrompt":
-        return self
-
     async def run(self, emit: Emit, choice: int = 0) -> None:
         await self.worker.run(self, emit)
 
@@ -274,6 +271,7 @@ class RemoteWorker:
         """Emit what the model says. Raises Refused before Accepted, and nothing after it."""
         request = prompt.request
         meter = Meter(self.prices)
+        accepted = False
         outcome: Outcome = "error"
         deltas = Deltas(not request.parallel_tool_calls, request.n_top_logprobs or 0)
         opening = asyncio.ensure_future(self._open(prompt))
@@ -283,6 +281,7 @@ class RemoteWorker:
             if opening.done():
                 opening.result()
             emit(Accepted())
+            accepted = True
             try:
                 await _relay(await opening, deltas, meter, emit)
                 if not deltas.failed:
@@ -293,6 +292,8 @@ class RemoteWorker:
                 emit(Finish("failed", usage_of(meter), f"The answer cannot be used: {error}."))
         except asyncio.CancelledError:
             outcome = "disconnect"
+            if accepted:
+                emit(Finish("cancelled", usage_of(meter)))
             raise
         finally:
             self.ledger.settle(request.model, discard(opening), outcome, meter)

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, closing, suppress
 from http.client import HTTPResponse
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import httpx2 as httpx
 import pytest
@@ -23,15 +23,18 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from uvicorn.server import ServerState
 
-from api import read_request
+from api import Api, encode_event, read_request
+from background import Registry
 from helpers.faulty_server import SLOW
 from helpers.serving import PATIENCE_S, TINY, Json, Reply, Server, http_bytes, http_frames, run, serve, until
 from middleware import Keys
-from request import body, messages
+from request import body, messages, params
 from request.ids import new_id
 from service import connections, options
 from service.connections import protocol
 from store import SCHEMA, Retention, Store
+from streaming import cancel
+from worker import LocalWorker
 
 RESPONSES, CHAT = "/v1/responses", "/v1/chat/completions"
 FAULTY = ("-m", "tests.helpers.faulty_server")
@@ -726,6 +729,43 @@ def test_so_many_large_bodies_have_a_place() -> None:
 
     async def within_patience() -> None:
         await asyncio.wait_for(read(), PATIENCE_S)
+
+    asyncio.run(within_patience())
+
+
+class SlowWorker:
+    """A worker whose prompts are never ready: their grammars wait for their turn."""
+
+    names = ("m",)
+    defaults: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self) -> None:
+        self.begun = asyncio.Queue[str]()
+
+    async def prepare(self, request: params.Request) -> Any:
+        self.begun.put_nowait(request.owner)
+        await asyncio.Event().wait()
+
+
+def test_a_large_body_keeps_no_place_while_its_grammar_waits() -> None:
+    """Bug: those of other owners had none."""
+    chat_body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x" * 2**16}]}).encode()
+
+    async def begin() -> None:
+        worker = SlowWorker()
+        registry = Registry(Store(":memory:", Retention()), encode_event)
+        api = Api(cast(LocalWorker, worker), None, registry, b"")
+        tasks = []
+        for owner in ["m"] * 10 + ["y"]:
+            http = http_request(chat_body, owner)
+            http.scope["enter"] = lambda n_streams: None
+            tasks.append(asyncio.create_task(api.create_completion(http)))
+        begun = [await worker.begun.get() for _ in tasks]
+        assert begun.count("y") == 1
+        await cancel(*tasks)
+
+    async def within_patience() -> None:
+        await asyncio.wait_for(begin(), PATIENCE_S)
 
     asyncio.run(within_patience())
 

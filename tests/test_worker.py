@@ -271,21 +271,46 @@ def test_what_is_demanded_ends_though_the_end_is_ignored(engine: Engine) -> None
     jsonschema.validate(json.loads(text), SCHEMA)
 
 
-def test_a_grammar_is_tried_when_there_is_a_prompt(engine: Engine) -> None:
-    """Bug: large bodies kept their places while their grammars waited, and those of other owners had none."""
+def test_a_prompt_is_there_when_its_grammar_has_been_tried(engine: Engine) -> None:
     grammars = Grammars(TINY / "tokenizer.json", 2048, (2041,))
     worker = LocalWorker(engine, Tokenizer(TINY / "tokenizer.json"), ChatTemplate.load(TINY), grammars)
     format_ = {"type": "json_schema", "name": "s", "schema": {"type": "string", "pattern": "("}}
     body = {"model": "m", "input": "hi", "text": {"format": format_}}
 
-    async def prepared_then_checked() -> None:
-        prompt = await worker.prepare(params.from_responses(body, {}))
-        assert prompt.n_tokens
-        with pytest.raises(BadInput) as caught:
-            await prompt.checked()
-        assert caught.value.code == "invalid_json_schema"
+    with pytest.raises(BadInput) as caught:
+        asyncio.run(worker.prepare(params.from_responses(body, {})))
+    assert caught.value.code == "invalid_json_schema"
 
-    asyncio.run(prepared_then_checked())
+
+def test_a_run_that_is_cancelled_finishes(engine: Engine) -> None:
+    """Once, with the tokens that were counted until then."""
+    grammars = Grammars(TINY / "tokenizer.json", 2048, (2041,))
+    worker = LocalWorker(engine, Tokenizer(TINY / "tokenizer.json"), ChatTemplate.load(TINY), grammars)
+    outputs: list[Accepted | Output | Finish] = []
+
+    async def cancel_after_three() -> None:
+        begun = asyncio.Event()
+
+        def emit(output: Accepted | Output | Finish) -> None:
+            outputs.append(output)
+            if len(outputs) == 3:
+                begun.set()
+
+        prompt = await worker.prepare(
+            params.from_responses({"model": "m", "input": "hi", "ignore_eos": True}, {})
+        )
+        running = asyncio.create_task(prompt.run(emit))
+        await begun.wait()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    asyncio.run(cancel_after_three())
+    finishes = [output for output in outputs if isinstance(output, Finish)]
+    assert [finish.reason for finish in finishes] == ["cancelled"]
+    assert outputs[-1] is finishes[0]
+    assert finishes[0].usage
+    assert finishes[0].usage.output_tokens >= 2
 
 
 def test_the_dialect_can_be_forced() -> None:
