@@ -1,9 +1,13 @@
-"""Settings of the suite: one BLAS thread, for two collapse on a busy machine, and no unseeded randomness.
+"""Settings of the suite: one BLAS thread, no unseeded randomness, and kernels that are compiled beforehand.
 
-Who asks for tests/gpu by name wants them run: a machine without a GPU is an error then, not dozens of skips.
+Two BLAS threads collapse on a busy machine. Asking for tests/gpu by name on a machine without a GPU is an
+error, not dozens of skips.
 """
 
+import hashlib
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -15,7 +19,8 @@ from hypothesis import settings  # noqa: E402
 settings.register_profile("suite", derandomize=True, deadline=None, database=None)
 settings.load_profile("suite")
 
-GPU_TESTS = Path(__file__).parent / "gpu"
+ROOT = Path(__file__).parents[1]
+GPU_TESTS = ROOT / "tests" / "gpu"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -26,3 +31,35 @@ def pytest_configure(config: pytest.Config) -> None:
 
     if reason := cuda.missing():
         raise pytest.UsageError(f"tests/gpu is for a GPU: {reason}")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Compile the kernels of the CPU before any test whose server would do it within the test's time."""
+    starts_servers = any(hasattr(item, "module") and hasattr(item.module, "serve") for item in session.items)
+    if starts_servers and not session.config.option.collectonly:
+        compile_kernels()
+
+
+COMPILE = "from devices import cpu; cpu.compile_kernels(list(cpu.FORMATS))"
+
+
+def compile_kernels() -> None:
+    """Compile the kernels for one thread, once: the workers of a run wait for the first of them.
+
+    Without Numba, or without a folder to keep them in, servers go without, and say so in their logs.
+    """
+    from filelock import FileLock  # here: tests/gpu runs where the server's packages are not installed
+
+    from checkpoint.default_model import cache_folder
+
+    sources = [path.read_bytes() for path in sorted((ROOT / "devices").glob("*.py"))]
+    folder = cache_folder() / "kernels"
+    compiled = folder / f"{hashlib.sha256(b''.join(sources)).hexdigest()[:16]}.compiled"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / "compile.lock"):
+            if not compiled.exists():
+                subprocess.run([sys.executable, "-c", COMPILE], cwd=ROOT, capture_output=True, check=True)
+                compiled.touch()
+    except (OSError, subprocess.CalledProcessError):
+        return

@@ -464,12 +464,16 @@ VECTORS: dict[Any, tuple[Any, ...]] = {
 # fmt: on
 
 
+@pytest.mark.skipif("+avx2" not in microkernel.target_features and platform.machine() not in ("aarch64", "arm64"),
+                    reason="names the vectors of AVX2, AVX-512 and NEON")  # fmt: skip
 @pytest.mark.parametrize("kernel", VECTORS, ids=lambda kernel: kernel.py_func.__name__)
 def test_kernels_use_vectors(kernel: Any) -> None:
-    """A kernel that the compiler did not vectorise is right, and ten times as slow."""
+    """A kernel that the compiler did not vectorise is right, and ten times as slow.
+
+    Compiled to scalars it has no fused step of a vector at all. How many it has is the processor's affair.
+    """
     code = listing(kernel, *VECTORS[kernel])
-    fused = [line for line in code.splitlines() if re.search(r"\bv?fn?m(add|sub|la)\w*\s", line)]
-    assert len([line for line in fused if re.search(r"[zy]mm|\.4s", line)]) >= 4, code
+    assert re.search(r"\bv?fn?m(add|sub|la)\w*\s.*([zy]mm|\.4s)", code), code
 
 
 def listing(kernel: Any, *arguments: Any) -> str:

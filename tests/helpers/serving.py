@@ -159,17 +159,31 @@ def serve(*flags: str, model: Path | None = TINY, script: tuple[str, ...] = SERV
 
 
 def listening(process: subprocess.Popen[str], log: Path, patience_s: float = PATIENCE_S) -> str:
-    """The URL that the server announces."""
+    """Return the URL that the server announces. One that says nothing for so long is killed."""
     assert process.stdout
-    watchdog = threading.Timer(patience_s, process.kill)  # then its stdout ends
+    announced = threading.Event()
+
+    def watch() -> None:
+        while not announced.wait(patience_s):
+            if not is_compiling(log.read_text(encoding="utf-8")):
+                process.kill()  # then its stdout ends
+                return
+
+    watchdog = threading.Thread(target=watch)
     watchdog.start()
     try:
         for line in process.stdout:
             if line.startswith("listening"):
                 return line.split()[1]
     finally:
-        watchdog.cancel()
+        announced.set()
+        watchdog.join()
     raise AssertionError(f"the server ended without listening:\n{log.read_text(encoding='utf-8')}")
+
+
+def is_compiling(log: str) -> bool:
+    """True while Numba compiles the kernels, which a busy machine does in minutes."""
+    return "getting the kernels ready" in log and "kernels ready in" not in log
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
