@@ -3,7 +3,7 @@
     [Span, ...] --Batch()--> rows --forward()--> logits of the wanted rows --pick()--> [Choice, ...]
 
 A step computes rows, and a row is one token of one sequence. Prefill (a chunk of a prompt) and decode (the
-next token of an answer) are the same pass, and a batch may hold rows of both: continuous batching with
+newest token of an answer) are the same pass, and one batch may hold rows of both: continuous batching with
 chunked prefill. Keys and values are kept in the KV cache, a pool of pages (PagedAttention,
 https://arxiv.org/abs/2309.06180); a sequence's page table names the pages that hold its tokens.
 
@@ -12,20 +12,20 @@ Authority: "Attention Is All You Need" (https://arxiv.org/abs/1706.03762) with t
 
 Rules of this file:
 1. An op is the work of one GPU kernel (or a few): its norm, its bias and its residual addition are inside it.
-2. Batch invariance: a sequence gets the same bits alone and in any batch, wherever its pages lie. So every
-   product covers the rows of one group, because BLAS sums one row in another order than several. A prefill
-   chunk and its tokens one by one are different groups, and agree up to rounding, about 1e-6.
+2. Batch invariance: a row is computed by itself. So it has the same bits alone, in any batch, in any prefill
+   chunk, and wherever its pages lie. NumpyOps multiplies one row at a time, because BLAS sums several rows in
+   another order than one.
 3. Rotary pairs are ADJACENT: a pair of a head is a complex number (checkpoint/weights.py orders them so).
 
-Not here: which rows to compute next (scheduler.py), which page is whose (pages.py), what the families of
-models differ in (checkpoint/config.py), files (checkpoint/weights.py), logits to a token (sampling.py), speed
+Not here: which rows to compute next (scheduler.py), which page is whose (pages.py), how the families of
+models differ (checkpoint/config.py), files (checkpoint/weights.py), logits to a token (sampling.py), speed
 (devices/).
 """
 
 import math
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,82 +63,38 @@ class Span(NamedTuple):
         return self.start + len(self.token_ids)
 
 
-class Group(NamedTuple):
-    """Rows that are multiplied together (rule 2): a prefill chunk, or one token."""
-
-    pages: Sequence[int]  # page table of their sequence
-    start: int  # position of the first row
-    rows: slice  # of the batch
-
-
 class Batch:
     """The rows of one step: the tokens of all spans, one span after another."""
 
     def __init__(self, spans: Sequence[Span]) -> None:
+        self.spans = spans
         token_ids: list[int] = []
         positions: list[int] = []
-        pages: list[int] = []
         wanted_rows: list[int] = []
-        self.groups: list[Group] = []
+        self.page_tables: list[Ints] = []  # of each row, the page table of its sequence
         for span in spans:
             assert span.token_ids is not None, "expected token ids: only a GPU chains spans"
-            first_row = len(token_ids)
-            end_row = first_row + len(span.token_ids)
-            group_size = CHUNK if span.is_chunk else 1
-            for row in range(first_row, end_row, group_size):
-                rows = slice(row, min(row + group_size, end_row))
-                self.groups.append(Group(span.pages, span.start + row - first_row, rows))
             token_ids += span.token_ids
             positions += range(span.start, span.end)
-            pages += [span.pages[position // PAGE] for position in range(span.start, span.end)]
-            wanted_rows += range(end_row - span.n_wanted, end_row)
+            wanted_rows += range(len(token_ids) - span.n_wanted, len(token_ids))
+            self.page_tables += [np.array(span.pages, np.int64)] * len(span.token_ids)
         self.token_ids: Ints = np.array(token_ids, np.int64)  # (n_rows,)
         self.positions: Ints = np.array(positions, np.int64)  # (n_rows,)
+        self.wanted_rows: Ints = np.array(wanted_rows, np.int64)  # (n_wanted,) of all spans
+        pages = [table[position // PAGE] for table, position in zip(self.page_tables, positions, strict=True)]
         self.pages: Ints = np.array(pages, np.int64)  # (n_rows,) the page that each token lies in
         self.offsets = self.positions % PAGE  # (n_rows,) and its place in that page
-        self.wanted_rows: Ints = np.array(wanted_rows, np.int64)  # (n_wanted,) of all spans
-        self.row_groups = [group.rows for group in self.groups]
 
 
 # --- the forward pass ---------------------------------------------------------------------------------------
 
-BatchT = TypeVar("BatchT", contravariant=True)
-ArrayT = TypeVar("ArrayT")
 
+def forward(ops: Any, weights: Weights, batch: Any) -> Any:
+    """Return the logits of the wanted rows, (n_wanted, vocab_size); all rows' keys and values are cached.
 
-class Ops(Protocol[BatchT, ArrayT]):
-    """The ops of a forward pass: NumpyOps defines them, devices/ has faster ones.
-
-    x is the residual stream, (n_rows, dim); `out` and `down` add to it in place.
+    `ops` has the ops of NumpyOps, and `batch` is what they take: a Batch, or a device's own.
+    x is the residual stream, (n_rows, dim). `out`, `down` and `experts` add to it in place.
     """
-
-    def embed(self, batch: BatchT, weights: Weights) -> ArrayT:
-        """Begin the residual stream. -> (n_rows, dim)"""
-
-    def qkv(self, x: ArrayT, layer: Layer, batch: BatchT) -> ArrayT:
-        """Project to queries, keys, values. -> (n_rows, (n_heads + 2 * n_kv_heads) * head_dim)"""
-
-    def attend(self, qkv: ArrayT, layer: Layer, i: int, batch: BatchT) -> ArrayT:
-        """Write layer i's keys and values to the KV cache, and attend. -> (n_rows, n_heads * head_dim)"""
-
-    def out(self, x: ArrayT, y: ArrayT, layer: Layer, batch: BatchT) -> None:
-        """Add the projection of y, the attention's result."""
-
-    def gate_up(self, x: ArrayT, layer: Layer, batch: BatchT) -> ArrayT:
-        """The hidden layer of the MLP. -> (n_rows, hidden_dim)"""
-
-    def down(self, x: ArrayT, h: ArrayT, layer: Layer, batch: BatchT) -> None:
-        """Add the projection of h, the hidden layer."""
-
-    def experts(self, x: ArrayT, layer: Layer, batch: BatchT) -> None:
-        """Add the weighted sum of the MLPs that the router chooses for each row (mixture of experts)."""
-
-    def logits(self, x: ArrayT, weights: Weights, batch: BatchT) -> ArrayT:
-        """The logits of the wanted rows. -> (n_wanted, vocab_size)"""
-
-
-def forward(ops: Ops[BatchT, ArrayT], weights: Weights, batch: BatchT) -> ArrayT:
-    """Return the logits of the wanted rows, (n_wanted, vocab_size); all rows' keys and values are cached."""
     x = ops.embed(batch, weights)
     for i, layer in enumerate(weights.layers):
         qkv = ops.qkv(x, layer, batch)
@@ -166,7 +122,7 @@ class NumpyOps:
     pack = staticmethod(unpacked)  # how checkpoint.weights.read_weights keeps a matrix for these ops
     chunk = CHUNK
     n_ahead = 0  # steps that may be launched before the first of them is read
-    chunk_invariant = False  # a row has other bits in a prefill chunk than by itself: rule 2
+    chunk_invariant = False
 
     def __init__(
         self, config: Config, weights: Weights, max_seq_len: int, n_pages: int, max_batch: int
@@ -209,8 +165,7 @@ class NumpyOps:
 
     def qkv(self, x: Array, layer: Layer, batch: Batch) -> Array:
         """[q, k, v] = RMSNorm(x) W_qkv^T + b"""
-        normed = self._rms_norm(x, layer.attn_norm)
-        return self._linear(normed, layer.wqkv, layer.bqkv, batch.row_groups)
+        return self._linear(self._rms_norm(x, layer.attn_norm), layer.wqkv, layer.bqkv)
 
     def attend(self, qkv: Array, layer: Layer, i: int, batch: Batch) -> Array:
         """y = attention(rotate(q), rotate(k), v), where k and v are those of all tokens so far.
@@ -234,25 +189,25 @@ class NumpyOps:
 
     def out(self, x: Array, y: Array, layer: Layer, batch: Batch) -> None:
         """x += y W_o^T + b"""
-        x += self._linear(y, layer.wo, layer.bo, batch.row_groups)
+        x += self._linear(y, layer.wo, layer.bo)
 
     def gate_up(self, x: Array, layer: Layer, batch: Batch) -> Array:
         """h = swiglu(RMSNorm(x) W_gate_up^T + b)"""
         normed = self._rms_norm(x, layer.mlp_norm)
-        return self._swiglu(self._linear(normed, layer.w_gate_up, layer.b_gate_up, batch.row_groups))
+        return self._swiglu(self._linear(normed, layer.w_gate_up, layer.b_gate_up))
 
     def down(self, x: Array, h: Array, layer: Layer, batch: Batch) -> None:
         """x += h W_down^T + b"""
-        x += self._linear(h, layer.w_down, layer.b_down, batch.row_groups)
+        x += self._linear(h, layer.w_down, layer.b_down)
 
     def experts(self, x: Array, layer: Layer, batch: Batch) -> None:
         """x += sum of share_e * (h_e W_down_e^T + b_e) over the experts e that the row has chosen, where
-        h_e = swiglu(RMSNorm(x) W_gate_up_e^T + b_e). Each row is a group of its own.
+        h_e = swiglu(RMSNorm(x) W_gate_up_e^T + b_e).
 
         https://arxiv.org/abs/1701.06538, equation 1
         """
         normed = self._rms_norm(x, layer.mlp_norm)
-        chosen, shares = self._route(normed, layer, batch)
+        chosen, shares = self._route(normed, layer)
         n_chosen = chosen.shape[1]
         experts = chosen.ravel()  # (n_rows * n_chosen,)
         inputs = normed.repeat(n_chosen, axis=0)
@@ -263,10 +218,8 @@ class NumpyOps:
             x += shares[:, i, None] * y[:, i]
 
     def logits(self, x: Array, weights: Weights, batch: Batch) -> Array:
-        """RMSNorm(x) W_head^T for the wanted rows; each is a group of its own."""
-        normed = self._rms_norm(x[batch.wanted_rows], weights.norm)
-        groups = [slice(row, row + 1) for row in range(len(normed))]
-        return self._linear(normed, weights.head, None, groups)
+        """RMSNorm(x) W_head^T for the wanted rows."""
+        return self._linear(self._rms_norm(x[batch.wanted_rows], weights.norm), weights.head, None)
 
     def pick(self, logits: Array, contexts: Sequence[Context]) -> list[Choice]:
         """Choose a token for each wanted row (sampling.py)."""
@@ -280,22 +233,21 @@ class NumpyOps:
         normed: Array = x / np.sqrt(mean_square + self.config.norm_eps)
         return normed * w
 
-    def _linear(self, x: Array, w: Matrix, b: Array | None, row_groups: Sequence[slice]) -> Array:
-        """x W^T + b, one product a group of rows (rule 2). x (n_rows, n_in), w (n_out, n_in), b (n_out,)"""
-        y = np.empty((len(x), len(w)), np.float32)
-        for rows in row_groups:
-            y[rows] = x[rows] @ w.T  # (row, input) (input, output) -> (row, output)
+    def _linear(self, x: Array, w: Matrix, b: Array | None) -> Array:
+        """x W^T + b. x (n_rows, n_in), w (n_out, n_in), b (n_out,) -> (n_rows, n_out)"""
+        y: Array = (x[:, None] @ w.T)[:, 0]  # a product for each row (rule 2): (row, 1, in) (in, out)
         if b is not None:
             y += b
         return y
 
-    def _route(self, normed: Array, layer: Layer, batch: Batch) -> tuple[Ints, Array]:
-        """The experts that each row chooses, those with the highest scores, and their shares in the sum.
+    def _route(self, normed: Array, layer: Layer) -> tuple[Ints, Array]:
+        """Return the experts that each row chooses, and their shares in the sum. Both are (n_rows, n_chosen).
 
-        A share is the softmax of the score, over all experts or over the chosen ones. Both (n_rows, n_chosen)
+        They are those with the highest scores. A share is the softmax of the score, over all experts or over
+        the chosen ones.
         """
         assert self.config.experts is not None
-        scores = self._linear(normed, layer.router, layer.b_router, batch.row_groups)  # (n_rows, n_experts)
+        scores = self._linear(normed, layer.router, layer.b_router)  # (n_rows, n_experts)
         ranked = np.argsort(-scores, axis=-1, kind="stable")  # of equals the first
         chosen = ranked[:, : self.config.experts.n_chosen]
         if self.config.experts.normalised:
@@ -329,55 +281,37 @@ class NumpyOps:
         self._kv[batch.pages, i, 1, batch.offsets] = v
 
     def _attention(self, q: Array, layer: Layer, i: int, batch: Batch) -> Array:
-        """Attend group by group. q (n_rows, n_heads, head_dim) -> (n_rows, n_heads * head_dim)"""
+        """Attend row by row (rule 2). q (n_rows, n_heads, head_dim) -> (n_rows, n_heads * head_dim)"""
         y = np.empty((len(q), self.config.n_heads * self.config.head_dim), np.float32)
-        for group in batch.groups:
-            y[group.rows] = self._attention_of_group(q[group.rows], layer.sinks, i, group)
+        for row, page_table in enumerate(batch.page_tables):
+            y[row] = self._attention_of_row(q[row], layer.sinks, i, page_table, batch.positions[row])
         return y
 
-    def _attention_of_group(self, q: Array, sinks: Array | None, i: int, group: Group) -> Array:
-        """softmax(Q K^T / sqrt(head_dim)) V, https://arxiv.org/abs/1706.03762, equation 1.
+    def _attention_of_row(
+        self, q: Array, sinks: Array | None, i: int, page_table: Ints, position: int
+    ) -> Array:
+        """softmax(q K^T / sqrt(head_dim)) V, https://arxiv.org/abs/1706.03762, equation 1.
 
-        n_heads / n_kv_heads query heads share a key head: grouped-query attention,
-        https://arxiv.org/abs/2305.13245. Pages in front of a sliding window are not read.
+        K and V are those of the tokens that the row sees: all up to its own position; with a sliding window
+        of w the last w of them, https://arxiv.org/abs/2310.06825, section 2. n_heads / n_kv_heads query heads
+        share a key head: grouped-query attention, https://arxiv.org/abs/2305.13245.
         """
         c = self.config
         window = c.windows[i]
-        n = len(q)
-        end = group.start + n
-        first_page = 0
+        first = 0
         if window is not None:
-            first_page = max(0, group.start - window + 1) // PAGE  # the first that holds a visible key
-        key_positions = np.arange(first_page * PAGE, end)  # (n_keys,)
-        visible = visible_keys(np.arange(group.start, end), key_positions, window)  # (n, n_keys)
-
-        # Axes: q query, k key, d head_dim, g key head, h query head among those that share the key head.
-        pages = list(group.pages[first_page : math.ceil(end / PAGE)])
-        keys = self._read_cache(pages, i, 0)[: len(key_positions)].transpose(1, 2, 0)  # (g, d, k)
-        values = self._read_cache(pages, i, 1)[: len(key_positions)].transpose(1, 0, 2)  # (g, k, d)
-        queries = q.reshape(n, c.n_kv_heads, -1, c.head_dim).transpose(1, 2, 0, 3)  # (g, h, q, d)
-        scores = queries @ keys[:, None] / math.sqrt(c.head_dim)  # (g, h, q, k)
-        scores = np.where(visible, scores, -np.inf)
+            first = max(0, position + 1 - window)
+        seen = np.arange(first, position + 1)  # (n_keys,) positions
+        pages = page_table[seen // PAGE]
+        # Axes: k key, d head_dim, g key head, h query head among those that share the key head.
+        keys = self._kv[pages, i, 0, seen % PAGE].transpose(1, 2, 0)  # (g, d, k)
+        values = self._kv[pages, i, 1, seen % PAGE].transpose(1, 0, 2)  # (g, k, d)
+        queries = q.reshape(c.n_kv_heads, -1, c.head_dim)  # (g, h, d)
+        scores = queries @ keys / math.sqrt(c.head_dim)  # (g, h, k)
         if sinks is not None:
-            sinks = sinks.reshape(c.n_kv_heads, -1, 1, 1)  # (g, h, 1, 1)
-        probs = softmax(scores, sinks)  # (g, h, q, k)
-        y: Array = probs @ values[:, None]  # (g, h, q, d)
-        return y.transpose(2, 0, 1, 3).reshape(n, -1)
-
-    def _read_cache(self, pages: Sequence[int], i: int, which: int) -> Array:
-        """The keys (0) or values (1) of layer i in some pages, (len(pages) * PAGE, n_kv_heads, head_dim)."""
-        return self._kv[pages, i, which].reshape(-1, self.config.n_kv_heads, self.config.head_dim)
-
-
-def visible_keys(query_positions: Ints, key_positions: Ints, window: int | None) -> NDArray[np.bool_]:
-    """Which keys a query sees: those up to its own position; with a sliding window of w, the last w of them.
-
-    https://arxiv.org/abs/2310.06825, section 2. -> (n_queries, n_keys)
-    """
-    visible: NDArray[np.bool_] = key_positions <= query_positions[:, None]
-    if window is not None:
-        visible &= key_positions > query_positions[:, None] - window
-    return visible
+            sinks = sinks.reshape(c.n_kv_heads, -1, 1)  # (g, h, 1)
+        y: Array = softmax(scores, sinks) @ values  # (g, h, d)
+        return y.reshape(-1)
 
 
 def rotate(x: Array, turns: NDArray[np.complex64]) -> Array:
@@ -391,7 +325,7 @@ def rotate(x: Array, turns: NDArray[np.complex64]) -> Array:
 
 
 def softmax(x: Array, sink: Array | None = None) -> Array:
-    """exp(x) / sum(exp(x)) over the last axis; the largest is subtracted first, so that exp stays finite.
+    """exp(x) / sum(exp(x)) over the last axis; the largest x is subtracted first, so that exp stays finite.
 
     A sink is one more x, whose result is left out (attention sink): https://arxiv.org/abs/2309.17453
     """

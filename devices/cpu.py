@@ -30,7 +30,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -617,7 +617,7 @@ class FastOps(NumpyOps):
 
     def gate_up(self, x: Array, layer: Layer, batch: Batch) -> Array:
         normed = self._rms_norm(x, layer.mlp_norm)
-        gate_up = self._linear(normed, layer.w_gate_up, layer.b_gate_up, batch.row_groups)
+        gate_up = self._linear(normed, layer.w_gate_up, layer.b_gate_up)
         h = np.empty((len(x), self.config.hidden_dim), np.float32)
         self._run(silu_product, 8 * h.size, gate_up, h)
         return h
@@ -635,8 +635,8 @@ class FastOps(NumpyOps):
         self._run(rms_norm, 4 * rows.size, rows, w, np.float32(self.config.norm_eps), y)
         return y.reshape(x.shape)
 
-    def _linear(self, x: Array, w: Matrix, b: Array | None, row_groups: Sequence[slice]) -> Array:
-        """x W^T + b; every row is a group by itself (rule 1)."""
+    def _linear(self, x: Array, w: Matrix, b: Array | None) -> Array:
+        """x W^T + b"""
         n_panels, n_blocks = w.words.shape[:2]
         rows = np.ascontiguousarray(x)
         if w.is_quantized:
@@ -674,20 +674,22 @@ class FastOps(NumpyOps):
 
 
 class AttentionBlocks:
-    """How the attention of a batch is cut into tasks, the same in all layers: ATTENTION_ROWS of a group."""
+    """How the attention of a batch is cut into tasks, the same in all layers: ATTENTION_ROWS of a span."""
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
         self.n_keys = int(batch.positions.sum()) + len(batch.positions)  # seen by all rows, without a window
+        longest = max(len(span.pages) for span in batch.spans)
+        self.page_tables: Ints = np.zeros((len(batch.spans), longest), np.int64)  # filled up with 0
         rows: list[tuple[int, int, int]] = []
-        for number, group in enumerate(batch.groups):
-            for first in range(group.rows.start, group.rows.stop, ATTENTION_ROWS):
-                rows.append((first, min(first + ATTENTION_ROWS, group.rows.stop), number))
+        first_row = 0
+        for number, span in enumerate(batch.spans):
+            self.page_tables[number, : len(span.pages)] = span.pages
+            end_row = first_row + span.end - span.start
+            for first in range(first_row, end_row, ATTENTION_ROWS):
+                rows.append((first, min(first + ATTENTION_ROWS, end_row), number))
+            first_row = end_row
         self.rows: Ints = np.array(rows, np.int64)  # (n_blocks, 3): first row, end of the rows, page table
-        longest = max(len(group.pages) for group in batch.groups)
-        self.page_tables: Ints = np.zeros((len(batch.groups), longest), np.int64)  # filled up with 0
-        for page_table, group in zip(self.page_tables, batch.groups, strict=True):
-            page_table[: len(group.pages)] = group.pages
 
 
 def panels_of(weights: Weights) -> list[Panels]:
