@@ -13,45 +13,30 @@ package knows the formats of tensors. Its reader is not used: it makes an array 
 takes seconds for a vocabulary, and holds no count against the size of the file.
 
 Rules of this file:
-  * A file is not believed. Each count and size is held against the bytes that are there before anything is
-    made of it, and a header is no longer than MAX_HEADER_BYTES: this bounds time and memory.
-  * Tensors lie one behind another in their order, as llama.cpp demands it, so none lies in another.
+  * A file is not believed. Each count and size is checked against the bytes that are there before anything is
+    made of it, and a header has at most MAX_HEADER_BYTES. This bounds time and memory.
+  * Tensors follow one another in their order, as llama.cpp requires, so no tensor overlaps another.
   * What is wrong raises UnsupportedModel, in one line.
-
-Not here: what the metadata means (gguf_file.py), what the tensors hold (blocks.py).
 """
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from checkpoint.config import UnsupportedModel
 
-if TYPE_CHECKING:
-    from gguf import GGMLQuantizationType
-
-MAGIC = b"GGUF"
-VERSIONS = (2, 3)
 MAX_HEADER_BYTES = 2**26  # a vocabulary of 262,000 tokens takes 15 MB
 MAX_DIMS = 4
-MAX_NAME = 64  # characters of a tensor's name
-ALIGNMENT = 32  # bytes of the data, where general.alignment does not say
+ALIGNMENT = 32  # bytes of the data, unless general.alignment says otherwise
 
-# --- types of values ----------------------------------------------------------------------------------------
-
+# GGUF's number of a type of value
 U32, U64 = np.dtype("<u4"), np.dtype("<u8")
 STRING, ARRAY = 8, 9
-# fmt: off
-#  GGUF's number of the type
-NUMBERS: dict[int, np.dtype[Any]] = {
-    0: np.dtype("u1"),  1: np.dtype("i1"),   2: np.dtype("<u2"),  3: np.dtype("<i2"),
-    4: U32,             5: np.dtype("<i4"),  6: np.dtype("<f4"),  7: np.dtype("?"),
-    10: U64,            11: np.dtype("<i8"), 12: np.dtype("<f8"),
-}
-# fmt: on
+NUMBERS = dict(enumerate(map(np.dtype, ("u1", "i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?"))))
+NUMBERS |= {10: U64, 11: np.dtype("<i8"), 12: np.dtype("<f8")}
 
 
 class Tensor(NamedTuple):
@@ -66,163 +51,113 @@ class Container(NamedTuple):
 
 
 class Header:
-    """The bytes of a header, read from front to back."""
+    """Reads the bytes of a header from front to back."""
 
     def __init__(self, data: NDArray[np.uint8]) -> None:
         self._data = data[:MAX_HEADER_BYTES].data
         self.position = 0
 
-    def take(self, n_bytes: int) -> memoryview:
-        end = self.position + n_bytes
+    def numbers(self, dtype: np.dtype[Any], n: int) -> NDArray[Any]:
+        start = self.position
+        end = start + n * dtype.itemsize
         if end > len(self._data):
-            where = f"byte {self.position} of the header, which ends at byte {len(self._data)}"
-            limit = f" (at most {MAX_HEADER_BYTES} bytes are read)"
-            raise UnsupportedModel(f"{n_bytes} bytes are announced at {where}{limit}")
-        taken = self._data[self.position : end]
+            raise UnsupportedModel(
+                f"{end - start} bytes are announced at byte {start} of the header, which ends at byte"
+                f" {len(self._data)} (at most {MAX_HEADER_BYTES} bytes are read)"
+            )
         self.position = end
-        return taken
+        return np.frombuffer(self._data[start:end], dtype)
 
-    def u32(self) -> int:
-        return int.from_bytes(self.take(4), "little")
-
-    def u64(self) -> int:
-        return int.from_bytes(self.take(8), "little")
+    def integer(self, dtype: np.dtype[Any]) -> int:
+        return int(self.numbers(dtype, 1)[0])
 
     def string(self) -> str:
-        n_bytes = self.u64()
-        try:
-            return str(self.take(n_bytes), "utf-8")
-        except UnicodeDecodeError:
-            raise UnsupportedModel(f"the text that ends at byte {self.position} is not UTF-8") from None
+        n_bytes = self.integer(U64)
+        return self.numbers(NUMBERS[0], n_bytes).tobytes().decode()
 
     def value(self) -> Any:
         """Read the type of a value, then the value."""
-        kind = self.u32()
+        kind = self.integer(U32)
         if kind == STRING:
             return self.string()
-        if kind == ARRAY:
-            return self.array()
-        return self.numbers(kind, 1)[0].item()
-
-    def array(self) -> list[str] | NDArray[Any]:
-        kind = self.u32()
-        n = self.u64()
+        if kind != ARRAY:
+            return self.numbers(self._dtype(kind), 1)[0].item()
+        kind = self.integer(U32)
+        n = self.integer(U64)
         if kind == STRING:
-            return [self.string() for _ in range(n)]  # ends with the bytes: each takes 8 or more
-        return self.numbers(kind, n)
+            return [self.string() for _ in range(n)]  # ends with the bytes: each string takes 8 or more
+        return self.numbers(self._dtype(kind), n)
 
-    def numbers(self, kind: int, n: int) -> NDArray[Any]:
+    def _dtype(self, kind: int) -> np.dtype[Any]:
         if kind not in NUMBERS:
             raise UnsupportedModel(
                 f"the value at byte {self.position} is of type {kind}, which is unknown here"
             )
-        dtype = NUMBERS[kind]
-        return np.frombuffer(self.take(n * dtype.itemsize), dtype)
-
-
-# --- the file -----------------------------------------------------------------------------------------------
+        return NUMBERS[kind]
 
 
 def read(file: Path) -> Container:
     """Map a file; raises UnsupportedModel for one that is unreadable, cut, or contradicts itself."""
     try:
-        if file.stat().st_size == 0:  # cannot be mapped
-            raise UnsupportedModel("it is empty")
         return parse(np.memmap(file, np.uint8, mode="r").view(np.ndarray))
-    except UnsupportedModel as error:
-        raise UnsupportedModel(f"{file.resolve()} is no GGUF file, or broken: {error}") from None
+    except ValueError as error:  # UnsupportedModel; text that is not UTF-8, an unknown format, an empty file
+        raise UnsupportedModel(f"{file.resolve()} is not a GGUF file, or broken: {error}") from None
     except OSError as error:
         raise UnsupportedModel(f"{file.resolve()}: {error.strerror}") from error
 
 
 def parse(data: NDArray[np.uint8]) -> Container:
     header = Header(data)
-    magic = bytes(header.take(len(MAGIC)))
-    if magic != MAGIC:
-        raise UnsupportedModel(f"it begins with {magic!r}, not {MAGIC!r}")
-    version = header.u32()
-    if version & 0xFFFF == 0:
-        raise UnsupportedModel("it is big-endian; supported: little-endian")
-    if version not in VERSIONS:
-        raise UnsupportedModel(f"version {version}; supported: {', '.join(map(str, VERSIONS))}")
-    n_tensors = header.u64()
-    n_entries = header.u64()
+    magic = header.numbers(NUMBERS[0], 4).tobytes()
+    version = header.integer(U32)
+    if magic != b"GGUF" or version not in (2, 3):
+        raise UnsupportedModel(
+            f"it begins with {magic!r}, version {version}; supported: b'GGUF', 2 or 3, little-endian"
+        )
+    n_tensors = header.integer(U64)
+    n_entries = header.integer(U64)
     metadata: dict[str, Any] = {}
     for _ in range(n_entries):
         name = header.string()
         if name in metadata:
             raise UnsupportedModel(f"{name[:80]!r} stands twice in the metadata")
         metadata[name] = header.value()
-    places: dict[str, Place] = {}
-    for _ in range(n_tensors):
-        name = header.string()
-        if len(name) > MAX_NAME or not name.isprintable():
-            limit = f"a name of up to {MAX_NAME} characters that can be printed"
-            raise UnsupportedModel(f"a tensor is called {name[:MAX_NAME]!r}; supported: {limit}")
-        if name in places:
-            raise UnsupportedModel(f"tensor {name} is there twice")
-        places[name] = read_place(header, name)
-    return Container(metadata, located(places, data, header.position, alignment(metadata)))
-
-
-class Place(NamedTuple):
-    """What a header says of a tensor."""
-
-    format: str
-    shape: tuple[int, ...]
-    n_bytes: int
-    offset: int  # in the data
-
-
-def read_place(header: Header, name: str) -> Place:
-    from gguf import GGML_QUANT_SIZES
-
-    n_dims = header.u32()
-    if not 1 <= n_dims <= MAX_DIMS:
-        raise UnsupportedModel(f"tensor {name} has {n_dims} dimensions; supported: 1 to {MAX_DIMS}")
-    sizes = [header.u64() for _ in range(n_dims)]
-    if not all(0 < size < 2**63 for size in sizes):
-        raise UnsupportedModel(f"tensor {name} has the sizes {sizes}")
-    kind = format_of(header.u32(), name)
-    block, block_bytes = GGML_QUANT_SIZES[kind]
-    if sizes[0] % block:
-        raise UnsupportedModel(f"tensor {name}: {sizes[0]} numbers a row are no blocks of {block}")
-    n_bytes = math.prod(sizes) // block * block_bytes
-    return Place(kind.name, tuple(reversed(sizes)), n_bytes, header.u64())
-
-
-def format_of(number: int, name: str) -> "GGMLQuantizationType":
-    from gguf import GGMLQuantizationType
-
-    try:
-        return GGMLQuantizationType(number)
-    except ValueError:
-        raise UnsupportedModel(f"tensor {name} is of format {number}, which is unknown here") from None
-
-
-def alignment(metadata: dict[str, Any]) -> int:
-    n_bytes = metadata.get("general.alignment", ALIGNMENT)
-    if not isinstance(n_bytes, int) or n_bytes not in [2**n for n in range(16)]:
-        raise UnsupportedModel(f"general.alignment is {str(n_bytes)[:80]!r}; supported: powers of 2")
-    return n_bytes
-
-
-def located(
-    places: dict[str, Place], data: NDArray[np.uint8], header_bytes: int, step: int
-) -> dict[str, Tensor]:
-    """The tensors as views of the file."""
-    start = -(-header_bytes // step) * step
+    step = metadata.get("general.alignment", ALIGNMENT)
+    if not isinstance(step, int) or step not in [2**n for n in range(16)]:
+        raise UnsupportedModel(f"general.alignment is {str(step)[:80]!r}; supported: powers of 2")
+    places = [read_place(header) for _ in range(n_tensors)]
+    start = -(-header.position // step) * step
     expected = 0  # offset of the next tensor
     tensors: dict[str, Tensor] = {}
-    for name, place in places.items():
-        if place.offset != expected:
-            raise UnsupportedModel(
-                f"tensor {name} lies at byte {place.offset} of the data; expected: {expected}"
-            )
-        begin = start + place.offset
-        end = begin + place.n_bytes
+    for name, kind, shape, n_bytes, offset in places:
+        begin = start + offset
+        end = begin + n_bytes
+        if name in tensors:
+            raise UnsupportedModel(f"tensor {name} is there twice")
+        if offset != expected:
+            raise UnsupportedModel(f"tensor {name} lies at byte {offset} of the data; expected: {expected}")
         if end > len(data):
             raise UnsupportedModel(f"tensor {name} ends at byte {end}; the file has {len(data)}")
-        tensors[name] = Tensor(place.format, place.shape, data[begin:end])
-        expected = -(-(place.offset + place.n_bytes) // step) * step
-    return tensors
+        tensors[name] = Tensor(kind, shape, data[begin:end])
+        expected = -(-(offset + n_bytes) // step) * step
+    return Container(metadata, tensors)
+
+
+def read_place(header: Header) -> tuple[str, str, tuple[int, ...], int, int]:
+    """Read what the header says of a tensor: its name, format, shape, bytes, and offset in the data."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType  # here, for it takes a while
+
+    name = header.string()
+    n_dims = header.integer(U32)
+    if not name.isprintable() or not 1 <= n_dims <= MAX_DIMS:
+        limits = f"a name that can be printed, 1 to {MAX_DIMS} dimensions"
+        raise UnsupportedModel(f"tensor {name[:80]!r} has {n_dims} dimensions; supported: {limits}")
+    sizes = [header.integer(U64) for _ in range(n_dims)]
+    kind = GGMLQuantizationType(header.integer(U32))
+    block, block_bytes = GGML_QUANT_SIZES[kind]
+    if 0 in sizes or sizes[0] % block:
+        raise UnsupportedModel(
+            f"tensor {name} has the sizes {sizes}; supported: rows of whole blocks of {block}"
+        )
+    n_bytes = math.prod(sizes) // block * block_bytes
+    return name, kind.name, tuple(reversed(sizes)), n_bytes, header.integer(U64)
