@@ -12,20 +12,22 @@ Of a block with scale d and minimum m a number q stands for
 
 Rules of this file:
   * The names of the formats are GGUF's.
-  * Nothing is decoded before it has to be: who multiplies by blocks gets them as they are.
-
-Not here: the files (gguf_file.py), the products (devices/microkernel.py).
+  * Nothing is decoded before it has to be: a product that reads blocks gets them as they are.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from gguf import GGMLQuantizationType
-
 Array = NDArray[np.float32]
+
+
+class Sizes(NamedTuple):
+    """What a block of a format holds, and takes."""
+
+    n_numbers: int
+    n_bytes: int
 
 
 class Blocks(NamedTuple):
@@ -36,9 +38,8 @@ class Blocks(NamedTuple):
 
     @property
     def n_in(self) -> int:
-        from gguf import GGML_QUANT_SIZES
-
-        return self.data.shape[1] * GGML_QUANT_SIZES[kind(self.format)][0]  # type: ignore[no-any-return]
+        n_blocks: int = self.data.shape[1]
+        return n_blocks * sizes(self.format).n_numbers
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -49,31 +50,32 @@ class Blocks(NamedTuple):
         return self.data.nbytes
 
 
-def kind(format: str) -> "GGMLQuantizationType":
-    from gguf import GGMLQuantizationType  # here, for only files in blocks need it
+def sizes(format: str) -> Sizes:
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType  # here, for only files in blocks need it
 
-    return GGMLQuantizationType[format]
+    return Sizes(*GGML_QUANT_SIZES[GGMLQuantizationType[format]])
 
 
 def decoded(blocks: Blocks) -> Array:
-    """The numbers that the blocks stand for, (n_out, n_in)."""
-    from gguf import dequantize
+    """Return the numbers that the blocks stand for, (n_out, n_in)."""
+    from gguf import GGMLQuantizationType, dequantize
 
-    numbers: Array = dequantize(blocks.data.reshape(len(blocks.data), -1), kind(blocks.format))
+    numbers: Array = dequantize(
+        blocks.data.reshape(len(blocks.data), -1), GGMLQuantizationType[blocks.format]
+    )
     return numbers
 
 
 def quantized(numbers: Array, format: str) -> Blocks:
     """Round a matrix (n_out, n_in), n_in a multiple of 32, to Q8_0 or Q4_1."""
-    from gguf import GGML_QUANT_SIZES, quantize
+    from gguf import GGMLQuantizationType, quantize
 
-    _, block_bytes = GGML_QUANT_SIZES[kind(format)]
-    data = quantize(numbers, kind(format))
-    return Blocks(format, data.reshape(len(numbers), -1, block_bytes))
+    data = quantize(numbers, GGMLQuantizationType[format])
+    return Blocks(format, data.reshape(len(numbers), -1, sizes(format).n_bytes))
 
 
 def with_minima(blocks: Blocks) -> Blocks:
-    """Q4_0 as Q4_1, which stands for the same numbers: the minimum is -8 times the scale."""
+    """Write Q4_0 as Q4_1, which stands for the same numbers: the minimum is -8 times the scale."""
     if blocks.format != "Q4_0":
         return blocks
     scales = np.ascontiguousarray(blocks.data[:, :, :2]).view(np.float16)

@@ -13,9 +13,7 @@ Rules of this file:
   * A value that this program does not support raises UnsupportedModel; nothing is guessed or skipped.
 
 A FieldCheck only says whether a value is supported. The checks of request/validation.py convert the value as
-well and raise errors that become HTTP answers, which a chapter that reads files has no use for.
-
-Not here: tensors (weights.py), rotary frequencies (rope.py), obtaining the files (hub.py).
+well and raise errors that become HTTP answers, which a chapter that reads files does not need.
 """
 
 import json
@@ -43,53 +41,41 @@ class FieldCheck(NamedTuple):
     accepts: Callable[[Any], bool]
 
 
-def integer(low: int, high: int) -> FieldCheck:
-    return FieldCheck(f"a whole number from {low} to {high}", lambda v: type(v) is int and low <= v <= high)
-
-
-def number(low: float, high: float) -> FieldCheck:
-    return FieldCheck(
-        f"a number from {low:g} to {high:g}", lambda v: type(v) in (int, float) and low <= v <= high
-    )
-
-
-def above(low: float, field: str) -> FieldCheck:
-    """A number above the value of another field."""
-    return FieldCheck(f"a number above {field}, {low:g}", lambda v: v > low)
+def between(low: float, high: float, kind: type = float) -> FieldCheck:
+    """A number; `kind` int: a whole one."""
+    kinds = {int, kind}
+    name = "whole number" if kind is int else "number"
+    return FieldCheck(f"a {name} from {low} to {high}", lambda v: type(v) in kinds and low <= v <= high)
 
 
 def one_of(*allowed: object) -> FieldCheck:
     return FieldCheck(" or ".join(map(json.dumps, allowed)), lambda v: v in allowed)
 
 
-def list_of(n: int, *allowed: object) -> FieldCheck:
-    def accepts(value: Any) -> bool:
-        return type(value) is list and len(value) == n and all(item in allowed for item in value)
-
-    return FieldCheck(f"{one_of(*allowed).expected}, {n} times", accepts)
+def list_of(check: FieldCheck, n: int | None = None) -> FieldCheck:
+    """A list of n values, or of any number."""
+    times = f", {n} times" if n else ""
+    return FieldCheck(
+        f"a list of {check.expected}{times}",
+        lambda v: type(v) is list and n in (None, len(v)) and all(map(check.accepts, v)),
+    )
 
 
 def optional(check: FieldCheck) -> FieldCheck:
     return FieldCheck(f"{check.expected}, or null", lambda v: v is None or check.accepts(v))
 
 
-def are_token_ids(value: Any) -> bool:
-    if type(value) is list:
-        return all(map(TOKEN_ID.accepts, value))
-    return value is None or TOKEN_ID.accepts(value)
-
-
 MAX = 2**31 - 1
-SIZE = integer(1, MAX)
-COUNT = integer(1, 2**16)
-VOCABULARY = integer(1, 2**20)  # the largest so far has 2**18; masks have a bit for each token
-NUMBER = number(1e-12, 1e12)
+SIZE = between(1, MAX, int)
+COUNT = between(1, 2**16, int)
+VOCABULARY = between(1, 2**20, int)  # the largest so far has 2**18; masks have a bit for each token
+NUMBER = between(1e-12, 1e12)
 FLAG = FieldCheck("true or false", lambda v: type(v) is bool)
-TOKEN_ID = integer(0, MAX)
-LAYERS = FieldCheck(
-    "a list of numbers of layers, or null", lambda v: v is None or (type(v) is list and are_token_ids(v))
+TOKEN_ID = between(0, MAX, int)
+NUMBERS = list_of(TOKEN_ID)  # of layers, or of tokens
+TOKEN_IDS = FieldCheck(
+    "a token id, a list of them, or null", lambda v: v is None or TOKEN_ID.accepts(v) or NUMBERS.accepts(v)
 )
-TOKEN_IDS = FieldCheck("a token id, a list of them, or null", are_token_ids)
 ROPE = FieldCheck(
     "an object, with one set of numbers for all layers",
     lambda v: type(v) is dict and not any(type(member) is dict for member in v.values()),
@@ -121,9 +107,9 @@ FIELDS: dict[str, tuple[FieldCheck, Any]] = {
     "eos_token_id":                     (TOKEN_IDS,            None),
     "use_sliding_window":               (FLAG,                 False),
     "sliding_window":                   (optional(SIZE),       4096),
-    "max_window_layers":                (integer(0, MAX),      28),
+    "max_window_layers":                (TOKEN_ID,             28),
     "no_rope_layer_interval":           (optional(COUNT),      None),  # null: every layer is rotary
-    "rope_theta":                       (number(2, 1e12),      10_000.0),
+    "rope_theta":                       (between(2, 1e12),     10_000.0),
     "partial_rotary_factor":            (one_of(1, None),      None),  # a fuller program would rotate less
     "original_max_position_embeddings": (optional(SIZE),       None),
     "rope_scaling":                     (optional(ROPE),       None),
@@ -134,7 +120,7 @@ FIELDS: dict[str, tuple[FieldCheck, Any]] = {
     "moe_intermediate_size":            (optional(SIZE),       None),
     "norm_topk_prob":                   (FLAG,                 False),
     "decoder_sparse_step":              (COUNT,                1),
-    "mlp_only_layers":                  (LAYERS,               None),
+    "mlp_only_layers":                  (optional(NUMBERS),    None),
     "swiglu_alpha":                     (NUMBER,               1.702),
     "swiglu_limit":                     (NUMBER,               7.0),
 }
@@ -142,7 +128,7 @@ FIELDS: dict[str, tuple[FieldCheck, Any]] = {
 #  field of `rope_parameters`           field of Rope           check
 ROPE_FIELDS: dict[str, tuple[str, FieldCheck]] = {
     "rope_type":                        ("type",                one_of(*ROPE_TYPES)),
-    "rope_theta":                       ("theta",               number(2, 1e12)),
+    "rope_theta":                       ("theta",               between(2, 1e12)),
     "factor":                           ("factor",              optional(NUMBER)),
     "original_max_position_embeddings": ("original_max_seq_len", SIZE),
     "low_freq_factor":                  ("low_freq_factor",     optional(NUMBER)),
@@ -151,10 +137,16 @@ ROPE_FIELDS: dict[str, tuple[str, FieldCheck]] = {
     "beta_slow":                        ("beta_slow",           optional(NUMBER)),
     "truncate":                         ("truncate",            FLAG),
     "attention_factor":                 ("attention_factor",    optional(NUMBER)),
-    "mscale":                           ("mscale",              optional(NUMBER)),
-    "mscale_all_dim":                   ("mscale_all_dim",      optional(NUMBER)),
 }
 # fmt: on
+
+# Fields of `rope_parameters` that would change the angles. A fuller program would rotate less, or read the
+# two that DeepSeek has added to YaRN.
+ROPE_UNSUPPORTED = {
+    "partial_rotary_factor": one_of(1, None),
+    "mscale": one_of(None),
+    "mscale_all_dim": one_of(None),
+}
 
 
 def check_fields(fields: Fields, checks: Mapping[str, FieldCheck], file: object = "config.json") -> None:
@@ -184,7 +176,7 @@ def is_unrotated(fields: Fields, layer: int) -> bool:
 
 
 def is_windowed(fields: Fields, layer: int) -> bool:
-    """Has the layer a window? The first `max_window_layers` have none."""
+    """True from layer `max_window_layers` on."""
     return bool(layer >= fields["max_window_layers"])
 
 
@@ -208,7 +200,7 @@ class Family(NamedTuple):
     o_bias: bool | str
     mlp_bias: bool | str
     qk_norm: bool  # RMSNorm over each head of q and k, before the rotation
-    slides: bool | Callable[[Fields, int], bool]  # has a layer a window, where there are no `layer_types`?
+    slides: bool | Callable[[Fields, int], bool]  # does a layer have a window, if no `layer_types` say so?
     defaults: dict[str, Any]  # those of absent fields, where they differ from FIELDS
     mixture: Mixture | None = None  # None: each layer has one MLP
     sinks: bool = False  # does each head have a score that no key has?
@@ -265,6 +257,8 @@ SIZES = {
     "intermediate_size": "hidden_dim",
     "vocab_size": "vocab_size",
     "max_position_embeddings": "max_seq_len",
+    "rms_norm_eps": "norm_eps",
+    "tie_word_embeddings": "tied",
 }
 
 
@@ -324,48 +318,39 @@ def read_config(directory: Path) -> Config:
 
 
 def parse_config(raw: Fields, generation: dict[str, Any]) -> Config:
-    """The Config of both files' contents; raises UnsupportedModel."""
+    """Return the Config of both files' contents; raises UnsupportedModel."""
     check_fields(raw, {"model_type": one_of(*FAMILIES)})
     check_fields(generation, {"eos_token_id": TOKEN_IDS}, "generation_config.json")
     family = FAMILIES[raw["model_type"]]
-    defaults = {name: default for name, (_, default) in FIELDS.items()}
     check_fields(raw, {"quantization_config": family.quantisation})
+    defaults = {name: default for name, (_, default) in FIELDS.items()}
     fields = complete(defaults | family.defaults | dict(raw))
+    eos = generation.get("eos_token_id")  # it wins over that of config.json
+    if eos is None:
+        eos = fields["eos_token_id"]
+    if eos is None:
+        eos = []
+    if not isinstance(eos, list):
+        eos = [eos]
 
-    def has_bias(bias: bool | str) -> bool:
-        if isinstance(bias, str):
-            return bool(fields[bias])
-        return bias
+    def flag(value: bool | str) -> bool:
+        return bool(fields[value]) if isinstance(value, str) else value
 
     return Config(
         model_type=raw["model_type"],
         **{ours: fields[theirs] for theirs, ours in SIZES.items()},
-        norm_eps=fields["rms_norm_eps"],
         rope=parse_rope(fields),
         windows=parse_windows(fields, family.slides),
         rotary=tuple(is_rotary(fields, layer) for layer in range(fields["num_hidden_layers"])),
-        tied=fields["tie_word_embeddings"],
-        qkv_bias=has_bias(family.qkv_bias),
-        o_bias=has_bias(family.o_bias),
-        mlp_bias=has_bias(family.mlp_bias),
+        qkv_bias=flag(family.qkv_bias),
+        o_bias=flag(family.o_bias),
+        mlp_bias=flag(family.mlp_bias),
         qk_norm=family.qk_norm,
-        eos_token_ids=parse_eos(fields, generation),
+        eos_token_ids=tuple(eos),
         generation=generation,
         sinks=family.sinks,
         experts=parse_experts(fields, family.mixture),
     )
-
-
-def parse_eos(fields: Fields, generation: Fields) -> tuple[int, ...]:
-    """The tokens that end an answer; generation_config.json wins over config.json."""
-    eos = generation.get("eos_token_id")
-    if eos is None:
-        eos = fields["eos_token_id"]
-    if eos is None:
-        return ()
-    if isinstance(eos, list):
-        return tuple(eos)
-    return (eos,)
 
 
 def complete(fields: dict[str, Any]) -> Fields:
@@ -373,70 +358,56 @@ def complete(fields: dict[str, Any]) -> Fields:
     check_fields(fields, {name: check for name, (check, _) in FIELDS.items()})
     n_heads = fields["num_attention_heads"]
     n_layers = fields["num_hidden_layers"]
-    if fields["num_key_value_heads"] is None:
-        fields["num_key_value_heads"] = n_heads
-    if fields["head_dim"] is None:
-        fields["head_dim"] = fields["hidden_size"] // n_heads
+    fields["num_key_value_heads"] = fields["num_key_value_heads"] or n_heads
+    fields["head_dim"] = fields["head_dim"] or fields["hidden_size"] // n_heads
     checks = {
         "num_key_value_heads": FieldCheck("a divisor of num_attention_heads", lambda n: n_heads % n == 0),
         "head_dim": FieldCheck("an even number above 0, for rotary pairs", lambda n: n > 0 and n % 2 == 0),
-        "layer_types": optional(list_of(n_layers, "full_attention", "sliding_attention")),
-        "no_rope_layers": optional(list_of(n_layers, 1, 0)),
+        "layer_types": optional(list_of(one_of("full_attention", "sliding_attention"), n_layers)),
+        "no_rope_layers": optional(list_of(one_of(1, 0), n_layers)),
     }
     check_fields(fields, checks)
     return fields
 
 
 def parse_windows(fields: Fields, slides: bool | Callable[[Fields, int], bool]) -> tuple[int | None, ...]:
-    """The window of each layer; `layer_types`, else the family, says which layers have one."""
-    layer_types = fields.get("layer_types")
-
-    def window(layer: int) -> int | None:
-        if layer_types is not None:
-            has_window = layer_types[layer] == "sliding_attention"
-        elif isinstance(slides, bool):
-            has_window = slides
-        else:
-            has_window = slides(fields, layer)
-        if not has_window or not fields["use_sliding_window"]:
-            return None
-        return fields["sliding_window"]  # type: ignore[no-any-return]
-
-    return tuple(window(layer) for layer in range(fields["num_hidden_layers"]))
+    """Return the window of each layer; `layer_types`, else the family, says which layers have one."""
+    windows: list[int | None] = []
+    for layer in range(fields["num_hidden_layers"]):
+        has_window = slides(fields, layer) if callable(slides) else slides
+        if fields.get("layer_types"):
+            has_window = fields["layer_types"][layer] == "sliding_attention"
+        windows.append(fields["sliding_window"] if has_window and fields["use_sliding_window"] else None)
+    return tuple(windows)
 
 
 def parse_experts(fields: Fields, mixture: Mixture | None) -> Experts | None:
-    """The experts of a mixture; raises UnsupportedModel where a token cannot choose so many."""
+    """Return the experts of a mixture; raises UnsupportedModel if a token cannot choose so many."""
     if mixture is None:
         return None
     n = fields[mixture.n_experts]
+    mxfp4 = bool(fields.get("quantization_config"))
+    blocks = FieldCheck("a multiple of 32, for MXFP4", lambda size: not mxfp4 or size % 32 == 0)
     checks = {
         mixture.n_experts: COUNT,
         mixture.hidden_dim: SIZE,
         "num_experts_per_tok": FieldCheck(f"up to {mixture.n_experts}, {n}", lambda v: v and v <= (n or 0)),
     }
     check_fields(fields, checks)
+    check_fields(fields, {"hidden_size": blocks, mixture.hidden_dim: blocks})
     step = fields["decoder_sparse_step"]
     dense = fields["mlp_only_layers"] or []
-    n_layers = fields["num_hidden_layers"]
     normalised = mixture.normalised
-    if isinstance(normalised, str):
-        normalised = fields[normalised]
-    mxfp4 = bool(fields.get("quantization_config"))
-    if mxfp4:
-        whole_blocks = FieldCheck("a multiple of 32, for MXFP4", lambda size: size % 32 == 0)
-        check_fields(fields, {"hidden_size": whole_blocks, mixture.hidden_dim: whole_blocks})
-    limit = None
-    if mixture.clamped:
-        limit = fields["swiglu_limit"]
     return Experts(
         n=n,
         n_chosen=fields["num_experts_per_tok"],
         hidden_dim=fields[mixture.hidden_dim],
-        layers=tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(n_layers)),
-        normalised=normalised,
+        layers=tuple(
+            layer not in dense and (layer + 1) % step == 0 for layer in range(fields["num_hidden_layers"])
+        ),
+        normalised=fields[normalised] if isinstance(normalised, str) else normalised,
         has_biases=mixture.clamped,
-        limit=limit,
+        limit=fields["swiglu_limit"] if mixture.clamped else None,
         alpha=fields["swiglu_alpha"],
         mxfp4=mxfp4,
     )
@@ -451,15 +422,18 @@ def parse_rope(fields: Fields) -> Rope:
     raw.setdefault("rope_type", parameters.get("type", "default"))  # "type" is the older spelling
     if fields[original] is not None:  # outside of the parameters it wins
         raw[original] = fields[original]
-    check_fields(parameters, {"partial_rotary_factor": FIELDS["partial_rotary_factor"][0]})
+    check_fields(parameters, ROPE_UNSUPPORTED)
     check_fields(raw, {name: check for name, (_, check) in ROPE_FIELDS.items() if name in raw})
     check_fields(raw, dict.fromkeys(ROPE_TYPES[raw["rope_type"]].required, NUMBER))
     if raw.get("factor") is None:
         raw["factor"] = max_seq_len / raw[original]
     present = {name: ours for name, (ours, _) in ROPE_FIELDS.items() if raw.get(name) is not None}
     rope = Rope(**{ours: raw[name] for name, ours in present.items()})
-    check_fields(vars(rope), {"high_freq_factor": above(rope.low_freq_factor, "low_freq_factor")})
-    check_fields(vars(rope), {"beta_fast": above(rope.beta_slow, "beta_slow")})
+    checks = {
+        "high_freq_factor": FieldCheck("a number above low_freq_factor", lambda v: v > rope.low_freq_factor),
+        "beta_fast": FieldCheck("a number above beta_slow", lambda v: v > rope.beta_slow),
+    }
+    check_fields(vars(rope), checks)
     return rope
 
 

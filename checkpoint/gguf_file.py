@@ -3,8 +3,8 @@
     FILE.gguf --as_directory()--> config.json, tokenizer.json, chat_template.jinja, ..., model.gguf (a link)
     model.gguf --map_tensors()--> tensors by Hugging Face's names: floats, or Blocks
 
-So nothing behind this module knows where a model came from. The directory is a temporary one, of some MB; the
-weights are read from the file itself.
+No other module knows where a model came from. The directory is a temporary one, of some MB; the weights are
+read from the file itself.
 
 Authority: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md for the names of the metadata; for the
 names and the order of rows of the tensors, llama.cpp's gguf-py/gguf/tensor_mapping.py and
@@ -12,19 +12,17 @@ convert_hf_to_gguf.py (https://github.com/ggml-org/llama.cpp).
 
 Rules of this file:
   * Nothing is guessed: an architecture, a block format or a tokenizer that is not in a table is refused by
-    name, with UnsupportedModel. An entry of the metadata that has another type is refused as well.
-  * What a file says of its tokenizer is its model and the name of a pre-tokenizer; PRE_TOKENIZERS says what
-    each of them is in the model's own tokenizer.json.
-
-Not here: the container (gguf_container.py), what blocks hold (blocks.py), which tensors a model has
-(weights.py), where a file comes from (hub.py, default_model.py).
+    name, with UnsupportedModel. So is an entry of the metadata that has another type than expected.
+  * The file names only its tokenizer's model and a pre-tokenizer; PRE_TOKENIZERS says what each of these is
+    in the model's own tokenizer.json.
 """
 
 import atexit
 import json
+import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
 from functools import cache, lru_cache
 from pathlib import Path
 from types import UnionType
@@ -35,7 +33,7 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from checkpoint import gguf_container
-from checkpoint.blocks import Blocks, kind
+from checkpoint.blocks import Blocks, sizes
 from checkpoint.config import UnsupportedModel
 from checkpoint.gguf_container import Container, Tensor
 
@@ -43,16 +41,29 @@ Metadata = Mapping[str, Any]
 NUMBER = int | float
 
 
-def entry(metadata: Metadata, name: str, kind: type | UnionType) -> Any:
-    """The value of an entry; raises UnsupportedModel where it is missing, or of another type."""
-    if name not in metadata:
+def entry(metadata: Metadata, name: str, kind: type | UnionType, is_optional: bool = False) -> Any:
+    """Return the value of an entry, None for an optional one that is absent.
+
+    Raises UnsupportedModel if it is missing, or of another type.
+    """
+    value = metadata.get(name)
+    if value is None and is_optional:
+        return None
+    if value is None:
         raise UnsupportedModel(f"no {name} in the metadata")
-    value = metadata[name]
     if not isinstance(value, kind):
         supported = getattr(kind, "__name__", kind)  # a union has no name
         raise UnsupportedModel(
             f"{name} is {type(value).__name__} {str(value)[:80]!r}; supported: {supported}"
         )
+    return value
+
+
+def choice(metadata: Metadata, name: str, supported: Collection[str], is_optional: bool = False) -> Any:
+    """Return the value of an entry that is one of some texts; raises UnsupportedModel."""
+    value = entry(metadata, name, str, is_optional)
+    if value is not None and value not in supported:
+        raise UnsupportedModel(f"{name} is {value[:80]!r}; supported: {', '.join(supported)}")
     return value
 
 
@@ -79,52 +90,40 @@ ROPE_SCALINGS = ("none", "linear", "yarn")
 
 def config_json(container: Container) -> dict[str, Any]:
     metadata, tensors = container
-    architecture = entry(metadata, "general.architecture", str)
-    if architecture not in ARCHITECTURES:
-        raise UnsupportedModel(f"architecture {architecture[:80]!r}; supported: {', '.join(ARCHITECTURES)}")
+    architecture = choice(metadata, "general.architecture", ARCHITECTURES)
     fields: dict[str, Any] = {
         "model_type": architecture,
         "vocab_size": len(entry(metadata, "tokenizer.ggml.tokens", list)),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
     }
     for name, suffix in CONFIG_FIELDS.items():
-        key = f"{architecture}.{suffix}"
-        if key in metadata or name not in OPTIONAL_FIELDS:
-            fields[name] = entry(metadata, key, NUMBER)
+        value = entry(metadata, f"{architecture}.{suffix}", NUMBER, name in OPTIONAL_FIELDS)
+        if value is not None:
+            fields[name] = value
+    fields["rms_norm_eps"] = float(str(np.float32(fields["rms_norm_eps"])))  # 1e-05, not 9.99999974...e-06
     for suffix in UNSUPPORTED:
         value = metadata.get(f"{architecture}.{suffix}")
         if np.any(value):
             raise UnsupportedModel(f"{architecture}.{suffix} is {str(value)[:80]!r}; supported: none")
-    fields["rms_norm_eps"] = float(str(np.float32(fields["rms_norm_eps"])))  # 1e-05, not 9.99999974...e-06
-    fields["tie_word_embeddings"] = "output.weight" not in tensors
-    fields["attention_bias"] = "blk.0.attn_q.bias" in tensors
-    fields |= rope_scaling(metadata, f"{architecture}.rope.scaling.")
-    fields |= token_ids(metadata)
-    return fields
-
-
-def rope_scaling(metadata: Metadata, prefix: str) -> dict[str, Any]:
-    if f"{prefix}type" not in metadata:
-        return {}
-    kind = entry(metadata, f"{prefix}type", str)
-    if kind not in ROPE_SCALINGS:
-        raise UnsupportedModel(f"{prefix}type is {kind[:80]!r}; supported: {', '.join(ROPE_SCALINGS)}")
-    if kind == "none":
-        return {}
-    scaling: dict[str, Any] = {"rope_type": kind, "factor": entry(metadata, f"{prefix}factor", NUMBER)}
-    original = f"{prefix}original_context_length"
-    if original in metadata:
-        scaling["original_max_position_embeddings"] = entry(metadata, original, NUMBER)
-    return {"rope_scaling": scaling}
+    prefix = f"{architecture}.rope.scaling."
+    rope_type = choice(metadata, f"{prefix}type", ROPE_SCALINGS, is_optional=True)
+    if rope_type not in (None, "none"):
+        fields["rope_scaling"] = {
+            "rope_type": rope_type,
+            "factor": entry(metadata, f"{prefix}factor", NUMBER),
+        }
+        original = entry(metadata, f"{prefix}original_context_length", NUMBER, is_optional=True)
+        fields["original_max_position_embeddings"] = original
+    return fields | token_ids(metadata)
 
 
 def token_id(metadata: Metadata, name: str) -> int | None:
-    """The id of a special token; None where the file names none."""
+    """Return the id of a special token; None if the file names none."""
     key = f"tokenizer.ggml.{name}_token_id"
-    if key not in metadata:
-        return None
-    number: int = entry(metadata, key, int)
+    number: int | None = entry(metadata, key, int, is_optional=True)
     n_tokens = len(entry(metadata, "tokenizer.ggml.tokens", list))
-    if not 0 <= number < n_tokens:
+    if number is not None and not 0 <= number < n_tokens:
         raise UnsupportedModel(f"{key} is {number}; there are {n_tokens} tokens")
     return number
 
@@ -171,24 +170,22 @@ IGNORE_MERGES = ("llama-bpe",)  # a word that is a token is that token
 
 
 def tokenizer_json(metadata: Metadata) -> str:
-    model = entry(metadata, "tokenizer.ggml.model", str)
-    pre = entry(metadata, "tokenizer.ggml.pre", str)
-    if model != "gpt2":
-        raise UnsupportedModel(f"tokenizer.ggml.model is {model[:80]!r}; supported: gpt2, byte-level BPE")
-    if pre not in PRE_TOKENIZERS:
-        raise UnsupportedModel(f"tokenizer.ggml.pre is {pre[:80]!r}; supported: {', '.join(PRE_TOKENIZERS)}")
+    choice(metadata, "tokenizer.ggml.model", ["gpt2"])  # byte-level BPE
+    pre = choice(metadata, "tokenizer.ggml.pre", PRE_TOKENIZERS)
     tokens = entry(metadata, "tokenizer.ggml.tokens", list)
     token_types = entry(metadata, "tokenizer.ggml.token_type", np.ndarray).tolist()
     if len(token_types) != len(tokens):
         raise UnsupportedModel(f"{len(tokens)} tokens and {len(token_types)} entries of token_type")
     vocabulary: dict[str, int] = {}
+    special: list[AddedToken] = []
     added: list[AddedToken] = []
     for number, (token, token_type) in enumerate(zip(tokens, token_types, strict=True)):
-        if token_type == UNUSED:
-            continue
-        vocabulary[token] = number
-        if token_type in (CONTROL, USER_DEFINED):
-            added.append(AddedToken(token, special=token_type == CONTROL, normalized=False))
+        if token_type != UNUSED:
+            vocabulary[token] = number
+        if token_type == CONTROL:
+            special.append(AddedToken(token, special=True, normalized=False))
+        elif token_type == USER_DEFINED:
+            added.append(AddedToken(token, special=False, normalized=False))
     merges = [tuple(merge.split(" ")) for merge in entry(metadata, "tokenizer.ggml.merges", list)]
     if any(len(merge) != 2 for merge in merges):
         raise UnsupportedModel("tokenizer.ggml.merges: supported: two texts with a space between them")
@@ -200,8 +197,8 @@ def tokenizer_json(metadata: Metadata) -> str:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = PRE_TOKENIZERS[pre]
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([token for token in added if token.special])
-    tokenizer.add_tokens([token for token in added if not token.special])
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens(added)
     return tokenizer.to_str()
 
 
@@ -220,18 +217,39 @@ def tokenizer_config(metadata: Metadata) -> dict[str, Any]:
 
 @cache
 def as_directory(file: Path, presets: str = "{}") -> Path:
-    """A temporary directory, named as the file, that is gone when Python ends.
+    """Make a temporary directory, named as the file, that is removed when Python ends.
 
-    `presets` is JSON: what a generation_config.json says besides.
+    A process that was killed leaves its own, which the next one removes. `presets` is JSON: what a
+    generation_config.json says besides.
     """
-    root = Path(tempfile.mkdtemp(prefix="gguf-"))
+    for left_over in Path(tempfile.gettempdir()).glob("gguf-*-*"):
+        process_id = int(left_over.name.split("-")[1])
+        try:
+            os.kill(process_id, 0)  # sends nothing
+        except ProcessLookupError:
+            shutil.rmtree(left_over, ignore_errors=True)
+        except PermissionError:
+            pass  # it runs, as another user's
+    root = Path(tempfile.mkdtemp(prefix=f"gguf-{os.getpid()}-"))
     atexit.register(shutil.rmtree, root, ignore_errors=True)
     directory = root / file.stem
     directory.mkdir()
     (directory / "model.gguf").symlink_to(file.absolute())
     container = read(directory / "model.gguf")
+    metadata = container.metadata
     try:
-        texts = texts_of(container, json.loads(presets))
+        n_files = entry(metadata, "split.count", int, is_optional=True)
+        if n_files not in (None, 1):
+            raise UnsupportedModel(
+                f"one of {n_files} files of a model; llama-gguf-split --merge makes one file"
+            )
+        texts = {
+            "config.json": json.dumps(config_json(container)),
+            "generation_config.json": json.dumps(token_ids(metadata) | json.loads(presets)),
+            "tokenizer.json": tokenizer_json(metadata),
+            "tokenizer_config.json": json.dumps(tokenizer_config(metadata)),
+            "chat_template.jinja": entry(metadata, "tokenizer.chat_template", str),
+        }
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{file}: {error}") from None
     for name, text in texts.items():
@@ -239,26 +257,9 @@ def as_directory(file: Path, presets: str = "{}") -> Path:
     return directory
 
 
-def texts_of(container: Container, presets: dict[str, Any]) -> dict[str, str]:
-    """The files of a model's directory by name, all but the weights."""
-    metadata = container.metadata
-    n_files = 1
-    if "split.count" in metadata:
-        n_files = entry(metadata, "split.count", int)
-    if n_files != 1:
-        raise UnsupportedModel(f"one of {n_files} files of a model; llama-gguf-split --merge makes one file")
-    return {
-        "config.json": json.dumps(config_json(container)),
-        "generation_config.json": json.dumps(token_ids(metadata) | presets),
-        "tokenizer.json": tokenizer_json(metadata),
-        "tokenizer_config.json": json.dumps(tokenizer_config(metadata)),
-        "chat_template.jinja": entry(metadata, "tokenizer.chat_template", str),
-    }
-
-
 @lru_cache(maxsize=1)
 def read(file: Path) -> Container:
-    """The container, which as_directory() reads, and map_tensors() next."""
+    """Read the container, for as_directory() and then for map_tensors()."""
     return gguf_container.read(file)
 
 
@@ -290,67 +291,52 @@ BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 
 
 def map_tensors(file: Path) -> dict[str, NDArray[Any] | Blocks]:
-    """All tensors by Hugging Face's names, with their rows in its order, as views of the file."""
+    """Return all tensors by Hugging Face's names, with their rows in its order, as views of the file."""
     metadata, places = read(file)
-    read.cache_clear()  # its lists of strings are large, and of no more use
+    read.cache_clear()  # its lists of strings are large, and no longer needed
     architecture = metadata["general.architecture"]
-    restored: Callable[[Any, int], Any] = rows_in_order
-    if architecture == "llama":
-        restored = halves_first
     n_heads = metadata[f"{architecture}.attention.head_count"]
     heads_of = {"attn_q": n_heads, "attn_k": metadata.get(f"{architecture}.attention.head_count_kv", n_heads)}
     tensors: dict[str, NDArray[Any] | Blocks] = {}
     for name, tensor in places.items():
         try:
             array = tensor_of(tensor)
-            match name.split("."):
-                case ["blk", _, part, _] if part in heads_of:
-                    array = restored(array, heads_of[part])
+            part = name.split(".")[-2:][0]
+            if architecture == "llama" and part in heads_of:
+                array = halves_first(array, heads_of[part])
         except UnsupportedModel as error:
             raise UnsupportedModel(f"{file.resolve()}: tensor {name} {error}") from None
         tensors[hugging_face_name(name)] = array
     return tensors
 
 
-def tensor_of(tensor: Tensor) -> NDArray[Any] | Blocks:
-    from gguf import GGML_QUANT_SIZES
+def hugging_face_name(name: str) -> str:
+    """Return a tensor's name there, or its own, which weights.py refuses, if it has none."""
+    match name.split("."):
+        case ["blk", layer, part, kind] if part in LAYER_TENSORS:
+            return f"model.layers.{layer}.{LAYER_TENSORS[part]}.{kind}"
+        case _:
+            return OUTER_TENSORS.get(name, name)
 
+
+def tensor_of(tensor: Tensor) -> NDArray[Any] | Blocks:
     if tensor.format in FLOATS:
         return tensor.data.view(FLOATS[tensor.format]).reshape(tensor.shape)
-    if tensor.format not in BLOCKS:
-        supported = ", ".join([*FLOATS, *BLOCKS])
-        raise UnsupportedModel(f"is {tensor.format}; supported: {supported}")
-    if len(tensor.shape) != 2:
-        raise UnsupportedModel(f"is {tensor.format}, {tensor.shape}; blocks are supported in matrices")
-    _, block_bytes = GGML_QUANT_SIZES[kind(tensor.format)]
-    return Blocks(tensor.format, tensor.data.reshape(tensor.shape[0], -1, block_bytes))
-
-
-def rows_in_order(tensor: NDArray[Any] | Blocks, n_heads: int) -> NDArray[Any] | Blocks:
-    return tensor
+    if tensor.format not in BLOCKS or len(tensor.shape) != 2:
+        supported = f"{', '.join(FLOATS)}; for matrices also {', '.join(BLOCKS)}"
+        raise UnsupportedModel(f"is {tensor.format} {tensor.shape}; supported: {supported}")
+    return Blocks(tensor.format, tensor.data.reshape(tensor.shape[0], -1, sizes(tensor.format).n_bytes))
 
 
 def halves_first(tensor: NDArray[Any] | Blocks, n_heads: int) -> NDArray[Any] | Blocks:
-    """llama.cpp has a head's rows as (pair, half), so that rotary pairs are neighbours, for llama alone.
+    """Put each head's rows from (pair, half), llama.cpp's order for llama alone, into (half, pair).
 
-    Hugging Face's `rotate_half` expects (half, pair). convert_hf_to_gguf.py, LlamaModel.permute
+    So rotary pairs are neighbours there, and Hugging Face's `rotate_half` expects the other order:
+    convert_hf_to_gguf.py, LlamaModel.permute
     """
     rows = tensor.data if isinstance(tensor, Blocks) else tensor
     if len(rows) % (2 * n_heads):
         raise UnsupportedModel(f"has {len(rows)} rows for {n_heads} heads")
     pairs = rows.reshape(n_heads, -1, 2, *rows.shape[1:])
     rows = pairs.swapaxes(1, 2).reshape(rows.shape)
-    if isinstance(tensor, Blocks):
-        return tensor._replace(data=rows)
-    return rows
-
-
-def hugging_face_name(name: str) -> str:
-    """Of a tensor; one that has no name there keeps its own, and weights.py refuses it."""
-    if name in OUTER_TENSORS:
-        return OUTER_TENSORS[name]
-    match name.split("."):
-        case ["blk", layer, part, kind] if part in LAYER_TENSORS:
-            return f"model.layers.{layer}.{LAYER_TENSORS[part]}.{kind}"
-        case _:
-            return name
+    return tensor._replace(data=rows) if isinstance(tensor, Blocks) else rows

@@ -5,8 +5,6 @@
 
 Authority: the layout is Hugging Face's (config.json, model.safetensors, tokenizer.json, ...); the Hub is
 reached by its own client, https://huggingface.co/docs/huggingface_hub.
-
-Not here: the default model (default_model.py), GGUF files (gguf_file.py), any reading for inference.
 """
 
 import os

@@ -9,8 +9,6 @@ https://github.com/huggingface/transformers/blob/main/src/transformers/modeling_
 Rules of this file:
   * A type is a function: from the frequencies as trained to those in use, and a factor on cos and sin.
   * Frequencies and angles are float64: an angle of some thousands is off by 2e-4 in float32.
-
-Not here: reading the numbers from config.json (config.py), turning q and k (model.py).
 """
 
 import math
@@ -37,9 +35,9 @@ class Rope:
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn: the ramp begins and ends at whole pairs
-    attention_factor: float | None = None  # yarn; None: it follows from the factor and the next two
-    mscale: float | None = None  # yarn: added by DeepSeek, like mscale_all_dim
-    mscale_all_dim: float | None = None  # yarn
+    attention_factor: float | None = (
+        None  # yarn: it multiplies cos and sin, and so q and k; None: by the factor
+    )
 
 
 def rope_table(rope: Rope, head_dim: int, n: int) -> NDArray[np.complex64]:
@@ -91,22 +89,10 @@ def yarn(rope: Rope, freq: Freq) -> tuple[Freq, float]:
     low = max(low, 0)
     high = min(high, 2 * n_pairs - 1)  # head_dim - 1, as in the published code: beyond the last pair
     kept = 1 - (np.arange(n_pairs, dtype=np.float64) - low) / (high - low or 0.001)
-    return partly_stretched(freq, rope.factor, kept), yarn_magnitude(rope)
-
-
-def yarn_magnitude(rope: Rope) -> float:
-    """The attention factor: it multiplies cos and sin, and through them q and k both."""
-
-    def magnitude(mscale: float) -> float:  # sqrt(1/t) of section 3.4, equation 22
-        if rope.factor <= 1:
-            return 1.0
-        return 0.1 * mscale * math.log(rope.factor) + 1
-
-    if rope.attention_factor is not None:
-        return rope.attention_factor
-    if rope.mscale is not None and rope.mscale_all_dim is not None:
-        return magnitude(rope.mscale) / magnitude(rope.mscale_all_dim)
-    return magnitude(1)
+    magnitude = rope.attention_factor
+    if magnitude is None:  # sqrt(1/t) of section 3.4, equation 22
+        magnitude = 0.1 * math.log(max(rope.factor, 1)) + 1
+    return partly_stretched(freq, rope.factor, kept), magnitude
 
 
 def partly_stretched(freq: Freq, factor: float, kept: Freq) -> Freq:

@@ -4,7 +4,7 @@
 
 Authority: the names of the tensors are those of Hugging Face transformers 5
 (https://github.com/huggingface/transformers, models/<model_type>/modeling_<model_type>.py); the file format
-is https://github.com/huggingface/safetensors#format.
+is https://github.com/huggingface/safetensors#format, and its own library reads and checks the header.
 
 Rules of this file:
   * The tensors of a layer are one table for all families.
@@ -12,15 +12,11 @@ Rules of this file:
     is guessed, skipped or left random.
   * Each tensor is copied once: from the memory map into its rows of a matrix. A matrix of bfloat16 stays
     that, seen as uint16, for `pack` of the ops, and so do MXFP4, the 4 bits of gpt-oss's experts (class
-    Mxfp4), and the blocks of a GGUF file. All else is widened to float32.
+    Mxfp4), and the blocks of a GGUF file. Everything else is widened to float32.
   * Rotary pairs are ADJACENT here. Row (half, pair) of a head in the checkpoint, meant for `rotate_half`,
     becomes row (pair, half): a head of q or k, seen as complex numbers, is rotated by one multiplication.
-
-Not here: GGUF files (gguf_file.py) and their blocks (blocks.py), config.json (config.py), obtaining the files
-(hub.py).
 """
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
+from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from checkpoint import gguf_file
@@ -120,7 +117,7 @@ class Part(NamedTuple):
     name: str  # in the checkpoint
     shape: tuple[int, ...]  # in the checkpoint
     rotary: bool = False  # RoPE turns what its rows compute, so their pairs become adjacent
-    expert: bool = False  # one of the matrices that lie one behind another, by expert
+    expert: bool = False  # one of the matrices that follow one another, by expert
     interleaved: bool = False  # gate and up take turns, here they become halves: axis 1
     transposed: bool = False  # (n_experts, n_in, n_out)
 
@@ -129,7 +126,7 @@ class Part(NamedTuple):
         return self.field.endswith(("_blocks", "_scales"))
 
     def view(self, tensor: NDArray[Any], head_dim: int) -> NDArray[Any]:
-        """The tensor with its rows in our order; it may have an axis more."""
+        """Return the tensor with its rows in our order; it may have an axis more."""
         if self.rotary:
             return adjacent_pairs(tensor, head_dim)
         if self.transposed:
@@ -144,56 +141,45 @@ def outer_parts(c: Config) -> list[Part]:
     parts = [
         Part("embed", "model.embed_tokens.weight", (c.vocab_size, c.dim)),
         Part("norm", "model.norm.weight", (c.dim,)),
-        Part("head", "lm_head.weight", (c.vocab_size, c.dim)),
     ]
-    return parts[:2] if c.tied else parts
+    if not c.tied:
+        parts.append(Part("head", "lm_head.weight", (c.vocab_size, c.dim)))
+    return parts
 
 
 def layer_parts(c: Config, layer: int) -> list[Part]:
-    n_q, n_kv = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+    dim, n_q, n_kv, hidden = c.dim, c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim, c.hidden_dim
     # fmt: off
-    table = [
-        # if this          field        tensor                             shape                  rotary
-        (True,       Part("attn_norm", "input_layernorm.weight",          (c.dim,))),
-        (True,       Part("wqkv",      "self_attn.q_proj.weight",         (n_q, c.dim),          True)),
-        (True,       Part("wqkv",      "self_attn.k_proj.weight",         (n_kv, c.dim),         True)),
-        (True,       Part("wqkv",      "self_attn.v_proj.weight",         (n_kv, c.dim))),
-        (c.qkv_bias, Part("bqkv",      "self_attn.q_proj.bias",           (n_q,),                True)),
-        (c.qkv_bias, Part("bqkv",      "self_attn.k_proj.bias",           (n_kv,),               True)),
-        (c.qkv_bias, Part("bqkv",      "self_attn.v_proj.bias",           (n_kv,))),
-        (c.qk_norm,  Part("q_norm",    "self_attn.q_norm.weight",         (c.head_dim,),         True)),
-        (c.qk_norm,  Part("k_norm",    "self_attn.k_norm.weight",         (c.head_dim,),         True)),
-        (c.sinks,    Part("sinks",     "self_attn.sinks",                 (c.n_heads,))),
-        (True,       Part("wo",        "self_attn.o_proj.weight",         (c.dim, n_q))),
-        (c.o_bias,   Part("bo",        "self_attn.o_proj.bias",           (c.dim,))),
-        (True,       Part("mlp_norm",  "post_attention_layernorm.weight", (c.dim,))),
+    norms = [
+        # if this  field        tensor                             shape          rotary
+        (True,      "attn_norm", "input_layernorm.weight",          dim,          False),
+        (True,      "mlp_norm",  "post_attention_layernorm.weight", dim,          False),
+        (c.qk_norm, "q_norm",    "self_attn.q_norm.weight",         c.head_dim,   True),
+        (c.qk_norm, "k_norm",    "self_attn.k_norm.weight",         c.head_dim,   True),
+        (c.sinks,   "sinks",     "self_attn.sinks",                 c.n_heads,    False),
+    ]
+    attention = [
+        # field  module              n_out  n_in  has a bias  rotary
+        ("qkv", "self_attn.q_proj", n_q,   dim,  c.qkv_bias, True),
+        ("qkv", "self_attn.k_proj", n_kv,  dim,  c.qkv_bias, True),
+        ("qkv", "self_attn.v_proj", n_kv,  dim,  c.qkv_bias, False),
+        ("o",   "self_attn.o_proj", dim,   n_q,  c.o_bias,   False),
+    ]
+    mlp = [
+        ("_gate_up", "mlp.gate_proj", hidden, dim,    c.mlp_bias, False),
+        ("_gate_up", "mlp.up_proj",   hidden, dim,    c.mlp_bias, False),
+        ("_down",    "mlp.down_proj", dim,    hidden, c.mlp_bias, False),
     ]
     # fmt: on
-    parts = [part for is_present, part in table if is_present]
-    if c.experts is None or not c.experts.layers[layer]:
-        parts += mlp_parts(c)
-    elif c.experts.has_biases:
-        parts += stacked_experts_parts(c, c.experts)
-    else:
-        parts += experts_parts(c, c.experts)
+    parts = [Part(field, name, (n,), rotary) for is_there, field, name, n, rotary in norms if is_there]
+    has_experts = c.experts is not None and c.experts.layers[layer]
+    for field, module, n_out, n_in, has_bias, rotary in attention if has_experts else attention + mlp:
+        parts.append(Part(f"w{field}", f"{module}.weight", (n_out, n_in), rotary))
+        if has_bias:
+            parts.append(Part(f"b{field}", f"{module}.bias", (n_out,), rotary))
+    if c.experts and has_experts:
+        parts += stacked_experts(c, c.experts) if c.experts.has_biases else single_experts(c, c.experts)
     return [part._replace(name=f"model.layers.{layer}.{part.name}") for part in parts]
-
-
-def mlp_parts(c: Config) -> list[Part]:
-    # fmt: off
-    parts = [
-        #     field        tensor                   shape
-        Part("w_gate_up", "mlp.gate_proj.weight",  (c.hidden_dim, c.dim)),
-        Part("w_gate_up", "mlp.up_proj.weight",    (c.hidden_dim, c.dim)),
-        Part("w_down",    "mlp.down_proj.weight",  (c.dim, c.hidden_dim)),
-    ]
-    biases = [
-        Part("b_gate_up", "mlp.gate_proj.bias",    (c.hidden_dim,)),
-        Part("b_gate_up", "mlp.up_proj.bias",      (c.hidden_dim,)),
-        Part("b_down",    "mlp.down_proj.bias",    (c.dim,)),
-    ]
-    # fmt: on
-    return parts + biases if c.mlp_bias else parts
 
 
 #  model_type: router, experts, and gate, up and down of one
@@ -203,7 +189,7 @@ EXPERT_NAMES = {
 }
 
 
-def experts_parts(c: Config, experts: Experts) -> list[Part]:
+def single_experts(c: Config, experts: Experts) -> list[Part]:
     """A tensor for each matrix of each expert."""
     router, prefix, gate, up, down = EXPERT_NAMES[c.model_type]
     size = experts.hidden_dim
@@ -215,7 +201,7 @@ def experts_parts(c: Config, experts: Experts) -> list[Part]:
     return parts
 
 
-def stacked_experts_parts(c: Config, experts: Experts) -> list[Part]:
+def stacked_experts(c: Config, experts: Experts) -> list[Part]:
     """gpt-oss: a tensor for the matrices of all experts, or two where they are MXFP4."""
     n, size = experts.n, experts.hidden_dim
     # fmt: off
@@ -242,7 +228,7 @@ def stacked_experts_parts(c: Config, experts: Experts) -> list[Part]:
 
 
 def all_parts(c: Config) -> list[Part]:
-    """Every tensor of the checkpoint; a tied head is none."""
+    """Return every tensor of the checkpoint; a tied head is none."""
     parts = outer_parts(c)
     for layer in range(c.n_layers):
         parts += layer_parts(c, layer)
@@ -250,7 +236,7 @@ def all_parts(c: Config) -> list[Part]:
 
 
 def n_params(c: Config) -> int:
-    """How many numbers the checkpoint holds; a byte of MXFP4 blocks has two, and a scale is none."""
+    """Count the numbers that the checkpoint holds; a byte of MXFP4 blocks has two, and a scale is none."""
     n = 0
     for part in all_parts(c):
         if part.field.endswith("_blocks"):
@@ -261,7 +247,7 @@ def n_params(c: Config) -> int:
 
 
 def n_weight_bytes(c: Config) -> int:
-    """Bytes of the weights in bfloat16, and MXFP4 as it is."""
+    """Count the bytes of the weights in bfloat16, and MXFP4 as it is."""
     return sum((1 if part.is_mxfp4 else 2) * math.prod(part.shape) for part in all_parts(c))
 
 
@@ -288,73 +274,59 @@ def read_weights(
 ) -> Weights:
     """Read every tensor, and pack every matrix; raises UnsupportedModel before any is copied.
 
-    `pack_outer` is for the embedding and the head, None: as the others.
+    `pack_outer` is for the embedding and the head, None: the same as for the others.
     """
     tensors = map_tensors(directory)
-    check_tensors(tensors, all_parts(config), config)
-    with progress("Reading weights", sum(tensor.nbytes for tensor in tensors.values())) as bar:
-        arrays = fuse(tensors, outer_parts(config), config, bar, pack_outer or pack)
-        layers = []
-        for layer in range(config.n_layers):
-            layers.append(Layer(**fuse(tensors, layer_parts(config, layer), config, bar, pack)))
-        return Weights(
-            embed=arrays["embed"],
-            layers=layers,
-            norm=arrays["norm"],
-            head=arrays.get("head", arrays["embed"]),
-        )
+    check_tensors(tensors, config)
+    n_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    # On a terminal, for files that take more than about a second. None: unless stderr is a terminal.
+    disable = None if n_bytes >= 1e9 else True
+    with tqdm(desc="Reading weights", total=n_bytes, unit="B", unit_scale=True, disable=disable) as bar:
+
+        def read(parts: list[Part], pack: Packer) -> dict[str, Matrix]:
+            bar.update(sum(tensors[part.name].nbytes for part in parts))
+            return fuse(tensors, parts, config, pack)
+
+        outer = read(outer_parts(config), pack_outer or pack)
+        layers = [Layer(**read(layer_parts(config, layer), pack)) for layer in range(config.n_layers)]
+    return Weights(outer["embed"], layers, outer["norm"], outer.get("head", outer["embed"]))
 
 
-def check_tensors(tensors: Tensors, parts: list[Part], config: Config) -> None:
-    for _, name, shape, *_ in parts:
+def check_tensors(tensors: Tensors, config: Config) -> None:
+    parts = {part.name: part for part in all_parts(config)}
+    for name, part in parts.items():
         if name not in tensors:
-            raise UnsupportedModel(f"tensor {name} {shape} is missing; the files hold {len(tensors)} tensors")
-        if tensors[name].shape != shape:
-            raise UnsupportedModel(f"tensor {name} is {tensors[name].shape}; config.json says {shape}")
-    for part in parts:
-        tensor = tensors[part.name]
-        if has_dtype(tensor, np.uint8) != part.is_mxfp4:
-            dtype = tensor.format if isinstance(tensor, Blocks) else tensor.dtype
-            raise UnsupportedModel(f"tensor {part.name} is {dtype}: MXFP4 has bytes, alone")
-    for name in sorted(tensors.keys() - {part.name for part in parts}):
-        if name == "lm_head.weight" and equal(tensors[name], tensors["model.embed_tokens.weight"]):
+            missing = f"tensor {name} {part.shape} is missing"
+            raise UnsupportedModel(f"{missing}; the files hold {len(tensors)} tensors")
+        tensor = tensors[name]
+        if tensor.shape != part.shape:
+            raise UnsupportedModel(f"tensor {name} is {tensor.shape}; config.json says {part.shape}")
+        if (kind(tensor) == np.uint8) != part.is_mxfp4:
+            raise UnsupportedModel(f"tensor {name} is {kind(tensor)}: MXFP4 has bytes, alone")
+    embed: Any = tensors["model.embed_tokens.weight"]
+    for name in sorted(tensors.keys() - parts):
+        extra: Any = tensors[name]
+        if name == "lm_head.weight" and np.array_equal(extra, embed):
             continue  # the head is tied, and saved all the same
         if name.endswith("rotary_emb.inv_freq"):
             continue  # old Llama files hold it, though it follows from rope_theta
         raise UnsupportedModel(f"tensor {name} has no place in a {config.model_type} with this config.json")
 
 
-def has_dtype(tensor: Tensor, dtype: DTypeLike) -> bool:
-    return isinstance(tensor, np.ndarray) and tensor.dtype == dtype
+def kind(tensor: Tensor) -> Any:
+    """Return the dtype of an array, or the name of the format of blocks."""
+    return tensor.format if isinstance(tensor, Blocks) else tensor.dtype
 
 
-def equal(a: Tensor, b: Tensor) -> bool:
-    if isinstance(a, Blocks) and isinstance(b, Blocks):
-        return a.format == b.format and np.array_equal(a.data, b.data)
-    return isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and np.array_equal(a, b)
-
-
-def progress(title: str, n_bytes: int) -> "tqdm[Any]":
-    """A bar on a terminal, for files that take more than about a second."""
-    disable = None  # to tqdm: unless stderr is a terminal
-    if n_bytes < 1e9:
-        disable = True
-    return tqdm(desc=title, total=n_bytes, unit="B", unit_scale=True, disable=disable)
-
-
-def fuse(
-    tensors: Tensors, parts: list[Part], config: Config, bar: "tqdm[Any]", pack: Packer
-) -> dict[str, Matrix]:
-    """The arrays by field: its parts stacked as rows, and packed where that makes a matrix."""
+def fuse(tensors: Tensors, parts: list[Part], config: Config, pack: Packer) -> dict[str, Matrix]:
+    """Return the arrays by field: its parts stacked as rows, and packed if that makes a matrix."""
     arrays: dict[str, Matrix] = {}
     for field in dict.fromkeys(part.field for part in parts):
         group = [part for part in parts if part.field == field]
-        blocks = in_blocks(tensors, group, config.head_dim)
-        if blocks:
-            arrays[field] = pack(blocks)
-            bar.update(sum(part.nbytes for part in blocks))
+        if all(isinstance(tensors[part.name], Blocks) for part in group):
+            arrays[field] = pack([ordered(part, tensors[part.name], config.head_dim) for part in group])
             continue
-        arrays[field] = stack(tensors, group, config, bar)
+        arrays[field] = stack(tensors, group, config)
         if field in MATRICES:
             arrays[field] = pack(arrays[field])
     for field in ("w_gate_up", "w_down"):
@@ -363,41 +335,33 @@ def fuse(
     return arrays
 
 
-def in_blocks(tensors: Tensors, group: list[Part], head_dim: int) -> list[Blocks]:
-    """The parts of a matrix with their rows in our order if all are in blocks, else []."""
-    parts: list[Blocks] = []
-    for part in group:
-        tensor = tensors[part.name]
-        if not isinstance(tensor, Blocks):
-            return []
-        if part.rotary:
-            order = adjacent_pairs(np.arange(len(tensor.data)), head_dim).reshape(-1)
-            tensor = tensor._replace(data=tensor.data[order])
-        parts.append(tensor)
-    return parts
+def ordered(part: Part, blocks: Any, head_dim: int) -> Blocks:
+    """Return blocks with their rows in our order."""
+    rows = part.view(blocks.data, head_dim).reshape(blocks.data.shape)
+    return Blocks(blocks.format, rows)
 
 
-def stack(tensors: Tensors, group: list[Part], config: Config, bar: "tqdm[Any]") -> NDArray[Any]:
-    """The tensors of one field one behind another, in float32; matrices of bfloat16 and MXFP4 stay that."""
-    first = group[0]
-    shape = first.shape[1:]
-    if first.transposed:
+def stack(tensors: Tensors, group: list[Part], config: Config) -> NDArray[Any]:
+    """Join the tensors of one field, in float32; matrices of bfloat16 and MXFP4 stay that."""
+    field = group[0].field
+    shape = group[0].shape[1:]
+    if group[0].transposed:
         shape = shape[::-1]
-    ends = np.cumsum([part.shape[0] for part in group])
     dtype: DTypeLike = np.float32
-    if first.is_mxfp4:
+    kinds = {kind(tensors[part.name]) for part in group}
+    if group[0].is_mxfp4:
         dtype = np.uint8
-    elif first.field in MATRICES and all(has_dtype(tensors[part.name], np.uint16) for part in group):
+    elif field in MATRICES and kinds == {np.dtype(np.uint16)}:
         dtype = np.uint16
+    ends = np.cumsum([part.shape[0] for part in group])
     array = np.empty((ends[-1], *shape), dtype)
     for part, rows in zip(group, np.split(array, ends[:-1]), strict=True):
         tensor = tensors[part.name]
-        bar.update(tensor.nbytes)
         if isinstance(tensor, Blocks):
             tensor = decoded(tensor)
         tensor = part.view(tensor, config.head_dim)
         widen(tensor, rows.reshape(tensor.shape))
-    if first.expert and config.experts:
+    if group[0].expert and config.experts:
         return array.reshape(config.experts.n, -1, *shape)
     return array
 
@@ -429,7 +393,6 @@ def bfloat16(array: NDArray[Any] | list[Blocks]) -> NDArray[np.uint16]:
 
 
 # ---- safetensors -------------------------------------------------------------------------------------------
-# u64 n | n bytes of JSON {name: {dtype, shape, data_offsets: [begin, end]}} | data        all little-endian
 
 # NumPy has no bfloat16, so its bits are read as uint16.
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -439,8 +402,6 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "U8": np.dtype("u1"),  # MXFP4
 }
 
-MAX_HEADER_BYTES = 100_000_000  # https://github.com/huggingface/safetensors#format
-
 FILE_NAMES = FieldCheck(
     "an object from the names of tensors to the names of files beside it",
     lambda v: type(v) is dict and all(type(name) is str and name == Path(name).name for name in v.values()),
@@ -448,7 +409,7 @@ FILE_NAMES = FieldCheck(
 
 
 def map_tensors(directory: Path) -> Tensors:
-    """All tensors of model.safetensors, or of the shards that its index names, as views of memory maps."""
+    """Return all tensors of model.safetensors, or of an index's shards, as views of memory maps."""
     if (directory / "model.gguf").is_file():
         return gguf_file.map_tensors(directory / "model.gguf")
     single = directory / "model.safetensors"
@@ -457,9 +418,9 @@ def map_tensors(directory: Path) -> Tensors:
         return map_file(single)
     if not index.is_file():
         raise UnsupportedModel(f"no {single.name}, no {index.name} in {directory}: {listing(directory)}")
-    tensors: Tensors = {}
     fields = read_json(index)
     check_fields(fields, {"weight_map": FILE_NAMES}, index)
+    tensors: Tensors = {}
     for shard in sorted({*fields["weight_map"].values()}):
         if not (directory / shard).is_file():
             raise UnsupportedModel(f"no {shard}, which {index} names: {listing(directory)}")
@@ -468,32 +429,25 @@ def map_tensors(directory: Path) -> Tensors:
 
 
 def map_file(path: Path) -> Tensors:
-    size = path.stat().st_size
-    if size < 8:
-        raise UnsupportedModel(f"{path} has {size} bytes, too few for a safetensors header")
-    file = np.memmap(path, np.uint8, mode="r").view(np.ndarray)
-    begin = 8 + int.from_bytes(file[:8].tobytes(), "little")
-    if begin > min(size, MAX_HEADER_BYTES):
-        raise UnsupportedModel(f"{path} has {size} bytes, its header {begin}: truncated, or not safetensors")
-    try:
-        header = dict(json.loads(file[8:begin].tobytes()))
-    except (ValueError, TypeError, RecursionError) as error:
-        raise UnsupportedModel(f"{path} has a broken safetensors header: {error}") from None
-    header.pop("__metadata__", None)
+    """Return the tensors of one file.
+
+    The library has checked that they fill the file without gaps, so that each begins where the last one ends.
+    """
     tensors: Tensors = {}
-    for name, entry in header.items():
-        try:
-            tensors[name] = map_tensor(file[begin:], entry["dtype"], entry["shape"], *entry["data_offsets"])
-        except (ValueError, TypeError, KeyError) as error:
-            raise UnsupportedModel(f"{path}: tensor {name}: {error}") from None
+    try:
+        with safe_open(path, "numpy") as file:
+            data = np.memmap(path, np.uint8, mode="r").view(np.ndarray)
+            start = 8 + int.from_bytes(data[:8].tobytes(), "little")  # behind the header and its length
+            for name in file.offset_keys():
+                header = file.get_slice(name)
+                shape = header.get_shape()
+                dtype = DTYPES.get(header.get_dtype())
+                if dtype is None:
+                    supported = ", ".join(DTYPES)
+                    raise UnsupportedModel(f"tensor {name} is {header.get_dtype()}; supported: {supported}")
+                end = start + math.prod(shape) * dtype.itemsize
+                tensors[name] = data[start:end].view(dtype).reshape(shape)
+                start = end
+    except (SafetensorError, OSError, UnsupportedModel) as error:
+        raise UnsupportedModel(f"{path} is not a safetensors file that can be read: {error}") from None
     return tensors
-
-
-def map_tensor(data: NDArray[np.uint8], dtype: str, shape: list[int], begin: int, end: int) -> NDArray[Any]:
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype {dtype}; supported: {', '.join(DTYPES)}")
-    if not 0 <= begin <= end <= data.size:
-        raise ValueError(f"bytes {begin} to {end} of {data.size}: truncated")
-    if end - begin != math.prod(shape) * DTYPES[dtype].itemsize:
-        raise ValueError(f"{end - begin} bytes for {dtype} {shape}")
-    return data[begin:end].view(DTYPES[dtype]).reshape(shape)

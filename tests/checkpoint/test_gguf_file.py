@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from checkpoint import gguf_container, gguf_file
-from checkpoint.blocks import Blocks, decoded, kind, quantized, with_minima
+from checkpoint.blocks import Blocks, decoded, quantized, sizes, with_minima
 from checkpoint.config import UnsupportedModel, read_config
 from checkpoint.hub import find
 from checkpoint.weights import Weights, map_tensors, read_weights
@@ -118,10 +118,10 @@ def test_decoded_blocks_are_those_of_the_gguf_package(name: str, folder: Path) -
 
 @pytest.mark.parametrize("name", gguf_file.BLOCKS)
 def test_any_bytes_are_blocks(name: str) -> None:
-    _, size = gguf.GGML_QUANT_SIZES[kind(name)]
-    data = np.random.default_rng(0).integers(0, 64, (4, 3, size)).astype(np.uint8)  # scales are finite
-    blocks = Blocks(name, data)
-    assert np.array_equal(decoded(blocks), gguf.dequantize(data.reshape(4, -1), kind(name)))
+    data = np.random.default_rng(0).integers(0, 64, (4, 3, sizes(name).n_bytes)).astype(np.uint8)
+    blocks = Blocks(name, data)  # whose scales are finite
+    kind = gguf.GGMLQuantizationType[name]
+    assert np.array_equal(decoded(blocks), gguf.dequantize(data.reshape(4, -1), kind))
     assert decoded(blocks).shape == blocks.shape
 
 
@@ -135,7 +135,7 @@ def test_blocks_without_a_minimum_as_such_with_one() -> None:
 # fmt: off
 #  entry of the metadata                    its value     words of the refusal
 REFUSED: dict[str, tuple[Any, list[str]]] = {
-    "general.architecture":                 ("gemma3\n",  ["architecture 'gemma3", "llama, qwen2, qwen3"]),
+    "general.architecture":                 ("gemma3\n",  ["architecture is 'gemma3", "llama, qwen2, qwen3"]),
     "general.alignment":                    (48,          ["general.alignment is '48'", "powers of 2"]),
     "qwen3.block_count":                    (None,        ["no qwen3.block_count"]),
     "qwen3.attention.head_count":           ([4, 4],      ["qwen3.attention.head_count is ndarray"]),
@@ -217,7 +217,7 @@ def test_headers_that_lie(folder: Path) -> None:
         (changed(data, end + 12, HUGE),             "token_embd.weight ends at byte"),
         (changed(data, end + 12, b"\0\0"),          "token_embd.weight has the sizes [128, 0]"),
         (changed(data, end + 12, b"\0\0\1"),        "token_embd.weight ends at byte"),
-        (changed(data, norm + 12, b"\x1a"),         "attn_norm.weight is I32; supported: F32, F16, BF16"),
+        (changed(data, norm + 12, b"\x1a"),         "attn_norm.weight is I32 (128,); supported: F32, F16"),
         (changed(data, end + 20, b"\x63\0\0\0"),    "99 is not a valid GGMLQuantizationType"),
         (changed(data, end + 24, b"\x20"),          "token_embd.weight lies at byte 32 of the data"),
         (changed(data, end - 17, b"\n"),            "tensor '\\noken_embd.weight' has 2 dimensions"),

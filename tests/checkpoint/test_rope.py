@@ -63,8 +63,8 @@ def scaled(**scaling: Any) -> dict[str, Any]:
     return {"rope_theta": THETA, "rope_scaling": scaling}
 
 
-def mscale(factor: float, mscale: float = 1) -> float:
-    return 0.1 * mscale * math.log(factor) + 1
+def mscale(factor: float) -> float:
+    return 0.1 * math.log(factor) + 1
 
 
 # fmt: off
@@ -79,7 +79,6 @@ ROPES: list[tuple[dict[str, Any], Callable[[int], float], float]] = [
     (scaled(**YARN),                                        yarn,            mscale(4)),
     (scaled(**YARN | {"factor": None}),                     yarn,            mscale(4)),
     (scaled(**YARN, attention_factor=1.3),                  yarn,            1.3),
-    (scaled(**YARN, mscale=1.0, mscale_all_dim=0.7),        yarn,            mscale(4) / mscale(4, 0.7)),
     (scaled(**YARN, beta_fast=20, beta_slow=2, truncate=False),
                                                             yarn_fractional, mscale(4)),
 ]
@@ -117,7 +116,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (YARN | {"beta_fast": 1, "beta_slow": 2},           "beta_fast is 1; supported: a number above beta"),
     (YARN | {"truncate": "false"},                      'truncate is "false"; supported: true or false'),
     (YARN | {"truncate": None},                         "truncate is null; supported: true or false"),
-    (YARN | {"mscale": "1"},                            'mscale is "1"; supported: a number'),
+    (YARN | {"mscale": 1},                              "mscale is 1; supported: null"),
     (LLAMA3 | {"high_freq_factor": 1.0},                "high_freq_factor is 1.0; supported: a number a"),
     (LLAMA3 | {"factor": None},                         "factor is null; supported: a number"),
     (LLAMA3 | {"factor": math.nan},                     "factor is NaN; supported: a number"),
