@@ -1,12 +1,20 @@
-"""Mutants: what keeps a bug out is undone, one place at a time, and the test that replays it must fail.
+"""Mutants: undo what keeps a bug out, one place at a time, and see that the bug comes back and is noticed.
 
-    python tests/mutants.py [WORD]     all of tests/mutants.toml, or those with this word in them
+    python tests/mutants.py                          all of tests/mutants.toml
+    python tests/mutants.py D01 F01 "no usage"       those with one of these words in them
+    python tests/mutants.py --module sse,channels    those of these modules; words narrow them down
+    python tests/mutants.py -n 4                     four at a time, each in a copy of its own
 
-In a copy of the checkout; exits 1 if one survives, or its test cannot be run.
+Each mutant is made in a copy of the checkout, and its test is run there. The test must fail. If it is a
+replay (tests/replays/), the mutated program must yield exactly the replay's `was`: then it is this bug that
+came back, and not just any.
+
+Exits with 1 if a mutant is not killed, for whatever reason; the last lines name all of these.
 """
 
 import argparse
 import os
+import queue
 import resource
 import shutil
 import subprocess
@@ -14,16 +22,22 @@ import sys
 import time
 import tomllib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "results", "*.egg-info", "build")
+REPLAY = "tests/test_replays.py::test_replay["
+YIELDS_WAS = {"REPLAYS_YIELD": "was"}  # test_replays.py compares with `was` if this is in the environment
 # Exit statuses of pytest: 1 is "Tests were collected and run but some of the tests failed".
-KILLED, SURVIVED = 1, 0
-VERDICTS = {KILLED: "killed", SURVIVED: "SURVIVED"}
-PATIENCE_S = 120  # a mutant that hangs is one whose test does not fail in time: not killed
+ALL_PASSED, SOME_FAILED = 0, 1
+PATIENCE_S = 300  # a mutant that makes its test wait for longer is not killed: no test should take as long
+
+KILLED = "killed"
+SURVIVED = "SURVIVED"
+ANOTHER_BUG = "ANOTHER BUG"
 
 
 class Mutant(NamedTuple):
@@ -37,6 +51,11 @@ class Mutant(NamedTuple):
         return f"{self.module}.py: {self.undoes}: {self.test}"
 
 
+class Outcome(NamedTuple):
+    verdict: str  # KILLED, or why not
+    said: str = ""  # what pytest said, if it is worth reading
+
+
 def mutants() -> Iterator[Mutant]:
     rows = tomllib.loads((ROOT / "tests" / "mutants.toml").read_text(encoding="utf-8"))
     for module, changes in rows.items():
@@ -44,7 +63,7 @@ def mutants() -> Iterator[Mutant]:
 
 
 def mutated(mutant: Mutant) -> str:
-    """The module's text; raises ValueError where `old` does not stand there once."""
+    """Return the module's text with the change; raises ValueError unless `old` stands there once."""
     text = (ROOT / f"{mutant.module}.py").read_text(encoding="utf-8")
     if text.count(mutant.old) != 1 or mutant.new == mutant.old:
         raise ValueError(
@@ -57,41 +76,89 @@ def copied(folder: Path) -> Path:
     return shutil.copytree(ROOT, folder / "copy", ignore=LEFT_OUT)
 
 
-def status(mutant: Mutant, copy: Path) -> int:
-    """How pytest ends; the copy is as it was before."""
+def outcome(mutant: Mutant, copy: Path) -> Outcome:
+    """Run the mutant's test in the copy, which is as it was before when this returns."""
+    try:
+        text = mutated(mutant)
+    except (OSError, ValueError) as error:
+        return Outcome("CANNOT BE MADE", str(error))
     path = copy / f"{mutant.module}.py"
     before = path.read_text(encoding="utf-8")
-    path.write_text(mutated(mutant), encoding="utf-8")
+    path.write_text(text, encoding="utf-8")
     try:
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", mutant.test]
-        unwritten = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}  # bytecode is found by time and size
-        ended = subprocess.run(command, cwd=copy, env=unwritten, capture_output=True, timeout=PATIENCE_S)
-        return ended.returncode
-    except subprocess.TimeoutExpired:
-        return SURVIVED
+        return run(mutant.test, copy)
     finally:
         path.write_text(before, encoding="utf-8")
 
 
+def run(test: str, copy: Path) -> Outcome:
+    """Run a test of a mutated program, and judge."""
+    is_replay = test.startswith(REPLAY)
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}  # bytecode is found by time and size
+    if is_replay:
+        environment |= YIELDS_WAS
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", test]
+    try:
+        ended = subprocess.run(
+            command, cwd=copy, env=environment, capture_output=True, text=True, timeout=PATIENCE_S
+        )
+    except subprocess.TimeoutExpired:
+        return Outcome(f"NOT IN {PATIENCE_S} S")
+    lines = ended.stdout.splitlines()
+    failure = "\n".join(line for line in lines if line.startswith("E  "))
+    if ended.returncode not in (ALL_PASSED, SOME_FAILED):
+        return Outcome(f"NOT RUN (pytest ended with {ended.returncode})", ended.stdout + ended.stderr)
+    if ended.returncode == (ALL_PASSED if is_replay else SOME_FAILED):
+        return Outcome(KILLED)
+    if not is_replay or SURVIVED in failure:
+        return Outcome(SURVIVED)
+    return Outcome(ANOTHER_BUG, failure)
+
+
+def run_all(chosen: list[Mutant], n: int) -> Iterator[tuple[Mutant, Outcome]]:
+    """Run mutants in `n` copies of the checkout; yield them in their order."""
+    copies = queue.SimpleQueue[Path]()
+
+    def run_one(mutant: Mutant) -> Outcome:
+        copy = copies.get()
+        try:
+            return outcome(mutant, copy)
+        finally:
+            copies.put(copy)
+
+    with TemporaryDirectory() as folder, ThreadPoolExecutor(n) as threads:
+        for i in range(n):
+            copies.put(copied(Path(folder) / str(i)))
+        yield from zip(chosen, threads.map(run_one, chosen), strict=True)
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Undo what keeps bugs out, and see that tests fail.")
-    parser.add_argument("word", nargs="?", default="", help="only those with this word in them")
-    word = parser.parse_args().word
-    chosen = [mutant for mutant in mutants() if word in str(mutant)]
+    parser = argparse.ArgumentParser(description="Undo what keeps bugs out, and see that they are noticed.")
+    parser.add_argument("words", nargs="*", help="run only mutants with one of these words in them")
+    parser.add_argument("--module", default="", help="run only mutants of these modules: sse,gateway/relay")
+    parser.add_argument("-n", type=int, default=1, help="how many to run at a time")
+    arguments = parser.parse_args()
+    modules = arguments.module.split(",")
+    unknown = {*modules} - {mutant.module for mutant in mutants()} - {""}
+    if unknown:
+        parser.error(f"no mutant is of {', '.join(sorted(unknown))}")
+    chosen = [mutant for mutant in mutants() if modules == [""] or mutant.module in modules]
+    if arguments.words:
+        chosen = [mutant for mutant in chosen if any(word in str(mutant) for word in arguments.words)]
+    if not chosen:
+        parser.error(f"no mutant has one of these words in it: {arguments.words}")
     started = time.monotonic()
-    n_killed = 0
-    with TemporaryDirectory() as folder:
-        copy = copied(Path(folder))
-        for mutant in chosen:
-            ended = status(mutant, copy)
-            if ended == KILLED:
-                n_killed += 1
-            verdict = VERDICTS.get(ended, f"NOT RUN (pytest ended with {ended})")
-            print(f"{verdict:8} {mutant}", flush=True)
+    alive: list[str] = []
+    for mutant, (verdict, said) in run_all(chosen, arguments.n):
+        print(f"{verdict:8} {mutant}", flush=True)
+        if verdict != KILLED:
+            alive.append(f"{verdict}: {mutant}")
+            print(said, flush=True)
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = f"{time.monotonic() - started:.0f} s, {used.ru_utime + used.ru_stime:.0f} s of processor time"
-    print(f"{n_killed} of {len(chosen)} mutants killed in {seconds}")
-    return int(n_killed < len(chosen))
+    print(f"{len(chosen) - len(alive)} of {len(chosen)} mutants killed in {seconds}")
+    print("\n".join(alive))
+    return int(bool(alive))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The list of mutants has not rotted: all can be made, their tests exist, and two of them are killed here."""
+"""The list of mutants has not rotted: all can be made, and their tests exist. A few are run here."""
 
 import re
 from pathlib import Path
@@ -25,12 +25,36 @@ def test_mutant_can_be_made(mutant: mutants.Mutant) -> None:
         assert mutant.undoes in index.bugs()
 
 
+def mutant_of(case: str) -> mutants.Mutant:
+    """The only mutant whose test is this replay."""
+    (mutant,) = (m for m in MUTANTS if f"[{case}]" in m.test)
+    return mutant
+
+
 @pytest.mark.parametrize("case", FAST)
 def test_mutant_is_killed(case: str, tmp_path: Path) -> None:
-    (mutant,) = (m for m in MUTANTS if f"[{case}]" in m.test)
+    mutant = mutant_of(case)
     copy = mutants.copied(tmp_path)
     untouched = mutant._replace(old="import", new="import ")  # every module says so, once and more
     with pytest.raises(ValueError, match="expected this once"):
         mutants.mutated(untouched)
-    assert mutants.status(mutant, copy) == mutants.KILLED
+    assert mutants.outcome(mutant, copy).verdict == mutants.KILLED
     assert (copy / f"{mutant.module}.py").read_bytes() == (mutants.ROOT / f"{mutant.module}.py").read_bytes()
+
+
+# fmt: off
+#  instead of CR alone ending no line            verdict
+CHANGES = [
+    (r'LINE_END = re.compile(rb"\r\n|\r|\n")',    mutants.SURVIVED),        # it means the same
+    (r'LINE_END = re.compile(rb"\r\n|\n|\r|l")', mutants.ANOTHER_BUG),     # `was` tells of CR, not of "l"
+    ('LINE_END = re.compile(rb"[")',             "NOT RUN"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("new", "verdict"), CHANGES)
+def test_another_bug_is_told_from_this_one(new: str, verdict: str, tmp_path: Path) -> None:
+    mutant = mutant_of("sse-bare-cr")._replace(new=new)
+    found = mutants.outcome(mutant, mutants.copied(tmp_path))
+    assert found.verdict.startswith(verdict)
+    assert found.said or verdict == mutants.SURVIVED

@@ -22,6 +22,7 @@ import asyncio
 import functools
 import itertools
 import operator
+import os
 import re
 import tomllib
 import urllib.parse
@@ -366,6 +367,7 @@ class Replay(NamedTuple):
     run: Run
     chunks: list[Any]
     expect: list[Any]
+    was: list[Any]
 
 
 def load(path: Path) -> Replay:
@@ -382,7 +384,9 @@ def load(path: Path) -> Replay:
         chunks = [urllib.parse.unquote_to_bytes(chunk) for chunk in fields["input_percent"]]
     else:
         chunks = [to_chunk(chunk) for chunk in fields["input"]]
-    return Replay(functools.partial(run, **fields.get("options", {})), chunks, fields["expect"])
+    return Replay(
+        functools.partial(run, **fields.get("options", {})), chunks, fields["expect"], fields["was"]
+    )
 
 
 def rules(fields: dict[str, Any]) -> Iterator[tuple[str, bool]]:
@@ -419,9 +423,19 @@ def check(replay: Replay) -> None:
         assert list(outputs(replay.run, chunks)) == replay.expect, how
 
 
+def check_was(replay: Replay) -> None:
+    """A mutant has brought a bug back (mutants.py): it must be the one that is told of here."""
+    got = list(outputs(replay.run, replay.chunks))
+    assert got != replay.expect, "SURVIVED"
+    assert got == replay.was, f"got {got}"
+
+
 @pytest.mark.parametrize("path", sorted(FOLDER.iterdir()), ids=lambda path: path.stem)
 def test_replay(path: Path) -> None:
-    check(load(path))
+    if os.environ.get("REPLAYS_YIELD") == "was":
+        check_was(load(path))
+    else:
+        check(load(path))
 
 
 # --- The runner itself can fail -----------------------------------------------------------------------------
@@ -472,7 +486,7 @@ def test_a_wrong_expect_fails(tmp_path: Path, old: str, new: str) -> None:
 def test_every_feeding_is_judged(how: str) -> None:
     chunks = ["ab", "c"]
     bad = dict(feedings(chunks))[how]
-    replay = Replay(lambda fed: iter([fed == bad]), chunks, [False])
+    replay = Replay(lambda fed: iter([fed == bad]), chunks, [False], [True])
     with pytest.raises(AssertionError, match=how):
         check(replay)
 
