@@ -15,6 +15,7 @@ Not here: what is judged (checks.py, rules.py), and how it is told (reports.py).
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from audit import linter, preflight, reports, session
 from audit.checks import PROFILES
 from audit.peer import BUDGET_S, Peer
 
+KEY_VARIABLE = "AUDIT_API_KEY"
 EXAMPLES = """\
 a server:
   {program} http://127.0.0.1:8000/v1 --model NAME
@@ -59,7 +61,12 @@ def arguments() -> argparse.ArgumentParser:
     of_server = parser.add_argument_group("of a server")
     add = of_server.add_argument
     add("--model", default="", metavar="NAME", help="name of the model; the first of /models if left out")
-    add("--api-key", default="", metavar="KEY", help="sent as a bearer token")
+    add(
+        "--api-key",
+        default=os.environ.get(KEY_VARIABLE, ""),
+        metavar="KEY",
+        help=f"sent as a bearer token; better kept out of the command line, in {KEY_VARIABLE}",
+    )
     add("--header", action="append", default=[], metavar="NAME:VALUE", help="sent with each request")
     add("--profile", choices=PROFILES, default="all", help="which rules; all if left out")
     add("--rules", action="append", default=[], metavar="PATTERN", help="only these, such as 'resume*'")
@@ -112,6 +119,8 @@ def main() -> int:
         for line in lines:
             sys.stdout.buffer.write((line + "\n").encode("utf-8", "backslashreplace"))
         sys.stdout.buffer.flush()
+    except BrokenPipeError:  # whoever read this, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
     except (OSError, ValueError, preflight.NoServer) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

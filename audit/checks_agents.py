@@ -13,7 +13,8 @@ Not here: one call, streamed and plain (checks_answers.py), refusals (checks_ref
 import contextlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from audit.peer import NOT_THERE, REFUSED, Json, NotApplicable, Peer, Reply, expect, presumed
@@ -317,21 +318,24 @@ def fits(text: str) -> bool:
     return value["colour"] in ("red", "green") and isinstance(value["n"], int)
 
 
-def check_text(how: str, text: str, was_cut: bool, shown: object) -> None:
-    expect(not BLANKS.search(text), f"{how}: expected no more than some blanks in JSON", shown)
-    expect(was_cut or fits(text), f"{how}: expected what the schema describes, got {text!r}", shown)
+def check_text(text: str, was_cut: bool, shown: object) -> None:
+    expect(was_cut or fits(text), f"expected what the schema describes, got {text!r}", shown)
 
 
-def json_schema(peer: Peer) -> None:
+def check_blanks(text: str, was_cut: bool, shown: object) -> None:
+    expect(not BLANKS.search(text), "expected no more than some blanks in JSON", shown)
+
+
+def json_schema(check: Callable[[str, bool, object], None], peer: Peer) -> None:
     text_format = {"type": "json_schema", "name": "colour", "schema": COLOUR, "strict": True}
     body = LIMITED | {"input": NAME_A_COLOUR, "text": {"format": text_format}, "max_output_tokens": 400}
     for how, response in both(peer, "/responses", body):
         said = items(response, "message")
         text = "".join(part.get("text") or "" for item in said for part in item.get("content") or ())
-        check_text(how, text, response.get("status") == "incomplete", outline(response))
+        check(text, response.get("status") == "incomplete", {how: outline(response)})
 
 
-def chat_json_schema(peer: Peer) -> None:
+def chat_json_schema(check: Callable[[str, bool, object], None], peer: Peer) -> None:
     json_schema_ = {"name": "colour", "schema": COLOUR, "strict": True}
     body = CHAT | {
         "messages": [{"role": "user", "content": NAME_A_COLOUR}],
@@ -340,7 +344,7 @@ def chat_json_schema(peer: Peer) -> None:
     }
     answer = whole(peer, "/chat/completions", body)
     was_cut = (answer.get("choices") or [{}])[0].get("finish_reason") == "length"
-    check_text("plain", message(answer).get("content") or "", was_cut, answer)
+    check(message(answer).get("content") or "", was_cut, answer)
 
 
 def bad_schema(peer: Peer) -> None:
@@ -571,14 +575,22 @@ CHECKS = {
         "a tool in a namespace is called with its own name and that of the namespace, or is refused",
         "the guide on function calling: namespaces; an agent finds the tool by both",
         FUNCTIONS),
-    "json-schema": Check(json_schema, "responses agents", "must", "",
-        "text.format json_schema with strict makes what the schema describes, without endless blanks",
+    "json-schema": Check(partial(json_schema, check_text), "responses agents", "must", "",
+        "text.format json_schema with strict makes what the schema describes",
         "the guide on structured outputs",
         STRUCTURED),
-    "chat-json-schema": Check(chat_json_schema, "chat agents", "must", "",
-        "response_format json_schema with strict makes what the schema describes, without endless blanks",
+    "chat-json-schema": Check(partial(chat_json_schema, check_text), "chat agents", "must", "",
+        "response_format json_schema with strict makes what the schema describes",
         "the guide on structured outputs",
         STRUCTURED),
+    "json-blanks": Check(partial(json_schema, check_blanks), "responses agents", "should", "",
+        "a constrained answer does not spend its tokens on blanks",
+        "whitespace is legal JSON, and a small model that may write it can do so up to its limit",
+        GITHUB + "jundot/omlx/issues/2990"),
+    "chat-json-blanks": Check(partial(chat_json_schema, check_blanks), "chat agents", "should", "",
+        "a constrained answer does not spend its tokens on blanks",
+        "whitespace is legal JSON, and a small model that may write it can do so up to its limit",
+        GITHUB + "jundot/omlx/issues/2990"),
     "bad-schema": Check(bad_schema, "responses agents", "should", "",
         "a schema that is none is refused",
         "the guide on structured outputs: schemas that are not supported are an error",

@@ -101,9 +101,13 @@ EVENTS: dict[str, Members] = {
     "response.reasoning_summary_text.delta":   SUMMARY_PLACE | {"delta": str},
     "response.reasoning_summary_text.done":    SUMMARY_PLACE | {"text": str},
     "response.function_call_arguments.delta":  ITEM_PLACE | {"delta": str},
-    "response.function_call_arguments.done":   ITEM_PLACE | {"name": str, "arguments": str},
+    "response.function_call_arguments.done":   ITEM_PLACE | {"name?": str, "arguments": str},
     "response.custom_tool_call_input.delta":   ITEM_PLACE | {"delta": str},
     "response.custom_tool_call_input.done":    ITEM_PLACE | {"input": str},
+    "response.compaction.compacting":          ITEM_PLACE,
+    "response.steer.accepted":                 {"steer": object},
+    "response.steer.pending":                  {"steer": object, "reason": str, "required_input": list},
+    "response.steer.failed":                   {"steer": object, "error": object},
     "error":                                   {"code": object, "message": object, "param": object},
 }
 EVENT: Members = {"type": str, "sequence_number": int} | union(EVENTS.values())

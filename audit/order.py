@@ -32,6 +32,8 @@ MORE = {
     ("summary",                 "response.reasoning_summary_text.done"):                  "summary done",
     ("summary done",            "response.reasoning_summary_part.done summary_text"):     "reasoning done",
 
+    ("compaction",              "response.compaction.compacting"):                        "compaction",
+
     ("between",                 "response.output_item.added *"):                          "hosted",
     ("hosted",                  "response.*"):                                            "hosted",
     ("hosted",                  "response.output_item.done *"):                           "between",
@@ -59,6 +61,11 @@ def label(event: Json) -> str:
     if event_type.startswith("response.output_item.") and inner_type.startswith(HOSTED):
         inner_type = "*"
     return f"{event_type} {inner_type}"
+
+
+def is_steering(event: Json) -> bool:
+    """Whether it tells what became of a client's response.steer: such events come whenever they come."""
+    return str(event.get("type")).startswith("response.steer.")
 
 
 def expected_in(state: str) -> str:

@@ -30,8 +30,11 @@ Json = dict[str, Any]
 NOT_THERE = {404, 405, 501}
 REFUSED = {400, 403, 404, 405, 415, 422, 501}
 BUSY = {429, 503}
+PIECE_BYTES = 64 * 1024
+MAX_BODY_BYTES = 64 * 2**20  # no answer that a rule asks for has a tenth of that
 BUDGET_S = 120.0  # of a rule: a small model on a busy machine
 BROKEN_OFF = (http.client.IncompleteRead, http.client.RemoteDisconnected, ConnectionResetError)
+BLANK_LINE = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 CONNECTIONS = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
 
 
@@ -182,8 +185,9 @@ class Peer:
         with self.open("POST", path, {"model": self.model, "stream": True} | body) as response:
             head = Reply(*self._head("POST", path, body, response), b"", [])
             if not head.is_stream:
-                raise NotApplicable(f"no stream came: {head._replace(body=response.read()).refusal}")
-            events = events_of(response)
+                refused = head._replace(body=b"".join(self.pieces(response)))
+                raise NotApplicable(f"no stream came: {refused.refusal}")
+            events = events_of(self.pieces(response))
             first = next(events, None)
             if first is None:
                 raise NotApplicable("no event came")
@@ -240,18 +244,27 @@ class Peer:
             raise reply
         return reply
 
+    def pieces(self, response: http.client.HTTPResponse) -> Iterator[bytes]:
+        """The body as it comes; raises NoReply where the time is up, or more comes than anybody reads."""
+        n_bytes = 0
+        while piece := response.read1(PIECE_BYTES):  # no more than what is left of a chunk
+            n_bytes += len(piece)
+            if n_bytes > MAX_BODY_BYTES:
+                raise NoReply(f"expected a body of {MAX_BODY_BYTES} bytes at most, got more")
+            yield piece
+            self.seconds_left()
+
     def _read_all(self, response: http.client.HTTPResponse) -> tuple[bytes, list[bytes]]:
         """The body, and its chunks."""
         if not response.chunked:
-            return response.read(), []
+            return b"".join(self.pieces(response)), []
         chunks: list[bytes] = []
-        chunk = b""
-        while piece := response.read1():  # no more than what is left of a chunk
-            chunk += piece
+        parts: list[bytes] = []  # of the chunk that is open
+        for piece in self.pieces(response):
+            parts.append(piece)
             if response.chunk_left == 0:
-                chunks.append(chunk)
-                chunk = b""
-            self.seconds_left()
+                chunks.append(b"".join(parts))
+                parts.clear()
         return b"".join(chunks), chunks
 
     def _head(
@@ -272,14 +285,15 @@ def described(method: str, path: str, body: Json | bytes | None) -> str:
     return shortened(f"{method} {path} {shown}".strip(), 300)
 
 
-def events_of(response: Iterable[bytes]) -> Iterator[Json]:
-    """The events of a stream as its lines come."""
-    lines: list[bytes] = []
-    for line in response:
-        lines.append(line)
-        if not line.strip():
-            yield from events_in(b"".join(lines))
-            lines.clear()
+def events_of(pieces: Iterable[bytes]) -> Iterator[Json]:
+    """The events of a stream as its bytes come; where it breaks off they end: see the rule whole-frames."""
+    open_event = b""
+    with contextlib.suppress(http.client.IncompleteRead):
+        for piece in pieces:
+            open_event += piece
+            while blank_line := BLANK_LINE.search(open_event):
+                yield from events_in(open_event[: blank_line.end()])
+                open_event = open_event[blank_line.end() :]
 
 
 def events_in(stream: bytes) -> Iterator[Json]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from audit.contents import is_object, markup, usage_faults
 from audit.members import EVENTS, ITEMS, PARTS, RESPONSE, Faults, Json, Members, missing, paired, shortened
-from audit.order import AFTER, ORDER, expected_in, label
+from audit.order import AFTER, ORDER, expected_in, is_steering, label
 from audit.recordings import Capture
 
 # fmt: off
@@ -146,6 +146,8 @@ def in_order(capture: Capture) -> Faults:
     for number, event in enumerate(capture.events):
         if state == "end":
             return
+        if is_steering(event):
+            continue
         event_label = label(event)
         if event_label not in AFTER and event.get("type") not in EVENTS:
             continue
@@ -155,7 +157,7 @@ def in_order(capture: Capture) -> Faults:
 
 
 def one_terminal(capture: Capture) -> Faults:
-    last = len(capture.events) - 1
+    last = max((n for n, event in enumerate(capture.events) if not is_steering(event)), default=0)
     ends = [number for number, event in enumerate(capture.events) if event.get("type") in TERMINAL]
     if not ends:
         yield last, f"expected {' or '.join(sorted(TERMINAL))}, got the end of the stream"

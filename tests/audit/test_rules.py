@@ -152,6 +152,39 @@ def test_a_stream_of_what_ours_never_says() -> None:
     assert rules.violations(events) == []
 
 
+def test_newer_events_and_members_are_known() -> None:
+    """Of the SDK since 3.9: no name in arguments.done, compaction tells of itself, a response is steered."""
+    head = HEAD | ECHO | {"output": [], "usage": None, "error": None, "incomplete_details": None}
+    call: dict[str, Any] = {"type": "function_call", "id": "f", "call_id": "c", "name": "f"}
+    called = call | {"status": "completed", "arguments": "{}"}
+    summary = {"type": "compaction", "id": "s", "encrypted_content": "eA=="}
+    end = {"status": "incomplete", "incomplete_details": {"reason": "steered"}, "output": [called, summary]}
+    usage = responses.usage_object(Usage(1, 2))
+    steer = {"id": "st_1", "previous_response_id": "resp_0"}
+    stream: list[tuple[str, dict[str, Any]]] = [
+        ("created", {"response": head | {"status": "in_progress"}}),
+        ("in_progress", {"response": head | {"status": "in_progress"}}),
+        (
+            "output_item.added",
+            {"output_index": 0, "item": called | {"status": "in_progress", "arguments": ""}},
+        ),
+        ("steer.accepted", {"steer": steer}),
+        ("function_call_arguments.delta", {"item_id": "f", "output_index": 0, "delta": "{}"}),
+        ("function_call_arguments.done", {"item_id": "f", "output_index": 0, "arguments": "{}"}),
+        ("output_item.done", {"output_index": 0, "item": called}),
+        ("output_item.added", {"output_index": 1, "item": summary}),
+        ("compaction.compacting", {"item_id": "s", "output_index": 1}),
+        ("output_item.done", {"output_index": 1, "item": summary}),
+        ("incomplete", {"response": head | end | {"usage": usage}}),
+        ("steer.pending", {"steer": steer, "reason": "waiting_for_required_input", "required_input": []}),
+    ]
+    events = [
+        {"type": f"response.{type_}", "sequence_number": number} | members_
+        for number, (type_, members_) in enumerate(stream)
+    ]
+    assert rules.violations(events) == []
+
+
 def test_our_line_ends_in_the_text_are_no_fault() -> None:
     assert lint(GOOD["responses"].replace(b"\n", b"\r\n")) == []
 
