@@ -464,8 +464,10 @@ VECTORS: dict[Any, tuple[Any, ...]] = {
 # fmt: on
 
 
-@pytest.mark.skipif("+avx2" not in microkernel.target_features and platform.machine() not in ("aarch64", "arm64"),
-                    reason="names the vectors of AVX2, AVX-512 and NEON")  # fmt: skip
+HAS_VECTORS = "+avx2" in microkernel.target_features or platform.machine() in ("aarch64", "arm64")
+
+
+@pytest.mark.skipif(not HAS_VECTORS, reason="names the vectors of AVX2, AVX-512 and NEON")
 @pytest.mark.parametrize("kernel", VECTORS, ids=lambda kernel: kernel.py_func.__name__)
 def test_kernels_use_vectors(kernel: Any) -> None:
     """A kernel that the compiler did not vectorise is right, and ten times as slow.
