@@ -1,0 +1,226 @@
+"""What owners share: room, turns and threads, with one who asks for all of it."""
+
+import asyncio
+import gc
+import threading
+import weakref
+from collections import Counter, deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from request.refusals import BadInput
+from request.room import Room, Threads, Turns
+
+OWNERS = st.sampled_from("abcde")
+N_TOTAL = 100
+
+# --- room ---------------------------------------------------------------------------------------------------
+
+
+class RoomOfSeveral(RuleBasedStateMachine):
+    """Owners who take and give back as they like; what the room says is compared with what they hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.room = Room("things", N_TOTAL, is_shared=True)
+        self.held = Counter[str]()
+
+    @property
+    def n_free(self) -> int:
+        return N_TOTAL - self.held.total()
+
+    @rule(owner=OWNERS, n=st.integers(1, N_TOTAL))
+    def take(self, owner: str, n: int) -> None:
+        fits = n <= self.n_free
+        is_fair = not self.held[owner] or self.held[owner] + n <= self.n_free - n
+        if fits and is_fair:
+            self.room.take(owner, n)
+            self.held[owner] += n
+            return
+        with pytest.raises(BadInput) as refused:
+            self.room.take(owner, n)
+        assert refused.value.code == ("rate_limit_exceeded" if fits else "server_is_overloaded")
+
+    @precondition(lambda self: self.held.total())
+    @rule(data=st.data())
+    def give_back(self, data: st.DataObject) -> None:
+        owner = data.draw(st.sampled_from(sorted(+self.held)))
+        n = data.draw(st.integers(1, self.held[owner]))
+        self.room.give_back(owner, n)
+        self.held[owner] -= n
+
+    @invariant()
+    def one_who_holds_nothing_may_have_all_that_is_free(self) -> None:
+        assert self.room.has_room("newcomer", self.n_free)
+        assert not self.room.has_room("newcomer", self.n_free + 1)
+
+
+TestRoomOfSeveral = RoomOfSeveral.TestCase
+
+
+def test_one_by_one_no_owner_takes_the_last() -> None:
+    """However many of them want all, there is room for one who holds nothing."""
+    room = Room("things", N_TOTAL, is_shared=True)
+    for owner in "abcdef":
+        while room.has_room(owner, 1):
+            room.take(owner, 1)
+        with pytest.raises(BadInput, match=r"Your key holds \d+ of 100 things"):
+            room.take(owner, 1)
+    assert room.has_room("g", 1)
+
+
+def test_the_only_owner_may_have_all() -> None:
+    room = Room("things", 3, is_shared=False)
+    for _ in range(3):
+        room.take("", 1)
+    with pytest.raises(BadInput, match="no room for more things"):
+        room.take("", 1)
+
+
+def test_who_holds_nothing_may_take_the_last() -> None:
+    """Bug: with --max-streams 1 and two keys nobody was ever served."""
+    room = Room("things", 1, is_shared=True)
+    room.take("a", 1)
+    room.give_back("a", 1)
+    room.take("b", 1)
+
+
+def test_a_visit_gives_back_what_it_holds() -> None:
+    room = Room("things", 10, is_shared=True)
+    with room.visit("a", 2) as visit:
+        visit.resize(5)
+        with pytest.raises(BadInput):
+            visit.resize(6)
+        assert visit.n == 5
+        visit.resize(1)
+        assert room.has_room("b", 9)
+    assert room.has_room("b", 10)
+
+
+# --- turns --------------------------------------------------------------------------------------------------
+
+
+def round_robin(owners: Sequence[str]) -> list[str]:
+    """One of each owner after the other, in the order in which they came."""
+    queues: dict[str, int] = {}
+    for owner in owners:
+        queues[owner] = queues.get(owner, 0) + 1
+    waiting = deque(queues)
+    served = []
+    while waiting:
+        owner = waiting.popleft()
+        served.append(owner)
+        queues[owner] -= 1
+        if queues[owner]:
+            waiting.append(owner)
+    return served
+
+
+def served(owners: Sequence[str], n_places: int = 1, leave: Sequence[int] = ()) -> list[str]:
+    """Whose turn it was, in order, if all have asked while others held all places; some leave meanwhile."""
+
+    async def main() -> list[str]:
+        turns = Turns(n_places)
+        order: list[str] = []
+
+        async def ask(owner: str) -> None:
+            async with turns.turn(owner):
+                order.append(owner)
+                await asyncio.sleep(0)
+
+        async with AsyncExitStack() as held:
+            for _ in range(n_places):
+                await held.enter_async_context(turns.turn("first"))
+            asking = [asyncio.create_task(ask(owner)) for owner in owners]
+            await asyncio.sleep(0)
+            assert +turns.waiting == Counter(owners)
+            for i in leave:
+                asking[i].cancel()
+            await asyncio.sleep(0)
+        await asyncio.gather(*asking, return_exceptions=True)
+        assert not +turns.waiting
+        for _ in range(n_places):  # no place is lost
+            await turns.turn("last").__aenter__()
+        return order
+
+    return asyncio.run(asyncio.wait_for(main(), 10))
+
+
+def test_a_turn_is_given_back() -> None:
+    async def main() -> None:
+        turns = Turns(1)
+        for _ in range(2):
+            async with turns.turn("a"):
+                pass
+
+    asyncio.run(asyncio.wait_for(main(), 1))
+
+
+@given(st.lists(OWNERS, max_size=12))
+def test_owners_take_turns(owners: list[str]) -> None:
+    """One who asks a hundred times kept all others out until all hundred were done."""
+    assert served(owners) == round_robin(owners)
+
+
+@given(st.lists(OWNERS, max_size=12), st.integers(1, 3), st.data())
+def test_who_leaves_loses_nobodys_turn(owners: list[str], n_places: int, data: st.DataObject) -> None:
+    leave: set[int] = set()
+    if owners:
+        leave = data.draw(st.sets(st.integers(0, len(owners) - 1)))
+    stay = [owner for i, owner in enumerate(owners) if i not in leave]
+    assert Counter(served(owners, n_places, sorted(leave))) == Counter(stay)
+
+
+# --- threads ------------------------------------------------------------------------------------------------
+
+
+def test_threads_work_by_turns_of_the_owners() -> None:
+    """Bug: what a hundred requests of one key had asked a thread for came before another's."""
+    begin = threading.Event()
+    done: list[object] = []
+
+    async def main() -> None:
+        with ThreadPoolExecutor(1) as executor:
+            threads = Threads(1, executor)
+            work: list[asyncio.Task[object]] = [asyncio.create_task(threads.call("first", begin.wait))]
+            for owner in "aaabcb":
+                work.append(asyncio.create_task(threads.call(owner, done.append, owner)))
+            await asyncio.sleep(0)
+            work[1].cancel()
+            await asyncio.sleep(0)
+            begin.set()
+            await asyncio.gather(*work, return_exceptions=True)
+            with pytest.raises(ZeroDivisionError):
+                await threads.call("a", divmod, 1, 0)
+
+    asyncio.run(main())
+    assert done == ["b", "c", "a", "b", "a"]
+
+
+def test_what_has_failed_in_a_thread_is_forgotten() -> None:
+    """Bug: its error held on to the future that held the error, and so each body that was refused stayed."""
+    arguments: list[weakref.ref[object]] = []
+
+    def refuse(body: object) -> None:
+        arguments.append(weakref.ref(body))
+        raise ValueError("no")
+
+    class Body:
+        pass
+
+    async def main() -> None:
+        with ThreadPoolExecutor(1) as executor, pytest.raises(ValueError, match="no"):
+            await Threads(1, executor).call("", refuse, Body())
+
+    gc.disable()
+    try:
+        asyncio.run(main())
+        assert arguments[0]() is None
+    finally:
+        gc.enable()
