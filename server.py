@@ -121,7 +121,7 @@ def remote_worker(args: argparse.Namespace) -> RemoteWorker | None:
     prices = options.prices(args)
     if not args.upstream:
         return None
-    upstreams = Upstreams(args.upstream, args.upstream_api_key, options.timeouts(args))
+    upstreams = Upstreams(args.upstream, options.upstream_keys(args), options.timeouts(args))
     return RemoteWorker(upstreams, prices)
 
 
@@ -204,7 +204,7 @@ def make_api(
         local,
         remote,
         registry,
-        sealing_key(args.secret),
+        sealing_key(options.read_secret(args)),
         done_line=not args.no_done_line,
         temporary=not args.no_temporary,
         reasoning_events=args.reasoning_events,

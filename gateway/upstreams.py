@@ -274,17 +274,17 @@ class Upstreams:
     def __init__(
         self,
         urls: Sequence[str],
-        api_key: str | None = None,
+        api_keys: Mapping[str, str] | None = None,
         timeouts: Timeouts = DEFAULT_TIMEOUTS,
         max_failures: int = MAX_FAILURES,
     ) -> None:
         self._upstreams = [Upstream(url.rstrip("/"), max_failures) for url in urls]
+        self._authorization: dict[str, str] = {}  # by the URL of the upstream that alone is sent it
         self._timeouts = timeouts
-        headers = {"accept-encoding": "identity"}
-        if api_key:
-            headers["authorization"] = f"Bearer {api_key}"
+        for url, api_key in (api_keys or {}).items():
+            self._authorization[url.rstrip("/")] = f"Bearer {api_key}"
         self._client = httpx.AsyncClient(
-            headers=headers,
+            headers={"accept-encoding": "identity"},
             timeout=httpx.Timeout(None, connect=timeouts.connect_s),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
             trust_env=False,  # neither a proxy nor a netrc: requests go where the command line says
@@ -364,7 +364,7 @@ class Upstreams:
         response = None
         try:
             async with asyncio.timeout(self._timeouts.first_byte_s):
-                response = await self._send("POST", f"{upstream.url}/{path}", body)
+                response = await self._send("POST", upstream, f"{upstream.url}/{path}", body)
                 if response.status_code != 200:
                     raise await self._refusal(upstream, response)
                 chunks = unpacked(response)
@@ -387,9 +387,14 @@ class Upstreams:
         upstream.worked()
         return Reply(upstream, response, chunks, beginning, self._timeouts)
 
-    async def _send(self, method: str, url: str, body: Mapping[str, Any] | None = None) -> httpx.Response:
-        """The head of the answer; raises httpx.HTTPError."""
-        request = self._client.build_request(method, url, json=body)
+    async def _send(
+        self, method: str, upstream: Upstream, url: str, body: Mapping[str, Any] | None = None
+    ) -> httpx.Response:
+        """Return the head of the answer; raises httpx.HTTPError."""
+        headers: dict[str, str] = {}
+        if upstream.url in self._authorization:
+            headers["authorization"] = self._authorization[upstream.url]
+        request = self._client.build_request(method, url, json=body, headers=headers)
         response = await self._client.send(request, stream=True)
         encoding = response.headers.get("content-encoding", "identity")
         if encoding not in ENCODINGS:
@@ -416,7 +421,7 @@ class Upstreams:
         url = upstream.url.removesuffix("/v1") + path
         try:
             async with asyncio.timeout(self._timeouts.idle_s):
-                response = await self._send("POST", url, body)
+                response = await self._send("POST", upstream, url, body)
                 answer = await read_beginning(response, MAX_OBJECT_BYTES)
         except (httpx.HTTPError, TimeoutError) as error:
             raise Refused(502, f"The upstream gave no answer to {path} ({reason(error)}).") from error
@@ -442,7 +447,7 @@ class Upstreams:
         url = f"{upstream.url}/models"
         try:
             async with asyncio.timeout(self._timeouts.probe_s):
-                response = await self._send("GET", url)
+                response = await self._send("GET", upstream, url)
                 body = await read_beginning(response, MAX_OBJECT_BYTES)
             answer = document(body) or {}
             if response.status_code != 200 or not isinstance(answer.get("data"), list):

@@ -1,13 +1,12 @@
-"""The options of the command line: their names, defaults, checks and help, as one table.
+"""The options of the command line: their names, defaults, checks and help.
 
     argv --arguments().parse_args()--> options --timeouts(), prices(), read_keys()--> what the server is given
 
 Rules of this file:
 1. A value that cannot work is refused here, in one line that says what was expected and what came.
-2. NaN, infinities and empty texts are no values: most often a variable of the shell is not set.
+2. NaN, infinities and empty texts are refused: most often a variable of the shell is not set.
 3. What only few operators set is one repeatable option of NAME=NUMBER pairs, not an option for each name.
-
-Not here: what the options do (server.py, loading.py).
+4. Every secret can come from a file or the environment: `ps` shows a command line to all users.
 """
 
 import argparse
@@ -31,6 +30,8 @@ T = TypeVar("T", int, float)
 
 IN_MEMORY = ":memory:"
 KEY_VARIABLE = "LLMREF_API_KEY"
+SECRET_VARIABLE = "LLMREF_SECRET"
+UPSTREAM_KEY_VARIABLE = "LLMREF_UPSTREAM_API_KEY"
 DEVICES = ("auto", "cuda", "cpu")  # auto: cuda where there is a GPU, else cpu
 LEVELS = ("debug", "info", "warning", "error")
 MAX_DRAFTS = 16  # a sequence and step: a GPU verifies so many at the price of one
@@ -143,133 +144,238 @@ PRICES = ("token", *TokenCounts._fields, "coefficient")
 timeout = named(TIMEOUTS, seconds)
 price = named(PRICES, natural)
 
-# --- help ---------------------------------------------------------------------------------------------------
+# --- the options --------------------------------------------------------------------------------------------
 
-MODEL = (
-    "a Hugging Face model directory, a GGUF file, or an id on the Hub such as Qwen/Qwen3-0.6B; "
-    "without it, SmolLM2-135M-Instruct is fetched once and served"
-)
 WEIGHT_FORMATS = ("bfloat16", "int8", "int4")
-WEIGHTS = "round the weights to this, on a CPU with Numba; what that loses is said (default: as in the file)"
-REVISION = "branch, tag or commit of a model on the Hub (default: main, which may change)"
-HOST = "address to listen on; 0.0.0.0: all interfaces"
-NAME = f"name in requests, repeatable (default: the directory's); '{ALIAS}' always works too"
-LENGTH = "context in tokens, prompt and answer (default: the model's own)"
-KEY = (
-    "require 'Authorization: Bearer KEY' except for / and /health; repeatable; each key sees only its own "
-    f"responses; {KEY_VARIABLE} in the environment is one more"
-)
-KEY_FILE = "a file with such keys, one a line: other users of this machine can read a command line"
-ORIGIN = "let pages from there, such as https://example.org, call us; repeatable, '*': from anywhere"
-ALLOWED_HOST = (
-    "a name by which clients call a server without keys, repeatable, '*': any; else only its address, "
-    "localhost and --host, for a page can have any name point here (DNS rebinding)"
-)
-STREAMS = (
-    "requests that are open at once; one more is refused: with 503, or with 429 where one of several keys "
-    "would hold more than what is left"
-)
-BODY = "of a request, also when unpacked; while one is parsed nothing else is done, up to 50 ms a MB"
-READER = "seconds before a client that has stopped reading is dropped"
-WEBSOCKET_AGE = "seconds after which a WebSocket takes no more turns, and is closed"
-DONE_LINE = "end Responses streams without 'data: [DONE]'"
-IMAGES = "in requests: refused, or the model is told that there was one"
-TEMPORARY = "refuse background with store=false, as OpenAI did at first, not keep it for 10 minutes"
-GRACE = "seconds that running requests get to finish at a stop"
-STORE = "SQLite file that keeps responses; in memory they are lost at exit"
-STEPS = (
-    "stream what each step of the engine does at /debug/steps, and show it on the page, to each key its own"
-)
-SECRET = "key of what clients keep for us: reasoning, compactions (default: another at each start)"
-KV_MEMORY = "memory for the KV cache, such as 2G (default: a quarter of what is free)"
-SPECULATE = f"draft up to N tokens per step by prompt lookup, at most {MAX_DRAFTS}; 0 turns it off"
-DIALECT = "how the model marks reasoning and calls (default: as its chat template says)"
-EVENTS = "names of reasoning events: reasoning_text.* or, for Open Responses' own tests, reasoning.*"
-UPSTREAM = (
-    "an OpenAI-compatible server whose models are served too, repeatable, such as http://host:8000/v1; "
-    "without --model only those"
-)
-UPSTREAM_KEY = "sent to the upstreams as 'Authorization: Bearer KEY'"
-
-DEFAULT_TIMEOUTS = [f"{name}={getattr(Timeouts(), field):g}" for name, field in TIMEOUTS.items()]
-TIMEOUT = (
-    "seconds that an upstream gets, repeatable: connect; first-byte, until its answer begins; idle, between "
-    "two chunks of it; answer, for all of it; probe, between two looks at its models, and for one "
-    f"(default: {', '.join(DEFAULT_TIMEOUTS)})"
-)
+DEFAULT_TIMEOUTS = ", ".join(f"{name}={getattr(Timeouts(), field):g}" for name, field in TIMEOUTS.items())
 DEFAULT_PRICES = Prices()
-PRICE = (
-    "give the usage of upstreams its cost, in integers, repeatable: token, the price of one; prompt, cached, "
-    "completion and reasoning, the weights of these tokens in ten-thousandths "
-    f"(default: {DEFAULT_PRICES.multipliers.prompt}); coefficient, the weight of all in thousandths "
-    f"(default: {DEFAULT_PRICES.coefficient})"
-)
-
-# fmt: off
-#   option                default               what argparse needs to know besides
-OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "model":               (None,                 {"type": text, "metavar": "DIR|FILE|ID", "help": MODEL}),
-    "revision":            (None,                 {"type": text, "metavar": "REV", "help": REVISION}),
-    "host":                ("127.0.0.1",          {"type": text, "metavar": "HOST", "help": HOST}),
-    "port":                (8000,                 {"type": natural, "help": "to listen on; 0: any free one"}),
-    "device":              ("auto",               {"choices": DEVICES, "help": "where to compute"}),
-    "weights":             (None,                 {"choices": WEIGHT_FORMATS, "help": WEIGHTS}),
-    "threads":             (None,                 {"type": positive, "help": "default: all cores"}),
-    "max-model-len":       (None,                 {"type": positive, "help": LENGTH}),
-    "kv-memory":           (None,                 {"type": size, "metavar": "BYTES", "help": KV_MEMORY}),
-    "max-batch":           (16,                   {"type": positive, "help": "sequences to run at once"}),
-    "speculate":           (0,                    {"type": natural, "choices": range(MAX_DRAFTS + 1),
-                                                   "metavar": "N", "help": SPECULATE}),
-    "served-model-name":   (None,                 {"type": text, "metavar": "NAME", "action": "append",
-                                                   "help": NAME}),
-    "dialect":             (None,                 {"choices": tuple(DIALECTS), "help": DIALECT}),
-    "api-key":             (None,                 {"type": key, "metavar": "KEY", "action": "append",
-                                                   "help": KEY}),
-    "api-key-file":        (None,                 {"metavar": "FILE", "type": Path, "help": KEY_FILE}),
-    "cors-origin":         (None,                 {"type": origin, "metavar": "URL", "action": "append",
-                                                   "help": ORIGIN}),
-    "allowed-host":        (None,                 {"type": host_name, "metavar": "NAME", "action": "append",
-                                                   "help": ALLOWED_HOST}),
-    "max-body":            ("2M",                 {"type": size, "metavar": "BYTES", "help": BODY}),
-    "max-streams":         (1024,                 {"type": positive, "help": STREAMS}),
-    "reader-timeout":      (60.0,                 {"type": seconds, "help": READER}),
-    "websocket-max-age":   (3600.0,               {"type": seconds, "help": WEBSOCKET_AGE}),
-    "no-done-line":        (False,                {"action": "store_true", "help": DONE_LINE}),
-    "reasoning-events":    ("openai",             {"choices": tuple(REASONING_EVENTS), "help": EVENTS}),
-    "images":              ("refuse",             {"choices": ("refuse", "placeholder"), "help": IMAGES}),
-    "no-temporary":        (False,                {"action": "store_true", "help": TEMPORARY}),
-    "store":               (IN_MEMORY,            {"type": text, "metavar": "FILE", "help": STORE}),
-    "store-max-responses": (Retention.max_responses, {"type": positive, "help": "keep the newest N"}),
-    "store-max-bytes":     (Retention.max_bytes,     {"type": positive, "help": "and N bytes of them"}),
-    "store-max-age":       (Retention.max_age_s,     {"type": seconds, "help": "each for N seconds"}),
-    "secret":              (None,                 {"type": text, "metavar": "TEXT", "help": SECRET}),
-    "max-queued":          (256,                  {"type": positive, "help": "background runs that wait"}),
-    "shutdown-grace":      (5.0,                  {"type": at_least(0, float), "help": GRACE}),
-    "upstream":            (None,                 {"type": base_url, "metavar": "URL", "action": "append",
-                                                   "help": UPSTREAM}),
-    "upstream-api-key":    (None,                 {"type": key, "metavar": "KEY", "help": UPSTREAM_KEY}),
-    "upstream-timeout":    (None,                 {"type": timeout, "metavar": "NAME=SECONDS",
-                                                   "action": "append", "help": TIMEOUT}),
-    "price":               (None,                 {"type": price, "metavar": "NAME=NUMBER",
-                                                   "action": "append", "help": PRICE}),
-    "debug-steps":         (False,                {"action": "store_true", "help": STEPS}),
-    "log-level":           ("info",               {"choices": LEVELS, "help": "how much to log, on stderr"}),
-    "log-format":          ("text",               {"choices": (*logs.FORMATS,), "help": "of its lines"}),
-}
-# fmt: on
 
 
 def arguments() -> argparse.ArgumentParser:
     about = "Serve a language model over OpenAI's Responses and Chat Completions APIs."
-    parser = argparse.ArgumentParser(description=about)
-    for name, (default, settings) in OPTIONS.items():
-        settings = dict(settings)
-        if default:
-            settings["help"] += f" (default: {default})"
-        if "type" in settings:
-            settings.setdefault("metavar", "N")
-        parser.add_argument(f"--{name}", default=default, **settings)
+    parser = argparse.ArgumentParser(description=about, usage="python server.py [OPTION ...]")
     parser.add_argument("--version", action="version", version=version())
+    group: Any = parser
+
+    def section(title: str) -> None:
+        nonlocal group
+        group = parser.add_argument_group(title)
+
+    def add(name: str, about: str, default: Any = None, **settings: Any) -> None:
+        if default:
+            about += f" (default: {default})"
+        group.add_argument(f"--{name}", help=about, default=default, **settings)
+
+    def switch(name: str, about: str) -> None:
+        add(name, about, default=False, action="store_true")
+
+    def repeat(name: str, about: str, kind: Callable[[str], Any], metavar: str) -> None:
+        add(name, f"{about}; repeatable", type=kind, metavar=metavar, action="append")
+
+    section("model")
+    add(
+        "model",
+        "a Hugging Face model directory, a GGUF file, or an id on the Hub such as Qwen/Qwen3-0.6B; without "
+        "it, SmolLM2-135M-Instruct is fetched once and served",
+        type=text,
+        metavar="DIR|FILE|ID",
+    )
+    add(
+        "revision",
+        "branch, tag or commit of a model on the Hub (default: main, which may change)",
+        type=text,
+        metavar="REV",
+    )
+    repeat(
+        "served-model-name",
+        f"name in requests (default: the directory's); '{ALIAS}' always works too",
+        text,
+        "NAME",
+    )
+    add(
+        "dialect",
+        "how the model marks reasoning and calls (default: as its chat template says)",
+        choices=tuple(DIALECTS),
+    )
+
+    section("speed and memory")
+    add("device", "where to compute; auto: on a GPU if there is one", "auto", choices=DEVICES)
+    add(
+        "weights",
+        "round the weights to this, on a CPU with Numba; the start says what that loses "
+        "(default: as in the file)",
+        choices=WEIGHT_FORMATS,
+    )
+    add("threads", "threads that compute (default: all cores)", type=positive, metavar="N")
+    add(
+        "max-model-len",
+        "context in tokens, prompt and answer (default: the model's own)",
+        type=positive,
+        metavar="N",
+    )
+    add(
+        "kv-memory",
+        "memory for the KV cache, such as 2G (default: a quarter of what is free)",
+        type=size,
+        metavar="BYTES",
+    )
+    add("max-batch", "sequences that run at once", 16, type=positive, metavar="N")
+    add(
+        "speculate",
+        f"draft up to N tokens per step by prompt lookup, at most {MAX_DRAFTS}; 0 turns it off",
+        0,
+        type=natural,
+        choices=range(MAX_DRAFTS + 1),
+        metavar="N",
+    )
+
+    section("network and keys")
+    add("host", "address to listen on; 0.0.0.0: all interfaces", "127.0.0.1", type=text, metavar="HOST")
+    add("port", "port to listen on; 0: any free one", 8000, type=natural, metavar="N")
+    repeat(
+        "api-key",
+        "require 'Authorization: Bearer KEY' except for / and /health; each key sees only its own responses; "
+        f"{KEY_VARIABLE} in the environment is one more",
+        key,
+        "KEY",
+    )
+    add(
+        "api-key-file",
+        "a file with such keys, one a line: other users of this machine can read a command line",
+        type=Path,
+        metavar="FILE",
+    )
+    repeat(
+        "cors-origin",
+        "let pages from there, such as https://example.org, call this server; '*': from anywhere",
+        origin,
+        "URL",
+    )
+    repeat(
+        "allowed-host",
+        "a name by which clients may call a server without keys, '*': any; else only its address, localhost "
+        "and --host, for any page's name can be made to point here (DNS rebinding)",
+        host_name,
+        "NAME",
+    )
+    add("max-body", "size of a request, also when unpacked", "2M", type=size, metavar="BYTES")
+    add(
+        "max-streams",
+        "requests that are open at once; one more is refused: with 503, or with 429 if one of several keys "
+        "would hold more than what is left",
+        1024,
+        type=positive,
+        metavar="N",
+    )
+    add(
+        "reader-timeout",
+        "seconds before a client that has stopped reading is dropped",
+        60.0,
+        type=seconds,
+        metavar="SECONDS",
+    )
+    add(
+        "websocket-max-age",
+        "seconds after which a WebSocket takes no more turns, and is closed",
+        3600.0,
+        type=seconds,
+        metavar="SECONDS",
+    )
+    add(
+        "shutdown-grace",
+        "seconds that running requests get to finish at a stop",
+        5.0,
+        type=at_least(0, float),
+        metavar="SECONDS",
+    )
+
+    section("answers")
+    add(
+        "images",
+        "pictures in requests: refused, or the model is told that there was one",
+        "refuse",
+        choices=("refuse", "placeholder"),
+    )
+    add(
+        "reasoning-events",
+        "names of reasoning events: reasoning_text.* or, for Open Responses' own tests, reasoning.*",
+        "openai",
+        choices=tuple(REASONING_EVENTS),
+    )
+    switch("no-done-line", "end Responses streams without 'data: [DONE]'")
+
+    section("store")
+    add(
+        "store",
+        "SQLite file that keeps responses; in memory they are lost at exit",
+        IN_MEMORY,
+        type=text,
+        metavar="FILE",
+    )
+    add("store-max-responses", "keep the newest N", Retention.max_responses, type=positive, metavar="N")
+    add("store-max-bytes", "and N bytes of them", Retention.max_bytes, type=positive, metavar="N")
+    add("store-max-age", "each for N seconds", Retention.max_age_s, type=seconds, metavar="N")
+    add("max-queued", "background runs that wait", 256, type=positive, metavar="N")
+    switch(
+        "no-temporary",
+        "refuse background with store=false, as OpenAI did at first, instead of keeping it for 10 minutes",
+    )
+    add(
+        "secret",
+        "key of what clients keep for this server: reasoning, compactions "
+        f"(default: {SECRET_VARIABLE} in the environment, else another at each start)",
+        type=text,
+        metavar="TEXT",
+    )
+    add("secret-file", "a file that holds this key", type=Path, metavar="FILE")
+
+    section("other servers behind this one")
+    repeat(
+        "upstream",
+        "an OpenAI-compatible server whose models are served too, such as http://host:8000/v1; without "
+        "--model only those",
+        base_url,
+        "URL",
+    )
+    add(
+        "upstream-api-key",
+        "sent to the one upstream as 'Authorization: Bearer KEY'",
+        type=key,
+        metavar="KEY",
+    )
+    add(
+        "upstream-api-key-file",
+        "a file of such keys: the key, or for several upstreams a line 'URL KEY' for each; "
+        f"{UPSTREAM_KEY_VARIABLE} in the environment may hold the same",
+        type=Path,
+        metavar="FILE",
+    )
+    repeat(
+        "upstream-timeout",
+        "seconds that an upstream gets: connect; first-byte, until its answer begins; idle, between two "
+        "chunks of it; answer, for all of it; probe, between two looks at its models, and for one "
+        f"(default: {DEFAULT_TIMEOUTS})",
+        timeout,
+        "NAME=SECONDS",
+    )
+    repeat(
+        "price",
+        "give the usage of upstreams its cost, in integers: token, the price of one; prompt, cached, "
+        "completion and reasoning, the weights of these tokens in ten-thousandths "
+        f"(default: {DEFAULT_PRICES.multipliers.prompt}); coefficient, the weight of all in thousandths "
+        f"(default: {DEFAULT_PRICES.coefficient})",
+        price,
+        "NAME=NUMBER",
+    )
+
+    section("looking inside")
+    switch(
+        "debug-steps",
+        "stream what each step of the engine does at /debug/steps, and show it on the page, to each key "
+        "its own",
+    )
+    add("log-level", "how much to log, on stderr", "info", choices=LEVELS)
+    add("log-format", "how a line of the log is written", "text", choices=tuple(logs.FORMATS))
     return parser
 
 
@@ -300,26 +406,63 @@ def prices(args: argparse.Namespace) -> Prices | None:
     return Prices(per_token, multipliers, coefficient)
 
 
-def read_keys(args: argparse.Namespace) -> list[str]:
-    """The keys of the command line, the file and the environment.
+def secrets(text: str | None, file: Path | None, option: str, variable: str) -> list[tuple[str, str]]:
+    """Return where a secret comes from, and its text: the option, each line of its file, the environment's.
 
-    Raises ValueError for a key that is none, and for a file or a variable without one.
+    Lines that begin with "#" are comments. Raises ValueError for a file that cannot be read or is empty, and
+    for a variable that is.
     """
-    keys = list[str](args.api_key or ())
-    sources = dict[str, list[str]]()
-    if args.api_key_file:
-        source = f"--api-key-file {args.api_key_file}"
+    found: list[tuple[str, str]] = []
+    if text:
+        found.append((f"--{option}", text))
+    if file:
+        source = f"--{option}-file {file}"
         try:
-            # What is no UTF-8 is no key either.
-            lines = args.api_key_file.read_text(encoding="utf-8", errors="replace").splitlines()
+            # Bytes that are not UTF-8 are not a key either, and are refused as one.
+            lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError as error:
             raise ValueError(f"{source}: {error.strerror}") from error
-        sources[source] = list(filter(str.strip, lines)) or [""]
-    if KEY_VARIABLE in os.environ:
-        sources[KEY_VARIABLE] = [os.environ[KEY_VARIABLE]]
-    for source, texts in sources.items():
+        said = [line for line in lines if line.strip() and not line.startswith("#")]
+        found += [(source, line) for line in said or [""]]
+    if variable in os.environ:
+        found += [(variable, line) for line in os.environ[variable].splitlines() or [""]]
+    checked: list[tuple[str, str]] = []
+    for source, line in found:
         try:
-            keys += map(key, texts)
+            checked.append((source, key(line)))
         except argparse.ArgumentTypeError as error:
             raise ValueError(f"{source}: {error}") from error
+    return checked
+
+
+def read_keys(args: argparse.Namespace) -> list[str]:
+    """Return the keys of the command line, the file and the environment; raises ValueError."""
+    more = secrets(None, args.api_key_file, "api-key", KEY_VARIABLE)
+    return list[str](args.api_key or ()) + [secret for _, secret in more]
+
+
+def read_secret(args: argparse.Namespace) -> str | None:
+    """Return the text of --secret, its file or the environment; raises ValueError."""
+    found = secrets(args.secret, args.secret_file, "secret", SECRET_VARIABLE)
+    return found[0][1] if found else None
+
+
+def upstream_keys(args: argparse.Namespace) -> dict[str, str]:
+    """Return the key of each upstream that has one, by its URL; raises ValueError.
+
+    A key is for one server: with several upstreams each key has the URL that it is sent to.
+    """
+    upstreams: list[str] = args.upstream or []
+    keys: dict[str, str] = {}
+    option = "upstream-api-key"
+    for source, line in secrets(
+        args.upstream_api_key, args.upstream_api_key_file, option, UPSTREAM_KEY_VARIABLE
+    ):
+        url, _, secret = line.rpartition(" ")
+        if not url and len(upstreams) == 1:
+            url = upstreams[0]
+        if url.strip() not in upstreams:
+            expected = "a line 'URL KEY' for each upstream, with the URL as --upstream has it"
+            raise ValueError(f"{source}: expected {expected}; got a key for {url!r}")
+        keys[url.strip()] = secret
     return keys

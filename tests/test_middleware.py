@@ -189,6 +189,37 @@ def test_a_key_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         options.read_keys(args)
 
 
+def test_a_comment_in_a_file_of_keys_is_not_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: its text was a key that opened the server."""
+    monkeypatch.delenv(options.KEY_VARIABLE, raising=False)
+    (tmp_path / "keys").write_text("# of Ada\n one \n\n")
+    args = options.arguments().parse_args(["--api-key-file", str(tmp_path / "keys")])
+    assert options.read_keys(args) == ["one"]
+
+
+def test_a_secret_of_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other users of the machine can read a command line."""
+    (tmp_path / "secret").write_text("of the file\n")
+    args = options.arguments().parse_args(["--secret-file", str(tmp_path / "secret")])
+    assert options.read_secret(args) == "of the file"
+    assert options.read_secret(options.arguments().parse_args(["--secret", "here"])) == "here"
+    monkeypatch.setenv(options.SECRET_VARIABLE, "of the environment")
+    assert options.read_secret(options.arguments().parse_args([])) == "of the environment"
+
+
+def test_a_key_goes_to_one_upstream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: one key was sent to all upstreams, whoever ran them."""
+    a, b = "http://a/v1", "http://b/v1"
+    parse = options.arguments().parse_args
+    assert options.upstream_keys(parse(["--upstream", a, "--upstream-api-key", "k"])) == {a: "k"}
+    with pytest.raises(ValueError, match=re.escape("--upstream-api-key: expected a line 'URL KEY'")):
+        options.upstream_keys(parse(["--upstream", a, "--upstream", b, "--upstream-api-key", "k"]))
+    monkeypatch.setenv(options.UPSTREAM_KEY_VARIABLE, f"{a} k\n{b} l")
+    assert options.upstream_keys(parse(["--upstream", a, "--upstream", b])) == {a: "k", b: "l"}
+    with pytest.raises(ValueError, match="got a key for 'http://b/v1'"):
+        options.upstream_keys(parse(["--upstream", a]))
+
+
 def test_each_key_is_somebody_else(server: Server) -> None:
     owners = {
         Keys(["mine", "yours"]).owner({"headers": [(b"authorization", b"bearer " + key)]})

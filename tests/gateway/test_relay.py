@@ -350,7 +350,7 @@ async def workers(
     *urls: str, timeouts: Timeouts = QUICK, prices: Prices | None = None, max_failures: int = 10**6
 ) -> AsyncIterator[RemoteWorker]:
     """A worker over these upstreams, which have been asked for their models."""
-    worker = RemoteWorker(Upstreams(urls, "key", timeouts, max_failures), prices)
+    worker = RemoteWorker(Upstreams(urls, dict.fromkeys(urls, "key"), timeouts, max_failures), prices)
     try:
         await worker.upstreams.probe()
         yield worker

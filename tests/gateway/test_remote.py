@@ -11,6 +11,7 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 
 import openai
 import pytest
@@ -222,13 +223,15 @@ def test_a_worker_that_is_killed_ends_every_answer() -> None:
     assert log.count(f"tiny of {worker.url}/v1: error, usage: unknown (null)") == 2
 
 
-def test_two_workers_and_a_model_here() -> None:
+def test_two_workers_and_a_model_here(tmp_path: Path) -> None:
     """Each name goes where it is; what is here wins, and is what `default` means."""
     with ExitStack() as stack:
         a = stack.enter_context(upstream(says(head() + delta(content="a") + finish() + DONE), ("m", "tiny")))
         b = stack.enter_context(upstream(says(head() + delta(content="b") + finish() + DONE), ("n",)))
+        keys = tmp_path / "keys"
+        keys.write_text(f"# of a\n{a.url} k\n{b.url}  l\n")
         front = stack.enter_context(
-            serve("--upstream", a.url, "--upstream", b.url, "--upstream-api-key", "k")
+            serve("--upstream", a.url, "--upstream", b.url, "--upstream-api-key-file", str(keys))
         )
         assert [model["id"] for model in front.get("/v1/models").json["data"]] == ["tiny", "m", "n"]
         said = {
@@ -237,9 +240,8 @@ def test_two_workers_and_a_model_here() -> None:
         texts = {name: response["output"][-1]["content"][0]["text"] for name, response in said.items()}
         assert (texts["m"], texts["n"]) == ("a", "b")
         assert texts["tiny"] == texts["default"] == "Hello! How can I help you today?"
-        assert [exchange.headers["authorization"] for exchange in a.exchanges + b.exchanges] == [
-            "Bearer k"
-        ] * 2
+        sent = [exchange.headers["authorization"] for exchange in a.exchanges + b.exchanges]
+        assert sent == ["Bearer k", "Bearer l"]
         counts = front.health()
         assert (counts["relayed_done"], counts["relayed_usage_unknown"], counts["running"]) == (2, 2, 0)
         scraped = front.get("/metrics").body.decode()
