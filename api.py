@@ -51,11 +51,9 @@ from gateway.relay import Refused
 from gateway.remote import RemoteWorker
 from request import items, params, query, tool_calls, tools
 from request.body import parse_json, place, receive
-from request.compaction import compacted, summary_request
 from request.ids import item_ids, new_completion_id, new_id
+from request.items import body_of, compacted, new_row, summary_request, unsaid
 from request.refusals import BadInput, error_body, unsupported
-from request.rows import body_of, new_row
-from request.warm_up import unsaid
 from service import signed_content
 from service.metrics import Metrics
 from service.steps import Steps, StepStream

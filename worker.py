@@ -36,11 +36,11 @@ from dialects.structured_output import AnswerGrammar, BadGrammar, Thinking, answ
 from engine import Engine, EngineRequest, StepOutput
 from request.ids import REQUEST_ID
 from request.messages import Message, turn_starts, without_old_turns
-from request.output_format import StructuredOutput
 from request.params import Request
 from request.refusals import BadInput
 from request.special_tokens import SpecialTokens
 from request.template import ChatTemplate
+from request.tools import StructuredOutput
 from sampling import Choice, Sampling
 from tokenizer import Tokenizer
 

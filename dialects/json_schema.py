@@ -10,7 +10,7 @@ Rules of this file:
 1. The work is linear in the size of a schema: each $ref is followed once, and there are only so many nodes.
 2. A schema is refused for what it is, never repaired: https://github.com/vllm-project/vllm/issues/10395
 
-Not here: which request has which schemas (request/output_format.py), what llguidance says of a schema and
+Not here: which request has which schemas (request/tools.py), what llguidance says of a schema and
 what it costs to compile (matchers.py).
 """
 

@@ -4,7 +4,7 @@
 
 It is also called constrained decoding or guided decoding, and the mask a token bitmask. The library that
 follows the grammar is llguidance; other servers use XGrammar or Outlines in its place. `StructuredOutput` is
-what is asked for (request/output_format.py), `lark()` writes it in the forms of the dialect.
+what is asked for (request/tools.py), `lark()` writes it in the forms of the dialect.
 
 Authority: https://platform.openai.com/docs/guides/structured-outputs and .../function-calling (tool_choice);
 https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md for the language of the grammars.
@@ -16,7 +16,7 @@ Rules of this file:
 4. What is written is bounded, and so are the blanks between what is demanded: a model that is held to a form
    it does not like writes them for ever where it may: https://github.com/vllm-project/vllm/issues/38696
 
-Not here: which request asks for what (request/output_format.py), compiling a grammar and following it
+Not here: which request asks for what (request/tools.py), compiling a grammar and following it
 (matchers.py), sampling under the mask (sampling.py).
 """
 
@@ -31,9 +31,8 @@ from llguidance import regex_to_lark
 from channels import Dialect
 from dialects import calls, grammar_in_json, json_schema
 from dialects.json_schema import References
-from request.output_format import Schema, StructuredOutput
 from request.refusals import shown
-from request.tools import Grammar
+from request.tools import Grammar, Schema, StructuredOutput
 
 
 class BadGrammar(ValueError):

@@ -1,6 +1,9 @@
-"""Input items: what a request refers to is put in its place, and every item gets its long form.
+"""Input items: from a body to a conversation, from a conversation to what is stored, listed and compacted.
 
-    input, previous_response_id --resolve()--> chain, input --listed()--> [item as it is stored, ...]
+    input, previous_response_id --resolve()--> chain, input      every reference is replaced by its item
+    chain, input --listed()--> conversation                      every item in its long form, with an id
+    Request, conversation --new_row()--> Row --body_of()--> body of POST /v1/responses
+    Request, conversation --summary_request()--> Request; what the model answers --compacted(emit)--> one item
 
 Authority: https://platform.openai.com/docs/guides/conversation-state for chains and references,
 https://platform.openai.com/docs/guides/reasoning#encrypted-reasoning-items for `encrypted_content`,
@@ -8,83 +11,62 @@ https://developers.openai.com/api/docs/guides/compaction for what a compaction s
 items are those of openai.types.responses.ResponseInputItemParam.
 
 Rules of this file:
-1. Behind resolve() nothing has to be looked up or decrypted any more: no other module knows of references.
+1. After resolve() nothing has to be looked up or decrypted any more: no other module knows of references.
 2. `find` and `unseal` are bound to the owner of the request: what others own does not exist.
-3. An item of a stored response is taken as it was said; of all others only those members are kept that
-   ITEM_TYPES knows.
-4. No two items of a conversation have the same id: paging through them by id would go round in circles.
-5. A conversation has limits, all of it: its chain, what references stand for, and what was sent. For each
-   turn of a chain is stored with all turns before it (store.py), and read as a whole by the next one.
-
-Not here: the lookup (background.py), the seal (service/signed_content.py), what an item means to the model
-(messages.py, tool_items.py), what a compaction is made of (compaction.py).
+3. No two items of a conversation have the same id: paging through them by id would never end.
+4. The whole conversation has limits: its chain, what references stand for, and what was sent. Each turn of a
+   chain is stored with all turns before it (store.py), and read as a whole by the next one.
+5. A row needs no other row, so a background run can start again from it. A waiting response is held as this
+   row of JSON text: its prompt and tokens would take many times the room.
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
+import sse
+from channels import Accepted, Compaction, Delta, Emit, Finish, Output
 from request.ids import new_id, response_id_of
 from request.messages import IMAGES, MAX_ITEMS
+from request.params import Request, read_responses, responses_request
 from request.refusals import BadInput
-from request.tool_items import IMAGE_MEMBERS, IMAGE_TEXT, TOOL_ITEMS, call_id_members
-from request.validation import ANY, SCALAR, VALUE_BYTES, Shape, n_bytes, required, shaped, text
+from request.tool_items import IMAGE_MEMBERS, IMAGE_TEXT, TOOL_ITEMS
+from request.validation import VALUE_BYTES, n_bytes, required, text
 from store import TERMINAL, Row
 
 Item = dict[str, Any]
-Find = Callable[[str], Awaitable[Row | None]]  # id of a response -> the response; None where there is none
+Find = Callable[[str], Awaitable[Row | None]]  # id of a response -> the response, None if there is none
 Unseal = Callable[[str, str], str]  # (purpose, blob) -> the text in it; raises ValueError
 
 MAX_CONVERSATION_BYTES = 4 * 2**20  # by validation.n_bytes(): about a million tokens, or 20,000 parts
 MAX_REFERENCED = 256  # responses, each of which is read from the store
 
-# --- types --------------------------------------------------------------------------------------------------
-
 # fmt: off
-PART: Shape = {"type": SCALAR, "text": SCALAR, "refusal": SCALAR, "annotations": SCALAR}  # a list: left empty
-REASONING: dict[str, Shape] = {"content": [PART], "summary": [PART], "encrypted_content": SCALAR}
-CALL: dict[str, Shape] = {"call_id": SCALAR, "name": SCALAR, "namespace": SCALAR}
-OUTPUT: dict[str, Shape] = {"call_id": SCALAR, "output": [PART]}
+#   type of an item            prefix of its id
+PREFIXES = {
+    "message":                 "msg",
+    "reasoning":               "rs",
+    "function_call":           "fc",
+    "function_call_output":    "fco",
+    "custom_tool_call":        "ctc",
+    "custom_tool_call_output": "ctco",
+    "compaction":              "cmp",
+    "compaction_trigger":      "cmpt",
+    "additional_tools":        "at",
+} | {type_: row.prefix for type_, row in TOOL_ITEMS.items()}
 
-
-class ItemType(NamedTuple):
-    """What is known of the items of one type."""
-
-    prefix: str  # of its id
-    members: dict[str, Shape]  # that are kept, besides those of COMMON
-
-
-COMMON: dict[str, Shape] = {"id": SCALAR, "type": SCALAR, "status": SCALAR}
-OF_TOOL_ITEMS: dict[str, Shape] = dict.fromkeys(("container_id", "execution", "fingerprint"), SCALAR)
-
-#  type of an item                     prefix  members
-ITEM_TYPES = {
-    "message":                 ItemType("msg",  {"role": SCALAR, "content": [PART], "phase": SCALAR}),
-    "reasoning":               ItemType("rs",   REASONING),
-    "function_call":           ItemType("fc",   CALL | {"arguments": SCALAR}),
-    "function_call_output":    ItemType("fco",  OUTPUT),
-    "custom_tool_call":        ItemType("ctc",  CALL | {"input": SCALAR}),
-    "custom_tool_call_output": ItemType("ctco", OUTPUT),
-    "compaction":              ItemType("cmp",  {"encrypted_content": SCALAR}),
-    "compaction_trigger":      ItemType("cmpt", {}),
-    "additional_tools":        ItemType("at",   {"role": SCALAR, "tools": ANY}),
-    "item_reference":          ItemType("",     {}),
+#   type of an item            its lists of parts: the type of a text there
+PARTS = {
+    "reasoning":               {"summary": "summary_text", "content": "reasoning_text"},
+    "function_call_output":    {"output": "input_text"},
+    "custom_tool_call_output": {"output": "input_text"},
 }
 # fmt: on
-
-
-def _of_tool(item_type: str) -> ItemType:
-    row = TOOL_ITEMS[item_type]
-    told = [*call_id_members(item_type), *row.arguments.split(), *row.result.split()]
-    return ItemType(row.prefix, OF_TOOL_ITEMS | dict.fromkeys(told, ANY))
-
-
-ITEM_TYPES |= {item_type: _of_tool(item_type) for item_type in TOOL_ITEMS}
-
-# As openai.types.responses.ResponseItem has them.
-WITHOUT_STATUS = ("compaction", "compaction_trigger", "additional_tools")
+PART_MEMBERS = ("type", "text", "refusal")  # that are kept: logprobs may be a hundred times the text
+WITHOUT_STATUS = ("compaction", "compaction_trigger", "additional_tools")  # openai's ResponseItem
 STATUSES = ("in_progress", "completed", "incomplete")  # of all others but those of TOOL_ITEMS
-CALL_OUTPUTS = ("function_call_output", "custom_tool_call_output")
 
 
 # --- references, chains, sealed blobs -----------------------------------------------------------------------
@@ -93,70 +75,62 @@ CALL_OUTPUTS = ("function_call_output", "custom_tool_call_output")
 async def resolve(
     input: Any, previous_response_id: str | None, find: Find, unseal: Unseal
 ) -> tuple[list[Item], Any]:
-    """The items of the chain that a request continues, and its own `input` with nothing left to look up.
+    """Return the chain that a request continues, and its own `input`, with nothing left to look up.
 
-    `input` is not checked yet: what is no item is let through, and refused by messages.py. Raises BadInput.
+    `input` is not checked yet: what is not an item is let through, and refused by messages.py. Raises BadInput.
     """
-    chain = []
+    chain: list[Item] = []
     if previous_response_id is not None:
-        previous = await _previous(previous_response_id, find)
-        chain = await asyncio.to_thread(_context, previous, unseal)
-    if isinstance(input, list) and len(input) > MAX_ITEMS:
-        return chain, input
-    own = input if isinstance(input, list) else []
+        previous = await find(previous_response_id)
+        if previous is None:
+            message = f"Previous response with id '{previous_response_id}' not found."
+            raise BadInput(message, "previous_response_id", "previous_response_not_found")
+        chain = await asyncio.to_thread(_continued, previous, unseal)
+    own = [input] if isinstance(input, str) else input
+    if not isinstance(own, list) or len(own) > MAX_ITEMS:
+        return chain, input  # a chain that is too long by its last answer can still be compacted
     if len(chain) + len(own) > MAX_ITEMS:
         raise _too_long(f"{MAX_ITEMS} items", f"{len(chain) + len(own)}")
     referenced = await _referenced(own, find)
-    return chain, await asyncio.to_thread(_in_place, chain, input, referenced, unseal)
+    resolved = await asyncio.to_thread(_resolved, chain, own, referenced, unseal)
+    return chain, input if isinstance(input, str) else resolved
 
 
-def is_reference(item: Mapping[str, Any]) -> bool:
-    """An item_reference; the SDK's shortest form has an id and no type."""
-    has_id_alone = item.get("type") is None and item.get("role") is None and item.get("id") is not None
-    return has_id_alone or item.get("type") == "item_reference"
+def _continued(row: Row, unseal: Unseal) -> list[Item]:
+    """Return what a response that continues this one begins with; raises BadInput.
 
-
-def is_trigger(item: Any) -> bool:
-    """It asks for a compaction of all items before it."""
-    return isinstance(item, dict) and item.get("type") == "compaction_trigger"
-
-
-async def _previous(response_id: str, find: Find) -> Row:
-    row = await find(response_id)
-    if row is None:
-        message = f"Previous response with id '{response_id}' not found."
-        raise BadInput(message, "previous_response_id", "previous_response_not_found")
-    return row
-
-
-def _context(row: Row, unseal: Unseal) -> list[Item]:
-    """What a response that continues this one begins with.
-
-    A compaction stands for all that was said before it, but for what the user has said.
+    A compaction stands for all that was said before it, except for what the user has said.
     """
     response = row.response
     if response["status"] not in TERMINAL:
-        message = f"Previous response with id '{row.id}' has not ended yet."
-        raise BadInput(message, "previous_response_id")
+        raise BadInput(f"Previous response with id '{row.id}' has not ended yet.", "previous_response_id")
     output = response["output"]
     if output and output[-1]["type"] == "compaction":
         return [*retained(row.items), _opened(output[-1], "previous_response_id", unseal)]
     return row.context
 
 
-def _said(row: Row) -> dict[str, Item]:
-    return {item["id"]: item for item in row.response["output"]}
+def is_reference(item: Mapping[str, Any]) -> bool:
+    """True for an item_reference; the SDK's shortest form has an id and no type."""
+    type_ = item.get("type")
+    if type_ is None:
+        return item.get("role") is None and item.get("id") is not None
+    return bool(type_ == "item_reference")
+
+
+def is_trigger(item: Any) -> bool:
+    """True for an item that asks for a compaction of all items before it."""
+    return isinstance(item, dict) and item.get("type") == "compaction_trigger"
 
 
 async def _referenced(input: Sequence[Any], find: Find) -> dict[str, Item]:
-    """The items that references stand for, by id: each response is looked up once."""
+    """Return the items that references stand for, by id: each response is looked up once."""
     items: dict[str, Item] = {}
     looked_up: set[str] = set()
     for i, item in enumerate(input):
-        if not (isinstance(item, dict) and is_reference(item)):
+        if not isinstance(item, dict) or not is_reference(item):
             continue
-        path = f"input[{i}]"
-        item_id = required(item, "id", text, path)
+        item_id = required(item, "id", text, f"input[{i}]")
         response_id = response_id_of(item_id)
         if response_id not in looked_up:
             looked_up.add(response_id)
@@ -166,17 +140,19 @@ async def _referenced(input: Sequence[Any], find: Find) -> dict[str, Item]:
             if row:
                 items |= await asyncio.to_thread(_said, row)
         if item_id not in items:
-            raise BadInput(f"Item with id '{item_id}' not found.", f"{path}.id", "item_not_found")
+            raise BadInput(f"Item with id '{item_id}' not found.", f"input[{i}].id", "item_not_found")
     return items
 
 
-def _in_place(chain: Sequence[Item], input: Any, referenced: Mapping[str, Item], unseal: Unseal) -> Any:
-    """The input with what its items stand for in their places; raises BadInput."""
+def _said(row: Row) -> dict[str, Item]:
+    return {item["id"]: item for item in row.response["output"]}
+
+
+def _resolved(
+    chain: Sequence[Item], input: Sequence[Any], referenced: Mapping[str, Item], unseal: Unseal
+) -> list[Any]:
+    """Return the input with what its items stand for in their places; raises BadInput."""
     size = n_bytes(chain)
-    if isinstance(input, str):
-        _check_size(size + n_bytes(input))
-    if not isinstance(input, list):  # a chain that is too long by its last answer can still be compacted
-        return input
     resolved = []
     for i, item in enumerate(input):
         path = f"input[{i}]"
@@ -186,43 +162,43 @@ def _in_place(chain: Sequence[Item], input: Any, referenced: Mapping[str, Item],
         if is_trigger(item) and i < len(input) - 1:
             raise BadInput("The 'compaction_trigger' item must be the final input item.", path)
         size += n_bytes(item)
-        _check_size(size)
+        if size > MAX_CONVERSATION_BYTES:
+            limit = f"{MAX_CONVERSATION_BYTES} bytes ({VALUE_BYTES} for each value of its JSON)"
+            raise _too_long(limit, "more")
         resolved.append(item)
     return resolved
 
 
 def known(item: Item) -> Item:
-    """An item with the members that its type has, and no others; one of no type at all as it came."""
-    item_type = item.get("type") or "message"
-    if not isinstance(item_type, str) or item_type not in ITEM_TYPES:
-        return item
-    kept: Item = shaped(item, ITEM_TYPES[item_type].members | COMMON)
+    """Return an item without what its parts hold besides a text, such as logprobs and annotations."""
+    kept = {**item}
+    for name in ("content", "output", "summary"):
+        parts = item.get(name)
+        if isinstance(parts, list) and item.get("type") not in TOOL_ITEMS:
+            kept[name] = [_known_part(part) for part in parts]
     return kept
 
 
+def _known_part(part: Any) -> Any:
+    if not isinstance(part, dict):
+        return part
+    return {name: part[name] for name in PART_MEMBERS if name in part}
+
+
 def _opened(item: Item, path: str, unseal: Unseal) -> Item:
-    """An item with the text of its sealed blob, if it has one; raises BadInput."""
-    match item:
-        case {"type": "compaction"}:
-            return item | {"summary": _unsealed(item, path, unseal)}
-        case {"type": "reasoning", "encrypted_content": blob} if blob and not item.get("content"):
-            thought = {"type": "reasoning_text", "text": _unsealed(item, path, unseal)}
-            return item | {"content": [thought]}
-        case _:
-            return item
-
-
-def _unsealed(item: Item, path: str, unseal: Unseal) -> str:
+    """Return an item with the text of its sealed blob, if it has one; raises BadInput."""
+    blob = str(item.get("encrypted_content"))
+    is_sealed_thought = item.get("type") == "reasoning" and item.get("encrypted_content")
+    if item.get("type") != "compaction" and (not is_sealed_thought or item.get("content")):
+        return item
     try:
-        return unseal(item["type"], str(item.get("encrypted_content")))
+        opened = unseal(item["type"], blob)
     except ValueError as error:
         # Clients know it by its code: https://github.com/openai/codex/issues/8145
         raise BadInput(str(error), f"{path}.encrypted_content", "invalid_encrypted_content") from error
-
-
-def _check_size(size: int) -> None:
-    if size > MAX_CONVERSATION_BYTES:
-        raise _too_long(f"{MAX_CONVERSATION_BYTES} bytes ({VALUE_BYTES} for each value of its JSON)", "more")
+    if is_sealed_thought:
+        return item | {"content": [{"type": "reasoning_text", "text": opened}]}
+    return item | {"summary": opened}
 
 
 def _too_long(expected: str, came: str) -> BadInput:
@@ -235,7 +211,7 @@ def _too_long(expected: str, came: str) -> BadInput:
 
 
 def with_image_texts(items: Any) -> Any:
-    """Items, or messages of chat, with a text in the place of each image; what is no item is let through."""
+    """Return items, or messages of chat, with a text in the place of each image."""
     if not isinstance(items, list):
         return items
     return [_with_image_texts(item) if isinstance(item, dict) else item for item in items]
@@ -263,12 +239,12 @@ def _part_or_text(part: Any) -> Any:
 
 
 def retained(conversation: Sequence[Item]) -> list[Item]:
-    """What stays of a conversation beside its compaction: what the user has said."""
+    """Return what stays of a conversation beside its compaction: what the user has said."""
     return [item for item in conversation if item["type"] == "message" and item["role"] == "user"]
 
 
 def listed(chain: Sequence[Item], input: str | Sequence[Item]) -> list[Item]:
-    """A conversation as GET /v1/responses/{id}/input_items lists it: the chain, then the request's items."""
+    """Return a conversation as GET /v1/responses/{id}/input_items lists it: the chain, then the input."""
     own: Sequence[Item] = [{"role": "user", "content": input}] if isinstance(input, str) else input
     items = list(chain)
     ids = {item["id"] for item in items}
@@ -282,18 +258,16 @@ def _long_form(item: Mapping[str, Any], taken_ids: set[str]) -> Item:
     kind = item.get("type") or "message"
     id_ = item.get("id")
     if not isinstance(id_, str) or not id_ or id_ in taken_ids:
-        id_ = new_id(ITEM_TYPES[kind].prefix)
+        id_ = new_id(PREFIXES[kind])
     long = {**item, "id": id_, "type": kind}
     if kind in WITHOUT_STATUS:
         return long
+    lists = PARTS.get(kind, {})
     if kind == "message":
-        part_type = "output_text" if item["role"] == "assistant" else "input_text"
-        long["content"] = _long_parts(item["content"], part_type)
-    if kind == "reasoning":
-        long["summary"] = _long_parts(item.get("summary") or [], "summary_text")
-        long["content"] = _long_parts(item.get("content") or [], "reasoning_text")
-    if kind in CALL_OUTPUTS and isinstance(item["output"], list):
-        long["output"] = _long_parts(item["output"], "input_text")
+        lists = {"content": "output_text" if item["role"] == "assistant" else "input_text"}
+    for name, part_type in lists.items():
+        if name != "output" or isinstance(item[name], list):  # a result may be a string
+            long[name] = _long_parts(item.get(name) or [], part_type)
     status = item.get("status") or "completed"
     if kind not in TOOL_ITEMS and status not in STATUSES:
         status = "completed"
@@ -301,14 +275,116 @@ def _long_form(item: Mapping[str, Any], taken_ids: set[str]) -> Item:
 
 
 def _long_parts(content: str | Sequence[Item], part_type: str) -> list[Item]:
-    """The parts of a content, in which each text has the type that belongs there; a refusal stays one."""
+    """Return the parts of a content, in which each text has the type that belongs there."""
     if isinstance(content, str):
         content = [{"text": content}]
+    # The lists of an output_text must be there, even empty.
+    lists: Item = {"annotations": [], "logprobs": []} if part_type == "output_text" else {}
     parts = []
     for part in content:
-        if part.get("type") != "refusal":
-            part = part | {"type": part_type}
-        if part["type"] == "output_text":  # whose lists must be there, be they empty
-            part = {"logprobs": []} | part | {"annotations": []}
-        parts.append(part)
+        is_refusal = part.get("type") == "refusal"
+        parts.append(part if is_refusal else part | {"type": part_type} | lists)
     return parts
+
+
+# --- rows ---------------------------------------------------------------------------------------------------
+
+
+def new_row(
+    request: Request, parameters: Mapping[str, Any], conversation: Sequence[Item], is_remembered: bool = False
+) -> Row:
+    """Return the row of a response that is about to start.
+
+    Its texts are empty if no request can ever read it again: a response that is neither kept, nor run in the
+    background, nor remembered by the connection that it is made for. The items are encoded one by one, so
+    that another thread can get Python's lock between two of them.
+    """
+    request_json = ""
+    items_json = ""
+    if request.store or request.background or is_remembered:
+        request_json = sse.dumps(parameters)
+        items_json = "[" + ",".join(map(sse.dumps, conversation)) + "]"
+    return Row(
+        id=new_id("resp"),
+        born_at=time.time(),
+        ended_at=None,
+        kept=request.store,
+        background=request.background,
+        streamed=request.stream,
+        request_json=request_json,
+        items_json=items_json,
+        owner=request.owner,
+    )
+
+
+def body_of(row: Row) -> dict[str, Any]:
+    """Return the body of a response, with nothing left to look up."""
+    return row.request | {"input": row.items, "previous_response_id": None}
+
+
+# --- compactions and warm-ups -------------------------------------------------------------------------------
+
+QUESTION = (
+    "Summarise our conversation so far for yourself: facts, decisions, open questions, results of tools. "
+    "Be brief and complete. Write the summary only."
+)
+SUMMARY_PARAMETERS = {
+    "tool_choice": "none",  # the conversation may bring tools with it, and a call is no summary
+    "max_output_tokens": 1024,
+    "truncation": "auto",
+    "reasoning": {"effort": "none"},
+}
+
+
+def summary_request(request: Request, conversation: Sequence[Item], defaults: Mapping[str, Any]) -> Request:
+    """Return the question for a summary, after the conversation that `request` wants compacted.
+
+    `defaults` are those of its worker. Raises BadInput.
+    """
+    kept = {"model": request.model, "instructions": request.echo["instructions"]}
+    values = read_responses(SUMMARY_PARAMETERS | kept, defaults)
+    question = [{"role": "user", "content": QUESTION}]
+    return responses_request(values, conversation, question, request.owner)
+
+
+def compacted(emit: Callable[[Accepted | Compaction | Finish], None], seal: Callable[[str], str]) -> Emit:
+    """Return what takes the outputs, and emits the summary as one sealed item, whatever else the model says.
+
+    Without a summary there is no compaction, and the response has failed. One item:
+    https://github.com/Soju06/codex-lb/issues/971
+    """
+    texts: list[str] = []
+
+    def take(output: Accepted | Output | Finish) -> None:
+        match output:
+            case Delta("final", text):
+                texts.append(text)
+            case Finish("stop" | "length") if any(texts):
+                emit(Compaction(seal("".join(texts))))
+                emit(output._replace(reason="stop"))
+            case Finish("stop" | "length"):
+                emit(Finish("failed", output.usage, "The model wrote no summary."))
+            case Accepted() | Finish():
+                emit(output)
+
+    return take
+
+
+def unsaid(emit: Emit) -> Emit:
+    """Return what takes the outputs of a warm-up, and emits that the prompt was accepted, and is computed.
+
+    A warm-up (`generate: false`, or `prompt_cache_options: {"prewarm": true}`) puts a prompt into the prefix
+    cache. The one token that params.py asks for is not told, and does not count:
+    https://github.com/router-for-me/CLIProxyAPI/issues/1901
+    """
+
+    def take(output: Accepted | Output | Finish) -> None:
+        match output:
+            case Finish("stop" | "length", usage):
+                if usage:
+                    usage = replace(usage, output_tokens=0, reasoning_tokens=0)
+                emit(Finish("stop", usage))
+            case Accepted() | Finish():
+                emit(output)
+
+    return take

@@ -4,43 +4,46 @@
     body of POST /v1/chat/completions  --from_chat()-------> Request
 
 A new parameter is one row of COMMON (both APIs), RESPONSES or CHAT: the check of its value, its default, and
-whether the response object repeats it. One that is only to be refused is one row of NOT_BUILT. What a
-parameter does is a field of Request, filled in request().
+whether the response object repeats it. One that is only to be refused is a name in NOT_BUILT or a row of
+REFUSED. What a parameter does is a field of Request, filled in request(), which knows chat's names alone:
+from_responses() and from_chat() first give what has another name, or stands elsewhere, the name there.
 
 Authority: https://platform.openai.com/docs/api-reference/responses/create and .../chat/create. What OpenAI
 lacks (top_k, min_p, repetition_penalty, stop_token_ids, ignore_eos, chat_template_kwargs) has vLLM's names:
 https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html
 
 Rules of this file:
-1. null means absent. Unknown keys are ignored: https://github.com/openresponses/openresponses
-2. What would change the answer and is not built is refused with `unsupported_parameter`, never ignored.
-3. A hint, which cannot change the answer, is accepted, and echoed where the response has a place for it.
-
-Not here: the checks that rows are made of (validation.py), what tools, messages and formats mean (tools.py,
-messages.py, output_format.py), which models there are (api.py), how long a prompt may be (worker.py).
+1. null means absent.
+2. What would change the meaning of the answer and is not built is refused with `unsupported_parameter`.
+3. Unknown parameters and hosted tools are accepted, as https://github.com/openresponses/openresponses wants
+   it, and named in Request.not_run, so that the answer can say so.
+4. A hint, which cannot change the answer, is accepted, and echoed if the response has a place for it.
 """
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from request import messages
-from request.output_format import (
+from request.refusals import BadInput, missing, shown, unsupported, wrong_value
+from request.tools import (
+    HOSTED,
+    MAX_TOOLS,
+    NESTED_IN_CHAT,
+    DeclaredTool,
     StructuredOutput,
-    TextFormat,
-    format_object,
+    Tool,
+    ToolChoice,
+    read_tool,
+    response_format,
     structured_output,
     text_format,
+    tool_choice,
 )
-from request.refusals import BadInput, missing, shown, unsupported, wrong_value
-from request.tools import DeclaredTool, Tool, chat_tool, flat_choice, responses_tool, tool_choice
 from request.validation import (
-    SCALAR,
     Check,
-    Shape,
     anything,
-    at_most,
     boolean,
     hint,
     integer,
@@ -49,9 +52,8 @@ from request.validation import (
     members,
     number,
     one_of,
+    pairs_of,
     refused,
-    required,
-    shaped,
     string,
     text,
 )
@@ -64,8 +66,9 @@ class Request:
     model: str
     owner: str  # who asks: digest of the API key; "": the server needs none
     explicit: frozenset[str]  # parameters that the client has set; the others have their defaults
+    not_run: tuple[str, ...]  # unknown parameters and hosted tools: accepted, and without any effect
     messages: list[messages.Message]
-    tools: list[dict[str, Any]]  # as chat templates take them, also where tool_choice is none
+    tools: list[dict[str, Any]]  # as chat templates take them, even if tool_choice is none
     called: dict[str, Tool]  # those that calls may mean, by their names in `tools`; {}: tool_choice is none
     structured_output: StructuredOutput | None  # None: the model may say anything
     named_call: bool  # tool_choice names the one tool to call
@@ -73,19 +76,19 @@ class Request:
     include_usage: bool  # chat: one more chunk with the usage
     n: int  # choices
     max_tokens: int | None  # None: as far as the context reaches
-    generate: bool  # False: the prompt is computed for the prefix cache, and nothing is said
     sampling: dict[str, Any]  # a value for each name in SAMPLING; seed None: another one each time
     n_top_logprobs: int | None  # None: no logprobs
     stop: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
-    ignore_eos: bool  # go on behind the model's own end
+    ignore_eos: bool  # go on after the model's own end
     store: bool  # Responses: keep the response, so that it can be retrieved and continued
-    background: bool  # Responses: the run does not end with the HTTP request
     parallel_tool_calls: bool
     truncate: bool  # drop the oldest messages rather than refuse a prompt that is too long
     seal_reasoning: bool  # Responses: reasoning items carry `encrypted_content`
     template_kwargs: dict[str, Any]  # for the chat template: enable_thinking and whatever else it takes
     echo: dict[str, Any]  # Responses: the members of the response object that repeat the request
+    background: bool = False  # Responses: the run does not end with the HTTP request
+    generate: bool = True  # False: the prompt is computed for the prefix cache, and nothing is said
 
 
 # --- checks of one parameter each ---------------------------------------------------------------------------
@@ -94,32 +97,15 @@ MAX_BIASES = 300  # OpenAI's limit
 MAX_STOP = 1024  # characters of a stop string: while it may be coming, so many are held back
 
 
-def metadata(value: Any, path: str) -> dict[str, str]:
-    pairs = mapping(value, path)
-    if len(pairs) > 16:
-        raise wrong_value(path, "at most 16 pairs", f"{len(pairs)} pairs")
-    check_key = string(64)
-    check_text = string(512)
-    return {check_key(key, path): check_text(text, f"{path}.{key}") for key, text in pairs.items()}
-
-
-def logit_bias(value: Any, path: str) -> dict[int, float]:
-    biases = mapping(value, path)
-    if len(biases) > MAX_BIASES:
-        raise wrong_value(path, f"at most {MAX_BIASES} tokens", f"{len(biases)} tokens")
-    check_bias = number(-100, 100)
-    bias_of_token = {}
-    for token_id, bias in biases.items():
-        if not re.fullmatch("[0-9]{1,9}", token_id):
-            raise wrong_value(path, "token ids as keys", token_id)
-        bias_of_token[int(token_id)] = check_bias(bias, f"{path}.{token_id}")
-    return bias_of_token
+def token_id(value: str, path: str) -> int:
+    if not re.fullmatch("[0-9]{1,9}", value):
+        raise wrong_value(path, "token ids as keys", value)
+    return int(value)
 
 
 def top_k(value: Any, path: str) -> int:
     """Return 0 for all tokens, which vLLM spells -1."""
-    k: int = integer(-1, 2**31)(value, path)
-    return max(k, 0)
+    return max(int(integer(-1, 2**31)(value, path)), 0)
 
 
 def stop(value: Any, path: str) -> tuple[str, ...]:
@@ -129,13 +115,8 @@ def stop(value: Any, path: str) -> tuple[str, ...]:
     return tuple(list_of(check_stop, max_items=4)(value, path))
 
 
-def choice_of_tools(value: Any, path: str) -> Any:
-    """Keep what tools.tool_choice() reads; it checks that too."""
-    return shaped(value, TOOL_CHOICE)
-
-
 def template_kwargs(value: Any, path: str) -> dict[str, Any]:
-    """The template decides what else may be in it."""
+    """Accept what the template may know, but for what begins another turn than the assistant's."""
     kwargs = mapping(value, path)
     for name in ("add_generation_prompt", "continue_final_message"):
         if name in kwargs:
@@ -164,8 +145,11 @@ EFFORTS = {
     "max":     "high",
 }
 # fmt: on
+MAX_NOT_RUN = 8  # names in Request.not_run
+MAX_NAME = 64  # characters of each
 SERVICE_TIER = "default"  # of every request: there is no other here
 SEALED_REASONING = "reasoning.encrypted_content"
+LOGPROBS = "message.output_text.logprobs"
 INCLUDES = (  # openai.types.responses.ResponseIncludable
     "file_search_call.results",
     "web_search_call.results",
@@ -174,18 +158,22 @@ INCLUDES = (  # openai.types.responses.ResponseIncludable
     "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
     SEALED_REASONING,
-    "message.output_text.logprobs",
+    LOGPROBS,
 )
-
-REFERENCE: dict[str, Shape] = {"type": SCALAR, "name": SCALAR, "namespace": SCALAR}  # to a tool
-NESTED_REFERENCE = REFERENCE | {"function": REFERENCE, "custom": REFERENCE}  # chat's
-ALLOWED_TOOLS: dict[str, Shape] = {"type": SCALAR, "mode": SCALAR, "tools": [NESTED_REFERENCE]}
-TOOL_CHOICE: Shape = NESTED_REFERENCE | ALLOWED_TOOLS | {"allowed_tools": ALLOWED_TOOLS}
-MAX_TEMPLATE_KWARGS = 2**16  # bytes, by validation.n_bytes()
+# vLLM's and llama.cpp's, and for these values ask for nothing: false, "", [].
+NOT_BUILT = (
+    "structured_outputs", "guided_json", "guided_choice", "guided_regex", "guided_grammar", "grammar",
+    "bad_words", "allowed_token_ids", "prompt_logprobs", "logprob_token_ids", "use_beam_search", "echo",
+    "include_stop_str_in_output", "add_special_tokens", "truncate_prompt_tokens", "thinking_token_budget",
+    "repetition_detection", "documents", "chat_template", "continue_final_message",
+)  # fmt: skip
 
 reasoning = members(effort=one_of(*EFFORTS), summary=one_of("auto", "concise", "detailed"))
 prompt_cache_options = members(prewarm=boolean, mode=hint, ttl=hint, comparison_response_id=hint)
-text_options = members(format=format_object, verbosity=one_of("low", "medium", "high"))
+text_options = members(format=text_format, verbosity=one_of("low", "medium", "high"))
+
+NOT_HERE = "It is not built here."
+NO_BACKGROUND_OPTIONS = "A background response runs as soon as there is room; there is no window to choose."
 NO_CONVERSATIONS = "This server keeps no conversations; send their items as input."
 NO_TOOL_SEARCH = (
     "This server searches no tools, so the model would never know of it: leave out what it may not."
@@ -193,6 +181,46 @@ NO_TOOL_SEARCH = (
 NO_CHAT_STORE = "This server keeps Responses, not chat completions: leave it out, or send false."
 
 # fmt: off
+#   refused in both APIs           refused(why, values that ask for nothing)
+REFUSED: dict[str, Check] = dict.fromkeys(NOT_BUILT, refused(NOT_HERE, False, "", [])) | {
+    "min_tokens":                  refused(NOT_HERE, 0),
+    "best_of":                     refused(NOT_HERE, 1),
+    "skip_special_tokens":         refused(NOT_HERE, True),
+    "include_reasoning":           refused(NOT_HERE, True),
+    "add_generation_prompt":       refused(NOT_HERE, True),
+    "moderation":                  refused("This server does not moderate."),
+}
+#   refused in chat completions
+NOT_BUILT_IN_CHAT = REFUSED | {
+    "store":                       refused(NO_CHAT_STORE, False),
+    "modalities":                  refused("This server takes and gives text.", ["text"]),
+    "audio":                       refused("This server takes and gives text."),
+    "prediction":                  refused("This server does not take predictions."),
+    "web_search_options":          refused("This server does not search the web."),
+    "functions":                   refused("Use 'tools'."),
+    "function_call":               refused("Use 'tool_choice'."),
+}
+#   in chat completions            in the Responses API
+MOVED = {
+    "messages":                    "input",
+    "max_tokens":                  "max_output_tokens",
+    "max_completion_tokens":       "max_output_tokens",
+    "response_format":             "text.format",
+    "reasoning_effort":            "reasoning.effort",
+}
+#   refused in the Responses API
+REFUSED_IN_RESPONSES = REFUSED | {
+    "conversation":                refused(NO_CONVERSATIONS),
+    "background_options":          refused(NO_BACKGROUND_OPTIONS),
+    "prompt":                      refused("This server has no stored prompts."),
+    "context_management":          refused("This server does not compact by itself.", []),
+    "n":                           refused("A response is one answer; ask for each.", 1),
+    "logprobs":                    refused("Use 'include' and 'top_logprobs'.", False),
+} | {
+    name: refused(f"In the Responses API, this parameter has moved to '{new}'.")
+    for name, new in MOVED.items()
+}
+
 # How a token is chosen: fields of sampling.Sampling.
 #   parameter                 Parameter(check,                           default,    echo)
 SAMPLING = {
@@ -204,40 +232,9 @@ SAMPLING = {
     "presence_penalty":       Parameter(number(-2, 2),                   0.0,        True),
     "frequency_penalty":      Parameter(number(-2, 2),                   0.0,        True),
     "repetition_penalty":     Parameter(number(0.01, 10),                1.0),
-    "logit_bias":             Parameter(logit_bias,                      {}),
+    "logit_bias":             Parameter(pairs_of(token_id, number(-100, 100), MAX_BIASES), {}),
 }
 
-# vLLM's parameters that this server has not.
-#   parameter                    values that ask for nothing
-NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    "structured_outputs":         (),        # OpenAI has text.format
-    "guided_json":                (),        # this and the next three: older names of structured_outputs
-    "guided_choice":              (),
-    "guided_regex":               (),
-    "guided_grammar":             (),
-    "grammar":                    ("",),     # llama.cpp's
-    "min_tokens":                 (0,),
-    "bad_words":                  ([],),
-    "allowed_token_ids":          (),
-    "prompt_logprobs":            (),
-    "logprob_token_ids":          (),
-    "best_of":                    (1,),
-    "use_beam_search":            (False,),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens":        (True,),
-    "add_special_tokens":         (False,),
-    "truncate_prompt_tokens":     (),
-    "thinking_token_budget":      (),
-    "include_reasoning":          (True,),
-    "repetition_detection":       (),
-    "documents":                  ([],),
-    "chat_template":              (),
-    "echo":                       (False,),
-    "add_generation_prompt":      (True,),
-    "continue_final_message":     (False,),
-}
-
-#   parameter                 Parameter(check,                           default,    echo)
 COMMON = SAMPLING | {
     "model":                  Parameter(string(256, min_length=1)),
     "stream":                 Parameter(boolean,                         False),
@@ -246,22 +243,15 @@ COMMON = SAMPLING | {
     "stop_token_ids":         Parameter(list_of(integer(0, 2**31), max_items=128), []),
     "ignore_eos":             Parameter(boolean,                         False),
     "parallel_tool_calls":    Parameter(boolean,                         True,       True),
-    "metadata":               Parameter(metadata,                        {},         True),
-    "chat_template_kwargs":   Parameter(at_most(MAX_TEMPLATE_KWARGS, template_kwargs), {}),
+    "tools":                  Parameter(list_of(mapping, MAX_TOOLS),     []),
+    "tool_choice":            Parameter(anything,                        "auto",     True),
+    "metadata":               Parameter(pairs_of(string(64), string(512), 16), {},    True),
+    "chat_template_kwargs":   Parameter(template_kwargs,                 {}),
     "safety_identifier":      Parameter(string(128),                     None,       True),
     "prompt_cache_key":       Parameter(string(1024),                    None,       True),
+    "prompt_cache_retention": Parameter(hint),
     "service_tier":           Parameter(hint),
     "user":                   Parameter(hint),
-    "moderation":             Parameter(refused("This server does not moderate.")),
-} | {name: Parameter(refused("It is not built here.", *harmless)) for name, harmless in NOT_BUILT.items()}
-
-#   in chat completions    in the Responses API
-MOVED = {
-    "messages":              "input",
-    "max_tokens":            "max_output_tokens",
-    "max_completion_tokens": "max_output_tokens",
-    "response_format":       "text.format",
-    "reasoning_effort":      "reasoning.effort",
 }
 
 RESPONSES = COMMON | {
@@ -270,26 +260,16 @@ RESPONSES = COMMON | {
     "prompt_cache_options":   Parameter(prompt_cache_options,            {}),
     "instructions":           Parameter(text,                            None,       True),
     "previous_response_id":   Parameter(string(256),                     None,       True),
-    "conversation":           Parameter(refused(NO_CONVERSATIONS)),
     "store":                  Parameter(boolean,                         True,       True),
     "background":             Parameter(boolean,                         False,      True),
     "stream_options":         Parameter(members(include_obfuscation=boolean)),
     "max_output_tokens":      Parameter(integer(1, 2**31),               None,       True),
-    "max_tool_calls":         Parameter(integer(1, 2**31),               None,       True),  # built-in ones
+    "max_tool_calls":         Parameter(integer(1, 2**31),               None,       True),  # of hosted tools
     "include":                Parameter(list_of(one_of(*INCLUDES)),      []),
-    "reasoning":              Parameter(reasoning),
+    "reasoning":              Parameter(reasoning,                       {}),
     "text":                   Parameter(text_options,                    {}),
-    "tools":                  Parameter(list_of(mapping, max_items=128), []),
-    "tool_choice":            Parameter(choice_of_tools,                 "auto",     True),
     "truncation":             Parameter(one_of("auto", "disabled"),      "disabled", True),
-    "prompt":                 Parameter(refused("This server has no stored prompts.")),
-    "context_management":     Parameter(refused("This server does not compact by itself.", []), []),
-    "n":                      Parameter(refused("A response is one answer; ask for each.", 1), 1),
-    "logprobs":               Parameter(refused("Use 'include' and 'top_logprobs'.", False)),
-} | {
-    name: Parameter(refused(f"In the Responses API, this parameter has moved to '{new}'."))
-    for name, new in MOVED.items()
-}
+} | {name: Parameter(check) for name, check in REFUSED_IN_RESPONSES.items()}
 
 ECHOED = [name for name, row in RESPONSES.items() if row.echo]
 
@@ -300,25 +280,10 @@ CHAT = COMMON | {
     "max_completion_tokens":  Parameter(integer(1, 2**31)),
     "logprobs":               Parameter(boolean,                         False),
     "stream_options":         Parameter(members(include_usage=boolean, include_obfuscation=boolean)),
-    "response_format":        Parameter(format_object,                   {}),
-    "tools":                  Parameter(list_of(mapping, max_items=128), []),
-    "tool_choice":            Parameter(choice_of_tools,                 "auto"),
+    "response_format":        Parameter(response_format,                 {}),
     "reasoning_effort":       Parameter(one_of(*EFFORTS)),
-    "store":                  Parameter(refused(NO_CHAT_STORE, False)),
-    "modalities":             Parameter(refused("This server takes and gives text.", ["text"])),
-    "audio":                  Parameter(refused("This server takes and gives text.")),
-    "prediction":             Parameter(refused("This server does not take predictions.")),
-    "web_search_options":     Parameter(refused("This server does not search the web.")),
-    "functions":              Parameter(refused("Use 'tools'.")),
-    "function_call":          Parameter(refused("Use 'tool_choice'.")),
-}
+} | {name: Parameter(check) for name, check in NOT_BUILT_IN_CHAT.items()}
 # fmt: on
-
-# Chat's parameters that are only refused: on the way to an upstream, which may have them, nobody checks them.
-NOT_BUILT_IN_CHAT = (
-    *NOT_BUILT, "moderation", "store", "modalities", "audio", "prediction", "web_search_options", "functions",
-    "function_call",
-)  # fmt: skip
 
 
 # --- a body to a Request ------------------------------------------------------------------------------------
@@ -334,21 +299,24 @@ def model_name(body: Any) -> str:
 
 
 def read(body: Any, rows: Mapping[str, Parameter], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The value of every parameter in the table, each checked by itself.
+    """Return the value of every parameter in the table, each checked by itself; raises BadInput.
 
-    `defaults` are the model's own (generation_config.json). Raises BadInput.
+    `defaults` are the model's own (generation_config.json).
     """
     values = {name: row.default for name, row in rows.items()} | {**defaults, "model": model_name(body)}
-    explicit = [name for name in rows if body.get(name) is not None]
-    for name in explicit:
-        values[name] = rows[name].check(body[name], name)
+    given = [name for name in body if body[name] is not None]
+    explicit = frozenset(name for name in rows if name in given)
+    for name in given:
+        if name in rows:
+            values[name] = rows[name].check(body[name], name)
     if values["stream_options"] is not None and not values["stream"]:
         raise wrong_value("stream_options", "stream to be true when it is set", body["stream_options"])
-    return values | {"explicit": frozenset(explicit)}
+    not_run = [name for name in given if name not in rows or name == "max_tool_calls"]
+    return values | {"explicit": explicit, "not_run": not_run}
 
 
 def read_responses(body: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters of a body of POST /v1/responses: all that can be checked without its chain."""
+    """Return the parameters of a body of POST /v1/responses: all that can be checked without its chain."""
     if isinstance(body, dict) and body.get("conversation") and body.get("previous_response_id"):
         message = "'conversation' and 'previous_response_id' cannot both be set."
         raise BadInput(message, "conversation", "mutually_exclusive_parameters")
@@ -362,56 +330,53 @@ def from_responses(body: Any, defaults: Mapping[str, Any], owner: str = "") -> R
 
 
 def responses_request(
-    values: Mapping[str, Any], chain: Sequence[dict[str, Any]], input: Any, owner: str = ""
+    values: dict[str, Any], chain: Sequence[dict[str, Any]], input: Any, owner: str = ""
 ) -> Request:
-    """The Request of what read_responses() has read and items.resolve() has resolved; raises BadInput."""
+    """Return the Request of what read_responses() has read and items.resolve() has resolved.
+
+    Raises BadInput.
+    """
     if input is None:
         raise missing("input")
     conversation = messages.from_responses(input, values["instructions"], chain)
-    tools = [responses_tool(tool, f"tools[{i}]") for i, tool in enumerate(values["tools"])]
-    reasoning = values["reasoning"] or {}
-    n_top_logprobs = None
-    if "message.output_text.logprobs" in values["include"]:
-        n_top_logprobs = values["top_logprobs"]
-    max_tokens = values["max_output_tokens"]
+    declared = [read_tool(tool, f"tools[{i}]") for i, tool in enumerate(values["tools"])]
+    brought = [read_tool(tool, path) for path, tool in messages.brought_tools(input, chain)]
+    tools = _offered(declared, brought)
+    choice = tool_choice(tools, values["tool_choice"])
+    effort = values["reasoning"].get("effort")
     generate = values["generate"] and not values["prompt_cache_options"].get("prewarm")
-    if not generate:
-        max_tokens = 1  # chosen with the last row of the prompt, at no further cost; nobody is told of it
+    by_chats_names = {
+        "n": 1,
+        # To warm the cache up, one token is chosen with the last row of the prompt; no client is told of it.
+        "max_tokens": values["max_output_tokens"] if generate else 1,
+        "logprobs": LOGPROBS in values["include"],
+        "response_format": values["text"].get("format", {}),
+        "reasoning_effort": effort,
+        "generate": generate,
+        "not_run": values["not_run"]
+        + [tool.echo["type"] for tool in declared if tool.echo["type"] in HOSTED],
+    }
     echo = {name: values[name] for name in ECHOED}
     echo |= {
-        "tools": [repeated for repeated, _ in tools],
-        "reasoning": {"effort": reasoning.get("effort"), "summary": reasoning.get("summary")},
+        "tools": [tool.echo for tool in declared],
+        "tool_choice": choice.echo,
+        "reasoning": {"effort": effort, "summary": values["reasoning"].get("summary")},
         "text": {"format": {"type": "text"}} | values["text"],
-        "tool_choice": flat_choice(values["tool_choice"]),
         "service_tier": SERVICE_TIER,
     }
-    return request(
-        values,
-        owner,
-        messages=conversation,
-        tools=_offered(tools, messages.brought_tools(input, chain)),
-        text_format=text_format(values["text"].get("format", {}), "text.format"),
-        max_tokens=max_tokens,
-        n_top_logprobs=n_top_logprobs,
-        effort=reasoning.get("effort"),
-        echo=echo,
-        generate=generate,
-    )
+    return request(values | by_chats_names, owner, conversation, tools, choice, "text.format.schema", echo)
 
 
-def _offered(declared: Sequence[DeclaredTool], brought: Iterable[tuple[str, dict[str, Any]]]) -> list[Tool]:
-    """The tools of a request, then those that items have `brought`, each behind its path; raises BadInput."""
-    own = {tool.qualified_name for entry in declared for tool in entry.tools}
-    loaded: dict[str, Tool] = {}  # by qualified name
-    for path, entry in brought:
-        for tool in responses_tool(entry, path).tools:
-            loaded[tool.qualified_name] = tool
+def _offered(declared: Iterable[DeclaredTool], brought: Iterable[DeclaredTool]) -> list[Tool]:
+    """Return the tools of a request, then those that items have brought; raises BadInput."""
+    loaded = {tool.qualified_name: tool for entry in brought for tool in entry.tools}
     offered = []
-    for i, (_, tools) in enumerate(declared):
-        for tool in tools:
+    for i, entry in enumerate(declared):
+        for tool in entry.tools:
             if tool.is_deferred and tool.qualified_name not in loaded:
                 raise unsupported(f"tools[{i}].defer_loading", NO_TOOL_SEARCH)
             offered.append(tool)
+    own = {tool.qualified_name for tool in offered}
     return offered + [tool for name, tool in loaded.items() if name not in own]
 
 
@@ -421,29 +386,15 @@ def from_chat(body: Any, defaults: Mapping[str, Any], owner: str = "") -> Reques
     if values["messages"] is None:
         raise missing("messages")
     if values["top_logprobs"] and not values["logprobs"]:
-        raise wrong_value("top_logprobs", "logprobs to be true where it is not 0", values["top_logprobs"])
-    response_format = values["response_format"]
-    if response_format.get("type") == "json_schema":
-        inside = required(response_format, "json_schema", mapping, "response_format")
-        # Where the schema itself stands in its place, it has a type too.
-        response_format = inside | {"type": "json_schema"}
-    max_tokens = values["max_completion_tokens"]
-    if max_tokens is None:
-        max_tokens = values["max_tokens"]  # its older name
-    n_top_logprobs = None
-    if values["logprobs"]:
-        n_top_logprobs = values["top_logprobs"]
-    return request(
-        values,
-        owner,
-        messages=messages.from_chat(values["messages"]),
-        tools=[chat_tool(tool, f"tools[{i}]") for i, tool in enumerate(values["tools"])],
-        text_format=text_format(response_format, "response_format.json_schema"),
-        max_tokens=max_tokens,
-        n_top_logprobs=n_top_logprobs,
-        effort=values["reasoning_effort"],
-        echo={},
-    )
+        raise wrong_value("top_logprobs", "logprobs to be true if it is not 0", values["top_logprobs"])
+    values["max_tokens"] = values["max_completion_tokens"] or values["max_tokens"]  # the older name
+    conversation = messages.from_chat(values["messages"])
+    tools: list[Tool] = []
+    for i, tool in enumerate(values["tools"]):
+        tools += read_tool(tool, f"tools[{i}]", NESTED_IN_CHAT).tools
+    choice = tool_choice(tools, values["tool_choice"])
+    schema_path = "response_format.json_schema.schema"
+    return request(values, owner, conversation, tools, choice, schema_path, echo={})
 
 
 def request(
@@ -451,60 +402,55 @@ def request(
     owner: str,
     messages: list[messages.Message],
     tools: list[Tool],
-    text_format: TextFormat,
-    max_tokens: int | None,
-    n_top_logprobs: int | None,
-    effort: str | None,
+    choice: ToolChoice,
+    schema_path: str,
     echo: dict[str, Any],
-    generate: bool = True,
 ) -> Request:
-    """What both APIs have in common."""
-    choice = tool_choice(tools, values["tool_choice"])
-    called: dict[str, Tool] = {}
-    if choice.calls != "none":
-        called = {tool.qualified_name: tool for tool in tools}
+    """Return the Request of parameters that have chat's names."""
+    called = {} if choice.calls == "none" else {tool.qualified_name: tool for tool in tools}
     stream_options = values["stream_options"] or {}
-    return Request(
-        model=values["model"],
-        owner=owner,
-        explicit=values["explicit"],
-        messages=messages,
-        tools=[tool.definition() for tool in tools],
-        called=called,
-        structured_output=structured_output(tools, choice, text_format, values["parallel_tool_calls"]),
-        named_call=choice.named,
-        stream=values["stream"],
-        include_usage=bool(stream_options.get("include_usage")) or not values["stream"],
-        n=values["n"],
-        max_tokens=max_tokens,
-        generate=generate,
-        sampling={name: values[name] for name in SAMPLING},
-        n_top_logprobs=n_top_logprobs,
-        stop=values["stop"],
-        stop_token_ids=tuple(values["stop_token_ids"]),
-        ignore_eos=values["ignore_eos"],
-        store=bool(values["store"]),
-        background=values.get("background", False),
-        parallel_tool_calls=values["parallel_tool_calls"],
-        truncate=values.get("truncation") == "auto",
-        seal_reasoning=SEALED_REASONING in values.get("include", ()),
-        template_kwargs=thinking_kwargs(effort) | values["chat_template_kwargs"],
-        echo=echo,
-    )
+    parallel = values["parallel_tool_calls"]
+    meant = {
+        "owner": owner,
+        "not_run": _spoken(values["not_run"]),
+        "messages": messages,
+        "tools": [tool.definition() for tool in tools],
+        "called": called,
+        "structured_output": structured_output(
+            tools, choice, values["response_format"], schema_path, parallel
+        ),
+        "named_call": choice.named,
+        "include_usage": bool(stream_options.get("include_usage")) or not values["stream"],
+        "sampling": {name: values[name] for name in SAMPLING},
+        "n_top_logprobs": values["top_logprobs"] if values["logprobs"] else None,
+        "stop_token_ids": tuple(values["stop_token_ids"]),
+        "store": bool(values["store"]),
+        "truncate": values.get("truncation") == "auto",
+        "seal_reasoning": SEALED_REASONING in values.get("include", ()),
+        "template_kwargs": thinking_kwargs(values["reasoning_effort"]) | values["chat_template_kwargs"],
+        "echo": echo,
+    }
+    named_alike = {field.name: values[field.name] for field in fields(Request) if field.name in values}
+    return Request(**(named_alike | meant))
+
+
+def _spoken(names: Iterable[str]) -> tuple[str, ...]:
+    """Return so many names as a header may repeat: printable ASCII without quotes."""
+    spoken = [re.sub(r'[^ -~]|["\\]', "?", name[:MAX_NAME]) for name in names]
+    return tuple(dict.fromkeys(spoken))[:MAX_NOT_RUN]
 
 
 def explicit_parameters(values: Mapping[str, Any], echo: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters that a client has set, but for the input: the request can be run again with them.
+    """Return the parameters that a client has set, but for the input: the request can be run again with them.
 
     `values` are those that read_responses() has returned, `echo` that of the Request that came of them.
     """
-    parameters = {name: values[name] for name in sorted(values["explicit"])}
-    parameters.pop("input", None)
-    return parameters | {"tools": echo["tools"]}
+    parameters = {name: values[name] for name in sorted(values["explicit"] - {"input"})}
+    return parameters | {"tools": echo["tools"], "tool_choice": echo["tool_choice"]}
 
 
 def thinking_kwargs(effort: str | None) -> dict[str, Any]:
-    """What the chat templates of reasoning models take; {} leaves it to the template."""
+    """Return what the chat templates of reasoning models take; {} leaves it to the template."""
     if effort is None:
         return {}
     return {"enable_thinking": effort != "none", "reasoning_effort": EFFORTS[effort]}

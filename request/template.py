@@ -36,9 +36,8 @@ import jinja2.sandbox
 from request.messages import Conversation, Message, paragraphs, split_system
 from request.refusals import BadInput
 from request.special_tokens import without_marks
-from request.tools import ToolDefinition
 
-Tools = list[ToolDefinition] | None  # None: none are offered
+Tools = list[dict[str, Any]] | None  # None: none are offered
 MAX_REASON = 300  # characters of what a template raises: it may quote the messages
 
 _dumps = partial(json.dumps, ensure_ascii=False)

@@ -1,240 +1,55 @@
-"""Tools: what a client offers, how a model is told of it, and what of it may be called.
+"""Tools: what a client offers, how a model is told of it, what of it may be called, what the answer must be.
 
-    tools        --responses_tool(), chat_tool()--> [Tool, ...]
-    tool_choice  --tool_choice()------------------> ToolChoice
-    Tool         --Tool.definition()--------------> the definition of a function, for the chat template
+    tools                           --read_tool()---> echo, [Tool, ...]
+    tool_choice                     --tool_choice()-> ToolChoice            all three
+    text.format or response_format  --text_format()-> schema                --structured_output()-->
+                                                                            StructuredOutput or None
+    Tool --Tool.definition()--> the definition of a function, for the chat template
 
-Authority: https://platform.openai.com/docs/guides/function-calling (custom tools, namespaces, tool_choice).
+Authority: https://platform.openai.com/docs/guides/function-calling (custom tools, namespaces, tool_choice,
+strict tools) and https://platform.openai.com/docs/guides/structured-outputs (formats of the text).
 
 Rules of this file:
-1. Models know functions with JSON arguments, and nothing else: a custom tool is defined to the model as a
+1. Chat keeps the members of a tool, a reference or a format below a key named like its type, where Responses
+   has them beside the type. flat() moves them there first, so there is one reader for both APIs.
+2. Models know functions with JSON arguments, and nothing else: a custom tool is defined to the model as a
    function of one string, `input`, and a tool in a namespace by a qualified name, `namespace__name`.
-2. Hosted tools, which a server would run itself, are accepted, and the model is not told of them: Codex sends
-   some unasked.
-3. tool_choice limits the calls, never the prompt: the tools in it would change its beginning, and so end the
-   use of the prefix cache.
-
-Not here: the calls that the model makes (tool_calls.py), what tool_choice and strict schemas demand of the
-answer (output_format.py).
+3. Hosted tools, which a server would run itself, are accepted, and the model is not told of them: Codex sends
+   some unasked. Request.not_run names them.
+4. tool_choice limits the calls, never the prompt: other tools in it would change its beginning, and so lose
+   the prefix cache.
+5. What is demanded is enforced by constrained decoding, never left to the prompt. It holds for what follows
+   the reasoning, which is always free.
 """
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Collection
 from typing import Any, Literal, NamedTuple
 
-from request.refusals import missing, shown, unsupported, wrong_value
+from request.refusals import BadInput, shown, unsupported, wrong_value
 from request.validation import (
-    anything,
-    at_most,
     boolean,
     list_of,
     mapping,
     members,
     one_of,
+    refused,
     required,
     string,
     text,
 )
 
-# --- names --------------------------------------------------------------------------------------------------
+Object = dict[str, Any]
+Schema = Object  # a JSON schema
 
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-# Characters of Tool.qualified_name: a namespace and a name, each a NAME.
-MAX_QUALIFIED_NAME = 64 + len("__") + 64
-
-
-def identifier(value: Any, path: str) -> str:
-    name = text(value, path)
-    if not NAME.fullmatch(name):
-        raise wrong_value(path, "1 to 64 letters, digits, '_' or '-'", value)
-    return name
-
-
-def qualified_name(namespace: str, name: str) -> str:
-    """Return the name by which the model knows a tool."""
-    if not namespace:
-        return name
-    return f"{namespace}__{name}"
-
-
-# --- a tool -------------------------------------------------------------------------------------------------
-
-
-ToolDefinition = dict[str, Any]  # {"type": "function", "function": {"name", "description", "parameters"}}
-
-
-class Grammar(NamedTuple):
-    """What the input of a custom tool must match."""
-
-    syntax: str  # lark, regex
-    definition: str
-    path: str = ""  # where it stands in the request
-
-
-class Tool(NamedTuple):
-    """A function or a custom tool, which the client runs."""
-
-    name: str
-    namespace: str = ""
-    description: str | None = None
-    parameters: dict[str, Any] | None = None  # a function's: JSON schema of its arguments; None: it takes any
-    strict: bool = False  # a function's: its arguments are held to `parameters`
-    custom: bool = False
-    grammar: Grammar | None = None  # a custom tool's; None: it takes any text
-    is_deferred: bool = False  # the model shall know of it when a search has found it, and not before
-
-    @property
-    def qualified_name(self) -> str:
-        return qualified_name(self.namespace, self.name)
-
-    def schema(self) -> dict[str, Any] | None:
-        """Return the JSON schema of the arguments as the model writes them; None where there is none."""
-        if not self.custom:
-            return self.parameters
-        input_schema = {"type": "string"}
-        if self.grammar:
-            accepted = f"A text that this {self.grammar.syntax} grammar accepts:\n"
-            input_schema["description"] = accepted + self.grammar.definition
-        return {
-            "type": "object",
-            "properties": {"input": input_schema},
-            "required": ["input"],
-            "additionalProperties": False,
-        }
-
-    def definition(self) -> ToolDefinition:
-        """Return the tool as chat templates take it: always a function."""
-        function: dict[str, Any] = {"name": self.qualified_name}
-        schema = self.schema()
-        if self.description is not None:
-            function["description"] = self.description
-        if schema is not None:
-            function["parameters"] = schema
-        return {"type": "function", "function": function}
-
-
-def as_arguments(input: str) -> str:
-    """Return the input of a custom tool as the arguments in which the model wrote it, or would have."""
-    return json.dumps({"input": input}, ensure_ascii=False)
-
-
-# --- tools of a request -------------------------------------------------------------------------------------
-
-
-class DeclaredTool(NamedTuple):
-    """One entry of `tools`, read."""
-
-    echo: dict[str, Any]  # the entry as the response object repeats it
-    tools: list[Tool]  # what it lets the model call: a namespace several tools, a hosted tool none
-
-
-def responses_tool(tool: dict[str, Any], path: str) -> DeclaredTool:
-    tool_type = required(tool, "type", one_of(*TOOL_TYPES, *HOSTED), path)
-    if tool_type in HOSTED:
-        return DeclaredTool(check_hosted(tool, path), [])
-    return TOOL_TYPES[tool_type](tool, path)
-
-
-def chat_tool(tool: dict[str, Any], path: str) -> Tool:
-    """In chat, a tool's members stand below a key named like its type, those of a grammar below one more."""
-    tool_type = required(tool, "type", one_of("function", "custom"), path)
-    fields = required(tool, tool_type, mapping, path)
-    fields_path = f"{path}.{tool_type}"
-    if tool_type == "function":
-        return function_tool(fields, fields_path).tools[0]
-    input_format = fields.get("format")
-    if not isinstance(input_format, dict) or input_format.get("type") != "grammar":
-        return custom_tool(fields, fields_path).tools[0]
-    grammar_fields = required(input_format, "grammar", mapping, f"{fields_path}.format")
-    responses_fields = {**fields, "format": {**grammar_fields, "type": "grammar"}}
-    return custom_tool(responses_fields, fields_path, format_key="format.grammar").tools[0]
-
-
+MAX_QUALIFIED_NAME = 64 + len("__") + 64  # characters of Tool.qualified_name
+MAX_TOOLS = 128
 MAX_GRAMMAR = 2**16  # characters
-# Bytes of a hosted tool, by validation.n_bytes(): nobody reads it, and three events repeat it.
-MAX_HOSTED = 2**14
 
-check_function = members(description=text, parameters=mapping, strict=boolean, defer_loading=boolean)
-check_custom = members(description=text, format=anything, defer_loading=boolean)
-check_hosted = at_most(MAX_HOSTED, mapping)
-check_input_format = members(
-    type=one_of("text", "grammar"),
-    syntax=one_of("lark", "regex"),
-    definition=string(MAX_GRAMMAR, min_length=1),
-)
-
-
-def function_tool(tool: Mapping[str, Any], path: str, namespace: str = "") -> DeclaredTool:
-    """The echo has all keys, null where the client says nothing: zod schema of
-    https://github.com/openresponses/openresponses
-    """
-    name = required(tool, "name", identifier, path)
-    fields = check_function(tool, path)
-    description = fields.get("description")
-    parameters = fields.get("parameters")
-    strict = fields.get("strict", False)
-    echo = {
-        "type": "function",
-        "name": name,
-        "description": description,
-        "parameters": parameters,
-        "strict": strict,
-    }
-    is_deferred = fields.get("defer_loading", False)
-    tool_ = Tool(name, namespace, description, parameters, strict, is_deferred=is_deferred)
-    return DeclaredTool(echo, [tool_])
-
-
-def custom_tool(
-    tool: Mapping[str, Any], path: str, namespace: str = "", format_key: str = "format"
-) -> DeclaredTool:
-    """A tool whose input is any text, or what a grammar accepts; `format_key`: where its members stand."""
-    name = required(tool, "name", identifier, path)
-    fields = check_custom(tool, path)
-    description = fields.get("description")
-    format_path = f"{path}.{format_key}"
-    input_format = check_input_format(fields.get("format", {"type": "text"}), format_path)
-    grammar = None
-    if input_format.get("type") != "text":
-        for member in ("type", "syntax", "definition"):
-            if member not in input_format:
-                raise missing(f"{format_path}.{member}")
-        definition_path = f"{format_path}.definition"
-        grammar = Grammar(input_format["syntax"], input_format["definition"], definition_path)
-    echo = {"type": "custom", "name": name, "description": description, "format": input_format}
-    is_deferred = fields.get("defer_loading", False)
-    tool_ = Tool(name, namespace, description, custom=True, grammar=grammar, is_deferred=is_deferred)
-    return DeclaredTool(echo, [tool_])
-
-
-def namespace_tool(tool: Mapping[str, Any], path: str) -> DeclaredTool:
-    """Functions and custom tools that share a namespace."""
-    namespace = required(tool, "name", identifier, path)
-    description = text(tool.get("description") or "", f"{path}.description")
-    echoes: list[dict[str, Any]] = []
-    tools: list[Tool] = []
-    for i, member in enumerate(required(tool, "tools", list_of(mapping, 128), path)):
-        member_path = f"{path}.tools[{i}]"
-        member_type = required(member, "type", one_of("function", "custom"), member_path)
-        if member_type == "function":
-            declared = function_tool(member, member_path, namespace)
-        else:
-            declared = custom_tool(member, member_path, namespace)
-        echoes.append(declared.echo)
-        tools += declared.tools
-    echo = {"type": "namespace", "name": namespace, "description": description, "tools": echoes}
-    return DeclaredTool(echo, tools)
-
-
-TOOL_TYPES: dict[str, Callable[[dict[str, Any], str], DeclaredTool]] = {
-    "function": function_tool,
-    "custom": custom_tool,
-    "namespace": namespace_tool,
-}
-
-# The types of tools that a server runs itself: openai.types.responses.ToolParam.
-HOSTED = (
+CLIENT_TOOLS: tuple[str, ...] = ("function", "custom")
+HOSTED = (  # openai.types.responses.ToolParam
     "apply_patch",
     "code_interpreter",
     "computer",
@@ -251,6 +66,148 @@ HOSTED = (
     "web_search_preview",
     "web_search_preview_2025_03_11",
 )
+TOOL_TYPES: tuple[str, ...] = (*CLIENT_TOOLS, "namespace", *HOSTED)
+NESTED_IN_CHAT = (*CLIENT_TOOLS, "grammar")  # types whose members chat keeps below a key of that name
+
+
+def flat(value: Any, path: str, nested: Collection[str] = ()) -> tuple[Object, str]:
+    """Return an object in Responses' form, and the path of its members.
+
+    Chat's form is taken too, and for the types that are `nested` no other.
+    """
+    fields = mapping(value, path)
+    type_ = str(fields.get("type"))
+    if type_ not in fields and type_ not in nested:
+        return fields, path
+    return required(fields, type_, mapping, path) | {"type": type_}, f"{path}.{type_}"
+
+
+# --- a tool -------------------------------------------------------------------------------------------------
+
+
+def identifier(value: Any, path: str) -> str:
+    name = text(value, path)
+    if not NAME.fullmatch(name):
+        raise wrong_value(path, "1 to 64 letters, digits, '_' or '-'", value)
+    return name
+
+
+def qualified_name(namespace: str, name: str) -> str:
+    """Return the name by which the model knows a tool."""
+    if not namespace:
+        return name
+    return f"{namespace}__{name}"
+
+
+class Grammar(NamedTuple):
+    """What the input of a custom tool must match."""
+
+    syntax: str  # lark, regex
+    definition: str
+    path: str = ""  # where it stands in the request
+
+
+class Tool(NamedTuple):
+    """A function or a custom tool, which the client runs."""
+
+    name: str
+    namespace: str = ""
+    description: str | None = None
+    parameters: Schema | None = None  # of a function's arguments; None: it takes any
+    strict: bool = False  # a function's arguments are held to `parameters`
+    custom: bool = False
+    grammar: Grammar | None = None  # a custom tool's; None: it takes any text
+    is_deferred: bool = False  # the model shall know of it when a search has found it, and not before
+
+    @property
+    def qualified_name(self) -> str:
+        return qualified_name(self.namespace, self.name)
+
+    def schema(self) -> Schema | None:
+        """Return the schema of the arguments as the model writes them, None if they may be anything."""
+        if not self.custom:
+            return self.parameters
+        input_schema = {"type": "string"}
+        if self.grammar:
+            accepted = f"A text that this {self.grammar.syntax} grammar accepts:\n"
+            input_schema["description"] = accepted + self.grammar.definition
+        return {
+            "type": "object",
+            "properties": {"input": input_schema},
+            "required": ["input"],
+            "additionalProperties": False,
+        }
+
+    def definition(self) -> Object:
+        """Return the tool as chat templates take it: always a function."""
+        function: Object = {"name": self.qualified_name}
+        if self.description is not None:
+            function["description"] = self.description
+        schema = self.schema()
+        if schema is not None:
+            function["parameters"] = schema
+        return {"type": "function", "function": function}
+
+
+def as_arguments(input: str) -> str:
+    """Return the input of a custom tool as the arguments in which the model wrote it, or would have."""
+    return json.dumps({"input": input}, ensure_ascii=False)
+
+
+# --- tools of a request -------------------------------------------------------------------------------------
+
+
+class DeclaredTool(NamedTuple):
+    """One entry of `tools`, read."""
+
+    echo: Object  # the entry as the response object repeats it
+    tools: list[Tool]  # what it lets the model call: a namespace several tools, a hosted tool none
+
+
+NOT_ASYNC = "This server waits for the result of every call."
+
+check_tool = members(
+    description=text,
+    parameters=mapping,
+    strict=boolean,
+    format=mapping,
+    defer_loading=boolean,
+    **{"async": refused(NOT_ASYNC, False)},
+)
+
+
+def read_tool(value: Any, path: str, nested: Collection[str] = (), namespace: str = "") -> DeclaredTool:
+    """Read an entry of `tools`; raises BadInput.
+
+    The echo has all keys, null for what the client leaves out, as the zod schema of
+    https://github.com/openresponses/openresponses wants it.
+    """
+    tool, path = flat(value, path, nested)
+    types = CLIENT_TOOLS if nested or namespace else TOOL_TYPES
+    type_ = required(tool, "type", one_of(*types), path)
+    if type_ in HOSTED:
+        return DeclaredTool(tool, [])
+    name = required(tool, "name", identifier, path)
+    if type_ == "namespace":
+        description = text(tool.get("description") or "", f"{path}.description")
+        entries = required(tool, "tools", list_of(mapping, MAX_TOOLS), path)
+        inner = [read_tool(entry, f"{path}.tools[{i}]", (), name) for i, entry in enumerate(entries)]
+        echoes = [declared.echo for declared in inner]
+        echo = {"type": type_, "name": name, "description": description, "tools": echoes}
+        return DeclaredTool(echo, [tool for declared in inner for tool in declared.tools])
+    fields = check_tool(tool, path)
+    made = Tool(name, namespace, fields.get("description"), is_deferred=fields.get("defer_loading", False))
+    echo = {"type": type_, "name": name, "description": made.description}
+    if type_ == "function":
+        made = made._replace(parameters=fields.get("parameters"), strict=fields.get("strict", False))
+        return DeclaredTool(echo | {"parameters": made.parameters, "strict": made.strict}, [made])
+    input_format, format_path = flat(fields.get("format", {"type": "text"}), f"{path}.format", nested)
+    grammar = None
+    if required(input_format, "type", one_of("text", "grammar"), format_path) == "grammar":
+        syntax = required(input_format, "syntax", one_of("lark", "regex"), format_path)
+        definition = required(input_format, "definition", string(MAX_GRAMMAR, min_length=1), format_path)
+        grammar = Grammar(syntax, definition, f"{format_path}.definition")
+    return DeclaredTool(echo | {"format": input_format}, [made._replace(custom=True, grammar=grammar)])
 
 
 # --- tool_choice --------------------------------------------------------------------------------------------
@@ -262,96 +219,132 @@ class ToolChoice(NamedTuple):
     calls: Calls
     allowed: list[Tool]  # those that may be called
     named: bool  # it names one tool, which must be called once
+    echo: Any  # as the response object repeats it, in Responses' form
 
 
-class ToolReference(NamedTuple):
-    """A tool as tool_choice names it."""
-
-    custom: bool
-    qualified_name: str
-
-
-class ChoiceObject(NamedTuple):
-    """A tool_choice that is an object, before the tools are looked up that it names."""
-
-    calls: Calls
-    references: list[ToolReference]
-    named: bool
-
-
-def tool_choice(tools: list[Tool], choice: Any) -> ToolChoice:
+def tool_choice(tools: list[Tool], value: Any) -> ToolChoice:
     """Return whether tools may or must be called, and which; raises BadInput."""
     names = [tool.qualified_name for tool in tools]
-    if len(set(names)) < len(tools):
+    if len({*names}) < len(names):
         raise wrong_value("tools", "every name once", names)
-    tool_of = {ToolReference(tool.custom, tool.qualified_name): tool for tool in tools}
-    if isinstance(choice, str):
-        calls = one_of("none", "auto", "required")(choice, "tool_choice")
-        references = list(tool_of)
-        named = False
-    else:
-        calls, references, named = _choice_object(mapping(choice, "tool_choice"))
-    for reference in references:
-        if reference not in tool_of:
-            expected = "the type and name of one of 'tools'"
-            raise wrong_value("tool_choice", expected, reference.qualified_name)
-    if not references:
-        if calls == "required":
-            raise wrong_value("tool_choice", "functions or custom tools to choose from", choice)
-        calls = "none"
-    return ToolChoice(calls, [tool_of[reference] for reference in references], named)
+    choice = _choice(tools, value)
+    if choice.allowed:
+        return choice
+    if choice.calls == "required":
+        raise wrong_value("tool_choice", "functions or custom tools to choose from", value)
+    return choice._replace(calls="none")
 
 
-def _choice_object(choice: dict[str, Any]) -> ChoiceObject:
-    choice_type = required(choice, "type", text, "tool_choice")
-    if choice_type in ("function", "custom"):
-        return ChoiceObject("required", tool_references(choice, "tool_choice"), named=True)
-    if choice_type == "allowed_tools":
-        return _allowed_tools(choice)
-    if choice_type in ("auto", "none", "required"):
-        raise wrong_value("tool_choice", f"the string '{choice_type}'", choice)
-    why = f"This server runs no tools, so none can be forced: {shown(choice_type)}"
+def _choice(tools: list[Tool], value: Any) -> ToolChoice:
+    if isinstance(value, str):
+        return ToolChoice(one_of("none", "auto", "required")(value, "tool_choice"), tools, False, value)
+    fields, path = flat(value, "tool_choice")
+    type_ = required(fields, "type", text, path)
+    if type_ in CLIENT_TOOLS:
+        echo, allowed = _referred(tools, value, path="tool_choice")
+        return ToolChoice("required", allowed, True, echo)
+    if type_ == "allowed_tools":
+        entries = required(fields, "tools", list_of(mapping, MAX_TOOLS, min_items=1), path)
+        mode = required(fields, "mode", one_of("auto", "required"), path)
+        referred = [_referred(tools, entry, f"{path}.tools[{i}]") for i, entry in enumerate(entries)]
+        echo = {"type": type_, "mode": mode, "tools": [echo for echo, _ in referred]}
+        return ToolChoice(mode, [tool for _, found in referred for tool in found], False, echo)
+    if type_ in ("none", "auto", "required"):
+        raise wrong_value("tool_choice", f"the string '{type_}'", value)
+    why = f"This server runs no tools, so none can be forced: {shown(type_)}"
     raise unsupported("tool_choice.type", why)
 
 
-def _allowed_tools(choice: dict[str, Any]) -> ChoiceObject:
-    fields, path = _typed_fields(choice, "allowed_tools", "tool_choice")
-    references: list[ToolReference] = []
-    for entry in required(fields, "tools", list_of(tool_references, 128, min_items=1), path):
-        references += entry
-    calls = required(fields, "mode", one_of("auto", "required"), path)
-    return ChoiceObject(calls, references, named=False)
+def _referred(tools: list[Tool], value: Any, path: str) -> tuple[Object, list[Tool]]:
+    """Return a reference as it is repeated, and the tool that it names: for a hosted one there is none."""
+    given = mapping(value, path)
+    type_ = one_of(*CLIENT_TOOLS, *HOSTED)(given.get("type") or "function", f"{path}.type")
+    if type_ in HOSTED:
+        return {"type": type_}, []
+    fields, path = flat(given | {"type": type_}, path)
+    name = required(fields, "name", text, path)
+    namespace = text(fields.get("namespace") or "", f"{path}.namespace")
+    echo = {"type": type_, "name": name}
+    if namespace:
+        echo["namespace"] = namespace
+    known_as = qualified_name(namespace, name)
+    for tool in tools:
+        if tool.qualified_name == known_as and tool.custom == (type_ == "custom"):
+            return echo, [tool]
+    raise wrong_value("tool_choice", "the type and name of one of 'tools'", known_as)
 
 
-def tool_references(value: Any, path: str) -> list[ToolReference]:
-    """Return one reference, or none to a hosted tool: the model is not told of it."""
-    tool = mapping(value, path)
-    tool_type = one_of("function", "custom", *HOSTED)(tool.get("type", "function"), f"{path}.type")
-    if tool_type in HOSTED:
-        return []
-    fields, fields_path = _typed_fields(tool, tool_type, path)
-    namespace = text(fields.get("namespace") or "", f"{fields_path}.namespace")
-    name = required(fields, "name", text, fields_path)
-    return [ToolReference(tool_type == "custom", qualified_name(namespace, name))]
+# --- what the answer must be --------------------------------------------------------------------------------
 
 
-def flat_choice(choice: Any) -> Any:
-    """Return tool_choice as the response object repeats it: in Responses' form, whichever it came in."""
-    if not isinstance(choice, dict):
-        return choice
-    type_name = str(choice.get("type"))
-    flat = {name: value for name, value in choice.items() if name != type_name}
-    if isinstance(choice.get(type_name), dict):
-        flat |= choice[type_name]
-    if isinstance(flat.get("tools"), list):
-        flat["tools"] = [flat_choice(reference) for reference in flat["tools"]]
-    return flat
+class StructuredOutput(NamedTuple):
+    """What the answer must be, after the reasoning."""
+
+    calls: Calls
+    functions: tuple[tuple[str, Schema], ...] = ()  # that may be called: name, schema of the arguments
+    one_call: bool = False  # at most one
+    inputs: tuple[tuple[str, Grammar], ...] = ()  # the custom tools of `functions` that have a grammar
+    schema: Schema | None = None  # of the text; None: it may be any text
+    schema_path: str = ""  # where `schema` stands in the request
 
 
-def _typed_fields(value: dict[str, Any], type_name: str, path: str) -> tuple[dict[str, Any], str]:
-    """Return the members that belong to a type, and their path: Responses has them beside `type`, chat below
-    a key named like the type.
+check_format = members(
+    type=one_of("text", "json_schema", "json_object"),
+    name=text,
+    description=text,
+    schema=mapping,
+    strict=boolean,
+)
+
+
+def text_format(value: Any, path: str) -> Object:
+    """Check the format of a text, and return it in Responses' form."""
+    fields: Object = check_format(value, path)
+    if required(fields, "type", text, path) == "json_schema":
+        required(fields, "name", identifier, path)
+        required(fields, "schema", mapping, path)
+    return fields
+
+
+def response_format(value: Any, path: str) -> Object:
+    """Check chat's text_format()."""
+    return text_format(*flat(value, path, nested=["json_schema"]))
+
+
+def structured_output(
+    tools: list[Tool], choice: ToolChoice, format_: Object, path: str, parallel: bool
+) -> StructuredOutput | None:
+    """Return what to enforce, None if the model may say anything. Raises BadInput.
+
+    `format_` is what text_format() has returned for the text, {} for none; its schema stands at `path`.
     """
-    if type_name not in value:
-        return value, path
-    return required(value, type_name, mapping, path), f"{path}.{type_name}"
+    schema = None
+    if format_.get("type") == "json_schema":
+        schema = format_["schema"]
+    elif format_.get("type") == "json_object":
+        schema = {"type": "object"}
+    else:
+        path = ""
+    if schema is None and not _limits_calls(tools, choice):
+        return None
+    functions: list[tuple[str, Schema]] = []
+    inputs: list[tuple[str, Grammar]] = []
+    for tool in choice.allowed:
+        name = tool.qualified_name
+        arguments = {"type": "object"} | (tool.schema() or {})
+        if arguments["type"] != "object":
+            message = f"Invalid schema for '{name}': arguments are an object."
+            raise BadInput(message, "tools", "invalid_json_schema")
+        functions.append((name, arguments))
+        if tool.grammar:
+            inputs.append((name, tool.grammar))
+    one_call = choice.named or not parallel
+    return StructuredOutput(choice.calls, tuple(functions), one_call, tuple(inputs), schema, path)
+
+
+def _limits_calls(tools: list[Tool], choice: ToolChoice) -> bool:
+    """True if a call must come, or if the calls that may come are not all those that a model could write."""
+    if choice.calls == "auto":
+        is_subset = len(choice.allowed) < len(tools)
+        return is_subset or any(tool.strict or tool.grammar for tool in choice.allowed)
+    return choice.calls == "required"

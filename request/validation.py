@@ -1,21 +1,16 @@
 """Checks: what a value in a request's JSON may be, as functions that are put together.
 
     (value, its path) --Check--> the value as we use it, or BadInput
-    (value, Shape) --shaped()--> the members that are known, and no others
 
     list_of(integer(0, 9))([1, 12], "stop_token_ids")
       --> Invalid value for 'stop_token_ids[1]': expected an integer from 0 to 9, got 12.
 
-Authority: RFC 8259, section 3, for the types; openai-openapi for the limits that its callers state.
+Authority: RFC 8259, section 3, for the types; openai-openapi for the limits that the callers state.
 
 Rules of this file:
-1. Types are JSON's and nothing is converted: true is no number, 1.0 is no integer, "5" is neither.
-2. A check of a list or an object hands each part to that part's own check, with that part's own path: an
-   error names the innermost value that is wrong.
-3. What no table knows is dropped, at every level: a request may wait, or be stored, and is held meanwhile.
-
-Not here: which parameters there are (params.py), what messages are (messages.py), how an error is worded,
-and that a null is missing rather than of a wrong type (refusals.py).
+1. Types are JSON's and nothing is converted: true is not a number, 1.0 is not an integer, "5" is neither.
+2. A check of a list or an object hands each part to the part's own check, with the part's own path: an error
+   names the innermost value that is wrong.
 """
 
 from collections.abc import Callable, Mapping
@@ -35,8 +30,8 @@ def anything(value: Any, path: str) -> Any:
 
 
 def hint(value: Any, path: str) -> Any:
-    """Accept any value, for the enums of hints grow monthly; of a list or an object nothing is kept."""
-    return shaped(value, SCALAR)
+    """Accept any value, since the enums of hints grow monthly; nothing of a list or an object is kept."""
+    return None if isinstance(value, list | dict) else value
 
 
 def boolean(value: Any, path: str) -> bool:
@@ -45,26 +40,20 @@ def boolean(value: Any, path: str) -> bool:
     return value
 
 
-def number(low: float, high: float) -> Check:
-    def check(value: Any, path: str) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise wrong_type(path, "a number", value)
+def number(low: float, high: float, kind: str = "a number") -> Check:
+    def check(value: Any, path: str) -> Any:
+        is_number = isinstance(value, int if kind == "an integer" else int | float)
+        if isinstance(value, bool) or not is_number:
+            raise wrong_type(path, kind, value)
         if not low <= value <= high:  # NaN is in no range
-            raise wrong_value(path, f"a number from {low:g} to {high:g}", value)
+            raise wrong_value(path, f"{kind} from {low} to {high}", value)
         return value
 
     return check
 
 
 def integer(low: int, high: int) -> Check:
-    def check(value: Any, path: str) -> int:
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise wrong_type(path, "an integer", value)
-        if not low <= value <= high:
-            raise wrong_value(path, f"an integer from {low} to {high}", value)
-        return value
-
-    return check
+    return number(low, high, "an integer")
 
 
 def text(value: Any, path: str) -> str:
@@ -76,20 +65,18 @@ def text(value: Any, path: str) -> str:
 
 def string(max_length: int, min_length: int = 0) -> Check:
     def check(value: Any, path: str) -> str:
-        characters = text(value, path)
-        if not min_length <= len(characters) <= max_length:
+        if not min_length <= len(text(value, path)) <= max_length:
             raise wrong_value(path, f"a string of {min_length} to {max_length} characters", value)
-        return characters
+        return str(value)
 
     return check
 
 
 def one_of(*allowed: str) -> Check:
     def check(value: Any, path: str) -> str:
-        word = text(value, path)
-        if word not in allowed:
+        if text(value, path) not in allowed:
             raise wrong_value(path, "one of " + ", ".join(map(repr, allowed)), value)
-        return word
+        return str(value)
 
     return check
 
@@ -129,59 +116,21 @@ def members(**checks: Check) -> Check:
     return check
 
 
+def pairs_of(check_name: Check, check_value: Check, max_pairs: int) -> Check:
+    """Accept an object whose members have any name that passes its check."""
+
+    def check(value: Any, path: str) -> dict[Any, Any]:
+        pairs = mapping(value, path)
+        if len(pairs) > max_pairs:
+            raise wrong_value(path, f"at most {max_pairs} pairs", f"{len(pairs)} pairs")
+        return {check_name(name, path): check_value(pairs[name], f"{path}.{name}") for name in pairs}
+
+    return check
+
+
 def required(parent: Mapping[str, Any], name: str, check: Check, path: str) -> Any:
     """Return a checked member of the object at `path`, which must have it."""
     return check(parent.get(name), f"{path}.{name}")
-
-
-# --- how much of it is held ---------------------------------------------------------------------------------
-
-SCALAR = "scalar"  # a string, a number, true, false or null
-ANY = "any"  # JSON whose members are the client's own, such as a schema
-Shape = str | list["Shape"] | dict[str, "Shape"]  # SCALAR, ANY, a list of one shape, an object by its members
-
-VALUE_BYTES = 64  # what Python takes for a value, be it empty
-
-
-def shaped(value: Any, shape: Shape) -> Any:
-    """Return a value without the members that its shape does not know.
-
-    A scalar may stand anywhere. A list or an object where none belongs is left empty, for a check to refuse.
-    """
-    if shape == ANY or not isinstance(value, dict | list):
-        return value
-    if isinstance(value, dict) and isinstance(shape, dict):
-        return {name: shaped(value[name], shape[name]) for name in value if name in shape}
-    if isinstance(value, list) and isinstance(shape, list):
-        return [shaped(element, shape[0]) for element in value]
-    return type(value)()
-
-
-def n_bytes(value: Any) -> int:
-    """Return about how much memory a JSON value takes."""
-    match value:
-        case str():
-            return VALUE_BYTES + len(value.encode())
-        case list():
-            return VALUE_BYTES + sum(map(n_bytes, value))
-        case dict():
-            return VALUE_BYTES + sum(len(name) + n_bytes(member) for name, member in value.items())
-        case _:
-            return VALUE_BYTES
-
-
-def at_most(max_bytes: int, check: Check) -> Check:
-    """Accept what another check accepts, as far as n_bytes() of it is not above the limit."""
-
-    def check_size(value: Any, path: str) -> Any:
-        size = n_bytes(value)
-        if size > max_bytes:
-            raise wrong_value(
-                path, f"at most {max_bytes} bytes ({VALUE_BYTES} for each value)", f"{size} bytes"
-            )
-        return check(value, path)
-
-    return check_size
 
 
 # --- what is not built --------------------------------------------------------------------------------------
@@ -197,3 +146,21 @@ def refused(why: str, *harmless: Any) -> Check:
         raise unsupported(path, why)
 
     return check
+
+
+# --- how much of it is held ---------------------------------------------------------------------------------
+
+VALUE_BYTES = 64  # what Python takes for a value, even an empty one
+
+
+def n_bytes(value: Any) -> int:
+    """Return about how much memory a JSON value takes."""
+    match value:
+        case str():
+            return VALUE_BYTES + len(value.encode())
+        case list():
+            return VALUE_BYTES + sum(map(n_bytes, value))
+        case dict():
+            return VALUE_BYTES + sum(len(name) + n_bytes(member) for name, member in value.items())
+        case _:
+            return VALUE_BYTES

@@ -71,8 +71,8 @@ SANS_IO = {
     "audit.rules_chunks", "audit.rules_events", "audit.rules_framing", "channels", "completions",
     "dialects.calls", "dialects.families", "dialects.grammar_in_json", "dialects.json_schema",
     "gateway.chunks", "gateway.deltas", "gateway.metering", "gateway.relay", "pages", "request.messages",
-    "request.output_format", "request.params", "request.query", "request.refusals", "request.special_tokens",
-    "request.tool_calls", "request.tools", "request.validation", "responses", "scheduler",
+    "request.params", "request.query", "request.refusals", "request.special_tokens",
+    "request.tool_calls", "request.validation", "responses", "scheduler",
     "service.signed_content", "sse",
 }  # fmt: skip
 IO = {"asyncio", "concurrent", "multiprocessing", "os", "queue", "random", "secrets", "select", "socket",

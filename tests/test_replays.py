@@ -46,7 +46,7 @@ from gateway.deltas import Deltas
 from helpers import clients, laws, scripted
 from helpers.grammars import Followed
 from request import params, tool_calls
-from request.output_format import StructuredOutput
+from request.tools import StructuredOutput
 from tokenizer import Tokenizer
 
 FOLDER = Path(__file__).parent / "replays"

@@ -37,7 +37,7 @@ from helpers.engines import (
 )
 from model import PAGE
 from parity import TINY
-from request.output_format import StructuredOutput
+from request.tools import StructuredOutput
 from sampling import Choice, Sampling
 from tokenizer import Tokenizer
 

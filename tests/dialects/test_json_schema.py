@@ -8,7 +8,7 @@ from dialects import json_schema
 from dialects.families import DIALECTS
 from dialects.json_schema import MAX_NODES, MAX_REFERENCES, MAX_VARIANTS, References, problem, property_types
 from dialects.structured_output import BadGrammar, answer_grammar
-from request.output_format import StructuredOutput
+from request.tools import StructuredOutput
 
 Json = dict[str, Any]
 

@@ -21,7 +21,7 @@ from dialects.matchers import MAX_WAITING, N_CHECKS, Grammars
 from dialects.structured_output import AnswerGrammar, BadGrammar, answer_grammar
 from helpers.grammars import Followed
 from helpers.serving import PATIENCE_S, TINY, Server, http_bytes, serve, until
-from request.output_format import StructuredOutput
+from request.tools import StructuredOutput
 from request.refusals import BadInput
 
 Json = dict[str, Any]

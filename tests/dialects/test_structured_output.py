@@ -26,7 +26,7 @@ from helpers.laws import parse
 from helpers.scripted import vocab_size
 from helpers.serving import TINY, serve
 from request import tools
-from request.output_format import StructuredOutput as Must
+from request.tools import StructuredOutput as Must
 from scheduler import GAVE_UP
 from tokenizer import Tokenizer
 
