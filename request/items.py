@@ -77,7 +77,7 @@ async def resolve(
 ) -> tuple[list[Item], Any]:
     """Return the chain that a request continues, and its own `input`, with nothing left to look up.
 
-    `input` is not checked yet: what is not an item is let through, and refused by messages.py. Raises BadInput.
+    `input` is not checked yet: what is not an item passes, and messages.py refuses it. Raises BadInput.
     """
     chain: list[Item] = []
     if previous_response_id is not None:

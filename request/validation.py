@@ -30,8 +30,8 @@ def anything(value: Any, path: str) -> Any:
 
 
 def hint(value: Any, path: str) -> Any:
-    """Accept any value, since the enums of hints grow monthly; nothing of a list or an object is kept."""
-    return None if isinstance(value, list | dict) else value
+    """Accept any value, since the enums of hints grow monthly; a list or an object is emptied."""
+    return type(value)() if isinstance(value, list | dict) else value
 
 
 def boolean(value: Any, path: str) -> bool:

@@ -5,6 +5,7 @@ The authority is the OpenAI reference; where it is silent, the behaviour that Az
 github.com/Azure/azure-sdk-for-net, Azure.AI.AgentServer.Responses, docs/api-behaviour-contract.md.
 """
 
+import dataclasses
 import itertools
 import json
 import resource
@@ -750,7 +751,7 @@ def test_what_is_kept_of_a_request_is_what_means_something(tmp_path: Path) -> No
     hints = {"user": junk, "service_tier": junk, "stream_options": {"zz": junk}, "stream": True}
     choice = {"tool_choice": {"type": "function", "name": tool["name"], "zz": junk}}
     meant: Json = {"logit_bias": {"5": 1}, "stop": "###", "top_k": -1, "metadata": {"a": "b"}}
-    said = {"role": "user", "content": TOKYO, "zz": junk}
+    said = {"role": "user", "content": [{"type": "input_text", "text": TOKYO, "zz": junk}]}
     with serve("--store", str(file)) as server:
         body = (
             HI
@@ -769,7 +770,9 @@ def test_what_is_kept_of_a_request_is_what_means_something(tmp_path: Path) -> No
     assert "zz" not in request + items + response
     assert row_bytes < 10_000
     again = params.from_responses(json.loads(request) | {"input": json.loads(items)}, {})
-    assert again == params.from_responses(body, {})
+    asked = params.from_responses(body, {})
+    assert (again.not_run, asked.not_run) == ((), ("zz",))  # the client has been told
+    assert again == dataclasses.replace(asked, not_run=())
 
 
 def aged(file: Path, seconds: float) -> None:

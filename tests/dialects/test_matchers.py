@@ -21,8 +21,8 @@ from dialects.matchers import MAX_WAITING, N_CHECKS, Grammars
 from dialects.structured_output import AnswerGrammar, BadGrammar, answer_grammar
 from helpers.grammars import Followed
 from helpers.serving import PATIENCE_S, TINY, Server, http_bytes, serve, until
-from request.tools import StructuredOutput
 from request.refusals import BadInput
+from request.tools import StructuredOutput
 
 Json = dict[str, Any]
 

@@ -3,10 +3,10 @@
 from typing import Any
 
 import pytest
-from request.items import compacted, summary_request
 
 import api
 from channels import Accepted, Call, Compaction, Delta, Finish, Output, Usage
+from request.items import compacted, summary_request
 from request.params import from_responses
 from responses import Builder
 
