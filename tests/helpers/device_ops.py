@@ -6,7 +6,7 @@ Used by tests/devices on the emulator, and by tests/gpu on a GPU.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -204,7 +204,7 @@ class Both:
         return widened(values) if values.dtype == np.uint16 else values  # type: ignore[no-any-return]
 
 
-@cache
+@lru_cache(maxsize=2)  # of the models below a large one takes some 60 MB
 def both(
     name: str, order: int, check: bool = False, ops: type[CudaOps] = CudaOps, enough_blocks: int = 64
 ) -> Both:

@@ -25,6 +25,7 @@ import shutil
 import struct
 import subprocess
 import tempfile
+import weakref
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -46,7 +47,7 @@ KERNEL = re.compile(
 )
 PARAMETER = re.compile(r"\s*(?:const\s+)?(\w+)\s*(\*?)\s*(\w+)\s*")
 AWAIT = "await_previous()"
-FLAGS = ["-std=c++17", "-fPIC", "-w", "-march=native", "-ffp-contract=off", f"-I{HERE}"]
+FLAGS = ["-std=c++17", "-fPIC", "-w", "-march=native", "-ffp-contract=off", "-I."]  # for g++ in HERE
 
 # fmt: off
 SCALARS: dict[str, Any] = {"int": ctypes.c_int32, "float": ctypes.c_float}
@@ -76,12 +77,8 @@ def parameters_of(code: str) -> dict[str, list[Parameter]]:
 
 def build(code: str, options: Sequence[str], check: bool) -> Path:
     """The shared library that the text of a .cu file makes."""
-    chosen = subprocess.run(
-        ["g++", "-E", "-fdirectives-only", "-P", f"-I{HERE}", *options, "-x", "c++", "-"],
-        input=code,
-        capture_output=True,
-        text=True,
-    )
+    preprocess = ["g++", "-E", "-fdirectives-only", "-P", "-I.", *options, "-x", "c++", "-"]
+    chosen = subprocess.run(preprocess, cwd=HERE, input=code, capture_output=True, text=True)
     names = parameters_of(chosen.stdout)  # those that the options leave
     await_previous = "" if AWAIT in code else f"{AWAIT}; "  # a launch that is not early waits by itself
     calls = "".join(
@@ -107,20 +104,28 @@ def build(code: str, options: Sequence[str], check: bool) -> Path:
 
 
 def made(text: str, suffix: str, command: list[str], after: Sequence[str] = ()) -> Path:
-    """What g++ makes of a text; kept under a hash of all that it follows from."""
+    """Return what g++ makes of a text. It is kept under a hash of all that it depends on.
+
+    Other processes that need the same one wait for it.
+    """
+    from filelock import FileLock  # here: tests/gpu runs where it is not installed
+
     headers = "".join((HERE / name).read_text() for name in ("cuda.h", "cuda_bf16.h", "checker.h"))
     key = hashlib.sha256("\0".join([text, headers, *command, *after]).encode()).hexdigest()[:24]
     folder = Path(tempfile.gettempdir()) / f"emulator-{os.getuid()}"
     file = folder / (key + suffix)
-    if not file.exists():
-        folder.mkdir(exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as work:  # others may be making the same
-            unfinished = str(Path(work) / file.name)
-            for words in ([*command, "-o", unfinished], [*after, unfinished] if after else ["true"]):
-                done = subprocess.run(words, input=text, capture_output=True, text=True)
+    folder.mkdir(exist_ok=True)
+    with FileLock(folder / f"{key}.lock"):
+        if not file.exists():
+            unfinished = file.with_suffix(".unfinished")
+            commands = [[*command, "-o", str(unfinished)]]
+            if after:
+                commands.append([*after, str(unfinished)])
+            for words in commands:
+                done = subprocess.run(words, cwd=HERE, input=text, capture_output=True, text=True)
                 if done.returncode:
                     raise RuntimeError(done.stderr)
-            Path(unfinished).replace(file)
+            unfinished.replace(file)
     return file
 
 
@@ -282,10 +287,10 @@ class Kernel:
             for p, value in zip(self.parameters, packed, strict=True)
             if p.is_pointer and value.value
         ]
-        table = [n for p, (begin, n_bytes) in arrays for n in (begin, n_bytes, p.kind in CONSTANT)]
+        table = [n for p, (_, begin, n_bytes) in arrays for n in (begin, n_bytes, p.kind in CONSTANT)]
         self.emulator.n_launches += 1
 
-        def work(keep: Any = packed) -> None:
+        def work(keep: Any = (packed, arrays)) -> None:
             library = self.module.library
             if self.emulator.check:
                 library.emulator_arrays((ctypes.c_size_t * len(table))(*table), len(arrays))
@@ -352,7 +357,7 @@ class Emulator:
         self.free = self.total = memory
         self.n_launches = 0
         self.kernels: list[Kernel] = []
-        self.allocated: list[Array] = []
+        self.allocated: list[tuple[weakref.ref[Any], int, int]] = []  # memory, begin, bytes
         self.current = Stream(self)
         self.uint16, self.uint64, self.float32, self.int32 = np.uint16, np.uint64, np.float32, np.int32
         self.cuda = SimpleNamespace(
@@ -381,7 +386,7 @@ class Emulator:
         skip = -flat.ctypes.data % 512
         array: Array = flat[skip : skip + n_bytes].view(dtype).reshape(shape).view(Array)
         array.emulator = self
-        self.allocated.append(array)
+        self.allocated.append((weakref.ref(flat), array.ctypes.data, n_bytes))
         return array
 
     def zeros(self, shape: int | tuple[int, ...], dtype: Any) -> Array:
@@ -394,12 +399,12 @@ class Emulator:
         array.view(np.ndarray)[...] = host
         return array
 
-    def memory_at(self, address: int) -> tuple[int, int]:
-        """Begin and bytes of the allocation that an address lies in."""
-        for array in self.allocated:
-            begin = array.ctypes.data
-            if begin <= address < begin + array.nbytes:
-                return begin, array.nbytes
+    def memory_at(self, address: int) -> tuple[Any, int, int]:
+        """The allocation that an address lies in: its memory, begin and bytes."""
+        for reference, begin, n_bytes in self.allocated:
+            memory = reference()
+            if memory is not None and begin <= address < begin + n_bytes:
+                return memory, begin, n_bytes
         raise ValueError(f"{address:#x} is no memory of the device")
 
     def submit(self, work: Callable[[], None], stream: Stream | None = None) -> None:

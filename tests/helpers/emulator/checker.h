@@ -29,14 +29,16 @@ struct Published {  // what a block did so that others see its writes
 struct Cell {
   Access write, read;
 };
+struct Freed {
+  void operator()(Cell *cells) const { free(cells); }
+};
 struct Region {
   char *begin, *end;
   bool constant;
-  std::vector<Cell> cells;
+  std::unique_ptr<Cell, Freed> cells;
 };
 
-static std::vector<Region *> regions;  // the arrays of this launch
-static std::map<std::pair<char *, size_t>, Region> known;
+static std::vector<Region> regions;  // the arrays of this launch
 static Region shared;
 static unsigned serial, first_serial, warp_barriers[32];  // of the running block; of the launch's first
 static unsigned long now;
@@ -46,17 +48,17 @@ static char message[400];
 extern "C" char __ehdr_start[] __attribute__((visibility("hidden"))),
     _end[] __attribute__((visibility("hidden")));
 
+// Cells are 32 times as large as what they watch; of calloc's memory only what is touched takes any room.
+static Region watched(char *begin, size_t n_bytes, bool constant) {
+  Cell *cells = constant ? nullptr : (Cell *)calloc(n_bytes / 2 + 1, sizeof(Cell));
+  return {begin, begin + n_bytes, constant, std::unique_ptr<Cell, Freed>(cells)};
+}
+
 // table: begin, bytes, is constant; of each array
 extern "C" void emulator_arrays(const size_t *table, int n) {
   regions.clear();
-  for (int i = 0; i < n; i++, table += 3) {
-    Region &region = known[{(char *)table[0], table[1]}];
-    region.begin = (char *)table[0], region.end = region.begin + table[1], region.constant = table[2];
-    if (!table[2]) region.cells.resize(table[1] / 2 + 1);
-    regions.push_back(&region);
-  }
-  shared = {__start_cuda_shared, __stop_cuda_shared, false, {}};
-  shared.cells.resize((shared.end - shared.begin) / 2 + 1);
+  for (int i = 0; i < n; i++, table += 3) regions.push_back(watched((char *)table[0], table[1], table[2]));
+  shared = watched(__start_cuda_shared, __stop_cuda_shared - __start_cuda_shared, false);
   first_serial = serial + 1;
   published.clear();
 }
@@ -105,8 +107,8 @@ static bool ordered(const Access &before) {
 
 static Region *region_of(char *address) {
   if (address >= shared.begin && address < shared.end) return &shared;
-  for (Region *region : regions)
-    if (address >= region->begin && address < region->end) return region;
+  for (Region &region : regions)
+    if (address >= region.begin && address < region.end) return &region;
   return nullptr;
 }
 
@@ -124,7 +126,8 @@ static void access(void *address, size_t n_bytes, bool writes, bool atomic, void
   Access access = {serial, warp_barriers[self->id / 32], epoch, ++now, (unsigned short)self->id, atomic};
   unsigned since = is_shared ? serial : first_serial;  // what is older is history
   size_t first = (p - region->begin) / 2, last = (p - region->begin + n_bytes - 1) / 2;
-  for (Cell *cell = &region->cells[first]; cell <= &region->cells[last]; cell++) {
+  Cell *cells = region->cells.get();
+  for (Cell *cell = &cells[first]; cell <= &cells[last]; cell++) {
     const Access &write = cell->write, &read = cell->read;
     if (is_shared && !writes && write.block != serial)
       return complain("shared memory read before it is set", code);
@@ -143,7 +146,7 @@ static void checker_begins_copy(void *to, const void *from, void *code) {
   if (region_of((char *)to) != &shared) return complain("a copy to what is not shared", code);
   access(to, COPY_BYTES, true, false, code);
   if (from) access((void *)from, COPY_BYTES, false, false, code);
-  Cell *first = &shared.cells[((char *)to - shared.begin) / 2];
+  Cell *first = shared.cells.get() + ((char *)to - shared.begin) / 2;
   for (Cell *cell = first; cell < first + COPY_BYTES / 2; cell++) cell->write.block = 0;
 }
 static void checker_ends_copy(void *to, void *code) { access(to, COPY_BYTES, true, false, code); }

@@ -12,6 +12,7 @@
 #include <cstdlib>
 #include <deque>
 #include <map>
+#include <memory>
 #include <numeric>
 #include <random>
 #include <vector>
