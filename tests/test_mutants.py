@@ -58,3 +58,8 @@ def test_another_bug_is_told_from_this_one(new: str, verdict: str, tmp_path: Pat
     found = mutants.outcome(mutant, mutants.copied(tmp_path))
     assert found.verdict.startswith(verdict)
     assert found.said or verdict == mutants.SURVIVED
+
+
+def test_every_documented_bug_has_a_mutant() -> None:
+    """Without one we would not know whether any test notices when the bug comes back."""
+    assert index.bugs().keys() - {mutant.undoes for mutant in MUTANTS} == set()
