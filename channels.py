@@ -19,6 +19,7 @@ Not here: the markers (dialects/families.py), how a call is written between them
 ids (tokenizer.py), item and call ids (responses.py), when generation stops (worker.py).
 """
 
+import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -123,6 +124,14 @@ class Finish(NamedTuple):
     code: str = "server_error"
 
 
+def is_object(arguments: str) -> bool:
+    """True for the text of a JSON object: what the arguments of a function must be."""
+    try:
+        return isinstance(json.loads(arguments), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
 Emit = Callable[[Accepted | Output | Finish], None]  # takes what a worker says: rule 2 of worker.py
 
 
@@ -154,7 +163,7 @@ class CallReader(Protocol):
 
     @property
     def in_string(self) -> bool:
-        """A string of the arguments is open: a marker of reasoning is text in it."""
+        """A string of the arguments is open: a marker is text in it."""
 
     def feed(self, piece: Piece) -> Iterator[Output]:
         """More of the call; a marker that has no row in the dialect's table comes here too."""
@@ -588,9 +597,9 @@ class Parser:
             self._call = CallBody(reader, marker, interrupted=self.state)
 
     def _is_text_of_the_call(self, marker: str) -> bool:
-        """A marker that leads nowhere, or one of reasoning in an argument that is about such markers."""
-        is_quoted = self._call.reader.in_string and marker in self._dialect.reasoning_markers
-        return is_quoted or self._dialect.next(self.state, marker) is None
+        """True for a marker that leads nowhere, and inside a string for all but those that end the turn."""
+        leads_to = self._dialect.next(self.state, marker)
+        return leads_to is None or (self._call.reader.in_string and leads_to != "end")
 
     def _to_call(self, piece: Piece) -> Iterator[Output]:
         yield from self._announced(self._call.feed(piece))

@@ -26,12 +26,13 @@ from collections.abc import Collection, Generator, Iterator
 from typing import Literal
 
 import sse
-from channels import Arguments, Call, CallReader, Close, Finder, Output, Piece, Schemas
+from channels import Arguments, Call, CallReader, Close, Finder, Output, Piece, Schemas, is_object
 from dialects.json_schema import JSON_TYPES, References, property_types
 from request.tools import MAX_QUALIFIED_NAME
 
 # --- JSON ---------------------------------------------------------------------------------------------------
 
+ESCAPED = re.compile(r"\\.", re.DOTALL)  # a character that another would be without the backslash
 ORDINARY = re.compile(r'[^"\\]+')  # characters of a string that neither end it nor escape another
 KEYS = {"name": "name", "arguments": "arguments", "parameters": "arguments"}  # Llama 3 writes "parameters"
 
@@ -203,13 +204,11 @@ class JsonCalls:
 
 
 def _unquoted(arguments: str) -> str:
-    """Arguments as an object: some models write it into a string, or null for none."""
+    """Return arguments as an object, if they are one: some models write it into a string, or null for none."""
     if arguments == "null":
         return "{}"
     text = _string(arguments)
-    if text is None:
-        return arguments
-    return text
+    return text if text and is_object(text) else arguments
 
 
 def _string(literal: str) -> str | None:
@@ -236,6 +235,7 @@ class AsWritten:
         self.called = False
         self.malformed = False
         self.in_string = False
+        self._escape = ""  # "\\" | '"': the backslash at the end of a piece, whose character comes next
         self._name = name
         self._sent = False
 
@@ -243,9 +243,16 @@ class AsWritten:
         if not self.called:
             self.called = True
             yield Call(self._name)
-        if piece.text and not piece.special:  # a marker here is a stray one
+        if piece.text and (self.in_string or not piece.special):  # a marker outside of strings is a stray one
             self._sent = self._sent or not piece.text.isspace()
+            self._follow_strings(piece.text)
             yield Arguments(piece.text)
+
+    def _follow_strings(self, text: str) -> None:
+        text = ESCAPED.sub("", self._escape + text)
+        self._escape = "\\" if text.endswith("\\") else ""
+        if text.count('"') % 2:
+            self.in_string = not self.in_string
 
     def end(self) -> Iterator[Output]:
         if not self._sent:
