@@ -204,7 +204,7 @@ class JsonCalls:
 
 
 def _unquoted(arguments: str) -> str:
-    """Return arguments as an object, if they are one: some models write it into a string, or null for none."""
+    """Return arguments out of the string that some models write them into; null means none."""
     if arguments == "null":
         return "{}"
     text = _string(arguments)

@@ -24,7 +24,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from llguidance import regex_to_lark
 
@@ -33,6 +33,8 @@ from dialects import calls, grammar_in_json, json_schema
 from dialects.json_schema import References
 from request.refusals import shown
 from request.tools import Grammar, Schema, StructuredOutput
+
+T = TypeVar("T")
 
 
 class BadGrammar(ValueError):
@@ -47,6 +49,7 @@ class BadGrammar(ValueError):
 
 
 MAX_LARK = 2**20  # characters of the grammar of an answer, and of what a client has sent for it
+MAX_CALLS = 16  # of one answer: a small model that must call goes on until its context is full
 NEWLINES = r"/\n{0,2}/"  # behind the reasoning; models were trained on two
 
 # The separators of JSON are fixed: where they are free, a model at a high temperature writes blanks for ever.
@@ -178,9 +181,9 @@ def _calls(writer: _Writer, spec: StructuredOutput) -> None:
     writer.rule("call", *(writer.sequence(forms.call, **place) for place in places))
     more = ""
     if not spec.one_call and forms.separator is not None:
-        more = f"({_optional(writer, forms.separator)} call)*"
-    rest = f"{more} {_optional(writer, ending)}"
-    calls = f"{_optional(writer, opening)} call {rest}"
+        more = f"({writer.sequence(forms.separator)} call){{0,{MAX_CALLS - 1}}}"
+    rest = f"{more} {writer.sequence(ending)}"
+    calls = f"{writer.sequence(opening)} call {rest}"
     if spec.calls == "required":
         writer.rule("body", calls)
     elif spec.schema is not None or forms.before is None:
@@ -189,13 +192,6 @@ def _calls(writer: _Writer, spec: StructuredOutput) -> None:
         form = f"{forms.before}{opening}{forms.call}"
         first = writer.rule("first", *(writer.sequence(form, TEXT="ANY", **place) for place in places))
         writer.rule("body", "text", calls, f"{first} {rest}")
-
-
-def _optional(writer: _Writer, form: str) -> str:
-    """A form that may be empty: nothing can be written between two calls, or around them."""
-    if not form:
-        return ""
-    return writer.sequence(form)
 
 
 def _arguments(writer: _Writer, name: str, schema: Mapping[str, Any], grammar: Grammar | None) -> str:
@@ -227,8 +223,8 @@ def _parameters(writer: _Writer, root: Mapping[str, Any]) -> Iterator[str]:
     if unknown := root.keys() - OF_OBJECTS:
         raise BadGrammar(f"{', '.join(sorted(unknown))} cannot be enforced on parameters", "")
     references = References(root)
-    described = as_object(root.get("properties", {}))
-    required = {as_name(name): True for name in as_list(root.get("required", []))}
+    described = expect(dict, root.get("properties", {}))
+    required = {expect(str, name): True for name in expect(list, root.get("required", []))}
     for name, schema in (described | (required | described)).items():
         if not PARAMETER_NAME.fullmatch(name):
             raise BadGrammar(f"'{name}' cannot be the name of a parameter", "")
@@ -243,22 +239,22 @@ def _parameters(writer: _Writer, root: Mapping[str, Any]) -> Iterator[str]:
 
 def _value(writer: _Writer, references: References, name: str, schema: Any) -> str:
     """A string is bare, all else is JSON; newlines around it."""
-    while targets := references.of(schema):
+    while targets := references.of(schema):  # they do not go round: _schemas() has refused such
         (schema,) = targets
     if not isinstance(schema, dict):  # true: any value
         schema = {}
     types = json_schema.property_types(references, name)
-    variants = as_list(schema.get("anyOf") or schema.get("oneOf") or [schema])
+    variants = expect(list, schema.get("anyOf") or schema.get("oneOf") or [schema])
     if "string" not in types:
         value = writer.rule(f"json_{len(writer.rules)}", _json(_with_definitions(schema, references.root)))
         return f'"\\n" {value} {json.dumps(PARAMETER_END)}'
     if "enum" in schema and types == {"string"}:
-        values = [json.dumps(f"\n{value}{PARAMETER_END}") for value in as_list(schema["enum"])]
+        values = [json.dumps(f"\n{value}{PARAMETER_END}") for value in expect(list, schema["enum"])]
         return f"({' | '.join(values)})"
     if types == {"string"} and schema.keys() <= OF_STRINGS:
         length = f"{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}"
         return f'"\\n" {writer.lazy(f"(?s:.{length})", PARAMETER_END)}'
-    if all(set(variant) <= ANNOTATIONS | {"type"} for variant in map(as_object, variants)):
+    if all(expect(dict, variant).keys() <= ANNOTATIONS | {"type"} for variant in variants):
         return f'"\\n" {writer.lazy("(?s:.*)", PARAMETER_END)}'  # any text is a string, if it is nothing else
     raise BadGrammar(f"'{name}': of a string only enum, minLength and maxLength can be enforced", "")
 
@@ -270,24 +266,10 @@ def _with_definitions(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dic
     return dict(schema) | {key: root[key] for key in ("$defs", "definitions") if key in root}
 
 
-def as_name(value: Any) -> str:
-    """What must be the name of a property; raises BadGrammar."""
-    if not isinstance(value, str):
-        raise BadGrammar(f"expected the name of a property, got {shown(value)}", "")
-    return value
-
-
-def as_object(value: Any) -> dict[str, Any]:
-    """What must be an object in a schema, which nobody has validated yet; raises BadGrammar."""
-    if not isinstance(value, dict):
-        raise BadGrammar(f"expected an object, got {shown(value)}", "")
-    return value
-
-
-def as_list(value: Any) -> list[Any]:
-    """What must be a list; raises BadGrammar."""
-    if not isinstance(value, list):
-        raise BadGrammar(f"expected a list, got {shown(value)}", "")
+def expect(kind: type[T], value: Any) -> T:
+    """Return a value of a schema, which llguidance has not validated yet; raises BadGrammar."""
+    if not isinstance(value, kind):
+        raise BadGrammar(f"expected a value of type {kind.__name__}, got {shown(value)}", "")
     return value
 
 
@@ -340,11 +322,12 @@ def _schemas(spec: StructuredOutput) -> Iterator[tuple[str, Schema, None]]:
         schemas.append(("schema", spec.schema))
     n_nodes = 0
     for name, schema in schemas:
-        n_nodes += json_schema.n_nodes(schema)
+        nodes = json_schema.nodes_of(schema)
+        n_nodes += len(nodes)
         if n_nodes > json_schema.MAX_NODES:
             message = f"expected at most {json_schema.MAX_NODES} objects and lists in all schemas together"
             raise BadGrammar(message, name)
-        if problem := json_schema.problem(schema):
+        if problem := json_schema.problem(nodes):
             raise BadGrammar(problem, name)
         yield name, schema, None
 

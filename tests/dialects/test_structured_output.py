@@ -81,6 +81,8 @@ BOTH = Must("auto", FUNCTIONS, schema=CITY)
 ANSWERS: list[tuple[Must, str, bool]] = [
     (REQUIRED, CALL,                     True),
     (REQUIRED, CALL + "\n" + CALL,       True),
+    (REQUIRED, "\n".join([CALL] * 16),   True),
+    (REQUIRED, "\n".join([CALL] * 17),   False),  # a small model would call until its context is full
     (REQUIRED, THOUGHT + CALL,           True),
     (REQUIRED, "Fine. " + CALL,          False),
     (REQUIRED, "Fine.",                  False),
@@ -387,7 +389,7 @@ REFUSED: list[tuple[Must, str]] = [
     (Must("none", schema={"$ref": "#"}),                                 "schema"),
     (Must("none", schema={"$ref": "#/$defs/a", "$defs": ROUND}),         "schema"),
     (Must("none", schema={"type": "object", "properties": {"a": SELF}}), "schema"),
-    (Must("none", schema=chain(1000)),                                   "schema"),
+    (Must("none", schema=chain(3000)),                                   ""),  # it ends the process
     (Must("none", schema={"anyOf": [lists("#/anyOf/%d", i) for i in range(1, 6001)] + [{}]}), "schema"),
     (Must("none", schema={"$ref": "#/$defs/a%200", "$defs": SPACED}),    "schema"),
     (Must("none", schema={"$ref": "https://e.x/s"}),                     "schema"),
