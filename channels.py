@@ -598,8 +598,8 @@ class Parser:
 
     def _is_text_of_the_call(self, marker: str) -> bool:
         """True for a marker that leads nowhere, and inside a string for all but those that end the turn."""
-        leads_to = self._dialect.next(self.state, marker)
-        return leads_to is None or (self._call.reader.in_string and leads_to != "end")
+        next_state = self._dialect.next(self.state, marker)
+        return next_state is None or (self._call.reader.in_string and next_state != "end")
 
     def _to_call(self, piece: Piece) -> Iterator[Output]:
         yield from self._announced(self._call.feed(piece))
