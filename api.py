@@ -644,7 +644,9 @@ async def run_choice(prompt: Prompt, choice: int, metrics: Metrics, emit: Emit) 
         if finish:
             return
         if isinstance(output, Finish):
-            finish = output
+            rest, finish = restorer.finish(output)
+            for restored in rest:
+                emit(restored)
         elif isinstance(output, Accepted):
             accepted = True
             emit(output)

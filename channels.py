@@ -127,7 +127,7 @@ class Finish(NamedTuple):
 def is_object(arguments: str) -> bool:
     """True for the text of a JSON object: what the arguments of a function must be."""
     try:
-        return isinstance(json.loads(arguments), dict)
+        return isinstance(json.loads(arguments, parse_constant=int), dict)  # int() refuses NaN and Infinity
     except (ValueError, RecursionError):
         return False
 

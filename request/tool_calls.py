@@ -1,6 +1,7 @@
 r"""Tool calls: the calls that a model makes, put back into the words of the client's own tools.
 
     [Call, Arguments, Close, ...] --Restorer.feed()--> the same, of the tools that the client has
+    Finish --Restorer.finish()--> the same, or a failure
 
 The model is offered every tool as a function with a qualified name (tools.Tool.definition()). Restorer is the
 inverse. A call of `docs__search` becomes one of `search` in the namespace `docs`. A custom tool has an input
@@ -16,39 +17,69 @@ section 7 (escapes).
 Rules of this file:
 1. Input leaves as it comes, decoded, and never half an escape or half a surrogate pair.
 2. Arguments that are not {"input": "..."} are the input as they stand: nothing is repaired, nothing is lost.
+3. A function's call whose arguments are not a JSON object is incomplete, and the answer has failed: a client
+   runs what is completed. https://platform.openai.com/docs/guides/function-calling
 """
 
 import json
 import re
 from collections.abc import Mapping
 
-from channels import Arguments, Call, Output
+from channels import Arguments, Call, Close, Finish, Output, is_object
 from request.tools import Tool
 
 
 class Restorer:
-    """Puts the calls of one answer into the client's words."""
+    """Puts the calls of one answer into the client's words, and says which of them can be run (rule 3)."""
 
     def __init__(self, tools: Mapping[str, Tool]) -> None:
         self._tools = tools  # of the request, by Tool.qualified_name
         self._decoder: InputDecoder | None = None  # of the custom tool's call that is open
+        self._function = ""  # the name in the function's call that is open
+        self._arguments: list[str] = []  # of that call, so far
+        self._broken = ""  # the name in the first call that cannot be run
 
     def feed(self, output: Output) -> list[Output]:
-        if self._decoder is None:
-            return [self._restored(output)]
         if isinstance(output, Arguments):
-            return _arguments(self._decoder.feed(output.text))
-        rest = _arguments(self._decoder.close())  # any other output ends the call
-        self._decoder = None
-        return [*rest, self._restored(output)]
+            self._arguments.append(output.text)
+            return [output] if self._decoder is None else _arguments(self._decoder.feed(output.text))
+        ended = self._end_call()  # any other output ends it
+        if isinstance(output, Close) and Close(is_cut=True) in ended:
+            return ended
+        if isinstance(output, Call):
+            return [*ended, self._begin_call(output)]
+        return [*ended, output]
 
-    def _restored(self, output: Output) -> Output:
-        if not isinstance(output, Call) or output.name not in self._tools:
-            return output
-        tool = self._tools[output.name]
+    def finish(self, finish: Finish) -> tuple[list[Output], Finish]:
+        """Return how the answer ends: it has failed if a call cannot be run, unless a limit has cut it."""
+        if finish.reason != "stop":
+            return [], finish
+        ended = self._end_call()
+        if self._broken:
+            message = f"The arguments of the call of '{self._broken}' are not a JSON object."
+            finish = Finish("failed", finish.usage, message)
+        return ended, finish
+
+    def _begin_call(self, call: Call) -> Call:
+        tool = self._tools.get(call.name, Tool(call.name))
         if tool.custom:
             self._decoder = InputDecoder()
+        else:
+            self._function = tool.name
         return Call(tool.name, tool.custom, tool.namespace)
+
+    def _end_call(self) -> list[Output]:
+        """End the open call, if there is one."""
+        outputs: list[Output] = []
+        if self._decoder:
+            outputs = _arguments(self._decoder.close())
+        if self._function and not is_object("".join(self._arguments)):
+            self._broken = self._broken or self._function
+            outputs.append(Close(is_cut=True))
+        self._decoder = None
+        self._function = ""
+        self._arguments = []
+        return outputs
 
 
 def _arguments(text: str) -> list[Output]:
