@@ -18,13 +18,10 @@ Rules of this file:
    in regular expressions assertions but ^ and $ at the ends, operations on classes, code points in braces,
    and properties (\p) but of letters, marks, numbers and separators.
 3. What is written is bounded: what stands for a character is written once, as a rule, however often it comes.
-
-Not here: whether the grammar is one (llguidance says), where it stands in an answer (structured_output.py).
 """
 
 import json
 import re
-from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -59,24 +56,21 @@ class _Rule(NamedTuple):
 
 
 class _Atoms:
-    """Whatever regular expressions have for one character, each a rule: a class, an escape, a dot."""
+    """What regular expressions have for one character, each a rule: a class, an escape, a dot."""
 
     def __init__(self) -> None:
-        self._rules: dict[tuple[str, str], _Rule] = {}  # by the atom and its flags
+        self.rules: dict[tuple[str, str], _Rule] = {}  # by the atom and its flags
         self.n_characters = 0  # of all rules
 
     def name(self, atom: str, flags: str) -> str:
-        """The name of the atom's rule, which is written the first time."""
+        """Return the name of the atom's rule, which is written the first time."""
         key = (atom, flags)
-        if key not in self._rules:
-            rule = _Rule(f"character-{len(self._rules)}", _atom(atom, flags))
-            self._rules[key] = rule
+        if key not in self.rules:
+            rule = _Rule(f"character-{len(self.rules)}", _atom(atom, flags))
+            self.rules[key] = rule
             self.n_characters += len(rule.text)
             _check_size(self.n_characters)
-        return self._rules[key].name
-
-    def rules(self) -> list[str]:
-        return [f"\n{name}: {text}" for name, text in self._rules.values()]
+        return self.rules[key].name
 
 
 def _check_size(n_characters: int) -> None:
@@ -211,91 +205,68 @@ def _lark(source: str, atoms: _Atoms) -> str:
     done: list[str] = []
     n_names = 0
     for lexeme in LEXEME.finditer(source):  # up to the first that is refused: the work stays linear
-        done.append(REWRITERS[str(lexeme.lastgroup)](lexeme, atoms))
-        if lexeme.lastgroup in ("rule", "terminal"):
-            n_names += 1
+        piece = lexeme[0]
+        match lexeme.lastgroup:
+            case "comment":
+                piece = ""
+            case "range":
+                low, high = re.escape(_text(lexeme["low"])), re.escape(_text(lexeme["high"]))
+                piece = atoms.name(f"[{low}-{high}]", "")
+            case "string":
+                flags = piece.rpartition('"')[2]
+                literals = [_literal(character, flags) for character in _text(piece)]
+                piece = f"({' '.join(literals)})" if literals else '""'
+            case "regex":
+                body, _, flags = piece[1:].rpartition("/")
+                piece = _regex(body, atoms, flags)
+            case "import":
+                piece = _import(lexeme, atoms)
+            case "terminal":
+                n_names += 1
+                piece = _rule(piece)
+            case "rule":
+                n_names += 1
+            case "refused":
+                raise BadSource(f"expected rules, terminals and %import common, got {piece}")
         if n_names > MAX_NAMES:
             raise BadSource(f"expected at most {MAX_NAMES} names of rules and terminals")
+        done.append(piece)
     return "".join(done)
 
 
-def _string(lexeme: re.Match[str], _: _Atoms) -> str:
-    flags = lexeme[0].rpartition('"')[2]
-    literals = [_literal(character, flags) for character in _text(lexeme[0])]
-    if not literals:
-        return '""'
-    return f"({' '.join(literals)})"
-
-
-def _range(lexeme: re.Match[str], atoms: _Atoms) -> str:
-    low, high = re.escape(_text(lexeme["low"])), re.escape(_text(lexeme["high"]))
-    return atoms.name(f"[{low}-{high}]", "")
-
-
 def _text(literal: str) -> str:
-    """What a string of Lark says: it is one of JSON, or has Python's \\xHH."""
+    """Return what a string of Lark says: it is one of JSON, or has Python's \\xHH."""
+    # `\\x` is written as `\\u00`; a backslash that is escaped stays.
+    as_json = re.sub(r"(\\\\)|\\x(?=[0-9a-fA-F]{2})", lambda m: m[1] or r"\u00", literal.removesuffix("i"))
     try:
-        as_json = re.sub(r"\\(\\|x(?=[0-9a-fA-F]{2}))", _unicode_escape, literal.removesuffix("i"))
         return str(json.loads(as_json))
     except ValueError as error:
         raise BadSource(f"expected a string as in JSON, got {literal}: {error}") from error
 
 
-def _unicode_escape(escape: re.Match[str]) -> str:
-    """`\\x` as `\\u00`; a backslash that is escaped stays."""
-    if escape[1] == "x":
-        return r"\u00"
-    return escape[0]
-
-
-def _regex_literal(lexeme: re.Match[str], atoms: _Atoms) -> str:
-    body, _, flags = lexeme[0][1:].rpartition("/")
-    return _regex(body, atoms, flags)
-
-
-def _rule(name: str) -> str:
-    """A terminal is a rule of this name."""
-    return f"terminal-{name.lower()}"
+def _rule(terminal: str) -> str:
+    """Return the name of the rule that a terminal becomes."""
+    return f"terminal-{terminal.lower()}"
 
 
 def _import(lexeme: re.Match[str], atoms: _Atoms) -> str:
     names = re.findall(r"\w+", lexeme["names"] or "") or [lexeme["name"]]
+    rules: list[str] = []
     for name in names:
         if name not in COMMON:
             raise BadSource(f"expected one of common.{', '.join(COMMON)}, got {name}")
-    return "\n".join(f"{_rule(lexeme['as'] or name)}: {_lark(_spelled_out(name), atoms)}" for name in names)
+        rules.append(f"{_rule(lexeme['as'] or name)}: {_lark(_spelled_out(name), atoms)}")
+    return "\n".join(rules)
 
 
 def _spelled_out(name: str) -> str:
-    """A terminal of the library, those that it names in their places."""
+    """Return a terminal of the library, with those that it names in their places."""
     return re.sub("[A-Z]{3,}", lambda inner: f"({_spelled_out(inner[0])})", COMMON[name])
 
 
-def _refused(lexeme: re.Match[str], _: _Atoms) -> str:
-    raise BadSource(f"expected rules, terminals and %import common, got {lexeme[0]}")
-
-
-REWRITERS: dict[str, Callable[[re.Match[str], _Atoms], str]] = {
-    "comment": lambda *_: "",
-    "range": _range,
-    "string": _string,
-    "regex": _regex_literal,
-    "import": _import,
-    "terminal": lambda lexeme, _: _rule(lexeme[0]),
-    "rule": lambda lexeme, _: lexeme[0],
-    "refused": _refused,
-    "other": lambda lexeme, _: lexeme[0],
-}
-
-
 def grammar(syntax: str, definition: str) -> str:
-    """Lark for what stands between the quotes; `syntax` is lark or regex. Raises BadSource."""
+    """Return Lark for what stands between the quotes; `syntax` is lark or regex. Raises BadSource."""
     atoms = _Atoms()
-    if syntax == "lark":
-        return _whole(_lark(definition, atoms), atoms)
-    return _whole(f"start: {_regex(definition, atoms)}", atoms)
-
-
-def _whole(rewritten: str, atoms: _Atoms) -> str:
+    rewritten = _lark(definition, atoms) if syntax == "lark" else f"start: {_regex(definition, atoms)}"
     _check_size(len(rewritten) + atoms.n_characters)
-    return "".join([rewritten, *atoms.rules()])
+    return "".join([rewritten, *(f"\n{name}: {text}" for name, text in atoms.rules.values())])
