@@ -3,13 +3,11 @@
     "resp" --new_id()--> "resp_5d41..."        --new_completion_id()--> "chatcmpl-5d41..."
     "resp_5d41..." --item_ids()--> "rs_5d41...00000000", "msg_5d41...00000001", ...
 
-Authority: https://platform.openai.com/docs/api-reference/responses/object: an opaque string behind a prefix.
+Authority: https://platform.openai.com/docs/api-reference/responses/object: an opaque string after a prefix.
 
 Rules of this file:
 1. An id cannot be guessed.
 2. The id of an item says which response it belongs to, as OpenAI's do: `item_reference` names nothing else.
-
-Not here: what is looked up by an id (items.py, ../store.py).
 """
 
 import contextvars
@@ -20,7 +18,22 @@ from collections.abc import Callable
 N_RANDOM_BYTES = 24
 N_NUMBER_DIGITS = 8  # hexadecimal, at the end of an item's id
 
-# Of the HTTP request that this task works for, as in its reply's x-request-id; "": for none.
+# fmt: off
+#   type of an item            prefix of its id; tool_items.py has more
+PREFIXES = {
+    "message":                 "msg",
+    "reasoning":               "rs",
+    "function_call":           "fc",
+    "function_call_output":    "fco",
+    "custom_tool_call":        "ctc",
+    "custom_tool_call_output": "ctco",
+    "compaction":              "cmp",
+    "compaction_trigger":      "cmpt",
+    "additional_tools":        "at",
+}
+# fmt: on
+
+# The id of the HTTP request that this task works for, as in its reply's x-request-id; "" if there is none.
 REQUEST_ID = contextvars.ContextVar("REQUEST_ID", default="")
 
 
@@ -29,18 +42,18 @@ def new_id(prefix: str) -> str:
 
 
 def new_completion_id() -> str:
-    """The id of a chat completion, where a hyphen stands: openai-openapi, CreateChatCompletionResponse."""
+    """Return the id of a chat completion, with a hyphen: openai-openapi, CreateChatCompletionResponse."""
     return f"chatcmpl-{secrets.token_hex(N_RANDOM_BYTES)}"
 
 
 def item_ids(response_id: str) -> Callable[[str], str]:
-    """A function that draws the next item's id from its prefix."""
+    """Return a function that draws the next item's id from its prefix."""
     numbers = itertools.count()
     random_part = response_id.removeprefix("resp_")
     return lambda prefix: f"{prefix}_{random_part}{next(numbers):0{N_NUMBER_DIGITS}x}"
 
 
 def response_id_of(item_id: str) -> str:
-    """The response that has said the item, if the id comes from item_ids()."""
+    """Return the response that has said the item, if the id comes from item_ids()."""
     _, _, rest = item_id.partition("_")
     return "resp_" + rest[:-N_NUMBER_DIGITS]

@@ -28,7 +28,7 @@ from typing import Any
 
 import sse
 from channels import Accepted, Compaction, Delta, Emit, Finish, Output
-from request.ids import new_id, response_id_of
+from request.ids import PREFIXES, new_id, response_id_of
 from request.messages import IMAGES, MAX_ITEMS
 from request.params import Request, read_responses, responses_request
 from request.refusals import BadInput
@@ -44,19 +44,6 @@ MAX_CONVERSATION_BYTES = 4 * 2**20  # by validation.n_bytes(): about a million t
 MAX_REFERENCED = 256  # responses, each of which is read from the store
 
 # fmt: off
-#   type of an item            prefix of its id
-PREFIXES = {
-    "message":                 "msg",
-    "reasoning":               "rs",
-    "function_call":           "fc",
-    "function_call_output":    "fco",
-    "custom_tool_call":        "ctc",
-    "custom_tool_call_output": "ctco",
-    "compaction":              "cmp",
-    "compaction_trigger":      "cmpt",
-    "additional_tools":        "at",
-} | {type_: row.prefix for type_, row in TOOL_ITEMS.items()}
-
 #   type of an item            its lists of parts: the type of a text there
 PARTS = {
     "reasoning":               {"summary": "summary_text", "content": "reasoning_text"},
@@ -258,7 +245,8 @@ def _long_form(item: Mapping[str, Any], taken_ids: set[str]) -> Item:
     kind = item.get("type") or "message"
     id_ = item.get("id")
     if not isinstance(id_, str) or not id_ or id_ in taken_ids:
-        id_ = new_id(PREFIXES[kind])
+        prefix = TOOL_ITEMS[kind].prefix if kind in TOOL_ITEMS else PREFIXES[kind]
+        id_ = new_id(prefix)
     long = {**item, "id": id_, "type": kind}
     if kind in WITHOUT_STATUS:
         return long

@@ -12,25 +12,26 @@ https://huggingface.co/docs/transformers/chat_templating
 
 Rules of this file:
 1. One assembler for both APIs: the reasoning, text and calls of one turn of the assistant are one message.
-2. Instructions and the system and developer messages behind them are one system message; later ones stay.
+2. Instructions and the system and developer messages right after them are one system message; later ones
+   stay where they are.
 3. Content that the model cannot read is refused, by the name of its place in the request, and never left out.
-4. Each result follows its call, once, in the order of the calls; and each call has its result, unless a limit
-   cut the call.
-
-Not here: filling the template (template.py), what tools are offered (tools.py), calls that have item types
-of their own (tool_items.py), what the model says in answer (channels.py).
+4. Each result follows its call, once, in the order of the calls. Each call has its result, unless it could
+   not be run: a limit cut it, or its arguments are not an object.
+5. The arguments of a call are an object, as Llama's, Mistral's and Qwen3-Coder's templates want it. Those
+   that are not a JSON object are the one member of one: https://github.com/vllm-project/vllm/issues/43995
 """
 
 from bisect import bisect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import sse
 from request import tool_items
 from request.body import MAX_VALUES, n_values, too_many_values
+from request.ids import PREFIXES
 from request.refusals import BadInput, no_images, wrong_type
 from request.tool_items import TOOL_ITEMS, Call, Result
-from request.tools import as_arguments, qualified_name
+from request.tools import CLIENT_TOOLS, as_arguments, flat, qualified_name
 from request.validation import list_of, mapping, one_of, required, text
 
 MAX_ITEMS = 4096  # of a conversation: each costs time in the template, whatever the context holds
@@ -44,91 +45,81 @@ Message = dict[str, Any]  # role, content (a string); reasoning_content, tool_ca
 class OpenCall(NamedTuple):
     """A call whose result has not come."""
 
-    number: int  # of the conversation's calls
+    number: int  # among the conversation's calls
     name: str  # a result has only the call's id, and templates want the name too
-    needs_result: bool  # false for a call that a limit cut: nobody could run it
+    needs_result: bool
 
 
 class Conversation:
-    """The messages so far, as a chat template takes them."""
+    """The messages so far, as a chat template takes them; texts that become one are joined at the end."""
 
     def __init__(self) -> None:
         self._messages: list[Message] = []
-        # More of the last message.
-        self._pending: dict[str, list[str]] = {"content": [], "reasoning_content": []}
         self._n_calls = 0
         self._n_argument_values = 0  # of all calls: each is held as an object
         self._open_calls: dict[str, OpenCall] = {}  # by call_id, which a later turn may use again
-        self._answered: list[int] = []  # the calls whose results are the last messages: their numbers
+        self._answered: list[int] = []  # numbers of the calls whose results are the last messages
 
-    @property
-    def messages(self) -> list[Message]:
-        """Those so far; texts that become one are joined here, once."""
-        for name, texts in self._pending.items():
-            if texts:
-                message = self._messages[-1]
-                message[name] = paragraphs(message.get(name, ""), *texts)
-                texts.clear()
-        return self._messages
+    def _turn(self, role: str) -> Message:
+        """Return the message that a role continues, or begins.
 
-    def add_text(self, role: str, text: str) -> None:
-        """Begin a message, or continue the last: a turn of the assistant is one message, and so is what the
-        system says at the beginning.
+        A turn of the assistant is one message, and so is what the system says at the beginning.
         """
-        if not self._continues(role):
-            self.messages.append({"role": role, "content": ""})
-        self._pending["content"].append(text)
-
-    def _continues(self, role: str) -> bool:
-        if not self._messages or self._messages[-1]["role"] != role:
-            return False
-        return role == "assistant" or (role == "system" and len(self._messages) == 1)
-
-    def add_reasoning(self, text: str) -> None:
-        self._assistant_turn()
-        self._pending["reasoning_content"].append(text)
-
-    def add_call(self, call_id: str, name: str, arguments: str, is_cut: bool = False) -> None:
-        """Raises BadInput where the arguments of all calls have more values than a body may have."""
-        if may_be_object(arguments):
-            self._n_argument_values += n_values(arguments)
-        if self._n_argument_values > MAX_VALUES:
-            raise too_many_values()
-        turn = self._assistant_turn()
-        self._open_calls[call_id] = OpenCall(self._n_calls, name, needs_result=not is_cut)
-        self._n_calls += 1
-        function = {"name": name, "arguments": parsed_arguments(arguments)}
-        call = {"id": call_id, "type": "function", "function": function}
-        turn.setdefault("tool_calls", []).append(call)
-
-    def _assistant_turn(self) -> Message:
-        self.add_text("assistant", "")
+        can_continue = role == "assistant" or (role == "system" and len(self._messages) == 1)
+        if not can_continue or not self._messages or self._messages[-1]["role"] != role:
+            self._messages.append({"role": role, "content": []})
         return self._messages[-1]
 
-    def add_result(self, call_id: str, text: str, path: str) -> None:
-        """Put the result behind those of earlier calls: many templates show neither its id nor its name.
+    def add_text(self, role: str, text: str) -> None:
+        self._turn(role)["content"].append(text)
 
-        Raises BadInput at `path`, where call_id stands, unless a call waits for this result.
+    def add_reasoning(self, text: str) -> None:
+        self._turn("assistant").setdefault("reasoning_content", []).append(text)
+
+    def add_call(self, call_id: str, name: str, written: str, is_cut: bool = False) -> None:
+        """Raise BadInput if the arguments of all calls have more values than a body may have."""
+        arguments = None
+        if written.lstrip().startswith("{"):
+            self._n_argument_values += n_values(written)
+            if self._n_argument_values > MAX_VALUES:
+                raise too_many_values()
+            arguments = parsed_object(written)
+        is_object = arguments is not None
+        if arguments is None:
+            arguments = {"arguments": written} if written.strip() else {}
+        call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        self._turn("assistant").setdefault("tool_calls", []).append(call)
+        self._open_calls[call_id] = OpenCall(self._n_calls, name, is_object and not is_cut)
+        self._n_calls += 1
+
+    def add_result(self, call_id: str, text: str, path: str) -> None:
+        """Put the result after those of earlier calls: many templates show neither its id nor its name.
+
+        Raise BadInput at `path`, where call_id stands, unless a call waits for this result.
         """
         if call_id not in self._open_calls:
             raise BadInput(f"No tool call found for function call output with call_id {call_id}.", path)
         call = self._open_calls.pop(call_id)
-        if self.messages[-1]["role"] != "tool":
+        if self._messages[-1]["role"] != "tool":
             self._answered = []
         n_earlier = bisect(self._answered, call.number)
         n_later = len(self._answered) - n_earlier
         self._answered.insert(n_earlier, call.number)
-        result = {"role": "tool", "tool_call_id": call_id, "name": call.name, "content": text}
-        self.messages.insert(len(self.messages) - n_later, result)
+        result = {"role": "tool", "tool_call_id": call_id, "name": call.name, "content": [text]}
+        self._messages.insert(len(self._messages) - n_later, result)
 
     def close(self, path: str) -> list[Message]:
-        """Return the messages; raises BadInput at `path` where there is none, or a call lacks its result."""
-        if not self.messages:
+        """Return the messages; raise BadInput at `path` if there is none, or a call lacks its result."""
+        if not self._messages:
             raise BadInput(f"'{path}' has no message.", path)
         for call_id, call in self._open_calls.items():
             if call.needs_result:
                 raise BadInput(f"No tool output found for function call {call_id}.", path)
-        return self.messages
+        for message in self._messages:
+            for name in ("content", "reasoning_content"):
+                if name in message:
+                    message[name] = paragraphs(*message[name])
+        return self._messages
 
 
 def paragraphs(*texts: str) -> str:
@@ -136,24 +127,12 @@ def paragraphs(*texts: str) -> str:
     return "\n\n".join(text for text in texts if text)
 
 
-def may_be_object(json_text: str) -> bool:
-    return json_text.lstrip().startswith("{")
-
-
-def parsed_arguments(arguments: str) -> Any:
-    """Return the object, as Llama's and Mistral's templates want it; where it is none, the text as it is.
-
-    Raises BadInput where it has more values than a body may have.
-    """
-    if not may_be_object(arguments):
-        return arguments
-    n_values(arguments)
+def parsed_object(written: str) -> dict[str, Any] | None:
+    """Return the JSON object that begins with this brace, None if it is not one: a limit may have cut it."""
     try:
-        value = sse.loads(arguments)
-    except ValueError:  # a model wrote it, and may have been cut
-        return arguments
-    if not isinstance(value, dict):
-        return arguments
+        value: dict[str, Any] = sse.loads(written)
+    except ValueError:
+        return None
     return value
 
 
@@ -174,7 +153,19 @@ IMAGES = {
     "input_image":    "input_text",
     "image_url":      "text",
 }
+
+#   type of a call     its member that holds what the tool gets
+PAYLOADS = {
+    "function":       "arguments",
+    "custom":         "input",
+}
 # fmt: on
+
+
+def objects(value: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the path and the value of each object of an array."""
+    for i, item in enumerate(list_of(mapping, MAX_ITEMS)(value, path)):
+        yield f"{path}[{i}]", item
 
 
 def content_text(content: Any, path: str) -> str:
@@ -183,110 +174,69 @@ def content_text(content: Any, path: str) -> str:
         return content
     if not isinstance(content, list):
         raise wrong_type(path, "a string or an array", content)
-    return "\n".join([part_text(part, part_path) for part_path, part in objects(content, path)])
+    lines = []
+    for part_path, part in objects(content, path):
+        type_ = required(part, "type", text, part_path)
+        if type_ in IMAGES:
+            raise no_images(f"{part_path}.type")
+        member = PART_TEXTS[one_of(*PART_TEXTS)(type_, f"{part_path}.type")]
+        lines.append(required(part, member, text, part_path))
+    return "\n".join(lines)
 
 
-def part_text(part: dict[str, Any], path: str) -> str:
-    """Return the text of one part of a content; raises BadInput where it is none."""
-    part_type = required(part, "type", text, path)
-    if part_type in IMAGES:
-        raise no_images(f"{path}.type")
-    member = PART_TEXTS[one_of(*PART_TEXTS)(part_type, f"{path}.type")]
-    return str(required(part, member, text, path))
+ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 
 
-def objects(value: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the objects of an array, each behind its own path."""
-    for i, item in enumerate(list_of(mapping, MAX_ITEMS)(value, path)):
-        yield f"{path}[{i}]", item
+def add_message(conversation: Conversation, message: dict[str, Any], path: str) -> None:
+    role = required(message, "role", one_of(*ROLES), path)
+    conversation.add_text(ROLES[role], required(message, "content", content_text, path))
 
 
-class Payload(NamedTuple):
-    """What a call hands to its tool."""
-
-    member: str  # of the call's object
-    to_arguments: Callable[[str], str]  # that member to the arguments in which a model writes it
-
-
-PAYLOADS = {
-    "function": Payload("arguments", str),
-    "custom": Payload("input", as_arguments),
-}
+def add_call(conversation: Conversation, type_: str, call_id: str, fields: dict[str, Any], path: str) -> None:
+    name = required(fields, "name", text, path)
+    namespace = text(fields.get("namespace") or "", f"{path}.namespace")
+    written = required(fields, PAYLOADS[type_], text, path)
+    if type_ == "custom":
+        written = as_arguments(written)
+    is_cut = fields.get("status") == "incomplete"
+    conversation.add_call(call_id, qualified_name(namespace, name), written, is_cut)
 
 
 # --- Responses: input items ---------------------------------------------------------------------------------
 
-Adder = Callable[[Conversation, dict[str, Any], str], None]  # adds an item, which stands at a path
-ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+ITEM_TYPES = (*PREFIXES, *TOOL_ITEMS)
+SUMMARY = "Summary of the conversation so far:\n"
 
 
-def add_message(conversation: Conversation, item: dict[str, Any], path: str) -> None:
-    role = required(item, "role", one_of(*ROLES), path)
-    conversation.add_text(ROLES[role], required(item, "content", content_text, path))
-
-
-def add_reasoning(conversation: Conversation, item: dict[str, Any], path: str) -> None:
-    """Take the model's own words; a summary is in another's, and no model was trained on it."""
-    for part_path, part in objects(item.get("summary") or [], f"{path}.summary"):
-        required(part, "text", text, part_path)
-    reasoning = content_text(item.get("content") or "", f"{path}.content")
-    if reasoning:
-        conversation.add_reasoning(reasoning)
-
-
-def add_function_call(conversation: Conversation, item: dict[str, Any], path: str) -> None:
-    _add_call(PAYLOADS["function"], conversation, item, path)
-
-
-def add_custom_call(conversation: Conversation, item: dict[str, Any], path: str) -> None:
-    _add_call(PAYLOADS["custom"], conversation, item, path)
-
-
-def _add_call(payload: Payload, conversation: Conversation, item: dict[str, Any], path: str) -> None:
-    call_id = required(item, "call_id", text, path)
-    name = required(item, "name", text, path)
-    namespace = text(item.get("namespace") or "", f"{path}.namespace")
-    arguments = payload.to_arguments(required(item, payload.member, text, path))
-    is_cut = item.get("status") == "incomplete"
-    conversation.add_call(call_id, qualified_name(namespace, name), arguments, is_cut)
-
-
-def add_call_output(conversation: Conversation, item: dict[str, Any], path: str) -> None:
-    output = required(item, "output", content_text, path)
-    call_id = required(item, "call_id", text, path)
-    conversation.add_result(call_id, output, f"{path}.call_id")
-
-
-def add_compaction(conversation: Conversation, item: dict[str, Any], path: str) -> None:
-    """Take what POST /v1/responses/compact has made of an older part of the conversation."""
-    summary = required(item, "summary", text, path)
-    conversation.add_text("user", f"Summary of the conversation so far:\n{summary}")
-
-
-def add_tool_item(conversation: Conversation, item: dict[str, Any], path: str) -> None:
-    for told in tool_items.said(item, path):
-        match told:
-            case Call(call_id, name, arguments, needs_result):
-                conversation.add_call(call_id, name, arguments, is_cut=not needs_result)
-            case Result(call_id, result):
-                conversation.add_result(call_id, result, f"{path}.call_id")
-
-
-def add_nothing(conversation: Conversation, item: dict[str, Any], path: str) -> None:
-    """Say nothing: the item is no part of what was said."""
-
-
-ITEMS: dict[str, Adder] = {
-    "message": add_message,
-    "reasoning": add_reasoning,
-    "function_call": add_function_call,
-    "function_call_output": add_call_output,
-    "custom_tool_call": add_custom_call,
-    "custom_tool_call_output": add_call_output,
-    "compaction": add_compaction,
-    "compaction_trigger": add_nothing,  # compaction.py does what it asks for
-    "additional_tools": add_nothing,  # params.py offers them
-} | dict.fromkeys(TOOL_ITEMS, add_tool_item)
+def add_item(conversation: Conversation, item: dict[str, Any], path: str) -> None:
+    """Add what an item says; the easy form of a message has no type."""
+    type_ = item.get("type")
+    match one_of(*ITEM_TYPES)("message" if type_ is None else type_, f"{path}.type"):
+        case "message":
+            add_message(conversation, item, path)
+        case "reasoning":
+            # The model's own words; a summary is in another's, and no model was trained on it.
+            for part_path, part in objects(item.get("summary") or [], f"{path}.summary"):
+                required(part, "text", text, part_path)
+            if reasoning := content_text(item.get("content") or "", f"{path}.content"):
+                conversation.add_reasoning(reasoning)
+        case "function_call" | "custom_tool_call" as type_:
+            call_id = required(item, "call_id", text, path)
+            add_call(conversation, type_.partition("_")[0], call_id, item, path)
+        case "function_call_output" | "custom_tool_call_output":
+            output = required(item, "output", content_text, path)
+            conversation.add_result(required(item, "call_id", text, path), output, f"{path}.call_id")
+        case "compaction":  # of an older part of the conversation (items.py)
+            conversation.add_text("user", SUMMARY + required(item, "summary", text, path))
+        case "compaction_trigger" | "additional_tools":
+            pass  # nothing was said: items.py and params.py do what they ask for
+        case _:
+            for told in tool_items.said(item, path):
+                match told:
+                    case Call(call_id, name, arguments, needs_result):
+                        conversation.add_call(call_id, name, arguments, is_cut=not needs_result)
+                    case Result(call_id, result):
+                        conversation.add_result(call_id, result, f"{path}.call_id")
 
 
 def from_responses(
@@ -297,10 +247,6 @@ def from_responses(
     if instructions:
         conversation.add_text("system", instructions)
     for path, item in placed(input, context):
-        item_type = item.get("type")
-        if item_type is None:  # the easy form of a message has no type
-            item_type = "message"
-        add_item = ITEMS[one_of(*ITEMS)(item_type, f"{path}.type")]
         add_item(conversation, item, path)
     if input == []:
         raise BadInput("'input' has no message.", "input")
@@ -308,7 +254,7 @@ def from_responses(
 
 
 def placed(input: Any, context: Sequence[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
-    """Return the items of the chain, then those of the input, each behind its path; raises BadInput."""
+    """Return the path and the value of each item of the chain, then of the input; raises BadInput."""
     chain = [(f"previous_response_id[{i}]", item) for i, item in enumerate(context)]
     if isinstance(input, str):
         return [*chain, ("input", {"role": "user", "content": input})]
@@ -318,7 +264,7 @@ def placed(input: Any, context: Sequence[dict[str, Any]]) -> list[tuple[str, dic
 
 
 def brought_tools(input: Any, context: Sequence[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
-    """Return the tools that items bring with them, each behind its path; raises BadInput."""
+    """Return the path and the value of each tool that items bring with them; raises BadInput."""
     tools: list[tuple[str, dict[str, Any]]] = []
     for path, item in placed(input, context):
         if item.get("type") in ("additional_tools", "tool_search_output"):
@@ -329,8 +275,26 @@ def brought_tools(input: Any, context: Sequence[dict[str, Any]]) -> list[tuple[s
 # --- Chat Completions: messages -----------------------------------------------------------------------------
 
 
+def from_chat(messages: list[Any]) -> list[Message]:
+    """Return the messages of a Chat Completions request; raises BadInput."""
+    conversation = Conversation()
+    for path, message in objects(messages, "messages"):
+        match required(message, "role", one_of(*ROLES, "tool"), path):
+            case "assistant":
+                add_assistant(conversation, message, path)
+            case "tool":
+                result = required(message, "content", content_text, path)
+                call_id = required(message, "tool_call_id", text, path)
+                conversation.add_result(call_id, result, f"{path}.tool_call_id")
+            case _:
+                add_message(conversation, message, path)
+    return conversation.close("messages")
+
+
 def add_assistant(conversation: Conversation, message: dict[str, Any], path: str) -> None:
-    reasoning = _reasoning(message, path)
+    # Reasoning has two names: https://docs.vllm.ai/en/latest/features/reasoning_outputs.html
+    name = "reasoning_content" if message.get("reasoning_content") else "reasoning"
+    reasoning = text(message.get(name) or "", f"{path}.{name}")
     calls = message.get("tool_calls") or []
     refusal = text(message.get("refusal") or "", f"{path}.refusal")
     if reasoning:
@@ -341,52 +305,9 @@ def add_assistant(conversation: Conversation, message: dict[str, Any], path: str
     if refusal:
         conversation.add_text("assistant", refusal)
     for call_path, call in objects(calls, f"{path}.tool_calls"):
-        add_chat_call(conversation, call, call_path)
-
-
-def _reasoning(message: dict[str, Any], path: str) -> str:
-    """Take either of its two names: https://docs.vllm.ai/en/latest/features/reasoning_outputs.html"""
-    for name in ("reasoning_content", "reasoning"):
-        if message.get(name):
-            return text(message[name], f"{path}.{name}")
-    return ""
-
-
-def add_chat_call(conversation: Conversation, call: dict[str, Any], path: str) -> None:
-    call_type = one_of(*PAYLOADS)(call.get("type") or "function", f"{path}.type")
-    payload = PAYLOADS[call_type]
-    fields = required(call, call_type, mapping, path)
-    fields_path = f"{path}.{call_type}"
-    name = required(fields, "name", text, fields_path)
-    written = required(fields, payload.member, text, fields_path)
-    call_id = required(call, "id", text, path)
-    # Chat has no status, but half a JSON object says that a limit cut the call.
-    is_cut = call_type == "function" and isinstance(parsed_arguments(written), str)
-    conversation.add_call(call_id, name, payload.to_arguments(written), is_cut)
-
-
-def add_tool_result(conversation: Conversation, message: dict[str, Any], path: str) -> None:
-    content = required(message, "content", content_text, path)
-    call_id = required(message, "tool_call_id", text, path)
-    conversation.add_result(call_id, content, f"{path}.tool_call_id")
-
-
-CHAT_ROLES: dict[str, Adder] = {
-    "system": add_message,
-    "developer": add_message,
-    "user": add_message,
-    "assistant": add_assistant,
-    "tool": add_tool_result,
-}
-
-
-def from_chat(messages: list[Any]) -> list[Message]:
-    """Return the messages of a Chat Completions request; raises BadInput."""
-    conversation = Conversation()
-    for path, message in objects(messages, "messages"):
-        add_item = CHAT_ROLES[required(message, "role", one_of(*CHAT_ROLES), path)]
-        add_item(conversation, message, path)
-    return conversation.close("messages")
+        type_ = one_of(*CLIENT_TOOLS)(call.get("type") or "function", f"{call_path}.type")
+        fields, fields_path = flat(call | {"type": type_}, call_path, CLIENT_TOOLS)
+        add_call(conversation, type_, required(call, "id", text, call_path), fields, fields_path)
 
 
 # --- prompts that are too long ------------------------------------------------------------------------------
@@ -394,18 +315,26 @@ def from_chat(messages: list[Any]) -> list[Message]:
 
 def split_system(messages: list[Message]) -> tuple[list[Message], list[Message]]:
     """Return the system message at the beginning, or nothing, and all the others."""
-    if messages[0]["role"] == "system":
-        return messages[:1], messages[1:]
-    return [], messages
+    n_system = int(messages[0]["role"] == "system")
+    return messages[:n_system], messages[n_system:]
 
 
 def turn_starts(messages: list[Message]) -> list[int]:
-    """Return where the conversation may begin, behind its system message: at 0, at its second turn, ...
+    """Return where the conversation may begin, after its system message: at 0, at its second turn, ...
 
-    A turn goes from one user message to the next by which its calls have their results.
+    A turn begins with a user message, unless that stands between a call and its result.
     """
     _, turns = split_system(messages)
-    return [0, *(start for start in _user_messages(turns) if start > 0)]
+    starts = []
+    unmet: set[str] = set()  # ids of the calls of results from message i on, which stand before it
+    for i, message in reversed(list(enumerate(turns))):
+        if message["role"] == "user" and not unmet and i > 0:
+            starts.append(i)
+        if message["role"] == "tool":
+            unmet.add(message["tool_call_id"])
+        for call in message.get("tool_calls", []):
+            unmet.discard(call["id"])
+    return [0, *reversed(starts)]
 
 
 def without_old_turns(messages: list[Message], start: int) -> list[Message]:
@@ -420,18 +349,3 @@ def without_old_turns(messages: list[Message], start: int) -> list[Message]:
 def shortened(messages: list[Message]) -> list[list[Message]]:
     """Return the messages, then those without their oldest turn, then without the two oldest, ..."""
     return [without_old_turns(messages, start) for start in turn_starts(messages)]
-
-
-def _user_messages(messages: list[Message]) -> list[int]:
-    """Return the places of the user messages, but for those between a call and its result."""
-    starts = []
-    awaiting_call: set[str] = set()  # ids of the calls of results behind message i, which stand before it
-    for i, message in reversed(list(enumerate(messages))):
-        if message["role"] == "user" and not awaiting_call:
-            starts.append(i)
-        if message["role"] == "tool":
-            awaiting_call.add(message["tool_call_id"])
-        for call in message.get("tool_calls", []):
-            awaiting_call.discard(call["id"])
-    starts.reverse()
-    return starts

@@ -3,8 +3,8 @@
     model directory                 --ChatTemplate.load()----> ChatTemplate, probed for what it takes
     messages, tools, now, kwargs    --ChatTemplate.render()--> prompt
 
-    render(): messages --tools_as_text() or one_call_a_message(), arguments_as_objects(), system_as_text()-->
-              what this template takes --for_any_template(), with_descriptions(), Jinja--> prompt
+    render(): messages --tools_as_text() or one_call_a_message(), system_as_text()--> what this template takes
+              --for_any_template(), with_descriptions(), Jinja--> prompt
 
 Authority: the model's chat template, and what it is given:
 https://huggingface.co/docs/transformers/chat_templating
@@ -15,9 +15,6 @@ Rules of this file:
 2. What a template takes is found out by rendering probes, never guessed from its name or its source.
 3. A template is somebody else's program: it runs in Jinja's sandbox, and whatever it raises over a request is
    that request's error.
-
-Not here: how a request becomes messages (messages.py), which special tokens of a prompt count
-(special_tokens.py), what the model says in answer (channels.py).
 """
 
 import json
@@ -33,7 +30,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from request.messages import Conversation, Message, paragraphs, split_system
+from request.messages import Message, paragraphs, split_system
 from request.refusals import BadInput
 from request.special_tokens import without_marks
 
@@ -61,28 +58,26 @@ To call a function, write its name and arguments as one JSON object within <tool
 
 def tools_as_text(messages: list[Message], tools: Tools) -> list[Message]:
     """Put the tools into the system message, calls into the assistant's text, results into the user's."""
+    told, turns = split_system(messages)
     if tools:
-        system, turns = split_system(messages)
-        signatures = "\n".join(map(_dumps, tools))
-        messages = [*system, {"role": "system", "content": TOOLS.format(signatures)}, *turns]
-    conversation = Conversation()
-    for message in messages:
+        signatures = TOOLS.format("\n".join(map(_dumps, tools)))
+        instructions = [message["content"] for message in told]
+        told = [{"role": "system", "content": paragraphs(*instructions, signatures)}]
+    for message in turns:
         role = message["role"]
-        lines = []
-        if message["content"]:
-            lines.append(message["content"])
+        lines = [message["content"]] if message["content"] else []
         if role == "tool":
             role = "user"
             lines = ["<tool_response>", *lines, "</tool_response>"]
-            if conversation.messages[-1]["role"] == "user":  # the results of parallel calls are one message
-                results = conversation.messages.pop()
-                lines.insert(0, results["content"])
+            if told[-1]["role"] == "user":  # the results of parallel calls are one message
+                lines.insert(0, told.pop()["content"])
         for call in message.get("tool_calls", []):
             lines += ["<tool_call>", _dumps(call["function"]), "</tool_call>"]
-        conversation.add_text(role, "\n".join(lines))
+        text = {"role": role, "content": "\n".join(lines)}
         if "reasoning_content" in message:
-            conversation.add_reasoning(message["reasoning_content"])
-    return conversation.messages
+            text["reasoning_content"] = message["reasoning_content"]
+        told.append(text)
+    return told
 
 
 def system_as_text(messages: list[Message]) -> list[Message]:
@@ -104,60 +99,33 @@ def system_as_text(messages: list[Message]) -> list[Message]:
 
 
 def one_call_a_message(messages: list[Message]) -> list[Message]:
-    """Split a turn into a message for its text and one for each call, with the call's result behind it."""
+    """Split a turn into a message for its text and one for each call, each followed by the call's result."""
     groups: list[list[Message]] = []  # each stays together: a message, or a call and its result
     group_of_call: dict[str, list[Message]] = {}  # by call_id, which a later call may have again
     for message in messages:
         if message["role"] == "tool":
             group_of_call[message["tool_call_id"]].append(message)
-        elif "tool_calls" not in message:
+            continue
+        calls = message.get("tool_calls", [])
+        if message["content"] and calls:
+            groups.append([{"role": "assistant", "content": message["content"]}])
+        for call in calls:
+            split = {"role": "assistant", "content": "", "tool_calls": [call]}
+            if call is calls[0] and "reasoning_content" in message:  # which led to the first call
+                split["reasoning_content"] = message["reasoning_content"]
+            group_of_call[call["id"]] = [split]
+            groups.append(group_of_call[call["id"]])
+        if not calls:
             groups.append([message])
-        else:
-            if message["content"]:
-                groups.append([{"role": "assistant", "content": message["content"]}])
-            for call_message in _call_messages(message):
-                (call,) = call_message["tool_calls"]
-                group_of_call[call["id"]] = [call_message]
-                groups.append(group_of_call[call["id"]])
     return [message for group in groups for message in group]
-
-
-def _call_messages(turn: Message) -> list[Message]:
-    """Return a message for each call of a turn; the reasoning led to the first."""
-    call_messages: list[Message] = []
-    for call in turn["tool_calls"]:
-        call_messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
-    if "reasoning_content" in turn:
-        call_messages[0]["reasoning_content"] = turn["reasoning_content"]
-    return call_messages
-
-
-def arguments_as_objects(messages: list[Message]) -> list[Message]:
-    """Make arguments that are text, as of a call that a limit has cut, the one member of an object."""
-    copies = []
-    for message in messages:
-        copy = {**message}
-        if "tool_calls" in message:
-            copy["tool_calls"] = [_with_object(call) for call in message["tool_calls"]]
-        copies.append(copy)
-    return copies
-
-
-def _with_object(call: dict[str, Any]) -> dict[str, Any]:
-    arguments = call["function"]["arguments"]
-    if arguments == "":
-        arguments = {}
-    elif isinstance(arguments, str):
-        arguments = {"arguments": arguments}
-    return call | {"function": call["function"] | {"arguments": arguments}}
 
 
 # --- messages and tools for any template --------------------------------------------------------------------
 
 
 def for_any_template(messages: list[Message]) -> list[Message]:
-    """Add what one template needs and no other minds: reasoning by its name in gpt-oss's, and for Mistral's
-    call ids of nine letters and digits.
+    """Add what one template needs and the others ignore: reasoning by the name in gpt-oss's, and for
+    Mistral's call ids of nine letters and digits.
     """
     n_calls = 0
     # By the client's id: that of the newest call, for some clients begin again at "call_0" in each turn.
@@ -187,7 +155,7 @@ def with_descriptions(tools: Tools) -> Tools:
     for tool in tools:
         function = tool["function"]
         description = function.get("description", "")
-        described.append({**tool, "function": {**function, "description": description}})
+        described.append(tool | {"function": function | {"description": description}})
     return described
 
 
@@ -195,7 +163,7 @@ def with_descriptions(tools: Tools) -> Tools:
 
 
 class BadTemplate(ValueError):
-    """The model has no chat template, or one that is no Jinja template."""
+    """The model has no chat template, or one that Jinja cannot read."""
 
 
 class Generation(jinja2.ext.Extension):
@@ -240,12 +208,6 @@ PROBE_TURN: list[Message] = [
     ASSISTANT,
     USER,
 ]
-CUT_CALL = {"id": "first", "type": "function", "function": {"name": "f", "arguments": SECOND_PROBE}}
-PROBE_CUT_CALL: list[Message] = [
-    USER,
-    {"role": "assistant", "content": "", "tool_calls": [CUT_CALL]},
-    {"role": "tool", "tool_call_id": "first", "name": "f", "content": "1"},
-]
 # fmt: on
 
 
@@ -265,7 +227,7 @@ class ChatTemplate:
             self._template = ENVIRONMENT.from_string(source)
             self._tool_template = ENVIRONMENT.from_string(tool_source or source)
         except jinja2.TemplateError as error:
-            raise BadTemplate(f"the chat template is no Jinja template: {error}") from error
+            raise BadTemplate(f"the chat template is not a Jinja template: {error}") from error
         self.takes_tools = self._shows([USER], PROBE_TOOLS, PROBE)
         self.takes_system = self._shows([SYSTEM, USER], None, PROBE)
         self.takes_late_system = self._shows([USER, ASSISTANT, SYSTEM, USER], None, PROBE)
@@ -273,25 +235,26 @@ class ChatTemplate:
         shows_turn = self._shows(PROBE_TURN, PROBE_TOOLS, PROBE, SECOND_PROBE)
         shows_split = self._shows(one_call_a_message(PROBE_TURN), PROBE_TOOLS, PROBE, SECOND_PROBE)
         self.takes_turns = shows_turn or not shows_split
-        # Qwen3-Coder's takes the arguments member by member, and raises where they are text.
-        shows_text = self._shows(PROBE_CUT_CALL, PROBE_TOOLS, SECOND_PROBE)
-        shows_object = self._shows(arguments_as_objects(PROBE_CUT_CALL), PROBE_TOOLS, SECOND_PROBE)
-        self.takes_text_arguments = shows_text or not shows_object
 
     @classmethod
     def load(cls, directory: Path) -> "ChatTemplate":
         """Return the template of the model in the directory; raises BadTemplate."""
         config_file = directory / "tokenizer_config.json"
         template_file = directory / "chat_template.jinja"
-        config = _read_config(config_file)
+        try:
+            config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.exists() else {}
+        except ValueError as error:
+            raise BadTemplate(f"{config_file} is not JSON: {error}") from error
+        if not isinstance(config, dict):
+            raise BadTemplate(f"{config_file} holds no object")
         source: Any = config.get("chat_template")
         if template_file.exists():
             try:
                 source = template_file.read_text(encoding="utf-8")
             except UnicodeDecodeError as error:
-                raise BadTemplate(f"{template_file} is no text: {error}") from error
+                raise BadTemplate(f"{template_file} is not text: {error}") from error
         if isinstance(source, str):
-            return cls(source, _special_tokens(config))
+            source = [{"name": "default", "template": source}]
         sources = {entry["name"]: entry["template"] for entry in source or []}
         if "default" not in sources:
             looked = f"looked for {template_file} and for chat_template in {config_file}"
@@ -307,8 +270,6 @@ class ChatTemplate:
             tools = None
         elif not self.takes_turns:
             messages = one_call_a_message(messages)
-        if not self.takes_text_arguments:
-            messages = arguments_as_objects(messages)
         if not self.takes_system:
             messages = system_as_text(messages)
         elif not self.takes_late_system:
@@ -340,18 +301,6 @@ class ChatTemplate:
         except BadInput:
             return False
         return all(word in prompt for word in words)
-
-
-def _read_config(file: Path) -> dict[str, Any]:
-    if not file.exists():
-        return {}
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise BadTemplate(f"{file} is no JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise BadTemplate(f"{file} holds no object")
-    return config
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

@@ -6,8 +6,8 @@ from typing import Any, get_args, get_type_hints
 import pytest
 from openai.types.responses.response_input_item_param import ResponseInputItemParam
 
-from request.items import PREFIXES, known, with_image_texts
-from request.messages import from_responses
+from request.items import known, with_image_texts
+from request.messages import ITEM_TYPES, from_responses
 from request.refusals import BadInput
 from request.tool_items import IMAGE_TEXT, TOOL_ITEMS
 
@@ -93,7 +93,7 @@ def test_all_types_are_those_of_the_sdk() -> None:
     for item in get_args(ResponseInputItemParam):
         theirs.update(name for name in get_args(get_type_hints(item)["type"]) if isinstance(name, str))
     theirs.discard("configuration_update")
-    assert PREFIXES.keys() == theirs - {"item_reference"}
+    assert {*ITEM_TYPES} == theirs - {"item_reference"}
     assert {item["type"] for items, *_ in TOLD for item in items} == TOOL_ITEMS.keys() | {
         "function_call_output"
     }
