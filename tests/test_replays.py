@@ -2,20 +2,23 @@
 
     <module>-<the bug as words>.toml          pytest -k <words>
 
-    title    the rule in one sentence
-    source   https link to the bug or to the rule
-    bug      its id in bugs.toml, or some; left out where the source is the rule itself and no report
-    result   "valid" | "invalid": it must raise | "disputed": the note says who differs
-    input    array of chunks, as they came; what a chunk is, ADAPTERS says
-    was      array of what the buggy program made of it
-    expect   array of what must come out of ours; an exception is the last, as "raises <its class>"
+    title        the rule in one sentence
+    went_wrong   what the buggy program did, in words
+    source       https link to the bug or to the rule
+    bug          its id in bugs.toml, or several; left out if the source is the rule itself and not a report
+    result       "valid" | "invalid": it must raise | "disputed": the note says who differs
+    input        array of chunks, as they came
+    was          array of what comes out if the bug is put back, which mutants.py checks; if no mutant names the
+                 replay, of what came out of the buggy program
+    expect       array of what must come out of ours; an exception is the last, as "raises <its class>"
 
-    input_percent   instead of input, for bytes that are no text: ["caf%C3", "%A9"]; a percent sign is %25
+    input_percent   instead of input, for bytes that are not text: ["caf%C3", "%A9"]; a percent sign is %25
     options         table of keyword arguments of the adapter; may be left out
     note            may be left out
 
-A chunk is a sequence of units (bytes, characters, tokens, outputs), and how it was cut must not be seen: the
-input is fed as it came, whole, unit by unit, and cut in two at every place.
+The comment over `input` says what a chunk is and what comes out. Of the channels, analysis is the reasoning,
+final the answer. A chunk is a sequence of units (bytes, characters, tokens, outputs), and it must make no
+difference how it was cut: the input is fed as it came, whole, unit by unit, and cut in two at every place.
 """
 
 import asyncio
@@ -51,7 +54,7 @@ from tokenizer import Tokenizer
 
 FOLDER = Path(__file__).parent / "replays"
 TINY_TOKENIZER = Tokenizer(scripted.TINY / "tokenizer.json")
-REQUIRED = {"title", "source", "result", "was", "expect"}
+REQUIRED = {"title", "went_wrong", "source", "result", "was", "expect"}
 KEYS = REQUIRED | {"bug", "input", "input_percent", "options", "note"}
 
 Run = Callable[..., Iterator[Any]]  # (chunks, **options) -> outputs, in the types of TOML, so without None
@@ -446,6 +449,7 @@ def test_replay(path: Path) -> None:
 
 GOOD = r"""
 title  = "a rule"
+went_wrong = "what happened"
 source = "https://example.org/1"
 result = "valid"
 input  = ["data: a\n\n"]
