@@ -8,8 +8,8 @@
     bug          its id in bugs.toml, or several; left out if the source is the rule itself and not a report
     result       "valid" | "invalid": it must raise | "disputed": the note says who differs
     input        array of chunks, as they came
-    was          array of what comes out if the bug is put back, which mutants.py checks; if no mutant names the
-                 replay, of what came out of the buggy program
+    was          array of what comes out if the bug is put back, which mutants.py checks; if no mutant has
+                 this replay as its test, of what came out of the buggy program
     expect       array of what must come out of ours; an exception is the last, as "raises <its class>"
 
     input_percent   instead of input, for bytes that are not text: ["caf%C3", "%A9"]; a percent sign is %25
