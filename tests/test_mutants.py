@@ -1,6 +1,8 @@
 """The list of mutants has not rotted: all can be made, and their tests exist. A few are run here."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,16 @@ def test_mutant_can_be_made(mutant: mutants.Mutant) -> None:
         assert (index.TESTS / "replays" / (case.rstrip("]") + ".toml")).is_file()
     if re.fullmatch("[A-Z][0-9]{2}", mutant.undoes):
         assert mutant.undoes in index.bugs()
+
+
+def test_every_name_in_a_mutant_exists(tmp_path: Path) -> None:
+    """A mutant that ends in a NameError fails any test, and brings no bug back."""
+    for number, mutant in enumerate(MUTANTS):
+        path = tmp_path / f"{mutant.module.replace('/', '_')}_{number}.py"
+        path.write_text(mutants.mutated(mutant), encoding="utf-8")
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821,F823", str(tmp_path)]
+    checked = subprocess.run(command, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout
 
 
 def mutant_of(case: str) -> mutants.Mutant:
