@@ -6,7 +6,7 @@ lint:
 	mypy
 
 test:
-	pytest
+	pytest -m ""  # with the sweep
 
 mutants:
 	python tests/mutants.py

@@ -24,6 +24,8 @@ GPU_TESTS = ROOT / "tests" / "gpu"
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if getattr(config.option, "dist", "no") == "load":  # pytest -n auto
+        config.option.dist = "loadfile"  # or each worker would start the server of each module
     paths = [Path(argument.partition("::")[0]).resolve() for argument in config.args]
     if not any(path.is_relative_to(GPU_TESTS) for path in paths):
         return
@@ -31,6 +33,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
     if reason := cuda.missing():
         raise pytest.UsageError(f"tests/gpu is for a GPU: {reason}")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    if config.option.markexpr == "not sweep":
+        return "without the sweep of the emulator's shapes, which `make check` runs (pytest -m '')"
+    return ""
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

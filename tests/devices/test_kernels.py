@@ -5,6 +5,7 @@ Weights are bfloat16 in both, so that what differs is the rounding of what lies 
 nothing but 8, which rows of matrices must be.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -32,19 +33,28 @@ from helpers.device_ops import (
     same,
     span,
     spans_of,
+    sweep,
 )
 from model import PAGE, Array, Batch, Span
 from sampling import NO_TOKEN, Context, Sampling, philox_uniform, pick_token
 
 pytestmark = pytest.mark.skipif(emulator.MISSING is not None, reason=str(emulator.MISSING))
 
-# of a product, and how many blocks are enough: each shape is taken, and it norms its rows or not
-ROWS = [
-    *((n, 64) for n in (1, 2, 3, 16, 33, 130)),
-    *((n, 1) for n in (5, 16)),
-    *((n, 20) for n in (17, 65, 130)),
-    *((n, 1) for n in (17, 64, 130)),
+# rows of a product, how many blocks are enough, and the order of threads. Each shape is taken, and it norms
+# its rows or not: up to NORMED_ROWS it does.
+ROWS = [(1, 64, 0), (3, 64, 1), (5, 1, 0), (17, 20, 1), (64, 1, 0), (130, 1, 1)]
+ALL_ROWS = [
+    (n, enough, order)
+    for enough, sizes in {64: (1, 2, 3, 16, 33, 130), 1: (5, 16, 17, 64, 130), 20: (17, 65, 130)}.items()
+    for n in sizes
+    for order in (0, 1)
 ]
+
+
+def with_orders(names: Iterable[str]) -> list[Any]:
+    """Each name with an order of threads by turns; in the sweep with both."""
+    pairs = [(name, order) for name in names for order in (0, 1)]
+    return sweep(pairs, pairs[::4] + pairs[3::4])
 
 
 # ---- Products ----------------------------------------------------------------------------------------------
@@ -53,11 +63,10 @@ ROWS = [
 def test_each_shape_is_taken() -> None:
     c = CONFIGS["grouped"]
     columns = qkv_dim(c), c.dim, 2 * c.hidden_dim
-    assert {shape_for(n, n_columns, enough) for n, enough in ROWS for n_columns in columns} == {*SHAPES}
+    assert {shape_for(n, n_columns, enough) for n, enough, _ in ROWS for n_columns in columns} == {*SHAPES}
 
 
-@pytest.mark.parametrize("order", [0, 1])
-@pytest.mark.parametrize(("n", "enough"), ROWS)
+@pytest.mark.parametrize(("n", "enough", "order"), sweep(ALL_ROWS, ROWS))
 def test_products(n: int, enough: int, order: int) -> None:
     for name in ("grouped", "plain"):
         m = both(name, order, enough_blocks=enough)
@@ -89,7 +98,7 @@ def test_logits_are_those_of_the_wanted_rows(order: int, enough: int) -> None:
         assert list(m.got("best", len(wanted))) == [best(row) for row in raw]
 
 
-@pytest.mark.parametrize("name", ["grouped", "uneven"])
+@pytest.mark.parametrize("name", sweep(["grouped", "uneven"], ["grouped"]))
 def test_a_row_has_the_same_bits_beside_any_others(name: str) -> None:
     """Whatever the shape of the blocks: alone, in a tile, in many; and whether the product norms its rows or
     `rms_norm` has. The sizes leave parts short, and empty.
@@ -137,8 +146,7 @@ def test_what_a_product_prefetches_lies_in_its_weights(order: int) -> None:
 LENGTHS = [1, 31, 32, 33, 127, 128, 129, 300]  # a warp's keys, a piece, and those around
 
 
-@pytest.mark.parametrize("order", [0, 1])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("name", "order"), with_orders(CONFIGS))
 def test_attend(name: str, order: int) -> None:
     """A prompt as a tile, then a token, then some at once."""
     m = both(name, order)
@@ -328,7 +336,7 @@ def experts_of(m: Both, x: Array) -> Array:
     return found
 
 
-@pytest.mark.parametrize("n", [1, 2, 16, 17, 33, 300])
+@pytest.mark.parametrize("n", sweep([1, 2, 16, 17, 33, 300], [1, 17, 300]))
 @pytest.mark.parametrize("name", MIXTURES)
 def test_experts(name: str, n: int) -> None:
     """Groups of a row, of a tile, of some, of more than go at a time; the plain kernels say the same."""
@@ -357,8 +365,7 @@ def test_scores_that_are_no_numbers_choose_experts_all_the_same() -> None:
 # ---- Under the checker -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("order", [0, 1])
-@pytest.mark.parametrize("name", ["many-heads", "large-head", *MIXTURES])
+@pytest.mark.parametrize(("name", "order"), with_orders(["many-heads", "large-head", *MIXTURES]))
 def test_no_kernel_races_or_leaves_its_arrays(name: str, order: int) -> None:
     """Every kernel, in every shape, on shapes that are small: the checker is slow."""
     run_every_kernel(both(name, order, True, enough_blocks=1))

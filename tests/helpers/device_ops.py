@@ -5,11 +5,12 @@
 Used by tests/devices on the emulator, and by tests/gpu on a GPU.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import pytest
 
 from checkpoint.config import Config, Experts
 from checkpoint.rope import Rope
@@ -21,6 +22,22 @@ from model import Array, Batch, NumpyOps, Span
 from sampling import Choice, Context, Sampling
 
 MAX_SEQ_LEN = 400
+
+
+def sweep(values: Iterable[Any], first: Collection[Any]) -> list[Any]:
+    """The values to parametrize a test with. Those that are not among the first are left to `make check`.
+
+    What costs the most is that g++ compiles each shape of each model: the first ones are those of which each
+    takes a way through the kernels that no other takes.
+    """
+    missing = [value for value in first if value not in values]
+    assert not missing, missing
+    return [value if value in first else _left_to_the_sweep(value) for value in values]
+
+
+def _left_to_the_sweep(value: Any) -> Any:
+    arguments = value if isinstance(value, tuple) else (value,)
+    return pytest.param(*arguments, marks=pytest.mark.sweep)
 
 
 def config(**changes: Any) -> Config:
