@@ -1,23 +1,24 @@
 """The engine: a thread that runs the model step by step, and what goes between it and asyncio.
 
-    EngineRequest --Engine.generate()--> take(StepOutput), take(StepOutput), ... the last one with `finish`
-    in the thread, over and over: read the inbox -> schedule() -> launch() -> read() -> deliver
+    Sequence --Engine.generate()--> take(StepOutput), take(StepOutput), ... the last one with `finish`
+    the thread, over and over: read the inbox -> bring masks -> schedule() -> launch() -> read() -> deliver
 
 Rules of this file:
-1. One thread owns the scheduler and the model. Requests and aborts come in by a queue; the outputs of steps
-   are handed to the event loop: what a step brought to all sequences is one wake-up of it.
-2. Steps are launched before those ahead of them are read, as many as the model runner allows: the device does
-   not wait for this thread. Tokens computed past the end of a sequence are discarded.
+1. One thread owns the scheduler and the model. Requests and aborts come in by a queue. The outputs of steps
+   are handed to the event loop: what a step brought to all sequences wakes it up once.
+2. A step is launched before the steps ahead of it are read, as many as the model runner allows, so that the
+   device does not wait for this thread. Tokens computed past the end of a sequence are discarded.
 3. An exception in a step fails the sequences in it, and no others: the next request works. What is wrong with
-   one sequence, such as logits that are no numbers, fails that one. An exception outside of a step, which
-   nobody foresaw, fails all, and the engine says that it is not alive.
+   one sequence, such as logits that are no numbers, fails that one. An unforeseen exception outside of a step
+   fails all, and the engine says that it is not alive.
 4. While sequences decode, a step with prefill chunks has as many rows as are computed in STEP_S.
 5. Every reader gets exactly one StepOutput with `finish`, unless it is cancelled or wants no more.
-6. Where the device is busy, the next step is launched before the tokens of the last one are delivered: what
-   the event loop makes of them does not hold up a launch.
+6. While the device is busy, the next step is launched before the tokens of the last one are delivered, so
+   that the event loop's work with them does not hold up the launch.
+7. A step waits for the masks of structured output only a moment, and never twice for the same mask.
 
 Not here: who runs next (scheduler.py), text (tokenizer.py, worker.py), the forward pass and the choice of a
-token (model.py, sampling.py).
+token (model.py, sampling.py), what makes the masks (dialects/matchers.py).
 """
 
 import asyncio
@@ -27,28 +28,34 @@ import queue
 import sys
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable
 from contextvars import copy_context
-from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from multiprocessing.connection import wait
 from typing import Literal, NamedTuple, Protocol
 
 from checkpoint.config import Config
 from model import PAGE, Span, Ticket
-from sampling import Choice, Context, Sampling
+from sampling import Choice, Context
 from scheduler import Constraint, Scheduled, Scheduler, Sequence
 
 log = logging.getLogger("engine")
 
 SWITCH_INTERVAL_S = 0.0005  # how long another thread of the process may keep the interpreter from this one
 STEP_S = 0.08  # of a step with chunks beside sequences that decode: no stream shall pause for 0.1 s
+MASK_WAIT_S = 0.005  # a step waits so long for masks; most come within 1 ms
 MAX_STEP_S = 30  # close() waits as long as the slowest model's step takes
 MAX_FAILED_STEPS = 3  # one after another, and the engine is not alive: a device can fail for good
+
 CLOSING = "The server is shutting down."
-MASK_WAIT_S = 0.005  # a step waits so long for the masks of structured output; most come within 1 ms
 BROKEN = "The engine has stopped; its log has the details."
+NO_NUMBERS = "The model's logits are no finite numbers."
+GAVE_UP = (
+    "The constraint on the output gave up: its schema or definition is too costly or too ambiguous to be "
+    "followed any further, or allows nothing here. Simplify it; the log has the details."
+)
 
 
 class ModelRunner(Protocol):
@@ -59,28 +66,14 @@ class ModelRunner(Protocol):
     max_seq_len: int
     n_pages: int
     max_batch: int  # sequences a step
-    chunk: int  # tokens of a prefill chunk, whole pages; prompts are cut at multiples of it
+    chunk: int  # tokens of a prefill chunk
     n_ahead: int  # steps that may be launched before the first of them is read
-    chunk_invariant: bool  # whether a row has the same bits in a prefill chunk as by itself
 
     def launch(self, spans: list[Span], contexts: list[Context]) -> Ticket:
         """Start a step. `contexts` has one for each wanted row of the spans, in their order."""
 
     def read(self, ticket: Ticket) -> list[list[Choice]]:
         """Wait for the oldest step: a list for each span that has wanted rows, none for the others."""
-
-
-@dataclass(frozen=True)
-class EngineRequest:
-    """What to generate; the scheduler's Sequence is what becomes of it."""
-
-    prompt: list[int]  # token ids
-    max_tokens: int
-    stop_token_ids: frozenset[int]
-    sampling: Sampling
-    constraint: Constraint | None = None
-    owner: str = ""  # who asks: the engine shares its time fairly by it, and keeps their prefix caches apart
-    request_id: str = ""  # what the log calls it; for who watches the steps
 
 
 class StepOutput(NamedTuple):
@@ -97,16 +90,16 @@ Take = Callable[[StepOutput], bool]
 
 
 class Reader:
-    """Who takes the tokens of a sequence: in the event loop, and in the context of the request."""
+    """Takes the tokens of a sequence, in the event loop and in the context of the request."""
 
     def __init__(self, take: Take) -> None:
         self.loop = asyncio.get_running_loop()
         self.ended = self.loop.create_future()
-        self._context = copy_context()  # of logs, and of the tasks that are made
+        self._context = copy_context()  # for the log, and for the tasks that `take` makes
         self._take = take
 
     def put(self, output: StepOutput) -> None:
-        """To be called in the event loop."""
+        """Hand over what a step has brought; to be called in the event loop."""
         if self.ended.done():  # it wants no more, or has left
             return
         try:
@@ -118,12 +111,9 @@ class Reader:
                 self.ended.set_result(None)
 
 
-# Is told of each step that has been read: the scheduler behind it, the batch, the choices that the runner has
-# returned, and the seconds. Where none has been read the batch is empty, but the scheduler may have changed.
+# Is told of each step that has been read: the scheduler after it, the batch, the choices that the runner has
+# returned, and the seconds. If none has been read the batch is empty, but the scheduler may have changed.
 Observer = Callable[[Scheduler, list[Scheduled], list[list[Choice]], float], None]
-
-
-Outbox = defaultdict[asyncio.AbstractEventLoop, list[tuple[Reader, StepOutput]]]
 
 
 class InFlight(NamedTuple):
@@ -142,41 +132,36 @@ class Engine:
         self.config = runner.config
         self.max_seq_len = min(runner.max_seq_len, runner.n_pages * PAGE)
         self.about = runner.about
-        self.observer: Observer | None = None  # service/steps.py, where somebody wants to see the steps
+        self.observer: Observer | None = None  # service/steps.py, if the steps are to be seen
         self._runner = runner
-        self._scheduler = Scheduler(
-            runner.n_pages, runner.max_batch, runner.chunk, runner.chunk_invariant, speculate
-        )
+        self._scheduler = Scheduler(runner.n_pages, runner.max_batch, runner.chunk, speculate)
         self._inbox = queue.SimpleQueue[Callable[[], None]]()  # what to do between two steps
         self._in_flight: deque[InFlight] = deque()  # oldest first
         self._readers: dict[Sequence, Reader] = {}  # of all sequences that have not ended
-        self._outbox = Outbox(list)  # what is delivered at the end of a step
+        self._constraints: dict[Sequence, Constraint] = {}  # of those that run
+        self._outbox: list[tuple[Reader, StepOutput]] = []  # what is delivered at the end of a step
         self._step_s = step_s
         self._rows_per_s = math.inf  # of the last step with a prefill chunk
-        self._read_at = 0.0  # when the last step was read
+        self._read_at = 0.0  # the time when the last step was read
         self._n_steps = 0
         self._n_failed_steps = 0  # since one that worked
         self._why_closed = CLOSING  # what requests are told while _open is False
         self._open = True  # False: no request is taken any more
-        # Held from a look at _open to what follows from it, for close() comes from another thread.
+        # Held from a look at _open to what follows from it, because close() comes from another thread.
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
-    async def generate(self, request: EngineRequest, take: Take) -> None:
+    async def generate(self, sequence: Sequence, take: Take) -> None:
         """Hand the tokens of one sequence to `take`, step by step, and return after the last.
 
-        It is aborted where this is cancelled, and where `take` wants no more, or raises: then that is raised.
+        Aborts the sequence if this coroutine is cancelled, and if `take` wants no more or raises. What it
+        raises is raised here.
         """
-        sequence = Sequence(
-            request.prompt,
-            request.max_tokens,
-            request.stop_token_ids,
-            request.sampling,
-            request.constraint,
-            request.owner,
-            request.request_id,
-        )
+        n_prompt, n_more = len(sequence.prompt), sequence.max_tokens
+        if n_prompt < 1 or n_more < 1 or n_prompt + n_more > self.max_seq_len:
+            expected = f"expected a prompt and a token more, {self.max_seq_len} in all"
+            raise ValueError(f"{expected}; got {n_prompt} and at most {n_more}")
         reader = Reader(take)
         with self._lock:
             if self._open:
@@ -186,7 +171,7 @@ class Engine:
         try:
             await reader.ended
         finally:
-            if self._open:  # else nobody empties the inbox
+            if self._open:  # else the inbox is not emptied any more
                 self._inbox.put(partial(self._abort, sequence))
 
     def busy(self) -> bool:
@@ -210,7 +195,7 @@ class Engine:
         }
 
     def close(self) -> None:
-        """Fail what is left, end the thread; one that does not come back from a step is left behind."""
+        """Fail what is left and end the thread. One that does not come back from a step is left alone."""
         with self._lock:
             self._open = False
         self._inbox.put(lambda: None)  # wakes the thread
@@ -232,28 +217,22 @@ class Engine:
         self._read_inbox(wait=False)
         for sequence in list(self._readers):
             self._fail(sequence, self._why_closed)
+        self._take_masks()  # closes the constraints
         self._deliver()
 
     def _read_inbox(self, wait: bool) -> None:
-        """Start and abort what was asked for since the last step; `wait` until there is something."""
-        if wait:
+        """Start and abort what was asked for since the last step. `wait` until there is something."""
+        while wait or not self._inbox.empty():
             action = self._inbox.get()
             action()
-        while not self._inbox.empty():
-            action = self._inbox.get()
-            action()
+            wait = False
 
     def _start(self, sequence: Sequence, reader: Reader) -> None:
         self._readers[sequence] = reader
-        n_prompt = len(sequence.prompt)
-        if n_prompt and sequence.max_tokens >= 1 and n_prompt + sequence.max_tokens <= self.max_seq_len:
-            self._scheduler.add(sequence)
-            return
-        expected = f"expected a prompt and a token more, {self.max_seq_len} in all"
-        self._fail(sequence, f"{expected}; got {n_prompt} and at most {sequence.max_tokens}")
+        self._scheduler.add(sequence)
 
     def _abort(self, sequence: Sequence) -> None:
-        """Forget a sequence that nobody reads any more; nothing is left to do if it has ended."""
+        """Forget a sequence whose reader has left; nothing is left to do if it has ended."""
         self._scheduler.remove(sequence)
         self._readers.pop(sequence, None)
 
@@ -262,6 +241,7 @@ class Engine:
         self._wait_for_masks()
         in_flight = [step.batch for step in self._in_flight]
         batch = self._scheduler.schedule(in_flight, max_rows=self._step_s * self._rows_per_s)
+        self._take_masks()  # asks for those of sequences that are new in the batch
         if batch:
             self._launch(batch)
         self._deliver()
@@ -270,31 +250,46 @@ class Engine:
             self._read()
         elif self.observer is not None:
             self.observer(self._scheduler, [], [], 0.0)
-        self._fail_alone()
         if not self._in_flight:  # else the device is at work, and is to be given its next step first
             self._deliver()
 
     def _wait_for_masks(self) -> None:
-        """Give the masks that are being computed a moment, but not those that are late, or were last time."""
-        running = self._scheduler.running
-        awaiting = [sequence for sequence in running if sequence.awaits_masks]
-        is_all = len(awaiting) == len(running)  # there is nothing else to compute
-        pending = {sequence.constraint.fileno(): sequence for sequence in awaiting if sequence.constraint}
-        if pending:
-            self._deliver()  # the event loop need not wait for them
+        """Give masks a moment to come, but not those that are late, or were the last time."""
         deadline = time.monotonic() + MASK_WAIT_S
-        while pending:
-            seconds_left = 0.0
-            if is_all or any(sequence.is_in_time for sequence in pending.values()):
-                seconds_left = max(0.0, deadline - time.monotonic())
-            ready = wait([*pending], seconds_left)
-            for fd in ready:
-                assert isinstance(fd, int)
-                del pending[fd]
-            if not ready:
+        while True:
+            self._take_masks()
+            running = self._scheduler.running
+            held_up = [sequence for sequence in running if sequence.is_held_up]
+            waited_for = held_up
+            if len(held_up) < len(running):  # the others can go on
+                waited_for = [sequence for sequence in held_up if sequence.is_in_time]
+            seconds_left = deadline - time.monotonic()
+            if not waited_for or seconds_left <= 0:
                 break
-        for sequence in pending.values():
+            self._deliver()  # the event loop need not wait for them
+            wait([self._constraints[sequence].fileno() for sequence in held_up], seconds_left)
+        for sequence in held_up:
             sequence.n_late_steps += 1
+
+    def _take_masks(self) -> None:
+        """Ask for the masks that running sequences need, and take those that have come."""
+        running = self._scheduler.running
+        constraints = {one: one.constraint for one in running if one.constraint is not None}
+        for sequence, constraint in self._constraints.items():
+            if sequence not in constraints:
+                constraint.close()
+        self._constraints = constraints
+        for sequence, constraint in constraints.items():
+            if sequence.masks is not None:
+                continue
+            try:
+                masks = constraint.masks(sequence.output, self._scheduler.drafts(sequence))
+                if masks is not None and not masks[0].any():
+                    raise ValueError("expected a token that may come next, the constraint allows none")
+                sequence.set_masks(masks)
+            except Exception as error:
+                log.error("a request failed alone: its constraint gave up", exc_info=error)
+                self._fail(sequence, GAVE_UP)
 
     def _launch(self, batch: list[Scheduled]) -> None:
         spans = [scheduled.span for scheduled in batch]
@@ -322,25 +317,26 @@ class Engine:
         seconds = self._measure(batch, launched_at)
         choices = iter(results)
         for scheduled in batch:
-            chosen: list[Choice] = []
-            if scheduled.contexts:
-                chosen = next(choices)
+            chosen = next(choices) if scheduled.contexts else []
+            sequence = scheduled.sequence
             tokens = self._scheduler.postprocess(scheduled, chosen)
             if tokens:
-                sequence = scheduled.sequence
                 self._put(sequence, StepOutput(tokens, sequence.finish, cached_tokens=sequence.n_cached))
+            elif sequence.finish == "failed" and sequence in self._readers:
+                log.error("a request failed alone: %s", NO_NUMBERS)
+                self._fail(sequence, NO_NUMBERS)
         if self.observer is not None:
             self.observer(self._scheduler, batch, results, seconds)
 
     def _measure(self, batch: list[Scheduled], launched_at: float) -> float:
-        """Return the seconds of a step that has been read; it began when the one before it had ended.
+        """Return the seconds of a step that has been read. It began when the step before it had ended.
 
-        They tell how many rows the next one may have.
+        They tell how many rows the next step may have.
         """
         began_at = max(launched_at, self._read_at)
         self._read_at = time.perf_counter()
         seconds = self._read_at - began_at
-        if any(scheduled.span.is_chunk for scheduled in batch):
+        if any(scheduled.is_prefill for scheduled in batch):
             n_rows = sum(scheduled.span.end - scheduled.span.start for scheduled in batch)
             self._rows_per_s = n_rows / max(seconds, 1e-6)
         return seconds
@@ -355,30 +351,22 @@ class Engine:
                 message = f"{type(error).__name__} in the engine; its log has the details."
                 self._fail(scheduled.sequence, message)
 
-    def _fail_alone(self) -> None:
-        """Fail the sequences that the scheduler has ended."""
-        for sequence, message, error in self._scheduler.failed:
-            log.error("a request failed alone: %s", message, exc_info=error)
-            self._fail(sequence, message)
-        self._scheduler.failed.clear()
-
     def _fail(self, sequence: Sequence, message: str) -> None:
         self._scheduler.remove(sequence)
         self._put(sequence, StepOutput([], "failed", message))
 
     def _put(self, sequence: Sequence, output: StepOutput) -> None:
-        reader = self._readers[sequence]
-        self._outbox[reader.loop].append((reader, output))
+        self._outbox.append((self._readers[sequence], output))
         if output.finish:
             del self._readers[sequence]
 
     def _deliver(self) -> None:
-        """Empty the outbox with one call an event loop: a call a sequence outlasts a small step."""
+        """Empty the outbox with one call of an event loop: a call for each sequence outlasts a small step."""
         outbox = self._outbox
-        self._outbox = Outbox(list)
-        for loop, outputs in outbox.items():
+        self._outbox = []
+        for loop, outputs in groupby(outbox, key=lambda one: one[0].loop):
             try:
-                loop.call_soon_threadsafe(put_all, outputs)
+                loop.call_soon_threadsafe(put_all, list(outputs))
             except RuntimeError:  # the loop has closed, and its readers are gone
                 log.debug("tokens came after their reader had gone")
 

@@ -39,7 +39,7 @@ Array = NDArray[np.float32]
 Ints = NDArray[np.int64]
 
 PAGE = 64  # tokens of a KV cache page
-CHUNK = PAGE  # tokens of a prefill chunk; a prompt is cut at its multiples
+CHUNK = PAGE  # tokens of a prefill chunk
 
 # --- what goes in -------------------------------------------------------------------------------------------
 
@@ -49,11 +49,10 @@ class Span(NamedTuple):
 
     slot: int  # row of the running batch, below max_batch, that the sequence occupies
     pages: Sequence[int]  # its page table: the token at position p lies in page pages[p // PAGE]
-    # None: one token, the newest that the slot chose; only the device knows it yet (where n_ahead > 0).
+    # None: one token, the newest that the slot chose; only the device knows it yet (if n_ahead > 0).
     token_ids: Sequence[int] | None
     start: int  # position of the first token; the KV cache holds all tokens before it
     n_wanted: int  # wanted rows, the last ones: a token is chosen from the logits of each
-    is_chunk: bool = False  # True: prefill, the rows of a chunk are one group; False: each row is a group
 
     @property
     def end(self) -> int:
@@ -122,7 +121,6 @@ class NumpyOps:
     pack = staticmethod(unpacked)  # how checkpoint.weights.read_weights keeps a matrix for these ops
     chunk = CHUNK
     n_ahead = 0  # steps that may be launched before the first of them is read
-    chunk_invariant = False
 
     def __init__(
         self, config: Config, weights: Weights, max_seq_len: int, n_pages: int, max_batch: int

@@ -24,7 +24,7 @@ has a bug (api.py).
 import asyncio
 import bisect
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from functools import cache
 from typing import Any, Literal, NamedTuple, Protocol
@@ -33,7 +33,7 @@ from channels import Accepted, Dialect, Emit, Finish, Output, Parser, Piece, Sta
 from dialects import families
 from dialects.matchers import Grammars
 from dialects.structured_output import AnswerGrammar, BadGrammar, Thinking, answer_grammar
-from engine import Engine, EngineRequest, StepOutput
+from engine import Engine, StepOutput
 from request.ids import REQUEST_ID
 from request.messages import Message, turn_starts, without_old_turns
 from request.params import Request
@@ -42,6 +42,7 @@ from request.special_tokens import SpecialTokens
 from request.template import ChatTemplate
 from request.tools import StructuredOutput
 from sampling import Choice, Sampling
+from scheduler import Sequence
 from tokenizer import Tokenizer
 
 ALIAS = "default"  # a name that any model answers to
@@ -139,12 +140,12 @@ class LocalWorker:
         template: ChatTemplate,
         grammars: Grammars,
         dialect: str | None = None,
-        names: Sequence[str] = ("model",),
+        names: Iterable[str] = ("model",),
         defaults: Mapping[str, Any] | None = None,
     ) -> None:
         """`names` of the model in requests; `dialect` instead of the one that the template shows."""
         self.engine = engine
-        self.names = names
+        self.names = list(names)
         self.defaults = defaults or {}
         self.tokenizer = tokenizer
         self._template = template
@@ -273,12 +274,12 @@ class LocalWorker:
 
     async def run(self, prompt: LocalPrompt, emit: Emit, choice: int = 0) -> None:
         """Emit what the model says in one choice."""
-        engine_request = self._engine_request(prompt, choice)
+        sequence = self._sequence(prompt, choice)
         max_logprob_bytes = MAX_LOGPROB_BYTES // prompt.request.n
-        answer = Answer(self.tokenizer, self._parser(prompt), engine_request, max_logprob_bytes, emit)
+        answer = Answer(self.tokenizer, self._parser(prompt), sequence, max_logprob_bytes, emit)
         emit(Accepted())
         try:
-            await self.engine.generate(engine_request, answer.take)
+            await self.engine.generate(sequence, answer.take)
         except asyncio.CancelledError:
             answer.cancel()
             raise
@@ -295,7 +296,7 @@ class LocalWorker:
             schemas={function["name"]: function.get("parameters", {}) for function in functions},
         )
 
-    def _engine_request(self, prompt: LocalPrompt, choice: int) -> EngineRequest:
+    def _sequence(self, prompt: LocalPrompt, choice: int) -> Sequence:
         request = prompt.request
         stop_token_ids = {*request.stop_token_ids}
         # The grammar of structured output has an end of its own, after which nothing may come.
@@ -312,7 +313,7 @@ class LocalWorker:
         constraint = None
         if prompt.grammar:
             constraint = self._grammars.constraint(prompt.grammar)
-        return EngineRequest(
+        return Sequence(
             prompt.token_ids,
             prompt.max_tokens,
             frozenset(stop_token_ids),
@@ -356,7 +357,7 @@ class Answer:
         self,
         tokenizer: Tokenizer,
         parser: Parser,
-        request: EngineRequest,
+        request: Sequence,
         max_logprob_bytes: int,
         emit: Emit,
     ) -> None:
@@ -443,7 +444,7 @@ def refusal(error: BadGrammar, spec: StructuredOutput | None) -> BadInput:
     return BadInput(f"Invalid schema{of_part}: {error}", path, "invalid_json_schema")
 
 
-def json_bytes(logprobs: Sequence[TokenLogprob]) -> int:
+def json_bytes(logprobs: Iterable[TokenLogprob]) -> int:
     """About how many bytes they have as JSON: a byte of a token is at most 6 in its text and 4 in `bytes`."""
     entries = [entry for logprob in logprobs for entry in (logprob, *logprob.top)]
     return sum(64 + 10 * len(entry.bytes) for entry in entries)

@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 from checkpoint.config import Config
 from checkpoint.weights import Weights
-from engine import Engine, EngineRequest, StepOutput
+from engine import Engine, StepOutput
 from model import PAGE, NumpyOps
 from sampling import Sampling
+from scheduler import Sequence
 from tokenizer import Tokenizer
 
 Prompts = list[list[int]]
@@ -59,7 +60,7 @@ def engine_run(engine: Engine, sampling: Sampling = GREEDY) -> Run:
                 raise RuntimeError(step.message)
             return True
 
-        await engine.generate(EngineRequest(prompt, n_new, frozenset(), sampling), take)
+        await engine.generate(Sequence(prompt, n_new, frozenset(), sampling), take)
         return said
 
     async def all_of(prompts: Prompts, n_new: int) -> Speeds:

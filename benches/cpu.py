@@ -108,9 +108,9 @@ def forward_run(ops: NumpyOps) -> Run:
             for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
                 pages = range(i * n_pages, (i + 1) * n_pages)
                 if n == 0:
-                    spans.append(Span(i, pages, prompt, 0, 1, is_chunk=True))
+                    spans.append(Span(i, pages, prompt, 0, 1))
                 else:
-                    spans.append(Span(i, pages, output[-1:], len(prompt) + n - 1, 1, is_chunk=False))
+                    spans.append(Span(i, pages, output[-1:], len(prompt) + n - 1, 1))
             pairs = zip(prompts, outputs, strict=True)
             contexts = [Context(GREEDY, prompt, output) for prompt, output in pairs]
             for output, [choice] in zip(outputs, ops.read(ops.launch(spans, contexts)), strict=True):
@@ -419,7 +419,7 @@ def our_losses(ops: NumpyOps, weights: Weights, windows: Sequence[Sequence[int]]
     for window in windows:
         for start in range(0, len(window), CHUNK):
             chunk = window[start : start + CHUNK]
-            span = Span(0, range(ops.n_pages), chunk, start, len(chunk), is_chunk=True)
+            span = Span(0, range(ops.n_pages), chunk, start, len(chunk))
             logits = forward(ops, weights, Batch([span]))
             parts.append(window_losses(logits, window[start : start + CHUNK + 1]))
     return np.concatenate(parts)

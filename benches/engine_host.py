@@ -33,9 +33,10 @@ from benches.gpu_checkpoint import FOR_ALL, SHAPES
 from checkpoint.config import parse_config
 from checkpoint.weights import Layer, Weights
 from devices.cuda import CudaOps
-from engine import Engine, EngineRequest, StepOutput
+from engine import Engine, StepOutput
 from model import PAGE
 from sampling import Sampling
+from scheduler import Sequence
 from server import tune_garbage_collector
 
 MAX_SEQ_LEN = 4096
@@ -165,7 +166,7 @@ def cost(batch: int, n_new: int, sampling: Callable[[int], Sampling]) -> Cost:
         measured.append((time.clock_gettime(clock), time.process_time(), engine.counts()["steps"]))
 
     async def one(number: int) -> None:
-        request = EngineRequest([number] * 300, n_new, frozenset([1]), sampling(number))
+        request = Sequence([number] * 300, n_new, frozenset([1]), sampling(number))
         has_begun = False
 
         def take(step: StepOutput) -> bool:

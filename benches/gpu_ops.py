@@ -107,7 +107,7 @@ class Stand:
         spans = []
         for slot in range(n):
             pages = range(slot * self.n_pages_each, (slot + 1) * self.n_pages_each)
-            spans.append(Span(slot, list(pages), [1 + slot], context, 1, False))
+            spans.append(Span(slot, list(pages), [1 + slot], context, 1))
         contexts = [Context(GREEDY, [], [])] * n
         with self.stream:
             memory, host, step = self.ops._upload_step(place_spans(spans, contexts))

@@ -21,8 +21,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections import abc, defaultdict
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import date
 from pathlib import Path
@@ -45,10 +45,11 @@ from benches.common import cpu_name, model_option, repeat_option, resident_mb, w
 from checkpoint import hub
 from checkpoint.config import Config, read_config
 from dialects.matchers import Grammars
-from engine import Engine, EngineRequest, ModelRunner, StepOutput, Take
+from engine import Engine, ModelRunner, StepOutput, Take
 from middleware import Keys, make_app
 from request.template import ChatTemplate
 from sampling import Choice
+from scheduler import Sequence
 from server import SWITCH_S, tune_garbage_collector
 from service.admission import Room
 from service.connections import bind, protocol
@@ -82,7 +83,7 @@ class Script:
         self.max_seq_len = config.max_seq_len
         self._step = StepOutput([Choice(token_id)])
 
-    async def generate(self, job: EngineRequest, take: Take) -> None:
+    async def generate(self, job: Sequence, take: Take) -> None:
         for n_left in range(job.max_tokens - 1, -1, -1):
             await tick(job.sampling.seed)
             take(self._step if n_left else self._step._replace(finish="length"))
@@ -111,7 +112,7 @@ class BatchScript(Engine):
         self._handled = threading.Event()  # the event loop has written what the last step brought
         runner = SimpleNamespace(
             config=config, max_seq_len=config.max_seq_len, n_pages=2**16, max_batch=N_BATCH, chunk=64,
-            chunk_invariant=False, about="",
+            about="",
         )  # fmt: skip
         super().__init__(cast(ModelRunner, runner))
 
@@ -186,7 +187,7 @@ def ours(directory: Path, script: Callable[[Config, int], Any]) -> ASGIApp:
     return make_app(Api(worker, None, registry, bytes(32)), Keys([]), Room(max(STREAMS) + 1))
 
 
-def bare(frames: Sequence[bytes]) -> ASGIApp:
+def bare(frames: abc.Sequence[bytes]) -> ASGIApp:
     """The frames that ours has sent, the deltas among them in time."""
 
     async def stream(http: HttpRequest) -> Response:

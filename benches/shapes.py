@@ -147,7 +147,7 @@ def decode(ops: ExpertOps, batch: int, n_new: int) -> float:
         for i in range(batch):
             token_ids = [int(rng.integers(ops.config.vocab_size))]
             pages = range(i * n_pages, (i + 1) * n_pages)
-            spans.append(Span(i, pages, token_ids, position, 1, is_chunk=False))
+            spans.append(Span(i, pages, token_ids, position, 1))
         ops.read(ops.launch(spans, [Context(GREEDY, [], [])] * batch))
     return batch * n_new / (time.perf_counter() - started)
 

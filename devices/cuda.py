@@ -60,6 +60,7 @@ from devices.steps import (
     StepsInFlight,
     bucket,
     buckets,
+    is_prompt,
     n_bytes,
     n_rows,
     pick_fields,
@@ -258,7 +259,6 @@ class CudaOps:
     chunk = 256  # tokens of a prompt that are computed together
     n_ahead = 4  # steps that may be launched before the first of them is read
     enough_blocks = 64  # of a product: an H100's 132 processors do fewer, of a larger shape, no faster
-    chunk_invariant = True
 
     def __init__(
         self, config: Config, weights: Weights, max_seq_len: int, n_pages: int, max_batch: int, cp: Any = None
@@ -503,7 +503,7 @@ class CudaOps:
 
     def _is_of_whole_chunks(self, step: PlacedStep) -> bool:
         """Does it compute whole prefill chunks and nothing else, as most steps of a long prompt do?"""
-        return step.spans[0].is_chunk and step.sizes == [self.chunk] * len(step.sizes)
+        return is_prompt(step.spans[0]) and step.sizes == [self.chunk] * len(step.sizes)
 
     def _free_host_memory(self, memory: StepMemory) -> HostMemory:
         if memory.free:

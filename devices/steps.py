@@ -202,13 +202,13 @@ class PlacedStep(NamedTuple):
 
 
 def place_spans(spans: Sequence[Span], contexts: Sequence[Context]) -> PlacedStep:
-    """Give the spans their rows, in their order; those of prefill chunks come behind all others."""
+    """Give the spans their rows, in their order; those of prompts come after all others."""
     sizes = [n_rows(span) for span in spans]
     next_row = 0
-    next_chunk_row = sum(size for span, size in zip(spans, sizes, strict=True) if not span.is_chunk)
+    next_chunk_row = sum(size for span, size in zip(spans, sizes, strict=True) if not is_prompt(span))
     first_rows = []
     for span, size in zip(spans, sizes, strict=True):
-        if span.is_chunk:
+        if is_prompt(span):
             first_rows.append(next_chunk_row)
             next_chunk_row += size
         else:
@@ -221,6 +221,11 @@ def n_rows(span: Span) -> int:
     if span.token_ids is None:
         return 1
     return len(span.token_ids)
+
+
+def is_prompt(span: Span) -> bool:
+    """True for a chunk of a prompt: of the newest token and its drafts every row is wanted."""
+    return n_rows(span) > span.n_wanted
 
 
 UNREAD = (-1,)  # in place of the token that the slot chose last, which the host has not read
@@ -260,7 +265,7 @@ def step_tiles(step: PlacedStep, group_size: int, max_split_rows: int) -> StepTi
     longest = 1
     for span, size, first_row in zip(step.spans, step.sizes, step.first_rows, strict=True):
         tiles = split
-        if span.is_chunk or first_row + size > max_split_rows:
+        if is_prompt(span) or first_row + size > max_split_rows:
             tiles = whole
         else:
             n_split_spans += 1

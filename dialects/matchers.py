@@ -3,14 +3,14 @@
     AnswerGrammar --Grammars.check()--> nothing, or BadGrammar                 before a request is taken
     AnswerGrammar --Grammars.constraint()--> Constraint --masks()--> the tokens that may come next
 
-A Constraint does not wait: advance() has the process compute, masks() takes what it has computed. So the
-engine computes the other sequences meanwhile, and what a grammar costs is the cost of its own answer alone.
+A Constraint does not wait: masks() asks the process for what it has not been asked yet, and takes what it
+has computed. So the engine computes the other sequences meanwhile, and a costly grammar delays its own answer
+alone.
 
-    advance([], [])            the process starts: it compiles, then makes the mask of the first token
-    masks() -> None            not yet: the sequence sits a step out
-    masks() -> [mask]          one token is chosen under it
-    advance([17], [5, 9])      the masks behind 17, behind 17 5, and behind 17 5 9
-    close()                    the process ends, whatever it is doing
+    masks([], []) -> None          the process starts: it compiles, then makes the mask of the first token
+    masks([], []) -> [mask]        one token is chosen under it
+    masks([17], [5, 9]) -> None    the masks after 17, after 17 5, and after 17 5 9 are not there yet
+    close()                        the process ends, whatever it is doing
 
 Authority: https://man7.org/linux/man-pages/man7/unix.7.html (SCM_RIGHTS: sockets sent over sockets).
 
@@ -65,39 +65,36 @@ class Constraint:
         self._grammars = grammars
         self._grammar = grammar
         self._process: Process | None = None  # None: none follows it now
+        self._n_told = 0  # tokens of the output that the process has been told
         self._deadline = 0.0  # for the masks that it computes
 
     def fileno(self) -> int:
-        """What becomes readable when the masks have come."""
+        """Return what becomes readable when the masks have come."""
         assert self._process is not None
         return self._process.connection.fileno()
 
-    def advance(self, token_ids: list[int], drafts: list[int]) -> None:
-        """Begin the masks behind these tokens, and behind each draft; raises OSError.
-
-        Where no process follows it, one starts; the tokens are then all of the output so far.
-        """
-        self._deadline = time.monotonic() + MAX_ANSWER_S
-        if self._process is None:
-            # Twice the time that the check has: what has passed that shall not fail here.
-            self._process = self._grammars.start(self._grammar, 2 * MAX_COMPILE_S, token_ids, drafts)
-        else:
-            self._process.connection.send_bytes(
-                array.array("i", [len(token_ids), *token_ids, *drafts]).tobytes()
-            )
-
-    def masks(self) -> list[NDArray[np.bool_]] | None:
-        """Which tokens may come next, then behind each draft up to one that may not come.
+    def masks(self, output: list[int], drafts: list[int]) -> list[NDArray[np.bool_]] | None:
+        """Return which tokens may come after the output, then after each draft up to one that may not come.
 
         Each is (vocab_size,). The eos tokens may come once the grammar is satisfied. None: the masks are not
-        computed yet. Raises BadGrammar where the grammar cannot be followed any further.
+        computed yet. Raises OSError if no process can be started, BadGrammar if the grammar cannot be
+        followed any further.
         """
-        assert self._process is not None
-        if not self._process.connection.poll():
-            if time.monotonic() > self._deadline:
-                raise BadGrammar(f"expected an answer within {MAX_ANSWER_S:.0f} s", "")
-            return None
-        return self._grammars.read(self._process)
+        is_new = self._process is None or len(output) > self._n_told
+        if self._process is None:
+            # Twice the time that the check has, so that what has passed it does not fail here.
+            self._process = self._grammars.start(self._grammar, 2 * MAX_COMPILE_S, output, drafts)
+        elif is_new:
+            new = output[self._n_told :]
+            self._process.connection.send_bytes(array.array("i", [len(new), *new, *drafts]).tobytes())
+        if is_new:
+            self._n_told = len(output)
+            self._deadline = time.monotonic() + MAX_ANSWER_S
+        if self._process.connection.poll():
+            return self._grammars.read(self._process)
+        if time.monotonic() > self._deadline:
+            raise BadGrammar(f"expected an answer within {MAX_ANSWER_S:.0f} s", "")
+        return None
 
     def close(self) -> None:
         if self._process is not None:

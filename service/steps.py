@@ -251,7 +251,7 @@ class Observer:
         start = end = n_drafts = 0
         filled: list[int] = []  # pages that its rows have reached the end of
         if rows is not None:
-            phase = "prefill" if rows.span.is_chunk else "decode"
+            phase = "prefill" if rows.is_prefill else "decode"
             start, end, n_drafts = rows.span.start, rows.span.end, len(rows.drafts)
             filled = list(rows.span.pages[start // PAGE : end // PAGE])
         added = sequence.page_table[n_kept:]

@@ -162,7 +162,7 @@ def state_rows(sequences: dict[str, Sequence]) -> Iterator[str]:
 def scheduled_rows(scheduled: list[Scheduled], letters: dict[Sequence, str]) -> Iterator[str]:
     for one in scheduled:
         span = one.span
-        phase = "prefill" if span.is_chunk else "decode"
+        phase = "prefill" if one.is_prefill else "decode"
         rows = f"start {span.start}, end {span.end}, n_wanted {span.n_wanted}"
         yield f"{letters[one.sequence]}  {phase:8} {rows:30} token_ids {span.token_ids}"
 
@@ -170,8 +170,6 @@ def scheduled_rows(scheduled: list[Scheduled], letters: dict[Sequence, str]) -> 
 def batch_rows(batch: Batch) -> Iterator[str]:
     for member in ("token_ids", "positions", "pages", "offsets", "wanted_rows"):
         yield f"{member:12} {getattr(batch, member).tolist()}"
-    groups = [f"rows {group.rows.start} to {group.rows.stop - 1}" for group in batch.groups]
-    yield f"{'groups':12} {', '.join(groups)}"
 
 
 def choice_rows(letters: list[str], step: ComputedStep, tokenizer: Tokenizer) -> Iterator[str]:

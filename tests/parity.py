@@ -274,7 +274,7 @@ class Ours:
 
 def prefill(token_ids: Sequence[int], start: int, pages: Sequence[int] = range(N_PAGES)) -> Span:
     """Tokens that are computed together, the choice behind the last of them wanted."""
-    return Span(0, pages, token_ids, start, n_wanted=1, is_chunk=True)
+    return Span(0, pages, token_ids, start, n_wanted=1)
 
 
 # ---- Golden files ------------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ def test_losses_do_not_depend_on_chunks() -> None:
     [window] = common.prompts(Tokenizer(TINY / "tokenizer.json"), 1, 130)
     ops = common.with_pages(NumpyOps, config, weights, 192)
     losses = cpu.our_losses(ops, weights, [window, window[:5]])
-    batch = Batch([Span(0, range(3), window, 0, len(window), is_chunk=True)])
+    batch = Batch([Span(0, range(3), window, 0, len(window))])
     expected = cpu.window_losses(forward(ops, weights, batch), window)
     assert losses.shape == (129 + 4,)
     assert losses == pytest.approx([*expected, *expected[:4]], rel=1e-4)

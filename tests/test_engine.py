@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engine import BROKEN, CLOSING, MAX_FAILED_STEPS, Engine, EngineRequest, StepOutput
+from engine import BROKEN, CLOSING, GAVE_UP, MAX_FAILED_STEPS, Engine, StepOutput
 from helpers.engines import (
     CHUNK,
     GREEDY,
@@ -38,7 +38,7 @@ from helpers.engines import (
 )
 from model import NumpyOps
 from sampling import Sampling
-from scheduler import MAX_CHUNKS
+from scheduler import MAX_CHUNKS, Scheduler, Sequence
 
 
 @pytest.fixture
@@ -245,7 +245,7 @@ def test_a_step_beside_who_decodes_takes_no_longer_than_it_may(
         return sum(0.02 + 0.005 * sum(step.rows) for step in watch.steps)
 
     monkeypatch.setattr("time.perf_counter", now)
-    with started(watch, chunk_invariant=True, step_s=0.08) as engine:
+    with started(watch, step_s=0.08) as engine:
         together(engine, watch, [endless(1, 60), endless(300, 1)])
     durations = [0.02 + 0.005 * sum(step.rows) for step in watch.steps if len(step.rows) == 2]
     assert sum(sum(step.rows) - 1 for step in watch.steps if len(step.rows) == 2) >= 300
@@ -321,6 +321,10 @@ OUT_OF_VOCABULARY = Sampling(logit_bias={9999: 1})
 FAULTS = [
     ("a bias without a token",   replace(endless(3, 5), sampling=OUT_OF_VOCABULARY), "IndexError"),
     ("a prompt without a token", replace(endless(3, 5), prompt=[5, 9999]),           "IndexError"),
+]
+
+#   what                         job                                                 message
+BAD = [
     ("no prompt",                endless(0, 5),                                      "got 0 and at most 5"),
     ("nothing to say",           endless(3, 0),                                      "got 3 and at most 0"),
     ("beyond the context",       endless(1000, 30),                                  "got 1000 and"),
@@ -330,12 +334,19 @@ FAULTS = [
 
 @pytest.mark.parametrize(("what", "asked", "message"), FAULTS)
 def test_a_request_that_cannot_be_served(
-    what: str, asked: EngineRequest, message: str, tiny_engine: Engine
+    what: str, asked: Sequence, message: str, tiny_engine: Engine
 ) -> None:
     """worker.py lets none of these through; the engine must outlive them all the same."""
     assert failed(alone(tiny_engine, asked), message)
     assert alone(tiny_engine, job("Say OK")).finish == "stop"
     assert tiny_engine.counts()["running"] == 0
+
+
+@pytest.mark.parametrize(("what", "asked", "message"), BAD)
+def test_a_request_that_does_not_fit(what: str, asked: Sequence, message: str, tiny_engine: Engine) -> None:
+    with pytest.raises(ValueError, match=message):
+        alone(tiny_engine, asked)
+    assert alone(tiny_engine, job("Say OK")).finish == "stop"
 
 
 def test_logits_that_are_no_numbers_fail_their_request_alone() -> None:
@@ -373,9 +384,7 @@ class NeverReady:
     def __init__(self) -> None:
         self._ours, self._theirs = socket.socketpair()
 
-    def advance(self, token_ids: list[int], drafts: list[int]) -> None: ...
-
-    def masks(self) -> list[NDArray[np.bool_]] | None:
+    def masks(self, output: list[int], drafts: list[int]) -> list[NDArray[np.bool_]] | None:
         return None
 
     def fileno(self) -> int:
@@ -384,6 +393,76 @@ class NeverReady:
     def close(self) -> None:
         self._ours.close()
         self._theirs.close()
+
+
+class Allows:
+    """A constraint with the same mask before every token, and none after so many."""
+
+    def __init__(self, *token_ids: int, n_tokens: int = 1000) -> None:
+        self._token_ids = list(token_ids)
+        self._n_tokens = n_tokens
+        self.is_followed = False  # it holds something
+
+    def masks(self, output: list[int], drafts: list[int]) -> list[NDArray[np.bool_]] | None:
+        self.is_followed = True
+        if len(output) == self._n_tokens:
+            raise ValueError("a fault made on purpose")
+        mask = np.zeros(tiny().config.vocab_size, np.bool_)
+        mask[self._token_ids] = True
+        return [mask]
+
+    def fileno(self) -> int:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        self.is_followed = False
+
+
+@pytest.mark.parametrize(
+    ("constraint", "n_said", "logged"),
+    [
+        (Allows(7, n_tokens=2), 2, "a fault made on purpose"),
+        (Allows(), 0, "expected a token that may come next"),  # before a token is computed
+    ],
+)
+def test_a_constraint_that_gives_up_ends_its_sequence_alone(
+    tiny_engine: Engine,
+    watch: Watch,
+    caplog: pytest.LogCaptureFixture,
+    constraint: Allows,
+    n_said: int,
+    logged: str,
+) -> None:
+    jobs = [replace(endless(5, 30), constraint=constraint), endless(5, 30)]
+    given_up, other = together(tiny_engine, watch, jobs)
+    assert failed(given_up, GAVE_UP)
+    assert given_up.ids == [7] * n_said
+    assert (other.finish, len(other.ids)) == ("length", 30)
+    assert logged in caplog.text
+
+
+def test_a_constraint_is_followed_only_while_its_sequence_runs() -> None:
+    """It has a process of its own, of which there may be as many as there are slots."""
+    constraints = [Allows(7), Allows(7)]
+    jobs = [
+        replace(endless(60, 100, first=i), constraint=constraint) for i, constraint in enumerate(constraints)
+    ]
+    followed = set[tuple[bool, ...]]()
+    with started(watch := Watch(), n_pages=3) as engine:
+        watched = engine.observer
+        assert watched
+
+        def observe(scheduler: Scheduler, *step: Any) -> None:
+            watched(scheduler, *step)
+            running = [one.constraint for one in scheduler.running]
+            followed.add(tuple(one.is_followed for one in constraints if one not in running))
+
+        engine.observer = observe
+        assert [len(answer.ids) for answer in together(engine, watch, jobs)] == [100, 100]
+        assert engine.counts()["preemptions"] >= 1
+    assert not any(one.is_followed for one in constraints)
+    assert (False,) in followed
+    assert (True,) not in followed
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -461,7 +540,7 @@ def test_nobody_waits_twice_for_a_mask_that_is_late(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("engine.wait", counted)
 
     async def main(engine: Engine) -> Answer:
-        late = EngineRequest([5, 6, 7], 30, frozenset(), GREEDY, NeverReady())
+        late = Sequence([5, 6, 7], 30, frozenset(), GREEDY, NeverReady())
         async with aclosing(stepwise(engine, late)) as steps:
             waiting = asyncio.ensure_future(anext(steps))
             while not engine.busy():
@@ -495,9 +574,7 @@ def test_it_is_busy_from_the_moment_it_is_asked() -> None:
 class CannotBeWaitedFor:
     """A constraint that fails where none is expected to."""
 
-    def advance(self, token_ids: list[int], drafts: list[int]) -> None: ...
-
-    def masks(self) -> list[NDArray[np.bool_]] | None:
+    def masks(self, output: list[int], drafts: list[int]) -> list[NDArray[np.bool_]] | None:
         return None
 
     def fileno(self) -> int:
@@ -508,7 +585,7 @@ class CannotBeWaitedFor:
 
 def test_what_nobody_foresaw_fails_all_and_hangs_none(caplog: pytest.LogCaptureFixture) -> None:
     """The engine's thread died, and everybody waited for ever."""
-    asked = EngineRequest([5, 6, 7, 8] * 20, 30, frozenset(), GREEDY, CannotBeWaitedFor())
+    asked = Sequence([5, 6, 7, 8] * 20, 30, frozenset(), GREEDY, CannotBeWaitedFor())
     with started(watch := Watch(), speculate=4) as engine:
         assert all(failed(answer, BROKEN) for answer in together(engine, watch, [asked, endless(5, 30)]))
         assert not engine.alive

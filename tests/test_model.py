@@ -48,7 +48,8 @@ def tokens(n: int, seed: int = 0) -> list[int]:
 
 
 def run(model: Ours, spans: Sequence[Span]) -> Array:
-    return forward(model.ops, model.weights, Batch(spans))
+    logits: Array = forward(model.ops, model.weights, Batch(spans))
+    return logits
 
 
 def read(model: Ours, pages: Sequence[int], token_ids: Sequence[int], start: int = 0) -> Array:
@@ -62,7 +63,7 @@ def alone(model: Ours, token_ids: Sequence[int]) -> Array:
 
 
 def one_by_one(token_ids: Sequence[int], start: int, pages: Sequence[int], n_wanted: int = 1) -> Span:
-    return Span(0, pages, token_ids, start, n_wanted, is_chunk=False)
+    return Span(0, pages, token_ids, start, n_wanted)
 
 
 def written(model: Ours, pages: Sequence[int], n: int) -> Array:

@@ -5,7 +5,7 @@ run out, on steps launched ahead, on drafts. All by ==, logprobs too: the bits.
 import asyncio
 import math
 import random
-from collections.abc import Sequence
+from collections import abc
 from contextlib import aclosing
 from dataclasses import replace
 from functools import cache
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from dialects.families import DIALECTS
 from dialects.matchers import Constraint, Grammars
 from dialects.structured_output import answer_grammar
-from engine import Engine, EngineRequest
+from engine import Engine
 from helpers.engines import (
     CHUNK,
     GREEDY,
@@ -39,6 +39,7 @@ from model import PAGE
 from parity import TINY
 from request.tools import StructuredOutput
 from sampling import Choice, Sampling
+from scheduler import Sequence
 from tokenizer import Tokenizer
 
 LENGTH = 6 * PAGE  # of the context: what the smallest pool holds
@@ -65,12 +66,12 @@ class Asked(NamedTuple):
     leaves: int | None = None
     id: str = ""
 
-    def job(self) -> EngineRequest:
+    def job(self) -> Sequence:
         sampling: Any = {k: dict(v) if k == "logit_bias" else v for k, v in self.sampling}
         prompt = TEXTS[self.text][: self.n_prompt]
         constraint = array_of_words() if self.constrained else None
         stop = self.stop | {2041} if self.constrained else self.stop
-        return EngineRequest(prompt, self.max_tokens, stop, Sampling(**sampling), constraint, "", self.id)
+        return Sequence(prompt, self.max_tokens, stop, Sampling(**sampling), constraint, "", self.id)
 
 
 GRAMMARS = Grammars(TINY / "tokenizer.json", 2048, (2041,))
@@ -87,14 +88,13 @@ class Setting(NamedTuple):
     n_pages: int = 256
     n_ahead: int = 0
     speculate: int = 0
-    chunk_invariant: bool = False
     step_s: float = math.inf
 
 
 @cache
-def undisturbed(asked: Asked, chunk_invariant: bool) -> Answer:
+def undisturbed(asked: Asked) -> Answer:
     """In an engine of its own: no company, no cache, no drafts, enough pages, one step after another."""
-    with started(Watch(), LENGTH, chunk_invariant=chunk_invariant) as engine:
+    with started(Watch(), LENGTH) as engine:
         return alone(engine, asked.job())
 
 
@@ -111,8 +111,8 @@ async def said(engine: Engine, asked: Asked) -> list[Choice]:
     return tokens
 
 
-def check(asked: Asked, tokens: list[Choice], chunk_invariant: bool = False) -> None:
-    expected = undisturbed(asked._replace(leaves=None), chunk_invariant)
+def check(asked: Asked, tokens: list[Choice]) -> None:
+    expected = undisturbed(asked._replace(leaves=None))
     assert expected.finish != "failed"
     assert tokens == (expected.tokens if asked.leaves is None else expected.tokens[: len(tokens)])
 
@@ -140,7 +140,6 @@ disturbances = st.builds(
     n_pages=st.sampled_from([6, 9, 64]),
     n_ahead=st.sampled_from([0, 1, 3]),
     speculate=st.sampled_from([0, 1, 5]),
-    chunk_invariant=st.sampled_from([False, False, True]),
     step_s=st.sampled_from([1e-9, math.inf]),
 )
 
@@ -159,19 +158,19 @@ def test_nothing_disturbs_a_sequence(asked: list[Asked], setting: Setting) -> No
 
         for _ in range(2):
             for one, tokens in zip(asked, play(main(), "all answers"), strict=True):
-                check(one, tokens, setting.chunk_invariant)
+                check(one, tokens)
 
 
 # ---- The cache of beginnings -------------------------------------------------------------------------------
 
 
-def cached_tokens(engine: Engine, job: EngineRequest) -> int:
+def cached_tokens(engine: Engine, job: Sequence) -> int:
     return play(steps_of(engine, job), "an answer")[-1].cached_tokens
 
 
 @pytest.mark.parametrize("n", [1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 1, 3 * CHUNK - 1])
 def test_cached_is_cold(n: int) -> None:
-    """Whole chunks are cached, and never the last token: its row gives the first of the answer."""
+    """Full pages are cached, and never the last token: its row gives the first of the answer."""
     watch = Watch()
     with started(watch) as engine:
         cold = play(steps_of(engine, endless(n, 5)), "an answer")
@@ -187,17 +186,17 @@ def test_cached_is_cold(n: int) -> None:
 
 def test_a_second_turn_finds_the_first() -> None:
     with started(Watch()) as engine, started(Watch()) as cold:
-        first = endless(2 * CHUNK + 50, 90)  # the answer fills a chunk, but not in one: nobody may share it
+        first = endless(2 * PAGE + 50, 90)  # the answer fills two pages more
         turn = [*first.prompt, *alone(engine, first).ids, 9, 8, 7]
         second = replace(first, prompt=turn)
         expected = alone(cold, second)
         assert answer(play(steps_of(engine, second), "a second turn")) == expected
-        assert engine.counts()["cached_tokens"] == 2 * CHUNK
+        assert engine.counts()["cached_tokens"] == 4 * PAGE
         assert cached_tokens(engine, replace(first, prompt=[1, *turn])) == 0  # the same tokens behind another
 
 
-def test_where_rows_are_invariant_an_answer_is_found_too() -> None:
-    with started(Watch(), chunk_invariant=True) as engine:
+def test_an_answer_is_found_too() -> None:
+    with started(Watch()) as engine:
         first = endless(PAGE, 2 * PAGE + 5)
         turn = [*first.prompt, *alone(engine, first).ids, 9, 8, 7]
         assert cached_tokens(engine, replace(first, prompt=turn)) == 3 * PAGE
@@ -227,13 +226,13 @@ def test_what_was_least_recently_used_makes_room() -> None:
 # ---- Pages that run out ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("n_ahead", "chunk_invariant"), [(0, False), (3, False), (3, True)])
-def test_preempted_is_undisturbed(n_ahead: int, chunk_invariant: bool) -> None:
+@pytest.mark.parametrize("n_ahead", [0, 3])
+def test_preempted_is_undisturbed(n_ahead: int) -> None:
     """Four that grow in a pool for two: the younger go back, and say what they would have said. The oldest
     ends first: nobody takes its pages."""
     jobs = [replace(endless(30, 110, first=i), sampling=replace(GREEDY, seed=i)) for i in range(4)]
     watch, ended = Watch(), list[int]()
-    with started(Watch(), 256, chunk_invariant=chunk_invariant) as quiet:
+    with started(Watch(), 256) as quiet:
         expected = [alone(quiet, job) for job in jobs]
 
     async def read(engine: Engine, i: int) -> Answer:
@@ -246,7 +245,7 @@ def test_preempted_is_undisturbed(n_ahead: int, chunk_invariant: bool) -> None:
             readers = [asyncio.ensure_future(read(engine, i)) for i in range(4)]
         return list(await asyncio.gather(*readers))
 
-    with started(watch, 256, 5, n_ahead, chunk_invariant=chunk_invariant) as engine:
+    with started(watch, 256, 5, n_ahead) as engine:
         assert play(main(engine), "four that grow") == expected
         assert engine.counts()["preemptions"] >= 2
         assert ended == [0, 1, 2, 3]
@@ -271,7 +270,8 @@ def test_the_pool_bounds_the_context() -> None:
     with started(Watch(), 1024, n_pages=3) as engine:
         assert engine.max_seq_len == 3 * PAGE
         assert len(alone(engine, endless(2 * PAGE, PAGE)).ids) == PAGE
-        assert failed(alone(engine, endless(2 * PAGE, PAGE + 1)), "got 128 and at most 65")
+        with pytest.raises(ValueError, match="got 128 and at most 65"):
+            alone(engine, endless(2 * PAGE, PAGE + 1))
 
 
 # ---- Steps launched ahead ----------------------------------------------------------------------------------
@@ -334,7 +334,7 @@ def test_drafts_of_one_under_a_constraint() -> None:
 def test_drafts_drive_nobody_out(n_prompt: int) -> None:
     """Drafts that are all wrong, and another sequence that needs the last free page."""
     biased = replace(GREEDY, logit_bias={5: 100})
-    jobs = [EngineRequest([5, 5, *[9] * (n_prompt - 2)], 40, frozenset(), biased), endless(60, 8, first=11)]
+    jobs = [Sequence([5, 5, *[9] * (n_prompt - 2)], 40, frozenset(), biased), endless(60, 8, first=11)]
     for speculate in (0, 16):
         with started(watch := Watch(), n_pages=3, speculate=speculate) as engine:
             together(engine, watch, jobs)
@@ -371,10 +371,10 @@ def test_soak() -> None:
     ]
     rest = iter(asked)
 
-    async def client(engine: Engine) -> Sequence[tuple[Asked, list[Choice]]]:
+    async def client(engine: Engine) -> abc.Sequence[tuple[Asked, list[Choice]]]:
         return [(one, await said(engine, one)) for one in rest]
 
-    async def main(engine: Engine) -> Sequence[Sequence[tuple[Asked, list[Choice]]]]:
+    async def main(engine: Engine) -> abc.Sequence[abc.Sequence[tuple[Asked, list[Choice]]]]:
         return await asyncio.gather(*(client(engine) for _ in range(24)))
 
     with started(watch := Watch(), LENGTH, n_pages=8, n_ahead=3, speculate=4) as engine:

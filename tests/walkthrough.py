@@ -13,7 +13,8 @@ import argparse
 import asyncio
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import abc
+from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,13 @@ from channels import Accepted, Finish, Output, Parser, Piece
 from checkpoint.config import read_config
 from checkpoint.weights import read_weights
 from dialects.matchers import Grammars
-from engine import Engine, EngineRequest, StepOutput, Take
+from engine import Engine, StepOutput, Take
 from model import NumpyOps
 from request import params
 from request.template import ChatTemplate
 from responses import Builder
 from sampling import Choice
+from scheduler import Sequence
 from tokenizer import Decoder, Tokenizer
 from worker import LocalWorker
 
@@ -54,7 +56,7 @@ class TracedEngine(Engine):
 
     steps: list[tuple[StepOutput, list[WorkerOutput]]]  # of the last job
 
-    async def generate(self, job: EngineRequest, take: Take) -> None:
+    async def generate(self, job: Sequence, take: Take) -> None:
         self.steps = []
 
         def record(step: StepOutput) -> bool:
@@ -131,7 +133,7 @@ def token_rows(engine: TracedEngine, tokenizer: Tokenizer) -> Iterator[tuple[str
         yield kind, f"{choice.token_id:4}  {piece_column:42}  {output_column}"
 
 
-def built(request: params.Request, outputs: Sequence[WorkerOutput]) -> Iterator[dict[str, Any]]:
+def built(request: params.Request, outputs: abc.Sequence[WorkerOutput]) -> Iterator[dict[str, Any]]:
     numbers = itertools.count(1)
     builder = Builder(HEAD | request.echo, lambda prefix: f"{prefix}_{next(numbers)}")
     yield from builder.start()
@@ -142,7 +144,7 @@ def built(request: params.Request, outputs: Sequence[WorkerOutput]) -> Iterator[
             yield from builder.feed(output)
 
 
-def event_rows(events: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+def event_rows(events: abc.Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
     """(type of the event, row): the event's number, type and contents."""
     for number, event in enumerate(events):
         members = {member: event[member] for member in EVENT_MEMBERS if member in event}

@@ -341,7 +341,7 @@ def logits(kind: type[NumpyOps], weights: Weights, prompts: list[list[int]], n_n
     ops = kind(c, weights, PAGE, len(prompts), len(prompts))
     starts, found = [0] * len(prompts), list[Array]()
     for tokens in [prompts, *[[[7]] * len(prompts)] * n_new]:
-        spans = [Span(i, [i], t, starts[i], 1, is_chunk=len(t) > 1) for i, t in enumerate(tokens)]
+        spans = [Span(i, [i], t, starts[i], 1) for i, t in enumerate(tokens)]
         found.append(forward(ops, weights, Batch(spans)))
         starts = [span.end for span in spans]
     return np.array(found)
@@ -402,8 +402,8 @@ def steps(ops: NumpyOps, weights: Weights, sizes: list[int]) -> Array:
     ops._kv[PAGES] = np.nan  # memory may hold anything until it is written
     start, found = 0, np.empty(0, np.float32)
     for n, size in enumerate(sizes):
-        mine = Span(0, PAGES, TOKENS[start : start + size], start, 1, is_chunk=size > 1)
-        other = Span(1, [1], [n % 90], 0, 1, is_chunk=False)
+        mine = Span(0, PAGES, TOKENS[start : start + size], start, 1)
+        other = Span(1, [1], [n % 90], 0, 1)
         found = forward(ops, weights, Batch([other, mine] if n % 2 else [mine]))[-1]
         start += size
     assert start == len(TOKENS)
@@ -415,7 +415,6 @@ def test_a_row_has_the_same_bits_in_a_chunk_as_by_itself(name: str) -> None:
     """Over several pages, with windows, groups and norms of heads; rounding apart, they are NumPy's."""
     config, wide, packed = rounded(name)
     spec, fast = (kind(config, w, 192, 6, 2) for kind, w in ((NumpyOps, wide), (FastOps, packed)))
-    assert fast.chunk_invariant
     expected = steps(fast, packed, [1] * 150)
     for sizes in ([64, 64, 22], [150], [1, 63, 64, 21, 1], [7, 33, 90, 20], [128, *[1] * 22]):
         assert np.array_equal(steps(fast, packed, sizes), expected)

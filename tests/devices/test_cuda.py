@@ -37,7 +37,6 @@ from devices.kernels import (
     shape_for,
     signatures,
 )
-from engine import EngineRequest
 from helpers import emulator
 from helpers.device_models import (
     BITS,
@@ -65,6 +64,7 @@ from helpers.engines import alone, play, steps_of, tiny
 from model import PAGE, NumpyOps, Span
 from parity import CASES, config_json
 from sampling import Choice, Context, Sampling
+from scheduler import Sequence
 
 pytestmark = pytest.mark.skipif(emulator.MISSING is not None, reason=str(emulator.MISSING))
 
@@ -141,7 +141,7 @@ def test_cached_is_cold(name: str) -> None:
     """A page that another sequence filled serves as well as one's own."""
     ops, token_ids = ops_of(name), tokens(90)
     [cold] = by_steps(ops, [prefill(token_ids, 0, 0)])
-    shared = Span(1, [pages(0)[0], 12], token_ids[PAGE:], PAGE, 1, is_chunk=True)
+    shared = Span(1, [pages(0)[0], 12], token_ids[PAGE:], PAGE, 1)
     assert choices(ops, [shared]) == [[cold]]
 
 
@@ -263,7 +263,7 @@ def test_steps_that_are_launched_ahead(sampling: Sampling) -> None:
         for n in range(8):
             chained = ahead and n > 0
             token_ids = None if chained else said[-1:] if n else prompt
-            span = Span(slot, pages(slot), token_ids, 8 + n if n else 0, 1, is_chunk=n == 0)
+            span = Span(slot, pages(slot), token_ids, 8 + n if n else 0, 1)
             tickets.append(
                 ops.launch([span], [Context(sampling, prompt, said, n_unread=n if chained else 0)])
             )
@@ -333,7 +333,7 @@ def test_the_engine_says_what_it_says_with_numpy() -> None:
     """tests/models/tiny, whose weights are bfloat16: a short answer whose margins are clear."""
     config, weights = tiny().config, tiny().weights
     prompt = [2039, *range(100, 170)]
-    job = EngineRequest(prompt, 12, frozenset(), Sampling(temperature=0))
+    job = Sequence(prompt, 12, frozenset(), Sampling(temperature=0))
     answers = []
     for ops in (
         NumpyOps(config, weights, 256, 8, 4),
@@ -350,7 +350,7 @@ def test_the_engine_gives_the_same_bits_whatever_happens_around() -> None:
     """Drafts, company, preemption, a known beginning: 36 tokens, with the bits of 20 logits each."""
     model = model_of(VARIED[1])
     jobs = [
-        EngineRequest(tokens(n, n), 12, frozenset(), replace(BITS, temperature=t, seed=n))
+        Sequence(tokens(n, n), 12, frozenset(), replace(BITS, temperature=t, seed=n))
         for n, t in ((70, 0), (3, 1), (66, 0))
     ]
 

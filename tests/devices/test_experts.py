@@ -43,9 +43,9 @@ def steps(o: NumpyOps, sizes: list[int], others: int = 0) -> Array:
     o._kv[PAGES] = np.nan  # memory may hold anything until it is written
     start, found = 0, np.empty(0, np.float32)
     for n, size in enumerate(sizes):
-        spans = [Span(0, PAGES, TOKENS[start : start + size], start, 1, is_chunk=size > 1)]
+        spans = [Span(0, PAGES, TOKENS[start : start + size], start, 1)]
         for i in range(n % (others + 1)):
-            spans.insert(0, Span(1 + i, [1 + i], [n % 90], 0, 1, is_chunk=False))
+            spans.insert(0, Span(1 + i, [1 + i], [n % 90], 0, 1))
         found = forward(o, o.weights, Batch(spans))[-1]
         start += size
     return found
@@ -62,7 +62,6 @@ def test_equals_numpy(name: str) -> None:
 def test_same_bits_alone_batched_and_in_a_chunk(name: str) -> None:
     config, _, packed = both(name)
     o = ops(ExpertOps, config, packed)
-    assert o.chunk_invariant
     expected = steps(o, [1] * 150)
     for sizes in ([64, 64, 22], [1, 63, 64, 21, 1], [128, *[1] * 22]):
         assert np.array_equal(steps(o, sizes), expected)

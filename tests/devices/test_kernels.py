@@ -168,7 +168,7 @@ def test_attention_has_the_same_bits_in_tiles_and_row_by_row(name: str) -> None:
     rows = [attend(m, [span(1, i, 1, False)], qkv[i : i + 1])[0] for i in range(n)]
     assert np.array_equal(whole, rows)
     assert np.array_equal(pages, (m.cuda._keys[0].get(), m.cuda._values[0].get()))
-    parts = [attend(m, [span(1, i, min(33, n - i), i % 2 == 0)], qkv[i : i + 33]) for i in range(0, n, 33)]
+    parts = [attend(m, [span(1, i, min(31, n - i), i % 2 == 0)], qkv[i : i + 31]) for i in range(0, n, 31)]
     assert np.array_equal(whole, np.concatenate(parts))
 
 
@@ -251,9 +251,7 @@ def test_the_best_is_forgotten_once_it_is_picked() -> None:
     m = both("grouped", 0)
     for slot in (2, -1):
         with m.cuda._stream:
-            step = place_spans(
-                [Span(2, [0], [0], 0, 1, is_chunk=False)], [Context(Sampling(temperature=0), [], [])]
-            )
+            step = place_spans([Span(2, [0], [0], 0, 1)], [Context(Sampling(temperature=0), [], [])])
             memory, host, batch = m.cuda._upload_step(step)
             memory.views["pick_rows"].set(np.array([[slot, 0, 0, 0, 0, -1]], np.int32))
             m.put("best", np.array([best(np.zeros(1001, np.float32))], np.uint64))

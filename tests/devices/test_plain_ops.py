@@ -22,7 +22,6 @@ import pytest
 from devices.cuda import CudaOps
 from devices.kernels import ANY_SHAPE, PLAIN_CODE, Kernels, signatures
 from devices.plain_ops import PlainOps
-from engine import EngineRequest
 from helpers import emulator
 from helpers.device_models import (
     VARIED,
@@ -64,6 +63,7 @@ from helpers.emulator import Emulator
 from helpers.engines import QUESTIONS, alone, job, tiny
 from model import PAGE, Batch, NumpyOps, Span
 from sampling import NO_TOKEN, Context, Sampling, pick_token
+from scheduler import Sequence
 
 pytestmark = pytest.mark.skipif(emulator.MISSING is not None, reason=str(emulator.MISSING))
 
@@ -201,7 +201,7 @@ def test_the_same_tokens_as_with_numpy() -> None:
     config, weights = tiny().config, tiny().weights
     long = [token for question in QUESTIONS for token in job(question).prompt]
     jobs = [job(question, 6) for question in QUESTIONS[2:4]]
-    jobs += [EngineRequest(long, 6, frozenset(), Sampling(temperature=0))] * 2
+    jobs += [Sequence(long, 6, frozenset(), Sampling(temperature=0))] * 2
     answers = []
     for kind in (NumpyOps, CudaOps, PlainOps):
         ops = kind(config, weights, 256, 16, 4, *([] if kind is NumpyOps else [Emulator()]))
@@ -222,7 +222,7 @@ def test_the_same_logprobs_whichever_way_a_prompt_is_read(name: str) -> None:
         "one by one": [rows(token_ids[i : i + 1], i, 1, n_wanted=i == 89) for i in range(90)],
         "in chunks": [prefill(token_ids[:64], 0, 2, 0), prefill(token_ids[64:], 64, 2)],
         "rows, then a tile": [rows(token_ids[:7], 0, 3, 0), prefill(token_ids[7:], 7, 3)],
-        "cached": [Span(4, [pages(0)[0], 12], token_ids[PAGE:], PAGE, 1, is_chunk=True)],
+        "cached": [Span(4, [pages(0)[0], 12], token_ids[PAGE:], PAGE, 1)],
     }
     for way, spans in ways.items():
         assert [choices(ops, [span]) for span in spans][-1] == [[whole]], way

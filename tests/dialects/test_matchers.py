@@ -230,15 +230,13 @@ def test_a_process_that_is_stopped_holds_no_place_in_the_batch(
 ) -> None:
     """Bug: a sequence waited for its mask for ever."""
     with closing(grammars.constraint(of({"const": 1}))) as constraint:
-        constraint.advance([], [])
-        until(lambda: constraint.masks() is not None, "the first mask has come")
+        until(lambda: constraint.masks([], []) is not None, "the first mask has come")
         os.kill(forks(grammars)[0], signal.SIGSTOP)
         monkeypatch.setattr(matchers, "MAX_ANSWER_S", 0.05)
-        constraint.advance([1], [])
-        assert constraint.masks() is None
+        assert constraint.masks([1], []) is None
         time.sleep(0.1)
         with pytest.raises(BadGrammar, match="expected an answer within"):
-            constraint.masks()
+            constraint.masks([1], [])
     until(lambda: forks(grammars) == [], "the process has ended")
 
 

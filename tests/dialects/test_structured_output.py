@@ -21,13 +21,13 @@ from dialects import families
 from dialects.families import DIALECTS
 from dialects.matchers import Grammars
 from dialects.structured_output import BadGrammar, Thinking, answer_grammar, lark
+from engine import GAVE_UP
 from helpers.grammars import Followed
 from helpers.laws import parse
 from helpers.scripted import vocab_size
 from helpers.serving import TINY, serve
 from request import tools
 from request.tools import StructuredOutput as Must
-from scheduler import GAVE_UP
 from tokenizer import Tokenizer
 
 Json = dict[str, Any]

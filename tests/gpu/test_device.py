@@ -80,8 +80,8 @@ class Real(Both):
         self.config, self.cuda, self.device_layer = ops.config, ops, ops.weights.layers[0]
 
 
-def span(slot: int, token_ids: Sequence[int], start: int, n_wanted: int = 1, tile: bool = False) -> Span:
-    return Span(slot, [slot * 8 + i for i in range(8)], token_ids, start, n_wanted, tile)
+def span(slot: int, token_ids: Sequence[int], start: int, n_wanted: int = 1) -> Span:
+    return Span(slot, [slot * 8 + i for i in range(8)], token_ids, start, n_wanted)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -116,7 +116,7 @@ def test_the_same_logits_and_tokens_as_with_plain_kernels(name: str) -> None:
     """A prompt in two chunks, then tokens one by one; the same token wherever the first has a lead."""
     both = real(name), real(name, PlainOps)
     prompt = [int(i) for i in np.random.default_rng(2).integers(0, both[0].config.vocab_size, 300)]
-    steps, n_clear = [span(0, prompt[:256], 0, 0, True), span(0, prompt[256:], 256, 1, True)], 0
+    steps, n_clear = [span(0, prompt[:256], 0, 0), span(0, prompt[256:], 256, 1)], 0
     for position in range(300, 321):
         [(fast, raw), (plain, expected)] = [
             (last_choice(ops, steps), ops._buffers["raw"].get()[:1]) for ops in both
@@ -175,20 +175,18 @@ def test_rows_have_the_same_bits_in_any_company(name: str) -> None:
     """Prefill = decode, alone = batched, chunked = whole, drafts or none, at 1 to 64 sequences."""
     ops = real(name)
     prompt = [int(i) for i in np.random.default_rng(1).integers(0, ops.config.vocab_size, 300)]
-    whole = choices(ops, [span(0, prompt[:256], 0, 0, True)]) + choices(
-        ops, [span(0, prompt[256:], 256, 1, True)]
-    )
-    chunks = [choices(ops, [span(1, prompt[i : i + 75], i, i == 225, i % 2 == 0)]) for i in range(0, 300, 75)]
+    whole = choices(ops, [span(0, prompt[:256], 0, 0)]) + choices(ops, [span(0, prompt[256:], 256, 1)])
+    chunks = [choices(ops, [span(1, prompt[i : i + 75], i, i == 225)]) for i in range(0, 300, 75)]
     assert chunks[-1] == whole
-    choices(ops, [span(2, prompt[:290], 0, 0, True)])
+    choices(ops, [span(2, prompt[:290], 0, 0)])
     expected = [choices(ops, [span(2, prompt[i : i + 1], i)])[0][0] for i in range(290, 300)]
     assert [expected[-1]] == whole[0]
     assert choices(ops, [span(0, prompt[290:], 290, 10)]) == [expected]
     for n in (2, 5, 16, 17, 40, 60):
-        alike = [Span(s, [s * 8 + i for i in range(5)], prompt[:70], 0, 1, True) for s in range(3, n)]
+        alike = [Span(s, [s * 8 + i for i in range(5)], prompt[:70], 0, 1) for s in range(3, n)]
         firsts = choices(ops, alike)
         assert all(first == firsts[0] for first in firsts)
-        decode = [Span(s, [s * 8 + i for i in range(5)], [7], 70, 1, False) for s in range(3, n)]
+        decode = [Span(s, [s * 8 + i for i in range(5)], [7], 70, 1) for s in range(3, n)]
         for _ in range(2):  # kernel by kernel, then as a graph
             assert all(got == choices(ops, decode[:1])[0] for got in choices(ops, decode))
 
@@ -200,10 +198,10 @@ def test_graphs_and_early_launches_change_nothing() -> None:
     plain._uses_graphs = False
     runs: list[list[Choice]] = []
     for ops in (early, late, plain):
-        first = choices(ops, [span(0, list(range(100)), 0, 1, True)])[0][0]
+        first = choices(ops, [span(0, list(range(100)), 0, 1)])[0][0]
         tickets = [
             ops.launch(
-                [Span(0, list(range(8)), None, 100 + i, 1, False)],
+                [Span(0, list(range(8)), None, 100 + i, 1)],
                 [Context(BITS, [], [first.token_id], None, 1 + i)],
             )
             for i in range(40)
@@ -224,7 +222,7 @@ def test_sampling_is_that_of_numpy() -> None:
         Sampling(0, repetition_penalty=1.2, presence_penalty=0.5),
         Sampling(1.2, min_p=0.05, seed=3, logit_bias={5: 4.0}),
     ]
-    choices(ops, [span(0, token_ids, 0, 1, True)])
+    choices(ops, [span(0, token_ids, 0, 1)])
     raw = ops._buffers["raw"].get()[:1]
     for sampling in samplings:
         for number in range(20):

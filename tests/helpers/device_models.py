@@ -79,11 +79,11 @@ def choices(ops: Any, spans: Sequence[Span], sampling: Sampling = BITS) -> list[
 
 
 def prefill(token_ids: Sequence[int], start: int = 0, slot: int = 0, n_wanted: int = 1) -> Span:
-    return Span(slot, pages(slot), token_ids, start, n_wanted, is_chunk=True)
+    return Span(slot, pages(slot), token_ids, start, n_wanted)
 
 
 def rows(token_ids: Sequence[int] | None, start: int, slot: int = 0, n_wanted: int = 1) -> Span:
-    return Span(slot, pages(slot), token_ids, start, n_wanted, is_chunk=False)
+    return Span(slot, pages(slot), token_ids, start, n_wanted)
 
 
 def apart(some: Sequence[Choice], others: Sequence[Choice]) -> float:

@@ -249,8 +249,8 @@ def near(got: Array, expected: Array, tolerance: float = 4e-3) -> bool:
 
 
 def spans_of(n_rows: int) -> Batch:
-    """NumpyOps wants to know which rows go together."""
-    return Batch([Span(0, range(16), [0] * n_rows, 0, 0, is_chunk=True)])
+    """Rows of one prompt."""
+    return Batch([Span(0, range(16), [0] * n_rows, 0, 0)])
 
 
 def best(row: Array) -> int:
@@ -267,7 +267,7 @@ PAGES = [9, 2, 14, 0, 7]
 
 def attend(m: Both, spans: list[Span], qkv: Array) -> Array:
     """CudaOps.attend for rows of the spans one after another, (n_rows, n_heads * head_dim)."""
-    step = place_spans(spans, [])
+    step = place_spans(spans, [Context(Sampling(), [], [])] * sum(span.n_wanted for span in spans))
     rows = [row + i for row, size in zip(step.first_rows, step.sizes, strict=True) for i in range(size)]
     with m.cuda._stream:
         memory, host, batch = m.cuda._upload_step(step)
@@ -278,7 +278,8 @@ def attend(m: Both, spans: list[Span], qkv: Array) -> Array:
 
 
 def span(slot: int, start: int, n: int, tile: bool, pages: Sequence[int] = PAGES) -> Span:
-    return Span(slot, pages, [0] * n, start, 0, tile)
+    """A chunk of a prompt, which makes a tile, or rows that are all wanted."""
+    return Span(slot, pages, [0] * n, start, 0 if tile else n)
 
 
 def qkv_noise(m: Both, n: int, seed: int = 0) -> Array:
@@ -313,7 +314,7 @@ def pick(m: Both, raw: Array, contexts: Sequence[Context], slot: int = 2) -> lis
     """CudaOps.pick for rows of logits, each a span of its own."""
     picked: list[Choice] = []
     for row, context in zip(raw, contexts, strict=True):
-        step = place_spans([Span(slot, [0], [0], 0, 1, is_chunk=False)], [context])
+        step = place_spans([Span(slot, [0], [0], 0, 1)], [context])
         with m.cuda._stream:
             memory, host, batch = m.cuda._upload_step(step)
             m.put("best", np.array([best(row)], np.uint64))
@@ -336,8 +337,8 @@ def same(got: Choice, expected: Choice) -> bool:
 
 
 def run_every_kernel(m: Both, n_prompt: int = 140) -> None:
-    prompt = Span(0, PAGES, [1] * n_prompt, 0, 1, is_chunk=True)
-    drafts = Span(1, [3, 4, 5], [5, 6, 7], 0, 3, is_chunk=False)
+    prompt = Span(0, PAGES, [1] * n_prompt, 0, 1)
+    drafts = Span(1, [3, 4, 5], [5, 6, 7], 0, 3)
     penalised = Sampling(top_k=5, top_p=0.9, presence_penalty=1.0, logit_bias={3: 1.0}, n_top_logprobs=2)
     mask = np.arange(33) % 2 == 0
     contexts = [Context(penalised, [1, 2], [3], mask)] * 4
@@ -346,7 +347,7 @@ def run_every_kernel(m: Both, n_prompt: int = 140) -> None:
     output = [first[0][0].token_id]
     steps = [
         m.cuda.launch(
-            [Span(0, PAGES, None, n_prompt + i, 1, is_chunk=False)],
+            [Span(0, PAGES, None, n_prompt + i, 1)],
             [Context(penalised, [1], output, None, 1 + i)],
         )
         for i in range(3)
@@ -355,7 +356,7 @@ def run_every_kernel(m: Both, n_prompt: int = 140) -> None:
     all_rows = m.cuda._limits.rows  # to the end of the buffers
     m.cuda.qkv(m.cuda._buffers["x"], m.device_layer, m.batch(all_rows))
     m.got("qkv", all_rows)
-    several = [Span(slot, [8 + slot], [1] * 6, 0, 0, is_chunk=False) for slot in range(3)]
+    several = [Span(slot, [8 + slot], [1] * 6, 0, 0) for slot in range(3)]
     m.cuda.read(m.cuda.launch(several[:2], []))  # FEW_ROWS
     m.cuda.read(m.cuda.launch(several, []))  # SOME_WIDE
     m.cuda.enough_blocks = 2

@@ -10,21 +10,21 @@ makes one raise. Order follows from that and from asyncio's queue of tasks, neve
 import asyncio
 import math
 import threading
-from collections import Counter, defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
+from collections import Counter, abc, defaultdict
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from datetime import datetime
 from functools import cache, partial
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
-from engine import Engine, EngineRequest, StepOutput
+from engine import Engine, StepOutput
 from helpers.pulled import pulled
 from model import NumpyOps, Span, Ticket
 from parity import TINY, Ours
 from request.template import ChatTemplate
 from sampling import Choice, Context, Sampling
-from scheduler import Scheduled, Scheduler
+from scheduler import Scheduled, Scheduler, Sequence
 from service.steps import Observer, State, Step
 from tokenizer import Tokenizer
 
@@ -117,7 +117,7 @@ class Watch:
         self._held = threading.Semaphore(0)
         self._go = threading.Semaphore(0)
 
-    def step(self, spans: Sequence[Span]) -> None:
+    def step(self, spans: abc.Sequence[Span]) -> None:
         n = len(self.steps)
         assert self.engine
         self.steps.append(WatchedStep([s.end - s.start for s in spans], self.engine.counts()["running"]))
@@ -159,7 +159,6 @@ def started(
     n_pages: int = 256,
     n_ahead: int = 0,
     speculate: int = 0,
-    chunk_invariant: bool = False,
     step_s: float = math.inf,
 ) -> Iterator[Engine]:
     """An engine; when it is left, all pages must be free. `step_s` inf: no step depends on the clock."""
@@ -167,7 +166,7 @@ def started(
     class WatchedOps(NumpyOps):
         """NumpyOps that take chained spans, as a GPU does: each goes on from its slot's last choice."""
 
-        def launch(self, spans: Sequence[Span], contexts: Sequence[Context]) -> Ticket:
+        def launch(self, spans: abc.Sequence[Span], contexts: abc.Sequence[Context]) -> Ticket:
             watch.step(spans)
             slots = [span.slot for span in spans for _ in range(span.n_wanted)]  # of each context
             pairs = zip(slots, contexts, strict=True)
@@ -179,8 +178,6 @@ def started(
         def unchained(self, span: Span) -> Span:
             if span.token_ids is None:
                 span = span._replace(token_ids=chosen[span.slot][-1:])
-            if chunk_invariant:  # as on a GPU; here it is so because there are no chunks
-                span = span._replace(is_chunk=False)
             return span
 
         def as_read(self, slot: int, context: Context) -> Context:
@@ -192,7 +189,7 @@ def started(
 
     chosen: defaultdict[int, list[int]] = defaultdict(list)  # the tokens that each slot has chosen
 
-    WatchedOps.n_ahead, WatchedOps.chunk_invariant = n_ahead, chunk_invariant
+    WatchedOps.n_ahead = n_ahead
     ops = WatchedOps(tiny().config, tiny().weights, max_seq_len, n_pages, MAX_BATCH)
     watch.engine = started = Engine(ops, speculate, step_s)
     watched = watch.scheduler = WatchedScheduler()
@@ -212,24 +209,37 @@ def chat_tools() -> tuple[ChatTemplate, Tokenizer]:
     return ChatTemplate.load(TINY), Tokenizer(TINY / "tokenizer.json")
 
 
-def job(question: str, max_tokens: int = 40, sampling: Sampling = GREEDY) -> EngineRequest:
+def job(question: str, max_tokens: int = 40, sampling: Sampling = GREEDY) -> Sequence:
     """What the worker makes of a chat."""
     template, tokenizer = chat_tools()
     text = template.render([{"role": "user", "content": question}], None, datetime(2026, 1, 1))
-    return EngineRequest(tokenizer.encode(text), max_tokens, frozenset(tiny().config.eos_token_ids), sampling)
+    return Sequence(tokenizer.encode(text), max_tokens, frozenset(tiny().config.eos_token_ids), sampling)
 
 
-def endless(n_prompt: int, max_tokens: int, first: int = 5) -> EngineRequest:
+def endless(n_prompt: int, max_tokens: int, first: int = 5) -> Sequence:
     """Nonsense that no token stops."""
-    return EngineRequest([(first + 7 * i) % 2000 for i in range(n_prompt)], max_tokens, frozenset(), GREEDY)
+    return Sequence([(first + 7 * i) % 2000 for i in range(n_prompt)], max_tokens, frozenset(), GREEDY)
 
 
-def stepwise(engine: Engine, job: EngineRequest) -> AsyncGenerator[StepOutput]:
-    """The steps of a sequence, for who waits for each, or leaves early: use it under aclosing."""
-    return pulled(partial(engine.generate, job))
+def stepwise(engine: Engine, job: Sequence) -> AsyncGenerator[StepOutput]:
+    """The steps of a sequence, to wait for each, or to leave early: use it under aclosing."""
+    return pulled(partial(engine.generate, fresh(job)))
 
 
-async def steps_of(engine: Engine, job: EngineRequest) -> list[StepOutput]:
+def fresh(job: Sequence) -> Sequence:
+    """The same request, of which nothing has been computed yet."""
+    return Sequence(
+        job.prompt,
+        job.max_tokens,
+        job.stop_token_ids,
+        job.sampling,
+        job.constraint,
+        job.owner,
+        job.request_id,
+    )
+
+
+async def steps_of(engine: Engine, job: Sequence) -> list[StepOutput]:
     return [step async for step in stepwise(engine, job)]
 
 
@@ -245,7 +255,7 @@ class Answer(NamedTuple):
         return [token.token_id for token in self.tokens]
 
 
-def answer(steps: Sequence[StepOutput]) -> Answer:
+def answer(steps: abc.Sequence[StepOutput]) -> Answer:
     assert [bool(step.finish) for step in steps] == [False] * (len(steps) - 1) + [True]
     return Answer([token for step in steps for token in step.tokens], steps[-1].finish, steps[-1].message)
 
@@ -261,11 +271,11 @@ def play(main: Coroutine[Any, Any, T], what: str, patience_s: float = PATIENCE_S
     return asyncio.run(limited())
 
 
-def alone(engine: Engine, job: EngineRequest) -> Answer:
+def alone(engine: Engine, job: Sequence) -> Answer:
     return answer(play(steps_of(engine, job), "an answer"))
 
 
-def together(engine: Engine, watch: Watch, jobs: Sequence[EngineRequest]) -> list[Answer]:
+def together(engine: Engine, watch: Watch, jobs: abc.Sequence[Sequence]) -> list[Answer]:
     """All of them begin in the same step, as far as they fit."""
 
     async def main() -> list[Answer]:

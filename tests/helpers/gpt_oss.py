@@ -104,7 +104,7 @@ def head_for(directory: Path, taught: list[tuple[list[int], list[int]]]) -> Arra
     for prompt, answer in taught:
         ops = NumpyOps(config, weights, config.max_seq_len, config.max_seq_len // PAGE, 1)
         token_ids = prompt + answer[:-1]
-        span = Span(0, range(config.max_seq_len // PAGE), token_ids, 0, len(answer), is_chunk=True)
+        span = Span(0, range(config.max_seq_len // PAGE), token_ids, 0, len(answer))
         states.append(forward(ops, weights, Batch([span])))
         wanted += answer
     all_states = np.concatenate(states).astype(np.float64)  # (n, DIM)

@@ -19,13 +19,16 @@ class Followed:
 
     def __init__(self, grammars: Grammars, lark: str) -> None:
         self._constraint = grammars.constraint(AnswerGrammar(lark, NO_PARTS))
-        self._constraint.advance([], [])
+        self._output: list[int] = []
         self._mask: NDArray[np.bool_] | None = None
+        self._constraint.masks([], [])  # asks for the first
 
     def mask(self) -> NDArray[np.bool_]:
         if self._mask is None:
-            assert select.select([self._constraint], [], [], PATIENCE_S)[0], "the masks have not come"
-            masks = self._constraint.masks()
+            masks = self._constraint.masks(self._output, [])
+            if masks is None:
+                assert select.select([self._constraint], [], [], PATIENCE_S)[0], "the masks have not come"
+                masks = self._constraint.masks(self._output, [])
             assert masks
             self._mask = masks[0]
         return self._mask
@@ -33,7 +36,7 @@ class Followed:
     def advance(self, token_id: int) -> None:
         self.mask()
         self._mask = None
-        self._constraint.advance([token_id], [])
+        self._output = [*self._output, token_id]
 
     def __enter__(self) -> "Followed":
         return self

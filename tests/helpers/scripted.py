@@ -7,7 +7,8 @@ and the engine's contract holds: nothing behind a stop token, and never more tha
 import asyncio
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections import abc
+from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -19,10 +20,11 @@ from tokenizers import AddedToken, decoders, models
 from channels import Accepted, Finish, Output
 from dialects.families import DIALECTS
 from dialects.matchers import Grammars
-from engine import Engine, EngineRequest, StepOutput, Take
+from engine import Engine, StepOutput, Take
 from request import params
 from request.template import ChatTemplate
 from sampling import Choice
+from scheduler import Sequence
 from tokenizer import BYTE_OF, Tokenizer
 from worker import LocalWorker
 
@@ -44,7 +46,7 @@ class ScriptedEngine:
     """Answers every job with the same steps."""
 
     def __init__(
-        self, tokenizer: Tokenizer, steps: Iterable[Sequence[int]], ends: Iterable[str] = ENDS
+        self, tokenizer: Tokenizer, steps: Iterable[abc.Sequence[int]], ends: Iterable[str] = ENDS
     ) -> None:
         self.config = SimpleNamespace(
             eos_token_ids=frozenset(tokenizer.added[end] for end in tokenizer.added.keys() & ends),
@@ -53,7 +55,7 @@ class ScriptedEngine:
         self.max_seq_len = 4096
         self._steps = [[Choice(token_id, -1.0) for token_id in step] for step in steps]
 
-    async def generate(self, job: EngineRequest, take: Take) -> None:
+    async def generate(self, job: Sequence, take: Take) -> None:
         n_left = job.max_tokens
         for tokens in self._steps:
             wanted = tokens[:n_left]
@@ -70,7 +72,7 @@ class ScriptedEngine:
 
 def said(
     tokenizer: Tokenizer,
-    steps: Iterable[Sequence[int]],
+    steps: Iterable[abc.Sequence[int]],
     dialect: str = "hermes",
     ends: Iterable[str] = ENDS,
     **body: Any,
@@ -90,7 +92,7 @@ def said(
 def worker_of(
     tokenizer: Tokenizer,
     template: ChatTemplate,
-    steps: Iterable[Sequence[int]] = (),
+    steps: Iterable[abc.Sequence[int]] = (),
     ends: Iterable[str] = ENDS,
     max_seq_len: int = 4096,
 ) -> LocalWorker:
@@ -99,7 +101,7 @@ def worker_of(
     return LocalWorker(cast(Engine, engine), tokenizer, template, GRAMMARS)
 
 
-def in_steps(token_ids: Sequence[int], sizes: Iterable[int]) -> list[Sequence[int]]:
+def in_steps(token_ids: abc.Sequence[int], sizes: Iterable[int]) -> list[abc.Sequence[int]]:
     """Cut into steps of these sizes, over and over."""
     rest = iter(token_ids)
     steps = (list(itertools.islice(rest, size)) for size in itertools.cycle(sizes))

@@ -80,7 +80,7 @@ def generate(model: Model, prompt: list[int]) -> tuple[str, bool]:
     decoder, text = model.tokenizer.decoder(), ""
     token_ids, n_cached = prompt, 0
     for _ in range(MAX_TOKENS):
-        span = Span(0, pages, token_ids, n_cached, n_wanted=1, is_chunk=True)
+        span = Span(0, pages, token_ids, n_cached, n_wanted=1)
         logits = forward(model.ops, model.weights, Batch([span]))
         n_cached += len(token_ids)
         token_ids = [int(logits[0].argmax())]
