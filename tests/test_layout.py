@@ -52,7 +52,7 @@ MAY_IMPORT = {
     "engine":          {"checkpoint", "model", "sampling", "scheduler"},
     "streaming":       {"background", "request", "sse"},
     "gateway":         {"channels", "completions", "request", "sse", "streaming"},
-    "worker":          {"channels", "dialects", "engine", "request", "sampling", "tokenizer"},
+    "worker":          {"channels", "dialects", "engine", "request", "sampling", "scheduler", "tokenizer"},
     "service":         {"background", "checkpoint", "devices", "dialects", "engine", "gateway", "model",
                         "request", "responses", "sampling", "scheduler", "sse", "store", "streaming",
                         "tokenizer", "worker"},
