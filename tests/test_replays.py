@@ -213,10 +213,17 @@ HEAD = {"id": "resp_1", "object": "response", "created_at": 1, "model": "m"} | E
 
 
 def client(program: Callable[[Iterable[Any]], Iterator[Any]]) -> Run:
-    """What a client's own rules (clients.py) make of our stream; a chunk is a list of outputs."""
+    """What a client's own rules (clients.py) make of our stream; a chunk is a list of outputs.
+
+    The last is ["error", message] if the client's user is told of an error.
+    """
 
     def run(chunks: list[list[list[Any]]]) -> Iterator[Any]:
-        yield from program(laws.on_the_wire(events_of(map(to_output, itertools.chain(*chunks)))))
+        events = laws.on_the_wire(events_of(map(to_output, itertools.chain(*chunks))))
+        try:
+            yield from program(events)
+        except clients.StreamError as error:
+            yield ["error", str(error)]
 
     return run
 
