@@ -1,4 +1,4 @@
-"""The index of the documented bugs: python tests/index.py writes tests/BUGS.md, and a test holds it to be so.
+"""The index of the documented bugs: `python tests/index.py` writes tests/BUGS.md, and a test checks that it has.
 
 bugs.toml, replays/*.toml, @pytest.mark.bug("F03"), the rules' `bugs` --index()--> BUGS.md
 """
@@ -13,8 +13,9 @@ GITHUB = "https://github.com/"
 INTRO = """\
 # Documented bugs of others, and what keeps them out here
 
-Made by `python tests/index.py`. A replay is a file in `replays/`, a test is in the file named, `wire` a rule
-that `pytest tests/wire` holds against any server, ours too. `tests/mutants.toml` undoes what keeps them out.
+Made by `python tests/index.py`. A replay is a file in `replays/` and says in words what went wrong; a test is in
+the file named; `wire` is a rule that `pytest tests/wire` checks against any server, ours too. `tests/mutants.toml`
+undoes what keeps each bug out, and `python tests/mutants.py` sees that it comes back and is noticed.
 """
 OTHERS = """\
 ## Replays of rules
@@ -29,19 +30,19 @@ def toml(path: Path) -> dict[str, dict[str, list[str]]]:
 
 
 def bugs() -> dict[str, list[str]]:
-    """Name, link and rule of each, by id."""
+    """Return name, link and rule of each bug, by id."""
     groups = toml(TESTS / "bugs.toml").values()
     return {id_: row for group in groups for id_, row in group.items() if id_ != "title"}
 
 
 def files() -> Iterator[tuple[Path, dict[str, str]]]:
-    """The replays that are files, and what is in them."""
+    """Yield each file of replays/ and what is in it."""
     for path in sorted((TESTS / "replays").glob("*.toml")):
         yield path, tomllib.loads(path.read_text(encoding="utf-8"))
 
 
 def replays() -> Iterator[tuple[str, str]]:
-    """(id, where it is replayed)"""
+    """Yield (id of a bug, where it is replayed)."""
     for path, fields in files():
         yield from ((id_, f"[{path.stem}](replays/{path.name})") for id_ in fields.get("bug", "").split())
     for path in sorted(TESTS.glob("**/test_*.py")):
@@ -53,14 +54,14 @@ def replays() -> Iterator[tuple[str, str]]:
 
 
 def rules_replayed() -> Iterator[str]:
-    """Of the files that name no bug: what they replay is a rule, and their source says it."""
+    """Yield a row for each file that names no bug: it replays a rule, and its source states the rule."""
     for path, fields in files():
         if "bug" not in fields:
             yield f"| [{path.stem}](replays/{path.name}) | [{fields['title']}]({fields['source']}) |"
 
 
 def marked(node: ast.AST) -> Iterator[str]:
-    """The ids of `@pytest.mark.bug("F03")` over a test."""
+    """Yield the ids of `@pytest.mark.bug("F03")` over a test."""
     for mark in getattr(node, "decorator_list", ()):
         if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.bug":
             yield from (ast.literal_eval(argument) for argument in mark.args)
