@@ -1,4 +1,4 @@
-"""The index of the documented bugs: `python tests/index.py` writes tests/BUGS.md, and a test checks that it has.
+"""The index of the documented bugs: `python tests/index.py` writes tests/BUGS.md; a test says if it is old.
 
 bugs.toml, replays/*.toml, @pytest.mark.bug("F03"), the rules' `bugs` --index()--> BUGS.md
 """
@@ -13,9 +13,10 @@ GITHUB = "https://github.com/"
 INTRO = """\
 # Documented bugs of others, and what keeps them out here
 
-Made by `python tests/index.py`. A replay is a file in `replays/` and says in words what went wrong; a test is in
-the file named; `wire` is a rule that `pytest tests/wire` checks against any server, ours too. `tests/mutants.toml`
-undoes what keeps each bug out, and `python tests/mutants.py` sees that it comes back and is noticed.
+Made by `python tests/index.py`. A replay is a file in `replays/` and says in words what went wrong; a test is
+in the file named; `wire` is a rule that `pytest tests/wire` checks against any server, ours too.
+`tests/mutants.toml` undoes what keeps each bug out; `python tests/mutants.py` sees that it comes back and is
+noticed.
 """
 OTHERS = """\
 ## Replays of rules
