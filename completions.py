@@ -11,14 +11,11 @@ Rules of this file:
    last chunk of a choice, and never absent.
 3. A call's first delta carries index, id, type, name and empty arguments; later ones index and arguments.
    A custom tool's has `custom` for `function` and `input` for `arguments` (the SDK's chunk lags behind).
-4. Usage comes in one more chunk, without choices, to those who asked: sgl-project/sglang#5451
+4. Usage comes in one more chunk, without choices, if the client has asked for it: sgl-project/sglang#5451
 5. Reasoning has two names, DeepSeek's `reasoning_content` and OpenRouter's `reasoning`: same text in both.
-
-Not here: `[DONE]` and frames (sse.py), ids and the time (arguments), what another server's chunks say
-(gateway/deltas.py).
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import sse
@@ -129,111 +126,92 @@ class Chunks:
 
 
 def fold(chunks: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The chat.completion object that a stream amounts to; the error object, if it ends in one."""
+    """Return the chat.completion object that a stream amounts to; the error object, if it ends in one."""
     completion = Completion()
     for chunk in chunks:
         completion.add(chunk)
     return completion.value()
 
 
+TEXTS = ("content", "reasoning_content", "reasoning", "refusal", "name", "arguments", "input")
+
+
+class Pieces(list[str]):
+    """A text that still grows: to join each piece at once would copy all before it each time."""
+
+
 class Completion:
-    """The chat.completion that chunks add up to, as they come: strings in a list each, joined at the end."""
+    """The chat.completion that chunks add up to, as they come.
+
+    One rule holds for all members of a choice, also for those that only another server knows: texts and lists
+    grow, an object grows member by member, null changes nothing, and any other value replaces what was there.
+    """
 
     def __init__(self) -> None:
-        self._error: dict[str, Any] = {}
-        self._members: dict[str, Any] = {}
-        self._choices: dict[int, _FoldedChoice] = {}
+        self._error: Chunk = {}
+        self._members: Chunk = {"object": "chat.completion"}
+        self._choices: dict[int, dict[str, Any]] = {}
+        self._texts: list[tuple[dict[str, Any], str]] = []  # the objects and members that hold Pieces
 
     def add(self, chunk: Mapping[str, Any]) -> None:
         if "error" in chunk:
             self._error = self._error or dict(chunk)
         for name, value in chunk.items():
-            if name != "choices" and value is not None:
+            if name not in ("object", "choices") and value is not None:
                 self._members[name] = value
-        self._members["object"] = "chat.completion"
         for choice in chunk.get("choices") or ():
-            self._choices.setdefault(choice["index"], _FoldedChoice()).add(choice)
+            index = choice["index"]
+            if index not in self._choices:
+                message: Chunk = {"role": "assistant", "content": "", "refusal": None, "annotations": []}
+                ending = {"logprobs": None, "finish_reason": None}
+                self._choices[index] = {"index": index, "message": message} | ending
+            folded = self._choices[index]
+            delta = dict(choice["delta"])
+            for fragment in delta.pop("tool_calls", None) or ():
+                self._add_fragment(folded["message"].setdefault("tool_calls", []), fragment)
+            self._grow(folded["message"], delta)
+            self._grow(folded, {name: choice[name] for name in choice if name != "delta"})
+            if folded["logprobs"]:
+                folded["logprobs"].setdefault("refusal", None)
+
+    def _grow(self, members: dict[str, Any], more: Mapping[str, Any]) -> None:
+        for name, value in more.items():
+            kind = Pieces if isinstance(value, str) and name in TEXTS else type(value)
+            if kind in (Pieces, dict, list) and type(members.get(name)) is not kind:
+                members[name] = kind()
+                if kind is Pieces:
+                    self._texts.append((members, name))
+            if kind is Pieces:
+                members[name].append(value)
+            elif kind is dict:
+                self._grow(members[name], value)
+            elif kind is list:
+                members[name] += value
+            elif value is not None:
+                members[name] = value
+
+    def _add_fragment(self, calls: list[dict[str, Any]], fragment: Mapping[str, Any]) -> None:
+        """Add a fragment of a call; the first fragment with a new index begins a call."""
+        index = fragment["index"]
+        if index == len(calls):
+            calls.append({})
+        self._grow(calls[index], {name: fragment[name] for name in fragment if name != "index"})
 
     def value(self) -> dict[str, Any]:
+        """Return the whole, once: nothing can be added after that."""
         if self._error:
             return self._error
-        choices = [{"index": index} | self._choices[index].value() for index in sorted(self._choices)]
+        for members, name in self._texts:
+            if isinstance(members[name], Pieces):
+                members[name] = "".join(members[name])
+        choices = [self._choices[index] for index in sorted(self._choices)]
+        for message in [choice["message"] for choice in choices]:
+            if not message["content"] and (message.get("tool_calls") or message["refusal"]):
+                message["content"] = None  # as OpenAI has it if the model only calls, or refuses
         return self._members | {"choices": choices}
 
 
-TEXTS = ("content", "reasoning_content", "reasoning", "refusal")  # members of a message that are appended
-
-
-class _FoldedChoice:
-    """A choice as far as it has come. Members that are not known here are kept: lists grow, others change."""
-
-    def __init__(self) -> None:
-        self._members: dict[str, Any] = {"logprobs": None, "finish_reason": None}
-        self._message: dict[str, Any] = {
-            "role": "assistant",
-            "content": "",
-            "refusal": None,
-            "annotations": [],
-        }
-        self._texts: dict[str, list[str]] = {}  # by name, what is appended in the end
-        self._calls: list[dict[str, Any]] = []
-        self._arguments: list[list[str]] = []  # of each call
-
-    def add(self, choice: Mapping[str, Any]) -> None:
-        members = {
-            name: value for name, value in choice.items() if name not in ("index", "delta", "logprobs")
-        }
-        _merge(self._members, members)
-        if choice.get("logprobs"):
-            self._members["logprobs"] = self._members["logprobs"] or {"content": [], "refusal": None}
-            _merge(self._members["logprobs"], choice["logprobs"])
-        delta = dict(choice["delta"])
-        for call in delta.pop("tool_calls", None) or ():
-            self._add_call(call)
-        for name in TEXTS:
-            if text := delta.pop(name, None):
-                self._texts.setdefault(name, []).append(text)
-        _merge(self._message, delta)
-
-    def _add_call(self, call: Mapping[str, Any]) -> None:
-        """Add a fragment of a call; the first fragment with a new index begins a call."""
-        type_, member = CALL_MEMBERS["custom" in call]
-        function = dict(call.get(type_) or {})
-        arguments = function.pop(member, None) or ""
-        index = call["index"]
-        if index == len(self._calls):
-            head = {name: value for name, value in call.items() if name != "index"}
-            self._calls.append(head | {type_: function})
-            self._arguments.append([])
-        elif function.get("name"):
-            self._calls[index][type_]["name"] += function["name"]
-        self._arguments[index].append(arguments)
-
-    def value(self) -> dict[str, Any]:
-        message = self._message | {name: "".join(texts) for name, texts in self._texts.items()}
-        calls = []
-        for call, arguments in zip(self._calls, self._arguments, strict=True):
-            type_, member = CALL_MEMBERS["custom" in call]
-            calls.append(call | {type_: call[type_] | {member: "".join(arguments)}})
-        if calls:
-            message["tool_calls"] = calls
-        if not message["content"] and (calls or message["refusal"]):
-            message["content"] = None  # as OpenAI has it where the model only calls, or refuses
-        return {"message": message} | self._members
-
-
-def _merge(members: dict[str, Any], more: Mapping[str, Any]) -> None:
-    """Lists grow, other values replace what was there; null changes nothing."""
-    for name, value in more.items():
-        if isinstance(value, list) and isinstance(members.get(name), list):
-            members[name] += value
-        elif isinstance(value, list):
-            members[name] = [*value]
-        elif value is not None:
-            members[name] = value
-
-
-def _usage(usages: list[Usage]) -> dict[str, Any]:
+def _usage(usages: Sequence[Usage]) -> dict[str, Any]:
     n_prompt = max((usage.input_tokens for usage in usages), default=0)
     n_completion = sum(usage.output_tokens for usage in usages)
     # The least of them: what one choice finds in the prefix cache another choice may have computed.
