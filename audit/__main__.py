@@ -1,29 +1,28 @@
 """`python -m audit`: holds a live server, or a recorded stream, against the rules.
 
-    URL --preflight.look()--> Server --session.judge_all()--> results --reports--> lines and files
+    URL --session.look()--> Server --session.judge_all()--> results --report--> lines and files
     file --linter.judge()--> lines
 
 Authority: `python -m audit --help`.
 
 Rules of this file:
 1. The exit status tells: 0 all is well, 1 a rule is broken, 2 nothing could be judged.
-2. The reports are written as the audit goes: who is interrupted has what there is.
-3. Only the standard library, and files of this checkout that need nothing else: `make audit.pyz` packs them.
+2. The reports are written as the audit goes: an audit that is interrupted leaves what there is.
+3. Only the standard library, and this folder: `make audit.pyz` packs it.
 
-Not here: what is judged (checks.py, rules.py), and how it is told (reports.py).
+Not here: what is judged (checks.py, rules.py), and how it is told (report.py).
 """
 
 import argparse
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from audit import linter, preflight, reports, session
-from audit.checks import PROFILES
+from audit import linter, report, session
 from audit.peer import BUDGET_S, Peer
 
 KEY_VARIABLE = "AUDIT_API_KEY"
@@ -68,9 +67,10 @@ def arguments() -> argparse.ArgumentParser:
         help=f"sent as a bearer token; better kept out of the command line, in {KEY_VARIABLE}",
     )
     add("--header", action="append", default=[], metavar="NAME:VALUE", help="sent with each request")
-    add("--profile", choices=PROFILES, default="all", help="which rules; all if left out")
+    add("--profile", choices=session.PROFILES, default="all", help="which rules; all if left out")
     add("--rules", action="append", default=[], metavar="PATTERN", help="only these, such as 'resume*'")
     add("--strict", action="store_true", help="exit status 1 for every failure, not for a failed must alone")
+    add("--repeat", type=times, default=1, metavar="N", help="ask all N times; what differs is flaky")
     add("--timeout", type=seconds, default=BUDGET_S, metavar="S", help="seconds for each rule (%(default)g)")
     add(
         "--long",
@@ -79,7 +79,6 @@ def arguments() -> argparse.ArgumentParser:
         help='members of a body that make an answer long, such as {"ignore_eos": true}; tried out by itself',
     )
     add("--junit", type=Path, metavar="FILE", help="write a report for CI, as JUnit XML")
-    add("--markdown", type=Path, metavar="FILE", help="write a table in Markdown")
     add("--json-file", type=Path, metavar="FILE", help="write what --json prints, for --diff")
     add("--baseline", type=Path, metavar="FILE", help="known failures, a line each: 'RULE: reason'")
 
@@ -105,6 +104,12 @@ def seconds(text: str) -> float:
     return value
 
 
+def times(text: str) -> int:
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
+
+
 def json_object(text: str) -> dict[str, Any]:
     value = json.loads(text)
     if not isinstance(value, dict):
@@ -121,7 +126,7 @@ def main() -> int:
         sys.stdout.buffer.flush()
     except BrokenPipeError:  # whoever read this, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
-    except (OSError, ValueError, preflight.NoServer) as error:
+    except (OSError, ValueError, session.NoServer) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -132,10 +137,10 @@ def main() -> int:
 def task(options: argparse.Namespace) -> tuple[Iterable[str], int]:
     """What is asked for: the lines to print, and the exit status."""
     if options.list:
-        return reports.listing(session.chosen(options.profile, options.rules)), 0
+        return report.listing(session.chosen(options.profile, options.rules)), 0
     if options.diff:
-        old, new = (reports.verdicts(path.read_text(encoding="utf-8")) for path in options.diff)
-        lines = list(reports.difference(old, new))
+        old, new = (report.verdicts(path.read_text(encoding="utf-8")) for path in options.diff)
+        lines = list(report.difference(old, new))
         return lines or ["no verdict differs"], 0
     if urlsplit(options.target).scheme in ("http", "https"):
         return audit(options)
@@ -155,12 +160,10 @@ def recording(file: str) -> bytes:
 
 def audit(options: argparse.Namespace) -> tuple[Iterable[str], int]:
     names = session.chosen(options.profile, options.rules)
-    known = {}
-    if options.baseline:
-        known = reports.read_baseline(options.baseline.read_text(encoding="utf-8"))
+    known = report.read_baseline(options.baseline.read_text(encoding="utf-8")) if options.baseline else {}
     headers = dict(header(text) for text in options.header)
     peer = Peer(options.target, options.model, options.api_key, None, headers, options.timeout)
-    server = preflight.look(peer, options.long)
+    server = session.look(peer, options.long)
     peer.long = server.long
     about = {
         "url": options.target,
@@ -170,19 +173,25 @@ def audit(options: argparse.Namespace) -> tuple[Iterable[str], int]:
         "known": known,
     }
 
-    results: list[session.Result] = []
-    for result in shown_as_it_goes(session.judge_all(peer, names), len(names)):
-        results.append(result)
-        write_reports(options, results, about)  # rule 2
-    status = int(bool(reports.failed(results, options.strict, known)))
+    by_rule: dict[str, session.Result] = {}
+    for number, result in enumerate(session.judge_all(peer, names, options.repeat), 1):
+        by_rule[result.rule] = result
+        results = [*by_rule.values()]
+        if sys.stderr.isatty():
+            progress = f"{number}/{len(names) * options.repeat} rules: {result.rule}"
+            print(f"\r{progress:<78}\r", end="", file=sys.stderr, flush=True)
+        for path, text in ((options.junit, report.junit), (options.json_file, report.to_json)):
+            if path:
+                path.write_text(text(results, about), encoding="utf-8")  # rule 2
+    status = int(bool(report.failed(results, options.strict, known)))
     if options.json:
-        return [reports.to_json(results, about).rstrip()], status
+        return [report.to_json(results, about).rstrip()], status
     in_colour = sys.stdout.isatty()
     lines = [
         f"{options.target}, model {peer.model}: {' and '.join(server.apis)}",
-        *reports.summary(results, known, in_colour),
-        *reports.against_baseline(results, known),
-        *reports.details(results, in_colour),
+        *report.summary(results, known, in_colour),
+        *report.against_baseline(results, known),
+        *report.details(results, in_colour),
     ]
     return lines, status
 
@@ -192,33 +201,6 @@ def header(text: str) -> tuple[str, str]:
     if not colon or not name.strip():
         raise ValueError(f"--header: expected NAME:VALUE, got {text!r}")
     return name.strip(), value.strip()
-
-
-def shown_as_it_goes(results: Iterator[session.Result], n_rules: int) -> Iterator[session.Result]:
-    """The same results, with a line of progress on a terminal."""
-    is_terminal = sys.stderr.isatty()
-    n_failed = 0
-    for number, result in enumerate(results, 1):
-        n_failed += result.verdict == "fail"
-        if is_terminal:
-            line = f"{number}/{n_rules} rules, {n_failed} failed: {result.rule}"
-            print(f"\r{line:<78}", end="", file=sys.stderr, flush=True)
-        yield result
-    if is_terminal:
-        print(f"\r{'':78}\r", end="", file=sys.stderr, flush=True)
-
-
-def write_reports(
-    options: argparse.Namespace, results: Sequence[session.Result], about: dict[str, Any]
-) -> None:
-    reports_of_files = {
-        options.junit: reports.junit,
-        options.markdown: reports.markdown,
-        options.json_file: reports.to_json,
-    }
-    for path, report in reports_of_files.items():
-        if path:
-            path.write_text(report(results, about), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Recorded streams: judged by the rules of rules.py, or shown frame by frame.
+"""Recorded streams: judged by the rules on streams, or shown frame by frame.
 
-    bytes --recordings.read()--> Capture --rules.violations()--> a line for each fault
+    bytes --read()--> Capture --violations()--> a line for each fault
 
 Authority: that of each rule is the link printed with it.
 
@@ -8,23 +8,42 @@ Rules of this file:
 1. What can be read is judged; only bytes without an event of either API are no recording.
 2. A fault is told once, however many events commit it.
 
-Not here: the rules (rules.py), bytes to events (recordings.py), live servers (session.py).
+Not here: the rules (frames.py, events.py, chunks.py), bytes to events (stream.py), live servers (session.py).
 """
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
-from audit.members import shortened
-from audit.recordings import Capture, frames, read
-from audit.rules import RULES, Violation, violations
-from audit.rules_chunks import choices
+from audit import events, frames
+from audit.chunks import choices
+from audit.schema import Json, shortened
+from audit.stream import STREAM_RULES, Capture, captured, frames_of, read
 
-# --- the judgement ------------------------------------------------------------------------------------------
+MODULES = (frames, events)  # whose import enters their rules, as that of chunks does
+
+
+class Violation(NamedTuple):
+    event: int  # its number
+    rule: str  # key of STREAM_RULES
+    message: str
+    link: str
+
+
+def violations(stream: Capture | Iterable[Json], names: Iterable[str] = STREAM_RULES) -> list[Violation]:
+    """Find what is wrong with a stream, in its order."""
+    capture = stream if isinstance(stream, Capture) else captured(stream)
+    found: list[Violation] = []
+    for name in names:
+        rule = STREAM_RULES[name]
+        if capture.kind in rule.profiles.split():
+            found += [Violation(number, name, message, rule.link) for number, message in rule.check(capture)]
+    return sorted(found)
 
 
 def judge(stream: bytes, as_json: bool) -> tuple[list[str], int]:
-    """The lines to print, and the exit status."""
+    """Return the lines to print, and the exit status."""
     capture = read(stream)
     faults = violations(capture)
     status = int(bool(faults))
@@ -41,27 +60,26 @@ def judge(stream: bytes, as_json: bool) -> tuple[list[str], int]:
 
 
 def fault_lines(faults: list[Violation]) -> Iterator[str]:
-    """Rule by rule, a line for each fault; what differs in a number or a name alone is the same fault."""
-    for rule in dict.fromkeys(violation.rule for violation in faults):
-        yield f"{rule}: {RULES[rule].title}"
-        yield f"    {RULES[rule].link}"
-        same: dict[str, list[Violation]] = {}
-        for violation in faults:
-            if violation.rule == rule:
-                words = re.sub(r"'[^']*'|-?\d+", "", violation.message)
-                same.setdefault(words, []).append(violation)
-        for first, *others in same.values():
-            more = f" and {len(others)} more" if others else ""
-            yield f"    event {first.event}{more}: {first.message}"
+    """Yield a line for each fault, rule by rule; what differs in a number or a name is the same fault."""
+    same: dict[tuple[str, str], list[Violation]] = {}
+    for fault in sorted(faults, key=lambda fault: fault.rule):
+        words = re.sub(r"'[^']*'|-?\d+", "", fault.message)
+        same.setdefault((fault.rule, words), []).append(fault)
+    last_rule = ""
+    for (rule, _), (first, *others) in same.items():
+        if rule != last_rule:
+            yield f"{rule}: {STREAM_RULES[rule].title}"
+            yield f"    {first.link}"
+            last_rule = rule
+        more = f" and {len(others)} more" if others else ""
+        yield f"    event {first.event}{more}: {first.message}"
 
 
 def summary(capture: Capture) -> str:
-    """One line on what a stream said."""
+    """Say in one line what a stream said."""
     if capture.kind == "chat":
-        reasons = [
-            choice["finish_reason"] for _, _, choice, _ in choices(capture) if "finish_reason" in choice
-        ]
-        ends = ", ".join(reasons) or "nothing"
+        reasons = [choice.get("finish_reason") for _, _, choice, _ in choices(capture)]
+        ends = ", ".join(filter(None, reasons)) or "nothing"
         return f"chat completion chunks: {len(capture.raw)}, ended by {ends}"
     last = capture.events[-1].get("response", {})
     items = ", ".join(item.get("type", "?") for item in last.get("output", ())) or "none"
@@ -70,19 +88,14 @@ def summary(capture: Capture) -> str:
     return f"Responses stream: {len(capture.raw)} events, {last.get('status')}; items: {items}; {counts}"
 
 
-# --- the frames ---------------------------------------------------------------------------------------------
-
-
 def show_frames(stream: bytes, as_json: bool) -> tuple[list[str], int]:
-    """The lines to print, and the exit status."""
-    stream_frames, tail = frames(stream)
+    """Return the lines to print, and the exit status."""
+    stream_frames, tail = frames_of(stream)
     if not stream_frames and not tail:
         raise ValueError("expected server-sent events, got none")
-    rows = [frame.event._asdict() | {"number": frame.number} for frame in stream_frames if frame.event]
-    status = int(bool(tail))
+    shown = [frame for frame in stream_frames if frame.data is not None]
     if as_json:
-        return [json.dumps(row) for row in rows], status
-    lines = [f"{row['number']:5} {row['type']}  {shortened(row['data'], 160)}" for row in rows]
-    if tail:
-        lines.append(tail)
-    return lines, status
+        rows = [{"type": f.type, "data": f.data, "id": f.id, "number": f.number} for f in shown]
+        return [json.dumps(row) for row in rows], int(bool(tail))
+    lines = [f"{f.number:5} {f.type}  {shortened(f.data or '', 160)}" for f in shown]
+    return lines + [tail] * bool(tail), int(bool(tail))

@@ -1,114 +1,193 @@
-"""A server as seen from outside: an address, raw HTTP, and nothing known of the program behind it.
+"""A server as seen from outside: an address, HTTP/1.1 read by hand, nothing known of the program.
 
     Peer("http://host:8000/v1", "model").ask("POST", "/responses", {...}) --> Reply, or NoReply
 
-The bytes of a reply are kept as they were written, chunk by chunk.
+The problem is that a server under audit may be hostile: it may send headers by the byte, a chunk of a
+terabyte, a body without end. So all bytes come through one place, Connection.some(), which has a limit in
+time and in bytes. The bytes of a reply are kept as they were written, chunk by chunk.
 
 Authority: RFC 9112 (HTTP/1.1).
 
 Rules of this file:
 1. A rule has a budget of seconds, start() begins one: what a server does not answer within it is NoReply.
-2. Failed is the server's fault, NotApplicable nobody's; NoReply says that a rule could not be judged.
+2. A reply that breaks off is Failed. A server that cannot be reached is NoReply, which names the layer: name,
+   connection, TLS or HTTP.
 
-Not here: what is asked (probes.py), what the replies must be (checks_*.py).
+Not here: what is asked (asking.py), what the replies must be (clients.py, answers.py and so on).
 """
 
 import contextlib
-import http.client
 import itertools
 import json
 import re
+import socket
+import ssl
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from audit import recordings
-from audit.members import shortened
+from audit.rules import Failed, NoReply, NotApplicable, presumed
+from audit.schema import Json, shortened
+from audit.stream import events_in, parsed
 
-Json = dict[str, Any]
 NOT_THERE = {404, 405, 501}
 REFUSED = {400, 403, 404, 405, 415, 422, 501}
 BUSY = {429, 503}
-PIECE_BYTES = 64 * 1024
-MAX_BODY_BYTES = 64 * 2**20  # no answer that a rule asks for has a tenth of that
 BUDGET_S = 120.0  # of a rule: a small model on a busy machine
-BROKEN_OFF = (http.client.IncompleteRead, http.client.RemoteDisconnected, ConnectionResetError)
+PIECE_BYTES = 2**16  # read at once
+MAX_BYTES = 2**26  # of a reply: no answer that a rule asks for has a tenth of that
+STATUS_LINE = re.compile(rb"HTTP/1\.[01] (\d{3})")
+CHUNK_SIZE = re.compile(rb"([0-9a-fA-F]+)[ \t]*(?:;.*)?\r?\n")
 BLANK_LINE = re.compile(rb"\r\n\r\n|\n\n|\r\r")
-CONNECTIONS = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
+SEGMENT_BYTES = 536  # of a slow client: a server can send it 40 kB at most before it has to wait
 
 
 class Reply(NamedTuple):
     asked: str  # the request, as people read it
     status: int
     headers: dict[str, str]  # names in lower case
-    body: bytes
-    chunks: list[bytes]  # as written, with Transfer-Encoding: chunked; [] without
+    pieces: Iterable[bytes]  # of the body, as they come; chunks, if it comes in chunks
+    body: bytes = b""
 
     @property
     def json(self) -> Json:
-        return recordings.parsed(self.body.decode("utf-8", "replace"))
+        return parsed(self.body.decode("utf-8", "replace"))
+
+    @property
+    def error(self) -> Json:
+        """The object in the member `error`; {} if there is none."""
+        error = self.json.get("error")
+        return error if isinstance(error, dict) else {}
 
     @property
     def is_stream(self) -> bool:
         return self.status == 200 and self.headers.get("content-type", "").startswith("text/event-stream")
 
     @property
+    def is_refusal(self) -> bool:
+        return 400 <= self.status < 500
+
+    @property
     def events(self) -> list[Json]:
-        """The events of a stream."""
         return list(events_in(self.body))
 
     @property
     def refusal(self) -> str:
         """The status, and what the server says about it."""
-        error = self.json.get("error")
-        if isinstance(error, dict):
-            error = error.get("message")
-        return f"{self.status} {shortened(' '.join(str(error or self._text).split()), 160)}"
+        said = self.error.get("message") or self.json.get("error") or self.text
+        return f"{self.status} {shortened(' '.join(str(said).split()), 160)}"
 
     def __str__(self) -> str:
-        return f"{self.asked} -> {self.status} {shortened(self._text, 300)}"
+        return f"{self.asked} -> {self.status} {shortened(self.text, 300)}"
 
     @property
-    def _text(self) -> str:
-        text = self.body.decode("utf-8", "replace").strip()
-        if "html" not in self.headers.get("content-type", ""):
-            return text
-        readable = re.sub(r"<style.*?</style>|<script.*?</script>|<[^>]*>", " ", text, flags=re.DOTALL)
-        return " ".join(readable.split())
+    def text(self) -> str:
+        text = self.body.decode("utf-8", "replace")
+        if "html" in self.headers.get("content-type", ""):
+            text = re.sub(r"<style.*?</style>|<script.*?</script>|<[^>]*>", " ", text, flags=re.DOTALL)
+        return " ".join(text.split())
 
 
-class NotApplicable(Exception):
-    """The server lacks what the rule is about, and may."""
+# --- bytes --------------------------------------------------------------------------------------------------
 
 
-class Failed(AssertionError):
-    """The server breaks the rule; the excerpt shows it."""
+class Connection:
+    """The bytes from and to a server; each read and write has the time that is left of the rule's budget."""
 
-    def __init__(self, message: str, excerpt: object) -> None:
-        self.message = message
-        self.excerpt = str(excerpt)
-        if isinstance(excerpt, dict | list):
-            self.excerpt = json.dumps(excerpt, ensure_ascii=False, default=str)
-        super().__init__(f"{message}\n{self.excerpt}")
+    def __init__(self, peer: "Peer", connection: socket.socket) -> None:
+        self._peer = peer
+        self._socket = connection
+        self._unread = b""
+        self._n_left = MAX_BYTES
+
+    def send(self, data: bytes) -> None:
+        self._socket.settimeout(self._peer.seconds_left())
+        self._socket.sendall(data)
+
+    def some(self) -> bytes:
+        """Return what has come, or comes next; b"" at the end."""
+        data = self._unread
+        self._unread = b""
+        if not data:
+            self._socket.settimeout(self._peer.seconds_left())
+            data = self._socket.recv(PIECE_BYTES)
+            self._n_left -= len(data)
+        if self._n_left < 0:
+            raise NoReply(f"expected {MAX_BYTES} bytes at most, got more")
+        return data
+
+    def line(self) -> bytes:
+        line = b""
+        while not line.endswith(b"\n"):
+            data = self._next()
+            head, end, self._unread = data.partition(b"\n")
+            line += head + end
+        return line
+
+    def exactly(self, n_bytes: int) -> bytes:
+        if n_bytes > MAX_BYTES:
+            raise NoReply(f"expected {MAX_BYTES} bytes at most, {n_bytes} are to come")
+        data = bytearray()
+        while len(data) < n_bytes:
+            data += self._next()
+        if data:
+            self._unread = bytes(data[n_bytes:])
+        return bytes(data[:n_bytes])
+
+    def _next(self) -> bytes:
+        data = self.some()
+        if not data:
+            raise EOFError("the connection ended before the reply did")
+        return data
+
+    # --- HTTP -----------------------------------------------------------------------------------------------
+
+    def reply(self, asked: str) -> Reply:
+        """Read the status and the headers; the body is still to come."""
+        status = 100
+        headers: dict[str, str] = {}
+        while 100 <= status < 200 and status != 101:
+            status_line = self.line()
+            match = STATUS_LINE.match(status_line)
+            if not match:
+                raise NoReply(f"HTTP: expected HTTP/1.1 and a status, got {status_line[:80]!r}")
+            status = int(match[1])
+            headers = dict(self._headers())
+        return Reply(asked, status, headers, self._body(status, headers))
+
+    def _headers(self) -> Iterator[tuple[str, str]]:
+        while line := self.line().decode("latin-1").strip():
+            name, _, value = line.partition(":")
+            yield name.lower(), value.strip()
+
+    def _body(self, status: int, headers: Mapping[str, str]) -> Iterator[bytes]:
+        if "chunked" in headers.get("transfer-encoding", "").lower():
+            while chunk := self._chunk():
+                yield chunk
+            dict(self._headers())
+        elif "content-length" in headers:
+            length = headers["content-length"]
+            if not length.isdecimal():
+                raise NoReply(f"HTTP: expected a number as Content-Length, got {length!r}")
+            yield self.exactly(int(length))
+        elif status != 204:
+            while data := self.some():
+                yield data
+
+    def _chunk(self) -> bytes:
+        """Read the next chunk; the last one is empty."""
+        line = self.line()
+        match = CHUNK_SIZE.fullmatch(line)
+        if not match:
+            raise NoReply(f"HTTP: expected the size of a chunk, got {line[:80]!r}")
+        chunk = self.exactly(int(match[1], 16))
+        if chunk:
+            self.line()
+        return chunk
 
 
-class NoReply(Exception):
-    """Nobody is there, or the time is over; what breaks off has Failed."""
-
-
-def expect(holds: object, message: str, excerpt: object) -> None:
-    if not holds:
-        raise Failed(message, excerpt)
-
-
-@contextlib.contextmanager
-def presumed(rule: str) -> Iterator[None]:
-    """What a rule builds on and another one is about: a fault in there is for that other rule to name."""
-    try:
-        yield
-    except Failed as failure:
-        raise NotApplicable(f"the rule {rule} fails: {failure.message}") from failure
+# --- requests -----------------------------------------------------------------------------------------------
 
 
 class Peer:
@@ -130,108 +209,52 @@ class Peer:
         self.url = urlsplit(base_url.rstrip("/"))
         self.model = model
         self.long = long or {}
-        self.headers = dict(headers or {})
+        self.headers = {"Host": self.url.netloc, "Accept-Encoding": "identity"} | dict(headers or {})
         if api_key:
             self.headers["Authorization"] = f"Bearer {api_key}"
-        self._replies: dict[tuple[str, str], Reply | NoReply | Failed] = {}
         self._budget = budget
+        self.forget()
         self.start()
 
     @property
     def has_key(self) -> bool:
         return "Authorization" in self.headers
 
-    def without_key(self) -> "Peer":
-        """The same server, for a client that has no key."""
-        headers = {name: value for name, value in self.headers.items() if name != "Authorization"}
-        return Peer(self.url.geturl(), self.model, headers=headers, budget=self._budget)
-
-    def at_root(self) -> "Peer":
-        """The same server above its base URL, where its metrics are."""
-        root = f"{self.url.scheme}://{self.url.netloc}"
-        return Peer(root, self.model, headers=self.headers, budget=self._budget)
-
     def start(self) -> None:
         """Begin the budget of a rule."""
         self._deadline = time.monotonic() + self._budget
 
+    def forget(self) -> None:
+        """Ask again what several rules are about."""
+        self._replies: dict[tuple[str, str], Reply | NoReply | Failed] = {}
+
     def seconds_left(self) -> float:
-        """Of the budget; raises NoReply where nothing is left."""
+        """Return what is left of the budget; raises NoReply if nothing is."""
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise NoReply(f"the rule's budget of {self._budget:g} s is used up")
         return left
 
     def ask(self, method: str, path: str, body: Json | bytes | None = None, **headers: str) -> Reply:
-        """A request and its whole reply; raises NoReply, for a server that is busy too."""
-        with self.open(method, path, body, **headers) as response:
-            reply = Reply(*self._head(method, path, body, response), *self._read_all(response))
+        """Ask, and read the whole reply; raises NoReply, for a server that is busy too."""
+        with self.open(method, path, body, headers) as reply:
+            pieces = list(reply.pieces)
+        reply = reply._replace(pieces=pieces, body=b"".join(pieces))
         if reply.status in BUSY:
             raise NoReply(f"the server is busy: {reply}")
         return reply
 
-    def post(self, path: str, body: Json | None = None) -> Reply:
-        """A request to the model, without stream unless the body says so."""
-        return self.ask("POST", path, {"model": self.model, "stream": False} | (body or {}))
-
-    def first_events(self, path: str, body: Json, n: int) -> list[Json]:
-        """The first n events of a stream, which is left then."""
-        with self.stream(path, body) as events:
-            return [event for event, _ in zip(events, range(n), strict=False)]
-
-    @contextlib.contextmanager
-    def stream(self, path: str, body: Json) -> Iterator[Iterator[Json]]:
-        """The events of a stream as they come, one at least; leaving the block is leaving the stream."""
-        with self.open("POST", path, {"model": self.model, "stream": True} | body) as response:
-            head = Reply(*self._head("POST", path, body, response), b"", [])
-            if not head.is_stream:
-                refused = head._replace(body=b"".join(self.pieces(response)))
-                raise NotApplicable(f"no stream came: {refused.refusal}")
-            events = events_of(self.pieces(response))
-            first = next(events, None)
-            if first is None:
-                raise NotApplicable("no event came")
-            yield itertools.chain([first], events)
-
-    @contextlib.contextmanager
-    def open(
-        self, method: str, path: str, body: Json | bytes | None, **headers: str
-    ) -> Iterator[http.client.HTTPResponse]:
-        """The reply as it comes, in a with block; raises NoReply, out of the block too."""
-        raw = json.dumps(body).encode() if isinstance(body, dict) else body
-        all_headers = dict(self.headers)
-        if raw is not None:
-            all_headers["Content-Type"] = "application/json"
-        for name, value in headers.items():
-            all_headers[name.replace("_", "-")] = value
-        with self.connection(described(method, path, body)) as connection:
-            connection.request(method, self.url.path + path, raw, all_headers)
-            yield connection.getresponse()
-
-    @contextlib.contextmanager
-    def connection(self, asked: str) -> Iterator[http.client.HTTPConnection]:
-        """A connection of its own, in a with block; `asked` names what is asked for in what is raised."""
-        try:
-            with contextlib.closing(
-                CONNECTIONS[self.url.scheme](self.url.netloc, timeout=self.seconds_left())
-            ) as connection:
-                yield connection
-        except BROKEN_OFF as error:
-            reason = f"{asked} -> {type(error).__name__}: {error}"
-            raise Failed("expected a whole reply", reason) from error
-        except (OSError, http.client.HTTPException) as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            if isinstance(error, TimeoutError):
-                reason = f"nothing came for the rest of the rule's budget of {self._budget:g} s"
-            raise NoReply(f"{asked} -> {reason}") from error
+    def post(self, path: str, body: Json) -> Reply:
+        """Ask the model, without stream unless the body says so."""
+        return self.ask("POST", path, {"model": self.model, "stream": False} | body)
 
     def once(self, path: str, body: Json | bytes) -> Reply:
-        """The reply to a request that several rules are about; one that breaks off is none of them's."""
+        """Ask what several rules are about; a reply that breaks off is left to the rule whole-frames."""
         with presumed("whole-frames"):
             return self.shared(path, body)
 
     def shared(self, path: str, body: Json | bytes) -> Reply:
-        """The reply to a request that several rules are about, which has a budget of its own."""
+        """Ask once what several rules are about; the request has a budget of its own."""
         key = path, str(body)
         if key not in self._replies:
             self.start()
@@ -244,34 +267,87 @@ class Peer:
             raise reply
         return reply
 
-    def pieces(self, response: http.client.HTTPResponse) -> Iterator[bytes]:
-        """The body as it comes; raises NoReply where the time is up, or more comes than anybody reads."""
-        n_bytes = 0
-        while piece := response.read1(PIECE_BYTES):  # no more than what is left of a chunk
-            n_bytes += len(piece)
-            if n_bytes > MAX_BODY_BYTES:
-                raise NoReply(f"expected a body of {MAX_BODY_BYTES} bytes at most, got more")
-            yield piece
-            self.seconds_left()
+    @contextlib.contextmanager
+    def stream(self, path: str, body: Json, is_slow: bool = False) -> Iterator[Iterator[Json]]:
+        """Yield the events of a stream as they come, one at least; leaving the block leaves the stream."""
+        body = {"model": self.model, "stream": True} | body
+        with self.open("POST", path, body, is_slow=is_slow) as reply:
+            if not reply.is_stream:
+                refused = reply._replace(body=b"".join(reply.pieces))
+                raise NotApplicable(f"no stream came: {refused.refusal}")
+            events = events_of(reply.pieces)
+            first = next(events, None)
+            if first is None:
+                raise NotApplicable("no event came")
+            yield itertools.chain([first], events)
 
-    def _read_all(self, response: http.client.HTTPResponse) -> tuple[bytes, list[bytes]]:
-        """The body, and its chunks."""
-        if not response.chunked:
-            return b"".join(self.pieces(response)), []
-        chunks: list[bytes] = []
-        parts: list[bytes] = []  # of the chunk that is open
-        for piece in self.pieces(response):
-            parts.append(piece)
-            if response.chunk_left == 0:
-                chunks.append(b"".join(parts))
-                parts.clear()
-        return b"".join(chunks), chunks
+    @contextlib.contextmanager
+    def open(
+        self,
+        method: str,
+        path: str,
+        body: Json | bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        is_slow: bool = False,
+    ) -> Iterator[Reply]:
+        """Yield the reply as it comes."""
+        raw = json.dumps(body).encode() if isinstance(body, dict) else body or b""
+        names = dict(headers or {})
+        if body is not None:
+            names |= {"Content-Type": "application/json", "Content-Length": str(len(raw))}
+        asked = described(method, path, body)
+        with self.connection(asked, is_slow) as connection:
+            connection.send(self.head(method, path, names) + raw)
+            yield connection.reply(asked)
 
-    def _head(
-        self, method: str, path: str, body: Json | bytes | None, response: http.client.HTTPResponse
-    ) -> tuple[str, int, dict[str, str]]:
-        headers = {name.lower(): value for name, value in response.getheaders()}
-        return described(method, path, body), response.status, headers
+    def head(self, method: str, path: str, headers: Mapping[str, str]) -> bytes:
+        """Make the head of a request; a header that is "" is not sent, a path with // begins at the root."""
+        target = path.removeprefix("/") if path.startswith("//") else self.url.path + path
+        lines = [f"{method} {target} HTTP/1.1"]
+        for name, value in (self.headers | dict(headers)).items():
+            if value:
+                lines.append(f"{name.replace('_', '-')}: {value}")
+        return "\r\n".join([*lines, "", ""]).encode()
+
+    @contextlib.contextmanager
+    def connection(self, asked: str, is_slow: bool = False) -> Iterator[Connection]:
+        """Yield a connection of its own; `asked` names what is asked for in what is raised."""
+        try:
+            with self._connected(is_slow) as connection:
+                yield Connection(self, connection)
+        except (EOFError, ConnectionResetError) as error:
+            raise Failed("expected a whole reply", f"{asked} -> {error}") from error
+        except TimeoutError as error:
+            reason = f"nothing came for the rest of the rule's budget of {self._budget:g} s"
+            raise NoReply(f"{asked} -> {reason}") from error
+        except OSError as error:
+            raise NoReply(f"{asked} -> {error}") from error
+
+    def _connected(self, is_slow: bool) -> socket.socket:
+        host = self.url.hostname or ""
+        has_tls = self.url.scheme == "https"
+        try:
+            addresses = socket.getaddrinfo(host, self.url.port or (80, 443)[has_tls], type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:
+            raise NoReply(f"name: no address of {host!r} is known: {error}") from error
+        failure: OSError | None = None
+        for family, kind, protocol, _, address in addresses:
+            timeout = self.seconds_left()
+            connection = socket.socket(family, kind, protocol)
+            try:
+                connection.settimeout(timeout)
+                if is_slow:
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, SEGMENT_BYTES)
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)  # rounded up to the least
+                connection.connect(address)
+                if has_tls:
+                    return ssl.create_default_context().wrap_socket(connection, server_hostname=host)
+                return connection
+            except OSError as error:
+                connection.close()
+                failure = error
+        layer = "TLS" if isinstance(failure, ssl.SSLError) else "connection"
+        raise NoReply(f"{layer}: {failure}") from failure
 
 
 def described(method: str, path: str, body: Json | bytes | None) -> str:
@@ -286,19 +362,11 @@ def described(method: str, path: str, body: Json | bytes | None) -> str:
 
 
 def events_of(pieces: Iterable[bytes]) -> Iterator[Json]:
-    """The events of a stream as its bytes come; where it breaks off they end: see the rule whole-frames."""
-    open_event = b""
-    with contextlib.suppress(http.client.IncompleteRead):
+    """Yield the events of a stream as its bytes come; one that breaks off ends: see the rule whole-frames."""
+    unread = b""
+    with contextlib.suppress(EOFError):
         for piece in pieces:
-            open_event += piece
-            while blank_line := BLANK_LINE.search(open_event):
-                yield from events_in(open_event[: blank_line.end()])
-                open_event = open_event[blank_line.end() :]
-
-
-def events_in(stream: bytes) -> Iterator[Json]:
-    """The events of a stream, or of a part of one that ends with a frame."""
-    stream_frames, _ = recordings.frames(stream)
-    for _, _, event in stream_frames:
-        if event and event.data != "[DONE]":
-            yield recordings.parsed(event.data)
+            unread += piece
+            while blank_line := BLANK_LINE.search(unread):
+                yield from events_in(unread[: blank_line.end()])
+                unread = unread[blank_line.end() :]

@@ -1,32 +1,40 @@
-"""One audit: every rule asked of one server, each with its verdict.
+"""One audit: what there is to be audited, and every rule asked of it, each with its verdict.
 
-    Peer, names of rules --judge_all()--> Result, Result, ...
+    Peer --look()--> Server, or NoServer        Peer, names of rules --judge_all()--> Result, Result, ...
 
     pass     the rule holds                     fail     it does not, and the excerpt shows it
     n/a      the server lacks what it is about  error    it could not be asked, and the reason says why
+    flaky    one time it was this, another time that
 
-Authority: DESIGN of xUnit's reports: an error is no failure.
+Authority: xUnit's reports: an error is no failure.
 
 Rules of this file:
 1. A rule that raises is an error of that rule alone: each one has its verdict, whatever the server does.
+2. What is wrong before the first rule is told in one line, which names what failed: the name, the connection,
+   TLS, HTTP, the key or the model. It is no failure of a rule.
 
-Not here: the rules (checks.py), what is printed (reports.py).
+Not here: the rules, what is printed (report.py).
 """
 
 import time
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
-from audit.checks import CHECKS
-from audit.peer import Failed, NoReply, NotApplicable, Peer
+from audit import agents, answers, clients, refusals, stored, turns
+from audit.asking import GOOD, STORY, request
+from audit.peer import NOT_THERE, Peer, Reply
+from audit.rules import RULES, Failed, NoReply, NotApplicable, check
+from audit.schema import Json
 
-Verdict = Literal["pass", "fail", "n/a", "error"]
-VERDICTS: tuple[Verdict, ...] = ("pass", "fail", "n/a", "error")
+PROFILES = ("chat", "responses", "stateful", "agents", "websocket", "all")
+MODULES = (clients, answers, agents, stored, refusals, turns)  # whose import enters their rules
+Verdict = Literal["pass", "fail", "flaky", "n/a", "error"]
+VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 
 
 class Result(NamedTuple):
-    rule: str  # key of CHECKS
+    rule: str  # key of RULES
     verdict: Verdict
     reason: str = ""  # what was expected, or why it does not apply or could not be asked
     excerpt: str = ""  # what shows it
@@ -34,8 +42,8 @@ class Result(NamedTuple):
 
 
 def chosen(profile: str, patterns: Iterable[str]) -> list[str]:
-    """The rules of a profile whose names match one of the patterns, if there are any; raises ValueError."""
-    names = [name for name, check in CHECKS.items() if profile in ("all", *check.profiles.split())]
+    """Return the rules of a profile whose names match a pattern, if there are any; raises ValueError."""
+    names = [name for name, rule in RULES.items() if profile in ("all", *rule.profiles.split())]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(f"no rule of the profile {profile!r} is called {pattern!r}: see --list")
@@ -44,17 +52,30 @@ def chosen(profile: str, patterns: Iterable[str]) -> list[str]:
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
-def judge_all(peer: Peer, names: Iterable[str]) -> Iterator[Result]:
-    for name in names:
-        started_at = time.monotonic()
-        result = judge(peer, name)
-        yield result._replace(seconds=round(time.monotonic() - started_at, 3))
+def judge_all(peer: Peer, names: Iterable[str], n_times: int = 1) -> Iterator[Result]:
+    """Yield the verdict on each rule; if all are asked several times, the newest of each."""
+    known: dict[str, Result] = {}
+    for _ in range(n_times):
+        peer.forget()
+        for name in names:
+            started_at = time.monotonic()
+            result = judge(peer, name)
+            seconds = round(time.monotonic() - started_at, 3)
+            known[name] = both(known.get(name, result), result)._replace(seconds=seconds)
+            yield known[name]
+
+
+def both(earlier: Result, later: Result) -> Result:
+    if earlier.verdict == later.verdict:
+        return later
+    shown = later if later.reason else earlier
+    return shown._replace(verdict="flaky", reason=f"{earlier.verdict}, then {later.verdict}: {shown.reason}")
 
 
 def judge(peer: Peer, name: str) -> Result:
     peer.start()
     try:
-        CHECKS[name].run(peer)
+        check(name, peer)
     except Failed as failure:
         return Result(name, "fail", failure.message, failure.excerpt)
     except NotApplicable as reason:
@@ -64,3 +85,78 @@ def judge(peer: Peer, name: str) -> Result:
     except Exception as error:  # a reply that no rule expected: rule 1
         return Result(name, "error", f"{type(error).__name__} in the rule itself: {error}")
     return Result(name, "pass")
+
+
+# --- before the first rule ----------------------------------------------------------------------------------
+
+ANY_MODEL = "default"  # asked for if none is listed: some servers have one model, and take any name
+ENOUGH = 200  # tokens: long enough to be cancelled, left and resumed
+# Members of a body that keep a model from ending early: none, vLLM's and SGLang's, and llama.cpp's.
+LONG: list[Json] = [{}, {"ignore_eos": True}, {"ignore_eos": True, "min_tokens": ENOUGH}]
+
+
+class NoServer(Exception):
+    """There is nothing that could be audited; one line says why, and what to do."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))
+
+
+class Server(NamedTuple):
+    """What is known of a server before the first rule."""
+
+    apis: list[str]  # paths that it answers
+    long: Json  # members of a body that make an answer long
+
+
+def look(peer: Peer, long: Json | None = None) -> Server:
+    """Find out what can be audited; a peer without a model gets the first that the server lists."""
+    models = asked(peer, "GET", "/models")
+    if models.status in (401, 403):
+        raise NoServer(f"key: it is missing or wrong; give --api-key KEY. {models}")
+    if not peer.model:
+        listed = models.json.get("data") or models.json.get("models") or [{}]
+        first = listed[0] if isinstance(listed, list) else {}
+        peer.model = str(first.get("id") or ANY_MODEL) if isinstance(first, dict) else ANY_MODEL
+    replies = {path: asked(peer, "POST", path, {"model": peer.model} | body) for path, body in GOOD.items()}
+    apis = [path for path, reply in replies.items() if reply.status == 200 and reply.json]
+    if not apis:
+        raise NoServer(nothing_served(peer, replies))
+    if long is None:
+        long = what_makes_it_long(peer, apis[0])
+    return Server(apis, long)
+
+
+def asked(peer: Peer, method: str, path: str, body: Json | None = None) -> Reply:
+    try:
+        peer.start()
+        return peer.ask(method, path, body)
+    except (NoReply, Failed) as error:
+        raise NoServer(f"no server answers at {peer.url.geturl()}: {error}") from error
+
+
+def nothing_served(peer: Peer, replies: dict[str, Reply]) -> str:
+    """Say why neither API answers, in a line."""
+    statuses = {reply.status for reply in replies.values()}
+    if statuses <= NOT_THERE:
+        message = "HTTP: no LLM server of these APIs"
+        if not peer.url.path.endswith("/v1"):
+            message += f" (try {peer.url.geturl()}/v1)"
+    elif statuses & {401, 403}:
+        message = "key: it is missing or wrong; give --api-key KEY"
+    elif peer.model == ANY_MODEL:
+        message = "model: which? Give --model NAME: the server lists none"
+    else:
+        message = f"model: neither API answers for {peer.model!r}"
+    return f"{message}. {'; '.join(map(str, replies.values()))}"
+
+
+def what_makes_it_long(peer: Peer, path: str) -> Json:
+    """Return the first of LONG with which the model writes enough; {} if none does."""
+    api = "responses" if path == "/responses" else "chat"
+    for members in LONG:
+        _, body = request(api, said=STORY, limit=ENOUGH, **members)
+        usage = asked(peer, "POST", path, {"model": peer.model} | body).json.get("usage") or {}
+        if ENOUGH in (usage.get("output_tokens"), usage.get("completion_tokens")):
+            return members
+    return {}

@@ -9,25 +9,24 @@ Rules of this file:
 1. A server that does not switch protocols has no WebSocket: no rule is about it.
 2. What a server must not send (masked frames, binary messages, half a frame) is Failed.
 
-Not here: what the events must say (checks_websocket.py), HTTP (peer.py).
+Not here: what the events must say (turns.py), HTTP (peer.py).
 """
 
 import base64
 import contextlib
 import hashlib
-import http.client
 import json
 import os
-import socket
 from collections.abc import Iterator
-from typing import BinaryIO
 
-from audit import recordings
-from audit.peer import Failed, Json, NotApplicable, Peer, expect
-from audit.rules_events import TERMINAL
+from audit.events import TERMINAL
+from audit.peer import Connection, Peer, Reply
+from audit.rules import Failed, NotApplicable, expect
+from audit.schema import Json
+from audit.stream import DONE, parsed
 
 GUID = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"  # RFC 6455, section 1.3
-CONTINUATION, TEXT, BINARY, CLOSE, PING, PONG = 0, 1, 2, 8, 9, 10  # opcodes, section 5.2
+TEXT, CLOSE, PING, PONG = 1, 8, 9, 10  # opcodes, section 5.2
 FINAL = MASKED = 0x80  # bits of the first and of the second byte of a frame
 NO_CODE = 1005  # of a close that gives none, section 7.4.1
 ENDS = {*TERMINAL, "error"}
@@ -43,18 +42,15 @@ class Closed(Exception):
 
 
 class WebSocket:
-    """One connection behind its handshake; `peer` has the budget of seconds."""
+    """One connection after its handshake."""
 
-    def __init__(self, peer: Peer, connection: socket.socket, incoming: BinaryIO) -> None:
-        self._peer = peer
+    def __init__(self, model: str, connection: Connection) -> None:
+        self._model = model
         self._connection = connection
-        self._incoming = incoming
-
-    # --- turns ----------------------------------------------------------------------------------------------
 
     def turn(self, body: Json) -> list[Json]:
-        """The events of one turn, to its last one or to an error."""
-        message = {"type": "response.create", "model": self._peer.model} | body
+        """Return the events of one turn, to its last one or to an error."""
+        message = {"type": "response.create", "model": self._model} | body
         self.send_frame(TEXT, json.dumps(message).encode())
         events = [self.event()]
         while events[-1].get("type") not in ENDS:
@@ -62,18 +58,17 @@ class WebSocket:
         return events
 
     def event(self) -> Json:
-        """The next message, which is an event; [DONE] is for the rule ws-end to name."""
+        """Return the next message, which is an event; [DONE] is for the rule ws-end to name."""
         opcode, payload = self.message()
-        while opcode == PONG or payload == b"[DONE]":
+        while opcode == PONG or payload == DONE.encode():
             opcode, payload = self.message()
         text = payload.decode("utf-8", "replace")
-        expect(opcode == TEXT, "expected a text message", f"a binary one of {len(payload)} bytes")
-        event = recordings.parsed(text)
-        expect(event, "expected a message to be a JSON object", text)
+        event = parsed(text)
+        expect(opcode == TEXT and event, "expected a text message that is a JSON object", text or "nothing")
         return event
 
     def ping(self, text: bytes) -> list[bytes]:
-        """Messages that come before the answer to a ping."""
+        """Return the messages that come before the answer to a ping."""
         self.send_frame(PING, text)
         earlier: list[bytes] = []
         opcode, payload = self.message()
@@ -84,7 +79,7 @@ class WebSocket:
         return earlier
 
     def close(self) -> int:
-        """Close it, and give the code with which the server closes."""
+        """Close it, and return the code with which the server closes."""
         self.send_frame(CLOSE, (1000).to_bytes(2, "big"))
         try:
             while True:
@@ -92,10 +87,8 @@ class WebSocket:
         except Closed as closed:
             return closed.code
 
-    # --- frames ---------------------------------------------------------------------------------------------
-
     def message(self) -> tuple[int, bytes]:
-        """Opcode and payload of the next message, or of the answer to a ping."""
+        """Return opcode and payload of the next message, or of the answer to a ping."""
         kind = 0
         payload = b""
         while True:
@@ -113,62 +106,46 @@ class WebSocket:
                 return kind, payload
 
     def send_frame(self, opcode: int, payload: bytes) -> None:
-        head = bytes([FINAL | opcode])
         size = len(payload)
-        if size < 126:
-            head += bytes([MASKED | size])
-        elif size < 1 << 16:
-            head += bytes([MASKED | 126]) + size.to_bytes(2, "big")
-        else:
-            head += bytes([MASKED | 127]) + size.to_bytes(8, "big")
+        length = bytes([MASKED | size]) if size < 126 else b""
+        if size >= 2**16:
+            length = bytes([MASKED | 127]) + size.to_bytes(8, "big")
+        elif size > 125:
+            length = bytes([MASKED | 126]) + size.to_bytes(2, "big")
         mask = os.urandom(4)
         masked = bytes(byte ^ mask[i % 4] for i, byte in enumerate(payload))
-        self._connection.settimeout(self._peer.seconds_left())
-        self._connection.sendall(head + mask + masked)
+        self._connection.send(bytes([FINAL | opcode]) + length + mask + masked)
 
     def _frame(self) -> tuple[bool, int, bytes]:
-        first, second = self._read(2)
-        expect(
-            not second & MASKED, "expected frames of a server not to be masked", f"{first:08b} {second:08b}"
-        )
-        size = second & 0x7F
+        first, second = self._connection.exactly(2)
+        shown = f"{first:08b} {second:08b}"
+        expect(not second & MASKED, "expected frames of a server not to be masked", shown)
+        size = second
         if size > 125:
-            size = int.from_bytes(self._read(2 if size == 126 else 8), "big")
-        return bool(first & FINAL), first & 0x0F, self._read(size)
-
-    def _read(self, n_bytes: int) -> bytes:
-        self._connection.settimeout(self._peer.seconds_left())
-        data = self._incoming.read(n_bytes)
-        if len(data) < n_bytes:
-            raise Failed("expected the server to close the connection before it ends it", data)
-        return data
+            size = int.from_bytes(self._connection.exactly(2 if size == 126 else 8), "big")
+        return bool(first & FINAL), first & 0x0F, self._connection.exactly(size)
 
 
 @contextlib.contextmanager
 def connected(peer: Peer) -> Iterator[WebSocket]:
-    """A connection, in a with block; raises NotApplicable where the server has no WebSocket."""
+    """Yield a connection; raises NotApplicable if the server has no WebSocket."""
     with peer.connection(f"WebSocket {PATH}") as connection:
-        reply, key = handshake(peer, connection)
-        if reply.status != http.client.SWITCHING_PROTOCOLS:
-            raise NotApplicable(f"no WebSocket: {reply.status} {reply.reason}")
-        digest = hashlib.sha1(key + GUID, usedforsecurity=False).digest()
-        expected = base64.b64encode(digest).decode()
-        got = reply.headers.get("Sec-WebSocket-Accept")
+        reply, expected = handshake(peer, connection)
+        if reply.status != 101:
+            raise NotApplicable(f"no WebSocket: {reply.status}")
+        got = reply.headers.get("sec-websocket-accept")
         expect(got == expected, f"expected Sec-WebSocket-Accept {expected}, got {got}", reply.headers)
         try:
-            yield WebSocket(peer, connection.sock, reply.fp)
+            yield WebSocket(peer.model, connection)
         except Closed as closed:
             raise Failed("expected the connection to stay open", closed) from closed
 
 
-def handshake(peer: Peer, connection: http.client.HTTPConnection) -> tuple[http.client.HTTPResponse, bytes]:
-    """The reply to an upgrade, and the key that was sent."""
+def handshake(peer: Peer, connection: Connection, **headers: str) -> tuple[Reply, str]:
+    """Return the reply to an upgrade, and what its header Sec-WebSocket-Accept must say."""
     key = base64.b64encode(os.urandom(16))
-    headers = {
-        "Upgrade": "websocket",
-        "Connection": "Upgrade",
-        "Sec-WebSocket-Key": key.decode(),
-        "Sec-WebSocket-Version": "13",
-    }
-    connection.request("GET", peer.url.path + PATH, headers=peer.headers | headers)
-    return connection.getresponse(), key
+    upgrade = {"Upgrade": "websocket", "Connection": "Upgrade", "Sec-WebSocket-Version": "13"}
+    upgrade |= {"Sec-WebSocket-Key": key.decode()} | headers
+    connection.send(peer.head("GET", PATH, upgrade))
+    digest = hashlib.sha1(key + GUID, usedforsecurity=False).digest()
+    return connection.reply("WebSocket"), base64.b64encode(digest).decode()

@@ -2,9 +2,9 @@
 
     1  however the bytes are cut, the events are the same                   test_sse.py
     2  however the tokens are grouped, what they say is the same            parse(), test_channels.py
-    3  the deltas add up to the output of the terminal event                audit/rules.py
-    4  the events come in the order of responses.GRAMMAR, numbered from 0   audit/rules.py
-    5  a status only moves along, a terminal one never changes              audit/rules.py
+    3  the deltas add up to the output of the terminal event                audit/events.py
+    4  the events come in the order of responses.GRAMMAR, numbered from 0   audit/events.py
+    5  a status only moves along, a terminal one never changes              audit/events.py
 
 check_response() is laws 3, 4 and 5, which any server must keep, and what only ours must: the models of the
 `openai` package, strictly, and no member that the rules do not know.
@@ -25,7 +25,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 
 import api
 import sse
-from audit import members, rules
+from audit import linter, schema, stream
 from background import EventLog
 from channels import (
     Arguments,
@@ -142,7 +142,7 @@ STREAM_EVENT: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(ResponseStreamEve
 def check_shape(event: Json) -> None:
     """One event as it came off the wire."""
     STREAM_EVENT.validate_json(json.dumps(event), strict=True)
-    expected = {name.removesuffix("?") for name in members.EVENTS[event["type"]]}
+    expected = {name.removesuffix("?") for name in schema.EVENTS[event["type"]]}
     assert event.keys() == {"type", "sequence_number", *expected}, event
     for part in parts(event):
         check_members(part)
@@ -161,7 +161,7 @@ def check_body(response: Json) -> None:
 
 def check_members(part: Json) -> None:
     """Of our items and parts: some may go without a member, but ours do not; a call may have a namespace."""
-    expected = {name.removesuffix("?") for name in (members.ITEMS | members.PARTS)[part["type"]]}
+    expected = {name.removesuffix("?") for name in (schema.ITEMS | schema.PARTS)[part["type"]]}
     optional = {"namespace"} if part["type"].endswith("_call") else set()
     assert part.keys() - optional == {"type", *expected}, part
 
@@ -200,13 +200,13 @@ def check_response(events: list[Json]) -> None:
     """All that must hold of a whole stream, as a client got it."""
     for event in events:
         check_shape(event)
-    check_rules(events, *(rules.RULES.keys() - OF_THE_WORKER))
+    check_rules(events, *(stream.STREAM_RULES.keys() - OF_THE_WORKER))
     last = events[-1]["response"]
     assert (last["completed_at"] is not None) == (last["status"] == "completed")
 
 
 def check_rules(events: list[Json], *names: str) -> None:
-    assert rules.violations(events, names) == []
+    assert linter.violations(events, names) == []
 
 
 def check_order(events: list[Json]) -> None:

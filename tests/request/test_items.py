@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.responses import ResponseItem
 
-from audit import members
+from audit import schema
 from request import items
 from request.ids import PREFIXES, item_ids, new_id, response_id_of
 from request.items import listed, resolve
@@ -123,7 +123,7 @@ def test_what_is_listed_is_an_item_of_the_sdk(item: dict[str, Any]) -> None:
     pydantic.TypeAdapter[Any](ResponseItem).validate_json(json.dumps(long), strict=True)
     assert {"hi", "hm", "no"} & {*re.findall("[a-z]+", json.dumps(long))}
     for part in long.get("content", ()):
-        assert {*members.required(members.PARTS.get(part["type"], {}))} <= part.keys()
+        assert {*schema.required(schema.PARTS.get(part["type"], {}))} <= part.keys()
 
 
 # --- what is kept -------------------------------------------------------------------------------------------

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from audit import checks_clients, checks_websocket
-from audit.checks import CHECKS
+from audit import clients
 from audit.peer import Peer
+from audit.rules import RULES
 from audit.session import Result, judge
 from helpers.serving import Server, serve
 from wire.conftest import ENDLESS, KEY
@@ -18,7 +18,7 @@ from wire.foreign import NO_FAULT, Exchange, Fault, changes, misbehaving
 from wire.minimal import minimal
 
 HERE = Path(__file__).parent
-# Requests of probes.STREAMS.
+# Requests of asking.STREAMS.
 STREAMS = {
     "responses": r'POST /v1/responses .*"stream": true(?!.*("background"|_tokens": (16|32|\d00)|get_time))',
     "chat": r'POST /v1/chat.*"stream": true(?!.*("stop"|"logprobs"))',
@@ -36,8 +36,8 @@ def faults() -> dict[str, Fault]:
 
 
 FAULTS = faults()
-SOCKETS = checks_websocket.CHECKS
-OVER_HTTP = [rule for rule in CHECKS if rule not in SOCKETS]
+SOCKETS = [rule for rule in RULES if rule.startswith("ws-")]
+OVER_HTTP = [rule for rule in RULES if rule not in SOCKETS]
 
 
 @pytest.fixture(scope="module")
@@ -47,12 +47,12 @@ def ours() -> Iterator[Server]:
 
 
 def test_every_rule_has_a_fault() -> None:
-    assert FAULTS.keys() == CHECKS.keys()
+    assert FAULTS.keys() == RULES.keys()
 
 
 def test_the_readme_counts_the_rules() -> None:
     readme = (HERE.parent.parent / "README.md").read_text(encoding="utf-8")
-    assert f"holds {len(CHECKS)} rules against" in readme
+    assert f"holds {len(RULES)} rules against" in readme
 
 
 def judged(
@@ -81,8 +81,8 @@ def test_a_fault_is_named_by_its_rule_alone(
     ours: Server, exchanges: dict[str, list[Exchange]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of all rules the one that is about it fails, and those that the fault's row names with a reason."""
-    monkeypatch.setattr(checks_clients, "PAUSE_S", 0.05)
-    monkeypatch.setattr(checks_clients, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(clients, "PAUSE_S", 0.5)
+    monkeypatch.setattr(clients, "PATIENCE_S", 0.5)
     judge_fault = partial(judged_by_all, ours, exchanges)
     with ThreadPoolExecutor(4) as threads:
         verdicts = dict(zip(OVER_HTTP, threads.map(judge_fault, OVER_HTTP), strict=True))

@@ -4,13 +4,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from audit.checks import CHECKS
 from audit.peer import Peer
+from audit.rules import RULES
 from audit.session import Result, chosen, judge
 from wire.minimal import minimal
 
 
-@pytest.mark.parametrize("rule", CHECKS)
+@pytest.mark.parametrize("rule", RULES)
 def test_rule(peer: Peer, rule: str) -> None:
     result = judge(peer, rule)
     assert result == Result(rule, "pass")
@@ -22,7 +22,7 @@ def minimal_peer() -> Iterator[Peer]:
         yield Peer(url, "minimal")
 
 
-@pytest.mark.parametrize("rule", CHECKS)
+@pytest.mark.parametrize("rule", RULES)
 def test_a_minimal_server_is_not_accused(minimal_peer: Peer, rule: str) -> None:
     """What it does not have it may refuse: then the rule does not apply."""
     result = judge(minimal_peer, rule)

@@ -1,21 +1,25 @@
-"""The members of events, items, parts and chunks: which there must be, and the type of each.
+"""What streams are made of: the members of events, items, parts and chunks, and which event may follow which.
 
     JSON object --typed()--> the same object without members of a wrong type
     JSON object --missing()--> a fault for each member that must be there and is not, or has a wrong type
+    event --label()--> its name in GRAMMAR        (state, label) --ORDER--> the next state
 
-Authority: https://github.com/openai/openai-openapi, the types of its schemas and what they call "required".
+Authority: https://github.com/openai/openai-openapi, the types of its schemas and what they call "required";
+https://platform.openai.com/docs/api-reference/responses-streaming for the order.
 
 Rules of this file:
 1. One table says it all about one kind of object. A member whose name ends with "?" may be absent, as in
-   TypeScript; every other one must be there.
+   TypeScript; every other one must be there. Members that stand in no table are not looked at.
 2. A type is str, int, list or object (anything, null too); a table, for an object with these members; or
-   [table], for a list of such objects.
-3. Members that stand in no table may be there and are not looked at.
+   [table], for a list of such objects. Events, items and parts each have one type for one name.
+3. The tables are the judge's own: nothing is imported from a server that is judged.
+4. What a server runs itself (web search, code, MCP) is one state, "hosted": its events are its own.
 
-Not here: which event may follow which (order.py), what the members must say (rules.py).
+Not here: what the members must say (events.py, chunks.py).
 """
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -125,6 +129,97 @@ CHUNK = {
     "usage?": USAGE, "error?": ERROR,
 }
 # fmt: on
+
+
+# --- which event may follow which ---------------------------------------------------------------------------
+
+# state         event, and the item or part it opens or ends              next state
+TABLE = """
+start           response.created                                          created
+created         response.queued                                           queued
+created         response.in_progress                                      between
+queued          response.in_progress                                      between
+
+between         response.output_item.added message                        message
+message         response.content_part.added output_text                   text
+text            response.output_text.delta                                text
+text            response.output_text.done                                 text done
+text done       response.content_part.done output_text                    message done
+message         response.content_part.added refusal                       refusal
+refusal         response.refusal.delta                                    refusal
+refusal         response.refusal.done                                     refusal done
+refusal done    response.content_part.done refusal                        message done
+message done    response.output_item.done message                         between
+
+between         response.output_item.added reasoning                      reasoning
+reasoning       response.content_part.added reasoning_text                thought
+thought         response.reasoning_text.delta                             thought
+thought         response.reasoning_text.done                              thought done
+thought         response.reasoning.delta                                  thought
+thought         response.reasoning.done                                   thought done
+thought done    response.content_part.done reasoning_text                 reasoning done
+reasoning done  response.output_item.done reasoning                       between
+
+between         response.output_item.added function_call                  call
+call            response.function_call_arguments.delta                    call
+call            response.function_call_arguments.done                     call done
+call done       response.output_item.done function_call                   between
+
+between         response.output_item.added custom_tool_call               custom
+custom          response.custom_tool_call_input.delta                     custom
+custom          response.custom_tool_call_input.done                      custom done
+custom done     response.output_item.done custom_tool_call                between
+
+between         response.output_item.added compaction                     compaction
+compaction      response.output_item.done compaction                      between
+
+between         response.completed                                        end
+between         response.incomplete                                       end
+between         response.failed                                           end
+queued          response.failed                                           end
+
+message done    response.content_part.added output_text                   text
+text            response.output_text.annotation.added                     text
+message done    response.content_part.added refusal                       refusal
+
+reasoning done  response.content_part.added reasoning_text                thought
+reasoning       response.output_item.done reasoning                       between
+reasoning       response.reasoning_summary_part.added summary_text        summary
+reasoning done  response.reasoning_summary_part.added summary_text        summary
+summary         response.reasoning_summary_text.delta                     summary
+summary         response.reasoning_summary_text.done                      summary done
+summary done    response.reasoning_summary_part.done summary_text         reasoning done
+
+compaction      response.compaction.compacting                            compaction
+
+between         response.output_item.added *                              hosted
+hosted          response.*                                                hosted
+hosted          response.output_item.done *                               between
+"""
+ROWS = [re.split("  +", row) for row in TABLE.splitlines() if row]
+GRAMMAR = {(state, event): then for state, event, then in ROWS}
+# fmt: off
+HOSTED = ("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call", "mcp_",
+          "computer_call", "local_shell_call", "shell_call", "apply_patch_call", "tool_search")
+# fmt: on
+
+# A failure may leave open whatever is open.
+ORDER = GRAMMAR | {(state, "response.failed"): "end" for state in {*GRAMMAR.values()} - {"end"}}
+AFTER = {event: state for (_, event), state in ORDER.items()}  # where an event leads that came out of order
+
+
+def label(event: Json) -> str:
+    """Name an event as GRAMMAR does: its type, and the type of the item or part that it opens or ends."""
+    event_type = str(event.get("type"))
+    if event_type.removeprefix("response.").startswith(HOSTED):
+        return "response.*"
+    inner: Json | None = event.get("item") or event.get("part")
+    if not inner:
+        return event_type
+    inner_type = inner.get("type", "")
+    if event_type.startswith("response.output_item.") and inner_type.startswith(HOSTED):
+        inner_type = "*"
+    return f"{event_type} {inner_type}"
 
 
 # --- objects against their table ----------------------------------------------------------------------------

@@ -4,21 +4,23 @@
 
 Authority: https://platform.openai.com/docs/api-reference/chat-streaming
 
-Not here: bytes (rules_framing.py), the Responses API (rules_events.py), the list of all rules (rules.py).
+Not here: bytes (frames.py), the Responses API (events.py).
 """
 
 from collections.abc import Iterator
 
-from audit.contents import is_object, markup, usage_faults
-from audit.members import CHOICE, CHUNK, ERROR, Faults, Json, missing, paired, shortened
-from audit.recordings import Capture
+from audit.rules import rules_of
+from audit.schema import CHOICE, CHUNK, ERROR, Faults, Json, missing, paired, shortened
+from audit.stream import STREAM_RULES, Capture, is_object, markup, usage_faults
 
 FINISH_REASONS = {"stop", "length", "tool_calls", "content_filter"}  # and "function_call", long deprecated
 CALL_TYPES = {"function", "custom"}
 
+must, should, _ = rules_of("chunks", "chat", rules=STREAM_RULES)
+
 
 def choices(capture: Capture) -> Iterator[tuple[int, int, Json, Json]]:
-    """(number of the chunk, index of the choice, the choice typed, the choice as it came)"""
+    """Yield (number of the chunk, index of the choice, the choice typed, the choice as it came)."""
     for number, chunk, raw in capture.typed_and_raw():
         for choice, raw_choice in paired(chunk, raw, "choices"):
             yield number, choice.get("index", 0), choice, raw_choice
@@ -27,7 +29,13 @@ def choices(capture: Capture) -> Iterator[tuple[int, int, Json, Json]]:
 # --- what chunks hold ---------------------------------------------------------------------------------------
 
 
-def chunk_members(capture: Capture) -> Faults:
+@must("chunk-fields")
+def chunk_fields(capture: Capture) -> Faults:
+    """chunks have id, object, created, model and choices; choices index, delta and finish_reason
+
+    openai/openai-openapi calls these members required
+    G01 G07 https://github.com/vllm-project/vllm/pull/19662
+    """
     for number, chunk, raw in capture.typed_and_raw():
         if "error" in raw or not raw:
             continue
@@ -41,10 +49,18 @@ def chunk_members(capture: Capture) -> Faults:
             yield from missing(number, "a choice", choice, raw_choice, CHOICE)
 
 
+@must("one-completion")
 def one_completion(capture: Capture) -> Faults:
-    chunks = [(number, chunk) for number, chunk in enumerate(capture.events) if "choices" in chunk]
-    for number, chunk in chunks[1:]:
-        _, first = chunks[0]
+    """id, created and model are the same in all chunks
+
+    the API reference: each chunk has the same id and the same timestamp
+    C07 https://platform.openai.com/docs/api-reference/chat-streaming
+    """
+    first: Json = {}
+    for number, chunk in enumerate(capture.events):
+        if "choices" not in chunk:
+            continue
+        first = first or chunk
         for member in ("id", "created", "model"):
             got = chunk.get(member)
             expected = first.get(member, got)
@@ -52,52 +68,56 @@ def one_completion(capture: Capture) -> Faults:
                 yield number, f"expected {member} {expected!r} as in the first chunk, got {got!r}"
 
 
-def error_is_last(capture: Capture) -> Faults:
-    for number, chunk, raw in capture.typed_and_raw():
-        if not raw.get("error"):
-            continue
-        yield from missing(number, "an error", raw["error"], chunk.get("error", {}), ERROR)
-        if number < len(capture.raw) - 1:
-            yield number + 1, "expected nothing behind an error but [DONE]"
+@should("role")
+def role(capture: Capture) -> Faults:
+    """the first delta of a choice has the role, later ones have none
 
-
-# --- choices ------------------------------------------------------------------------------------------------
-
-
-def one_role(capture: Capture) -> Faults:
+    OpenAI's streams; clients that concatenate the members of deltas make 'assistantassistant'
+    H05 https://github.com/sgl-project/sglang/issues/18335
+    """
     begun: set[int] = set()  # choices
     for number, index, choice, raw in choices(capture):
-        role = choice.get("delta", {}).get("role")
         raw_delta = raw["delta"] if "delta" in choice else {}
-        if index not in begun and role != "assistant":
-            got = raw_delta.get("role")
+        got = raw_delta.get("role")
+        if index not in begun and got != "assistant":
             yield number, f"expected role 'assistant' in the first delta of a choice, got {got!r}"
         elif index in begun and "role" in raw_delta:
-            yield number, f"expected no role in later deltas, got {raw_delta['role']!r}"
+            yield number, f"expected no role in later deltas, got {got!r}"
         begun.add(index)
 
 
-def one_finish(capture: Capture) -> Faults:
-    begun: set[int] = set()  # choices
-    ended: dict[int, str] = {}  # choice -> its finish_reason
+@must("finish-reason")
+def finish_reason(capture: Capture) -> Faults:
+    """finish_reason is null until the last chunk of a choice, and then one of the API's
+
+    openai/openai-openapi lists the reasons; agents decide by them
+    G01 C18 https://github.com/ollama/ollama/issues/4357
+    """
+    ended: dict[int, str | None] = {}  # choice -> its finish_reason, None until it has one
     for number, index, choice, _ in choices(capture):
-        begun.add(index)
+        before = ended.get(index)
         reason = choice.get("finish_reason")
-        if index in ended:
-            yield number, f"expected nothing of a choice behind its finish_reason {ended[index]!r}"
+        if before is not None:
+            yield number, f"expected nothing of a choice after its finish_reason {before!r}"
         elif reason is not None and reason not in FINISH_REASONS:
             expected = sorted(FINISH_REASONS)
             yield number, f"expected finish_reason to be null or one of {expected}, got {reason!r}"
-        if reason is not None:
-            ended[index] = reason
-    has_failed = any("error" in chunk for chunk in capture.raw)
-    if not has_failed:
-        for index in sorted(begun - ended.keys()):
+        ended[index] = before if reason is None else reason
+    if any("error" in chunk for chunk in capture.raw):
+        return
+    for index, reason in sorted(ended.items()):
+        if reason is None:
             message = f"expected a finish_reason of choice {index}, got the end of the stream"
             yield len(capture.raw) - 1, message
 
 
-def calls(capture: Capture) -> Faults:
+@must("call-deltas")
+def call_deltas(capture: Capture) -> Faults:
+    """a call begins with index, id, type and name; then come index and arguments
+
+    SDKs add up the deltas of a call by its index, and concatenate what is repeated
+    E02 E04 G02 https://github.com/ggml-org/llama.cpp/pull/13800
+    """
     n_calls: dict[int, int] = {}  # of a choice, so far
     for number, index, choice, raw in choices(capture):
         raw_delta = raw["delta"] if "delta" in choice else {}
@@ -111,52 +131,63 @@ def calls(capture: Capture) -> Faults:
             elif call_index == next_index:
                 n_calls[index] = next_index + 1
                 if not begins(call):
-                    expected = "expected a call to begin with id, type and name"
-                    yield number, f"{expected}, got {raw_call}"
+                    yield number, f"expected a call to begin with id, type and name, got {raw_call}"
             elif not continues(call, raw_call):
-                expected = "expected later deltas of a call to hold index and arguments only"
-                yield number, f"{expected}, got {raw_call}"
+                yield (
+                    number,
+                    f"expected later deltas of a call to hold index and arguments only, got {raw_call}",
+                )
         if choice.get("finish_reason") == "tool_calls" and not n_calls.get(index):
             yield number, "expected finish_reason 'tool_calls' of a choice with calls only, got one without"
 
 
 def begins(call: Json) -> bool:
-    """Whether it is the first delta of a call, with all that names the call."""
+    """True for the first delta of a call, with all that names the call."""
     call_type = call.get("type", "")
     return "id" in call and call_type in CALL_TYPES and "name" in call.get(call_type, {})
 
 
 def continues(call: Json, raw_call: Json) -> bool:
-    """Whether it is a later delta of a call, which names nothing again."""
+    """True for a later delta of a call, which names nothing again."""
     called = call.get("function", {}) | call.get("custom", {})
     return not {"id", "type"} & raw_call.keys() and "name" not in called
 
 
+@must("chunk-texts")
 def chunk_texts(capture: Capture) -> Faults:
+    """no markup of the model's in the content; the arguments of a call are JSON
+
+    the API reference: the arguments are JSON text; markup in a text is shown to people
+    E01 E05 E06 E09 E16 https://github.com/vllm-project/vllm/issues/10395
+    """
     content: dict[int, str] = {}  # by choice
-    arguments: dict[int, dict[int, str]] = {}  # by choice, by call
+    arguments: dict[tuple[int, int], str] = {}  # by choice and call
     for number, index, choice, _ in choices(capture):
         delta = choice.get("delta", {})
         content[index] = content.get(index, "") + delta.get("content", "")
-        by_call = arguments.setdefault(index, {})
         for call in delta.get("tool_calls", ()):
             if "function" in call:
-                call_index = call.get("index", 0)
-                more = call["function"].get("arguments", "")
-                by_call[call_index] = by_call.get(call_index, "") + more
+                place = index, call.get("index", 0)
+                arguments[place] = arguments.get(place, "") + call["function"].get("arguments", "")
         if choice.get("finish_reason") not in ("stop", "tool_calls"):
             continue
         if marker := markup(content[index]):
             yield number, f"expected content without markup of the model's, got {marker}"
-        for text in by_call.values():
-            if not is_object(text):
+        for (of_choice, _), text in arguments.items():
+            if of_choice == index and not is_object(text):
                 yield number, f"expected the arguments of a call to be a JSON object, got {shortened(text)!r}"
 
 
-# --- usage --------------------------------------------------------------------------------------------------
+# --- usage and errors ---------------------------------------------------------------------------------------
 
 
-def usage_apart(capture: Capture) -> Faults:
+@should("usage-chunk")
+def usage_chunk(capture: Capture) -> Faults:
+    """usage comes once, last, without choices; before it usage is null
+
+    the API reference: one more chunk with empty choices, and null in all others
+    B10 B11 G05 G07 https://github.com/BerriAI/litellm/issues/28735
+    """
     with_usage = [number for number, chunk in enumerate(capture.events) if "usage" in chunk]
     for number in with_usage:
         if capture.raw[number].get("choices"):
@@ -174,3 +205,18 @@ def usage_apart(capture: Capture) -> Faults:
             yield number, "expected usage: null in the chunks before the one that has it, got no usage"
         if number > with_usage[0] and raw.get("choices"):
             yield number, "expected the chunk of the usage to be the last"
+
+
+@should("error-frame")
+def error_frame(capture: Capture) -> Faults:
+    """an error has message, type, param and code, and is the last chunk
+
+    the SDKs raise what stands in the member error, and read no further
+    B13 C20 https://github.com/open-webui/open-webui/issues/29628
+    """
+    for number, chunk, raw in capture.typed_and_raw():
+        if not raw.get("error"):
+            continue
+        yield from missing(number, "an error", raw["error"], chunk.get("error", {}), ERROR)
+        if number < len(capture.raw) - 1:
+            yield number + 1, "expected nothing after an error but [DONE]"

@@ -1,0 +1,512 @@
+"""Rules on the events of a Responses stream: what they hold, their order, their ids, indices and sums.
+
+    Capture --rule--> (number of an event, what is wrong with it), ...
+
+Authority: https://platform.openai.com/docs/api-reference/responses-streaming. Where it is silent, what Azure
+probed: Azure/azure-sdk-for-net, api-behaviour-contract.md (B1 to B37).
+
+Rules of this file:
+1. A rule is one pass over the events, and remembers no more than it needs to judge the next.
+
+Not here: bytes (frames.py), chat completions (chunks.py).
+"""
+
+import itertools
+import json
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from audit.rules import rules_of
+from audit.schema import (
+    AFTER,
+    EVENTS,
+    GRAMMAR,
+    ITEMS,
+    ORDER,
+    PARTS,
+    RESPONSE,
+    Faults,
+    Json,
+    Members,
+    label,
+    missing,
+    paired,
+    shortened,
+)
+from audit.stream import STREAM_RULES, Capture, is_object, markup, usage_faults
+
+# fmt: off
+#  event                    the statuses that its response may have; no event is named after a cancel
+STATUSES = {
+    "response.created":     {"in_progress"},  # in the background: or queued
+    "response.queued":      {"queued"},
+    "response.in_progress": {"in_progress"},
+    "response.completed":   {"completed"},
+    "response.incomplete":  {"incomplete"},
+    "response.failed":      {"failed", "cancelled"},
+}
+TERMINAL = {"response.completed", "response.incomplete", "response.failed"}
+
+#  member of a response     the one status with which it is not null
+ONLY_WITH = {
+    "error":                "failed",
+    "incomplete_details":   "incomplete",
+    "completed_at":         "completed",
+}
+
+#  a done event                               the member in which it says all deltas once more
+REPEATS = {
+    "response.output_text.done":              "text",
+    "response.refusal.done":                  "refusal",
+    "response.reasoning_text.done":           "text",
+    "response.reasoning.done":                "text",
+    "response.reasoning_summary_text.done":   "text",
+    "response.function_call_arguments.done":  "arguments",
+    "response.custom_tool_call_input.done":   "input",
+    "response.content_part.done":             "part",
+    "response.reasoning_summary_part.done":   "part",
+}
+# fmt: on
+
+CONTENT = ("content", "summary", "text", "refusal", "arguments", "input")  # of an item or a part
+# Members of a response that change with it. The tier is one that the server may choose as late as the end,
+# and whether the response is stored is known when it is, or could not be.
+CHANGING = {
+    *("status", "output", "usage", "error", "incomplete_details", "completed_at", "service_tier", "store"),
+}
+
+must, should, _ = rules_of("events", "responses", rules=STREAM_RULES)
+
+
+# --- what events hold ---------------------------------------------------------------------------------------
+
+
+@must("event-types")
+def event_types(capture: Capture) -> Faults:
+    """the types of the events are those of the API
+
+    the API's schema is a closed union, of which SDKs in typed languages are made
+    A15 C05 https://github.com/router-for-me/CLIProxyAPI/pull/4691
+    """
+    for number, event in enumerate(capture.events):
+        if event and not is_known(event):
+            yield number, f"expected a type of event that the API has, got {event.get('type')!r}"
+
+
+def is_known(event: Json) -> bool:
+    """True if the API has events of its type."""
+    return event.get("type") in EVENTS or label(event) == "response.*"
+
+
+@must("fields")
+def fields(capture: Capture) -> Faults:
+    """events, items, parts and the response have the members they must have
+
+    openai/openai-openapi calls these members required
+    C09 C22 H06 H07 https://github.com/lemonade-sdk/lemonade/issues/3607
+    """
+    for number, event, raw in capture.typed_and_raw():
+        event_type = event.get("type", "an event")
+        yield from missing(number, event_type, event, raw, EVENTS.get(event_type, {}))
+        for inner, raw_inner in items_and_parts(event, raw):
+            inner_type = inner.get("type", "")
+            members: Members = {"type": str} | (ITEMS | PARTS).get(inner_type, {})
+            yield from missing(number, inner_type or "an item or part", inner, raw_inner, members)
+        if "response" in event:  # compared as it came, for a null is an answer too
+            yield from missing(number, "a response", raw["response"], raw["response"], RESPONSE)
+
+
+def items_and_parts(event: Json, raw: Json) -> Iterator[tuple[Json, Json]]:
+    """Yield the items and parts of an event, wherever they stand: each typed and as it came."""
+    items = [(event["item"], raw["item"])] if "item" in event else []
+    if "response" in event:
+        items += paired(event["response"], raw["response"], "output")
+    parts = [(event["part"], raw["part"])] if "part" in event else []
+    for item, raw_item in items:
+        parts += paired(item, raw_item, "content") + paired(item, raw_item, "summary")
+    yield from items + parts
+
+
+@must("numbers")
+def numbers(capture: Capture) -> Faults:
+    """sequence_number counts 0, 1, 2, ...
+
+    the guide on background mode: the number is the cursor of starting_after
+    C17 https://github.com/BerriAI/litellm/pull/28899
+    """
+    expected = 0
+    for number, event in enumerate(capture.events):
+        got = event.get("sequence_number", expected)
+        if "sequence_number" not in event:
+            if not is_known(event):
+                continue
+            yield number, "expected a sequence_number, got none"
+        elif got != expected:
+            yield number, f"expected sequence_number {expected}, got {got}"
+        expected = got + 1
+
+
+@should("nested-numbers")
+def nested_numbers(capture: Capture) -> Faults:
+    """nothing inside an event has a sequence_number
+
+    openai/openai-openapi has the number in the event alone
+    C02 https://github.com/vllm-project/vllm/pull/37071
+    """
+    for number, event in enumerate(capture.raw):
+        inner = {name: value for name, value in event.items() if name != "sequence_number"}
+        if '"sequence_number":' in json.dumps(inner):
+            yield number, "expected no sequence_number but that of the event"
+
+
+# --- their order --------------------------------------------------------------------------------------------
+
+
+def of_the_response(capture: Capture) -> Iterator[tuple[int, Json]]:
+    """Yield (number, event) but for what tells of a client's response.steer: it comes whenever it comes."""
+    for number, event in enumerate(capture.events):
+        if not str(event.get("type")).startswith("response.steer."):
+            yield number, event
+
+
+@must("order")
+def order(capture: Capture) -> Faults:
+    """events come in the order of the API's grammar
+
+    the API reference, and the state machine with which SDKs accumulate a response
+    C01 C05 C08 C13 C14 E01 https://platform.openai.com/docs/api-reference/responses-streaming
+    """
+    state = "start"
+    for number, event in of_the_response(capture):
+        if state == "end":
+            return
+        event_label = label(event)
+        if event_label not in AFTER and event.get("type") not in EVENTS:
+            continue
+        if (state, event_label) not in ORDER:
+            expected = " or ".join(name for before, name in GRAMMAR if before == state)
+            yield number, f"expected {expected}, got {event_label}"
+        state = ORDER.get((state, event_label)) or AFTER.get(event_label, state)
+
+
+@must("terminal")
+def terminal(capture: Capture) -> Faults:
+    """the last event is terminal, and no other is
+
+    SDKs end a stream, and agents a turn, at the one terminal event
+    C18 C19 C20 https://github.com/EricLBuehler/mistral.rs/pull/1943
+    """
+    has_ended = False
+    for number, event in of_the_response(capture):
+        if has_ended:
+            yield number, "expected nothing after the terminal event"
+            return
+        has_ended = event.get("type") in TERMINAL
+    if not has_ended:
+        yield len(capture.events) - 1, f"expected {' or '.join(sorted(TERMINAL))}, got the end of the stream"
+
+
+def snapshots(capture: Capture) -> Iterator[tuple[int, str, Json]]:
+    """Yield (number of the event, its type, its response), the response with its members that are null."""
+    for number, event, raw in capture.typed_and_raw():
+        if "response" in event and event.get("type") in STATUSES:
+            nulls = {member: None for member, value in raw["response"].items() if value is None}
+            yield number, event["type"], nulls | event["response"]
+
+
+@must("status")
+def status(capture: Capture) -> Faults:
+    """an event tells of the status that its response has; error, incomplete_details, completed_at too
+
+    the API reference: which status each event tells of
+    C15 C23 https://github.com/vllm-project/agentic-api/issues/273
+    """
+    for number, event_type, response in snapshots(capture):
+        got = response.get("status")
+        allowed = STATUSES[event_type]
+        if event_type == "response.created" and response.get("background") is True:
+            allowed = {"queued", "in_progress"}
+        if got not in allowed:
+            expected = " or ".join(sorted(allowed))
+            yield number, f"expected {event_type} around status {expected}, got {got}"
+        for member, only_status in ONLY_WITH.items():
+            value = response.get(member)
+            is_null = member in response and value is None
+            if value is not None and got != only_status:
+                yield number, f"expected {member} only if the status is {only_status}, got it with {got}"
+            elif is_null and got == only_status != "completed":  # completed_at may stay null
+                yield number, f"expected {member} if the status is {only_status}, got null"
+
+
+@should("item-status")
+def item_status(capture: Capture) -> Faults:
+    """in the end items are completed, but for the last one of a response that was cut
+
+    the API reference: an item is in_progress, completed or incomplete
+    C16 https://github.com/vllm-project/vllm/issues/57998
+    """
+    for number, event_type, response in snapshots(capture):
+        if event_type not in TERMINAL:
+            continue
+        statuses = [item["status"] for item in response.get("output", ()) if "status" in item]
+        if response.get("status") != "completed" and statuses[-1:] == ["incomplete"]:
+            statuses.pop()  # the item that was cut
+        for got in {*statuses} - {"completed"}:
+            message = "expected items to be completed, but for the last one of a cut response"
+            yield number, f"{message}, got {got}"
+
+
+@should("snapshots")
+def empty_until_the_end(capture: Capture) -> Faults:
+    """output is [] and usage null until the terminal event
+
+    OpenAI's streams: a snapshot has no output before the end
+    C04 https://platform.openai.com/docs/api-reference/responses-streaming
+    """
+    for number, event_type, response in snapshots(capture):
+        is_empty = not response.get("output") and not response.get("usage")
+        if event_type not in TERMINAL and not is_empty:
+            yield number, "expected output [] and usage null before the terminal event"
+
+
+@must("one-response")
+def one_response(capture: Capture) -> Faults:
+    """id, model and parameters of the response never change
+
+    the API reference: the events of a stream tell of one response
+    C06 C07 https://github.com/BerriAI/litellm/issues/19125
+    """
+    first: Json = {}
+    for number, event in enumerate(capture.raw):
+        response = event.get("response")
+        if not isinstance(response, dict):
+            continue
+        first = first or response
+        for member in first.keys() - CHANGING:
+            if response.get(member, first[member]) != first[member]:
+                expected = shortened(json.dumps(first[member]))
+                got = shortened(json.dumps(response[member]))
+                yield number, f"expected {member} to stay {expected}, got {got}"
+
+
+# --- ids, indices, sums -------------------------------------------------------------------------------------
+
+
+@must("ids")
+def ids(capture: Capture) -> Faults:
+    """an item has one id, and a call one call_id, in all its events and in the final output
+
+    SDKs find an item by its id, and answer a call by its call_id
+    C04 C06 C07 H04 https://github.com/BerriAI/litellm/issues/30071
+    """
+    announced: dict[int, Json] = {}  # output_index -> the item as it was announced
+    for number, event in enumerate(capture.events):
+        event_type = event.get("type")
+        index = event.get("output_index", -1)
+        items = {index: event.get("item", {})}
+        if event_type == "response.output_item.added":
+            item = items[index]
+            if "id" in item and item["id"] in [other.get("id") for other in announced.values()]:
+                yield number, f"expected an id that no other item has, got {item['id']!r}"
+            announced[index] = item
+        elif event_type in TERMINAL:
+            items = dict(enumerate(event.get("response", {}).get("output", ())))
+        elif "item_id" in event:
+            items = {index: {"id": event["item_id"]}}
+        for place, item in items.items():
+            first = announced.get(place, {})
+            for member in {"id", "call_id"} & first.keys() & item.keys():
+                if item[member] != first[member]:
+                    yield number, f"expected {member} {first[member]!r} as announced, got {item[member]!r}"
+
+
+@must("indices")
+def indices(capture: Capture) -> Faults:
+    """output_index counts items, content_index the parts of an item: 0, 1, 2, ...
+
+    SDKs put what comes at output[output_index].content[content_index]
+    C03 C10 C11 H01 https://github.com/vllm-project/vllm/issues/45742
+    """
+    last = {"output_index": -1, "content_index": -1, "summary_index": -1}
+    for number, event in enumerate(capture.events):
+        event_type = event.get("type", "")
+        if event_type == "response.output_item.added":
+            last = {"output_index": last["output_index"] + 1, "content_index": -1, "summary_index": -1}
+        for index in ("content_index", "summary_index"):
+            if index in event and event_type.endswith("_part.added"):
+                last[index] += 1
+        for index, expected in last.items():
+            yield from at_index(number, event, index, expected)
+
+
+def at_index(number: int, event: Json, index: str, expected: int) -> Faults:
+    if index in event and expected >= 0 and event[index] != expected:
+        yield number, f"expected {index} {expected}, got {event[index]}"
+
+
+@should("announced")
+def announced_empty(capture: Capture) -> Faults:
+    """an item or part is announced empty and in_progress
+
+    OpenAI's streams, and SDKs that append deltas to what was announced
+    C12 https://platform.openai.com/docs/api-reference/responses-streaming
+    """
+    for number, event in enumerate(capture.events):
+        if not str(event.get("type")).endswith(".added"):
+            continue
+        announced: Json = event.get("item") or event.get("part") or {}
+        full = [member for member in CONTENT if announced.get(member)]
+        got = announced.get("status", "in_progress")
+        if full:
+            yield number, f"expected what is announced to be empty, got {full[0]}"
+        elif got != "in_progress":
+            yield number, f"expected what is announced to be in_progress, got {got}"
+
+
+@should("annotations")
+def annotations(capture: Capture) -> Faults:
+    """annotation_index counts the annotations of a part, which holds those that were announced
+
+    openai/openai-openapi: the index of the annotation within the content part
+    https://platform.openai.com/docs/api-reference/responses-streaming/response/output_text/annotation/added
+    """
+    announced: list[Any] = []  # annotations of the part that is open
+    for number, event, raw in capture.typed_and_raw():
+        event_type = event.get("type")
+        if event_type == "response.content_part.added":
+            announced = []
+        elif event_type == "response.output_text.annotation.added":
+            yield from at_index(number, event, "annotation_index", len(announced))
+            announced.append(raw.get("annotation"))
+        elif label(event) == "response.content_part.done output_text":
+            got = raw["part"].get("annotations")
+            if without_nulls(got or []) != without_nulls(announced):
+                shown = shortened(json.dumps(got))
+                yield number, f"expected the {len(announced)} annotations that were announced, got {shown}"
+
+
+@must("sums")
+def sums(capture: Capture) -> Faults:
+    """deltas add up to what the done events say, and these to the final output
+
+    the API reference: a done event repeats what its deltas said
+    C01 C06 D01 D02 D06 D11 D12 E06 G06 https://github.com/vllm-project/vllm/pull/30437
+    """
+    text = ""  # of the item or part that is open, as its deltas add up
+    logprobs: list[Any] = []
+    parts: list[Json] = []  # of the item that is open, as its parts were done
+    items: list[Any] = []  # of the response, as they were done
+    for number, event, raw in capture.typed_and_raw():
+        event_type = event.get("type", "")
+        if event_type.endswith(".delta"):
+            text += event.get("delta", "")
+            logprobs += event.get("logprobs", ())
+        elif event_type in REPEATS:
+            yield from repeats_deltas(number, event, REPEATS[event_type], text, logprobs)
+            if "part" in event:
+                parts.append(raw["part"])
+        elif event_type == "response.output_item.done":
+            yield from repeats_parts(number, event.get("item", {}), raw.get("item"), text, parts)
+            items.append(raw.get("item"))
+        elif event_type in TERMINAL and "output" in event.get("response", {}):
+            yield from repeats_items(number, raw["response"]["output"], items)
+        if event_type.endswith(("_item.added", "_part.added", "_item.done")):
+            text = ""
+            logprobs = []
+            if "item" in event:
+                parts = []
+
+
+def repeats_deltas(number: int, event: Json, member: str, text: str, logprobs: list[Any]) -> Faults:
+    repeated = event.get(member, text)
+    if isinstance(repeated, dict):  # a part
+        repeated = repeated.get("text", repeated.get("refusal", text))
+    if repeated != text:
+        yield number, f"the deltas add up to {shortened(text)!r}, the event says {shortened(repeated)!r}"
+    # Parts list the bytes of each token, events do not (openai.types.responses).
+    repeated_logprobs = event.get("part", event).get("logprobs", logprobs)
+    if without(repeated_logprobs, "bytes") != without(logprobs, "bytes"):
+        yield number, "the logprobs of the deltas are not those that the event says"
+
+
+def repeats_parts(number: int, item: Json, raw: Any, text: str, parts: list[Json]) -> Faults:
+    if item.get("type") in ("function_call", "custom_tool_call"):
+        expected = [text]
+        got = [str(item.get("arguments", item.get("input", text)))]
+    elif parts and item.get("type") in ("message", "reasoning"):  # without parts the rule order is broken
+        raw_parts = [part for member in ("content", "summary") for _, part in paired(item, raw, member)]
+        expected = sorted(map(json.dumps, without_nulls(parts)))  # summary or content may come first
+        got = sorted(map(json.dumps, without_nulls(raw_parts)))
+    else:
+        return
+    if got != expected:
+        yield number, f"the events before say {shortened(str(expected))}, the item {shortened(str(got))}"
+
+
+def repeats_items(number: int, output: list[Any], items: list[Any]) -> Faults:
+    pairs = zip(without_nulls(output), without_nulls(items), strict=False)
+    n_equal = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+    if not len(output) == len(items) == n_equal:
+        message = f"{len(items)} items were done, the response has {len(output)}"
+        yield number, f"{message}; the first {n_equal} are equal"
+
+
+def without(value: Any, name: str) -> Any:
+    """Leave out the members of that name, and those that are null: null and absent mean the same."""
+    if isinstance(value, list):
+        return [without(entry, name) for entry in value]
+    if isinstance(value, dict):
+        members = {member: inner for member, inner in value.items() if member != name and inner is not None}
+        return {member: without(inner, name) for member, inner in members.items()}
+    return value
+
+
+without_nulls = partial(without, name="")
+
+
+# --- usage, texts, arguments --------------------------------------------------------------------------------
+
+
+@must("usage")
+def usage(capture: Capture) -> Faults:
+    """the final usage has all its counts, and they agree
+
+    openai/openai-openapi requires the counts; bills are made of them
+    D09 G04 G05 https://github.com/openai/openai-agents-python/issues/1179
+    """
+    for number, event_type, response in snapshots(capture):
+        if event_type in ("response.completed", "response.incomplete"):
+            yield from usage_faults(number, response.get("usage"), "input", "output")
+
+
+@must("markup")
+def no_markup(capture: Capture) -> Faults:
+    """no markup of the model's in texts, names and arguments
+
+    the API has channels and calls as members; markup in a text is shown to people
+    E01 E09 E16 D18 https://github.com/vllm-project/vllm/issues/36435
+    """
+    for number, event in enumerate(capture.events):
+        if event.get("type") not in REPEATS:
+            continue
+        texts = [str(event.get(member, "")) for member in ("text", "arguments", "name", "refusal")]
+        if marker := markup("".join(texts)):
+            yield number, f"expected text without markup of the model's, got {marker}"
+
+
+@must("arguments")
+def arguments(capture: Capture) -> Faults:
+    """the arguments of a completed call are a JSON object
+
+    the API reference: arguments are the JSON text of an object; clients parse them unasked
+    C12 E05 E06 https://github.com/vllm-project/vllm/issues/51697
+    """
+    for number, event in enumerate(capture.events):
+        item = event.get("item", {})
+        if (item.get("type"), item.get("status")) != ("function_call", "completed"):
+            continue
+        text = item.get("arguments", "")
+        if not is_object(text):
+            message = "expected the arguments of a completed call to be a JSON object"
+            yield number, f"{message}, got {shortened(text)!r}"

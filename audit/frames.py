@@ -1,0 +1,122 @@
+"""Rules on the bytes of a stream: frames, lines, encoding, the end.
+
+    Capture --rule--> (number of an event, what is wrong with it), ...
+
+Authority: https://html.spec.whatwg.org/multipage/server-sent-events.html
+
+Not here: what the events say (events.py, chunks.py).
+"""
+
+import re
+from collections.abc import Iterator
+
+from audit.rules import rules_of
+from audit.schema import Faults, shortened
+from audit.stream import DONE, STREAM_RULES, Capture, parsed
+
+# What some clients take for a line end: https://github.com/modelcontextprotocol/typescript-sdk/pull/1926
+FOREIGN_LINE_END = re.compile("[\u0085\u2028\u2029]")
+
+
+def data_of(capture: Capture) -> Iterator[tuple[int, str, str]]:
+    """Yield (number, type, data) of each event, [DONE] included."""
+    for frame in capture.frames:
+        if frame.data is not None:
+            yield frame.number, frame.type, frame.data
+
+
+must, should, advice = rules_of("frames", "chat responses", rules=STREAM_RULES)
+
+
+@must("whole-frames")
+def whole_frames(capture: Capture) -> Faults:
+    """the bytes end with the end of a frame
+
+    the HTML standard: what stands behind the last blank line is thrown away
+    A16 A17 https://github.com/NousResearch/hermes-agent/pull/42314
+    """
+    if capture.tail:
+        yield len(capture.raw), capture.tail
+
+
+@must("json-line")
+def json_line(capture: Capture) -> Faults:
+    """the data of a frame is one line: a JSON object, or [DONE]
+
+    the SDKs parse the data of a frame as one JSON value
+    A11 A14 B14 https://github.com/caozhiyuan/copilot-api/pull/88
+    """
+    for number, _, data in data_of(capture):
+        if not parsed(data) and data != DONE:
+            yield number, f"expected a JSON object or [DONE] as data, got {shortened(data)!r}"
+        elif "\n" in data:
+            yield number, "expected one line of data, got several"
+
+
+@must("utf-8")
+def utf_8(capture: Capture) -> Faults:
+    """the bytes are UTF-8
+
+    the HTML standard: an event stream is UTF-8
+    A08 A09 https://html.spec.whatwg.org/multipage/server-sent-events.html#parsing-an-event-stream
+    """
+    for frame in capture.frames:
+        try:
+            frame.raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            yield frame.number, f"expected UTF-8, got {frame.raw[error.start : error.end + 1]!r}"
+
+
+@advice("line-ends")
+def line_ends(capture: Capture) -> Faults:
+    """what clients take for a line end is escaped
+
+    some clients split lines where Python's str.splitlines() does
+    A01 A02 https://github.com/modelcontextprotocol/typescript-sdk/pull/1926
+    """
+    for number, _, data in data_of(capture):
+        if match := FOREIGN_LINE_END.search(data):
+            yield number, f"expected it escaped, got U+{ord(match[0]):04X} itself"
+
+
+@should("event-name")
+def event_name(capture: Capture) -> Faults:
+    """the event field is the type of the event; chat completion chunks have none
+
+    OpenAI's streams name each Responses event, and listeners are registered by that name
+    B17 https://platform.openai.com/docs/api-reference/responses-streaming
+    """
+    for number, event_type, data in data_of(capture):
+        value = parsed(data)
+        expected = value.get("type", "message") if capture.kind == "responses" else "message"
+        if value and event_type != expected:
+            yield number, f"expected the event field to say {expected!r}, got {event_type!r}"
+
+
+@advice("no-id")
+def no_id(capture: Capture) -> Faults:
+    """no id: and no retry: lines
+
+    an id makes a browser's EventSource ask again with Last-Event-ID, which no server here answers
+    A12 https://github.com/theopenco/llmgateway/pull/2334
+    """
+    for frame in capture.frames:
+        if re.search(rb"^(?:id|retry)\b", frame.raw, re.MULTILINE):
+            yield frame.number, "expected no id: and no retry: line"
+
+
+@must("done-line")
+def done_line(capture: Capture) -> Faults:
+    """[DONE] is the last frame, and there is one; a Responses stream may have none
+
+    the API reference: a chat stream is ended by data: [DONE]; SDKs read nothing after it
+    A21 C19 https://github.com/vllm-project/vllm/pull/378
+    """
+    data = list(data_of(capture))
+    done = [number for number, _, text in data if text == DONE]
+    if len(done) > 1:
+        yield done[1], f"expected one [DONE], got {len(done)}"
+    if done and done[0] < len(data) - len(done):
+        yield done[0], "expected nothing after [DONE]"
+    if not done and capture.frames and capture.kind == "chat":
+        yield len(capture.raw), "expected [DONE], got the end of the bytes"

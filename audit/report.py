@@ -1,0 +1,188 @@
+"""What an audit says: lines for people, and JSON and JUnit XML for machines.
+
+    [Result, ...] --summary(), details()--> lines       --to_json(), junit()--> a file's text
+    old, new --difference()--> lines                    text --read_baseline()--> {rule: reason}
+
+Authority: https://github.com/testmoapp/junitxml for what CI servers read of JUnit's XML.
+
+Rules of this file:
+1. Colours go to terminals only, and nothing that a terminal would obey comes from a server.
+
+Not here: the verdicts (session.py), the command line (__main__.py).
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+from xml.etree import ElementTree
+
+from audit.rules import RULES
+from audit.schema import shortened
+from audit.session import VERDICTS, Result
+
+COLOURS = {"pass": "32", "fail": "31", "flaky": "35", "n/a": "90", "error": "33"}
+SHOWN = 400  # characters of an excerpt
+
+
+def painted(text: str, verdict: str, in_colour: bool) -> str:
+    return f"\033[{COLOURS[verdict]}m{text}\033[0m" if in_colour else text
+
+
+def count(results: Iterable[Result], verdict: str) -> int:
+    return sum(result.verdict == verdict for result in results)
+
+
+def failed(results: Iterable[Result], strict: bool, known: Mapping[str, str]) -> list[Result]:
+    """Return what makes the exit status 1: failed musts, with `strict` all failures; none that is known."""
+    failures = [result for result in results if result.verdict == "fail" and result.rule not in known]
+    return [result for result in failures if strict or RULES[result.rule].strength == "must"]
+
+
+def by_group(results: Iterable[Result]) -> dict[str, list[Result]]:
+    groups: dict[str, list[Result]] = {}
+    for result in results:
+        groups.setdefault(RULES[result.rule].group, []).append(result)
+    return groups
+
+
+# --- for people ---------------------------------------------------------------------------------------------
+
+
+def summary(results: Sequence[Result], known: Mapping[str, str], in_colour: bool = False) -> Iterator[str]:
+    """Yield a line for each group that was asked, the total, and the musts that fail and are not known to."""
+    yield f"{'':12}{''.join(f'{verdict:>8}' for verdict in VERDICTS)}"
+    for name, group in {**by_group(results), f"{len(results)} rules": results}.items():
+        cells = [painted(f"{count(group, verdict):8}", verdict, in_colour) for verdict in VERDICTS]
+        yield f"{name:12}{''.join(cells)}"
+    musts = [result.rule for result in failed(results, strict=False, known=known)]
+    if musts:
+        yield f"{len(musts)} failed musts: {', '.join(musts)}"
+
+
+def details(results: Sequence[Result], in_colour: bool = False) -> Iterator[str]:
+    """Yield what failed and why, then what could not be asked, then what does not apply."""
+    for verdict in ("fail", "flaky", "error"):
+        for result in results:
+            if result.verdict == verdict:
+                yield from detail(result, in_colour)
+    by_reason: dict[str, list[str]] = {}  # rules that do not apply
+    for result in results:
+        if result.verdict == "n/a":
+            by_reason.setdefault(result.reason, []).append(result.rule)
+    for reason, names in by_reason.items():
+        yield ""
+        yield f"{painted('n/a   ', 'n/a', in_colour)}{printable(shortened(reason, 200))}"
+        yield f"      {', '.join(names)}"
+
+
+def printable(text: str) -> str:
+    """Write out what a terminal would obey."""
+    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
+
+
+def detail(result: Result, in_colour: bool) -> Iterator[str]:
+    rule = RULES[result.rule]
+    yield ""
+    verdict = painted(f"{result.verdict:6}", result.verdict, in_colour)
+    yield f"{verdict}{rule.name} ({rule.strength}): {rule.title}"
+    yield f"      {printable(result.reason)}"
+    for line in shortened(result.excerpt.strip(), SHOWN).split("\n"):
+        yield f"      | {printable(line)}"
+    yield f"      {rule.source}"
+    yield f"      {rule.link}"
+
+
+def listing(names: Iterable[str]) -> Iterator[str]:
+    """Yield the rules."""
+    for name in names:
+        rule = RULES[name]
+        yield f"{name:24} {rule.strength:7} {rule.profiles:16} {rule.title}"
+        yield f"{'':24} {rule.source}; {rule.link}"
+
+
+# --- for machines -------------------------------------------------------------------------------------------
+
+
+def to_json(results: Iterable[Result], about: Mapping[str, Any]) -> str:
+    rows = []
+    for result in results:
+        rule = RULES[result.rule]
+        rows.append(result._asdict() | {"strength": rule.strength, "title": rule.title, "link": rule.link})
+    return json.dumps({"about": about, "results": rows}, indent=2, ensure_ascii=False) + "\n"
+
+
+def verdicts(report: str) -> dict[str, str]:
+    """Read the verdicts of a report that to_json() has written; raises ValueError."""
+    try:
+        return {row["rule"]: row["verdict"] for row in json.loads(report)["results"]}
+    except (KeyError, TypeError) as error:
+        raise ValueError("expected a report written by --json") from error
+
+
+ELEMENTS = {"fail": "failure", "error": "error", "n/a": "skipped", "flaky": "skipped"}
+
+
+def junit(results: Sequence[Result], about: Mapping[str, Any]) -> str:
+    """Write a suite for each group; a failure that is known is skipped, with its reason."""
+    known = about.get("known", {})
+    root = ElementTree.Element("testsuites", name=f"audit of {about.get('url')}")
+    for name, group in by_group(results).items():
+        suite = ElementTree.SubElement(root, "testsuite", name=name)
+        for result in group:
+            rule = RULES[result.rule]
+            case = ElementTree.SubElement(
+                suite, "testcase", classname=name, name=rule.name, time=str(result.seconds)
+            )
+            properties = ElementTree.SubElement(case, "properties")
+            for fact in ("strength", "title", "source", "link", "bugs"):
+                ElementTree.SubElement(properties, "property", name=fact, value=getattr(rule, fact))
+            if result.verdict == "fail" and rule.name in known:
+                ElementTree.SubElement(case, "skipped", message=for_xml(f"known: {known[rule.name]}"))
+            elif result.verdict in ELEMENTS:
+                tag = ELEMENTS[result.verdict]
+                element = ElementTree.SubElement(
+                    case, tag, message=for_xml(result.reason), type=rule.strength
+                )
+                element.text = for_xml(result.excerpt)
+        suite.set("tests", str(len(group)))
+        for total, tag in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
+            suite.set(total, str(len(suite.findall(f"testcase/{tag}"))))
+    return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def for_xml(text: str) -> str:
+    """Replace the control characters that XML 1.0 cannot say."""
+    return re.sub(r"[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\N{REPLACEMENT CHARACTER}", text)
+
+
+# --- one run against another --------------------------------------------------------------------------------
+
+
+def read_baseline(text: str) -> dict[str, str]:
+    """Read known failures, a line each, 'RULE: reason'; lines with # are comments. Raises ValueError."""
+    known = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        rule, _, reason = line.partition(":")
+        if rule.strip() not in RULES or not reason.strip():
+            raise ValueError(f"line {number}: expected 'RULE: reason' with a rule of --list, got {line!r}")
+        known[rule.strip()] = reason.strip()
+    return known
+
+
+def against_baseline(results: Iterable[Result], known: Mapping[str, str]) -> Iterator[str]:
+    for result in results:
+        if result.rule in known and result.verdict == "fail":
+            yield f"known   {result.rule}: {known[result.rule]}"
+        elif result.rule in known and result.verdict == "pass":
+            yield f"fixed   {result.rule}: it passes now, take it out of the baseline"
+
+
+def difference(old: Mapping[str, str], new: Mapping[str, str]) -> Iterator[str]:
+    """Yield a line for each rule whose verdict differs."""
+    for rule in dict.fromkeys([*old, *new]):
+        before, now = (run.get(rule, "not asked") for run in (old, new))
+        if before != now:
+            yield f"{rule:24} {before} -> {now}"
