@@ -5,9 +5,9 @@
     bytes of a connection --httptools--> callbacks of Protocol --uvicorn--> ASGI messages
 
 A request starts, as a task, when it is whole, or has brought more than a small body. A connection has two
-timers, and is dropped when one of them ends. The head timer runs from the connection's start, and from the
-end of each request, until the next one starts. The read timer runs while back-pressure pauses our writing,
-because the client does not read.
+timers, and is dropped when one of them ends. The head timer runs from the first moment in which a request may
+come until it starts. The read timer runs while back-pressure pauses our writing, because the client does not
+read.
 
 Authority: https://www.uvicorn.org/settings/; RFC 9112; the parser is llhttp, as Node.js has it. RFC 6455 for
 WebSockets, which the package `websockets` speaks.
@@ -15,15 +15,13 @@ WebSockets, which the package `websockets` speaks.
 Rules of this file:
 1. A head, with its body if that is small, must come within MAX_HEAD_S, and a client must read what it gets
    within --reader-timeout.
-2. What is no HTTP, or could mean two requests (RFC 9112, section 11.2), is answered with an error object.
-3. A client that closes its connection has left, unless it has only ended its side (half-closed it) behind a
-   whole request: it gets its answer. Both look the same until one writes to them: see probe().
+2. Bytes that are not HTTP, or could mean two requests (RFC 9112, section 11.2), are answered with an error.
+3. Requests may be pipelined (RFC 9112, section 9.3.2): they are answered one after another, in order, and a
+   few may wait. A client that closes its connection, or ends its side of it, has left.
 4. Connections never take the last file descriptors: the one that was longest without a request, or with a
    part of one, gives way.
-5. A turn of the event loop is short: it accepts, reads and writes a few connections, whoever has many.
-
-Not here: the application behind it (middleware.py, api.py), limits on bodies (service/admission.py), when it
-starts and stops (server.py).
+5. A turn of the event loop is short: it accepts, reads and writes a few connections, even if thousands are
+   ready.
 """
 
 import argparse
@@ -35,7 +33,6 @@ import logging
 import math
 import os
 import re
-import select
 import selectors
 import socket
 import struct
@@ -48,10 +45,9 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any, ClassVar
 
-import httptools
 import uvicorn
-from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import CloseCode, Frame
 
@@ -79,8 +75,8 @@ MAX_FRAMING_BYTES = 64 * 1024  # of a request, all but its body: head, chunk siz
 MAX_HEADERS = 100  # of a request, as Apache has it
 MAX_HEAD_S = 60  # from the first moment in which a request may come until it starts
 KEEP_ALIVE_S = 75  # of an idle connection, nginx's default: clients that reuse one drop it before we do
-LINGER_S = 2  # for what a client still sends when it has been told that it is no HTTP
-PROBE_S = 0.02  # between the first two looks for whether a client is still there; then twice as long
+LINGER_S = 2  # for what a client still sends when it has been told that it is not HTTP
+MAX_PIPELINED = 16  # requests of a connection that wait for the answer to the one before
 SEND_BUFFER_BYTES = 128 * 1024  # of a connection; Linux takes twice as many
 # Likewise, where the system allows as much, and it does not grow by itself any more: a client that is 100 ms
 # away, there and back, sends 2 MB/s.
@@ -139,40 +135,20 @@ class EventLoop(asyncio.SelectorEventLoop):
 
 
 def event_loop() -> asyncio.AbstractEventLoop:
-    if sys.platform == "linux":
-        return EventLoop(FairSelector())
-    return EventLoop()
+    return EventLoop(FairSelector())
 
 
-if sys.platform == "linux":
+class FairSelector(selectors.DefaultSelector):
+    """Tells of a few ready files at a time, by turns: a thousand of them take many turns of the loop."""
 
-    class FairSelector(selectors.EpollSelector):
-        """Tells of a few ready files at a time, so that a thousand of them take many turns of the event loop.
+    _start = 0  # of the next few
 
-        epoll_wait(2): "successive epoll_wait() calls will round robin through the set of ready file
-        descriptors".
-        """
-
-        def __init__(self) -> None:
-            super().__init__()
-            self._epoll = select.epoll.fromfd(os.dup(self.fileno()))
-
-        def close(self) -> None:
-            self._epoll.close()
-            super().close()
-
-        def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-            keys = self.get_map()
-            ready = []
-            for fd, events in self._epoll.poll(timeout, READY_A_TURN):
-                mask = 0
-                if events & ~select.EPOLLOUT:  # an error is met by reading, and by writing
-                    mask |= selectors.EVENT_READ
-                if events & ~select.EPOLLIN:
-                    mask |= selectors.EVENT_WRITE
-                key = keys[fd]
-                ready.append((key, mask & key.events))
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        ready = super().select(timeout)
+        if len(ready) <= READY_A_TURN:
             return ready
+        self._start = (self._start + READY_A_TURN) % len(ready)
+        return [*ready, *ready][self._start : self._start + READY_A_TURN]
 
 
 # --- file descriptors ---------------------------------------------------------------------------------------
@@ -246,11 +222,10 @@ class BadHttp(ValueError):
         self.status = status
 
 
-NO_HTTP_ANSWER = (
+BAD_HTTP_ANSWER = (
     b"HTTP/1.1 %d %s\r\nContent-Type: application/json\r\nContent-Length: %d\r\n"
     b"x-request-id: %s\r\nConnection: close\r\n\r\n%s"
 )
-CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # a client may get any number of them: RFC 9110, section 15.2
 # Headers that say one thing: of two, a proxy could believe one and we the other (RFC 9110, section 5.3).
 SINGLE_HEADERS = (
     b"host",
@@ -261,7 +236,8 @@ SINGLE_HEADERS = (
     b"sec-websocket-key",
     b"sec-websocket-version",
 )
-UPGRADE = re.compile(rb"upgrade", re.IGNORECASE)
+# An offer of another protocol, whose body the parser would lose: Kludex/uvicorn#2722.
+OTHER_UPGRADE = re.compile(rb"\r\nupgrade:(?!\s*websocket\s*\r\n)", re.IGNORECASE)
 WEBSOCKET_KEY = re.compile(rb"[A-Za-z0-9+/]{22}==")  # 16 bytes: RFC 6455, section 4.2.1
 
 
@@ -301,28 +277,28 @@ class ReaderTimeout(asyncio.BaseProtocol):
 class Protocol(ReaderTimeout, HttpToolsProtocol, asyncio.BufferedProtocol):
     """One connection, dropped when its client does not send a head or does not read.
 
-    There is no pipelining: what comes behind a request before its answer is complete is not looked at, and
-    the connection ends with that answer (RFC 9112, section 9.3.2: clients send it again).
+    `cycle` is uvicorn's object for the newest request; `running` is the one that is being answered, and
+    `pipeline` has those between, the newest first.
     """
 
     max_connections: int
     max_body_bytes: int
     idle: ClassVar["OrderedDict[Protocol, None]"]  # all without a request that has started, the longest first
-    head_timer: asyncio.TimerHandle  # runs while what comes belongs to no request that is being answered
+    head_timer: asyncio.TimerHandle | None = None  # runs while what comes belongs to no running request
+    running: RequestResponseCycle | None = None
+    start: Callable[[], None] | None = None  # starts the request that has begun to come
     n_framing_bytes = 0  # that the request had so far, without its body
-    n_body_bytes = 0  # that the connection had so far
     n_headers = 0
     in_head = False  # else a header is a trailer
     is_deaf = False  # nothing more is read here
-    start: Callable[[], None] | None = None  # starts the request that has begun to come
     read_buffer = bytearray(MAX_READ_BYTES)  # of all connections, for what one has read is parsed at once
 
     # --- its beginning and its end --------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.head_timer = self.loop.call_later(MAX_HEAD_S, self.drop)
         self.idle[self] = None
+        self.wait_for_head()
         if len(self.connections) > self.max_connections:
             longest_idle = next(iter(self.idle))
             longest_idle.drop()
@@ -330,41 +306,40 @@ class Protocol(ReaderTimeout, HttpToolsProtocol, asyncio.BufferedProtocol):
                 "%d connections: one without a request gives way to each new one", self.max_connections
             )
 
+    def wait_for_head(self) -> None:
+        if self.head_timer is None:
+            self.head_timer = self.loop.call_later(MAX_HEAD_S, self.drop)
+
+    def stop_head_timer(self) -> None:
+        if self.head_timer:
+            self.head_timer.cancel()
+        self.head_timer = None
+
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._unset_keepalive_if_required()  # uvicorn does not after a reset: the timer would keep all this
         self.idle.pop(self, None)
-        self.head_timer.cancel()
+        self.stop_head_timer()
         self.stop_read_timer()
-        if self.start:  # it and what it starts hold on to this object
-            self.start = None
-            self.cycle = None  # type: ignore[assignment]
+        self.pipeline.clear()
+        if self.running:  # uvicorn has told the newest request
+            self.running.disconnected = True
+            self.running.message_event.set()
+        self.start = None  # it, and what it starts, refer to this object
+        self.cycle = None  # type: ignore[assignment]
 
     def drop(self) -> None:
         self.idle.pop(self, None)
         super().drop()
 
-    def eof_received(self) -> bool:  # type: ignore[override]
-        """Whether to go on though the client has ended its side; else the transport closes."""
-        is_half_closed = (
-            self.is_answering()
-            and not self.cycle.more_body
-            and not self.cycle.response_started
-            and self.cycle.scope["http_version"] == "1.1"  # older clients know no interim responses
-        )
-        if is_half_closed:
-            self.cycle.keep_alive = False
-            self.probe(PROBE_S)
-        return is_half_closed
-
-    def probe(self, seconds: float) -> None:
-        """See whether the client is there, now and again until its answer begins.
-
-        If it has closed the connection its system resets it when this comes, and the next write fails.
-        """
-        if self.is_answering() and not self.cycle.response_started and not self.transport.is_closing():
-            self.transport.write(CONTINUE)
-            self.loop.call_later(seconds, self.probe, 2 * seconds)
+    def shutdown(self) -> None:
+        """Stop: a request that is being answered ends, one that is not whole yet has not been accepted."""
+        self.pipeline.clear()
+        self.start = None
+        if self.running and not self.running.more_body:
+            self.running.keep_alive = False
+        else:
+            self.transport.close()
 
     # --- what comes -----------------------------------------------------------------------------------------
 
@@ -374,59 +349,20 @@ class Protocol(ReaderTimeout, HttpToolsProtocol, asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         if self.is_deaf:
             return
-        if self.timeout_keep_alive_task:
-            self.timeout_keep_alive_task.cancel()
-        n_body_bytes = self.n_body_bytes
-        try:
-            self.feed(bytes(memoryview(self.read_buffer)[:nbytes]))
-            self.n_framing_bytes += nbytes - (self.n_body_bytes - n_body_bytes)
-            if self.n_framing_bytes > MAX_FRAMING_BYTES:
-                raise BadHttp(f"head, chunk sizes and trailers are more than {MAX_FRAMING_BYTES} bytes")
-        except (httptools.HttpParserError, BadHttp) as error:
-            self.refuse(error.__context__ or error)  # the parser wraps what a callback raises
-            return
-        if self.is_answering() or self.is_deaf:
-            self.head_timer.cancel()
-        elif self.head_timer.cancelled():  # the next head begins, or the rest of a body that nobody reads
-            self.head_timer = self.loop.call_later(MAX_HEAD_S, self.drop)
-
-    def feed(self, data: bytes) -> None:
-        """Parse; what offers another upgrade than to a WebSocket once more without it.
-
-        For its body is lost: Kludex/uvicorn#2722.
-        """
-        try:
-            self.parser.feed_data(data)
-            return
-        except httptools.HttpParserUpgrade as upgrade:
-            n_bytes_of_head = upgrade.args[0]
-        if self._should_upgrade():
-            self.is_deaf = True  # from here on the connection is a WebSocketProtocol's
-            self.handle_websocket_upgrade()
-            websocket = self.transport.get_protocol()
-            assert isinstance(websocket, WebSocketProtocol)
-            if not websocket.handshake_initiated:  # the package has not understood the head, and says nothing
-                self.drop()
-            websocket.data_received(data[n_bytes_of_head:])
-            return
-        head = self.head_without_upgrade()
-        self.parser = httptools.HttpRequestParser(self)
-        self.feed(head + data[n_bytes_of_head:])
-
-    def head_without_upgrade(self) -> bytes:
-        version = self.parser.get_http_version().encode()
-        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
-        for name, value in self.headers:
-            if name == b"connection":
-                value = UPGRADE.sub(b"keep-alive", value)
-            lines.append(name + b": " + value)
-        return b"\r\n".join([*lines, b"", b""])
+        data = bytes(memoryview(self.read_buffer)[:nbytes])
+        if self.running is None:
+            self.wait_for_head()
+            head, end, rest = data.partition(b"\r\n\r\n")
+            data = OTHER_UPGRADE.sub(b"\r\nx-upgrade:", head + end) + rest
+        self.n_framing_bytes += len(data)
+        self.data_received(data)
+        if self.n_framing_bytes > MAX_FRAMING_BYTES and not self.is_deaf:
+            self.refuse(BadHttp(f"head, chunk sizes and trailers are more than {MAX_FRAMING_BYTES} bytes"))
 
     def on_message_begin(self) -> None:
-        if self.is_answering():
-            raise BadHttp("another request came before the last was answered")
+        if len(self.pipeline) >= MAX_PIPELINED:
+            raise BadHttp(f"more than {MAX_PIPELINED} requests wait for an answer")
         super().on_message_begin()
-        self.n_framing_bytes = 0
         self.n_headers = 0
         self.in_head = True
 
@@ -439,31 +375,36 @@ class Protocol(ReaderTimeout, HttpToolsProtocol, asyncio.BufferedProtocol):
         self.n_headers += 1
         if self.n_headers > MAX_HEADERS:
             raise BadHttp(f"there are more than {MAX_HEADERS} headers")
-        if self.in_head:  # trailers are no headers: RFC 9110, section 6.5.1
+        if self.in_head:  # a trailer is not a header: RFC 9110, section 6.5.1
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self.in_head = False
         self.check_head()
-        if not self.parser.should_upgrade():  # else feed() parses it again
-            super().on_headers_complete()
-        elif self._should_upgrade():
-            self.scope["method"] = "GET"  # for handle_websocket_upgrade()
-            self.idle.pop(self, None)
+        super().on_headers_complete()
 
     def _should_upgrade(self) -> bool:
-        """Whether a head is a handshake that WebSocketProtocol accepts; others are answered as HTTP."""
+        """True for a handshake that WebSocketProtocol accepts; other heads are answered as HTTP."""
         headers = dict(self.headers)
         lines = [self.url, *(name + value for name, value in self.headers)]
         return (
             super()._should_upgrade()
+            and self.running is None
             and self.parser.get_method() == b"GET"
             and self.parser.get_http_version() == "1.1"
             and headers.get(b"sec-websocket-version") == b"13"
             and WEBSOCKET_KEY.fullmatch(headers.get(b"sec-websocket-key", b"")) is not None
-            and self.url.isascii()
-            and max(map(len, lines)) <= MAX_LINE
+            and all(line.isascii() and len(line) <= MAX_LINE for line in lines)
         )
+
+    def handle_websocket_upgrade(self) -> None:
+        self.is_deaf = True  # from here on the connection is a WebSocketProtocol's
+        self.stop_head_timer()
+        self.idle.pop(self, None)
+        super().handle_websocket_upgrade()
+        websocket = self.transport.get_protocol()
+        if isinstance(websocket, WebSocketProtocol) and not websocket.handshake_initiated:
+            websocket.drop()  # the package has not understood the head, and says nothing
 
     def check_head(self) -> None:
         """Refuse what the parser lets through; raises BadHttp."""
@@ -474,7 +415,7 @@ class Protocol(ReaderTimeout, HttpToolsProtocol, asyncio.BufferedProtocol):
         if version not in ("1.0", "1.1"):
             raise BadHttp(f"expected HTTP/1.1, got HTTP/{version}")
         if self.parser.get_method() == b"CONNECT":
-            raise BadHttp("this server is no proxy")
+            raise BadHttp("this server is not a proxy")
         if version == "1.1" and b"host" not in names:  # RFC 9112, section 3.2
             raise BadHttp("the Host header is missing")
         if version == "1.0" and b"transfer-encoding" in names:  # RFC 9112, section 6.1
@@ -483,12 +424,28 @@ class Protocol(ReaderTimeout, HttpToolsProtocol, asyncio.BufferedProtocol):
             if names.count(name) > 1:
                 raise BadHttp(f"there are two {name.decode()} headers")
 
-    def _start_asgi_task(self, *cycle_and_app: Any) -> None:
-        """uvicorn starts a request when its head has come; here start_request() does."""
-        self.start = partial(super()._start_asgi_task, *cycle_and_app)
-        n_announced = int(dict(self.headers).get(b"content-length", 0))
+    def on_body(self, body: bytes) -> None:
+        self.n_framing_bytes -= len(body)
+        super().on_body(body)
+        if len(self.cycle.body) > SMALL_BODY_BYTES:
+            self.start_request()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self.n_framing_bytes = 0
+        self.start_request()
+
+    # --- what is answered -----------------------------------------------------------------------------------
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        """Keep a request whose head has come, and which uvicorn would start, for start_request()."""
+        if cycle.scope["http_version"] == "1.0":
+            app = partial(ended_by_closing, cycle, app)
+        self.start = partial(super()._start_asgi_task, cycle, app)
+        self.running = cycle
+        n_announced = int(dict(cycle.scope["headers"]).get(b"content-length", 0))
         # A body that is too large is refused unread; one that is expected comes when it is asked for.
-        if n_announced > self.max_body_bytes or self.expect_100_continue:
+        if not cycle.more_body or n_announced > self.max_body_bytes or cycle.waiting_for_100_continue:
             self.start_request()
 
     def start_request(self) -> None:
@@ -497,51 +454,64 @@ class Protocol(ReaderTimeout, HttpToolsProtocol, asyncio.BufferedProtocol):
             self.start()
             self.start = None
             self.idle.pop(self, None)
-
-    def on_body(self, body: bytes) -> None:
-        self.n_body_bytes += len(body)
-        super().on_body(body)
-        if len(self.cycle.body) > SMALL_BODY_BYTES:
-            self.start_request()
-
-    def on_message_complete(self) -> None:
-        if not self.parser.should_upgrade():
-            super().on_message_complete()
-            self.start_request()
+            self.stop_head_timer()
 
     def on_response_complete(self) -> None:
+        self.running = None
         super().on_response_complete()
-        if not self.transport.is_closing():
+        if self.running is None and not self.transport.is_closing():
             self.idle[self] = None
 
-    def is_answering(self) -> bool:
-        """Whether a request has started, and its answer is not complete."""
-        return self.cycle is not None and not self.cycle.response_complete and self.start is None
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what the parser has raised for; it wraps what a callback raises."""
+        error = sys.exception()
+        assert error
+        self.refuse(error.__context__ or error)
 
     def refuse(self, error: BaseException) -> None:
-        """Answer what is no HTTP with an error object; an answer to a whole request before it goes on."""
+        """Answer what is not HTTP with an error object, after the answers to the requests before it."""
         self.is_deaf = True
-        if self.is_answering() and not self.cycle.more_body:
-            self.cycle.keep_alive = False
+        if self.pipeline and self.pipeline[0][0].more_body:
+            self.pipeline.popleft()  # it is the one that is not HTTP
+        before = self.pipeline[0][0] if self.pipeline else self.running
+        if before and not before.more_body:
+            before.keep_alive = False
             return
+        if before and before.response_started:
+            self.transport.abort()
+            return
+        self.start = None
+        if before:
+            before.disconnected = True  # so that the application does not answer it too
+            before.message_event.set()
         status = error.status if isinstance(error, BadHttp) else HTTPStatus.BAD_REQUEST
         message = f"Invalid HTTP request received: {error}."
         request_id = new_id("req")
         token = REQUEST_ID.set(request_id)
         log.info("%d: %s", status, message)
         REQUEST_ID.reset(token)
-        if self.is_answering():
-            self.cycle.disconnected = True  # so that the application does not answer it too
-            self.cycle.message_event.set()
-            if self.cycle.response_started:
-                self.transport.abort()
-                return
         body = json.dumps(error_body(status, message, code="invalid_http")).encode()
         first_line = (status, status.phrase.encode())
-        self.transport.write(NO_HTTP_ANSWER % (*first_line, len(body), request_id.encode(), body))
+        self.transport.write(BAD_HTTP_ANSWER % (*first_line, len(body), request_id.encode(), body))
         self.transport.write_eof()  # without close(), at which what the client still sends would reset it
-        self.head_timer.cancel()
-        self.head_timer = self.loop.call_later(LINGER_S, self.transport.abort)
+        self.loop.call_later(LINGER_S, self.transport.abort)
+
+
+async def ended_by_closing(
+    cycle: RequestResponseCycle, app: ASGIApp, scope: Scope, receive: Receive, send: Send
+) -> None:
+    """Answer a client of HTTP/1.0, which knows no chunks: RFC 9112, section 6.1.
+
+    uvicorn sends a body as it is if it expects each of its parts to be as long as it is.
+    """
+    cycle.chunked_encoding = False
+
+    async def send_as_it_is(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    await app(scope, receive, send_as_it_is)
 
 
 class WebSocketProtocol(ReaderTimeout, WebSocketsSansIOProtocol, asyncio.BufferedProtocol):
