@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import pytest
 
 import bench
 import sse
-from benches import common, cpu, relay, server
+from benches import common, cpu, server
+from benches.harness import Figures, rounds, table
 from checkpoint.config import parse_config, read_config
 from checkpoint.weights import n_params, n_weight_bytes, read_weights
 from dialects.families import DIALECTS
@@ -160,42 +162,64 @@ def test_the_bare_contender_sends_the_same_bytes() -> None:
     assert sum(server.DELTA in frame for frame in frames) == 5
 
 
-def test_relay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_relay(tmp_path: Path) -> None:
     out = tmp_path / "relay.md"
     assert bench.main(["relay", "--repeat", "1", "--events", "320", "--out", str(out)]) == 0
-    printed = capsys.readouterr()
-    assert printed.out == out.read_text(encoding="utf-8")
-    *measured, first = printed.out.strip().splitlines()[6:]
-    assert first == "| first one is here before the second is written | yes | yes | yes | | |"
-    for name, row in zip(relay.RELAYED, measured, strict=False):
-        assert re.fullmatch(rf"\| {re.escape(name)} (\| [\d.]+ ){{5}}\|", row)
+    rows = rows_of(out)
+    assert rows.keys() == {"first event, ms", "an event, ms", "events/s, 1 streams", "events/s, 32 streams"}
+    assert all(len(cells) == 3 for cells in rows.values())
 
 
-def test_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_http(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two servers, which happen to be one; no prompt of a round is in its cache.
 
     Each prompt begins with a number, not at random: the tiny model has no text in answer to some.
     """
-    out = tmp_path / "peers.md"
+    out = tmp_path / "http.md"
     numbers = itertools.count()
     monkeypatch.setattr("secrets.token_hex", lambda _: f"{next(numbers):08}")
     with serve("--model", str(TINY)) as running:
-        flags = ["--repeat", "1", "--new", "6", "--characters", "400", "--out", str(out)]
-        assert bench.main(["peers", f"{running.url}/v1", f"{running.url}/v1", *flags]) == 0
-        metrics = running.get("/metrics").body.decode()
-    printed = capsys.readouterr().out
-    assert printed == out.read_text(encoding="utf-8")
-    assert f"| {running.url}/v1 (tiny) | {running.url}/v1 (tiny) |" in printed
-    rows = re.findall(r"^\| (.*) \| [1-9]\d* \| [1-9]\d* \(\d+\.\d\d\) \|$", printed, re.MULTILINE)
-    assert rows == [
-        "a long prompt: tokens",
-        "a long prompt: its tokens/s",
-        "a long prompt: first token, ms",
-        "a short prompt: first token, ms",
-        "streams at once: 1, tokens/s",
-        "streams at once: 8, tokens/s",
-    ]
-    assert re.search(r"^llmref:prefix_cache_hits_total\S* 0(\.0)?$", metrics, re.MULTILINE)
+        url = f"{running.url}/v1"
+        flags = ["--repeat", "1", "--new", "6", "--characters", "400", "--streams", "1", "2"]
+        assert (
+            bench.main(["http", url, url.replace("127.0.0.1", "localhost"), *flags, "--out", str(out)]) == 0
+        )
+        counts = running.health()
+    rows = rows_of(out)
+    assert rows.keys() == {
+        "a long prompt, tokens",
+        "a long prompt, its tokens/s",
+        "a long prompt, first token, ms",
+        "a short prompt, first token, ms",
+        "1 streams, tokens/s",
+        "2 streams, tokens/s",
+    }
+    assert all(len(cells) == 2 for cells in rows.values())
+    assert counts["cached_tokens"] == 0
+
+
+def test_rounds() -> None:
+    """Contenders take turns, the first round does not count, and ratios are to the first contender."""
+    said: list[str] = []
+
+    def contender(name: str, values: list[float]) -> Callable[[], Figures]:
+        def measure() -> Figures:
+            said.append(name)
+            return {"speed": values.pop(0)}
+
+        return measure
+
+    case = {"ours": contender("ours", [99, 4, 1, 2]), "theirs": contender("theirs", [99, 8, 5, 200])}
+    medians = rounds([case], 3)
+    assert said == ["ours", "theirs"] * 4
+    assert medians == {"speed": {"ours": 2, "theirs": 8}}
+    assert list(table(medians))[2] == "| speed | 2 | 8 (4.00) |"
+
+
+def rows_of(out: Path) -> dict[str, list[str]]:
+    """The cells of each row of the tables in a file, by the row's name."""
+    lines = [line.strip("| ").split(" | ") for line in out.read_text(encoding="utf-8").splitlines()]
+    return {name: cells for name, *cells in lines if cells and not name.startswith("median")}
 
 
 # fmt: off
