@@ -45,6 +45,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any, ClassVar
 
+import httptools
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -291,6 +292,7 @@ class Protocol(ReaderTimeout, HttpToolsProtocol, asyncio.BufferedProtocol):
     n_headers = 0
     in_head = False  # else a header is a trailer
     is_deaf = False  # nothing more is read here
+    received = b""  # what is being parsed
     read_buffer = bytearray(MAX_READ_BYTES)  # of all connections, for what one has read is parsed at once
 
     # --- its beginning and its end --------------------------------------------------------------------------
@@ -355,6 +357,7 @@ class Protocol(ReaderTimeout, HttpToolsProtocol, asyncio.BufferedProtocol):
             head, end, rest = data.partition(b"\r\n\r\n")
             data = OTHER_UPGRADE.sub(b"\r\nx-upgrade:", head + end) + rest
         self.n_framing_bytes += len(data)
+        self.received = data
         self.data_received(data)
         if self.n_framing_bytes > MAX_FRAMING_BYTES and not self.is_deaf:
             self.refuse(BadHttp(f"head, chunk sizes and trailers are more than {MAX_FRAMING_BYTES} bytes"))
@@ -401,10 +404,14 @@ class Protocol(ReaderTimeout, HttpToolsProtocol, asyncio.BufferedProtocol):
         self.is_deaf = True  # from here on the connection is a WebSocketProtocol's
         self.stop_head_timer()
         self.idle.pop(self, None)
+        upgrade = sys.exception()
+        assert isinstance(upgrade, httptools.HttpParserUpgrade)
         super().handle_websocket_upgrade()
         websocket = self.transport.get_protocol()
-        if isinstance(websocket, WebSocketProtocol) and not websocket.handshake_initiated:
+        assert isinstance(websocket, WebSocketProtocol)
+        if not websocket.handshake_initiated:
             websocket.drop()  # the package has not understood the head, and says nothing
+        websocket.data_received(self.received[upgrade.args[0] :])  # what came after the head
 
     def check_head(self) -> None:
         """Refuse what the parser lets through; raises BadHttp."""

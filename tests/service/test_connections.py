@@ -263,6 +263,16 @@ def test_a_stop_waits_for_no_half_request() -> None:
         assert "running task(s)" not in server.log()
 
 
+def test_a_handshake_with_a_header_that_is_not_ascii_is_answered(server: Server) -> None:
+    """Bug: two tracebacks, and no answer; the fixture looks for the tracebacks."""
+    handshake = (
+        b"GET /v1/responses HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+        b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nX-Name: caf\xe9\r\n\r\n"
+    )
+    with server.connect(handshake) as client:
+        assert answer(client).status == 426
+
+
 # --- clients that leave -------------------------------------------------------------------------------------
 
 
