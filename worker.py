@@ -14,22 +14,23 @@ Rules of this file:
 3. emit() never waits: what a step brought to all sequences becomes events in one turn of the event loop.
 4. Usage counts the tokens that were read from the engine: a stop token too, but nothing after a stop string.
    Finish("cancelled") has what was counted until then.
-5. An answer ends with "length" where its logprobs outgrow MAX_LOGPROB_BYTES: they have up to 21 tokens in the
-   place of one, and the events that end an item repeat them.
+5. An answer ends with "length" after max_output_tokens, and when its logprobs outgrow MAX_LOGPROB_BYTES: they
+   have up to 21 tokens in the place of one, and the events that end an item repeat them.
 
-Not here: what the pieces mean (channels.py), which tokens come (engine.py), who keeps rule 2 where a worker
-has a bug (api.py).
+Not here: what the pieces mean (channels.py), which tokens come (engine.py), what keeps rule 2 if a worker has
+a bug (api.py).
 """
 
 import asyncio
 import bisect
 import secrets
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from datetime import datetime
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple, Protocol
 
-from channels import Accepted, Dialect, Emit, Finish, Output, Parser, Piece, State, TokenLogprob, Usage
+from channels import Accepted, Dialect, Emit, Finish, Parser, Piece, State, TokenLogprob, Usage
 from dialects import families
 from dialects.matchers import Grammars
 from dialects.structured_output import AnswerGrammar, BadGrammar, Thinking, answer_grammar
@@ -47,6 +48,7 @@ from tokenizer import Tokenizer
 
 ALIAS = "default"  # a name that any model answers to
 FORBIDDEN = -1e9  # a logit_bias that no logit outweighs
+MAX_OUTPUT_TOKENS = 4096  # of an answer, if --max-output-tokens does not say otherwise
 MAX_LOGPROB_BYTES = 8 * 2**20  # of a request, as JSON: about 3,500 tokens with top_logprobs 20
 
 # The tokenizer takes up to 300 bytes and 5 us a token, so a prompt that is far too long must not reach it
@@ -67,7 +69,7 @@ class Prompt(Protocol):
     def n_tokens(self) -> int | None: ...  # None: only the upstream can count them
 
     async def count_tokens(self) -> int:
-        """`n_tokens`, which another server is asked for where it is None; raises BadInput."""
+        """Return `n_tokens`; if it is None, ask the other server. Raises BadInput."""
 
     async def run(self, emit: Emit, choice: int = 0) -> None:
         """Emit what the model says in one of the request's n choices."""
@@ -101,12 +103,12 @@ class LocalPrompt(NamedTuple):
     request: Request
     token_ids: list[int]
     max_tokens: int
-    seed: int
-    dialect: Dialect  # how the model marks reasoning and calls, where these tools are offered
-    state: State  # of the parser, where the answer begins
+    stop_token_ids: frozenset[int]
+    sampling: Sampling  # of the first choice
+    dialect: Dialect  # how the model marks reasoning and calls, if these tools are offered
+    state: State  # of the parser, at the beginning of the answer
     after_marker: bool  # the prompt ends with a marker
     grammar: AnswerGrammar | None  # structured output; None: the answer is free
-    forbidden: frozenset[int]  # tokens that must not come: those of calls, where tool_choice is none
 
     @property
     def n_tokens(self) -> int:
@@ -116,7 +118,23 @@ class LocalPrompt(NamedTuple):
         return self.n_tokens
 
     async def run(self, emit: Emit, choice: int = 0) -> None:
-        await self.worker.run(self, emit, choice)
+        """Emit what the model says in one choice."""
+        answer = Answer(self, emit)
+        sequence = Sequence(
+            self.token_ids,
+            self.max_tokens,
+            self.stop_token_ids,
+            replace(self.sampling, choice=choice),
+            self.grammar and self.worker.grammars.constraint(self.grammar),
+            self.request.owner,
+            REQUEST_ID.get(),
+        )
+        emit(Accepted())
+        try:
+            await self.worker.engine.generate(sequence, answer.take)
+        except asyncio.CancelledError:
+            answer.cancel()
+            raise
 
 
 class PromptTooLong(BadInput):
@@ -142,20 +160,26 @@ class LocalWorker:
         dialect: str | None = None,
         names: Iterable[str] = ("model",),
         defaults: Mapping[str, Any] | None = None,
+        max_output_tokens: int = MAX_OUTPUT_TOKENS,
     ) -> None:
-        """`names` of the model in requests; `dialect` instead of the one that the template shows."""
+        """`names` of the model in requests; `dialect` instead of the one that the template shows.
+
+        `max_output_tokens` of an answer: a request may ask for fewer.
+        """
         self.engine = engine
+        self.tokenizer = tokenizer
+        self.grammars = grammars
         self.names = list(names)
         self.defaults = defaults or {}
-        self.tokenizer = tokenizer
         self._template = template
-        self._grammars = grammars
+        self._max_output_tokens = max_output_tokens
         self._special_tokens = SpecialTokens(tokenizer.added)
         self.dialect = dialect or families.recognised(template.source, template.takes_tools)
-        self._dialect_with = cache(self._find_dialect)
+        self._family = families.DIALECTS[self.dialect]
+        self._dialect_with = cache(partial(families.find, self._family, tokenizer.added, template.source))
 
     def counts(self) -> dict[str, int]:
-        return self.engine.counts() | {"grammars_waiting": self._grammars.n_waiting}
+        return self.engine.counts() | {"grammars_waiting": self.grammars.n_waiting}
 
     @property
     def alive(self) -> bool:
@@ -166,49 +190,67 @@ class LocalWorker:
 
     async def close(self) -> None:
         await asyncio.to_thread(self.engine.close)
-        self._grammars.close()
+        self.grammars.close()
 
     async def prepare(self, request: Request) -> LocalPrompt:
-        prompt = await asyncio.to_thread(self._prepare, request)  # a long prompt must not stop the streams
-        if prompt.grammar:
-            try:
-                await self._grammars.check(prompt.grammar, request.owner)
-            except BadGrammar as error:
-                raise refusal(error, request.structured_output) from error
+        try:
+            # In a thread: a long prompt must not stop the streams.
+            prompt = await asyncio.to_thread(self._prepare, request)
+            if prompt.grammar:
+                await self.grammars.check(prompt.grammar, request.owner)
+        except BadGrammar as error:
+            raise refusal(error, request.structured_output) from error
         return prompt
 
     def _prepare(self, request: Request) -> LocalPrompt:
-        """Render, tokenise and check; raises BadInput."""
+        """Render, tokenise and check; raises BadInput or BadGrammar."""
         self._check_token_ids(request)
         text, token_ids = self._render_to_fit(request)
-        max_tokens = self.engine.max_seq_len - len(token_ids)
+        max_tokens = min(self._max_output_tokens, self.engine.max_seq_len - len(token_ids))
         if request.max_tokens is not None:
             max_tokens = min(max_tokens, request.max_tokens)
-        seed = request.sampling["seed"]
-        if seed is None:
-            seed = secrets.randbits(63)
+
         dialect = self._dialect_with(bool(request.called))
         state, after_marker = families.opening(text, dialect)
+        logit_bias = request.sampling["logit_bias"]
         spec = request.structured_output
-        forbidden = frozenset[int]()
-        if request.tools and not request.called:
-            family = families.DIALECTS[self.dialect]
-            forbidden = families.tokens_of_calls(family, self.tokenizer.added)
-            if not family.call_markers and spec is None:
+        if request.tools and not request.called:  # tool_choice is none
+            forbidden = families.tokens_of_calls(self._family, self.tokenizer.added)
+            logit_bias = logit_bias | dict.fromkeys(forbidden, FORBIDDEN)
+            if not self._family.call_markers and spec is None:
                 spec = StructuredOutput("none")
         grammar = None
         if spec:
-            grammar = self._grammar(spec, dialect, state, after_marker)
+            thinking: Thinking = "possible"  # the model may reason before it answers
+            if state == "analysis":
+                thinking = "open"  # the prompt has begun the reasoning
+            elif after_marker:
+                thinking = "over"  # the prompt has ended it
+            grammar = answer_grammar(spec, dialect, self.tokenizer.added, thinking)
+
+        stop_token_ids = {*request.stop_token_ids}
+        # The grammar of structured output has an end of its own, after which nothing may come.
+        if grammar or not request.ignore_eos:
+            stop_token_ids.update(self.engine.config.eos_token_ids)
+        seed = request.sampling["seed"]
+        if seed is None:
+            seed = secrets.randbits(63)
+        more = {"seed": seed, "logit_bias": logit_bias, "n_top_logprobs": request.n_top_logprobs}
         return LocalPrompt(
-            self, request, token_ids, max_tokens, seed, dialect, state, after_marker, grammar, forbidden
+            self,
+            request,
+            token_ids,
+            max_tokens,
+            frozenset(stop_token_ids),
+            Sampling(**(request.sampling | more)),
+            dialect,
+            state,
+            after_marker,
+            grammar,
         )
 
-    def _find_dialect(self, has_tools: bool) -> Dialect:
-        family = families.DIALECTS[self.dialect]
-        return families.find(family, self.tokenizer.added, self._template.source, has_tools)
-
     def _render_to_fit(self, request: Request) -> tuple[str, list[int]]:
-        """The marked prompt and its token ids; with `truncate` old turns are dropped until it fits."""
+        """Return the marked prompt and its token ids; with `truncate` drop old turns until it fits."""
         if not request.truncate:
             return self._encode(request, request.messages)
         starts = turn_starts(request.messages)
@@ -232,7 +274,7 @@ class LocalWorker:
         return encoded(first_fitting)
 
     def _encode(self, request: Request, messages: list[Message]) -> tuple[str, list[int]]:
-        """The marked prompt of these messages and its token ids; raises PromptTooLong as early as it can."""
+        """Return the marked prompt of these messages and its token ids; raises PromptTooLong early."""
         limit = self.engine.max_seq_len
         n_characters = sum(len(message["content"]) for message in messages)
         n_tokens = n_characters // self.tokenizer.max_token_length
@@ -252,7 +294,7 @@ class LocalWorker:
         return prompt, token_ids
 
     def _render(self, request: Request, messages: list[Message]) -> str:
-        """The prompt, with marks where it is the request's (request/special_tokens.py)."""
+        """Render the prompt, with marks around what the request says (request/special_tokens.py)."""
         special_tokens = self._special_tokens
         marked_messages = [special_tokens.mark_message(message) for message in messages]
         marked_tools = [special_tokens.mark_function(tool) for tool in request.tools]
@@ -272,71 +314,6 @@ class LocalWorker:
                 break
         return n_tokens
 
-    async def run(self, prompt: LocalPrompt, emit: Emit, choice: int = 0) -> None:
-        """Emit what the model says in one choice."""
-        sequence = self._sequence(prompt, choice)
-        max_logprob_bytes = MAX_LOGPROB_BYTES // prompt.request.n
-        answer = Answer(self.tokenizer, self._parser(prompt), sequence, max_logprob_bytes, emit)
-        emit(Accepted())
-        try:
-            await self.engine.generate(sequence, answer.take)
-        except asyncio.CancelledError:
-            answer.cancel()
-            raise
-
-    def _parser(self, prompt: LocalPrompt) -> Parser:
-        request = prompt.request
-        functions = [tool["function"] for tool in request.tools if tool["function"]["name"] in request.called]
-        return Parser(
-            prompt.dialect,
-            state=prompt.state,
-            after_marker=prompt.after_marker,
-            stop=request.stop,
-            one_call=not request.parallel_tool_calls,
-            schemas={function["name"]: function.get("parameters", {}) for function in functions},
-        )
-
-    def _sequence(self, prompt: LocalPrompt, choice: int) -> Sequence:
-        request = prompt.request
-        stop_token_ids = {*request.stop_token_ids}
-        # The grammar of structured output has an end of its own, after which nothing may come.
-        if prompt.grammar or not request.ignore_eos:
-            stop_token_ids.update(self.engine.config.eos_token_ids)
-        logit_bias = request.sampling["logit_bias"] | dict.fromkeys(prompt.forbidden, FORBIDDEN)
-        of_choice = {
-            "seed": prompt.seed,
-            "choice": choice,
-            "n_top_logprobs": request.n_top_logprobs,
-            "logit_bias": logit_bias,
-        }
-        sampling = Sampling(**(request.sampling | of_choice))
-        constraint = None
-        if prompt.grammar:
-            constraint = self._grammars.constraint(prompt.grammar)
-        return Sequence(
-            prompt.token_ids,
-            prompt.max_tokens,
-            frozenset(stop_token_ids),
-            sampling,
-            constraint,
-            request.owner,
-            REQUEST_ID.get(),
-        )
-
-    def _grammar(
-        self, spec: StructuredOutput, dialect: Dialect, state: State, after_marker: bool
-    ) -> AnswerGrammar:
-        """What the answer is held to (structured output); raises BadInput where that cannot be enforced."""
-        thinking: Thinking = "possible"  # the model may reason before it answers
-        if state == "analysis":
-            thinking = "open"  # the prompt has begun the reasoning
-        elif after_marker:
-            thinking = "over"  # the prompt has ended it
-        try:
-            return answer_grammar(spec, dialect, self.tokenizer.added, thinking)
-        except BadGrammar as error:
-            raise refusal(error, spec) from error
-
     def _check_token_ids(self, request: Request) -> None:
         vocab_size = self.engine.config.vocab_size
         parameters = {
@@ -353,25 +330,27 @@ class LocalWorker:
 class Answer:
     """What the model says in one choice: tokens to pieces, pieces to outputs, and the tokens counted."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        parser: Parser,
-        request: Sequence,
-        max_logprob_bytes: int,
-        emit: Emit,
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._decoder = tokenizer.decoder()
-        self._parser = parser
-        self._stop_token_ids = request.stop_token_ids
-        self._n_logprob_bytes_left = max_logprob_bytes
+    def __init__(self, prompt: LocalPrompt, emit: Emit) -> None:
+        request = prompt.request
+        functions = [tool["function"] for tool in request.tools if tool["function"]["name"] in request.called]
+        self._tokenizer = prompt.worker.tokenizer
+        self._decoder = self._tokenizer.decoder()
+        self._parser = Parser(
+            prompt.dialect,
+            state=prompt.state,
+            after_marker=prompt.after_marker,
+            stop=request.stop,
+            one_call=not request.parallel_tool_calls,
+            schemas={function["name"]: function.get("parameters", {}) for function in functions},
+        )
+        self._stop_token_ids = prompt.stop_token_ids
+        self._n_logprob_bytes_left = MAX_LOGPROB_BYTES // request.n
         self._emit = emit
-        self._usage = Usage(len(request.prompt), 0)
+        self._usage = Usage(len(prompt.token_ids), 0)
         self._has_finished = False
 
     def take(self, step: StepOutput) -> bool:
-        """Emit what a step has brought; whether more is wanted."""
+        """Emit what a step has brought; return whether more is wanted."""
         self._usage.cached_tokens = step.cached_tokens
         end = step.finish
         for token in step.tokens:  # one by one: a step may cross any number of channels
@@ -390,16 +369,19 @@ class Answer:
         state_before = self._parser.state
         logprobs: tuple[TokenLogprob, ...] = ()
         if token.logprob is not None:
-            logprobs = (self._logprobs(token, token.logprob),)
+            top = [self._logprob(*likely) for likely in token.top]
+            logprobs = (self._logprob(token.token_id, token.logprob)._replace(top=tuple(top)),)
             self._n_logprob_bytes_left -= json_bytes(logprobs)
-        outputs: list[Output] = []
-        if token.token_id not in self._stop_token_ids:
-            outputs = feed_all(self._parser, self._decoder.feed(token.token_id, logprobs))
         self._usage.output_tokens += 1
+        if token.token_id not in self._stop_token_ids:
+            self._feed(self._decoder.feed(token.token_id, logprobs))
         if "analysis" in (state_before, self._parser.state):  # both markers count as reasoning
             self._usage.reasoning_tokens += 1
-        for output in outputs:
-            self._emit(output)
+
+    def _feed(self, pieces: list[Piece]) -> None:
+        for piece in pieces:
+            for output in self._parser.feed(piece):
+                self._emit(output)
 
     def cancel(self) -> None:
         """Finish an answer that is no longer wanted, unless it has finished already."""
@@ -408,9 +390,8 @@ class Answer:
             self._emit(Finish("cancelled", usage))
 
     def _end(self, end: Literal["stop", "length", "failed"], message: str) -> None:
-        outputs = feed_all(self._parser, self._decoder.close())
-        outputs += self._parser.close(cut=end != "stop")
-        for output in outputs:
+        self._feed(self._decoder.close())
+        for output in self._parser.close(cut=end != "stop"):
             self._emit(output)
         reason = "stop" if self._parser.stopped else end
         self._finish(reason, message)
@@ -419,18 +400,14 @@ class Answer:
         self._has_finished = True
         self._emit(Finish(reason, self._usage, message))
 
-    def _logprobs(self, token: Choice, logprob: float) -> TokenLogprob:
-        top = tuple(self._logprob(token_id, logprob) for token_id, logprob in token.top)
-        return self._logprob(token.token_id, logprob)._replace(top=top)
-
     def _logprob(self, token_id: int, logprob: float) -> TokenLogprob:
         token = self._tokenizer.token_bytes(token_id)
         return TokenLogprob(token.decode(errors="replace"), logprob, token)
 
 
 def refusal(error: BadGrammar, spec: StructuredOutput | None) -> BadInput:
-    """What the client is told of a schema or grammar that cannot be enforced."""
-    if spec is None:  # it has sent none: the grammar is ours
+    """Tell the client what is wrong with a schema or grammar that cannot be enforced."""
+    if spec is None:  # the client has sent none: the grammar is ours
         return BadInput(str(error))
     grammar = dict(spec.inputs).get(error.part)  # of a custom tool's input
     if grammar:
@@ -445,10 +422,6 @@ def refusal(error: BadGrammar, spec: StructuredOutput | None) -> BadInput:
 
 
 def json_bytes(logprobs: Iterable[TokenLogprob]) -> int:
-    """About how many bytes they have as JSON: a byte of a token is at most 6 in its text and 4 in `bytes`."""
+    """Estimate their bytes as JSON: a byte of a token is at most 6 in its text and 4 in `bytes`."""
     entries = [entry for logprob in logprobs for entry in (logprob, *logprob.top)]
     return sum(64 + 10 * len(entry.bytes) for entry in entries)
-
-
-def feed_all(parser: Parser, pieces: list[Piece]) -> list[Output]:
-    return [output for piece in pieces for output in parser.feed(piece)]

@@ -88,7 +88,9 @@ def load(directory: Path, args: argparse.Namespace) -> LocalWorker:
     runner: ModelRunner = ops_class(config, weights, max_seq_len, n_pages, args.max_batch)
     engine = Engine(runner, args.speculate)
     names = args.served_model_name or [default_name(directory, args.model)]
-    return LocalWorker(engine, tokenizer, template, grammars, args.dialect, names, defaults)
+    return LocalWorker(
+        engine, tokenizer, template, grammars, args.dialect, names, defaults, args.max_output_tokens
+    )
 
 
 def check_files(directory: Path) -> None:

@@ -24,7 +24,7 @@ from gateway.upstreams import Timeouts
 from responses import REASONING_EVENTS
 from service import logs
 from store import Retention
-from worker import ALIAS
+from worker import ALIAS, MAX_OUTPUT_TOKENS
 
 T = TypeVar("T", int, float)
 
@@ -290,6 +290,13 @@ def arguments() -> argparse.ArgumentParser:
     )
 
     section("answers")
+    add(
+        "max-output-tokens",
+        "tokens of an answer; a request may ask for fewer",
+        MAX_OUTPUT_TOKENS,
+        type=positive,
+        metavar="N",
+    )
     add(
         "images",
         "pictures in requests: refused, or the model is told that there was one",

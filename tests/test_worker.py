@@ -144,6 +144,17 @@ def test_the_end_can_be_ignored() -> None:
         assert (found, reason, usage.output_tokens) == ([["final", text]], "stop", n_tokens)
 
 
+def test_the_server_bounds_every_answer() -> None:
+    """A model that had to call a tool went on for 590 s. A request may ask for fewer tokens, not for more."""
+    tokenizer = vocabulary([b"a"])
+    steps = [ids_of(tokenizer, [b"a"] * 9)]
+    for asked, n_tokens in ((None, 5), (3, 3), (8, 5)):
+        worker = worker_of(tokenizer, scripted.TEMPLATES["hermes"], steps, max_output_tokens=5)
+        outputs = asyncio.run(scripted.outputs_of(worker, {"max_output_tokens": asked}))
+        found, reason, usage = ended(outputs)
+        assert (found, reason, usage.output_tokens) == ([["final", "a" * n_tokens]], "length", n_tokens)
+
+
 # --- what is demanded is said, by a real model --------------------------------------------------------------
 
 
@@ -217,7 +228,8 @@ def test_no_call_where_tool_choice_is_none(engine: Engine, name: str) -> None:
 
 async def run(worker: LocalWorker, body: dict[str, Any]) -> list[Output | Finish]:
     outputs: list[Accepted | Output | Finish] = []
-    await worker.run(await worker.prepare(params.from_responses(body, {})), outputs.append)
+    prompt = await worker.prepare(params.from_responses(body, {}))
+    await prompt.run(outputs.append)
     return [output for output in outputs if not isinstance(output, Accepted)]
 
 

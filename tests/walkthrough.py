@@ -72,7 +72,8 @@ async def run(worker: LocalWorker, engine: TracedEngine, request: params.Request
             _, outputs = engine.steps[-1]
             outputs.append(output)
 
-    await worker.run(await worker.prepare(request), emit)
+    prompt = await worker.prepare(request)
+    await prompt.run(emit)
 
 
 def walkthrough() -> str:

@@ -79,14 +79,15 @@ def said(
 ) -> list[Output | Finish]:
     """What the worker makes of these steps; `ends` are its config's, `body` is more of the request."""
     worker = worker_of(tokenizer, TEMPLATES[dialect], steps, ends)
+    return asyncio.run(outputs_of(worker, body))
+
+
+async def outputs_of(worker: LocalWorker, body: dict[str, Any]) -> list[Output | Finish]:
     request = params.from_responses({"model": "m", "input": "hi", "tools": [TOOL]} | body, {})
-
-    async def collect() -> list[Output | Finish]:
-        outputs: list[Accepted | Output | Finish] = []
-        await worker.run(await worker.prepare(request), outputs.append)
-        return [output for output in outputs if not isinstance(output, Accepted)]
-
-    return asyncio.run(collect())
+    outputs: list[Accepted | Output | Finish] = []
+    prompt = await worker.prepare(request)
+    await prompt.run(outputs.append)
+    return [output for output in outputs if not isinstance(output, Accepted)]
 
 
 def worker_of(
@@ -95,10 +96,13 @@ def worker_of(
     steps: Iterable[abc.Sequence[int]] = (),
     ends: Iterable[str] = ENDS,
     max_seq_len: int = 4096,
+    max_output_tokens: int = 4096,
 ) -> LocalWorker:
     engine = ScriptedEngine(tokenizer, steps, ends)
     engine.max_seq_len = max_seq_len
-    return LocalWorker(cast(Engine, engine), tokenizer, template, GRAMMARS)
+    return LocalWorker(
+        cast(Engine, engine), tokenizer, template, GRAMMARS, max_output_tokens=max_output_tokens
+    )
 
 
 def in_steps(token_ids: abc.Sequence[int], sizes: Iterable[int]) -> list[abc.Sequence[int]]:
