@@ -633,6 +633,21 @@ def test_done_line_can_be_turned_off(guarded: Server) -> None:
     assert last[CHAT].endswith(sse.DONE)  # there it is OpenAI's own
 
 
+@pytest.mark.parametrize("asked", [None, 3, 50])
+def test_an_answer_has_at_most_as_many_tokens_as_the_flag_says(asked: int | None) -> None:
+    """A request may ask for less; in Responses the limit that holds is echoed."""
+    granted = min(asked or 5, 5)
+    with serve("--max-output-tokens", "5") as small:
+        body = {"model": "tiny", "ignore_eos": True, "max_output_tokens": asked}
+        response = small.post(RESPONSES, body | {"input": "hi"}).json
+        assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+        assert response["max_output_tokens"] == response["usage"]["output_tokens"] == granted
+        body = {"model": "tiny", "ignore_eos": True, "max_tokens": asked}
+        completion = small.post(CHAT, body | says(CHAT, "hi")).json
+        assert completion["choices"][0]["finish_reason"] == "length"
+        assert completion["usage"]["completion_tokens"] == granted
+
+
 def test_reasoning_events_have_the_name_that_the_flag_says(guarded: Server, server: Server) -> None:
     """The two authorities differ; never both in one stream."""
     body, key = {"input": "hi", "stream": True, "max_output_tokens": 20}, {"Authorization": "Bearer key"}
