@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import json
 import re
 import sys
 from collections.abc import Callable
@@ -13,9 +12,9 @@ import numpy as np
 import pytest
 
 import bench
-import sse
 from benches import common, cpu, server
 from benches.harness import Figures, rounds, table
+from benches.processes import started
 from checkpoint.config import parse_config, read_config
 from checkpoint.weights import n_params, n_weight_bytes, read_weights
 from dialects.families import DIALECTS
@@ -127,39 +126,24 @@ def test_parse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert re.search(rf"^\| {name} \| {numbers} \| {numbers} \|$", printed.out, re.MULTILINE)
 
 
-def test_server(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "STREAMS", {1: 20, 3: 5})
     monkeypatch.setattr(server, "TICK_S", 0.05)
-    monkeypatch.setattr(server, "N_BATCH_TOKENS", 5)
-    monkeypatch.setattr(server, "N_GPU_TOKENS", 5)
     out = tmp_path / "server.md"
     assert bench.main(["server", "--model", str(TINY), "--repeat", "1", "--out", str(out)]) == 0
-    printed = capsys.readouterr().out
-    assert printed == out.read_text(encoding="utf-8")
-    number, ms, us = r"[1-9]\d*", r"\d+\.\d ms", r"\d+ µs"
-    for n in server.STREAMS:
-        for name in ("this", "least", "bare"):
-            cells = [str(n), name, number, r"\d+\.\d\d", r"\d+\.\d\d", us, ms, ms]
-            assert re.search(r"^\| " + r" \| ".join(cells) + r" \|$", printed, re.MULTILINE)
-    cells = ["this", number, us, us, rf"{us}, \d\.\d\d"]
-    assert re.search(r"^\| " + r" \| ".join(cells) + r" \|$", printed, re.MULTILINE)
-    assert re.search(r"with 3 streams held [1-9]\d* MB, when they had left [1-9]\d* MB", printed)
+    rows = rows_of(out)
+    kinds = ("events/s", "CPU µs an event", "median late, ms", "p99 late, ms")
+    assert rows.keys() == {f"{n} streams, {kind}" for n in (1, 3) for kind in kinds} | {
+        "3 streams, kB a stream"
+    }
+    assert all(len(cells) == 2 for cells in rows.values())
 
 
-def test_the_least_contender_says_as_many_tokens() -> None:
-    with server.running("least", TINY) as there:
-        body = asyncio.run(server.listener(there.port, 5, paced=False)).body
-    events = [json.loads(sse.data(frame)) for frame in server.frames_of(body)]
-    assert [(event["sequence_number"], event["delta"]) for event in events] == [(n, " a") for n in range(5)]
-
-
-def test_the_bare_contender_sends_the_same_bytes() -> None:
-    with server.running("script", TINY) as here:
-        reply = asyncio.run(server.listener(here.port, 5, paced=False)).body
-    frames = server.frames_of(reply)
-    with server.running("bare", TINY, reply=reply) as there:
-        assert server.frames_of(asyncio.run(server.listener(there.port, 5, paced=False)).body) == frames
-    assert sum(server.DELTA in frame for frame in frames) == 5
+def test_both_servers_say_as_many_tokens() -> None:
+    for name in server.SERVED:
+        with started(*server.command_of(name, TINY)) as running:
+            [heard] = asyncio.run(server.hear(running.url, 1, 5, paced=False))
+        assert len(heard.late_s) == 5
 
 
 def test_relay(tmp_path: Path) -> None:
