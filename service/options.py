@@ -214,13 +214,6 @@ def arguments() -> argparse.ArgumentParser:
         metavar="N",
     )
     add(
-        "max-output-tokens",
-        "tokens of one answer of a local model; a request may ask for less",
-        4096,
-        type=positive,
-        metavar="N",
-    )
-    add(
         "kv-memory",
         "memory for the KV cache, such as 2G (default: a quarter of what is free)",
         type=size,
