@@ -24,10 +24,9 @@ BENCHES = {
     "gpu-parts": "all that a GPU is needed for, in three commands of less than ten minutes",
     "http":   "running servers of chat completions beside each other",
     "engine-host": "what the host does for a step, with a device that takes no time",
-    "parse":  "pieces of output a second, in every dialect",
+    "pieces": "the parser of the output in every dialect, and the store of events",
     "relay":  "what it costs to ask through --upstream",
     "server": "events/s, latency and memory of many streams",
-    "store":  "events kept and read back, and the memory it takes",
 }
 # fmt: on
 
