@@ -697,6 +697,14 @@ def test_an_added_token_that_is_no_marker_is_text(name: str, dialects: dict[str,
     assert parse([Piece("a"), Piece(added, added)], parser(dialects[name])) == [["final", f"a{added}"]]
 
 
+def test_an_added_token_that_is_no_marker_is_text_outside_of_strings() -> None:
+    """Harmony's arguments leave as they are written, whatever they are."""
+    tokens = ["<|channel|>", "commentary to=functions.f", "<|message|>", "1"]
+    pieces = [Piece(text, text if text.startswith("<|") else "") for text in tokens]
+    added = Piece("<|fim_prefix|>", "<|fim_prefix|>")
+    assert parse([*pieces, added], parser(TOKENS["harmony"])) == [["call", "f", "1<|fim_prefix|>"]]
+
+
 @pytest.mark.parametrize(
     ("name", "text"), [("llama", "Hi {}"), ("hermes", "<tool_call>a"), ("harmony", "Hi")]
 )
