@@ -6,10 +6,8 @@ Authority: https://platform.openai.com/docs/api-reference/responses/get and .../
 silent, api-behaviour-contract.md of Azure/azure-sdk-for-net.
 
 Rules of this file:
-1. What stands in a query is text: it is compared or matched before it is read as a number.
-2. What cannot be read is refused by its name, never ignored.
-
-Not here: which responses can be streamed (../api.py), bodies (body.py).
+1. A query holds text: it is compared or matched before it is read as a number.
+2. A value that cannot be read is refused by its name, never ignored.
 """
 
 import re
@@ -28,7 +26,7 @@ NUMBER = re.compile("[0-9]{1,18}")  # int() raises for thousands of digits
 
 
 def wants_stream(query: Query) -> bool:
-    """Whether a GET of a response asks for its events; raises BadInput."""
+    """Return whether a GET of a response asks for its events; raises BadInput."""
     stream = query.get("stream", "false")
     if stream not in (*STREAMED, *NOT_STREAMED):
         raise wrong_value("stream", "true or false", stream)
@@ -36,7 +34,7 @@ def wants_stream(query: Query) -> bool:
 
 
 def starting_after(query: Query) -> int:
-    """The number of the event after which a stream starts, -1 for all of it; raises BadInput."""
+    """Return the number of the event after which a stream starts, -1 for all of it; raises BadInput."""
     value = query.get("starting_after")
     if value is None:
         return -1
@@ -46,36 +44,25 @@ def starting_after(query: Query) -> int:
 
 
 def page(items: Sequence[Item], query: Query) -> dict[str, Any]:
-    """The page that `limit`, `order` and `after` ask for; raises BadInput. `items` have the oldest first."""
-    limit = _limit(query.get("limit", "20"))
+    """Return the page of `items`, oldest first, that `limit`, `order` and `after` ask for; raises BadInput."""
+    limit = query.get("limit", "20")
+    if not NUMBER.fullmatch(limit) or not 1 <= int(limit) <= 100:
+        raise wrong_value("limit", "an integer from 1 to 100", limit)
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise wrong_value("order", "'asc' or 'desc'", order)
-    following = [*items]
-    if order == "desc":
-        following.reverse()
+    following = list(items) if order == "asc" else list(reversed(items))
+    ids = [item.id for item in following]
     after = query.get("after")
     if after:
-        ids = [item.id for item in following]
         if after not in ids:
             raise wrong_value("after", "the id of an input item", after)
         following = following[ids.index(after) + 1 :]
-    shown = following[:limit]
-    first_id = None
-    last_id = None
-    if shown:
-        first_id = shown[0].id
-        last_id = shown[-1].id
+    shown = following[: int(limit)]
     return {
         "object": "list",
         "data": [sse.Encoded(item.item_json) for item in shown],
-        "first_id": first_id,
-        "last_id": last_id,
-        "has_more": len(following) > limit,
+        "first_id": shown[0].id if shown else None,
+        "last_id": shown[-1].id if shown else None,
+        "has_more": len(following) > len(shown),
     }
-
-
-def _limit(value: str) -> int:
-    if not NUMBER.fullmatch(value) or not 1 <= int(value) <= 100:
-        raise wrong_value("limit", "an integer from 1 to 100", value)
-    return int(value)

@@ -8,8 +8,6 @@ Rules of this file:
 1. null means absent: a null where a value is needed is a missing value, never one of a wrong type.
 2. Every error has a message that says what was expected and what came, the parameter's path, and a code.
 3. A message shows the first characters of what came: it stays short whatever was sent.
-
-Not here: which values are refused (validation.py), which exceptions become which errors (middleware.py).
 """
 
 import json
@@ -38,7 +36,7 @@ ENCODER = json.JSONEncoder(ensure_ascii=False, default=str)
 
 
 def shown(value: Any) -> str:
-    """A value for an error message; of a large one no more is written than what is shown."""
+    """Return a value for an error message; of a large one no more is written than what is shown."""
     if isinstance(value, str):
         value = value[:MAX_SHOWN]
     text = ""
@@ -52,13 +50,13 @@ def shown(value: Any) -> str:
 def wrong_type(path: str, expected: str, value: Any) -> BadInput:
     if value is None:
         return missing(path)
-    message = f"Invalid type for '{path}': expected {expected}, got {shown(value)}."
-    return BadInput(message, path, "invalid_type")
+    return BadInput(
+        f"Invalid type for '{path}': expected {expected}, got {shown(value)}.", path, "invalid_type"
+    )
 
 
 def wrong_value(path: str, expected: str, value: Any) -> BadInput:
-    message = f"Invalid value for '{path}': expected {expected}, got {shown(value)}."
-    return BadInput(message, path, "invalid_value")
+    return BadInput(f"Invalid value for '{path}': expected {expected}, got {shown(value)}.", path)
 
 
 def missing(path: str) -> BadInput:
@@ -110,13 +108,13 @@ def error_object(
     param: str | None = None,
     code: str | None = "server_error",
 ) -> dict[str, Any]:
-    """All four keys, always: openai-openapi, `Error`."""
+    """Return an error with all four keys, as openai-openapi, `Error`, has it."""
     return {"message": message, "type": error_type, "param": param, "code": code}
 
 
 def error_body(
     status: int, message: str, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """The whole body of an error."""
+    """Return the whole body of an error."""
     error_type = ERROR_TYPES.get(status, "invalid_request_error")
     return {"error": error_object(message, error_type, param, code)}

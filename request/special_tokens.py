@@ -1,11 +1,11 @@
 """Special tokens come from the chat template alone: what a request spells of them is text.
 
     messages, tools, kwargs --SpecialTokens.mark_all(), ...--> the same with marks, and so the prompt of them
-    prompt                  --SpecialTokens.cut()------------> the texts to tokenize, one behind the other
+    prompt                  --SpecialTokens.cut()------------> the texts to tokenize, one after the other
 
 A tokenizer takes `<|im_end|>` for a control token wherever it stands, in a user's message or a tool's output
-too: who writes there could end the turn and begin one of the system (special token injection). So the strings
-of the request are marked before the template sees them; M is a mark:
+too: an author of such a text could end the turn and begin one of the system (special token injection). So the
+strings of the request are marked before the template sees them; M is a mark:
 
     mark()      Say <M|im_end|>
     render()    <|im_start|>user\nSay <M|im_end|><|im_end|>\n
@@ -15,13 +15,12 @@ Authority: huggingface/transformers#29279, and https://github.com/openai/tiktoke
 `encode`: special tokens "can be used to trick a model into doing something we don't want it to do".
 
 Rules of this file:
-1. In a special token that has a character of the request stands a mark: there is one behind each character
-   that begins a special token, and one before each string that may go on with a token of the template's.
+1. A special token that has a character of the request in it has a mark in it: there is one after each
+   character that begins a special token, and one before each string that may go on with a token of the
+   template's. Other strings have none, so that a template finds the words that it looks for.
 2. A prompt is cut only at marks in a special token, so that any other has the ids that it would have without.
 3. A template that looks for `</think>` in a message does not find what the request has spelled.
 4. Roles, types and ids of calls are words of ours and have no marks: templates make `<|user|>` of them.
-
-Not here: which tokens there are (tokenizer.py), what they mean (channels.py), the template (template.py).
 """
 
 import re
@@ -40,15 +39,7 @@ WINDOW = 2**16  # characters searched at once: a search holds Python's lock, and
 
 
 def without_marks(text: str) -> str:
-    return replaced(text, MARK, "")
-
-
-def replaced(text: str, character: str, other: str) -> str:
-    """text.replace(), which could take 100 ms, window by window."""
-    if character not in text:
-        return text
-    windows = (text[start : start + WINDOW] for start in range(0, len(text), WINDOW))
-    return "".join(window.replace(character, other) for window in windows)
+    return text.replace(MARK, "")
 
 
 class SpecialTokens:
@@ -68,18 +59,18 @@ class SpecialTokens:
     # --- before the template ---
 
     def mark(self, text: str) -> str:
-        """The text with its marks (rule 1); one that the request has sent is replaced, as Unicode allows."""
-        marked = replaced(text, MARK, "\N{REPLACEMENT CHARACTER}")
+        """Return the text with its marks (rule 1); one that came is replaced, as Unicode allows."""
+        marked = text.replace(MARK, "\N{REPLACEMENT CHARACTER}")
         stripped = marked.lstrip()  # as templates do
         if self._continues_a_token(stripped[: self._max_length]):
             blanks = marked[: len(marked) - len(stripped)]
             marked = blanks + MARK + stripped
         for character in self._first_characters:
-            marked = replaced(marked, character, character + MARK)
+            marked = marked.replace(character, character + MARK)
         return marked
 
     def _find_ending(self, beginning: str) -> bool:
-        """Whether a text that begins so begins with the ending of a token, or is the beginning of one."""
+        """True for the beginning of a text that begins with the ending of a token, or is a part of one."""
         if not beginning:
             return False
         if any(beginning[:n] in self._endings for n in range(1, len(beginning) + 1)):
@@ -113,10 +104,10 @@ class SpecialTokens:
         marked = {name: self.mark_all(member) for name, member in function.items()}
         return tool_or_call | {"function": marked}
 
-    # --- behind it ---
+    # --- after it ---
 
     def cut(self, prompt: str) -> list[str]:
-        """The prompt without its marks, cut at those that stand inside a special token.
+        """Return the prompt without its marks, cut at those that stand inside a special token.
 
         A SentencePiece tokenizer puts a space before each text: its model sees `< |im_end|>`.
         """
@@ -138,7 +129,7 @@ class SpecialTokens:
 
 
 def longest_of(words: Collection[str], between: str = "") -> str:
-    """A pattern for the longest of the words that stands at a place, with any marks inside.
+    """Return a pattern for the longest of the words that stands at a place, with any marks inside.
 
     Words that begin alike share that beginning (a trie): a thousand words cost no more than one.
     `between` is what may stand before the first character.

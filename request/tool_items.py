@@ -7,20 +7,17 @@
 Agents send back what other models have called, of tools that this server does not have. No model here was
 trained on those items, but each was trained on calls of functions; so they are told as those.
 
-Authority: openai.types.responses.ResponseInputItemParam. What becomes of a session where they are refused:
+Authority: openai.types.responses.ResponseInputItemParam. What becomes of a session if they are refused:
 https://github.com/caozhiyuan/copilot-api/issues/359
 
 Rules of this file:
 1. A new type is one row of TOOL_ITEMS, and nothing else.
-2. What the row names is told, as it came; other members mean nothing to a model.
+2. The members that the row names are told, as they came; other members mean nothing to a model.
 3. Images are refused, by the name of their place, unless items.py has put a text there (IMAGE_TEXT).
-
-Not here: functions and custom tools, which this server's models call (messages.py); tools that an item brings
-with it (params.py).
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from request.refusals import no_images
@@ -49,16 +46,8 @@ class ToolItem(NamedTuple):
     """What is told of an item of one type: its members, with blanks between their names."""
 
     prefix: str  # of its id
-    arguments: str  # an object is the arguments, anything else is one of them; "": the item is no call
+    arguments: str  # an object is the arguments, anything else is one of them; "": the item is not a call
     result: str  # "": the result is another item
-
-    @property
-    def is_call(self) -> bool:
-        return bool(self.arguments)
-
-    @property
-    def has_result(self) -> bool:
-        return bool(self.result)
 
 
 # fmt: off
@@ -86,11 +75,11 @@ TOOL_ITEMS = {
     "image_generation_call":   ToolItem("ig",   "revised_prompt",              "result status"),
 }
 
-#   type of an item            its member that is the id of the call, or another one where that is not given;
-CALL_IDS = {                 # else it is `call_id`, or `id` where call and result are one item
-    "local_shell_call_output": ("call_id", "id"),
-    "mcp_approval_request":    ("id",),
-    "mcp_approval_response":   ("approval_request_id",),
+#   type of an item            its member that is the id of the call, or another one if that is not given; in
+CALL_IDS = {                 # other types it is `call_id`, or `id` if call and result are one item
+    "local_shell_call_output": "call_id id",
+    "mcp_approval_request":    "id",
+    "mcp_approval_response":   "approval_request_id",
 }
 
 #   type of an item            its member that holds an image
@@ -100,23 +89,7 @@ IMAGE_MEMBERS = {
 }
 # fmt: on
 MAY_LACK_RESULT = ("mcp_approval_request",)  # the user may go on without an answer to it
-TYPE_SUFFIXES = ("_output", "_call", "_request", "_response")  # behind the name of the tool
-
-
-def function_name(item_type: str) -> str:
-    """The function that stands for the tool of an item."""
-    for suffix in TYPE_SUFFIXES:
-        item_type = item_type.removesuffix(suffix)
-    return item_type
-
-
-def call_id_members(item_type: str) -> tuple[str, ...]:
-    row = TOOL_ITEMS[item_type]
-    if item_type in CALL_IDS:
-        return CALL_IDS[item_type]
-    if row.is_call and row.has_result:
-        return ("id",)
-    return ("call_id",)
+TYPE_SUFFIXES = ("_output", "_call", "_request", "_response")  # after the name of the tool
 
 
 def said(item: Mapping[str, Any], path: str) -> list[Call | Result]:
@@ -126,40 +99,31 @@ def said(item: Mapping[str, Any], path: str) -> list[Call | Result]:
     image_member = IMAGE_MEMBERS.get(item_type, "")
     if item.get(image_member) not in (None, IMAGE_TEXT):
         raise no_images(f"{path}.{image_member}")
-    function = function_name(item_type)
+    function = item_type
+    for suffix in TYPE_SUFFIXES:
+        function = function.removesuffix(suffix)
     call_id = function  # of a search that the server runs: it has no other
-    for name, value in _given(item, call_id_members(item_type)).items():
+    own_id = "id" if row.arguments and row.result else "call_id"
+    for name, value in _given(item, CALL_IDS.get(item_type, own_id)).items():
         call_id = text(value, f"{path}.{name}")
         break
     told: list[Call | Result] = []
-    if row.is_call:
+    if row.arguments:
+        arguments: dict[str, Any] = {}
+        for name, value in _given(item, row.arguments).items():
+            arguments |= value if isinstance(value, dict) else {name: value}
         needs_result = item.get("status") != "incomplete" and item_type not in MAY_LACK_RESULT
-        told.append(Call(call_id, function, _arguments(_given(item, row.arguments.split())), needs_result))
-    if row.has_result:
-        told.append(Result(call_id, _text(_given(item, row.result.split()))))
+        told.append(Call(call_id, function, _as_json(arguments), needs_result))
+    if row.result:
+        results = _given(item, row.result)
+        values = [*results.values()]
+        is_text = len(values) == 1 and isinstance(values[0], str)
+        told.append(Result(call_id, values[0] if is_text else _as_json(results)))
     return told
 
 
-def _given(item: Mapping[str, Any], members: Iterable[str]) -> dict[str, Any]:
-    return {name: item[name] for name in members if item.get(name) is not None}
-
-
-def _arguments(members: Mapping[str, Any]) -> str:
-    arguments: dict[str, Any] = {}
-    for name, value in members.items():
-        if isinstance(value, dict):
-            arguments |= value
-        else:
-            arguments[name] = value
-    return _as_json(arguments)
-
-
-def _text(members: Mapping[str, Any]) -> str:
-    """A text as it is, anything else as JSON."""
-    values = list(members.values())
-    if len(values) == 1 and isinstance(values[0], str):
-        return values[0]
-    return _as_json(members)
+def _given(item: Mapping[str, Any], members: str) -> dict[str, Any]:
+    return {name: item[name] for name in members.split() if item.get(name) is not None}
 
 
 def _as_json(value: Any) -> str:
