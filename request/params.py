@@ -301,8 +301,7 @@ def model_name(body: Any) -> str:
 def read(body: Any, rows: Mapping[str, Parameter], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return the value of every parameter in the table, each checked by itself; raises BadInput.
 
-    `defaults` are the model's own (generation_config.json), and `max_output_tokens` of the server, of which a
-    request may ask for less.
+    `defaults` are the model's own (generation_config.json).
     """
     values = {name: row.default for name, row in rows.items()} | {**defaults, "model": model_name(body)}
     given = [name for name in body if body[name] is not None]
@@ -321,14 +320,7 @@ def read_responses(body: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(body, dict) and body.get("conversation") and body.get("previous_response_id"):
         message = "'conversation' and 'previous_response_id' cannot both be set."
         raise BadInput(message, "conversation", "mutually_exclusive_parameters")
-    values = read(body, RESPONSES, defaults)
-    values["max_output_tokens"] = _smaller(values["max_output_tokens"], defaults.get("max_output_tokens"))
-    return values
-
-
-def _smaller(asked: int | None, limit: int | None) -> int | None:
-    """Return the smaller of two limits, None if neither is set."""
-    return min((n for n in (asked, limit) if n is not None), default=None)
+    return read(body, RESPONSES, defaults)
 
 
 def from_responses(body: Any, defaults: Mapping[str, Any], owner: str = "") -> Request:
@@ -395,8 +387,7 @@ def from_chat(body: Any, defaults: Mapping[str, Any], owner: str = "") -> Reques
         raise missing("messages")
     if values["top_logprobs"] and not values["logprobs"]:
         raise wrong_value("top_logprobs", "logprobs to be true if it is not 0", values["top_logprobs"])
-    asked = values["max_completion_tokens"] or values["max_tokens"]  # the older name
-    values["max_tokens"] = _smaller(asked, defaults.get("max_output_tokens"))
+    values["max_tokens"] = values["max_completion_tokens"] or values["max_tokens"]  # the older name
     conversation = messages.from_chat(values["messages"])
     tools: list[Tool] = []
     for i, tool in enumerate(values["tools"]):

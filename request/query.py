@@ -44,7 +44,7 @@ def starting_after(query: Query) -> int:
 
 
 def page(items: Sequence[Item], query: Query) -> dict[str, Any]:
-    """Return the page of `items`, oldest first, that `limit`, `order` and `after` ask for; raises BadInput."""
+    """Return the page of `items` (oldest first) that `limit`, `order`, `after` ask for; raises BadInput."""
     limit = query.get("limit", "20")
     if not NUMBER.fullmatch(limit) or not 1 <= int(limit) <= 100:
         raise wrong_value("limit", "an integer from 1 to 100", limit)

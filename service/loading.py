@@ -69,7 +69,7 @@ def load(directory: Path, args: argparse.Namespace) -> LocalWorker:
     check_files(directory)
     config = read_config(directory)
     max_seq_len = context_length(config, args.max_model_len)
-    defaults = generation_defaults(config.generation) | {"max_output_tokens": args.max_output_tokens}
+    defaults = generation_defaults(config.generation)
     vocabulary = directory / "tokenizer.json"
     check_template(directory)
     template = ChatTemplate.load(directory)

@@ -635,13 +635,13 @@ def test_done_line_can_be_turned_off(guarded: Server) -> None:
 
 @pytest.mark.parametrize("asked", [None, 3, 50])
 def test_an_answer_has_at_most_as_many_tokens_as_the_flag_says(asked: int | None) -> None:
-    """A request may ask for less; in Responses the limit that holds is echoed."""
+    """A request may ask for less."""
     granted = min(asked or 5, 5)
     with serve("--max-output-tokens", "5") as small:
         body = {"model": "tiny", "ignore_eos": True, "max_output_tokens": asked}
         response = small.post(RESPONSES, body | {"input": "hi"}).json
         assert response["incomplete_details"] == {"reason": "max_output_tokens"}
-        assert response["max_output_tokens"] == response["usage"]["output_tokens"] == granted
+        assert response["usage"]["output_tokens"] == granted
         body = {"model": "tiny", "ignore_eos": True, "max_tokens": asked}
         completion = small.post(CHAT, body | says(CHAT, "hi")).json
         assert completion["choices"][0]["finish_reason"] == "length"

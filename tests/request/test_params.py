@@ -584,18 +584,6 @@ def test_defaults_are_the_models(api: str, given: Json, defaults: Json, holds: f
         assert request.echo["temperature"] == holds  # numbers, never null: openresponses' schema
 
 
-LIMITED = {"max_output_tokens": 4096}  # by --max-output-tokens
-
-
-@pytest.mark.parametrize(("asked", "granted"), [(None, 4096), (4095, 4095), (4097, 4096), (2**31, 4096)])
-def test_a_request_may_ask_for_less_than_the_servers_limit(asked: int | None, granted: int) -> None:
-    """A small model under `required` wrote calls for 590 s, on its way to the end of the context."""
-    response = read("responses", {"max_output_tokens": asked}, LIMITED)
-    assert (response.max_tokens, response.echo["max_output_tokens"]) == (granted, granted)
-    for name in ("max_tokens", "max_completion_tokens"):
-        assert read("chat", {name: asked}, LIMITED).max_tokens == granted
-
-
 # --- what an error quotes -----------------------------------------------------------------------------------
 
 
