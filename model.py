@@ -120,6 +120,7 @@ class NumpyOps:
 
     pack = staticmethod(unpacked)  # how checkpoint.weights.read_weights keeps a matrix for these ops
     chunk = CHUNK
+    kv_dtype = "float32"  # of the keys and values, for the start-up lines
     n_ahead = 0  # steps that may be launched before the first of them is read
 
     def __init__(

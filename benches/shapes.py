@@ -29,8 +29,7 @@ from benches.common import GREEDY, cpu_name
 from benches.gpu_checkpoint import SHAPES, read_bytes
 from checkpoint.config import Config, parse_config
 from checkpoint.weights import Layer, Matrix, Mxfp4, Packer, Weights, n_weight_bytes
-from devices.cpu import WEIGHTS
-from devices.experts import ExpertOps
+from devices.cpu import WEIGHTS, FastOps
 from model import PAGE, Span
 from sampling import Context
 from service.loading import free_memory, packs
@@ -55,7 +54,7 @@ def cut(shape: dict[str, Any], room: int) -> Config:
 
 
 def random_weights(config: Config, pack: Packer, pack_outer: Packer) -> Weights:
-    """Each matrix as ExpertOps keep it; the packers are for those of layers, and for embedding and head."""
+    """Each matrix as FastOps keep it; the packers are for those of layers, and for embedding and head."""
     rng = np.random.default_rng(0)
     noise = rng.standard_normal(BLOCK, np.float32)
     noise.view(np.uint32)[...] &= 0xFFFF0000  # bfloat16
@@ -137,7 +136,7 @@ def memory_speed(n_threads: int) -> float:
     return GIGABYTE.nbytes / min(passes)
 
 
-def decode(ops: ExpertOps, batch: int, n_new: int) -> float:
+def decode(ops: FastOps, batch: int, n_new: int) -> float:
     """Tokens a second, of sequences with other tokens each."""
     rng = np.random.default_rng(batch)
     n_pages = N_CONTEXT // PAGE
@@ -152,7 +151,7 @@ def decode(ops: ExpertOps, batch: int, n_new: int) -> float:
     return batch * n_new / (time.perf_counter() - started)
 
 
-def measure(ops: ExpertOps, n_new: int, repeat: int, n_threads: int) -> Iterator[Speed]:
+def measure(ops: FastOps, n_new: int, repeat: int, n_threads: int) -> Iterator[Speed]:
     """A round warms up and does not count."""
     for number in range(repeat + 1):
         tokens = {batch: decode(ops, batch, n_new) for batch in BATCHES}
@@ -176,9 +175,9 @@ def report_of(name: str, weights_format: str | None, args: argparse.Namespace) -
     config = cut(SHAPES[name], int(args.memory * 1e9) or free_memory() * 3 // 4)
     whole = parse_config(SHAPES[name], {})
     n_pages = max(BATCHES) * N_CONTEXT // PAGE
-    packers = packs(ExpertOps, config, weights_format)
+    packers = packs(FastOps, config, weights_format)
     weights = random_weights(config, packers[0], packers[-1])
-    ops = ExpertOps(config, weights, N_CONTEXT, n_pages, max(BATCHES))
+    ops = FastOps(config, weights, N_CONTEXT, n_pages, max(BATCHES))
     speeds = list(measure(ops, min(args.new, N_CONTEXT), args.repeat, args.threads))
     memory = median(speed.memory for speed in speeds)
     size, read = n_weight_bytes(config), read_bytes(config, 1)

@@ -1,21 +1,24 @@
 """The ops on a processor at the speed of its memory: weights as the file has them, kernels compiled by Numba.
 
-    matrix, or blocks of a GGUF file --pack()--> Panels --FastOps--> the ops of NumpyOps, at fewer bytes
+    matrix, or blocks of a file --pack()--> Panels --FastOps--> the ops of NumpyOps, at fewer bytes
 
 Decoding a token reads every weight once and uses it once, so it takes as long as the bytes of the weights
-take to come from memory. Most checkpoints hold bfloat16, the upper half of a float32: widening it in a
-register is exact, and costs nothing while the processor waits for memory. Blocks of 8 or 4 bits with a scale
-are half and a quarter of that. FastOps differs from NumpyOps, the spec, in the order of its sums, and with
-such blocks in that the inputs of a product are rounded to 16 bits; where Numba is not installed NumpyOps
-serves.
+take to come from memory. Most checkpoints hold bfloat16, the upper half of a float32; blocks of 8 or 4 bits
+with a scale are half and a quarter of that. A prompt uses each weight many times, so it takes as long as its
+products: these run on the instructions for narrow numbers that microkernel.py describes. FastOps differs from
+NumpyOps, the spec, in the order of its sums and in what it rounds (rule 3). NumpyOps serves if Numba is not
+installed.
 
-Authority: https://numba.readthedocs.io/en/stable/user/parallel.html for threads.
+Authority: https://numba.readthedocs.io/en/stable/user/parallel.html for threads; for attention in pieces
+"Self-attention Does Not Need O(n^2) Memory" (https://arxiv.org/abs/2112.05682).
 
 Rules of this file:
 1. Every sum runs over the inputs in their order (microkernel.py). So a row has the same bits alone, in any
    batch and in a prefill chunk. Threads share out panels, rows and blocks of attention: no sum.
 2. Packing floats loses no bit: a matrix is kept in the narrowest format that holds all its values.
-3. What packing loses otherwise is measured and said (Panels.lost, FastOps.about).
+3. What is rounded is measured or said (Panels.lost, FastOps.about): weights if they are packed in fewer bits;
+   the inputs of a product with blocks to 16 bits; those of a product with bfloat16 to bfloat16 if that
+   product is faster (FAST_BFLOAT16); keys and values in the KV cache to bfloat16.
 4. Norms and attention are kernels as well, also row by row. So no result depends on its neighbours, and no
    thread of BLAS, which spins while it waits for its next product, takes a core from ours.
 
@@ -28,9 +31,10 @@ import hashlib
 import importlib.metadata
 import logging
 import math
+import sys
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,21 +44,22 @@ from typing import Any
 import numba
 import numpy as np
 import threadpoolctl
-from numba import njit, prange
-from numpy.typing import NDArray
+from numba import njit, prange, types
+from numba.extending import overload
+from numpy.typing import DTypeLike, NDArray
 
 from checkpoint.blocks import Blocks, decoded, quantized, with_minima
 from checkpoint.config import Config
 from checkpoint.default_model import cache_folder
-from checkpoint.weights import Layer, Matrix, Packer, Weights, bfloat16, unpacked, widen
+from checkpoint.weights import Layer, Matrix, Mxfp4, Packer, Weights, bfloat16, unpacked, widen
 from devices import microkernel
-from devices.microkernel import BLOCK, CACHE_LINE, ROWS, WIDTH, X_WORDS
-from model import PAGE, Array, Batch, Ints, NumpyOps
+from devices.microkernel import AHEAD, BLOCK, CACHE_LINE, FAST_BFLOAT16, ROWS, WIDTH, X_HEADER, X_WORDS
+from model import PAGE, Array, Batch, Ints, NumpyOps, Span, forward
 
 log = logging.getLogger("cpu")
 
 ATTENTION_ROWS = 16  # rows of one sequence that attend together
-WIDE_ROWS = 48  # of a product, from which on it is faster to widen a panel once than for each tile of rows
+SPAN = 4 * PAGE  # keys that they attend to at once
 ARENA = 2**26  # bytes of packed matrices that lie in one piece of memory
 SMALL = 2**18  # multiplications: one thread is done with fewer before a second has woken up
 
@@ -68,19 +73,11 @@ numba_config.THREADING_LAYER_PRIORITY = ["tbb", "omp", "workqueue"]
 
 # --- the weights --------------------------------------------------------------------------------------------
 
-# fmt: off
-#  GGUF's name of the format   dtype of the words, by which microkernel.py tells it
-FORMATS: dict[str, Any] = {
-    "BF16":                    np.uint16,
-    "F16":                     np.int16,
-    "F32":                     np.float32,
-    "Q8_0":                    np.uint8,
-    "Q4_1":                    np.uint32,
-}
-# fmt: on
+DTYPES: dict[str, DTypeLike] = {"BF16": np.uint16, "F16": np.int16, "F32": np.float32}  # of floats, by format
 # --weights               of the layers, of the embedding and the head, which 4 bits harm most
 WEIGHTS = {"bfloat16": ("BF16", "BF16"), "int8": ("Q8_0", "Q8_0"), "int4": ("Q4_1", "Q8_0")}
-N_SCALES = {"Q8_0": 1, "Q4_1": 2}  # float16 numbers in front of a block: scale, minimum
+# The bytes of a block that are numbers by themselves; all others come in pairs.
+SINGLE_BYTES = {"MXFP4": (0, 1)}
 
 
 @dataclass(frozen=True)
@@ -88,15 +85,16 @@ class Panels:
     """A matrix (n_out, n_in) of one format, padded with zeros to whole panels.
 
     In a panel lie WIDTH outputs side by side, block of inputs after block, so that a kernel reads memory from
-    front to back: words (n_panels, n_blocks, what a block of the format has).
+    front to back: words (n_panels, n_blocks) of records for blocks, (n_panels, n_blocks, WIDTH, inputs of a
+    block) for floats. The matrices of experts have an axis more, which comes first.
     """
 
     n_out: int
     n_in: int
-    format: str  # a key of FORMATS
+    format: str  # GGUF's name, a key of microkernel.FORMATS
     words: NDArray[Any]
-    lost: float = 0.0  # sum of the squares of what rounding has changed, where packing has rounded
-    total: float = 0.0  # of all numbers, where it has
+    lost: float = 0.0  # sum of the squares of what rounding has changed, if packing has rounded
+    total: float = 0.0  # of all numbers, if it has
 
     @property
     def nbytes(self) -> int:
@@ -104,14 +102,35 @@ class Panels:
 
     @property
     def is_quantized(self) -> bool:
-        return self.format in N_SCALES
+        return self.format not in DTYPES
+
+    def expert(self, e: int) -> "Panels":
+        return replace(self, words=self.words[e])
+
+    def inputs(self, n_rows: int, of_bfloat16: Any = None) -> NDArray[Any]:
+        """Memory for rows of x in the form that the product takes: store_row() fills it.
+
+        Bfloat16 can be multiplied by rows in float32 too, which `of_bfloat16` asks for.
+        """
+        n_blocks = self.words.shape[1]
+        if self.is_quantized:
+            return np.empty((n_rows, n_blocks, 2 * X_WORDS), np.int16)
+        n_in = n_blocks * self.words.shape[3]
+        dtype: Any = np.float32
+        if self.format == "BF16":
+            dtype = of_bfloat16 or X_DTYPE
+        return np.empty((n_rows, n_in), dtype)
 
     def take(self, rows: Ints) -> Array:
         """Some rows of the matrix, (len(rows), n_in) float32."""
         panel = rows // WIDTH
         lane = rows % WIDTH
         if self.is_quantized:
-            return decoded(Blocks(self.format, pairs_of(self.words)[panel, :, :, lane].view(np.uint8)))
+            n_bytes = self.words.itemsize // WIDTH
+            data = np.empty((len(rows), self.words.shape[1], n_bytes), np.uint8)
+            for begin, end, units in sections(self.words):
+                data[:, :, begin:end] = units[panel, :, :, lane].view(np.uint8)
+            return decoded(Blocks(self.format, data))
         values = self.words[panel, :, lane].reshape(len(rows), -1)[:, : self.n_in]
         if self.format == "F16":
             values = values.view(np.float16)
@@ -120,15 +139,25 @@ class Panels:
         return x
 
 
-def pairs_of(words: NDArray[Any]) -> NDArray[np.uint16]:
-    """Panels of blocks, two bytes of a block an output: (n_panels, n_blocks, bytes of a block / 2, WIDTH)."""
-    return words.view(np.uint16).reshape(*words.shape[:2], -1, WIDTH)
+def sections(words: NDArray[Any]) -> Iterator[tuple[int, int, NDArray[Any]]]:
+    """The bytes begin:end of all blocks, (n_panels, n_blocks, units of these bytes, WIDTH).
+
+    A unit is two bytes or a single one.
+    """
+    n_bytes = words.itemsize // WIDTH
+    [name] = words.dtype.names or ()
+    begin, end = SINGLE_BYTES.get(name, (0, 0))
+    in_bytes = words.view(np.uint8).reshape(*words.shape, -1)
+    for first, last, dtype in [(0, begin, "u2"), (begin, end, "u1"), (end, n_bytes, "u2")]:
+        if first < last:
+            units = in_bytes[:, :, first * WIDTH : last * WIDTH].view(dtype)
+            yield first, last, units.reshape(*words.shape, -1, WIDTH)
 
 
 class Arena:
     """Matrices side by side in large pieces of memory, which the system maps by huge pages.
 
-    Where each matrix of a few MB has memory of its own, a fifth of the time goes into translating addresses.
+    If each matrix of a few MB has memory of its own, a fifth of the time goes into translating addresses.
     """
 
     def __init__(self) -> None:
@@ -172,7 +201,7 @@ def pack_floats(w: NDArray[Any]) -> Panels:
     n_inputs = 2 if name == "BF16" else 1  # of a block
     n_panels = math.ceil(n_out / WIDTH)
     n_blocks = math.ceil(n_in / n_inputs)
-    words = arena.zeros(FORMATS[name], n_panels, n_blocks, WIDTH, n_inputs)
+    words = arena.zeros(DTYPES[name], n_panels, n_blocks, WIDTH, n_inputs)
     for panel, first in zip(words, range(0, n_out, WIDTH), strict=True):
         rows = numbers[first : first + WIDTH]
         for i in range(n_inputs):
@@ -182,24 +211,26 @@ def pack_floats(w: NDArray[Any]) -> Panels:
 
 
 def pack_blocks(w: Blocks) -> Panels:
-    """The blocks of Q8_0 or Q4_1 as they are, WIDTH of them side by side."""
+    """Pack blocks as they are, WIDTH of them side by side, unit by unit."""
     n_out, n_blocks, block_bytes = w.data.shape
-    n_panels = math.ceil(n_out / WIDTH)
-    dtype = np.dtype(FORMATS[w.format])
-    words = arena.zeros(dtype, n_panels, n_blocks, WIDTH * block_bytes // dtype.itemsize)
-    pairs = w.data.view(np.uint16)  # (n_out, n_blocks, bytes of a block / 2)
-    for panel, first in zip(pairs_of(words), range(0, n_out, WIDTH), strict=True):
-        rows = pairs[first : first + WIDTH]
-        panel[:, :, : len(rows)] = rows.transpose(1, 2, 0)
+    record = np.dtype([(w.format, np.uint8, (WIDTH * block_bytes,))])
+    words = arena.zeros(record, math.ceil(n_out / WIDTH), n_blocks)
+    for begin, end, units in sections(words):
+        rows = w.data[:, :, begin:end].view(units.dtype)  # (n_out, n_blocks, units of a block)
+        for panel, first in zip(units, range(0, n_out, WIDTH), strict=True):
+            some = rows[first : first + WIDTH]
+            panel[:, :, : len(some)] = some.transpose(1, 2, 0)
     return Panels(n_out, w.n_in, w.format, words)
 
 
-def pack(w: NDArray[Any] | list[Blocks], name: str | None = None) -> Panels:
-    """Pack a matrix, or the blocks that stack to one, in the format of this name.
+def pack(w: NDArray[Any] | list[Blocks] | Mxfp4, name: str | None = None) -> Panels:
+    """Pack a matrix, the blocks that stack to one, or the matrices of experts, in the format of this name.
 
-    Without a name floats stay as exact as they are, and blocks of Q4 and Q8_0 stay as they are; others become
-    Q8_0. So do blocks of different formats that stack to one matrix.
+    Without a name floats and MXFP4 stay as exact as they are, and blocks of Q4 and Q8_0 stay as they are;
+    others become Q8_0. So do blocks of different formats that stack to one matrix.
     """
+    if isinstance(w, Mxfp4) or (isinstance(w, np.ndarray) and w.ndim == 3):
+        return pack_experts(w)
     if isinstance(w, list):
         formats = {part.format for part in w}
         if name in (None, "Q4_1") and formats <= {"Q4_0", "Q4_1"}:
@@ -210,6 +241,30 @@ def pack(w: NDArray[Any] | list[Blocks], name: str | None = None) -> Panels:
     if name is None or name == exact_format(w):
         return pack_floats(w)
     return rounded(unpacked(w), name)
+
+
+def pack_experts(w: NDArray[Any] | Mxfp4) -> Panels:
+    """Pack matrices (n_experts, n_out, n_in) one after another."""
+    n_experts, n_out = (w.blocks if isinstance(w, Mxfp4) else w).shape[:2]
+    padding = [(0, 0), (0, -n_out % WIDTH)]  # so that each begins a panel
+    if isinstance(w, Mxfp4):
+        data = np.pad(mxfp4_bytes(w), [*padding, (0, 0), (0, 0)])
+        panels = pack_blocks(Blocks("MXFP4", data.reshape(-1, *data.shape[2:])))
+    else:
+        rows = np.pad(w, [*padding, (0, 0)])
+        panels = pack_floats(rows.reshape(-1, rows.shape[2]))
+    words = panels.words.reshape(n_experts, -1, *panels.words.shape[1:])
+    return replace(panels, n_out=n_out, words=words)
+
+
+def mxfp4_bytes(w: Mxfp4) -> NDArray[np.uint8]:
+    """Blocks as GGUF has them: the scale, then in the lower halves of 16 bytes the first 16 numbers."""
+    data = np.empty((*w.scales.shape, 17), np.uint8)
+    data[..., 0] = w.scales
+    for e, blocks in enumerate(w.blocks):  # (n_out, n_in/32, 16), two numbers that follow one another a byte
+        numbers = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*blocks.shape[:-1], 2 * 16)
+        data[e, :, :, 1:] = numbers[..., :16] | numbers[..., 16:] << 4
+    return data
 
 
 def rounded(w: Array, name: str) -> Panels:
@@ -289,125 +344,143 @@ def shared(one: Any) -> Any:
 
 
 add_tile: Any = microkernel.add_tile  # Numba gives it the types and the code; mypy sees the generator
-largest: Any = microkernel.largest
-round_block: Any = microkernel.round_block
-widened: Any = microkernel.widened
+
+# --- products -----------------------------------------------------------------------------------------------
 
 
 @kernel
-def add_rows(x: Any, w: Any, y: Any) -> None:
-    """y += x @ w for any number of rows, w as wide as a tile."""
+def add_rows(x: Any, w: Any, y: Any, adds: bool, ahead: int) -> None:
+    """y = x @ w, and if `adds` plus y, for any number of rows, w as wide as a tile."""
     r = 0
     while len(y) - r >= ROWS:
-        add_tile(ROWS, x[r:], w, y[r:])
+        add_tile(ROWS, x[r:], w, y[r:], adds, ahead)
         r += ROWS
     if len(y) - r >= 4:
-        add_tile(4, x[r:], w, y[r:])
+        add_tile(4, x[r:], w, y[r:], adds, ahead)
         r += 4
     n_left = len(y) - r
     if n_left == 3:
-        add_tile(3, x[r:], w, y[r:])
+        add_tile(3, x[r:], w, y[r:], adds, ahead)
     elif n_left == 2:
-        add_tile(2, x[r:], w, y[r:])
+        add_tile(2, x[r:], w, y[r:], adds, ahead)
     elif n_left == 1:
-        add_tile(1, x[r:], w, y[r:])
+        add_tile(1, x[r:], w, y[r:], adds, ahead)
 
 
 @kernel
-def product(x: Any, words: Any, y: Any) -> None:
-    """y = x W^T; a panel stays in the cache until all rows are multiplied by it.
+def product(x: Any, words: Any, y: Any, residual: Any) -> None:
+    """y = x W^T and residual += y; a panel stays in the cache until all rows are multiplied by it.
 
-    x (n_rows, ...), words (n_panels, n_blocks, ...), y (n_rows, n_panels * WIDTH).
+    x (n_rows, ...), words (n_panels, n_blocks, ...), y (n_rows, n_panels * WIDTH), residual (n_rows, n_out)
+    or (0, 0).
     """
     for p in prange(len(words)):
-        sums = y[:, p * WIDTH : (p + 1) * WIDTH]
-        sums[:] = 0
-        if len(x) >= WIDE_ROWS:
-            add_rows(x, widened(words[p]), sums)
-        else:
-            add_rows(x, words[p], sums)
+        first = p * WIDTH
+        sums = y[:, first : first + WIDTH]
+        add_rows(x, words[p], sums, False, AHEAD)
+        for r in range(len(residual)):
+            for j in range(min(WIDTH, residual.shape[1] - first)):
+                residual[r, first + j] += sums[r, j]
+
+
+# --- what goes into a product -------------------------------------------------------------------------------
+
+X_DTYPE: Any = np.uint16 if FAST_BFLOAT16 else np.float32  # of x, if the weights are bfloat16
+X_MAX = np.float32(32767)  # 16 bits; the largest sum, of 32 products with 128, is below 2^31
+LEAST_SIZE = np.int32(
+    27 << 23
+)  # the bits of 2^-100: the largest number of a block is taken for at least this
+NO_SIGN = np.int32(0x7FFFFFFF)
+INFINITY = np.uint32(0x7F800000)  # the bits; those of NaN are above
+NAN = np.uint16(0x7FC0)
+SIXTEEN = np.uint32(16)
+
+
+def store_row(row: Any, y: Any) -> None:
+    """Write a row (n,) float32 in the form that a product takes: by the dtype of y, as one of these three."""
+
+
+def as_floats(row: Any, y: Any) -> None:
+    y[: len(row)] = row
+    y[len(row) :] = 0
+
+
+def as_bfloat16(row: Any, y: Any) -> None:
+    """Round to bfloat16, ties to even; NaN stays."""
+    all_bits = row.view(np.uint32)
+    for d in range(len(row)):
+        bits = all_bits[d]
+        up = np.uint32(0x7FFF) + ((bits >> SIXTEEN) & np.uint32(1))
+        is_number = (bits & np.uint32(NO_SIGN)) <= INFINITY
+        y[d] = np.uint16((bits + up) >> SIXTEEN) if is_number else NAN
+    y[len(row) :] = 0
+
+
+def as_blocks(row: Any, y: Any) -> None:
+    """Round to 16 bits with a scale for each BLOCK.
+
+    y (n_blocks, 2 * X_WORDS) int16: two float32, the scale and the scale times the sum of the numbers; then
+    the numbers. The largest is found in the bits: without the sign these are in the order of the numbers, and
+    those of NaN are above.
+    """
+    all_bits = row.view(np.int32)
+    for k in range(len(y)):
+        largest_bits: Any = LEAST_SIZE
+        for i in range(k * BLOCK, (k + 1) * BLOCK):
+            largest_bits = max(largest_bits, all_bits[i] & NO_SIGN)
+        size = np.int32(largest_bits).view(np.float32)
+        factor = X_MAX / size
+        total = np.int32(0)
+        for i in range(BLOCK):
+            number = np.int32(np.rint(row[k * BLOCK + i] * factor))
+            total += number
+            y[k, 2 * X_HEADER + i] = number
+        scale = np.float32(size / X_MAX)
+        for i, header in enumerate((scale, scale * np.float32(total))):
+            bits = np.float32(header).view(np.int32)
+            y[k, 2 * i] = bits
+            y[k, 2 * i + 1] = bits >> 16
+
+
+FORMS = {types.float32: as_floats, types.uint16: as_bfloat16, types.int16: as_blocks}
+
+
+@overload(store_row, jit_options={"error_model": "numpy"})
+def _store_row(row: Any, y: Any) -> Any:
+    return FORMS[y.dtype]
 
 
 @kernel
-def quantize(x: Any, words: Any) -> None:
-    """Round x for blocks of weights. x (n_rows, n_blocks * BLOCK), words (n_rows, n_blocks, X_WORDS)"""
+def store_rows(x: Any, y: Any) -> None:
     for r in prange(len(x)):
-        for k in range(words.shape[1]):
-            round_block(x[r, k * BLOCK :], words[r, k])
+        store_row(x[r], y[r])
 
 
 @kernel(liberties=ROW_LIBERTIES)
 def rms_norm(x: Any, w: Any, eps: Any, y: Any) -> None:
-    """y = x / sqrt(mean(x^2) + eps) * w for each row; w (n,)."""
+    """y = x / sqrt(mean(x^2) + eps) * w for each row; w (n,), y in any form of store_row()."""
     for r in prange(len(x)):
         total = np.float32(0)
         for d in range(len(w)):
             total += x[r, d] * x[r, d]
         scale = np.float32(1) / np.sqrt(total / np.float32(len(w)) + eps)
+        normed = np.empty(len(w), np.float32)
         for d in range(len(w)):
-            y[r, d] = x[r, d] * scale * w[d]
+            normed[d] = x[r, d] * scale * w[d]
+        store_row(normed, y[r])
 
 
 @kernel(liberties=ROW_LIBERTIES)
 def silu_product(gate_up: Any, y: Any) -> None:
-    """y = silu(gate) * up for each row; gate_up (n_rows, 2 n), y (n_rows, n)."""
-    n = y.shape[1]
-    for r in prange(len(y)):
+    """y = silu(gate) * up for each row; gate_up (n_rows, 2 n), y in any form of store_row()."""
+    n = gate_up.shape[1] // 2
+    for r in prange(len(gate_up)):
         gates = gate_up[r, :n]
         ups = gate_up[r, n:]
+        h = np.empty(n, np.float32)
         for j in range(n):
-            y[r, j] = gates[j] / (ONE + exp(min(-gates[j], -UNDERFLOW))) * ups[j]
-
-
-# --- attention ----------------------------------------------------------------------------------------------
-# Row by row: which keys a row sees, and in which order, follows from its position alone. The rows of a block
-# are computed together only to share what is read from memory. In a page the keys of a head lie across, as a
-# matrix (head_dim, PAGE), so that the scores of a page are a product like any other.
-
-
-@kernel
-def rotate(head: Any, turn: Any) -> None:
-    """Turn the pairs of a head, adjacent, by their angles; turn (head_dim,) has cos and sin of each."""
-    for i in range(len(head) // 2):
-        real, imaginary = head[2 * i], head[2 * i + 1]
-        cos, sin = turn[2 * i], turn[2 * i + 1]
-        head[2 * i] = real * cos - imaginary * sin
-        head[2 * i + 1] = real * sin + imaginary * cos
-
-
-@kernel
-def rotate_and_cache(
-    heads: Any, kv: Any, i: int, pages: Any, positions: Any, turns: Any, is_rotary: bool
-) -> None:
-    """Rotate queries and keys in place, and write keys and values to the KV cache.
-
-    heads (n_rows, n_heads + 2 * n_kv_heads, head_dim), turns (max_seq_len, head_dim), kv as of attention()
-    """
-    n_kv_heads, head_dim = kv.shape[3], heads.shape[2]
-    n_rotated = heads.shape[1] - n_kv_heads
-    for r in prange(len(heads)):
-        turn = turns[positions[r]]
-        if is_rotary:
-            for h in range(n_rotated):
-                rotate(heads[r, h], turn)
-        offset = positions[r] % PAGE
-        for h in range(n_kv_heads):
-            keys = kv[pages[r], i, 0, h].reshape(head_dim, PAGE)
-            keys[:, offset] = heads[r, n_rotated - n_kv_heads + h]
-            kv[pages[r], i, 1, h, offset] = heads[r, n_rotated + h]
-
-
-@kernel
-def add_product(x: Any, w: Any, y: Any) -> None:
-    """y += x @ w, x (n_rows, n), w (n, n_out), y (n_rows, n_out) float32: tiles, then what fills none."""
-    n_tiled = y.shape[1] // WIDTH * WIDTH
-    if len(w) > 0:
-        for j in range(0, n_tiled, WIDTH):
-            add_rows(x, w[:, j : j + WIDTH], y[:, j : j + WIDTH])
-        for r in range(len(x)):
-            for k in range(len(w)):
-                for j in range(n_tiled, y.shape[1]):
-                    y[r, j] += x[r, k] * w[k, j]
+            h[j] = gates[j] / (ONE + exp(min(-gates[j], -UNDERFLOW))) * ups[j]
+        store_row(h, y[r])
 
 
 @njit(inline="always")
@@ -430,12 +503,98 @@ LN_2 = np.float32(math.log(2))
 LOG2_E = np.float32(1 / math.log(2))
 TAYLOR = tuple(np.float32(1 / math.factorial(k)) for k in range(7, -1, -1))
 
+# --- attention ----------------------------------------------------------------------------------------------
+# Row by row: which keys a row sees, and in which order, follows from its position alone. The rows of a block
+# are computed together only to share what is read from memory. They take SPAN keys at a time: the sum of
+# e^score and the sum of values so far are scaled down whenever a larger score turns up (online softmax), so
+# the scratch memory of a block does not grow with the context.
+#
+# The KV cache holds bfloat16 in pairs, as the product takes them. Of a head and a page the keys lie across,
+# (width / 2, PAGE, 2): two numbers of each key side by side, so that the scores of a page are a product with
+# PAGE outputs; the values are (PAGE / 2, width, 2), two tokens side by side: a product with `width` outputs,
+# head_dim rounded up to whole tiles.
+
+
+@kernel
+def rotate(head: Any, turn: Any) -> None:
+    """Turn the pairs of a head, adjacent, by their angles; turn (head_dim,) has cos and sin of each."""
+    for i in range(len(head) // 2):
+        real, imaginary = head[2 * i], head[2 * i + 1]
+        cos, sin = turn[2 * i], turn[2 * i + 1]
+        head[2 * i] = real * cos - imaginary * sin
+        head[2 * i + 1] = real * sin + imaginary * cos
+
+
+@kernel
+def key_panels(page: Any) -> Any:
+    return page.reshape(PAGE // WIDTH, -1, WIDTH, 2)
+
+
+@kernel
+def value_panels(page: Any) -> Any:
+    return page.reshape(-1, PAGE // 2, WIDTH, 2)
+
+
+@kernel
+def write_cache(key: Any, value: Any, offset: int, keys: Any, values: Any) -> None:
+    """Put the key and the value of one head in their place of a page."""
+    numbers = np.empty(values.shape[0] * WIDTH, np.uint16)
+    store_row(key, numbers)
+    keys[offset // WIDTH, :, offset % WIDTH] = numbers.reshape(-1, 2)
+    store_row(value, numbers)
+    values[:, offset // 2, :, offset % 2] = numbers.reshape(-1, WIDTH)
+
+
+@kernel
+def rotate_and_cache(
+    heads: Any, kv: Any, i: int, pages: Any, positions: Any, turns: Any, is_rotary: bool
+) -> None:
+    """Rotate queries and keys in place, and write keys and values to the KV cache.
+
+    heads (n_rows, n_heads + 2 * n_kv_heads, head_dim), turns (max_seq_len, head_dim), kv as of attention()
+    """
+    n_kv_heads = kv.shape[3]
+    n_rotated = heads.shape[1] - n_kv_heads
+    for r in prange(len(heads)):
+        turn = turns[positions[r]]
+        if is_rotary:
+            for h in range(n_rotated):
+                rotate(heads[r, h], turn)
+        for h in range(n_kv_heads):
+            keys = key_panels(kv[pages[r], i, 0, h])
+            values = value_panels(kv[pages[r], i, 1, h])
+            key = heads[r, n_rotated - n_kv_heads + h]
+            write_cache(key, heads[r, n_rotated + h], positions[r] % PAGE, keys, values)
+
+
+@kernel
+def add_product(x: Any, panels: Any, y: Any, adds: bool, ahead: int) -> None:
+    """add_rows() for each panel. panels (n_panels, n_pairs, WIDTH, 2), y (n_rows, n_panels * WIDTH)"""
+    for p in range(len(panels)):
+        add_rows(x, panels[p], y[:, p * WIDTH : (p + 1) * WIDTH], adds, ahead)
+
+
+@kernel
+def largest(s: Any) -> Any:
+    """The largest of s float32. A compiler takes integers side by side, floats one by one.
+
+    With the other bits of negative numbers inverted, bits are in the order of the numbers.
+    """
+    most = LEAST_BITS
+    bits = s.view(np.int32)
+    for j in range(len(bits)):
+        most = max(most, bits[j] ^ ((bits[j] >> 31) & NO_SIGN))
+    return np.int32(most ^ ((most >> 31) & NO_SIGN)).view(np.float32)
+
+
+LEAST = np.float32(-1e38)
+LEAST_BITS = np.int32(-(2**31))
+
 
 @kernel(liberties=ROW_LIBERTIES)
-def exponentials(s: Any, sink: Any) -> Any:
-    """s = e^(s - maximum) in place; return their sum and a sink's, by which they are the softmax."""
-    maximum = max(largest(s), sink)
-    total = exp(sink - maximum)
+def exponentials(s: Any, maximum: Any) -> Any:
+    """s = e^(s - maximum) in place; return their sum."""
+    total = np.float32(0)
     for j in range(len(s)):
         s[j] = exp(s[j] - maximum)
         total += s[j]
@@ -443,61 +602,92 @@ def exponentials(s: Any, sink: Any) -> Any:
 
 
 @kernel
+def add_values(probs: Any, values: Any, first_sees: int, n: int, sums: Any, ahead: int) -> None:
+    """sums += probs @ values for a page, of which a row reads only what it sees: the rest may be NaN.
+
+    The first n queries see `first_sees` tokens, the next n one more, and so on.
+    """
+    n_pairs = min(PAGE, max(0, first_sees)) // 2  # that all see
+    if n_pairs > 0:
+        add_product(probs[:, : 2 * n_pairs], values[:, :n_pairs], sums, True, ahead)
+    last_sees = min(PAGE, first_sees + len(sums) // n - 1)
+    others = values[:, n_pairs : (last_sees + 1) // 2].copy()
+    for r in range(len(sums) - n, -1, -n):  # backwards: what a row does not see becomes 0, and stays so
+        sees = min(PAGE, first_sees + r // n)
+        if sees <= 2 * n_pairs:
+            break
+        if sees < 2 * (n_pairs + others.shape[1]):
+            others[:, sees // 2 - n_pairs, :, sees % 2] = 0
+        add_product(probs[r : r + n, 2 * n_pairs :], others, sums[r : r + n], True, 0)
+
+
+@kernel
 def attend_block(
     heads: Any,
     kv: Any,
     i: int,
+    h: int,
     sinks: Any,
-    page_tables: Any,
+    page_table: Any,
     positions: Any,
-    blocks: Any,
     window: int,
-    task: int,
     y: Any,
 ) -> None:
-    """Attend from the rows of one block, with the query heads that share one key head; see attention()."""
+    """Attend from the rows of one block, with the query heads that share key head h; see attention()."""
     n_kv_heads, head_dim = kv.shape[3], heads.shape[2]
-    h = task % n_kv_heads
-    first, stop, table_number = blocks[task // n_kv_heads]
-    page_table = page_tables[table_number]
     n = y.shape[1] // n_kv_heads  # query heads that share a key head
+    n_queries = len(positions) * n
     factor = ONE / np.sqrt(np.float32(head_dim))
-    queries = np.empty(((stop - first) * n, head_dim), np.float32)
-    for r in range(len(queries)):
+    queries = np.empty((n_queries, head_dim), X_DTYPE)
+    maxima = np.empty(n_queries, np.float32)
+    totals = np.empty(n_queries, np.float32)
+    for r in range(n_queries):
+        store_row(heads[r // n, h * n + r % n] * factor, queries[r])
+        sink = sinks[h * n + r % n]
+        maxima[r] = max(sink, LEAST)
+        totals[r] = exp(sink - maxima[r])
+    scores = np.empty((n_queries, SPAN), np.float32)
+    probs = np.empty((n_queries, SPAN), X_DTYPE)
+    sums = np.zeros((n_queries, kv.shape[4] // PAGE), np.float32)
+    first_page = max(0, positions[0] - window + 1) // PAGE
+    end_page = positions[-1] // PAGE + 1
+    for begin in range(first_page * PAGE // SPAN * SPAN, end_page * PAGE, SPAN):
+        pages = range(max(first_page, begin // PAGE), min(end_page, (begin + SPAN) // PAGE))
+        for p in pages:
+            keys = key_panels(kv[page_table[p], i, 0, h])[:, : head_dim // 2]
+            column = p * PAGE - begin
+            ahead = (page_table[min(p + 1, end_page - 1)] - page_table[p]) * kv.strides[0]  # to the next page
+            add_product(queries, keys, scores[:, column : column + PAGE], False, ahead)
+
+        for r in range(n_queries):
+            position = positions[r // n]
+            low = max(0, position - window + 1) - begin  # the row sees the keys from low
+            end = position + 1 - begin  # to end
+            first = min(SPAN, max(0, low) // PAGE * PAGE)  # the same pages, wherever the block begins
+            last = min(SPAN, -(-end // PAGE) * PAGE)
+            probs[r, :first] = 0
+            if first >= last:
+                continue
+            scores[r, first : max(first, low)] = -np.inf
+            scores[r, end:last] = -np.inf
+            seen = scores[r, first:last]
+            maximum = max(maxima[r], largest(seen))
+            decay = exp(maxima[r] - maximum)
+            maxima[r] = maximum
+            totals[r] = totals[r] * decay + exponentials(seen, maximum)
+            for d in range(head_dim):
+                sums[r, d] *= decay
+            store_row(seen, probs[r, first:last])
+
+        for p in pages:
+            values = value_panels(kv[page_table[p], i, 1, h])
+            column = p * PAGE - begin
+            ahead = (page_table[min(p + 1, end_page - 1)] - page_table[p]) * kv.strides[0]
+            first_sees = positions[0] + 1 - p * PAGE
+            add_values(probs[:, column : column + PAGE], values, first_sees, n, sums, ahead)
+    for r in range(n_queries):
         for d in range(head_dim):
-            queries[r, d] = heads[first + r // n, h * n + r % n, d] * factor
-    start = max(0, positions[first] - window + 1) // PAGE * PAGE  # where the first visible page begins
-    n_pages = (positions[stop - 1] - start) // PAGE + 1
-    scores = np.zeros((len(queries), n_pages * PAGE), np.float32)
-    # Numba compiles add_product() once for each kind of array, so all are slices, also where one is whole.
-    for p in range(n_pages):
-        keys = kv[page_table[start // PAGE + p], i, 0, h].reshape(head_dim, PAGE)
-        add_product(queries[:, :head_dim], keys[:, :PAGE], scores[:, p * PAGE : (p + 1) * PAGE])
-    totals = np.empty(len(queries), np.float32)
-    for r in range(len(queries)):
-        position = positions[first + r // n]
-        low = max(0, position - window + 1) - start  # the row sees the keys from low
-        end = position + 1 - start  # to end
-        begin = low // PAGE * PAGE
-        scores[r, :begin] = 0
-        scores[r, begin:low] = -np.inf
-        page_end = -(-end // PAGE) * PAGE  # the same pages, wherever the block begins
-        scores[r, end:page_end] = -np.inf
-        totals[r] = exponentials(scores[r, begin:page_end], sinks[h * n + r % n])
-    sums = np.zeros_like(queries)
-    n_seen = positions[first] + 1 - start  # by all rows; a key in front of a row's window counts 0
-    for p in range(n_pages):
-        values = kv[page_table[start // PAGE + p], i, 1, h, :PAGE, :head_dim]
-        probs = scores[:, p * PAGE : (p + 1) * PAGE]
-        n_all = min(PAGE, max(0, n_seen - p * PAGE))
-        add_product(probs, values[:n_all], sums[:, :head_dim])
-        for r in range(0, len(queries), n):  # behind those a row reads only what it sees: others may be NaN
-            end = min(PAGE, positions[first + r // n] + 1 - start - p * PAGE)
-            if end > n_all:
-                add_product(probs[r : r + n, n_all:], values[n_all:end], sums[r : r + n, :head_dim])
-    for r in range(len(queries)):
-        for d in range(head_dim):
-            y[first + r // n, h * n + r % n, d] = sums[r, d] / totals[r]
+            y[r // n, h * n + r % n, d] = sums[r, d] / totals[r]
 
 
 @kernel
@@ -518,11 +708,24 @@ def attention(
     (n_heads,) are -inf in a model without. kv is FastOps' page pool, blocks (n_blocks, 3) has the first row
     of each, the end of its rows, and the number of their page table.
     """
-    for task in prange(len(blocks) * kv.shape[3]):
-        attend_block(heads, kv, i, sinks, page_tables, positions, blocks, window, task, y)
+    n_kv_heads = kv.shape[3]
+    for task in prange(len(blocks) * n_kv_heads):
+        first, stop, number = blocks[task // n_kv_heads]
+        rows = positions[first:stop]
+        attend_block(
+            heads[first:stop],
+            kv,
+            i,
+            task % n_kv_heads,
+            sinks,
+            page_tables[number],
+            rows,
+            window,
+            y[first:stop],
+        )
 
 
-KERNELS = (product, quantize, rms_norm, silu_product, rotate_and_cache, attention)
+KERNELS = (product, store_rows, rms_norm, silu_product, rotate_and_cache, attention)
 SHARED = {one: shared(one) for one in KERNELS}  # the same for all threads
 
 
@@ -537,48 +740,11 @@ def load_tbb() -> None:
             ctypes.CDLL(str(file.locate()))
 
 
-def compile_kernels(formats: Collection[str]) -> int:
-    """Compile the kernels, or read them from where they are kept; return the threads for large products.
-
-    These are as many as BLAS may use, so that one option limits both.
-    """
-    log.info("getting the kernels ready: the first start compiles them, which takes some twenty seconds")
-    started = time.perf_counter()
-    load_tbb()
+def usable_threads() -> int:
+    """As many as BLAS may use, so that one option limits both."""
     blas = [lib["num_threads"] for lib in threadpoolctl.threadpool_info() if lib["user_api"] == "blas"]
     n_threads: int = min(max(blas, default=1), numba_config.NUMBA_NUM_THREADS)
-    if n_threads > 1:
-        try:
-            compile_with(SHARED, formats)
-        except ValueError as error:  # there is no threading layer; the message says what to install
-            log.warning("one thread: %s", " ".join(str(error).split()))
-            n_threads = 1
-    compile_with({one: one for one in KERNELS}, formats)
-    log.info("kernels ready in %.1f s", time.perf_counter() - started)
     return n_threads
-
-
-def compile_with(kernels: dict[Any, Any], formats: Collection[str]) -> None:
-    """Call each kernel once, the product once a format of weights."""
-    rows = np.zeros((1, BLOCK), np.float32)
-    quantized_rows = np.zeros((1, 1, X_WORDS), np.float32)
-    y = np.zeros((1, WIDTH), np.float32)
-    kernels[rms_norm](rows, rows[0], np.float32(1), rows.copy())
-    kernels[silu_product](rows, rows[:, : BLOCK // 2].copy())
-    kernels[quantize](rows, quantized_rows)
-    for name in formats:
-        w = pack_floats(rows).words.astype(FORMATS[name])
-        x: NDArray[Any] = rows
-        if name in N_SCALES:
-            w = pack_blocks(quantized(rows, name)).words
-            x = quantized_rows
-        kernels[product](x, w, y)
-    heads = np.zeros((1, 3, WIDTH), np.float32)
-    kv = np.zeros((1, 1, 2, 1, PAGE, WIDTH), np.float32)
-    zero = np.zeros((1, 1), np.int64)
-    kernels[rotate_and_cache](heads, kv, 0, zero[0], zero[0], heads[0], True)
-    y = np.zeros((1, 1, WIDTH), np.float32)
-    kernels[attention](heads, kv, 0, rows[0], zero, zero[0], np.array([[0, 1, 0]]), 1, y)
 
 
 # --- the ops ------------------------------------------------------------------------------------------------
@@ -588,25 +754,54 @@ class FastOps(NumpyOps):
     """NumpyOps, with kernels for what its ops are made of; for weights that were read with `pack`."""
 
     pack = staticmethod(pack)
+    kv_dtype = "bfloat16"
 
     def __init__(
         self, config: Config, weights: Weights, max_seq_len: int, n_pages: int, max_batch: int
     ) -> None:
         super().__init__(config, weights, max_seq_len, n_pages, max_batch)
-        panels = panels_of(weights)
-        self._n_threads = compile_kernels({matrix.format for matrix in panels})
-        # NumpyOps' memory in another order: each head's part of a page is one matrix, and keys lie across.
         c = config
-        self._kv = self._kv.reshape(n_pages, c.n_layers, 2, c.n_kv_heads, PAGE, c.head_dim)
+        shape = (n_pages, c.n_layers, 2, c.n_kv_heads, PAGE * padded(c.head_dim))
+        self._kv: Any = np.empty(shape, np.uint16)
         self._turns: Array = self._rope.view(np.float32)  # (max_seq_len, head_dim)
         self._blocks: AttentionBlocks | None = None  # those of the batch that was computed last
         self._no_sinks = np.full(c.n_heads, -np.inf, np.float32)
-        self.about = f"Numba, {self._n_threads} threads, {about(panels)}"
+        self._n_threads = usable_threads()
+        self._small = SMALL
+        load_tbb()
+        self.get_ready()
+        self.about = f"Numba, {self._n_threads} threads, {about(panels_of(weights))}"
+
+    @staticmethod
+    def page_bytes(config: Config) -> int:
+        return 2 * config.n_layers * 2 * PAGE * config.n_kv_heads * padded(config.head_dim)
 
     @staticmethod
     def pack_as(weights: str) -> list[Packer]:
         """For read_weights(): how a key of WEIGHTS packs the matrices of the layers, and the outer ones."""
         return [partial(pack, name=name) for name in WEIGHTS[weights]]
+
+    def get_ready(self) -> None:
+        """Compile the kernels, or read them from where they are kept, by a step of one token.
+
+        One thread computes it, then all, in those layers that differ in the kinds of their weights.
+        """
+        log.info("getting the kernels ready: the first start compiles them, which takes some twenty seconds")
+        started = time.perf_counter()
+        layers = {tuple(map(kind_of, vars(layer).values())): layer for layer in self.weights.layers}
+        weights = replace(self.weights, layers=[*layers.values()])
+        batch = Batch([Span(0, [0], [0], 0, 1)])
+        if self._n_threads > 1:
+            self._small = 0  # so all threads compute everything
+            try:
+                forward(self, weights, batch)
+            except ValueError as error:  # there is no threading layer; the message says what to install
+                log.warning("one thread: %s", " ".join(str(error).split()))
+                self._n_threads = 1
+        self._small = sys.maxsize
+        forward(self, weights, batch)
+        self._small = SMALL
+        log.info("kernels ready in %.1f s", time.perf_counter() - started)
 
     def embed(self, batch: Batch, weights: Weights) -> Array:
         if self._n_threads > 1:
@@ -614,41 +809,72 @@ class FastOps(NumpyOps):
         x: Array = weights.embed.take(batch.token_ids)
         return x
 
-    def gate_up(self, x: Array, layer: Layer, batch: Batch) -> Array:
-        normed = self._rms_norm(x, layer.mlp_norm)
-        gate_up = self._linear(normed, layer.w_gate_up, layer.b_gate_up)
-        h = np.empty((len(x), self.config.hidden_dim), np.float32)
-        self._run(silu_product, 8 * h.size, gate_up, h)
+    def qkv(self, x: Array, layer: Layer, batch: Batch) -> Array:
+        normed = self._normed(x, layer.attn_norm, layer.wqkv.inputs(len(x)))
+        return self._product(normed, layer.wqkv, layer.bqkv)
+
+    def out(self, x: Array, y: Array, layer: Layer, batch: Batch) -> None:
+        self._product(self._stored(y, layer.wo.inputs(len(y))), layer.wo, layer.bo, x)
+
+    def gate_up(self, x: Array, layer: Layer, batch: Batch) -> NDArray[Any]:
+        """The hidden layer in the form that `down` multiplies."""
+        normed = self._normed(x, layer.mlp_norm, layer.w_gate_up.inputs(len(x)))
+        gate_up = self._product(normed, layer.w_gate_up, layer.b_gate_up)
+        h: NDArray[Any] = layer.w_down.inputs(len(x))
+        self._run(silu_product, 4 * gate_up.size, gate_up, h)
         return h
 
+    def down(self, x: Array, h: NDArray[Any], layer: Layer, batch: Batch) -> None:
+        self._product(h, layer.w_down, layer.b_down, x)
+
+    def logits(self, x: Array, weights: Weights, batch: Batch) -> Array:
+        rows = x[batch.wanted_rows]
+        normed = self._normed(rows, weights.norm, weights.head.inputs(len(rows)))
+        return self._product(normed, weights.head, None)
+
     def _run(self, one: Any, n_multiplications: int, *arguments: Any) -> None:
-        """Call a kernel, with all threads where that is worth their waking up."""
-        if self._n_threads == 1 or n_multiplications <= SMALL:
+        """Call a kernel, with all threads if that is worth their waking up."""
+        if self._n_threads == 1 or n_multiplications <= self._small:
             one(*arguments)
             return
         SHARED[one](*arguments)
 
+    def _normed(self, x: Array, w: Array, y: NDArray[Any]) -> NDArray[Any]:
+        """RMSNorm(x), written to y in the form that it has."""
+        self._run(rms_norm, 4 * x.size, x, w, np.float32(self.config.norm_eps), y)
+        return y
+
     def _rms_norm(self, x: Array, w: Array) -> Array:
         rows = np.ascontiguousarray(x).reshape(-1, x.shape[-1])
-        y = np.empty_like(rows)
-        self._run(rms_norm, 4 * rows.size, rows, w, np.float32(self.config.norm_eps), y)
-        return y.reshape(x.shape)
+        return self._normed(rows, w, np.empty_like(rows)).reshape(x.shape)
+
+    def _stored(self, x: Array, rows: NDArray[Any]) -> NDArray[Any]:
+        """x, written to rows in the form that they have."""
+        self._run(store_rows, 4 * x.size, np.ascontiguousarray(x), rows)
+        return rows
 
     def _linear(self, x: Array, w: Matrix, b: Array | None) -> Array:
-        """x W^T + b"""
-        n_panels, n_blocks = w.words.shape[:2]
-        rows = np.ascontiguousarray(x)
-        if w.is_quantized:
-            words = np.empty((len(x), n_blocks, X_WORDS), np.float32)
-            self._run(quantize, 4 * x.size, rows, words)
-            rows = words
-        elif w.format == "BF16" and w.n_in % 2:
-            rows = np.pad(x, [(0, 0), (0, 1)])
-        padded = np.empty((len(x), n_panels * WIDTH), np.float32)
-        self._run(product, padded.size * w.n_in, rows, w.words, padded)
-        y = np.ascontiguousarray(padded[:, : w.n_out])
+        """The scores of a router: rounding x might choose other experts."""
+        return self._product(self._stored(x, w.inputs(len(x), np.float32)), w, b)
+
+    def _product(self, x: NDArray[Any], w: Matrix, b: Array | None, residual: Array | None = None) -> Array:
+        """x W^T + b for rows in the form of w.inputs(); it is added to a residual, if there is one."""
+        sums = np.empty((len(x), len(w.words) * WIDTH), np.float32)
+        into = NOTHING if residual is None else residual
+        self._run(product, sums.size * w.n_in, x, w.words, sums, into)
+        y = np.ascontiguousarray(sums[:, : w.n_out]) if residual is None else residual
         if b is not None:
             y += b
+        return y
+
+    def _expert_linear(self, x: Array, w: Matrix, b: Array | None, experts: Ints) -> Array:
+        y = np.empty((len(x), w.n_out), np.float32)
+        for e in np.unique(experts):  # what no row has chosen is not read
+            rows = experts == e
+            matrix = w.expert(e)
+            y[rows] = self._product(self._stored(x[rows], matrix.inputs(len(x[rows]))), matrix, None)
+        if b is not None:
+            y += b[experts]
         return y
 
     def attend(self, qkv: Array, layer: Layer, i: int, batch: Batch) -> Array:
@@ -662,7 +888,7 @@ class FastOps(NumpyOps):
         places = batch.pages, batch.positions
         self._run(rotate_and_cache, 4 * qkv.size, heads, self._kv, i, *places, self._turns, c.rotary[i])
         if self._blocks is None or self._blocks.batch is not batch:
-            self._blocks = AttentionBlocks(batch)
+            self._blocks = AttentionBlocks(batch, self._n_threads)
         blocks = self._blocks
         window = c.windows[i] or self.max_seq_len
         sinks = self._no_sinks if layer.sinks is None else layer.sinks
@@ -672,10 +898,13 @@ class FastOps(NumpyOps):
         return y.reshape(len(y), -1)
 
 
+NOTHING = np.empty((0, 0), np.float32)
+
+
 class AttentionBlocks:
     """How the attention of a batch is cut into tasks, the same in all layers: ATTENTION_ROWS of a span."""
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: Batch, n_threads: int) -> None:
         self.batch = batch
         self.n_keys = int(batch.positions.sum()) + len(batch.positions)  # seen by all rows, without a window
         longest = max(len(span.pages) for span in batch.spans)
@@ -688,7 +917,20 @@ class AttentionBlocks:
             for first in range(first_row, end_row, ATTENTION_ROWS):
                 rows.append((first, min(first + ATTENTION_ROWS, end_row), number))
             first_row = end_row
-        self.rows: Ints = np.array(rows, np.int64)  # (n_blocks, 3): first row, end of the rows, page table
+        dealt: list[tuple[int, int, int]] = []  # each thread takes blocks that follow one another
+        for thread in range(n_threads):  # a later block of a prompt sees more keys, so all get some of these
+            dealt += rows[thread::n_threads]
+        self.rows: Ints = np.array(dealt, np.int64)  # (n_blocks, 3): first row, end of the rows, page table
+
+
+def padded(head_dim: int) -> int:
+    """Numbers of a value in the KV cache: whole tiles."""
+    return -(-head_dim // WIDTH) * WIDTH
+
+
+def kind_of(weight: Any) -> str:
+    """What decides which kernels a weight needs."""
+    return weight.format if isinstance(weight, Panels) else type(weight).__name__
 
 
 def panels_of(weights: Weights) -> list[Panels]:
@@ -700,14 +942,17 @@ def panels_of(weights: Weights) -> list[Panels]:
 
 
 def about(panels: list[Panels]) -> str:
-    """How large the weights are, and what packing has lost."""
+    """How large the weights are, and what packing and the products round."""
     sizes = Counter[str]()
     for matrix in panels:
         sizes[matrix.format] += matrix.nbytes
     formats = ", ".join(f"{name} {size / 1e6:.0f}" for name, size in sizes.most_common())
     size = f"{sum(sizes.values()) / 1e6:.0f} MB of weights ({formats})"
+    changed = "as exact as in the file"
     lost = sum(matrix.lost for matrix in panels)
-    if not lost:
-        return f"{size}, as exact as in the file"
-    percent = 100 * math.sqrt(lost / sum(matrix.total for matrix in panels))
-    return f"{size}, changed by rounding by {percent:.2g} %"
+    if lost:
+        percent = 100 * math.sqrt(lost / sum(matrix.total for matrix in panels))
+        changed = f"changed by rounding by {percent:.2g} %"
+    if "BF16" in sizes and FAST_BFLOAT16:
+        changed += ", multiplied in bfloat16"
+    return f"{size}, {changed}"

@@ -257,6 +257,7 @@ class CudaOps:
     """NumpyOps on a device."""
 
     chunk = 256  # tokens of a prompt that are computed together
+    kv_dtype = "bfloat16"
     n_ahead = 4  # steps that may be launched before the first of them is read
     enough_blocks = 64  # of a product: an H100's 132 processors do fewer, of a larger shape, no faster
 

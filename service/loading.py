@@ -49,7 +49,6 @@ TEXT_FILES = (
 MAX_TEXT_BYTES = 2**28  # the largest tokenizer.json so far, Gemma 3's, has 33 MB
 MAX_ROPE_BYTES = 2**29  # a million positions of heads of 128; making the table takes three times as much
 ROPE_DIM_BYTES = 4  # a position: a complex64 for two dimensions of a head
-DTYPES = {"cuda": "bfloat16", "cpu": "float32"}  # of the keys and values
 
 
 def device(option: str) -> str:
@@ -162,11 +161,11 @@ def packs(ops_class: Any, config: Config, weights: str | None) -> list[Any]:
 def cpu_ops() -> type[NumpyOps]:
     """The fastest ops that are installed."""
     try:
-        from devices.experts import ExpertOps
+        from devices.cpu import FastOps
     except ImportError as error:
         log.info("NumPy computes (%s); pip install -e '.[fast]' brings what is twice as fast", error)
         return NumpyOps
-    return ExpertOps
+    return FastOps
 
 
 def pool(page_bytes: int, max_seq_len: int, max_batch: int, kv_memory: int | None, room: int) -> int:
@@ -220,9 +219,10 @@ def facts(args: argparse.Namespace, worker: LocalWorker) -> dict[str, str]:
 
 def memory_facts(device: str, config: Config, n_pages: int) -> dict[str, str]:
     """The memory of the KV cache: a page takes what the ops say, which pad heads on a GPU."""
-    page_bytes = ops_of(device).page_bytes(config)
+    ops = ops_of(device)
+    page_bytes = ops.page_bytes(config)
     token_kb = page_bytes / PAGE / 1e3
     return {
-        "memory": f"{token_kb:.0f} kB a token of context, keys and values in {DTYPES[device]}",
+        "memory": f"{token_kb:.0f} kB a token of context, keys and values in {ops.kv_dtype}",
         "pages": f"{n_pages} of {PAGE} tokens, at most {n_pages * page_bytes / 1e6:.0f} MB",
     }

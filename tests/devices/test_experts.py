@@ -1,5 +1,5 @@
-"""devices/experts.py: mixtures of experts against NumPy's on the same weights, and the same bits alone, in
-any batch and in a chunk. Without Numba there is nothing to test, and these say so.
+"""Mixtures of experts in devices/cpu.py against NumPy's on the same weights, and the same bits alone, in any
+batch and in a chunk. Without Numba there is nothing to test, and these say so.
 """
 
 import tempfile
@@ -14,7 +14,8 @@ pytest.importorskip("numba", reason="pip install -e '.[fast]' brings Numba")
 
 from checkpoint.config import FAMILIES, Config, read_config
 from checkpoint.weights import Mxfp4, Weights, decoded_mxfp4, read_weights
-from devices.experts import LANES, ROWS, ExpertOps, expert_products, pack
+from devices.cpu import FastOps, pack
+from devices.microkernel import WIDTH
 from model import Array, Batch, NumpyOps, Span, forward
 from parity import CASES, every_mxfp4, write
 
@@ -22,16 +23,16 @@ MIXTURES = [name for name, case in CASES.items() if FAMILIES[case.model_type].mi
 IN_BFLOAT16 = [name for name in MIXTURES if CASES[name].dtype == "BF16"]
 ROUNDING = 2e-4  # of a logit, as in test_model.py
 PAGES = [5, 0, 3]  # of one sequence
+NOT_A_NUMBER = 0x7FC0  # in bfloat16
 TOKENS = [(11 * i * i + 3) % 90 for i in range(150)]
 
 
 @cache
-def both(name: str) -> tuple[Config, Weights, Weights]:
-    """As NumpyOps has the weights, and as ExpertOps."""
+def packed_case(name: str) -> tuple[Config, Weights]:
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder), CASES[name])
         config = read_config(Path(folder))
-        return config, read_weights(Path(folder), config), read_weights(Path(folder), config, pack)
+        return config, read_weights(Path(folder), config, pack)
 
 
 def ops(kind: type[NumpyOps], config: Config, weights: Weights) -> NumpyOps:
@@ -40,7 +41,7 @@ def ops(kind: type[NumpyOps], config: Config, weights: Weights) -> NumpyOps:
 
 def steps(o: NumpyOps, sizes: list[int], others: int = 0) -> Array:
     """The logits of the last token, read in parts of these sizes, beside others that come and go."""
-    o._kv[PAGES] = np.nan  # memory may hold anything until it is written
+    o._kv[PAGES] = NOT_A_NUMBER  # memory may hold anything until it is written
     start, found = 0, np.empty(0, np.float32)
     for n, size in enumerate(sizes):
         spans = [Span(0, PAGES, TOKENS[start : start + size], start, 1)]
@@ -52,74 +53,73 @@ def steps(o: NumpyOps, sizes: list[int], others: int = 0) -> Array:
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-def test_equals_numpy(name: str) -> None:
-    config, wide, packed = both(name)
-    expected = steps(ops(NumpyOps, config, wide), [64, 64, 1, 1])
-    assert np.abs(steps(ops(ExpertOps, config, packed), [64, 64, 1, 1]) - expected).max() < ROUNDING
-
-
-@pytest.mark.parametrize("name", MIXTURES)
 def test_same_bits_alone_batched_and_in_a_chunk(name: str) -> None:
-    config, _, packed = both(name)
-    o = ops(ExpertOps, config, packed)
+    config, packed = packed_case(name)
+    o = ops(FastOps, config, packed)
     expected = steps(o, [1] * 150)
     for sizes in ([64, 64, 22], [1, 63, 64, 21, 1], [128, *[1] * 22]):
         assert np.array_equal(steps(o, sizes), expected)
     assert np.array_equal(steps(o, [1] * 150, others=2), expected)
 
 
-@pytest.mark.parametrize("name", IN_BFLOAT16)
-@pytest.mark.parametrize("n_threads", [1, 2])
-def test_what_no_row_has_chosen_is_not_read(name: str, n_threads: int) -> None:
+def products(o: FastOps, x: Array, w: Any, experts: Any) -> Array:
+    return o._expert_linear(x, pack(w), None, np.asarray(experts))
+
+
+@cache
+def some_ops() -> FastOps:
+    config, packed = packed_case("mixtral")
+    return FastOps(config, packed, 192, 6, 3)
+
+
+@pytest.mark.parametrize("is_mxfp4", [True, False])
+def test_what_no_row_has_chosen_is_not_read(is_mxfp4: bool) -> None:
     """It may be no number."""
-    config, _, packed = both(name)
-    assert config.experts
-    w = packed.layers[1].w_gate_up
-    x = np.random.default_rng(0).standard_normal((4, config.dim)).astype(np.float32)
-    chosen = np.array([2, 0, 2, 3])
-    expected = expert_products(x, w, chosen, n_threads)
-    unread = np.ones(config.experts.n, bool)
-    unread[chosen] = False
-    poisoned = poison(w, unread)
-    assert np.array_equal(expert_products(x, poisoned, chosen, n_threads), expected)
-    assert np.isnan(expert_products(x, poisoned, np.array([2, 1, 2, 3]), n_threads)[1]).all()
-
-
-def poison(w: Any, experts: Array) -> Any:
-    if isinstance(w, Mxfp4):
-        scales = w.scales.copy()
-        scales[experts] = 255
-        return Mxfp4(w.blocks, scales)
-    bits = w.copy()
-    bits[experts] = 0x7FC0  # a NaN
-    return bits
+    w, _ = experts_of(is_mxfp4, 4, 40, 64)
+    x = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
+    expected = products(some_ops(), x, w, [2, 0, 2, 3])
+    if is_mxfp4:
+        w.scales[1] = 255
+    else:
+        w[1] = 0x7FC0  # a NaN
+    assert np.array_equal(products(some_ops(), x, w, [2, 0, 2, 3]), expected)
+    found = products(some_ops(), x, w, [2, 1, 2, 3])
+    assert not np.isfinite(found[1]).any()
+    assert np.array_equal(found[[0, 2, 3]], expected[[0, 2, 3]])
 
 
 def test_every_number_of_mxfp4_times_one() -> None:
-    """One of 512 inputs is 1: the product is that number itself."""
+    """One of 512 inputs is 1: the product is that number itself, for 2^15 / 32767 is rounded away."""
     every = every_mxfp4()
     packed = Mxfp4(every.blocks[:, 10:245], every.scales[:, 10:245])  # none is infinite, and no sum rounds
     numbers = decoded_mxfp4(packed)[0]
     for i in range(0, 512, 7):
         x = np.zeros((1, 512), np.float32)
         x[0, i] = 1
-        assert np.array_equal(expert_products(x, packed, np.zeros(1, np.int64), 1)[0], numbers[:, i])
+        found = products(some_ops(), x, packed, [0])[0]
+        assert np.abs(found - numbers[:, i]).max() <= 2.0**-22 * np.abs(numbers[:, i]).max()
 
 
-@pytest.mark.parametrize("n_out", [1, ROWS - 1, ROWS, ROWS + 1, 3 * ROWS + 5])
+def experts_of(is_mxfp4: bool, n: int, n_out: int, n_in: int) -> tuple[Any, Array]:
+    """Matrices, and the numbers that they hold."""
+    rng = np.random.default_rng(n_out)
+    if is_mxfp4:
+        blocks = rng.integers(0, 256, (n, n_out, n_in // 32, 16), np.uint8)
+        packed = Mxfp4(blocks, rng.integers(120, 130, (n, n_out, n_in // 32), np.uint8))
+        return packed, decoded_mxfp4(packed)
+    w = rng.integers(0x3F00, 0x4000, (n, n_out, n_in)).astype(np.uint16)
+    return w, (w.astype(np.uint32) << 16).view(np.float32)
+
+
+@pytest.mark.parametrize("n_out", [1, WIDTH - 1, WIDTH, WIDTH + 1, 3 * WIDTH + 5])
 @pytest.mark.parametrize("is_mxfp4", [True, False])
 def test_any_size(n_out: int, is_mxfp4: bool) -> None:
-    rng = np.random.default_rng(n_out)
-    n_in = 3 * 2 * LANES
-    x = rng.standard_normal((7, n_in)).astype(np.float32)
-    chosen = rng.integers(0, 5, 7)
-    w: Any = rng.integers(0x3F00, 0x4000, (5, n_out, n_in)).astype(np.uint16)
-    wide: Array = (w.astype(np.uint32) << 16).view(np.float32)
-    if is_mxfp4:
-        blocks = rng.integers(0, 256, (5, n_out, 3, LANES), np.uint8)
-        w = Mxfp4(blocks, rng.integers(120, 130, (5, n_out, 3), np.uint8))
-        wide = decoded_mxfp4(w)
+    w, wide = experts_of(is_mxfp4, 5, n_out, 96)
+    x = np.random.default_rng(n_out).integers(-128, 128, (7, 96)).astype(np.float32)  # as bfloat16 has them
+    chosen = np.array([3, 0, 4, 4, 0, 1, 3])
     expected = np.stack([wide[e].astype(np.float64) @ row for e, row in zip(chosen, x, strict=True)])
-    found = [expert_products(x, w, chosen, n_threads) for n_threads in (1, 2)]
-    assert np.array_equal(found[0], found[1])
-    assert np.abs(found[0] - expected).max() < 1e-5 * np.abs(expected).max()
+    found = products(some_ops(), x, w, chosen)
+    limit = 1e-4 * np.abs(x).max() * np.abs(wide).max(axis=(1, 2))[chosen] * 96
+    assert (np.abs(found - expected) <= limit[:, None]).all()
+    alone = [products(some_ops(), x[i : i + 1], w, chosen[i : i + 1]) for i in range(7)]
+    assert np.array_equal(np.concatenate(alone), found)
