@@ -36,12 +36,14 @@ def test_pages_of_a_gpu_are_counted_with_their_padding(config: Config, head_dim:
     assert facts["pages"] == f"1000 of {PAGE} tokens, at most {1000 * PAGE * token_bytes / 1e6:.0f} MB"
 
 
-def test_pages_of_a_cpu_have_no_padding(config: Config) -> None:
+def test_pages_of_a_cpu_are_those_of_its_ops(config: Config) -> None:
+    """NumPy's have no padding; Numba's hold bfloat16, and whole tiles of values."""
     config = replace(config, head_dim=40, n_kv_heads=4, n_layers=32)
-    token_bytes = 2 * 4 * 32 * 4 * 40
-    assert NumpyOps.page_bytes(config) == token_bytes * PAGE
+    assert NumpyOps.page_bytes(config) == 2 * 4 * 32 * 4 * 40 * PAGE
+    ops = loading.cpu_ops()
+    token_kb = ops.page_bytes(config) / PAGE / 1e3
     facts = loading.memory_facts("cpu", config, 10)
-    assert facts["memory"] == f"{token_bytes / 1e3:.0f} kB a token of context, keys and values in float32"
+    assert facts["memory"] == f"{token_kb:.0f} kB a token of context, keys and values in {ops.kv_dtype}"
 
 
 def test_weights_that_the_ops_cannot_round_are_refused(config: Config) -> None:
