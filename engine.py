@@ -288,7 +288,7 @@ class Engine:
                     raise ValueError("expected a token that may come next, the constraint allows none")
                 sequence.set_masks(masks)
             except Exception as error:
-                log.error("a request failed alone: its constraint gave up", exc_info=error)
+                log.error("a request failed alone: its constraint gave up: %r", error)
                 self._fail(sequence, GAVE_UP)
 
     def _launch(self, batch: list[Scheduled]) -> None:

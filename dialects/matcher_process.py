@@ -4,25 +4,23 @@
     fork --file: what to check and compile--> masks, or an error; then tokens --> masks, until the end of file
 
 llguidance compiles some small schemas for minutes, such as one with a large multipleOf, and one mask can take
-it 0.2 s. It drops Python's lock meanwhile, but nobody can end a thread. A process can be ended. The root has
-the tokens in memory and one thread, so that forks share them and start within 2 ms. One fork follows one
-grammar for one answer.
+it 0.2 s. It drops Python's lock meanwhile, but a thread cannot be ended. A process can. The root has the
+tokens in memory and one thread, so that forks share them and start within 2 ms. One fork follows one grammar
+for one answer.
 
 Authority: https://github.com/guidance-ai/llguidance; setitimer(2) and getrlimit(2) for the limits.
 
 Rules of this file:
-1. What a fork computes at a time, and the memory that it takes, is limited by the system, which ends it.
-2. Nothing outlives the server: the root ends with its socket, and a fork with its lifeline, a pipe that
-   nobody writes to. When the server closes it, or has ended, a signal ends the fork, whatever it computes.
+1. What a fork computes at a time, and the memory that it takes, is limited by the system, which ends it. Then
+   its connection ends without a word, which means: too costly.
+2. Nothing outlives the server for long: the root ends with its socket, a fork with its connection, after what
+   it computes at the moment.
 3. An error that a client will read is one line, of at most MAX_ERROR characters.
-4. A fork that its limits have ended, or a fault in the library, cannot say so any more: the root does. For
-   one that was killed from outside it says nothing.
 
 Not here: the other end of the sockets (matchers.py), the grammars (structured_output.py).
 """
 
 import array
-import fcntl
 import gc
 import json
 import os
@@ -30,26 +28,26 @@ import resource
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
 
-MAX_COMPILE_S = 1.0  # of a processor. A schema of an agent's tools takes some 10 ms
+MAX_COMPILE_S = 0.25  # of a processor. A schema of an agent's tools takes some 10 ms
 MAX_MASK_S = 1.0  # for the masks of one step. The library's own limits end most at 0.2, and all take as much
 MAX_BYTES = 128 * 2**20  # of memory beside the root's. The largest of usual grammars take some 20 MB
-NICENESS = 5  # the engine's threads come first: it is they whom all wait for
+NICENESS = 5  # the engine's threads come first: all clients wait for those
 MAX_ERROR = 300  # characters
 
 TOO_COSTLY = (
-    f"to follow it takes more than {MAX_COMPILE_S:.0f} s of computing or {MAX_BYTES // 2**20} MB of memory; "
+    f"to follow it takes more than {MAX_COMPILE_S} s of computing or {MAX_BYTES // 2**20} MB of memory; "
     "use smaller numbers (multipleOf, bounds, lengths, repetitions), fewer alternatives or less depth"
 )
-NO_FAULT = (0, -signal.SIGKILL)  # exit codes of forks: it was told to end, or killed from outside
-
-N_FDS = 3  # that a fork is given: its connection, the file with its order, its lifeline
+N_FDS = 2  # that a fork is given: its connection, and the file with its order
 NO_LIMIT = 0.0  # while it waits
 
 # The first byte of an answer says what it is.
@@ -64,68 +62,38 @@ class BadPart(Exception):
 
 def main(tokenizer: str, vocab_size: str, eos_token_ids: str, fd: str) -> None:
     """The root: fork for each pair of a socket and a file that comes, until the server's end is closed."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the server's to obey: its streams have a grace
+    for number in (signal.SIGINT, signal.SIGTERM):  # they are for the server, whose streams have a grace
         signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system forgets forks that have ended
     eos = [int(token_id) for token_id in eos_token_ids.split(",") if token_id]
     tokens = LLTokenizer(tokenizer, n_vocab=int(vocab_size), eos_token=eos)
     gc.freeze()  # what is not collected is not written to, and stays shared
-    ends, end_of_a_fork = socket.socketpair()  # readable when a fork has ended
-    end_of_a_fork.setblocking(False)
-    signal.set_wakeup_fd(end_of_a_fork.fileno(), warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    forks: dict[int, int] = {}  # by their process: our copy of their connection
     with socket.socket(fileno=int(fd)) as orders:
         while True:
-            ready = wait([orders, ends])
-            if ends in ready:
-                ends.recv(4096)
-                report_ends(forks)
-            if orders in ready:
-                _, fds, _, _ = socket.recv_fds(orders, 1, N_FDS)
-                if not fds:
-                    return
-                start(tokens, orders, forks, *fds)
+            _, fds, _, _ = socket.recv_fds(orders, 1, N_FDS)
+            if not fds:
+                return
+            if fork() == 0:
+                try:
+                    orders.close()
+                    follow(tokens, *fds)
+                finally:
+                    os._exit(0)
+            for fd_of_fork in fds:
+                os.close(fd_of_fork)
 
 
-def start(
-    tokens: LLTokenizer, orders: socket.socket, forks: dict[int, int], connection_fd: int, *other_fds: int
-) -> None:
-    """Fork for one order; where that fails (too many processes, no memory) its connection just ends."""
-    pid = None
-    with suppress(OSError):
-        pid = os.fork()
-    if pid == 0:
-        exit_code = 1
-        try:
-            orders.close()
-            for connection_of_another in forks.values():
-                os.close(connection_of_another)
-            follow(tokens, connection_fd, *other_fds)
-            exit_code = 0
-        finally:
-            os._exit(exit_code)
-    for fd in other_fds:
-        os.close(fd)
-    if pid:
-        forks[pid] = connection_fd
-    else:
-        os.close(connection_fd)
+def fork() -> int:
+    """Fork as soon as the system has a process and memory left."""
+    while True:
+        with suppress(OSError):
+            return os.fork()
+        time.sleep(0.1)
 
 
-def report_ends(forks: dict[int, int]) -> None:
-    """Close the connections of forks that have ended; say so where what they computed has ended them."""
-    while forks:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if not pid:
-            return
-        with Connection(forks.pop(pid)) as connection, suppress(OSError):
-            if os.waitstatus_to_exitcode(status) not in NO_FAULT:
-                connection.send_bytes(ERROR + json.dumps([TOO_COSTLY, ""]).encode())
-
-
-def follow(tokens: LLTokenizer, connection_fd: int, file_fd: int, lifeline_fd: int) -> None:
+def follow(tokens: LLTokenizer, connection_fd: int, file_fd: int) -> None:
     """A fork: answer for one grammar until the other end is closed."""
-    limit(lifeline_fd)
+    limit_process()
     order = json.loads(os.pread(file_fd, os.fstat(file_fd).st_size, 0))
     connection = Connection(connection_fd)
     try:
@@ -153,29 +121,16 @@ def follow(tokens: LLTokenizer, connection_fd: int, file_fd: int, lifeline_fd: i
 # --- limits -------------------------------------------------------------------------------------------------
 
 
-def limit(lifeline_fd: int) -> None:
-    """Limit the memory of this process, its share of the processors, its life, and its last words."""
+def limit_process() -> None:
+    """Limit the memory of this process, its share of the processors, and its last words."""
     os.nice(NICENESS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    max_bytes = address_space() + MAX_BYTES
-    if max_bytes > MAX_BYTES:
+    with suppress(OSError):  # a system without /proc
+        n_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+        max_bytes = n_pages * resource.getpagesize() + MAX_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), sys.stderr.fileno())  # Rust prints the grammar at which it panics
-    fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, os.getpid())
-    if sys.platform == "linux":  # SIGKILL ends a process that is stopped, too
-        fcntl.fcntl(lifeline_fd, fcntl.F_SETSIG, signal.SIGKILL)
-    # The signal comes when the server closes its end, and ends this process.
-    fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, os.O_ASYNC)
-
-
-def address_space() -> int:
-    """Bytes of memory that this process has mapped; 0 where the system does not say."""
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[0]) * resource.getpagesize()
-    except OSError:
-        return 0
 
 
 def limit_work(max_s: float) -> None:
@@ -205,9 +160,9 @@ def compiled(tokens: LLTokenizer, order: Order) -> LLMatcher:
 
 
 def masks(matcher: LLMatcher, token_ids: list[int], drafts: list[int]) -> Iterator[bytes]:
-    """The mask behind these tokens, then that behind each draft, up to one that may not come; a bit a token.
+    """Yield the mask after these tokens, then after each draft, up to one that may not come; a bit a token.
 
-    Raises BadPart where the library gives up.
+    Raises BadPart if the library gives up.
     """
     if not matcher.consume_tokens(token_ids):
         raise BadPart(one_line(matcher.get_error()), "")

@@ -16,8 +16,10 @@ Authority: https://man7.org/linux/man-pages/man7/unix.7.html (SCM_RIGHTS: socket
 
 Rules of this file:
 1. What a client sends is compiled and followed in those processes alone, within their limits.
-2. A check has a slot; who waits for one is let in by turns of their owners. A Constraint has a process while
-   its sequence has a place in the batch, so there are never more than --max-batch of them.
+2. A check waits for its owner's turn, and its outcome is remembered. A Constraint has a process while its
+   sequence has a place in the batch, so there are never more than --max-batch of them.
+3. A process whose limits have ended it can say nothing. Its connection just ends, and the grammar was too
+   costly.
 
 Not here: the other end (matcher_process.py), the grammars and what they are for (structured_output.py).
 """
@@ -29,7 +31,6 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import weakref
@@ -39,20 +40,21 @@ from contextlib import closing
 from hashlib import blake2b
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import IO, NamedTuple
+from tempfile import TemporaryFile
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dialects import matcher_process
-from dialects.matcher_process import ERROR, MAX_COMPILE_S
+from dialects.matcher_process import ERROR, MAX_COMPILE_S, TOO_COSTLY
 from dialects.structured_output import NO_PARTS, AnswerGrammar, BadGrammar
 from request.refusals import BadInput
-from request.shares import Slots
+from request.room import Turns
 
 N_CHECKS = max(1, (os.cpu_count() or 1) // 2)  # at once: half of the machine is left to the engine
-MAX_WAITING = 32  # checks of one owner that wait for a slot; each may take MAX_COMPILE_S
-MAX_ANSWER_S = 10.0  # by the clock: a process that is swapped out or stopped uses no processor
+MAX_WAITING = 32  # checks of one owner that wait for its turn; each may take MAX_COMPILE_S
+MAX_ANSWER_S = 10.0  # by the clock: a process that is swapped out uses no processor
 MAX_REMEMBERED = 1024  # outcomes of checks: an agent sends the same tools with every turn
 
 OVERLOADED = f"the grammar could not be checked, or not within {MAX_ANSWER_S:.0f} s; try again later."
@@ -102,6 +104,13 @@ class Constraint:
         self._process = None
 
 
+class Problem(NamedTuple):
+    """What a BadGrammar says; the exception itself would hold on to the grammar."""
+
+    message: str
+    part: str
+
+
 class Grammars:
     """The processes for one vocabulary."""
 
@@ -111,57 +120,55 @@ class Grammars:
         self._vocab_size = vocab_size
         self._lock = threading.Lock()  # held while the root is replaced, or told to fork
         self._root = Root(self._command)
-        self._slots = Slots(N_CHECKS)
-        self._remembered = OrderedDict[bytes, Problem | None]()  # by digest, the latest last
-        self._checking = weakref.WeakValueDictionary[bytes, asyncio.Lock]()  # by digest; held by its checks
+        self._turns = Turns(N_CHECKS)
+        self._checks = OrderedDict[bytes, asyncio.Task[Problem | None]]()  # by digest, the latest last
 
     @property
     def n_waiting(self) -> int:
-        """Checks that wait for a slot; requests that wait for the check of another are not counted."""
-        return self._slots.waiting().total()
+        """Checks that wait for a turn; requests that wait for the check of another are not counted."""
+        return self._turns.waiting.total()
 
     async def check(self, grammar: AnswerGrammar, owner: str) -> None:
-        """Compile it once; raises BadGrammar where it cannot be followed, BadInput for want of time."""
+        """Compile it once; raises BadGrammar if it cannot be followed, BadInput if there is no time for it.
+
+        A check goes on if its client leaves: others may wait for it.
+        """
         digest = blake2b("\n".join((owner, grammar.parts, grammar.lark)).encode()).digest()
-        checking = self._checking.setdefault(digest, asyncio.Lock())
-        async with checking:  # who waits here for another's check finds its outcome, and needs no slot
-            if digest not in self._remembered:
-                if self._slots.waiting()[owner] >= MAX_WAITING:
-                    message = f"{MAX_WAITING} of your grammars wait to be checked; try again later."
-                    raise BadInput(message, None, "rate_limit_exceeded")
-                async with self._slots.slot(owner):
-                    self._remembered[digest] = await self._problem(grammar)  # if it came to an answer
-        self._remembered.move_to_end(digest)
-        if len(self._remembered) > MAX_REMEMBERED:
-            self._remembered.popitem(last=False)
-        problem = self._remembered[digest]
+        if digest not in self._checks:
+            task = asyncio.create_task(self._problem(grammar, owner))
+            task.add_done_callback(lambda task: self._remember(digest, task))
+            self._checks[digest] = task
+        self._checks.move_to_end(digest)
+        problem = await asyncio.shield(self._checks[digest])
         if problem is not None:
             raise BadGrammar(*problem)
 
-    async def _problem(self, grammar: AnswerGrammar) -> "Problem | None":
-        """What is wrong with it. A client that leaves meanwhile ends the process: the socket is closed."""
-        try:
-            process = self.start(grammar, MAX_COMPILE_S)
-        except OSError as error:
-            raise BadInput(OVERLOADED, None, "server_is_overloaded") from error
-        with closing(process):
+    def _remember(self, digest: bytes, task: "asyncio.Task[Problem | None]") -> None:
+        """Forget a check that came to no outcome, and the oldest if there are too many."""
+        if task.cancelled() or task.exception():
+            del self._checks[digest]
+        elif len(self._checks) > MAX_REMEMBERED:
+            self._checks.popitem(last=False)
+
+    async def _problem(self, grammar: AnswerGrammar, owner: str) -> Problem | None:
+        """Wait for the owner's turn, let a process compile the grammar, return what is wrong with it."""
+        if self._turns.waiting[owner] >= MAX_WAITING:
+            message = f"{MAX_WAITING} of your grammars wait to be checked; try again later."
+            raise BadInput(message, None, "rate_limit_exceeded")
+        async with self._turns.turn(owner):
             try:
-                async with asyncio.timeout(MAX_ANSWER_S):
-                    await readable(process.connection.fileno())
-            except TimeoutError as error:
-                raise BadInput(OVERLOADED, None, "server_is_overloaded") from error
-            try:
-                self.read(process)
-            except Unanswered as error:
-                if process.root.has_ended():  # no fork was made
-                    raise RuntimeError("the process that follows grammars has ended") from error
+                with closing(self.start(grammar, MAX_COMPILE_S)) as process:
+                    async with asyncio.timeout(MAX_ANSWER_S):
+                        await readable(process.connection.fileno())
+                    self.read(process)
+            except OSError as error:  # TimeoutError too
                 raise BadInput(OVERLOADED, None, "server_is_overloaded") from error
             except BadGrammar as error:
                 return Problem(str(error), error.part)
         return None
 
     def constraint(self, grammar: AnswerGrammar) -> Constraint:
-        """One that has been checked, for one answer."""
+        """Return what follows a grammar that has been checked, for one answer."""
         return Constraint(self, grammar._replace(parts=NO_PARTS))
 
     def start(
@@ -171,27 +178,27 @@ class Grammars:
         output: Sequence[int] = (),
         drafts: Sequence[int] = (),
     ) -> "Process":
-        """A process that follows the grammar. It begins with the masks behind this output; raises OSError."""
+        """Start a process that follows the grammar, beginning after this output; raises OSError."""
         order = grammar._asdict() | {"max_compile_s": max_compile_s, "output": output, "drafts": drafts}
         ours, theirs = Pipe()
-        theirs_to_watch, lifeline = Pipe(duplex=False)
-        with theirs, theirs_to_watch, anonymous_file() as file:
+        with theirs, TemporaryFile() as file:  # a file: to write so much into a pipe may take a while
             file.write(json.dumps(order).encode())
             file.flush()
             with self._lock:
                 if self._root.has_ended():
                     self._root = Root(self._command)
                 root = self._root
-                fds = [theirs.fileno(), file.fileno(), theirs_to_watch.fileno()]
-                socket.send_fds(root.socket, [b"\0"], fds)
-        return Process(ours, lifeline, root)
+                socket.send_fds(root.socket, [b"\0"], [theirs.fileno(), file.fileno()])
+        return Process(ours, root)
 
     def read(self, process: "Process") -> list[NDArray[np.bool_]]:
-        """The masks that have come, or come now; raises BadGrammar."""
+        """Return the masks that have come, or come now; raises BadGrammar."""
         try:
             answer = process.connection.recv_bytes()
         except (EOFError, OSError) as error:
-            raise Unanswered("the process that followed it has ended", "") from error
+            if process.root.has_ended():  # the fault is not the grammar's
+                raise RuntimeError("the process that follows grammars has ended") from error
+            raise BadGrammar(TOO_COSTLY, "") from error
         if answer.startswith(ERROR):
             message, part = json.loads(answer[1:])
             raise BadGrammar(message, part)
@@ -204,29 +211,14 @@ class Grammars:
         self._root.close()
 
 
-class Unanswered(BadGrammar):
-    """The process has ended without a word: the system, or a person, has killed it. That is no fault of the
-    grammar, and not remembered.
-    """
-
-
-class Problem(NamedTuple):
-    """What a BadGrammar says; the exception itself would hold on to the grammar."""
-
-    message: str
-    part: str
-
-
 class Process(NamedTuple):
-    """One that follows a grammar: a fork of the root."""
+    """One that follows a grammar: a fork of the root. It ends when its connection is closed."""
 
     connection: Connection
-    lifeline: Connection  # nothing is sent over it: the process ends when it is closed
     root: "Root"
 
     def close(self) -> None:
         self.connection.close()
-        self.lifeline.close()
 
 
 class Root:
@@ -247,12 +239,12 @@ class Root:
         self.close = weakref.finalize(self, self._end, self.socket, self.process)
 
     def has_ended(self) -> bool:
-        """Whether its end of the socket is closed; it never sends anything."""
+        """Return whether its end of the socket is closed. It never sends anything."""
         try:
             return self.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
         except BlockingIOError:
             return False
-        except OSError:  # reset, for it left something unread; or our end is closed
+        except OSError:  # reset, because it left something unread; or our end is closed
             return True
 
     @staticmethod
@@ -260,13 +252,6 @@ class Root:
         connection.close()
         process.kill()
         process.wait()
-
-
-def anonymous_file() -> IO[bytes]:
-    """A file without a name, in memory where the system can."""
-    if hasattr(os, "memfd_create"):
-        return open(os.memfd_create("grammar"), "w+b")
-    return tempfile.TemporaryFile()
 
 
 async def readable(fd: int) -> None:
