@@ -16,7 +16,10 @@ from contextlib import aclosing, asynccontextmanager, contextmanager
 from datetime import datetime
 from functools import cache, partial
 from itertools import chain
-from typing import Any, NamedTuple, TypeVar
+from types import SimpleNamespace
+from typing import Any, NamedTuple, TypeVar, cast
+
+import numpy as np
 
 from engine import Engine, StepOutput
 from helpers.pulled import pulled
@@ -25,7 +28,7 @@ from parity import TINY, Ours
 from request.template import ChatTemplate
 from sampling import Choice, Context, Sampling
 from scheduler import Scheduled, Scheduler, Sequence
-from service.steps import Observer, State, Step
+from service.steps import Step, Steps
 from tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -52,57 +55,48 @@ class WatchedStep(NamedTuple):
 
 
 class WatchedScheduler:
-    """The steps of a scheduler as service/steps.py sees them, and where the fold of them differs from it."""
+    """The steps of a scheduler as service/steps.py shows them, and where a picture differs from it."""
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
         self.violations: list[str] = []
-        self._observer = Observer()
-        self._state = State()
+        self._pictures: Steps | None = None
 
     def observe(
         self, scheduler: Scheduler, batch: list[Scheduled], choices: list[list[Choice]], seconds: float
     ) -> None:
-        step = self._observer.look(scheduler, batch, choices, seconds)
-        if step is not None:
-            self.steps.append(step)
-            self._state.apply(step)
-        self._compare(scheduler)
+        if self._pictures is None:
+            engine = SimpleNamespace(counts=lambda: {"pages": scheduler.pool.n_pages})
+            self._pictures = Steps(cast(Engine, engine), lambda _: b"")
+        self._pictures.observe(scheduler, batch, choices, seconds)
+        self.steps.append(self._pictures.newest())
+        self._compare(scheduler, self.steps[-1])
 
-    def _compare(self, scheduler: Scheduler) -> None:
-        """The law: page tables, users of each page, prefix cache and queues are the fold of the steps."""
-        views = self._state.sequences
-        tables = {number: view.page_table for number, view in views.items()}
-        users = Counter(page for table in tables.values() for page in table)
+    def _compare(self, scheduler: Scheduler, step: Step) -> None:
+        """The law: page tables, users of each page, prefix cache and queues are in each picture."""
+        shown = {row.shape["sequence"]: row.shape for row in step.rows}
+        tables = [shown[number]["page_table"] for number in step.shape["running"]]
+        users = Counter(page for table in tables for page in table)
         pool = scheduler.pool
-        pairs = {
-            "page tables": (
-                [tables[number] for number in self._state.running],
-                [one.page_table for one in scheduler.running],
-            ),
+        bits = np.unpackbits(np.frombuffer(bytes.fromhex(step.shape["cached"]), np.uint8))
+        pairs: dict[str, tuple[Any, Any]] = {
+            "page tables": (tables, [one.page_table for one in scheduler.running]),
             "those that wait": (
-                [(views[number].arrival.n_prompt, views[number].n_output) for number in self._state.waiting],
-                [(len(one.prompt), len(one.output)) for one in scheduler.waiting],
+                [shown[number]["n_prompt"] for number in step.shape["waiting"]],
+                [len(one.prompt) for one in scheduler.waiting],
             ),
-            "sequences": (sorted(views), sorted([*self._state.running, *self._state.waiting])),
             "users of pages": ([users[page] for page in range(pool.n_pages)], pool._n_users),
-            "prefix cache": (self._state.cached, set(pool.cached_pages)),
-            "free pages": (pool.n_pages - len(users), pool.n_free),
+            "prefix cache": ({int(page) for page in np.flatnonzero(bits)}, set(pool.cached_pages)),
+            "free pages": (step.shape["n_free_pages"], pool.n_free),
         }
-        for name, (folded, held) in pairs.items():
-            if folded != held:
-                self.violations.append(f"{name} behind step {self._state.number}: {folded}, {held}")
+        for name, (seen, held) in pairs.items():
+            if seen != held:
+                self.violations.append(f"{name} after step {step.shape['step']}: {seen}, {held}")
 
     def tokens_of(self, request_id: str) -> list[Choice]:
         """All that the steps have chosen for a request."""
-        (number,) = (
-            arrival.sequence for step in self.steps for arrival in step.arrived
-            if arrival.request_id == request_id
-        )  # fmt: skip
-        return [
-            token for step in self.steps for share in step.shares if share.sequence == number
-            for token in share.tokens
-        ]  # fmt: skip
+        rows = [row for step in self.steps for row in step.rows if row.own["request_id"] == request_id]
+        return [token for row in rows for token in row.tokens]
 
 
 class Watch:

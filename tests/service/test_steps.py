@@ -1,19 +1,20 @@
-"""GET /debug/steps over the real server: what the engine did, step by step; the ring of steps, its readers.
+"""GET /debug/steps over the real server: what the engine did, step by step; what is kept, and who reads it.
 
-That the fold of the steps is the scheduler's state is held where a scheduler has most to do: WatchedScheduler
-of helpers/engines.py looks at each step of test_scheduler.py, test_scheduling.py and test_engine.py.
+That a step shows the scheduler's state is held where a scheduler has most to do: WatchedScheduler of
+helpers/engines.py looks at each step of test_scheduler.py, test_scheduling.py and test_engine.py.
 """
 
 import asyncio
+import itertools
 import json
 import signal
-import tracemalloc
 from collections.abc import Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any
 
 import pytest
 
+import service.steps
 import sse
 from helpers.engines import Watch, alone, endless, play, started
 from helpers.serving import Json, Server, http_chunks, run, serve
@@ -48,26 +49,20 @@ def ask(server: Server, prompt: str, key: str = "none", **more: Any) -> tuple[st
 
 
 def until_ended(events: Iterator[Json], request_id: str) -> list[Json]:
-    """The events up to the one in which a request ends."""
+    """The steps up to the one in which a request ends."""
     read: list[Json] = []
-    numbers = set[int]()
     for event in events:
         read.append(event)
-        for one in event.get("arrived", ()):
-            if one.get("request_id") == request_id:
-                numbers.add(one["sequence"])
         for share in event["sequences"]:
-            if share["sequence"] in numbers and share.get("ended"):
+            if share.get("request_id") == request_id and share["ended"]:
                 return read
     raise AssertionError(f"expected the end of {request_id}, got {read[-1]}")
 
 
-def shares_of(events: list[Json], request_id: str) -> list[Json]:
-    steps = [event for event in events if event["type"] == "step"]
-    (number,) = (
-        one["sequence"] for step in steps for one in step["arrived"] if one.get("request_id") == request_id
-    )
-    return [share for step in steps for share in step["sequences"] if share["sequence"] == number]
+def shares_of(steps: list[Json], request_id: str) -> list[Json]:
+    """What the steps show of a request, from the first in which something was computed for it."""
+    shares = [share for step in steps for share in step["sequences"] if share.get("request_id") == request_id]
+    return [share for share in shares if share["phase"] or share["ended"]]
 
 
 def seen(server: Server, request_id: str, key: str = "none") -> list[Json]:
@@ -92,26 +87,24 @@ def test_the_tokens_of_the_steps_are_those_of_the_response(server: Server) -> No
     assert shares[-1]["ended"] == "stop"
 
 
-def test_pages_are_taken_found_and_released(server: Server) -> None:
+def test_pages_of_the_same_beginning_are_shared(server: Server) -> None:
     """The second prompt begins as the first: its pages are not computed again."""
     first_id, first = ask(server, BEGINNING + "Who are you?", max_output_tokens=9)
     second_id, second = ask(server, BEGINNING + "What do you read?", max_output_tokens=9)
     shares = seen(server, second_id)
     n_cached = second["usage"]["input_tokens_details"]["cached_tokens"]
     assert first["usage"]["input_tokens_details"]["cached_tokens"] < n_cached
-    assert shares[0]["start"] == n_cached == len(shares[0]["found"]) * PAGE
-    filled = [page for share in seen(server, first_id) for page in share["cached"]]
-    assert filled[: len(shares[0]["found"])] == shares[0]["found"]
-    assert shares[-1]["released"] == shares[0]["found"] + [
-        page for share in shares for page in share["taken"]
-    ]
+    assert shares[0]["start"] == n_cached
+    n_shared = n_cached // PAGE
+    assert shares[0]["page_table"][:n_shared] == seen(server, first_id)[0]["page_table"][:n_shared]
+    assert shares[-1]["page_table"] == []
 
 
 def test_drafts_are_seen_as_they_are_counted(server: Server) -> None:
     with events_of(server) as events:
         request_id, _ = ask(server, "yes no yes no yes no", max_output_tokens=150, ignore_eos=True)
         steps = until_ended(events, request_id)
-    shares = [share for step in steps if step["type"] == "step" for share in step["sequences"]]
+    shares = [share for step in steps for share in step["sequences"]]
     health = server.health()
     assert sum(share["n_drafts"] for share in shares) == health["drafted"] > 0
     assert sum(share["n_accepted"] for share in shares) == health["accepted"]
@@ -151,110 +144,67 @@ def test_each_key_reads_its_own_texts() -> None:
         ada_id, ada = ask(server, SECRET, "ada", top_logprobs=3)
         bob_id, _ = ask(server, "Say OK", "bob")
         with events_of(server, "bob") as events:
-            steps = until_ended(events, bob_id)[1:]
+            steps = until_ended(events, bob_id)
         of_ada = [share for step in steps for share in step["sequences"] if share["sequence"] == 0]
-        shared = json.dumps([of_ada, steps[0]["arrived"]])
-        assert "tokens" not in of_ada[0]
-        assert not any(word in shared for word in (ada_id, "text", 'id"', "logprob"))
+        shared = json.dumps(of_ada)
+        assert not any(word in shared for word in (ada_id, '"tokens"', "text", 'id"', "logprob"))
         assert sum(share["n_tokens"] for share in of_ada) == ada["usage"]["output_tokens"]
-        assert [*of_ada[0]["taken"]] == [0]
+        assert of_ada[0]["page_table"][:1] == [0]
         assert shares_of(steps, bob_id)[0]["tokens"][0]["text"] == "<think>"
 
 
 # --- who is slow, late, or leaves ---------------------------------------------------------------------------
 
 
-def folded(events: list[Json]) -> Json:
-    """State and steps as the page folds them."""
-    state: Json = {}
-    for event in events:
-        if event["type"] == "state":
-            state = event | {"tables": {one["sequence"]: one["page_table"] for one in event["sequences"]}}
-            continue
-        state["tables"] |= {one["sequence"]: [] for one in event["arrived"]}
-        cached = {*state["cached"]}
-        for share in event["sequences"]:
-            table = state["tables"][share["sequence"]]
-            n_kept = len(table) - len(share["released"])
-            state["tables"][share["sequence"]] = table[:n_kept] + share["found"] + share["taken"]
-            cached -= {*share["taken"]}
-            if share["ended"]:
-                del state["tables"][share["sequence"]]
-        cached -= {*event["evicted"]}
-        state["cached"] = sorted(cached.union(*(share["cached"] for share in event["sequences"])))
-        state |= {name: event[name] for name in ("running", "waiting") if name in event}
-    return {name: state[name] for name in ("tables", "cached", "running", "waiting")}
-
-
-async def read(steps: Steps, last: int) -> list[Json]:
-    """All that a reader gets up to a step."""
-    read: list[Json] = []
+async def read(steps: Steps, last: int) -> list[int]:
+    """The numbers of all steps that a reader gets up to one."""
+    numbers: list[int] = []
     parser = sse.Parser()
     async with aclosing(steps.read("")) as frames:
         async for frame in frames:
-            read += [json.loads(event.data) for event in parser.feed(frame)]
-            if read[-1]["step"] >= last:
+            numbers += [json.loads(event.data)["step"] for event in parser.feed(frame)]
+            if numbers[-1] >= last:
                 break
-    return read
+    return numbers
 
 
-def test_who_comes_late_reads_from_the_oldest_step_that_is_kept() -> None:
+@pytest.fixture
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(service.steps, "MAX_STEPS", 20)
+    return 20
+
+
+def test_a_late_reader_reads_from_the_oldest_step_that_is_kept(few_steps: int) -> None:
     with started(Watch(), n_pages=40) as engine:
-        steps = Steps(engine, lambda _: b"", ring_bytes=20_000)
-        whole = Steps(engine, lambda _: b"")
-
-        def observe(*seen: Any) -> None:
-            steps.observe(*seen)
-            whole.observe(*seen)
-
-        engine.observer = observe
+        steps = Steps(engine, lambda _: b"")
         for first in range(3):
             alone(engine, endless(100, 40, first))
-        last = 3 * 40 - 1  # a step for each prompt, and one for each further token
-        late, all_ = play(read(steps, last), "the newest"), play(read(whole, last), "all")
-    assert (all_[0]["step"], late[0]["n_lost"]) == (-1, 0)
-    assert late[0]["step"] > 80
-    assert folded(late) == folded(all_)
+        last = steps.newest().shape["step"]
+        assert last > 3 * 40
+        assert play(read(steps, last), "the newest") == list(range(last - few_steps + 1, last + 1))
 
 
-def test_a_slow_reader_loses_the_oldest_steps_and_holds_nobody_up() -> None:
-    async def main() -> list[Json]:
+def test_a_slow_reader_loses_the_oldest_steps_and_holds_nobody_up(few_steps: int) -> None:
+    async def main() -> list[int]:
         parser = sse.Parser()
         async with aclosing(steps.read("")) as frames:
             first = await anext(frames)
-            await asyncio.to_thread(alone, engine, endless(100, 200))  # who reads nothing meanwhile
-            rest = [await anext(frames) for _ in range(10)]
-        return [json.loads(event.data) for frame in (first, *rest) for event in parser.feed(frame)]
+            await asyncio.to_thread(alone, engine, endless(100, 200))  # it reads nothing meanwhile
+            rest = [await anext(frames) for _ in range(2 * few_steps)]
+        return [json.loads(event.data)["step"] for frame in (first, *rest) for event in parser.feed(frame)]
 
     with started(Watch()) as engine:
-        steps = Steps(engine, lambda _: b"", ring_bytes=20_000)
-        first, state, *rest = play(main(), "a slow reader")
-    assert (first["type"], state["type"]) == ("state", "state")
-    assert state["n_lost"] == state["step"] - first["step"] > 100
-    assert [step["step"] for step in rest] == list(range(state["step"] + 1, state["step"] + 10))
-
-
-def test_the_ring_is_bounded_in_bytes() -> None:
-    """What it counts is no less than what Python's allocator says."""
-    with started(Watch()) as engine:
-        steps = Steps(engine, lambda _: b"", ring_bytes=200_000)
+        steps = Steps(engine, lambda _: b"")
         alone(engine, endless(10, 20))
-        tracemalloc.start()
-        try:
-            for first in range(3):
-                alone(engine, endless(100, 300, first))
-            snapshot = tracemalloc.take_snapshot().filter_traces(
-                [tracemalloc.Filter(True, "*/service/steps.py")]
-            )
-        finally:
-            tracemalloc.stop()
-        assert steps
-    assert 20_000 < sum(trace.size for trace in snapshot.statistics("filename")) < 200_000
+        numbers = play(main(), "a slow reader")
+    assert numbers == sorted(set(numbers))
+    assert max(b - a for a, b in itertools.pairwise(numbers)) > 100
 
 
 def test_a_stop_ends_the_stream() -> None:
     with serve("--debug-steps") as server, events_of(server) as events:
-        assert next(events)["type"] == "state"
+        ask(server, "hi", max_output_tokens=1)
+        assert next(events)["type"] == "step"
         server.interrupt(signal.SIGTERM)
-        assert list(events) == []  # ends as it should: http_chunks() has read the last chunk
+        list(events)  # ends as it should: http_chunks() has read the last chunk
         assert server.exit_status() == 0

@@ -453,10 +453,10 @@ def test_it_says_why_the_second_request_began_faster_and_which_was_preempted(
     assert began, story
     n_found, n_computed, n_prompt = map(int, began.groups())
     assert n_computed == n_prompt - PAGE * n_found
-    steps = steps_of_server(watched_server)[1:]
+    steps = steps_of_server(watched_server)
     preempted = [share["sequence"] for step in steps for share in step["sequences"] if share["preempted"]]
-    found = [share["found"] for step in steps for share in step["sequences"] if share["sequence"] == 1]
-    assert n_found == len(found[0]) > 0
+    starts = [share["start"] for step in steps for share in step["sequences"] if share["sequence"] == 1]
+    assert n_found * PAGE == next(start for start in starts if start)
     assert preempted
     for sequence in preempted:
         assert f"{'ABCD'[sequence]} was preempted" in story
@@ -484,13 +484,8 @@ def test_the_pages_are_those_of_the_fold(view: "Page", watched_server: Server) -
     """In the step that found pages: whose each is, and which are shared."""
     view.locator("#story [data-kind=found]").first.click()
     number = shown_step(view)
-    tables: dict[int, list[int]] = {}
-    for step in steps_of_server(watched_server)[1 : number + 2]:
-        for share in step["sequences"]:
-            table = tables.setdefault(share["sequence"], [])
-            tables[share["sequence"]] = [
-                *table[: len(table) - len(share["released"])], *share["found"], *share["taken"]
-            ]  # fmt: skip
+    step = steps_of_server(watched_server)[number]
+    tables = {share["sequence"]: share["page_table"] for share in step["sequences"]}
     users = {page: [s for s, table in tables.items() if page in table] for page in range(18)}
     names = view.locator("#pages li").evaluate_all("all => all.map(one => one.ariaLabel)")
     assert len(names) == 18
@@ -526,7 +521,7 @@ def test_a_token_shows_what_else_was_likely_and_the_event_it_became(
     view: "Page", watched_server: Server
 ) -> None:
     tokens = [
-        (step["step"], token) for step in steps_of_server(watched_server)[1:] for share in step["sequences"]
+        (step["step"], token) for step in steps_of_server(watched_server) for share in step["sequences"]
         if share["sequence"] == 3 for token in share["tokens"]
     ]  # fmt: skip
     step, _ = tokens[len(tokens) // 2]
@@ -603,7 +598,7 @@ def test_nothing_of_the_second_view_is_cut_off_or_faint(
         browser, watched_server, viewport={"width": width, "height": 800}, color_scheme=scheme
     ) as page:
         send_four(page)
-        steps = steps_of_server(watched_server)[1:]
+        steps = steps_of_server(watched_server)
         numbers = [step["step"] for step in steps if any(share["n_tokens"] for share in step["sequences"])]
         page.get_by_label("All steps").fill(str(numbers[-1]))  # the last step may have chosen no token
         page.locator(".tokens button").first.click()
