@@ -72,7 +72,7 @@ def page(browser: "Browser", server: Server) -> Iterator["Page"]:
 
 
 def send(page: "Page", prompt: str, background: bool = False, more: str = "", tools: Any = None) -> None:
-    page.get_by_label("Prompt").fill(prompt)
+    page.get_by_label("Prompt", exact=True).fill(prompt)
     page.get_by_label("Background").set_checked(background)
     page.locator("#options").evaluate("details => { details.open = true }")
     page.get_by_label("Other parameters").fill(more)
@@ -189,7 +189,7 @@ def test_the_class_plays_the_tool(page: "Page") -> None:
 
 
 def test_copy_as_curl_is_the_request(page: "Page", server: Server) -> None:
-    page.get_by_label("Prompt").fill("it's")
+    page.get_by_label("Prompt", exact=True).fill("it's")
     page.get_by_role("button", name="Copy as curl").click()
     page.locator("#shown").wait_for()
     command = page.locator("#shown").inner_text()
