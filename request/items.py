@@ -158,18 +158,20 @@ def _resolved(
 
 def known(item: Item) -> Item:
     """Return an item without what its parts hold besides a text, such as logprobs and annotations."""
-    kept = {**item}
+
+    def known_part(part: Item) -> Item:
+        return {name: part[name] for name in PART_MEMBERS if name in part}
+
+    return item if str(item.get("type")) in TOOL_ITEMS else _with_parts(item, known_part)
+
+
+def _with_parts(item: Item, change: Callable[[Item], Item]) -> Item:
+    """Return an item with changed parts; what is not a part is left for messages.py to refuse."""
+    changed = {}
     for name in ("content", "output", "summary"):
-        parts = item.get(name)
-        if isinstance(parts, list) and item.get("type") not in TOOL_ITEMS:
-            kept[name] = [_known_part(part) for part in parts]
-    return kept
-
-
-def _known_part(part: Any) -> Any:
-    if not isinstance(part, dict):
-        return part
-    return {name: part[name] for name in PART_MEMBERS if name in part}
+        if isinstance(item.get(name), list):
+            changed[name] = [change(part) if isinstance(part, dict) else part for part in item[name]]
+    return item | changed
 
 
 def _opened(item: Item, path: str, unseal: Unseal) -> Item:
@@ -205,21 +207,14 @@ def with_image_texts(items: Any) -> Any:
 
 
 def _with_image_texts(item: Item) -> Item:
-    texts: Item = {}
+    def part_or_text(part: Item) -> Item:
+        text_type = IMAGES.get(str(part.get("type")))
+        return {"type": text_type, "text": IMAGE_TEXT} if text_type else part
+
     image_member = IMAGE_MEMBERS.get(str(item.get("type")))
     if image_member and item.get(image_member) is not None:
-        texts[image_member] = IMAGE_TEXT
-    for name in ("content", "output"):
-        parts = item.get(name)
-        if isinstance(parts, list):
-            texts[name] = [_part_or_text(part) for part in parts]
-    return item | texts
-
-
-def _part_or_text(part: Any) -> Any:
-    if not isinstance(part, dict) or part.get("type") not in IMAGES:
-        return part
-    return {"type": IMAGES[part["type"]], "text": IMAGE_TEXT}
+        item = item | {image_member: IMAGE_TEXT}
+    return _with_parts(item, part_or_text)
 
 
 # --- the long form ------------------------------------------------------------------------------------------

@@ -125,3 +125,13 @@ def test_images_are_refused_by_their_place_or_told_of(item: Json, param: str) ->
     assert "--images placeholder" in refusal.value.message
     told = from_responses([before | {"status": "incomplete"}, *with_image_texts([item])], None)
     assert IMAGE_TEXT in told[-1]["content"]
+
+
+def test_a_part_whose_type_is_not_a_text_is_refused_with_placeholders_too() -> None:
+    """Bug: with --images placeholder its type was looked up as it came, and a list has no hash: a 500."""
+    odd: list[Any] = [{"role": "user", "content": [{"type": []}]}, {"type": {}, "content": [{"type": []}]}]
+    assert with_image_texts(odd) == odd
+    assert [known(item) for item in odd] == odd
+    with pytest.raises(BadInput) as refusal:
+        from_responses(with_image_texts(odd), None)
+    assert (refusal.value.param, refusal.value.code) == ("input[0].content[0].type", "invalid_type")
