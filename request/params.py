@@ -290,7 +290,7 @@ CHAT = COMMON | {
 
 
 def model_name(body: Any) -> str:
-    """The model that a request names, which decides who serves it; raises BadInput."""
+    """Return the model that a request names, which decides who serves it; raises BadInput."""
     if not isinstance(body, dict):
         raise BadInput(f"The request body must be a JSON object, got {shown(body)}.", None, "invalid_type")
     if body.get("model") is None:
@@ -305,14 +305,13 @@ def read(body: Any, rows: Mapping[str, Parameter], defaults: Mapping[str, Any]) 
     """
     values = {name: row.default for name, row in rows.items()} | {**defaults, "model": model_name(body)}
     given = [name for name in body if body[name] is not None]
-    explicit = frozenset(name for name in rows if name in given)
     for name in given:
         if name in rows:
             values[name] = rows[name].check(body[name], name)
     if values["stream_options"] is not None and not values["stream"]:
         raise wrong_value("stream_options", "stream to be true when it is set", body["stream_options"])
     not_run = [name for name in given if name not in rows or name == "max_tool_calls"]
-    return values | {"explicit": explicit, "not_run": not_run}
+    return values | {"explicit": frozenset(rows.keys() & given), "not_run": not_run}
 
 
 def read_responses(body: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -341,6 +340,7 @@ def responses_request(
     conversation = messages.from_responses(input, values["instructions"], chain)
     declared = [read_tool(tool, f"tools[{i}]") for i, tool in enumerate(values["tools"])]
     brought = [read_tool(tool, path) for path, tool in messages.brought_tools(input, chain)]
+    hosted = [entry.echo["type"] for entry in declared + brought if entry.echo["type"] in HOSTED]
     tools = _offered(declared, brought)
     choice = tool_choice(tools, values["tool_choice"])
     effort = values["reasoning"].get("effort")
@@ -353,8 +353,7 @@ def responses_request(
         "response_format": values["text"].get("format", {}),
         "reasoning_effort": effort,
         "generate": generate,
-        "not_run": values["not_run"]
-        + [tool.echo["type"] for tool in declared if tool.echo["type"] in HOSTED],
+        "not_run": values["not_run"] + hosted,
     }
     echo = {name: values[name] for name in ECHOED}
     echo |= {
@@ -436,8 +435,8 @@ def request(
 
 def _spoken(names: Iterable[str]) -> tuple[str, ...]:
     """Return so many names as a header may repeat: printable ASCII without quotes."""
-    spoken = [re.sub(r'[^ -~]|["\\]', "?", name[:MAX_NAME]) for name in names]
-    return tuple(dict.fromkeys(spoken))[:MAX_NOT_RUN]
+    first = list(dict.fromkeys(names))[:MAX_NOT_RUN]
+    return tuple(re.sub(r'[^ -~]|["\\]', "?", name[:MAX_NAME]) for name in first)
 
 
 def explicit_parameters(values: Mapping[str, Any], echo: Mapping[str, Any]) -> dict[str, Any]:
