@@ -77,7 +77,7 @@ def flat(value: Any, path: str, nested: Collection[str] = ()) -> tuple[Object, s
     """
     fields = mapping(value, path)
     type_ = str(fields.get("type"))
-    if type_ not in fields and type_ not in nested:
+    if fields.get(type_) is None and type_ not in nested:
         return fields, path
     return required(fields, type_, mapping, path) | {"type": type_}, f"{path}.{type_}"
 

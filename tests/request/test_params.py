@@ -473,6 +473,8 @@ MEANING: list[tuple[str, str, Any, Json]] = [
     ("chat",      "tools",           [NESTED],                   {"tools": [NESTED]}),
     ("chat",      "tools",           [NESTED],                   TOOLS | {"tool_choice": "none"}),
     ("responses", "tools",           [NESTED],                   {"tools": [FUNCTION, HOSTED]}),
+    ("responses", "tools",           [NESTED],                   {"tools": [FUNCTION | {"function": None}]}),
+    ("responses", "tools",           [NESTED],                   TOOLS),
     ("responses", "structured_output", None,                       {"tools": [FUNCTION, CUSTOM, NAMESPACE]}),
     ("responses", "structured_output", Must("required", P, True), {"tools": [CUSTOM], "tool_choice": PICKED}),
     ("responses", "structured_output", Must("auto", P),          TWO_TOOLS | {"tool_choice": SOME}),
