@@ -1123,7 +1123,7 @@ def test_stop_waits_for_what_is_nearly_done(tmp_path: Path) -> None:
 
 
 def costly(factor: int) -> Json:
-    """A body whose schema takes too long to compile: a 400, in a second."""
+    """A body whose schema takes too long to compile: a 400, after 0.25 s of a processor."""
     number = {"type": "integer", "multipleOf": factor, "minimum": -1e15, "maximum": 1e15}
     schema = {"type": "object", "properties": {"n": number}, "required": ["n"], "additionalProperties": False}
     return HI | {"text": {"format": {"type": "json_schema", "name": "n", "strict": True, "schema": schema}}}
@@ -1132,7 +1132,7 @@ def costly(factor: int) -> Json:
 @pytest.mark.parametrize("over", ["HTTP", "a WebSocket"])
 def test_stop_waits_for_what_is_prepared(over: str) -> None:
     """Bug: a request whose grammar was being compiled, of which no engine knows yet, had no grace."""
-    bodies = [costly(99_999_989 + 2 * i) for i in range(N_CHECKS + 1)]  # the last one waits
+    bodies = [costly(99_999_989 + 2 * i) for i in range(N_CHECKS + 4)]  # the last ones wait
     flags = ("--shutdown-grace", str(PATIENCE_S))
     with serve(*flags) as server, ThreadPoolExecutor(len(bodies)) as pool, ExitStack() as held:
         if over == "HTTP":
@@ -1141,7 +1141,7 @@ def test_stop_waits_for_what_is_prepared(over: str) -> None:
             client = held.enter_context(server.websocket())
             for i, body in enumerate(bodies):
                 client.send(json.dumps(body | {"type": "response.create", "stream_id": str(i)}))
-        until(lambda: server.health()["grammars_waiting"] == 1, "one waits")
+        until(lambda: server.health()["grammars_waiting"] >= 1, "one waits")
         server.interrupt()
         if over == "HTTP":
             answers = [reply.result().json for reply in replies]
