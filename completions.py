@@ -59,11 +59,11 @@ class Chunks:
         self._failed = False  # a choice has failed: no choice says anything after the error
 
     def start(self) -> list[Chunk]:
-        """The role, before the prompt is read: later deltas omit it (sgl-project/sglang#18335)."""
+        """Return the role, before the prompt is read: later deltas omit it (sgl-project/sglang#18335)."""
         return [self._chunk(i, {"role": "assistant", "content": ""}) for i in range(len(self._n_calls))]
 
     def feed(self, index: int, output: Output) -> list[Chunk]:
-        """What one choice says."""
+        """Return what one choice says."""
         if self._failed:
             return []
         match output:
@@ -86,7 +86,7 @@ class Chunks:
                 return []
 
     def finish(self, index: int, finish: Finish) -> list[Chunk]:
-        """The end of one choice; where it has failed, the end of the request."""
+        """Return the end of one choice; if it has failed, that of the request."""
         if self._failed:
             return []
         if finish.reason in ("failed", "cancelled"):
@@ -100,7 +100,7 @@ class Chunks:
         return [self._chunk(index, {}, finish_reason=finish_reason)]
 
     def end(self) -> list[Chunk]:
-        """The end of the request: its usage, summed over the choices, which share one prompt."""
+        """Return the end of the request: its usage, summed over the choices, which share one prompt."""
         if self._failed or not self._include_usage:
             return []
         usage = _usage(self._usages)
@@ -149,7 +149,7 @@ class Completion:
 
     def __init__(self) -> None:
         self._error: Chunk = {}
-        self._members: Chunk = {"object": "chat.completion"}
+        self._members: Chunk = {}
         self._choices: dict[int, dict[str, Any]] = {}
         self._texts: list[tuple[dict[str, Any], str]] = []  # the objects and members that hold Pieces
 
@@ -157,8 +157,9 @@ class Completion:
         if "error" in chunk:
             self._error = self._error or dict(chunk)
         for name, value in chunk.items():
-            if name not in ("object", "choices") and value is not None:
+            if name != "choices" and value is not None:
                 self._members[name] = value
+        self._members["object"] = "chat.completion"
         for choice in chunk.get("choices") or ():
             index = choice["index"]
             if index not in self._choices:
@@ -171,24 +172,28 @@ class Completion:
                 self._add_fragment(folded["message"].setdefault("tool_calls", []), fragment)
             self._grow(folded["message"], delta)
             self._grow(folded, {name: choice[name] for name in choice if name != "delta"})
-            if folded["logprobs"]:
-                folded["logprobs"].setdefault("refusal", None)
 
     def _grow(self, members: dict[str, Any], more: Mapping[str, Any]) -> None:
         for name, value in more.items():
-            kind = Pieces if isinstance(value, str) and name in TEXTS else type(value)
-            if kind in (Pieces, dict, list) and type(members.get(name)) is not kind:
-                members[name] = kind()
-                if kind is Pieces:
-                    self._texts.append((members, name))
-            if kind is Pieces:
-                members[name].append(value)
-            elif kind is dict:
-                self._grow(members[name], value)
-            elif kind is list:
-                members[name] += value
-            elif value is not None:
-                members[name] = value
+            known = members.get(name)
+            match value:
+                case None:
+                    members.setdefault(name, None)
+                case str() if name in TEXTS:
+                    if not isinstance(known, Pieces):
+                        known = members[name] = Pieces()
+                        self._texts.append((members, name))
+                    known.append(value)
+                case dict():
+                    if not isinstance(known, dict):
+                        known = members[name] = {}
+                    self._grow(known, value)
+                case list():
+                    if type(known) is not list:
+                        known = members[name] = []
+                    known += value
+                case _:
+                    members[name] = value
 
     def _add_fragment(self, calls: list[dict[str, Any]], fragment: Mapping[str, Any]) -> None:
         """Add a fragment of a call; the first fragment with a new index begins a call."""
@@ -227,6 +232,6 @@ def _usage(usages: Sequence[Usage]) -> dict[str, Any]:
 
 
 def _logprob(p: TokenLogprob) -> sse.Encoded:
-    """Encoded here and now: the whole answer repeats them. Raises ValueError where one is no number."""
+    """Encode at once, since the whole answer repeats it; raise ValueError if it is not a number."""
     top_logprobs = [candidate.members() for candidate in p.top]
     return sse.encoded(p.members() | {"top_logprobs": top_logprobs})
