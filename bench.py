@@ -18,15 +18,14 @@ from pathlib import Path
 
 # fmt: off
 BENCHES = {
-    "cpu":    "prefill and decoding of the model, beside transformers and llama.cpp",
-    "gpu":    "the same on a GPU, with random weights of real shapes, beside the memory's limit",
-    "gpu-ops": "each kernel by itself on a GPU",
+    "cpu":       "prefill and decoding of the model, beside NumPy and llama.cpp",
+    "http":      "running servers of chat completions beside each other",
+    "relay":     "what it costs to ask through --upstream",
+    "server":    "events/s, latency and memory of many streams, beside the least",
+    "pieces":    "the parser of the output in every dialect, and the store of events",
+    "gpu":       "decoding on a GPU, with random weights of real shapes, beside the memory's limit",
+    "kernels":   "each kernel by itself on a GPU",
     "gpu-parts": "all that a GPU is needed for, in three commands of less than ten minutes",
-    "http":   "running servers of chat completions beside each other",
-    "engine-host": "what the host does for a step, with a device that takes no time",
-    "pieces": "the parser of the output in every dialect, and the store of events",
-    "relay":  "what it costs to ask through --upstream",
-    "server": "events/s, latency and memory of many streams",
 }
 # fmt: on
 

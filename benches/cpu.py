@@ -30,7 +30,7 @@ import threadpoolctl
 
 from benches import harness
 from benches.harness import Case, Figures, about, model_option, number_option, prose, rounds, table, write
-from benches.runs import MAX_BATCH, Prompts, Speeds, generate, speeds, with_pages
+from benches.runs import MAX_BATCH, Prompts, Speeds, generate, random_prompts, speeds, with_pages
 from benches.weights import SHAPES, checkpoint, read_bytes
 from checkpoint import hub
 from checkpoint.config import Config, read_config
@@ -238,12 +238,6 @@ def report(directory: Path, args: argparse.Namespace) -> Iterator[str]:
     if not args.shape:
         first = next(iter(formats.values()))
         yield from table(rounds(feature_cases(ops, config, first, make, args.new), args.repeat))
-
-
-def random_prompts(vocab_size: int, batch: int, n_prompt: int, number: int) -> Prompts:
-    rng = np.random.default_rng(number)
-    prompts: Prompts = rng.integers(vocab_size, size=(batch, n_prompt)).tolist()
-    return prompts
 
 
 def options(add: argparse.ArgumentParser) -> None:

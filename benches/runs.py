@@ -4,6 +4,8 @@ import asyncio
 import time
 from typing import NamedTuple
 
+import numpy as np
+
 from checkpoint.config import Config
 from checkpoint.weights import Weights
 from engine import Engine, StepOutput
@@ -31,6 +33,13 @@ def speeds(prompts: Prompts, started: float, token_times: list[list[float]], sai
     n_decoded = sum(t > first for times in token_times for t in times)
     n_prompt = sum(map(len, prompts))
     return Speeds(first - started, n_prompt / (first - started), n_decoded / max(last - first, 1e-9), said)
+
+
+def random_prompts(vocab_size: int, batch: int, n_prompt: int, number: int) -> Prompts:
+    """The same for the same number."""
+    rng = np.random.default_rng(number)
+    prompts: Prompts = rng.integers(vocab_size, size=(batch, n_prompt)).tolist()
+    return prompts
 
 
 def with_pages(ops: type[NumpyOps], config: Config, weights: Weights, max_seq_len: int) -> NumpyOps:

@@ -2,23 +2,29 @@
 
 import asyncio
 import itertools
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import cast
 
 import numpy as np
 import pytest
 
 import bench
-from benches import cpu, server
+from benches import cpu, gpu, gpu_parts, kernels, server
 from benches.harness import Figures, prompts, rounds, table
 from benches.processes import started
 from benches.runs import with_pages
 from benches.weights import config_json, expert_bytes, read_bytes
 from checkpoint.config import parse_config, read_config
 from checkpoint.weights import n_params, n_weight_bytes, read_weights
+from devices import cuda as cuda_module
 from dialects.families import DIALECTS
-from helpers.serving import TINY, serve
+from helpers import emulator
+from helpers.emulator import Emulator
+from helpers.serving import ROOT, TINY, serve
 from model import Batch, NumpyOps, Span, forward
 from tokenizer import Tokenizer
 
@@ -176,3 +182,65 @@ def rows_of(out: Path) -> dict[str, list[str]]:
     """The cells of each row of the tables in a file, by the row's name."""
     lines = [line.strip("| ").split(" | ") for line in out.read_text(encoding="utf-8").splitlines()]
     return {name: cells for name, *cells in lines if cells and not name.startswith("median")}
+
+
+# ---- A GPU, which the emulator stands for ------------------------------------------------------------------
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    if emulator.MISSING:
+        pytest.skip(emulator.MISSING)
+    monkeypatch.setitem(sys.modules, "cupy", cast("ModuleType", Emulator(memory=1 << 29)))
+    monkeypatch.setattr(kernels, "N_TIMES", 1)
+    monkeypatch.setattr(gpu, "READ_THREADS", 32)
+    monkeypatch.setattr(gpu, "MAX_READ", 1 << 12)
+
+
+@pytest.mark.usefixtures("cuda")
+def test_gpu(tmp_path: Path) -> None:
+    out = tmp_path / "gpu.md"
+    flags = ["--shape", "dry", "--batches", "2", "--contexts", "9", "--prompts", "5", "--new", "2"]
+    contenders = ["--contenders", "engine", "no-graphs", "--repeat", "1"]
+    assert bench.main(["gpu", *flags, *contenders, "--out", str(out)]) == 0
+    rows = rows_of(out)
+    first, decode = "first token of 5, ms", "decode, {} tokens/s"
+    assert rows.keys() == {first, *map(decode.format, ("2 x 9,", "1 x 9, sampled,"))}
+    assert len(rows[decode.format("2 x 9,")]) == 3
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize(
+    ("shape", "ops"), [("dry", {"gate_up", "down"}), ("dry-gpt-oss", {"experts"})], ids=["dense", "mixture"]
+)
+def test_kernels(shape: str, ops: set[str], tmp_path: Path) -> None:
+    out = tmp_path / "kernels.md"
+    flags = ["--shape", shape, "--rows", "1", "--batches", "2", "--contexts", "9", "--repeat", "1"]
+    assert bench.main(["kernels", *flags, "--out", str(out)]) == 0
+    timed = {row.partition(",")[0] for row in rows_of(out)}
+    assert timed == {"a launch", "qkv", "out", "logits", "attend", "decode step"} | ops
+
+
+def test_a_step_reads_the_weights_and_what_its_windows_see() -> None:
+    config = parse_config(config_json("qwen3-0.6b"), {})
+    assert gpu.step_bytes(config, 1, 320) == 2 * (n_params(config) + 2 * 28 * 8 * 128 * 320)
+
+
+def test_a_step_that_fails_is_said() -> None:
+    """Too slow, or a test that was skipped: each is a failure."""
+    assert "not done after 1 s" in gpu_parts.failure_of(["-c", "import time; time.sleep(60)"], 1)
+    assert "exit status 3" in gpu_parts.failure_of(["-c", "import sys; sys.exit(3)"], 99)
+    assert "was skipped" in gpu_parts.failure_of(["-c", "print('1 passed, 3 skipped')", "pytest"], 99)
+    assert gpu_parts.failure_of(["-c", ""], 99) == ""
+
+
+@pytest.mark.skipif(not cuda_module.missing(), reason="there is a GPU")
+def test_a_part_without_a_device_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    """46 tests were skipped, and the command said that all was well."""
+    with pytest.raises(SystemExit, match="1"):
+        bench.main(["gpu-parts", "1"])
+    assert "exit status 1" in capsys.readouterr().out
+    asked = [sys.executable, "-m", "pytest", "-q", "tests/gpu"]
+    by_name = subprocess.run(asked, capture_output=True, text=True, cwd=ROOT)
+    assert by_name.returncode != 0
+    assert "tests/gpu is for a GPU: " in by_name.stderr
