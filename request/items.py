@@ -53,7 +53,7 @@ PARTS = {
 # fmt: on
 PART_MEMBERS = ("type", "text", "refusal")  # that are kept: logprobs may be a hundred times the text
 WITHOUT_STATUS = ("compaction", "compaction_trigger", "additional_tools")  # openai's ResponseItem
-STATUSES = ("in_progress", "completed", "incomplete")  # of all others but those of TOOL_ITEMS
+STATUSES = ("in_progress", "completed", "incomplete")  # of all other types, except those of TOOL_ITEMS
 
 
 # --- references, chains, sealed blobs -----------------------------------------------------------------------
@@ -312,7 +312,7 @@ QUESTION = (
     "Be brief and complete. Write the summary only."
 )
 SUMMARY_PARAMETERS = {
-    "tool_choice": "none",  # the conversation may bring tools with it, and a call is no summary
+    "tool_choice": "none",  # a call of a tool that the conversation brings with it would not be a summary
     "max_output_tokens": 1024,
     "truncation": "auto",
     "reasoning": {"effort": "none"},
@@ -331,10 +331,10 @@ def summary_request(request: Request, conversation: Sequence[Item], defaults: Ma
 
 
 def compacted(emit: Callable[[Accepted | Compaction | Finish], None], seal: Callable[[str], str]) -> Emit:
-    """Return what takes the outputs, and emits the summary as one sealed item, whatever else the model says.
+    """Return what takes the outputs, and emits the summary as one sealed item.
 
-    Without a summary there is no compaction, and the response has failed. One item:
-    https://github.com/Soju06/codex-lb/issues/971
+    It is one item, whatever else the model says: https://github.com/Soju06/codex-lb/issues/971
+    Without a summary there is nothing to compact to, and the response has failed.
     """
     texts: list[str] = []
 

@@ -34,7 +34,7 @@ from request.tool_items import TOOL_ITEMS, Call, Result
 from request.tools import CLIENT_TOOLS, as_arguments, flat, qualified_name
 from request.validation import list_of, mapping, one_of, required, text
 
-MAX_ITEMS = 4096  # of a conversation: each costs time in the template, whatever the context holds
+MAX_ITEMS = 4096  # in a conversation: each costs time in the template, even if the context cannot hold it
 
 Message = dict[str, Any]  # role, content (a string); reasoning_content, tool_calls; tool_call_id, name
 
@@ -56,7 +56,7 @@ class Conversation:
     def __init__(self) -> None:
         self._messages: list[Message] = []
         self._n_calls = 0
-        self._n_argument_values = 0  # of all calls: each is held as an object
+        self._n_argument_values = 0  # in all calls: each is held as an object
         self._open_calls: dict[str, OpenCall] = {}  # by call_id, which a later turn may use again
         self._answered: list[int] = []  # numbers of the calls whose results are the last messages
 
@@ -226,7 +226,7 @@ def add_item(conversation: Conversation, item: dict[str, Any], path: str) -> Non
         case "function_call_output" | "custom_tool_call_output":
             output = required(item, "output", content_text, path)
             conversation.add_result(required(item, "call_id", text, path), output, f"{path}.call_id")
-        case "compaction":  # of an older part of the conversation (items.py)
+        case "compaction":  # stands for an older part of the conversation (items.py)
             conversation.add_text("user", SUMMARY + required(item, "summary", text, path))
         case "compaction_trigger" | "additional_tools":
             pass  # nothing was said: items.py and params.py do what they ask for

@@ -85,7 +85,7 @@ class Request:
     parallel_tool_calls: bool
     truncate: bool  # drop the oldest messages rather than refuse a prompt that is too long
     seal_reasoning: bool  # Responses: reasoning items carry `encrypted_content`
-    template_kwargs: dict[str, Any]  # for the chat template: enable_thinking and whatever else it takes
+    template_kwargs: dict[str, Any]  # variables of the chat template, such as enable_thinking
     echo: dict[str, Any]  # Responses: the members of the response object that repeat the request
     background: bool = False  # Responses: the run does not end with the HTTP request
     generate: bool = True  # False: the prompt is computed for the prefix cache, and nothing is said
@@ -147,7 +147,7 @@ EFFORTS = {
 # fmt: on
 MAX_NOT_RUN = 8  # names in Request.not_run
 MAX_NAME = 64  # characters of each
-SERVICE_TIER = "default"  # of every request: there is no other here
+SERVICE_TIER = "default"  # the only one here
 SEALED_REASONING = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
 INCLUDES = (  # openai.types.responses.ResponseIncludable

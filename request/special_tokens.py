@@ -50,7 +50,7 @@ class SpecialTokens:
         self._first_characters = {token[0] for token in tokens}
         self._pattern = re.compile(longest_of(tokens) or "(?!)")
         self._max_length = max(map(len, tokens), default=0)
-        self._max_marked_length = 3 * self._max_length  # two marks meet where one string follows another
+        self._max_marked_length = 3 * self._max_length  # two marks meet if one string follows another
         # What a string of the request can say of a token that the template has begun.
         self._endings = {token[n:] for token in tokens for n in range(1, len(token))}
         self._sorted_endings = sorted(self._endings)

@@ -13,8 +13,8 @@ Rules of this file:
 1. Nothing that the request says is lost because a template does not show it: a template that ignores tools or
    system messages gets them as text, and one that shows one call a message gets a message for each.
 2. What a template takes is found out by rendering probes, never guessed from its name or its source.
-3. A template is somebody else's program: it runs in Jinja's sandbox, and whatever it raises over a request is
-   that request's error.
+3. A template is a program of the model's authors: it runs in Jinja's sandbox, and anything that it raises
+   over a request is that request's error.
 """
 
 import json
@@ -219,7 +219,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, tokens: Mapping[str, str], tool_source: str | None = None) -> None:
         """`tokens`: bos_token, eos_token, ..., which templates write by name; `tool_source`: the template for
-        requests with tools, None where it is the same. Raises BadTemplate.
+        requests with tools, None if it is the same. Raises BadTemplate.
         """
         self.source = source + (tool_source or "")
         self._tokens = tokens
@@ -263,7 +263,7 @@ class ChatTemplate:
 
     def render(self, messages: list[Message], tools: Tools, now: datetime, /, **kwargs: Any) -> str:
         """Return the prompt, up to where the assistant begins; kwargs are the template's own, as
-        `enable_thinking`. Raises BadInput where the template refuses: roles that do not alternate, ...
+        `enable_thinking`. Raises BadInput if the template refuses, as for roles that do not alternate.
         """
         if not self.takes_tools:
             messages = tools_as_text(messages, tools)
@@ -290,7 +290,7 @@ class ChatTemplate:
             return template.render(variables)
         except MemoryError:  # no fault of these messages
             raise
-        except Exception as error:  # whatever a template raises, it raises over these messages
+        except Exception as error:  # anything that a template raises, it raises over these messages
             reason = without_marks(str(error))[:MAX_REASON]
             message = f"The model's chat template refuses these messages: {reason}"
             raise BadInput(message, None, "invalid_prompt") from error

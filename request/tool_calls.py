@@ -92,7 +92,7 @@ def _arguments(text: str) -> list[Output]:
 # --- the input of a custom tool -----------------------------------------------------------------------------
 
 OPENING = re.compile(r'\s*\{\s*"input"\s*:\s*"')
-MAX_OPENING = 64  # characters: arguments that have not matched OPENING by then are no such object
+MAX_OPENING = 64  # characters: longer arguments that do not match OPENING are not such an object
 UNIT = re.compile(
     r"""
     [^"\\]+                              # characters that stand for themselves
@@ -111,7 +111,7 @@ class InputDecoder:
     """Decodes the string in `{"input": "..."}` as its characters come.
 
     It is in one of three states: before the string, inside it (up to its quote, and after that too, where
-    nothing more is said), or in an input that is no such object and passes as it is.
+    nothing more is said), or in arguments that are not such an object and pass as they are.
     """
 
     def __init__(self) -> None:
@@ -154,5 +154,5 @@ def _decoded(unit: str) -> str:
         character: str = json.loads(f'"{unit}"')
     except ValueError:  # JSON has no such escape
         return unit
-    # Half a pair is no character: U+FFFD stands for it.
+    # Half a pair is not a character: U+FFFD stands for it.
     return character.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

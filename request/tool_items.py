@@ -102,7 +102,7 @@ def said(item: Mapping[str, Any], path: str) -> list[Call | Result]:
     function = item_type
     for suffix in TYPE_SUFFIXES:
         function = function.removesuffix(suffix)
-    call_id = function  # of a search that the server runs: it has no other
+    call_id = function  # a search that the server runs has no id
     own_id = "id" if row.arguments and row.result else "call_id"
     for name, value in _given(item, CALL_IDS.get(item_type, own_id)).items():
         call_id = text(value, f"{path}.{name}")

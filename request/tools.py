@@ -113,7 +113,7 @@ class Tool(NamedTuple):
     name: str
     namespace: str = ""
     description: str | None = None
-    parameters: Schema | None = None  # of a function's arguments; None: it takes any
+    parameters: Schema | None = None  # the schema of a function's arguments; None: any
     strict: bool = False  # a function's arguments are held to `parameters`
     custom: bool = False
     grammar: Grammar | None = None  # a custom tool's; None: it takes any text
@@ -140,12 +140,8 @@ class Tool(NamedTuple):
 
     def definition(self) -> Object:
         """Return the tool as chat templates take it: always a function."""
-        function: Object = {"name": self.qualified_name}
-        if self.description is not None:
-            function["description"] = self.description
-        schema = self.schema()
-        if schema is not None:
-            function["parameters"] = schema
+        told = {"name": self.qualified_name, "description": self.description, "parameters": self.schema()}
+        function = {name: value for name, value in told.items() if value is not None}
         return {"type": "function", "function": function}
 
 
@@ -284,7 +280,7 @@ class StructuredOutput(NamedTuple):
     functions: tuple[tuple[str, Schema], ...] = ()  # that may be called: name, schema of the arguments
     one_call: bool = False  # at most one
     inputs: tuple[tuple[str, Grammar], ...] = ()  # the custom tools of `functions` that have a grammar
-    schema: Schema | None = None  # of the text; None: it may be any text
+    schema: Schema | None = None  # what the text must fit; None: any text
     schema_path: str = ""  # where `schema` stands in the request
 
 
