@@ -70,8 +70,8 @@ def arguments() -> argparse.ArgumentParser:
     add("--profile", choices=session.PROFILES, default="all", help="which rules; all if left out")
     add("--rules", action="append", default=[], metavar="PATTERN", help="only these, such as 'resume*'")
     add("--strict", action="store_true", help="exit status 1 for every failure, not for a failed must alone")
-    add("--repeat", type=times, default=1, metavar="N", help="ask all N times; what differs is flaky")
-    add("--timeout", type=seconds, default=BUDGET_S, metavar="S", help="seconds for each rule (%(default)g)")
+    add("--repeat", type=int, default=1, metavar="N", help="ask all N times; what differs is flaky")
+    add("--timeout", type=float, default=BUDGET_S, metavar="S", help="seconds for each rule (%(default)g)")
     add(
         "--long",
         type=json_object,
@@ -95,19 +95,6 @@ def program() -> str:
     if name.endswith(".pyz"):
         return f"python {name}"
     return "python -m audit"
-
-
-def seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise ValueError
-    return value
-
-
-def times(text: str) -> int:
-    if int(text) < 1:
-        raise ValueError
-    return int(text)
 
 
 def json_object(text: str) -> dict[str, Any]:
@@ -144,15 +131,10 @@ def task(options: argparse.Namespace) -> tuple[Iterable[str], int]:
         return lines or ["no verdict differs"], 0
     if urlsplit(options.target).scheme in ("http", "https"):
         return audit(options)
-    stream = recording(options.target)
+    is_stdin = options.target == "-"
+    stream = sys.stdin.buffer.read() if is_stdin else Path(options.target).read_bytes()
     show = linter.show_frames if options.frames else linter.judge
     return show(stream, options.json)
-
-
-def recording(file: str) -> bytes:
-    if file == "-":
-        return sys.stdin.buffer.read()
-    return Path(file).read_bytes()
 
 
 # --- a live server ------------------------------------------------------------------------------------------
@@ -173,12 +155,13 @@ def audit(options: argparse.Namespace) -> tuple[Iterable[str], int]:
         "known": known,
     }
 
+    n_times = max(1, options.repeat)
     by_rule: dict[str, session.Result] = {}
-    for number, result in enumerate(session.judge_all(peer, names, options.repeat), 1):
+    for number, result in enumerate(session.judge_all(peer, names, n_times), 1):
         by_rule[result.rule] = result
         results = [*by_rule.values()]
         if sys.stderr.isatty():
-            progress = f"{number}/{len(names) * options.repeat} rules: {result.rule}"
+            progress = f"{number}/{len(names) * n_times} rules: {result.rule}"
             print(f"\r{progress:<78}\r", end="", file=sys.stderr, flush=True)
         for path, text in ((options.junit, report.junit), (options.json_file, report.to_json)):
             if path:
@@ -186,12 +169,11 @@ def audit(options: argparse.Namespace) -> tuple[Iterable[str], int]:
     status = int(bool(report.failed(results, options.strict, known)))
     if options.json:
         return [report.to_json(results, about).rstrip()], status
-    in_colour = sys.stdout.isatty()
     lines = [
         f"{options.target}, model {peer.model}: {' and '.join(server.apis)}",
-        *report.summary(results, known, in_colour),
+        *report.summary(results, known),
         *report.against_baseline(results, known),
-        *report.details(results, in_colour),
+        *report.details(results),
     ]
     return lines, status
 

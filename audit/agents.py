@@ -7,12 +7,11 @@ Authority: https://platform.openai.com/docs/guides/function-calling, .../structu
 Not here: a call that is required (answers.py), what must be refused (refusals.py).
 """
 
-import json
 import re
 
 from audit.asking import CALLED, CUT, TIME, TOKYO, WEATHER, Answer, Asking, asking
 from audit.peer import NOT_THERE, REFUSED, Reply
-from audit.rules import NotApplicable, expect, rules_of
+from audit.rules import NotApplicable, expect, presumed, rules_of
 from audit.schema import Json
 from audit.stream import is_object, loads
 
@@ -24,7 +23,7 @@ FORCED: Json = BOTH_TOOLS | {"tool_choice": "get_time"}
 
 
 def expect_calls(answer: Answer, name: str) -> None:
-    names = [call.name for call in answer.calls]
+    names = [call["name"] for call in answer.calls]
     answer.expect({*names} == {name}, f"a call of {name} alone, got {names}")
 
 
@@ -94,8 +93,8 @@ def cut_call(ask: Asking) -> None:
     limit = max(CUT, ask.plain(**FORCED, limit=400).n_output - TOKENS_LESS)
     for answer in ask(**FORCED, limit=limit):
         for call in answer.calls:
-            got = call.status if ask.api == "responses" else answer.end
-            is_told = is_object(call.arguments) or got in ("incomplete", "length")
+            got = call.get("status", answer.end)
+            is_told = is_object(call["arguments"]) or got in ("incomplete", "length")
             answer.expect(is_told, f"a call that was cut to be incomplete, got {got}")
 
 
@@ -113,25 +112,24 @@ def no_blank_message(ask: Asking) -> None:
 # --- results given back -------------------------------------------------------------------------------------
 
 
-def called(id_: str, city: str) -> Json:
-    arguments = json.dumps({"city": city})
+def called(id_: str, arguments: str = '{"city": "Tokyo"}') -> Json:
     return {"type": "function_call", "call_id": id_, "name": "get_weather", "arguments": arguments}
 
 
-def result(id_: str, text: str) -> Json:
+def result(id_: str, text: str = "It rains.") -> Json:
     return {"type": "function_call_output", "call_id": id_, "output": text}
 
 
 QUESTION: Json = {"role": "user", "content": "What is the weather in Tokyo and in Paris?"}
-CALLS = [called("call_tokyo", "Tokyo"), called("call_paris", "Paris")]
-ORPHAN = result("call_nobody", "It rains.")
-RESULTS = [result("call_tokyo", "It rains."), result("call_paris", "The sun shines.")]
-CHAT_CALL: Json = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": "{}"}}
-CHAT_RESULTS: list[Json] = [
-    QUESTION,
-    {"role": "assistant", "content": None, "tool_calls": [CHAT_CALL]},
-    {"role": "tool", "tool_call_id": "c1", "content": "It rains."},
-]
+CALLS = [called("call_tokyo"), called("call_paris", '{"city": "Paris"}')]
+RESULTS = [result("call_tokyo"), result("call_paris", "The sun shines.")]
+ORPHAN = result("call_nobody")
+
+
+def chat_results(arguments: str = "{}") -> list[Json]:
+    call = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": arguments}}
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    return [QUESTION, said, {"role": "tool", "tool_call_id": "c1", "content": "It rains."}]
 
 
 @must("results", "chat-results")
@@ -144,7 +142,7 @@ def results(ask: Asking) -> None:
     https://platform.openai.com/docs/api-reference/chat/create
     """
     ask.plain(**BOTH_TOOLS)  # tools may be refused
-    said = [QUESTION, *CALLS, *RESULTS] if ask.api == "responses" else CHAT_RESULTS
+    said = [QUESTION, *CALLS, *RESULTS] if ask.api == "responses" else chat_results()
     reply = ask.reply(**BOTH_TOOLS | {"said": said})
     expect(reply.status == 200, "expected an answer to the results of calls", reply)
 
@@ -174,11 +172,26 @@ def reused_call_ids(ask: Asking) -> None:
     long = "It rains, and it will rain tomorrow and the day after tomorrow. " * 4
     counts = []
     for texts in (("It rains.", "It rains."), (long, "It rains."), ("It rains.", long)):
-        turns = [[QUESTION, called("call_0", "Tokyo"), result("call_0", text)] for text in texts]
+        turns = [[QUESTION, called("call_0"), result("call_0", text)] for text in texts]
         counts.append(n_prompt(ask, turns[0] + turns[1]))
     message = f"expected a longer prompt with a longer result in either turn, got {counts} tokens"
     is_read = counts[0] < min(counts[1:])
     expect(is_read, message, "short results; a long one in the first turn; a long one in the second")
+
+
+@should("broken-arguments", "chat-broken-arguments")
+def broken_arguments(ask: Asking) -> None:
+    """a call in the history whose arguments are no JSON is taken back too
+
+    agents send back what a model has said; a refusal ends their session for good
+    M10 https://github.com/vllm-project/vllm/issues/43995
+    """
+    with presumed("results"):
+        results(ask)
+    broken = "{'city': Tokyo"
+    said = [QUESTION, called("call_0", broken), result("call_0")]
+    reply = ask.reply(**BOTH_TOOLS | {"said": said if ask.api == "responses" else chat_results(broken)})
+    expect(reply.status == 200, "expected an answer after a call whose arguments are no JSON", reply)
 
 
 def next_turn(ask: Asking, output: list[Json], **more: object) -> Reply:
@@ -221,7 +234,7 @@ def custom_tool(ask: Asking) -> None:
     )
     expect_calls(answer, "get_weather")
     call = answer.calls[0]
-    is_custom = call.type == "custom_tool_call" and isinstance(call.arguments, str)
+    is_custom = call["type"] == "custom_tool_call" and isinstance(call.get("input"), str)
     answer.expect(is_custom, "a custom_tool_call with its input as text, or a refusal of the tool")
 
 
@@ -235,7 +248,7 @@ def namespace(ask: Asking) -> None:
     tools = [{"type": "function", **WEATHER}]
     tool = {"type": "namespace", "name": "travel", "description": "Tools for travellers", "tools": tools}
     answer = forced(ask, tool)
-    names = [(call.namespace, call.name) for call in answer.calls]
+    names = [(call.get("namespace"), call["name"]) for call in answer.calls]
     message = f"a call of travel, get_weather, or a refusal, got {names}"
     answer.expect({*names} == {("travel", "get_weather")}, message)
 

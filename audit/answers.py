@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from audit.asking import CALLED, CUT, GOOD, LOGPROBS, STORY, Answer, Asking, asking, recorded, same_answer
 from audit.peer import NOT_THERE
 from audit.rules import NotApplicable, expect, rules_of
-from audit.schema import RESPONSE, Json, required
+from audit.schema import ROWS, Json, required
 
 must, should, _ = rules_of("answers", "responses", asking)
 
@@ -40,7 +40,7 @@ def answer_fields(ask: Asking) -> None:
     C22 https://github.com/lemonade-sdk/lemonade/issues/3607
     """
     response = ask.plain().response
-    missing = [name for name in required(RESPONSE) if name not in response]
+    missing = [name for name in required(ROWS["response"]) if name not in response]
     expect(not missing, f"expected the answer to have {missing}", response)
 
 
@@ -182,11 +182,11 @@ def call(ask: Asking) -> None:
     G02 https://github.com/vllm-project/vllm/pull/9209
     """
     for answer in ask(**CALLED):
-        names = [made.name for made in answer.calls]
+        names = [made["name"] for made in answer.calls]
         answer.expect({*names} == {"get_weather"}, f"a call of get_weather, as it was required, got {names}")
         answer.expect(answer.end in ("tool_calls", "length"), f"an end with tool_calls, got {answer.end}")
         if ask.api == "responses" and answer.end == "tool_calls":
-            answer.expect(answer.calls[0].status == "completed", "the call to be completed")
+            answer.expect(answer.calls[0].get("status") == "completed", "the call to be completed")
 
 
 @must("stop-string", profiles="chat")

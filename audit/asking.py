@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-from audit.events import TERMINAL
+from audit.events import TERMINAL, without
 from audit.linter import violations
 from audit.peer import REFUSED, Peer, Reply
 from audit.rules import RULES, Check, Failed, NoReply, NotApplicable, expect, presumed
@@ -101,10 +101,15 @@ GOOD = dict(request(api, limit=CUT) for api in ("responses", "chat"))  # path ->
 
 
 def stream(peer: Peer, name: str) -> Reply:
-    """Return a stream of STREAMS; if none came (see the rule stream-comes) no other rule is about it."""
+    """Return a stream of STREAMS."""
     api, asked = STREAMS[name]
-    path, body = request(api, **asked)
-    reply = peer.shared(path, with_stream(peer, body | (peer.long if name.endswith("cut") else {})))
+    long = peer.long if name.endswith("cut") else {}
+    return streamed(peer, *request(api, **asked, **long))
+
+
+def streamed(peer: Peer, path: str, body: Json) -> Reply:
+    """Return a stream; if none came (see the rule stream-comes) no other rule is about it."""
+    reply = peer.shared(path, with_stream(peer, body))
     if not reply.is_stream:
         raise NotApplicable(f"no stream came: {reply.refusal}")
     return reply
@@ -168,19 +173,11 @@ for _name, _rule in STREAM_RULES.items():
 # --- answers ------------------------------------------------------------------------------------------------
 
 
-class Call(NamedTuple):
-    name: str
-    arguments: str
-    status: str = ""  # chat completions have none
-    namespace: str | None = None
-    type: str = "function_call"
-
-
 class Answer(NamedTuple):
     how: str  # it was asked for: plain or streamed
     end: str  # stop, length, tool_calls, failed, ...: as chat completions call it
     text: str
-    calls: list[Call]
+    calls: list[Json]  # with a name and arguments; of a response its items
     usage: Json
     tokens: str  # of the logprobs
     outline: Json  # what it says, without ids and times
@@ -202,23 +199,16 @@ class Answer(NamedTuple):
         expect(holds, f"{self.how}: expected {what}", {self.how: shown})
 
 
+CALLS = ("function_call", "custom_tool_call")
 ENDS = {"max_output_tokens": "length", "completed": "stop"}
+# Members that differ from one time to the next, and those that items need not have.
+VOLATILE = ("id", "call_id", "status", "encrypted_content", "logprobs")
 
 
 def of_response(how: str, response: Json) -> Answer:
     items = response.get("output") or ()
     parts = [part for item in items if item.get("type") == "message" for part in item.get("content") or ()]
-    calls = [
-        Call(
-            item.get("name"),
-            str(item.get("arguments", item.get("input", ""))),
-            item.get("status"),
-            item.get("namespace"),
-            item["type"],
-        )
-        for item in items
-        if item.get("type") in ("function_call", "custom_tool_call")
-    ]
+    calls = [item for item in items if item.get("type") in CALLS]
     reason = (response.get("incomplete_details") or {}).get("reason") or response.get("status")
     end = "tool_calls" if calls and reason == "completed" else ENDS.get(str(reason), str(reason))
     text = "".join(part.get("text") or "" for part in parts)
@@ -229,21 +219,16 @@ def of_response(how: str, response: Json) -> Answer:
 
 def outline(response: Json) -> Json:
     """Return what a response says, without ids and times."""
-    items = []
-    for item in response.get("output", ()):
-        texts = [part.get("text") for part in item.get("content") or ()]
-        status = item.get("status") or "completed"  # reasoning need not have one
-        items.append([item.get("type"), status, item.get("name"), item.get("arguments"), *texts])
-    end = {name: response.get(name) for name in ("status", "incomplete_details", "error")}
-    counts = {name: n for name, n in (response.get("usage") or {}).items() if isinstance(n, int)}
-    return end | {"items": items} | counts
+    said = {name: response.get(name) for name in ("status", "incomplete_details", "error")}
+    said["output"] = without(response.get("output"), *VOLATILE)
+    return said | {name: n for name, n in (response.get("usage") or {}).items() if isinstance(n, int)}
 
 
 def of_chunks(how: str, chunks: list[Json]) -> Answer:
     """Add up the first choice of chunks; a completion is one chunk."""
     text = end = tokens = ""
     usage: Json = {}
-    calls: dict[int, Call] = {}
+    calls: dict[int, Json] = {}
     for chunk in chunks:
         usage = chunk.get("usage") or usage
         for choice in (chunk.get("choices") or ())[:1]:
@@ -253,13 +238,11 @@ def of_chunks(how: str, chunks: list[Json]) -> Answer:
             entries = (choice.get("logprobs") or {}).get("content") or ()
             tokens += "".join(str(entry.get("token")) for entry in entries)
             for place, more in enumerate(said.get("tool_calls") or ()):
-                index = more.get("index", place)
-                function = more.get("function") or {}
-                before = calls.get(index, Call("", ""))
-                name = before.name + (function.get("name") or "")
-                calls[index] = Call(name, before.arguments + (function.get("arguments") or ""))
-    said_ = {"end": end, "text": text, "calls": [call.arguments for call in calls.values()]}
-    return Answer(how, end, text, [*calls.values()], usage, tokens, said_, {"chunks": chunks[-3:]})
+                call = calls.setdefault(more.get("index", place), {"name": "", "arguments": ""})
+                for member in call:
+                    call[member] += (more.get("function") or {}).get(member) or ""
+    shown = {"end": end, "text": text, "calls": [*calls.values()]}
+    return Answer(how, end, text, [*calls.values()], usage, tokens, shown, {"chunks": chunks[-3:]})
 
 
 class Asking(NamedTuple):
@@ -288,10 +271,8 @@ class Asking(NamedTuple):
         return of_chunks("plain", [reply.json])
 
     def streamed(self, **asked: Any) -> Answer:
-        path, body = request(self.api, **asked)
-        reply = self.peer.once(path, with_stream(self.peer, body))
-        if not reply.is_stream:
-            raise NotApplicable(f"no stream came: {reply.refusal}")
+        with presumed("whole-frames"):
+            reply = streamed(self.peer, *request(self.api, **asked))
         if self.api == "responses":
             return of_response("streamed", final(reply))
         return of_chunks("streamed", reply.events)

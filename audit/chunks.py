@@ -10,20 +10,19 @@ Not here: bytes (frames.py), the Responses API (events.py).
 from collections.abc import Iterator
 
 from audit.rules import rules_of
-from audit.schema import CHOICE, CHUNK, ERROR, Faults, Json, missing, paired, shortened
+from audit.schema import Faults, Json, missing, shortened
 from audit.stream import STREAM_RULES, Capture, is_object, markup, usage_faults
 
 FINISH_REASONS = {"stop", "length", "tool_calls", "content_filter"}  # and "function_call", long deprecated
-CALL_TYPES = {"function", "custom"}
 
 must, should, _ = rules_of("chunks", "chat", rules=STREAM_RULES)
 
 
-def choices(capture: Capture) -> Iterator[tuple[int, int, Json, Json]]:
-    """Yield (number of the chunk, index of the choice, the choice typed, the choice as it came)."""
-    for number, chunk, raw in capture.typed_and_raw():
-        for choice, raw_choice in paired(chunk, raw, "choices"):
-            yield number, choice.get("index", 0), choice, raw_choice
+def choices(capture: Capture) -> Iterator[tuple[int, int, Json]]:
+    """Yield (number of the chunk, index of the choice, the choice)."""
+    for number, chunk in enumerate(capture.events):
+        for choice in chunk.get("choices", ()):
+            yield number, choice.get("index", 0), choice
 
 
 # --- what chunks hold ---------------------------------------------------------------------------------------
@@ -36,17 +35,14 @@ def chunk_fields(capture: Capture) -> Faults:
     openai/openai-openapi calls these members required
     G01 G07 https://github.com/vllm-project/vllm/pull/19662
     """
-    for number, chunk, raw in capture.typed_and_raw():
-        if "error" in raw or not raw:
+    for number, chunk in enumerate(capture.raw):
+        if "error" in chunk or not chunk:
             continue
-        yield from missing(number, "a chunk", chunk, raw, CHUNK)
-        object_type = chunk.get("object", "")
-        if object_type not in ("", "chat.completion.chunk"):
+        for fault in missing(chunk, "chunk"):
+            yield number, fault
+        object_type = chunk.get("object")
+        if isinstance(object_type, str) and object_type != "chat.completion.chunk":
             yield number, f"expected object chat.completion.chunk, got {object_type}"
-        for choice, raw_choice in paired(chunk, raw, "choices"):
-            if raw_choice.get("finish_reason", "") is None:  # there, and not yet known
-                choice = choice | {"finish_reason": None}
-            yield from missing(number, "a choice", choice, raw_choice, CHOICE)
 
 
 @must("one-completion")
@@ -76,12 +72,12 @@ def role(capture: Capture) -> Faults:
     H05 https://github.com/sgl-project/sglang/issues/18335
     """
     begun: set[int] = set()  # choices
-    for number, index, choice, raw in choices(capture):
-        raw_delta = raw["delta"] if "delta" in choice else {}
-        got = raw_delta.get("role")
+    for number, index, choice in choices(capture):
+        delta = choice.get("delta", {})
+        got = delta.get("role")
         if index not in begun and got != "assistant":
             yield number, f"expected role 'assistant' in the first delta of a choice, got {got!r}"
-        elif index in begun and "role" in raw_delta:
+        elif index in begun and "role" in delta:
             yield number, f"expected no role in later deltas, got {got!r}"
         begun.add(index)
 
@@ -94,7 +90,7 @@ def finish_reason(capture: Capture) -> Faults:
     G01 C18 https://github.com/ollama/ollama/issues/4357
     """
     ended: dict[int, str | None] = {}  # choice -> its finish_reason, None until it has one
-    for number, index, choice, _ in choices(capture):
+    for number, index, choice in choices(capture):
         before = ended.get(index)
         reason = choice.get("finish_reason")
         if before is not None:
@@ -119,9 +115,8 @@ def call_deltas(capture: Capture) -> Faults:
     E02 E04 G02 https://github.com/ggml-org/llama.cpp/pull/13800
     """
     n_calls: dict[int, int] = {}  # of a choice, so far
-    for number, index, choice, raw in choices(capture):
-        raw_delta = raw["delta"] if "delta" in choice else {}
-        for call, raw_call in paired(choice.get("delta", {}), raw_delta, "tool_calls"):
+    for number, index, choice in choices(capture):
+        for call in choice.get("delta", {}).get("tool_calls", ()):
             call_index = call.get("index")
             next_index = n_calls.get(index, 0)
             if call_index is None:
@@ -130,27 +125,13 @@ def call_deltas(capture: Capture) -> Faults:
                 yield number, f"expected the calls of a choice to count 0, 1, 2, ..., got {call_index}"
             elif call_index == next_index:
                 n_calls[index] = next_index + 1
-                if not begins(call):
-                    yield number, f"expected a call to begin with id, type and name, got {raw_call}"
-            elif not continues(call, raw_call):
-                yield (
-                    number,
-                    f"expected later deltas of a call to hold index and arguments only, got {raw_call}",
-                )
+                called = call.get(call.get("type"))
+                if not (call.get("id") and isinstance(called, dict) and called.get("name")):
+                    yield number, f"expected a call to begin with id, type and name, got {call}"
+            elif {"id", "type"} & call.keys() or "name" in call.get("function", {}) | call.get("custom", {}):
+                yield number, f"expected later deltas of a call to hold index and arguments only, got {call}"
         if choice.get("finish_reason") == "tool_calls" and not n_calls.get(index):
             yield number, "expected finish_reason 'tool_calls' of a choice with calls only, got one without"
-
-
-def begins(call: Json) -> bool:
-    """True for the first delta of a call, with all that names the call."""
-    call_type = call.get("type", "")
-    return "id" in call and call_type in CALL_TYPES and "name" in call.get(call_type, {})
-
-
-def continues(call: Json, raw_call: Json) -> bool:
-    """True for a later delta of a call, which names nothing again."""
-    called = call.get("function", {}) | call.get("custom", {})
-    return not {"id", "type"} & raw_call.keys() and "name" not in called
 
 
 @must("chunk-texts")
@@ -162,13 +143,14 @@ def chunk_texts(capture: Capture) -> Faults:
     """
     content: dict[int, str] = {}  # by choice
     arguments: dict[tuple[int, int], str] = {}  # by choice and call
-    for number, index, choice, _ in choices(capture):
+    for number, index, choice in choices(capture):
         delta = choice.get("delta", {})
-        content[index] = content.get(index, "") + delta.get("content", "")
+        content[index] = content.get(index, "") + (delta.get("content") or "")
         for call in delta.get("tool_calls", ()):
             if "function" in call:
                 place = index, call.get("index", 0)
-                arguments[place] = arguments.get(place, "") + call["function"].get("arguments", "")
+                more = call["function"].get("arguments") or ""
+                arguments[place] = arguments.get(place, "") + more
         if choice.get("finish_reason") not in ("stop", "tool_calls"):
             continue
         if marker := markup(content[index]):
@@ -196,8 +178,8 @@ def usage_chunk(capture: Capture) -> Faults:
             yield from usage_faults(number, capture.events[number]["usage"], "prompt", "completion")
     if len(with_usage) > 1:
         yield with_usage[1], "expected usage once"
-    for number, chunk, raw in capture.typed_and_raw():
-        if raw.get("choices") == [] and "usage" not in chunk:
+    for number, raw in enumerate(capture.raw):
+        if raw.get("choices") == [] and number not in with_usage:
             yield number, "expected a chunk without choices to hold usage"
         if not with_usage:
             continue
@@ -214,9 +196,11 @@ def error_frame(capture: Capture) -> Faults:
     the SDKs raise what stands in the member error, and read no further
     B13 C20 https://github.com/open-webui/open-webui/issues/29628
     """
-    for number, chunk, raw in capture.typed_and_raw():
-        if not raw.get("error"):
+    for number, chunk in enumerate(capture.raw):
+        error = chunk.get("error")
+        if not error:
             continue
-        yield from missing(number, "an error", raw["error"], chunk.get("error", {}), ERROR)
+        for fault in missing(error if isinstance(error, dict) else {}, "error"):
+            yield number, fault
         if number < len(capture.raw) - 1:
             yield number + 1, "expected nothing after an error but [DONE]"

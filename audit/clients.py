@@ -115,7 +115,7 @@ def models(peer: Peer) -> None:
 
 must, should, advice = rules_of("clients", "responses")
 PAUSE_S = 1.5
-LEAST_BYTES = 2**16  # of a stream for which a slow client makes its server wait
+LEAST_BYTES = 48_000  # of a stream for which a slow client makes its server wait
 
 
 @must("slow-reader")

@@ -14,26 +14,10 @@ Not here: bytes (frames.py), chat completions (chunks.py).
 import itertools
 import json
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 from audit.rules import rules_of
-from audit.schema import (
-    AFTER,
-    EVENTS,
-    GRAMMAR,
-    ITEMS,
-    ORDER,
-    PARTS,
-    RESPONSE,
-    Faults,
-    Json,
-    Members,
-    label,
-    missing,
-    paired,
-    shortened,
-)
+from audit.schema import AFTER, EVENTS, GRAMMAR, ORDER, Faults, Json, label, missing, shortened
 from audit.stream import STREAM_RULES, Capture, is_object, markup, usage_faults
 
 # fmt: off
@@ -106,26 +90,9 @@ def fields(capture: Capture) -> Faults:
     openai/openai-openapi calls these members required
     C09 C22 H06 H07 https://github.com/lemonade-sdk/lemonade/issues/3607
     """
-    for number, event, raw in capture.typed_and_raw():
-        event_type = event.get("type", "an event")
-        yield from missing(number, event_type, event, raw, EVENTS.get(event_type, {}))
-        for inner, raw_inner in items_and_parts(event, raw):
-            inner_type = inner.get("type", "")
-            members: Members = {"type": str} | (ITEMS | PARTS).get(inner_type, {})
-            yield from missing(number, inner_type or "an item or part", inner, raw_inner, members)
-        if "response" in event:  # compared as it came, for a null is an answer too
-            yield from missing(number, "a response", raw["response"], raw["response"], RESPONSE)
-
-
-def items_and_parts(event: Json, raw: Json) -> Iterator[tuple[Json, Json]]:
-    """Yield the items and parts of an event, wherever they stand: each typed and as it came."""
-    items = [(event["item"], raw["item"])] if "item" in event else []
-    if "response" in event:
-        items += paired(event["response"], raw["response"], "output")
-    parts = [(event["part"], raw["part"])] if "part" in event else []
-    for item, raw_item in items:
-        parts += paired(item, raw_item, "content") + paired(item, raw_item, "summary")
-    yield from items + parts
+    for number, event in enumerate(capture.raw):
+        for fault in missing(event, "event"):
+            yield number, fault
 
 
 @must("numbers")
@@ -154,7 +121,7 @@ def nested_numbers(capture: Capture) -> Faults:
     openai/openai-openapi has the number in the event alone
     C02 https://github.com/vllm-project/vllm/pull/37071
     """
-    for number, event in enumerate(capture.raw):
+    for number, event in enumerate(capture.events):
         inner = {name: value for name, value in event.items() if name != "sequence_number"}
         if '"sequence_number":' in json.dumps(inner):
             yield number, "expected no sequence_number but that of the event"
@@ -208,11 +175,10 @@ def terminal(capture: Capture) -> Faults:
 
 
 def snapshots(capture: Capture) -> Iterator[tuple[int, str, Json]]:
-    """Yield (number of the event, its type, its response), the response with its members that are null."""
-    for number, event, raw in capture.typed_and_raw():
+    """Yield (number of the event, its type, its response)."""
+    for number, event in enumerate(capture.events):
         if "response" in event and event.get("type") in STATUSES:
-            nulls = {member: None for member, value in raw["response"].items() if value is None}
-            yield number, event["type"], nulls | event["response"]
+            yield number, event["type"], event["response"]
 
 
 @must("status")
@@ -278,10 +244,8 @@ def one_response(capture: Capture) -> Faults:
     C06 C07 https://github.com/BerriAI/litellm/issues/19125
     """
     first: Json = {}
-    for number, event in enumerate(capture.raw):
-        response = event.get("response")
-        if not isinstance(response, dict):
-            continue
+    for number, event in enumerate(capture.events):
+        response = event.get("response", {})
         first = first or response
         for member in first.keys() - CHANGING:
             if response.get(member, first[member]) != first[member]:
@@ -372,16 +336,16 @@ def annotations(capture: Capture) -> Faults:
     https://platform.openai.com/docs/api-reference/responses-streaming/response/output_text/annotation/added
     """
     announced: list[Any] = []  # annotations of the part that is open
-    for number, event, raw in capture.typed_and_raw():
+    for number, event in enumerate(capture.events):
         event_type = event.get("type")
         if event_type == "response.content_part.added":
             announced = []
         elif event_type == "response.output_text.annotation.added":
             yield from at_index(number, event, "annotation_index", len(announced))
-            announced.append(raw.get("annotation"))
+            announced.append(event.get("annotation"))
         elif label(event) == "response.content_part.done output_text":
-            got = raw["part"].get("annotations")
-            if without_nulls(got or []) != without_nulls(announced):
+            got = event["part"].get("annotations")
+            if without(got or []) != without(announced):
                 shown = shortened(json.dumps(got))
                 yield number, f"expected the {len(announced)} annotations that were announced, got {shown}"
 
@@ -397,20 +361,19 @@ def sums(capture: Capture) -> Faults:
     logprobs: list[Any] = []
     parts: list[Json] = []  # of the item that is open, as its parts were done
     items: list[Any] = []  # of the response, as they were done
-    for number, event, raw in capture.typed_and_raw():
+    for number, event in enumerate(capture.events):
         event_type = event.get("type", "")
         if event_type.endswith(".delta"):
             text += event.get("delta", "")
             logprobs += event.get("logprobs", ())
         elif event_type in REPEATS:
             yield from repeats_deltas(number, event, REPEATS[event_type], text, logprobs)
-            if "part" in event:
-                parts.append(raw["part"])
+            parts += [event["part"]] if "part" in event else []
         elif event_type == "response.output_item.done":
-            yield from repeats_parts(number, event.get("item", {}), raw.get("item"), text, parts)
-            items.append(raw.get("item"))
+            yield from repeats_parts(number, event.get("item", {}), text, parts)
+            items.append(event.get("item"))
         elif event_type in TERMINAL and "output" in event.get("response", {}):
-            yield from repeats_items(number, raw["response"]["output"], items)
+            yield from repeats_items(number, event["response"]["output"], items)
         if event_type.endswith(("_item.added", "_part.added", "_item.done")):
             text = ""
             logprobs = []
@@ -430,14 +393,14 @@ def repeats_deltas(number: int, event: Json, member: str, text: str, logprobs: l
         yield number, "the logprobs of the deltas are not those that the event says"
 
 
-def repeats_parts(number: int, item: Json, raw: Any, text: str, parts: list[Json]) -> Faults:
+def repeats_parts(number: int, item: Json, text: str, parts: list[Json]) -> Faults:
     if item.get("type") in ("function_call", "custom_tool_call"):
         expected = [text]
         got = [str(item.get("arguments", item.get("input", text)))]
     elif parts and item.get("type") in ("message", "reasoning"):  # without parts the rule order is broken
-        raw_parts = [part for member in ("content", "summary") for _, part in paired(item, raw, member)]
-        expected = sorted(map(json.dumps, without_nulls(parts)))  # summary or content may come first
-        got = sorted(map(json.dumps, without_nulls(raw_parts)))
+        held = item.get("content", []) + item.get("summary", [])
+        expected = sorted(map(json.dumps, without(parts)))  # summary or content may come first
+        got = sorted(map(json.dumps, without(held)))
     else:
         return
     if got != expected:
@@ -445,24 +408,21 @@ def repeats_parts(number: int, item: Json, raw: Any, text: str, parts: list[Json
 
 
 def repeats_items(number: int, output: list[Any], items: list[Any]) -> Faults:
-    pairs = zip(without_nulls(output), without_nulls(items), strict=False)
+    pairs = zip(without(output), without(items), strict=False)
     n_equal = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
     if not len(output) == len(items) == n_equal:
         message = f"{len(items)} items were done, the response has {len(output)}"
         yield number, f"{message}; the first {n_equal} are equal"
 
 
-def without(value: Any, name: str) -> Any:
-    """Leave out the members of that name, and those that are null: null and absent mean the same."""
+def without(value: Any, *names: str) -> Any:
+    """Leave out the members of these names, and those that are null: null and absent mean the same."""
     if isinstance(value, list):
-        return [without(entry, name) for entry in value]
+        return [without(entry, *names) for entry in value]
     if isinstance(value, dict):
-        members = {member: inner for member, inner in value.items() if member != name and inner is not None}
-        return {member: without(inner, name) for member, inner in members.items()}
+        members = {name: inner for name, inner in value.items() if name not in names and inner is not None}
+        return {name: without(inner, *names) for name, inner in members.items()}
     return value
-
-
-without_nulls = partial(without, name="")
 
 
 # --- usage, texts, arguments --------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ def fault_lines(faults: list[Violation]) -> Iterator[str]:
 def summary(capture: Capture) -> str:
     """Say in one line what a stream said."""
     if capture.kind == "chat":
-        reasons = [choice.get("finish_reason") for _, _, choice, _ in choices(capture)]
+        reasons = [choice.get("finish_reason") for _, _, choice in choices(capture)]
         ends = ", ".join(filter(None, reasons)) or "nothing"
         return f"chat completion chunks: {len(capture.raw)}, ended by {ends}"
     last = capture.events[-1].get("response", {})

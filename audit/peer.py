@@ -75,18 +75,14 @@ class Reply(NamedTuple):
     @property
     def refusal(self) -> str:
         """The status, and what the server says about it."""
-        said = self.error.get("message") or self.json.get("error") or self.text
-        return f"{self.status} {shortened(' '.join(str(said).split()), 160)}"
+        return f"{self.status} {shortened(str(self.error.get('message') or self.text), 160)}"
 
     def __str__(self) -> str:
         return f"{self.asked} -> {self.status} {shortened(self.text, 300)}"
 
     @property
     def text(self) -> str:
-        text = self.body.decode("utf-8", "replace")
-        if "html" in self.headers.get("content-type", ""):
-            text = re.sub(r"<style.*?</style>|<script.*?</script>|<[^>]*>", " ", text, flags=re.DOTALL)
-        return " ".join(text.split())
+        return " ".join(self.body.decode("utf-8", "replace").split())
 
 
 # --- bytes --------------------------------------------------------------------------------------------------
@@ -351,14 +347,8 @@ class Peer:
 
 
 def described(method: str, path: str, body: Json | bytes | None) -> str:
-    shown = ""
-    if isinstance(body, dict):
-        shown = json.dumps(body)
-    elif body:
-        shown = body.decode("ascii", "replace")
-        if not shown.isprintable():
-            shown = f"({len(body)} bytes)"
-    return shortened(f"{method} {path} {shown}".strip(), 300)
+    shown = f"({len(body)} bytes)" if isinstance(body, bytes) else json.dumps(body or "")
+    return shortened(f"{method} {path} {shown}", 300)
 
 
 def events_of(pieces: Iterable[bytes]) -> Iterator[Json]:

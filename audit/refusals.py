@@ -17,7 +17,7 @@ from audit.agents import ORPHAN, SEALED
 from audit.asking import GOOD, TIME, request
 from audit.peer import NOT_THERE, Peer, Reply
 from audit.rules import Check, NotApplicable, expect, rules_of
-from audit.schema import ERROR, Json
+from audit.schema import Json, missing
 
 RESPONSES, CHAT = GOOD
 Rows = list[tuple[str, Json | bytes]]
@@ -260,8 +260,8 @@ def error_shape(peer: Peer) -> None:
     """
     for reply in told(peer):
         error = reply.error
-        missing = ERROR.keys() - error.keys()
-        expect(not missing, f"expected the error to have {sorted(missing)}", reply)
+        faults = list(missing(error, "error"))
+        expect(not faults, f"expected all its members: {', '.join(faults)}", reply)
         texts = [isinstance(error[name], str) for name in ("message", "type")]
         texts += [isinstance(error[name], str | None) for name in ("param", "code")]
         expect(all(texts), "expected strings, or null for param and code", reply)

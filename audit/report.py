@@ -6,7 +6,7 @@
 Authority: https://github.com/testmoapp/junitxml for what CI servers read of JUnit's XML.
 
 Rules of this file:
-1. Colours go to terminals only, and nothing that a terminal would obey comes from a server.
+1. Nothing that a terminal would obey is passed on from a server.
 
 Not here: the verdicts (session.py), the command line (__main__.py).
 """
@@ -21,12 +21,7 @@ from audit.rules import RULES
 from audit.schema import shortened
 from audit.session import VERDICTS, Result
 
-COLOURS = {"pass": "32", "fail": "31", "flaky": "35", "n/a": "90", "error": "33"}
 SHOWN = 400  # characters of an excerpt
-
-
-def painted(text: str, verdict: str, in_colour: bool) -> str:
-    return f"\033[{COLOURS[verdict]}m{text}\033[0m" if in_colour else text
 
 
 def count(results: Iterable[Result], verdict: str) -> int:
@@ -49,30 +44,29 @@ def by_group(results: Iterable[Result]) -> dict[str, list[Result]]:
 # --- for people ---------------------------------------------------------------------------------------------
 
 
-def summary(results: Sequence[Result], known: Mapping[str, str], in_colour: bool = False) -> Iterator[str]:
+def summary(results: Sequence[Result], known: Mapping[str, str]) -> Iterator[str]:
     """Yield a line for each group that was asked, the total, and the musts that fail and are not known to."""
     yield f"{'':12}{''.join(f'{verdict:>8}' for verdict in VERDICTS)}"
     for name, group in {**by_group(results), f"{len(results)} rules": results}.items():
-        cells = [painted(f"{count(group, verdict):8}", verdict, in_colour) for verdict in VERDICTS]
-        yield f"{name:12}{''.join(cells)}"
+        yield f"{name:12}{''.join(f'{count(group, verdict):8}' for verdict in VERDICTS)}"
     musts = [result.rule for result in failed(results, strict=False, known=known)]
     if musts:
         yield f"{len(musts)} failed musts: {', '.join(musts)}"
 
 
-def details(results: Sequence[Result], in_colour: bool = False) -> Iterator[str]:
+def details(results: Sequence[Result]) -> Iterator[str]:
     """Yield what failed and why, then what could not be asked, then what does not apply."""
     for verdict in ("fail", "flaky", "error"):
         for result in results:
             if result.verdict == verdict:
-                yield from detail(result, in_colour)
+                yield from detail(result)
     by_reason: dict[str, list[str]] = {}  # rules that do not apply
     for result in results:
         if result.verdict == "n/a":
             by_reason.setdefault(result.reason, []).append(result.rule)
     for reason, names in by_reason.items():
         yield ""
-        yield f"{painted('n/a   ', 'n/a', in_colour)}{printable(shortened(reason, 200))}"
+        yield f"n/a   {printable(shortened(reason, 200))}"
         yield f"      {', '.join(names)}"
 
 
@@ -81,11 +75,10 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
 
 
-def detail(result: Result, in_colour: bool) -> Iterator[str]:
+def detail(result: Result) -> Iterator[str]:
     rule = RULES[result.rule]
     yield ""
-    verdict = painted(f"{result.verdict:6}", result.verdict, in_colour)
-    yield f"{verdict}{rule.name} ({rule.strength}): {rule.title}"
+    yield f"{result.verdict:6}{rule.name} ({rule.strength}): {rule.title}"
     yield f"      {printable(result.reason)}"
     for line in shortened(result.excerpt.strip(), SHOWN).split("\n"):
         yield f"      | {printable(line)}"

@@ -1,17 +1,18 @@
 """What streams are made of: the members of events, items, parts and chunks, and which event may follow which.
 
     JSON object --typed()--> the same object without members of a wrong type
-    JSON object --missing()--> a fault for each member that must be there and is not, or has a wrong type
+    JSON object --missing()--> a line for each member that must be there and is not, or has a wrong type
     event --label()--> its name in GRAMMAR        (state, label) --ORDER--> the next state
 
 Authority: https://github.com/openai/openai-openapi, the types of its schemas and what they call "required";
 https://platform.openai.com/docs/api-reference/responses-streaming for the order.
 
 Rules of this file:
-1. One table says it all about one kind of object. A member whose name ends with "?" may be absent, as in
-   TypeScript; every other one must be there. Members that stand in no table are not looked at.
-2. A type is str, int, list or object (anything, null too); a table, for an object with these members; or
-   [table], for a list of such objects. Events, items and parts each have one type for one name.
+1. One row says it all about one kind of object: `name` is a string, `name:type` something else, [type] a list
+   of such objects. A name that ends with "?" may be absent, as in TypeScript; every other one must be there.
+   Members that stand in no row are not looked at.
+2. An item whose `type` is message has the members of "item" and those of "item message". One name has one
+   type in all items, in all parts and in all events: it can be read before the type of the object is known.
 3. The tables are the judge's own: nothing is imported from a server that is judged.
 4. What a server runs itself (web search, code, MCP) is one state, "hosted": its events are its own.
 
@@ -20,121 +21,107 @@ Not here: what the members must say (events.py, chunks.py).
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 Json = dict[str, Any]
-Members = dict[str, Any]  # name -> type
+Members = dict[str, str]  # name -> type, a key of BASIC or of MEMBERS; with a "?" if it may be absent
 Faults = Iterator[tuple[int, str]]  # (number of an event, what is wrong with it)
 
+BASIC: dict[str, Any] = {"": str, "null": str | None, "int": int, "list": list, "any": object}
 
-def union(tables: Iterable[Members]) -> Members:
-    """The members that any of the tables has: no name has two types."""
-    return {name: type_ for table in tables for name, type_ in table.items()}
+OBJECTS = """
+usage                 = input_tokens?:int output_tokens?:int total_tokens?:int
+                        prompt_tokens?:int completion_tokens?:int
+                        input_tokens_details?:usage output_tokens_details?:usage
+                        prompt_tokens_details?:usage completion_tokens_details?:usage
+                        cached_tokens?:int reasoning_tokens?:int
+error                 = message:any type:any param:any code:any
 
+part                  = type
+part output_text      = text annotations:list logprobs:list
+part refusal          = refusal
+part reasoning_text   = text
+part summary_text     = text
 
-# --- both APIs ----------------------------------------------------------------------------------------------
+item                  = type
+item message          = id status role content:[part]
+item reasoning        = id status? summary:[part] content?:[part]
+item function_call    = id status call_id name arguments
+item custom_tool_call = id status? call_id name input
+item compaction       = id encrypted_content
 
-# fmt: off
-COUNTS = {
-    "input_tokens?": int, "output_tokens?": int, "total_tokens?": int, "prompt_tokens?": int,
-    "completion_tokens?": int, "cached_tokens?": int, "reasoning_tokens?": int,
+response              = id object:any created_at:any status error:any incomplete_details:any
+                        instructions:any model:any tools:any output:[item] usage?:usage
+                        tool_choice:any parallel_tool_calls:any metadata:any
+                        temperature:any top_p:any
+
+event                 = type? sequence_number?:int
+event response.created                       = response:response
+event response.queued                        = response:response
+event response.in_progress                   = response:response
+event response.completed                     = response:response
+event response.incomplete                    = response:response
+event response.failed                        = response:response
+event response.output_item.added             = output_index:int item:item
+event response.output_item.done              = output_index:int item:item
+event response.content_part.added            = item_id output_index:int content_index:int part:part
+event response.content_part.done             = item_id output_index:int content_index:int part:part
+event response.output_text.delta             = item_id output_index:int content_index:int delta logprobs:list
+event response.output_text.done              = item_id output_index:int content_index:int text logprobs:list
+event response.output_text.annotation.added  = item_id output_index:int content_index:int
+                                               annotation_index:int annotation:any
+event response.refusal.delta                 = item_id output_index:int content_index:int delta
+event response.refusal.done                  = item_id output_index:int content_index:int refusal
+event response.reasoning_text.delta          = item_id output_index:int content_index:int delta
+event response.reasoning_text.done           = item_id output_index:int content_index:int text
+event response.reasoning.delta               = item_id output_index:int content_index:int delta
+event response.reasoning.done                = item_id output_index:int content_index:int text
+event response.reasoning_summary_part.added  = item_id output_index:int summary_index:int part:part
+event response.reasoning_summary_part.done   = item_id output_index:int summary_index:int part:part
+event response.reasoning_summary_text.delta  = item_id output_index:int summary_index:int delta
+event response.reasoning_summary_text.done   = item_id output_index:int summary_index:int text
+event response.function_call_arguments.delta = item_id output_index:int delta
+event response.function_call_arguments.done  = item_id output_index:int arguments name?
+event response.custom_tool_call_input.delta  = item_id output_index:int delta
+event response.custom_tool_call_input.done   = item_id output_index:int input
+event response.compaction.compacting         = item_id output_index:int
+event response.steer.accepted                = steer:any
+event response.steer.pending                 = steer:any reason required_input:list
+event response.steer.failed                  = steer:any error:any
+event error                                  = code:any message:any param:any
+
+chunk                 = id object created:int model choices:[choice] usage?:usage error?:any
+choice                = index:int delta:delta finish_reason:null
+delta                 = role?:null content?:null tool_calls?:[call]
+call                  = index?:int id?:null type?:null function?:called custom?:called
+called                = name?:null arguments?:null input?:null
+"""
+CONTINUED = re.compile(r"\n +")
+ROW = re.compile(r"(.+?) *= (.*)")
+ROWS: dict[str, Members] = {
+    key: dict(member.partition(":")[::2] for member in members.split())
+    for key, members in ROW.findall(CONTINUED.sub(" ", OBJECTS))
 }
-USAGE = COUNTS | {
-    "input_tokens_details?": COUNTS, "output_tokens_details?": COUNTS,
-    "prompt_tokens_details?": COUNTS, "completion_tokens_details?": COUNTS,
-}
-ERROR = {"message": object, "type": object, "param": object, "code": object}
 
-# --- the Responses API --------------------------------------------------------------------------------------
 
-#  part, by type         its members besides type
-PARTS: dict[str, Members] = {
-    "output_text":       {"text": str, "annotations": list, "logprobs": list},
-    "refusal":           {"refusal": str},
-    "reasoning_text":    {"text": str},
-    "summary_text":      {"text": str},
-}
-PART: Members = {"type": str} | union(PARTS.values())
+def kinds(name: str) -> dict[str, Members]:
+    """Return the rows of all items, parts or events, by their type."""
+    return {key.removeprefix(f"{name} "): row for key, row in ROWS.items() if key.startswith(f"{name} ")}
 
-#  item, by type         its members besides type
-ITEMS: dict[str, Members] = {
-    "message":           {"id": str, "status": str, "role": str, "content": [PART]},
-    "reasoning":         {"id": str, "status?": str, "summary": [PART], "content?": [PART]},
-    "function_call":     {"id": str, "status": str, "call_id": str, "name": str, "arguments": str},
-    "custom_tool_call":  {"id": str, "status?": str, "call_id": str, "name": str, "input": str},
-    "compaction":        {"id": str, "encrypted_content": str},
-}
-ITEM: Members = {"type": str} | union(ITEMS.values())
 
-RESPONSE: Members = {
-    "id": str, "object": object, "created_at": object, "status": str, "error": {}, "incomplete_details": {},
-    "instructions": object, "model": object, "tools": object, "output": [ITEM], "tool_choice": object,
-    "parallel_tool_calls": object, "metadata": object, "temperature": object, "top_p": object,
-    "usage?": USAGE,
-}
-
-# Where in the output an event belongs.
-ITEM_PLACE = {"item_id": str, "output_index": int}
-PART_PLACE = ITEM_PLACE | {"content_index": int}
-SUMMARY_PLACE = ITEM_PLACE | {"summary_index": int}
-
-#  event, by type                              its members besides type and sequence_number
-EVENTS: dict[str, Members] = {
-    "response.created":                        {"response": RESPONSE},
-    "response.queued":                         {"response": RESPONSE},
-    "response.in_progress":                    {"response": RESPONSE},
-    "response.completed":                      {"response": RESPONSE},
-    "response.incomplete":                     {"response": RESPONSE},
-    "response.failed":                         {"response": RESPONSE},
-    "response.output_item.added":              {"output_index": int, "item": ITEM},
-    "response.output_item.done":               {"output_index": int, "item": ITEM},
-    "response.content_part.added":             PART_PLACE | {"part": PART},
-    "response.content_part.done":              PART_PLACE | {"part": PART},
-    "response.output_text.delta":              PART_PLACE | {"delta": str, "logprobs": list},
-    "response.output_text.done":               PART_PLACE | {"text": str, "logprobs": list},
-    "response.output_text.annotation.added":   PART_PLACE | {"annotation_index": int, "annotation": object},
-    "response.refusal.delta":                  PART_PLACE | {"delta": str},
-    "response.refusal.done":                   PART_PLACE | {"refusal": str},
-    "response.reasoning_text.delta":           PART_PLACE | {"delta": str},
-    "response.reasoning_text.done":            PART_PLACE | {"text": str},
-    "response.reasoning.delta":                PART_PLACE | {"delta": str},
-    "response.reasoning.done":                 PART_PLACE | {"text": str},
-    "response.reasoning_summary_part.added":   SUMMARY_PLACE | {"part": PART},
-    "response.reasoning_summary_part.done":    SUMMARY_PLACE | {"part": PART},
-    "response.reasoning_summary_text.delta":   SUMMARY_PLACE | {"delta": str},
-    "response.reasoning_summary_text.done":    SUMMARY_PLACE | {"text": str},
-    "response.function_call_arguments.delta":  ITEM_PLACE | {"delta": str},
-    "response.function_call_arguments.done":   ITEM_PLACE | {"name?": str, "arguments": str},
-    "response.custom_tool_call_input.delta":   ITEM_PLACE | {"delta": str},
-    "response.custom_tool_call_input.done":    ITEM_PLACE | {"input": str},
-    "response.compaction.compacting":          ITEM_PLACE,
-    "response.steer.accepted":                 {"steer": object},
-    "response.steer.pending":                  {"steer": object, "reason": str, "required_input": list},
-    "response.steer.failed":                   {"steer": object, "error": object},
-    "error":                                   {"code": object, "message": object, "param": object},
-}
-EVENT: Members = {"type": str, "sequence_number": int} | union(EVENTS.values())
-
-# --- chat completions ---------------------------------------------------------------------------------------
-
-CALL = {
-    "index?": int, "id?": str, "type?": str,
-    "function?": {"name?": str, "arguments?": str}, "custom?": {"name?": str, "input?": str},
-}
-DELTA = {"role?": str, "content?": str, "tool_calls?": [CALL]}
-CHOICE = {"index": int, "delta": DELTA, "finish_reason": str}  # its null means: not yet
-CHUNK = {
-    "id": str, "object": str, "created": int, "model": str, "choices": [CHOICE],
-    "usage?": USAGE, "error?": ERROR,
-}
-# fmt: on
+ITEMS, PARTS, EVENTS = kinds("item"), kinds("part"), kinds("event")
+# The members that any object of a kind may have, without the "?" of their names.
+MEMBERS: dict[str, Members] = {}
+for _key, _row_members in ROWS.items():
+    _all = MEMBERS.setdefault(_key.partition(" ")[0], {})
+    _all |= {name.removesuffix("?"): type_ for name, type_ in _row_members.items()}
 
 
 # --- which event may follow which ---------------------------------------------------------------------------
 
-# state         event, and the item or part it opens or ends              next state
-TABLE = """
+# Columns: state; event, and the item or part that it opens or ends; next state
+ORDERED = """
 start           response.created                                          created
 created         response.queued                                           queued
 created         response.in_progress                                      between
@@ -196,8 +183,8 @@ between         response.output_item.added *                              hosted
 hosted          response.*                                                hosted
 hosted          response.output_item.done *                               between
 """
-ROWS = [re.split("  +", row) for row in TABLE.splitlines() if row]
-GRAMMAR = {(state, event): then for state, event, then in ROWS}
+STEPS = [re.split("  +", row) for row in ORDERED.splitlines() if row]
+GRAMMAR = {(state, event): then for state, event, then in STEPS}
 # fmt: off
 HOSTED = ("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call", "mcp_",
           "computer_call", "local_shell_call", "shell_call", "apply_patch_call", "tool_search")
@@ -224,54 +211,45 @@ def label(event: Json) -> str:
 
 # --- objects against their table ----------------------------------------------------------------------------
 
-
-def required(members: Members) -> list[str]:
-    return [name for name in members if not name.endswith("?")]
-
-
-def typed(value: Json, members: Members) -> Json:
-    """The object without members of another type than their table says, at any depth."""
-    fitted = {name: fit(member, type_of(name, members)) for name, member in value.items()}
-    return {name: member for name, member in fitted.items() if member is not WRONG}
-
-
-def type_of(name: str, members: Members) -> Any:
-    return members.get(name, members.get(f"{name}?", object))
-
-
 WRONG = object()  # in place of a value of another type
 
 
-def fit(value: Any, type_: Any) -> Any:
-    match type_:
-        case dict() if isinstance(value, dict):
-            return typed(value, type_)
-        case [members] if isinstance(value, list):
-            return [typed(entry, members) for entry in value if isinstance(entry, dict)]
-        case type() if isinstance(value, type_) and not (type_ is int and isinstance(value, bool)):
-            return value
-        case _:
+def typed(value: Json, kind: str) -> Json:
+    """Return the object without members of another type than the table says, at any depth."""
+    members = MEMBERS[kind]
+    fitted = {name: fit(member, members.get(name, "any")) for name, member in value.items()}
+    return {name: member for name, member in fitted.items() if member is not WRONG}
+
+
+def fit(value: Any, type_: str) -> Any:
+    if type_.startswith("["):
+        if not isinstance(value, list):
             return WRONG
+        return [typed(entry, type_[1:-1]) for entry in value if isinstance(entry, dict)]
+    if type_ in MEMBERS:
+        return typed(value, type_) if isinstance(value, dict) else WRONG
+    is_it = isinstance(value, BASIC[type_]) and not (type_ == "int" and isinstance(value, bool))
+    return value if is_it else WRONG
 
 
-def paired(holder: Json, raw: Json, member: str) -> list[tuple[Json, Json]]:
-    """The objects in a list, each typed and as it came; [] where the holder has no such list."""
-    if member not in holder:
-        return []
-    raw_objects = [value for value in raw[member] if isinstance(value, dict)]
-    return list(zip(holder[member], raw_objects, strict=True))
+def missing(value: Json, kind: str) -> Iterator[str]:
+    """Yield what the object, and those in it, lack or have of another type."""
+    type_ = value.get("type")
+    what = type_ if kind != "response" and isinstance(type_, str) else f"the {kind}"
+    for name, of_type in (ROWS[kind] | ROWS.get(f"{kind} {type_}", {})).items():
+        member = value.get(name.removesuffix("?"))
+        if not name.endswith("?") and name not in value:
+            yield f"{what} lacks {name}"
+        elif not name.endswith("?") and fit(member, of_type) is WRONG:
+            yield f"{what} has {name} of another type: {shortened(json.dumps(member))}"
+        inner = member if isinstance(member, list) else [member]
+        for entry in inner:
+            if isinstance(entry, dict) and of_type.strip("[]") in ("item", "part", "response", "choice"):
+                yield from missing(entry, of_type.strip("[]"))
 
 
-def missing(number: int, what: str, holder: Json, raw: Json, members: Members) -> Faults:
-    """Faults of an object that lacks a required member, or has it of another type.
-
-    `number` is that of the event, `what` names the object; `holder` is the object typed, `raw` as it came.
-    """
-    for name in required(members):
-        if name not in raw:
-            yield number, f"{what} lacks {name}"
-        elif name not in holder:
-            yield number, f"{what} has {name} of another type: {shortened(json.dumps(raw[name]))}"
+def required(members: Members) -> list[str]:
+    return [name for name in members if not name.endswith("?")]
 
 
 def shortened(text: str, length: int = 80) -> str:

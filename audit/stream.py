@@ -19,9 +19,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from audit.rules import Rule
-from audit.schema import CHUNK, EVENT, Faults, Json, Members, shortened, typed
+from audit.schema import Faults, Json, shortened, typed
 
-TYPES: dict[str, Members] = {"responses": EVENT, "chat": CHUNK}  # kind of a stream -> members of its events
+EVENTS = {"responses": "event", "chat": "chunk"}  # kind of a stream -> what schema.py calls its events
 
 LINE = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r)|[^\r\n]+")
 COMMENT = re.compile(rb":[^\r\n]*[\r\n]+")
@@ -43,11 +43,6 @@ class Capture(NamedTuple):
     raw: list[Json]  # the events as they came; {} for one that is no JSON object
     events: list[Json]  # the same events without members of a wrong type
     tail: str  # what is wrong with the end of the bytes; "" for nothing
-
-    def typed_and_raw(self) -> Iterator[tuple[int, Json, Json]]:
-        """Yield (number of the event, the event without members of a wrong type, the event as it came)."""
-        for number, (event, raw) in enumerate(zip(self.events, self.raw, strict=True)):
-            yield number, event, raw
 
 
 # --- bytes to events ----------------------------------------------------------------------------------------
@@ -124,7 +119,7 @@ def captured(raw: Iterable[Json]) -> Capture:
             "expected server-sent events of a Responses stream or of chat completion chunks, "
             f"got {len(events)} events of neither"
         )
-    return Capture(kinds[0], [], events, [typed(event, TYPES[kinds[0]]) for event in events], "")
+    return Capture(kinds[0], [], events, [typed(event, EVENTS[kinds[0]]) for event in events], "")
 
 
 def kind_of(event: Json) -> str:

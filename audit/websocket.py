@@ -44,13 +44,13 @@ class Closed(Exception):
 class WebSocket:
     """One connection after its handshake."""
 
-    def __init__(self, model: str, connection: Connection) -> None:
-        self._model = model
+    def __init__(self, peer: Peer, connection: Connection) -> None:
+        self.peer = peer
         self._connection = connection
 
     def turn(self, body: Json) -> list[Json]:
         """Return the events of one turn, to its last one or to an error."""
-        message = {"type": "response.create", "model": self._model} | body
+        message = {"type": "response.create", "model": self.peer.model} | body
         self.send_frame(TEXT, json.dumps(message).encode())
         events = [self.event()]
         while events[-1].get("type") not in ENDS:
@@ -136,7 +136,7 @@ def connected(peer: Peer) -> Iterator[WebSocket]:
         got = reply.headers.get("sec-websocket-accept")
         expect(got == expected, f"expected Sec-WebSocket-Accept {expected}, got {got}", reply.headers)
         try:
-            yield WebSocket(peer.model, connection)
+            yield WebSocket(peer, connection)
         except Closed as closed:
             raise Failed("expected the connection to stay open", closed) from closed
 

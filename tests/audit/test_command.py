@@ -43,7 +43,6 @@ def test_a_server_is_audited(ours: Server, tmp_path: Path) -> None:
     ended = audit(f"{ours.url}/v1", "--model", "tiny", *FEW, *options)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert "4 rules" in ended.stdout
-    assert "\033" not in ended.stdout, "no colours but on a terminal"
     suites = ElementTree.parse(files["junit"]).getroot()
     cases = {case.attrib["name"] for case in suites.iter("testcase")}
     assert cases == {"bad-json", "bad-model", "bad-input", "models"}
@@ -299,10 +298,10 @@ def rows(table: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
 
 
-def test_the_readme_says_what_the_results_say() -> None:
+def test_the_front_page_says_what_the_results_say() -> None:
     """The totals of other servers: those of results/peers.md, and these count its table of rules."""
     peers = (ROOT / "results" / "peers.md").read_text(encoding="utf-8")
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    readme = (ROOT / "audit" / "README.md").read_text(encoding="utf-8")
     tables = re.findall(r"(?:^\|.*\n)+", peers, re.MULTILINE)
     (totals,) = (table for table in tables if table.startswith("| server | version"))
     (by_rule,) = (table for table in tables if table.startswith("| rule |"))

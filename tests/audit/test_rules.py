@@ -194,18 +194,7 @@ texts = st.sampled_from(
     ["", "message", "output_text", "function_call", "completed", "{", "\ud800", "</think>"]
 )
 numbers = st.integers(-1, 2) | st.booleans() | st.none() | st.floats()
-TABLES = (
-    schema.EVENT,
-    schema.ITEM,
-    schema.RESPONSE,
-    schema.USAGE,
-    schema.CHUNK,
-    schema.CALL,
-    schema.DELTA,
-)
-names = st.sampled_from(
-    sorted({"finish_reason", *(name.removesuffix("?") for table in TABLES for name in table)})
-)
+names = st.sampled_from(sorted({name for members in schema.MEMBERS.values() for name in members}))
 values: st.SearchStrategy[Any] = st.recursive(
     texts | numbers,
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(names, inner, max_size=4),
@@ -220,7 +209,7 @@ anything = st.dictionaries(names, values, max_size=6).flatmap(
 
 @given(st.lists(anything, max_size=4), st.sampled_from(["responses", "chat"]))
 def test_no_stream_makes_it_raise(events: list[dict[str, Any]], kind: str) -> None:
-    typed = [schema.typed(event, streams.TYPES[kind]) for event in events]
+    typed = [schema.typed(event, streams.EVENTS[kind]) for event in events]
     violations = linter.violations(streams.Capture(kind, [], events, typed, ""))
     assert all(0 <= violation.event <= len(events) or not events for violation in violations)
 

@@ -16,8 +16,9 @@ Pair = tuple[WebSocket, socket.socket]
 @pytest.fixture
 def pair() -> Iterator[Pair]:
     ours, theirs = socket.socketpair()
+    peer = Peer("http://127.0.0.1:9", "m", budget=5)
     with ours, theirs:
-        yield WebSocket("m", Connection(Peer("http://127.0.0.1:9", "m", budget=5), ours)), theirs
+        yield WebSocket(peer, Connection(peer, ours)), theirs
 
 
 def frame(opcode: int, payload: bytes, is_final: bool = True, mask: int = 0) -> bytes:
