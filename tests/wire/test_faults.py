@@ -81,7 +81,6 @@ def test_a_fault_is_named_by_its_rule_alone(
     ours: Server, exchanges: dict[str, list[Exchange]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of all rules the one that is about it fails, and those that the fault's row names with a reason."""
-    monkeypatch.setattr(clients, "PAUSE_S", 0.5)
     monkeypatch.setattr(clients, "PATIENCE_S", 0.5)
     judge_fault = partial(judged_by_all, ours, exchanges)
     with ThreadPoolExecutor(4) as threads:
