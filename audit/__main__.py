@@ -1,6 +1,6 @@
 """`python -m audit`: holds a live server, or a recorded stream, against the rules.
 
-    URL --session.look()--> Server --session.judge_all()--> results --report--> lines and files
+    URL --session.look(), judge_all()--> results --report--> lines and files
     file --linter.judge()--> lines
 
 Authority: `python -m audit --help`.
@@ -145,13 +145,12 @@ def audit(options: argparse.Namespace) -> tuple[Iterable[str], int]:
     known = report.read_baseline(options.baseline.read_text(encoding="utf-8")) if options.baseline else {}
     headers = dict(header(text) for text in options.header)
     peer = Peer(options.target, options.model, options.api_key, None, headers, options.timeout)
-    server = session.look(peer, options.long)
-    peer.long = server.long
+    apis = session.look(peer, options.long)
     about = {
         "url": options.target,
         "model": peer.model,
-        "apis": server.apis,
-        "long": server.long,
+        "apis": apis,
+        "long": peer.long,
         "known": known,
     }
 
@@ -160,22 +159,26 @@ def audit(options: argparse.Namespace) -> tuple[Iterable[str], int]:
     for number, result in enumerate(session.judge_all(peer, names, n_times), 1):
         by_rule[result.rule] = result
         results = [*by_rule.values()]
-        if sys.stderr.isatty():
-            progress = f"{number}/{len(names) * n_times} rules: {result.rule}"
-            print(f"\r{progress:<78}\r", end="", file=sys.stderr, flush=True)
+        show_progress(f"{number}/{len(names) * n_times} rules: {result.rule}")
         for path, text in ((options.junit, report.junit), (options.json_file, report.to_json)):
             if path:
                 path.write_text(text(results, about), encoding="utf-8")  # rule 2
+    show_progress("")
     status = int(bool(report.failed(results, options.strict, known)))
     if options.json:
         return [report.to_json(results, about).rstrip()], status
     lines = [
-        f"{options.target}, model {peer.model}: {' and '.join(server.apis)}",
+        f"{options.target}, model {peer.model}: {' and '.join(apis)}",
         *report.summary(results, known),
         *report.against_baseline(results, known),
         *report.details(results),
     ]
     return lines, status
+
+
+def show_progress(text: str) -> None:
+    if sys.stderr.isatty():
+        print(f"{text:<78}", end="\r", file=sys.stderr, flush=True)
 
 
 def header(text: str) -> tuple[str, str]:

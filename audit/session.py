@@ -1,6 +1,6 @@
 """One audit: what there is to be audited, and every rule asked of it, each with its verdict.
 
-    Peer --look()--> Server, or NoServer        Peer, names of rules --judge_all()--> Result, Result, ...
+    Peer --look()--> paths, or NoServer        Peer, names of rules --judge_all()--> Result, Result, ...
 
     pass     the rule holds                     fail     it does not, and the excerpt shows it
     n/a      the server lacks what it is about  error    it could not be asked, and the reason says why
@@ -28,6 +28,19 @@ from audit.rules import RULES, Failed, NoReply, NotApplicable, check
 from audit.schema import Json
 
 PROFILES = ("chat", "responses", "stateful", "agents", "websocket", "all")
+GROUPS = [
+    "frames",
+    "events",
+    "chunks",
+    "http",
+    "clients",
+    "answers",
+    "agents",
+    "stored",
+    "background",
+    "refusals",
+    "websocket",
+]
 MODULES = (clients, answers, agents, stored, refusals, turns)  # whose import enters their rules
 Verdict = Literal["pass", "fail", "flaky", "n/a", "error"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
@@ -43,7 +56,8 @@ class Result(NamedTuple):
 
 def chosen(profile: str, patterns: Iterable[str]) -> list[str]:
     """Return the rules of a profile whose names match a pattern, if there are any; raises ValueError."""
-    names = [name for name, rule in RULES.items() if profile in ("all", *rule.profiles.split())]
+    rules = sorted(RULES.values(), key=lambda rule: GROUPS.index(rule.group))
+    names = [rule.name for rule in rules if profile in ("all", *rule.profiles.split())]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(f"no rule of the profile {profile!r} is called {pattern!r}: see --list")
@@ -102,15 +116,11 @@ class NoServer(Exception):
         super().__init__(" ".join(message.split()))
 
 
-class Server(NamedTuple):
-    """What is known of a server before the first rule."""
+def look(peer: Peer, long: Json | None = None) -> list[str]:
+    """Return the paths that are answered; the peer gets the first model that is listed, if it has none.
 
-    apis: list[str]  # paths that it answers
-    long: Json  # members of a body that make an answer long
-
-
-def look(peer: Peer, long: Json | None = None) -> Server:
-    """Find out what can be audited; a peer without a model gets the first that the server lists."""
+    It also gets `long`, or what is found to make its answers long.
+    """
     models = asked(peer, "GET", "/models")
     if models.status in (401, 403):
         raise NoServer(f"key: it is missing or wrong; give --api-key KEY. {models}")
@@ -122,9 +132,8 @@ def look(peer: Peer, long: Json | None = None) -> Server:
     apis = [path for path, reply in replies.items() if reply.status == 200 and reply.json]
     if not apis:
         raise NoServer(nothing_served(peer, replies))
-    if long is None:
-        long = what_makes_it_long(peer, apis[0])
-    return Server(apis, long)
+    peer.long = what_makes_it_long(peer, apis[0]) if long is None else long
+    return apis
 
 
 def asked(peer: Peer, method: str, path: str, body: Json | None = None) -> Reply:
