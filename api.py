@@ -47,7 +47,7 @@ import responses
 import sse
 from background import Event, EventLog, NotStored, Producer, QueueFull, Reason, Registry, ResponseJob
 from channels import Accepted, Compaction, Delta, Emit, Finish, Output, Usage
-from gateway.relay import Refused
+from gateway.refused import Refused
 from gateway.remote import RemoteWorker
 from request import items, params, query, tool_calls, tools
 from request.body import parse_json, place, receive

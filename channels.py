@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple, Protocol, cast
 # --- vocabulary ---------------------------------------------------------------------------------------------
 
 # Harmony's words for the reasoning, asides to the user, and the answer. A refusal is told from an answer only
-# by other servers (gateway/deltas.py): a model has no marker for it.
+# by other servers (gateway/outputs.py): a model has no marker for it.
 Channel = Literal["analysis", "commentary", "final", "refusal"]
 
 

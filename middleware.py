@@ -44,7 +44,7 @@ from starlette.routing import Match, Route, WebSocketRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api import Api, Endpoint
-from gateway.relay import Refused
+from gateway.refused import Refused
 from request.ids import REQUEST_ID, new_id
 from request.query import STREAMED
 from request.refusals import MAX_SHOWN, BadInput, shown

@@ -1,6 +1,7 @@
 """Usage metering: usage objects to counts of tokens, and counts of tokens to costs.
 
-    chunk, completion or Responses event --Meter.read()--> its usage object, counted and given its costs
+    chunk --Meter.read()--> its usage object, counted and given its costs
+    request --Ledger.settle()--> a line of the log, and totals
 
 Authority: TelegramMessenger/cocoon, runners/helpers/CountTokens.cpp at b75d444, for the counters and the
 formula; https://platform.openai.com/docs/api-reference for the names in a usage object.
@@ -11,10 +12,14 @@ Rules of this file:
 3. What is no count (a negative, a fraction, a word) is 0. Cached tokens are at most those of the prompt,
    reasoning tokens at most those of the completion.
 
-Not here: which documents pass (relay.py), what becomes of the sums (remote.py).
+4. Whatever becomes of a request, its usage is settled once: in the log, and in the totals of /health.
 """
 
-from typing import Any, NamedTuple
+import logging
+from collections import Counter
+from typing import Any, Literal, NamedTuple, get_args
+
+log = logging.getLogger("remote")
 
 Document = dict[str, Any]  # a JSON object
 
@@ -129,3 +134,31 @@ class Meter:
             return dict.fromkeys((*TokenCounts._fields, "total"))
         adjusted = (self.prices or Prices()).adjusted(self.counts)
         return adjusted._asdict() | {"total": sum(adjusted)}
+
+
+Outcome = Literal["done", "error", "disconnect"]
+
+
+class Ledger:
+    """The tokens that were used, request by request, and their totals since the start."""
+
+    def __init__(self, prices: Prices | None = None) -> None:
+        self.prices = prices
+        names = (*get_args(Outcome), "usage_unknown", "total")
+        # All of them from the start: the rate of a counter needs its zero.
+        self.totals = Counter({f"relayed_{name}": 0 for name in names})
+
+    def settle(self, model: str, upstream: str, outcome: Outcome, meter: Meter) -> None:
+        """Enter a request, once, whatever became of it."""
+        usage = meter.used()
+        summary = "unknown (null)"
+        if meter.counts:
+            if meter.prices:
+                usage["cost"] = meter.prices.costs(meter.counts)["total_cost"]
+            summary = " ".join(f"{name}={value}" for name, value in usage.items())
+        else:
+            self.totals["relayed_usage_unknown"] += 1
+        log.info("%s of %s: %s, usage: %s", model, upstream or "no upstream", outcome, summary)
+        self.totals[f"relayed_{outcome}"] += 1
+        for name, value in usage.items():
+            self.totals[f"relayed_{name}"] += value or 0

@@ -1,54 +1,34 @@
 """The remote worker: a checked Request to what a model behind an upstream server says.
 
     Request --prepare()--> UpstreamPrompt --run()--> emit(Accepted), emit(Output), ..., emit(Finish)
-                           UpstreamPrompt --count_tokens()--> int                     where the upstream can
-    body of POST /v1/chat/completions --pass_through()--> Response                    relayed byte for byte
+                           UpstreamPrompt --count_tokens()--> int                     if the upstream can
+    body of POST /v1/chat/completions --pass_through()--> RelayedChat
 
 Authority: https://platform.openai.com/docs/api-reference/chat/create; what that lacks has vLLM's names.
 
 Rules of this file:
 1. An upstream's refusal goes on with its status as long as the client has got no head; later it is a failure.
 2. A parameter that the client has not set is not sent: the upstream may preset it, or not know it.
-3. A chat request is checked before it is passed on, so that what is wrong has our names; what is only not
-   built here (pictures, vLLM's parameters) passes unchecked, for the upstream may have it.
-4. Whatever becomes of a request, its usage is settled once: in the log, and in the totals of /health.
-
-Not here: reading the answer (relay.py, deltas.py), usage and costs (metering.py), load balancing and
-connections (upstreams.py).
 """
 
 import asyncio
 import json
-import logging
-from collections import Counter
-from collections.abc import AsyncGenerator, Iterable, Mapping
-from contextlib import aclosing
-from typing import Any, Literal, NamedTuple, get_args
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
 
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
-
-import sse
 from channels import Accepted, Emit, Finish, Output, Usage
-from gateway.chunks import Unreadable
-from gateway.deltas import Deltas
-from gateway.metering import Meter, Prices
-from gateway.relay import Frame, Reader, Refused, Relay, forwarded
-from gateway.upstreams import RETRY_AFTER_S, Died, Reply, Upstreams
+from gateway.answers import MAX_KEPT_BYTES, Answer
+from gateway.metering import Ledger, Meter, Outcome, Prices
+from gateway.outputs import Outputs
+from gateway.refused import Refused
+from gateway.relay import ACCEPT_S, PATH, RelayedChat, checkable
+from gateway.upstreams import RETRY_AFTER_S, Reply, Upstreams, discard
 from request import params
 from request.messages import Message, shortened
 from request.params import MOVED, Request
-from request.refusals import BadInput, error_object
-from streaming import SSE_HEADERS, KeptAlive, while_connected
+from request.refusals import BadInput
 
-log = logging.getLogger("remote")
-
-PATH = "chat/completions"
-# A client of a stream waits so long for the upstream's first event until it gets a head from us: prompts may
-# be long. Until then a refusal keeps its status; who wants no stream waits for the answer anyway.
-ACCEPT_S = 5
-N_FRAMES_A_TURN = 100  # of one read: then the other streams go on
-MIN_THREAD_BYTES = 2**16  # of a frame that is read in a thread
 # What counts the tokens of a chat body, and the member of its answer that says how many there are.
 # https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html#tokenizer-api
 # https://github.com/ggml-org/llama.cpp/blob/master/tools/server/README.md
@@ -176,35 +156,6 @@ def chat_message(message: Message) -> Message:
     return message | {"tool_calls": calls}
 
 
-# --- the ledger ---------------------------------------------------------------------------------------------
-
-Outcome = Literal["done", "error", "disconnect"]
-
-
-class Ledger:
-    """The tokens that were used, request by request, and their totals since the start."""
-
-    def __init__(self) -> None:
-        names = (*get_args(Outcome), "usage_unknown", "total")
-        # All of them from the start: the rate of a counter needs its zero.
-        self.totals = Counter({f"relayed_{name}": 0 for name in names})
-
-    def settle(self, model: str, upstream: str, outcome: Outcome, meter: Meter) -> None:
-        """Enter a request, once, whatever became of it."""
-        usage = meter.used()
-        summary = "unknown (null)"
-        if meter.counts:
-            if meter.prices:
-                usage["cost"] = meter.prices.costs(meter.counts)["total_cost"]
-            summary = " ".join(f"{name}={value}" for name, value in usage.items())
-        else:
-            self.totals["relayed_usage_unknown"] += 1
-        log.info("%s of %s: %s, usage: %s", model, upstream or "no upstream", outcome, summary)
-        self.totals[f"relayed_{outcome}"] += 1
-        for name, value in usage.items():
-            self.totals[f"relayed_{name}"] += value or 0
-
-
 # --- the worker ---------------------------------------------------------------------------------------------
 
 
@@ -213,8 +164,7 @@ class RemoteWorker:
 
     def __init__(self, upstreams: Upstreams, prices: Prices | None = None) -> None:
         self.upstreams = upstreams
-        self.prices = prices
-        self.ledger = Ledger()
+        self.ledger = Ledger(prices)
 
     def serves(self, name: str, alias: str) -> bool:
         """Whether an upstream has the model; raises Refused where one that was never reached might."""
@@ -270,10 +220,9 @@ class RemoteWorker:
     async def run(self, prompt: UpstreamPrompt, emit: Emit) -> None:
         """Emit what the model says. Raises Refused before Accepted, and nothing after it."""
         request = prompt.request
-        meter = Meter(self.prices)
+        meter = Meter(self.ledger.prices)
         accepted = False
         outcome: Outcome = "error"
-        deltas = Deltas(not request.parallel_tool_calls, request.n_top_logprobs or 0)
         opening = asyncio.ensure_future(self._open(prompt))
         try:
             timeout_s = ACCEPT_S if request.stream or request.background else None
@@ -283,13 +232,10 @@ class RemoteWorker:
             emit(Accepted())
             accepted = True
             try:
-                await _relay(await opening, deltas, meter, emit)
-                if not deltas.failed:
+                if await emit_answer(await opening, request, meter, emit):
                     outcome = "done"
             except Refused as refused:
                 emit(Finish("failed", None, refused.message, refused.late_code))
-            except (Died, Unreadable) as error:
-                emit(Finish("failed", usage_of(meter), f"The answer cannot be used: {error}."))
         except asyncio.CancelledError:
             outcome = "disconnect"
             if accepted:
@@ -310,8 +256,10 @@ class RemoteWorker:
 
     async def _ask(self, prompt: UpstreamPrompt, messages: list[Message]) -> Reply:
         """Raises Refused, which names the parameter that the client has sent."""
+        one_call = not prompt.request.parallel_tool_calls
+        answer = partial(Answer, one_call=one_call, max_bytes=MAX_KEPT_BYTES)
         try:
-            return await self.upstreams.open(PATH, prompt.body | {"messages": messages})
+            return await self.upstreams.open(PATH, prompt.body | {"messages": messages}, answer)
         except Refused as refused:
             if refused.param:
                 chat_param = refused.param
@@ -319,15 +267,31 @@ class RemoteWorker:
                 refused.message = refused.message.replace(f"'{chat_param}'", f"'{refused.param}'")
             raise
 
-    def pass_through(self, body: dict[str, Any]) -> "PassThrough":
-        """The answer to a chat request, relayed from an upstream; raises BadInput."""
+    def pass_through(self, body: dict[str, Any]) -> RelayedChat:
+        """Return the answer to a chat request, relayed from an upstream; raises BadInput."""
         request = params.from_chat(checkable(body), {})
         body = body | {"model": self._upstream_name(request.model)}
         if request.stream:
             body["stream_options"] = (body.get("stream_options") or {}) | {"include_usage": True}
         if request.tools:
             body["tools"] = marked(body["tools"], strict_names(request))
-        return PassThrough(self, request, body)
+        return RelayedChat(self.upstreams, self.ledger, request, body)
+
+
+async def emit_answer(reply: Reply, request: Request, meter: Meter, emit: Emit) -> bool:
+    """Emit what the model says in an answer; return whether it came without an error."""
+    outputs = Outputs(request.n_top_logprobs or 0)
+    while (chunks := await reply.read()) is not None:
+        for chunk in chunks:
+            meter.read(chunk)
+            said: Iterable[Output] = outputs.read(chunk)
+            if not reply.answer.frames.is_stream:  # it may be megabytes: other streams go on meanwhile
+                said = await asyncio.to_thread(list, said)
+            for output in said:
+                emit(output)
+    for last in outputs.close(usage_of(meter)):
+        emit(last)
+    return not outputs.failure
 
 
 def usage_of(meter: Meter) -> Usage | None:
@@ -335,183 +299,3 @@ def usage_of(meter: Meter) -> Usage | None:
     if counts is None:
         return None
     return Usage(counts.prompt, counts.completion, counts.reasoning, counts.cached)
-
-
-async def _relay(reply: Reply, deltas: Deltas, meter: Meter, emit: Emit) -> None:
-    """Emit what the model says in an answer; raises Died, Unreadable."""
-    async with aclosing(_frames_of(reply)) as frames:
-        async for frame in frames:
-            if frame.document:
-                meter.read(frame.document)
-                for output in await _outputs_of(frame, deltas):
-                    emit(output)
-            if frame.is_done:
-                deltas.note_done()
-            if deltas.is_over:
-                break
-    for last in deltas.close(usage_of(meter)):
-        emit(last)
-
-
-async def _outputs_of(frame: Frame, deltas: Deltas) -> Iterable[Output]:
-    """What a frame says. A large one, such as a whole answer, is read in a thread: others' streams go on."""
-    outputs = deltas.feed(frame.document or {})
-    if len(frame.raw) < MIN_THREAD_BYTES:
-        return outputs
-    return await asyncio.to_thread(list, outputs)
-
-
-async def _frames_of(reply: Reply) -> AsyncGenerator[Frame]:
-    """The frames of an answer, in whichever mode it comes; raises Died, Unreadable."""
-    reader = Reader(reply.content_type)
-    async with aclosing(reply.chunks()) as chunks:
-        async for chunk in chunks:
-            for n, frame in enumerate(reader.feed(chunk), 1):
-                if n % N_FRAMES_A_TURN == 0:
-                    await asyncio.sleep(0)
-                if frame.is_done:
-                    reply.note_done()
-                yield frame
-    if not reply.is_done:
-        for frame in await asyncio.to_thread(reader.close):  # it may be all of the answer
-            yield frame
-
-
-def discard(opening: asyncio.Future[Reply]) -> str:
-    """Close the reply that was opened, or is being opened; return its upstream's URL, "" if none answered."""
-    opening.cancel()
-    opening.add_done_callback(_close)
-    return _close(opening)
-
-
-def _close(opening: asyncio.Future[Reply]) -> str:
-    if not opening.done() or opening.cancelled() or opening.exception():
-        return ""
-    reply = opening.result()
-    reply.close()
-    return reply.upstream.url
-
-
-# --- chat, passed through -----------------------------------------------------------------------------------
-
-
-# Parts of a message that only an upstream may be able to read: OpenAI's, and vLLM's for sound and video.
-MEDIA = ("image_url", "input_audio", "audio_url", "video_url", "file")
-
-
-def checkable(body: dict[str, Any]) -> dict[str, Any]:
-    """The body without what is only not built here: our checks are not to refuse that on its way (rule 3)."""
-    kept = {name: value for name, value in body.items() if name not in params.NOT_BUILT_IN_CHAT}
-    messages = body.get("messages")
-    if isinstance(messages, list):
-        kept["messages"] = [_without_media(message) for message in messages]
-    response_format = body.get("response_format")
-    if isinstance(response_format, dict) and response_format.get("type") == "structural_tag":  # vLLM's
-        del kept["response_format"]
-    return kept
-
-
-def _without_media(message: Any) -> Any:
-    """A message whose pictures and the like are empty texts: each part keeps its place, which errors name."""
-    if not isinstance(message, dict) or not isinstance(message.get("content"), list):
-        return message
-    parts = []
-    for part in message["content"]:
-        if isinstance(part, dict) and part.get("type") in MEDIA:
-            part = {"type": "text", "text": ""}
-        parts.append(part)
-    return message | {"content": parts}
-
-
-class PassThrough(Response):
-    """One chat completion, relayed from an upstream for as long as the client is there."""
-
-    def __init__(self, worker: RemoteWorker, request: Request, body: dict[str, Any]) -> None:
-        self._worker = worker
-        self._request = request
-        self._body = body  # as the upstream gets it
-        self.n_choices = request.n
-        self._meter = Meter(worker.prices)
-        self._failed = False
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await while_connected(self._answer(scope, receive, send), receive)
-
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        outcome: Outcome = "disconnect"
-        opening = asyncio.ensure_future(self._worker.upstreams.open(PATH, self._body))
-        try:
-            # Until the head is sent a refusal has its status, and the request may be retried elsewhere.
-            timeout_s = ACCEPT_S if self._request.stream else None
-            await asyncio.wait({opening}, timeout=timeout_s)
-            headers = []
-            if opening.done():
-                headers = forwarded(opening.result().headers)
-            ours = dict(SSE_HEADERS)
-            headers = [(name, value) for name, value in headers if name not in ours]
-            if self._request.stream:
-                await self._send_stream(opening, headers, send)
-            else:
-                body = await self._completion(opening.result())
-                response = Response(body, media_type="application/json")
-                response.raw_headers += headers
-                await response(scope, receive, send)
-            outcome = "error" if self._failed else "done"
-        except Refused:
-            outcome = "error"
-            raise
-        finally:
-            self._worker.ledger.settle(self._body["model"], discard(opening), outcome, self._meter)
-
-    async def _send_stream(
-        self, opening: asyncio.Future[Reply], headers: list[tuple[bytes, bytes]], send: Send
-    ) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": [*headers, *SSE_HEADERS]})
-        async with aclosing(KeptAlive(send)) as stream, aclosing(self._frames(opening)) as frames:
-            async for frame in frames:
-                await stream.write(frame)
-        await send({"type": "http.response.body", "body": b""})
-
-    def _relay(self, reply: Reply) -> Relay:
-        request = self._request
-        one_call = not request.parallel_tool_calls
-        shows_usage = request.include_usage
-        return Relay(
-            reply.content_type, request.stream, self._meter, shows_usage, request.n, one_call=one_call
-        )
-
-    async def _frames(self, opening: asyncio.Future[Reply]) -> AsyncGenerator[bytes]:
-        """What the client gets, whole events a write; the last one is [DONE]."""
-        try:
-            reply = await opening
-        except Refused as refused:
-            self._failed = True
-            error = error_object(refused.message, code=refused.code or "server_error")
-            yield sse.encode(sse.dumps({"error": error}))
-            yield sse.DONE
-            return
-        relay = self._relay(reply)
-        try:
-            async with aclosing(reply.chunks()) as chunks:
-                async for chunk in chunks:
-                    if events := relay.feed(chunk):
-                        yield b"".join(events)
-                    if relay.is_done:
-                        reply.note_done()
-            yield b"".join(await asyncio.to_thread(relay.close))  # it may be all of the answer
-            self._failed = relay.failed
-        except (Died, Unreadable) as error:
-            self._failed = True
-            yield b"".join(relay.fail(f"The answer broke off: {error}."))
-
-    async def _completion(self, reply: Reply) -> bytes:
-        relay = self._relay(reply)
-        try:
-            async with aclosing(reply.chunks()) as chunks:
-                async for chunk in chunks:
-                    relay.feed(chunk)
-                    if relay.is_done:
-                        reply.note_done()
-            return b"".join(await asyncio.to_thread(relay.close))
-        except (Died, Unreadable) as error:
-            raise Refused(502, f"The answer cannot be used: {error}.") from error

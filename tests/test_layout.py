@@ -70,7 +70,7 @@ SANS_IO = {
     "audit.chunks", "audit.events", "audit.frames", "audit.rules", "audit.schema", "audit.stream",
     "channels", "completions",
     "dialects.calls", "dialects.families", "dialects.grammar_in_json", "dialects.json_schema",
-    "gateway.chunks", "gateway.deltas", "gateway.metering", "gateway.relay", "pages", "request.messages",
+    "gateway.answers", "gateway.metering", "gateway.outputs", "gateway.refused", "pages", "request.messages",
     "request.params", "request.query", "request.refusals", "request.special_tokens",
     "request.tool_calls", "request.validation", "responses", "scheduler",
     "service.signed_content", "sse",

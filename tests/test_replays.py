@@ -32,6 +32,7 @@ import urllib.parse
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 
@@ -43,9 +44,8 @@ from background import EventLog
 from channels import Arguments, Call, Close, Delta, Finish, Output, Parser, Piece, Usage
 from dialects import families
 from dialects.structured_output import lark
-from gateway import metering, relay
-from gateway.chunks import Unreadable
-from gateway.deltas import Deltas
+from gateway import answers, metering, relay
+from gateway.outputs import Outputs
 from helpers import clients, laws, scripted
 from helpers.grammars import Followed
 from request import params, tool_calls
@@ -258,21 +258,25 @@ def relayed(
     stream: bool = True,
     price: int | None = None,
     dies: bool = False,
+    shows_usage: bool = False,
+    max_bytes: int = answers.MAX_EVENT_BYTES,
     **options: Any,
 ) -> Iterator[Any]:
-    """The client's writes; then [prompt, cached, completion, reasoning, total] or "unknown"."""
+    """The client's frames; then [prompt, cached, completion, reasoning, total] or "unknown"."""
     meter = metering.Meter(None if price is None else metering.Prices(price))
     number = itertools.count(1)
-    options["new_id"] = lambda prefix: f"{prefix}_{next(number)}"
-    passing = relay.Relay(content_type, stream, meter, **options)
-    try:
-        for chunk in chunks:
-            yield from (out.decode() for out in passing.feed(chunk))
-        yield from (out.decode() for out in (passing.fail("it died") if dies else passing.close()))
-    except Unreadable as error:
-        if not stream:
-            raise
-        yield from (out.decode() for out in passing.fail(str(error)))
+    with mock.patch.object(answers, "MAX_EVENT_BYTES", max_bytes):
+        answer = answers.Answer(content_type, new_id=lambda prefix: f"{prefix}_{next(number)}", **options)
+        made = [answer.feed(chunk) for chunk in chunks]
+        made.append(answer.fail("it died") if dies else answer.close())
+    if stream:
+        frames = relay.ChatFrames(meter, shows_usage)
+        for chunk in itertools.chain(*made):
+            if frame := frames.encode([chunk]):
+                yield frame.decode()
+        yield from re.split("(?<=\n\n)(?=data)", frames.end().decode())
+    else:
+        yield relay.whole(itertools.chain(*made), meter)
     yield list(meter.used().values()) if meter.counts else "unknown"
 
 
@@ -286,19 +290,18 @@ def completions_deltas(
     chunks: list[bytes], content_type: str = "", logprobs: bool = False, **options: Any
 ) -> Iterator[Any]:
     """Items, ["logprobs", token, ...] if they are asked for, then ["finish", reason, message]."""
-    reader, deltas = relay.Reader(content_type), Deltas(**options)
-    outputs: list[Output | Finish] = []
-    for frame in itertools.chain(*map(reader.feed, chunks), reader.close()):
-        if frame.is_done:
-            deltas.note_done()
-        if frame.document and not deltas.is_over:
-            outputs += deltas.feed(frame.document)
-    outputs += deltas.close(None)
-    yield from laws.items(output for output in outputs if not isinstance(output, Finish))
+    answer = answers.Answer(content_type, **options)
+    said = Outputs()
+    made: list[Output | Finish] = []
+    for read in [*map(answer.feed, chunks), answer.close()]:
+        for chunk in read:
+            made += said.read(chunk)
+    made += said.close(None)
+    yield from laws.items(output for output in made if not isinstance(output, Finish))
     if logprobs:
-        deltas_ = [output for output in outputs if isinstance(output, Delta)]
+        deltas_ = [output for output in made if isinstance(output, Delta)]
         yield ["logprobs", *(p.token for delta in deltas_ for p in delta.logprobs)]
-    yield from (["finish", o.reason, o.message] for o in outputs if isinstance(o, Finish))
+    yield from (["finish", o.reason, o.message] for o in made if isinstance(o, Finish))
 
 
 def to_output(row: list[Any]) -> Output | Finish:

@@ -6,22 +6,26 @@ The upstream is a raw socket that sends what a test says (helpers/upstream.py), 
 import asyncio
 import contextlib
 import gzip
+import itertools
 import json
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 
 import httpx2 as httpx
 import pytest
 
 from gateway import upstreams
-from gateway.upstreams import Died, Reply, Timeouts, Upstreams
-from helpers.serving import Json, Server, http_bytes, serve, until
+from gateway.answers import Answer
+from gateway.upstreams import Reply, Timeouts, Upstreams
+from helpers.serving import PATIENCE_S, Json, Server, http_bytes, serve, until
 from helpers.upstream import (
     CHUNKED,
     DONE,
     FRAMES,
     STREAM,
-    Answer,
+    USED,
     Exchange,
     Upstream,
     chunk,
@@ -33,6 +37,7 @@ from helpers.upstream import (
     says,
     upstream,
 )
+from helpers.upstream import Answer as Answers
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 INPUT: Json = {"model": "m", "input": "hi"}
@@ -55,7 +60,7 @@ def front(worker: Upstream) -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def behind(answer: Answer, *flags: str) -> Iterator[Server]:
+def behind(answer: Answers, *flags: str) -> Iterator[Server]:
     """A front with options of its own over an upstream that answers so."""
     with upstream(answer) as running, serve("--upstream", running.url, *flags, model=None) as started:
         yield started
@@ -92,6 +97,7 @@ FIRST_FRAMES = [
     ({"object": "error", "message": "No.", "type": "BadRequestError", "code": 400},    400, "No."),
     ({"error": BAD | {"code": 500}},                                                   502, "No."),
     ({"error": "No."},                                                                 502, "No."),
+    ({"detail": "No."},                                                                502, "No."),
 ]
 AS_SENT: dict[str, Callable[[Json], bytes]] = {
     "an event":                  lambda error: head() + event(error) + DONE,
@@ -102,6 +108,7 @@ AS_SENT: dict[str, Callable[[Json], bytes]] = {
 # fmt: on
 
 
+@pytest.mark.bug("M07")
 @BOTH
 @STREAM_OR_NOT
 @pytest.mark.parametrize(("error", "status", "message"), FIRST_FRAMES)
@@ -274,7 +281,7 @@ def llama_cpp(exchange: Exchange) -> None:
 
 
 @pytest.mark.parametrize(("answer", "n_tokens"), [(vllm, 3), (llama_cpp, 20)])
-def test_the_upstream_counts_tokens(worker: Upstream, front: Server, answer: Answer, n_tokens: int) -> None:
+def test_the_upstream_counts_tokens(worker: Upstream, front: Server, answer: Answers, n_tokens: int) -> None:
     """Bug: "Unsupported parameter: 'model'"."""
     worker.answer = answer
     reply = front.post(RESPONSES + "/input_tokens", COUNTED)
@@ -299,7 +306,7 @@ def test_a_prompt_that_cannot_be_counted(worker: Upstream, front: Server) -> Non
 # --- what never ends, or never fits -------------------------------------------------------------------------
 
 
-FOR_EVER_S = 6 * upstreams.LINGER_S  # long enough to see that nobody has ended it
+FOR_EVER_S = 6 * upstreams.GRACE_S  # long enough to see that nobody has ended it
 
 
 def for_ever(exchange: Exchange, data: bytes, pause_s: float) -> None:
@@ -308,6 +315,158 @@ def for_ever(exchange: Exchange, data: bytes, pause_s: float) -> None:
     while time.monotonic() < ends_at:
         exchange.send(data)
         time.sleep(pause_s)
+
+
+SAYS_HI = delta(role="assistant", content="") + delta(content="Hi")
+A_CALL = delta(
+    tool_calls=[{"index": 0, "id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+)
+BOOM = event({"error": {"message": "boom", "type": "server_error", "code": "x"}})
+
+
+class Held:
+    """An upstream that says something, and then neither ends its answer nor, perhaps, is silent."""
+
+    def __init__(self, said: bytes, transfer: str = "", pings: bool = False) -> None:
+        self.was_left = threading.Event()  # the front has closed the connection
+        self._said = said
+        self._transfer = transfer
+        self._pings = pings
+
+    def __call__(self, exchange: Exchange) -> None:
+        if self._transfer:
+            exchange.send(head("text/event-stream", "200 OK", CHUNKED) + chunk(self._said))
+        else:
+            exchange.send(head() + self._said)
+        try:
+            if self._pings:
+                for_ever(exchange, chunk(b": ping\n\n") if self._transfer else b": ping\n\n", pause_s=0.5)
+            elif exchange.wait_closed():
+                self.was_left.set()
+        except ConnectionError:
+            self.was_left.set()
+
+
+@pytest.mark.bug("M01")
+@BOTH
+@pytest.mark.parametrize("transfer", ["", CHUNKED], ids=["close-delimited", "chunked"])
+def test_an_error_ends_the_answer(worker: Upstream, front: Server, path: str, transfer: str) -> None:
+    """Elsewhere: keep-alives for as long as the upstream held its connection."""
+    held = Held(SAYS_HI + BOOM, transfer)
+    worker.answer = held
+    body = front.post(path, ASKED[path] | {"stream": True}).body
+    assert held.was_left.wait(PATIENCE_S), "the upstream was not left"
+    assert body.count(b'"message":"boom"') == 1
+    assert body.endswith(DONE)
+
+
+# fmt: off
+FINISHED = {
+    #              said                                      the silence after it has pings?
+    "text":       (SAYS_HI + finish(),                       False),
+    "text, pings": (SAYS_HI + finish(),                      True),
+    "usage":      (SAYS_HI + finish() + USED,                False),
+    "a call":     (A_CALL + finish("tool_calls"),            False),
+    "a call, pings": (A_CALL + finish("tool_calls"),         True),
+}
+# fmt: on
+
+
+@pytest.mark.bug("M02")
+@BOTH
+@pytest.mark.parametrize("name", FINISHED)
+def test_after_its_end_an_answer_has_seconds(worker: Upstream, front: Server, path: str, name: str) -> None:
+    """Elsewhere the client waited for [DONE] for as long as the upstream liked."""
+    said, pings = FINISHED[name]
+    held = Held(said, CHUNKED, pings)
+    worker.answer = held
+    asked = ASKED[path] | {"stream": True}
+    if path == CHAT:
+        asked |= {"stream_options": {"include_usage": True}}
+    body = front.post(path, asked).body
+    assert held.was_left.wait(PATIENCE_S), "the upstream was not left"
+    assert b'"error":{' not in body
+    assert body.endswith(DONE)
+    if path == RESPONSES:
+        assert b"event: response.completed" in body
+    assert (b'put_tokens":14' in body or b'"prompt_tokens":14' in body) == (name == "usage")
+
+
+@pytest.mark.bug("M03")
+@BOTH
+@STREAM_OR_NOT
+def test_a_refusal_does_not_wait_for_its_body(
+    worker: Upstream, front: Server, path: str, stream: bool
+) -> None:
+    """Elsewhere: 28 s, then 200 and a failure, for the rest of the body never came."""
+    was_left = threading.Event()
+
+    def answer(exchange: Exchange) -> None:
+        headers = ("Retry-After: 7", "Content-Length: 500")
+        exchange.send(head("application/json", "429 Too Many", *headers) + b'{"error": {"message": "Wait')
+        if exchange.wait_closed():
+            was_left.set()
+
+    worker.answer = answer
+    reply = front.post(path, ASKED[path] | {"stream": stream})
+    assert was_left.wait(PATIENCE_S), "the upstream was not left"
+    assert (reply.status, reply.headers["retry-after"]) == (429, "7")
+
+
+# fmt: off
+PREAMBLES = {
+    "nothing":      b"",
+    "a comment":    b": hi\n\n",
+    "a role":       delta(role="assistant", content=""),
+    "empty deltas": delta(role="assistant") + delta(content="") + delta() + event({"choices": []}),
+}
+# fmt: on
+
+
+@contextlib.contextmanager
+def two_in_turn(first: bytes) -> Iterator[tuple[Server, list[Upstream]]]:
+    """A front of two upstreams: whichever is asked first says `first` and breaks off, the other one works."""
+    in_turn = itertools.cycle([True, False])
+
+    def answer(exchange: Exchange) -> None:
+        if next(in_turn):
+            exchange.send(head() + first)
+            time.sleep(0.2)  # a reset may overtake what was sent before it
+            exchange.reset()
+        else:
+            exchange.send(head() + SAYS_HI + finish() + DONE)
+
+    with (
+        upstream(answer) as a,
+        upstream(answer) as b,
+        serve("--upstream", a.url, "--upstream", b.url, model=None) as front,
+    ):
+        yield front, [a, b]
+
+
+@pytest.mark.bug("M06")
+@pytest.mark.parametrize("name", PREAMBLES)
+def test_until_something_is_said_another_is_asked(name: str) -> None:
+    """Elsewhere the first byte, or the role, was the end of all failover."""
+    with two_in_turn(PREAMBLES[name]) as (front, both):
+        for path, asked in ASKED.items():  # one more failure, and the circuit opens
+            reply = front.post(path, asked | {"stream": True})
+            assert reply.status == 200
+            assert b"Hi" in reply.body
+            assert b'"error":{' not in reply.body
+            if path == CHAT:
+                assert reply.body.count(b'"role":"assistant"') == 1
+        assert sum(len(each.exchanges) for each in both) == 2 * len(ASKED)
+
+
+@pytest.mark.bug("M06")
+def test_after_something_is_said_no_other_is_asked() -> None:
+    with two_in_turn(delta(content="half")) as (front, both):
+        body = front.post(CHAT, MESSAGES | {"stream": True}).body
+        assert b"half" in body
+        assert b'"error":{' in body
+        assert b"Hi" not in body
+        assert sum(len(each.exchanges) for each in both) == 1
 
 
 @BOTH
@@ -352,24 +511,16 @@ def test_an_answer_that_never_begins_is_refused(data: bytes) -> None:
             assert front.post(path, asked | {"stream": True}).status == 504
 
 
-def test_an_answer_has_a_limit_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upstreams, "MAX_ANSWER_BYTES", 10_000)
-
-    async def read(reply: Reply) -> tuple[int, str]:
-        n_bytes = 0
-        try:
-            async for data in reply.chunks():
-                n_bytes += len(data)
-        except Died as error:
-            return n_bytes, str(error)
-        return n_bytes, "the answer has ended"
-
-    async def run(url: str) -> tuple[int, str]:
+def test_an_answer_has_a_limit_in_bytes() -> None:
+    async def run(url: str) -> tuple[Reply, list[Json]]:
         asked = Upstreams([url], timeouts=Timeouts())
         await asked.probe()
-        reply = await asked.open("chat/completions", MESSAGES)
+        reply = await asked.open("chat/completions", MESSAGES, partial(Answer, max_bytes=10_000))
+        chunks: list[Json] = []
         try:
-            return await read(reply)
+            while (more := await reply.read()) is not None:
+                chunks += more
+            return reply, chunks
         finally:
             reply.close()
             await asked.close()
@@ -379,9 +530,9 @@ def test_an_answer_has_a_limit_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None
         for_ever(exchange, FRAMES[1], pause_s=0)
 
     with upstream(answer) as running:
-        n_bytes, why = asyncio.run(run(running.url))
-    assert "longer than 10000 bytes" in why
-    assert n_bytes < 10_000 + 2**17  # the chunk that was one too many
+        reply, chunks = asyncio.run(run(running.url))
+    assert "longer than 10000 bytes" in chunks[-1]["error"]["message"]
+    assert reply.answer.n_bytes < 10_000 + 2**17  # the chunk that was one too many
 
 
 @BOTH

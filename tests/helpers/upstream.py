@@ -40,7 +40,8 @@ def chunk(data: bytes) -> bytes:
 
 
 def event(value: Any) -> bytes:
-    return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
+    data = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+    return b"data: " + data.encode("utf-8", "surrogatepass") + b"\n\n"
 
 
 def delta(**delta: Any) -> bytes:
@@ -63,7 +64,7 @@ CALL = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "f"
 # A stream with reasoning, an answer and a call; small, because tests cut it at every byte.
 FRAMES = [
     delta(role="assistant", content=""),
-    delta(reasoning_content="so"),
+    delta(reasoning_content="so", reasoning="so"),
     delta(content="caf\u00e9"),
     delta(tool_calls=[CALL]),
     delta(tool_calls=[{"index": 0, "function": {"arguments": '{"x":1}'}}]),

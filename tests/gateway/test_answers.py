@@ -10,21 +10,22 @@ import tomllib
 import urllib.parse
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 import responses
 import sse
 from channels import Delta, Finish, Output, TokenLogprob
-from gateway import chunks
-from gateway.chunks import ChunkReader, Nesting, Unreadable
-from gateway.deltas import MAX_CHARS, Deltas
+from gateway import answers
+from gateway.answers import Answer as Reader
+from gateway.answers import Nesting
 from gateway.metering import Meter
-from gateway.relay import Reader, Refused, Relay
+from gateway.outputs import Outputs
+from gateway.refused import Refused
+from gateway.relay import ChatFrames, whole
 from helpers import laws
 from helpers.serving import Json
 from helpers.upstream import DONE, STREAM, delta, event, finish
@@ -65,17 +66,17 @@ class Answer:
 ENDS = {"stop": "stop", "tool_calls": "stop", "function_call": "stop", None: "stop"}
 
 
+def frames_of(reader: Reader, data: bytes, meter: Meter) -> bytes:
+    """What a client of a stream gets."""
+    frames = ChatFrames(meter, shows_usage=True)
+    return frames.encode(reader.feed(data)) + frames.encode(reader.close()) + frames.end()
+
+
 def chat_streamed(data: bytes, content_type: str, one_call: bool) -> Answer:
     meter = Meter()
-    relay = Relay(content_type, True, meter, shows_usage=True, one_call=one_call)
     answer = Answer(end="stop")
-    raw = relay.feed(data)
-    try:
-        raw += relay.close()
-    except Unreadable as error:
-        raw += relay.fail(str(error))
-    for found in sse.Parser().feed(b"".join(raw)):
-        if found.data.strip() in ("[DONE]", ""):
+    for found in sse.Parser().feed(frames_of(Reader(content_type, one_call=one_call), data, meter)):
+        if found.data == "[DONE]":
             continue
         chunk = json.loads(found.data)
         if "error" in chunk:
@@ -93,11 +94,10 @@ def chat_streamed(data: bytes, content_type: str, one_call: bool) -> Answer:
 
 def chat_whole(data: bytes, content_type: str, one_call: bool) -> Answer:
     meter = Meter()
-    relay = Relay(content_type, False, meter, one_call=one_call)
+    reader = Reader(content_type, one_call=one_call)
     try:
-        relay.feed(data)
-        (raw,) = relay.close()
-    except (Unreadable, Refused):
+        raw = whole([*reader.feed(data), *reader.close()], meter)
+    except Refused:
         return Answer(end="failed")
     answer = Answer(end="stop", usage=meter.counts)
     for choice in json.loads(raw)["choices"]:
@@ -117,22 +117,13 @@ def logprobs_of(choice: Json) -> list[Any]:
 
 def outputs_of(data: bytes, content_type: str, one_call: bool) -> tuple[list[Output | Finish], Any]:
     """As remote.py reads an answer."""
-    reader, deltas, meter = Reader(content_type), Deltas(one_call), Meter()
+    reader, meter = Reader(content_type, one_call=one_call), Meter()
+    said = Outputs()
     outputs: list[Output | Finish] = []
-    try:
-        for frame in itertools.chain.from_iterable(
-            read() for read in (partial(reader.feed, data), reader.close)
-        ):
-            if frame.document:
-                meter.read(frame.document)
-                outputs += deltas.feed(frame.document)
-            if frame.is_done:
-                deltas.note_done()
-            if deltas.is_over:
-                break
-        outputs += deltas.close(None)
-    except Unreadable as error:
-        outputs.append(Finish("failed", None, str(error)))
+    for chunk in [*reader.feed(data), *reader.close()]:
+        meter.read(chunk)
+        outputs += said.read(chunk)
+    outputs += said.close(None)
     return outputs, meter.counts
 
 
@@ -173,29 +164,26 @@ def responses_whole(events: list[Json]) -> Answer:
 
 def check_law(data: bytes, content_type: str = "", one_call: bool = False) -> None:
     streamed = chat_streamed(data, content_type, one_call)
-    whole = chat_whole(data, content_type, one_call)
+    whole_ = chat_whole(data, content_type, one_call)
     outputs, usage = outputs_of(data, content_type, one_call)
     events = [json.loads(sse.dumps(event)) for event in events_of(outputs)]  # as a client has them
     response = responses_streamed(events)
     assert responses_whole(events) == response
     assert isinstance(outputs[-1], Finish)
     response.end = outputs[-1].reason
-    if "no JSON object" in outputs[-1].message:  # a chat completion has no word for it
-        response.end = "stop"
     response.usage = usage
     if streamed.reasoning or streamed.calls:  # a response has logprobs of its text alone
         kept = iter(streamed.logprobs)
         assert all(p in kept for p in response.logprobs)
         response.logprobs = streamed.logprobs
     if streamed.end == "failed":
-        assert whole.end == "failed"
-        response.usage = streamed.usage  # what comes behind an error is not read
+        assert whole_.end == "failed"
     else:
-        assert whole == streamed
+        assert whole_ == streamed
     assert response == streamed
 
 
-def answers() -> Iterator[tuple[str, bytes, Json]]:
+def recorded() -> Iterator[tuple[str, bytes, Json]]:
     """Those of the replays that ask for one choice."""
     for path in sorted(FOLDER.iterdir()):
         if not path.stem.startswith(("completions-deltas-", "relay-")) or "relay-headers" in path.stem:
@@ -215,7 +203,7 @@ def answers() -> Iterator[tuple[str, bytes, Json]]:
         )
 
 
-ANSWERS = {name: (data, options) for name, data, options in answers()} | {"STREAM": (STREAM, {})}
+ANSWERS = {name: (data, options) for name, data, options in recorded()} | {"STREAM": (STREAM, {})}
 
 
 @pytest.mark.parametrize("name", ANSWERS)
@@ -303,35 +291,6 @@ def test_nothing_that_an_upstream_sends_raises(sent: list[Json]) -> None:
         events_of(outputs)
 
 
-A_CALL = {"tool_calls": [{"function": {"name": "f"}}]}
-more_text = st.fixed_dictionaries(
-    {"delta": deltas | st.fixed_dictionaries({"content": st.sampled_from(["a", "b"])})},
-    optional={
-        "index": st.sampled_from([0, 0, 1, None]),
-        "finish_reason": st.sampled_from([None, "", "stop"]),
-    },
-)
-
-
-@given(st.lists(more_text | junk_choices, max_size=8), st.sampled_from([1, 2]))
-@example([{"index": 0, "delta": {"content": "a"}}, {"index": 0, "delta": {"content": "b", **A_CALL}}], 1)
-@example([{"index": 0, "delta": {"content": "a"}}, {"index": 0, "delta": {"reasoning": " "}}], 1)
-def test_a_chunk_with_nothing_to_put_right_is_what_reading_it_says(choices: list[Json], n: int) -> None:
-    quick, thorough = (ChunkReader(n, new_id=str) for _ in range(2))
-    for choice in choices:
-        document = {"choices": [choice], "model": "m"}
-        try:
-            chunks_read = thorough._read(document)
-        except Unreadable:
-            assert "error" in quick.read(document)[0]
-            break
-        assert quick.read(document) == chunks_read
-        if "error" in chunks_read[-1]:
-            break
-    else:
-        assert quick.close() == thorough.close()
-
-
 # --- responses ----------------------------------------------------------------------------------------------
 
 
@@ -349,12 +308,13 @@ def call(index: int, name: str | None = None, arguments: str = "") -> bytes:
 @pytest.mark.parametrize("kinds", [("custom", "function"), ("function", "custom")])
 def test_a_call_keeps_the_type_that_it_began_with(kinds: tuple[str, str]) -> None:
     """Bug: the fold looked for the name under the other type, and raised KeyError."""
-    relay = Relay("text/event-stream", False, Meter())
+    reader = Reader("text/event-stream")
+    chunks: list[Json] = []
     for kind in kinds:
         call_fragment = {"index": 0, "id": "a", kind: {"name": "f"}}
-        relay.feed(event({"choices": [{"index": 0, "delta": {"tool_calls": [call_fragment]}}]}))
+        chunks += reader.feed(event({"choices": [{"index": 0, "delta": {"tool_calls": [call_fragment]}}]}))
     with pytest.raises(Refused, match="goes on as"):
-        relay.close()
+        whole(chunks, Meter())
 
 
 @pytest.mark.bug("E05")
@@ -412,7 +372,7 @@ def test_nesting_is_whole_where_json_is(data: st.DataObject) -> None:
 
 @pytest.mark.bug("J05")
 def test_interleaved_calls_take_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: two of 4 MB in 60 fragments took 6.9 s: all that had come was parsed again with each of them."""
+    """Bug: two calls in 60 fragments took 6.9 s: all that had come was parsed again with each of them."""
     n_parsed = 0
     loads = sse.loads
 
@@ -421,25 +381,22 @@ def test_interleaved_calls_take_linear_time(monkeypatch: pytest.MonkeyPatch) -> 
         n_parsed += len(text)
         return loads(text)
 
-    monkeypatch.setattr("gateway.deltas.sse.loads", counted)
-    fragment = "x" * 70_000
+    monkeypatch.setattr("gateway.answers.sse.loads", counted)
+    fragment = "x" * 15_000
     parts = ['{"x":"', *[fragment] * 58, '"}']
-    reader = Deltas()
-    outputs: list[Output | Finish] = []
+    frames = []
     for part in parts:
         for index in (0, 1):
             more = {"name": "f"} if part == parts[0] else {}
-            call_ = {"index": index, "function": {"arguments": part} | more}
-            outputs += reader.feed({"choices": [{"index": 0, "delta": {"tool_calls": [call_]}}]})
-    outputs += reader.feed({"choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]})
-    outputs += reader.close(None)
-    whole = "".join(parts)
+            frames.append(delta(tool_calls=[{"index": index, "function": {"arguments": part} | more}]))
+    outputs, _ = outputs_of(b"".join(frames) + finish("tool_calls"), "", one_call=False)
+    arguments = "".join(parts)
     assert (
         laws.items(output for output in outputs if not isinstance(output, Finish))
-        == [["call", "f", whole]] * 2
+        == [["call", "f", arguments]] * 2
     )
     assert outputs[-1] == Finish("stop", None)
-    assert n_parsed == 2 * len(whole)
+    assert n_parsed <= 6 * len(arguments)  # the documents, and each call when it is whole and at the end
 
 
 @pytest.mark.parametrize("closed", ["", '"'])
@@ -449,8 +406,8 @@ def test_strings_full_of_quotes_take_linear_time(closed: str) -> None:
         nesting.feed('{"' + '\\"' * 1_000_000 + closed)
 
 
-def logprobs(entry: Json) -> Json:
-    return {"choices": [{"index": 0, "delta": {"content": "a"}, "logprobs": {"content": [entry]}}]}
+def logprobs(entry: Json) -> bytes:
+    return event({"choices": [{"index": 0, "delta": {"content": "a"}, "logprobs": {"content": [entry]}}]})
 
 
 # fmt: off
@@ -474,7 +431,9 @@ ENTRIES = [
 @pytest.mark.parametrize(("entry", "expected"), ENTRIES)
 def test_logprobs_are_taken_where_they_are_some(entry: Json, expected: TokenLogprob) -> None:
     """Bug: `"bytes": 300000000` made 10 GB of zeros of an event of 150 bytes, which took 105 s."""
-    (said,) = Deltas().feed(logprobs({"token": "a", "logprob": -0.5} | entry))
+    reader = Reader()
+    (chunk,) = reader.feed(logprobs({"token": "a", "logprob": -0.5} | entry))
+    (said,) = Outputs().read(chunk)
     assert said == Delta("final", "a", (expected,))
 
 
@@ -482,13 +441,14 @@ def test_logprobs_are_taken_where_they_are_some(entry: Json, expected: TokenLogp
 def test_logprobs_of_the_end_of_reasoning_are_of_no_text(behind: list[str]) -> None:
     """Bug: the marker that an upstream has taken out of its text left its logprob to the answer."""
     chunks = [("a", "reasoning", ["a"]), ("", "content", ["</think>", *behind]), ("t", "content", ["t"])]
-    reader = Deltas()
-    outputs: list[Any] = []
+    frames = b""
     for text, member, tokens in chunks:
         entries = [{"token": token, "logprob": -0.5} for token in tokens]
         choice = {"index": 0, "delta": {member: text}, "logprobs": {"content": entries}}
-        outputs += reader.feed({"choices": [choice]})
-    assert [output.text for output in outputs] == ["a", "t"]
+        frames += event({"choices": [choice]})
+    *outputs, _ = outputs_of(frames, "", one_call=False)[0]
+    assert [output.text for output in outputs if isinstance(output, Delta)] == ["a", "t"]
+    assert isinstance(outputs[-1], Delta)
     assert [p.token for p in outputs[-1].logprobs] == ["t"]
 
 
@@ -496,7 +456,9 @@ def test_no_more_alternatives_than_were_asked_for() -> None:
     """llama.cpp sends twenty where the number of them is left out."""
     said = {"token": "a", "logprob": -0.5}
     for n in (0, 1):
-        (delta_,) = Deltas(n_top_logprobs=n).feed(logprobs(said | {"top_logprobs": [said] * 20}))
+        reader = Reader()
+        (chunk,) = reader.feed(logprobs(said | {"top_logprobs": [said] * 20}))
+        (delta_,) = Outputs(n_top_logprobs=n).read(chunk)
         assert isinstance(delta_, Delta)
         assert len(delta_.logprobs[0].top) == n
 
@@ -516,7 +478,7 @@ def endless_indices() -> Iterator[Json]:
         yield {"tool_calls": [{"index": -index, "function": {"arguments": ""}}]}
 
 
-def endless_values() -> Iterator[Json]:
+def endless_arguments() -> Iterator[Json]:
     for _ in itertools.count():
         yield {"tool_calls": [{"index": 0, "function": {"name": "f", "arguments": "[]," * 1000}}]}
 
@@ -528,34 +490,32 @@ def long_ids() -> Iterator[Json]:
 @pytest.mark.parametrize("one_call", [False, True])
 @pytest.mark.parametrize(
     "endless",
-    [endless_names, endless_calls, endless_indices, endless_values, long_ids],
+    [endless_names, endless_calls, endless_indices, endless_arguments, long_ids],
     ids=lambda f: f.__name__,
 )
 def test_what_is_kept_of_a_stream_is_bounded(endless: Any, one_call: bool) -> None:
-    reader = ChunkReader(one_call=one_call)
+    reader = Reader(one_call=one_call)
     for n, each in enumerate(endless()):
-        (chunk,) = reader.read({"choices": [{"index": 0, "delta": each}]})
+        (chunk,) = reader.feed(delta(**each))
         if "error" in chunk:
             break
-        assert n < 2 * chunks.MAX_CALLS
+        assert n < 2 * answers.MAX_CALLS
     assert "expected" in chunk["error"]["message"]
     assert len(chunk["error"]["message"]) < 200
 
 
 def test_blank_text_is_not_held_without_end() -> None:
-    reader = ChunkReader()
+    reader = Reader()
     said = ""
     for _ in range(100):
-        (chunk,) = reader.read({"choices": [{"index": 0, "delta": {"content": " " * 100}}]})
+        (chunk,) = reader.feed(delta(content=" " * 100))
         said += chunk["choices"][0]["delta"]["content"]
-    assert len(said) > 10_000 - 2 * chunks.MAX_BLANK_CHARS
+    assert len(said) > 10_000 - 2 * answers.MAX_BLANKS
 
 
-def test_logprobs_count_towards_the_limit() -> None:
-    entry = {"token": "a", "logprob": -0.5, "bytes": [97]}
-    content = [entry | {"top_logprobs": [entry] * 20}] * 1000
-    document = {"choices": [{"index": 0, "delta": {"content": "a"}, "logprobs": {"content": content}}]}
-    reader = Deltas()
-    outputs = itertools.chain.from_iterable(reader.feed(document) for _ in range(100))
-    with pytest.raises(Unreadable, match=f"at most {MAX_CHARS} characters"):
-        list(outputs)
+def test_a_limit_in_bytes() -> None:
+    reader = Reader(max_bytes=1000)
+    frame = delta(content="x" * 100)
+    chunks = [chunk for _ in range(10) for chunk in reader.feed(frame)]
+    assert chunks[-1]["error"]["message"] == "The answer cannot be used: it is longer than 1000 bytes."
+    assert reader.is_over

@@ -1,0 +1,637 @@
+"""The one reader of other servers: their chat completions, put right.
+
+    bytes --Frames--> documents --Answer.feed()--> [chunk, ...], as OpenAI would have sent them
+
+relay.py writes the chunks to a client of Chat Completions; outputs.py makes of them what a response is built
+of.
+
+What servers send, and what is made of it. Each row is a replay, tests/replays/completions-deltas-*.toml or
+relay-*.toml, with a link to the server that does so:
+
+    sent                                                              read as
+    one JSON object where a stream was asked for, or a stream         what its first byte says
+      where one object was
+    an error as `error: {...}`, `event: error`, a bare line of        the error that ends the answer
+      JSON, a `message` or `detail` without choices, with status 200
+    data that is empty or null, comments, other fields                nothing
+    a last event without its blank line                               the event; half of one is an error
+    [DONE] after each of several choices                              the end of those that have finished
+    nothing after the finish_reason, not even the end                 the end (upstreams.py waits for seconds)
+    an end without a finish_reason, or without [DONE]                 whole, if one of them came
+    "eos", "STOP", "end_turn", "tool_use", "", ...                    one of OpenAI's five, or none
+    a call, and then the finish_reason "stop"                         tool_calls
+    the role in every delta                                           once
+    reasoning as `reasoning`, as `reasoning_content`, as both,        reasoning, once; a chunk has both names,
+      or as parts of the content                                      for clients read the one or the other
+    blank text before reasoning, text or a call                       part of the text, else nothing
+    the whole message once more after its deltas                      nothing
+    calls without an index, or all with the same index; without       calls 0, 1, 2, ..., each with an id
+      an id, or with an id that changes
+    the name of a call in pieces, or in every fragment                one name
+    arguments as an object, or none at all                            JSON text
+    arguments of two calls, or a call and text, by turns              chunks: as they come; outputs: in order
+
+Authority: https://platform.openai.com/docs/api-reference/chat-streaming.
+
+Rules of this file:
+1. Chunks add up: the strings of a delta are appended, and the fragments of a call have its index.
+2. What is right stays as it is, and so do members that are not known here.
+3. A name begins a call. A fragment without a name continues the newest call of its index, whatever its id.
+4. A call is whole if its arguments are a JSON object; the input of a custom tool is any text. An answer with
+   a call that is not whole ends with "length" if it was cut, else with an error that names the call.
+5. Nothing is read after an error, or after [DONE]. What cannot be read is an error too: text may be lost.
+6. What is kept is bounded: an event, an object, the names, ids and arguments of calls.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import sse
+from channels import Channel
+from completions import CALL_MEMBERS, Chunk
+from request.ids import new_id
+from request.refusals import error_object, shown
+
+# The event loop stands still while JSON is read: 20 ms a MiB of text, 200 a MiB of the smallest objects. The
+# longest events have the whole arguments of a call, the longest objects the logprobs of a whole answer.
+MAX_EVENT_BYTES = 2**19
+MAX_OBJECT_BYTES = 2**22
+# 128k tokens, each with its logprob and twenty others', are 256 MB. An answer that is kept as a whole has a
+# lower limit: 128k tokens are 32 MB.
+MAX_ANSWER_BYTES = 256 * 2**20
+MAX_KEPT_BYTES = 48 * 2**20
+MAX_CALLS = 1024  # of a choice; OpenAI allows 128 tools
+MAX_NAME = 1024  # characters of a call's name, and of its id; OpenAI allows 64
+MAX_ARGUMENTS = 2**21  # characters, of all calls of a choice
+MAX_BLANKS = 1024  # characters of blank text that are held until text follows
+MAX_MESSAGE = 4096  # characters of an error
+
+# fmt: off
+#  finish_reason           OpenAI's          any other, such as "abort", is a failure; in any case
+FINISH_REASONS = {
+    "stop":                "stop",
+    "length":              "length",
+    "content_filter":      "content_filter",
+    "tool_calls":          "tool_calls",
+    "function_call":       "function_call",
+    "tool_call":           "tool_calls",
+    "eos":                 "stop",            # https://github.com/openai/openai-dotnet/pull/267
+    "eos_token":           "stop",            # TGI
+    "stop_sequence":       "stop",            # TGI, Anthropic
+    "end_turn":            "stop",            # https://github.com/vercel/modelfusion/pull/343
+    "tool_use":            "tool_calls",      # Anthropic
+    "max_tokens":          "length",          # Anthropic
+    "model_length":        "length",          # Mistral
+}
+PAYLOADS = dict(CALL_MEMBERS.values())  # type of a call -> member that holds its arguments or input
+CUT = ("length", "content_filter")  # these end an answer in its midst
+
+#  channel       members of a delta that hold its text; both names of the reasoning hold the same
+TEXTS: dict[Channel, tuple[str, ...]] = {
+    "analysis":  ("reasoning_content", "reasoning"),
+    "refusal":   ("refusal",),
+    "final":     ("content",),
+}
+# fmt: on
+
+HEAD = ("id", "created", "model", "system_fingerprint")  # members that all chunks of an answer have alike
+
+
+class Unreadable(ValueError):
+    """The answer is not a chat completion. An Answer makes an error chunk of it."""
+
+
+class TooLarge(Unreadable):
+    """An event, or an object, has grown over its limit."""
+
+
+# --- documents ----------------------------------------------------------------------------------------------
+
+SSE_STARTS = b"deir:"  # of data, event, id, retry or a comment; no JSON text starts with one of these
+# Sent to keep a connection alive: OpenAI's client takes it for JSON, and its callers take null for a chunk.
+# https://github.com/openai/openai-python/issues/2722 https://github.com/NousResearch/hermes-agent/pull/80822
+SILENT = ("", "null")
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+class LenientParser(sse.Parser):
+    """Reads the errors that some servers write without "data:", bare or in a field of that name.
+
+    https://github.com/Atomic-Germ/OpenFlowLM-Next/issues/64 https://github.com/ggml-org/llama.cpp/pull/16109
+    """
+
+    def _process_field(self, name: str, value: str) -> None:
+        if name.startswith("{"):
+            value = f"{name}:{value}"
+        is_error = name == "error" or name.startswith("{")
+        super()._process_field("data" if is_error else name, value)
+
+
+def is_stream(content_type: str, beginning: bytes | bytearray) -> bool | None:
+    """Return whether an answer is a stream, by its content type or its first byte; None: more must come."""
+    if content_type.lower().startswith("text/event-stream"):
+        return True
+    text = beginning.removeprefix(sse.BOM).lstrip()
+    if not text or sse.BOM.startswith(beginning):
+        return None
+    return text[0] in SSE_STARTS
+
+
+class Frames:
+    """Cuts an answer into its documents: the JSON object of each event, None for [DONE].
+
+    One JSON object is a document, and [DONE] after it. feed() and close() raise Unreadable.
+    """
+
+    def __init__(self, content_type: str) -> None:
+        self.is_stream = is_stream(content_type, b"")
+        self._parser = LenientParser(MAX_EVENT_BYTES)
+        self._buffer = bytearray()  # the object; or what came before it was known whether this is a stream
+
+    def feed(self, data: bytes) -> Iterator[Chunk | None]:
+        if not self.is_stream:
+            self._buffer += data
+            if len(self._buffer) > MAX_OBJECT_BYTES:
+                raise TooLarge(f"expected at most {MAX_OBJECT_BYTES} bytes at a time")
+            if self.is_stream is None:
+                self.is_stream = is_stream("", self._buffer)
+            if not self.is_stream:
+                return
+            data = bytes(self._buffer)
+        try:
+            events = self._parser.feed(data)
+        except sse.EventTooLarge as error:
+            raise TooLarge(f"expected at most {MAX_EVENT_BYTES} bytes at a time") from error
+        for event in events:
+            yield from documents_of(event)
+
+    def close(self, is_finished: bool) -> Iterator[Chunk | None]:
+        """End the answer: what follows is an event without its blank line, or the one JSON object.
+
+        Half an event is no loss if the answer is finished.
+        """
+        if not self.is_stream:
+            yield document(self._buffer.decode("utf-8-sig", "replace"))
+            yield None
+            return
+        try:
+            yield from self.feed(b"\n\n")
+        except Unreadable as error:
+            if isinstance(error, TooLarge) or not is_finished:
+                raise
+
+
+def documents_of(event: sse.Event) -> Iterator[Chunk | None]:
+    data = event.data.strip()
+    if data == "[DONE]":
+        yield None
+    elif data not in SILENT:
+        value = document(data)
+        if event.type == "error" and not value.get("error"):
+            value = {"error": value}
+        yield value
+
+
+def document(text: str) -> Chunk:
+    """Return the JSON object that a text is, half a surrogate pair in it as U+FFFD; raises Unreadable."""
+    try:
+        try:
+            value = sse.loads(text)
+        except UnicodeEncodeError:
+            escaped = json.dumps(sse.DECODER.decode(text), ensure_ascii=False)
+            value = json.loads(LONE_SURROGATE.sub("\ufffd", escaped))
+    except ValueError as error:
+        raise Unreadable(f"expected JSON, got {shown(text)}") from error
+    if not isinstance(value, dict):
+        raise Unreadable(f"expected a JSON object, got {shown(text)}")
+    return value
+
+
+# --- values -------------------------------------------------------------------------------------------------
+
+
+def objects(value: Any) -> list[Chunk]:
+    """The objects in a list; none if another server has sent something else."""
+    if not isinstance(value, list):
+        return []
+    return [item for item in value if isinstance(item, dict)]
+
+
+def error_of(document: Chunk) -> Chunk | None:
+    """The error of a document that tells of one: its message, and type, param and code if it has them."""
+    error = document.get("error")
+    if not error and "choices" not in document:
+        error = document if "message" in document else document.get("detail")
+    if not error:
+        return None
+    if fields := objects(error):  # FastAPI's, of which the first is told: {"loc": [...], "msg": "..."}
+        error = {"message": fields[0].get("msg")}
+    if not isinstance(error, dict):
+        error = {"message": error}
+    message = error.get("message") or error.get("detail") or error
+    if not isinstance(message, str):
+        message = shown(message)
+    members = {name: error[name] for name in ("type", "param", "code") if name in error}
+    return {"message": message[:MAX_MESSAGE]} | members
+
+
+def text_of(value: Any) -> str:
+    """A text, or those of a list of parts; raises Unreadable for anything else that is not null.
+
+    Mistral's content is a list of parts: https://github.com/BerriAI/litellm/issues/16272
+    """
+    if isinstance(value, list):
+        return "".join(text_of(part.get("text")) for part in objects(value))
+    if value and not isinstance(value, str):
+        raise Unreadable(f"expected text in a chunk, got {shown(value)}")
+    return value or ""
+
+
+def texts_of(delta: Chunk) -> dict[Channel, str]:
+    """The text of a delta on each channel."""
+    content = delta.get("content")
+    parts = objects(content)
+    thoughts = [text_of(part.get("thinking")) for part in parts if part.get("type") == "thinking"]
+    if parts:
+        content = [part for part in parts if part.get("type") != "thinking"]
+    reasoning = text_of(delta.get("reasoning_content") or delta.get("reasoning"))
+    return {
+        "analysis": reasoning + "".join(thoughts),
+        "refusal": text_of(delta.get("refusal")),
+        "final": text_of(content),
+    }
+
+
+# --- calls --------------------------------------------------------------------------------------------------
+
+
+class Nesting:
+    r"""Follows the brackets of a JSON object that comes in fragments, in linear time: is it whole yet?
+
+    fragment                 {"a": "}\\      "]", "b": [     1]}
+    in front of it                          "\\
+    without its strings      {: "\\          ]", ...
+    """
+
+    # A string that the fragment does not close leaves its quote, and a backslash whose character is to come.
+    STRING = re.compile(
+        r"""
+        "[^"\\]*+(?:\\.[^"\\]*+)*+" | (")[^"\\]*+(?:\\.[^"\\]*+)*+(\\?)\Z
+        """,
+        re.DOTALL | re.VERBOSE,
+    )
+
+    def __init__(self) -> None:
+        self._first_character = ""
+        self._depth = 0
+        self._open_string = ""  # stands in front of the next fragment
+
+    def feed(self, fragment: str) -> None:
+        self._first_character = self._first_character or fragment.lstrip()[:1]
+        without_strings = self.STRING.sub(r"\1\2", self._open_string + fragment)
+        brackets, quote, backslash = without_strings.partition('"')
+        self._open_string = quote + backslash
+        self._depth += brackets.count("{") + brackets.count("[") - brackets.count("}") - brackets.count("]")
+
+    @property
+    def is_whole(self) -> bool:
+        return self._first_character == "{" and self._depth == 0
+
+
+@dataclass(eq=False)
+class ToolCall:
+    """A call of the answer, as far as it has come."""
+
+    index: int  # ours
+    id: str  # the server's; "" if it has given none
+    type: str  # function or custom
+    name: str = ""
+    fragments: list[str] = field(default_factory=list)  # of its arguments
+    nesting: Nesting = field(default_factory=Nesting)
+    n_sent: int = 0  # fragments that have left as outputs
+    is_open: bool = False  # its output has begun
+
+    def add(self, arguments: str) -> None:
+        if arguments:
+            self.fragments.append(arguments)
+            self.nesting.feed(arguments)
+
+    def begins_again(self, id_: str, name: str, arguments: str) -> bool:
+        """Whether a fragment with its index is the first of another call.
+
+        Some servers give all calls one index, some give no ids, and some change a call's id as it grows:
+        https://github.com/poolsideai/pool/issues/9
+        """
+        if not name:
+            return False
+        if id_ and self.id:
+            return id_ != self.id
+        is_repeated = name == self.name and not arguments
+        return self.nesting.is_whole and not is_repeated
+
+    def is_whole(self) -> bool:
+        """Whether it can be run: rule 4."""
+        if self.type == "custom":
+            return True
+        try:
+            return isinstance(sse.loads("".join(self.fragments)), dict)
+        except ValueError:
+            return False
+
+
+# --- one choice ---------------------------------------------------------------------------------------------
+
+
+class Choice:
+    """Puts right what an answer says of one choice."""
+
+    def __init__(self, one_call: bool, named_call: bool, new_id: Callable[[str], str]) -> None:
+        self.calls: list[ToolCall] = []  # by index
+        self.has_begun = False  # something came of it
+        self.has_said = False  # text, reasoning or a call has left
+        self.is_finished = False  # a finish_reason came, or a whole message: nothing more is read
+        self.failure = ""  # why the answer ends with an error
+        self._one_call = one_call
+        self._named_call = named_call
+        self._new_id = new_id
+        self._has_role = False
+        self._has_reason = False
+        self._newest: ToolCall | None = None
+        self._by_index: dict[int, ToolCall] = {}  # the newest call of each index of the server's
+        self._n_characters = 0  # of arguments
+        self._open: Channel | None = None  # the channel that has left last; None: a call, or nothing
+        self._blank: tuple[Channel, str] = ("final", "")  # the text that is held
+
+    def read(self, choice: Chunk, index: int) -> Chunk:
+        """Return the choice as a chunk has it."""
+        self.has_begun = True
+        delta = choice.get("delta")
+        message = choice.get("message")
+        if not isinstance(delta, dict):
+            delta = {}
+        if isinstance(message, dict) and not delta and not self.has_said:
+            # After deltas it repeats them: https://github.com/abundantbeing/hermes-browser-extension/issues/11
+            delta = message
+            self.is_finished = "delta" not in choice
+        checked = {name: value for name, value in choice.items() if name != "message"}
+        checked |= {"index": index, "delta": self._delta(delta)}
+        if "logprobs" in choice and not isinstance(choice["logprobs"], dict):
+            checked["logprobs"] = None
+        if "finish_reason" in choice:
+            checked["finish_reason"] = None
+        if reason := choice.get("finish_reason"):  # "" is none: https://github.com/ollama/ollama/issues/4357
+            checked["finish_reason"] = self._end(str(reason), checked["delta"])
+        return checked
+
+    def missing_reason(self) -> str:
+        """Return the finish_reason that a complete answer lacks; "" if it lacks none.
+
+        Clients take an answer without one for a cut one: https://github.com/earendil-works/pi/pull/4558
+        """
+        if self._has_reason or not self.has_begun:
+            return ""
+        is_cut = any(call.fragments and not call.is_whole() for call in self.calls)
+        return "length" if is_cut else "stop"
+
+    def _end(self, reason: str, delta: Chunk) -> str | None:
+        """Add to the last delta what the answer lacks; return the finish_reason, None if it is a failure."""
+        self.is_finished = True
+        self._has_reason = True
+        ours = FINISH_REASONS.get(reason.lower())
+        if ours is None:
+            self.failure = f"The upstream ended its answer for the reason '{reason[:60]}'."
+            return None
+        channel, blank = self._blank
+        if not self.has_said and blank:
+            self._begin(channel)
+            delta |= dict.fromkeys(TEXTS[channel], blank)
+        if ours in CUT:  # nothing is made up for a call that was cut
+            return ours
+        for call in self.calls:
+            if not call.name:
+                self.failure = "The answer cannot be used: a call came without a name."
+            elif not call.fragments and call.type == "function":
+                call.add("{}")
+                fragment = {"index": call.index, "function": {"arguments": "{}"}}
+                delta["tool_calls"] = [*delta.get("tool_calls", []), fragment]
+            elif not call.is_whole():
+                self.failure = f"The arguments of the call of '{call.name}' are no JSON object."
+            if self.failure:
+                return None
+        if ours in ("stop", "tool_calls"):
+            return "tool_calls" if self.calls and not self._named_call else "stop"
+        return ours
+
+    # --- text -----------------------------------------------------------------------------------------------
+
+    def _delta(self, delta: Chunk) -> Chunk:
+        checked = dict(delta)
+        if delta.get("role"):
+            # The `openai` package appends it: https://github.com/BerriAI/litellm/pull/9986
+            if self._has_role:
+                del checked["role"]
+            self._has_role = True
+        for channel, text in texts_of(delta).items():
+            if text or any(map(delta.get, TEXTS[channel])):
+                checked |= dict.fromkeys(TEXTS[channel], self._text(channel, text))
+        if delta.get("tool_calls"):
+            fragments = map(self._call_fragment, objects(delta["tool_calls"]))
+            checked["tool_calls"] = [fragment for fragment in fragments if fragment]
+        return checked
+
+    def _text(self, channel: Channel, text: str) -> str:
+        """Return what leaves now of a text. Blank text begins no item: it is held until text follows."""
+        if not text or channel == self._open:
+            return text
+        if channel == self._blank[0]:
+            text = self._blank[1] + text
+        self._blank = (channel, text)
+        if not text.strip() and len(text) <= MAX_BLANKS:
+            return ""
+        self._begin(channel)
+        return text
+
+    def _begin(self, channel: Channel | None) -> None:
+        """Text of a channel, or a call, leaves: blank text before it is part of it, or dropped."""
+        self._open = channel
+        self._blank = ("final", "")
+        self.has_said = True
+
+    # --- calls ----------------------------------------------------------------------------------------------
+
+    def _call_fragment(self, fragment: Chunk) -> Chunk | None:
+        """Return a fragment of a call, put right; None if the call is not wanted."""
+        type_ = "custom" if fragment.get("custom") else "function"  # some servers write "custom": null
+        member = PAYLOADS[type_]
+        said = fragment.get(type_)
+        if not isinstance(said, dict):
+            said = {}
+        name = text_of(said.get("name"))
+        arguments = said.get(member) or ""
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        id_ = str(fragment.get("id") or "")
+        n_calls = len(self.calls)
+        call = self._call_of(fragment.get("index"), type_, id_, name, arguments)
+        is_new = len(self.calls) > n_calls
+        piece = name.removeprefix(call.name)  # https://github.com/continuedev/continue/pull/5849
+        call.name += piece
+        self._n_characters += len(arguments)
+        if max(len(id_), len(call.name)) > MAX_NAME:
+            raise Unreadable(f"expected names and ids of calls of at most {MAX_NAME} characters")
+        if self._n_characters > MAX_ARGUMENTS:
+            raise Unreadable(f"expected arguments of at most {MAX_ARGUMENTS} characters")
+        if call not in self.calls:
+            return None
+        if said and type_ != call.type:
+            raise Unreadable(f"a call that began as {call.type} goes on as {type_}")
+        self._begin(None)
+        call.add(arguments)
+        checked = fragment | {"index": call.index}
+        if is_new:
+            checked |= {"id": id_ or self._new_id("call"), "type": type_}
+        else:
+            checked.pop("id", None)
+        if type_ == "function":
+            checked.pop("custom", None)
+        if said or is_new:
+            checked[type_] = said | {"name": piece, member: arguments}
+            if not (piece or is_new):
+                del checked[type_]["name"]
+        return checked
+
+    def _call_of(self, index: Any, type_: str, id_: str, name: str, arguments: str) -> ToolCall:
+        """Return the call that a fragment belongs to, a new one if it begins one.
+
+        With one_call only the first is wanted, and no other is among self.calls.
+        """
+        call = self._newest
+        if type(index) is int:
+            call = self._by_index.get(index)
+        elif name:  # https://github.com/ollama/ollama/issues/7881
+            call = next((call for call in self.calls if id_ and call.id == id_), None)
+        if call is None or call.begins_again(id_, name, arguments):
+            call = ToolCall(len(self.calls), id_, type_)
+            if not (self._one_call and self.calls):
+                self.calls.append(call)
+        if type(index) is int:
+            self._by_index[index] = call
+        if max(len(self.calls), len(self._by_index)) > MAX_CALLS:
+            raise Unreadable(f"expected at most {MAX_CALLS} calls")
+        self._newest = call
+        return call
+
+
+# --- the answer ---------------------------------------------------------------------------------------------
+
+
+class Answer:
+    """Reads an answer of `n` choices.
+
+    `one_call`: of each choice only the first call is wanted (parallel_tool_calls=false). `named_call`:
+    tool_choice names the function, and "finish_reason will be 'stop'" for it:
+    https://platform.openai.com/docs/guides/function-calling. `new_id(prefix)` draws an id for a call without.
+    """
+
+    def __init__(
+        self,
+        content_type: str = "",
+        n: int = 1,
+        one_call: bool = False,
+        named_call: bool = False,
+        max_bytes: int = MAX_ANSWER_BYTES,
+        new_id: Callable[[str], str] = new_id,
+    ) -> None:
+        self._choices = [Choice(one_call, named_call, new_id) for _ in range(n)]
+        self.is_over = False  # an error came, or [DONE]: nothing more is read
+        self.n_bytes = 0
+        self._max_bytes = max_bytes
+        self.frames = Frames(content_type)
+        self._failed = False  # an error has left
+        self._head: Chunk = {}
+
+    @property
+    def has_said(self) -> bool:
+        """Whether text, reasoning or a call has come, or the end of a choice."""
+        return any(choice.has_said or choice.is_finished for choice in self._choices)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every choice has its finish_reason: usage may follow, and [DONE], and nothing else."""
+        return all(choice.is_finished for choice in self._choices)
+
+    def feed(self, data: bytes) -> list[Chunk]:
+        self.n_bytes += len(data)
+        if self.n_bytes > self._max_bytes:
+            return self.fail(f"The answer cannot be used: it is longer than {self._max_bytes} bytes.")
+        return self._read(self.frames.feed(data))
+
+    def close(self) -> list[Chunk]:
+        """End the answer: return what it lacks. An error is the last chunk of all."""
+        chunks: list[Chunk] = []
+        if not self.is_over:
+            chunks = self._read(self.frames.close(self.is_finished))
+        if self._failed:
+            return chunks
+        begun = [choice for choice in self._choices if choice.has_begun]
+        if not (self.is_over or (begun and all(choice.is_finished for choice in begun))):
+            return chunks + self.fail("The upstream ended its answer before it had finished.")
+        ends = []
+        for index, choice in enumerate(self._choices):
+            if reason := choice.missing_reason():
+                ends.append(choice.read({"index": index, "delta": {}, "finish_reason": reason}, index))
+        if ends:
+            chunks.append(self._head | {"object": "chat.completion.chunk", "choices": ends})
+        for choice in begun:
+            if choice.failure:
+                chunks += self.fail(choice.failure)
+        return chunks
+
+    def fail(self, message: str, members: Chunk | None = None) -> list[Chunk]:
+        """End the answer with an error, unless one has ended it."""
+        self.is_over = True
+        if self._failed:
+            return []
+        self._failed = True
+        return [{"error": error_object(message) | (members or {})}]
+
+    def _read(self, documents: Iterator[Chunk | None]) -> list[Chunk]:
+        chunks: list[Chunk] = []
+        try:
+            while not self.is_over:
+                chunks += self._document(next(documents))
+        except StopIteration:
+            pass
+        except Unreadable as error:
+            chunks += self.fail(f"The answer cannot be used: {error}.")
+        return chunks
+
+    def _document(self, document: Chunk | None) -> list[Chunk]:
+        n = len(self._choices)
+        if document is None:
+            # Some servers send one [DONE] after each choice: https://github.com/vllm-project/vllm/pull/378
+            n_finished = sum(choice.is_finished for choice in self._choices)
+            self.is_over = n_finished in (0, n)
+            return []
+        if error := error_of(document):
+            return self.fail("", error)
+        self._head = self._head or {name: document[name] for name in HEAD if name in document}
+        chunk = {name: value for name, value in document.items() if name != "error"}  # null
+        choices = objects(document.get("choices"))
+        if n == 1:  # its index does not matter: https://github.com/microsoft/Foundry-Local/issues/144
+            choices = [choice | {"index": 0} for choice in choices[:1]]
+        chunk["choices"] = []  # clients trip over null: https://github.com/langfuse/langfuse/issues/6658
+        for choice in choices:
+            index = choice.get("index")
+            if type(index) is not int or not 0 <= index < n:
+                raise Unreadable(f"expected the index of one of {n} choices, got {shown(index)}")
+            if "message" in choice and "delta" not in choice:
+                chunk["object"] = "chat.completion.chunk"
+            if not self._choices[index].is_finished:
+                chunk["choices"].append(self._choices[index].read(choice, index))
+        if choices and not chunk["choices"] and not chunk.get("usage"):
+            return []
+        return [chunk]
