@@ -9,8 +9,8 @@ Rules of this file:
 2. A step is launched before the steps ahead of it are read, as many as the model runner allows, so that the
    device does not wait for this thread. Tokens computed past the end of a sequence are discarded.
 3. An exception in a step fails the sequences in it, and no others: the next request works. What is wrong with
-   one sequence, such as logits that are no numbers, fails that one. An unforeseen exception outside of a step
-   fails all, and the engine says that it is not alive.
+   one sequence, such as logits that are not numbers, fails that one. An unforeseen exception outside of a
+   step fails all, and the engine says that it is not alive.
 4. While sequences decode, a step with prefill chunks has as many rows as are computed in STEP_S.
 5. Every reader gets exactly one StepOutput with `finish`, unless it is cancelled or wants no more.
 6. While the device is busy, the next step is launched before the tokens of the last one are delivered, so
@@ -51,7 +51,7 @@ MAX_FAILED_STEPS = 3  # one after another, and the engine is not alive: a device
 
 CLOSING = "The server is shutting down."
 BROKEN = "The engine has stopped; its log has the details."
-NO_NUMBERS = "The model's logits are no finite numbers."
+NO_NUMBERS = "The model's logits are not finite numbers."
 GAVE_UP = (
     "The constraint on the output gave up: its schema or definition is too costly or too ambiguous to be "
     "followed any further, or allows nothing here. Simplify it; the log has the details."

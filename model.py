@@ -167,7 +167,7 @@ class NumpyOps:
         return self._linear(self._rms_norm(x, layer.attn_norm), layer.wqkv, layer.bqkv)
 
     def attend(self, qkv: Array, layer: Layer, i: int, batch: Batch) -> Array:
-        """y = attention(rotate(q), rotate(k), v), where k and v are those of all tokens so far.
+        """y = attention(rotate(q), rotate(k), v), with k and v of all tokens so far.
 
         Qwen3 norms each head of q and k before the rotation: https://arxiv.org/abs/2505.09388, section 2.
         """
@@ -254,7 +254,7 @@ class NumpyOps:
         return chosen, np.take_along_axis(softmax(scores), chosen, -1)
 
     def _expert_linear(self, x: Array, w: Matrix, b: Array | None, experts: Ints) -> Array:
-        """x[i] W_e^T + b_e, where e is experts[i]. x (n, n_in), w (n_experts, n_out, n_in) -> (n, n_out)"""
+        """x[i] W_e^T + b_e, with e = experts[i]. x (n, n_in), w (n_experts, n_out, n_in) -> (n, n_out)"""
         y = np.stack([row @ w[e].T for row, e in zip(x, experts, strict=True)])
         if b is not None:
             y += b[experts]

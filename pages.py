@@ -8,8 +8,8 @@ a salt, which is the owner here, https://docs.vllm.ai/en/latest/design/prefix_ca
 
 Rules of this file:
 1. A page is in the page tables of as many sequences as it has users, or it is free; never both.
-2. Keys and values depend on a token and all tokens before it, and so does the hash of a page. It is a digest
-   for which nobody can make a second text: one request never reads the keys of another text.
+2. Keys and values depend on a token and all tokens before it, and so does the hash of a page. The hash is
+   cryptographic: no client can make a second text with the same one, and read the keys of another text.
 3. A page is found by its own owner alone: `cached_tokens` would tell others, page by page, what is in
    a prompt.
 4. A free page stays in the prefix cache until it is taken. Free pages that are not in the cache are taken
@@ -27,12 +27,12 @@ PrefixHash = bytes
 
 
 def root_hash(owner: str) -> PrefixHash:
-    """What stands for the prefix before the first page of any sequence of an owner: rule 3."""
+    """Return what stands for the prefix before the first page of an owner's sequences: rule 3."""
     return sha256(owner.encode()).digest()
 
 
 def prefix_hash(before: PrefixHash, token_ids: Sequence[int]) -> PrefixHash:
-    """Hash of all tokens up to the end of a page with these tokens, which follows the prefix `before`."""
+    """Return the hash of all tokens up to the end of a page with these tokens, after the prefix `before`."""
     return sha256(before + array("q", token_ids).tobytes()).digest()
 
 
@@ -61,7 +61,7 @@ class PagePool:
         return self._hash_of.keys()
 
     def take(self) -> int:
-        """Return a page that is now in use by one page table; raises OutOfPages."""
+        """Take a free page into use by one page table; raises OutOfPages."""
         if not self._free:
             raise OutOfPages
         page, _ = self._free.popitem(last=False)
@@ -72,13 +72,13 @@ class PagePool:
         return page
 
     def register(self, page: int, page_hash: PrefixHash) -> None:
-        """Put a full page, which is in use, into the prefix cache; of two with one hash the first stays."""
+        """Put a full page, which is in use, into the prefix cache. Of two with one hash the first stays."""
         if page not in self._hash_of and page_hash not in self._page_of:
             self._page_of[page_hash] = page
             self._hash_of[page] = page_hash
 
     def find(self, page_hash: PrefixHash) -> int | None:
-        """The page of the prefix cache with this hash; it may be free."""
+        """Return the page of the prefix cache with this hash, which may be free."""
         return self._page_of.get(page_hash)
 
     def is_in_use(self, page_hash: PrefixHash) -> bool:
@@ -92,7 +92,7 @@ class PagePool:
     def release(self, pages: Sequence[int]) -> None:
         """Count one user less of each page of a page table.
 
-        Later pages are freed first, and so taken first: a page is of no use without those before it.
+        Later pages are freed first, and so taken first: a page is useless without those before it.
         """
         for page in reversed(pages):
             self._n_users[page] -= 1

@@ -66,7 +66,7 @@ class Context(NamedTuple):
         return len(self.output) + self.n_unread
 
 
-NO_TOKEN = -1  # chosen where the logits are no finite numbers: that sequence fails, and no other
+NO_TOKEN = -1  # chosen if the logits are not finite numbers: that sequence fails, and no other
 
 
 class Choice(NamedTuple):
@@ -134,7 +134,7 @@ def apply_temperature(logits: Array, temperature: float) -> Probs:
 
 
 def apply_top_k_top_p_min_p(probs: Probs, sampling: Sampling) -> Probs:
-    """Return the probabilities with 0 for each token that top_k, top_p or min_p drops.
+    """Return the probabilities, 0 for each token that top_k, top_p or min_p drops.
 
     All three keep the likeliest tokens, so each is a threshold; the likeliest token has probability 1 here.
     min_p: https://arxiv.org/abs/2407.01082. top_k: https://arxiv.org/abs/1805.04833, section 5.4. top_p,
@@ -158,7 +158,7 @@ def apply_top_k_top_p_min_p(probs: Probs, sampling: Sampling) -> Probs:
 
 
 def draw(probs: Probs, u: float) -> int:
-    """Return the token in whose part of [0, sum of probs) the number u * sum lies; u is in [0, 1)."""
+    """Return the token in whose part of [0, sum of probs) the number u * sum lies. u is in [0, 1)."""
     ends = np.cumsum(probs)
     position = min(u * ends[-1], np.nextafter(ends[-1], 0))  # rounding must not reach the end
     return int(np.searchsorted(ends, position, side="right"))
@@ -185,7 +185,7 @@ def log_softmax(logits: Array) -> Array:
 
 
 def top_logprobs(logprobs: Array, n: int) -> tuple[tuple[int, float], ...]:
-    """The n likeliest tokens as (token_id, logprob), likeliest first."""
+    """Return the n likeliest tokens as (token_id, logprob), likeliest first."""
     if n == 0:
         return ()
     unordered = np.argpartition(logprobs, -n)[-n:]

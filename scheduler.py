@@ -128,7 +128,7 @@ class Sequence:
     request_id: str = ""  # its name in the log, and for the observer of the steps
 
     output: list[int] = field(default_factory=list)  # tokens chosen, in the steps that have been read
-    finish: Literal["stop", "length", "failed"] | None = None  # failed: the logits are no finite numbers
+    finish: Literal["stop", "length", "failed"] | None = None  # failed: its logits are not finite numbers
     masks: list[Mask] | None = None  # for the next token, then after each draft; None: not known yet
     n_late_steps: int = 0  # steps that went by while the engine has been waiting for its masks
     is_slow: bool = False  # its last masks came more than one step late
@@ -218,13 +218,14 @@ class Sequence:
         The list ends before the first draft that the masks do not allow.
         """
         masks: list[Mask] | list[None] = self.masks or [None] * (len(drafts) + 1)
-        contexts: list[Context] = []
-        for n, mask in zip(range(len(drafts) + 1), masks, strict=False):
-            output = self.output
-            if n > 0:
-                output = [*self.output, *drafts[:n]]
-            contexts.append(Context(self.sampling, self.prompt_array, output, mask, self.n_unread))
+        contexts = [self.context(self.output, masks[0])]
+        for n, mask in enumerate(masks[1 : len(drafts) + 1], start=1):
+            contexts.append(self.context([*self.output, *drafts[:n]], mask))
         return contexts
+
+    def context(self, output: list[int], mask: Mask | None) -> Context:
+        """Return what the choice of the token after this output depends on."""
+        return Context(self.sampling, self.prompt_array, output, mask, self.n_unread)
 
 
 class Scheduled(NamedTuple):
@@ -413,19 +414,27 @@ class Scheduler:
     def _next_batch(self, in_flight: Collection[list[Scheduled]], max_rows: float) -> list[Scheduled]:
         """Return the next step; raises OutOfPages. Pages taken until then stay for the next attempt."""
         batch: list[Scheduled] = []
+        decoding: list[Sequence] = []
+        prefilling: list[Sequence] = []
+        for sequence in self.running:
+            if sequence.is_prefilling:
+                prefilling.append(sequence)
+            else:
+                decoding.append(sequence)
 
         # decode
-        decoding = [sequence for sequence in self.running if not sequence.is_prefilling]
         for sequence in decoding:
             scheduled = self._decode(sequence)
             if scheduled is not None:
                 batch.append(scheduled)
+        if not prefilling:
+            return batch
 
         # prefill
         n_rows = MAX_CHUNKS * self._chunk
         if decoding:
             n_rows = int(min(n_rows, max(max_rows - len(decoding), MIN_ROWS)))
-        ready = self._ready_to_prefill(in_flight)
+        ready = self._ready(prefilling, in_flight)
         share = n_rows // max(1, min(len(ready), MAX_CHUNKS))  # a short prompt does not wait for a long one
         for sequence in ready:
             n = min(sequence.n_ready, share, n_rows)
@@ -444,7 +453,8 @@ class Scheduler:
             is_complete = len(sequence.output) + sequence.n_unread >= sequence.max_tokens
             if is_complete or drafts or sequence.constraint is not None:
                 return None
-            return Scheduled(sequence, self._span(sequence, None, 1), sequence.contexts([]), [])
+            span = self._span(sequence, None, 1)
+            return Scheduled(sequence, span, [sequence.context(sequence.output, None)], [])
         if sequence.awaits_masks:
             return None
         n_pages = max(len(sequence.page_table), math.ceil(sequence.n_tokens / PAGE))
@@ -455,8 +465,8 @@ class Scheduler:
         span = self._span(sequence, [sequence.output[-1], *drafts], len(contexts))
         return Scheduled(sequence, span, contexts, drafts)
 
-    def _ready_to_prefill(self, in_flight: Collection[list[Scheduled]]) -> list[Sequence]:
-        """Return the sequences that can compute rows of their prompt, in turn.
+    def _ready(self, prefilling: list[Sequence], in_flight: Collection[list[Scheduled]]) -> list[Sequence]:
+        """Return those of these sequences that can compute rows of their prompts, in turn.
 
         A sequence sits the step out if another computes its next page, in this step or in one in flight.
         """
@@ -466,7 +476,6 @@ class Scheduler:
                 if scheduled.is_prefill:
                     page_hash = scheduled.sequence.hash_at(scheduled.span.start)
                     computed_by[page_hash] = scheduled.sequence
-        prefilling = [sequence for sequence in self.running if sequence.is_prefilling]
         ready: list[Sequence] = []
         for sequence in self._in_turn(prefilling, []):
             self._use_prefix_cache(sequence)  # pages that were filled since the last step

@@ -10,7 +10,7 @@ Authority: the `tokenizers` library; the model's tokenizer.json, whose `decoder`
   https://github.com/google/sentencepiece#whitespace-is-treated-as-a-basic-symbol
 
 Rules of this file:
-1. What has become valid UTF-8 leaves at once; a character still open waits for its next token.
+1. Bytes that are valid UTF-8 leave at once. A character that is still open waits for its next token.
 2. Only bytes that can never become a character are replaced, a maximal part of one by one U+FFFD.
    https://www.unicode.org/versions/Unicode15.0.0/ch03.pdf, section 3.9
 3. An added token ends what came before it: a character still open there will never be finished.
@@ -34,7 +34,7 @@ from channels import Piece, TokenLogprob
 
 
 class TokenizerError(ValueError):
-    """There is no tokenizer.json, it cannot be read, or it spells bytes in a way unknown here."""
+    """A tokenizer.json that is missing, cannot be read, or spells bytes in a way that is not supported."""
 
 
 # --- how tokens spell bytes ---------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ class Spelling:
                     raise TokenizerError(f"decoder {json.dumps(step)} found; supported: {SUPPORTED_DECODERS}")
 
     def to_bytes(self, token: str) -> bytes:
-        """The bytes that `token` stands for."""
+        """Return the bytes that `token` stands for."""
         if self.byte_level and BYTE_OF.keys() >= set(token):
             return bytes(BYTE_OF[character] for character in token)
         if self.byte_tokens and (match := BYTE_TOKEN.fullmatch(token)):
@@ -122,19 +122,19 @@ class Tokenizer:
         self.max_token_length = max(map(len, self._tokenizer.get_vocab()), default=1)  # characters
 
     def encode(self, *texts: str) -> list[int]:
-        """The ids of the texts, one behind the other, as nothing merges or matches across two of them.
+        """Return the ids of the texts, one after another. Nothing merges or matches across two texts.
 
-        Without bos and eos: the chat template writes those that the model wants.
+        No bos or eos is added: the chat template writes those that the model wants.
         """
         return [token_id for encoding in self._encodings(texts) for token_id in encoding.ids]
 
     def count(self, *texts: str) -> int:
-        """How many ids encode() returns."""
+        """Return how many ids encode() would return."""
         return sum(map(len, self._encodings(texts)))
 
     def _encodings(self, texts: Sequence[str]) -> list[tokenizers.Encoding]:
-        # encode() holds Python's lock, and stops all streams meanwhile; encode_batch() computes offsets too.
-        # Several texts at once go to the library's threads, where short prompts wait behind long ones.
+        # encode() holds Python's lock and stops all streams meanwhile; encode_batch() computes offsets too.
+        # Several texts at once would go to the library's threads, where short prompts wait for long ones.
         return [
             encoding
             for text in texts
@@ -142,7 +142,7 @@ class Tokenizer:
         ]
 
     def _token_bytes(self, token_id: int) -> bytes:
-        """What the token stands for; b"" for the padding of the model's vocabulary, which may be sampled."""
+        """Return the bytes of a token; b"" for the padding of the vocabulary, which may be sampled."""
         token = self._tokenizer.id_to_token(token_id)
         if token is None:
             return b""
@@ -151,12 +151,12 @@ class Tokenizer:
         return self.spelling.to_bytes(token)
 
     def decoder(self) -> "Decoder":
-        """A decoder for one response."""
+        """Return a decoder for one response."""
         return Decoder(self)
 
 
 class Decoder:
-    """Token ids of one response to its pieces (elsewhere called a streaming or incremental detokenizer).
+    """Turns the token ids of one response into pieces: a streaming, or incremental, detokenizer.
 
     Each logprob fed comes out once, in order, on the piece that completes the last character of its token.
     """
@@ -168,7 +168,7 @@ class Decoder:
         self._at_start = True  # no text has left yet: SentencePiece puts a space in front of the first
 
     def feed(self, token_id: int, logprobs: tuple[TokenLogprob, ...] = ()) -> list[Piece]:
-        """What one more token adds: nothing inside a character, two pieces if an added token cuts one off."""
+        """Return what a token adds: nothing inside a character, two pieces if it cuts a character off."""
         data = self._tokenizer.token_bytes(token_id)
         if token_id in self._tokenizer.added_by_id:
             cut_off = self.close()
@@ -190,7 +190,7 @@ class Decoder:
         return [Piece(text, "", complete)]
 
     def close(self) -> list[Piece]:
-        """What the end leaves: U+FFFD for an open character, and the logprobs of tokens that had no text."""
+        """Return the rest: U+FFFD for an open character, and the logprobs of tokens that had no text."""
         text = self._without_dummy_prefix(self._utf8.decode(b"", final=True))
         complete = self._open_logprobs
         self._open_logprobs = ()
@@ -199,7 +199,7 @@ class Decoder:
         return [Piece(text, "", complete)]
 
     def _without_dummy_prefix(self, text: str) -> str:
-        """Take away the space that `add_dummy_prefix` has put in front of the first text.
+        """Remove the space that `add_dummy_prefix` has put before the first text.
 
         https://github.com/google/sentencepiece/blob/master/doc/options.md
         """

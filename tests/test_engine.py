@@ -363,7 +363,7 @@ def test_logits_that_are_no_numbers_fail_their_request_alone() -> None:
 
     with closing(engine):
         poisoned, other = play(main(), "an answer and a failure")
-        assert failed(poisoned, "The model's logits are no finite numbers.")
+        assert failed(poisoned, "The model's logits are not finite numbers.")
         assert (other.finish, len(other.ids)) == ("length", 20)
         assert engine.alive
         assert engine.counts()["free_pages"] == 16

@@ -68,9 +68,11 @@ class WatchedScheduler:
         if self._pictures is None:
             engine = SimpleNamespace(counts=lambda: {"pages": scheduler.pool.n_pages})
             self._pictures = Steps(cast(Engine, engine), lambda _: b"")
+        n_before = self._pictures._n_steps
         self._pictures.observe(scheduler, batch, choices, seconds)
-        self.steps.append(self._pictures.newest())
-        self._compare(scheduler, self.steps[-1])
+        if self._pictures._n_steps > n_before:  # else nothing was computed, and none has left
+            self.steps.append(self._pictures.newest())
+            self._compare(scheduler, self.steps[-1])
 
     def _compare(self, scheduler: Scheduler, step: Step) -> None:
         """The law: page tables, users of each page, prefix cache and queues are in each picture."""
