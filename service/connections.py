@@ -39,7 +39,7 @@ import struct
 import sys
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http import HTTPStatus
@@ -51,6 +51,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import CloseCode, Frame
+from websockets.http11 import Request
+from websockets.streams import StreamReader
 
 from request.body import MAX_BODY_BYTES, SMALL_BODY_BYTES
 from request.ids import REQUEST_ID, new_id
@@ -61,6 +63,9 @@ log = logging.getLogger("connections")
 
 MAX_READ_BYTES = 64 * 1024  # of a connection in one turn of the event loop: in chunks of a byte, 6 ms
 MAX_FRAGMENTS = 1024  # of a message
+# A message above --max-body is dropped as it comes, and its client is told. One above so many times that may
+# never end: the connection is closed.
+MAX_DROPPED = 8
 TURN_COST = 256 * 1024  # of a WebSocket: bytes, which take half a millisecond; then it waits for its turn
 FRAME_COST = TURN_COST // 32  # of a frame, beside its bytes
 BRAKE_S = 0.002  # between two such turns
@@ -521,6 +526,29 @@ async def ended_by_closing(
     await app(scope, receive, send_as_it_is)
 
 
+class FrameReader(StreamReader):
+    """What the package's parser reads frames from. Of a payload that is too large nothing is kept."""
+
+    def __init__(self, buffer: bytearray, max_bytes: int) -> None:
+        """`buffer` is that of the reader before: the parser may still be waiting for it to fill."""
+        super().__init__()
+        self.buffer = buffer
+        self.max_bytes = max_bytes
+        self.n_dropped = 0  # bytes of the message that is coming
+
+    def read_exact(self, n: int) -> Generator[None, None, bytes]:
+        if n <= self.max_bytes:
+            return (yield from super().read_exact(n))
+        while n:
+            n_now = min(n, len(self.buffer))
+            del self.buffer[:n_now]
+            self.n_dropped += n_now
+            n -= n_now
+            if n:
+                yield
+        return b""
+
+
 class WebSocketProtocol(ReaderTimeout, WebSocketsSansIOProtocol, asyncio.BufferedProtocol):
     """One WebSocket behind its handshake, dropped when its client does not read.
 
@@ -528,6 +556,9 @@ class WebSocketProtocol(ReaderTimeout, WebSocketsSansIOProtocol, asyncio.Buffere
     at when the application asks for it. A message must be whole in time, as a body must, and come in few
     fragments. What has come of it is counted by the application, in scope["hold_message"], until that
     asks for the next one. The application closes the connection at a stop.
+
+    A message above max_body_bytes is dropped as it comes. The application then gets {"type":
+    "websocket.receive", "n_bytes": its size} in its place.
 
     Parsing has a cost, in bytes. A connection that has brought more than TURN_COST waits for its turn behind
     Brake. The end of a frame costs as much as all of it, for it is unmasked there, and the end of a message
@@ -543,6 +574,8 @@ class WebSocketProtocol(ReaderTimeout, WebSocketsSansIOProtocol, asyncio.Buffere
     cost = 0  # of what was parsed since it last waited behind Brake
     n_whole_bytes = 0  # of the messages that are whole, and with the application
     brake: "Brake"  # of all connections
+    max_body_bytes: int
+    reader: FrameReader
     read_buffer = bytearray(MAX_READ_BYTES)  # of all connections
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -577,6 +610,7 @@ class WebSocketProtocol(ReaderTimeout, WebSocketsSansIOProtocol, asyncio.Buffere
             self.n_frame_bytes_left -= len(piece)
             del self.unparsed[: len(piece)]
             super().data_received(piece)
+            self.drop_what_is_too_large()
             if len(self.frames) > MAX_FRAGMENTS:
                 expected = f"expected a message of at most {MAX_FRAGMENTS} fragments"
                 self.fail(CloseCode.POLICY_VIOLATION, expected)
@@ -610,9 +644,32 @@ class WebSocketProtocol(ReaderTimeout, WebSocketsSansIOProtocol, asyncio.Buffere
         for frame in frames:
             frame.data = b""  # which the package's parser would hold until the next frame comes
 
+    def handle_connect(self, event: Request) -> None:
+        super().handle_connect(event)
+        self.reader = FrameReader(self.conn.reader.buffer, self.max_body_bytes)
+        self.conn.reader = self.reader
+
     def handle_ping(self) -> None:
-        if not self.is_deaf:  # an earlier frame of the same piece may have ended the connection
+        # An earlier frame of the same piece may have ended the connection, and each write to one that was
+        # reset is a line in asyncio's log.
+        if not self.is_deaf and not self.transport.is_closing():
             super().handle_ping()
+
+    def n_kept_bytes(self) -> int:
+        """Bytes of the fragments that have come of a message and were not dropped."""
+        return sum(len(data) for data in self.frames)
+
+    def drop_what_is_too_large(self) -> None:
+        """Drop the fragments of a message that is above the limit; close for one that is far above."""
+        if not self.handshake_initiated:
+            return
+        n_bytes = self.reader.n_dropped + self.n_kept_bytes()
+        if n_bytes > self.max_body_bytes:
+            self.reader.n_dropped = n_bytes
+            self.frames[:] = [b""] * len(self.frames)
+        if n_bytes > MAX_DROPPED * self.max_body_bytes:
+            expected = f"expected a message of at most {self.max_body_bytes} bytes"
+            self.fail(CloseCode.MESSAGE_TOO_BIG, expected)
 
     def owner(self) -> str:
         """Who has sent the handshake; "" before that is known."""
@@ -656,11 +713,12 @@ class WebSocketProtocol(ReaderTimeout, WebSocketsSansIOProtocol, asyncio.Buffere
 
     def n_open_bytes(self) -> int:
         """What has come of a message that is not whole."""
-        return len(self.unparsed) + len(self.conn.reader.buffer) + (self.conn.cur_size or 0)
+        return len(self.unparsed) + len(self.conn.reader.buffer) + self.n_kept_bytes()
 
     def on_message_timer(self) -> None:
         """Drop a connection whose message is late: rule 2 of admission.py."""
-        deadline = self.message_began_at + MAX_BODY_S + self.n_open_bytes() / BODY_BYTES_A_S
+        n_bytes = self.reader.n_dropped + self.n_open_bytes()
+        deadline = self.message_began_at + MAX_BODY_S + n_bytes / BODY_BYTES_A_S
         if deadline > self.loop.time():
             self.message_timer = self.loop.call_at(deadline, self.on_message_timer)
         else:
@@ -681,10 +739,16 @@ class WebSocketProtocol(ReaderTimeout, WebSocketsSansIOProtocol, asyncio.Buffere
         """uvicorn would log a traceback of what is no UTF-8."""
         data = b"".join(self.frames)
         self.frames = []
-        self.n_whole_bytes += len(data)
-        if self.close_sent:  # nobody asks for it
+        n_bytes = self.reader.n_dropped + len(data)
+        self.reader.n_dropped = 0
+        if self.close_sent:  # the application asks for no more
             return
         self.read_paused = True
+        if n_bytes > self.max_body_bytes:
+            dropped: Any = {"type": "websocket.receive", "n_bytes": n_bytes}
+            self.queue.put_nowait(dropped)
+            return
+        self.n_whole_bytes += len(data)
         if self.curr_msg_data_type == "bytes":
             self.queue.put_nowait({"type": "websocket.receive", "bytes": data})
             return
@@ -824,9 +888,10 @@ def protocol(
     return LimitedProtocol
 
 
-def websocket_protocol(seconds: float) -> type[WebSocketProtocol]:
+def websocket_protocol(seconds: float, n_body_bytes: int = MAX_BODY_BYTES) -> type[WebSocketProtocol]:
     class LimitedWebSocketProtocol(WebSocketProtocol):
         reader_timeout = seconds
+        max_body_bytes = n_body_bytes
         brake = Brake()
 
     return LimitedWebSocketProtocol
@@ -837,8 +902,8 @@ def http_config(app: ASGIApp, args: argparse.Namespace) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=protocol(args.reader_timeout, max_connections(args.max_streams), args.max_body),
-        ws=websocket_protocol(args.reader_timeout),
-        ws_max_size=args.max_body,
+        ws=websocket_protocol(args.reader_timeout, args.max_body),
+        ws_max_size=MAX_DROPPED * args.max_body,
         ws_ping_interval=PING_INTERVAL_S,
         ws_ping_timeout=args.reader_timeout,
         ws_per_message_deflate=False,  # a few bytes could unpack to megabytes

@@ -18,11 +18,13 @@ https://www.openresponses.org/specification, WebSocket transport; RFC 6455, sect
 
 Rules of this file:
 1. A turn is a request like any other, and what it sends are the frames of its log without their SSE lines.
-2. What is wrong with one turn is told in a message, with the status that HTTP would have; the connection
-   lives on. What is no JSON, or too large, ends it: what a client that sends such things means is not known.
+2. What is wrong with one turn is told in a message, with the status that HTTP would have, and the connection
+   lives on; so it does after a message that is too large, which is dropped as it comes (connections.py). A
+   message that is not JSON ends it: what a client that sends such things means is not known.
 3. A response can be continued from the connection's memory, without a store. A turn that fails makes its
    connection forget the response that it continued, if it was of the same lane.
-4. A client that leaves ends its turns. At a stop of the server, and at an age of max_age_s, those that run go
+4. A response cannot be steered while it runs. A client that tries gets its input back, and the turn goes on.
+5. A client that leaves ends its turns. At a stop of the server, and at an age of max_age_s, those that run go
    on to their end; those that wait are refused.
 
 Not here: what a request may say (request/), the connection (connections.py), keys and pages of other sites
@@ -34,6 +36,7 @@ import logging
 import re
 import time
 from asyncio import FIRST_COMPLETED
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing, closing, suppress
 from typing import Any, NamedTuple
@@ -75,7 +78,6 @@ DEFAULT_LANE = ""
 CLOSE_CODES = {
     "unsupported_content_type":                 1003,  # a kind of data that is not accepted
     "invalid_json":                             1007,  # data that is not what it should be
-    "body_too_large":                           1009,
 }
 SERVICE_RESTART = 1012
 NORMAL_CLOSURE = 1000
@@ -83,12 +85,20 @@ ABNORMAL_CLOSURE = 1006
 
 #  event of a client that is refused by its name   why
 NOT_BUILT = {
-    "response.steer":   "Wait for the end of the turn, and send response.create with previous_response_id.",
     "response.cancel":  "A turn ends when its client leaves.",
     "response.append":  "Send response.create with previous_response_id.",
 }
 # fmt: on
 IGNORED = "response.processed"  # Codex says that it has read an answer
+
+# fmt: off
+#  code of response.steer.failed  why, and what to do
+CANNOT_STEER = {
+    "steering_not_supported":     "Wait for its end, then send this input with response.create.",
+    "response_already_completed": "The response has ended. Send this input with response.create.",
+    "response_not_found":         "There is no such response on this connection.",
+}
+# fmt: on
 
 
 class Ending(NamedTuple):
@@ -138,6 +148,11 @@ class Memory:
     def recall(self, id: str) -> Row | None:
         remembered = self._responses.get(id)
         return remembered.row if remembered else None
+
+    def lane(self, id: Any) -> str | None:
+        """Return the lane of a response; None if it is not remembered."""
+        remembered = self._responses.get(id) if isinstance(id, str) else None
+        return remembered.lane if remembered else None
 
     def remember(self, row: Row, lane: str) -> None:
         n_bytes = ROW_BYTES + row.n_bytes + len(row.response_json)
@@ -235,6 +250,9 @@ class Connection:
         self._newest: dict[str, asyncio.Task[None]] = {}  # by lane: the turn that a new one waits for
         self._bodies: dict[int, dict[str, Any]] = {}  # of the turns that start now, by their number
         self._ending: Ending | None = None
+        # By lane: the response whose events are being sent, and the number of the lane's next event else.
+        self._running: dict[str, ResponseJob] = {}
+        self._next_number: Counter[str] = Counter()
 
     async def run(self, until_stopping: Awaitable[object], max_age_s: float) -> None:
         subprotocol = None
@@ -270,6 +288,9 @@ class Connection:
             message = await self._websocket.receive()
             if message["type"] == "websocket.disconnect":
                 return None
+            if "n_bytes" in message:  # it was too large
+                await self._send(error_message(self._too_large(message["n_bytes"])), DEFAULT_LANE)
+                continue
             ending = await self._read(message.pop("text", None))
             if ending:
                 return ending
@@ -289,10 +310,17 @@ class Connection:
             message = await parse_json(Body(json_text, self._room.max_body_bytes))
             lane, error = self._begin_turn(message, json_text)
         except BadInput as refusal:
-            return unreadable(refusal)
+            if refusal.code in CLOSE_CODES:
+                return unreadable(refusal)
+            lane, error = DEFAULT_LANE, error_message(refusal)
         if error:
             await self._send(error, lane)
         return None
+
+    def _too_large(self, n_bytes: int) -> BadInput:
+        limit = f"at most {self._room.max_body_bytes} bytes, see --max-body"
+        message = f"Expected a message of {limit}, got {n_bytes}. It was dropped; the connection goes on."
+        return BadInput(message, None, "websocket_message_too_large")
 
     def _begin_turn(self, message: Any, json_text: bytes) -> tuple[str, str]:
         """The lane of a turn, and the error message that refuses it, "" for none."""
@@ -301,6 +329,8 @@ class Connection:
             lane = lane_of(message)
             if message.get("type") == IGNORED:
                 return lane, ""
+            if message.get("type") == "response.steer":
+                return self._steer(message, lane)
             body = body_of(message)
             self._check_room(lane)
         except BadInput as refusal:
@@ -316,6 +346,29 @@ class Connection:
         self._turns.add(task)
         task.add_done_callback(self._turns.discard)
         return lane, ""
+
+    def _steer(self, message: dict[str, Any], lane: str) -> tuple[str, str]:
+        """Return the lane of a response, and the event that says why it is not steered.
+
+        The event is one of the lane's: if a response runs there, the event is put into its log instead.
+        """
+        id_ = message.get("previous_response_id")
+        running = {job.row.id: name for name, job in self._running.items()}
+        ended_in = self._memory.lane(id_)
+        code = "response_not_found"
+        if isinstance(id_, str) and id_ in running:
+            code, lane = "steering_not_supported", running[id_]
+        elif ended_in is not None:
+            code, lane = "response_already_completed", ended_in
+        error = {"type": "invalid_request_error", "code": code, "message": CANNOT_STEER[code]}
+        steer = {"input": message.get("input"), "previous_response_id": id_}
+        event = {"type": "response.steer.failed", "error": error, "steer": steer}
+        if lane in self._running:
+            self._running[lane].log.extend([event])
+            return lane, ""
+        number = self._next_number[lane]
+        self._next_number[lane] += 1
+        return lane, sse.dumps({"type": event["type"], "sequence_number": number} | event)
 
     def _check_room(self, lane: str) -> None:
         """Raise what refuses a new turn of a lane before it waits."""
@@ -352,6 +405,7 @@ class Connection:
             # No variable here: the traceback holds this frame, so that both, and the body, would stay.
             status = await self._refuse(turn, as_refusal(error))
         finally:
+            self._running.pop(turn.lane, None)
             self._bodies.pop(turn.number, None)
             self._record(status, time.perf_counter() - started_at)
 
@@ -388,11 +442,14 @@ class Connection:
     async def _send_events(self, job: ResponseJob, turn: Turn) -> None:
         if not job.log.events:
             await job.task  # raises why it has refused
+        self._running[turn.lane] = job
         has_ended = False
         async with aclosing(job.log.read()) as logged:
             async for frames in logged:
                 if job.log.ended and not has_ended:
                     has_ended = True
+                    del self._running[turn.lane]
+                    self._next_number[turn.lane] = len(job.log.events)
                     await self._remember(job, turn)  # before its client knows of the end
                 for frame in frames:
                     await self._send(sse.data(frame), turn.lane)

@@ -392,7 +392,6 @@ def refusal_of(client: ClientConnection, body: Json) -> tuple[int, str]:
 # --- what is refused ----------------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[Json, str]] = {
-    "steer": ({"type": "response.steer"}, "unsupported_parameter"),
     "cancel": ({"type": "response.cancel"}, "unsupported_parameter"),
     "other": ({"type": "response.dance"}, "invalid_value"),
     "type": ({"type": ["response.create"]}, "invalid_value"),
@@ -431,7 +430,6 @@ def test_what_codex_says_when_it_has_read_an_answer_is_no_turn(client: ClientCon
 UNREADABLE: dict[str, tuple[str | bytes, int, str]] = {
     "no JSON": ("{nope", 1007, "invalid_json"),
     "too deep": ("[" * 1000, 1007, "invalid_json"),
-    "too many": ("[" + "0," * 60_000 + "0]", 1009, "body_too_large"),
     "binary": (b"{}", 1003, "unsupported_content_type"),
 }
 
@@ -444,13 +442,97 @@ def test_what_nobody_can_read_ends_the_connection(client: ClientConnection, name
     assert close_code(client) == code
 
 
-@pytest.mark.parametrize("in_fragments", [False, True])
-def test_too_large(client: ClientConnection, in_fragments: bool) -> None:
+@pytest.mark.bug("M11")
+@pytest.mark.parametrize("n_fragments", [1, 3, 40])
+def test_too_large(client: ClientConnection, n_fragments: int) -> None:
+    """Bug: the connection was closed, which a client takes for a broken network: it sent all of it again."""
+    client.send(["x" * (4_000_000 // n_fragments)] * n_fragments)
+    (error,) = received(client)
+    assert (error["status"], error["error"]["code"]) == (400, "websocket_message_too_large")
+    assert str(2**20) in error["error"]["message"]
+    assert answer(client, ASKED)["status"] == "completed"
+
+
+@pytest.mark.parametrize("n_fragments", [1, 90])
+def test_far_too_large(client: ClientConnection, n_fragments: int) -> None:
     """The client is told so, though it is still sending."""
-    message = ["x" * 100_000] * 40 if in_fragments else "x" * 4_000_000
+    message = ["x" * 100_000] * n_fragments if n_fragments > 1 else "x" * 9_000_000
     with suppress(ConnectionClosed):
         client.send(message)
     assert close_code(client) == 1009
+
+
+def test_too_many_values(client: ClientConnection) -> None:
+    """As over HTTP, and the connection lives on."""
+    client.send("[" + "0," * 60_000 + "0]")
+    (error,) = received(client)
+    assert (error["status"], error["error"]["code"]) == (413, "body_too_large")
+    assert answer(client, ASKED)["status"] == "completed"
+
+
+def test_nothing_is_kept_of_what_is_too_large() -> None:
+    held: Held = []
+
+    async def talk() -> None:
+        kind = connections.websocket_protocol(60, n_body_bytes=100_000)
+        connection = await accepted(kind, held, n_messages=2)
+        whole = frame(Opcode.TEXT, b"x" * 400_000)
+        async for _ in send_each([connection], [whole[:-1]]):
+            if connection.reader.n_dropped == 399_999:
+                break
+        connection.data_received(whole[-1:])
+        await asyncio.sleep(0.01)
+        assert connection.reader.n_dropped == 0
+
+    asyncio.run(talk())
+    assert max(n_bytes for n_bytes, _ in held) <= 65536 + 100_000
+
+
+# --- steering -----------------------------------------------------------------------------------------------
+
+
+def steer(client: ClientConnection, id: Any) -> None:
+    client.send(json.dumps({"type": "response.steer", "previous_response_id": id, "input": "Stop now."}))
+
+
+def check_steer_failed(event: Json, id: Any, code: str) -> None:
+    assert event["type"] == "response.steer.failed"
+    assert (event["error"]["type"], event["error"]["code"]) == ("invalid_request_error", code)
+    assert event["steer"] == {"input": "Stop now.", "previous_response_id": id}
+
+
+@pytest.mark.bug("M13")
+def test_a_response_that_runs_is_not_steered(client: ClientConnection) -> None:
+    """Bug: the answer was an `error` event, of which a client cannot tell what it is about."""
+    send(client, RUNS | {"stream_id": "a", "max_output_tokens": 100})
+    created = json.loads(client.recv(timeout=30))
+    steer(client, created["response"]["id"])
+    events = [created, *received(client)]
+    (failed,) = [event for event in events if event["type"] == "response.steer.failed"]
+    check_steer_failed(failed, created["response"]["id"], "steering_not_supported")
+    assert {event["stream_id"] for event in events} == {"a"}
+    assert [event["sequence_number"] for event in events] == [*range(len(events))]
+    assert events[-1]["type"] == "response.incomplete"
+
+
+@pytest.mark.bug("M13")
+def test_a_response_that_has_ended_is_not_steered(client: ClientConnection) -> None:
+    events = turn(client, ASKED | {"stream_id": "a"})
+    id_ = events[-1]["response"]["id"]
+    steer(client, id_)
+    failed = json.loads(client.recv(timeout=30))
+    check_steer_failed(failed, id_, "response_already_completed")
+    assert (failed["stream_id"], failed["sequence_number"]) == ("a", len(events))
+
+
+@pytest.mark.bug("M13")
+@pytest.mark.parametrize("id", ["resp_missing", None, ["resp"]])
+def test_a_response_that_is_not_known_is_not_steered(client: ClientConnection, id: Any) -> None:
+    steer(client, id)
+    failed = json.loads(client.recv(timeout=30))
+    check_steer_failed(failed, id, "response_not_found")
+    assert failed["sequence_number"] == 0
+    assert "stream_id" not in failed
 
 
 def test_no_utf_8(client: ClientConnection) -> None:
