@@ -420,82 +420,44 @@ def test_headers_of_a_stream(server: Server, path: str, body: Json) -> None:
 
 LONG_TEXT = "one two three four five six seven " * 400
 LONG = says(RESPONSES, LONG_TEXT)
-FUNCTION = {"type": "function", **WEATHER}
 BANANA = {"type": "banana", "role": "banana", "content": ""}
 PREVIOUS = "previous_response_id"
 NAMED = {"type": "function", "name": "get_weather"}
 
 
 # fmt: off
+# A row for each origin of a refusal: the parameters themselves are test_params.py's.
 REFUSED: list[tuple[str, str | None, str, Json]] = [
-    # path     param                   code                           change to a good request
-    (RESPONSES, "model",               "missing_required_parameter",  {"model": None}),
-    (CHAT,      "model",               "missing_required_parameter",  {"model": None}),
-    (RESPONSES, "model",               "model_not_found",             {"model": "gpt-5"}),
-    (CHAT,      "model",               "model_not_found",             {"model": "gpt-5"}),
-    (RESPONSES, "model",               "invalid_type",                {"model": ["tiny"]}),
-    (RESPONSES, "input",               "missing_required_parameter",  {"input": None}),
-    (CHAT,      "messages",            "missing_required_parameter",  {"messages": None}),
-    (RESPONSES, "input",               "invalid_value",               {"input": []}),
-    (CHAT,      "messages",            "invalid_value",               {"messages": []}),
-    (RESPONSES, "input[0].type",       "invalid_value",               {"input": [BANANA]}),
-    (CHAT,      "messages[0].role",    "invalid_value",               {"messages": [BANANA]}),
-    (RESPONSES, None,                  "context_length_exceeded",     LONG),
-    (CHAT,      None,                  "context_length_exceeded",     says(CHAT, LONG_TEXT)),
-    (RESPONSES, None,                  "context_length_exceeded",     LONG | {"truncation": "auto"}),
-    (RESPONSES, "temperature",         "invalid_value",               {"temperature": 2.1}),
-    (CHAT,      "temperature",         "invalid_value",               {"temperature": -0.1}),
-    (CHAT,      "temperature",         "invalid_type",                {"temperature": "hot"}),
-    (RESPONSES, "max_output_tokens",   "invalid_value",               {"max_output_tokens": 0}),
-    (CHAT,      "max_tokens",          "invalid_value",               {"max_tokens": 0}),
-    (CHAT,      "n",                   "invalid_value",               {"n": 17}),
-    (CHAT,      "logit_bias",          "invalid_value",               {"logit_bias": {"2048": 1}}),
-    (CHAT,      "logit_bias",          "invalid_value",               {"logit_bias": {"9" * 5000: 1}}),
-    (CHAT,      "stop_token_ids",      "invalid_value",               {"stop_token_ids": [2048]}),
-    (CHAT,      "top_logprobs",        "invalid_value",               {"top_logprobs": 2}),
-    (CHAT,      "store",               "unsupported_parameter",       {"store": True}),
-    (RESPONSES, "conversation",        "unsupported_parameter",       {"conversation": "conv_1"}),
-    (RESPONSES, PREVIOUS,              "previous_response_not_found", {PREVIOUS: "resp_1"}),
-    (RESPONSES, "tool_choice",         "invalid_value",               {"tool_choice": NAMED}),
-    (RESPONSES, "tools",               "invalid_value",               {"tools": [FUNCTION, FUNCTION]}),
-    (RESPONSES, "tools[0].name",       "invalid_value",               {"tools": [FUNCTION | {"name": "."}]}),
-    (CHAT,      "tools[0].function",   "missing_required_parameter",  {"tools": [FUNCTION]}),
-    (RESPONSES, "response_format",     "unsupported_parameter",       {"response_format": {"type": "text"}}),
-    (CHAT,      "guided_regex",        "unsupported_parameter",       {"guided_regex": "a+"}),
-    (CHAT,      "functions",           "unsupported_parameter",       {"functions": [WEATHER]}),
+    # path      param               code                           change to a good request
+    (RESPONSES, "model",            "missing_required_parameter",  {"model": None}),
+    (CHAT,      "model",            "model_not_found",             {"model": "gpt-5"}),
+    (RESPONSES, "input[0].type",    "invalid_value",               {"input": [BANANA]}),
+    (CHAT,      "messages[0].role", "invalid_value",               {"messages": [BANANA]}),
+    (CHAT,      None,               "context_length_exceeded",     says(CHAT, LONG_TEXT)),
+    (RESPONSES, "temperature",      "invalid_value",               {"temperature": 2.1}),
+    (CHAT,      "logit_bias",       "invalid_value",               {"logit_bias": {"2048": 1}}),
+    (CHAT,      "logit_bias",       "invalid_value",               {"logit_bias": {"9" * 5000: 1}}),
+    (RESPONSES, "conversation",     "unsupported_parameter",       {"conversation": "conv_1"}),
+    (RESPONSES, PREVIOUS,           "previous_response_not_found", {PREVIOUS: "resp_1"}),
+    (RESPONSES, "tool_choice",      "invalid_value",               {"tool_choice": NAMED}),
 ]
 
 #  body                    code
 NO_JSON_OBJECTS = {
-    "nothing":             ("invalid_json",  b""),
     "half":                ("invalid_json",  b'{"model": "tiny", "input":'),
-    "two":                 ("invalid_json",  b'{"model": "tiny"} {}'),
     "a list":              ("invalid_type",  b"[]"),
-    "a number":            ("invalid_type",  b"5"),
-    "null":                ("invalid_type",  b"null"),
-    "NaN":                 ("invalid_json",  b'{"temperature": NaN}'),
-    "infinite":            ("invalid_json",  b'{"temperature": -Infinity}'),
     "infinite by size":    ("invalid_json",  b'{"temperature": 1e999}'),
     "a long number":       ("invalid_json",  b'{"seed": %s}' % (b"9" * 641)),
-    "UTF-16":              ("invalid_json",  '{"model": "tiny", "input": "hi"}'.encode("utf-16")),
     "no UTF-8":            ("invalid_json",  b'{"model": "tiny", "input": "\xff"}'),
     "half a surrogate":    ("invalid_json",  rb'{"model": "tiny", "input": "a\ud83d"}'),
-    "surrogate in a name": ("invalid_json",  rb'{"model": "tiny", "\ude00": 1}'),
     "nested too deep":     ("invalid_json",  b"[" * 100_000),
 }
 
 ELSEWHERE = [
     # method   path                    status  code                  Allow
-    ("GET",    "/v2",                   404,   "unknown_url",         None),
-    ("GET",    "/v1/response",          404,   "unknown_url",         None),
     ("POST",   "/v1/completions",       404,   "unknown_url",         None),
-    ("GET",    "/v1/models/gpt-5",      404,   "model_not_found",     None),
     ("GET",    "/v1/models/a/b",        404,   "model_not_found",     None),
     ("GET",    "/v1/responses/resp_1",  404,   "response_not_found",  None),
-    ("DELETE", "/v1/responses/resp_1",  404,   "response_not_found",  None),
-    ("GET",    RESPONSES,               405,   "method_not_allowed",  "POST"),
-    ("DELETE", CHAT,                    405,   "method_not_allowed",  "POST"),
-    ("POST",   "/v1/models",            405,   "method_not_allowed",  "GET, HEAD"),
     ("POST",   "/v1/responses/resp_1",  405,   "method_not_allowed",  "DELETE, GET, HEAD"),
 ]
 # fmt: on
@@ -525,11 +487,11 @@ def test_refused(server: Server, path: str, param: str | None, code: str, change
     assert error["param"] == param
 
 
-@pytest.mark.parametrize("path", [RESPONSES, CHAT])
 @pytest.mark.parametrize("name", NO_JSON_OBJECTS)
-def test_no_json_object(server: Server, path: str, name: str) -> None:
+def test_no_json_object(server: Server, name: str) -> None:
     code, body = NO_JSON_OBJECTS[name]
-    assert check_refusal(server.post(path, body), 400, code)["param"] is None
+    for path in (RESPONSES, CHAT):
+        assert check_refusal(server.post(path, body), 400, code)["param"] is None
 
 
 def test_nesting_is_refused_at_every_depth(server: Server) -> None:
@@ -699,7 +661,7 @@ REPEATED = "Read the book! The owl said: read the book! " * 6
 
 @pytest.fixture(scope="module")
 def drafting() -> Iterator[Server]:
-    with serve("--speculate", "5", "--max-batch", "3", "--kv-memory", "3M") as started:
+    with serve("--speculate", "5", "--max-batch", "3", "--kv-memory", "1536K") as started:
         yield started
 
 
