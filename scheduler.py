@@ -522,16 +522,15 @@ class Scheduler:
 
     def drafts(self, sequence: Sequence) -> list[int]:
         """Return what may come after the newest token: no stop token, because nothing comes after that."""
-        n_left = sequence.max_tokens - len(sequence.output) - 1
-        n = min(sequence.max_drafts, n_left)
-        if n <= 0 or not sequence.output:
+        if not self._speculate or not sequence.output:
             return []
+        n = min(sequence.max_drafts, sequence.max_tokens - len(sequence.output) - 1)
         drafts = prompt_lookup(np.concatenate([sequence.prompt_array, sequence.output]), n)
         return list(takewhile(lambda token_id: token_id not in sequence.stop_token_ids, drafts))
 
 
 def prompt_lookup(text: NDArray[np.int64], n: int) -> list[int]:
-    """Predict n tokens, or none: what followed the last time that the last two tokens came in the text.
+    """Predict n tokens, or none: what followed the last time that the text's last two tokens came in it.
 
     A prediction that reaches the end of the text begins again.
     """

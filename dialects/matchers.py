@@ -41,7 +41,7 @@ from hashlib import blake2b
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -181,7 +181,7 @@ class Grammars:
         """Start a process that follows the grammar, beginning after this output; raises OSError."""
         order = grammar._asdict() | {"max_compile_s": max_compile_s, "output": output, "drafts": drafts}
         ours, theirs = Pipe()
-        with theirs, TemporaryFile() as file:  # a file: to write so much into a pipe may take a while
+        with theirs, anonymous_file() as file:  # to write so much into a pipe might have to wait
             file.write(json.dumps(order).encode())
             file.flush()
             with self._lock:
@@ -252,6 +252,13 @@ class Root:
         connection.close()
         process.kill()
         process.wait()
+
+
+def anonymous_file() -> IO[bytes]:
+    """Open a file without a name: in memory if the system can, so that no disk can be full or read-only."""
+    if hasattr(os, "memfd_create"):
+        return open(os.memfd_create("grammar"), "w+b")
+    return TemporaryFile()
 
 
 async def readable(fd: int) -> None:
