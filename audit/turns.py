@@ -11,7 +11,9 @@ Rules of this file:
 Not here: frames and the handshake (websocket.py), streams over HTTP (clients.py).
 """
 
+import json
 from contextlib import suppress
+from typing import Any
 
 from audit.agents import ORPHAN
 from audit.asking import CUT, outline, recorded, request, same_answer, with_stream
@@ -21,7 +23,7 @@ from audit.peer import REFUSED, Peer
 from audit.rules import Check, Failed, NotApplicable, expect, presumed, rules_of
 from audit.schema import Json
 from audit.stream import STREAM_RULES, captured
-from audit.websocket import TEXT, Closed, WebSocket, connected, handshake
+from audit.websocket import ENDS, TEXT, Closed, WebSocket, connected, handshake
 
 
 def connecting(check: Check, _: str) -> Check:
@@ -323,6 +325,40 @@ def ws_survives(socket: WebSocket) -> None:
         responded(socket, BRIEF)
     except Closed as closed:
         raise Failed("expected the connection to outlive a turn that is refused", closed) from closed
+
+
+@should("ws-large")
+def ws_large(socket: WebSocket) -> None:
+    """a message that is too large is refused by an event, and the connection lives
+
+    a client takes a close for a broken network, and sends all of it again
+    M11 https://github.com/Soju06/codex-lb/pull/1236
+    """
+    last = socket.turn(BRIEF | {"input": "fox " * 800_000})[-1]
+    expect(last.get("type") in ENDS, "expected an answer, or an error", last)
+    with presumed("ws-ping"):
+        socket.ping(b"are you there?")
+
+
+@should("ws-steer")
+def ws_steer(socket: WebSocket) -> None:
+    """the steering of an unknown response fails by name, and its input is given back
+
+    the types of openai-python: response.steer.failed, with an error and the steer
+    M13 https://github.com/openai/openai-python
+    """
+    steer = {"previous_response_id": "resp_00000000000000000000000000000000", "input": "Stop now."}
+    socket.send_frame(TEXT, json.dumps({"type": "response.steer"} | steer).encode())
+    event = socket.event()
+    if event.get("type") == "error":
+        raise NotApplicable(f"response.steer is not known: {event}")
+    error: Any = event.get("error")
+    given_back = event.get("steer")
+    is_failed = event.get("type") == "response.steer.failed" and isinstance(error, dict)
+    is_named = is_failed and error.get("code") == "response_not_found"
+    expect(is_named, "expected response.steer.failed, with the code response_not_found", event)
+    is_back = isinstance(given_back, dict) and steer.items() <= given_back.items()
+    expect(is_back, "expected the steer with its input to be given back", event)
 
 
 @should("ws-bad-json")

@@ -113,7 +113,8 @@ class WebSocket:
         elif size > 125:
             length = bytes([MASKED | 126]) + size.to_bytes(2, "big")
         mask = os.urandom(4)
-        masked = bytes(byte ^ mask[i % 4] for i, byte in enumerate(payload))
+        masks = int.from_bytes((mask * (size // 4 + 1))[:size], "big")
+        masked = (int.from_bytes(payload, "big") ^ masks).to_bytes(size, "big")
         self._connection.send(bytes([FINAL | opcode]) + length + mask + masked)
 
     def _frame(self) -> tuple[bool, int, bytes]:

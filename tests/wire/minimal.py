@@ -223,6 +223,9 @@ class Socket:
         previous = None
         try:
             body = parsed(text.encode())
+            if body.get("type") == "response.steer":
+                yield steer_failed(body)
+                return
             if body.pop("type", None) != "response.create":
                 raise Refusal("type: expected response.create.", "type")
             previous = body.pop("previous_response_id", None)
@@ -251,7 +254,8 @@ class Socket:
             size = int.from_bytes(self._read(2 if size == 126 else 8), "big")
         mask = self._read(4)
         masked = self._read(size)
-        return first & 15, bytes(byte ^ mask[i % 4] for i, byte in enumerate(masked))
+        masks = int.from_bytes((mask * (size // 4 + 1))[:size], "big")
+        return first & 15, (int.from_bytes(masked, "big") ^ masks).to_bytes(size, "big")
 
     def send(self, frame: str, fault: Fault) -> None:
         changed = edited(frame, fault.get("reply"))
@@ -297,6 +301,13 @@ def responses(body: Json, n_earlier: int = 0) -> tuple[list[Json], Json]:
         (status, {"response": head | end}),
     ]
     return [*map(numbered, events, range(len(events)))], head | end
+
+
+def steer_failed(body: Json) -> Json:
+    """Nothing runs that could be steered."""
+    error = {"type": "invalid_request_error", "code": "response_not_found", "message": "It is not here."}
+    steer = {name: value for name, value in body.items() if name != "type"}
+    return {"type": "response.steer.failed", "sequence_number": 0, "error": error, "steer": steer}
 
 
 def warmed_up(body: Json, n_earlier: int) -> tuple[list[Json], Json]:
