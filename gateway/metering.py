@@ -11,7 +11,6 @@ Rules of this file:
 2. A counter only grows: servers that send usage with every chunk are not counted twice.
 3. What is no count (a negative, a fraction, a word) is 0. Cached tokens are at most those of the prompt,
    reasoning tokens at most those of the completion.
-
 4. Whatever becomes of a request, its usage is settled once: in the log, and in the totals of /health.
 """
 
@@ -53,7 +52,7 @@ PATHS = {
 
 
 def usage_of(document: Document) -> Document | None:
-    """The usage object of a chunk, a completion, a Responses event or a response."""
+    """Return the usage object of a chunk, or of a Responses event; None: it has none."""
     for holder in (document, document.get("response")):
         if isinstance(holder, dict) and isinstance(holder.get("usage"), dict):
             usage: Document = holder["usage"]
@@ -62,13 +61,13 @@ def usage_of(document: Document) -> Document | None:
 
 
 def read_counts(usage: Document) -> TokenCounts:
-    """The counts in a usage object; where two paths of a count are there, the larger one."""
+    """Return the counts in a usage object; if a count is there twice, the larger one."""
     counts = {name: max(_read_count(usage, path) for path in paths) for name, paths in PATHS.items()}
     return TokenCounts(**counts)
 
 
 def _read_count(usage: Document, path: str) -> int:
-    """The count at a path; 0 for whatever is no count."""
+    """Return the count at a path; 0 for anything that is not a count."""
     value: Any = usage
     for name in path.split("."):
         if not isinstance(value, dict):
@@ -86,8 +85,8 @@ class Prices(NamedTuple):
     coefficient: int = 1000  # of all tokens, in thousandths
 
     def adjusted(self, counts: TokenCounts) -> TokenCounts:
-        """The counts weighted; each token is in one of them: cached ones are not in `prompt`, nor reasoning
-        ones in `completion`.
+        """Weight the counts. Each token is in one of them: `prompt` is without the cached tokens,
+        `completion` without those of the reasoning.
         """
         disjoint = counts._replace(
             prompt=counts.prompt - counts.cached,
@@ -117,7 +116,7 @@ class Meter:
         self.prices = prices
 
     def read(self, document: Document) -> Document | None:
-        """Count a document's usage, and give it its costs in place; return it, None where there is none."""
+        """Count a document's usage, and give it its costs in place; return it, None if there is none."""
         usage = usage_of(document)
         if usage is None:
             return None
@@ -129,7 +128,7 @@ class Meter:
         return usage
 
     def used(self) -> dict[str, int | None]:
-        """The adjusted counts and their sum, for the log; None where they are unknown."""
+        """Return the adjusted counts and their sum, for the log; None stands for what is unknown."""
         if self.counts is None:
             return dict.fromkeys((*TokenCounts._fields, "total"))
         adjusted = (self.prices or Prices()).adjusted(self.counts)

@@ -434,6 +434,9 @@ def test_logprobs_are_taken_where_they_are_some(entry: Json, expected: TokenLogp
     reader = Reader()
     (chunk,) = reader.feed(logprobs({"token": "a", "logprob": -0.5} | entry))
     (said,) = Outputs().read(chunk)
+    assert isinstance(said, Delta)
+    n_bytes = len(said.logprobs[0].bytes)
+    assert n_bytes < 2000  # on its own: pytest would show them all
     assert said == Delta("final", "a", (expected,))
 
 
