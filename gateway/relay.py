@@ -48,7 +48,7 @@ MEDIA = ("image_url", "input_audio", "audio_url", "video_url", "file")
 
 
 def checkable(body: dict[str, Any]) -> dict[str, Any]:
-    """The body without what is only not built here: our checks are not to refuse that on its way (rule 3)."""
+    """Return the body without what is only not built here, which our checks would refuse: rule 5."""
     kept = {name: value for name, value in body.items() if name not in params.NOT_BUILT_IN_CHAT}
     messages = body.get("messages")
     if isinstance(messages, list):
@@ -60,7 +60,7 @@ def checkable(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_media(message: Any) -> Any:
-    """A message whose pictures and the like are empty texts: each part keeps its place, which errors name."""
+    """Return the message with empty texts for pictures and the like: errors name a part by its place."""
     if not isinstance(message, dict) or not isinstance(message.get("content"), list):
         return message
     parts = []
@@ -73,8 +73,8 @@ def _without_media(message: Any) -> Any:
 
 # --- the answer ---------------------------------------------------------------------------------------------
 
-# What says something of the answer or of the account, and holds for the client too. All others describe the
-# connection, or make the client's browser trust or keep what only this server may tell it to.
+# Headers that say something of the answer or of the account, which holds for the client too. All others
+# describe the connection, or tell the client's browser what only this server may tell it.
 # https://platform.openai.com/docs/api-reference/debugging-requests
 FORWARDED = {
     b"openai-model", b"openai-processing-ms", b"openai-version",
@@ -84,7 +84,7 @@ FORWARDED = {
 
 
 def forwarded(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """The headers that the client gets, their names in lower case.
+    """Return the headers that the client gets, their names in lower case.
 
     Names have no case: https://github.com/timoklimmer/powerproxy-aoai/issues/53
     """
