@@ -70,13 +70,13 @@ class Batch:
         token_ids: list[int] = []
         positions: list[int] = []
         wanted_rows: list[int] = []
-        self.page_tables: list[Ints] = []  # of each row, the page table of its sequence
+        self.page_tables: list[Sequence[int]] = []  # of each row, the page table of its sequence
         for span in spans:
             assert span.token_ids is not None, "expected token ids: only a GPU chains spans"
             token_ids += span.token_ids
             positions += range(span.start, span.end)
             wanted_rows += range(len(token_ids) - span.n_wanted, len(token_ids))
-            self.page_tables += [np.array(span.pages, np.int64)] * len(span.token_ids)
+            self.page_tables += [span.pages] * len(span.token_ids)
         self.token_ids: Ints = np.array(token_ids, np.int64)  # (n_rows,)
         self.positions: Ints = np.array(positions, np.int64)  # (n_rows,)
         self.wanted_rows: Ints = np.array(wanted_rows, np.int64)  # (n_wanted,) of all spans
@@ -287,7 +287,7 @@ class NumpyOps:
         return y
 
     def _attention_of_row(
-        self, q: Array, sinks: Array | None, i: int, page_table: Ints, position: int
+        self, q: Array, sinks: Array | None, i: int, page_table: Sequence[int], position: int
     ) -> Array:
         """softmax(q K^T / sqrt(head_dim)) V, https://arxiv.org/abs/1706.03762, equation 1.
 
@@ -301,7 +301,7 @@ class NumpyOps:
         if window is not None:
             first = max(0, position + 1 - window)
         seen = np.arange(first, position + 1)  # (n_keys,) positions
-        pages = page_table[seen // PAGE]
+        pages = np.take(page_table, seen // PAGE)
         # Axes: k key, d head_dim, g key head, h query head among those that share the key head.
         keys = self._kv[pages, i, 0, seen % PAGE].transpose(1, 2, 0)  # (g, d, k)
         values = self._kv[pages, i, 1, seen % PAGE].transpose(1, 0, 2)  # (g, k, d)
