@@ -124,6 +124,24 @@ class InFlight(NamedTuple):
     launched_at: float
 
 
+# --- Theory of operation ------------------------------------------------------------------------------------
+#
+# What the thread does while a device computes, with n_ahead = 1. Step 4 is launched before step 3 is read, so
+# the scheduler chains it to tokens that only the device knows yet. The tokens of step 2 are delivered after
+# that, while the device is at work, and the event loop makes events of them meanwhile.
+#
+#   thread   read 2   launch 4   deliver 2   read 3 .........   launch 5   deliver 3   read 4 ....
+#   device   step 3 .................................   step 4 .................................
+#
+# On a CPU n_ahead is 0: launch() itself computes, read() returns at once, and the tokens are delivered before
+# the next step is scheduled.
+#
+# Structured output needs a mask before each choice. The thread asks for it as soon as it has read the token
+# before, and computes the other sequences if it does not come in a moment:
+#
+#   read 2: token 17   ask for the mask after 17   wait, 5 ms at most   schedule 3, with the mask or without
+
+
 class Engine:
     """Runs a model in a thread of its own."""
 
