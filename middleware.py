@@ -52,7 +52,7 @@ from request.shares import OWNER, Slots
 from service import webpage
 from service.admission import Room
 from service.metrics import CONTENT_TYPE, Metrics
-from streaming import error_response, for_client
+from streaming import error_response, while_connected
 
 log = logging.getLogger("middleware")
 
@@ -89,7 +89,7 @@ def make_app(
                 await asyncio.sleep(BETWEEN_SCRAPES_S)
             return text
 
-        return Response(await for_client(scrape(), http.receive), media_type=CONTENT_TYPE)
+        return Response(await while_connected(scrape(), http.receive), media_type=CONTENT_TYPE)
 
     endpoints = [Endpoint("GET", "/", on_page), Endpoint("GET", "/metrics", on_metrics), *api.endpoints()]
     handlers = {

@@ -180,15 +180,6 @@ def fold(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return dict(snapshots[-1])
 
 
-def interrupted(events: Iterable[Mapping[str, Any]], message: str) -> Event:
-    """The last event of a stream whose builder is gone: finished items stay, the open one is left out."""
-    past_events = list(events)
-    output = [event["item"] for event in past_events if event["type"] == "response.output_item.done"]
-    error = {"code": "server_error", "message": message}
-    failed = {"status": "failed", "error": error, "output": output}
-    return {"type": "response.failed", "response": fold(past_events) | failed}
-
-
 # --- the builder --------------------------------------------------------------------------------------------
 
 
@@ -301,6 +292,23 @@ class Builder:
     def in_progress(self) -> list[Event]:
         """A queued response has got its turn."""
         return [self._envelope("response.in_progress", "in_progress")]
+
+    def resume(self, events: Iterable[Event]) -> None:
+        """Take up a response where another builder has left it, which made these events; they were JSON."""
+        for event in events:
+            self.state = GRAMMAR[self.state, label(event)]
+            match event:
+                case {"type": "response.output_item.added", "item": item, "output_index": index}:
+                    key = next(key for key, kind in KINDS.items() if kind.item == item["type"])
+                    call = {name: item[name] for name in ("call_id", "name", "namespace") if name in item}
+                    self._item = _Item(key, self._kinds[key], item["id"], index, call, self._seal)
+                case {"type": "response.content_part.added", "part": {"type": "refusal"}} if self._item:
+                    self._item.kind = self._kinds["refusal"]
+                case {"delta": text} if self._item:
+                    self._item.grow(text, tuple(map(_read_logprob, event.get("logprobs", ()))))
+                case {"type": "response.output_item.done", "item": item}:
+                    self.output.append(item)
+                    self._item = None
 
     def feed(self, output: Output | Compaction) -> list[Event]:
         match output:
@@ -441,3 +449,10 @@ def _logprob(p: TokenLogprob, with_bytes: bool) -> sse.Encoded:
     """
     top_logprobs = [candidate.members(with_bytes) for candidate in p.top]
     return sse.encoded(p.members(with_bytes) | {"top_logprobs": top_logprobs})
+
+
+def _read_logprob(members: Mapping[str, Any]) -> TokenLogprob:
+    """A logprob of an event; its token's bytes are those of its text."""
+    token = members["token"]
+    top = tuple(map(_read_logprob, members.get("top_logprobs", ())))
+    return TokenLogprob(token, members["logprob"], token.encode(), top)

@@ -33,7 +33,7 @@ from collections.abc import Callable
 
 import threadpoolctl
 
-from api import Api, encode_event
+from api import Api
 from background import Registry
 from checkpoint import hub
 from gateway.remote import RemoteWorker
@@ -148,7 +148,7 @@ async def serve(
     asyncio.get_running_loop().set_default_executor(FairExecutor(N_THREADS, "requests"))
     workers: list[Worker] = [worker for worker in (local, remote) if worker]
     is_shared = keys.n_owners > 1
-    registry = Registry(store, encode_event, max_queued=args.max_queued, is_shared=is_shared)
+    registry = Registry(store, is_shared)
     steps = None
     if local and args.debug_steps:
         steps = Steps(local.engine, local.tokenizer.token_bytes)

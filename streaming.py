@@ -1,8 +1,7 @@
 """Answers over HTTP: a log as a stream of server-sent events, or one JSON object; clients that disconnect.
 
-    EventLog --EventStream--> frames as they come        task, fold --JsonAnswer--> one JSON object at its end
-    JSON text --json_text()--> an answer                 large JSON text --PiecewiseAnswer--> an answer
-    status, message --error_response()--> an error
+    EventLog --EventStream--> frames as they come           JSON text --JsonAnswer--> an answer, in pieces
+    status, message --error_response()--> an error          work --while_connected()--> its result
 
 Authority: https://platform.openai.com/docs/guides/error-codes; https://asgi.readthedocs.io for disconnects.
 
@@ -10,19 +9,15 @@ Rules of this file:
 1. Before the first byte an error has its status code; after it, only the last event tells of a failure.
 2. When the client leaves, the task that works for it alone is cancelled, and with it the engine's sequence.
 3. No write cuts an event: some parsers lose one that is cut. Events that wait leave together, in one write.
-4. Back-pressure ends here: a client that reads slowly keeps its own frames waiting, and nobody else's.
-5. An answer may be large: it is folded and encoded in a thread, in many short calls, between which the
-   streams go on.
-
-Not here: endpoints (api.py), what an event looks like (responses.py, completions.py), bodies that come in
-(request/body.py), queries (request/query.py).
+4. Back-pressure ends here: a client that reads slowly keeps its own frames waiting, and no other client's.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from contextlib import aclosing
+from collections.abc import Awaitable, Mapping
+from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -45,36 +40,59 @@ SSE_HEADERS = [
 ]
 
 
+# --- answers ------------------------------------------------------------------------------------------------
+
+
+class JsonAnswer(Response):
+    """Answers with JSON text, in pieces, each when the client has read most of those before.
+
+    It returns when what is left of the answer is with the system.
+    """
+
+    media_type = "application/json"
+
+    def __init__(self, text: str, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+        retry_after = {}
+        if status in RETRY_AFTER_S:
+            retry_after = {"Retry-After": str(RETRY_AFTER_S[status])}
+        super().__init__(text, status, {**retry_after, **(headers or {})})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if len(self.body) <= PIECE_BYTES:
+            await super().__call__(scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for start in range(0, len(self.body), PIECE_BYTES):
+            piece = self.body[start : start + PIECE_BYTES]
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})  # waits until the last piece has left
+
+
+def json_response(status: int, body: Any, headers: Mapping[str, str] | None = None) -> Response:
+    return JsonAnswer(sse.dumps(body), status, headers)
+
+
 def error_response(status: int, message: str, param: str | None = None, code: str | None = None) -> Response:
     return json_response(status, error_body(status, message, param, code))
-
-
-def json_response(status: int, body: Any) -> Response:
-    return json_text(sse.dumps(body), status)
-
-
-def json_text(text: str, status: int = 200) -> Response:
-    """An answer that is JSON already."""
-    headers = {}
-    if status in RETRY_AFTER_S:
-        headers["Retry-After"] = str(RETRY_AFTER_S[status])
-    return Response(text, status, headers, "application/json")
-
-
-# --- answers ------------------------------------------------------------------------------------------------
 
 
 class EventStream(Response):
     """Answers with the events of a log that follow number `after`, as they come, then with `done`.
 
     `task` fills the log for this client alone; None: the log fills without it. A task that raises before the
-    first event has refused the request. One that raises later has a bug: the connection breaks, which is no
-    clean end of a stream.
+    first event has refused the request. One that raises later has a bug: the connection breaks, which no
+    client takes for a clean end of a stream.
     """
 
     def __init__(
-        self, log: EventLog, task: asyncio.Task[None] | None = None, done: bytes = b"", after: int = -1
+        self,
+        log: EventLog,
+        task: asyncio.Task[None] | None = None,
+        done: bytes = b"",
+        after: int = -1,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
+        self.raw_headers = [*SSE_HEADERS, *Headers(headers).raw]
         self._log = log
         self._task = task
         self._done = done
@@ -82,7 +100,8 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await while_connected(self._send_events(send), receive)
+            with suppress(ClientDisconnect):
+                await while_connected(self._send_events(send), receive)
         finally:
             if self._task:
                 await cancel(self._task)
@@ -92,7 +111,7 @@ class EventStream(Response):
             await self._log.until_begun()
             if not self._log.events:
                 await self._task  # raises why it has refused, while the status can still say so
-        await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async with aclosing(KeptAlive(send)) as stream, aclosing(self._log.read(self._after)) as logged:
             async for frames in logged:
                 await stream.write(b"".join(frames))
@@ -102,74 +121,24 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": self._done})
 
 
-class PiecewiseAnswer(Response):
-    """Answers with JSON text in pieces, each when the client has read most of those before.
-
-    It returns when what is left of the answer is with the system.
-    """
-
-    media_type = "application/json"
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        for start in range(0, len(self.body), PIECE_BYTES):
-            piece = self.body[start : start + PIECE_BYTES]
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
-        await send({"type": "http.response.body", "body": b""})  # waits until the last piece has left
-
-
-class JsonAnswer(Response):
-    """Waits for a task that works for this client alone, then answers with `fold()`: status and body."""
-
-    def __init__(self, task: asyncio.Task[None], fold: Callable[[], tuple[int, dict[str, Any]]]) -> None:
-        self._task = task
-        self._fold = fold
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await while_connected(self._send_body(scope, receive, send), receive)
-        finally:
-            await cancel(self._task)
-
-    async def _send_body(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._task  # raises why it has refused the request
-        answer = await asyncio.to_thread(self._answer)
-        await answer(scope, receive, send)
-
-    def _answer(self) -> Response:
-        status, body = self._fold()
-        return json_response(status, body)
-
-
 # --- while the client is connected --------------------------------------------------------------------------
 
 
-async def while_connected(work: Coroutine[Any, Any, T], receive: Receive) -> T | None:
-    """Work for a client, such as sending an answer, until it is done or the client disconnects.
-
-    Returns and raises what the work does, None where the client has left.
-    """
+async def while_connected(work: Awaitable[T], receive: Receive) -> T:
+    """Work for a client, for example send an answer; raises ClientDisconnect if it leaves before the end."""
     until_disconnect = asyncio.timeout(None)
     watch: asyncio.Task[None] | None = None
     try:
         async with until_disconnect:
             watch = asyncio.create_task(_end_at_disconnect(until_disconnect, receive))
             return await work
-    except Exception:
-        if not until_disconnect.expired():
-            raise
-        return None
+    except Exception as error:
+        if until_disconnect.expired():
+            raise ClientDisconnect from error
+        raise
     finally:
         if watch:
             watch.cancel()
-
-
-async def for_client(work: Coroutine[Any, Any, T], receive: Receive) -> T:
-    """What work for a client comes to, which is not None; raises ClientDisconnect where it leaves before."""
-    result = await while_connected(work, receive)
-    if result is None:
-        raise ClientDisconnect
-    return result
 
 
 async def _end_at_disconnect(work: asyncio.Timeout, receive: Receive) -> None:

@@ -81,7 +81,7 @@ class Worker(Protocol):
     @property
     def defaults(self) -> Mapping[str, Any]: ...  # of parameters, by name: the model's own
     @property
-    def alive(self) -> bool: ...  # False: it will never serve again
+    def alive(self) -> bool: ...  # False: it can serve no request now
 
     async def prepare(self, request: Request) -> Prompt:
         """Check what only this worker can check, the grammar included; raises BadInput."""

@@ -65,9 +65,10 @@ def keep(n_responses: int) -> Figures:
 
         def write_all() -> None:
             for id_ in ids:
-                store.insert(Row(id_, time.time(), None, True, True, True, "{}", "[]", "{}"))
+                row = Row(id_, "", time.time(), None, True, True, True, "{}", "[]", "queued", "{}")
+                store.insert(row)
                 for first in range(0, N_FRAMES, N_TOGETHER):
-                    store.append(id_, first, [frame] * N_TOGETHER, None, 0)
+                    store.append(row, first, [frame] * N_TOGETHER, "", "", 0)
 
         def read_all() -> None:
             for id_ in ids:

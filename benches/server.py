@@ -114,7 +114,7 @@ def serve_least(directory: Path) -> None:
             place = '"item_id":"msg_0123456789abcdef","output_index":0,"content_index":0'
             number = 0
             while (text := await texts.get()) is not None:
-                data = f'{{"sequence_number":{number},{place},"delta":{sse.dumps_text(text)}}}'
+                data = f'{{"sequence_number":{number},{place},"delta":{sse.dumps(text)}}}'
                 yield DELTA + f"data: {data}\n\n".encode()
                 number += 1
             await generating

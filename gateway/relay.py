@@ -18,10 +18,11 @@ Rules of this file:
 
 import asyncio
 from collections.abc import Iterable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -146,7 +147,8 @@ class RelayedChat(Response):
         self._meter = Meter(ledger.prices)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await while_connected(self._answer(scope, receive, send), receive)
+        with suppress(ClientDisconnect):
+            await while_connected(self._answer(scope, receive, send), receive)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         outcome: Outcome = "error"

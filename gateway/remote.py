@@ -186,8 +186,13 @@ class RemoteWorker:
     def counts(self) -> dict[str, int]:
         return self.upstreams.counts() | dict(self.ledger.totals)
 
-    alive = True  # an upstream that is down may come back
     defaults: Mapping[str, Any] = {}  # of parameters: what an upstream presets nobody knows here
+
+    @property
+    def alive(self) -> bool:
+        """An upstream that is down may come back."""
+        counts = self.upstreams.counts()
+        return counts["upstreams_down"] < counts["upstreams"]
 
     def busy(self) -> bool:
         return self.upstreams.counts()["running"] > 0

@@ -139,3 +139,8 @@ class Threads:
         loop = asyncio.get_running_loop()
         async with self._turns.turn(owner):
             return await loop.run_in_executor(self._executor, copy_context().run, function, *args)
+
+    async def until_idle(self) -> None:
+        """Wait until all calls are done, also those that are made meanwhile."""
+        while self._turns.waiting.total():
+            await asyncio.sleep(0.01)

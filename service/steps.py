@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import numpy as np
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -225,7 +226,8 @@ class StepStream(Response):
         self._frames = frames
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await while_connected(self._send_frames(send), receive)
+        with suppress(ClientDisconnect):
+            await while_connected(self._send_frames(send), receive)
 
     async def _send_frames(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})

@@ -1,6 +1,6 @@
 """The Responses API over a WebSocket: its messages are turns, and the events of each turn are messages.
 
-    message --body_of()--> body of POST /v1/responses --start()--> ResponseJob --log.read()--> messages
+    message --body_of()--> body of POST /v1/responses --start()--> Job --log.read()--> messages
 
 A connection has lanes: one for each `stream_id` that its client has named, and one without a name. In a lane
 the turns run one behind the other, in the order in which they came; lanes run beside each other. Here one
@@ -44,7 +44,7 @@ from typing import Any, NamedTuple
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 import sse
-from background import ResponseJob
+from background import Job
 from request.body import Body, parse_json
 from request.ids import REQUEST_ID
 from request.items import MAX_CONVERSATION_BYTES
@@ -57,8 +57,8 @@ from streaming import cancel
 log = logging.getLogger("websocket")
 
 Recall = Callable[[str], Row | None]  # id of a response -> the response; None where it is not remembered
-Start = Callable[[Any, Recall], Awaitable[ResponseJob]]  # body, memory of its connection -> what has started
-EndedRow = Callable[[ResponseJob], Awaitable[Row]]
+Start = Callable[[Any, Recall], Awaitable[Job]]  # body, memory of its connection -> what has started
+EndedRow = Callable[[Job], Awaitable[Row]]
 
 # The first two are the guide's.
 MAX_RUNNING = 16  # turns of a connection that run at once
@@ -251,7 +251,7 @@ class Connection:
         self._bodies: dict[int, dict[str, Any]] = {}  # of the turns that start now, by their number
         self._ending: Ending | None = None
         # By lane: the response whose events are being sent, and the number of the lane's next event else.
-        self._running: dict[str, ResponseJob] = {}
+        self._running: dict[str, Job] = {}
         self._next_number: Counter[str] = Counter()
 
     async def run(self, until_stopping: Awaitable[object], max_age_s: float) -> None:
@@ -432,14 +432,14 @@ class Connection:
         finally:
             self._room.unanswered.discard(request_id)
 
-    async def _start_turn(self, turn: Turn) -> ResponseJob:
+    async def _start_turn(self, turn: Turn) -> Job:
         if turn.number not in self._bodies:
             message = await parse_json(Body(turn.json_text, self._room.max_body_bytes))
             self._bodies[turn.number] = body_of(message)
             del message
         return await self._start(self._bodies.pop(turn.number), self._memory.recall)
 
-    async def _send_events(self, job: ResponseJob, turn: Turn) -> None:
+    async def _send_events(self, job: Job, turn: Turn) -> None:
         if not job.log.events:
             await job.task  # raises why it has refused
         self._running[turn.lane] = job
@@ -455,7 +455,7 @@ class Connection:
                     await self._send(sse.data(frame), turn.lane)
         await job.task
 
-    async def _remember(self, job: ResponseJob, turn: Turn) -> None:
+    async def _remember(self, job: Job, turn: Turn) -> None:
         if job.log.status == "failed":
             self._memory.forget(turn.parent_id, turn.lane)
         else:

@@ -9,6 +9,7 @@ import gc
 import itertools
 import json
 import math
+import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import aclosing, asynccontextmanager, closing
@@ -22,24 +23,13 @@ from hypothesis import strategies as st
 
 import background
 import sse
-from api import encode_event
-from background import (
-    READ_BYTES,
-    Event,
-    EventLog,
-    NotStored,
-    QueueFull,
-    Reason,
-    Registry,
-    Response,
-    with_store_false,
-)
-from channels import Delta, Finish, Output, TokenLogprob, Usage
+from background import READ_BYTES, Entry, EventLog, Registry, Run, Said, Snapshot
+from channels import Accepted, Delta, Finish, TokenLogprob, Usage
 from helpers import laws
 from request import params
-from request.shares import OWNER
-from responses import Builder, interrupted
-from store import TERMINAL, Retention, Row, Snapshot, Store
+from request.refusals import BadInput
+from responses import Builder, Event
+from store import TERMINAL, Retention, Row, Store
 
 PATIENCE_S = 30
 RACES = 1000
@@ -47,10 +37,10 @@ BODY = {"model": "m", "input": "hi", "background": True, "stream": True}
 HEAD = {"object": "response", "created_at": 1, "model": "m"} | params.from_responses(BODY, {}).echo
 DONE = Finish("stop", Usage(3, 2))
 SHUT_DOWN = "The server is shutting down."
+INTERRUPTED = "interrupted by a restart"
 UNFINISHED = "The run ended without a last event."
 RAISED = "ZeroDivisionError in the server; its log has the details."
 
-Said = Output | Finish
 Says = Callable[[], AsyncIterator[Said]]
 numbers = itertools.count()
 
@@ -64,44 +54,37 @@ def new_id(prefix: str) -> str:
 
 
 def row(**changes: Any) -> Row:
-    return Row(new_id("resp"), 0, None, True, True, True, json.dumps(BODY), "[]")._replace(**changes)
+    new = Row(
+        id=new_id("resp"),
+        owner="",
+        born_at=0,
+        ended_at=None,
+        kept=True,
+        background=True,
+        streamed=True,
+        request_json=json.dumps(BODY),
+        items_json="[]",
+    )
+    return new._replace(**changes)
 
 
-class ScriptedRun:
-    """A Producer of background.py that says what the test wants."""
-
-    def __init__(self, row: Row, says: Says) -> None:
-        self._builder = Builder({"id": row.id, **HEAD}, new_id)
-        self._says = says
-
-    def start(self) -> list[Event]:
-        return self._builder.start(True)
-
-    async def fill(self, log: EventLog) -> None:
-        log.extend(self._builder.in_progress())
-        async for said in self._says():
-            log.extend(self._events(said))
-
-    def _events(self, said: Said) -> list[Event]:
-        if isinstance(said, Finish):
-            return self._builder.finish(said, 2)
-        return self._builder.feed(said)
-
-    def end(self, reason: Reason, message: str) -> list[Event]:
-        return self._builder.finish(Finish(reason, message=message), 2)
+def builder_of(row: Row) -> Builder:
+    return Builder({"id": row.id, **HEAD}, new_id)
 
 
-class ForegroundRun(ScriptedRun):
-    """The same, of a response that does not wait."""
+def run_of(says: Says) -> Run:
+    """A run that says what the test wants."""
 
-    async def fill(self, log: EventLog) -> None:
-        log.extend(self._builder.start())
-        async for said in self._says():
-            log.extend(self._events(said))
+    async def run(emit: Callable[[Said], None]) -> None:
+        emit(Accepted())
+        async for said in says():
+            emit(said)
+
+    return run
 
 
 async def started(registry: Registry, row: Row, says: Says) -> EventLog:
-    job = await registry.start(row, ScriptedRun(row, says))
+    job = await registry.start(row, builder_of(row), run_of(says))
     return job.log
 
 
@@ -130,7 +113,7 @@ class Held:
 @asynccontextmanager
 async def registry_of(**limits: Any) -> AsyncIterator[Registry]:
     """A registry over a store of its own; in the end what runs is ended."""
-    registry = Registry(Store(":memory:", Retention()), encode_event, **limits)
+    registry = Registry(Store(":memory:", Retention()), **limits)
     try:
         yield registry
     finally:
@@ -147,22 +130,22 @@ def parsed(frames: list[bytes]) -> list[dict[str, Any]]:
     return [json.loads(event.data) for event in sse.Parser().feed(b"".join(frames))]
 
 
-async def ended(registry: Registry, id: str) -> Row:
+async def ended(registry: Registry, asked: Row) -> Row:
     """A response when it is terminal, as GET tells it."""
     while True:
-        found = await registry.get(id)
+        found = await registry.get(asked.id, asked.owner)
         assert found
-        if found.response["status"] in TERMINAL:
+        if found.status in TERMINAL:
             return found
         await asyncio.sleep(0)
 
 
-async def check_end(registry: Registry, store: Store, id: str, *ends: str) -> dict[str, Any]:
+async def check_end(registry: Registry, store: Store, asked: Row, *ends: str) -> dict[str, Any]:
     """It ends in one of these ways, its log is a whole response, and the store holds what was seen."""
-    log = await registry.events(id)
+    log = await registry.events(asked)
     assert log
     seen = await read(log)
-    found = await ended(registry, id)
+    found = await ended(registry, asked)
     events = parsed(seen)
     laws.check_order(events)
     laws.check_statuses(events)
@@ -170,9 +153,9 @@ async def check_end(registry: Registry, store: Store, id: str, *ends: str) -> di
     assert found.response["status"] in ends
     while registry.counts()["background"]:
         await asyncio.sleep(0)
-    kept = store.get(id)
+    kept = store.get(asked.id)
     assert kept
-    assert (kept.response, store.frames(id)) == (found.response, seen)
+    assert (kept.response, store.frames(asked.id)) == (found.response, seen)
     assert kept.ended_at is not None
     return found.response
 
@@ -180,15 +163,9 @@ async def check_end(registry: Registry, store: Store, id: str, *ends: str) -> di
 # --- the log ------------------------------------------------------------------------------------------------
 
 
-def encode(number: int, event: dict[str, Any]) -> bytes:
-    return b"%d %d" % (number, event["n"])
-
-
-def follows(frames: list[bytes], after: int) -> list[bytes]:
-    """What a reader gets: where its number never comes, the last event, which says how all has ended."""
-    if after >= len(frames):
-        return frames[-1:]
-    return frames[after + 1 :]
+def encode(number: int, event: dict[str, Any]) -> Entry:
+    snapshot = Snapshot(event["status"], "{}") if "status" in event else None
+    return Entry(b"%d %d" % (number, event["n"]), snapshot)
 
 
 actions = st.lists(
@@ -201,22 +178,23 @@ actions = st.lists(
 
 @given(actions, st.booleans())
 def test_readers_get_the_same_bytes(actions: list[tuple[str, int]], stored: bool) -> None:
-    """Whenever they come, and from wherever on: what is written, all of it, in order, and then the end."""
+    """Whenever they come, and from wherever on: what is written, all of it, in order, and then the end.
+
+    A reader who has seen more than there is gets nothing: a client drops the numbers that it knows.
+    """
 
     async def main() -> None:
         written: list[bytes] = []
-        lost = 0  # frames whose write has failed, and that no later one has taken yet
+        has_failed = False  # since the last write that has not
         gate = asyncio.Queue[bool]()
 
-        async def write(first: int, frames: list[bytes], response: Response | None) -> None:
-            nonlocal lost
+        async def write(first: int, frames: list[bytes], newest: Snapshot | None) -> bool:
+            nonlocal has_failed
             assert first == len(written), "no gap, and nothing twice"
-            if await gate.get():
+            has_failed = not await gate.get()
+            if not has_failed:
                 written.extend(frames)
-                lost = 0
-            else:
-                lost = len(frames)
-                raise OSError("the disk is full, for once")
+            return not has_failed
 
         async def follow(after: int) -> list[bytes]:
             got = []
@@ -224,7 +202,7 @@ def test_readers_get_the_same_bytes(actions: list[tuple[str, int]], stored: bool
                 async for frames in logged:
                     got += frames
                     number = int(frames[-1].split()[0])
-                    assert not stored or number < len(written) + lost, "seen before it was written"
+                    assert not stored or has_failed or number < len(written), "seen before it was written"
             return got
 
         log = EventLog(encode, write if stored else None)
@@ -246,47 +224,48 @@ def test_readers_get_the_same_bytes(actions: list[tuple[str, int]], stored: bool
         readers += [(after, asyncio.create_task(follow(after))) for after in range(-1, n + 2)]
         expected = [b"%d %d" % (i, i) for i in range(n + 1)]
         for after, task in readers:
-            assert await task == follows(expected, after)
-        await log.until_shown()
-        assert written == expected[: len(written)]
-        assert log.is_stored == (written == expected) or not stored  # unless the very last write has failed
+            assert await task == expected[after + 1 :]
+        await log.until_stored()
+        assert written == expected or not stored
 
-    within_patience(main())
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(background, "RETRY_S", 0)
+        within_patience(main())
 
 
 def test_log_goes_on_from_an_earlier_process() -> None:
     """Numbers go on where the frames end, and a reader sees both."""
 
     async def main() -> list[list[bytes]]:
-        log = EventLog(encode, frames=[b"0 zero", b"1 one"], response={"status": "in_progress"})
+        log = EventLog(encode, stored=[Entry(b"0 zero"), Entry(b"1 one", Snapshot("in_progress", "{}"))])
         early = asyncio.create_task(read(log, after=0))
         await asyncio.sleep(0)
         assert (log.status, log.ended) == ("in_progress", False)
-        log.extend([{"n": 7, "response": {"status": "failed"}}])
+        log.extend([{"n": 7, "status": "failed"}])
         log.close()
-        assert (log.response, log.ended) == ({"status": "failed"}, True)
+        assert (log.shown, log.ended) == (("failed", "{}"), True)
         return [await early, await read(log), await read(log, 2), await read(log, 99)]
 
-    expected = [[b"1 one", b"2 7"], [b"0 zero", b"1 one", b"2 7"], [], [b"2 7"]]
-    assert within_patience(main()) == expected
+    assert within_patience(main()) == [[b"1 one", b"2 7"], [b"0 zero", b"1 one", b"2 7"], [], []]
 
 
 def test_state_is_seen_when_it_is_written() -> None:
     """Who polls must not learn what a restart could take back."""
 
     async def main() -> None:
-        async def write(first: int, frames: list[bytes], response: Response | None) -> None:
+        async def write(first: int, frames: list[bytes], newest: Snapshot | None) -> bool:
             begun.set()
             await go_on.wait()
+            return True
 
         begun, go_on = asyncio.Event(), asyncio.Event()
         log = EventLog(encode, write)
-        log.extend([{"n": 0, "response": {"status": "completed"}}])
+        log.extend([{"n": 0, "status": "completed"}])
         await begun.wait()
-        assert (log.response, log.status) == (None, "completed")
+        assert (log.shown, log.status) == (None, "completed")
         go_on.set()
         await log.until_shown()
-        assert log.response == {"status": "completed"}
+        assert log.shown == ("completed", "{}")
 
     within_patience(main())
 
@@ -295,9 +274,10 @@ def test_waiting_for_what_is_there_does_not_wait_for_what_comes() -> None:
     """A POST that waits for its first events must return however fast the tokens come."""
 
     async def main() -> None:
-        async def write(first: int, frames: list[bytes], response: Response | None) -> None:
+        async def write(first: int, frames: list[bytes], newest: Snapshot | None) -> bool:
             log.extend([{"n": 0}])  # there is always a next one
             await asyncio.sleep(0)
+            return True
 
         log = EventLog(encode, write)
         log.extend([{"n": 0}])
@@ -312,7 +292,7 @@ def test_a_reader_gets_what_waits_in_pieces() -> None:
     """
 
     async def main() -> list[int]:
-        log = EventLog(lambda number, _: b"x" * (READ_BYTES // 4))
+        log = EventLog(lambda number, _: Entry(b"x" * (READ_BYTES // 4)))
         log.extend([{}] * 9)
         log.close()
         sizes: list[int] = []
@@ -334,27 +314,27 @@ def test_a_reader_gets_what_waits_in_pieces() -> None:
     assert within_patience(main()) == [4, 4, 1]
 
 
-def test_a_log_that_is_stored_at_its_end_shows_the_rest_at_once() -> None:
-    """Of a foreground response no event but the last waits for the store."""
+def test_a_foreground_response_is_stored_before_its_last_event_is_shown() -> None:
+    """And none of its other events waits for the store."""
 
     async def main() -> None:
-        async def write(first: int, frames: list[bytes], response: Response | None) -> None:
-            written.append((first, frames, response))
-            await go_on.wait()
-
-        written: list[tuple[int, list[bytes], Response | None]] = []
-        go_on = asyncio.Event()
-        log = EventLog(encode, write, unstored=with_store_false)
-        in_progress, completed = {"status": "in_progress"}, {"status": "completed"}
-        log.extend([{"n": 0, "response": in_progress}, {"n": 1}])
-        await asyncio.sleep(0)
-        assert (written, log.response) == ([], in_progress)
-        log.extend([{"n": 2, "response": completed}])
-        await asyncio.sleep(0)
-        assert (written, log.response) == ([(0, [b"0 0", b"1 1", b"2 2"], completed)], in_progress)
-        go_on.set()
-        await log.until_shown()
-        assert log.response == completed
+        async with registry_of() as registry:
+            held, asked = Held(), row(background=False)
+            busy = threading.Event()
+            blocked = asyncio.create_task(registry._call("", busy.wait))
+            log = await started(registry, asked, held)
+            await held.runs.wait()
+            assert log.shown
+            assert log.shown.status == "in_progress"
+            held.go_on.set()
+            await yields(50)
+            assert log.status == "in_progress"
+            busy.set()
+            assert b"response.completed" in (await read(log))[-1]
+            found = await registry.get(asked.id, asked.owner)
+            assert found
+            assert found.status == "completed"
+            await blocked
 
     within_patience(main())
 
@@ -422,13 +402,13 @@ def test_every_producer_ends(_: str, says: Says, status: str, message: str | Non
 
     async def main() -> None:
         with closing(Store(":memory:", Retention())) as store:
-            registry, asked = Registry(store, encode_event), row()
+            registry, asked = Registry(store), row()
             log = await started(registry, asked, says)
             early = asyncio.create_task(read(log))
-            response = await check_end(registry, store, asked.id, status)
+            response = await check_end(registry, store, asked, status)
             laws.check_response(parsed(await early))
             assert (response["error"] or {}).get("message") == message
-            late = await registry.events(asked.id)
+            late = await registry.events(asked)
             assert late
             assert await early == await read(late)
 
@@ -438,18 +418,18 @@ def test_every_producer_ends(_: str, says: Says, status: str, message: str | Non
 def test_readers_end_even_if_the_last_event_cannot_be_made() -> None:
     """The worst case: the run fails, and so does saying it."""
 
-    async def main() -> None:
-        class WorstRun(ScriptedRun):
-            def end(self, reason: Reason, message: str) -> list[Event]:
-                raise ZeroDivisionError("a bug in the bug's handler")
+    class WorstBuilder(Builder):
+        def finish(self, finish: Finish, now: int) -> list[Event]:
+            raise ZeroDivisionError("a bug in the bug's handler")
 
-        with closing(Store(":memory:", Retention())) as store:
-            registry, asked = Registry(store, encode_event), row()
-            log = (await registry.start(asked, WorstRun(asked, raises))).log
-            *_, delta, last = parsed(await read(log))
+    async def main() -> None:
+        async with registry_of() as registry:
+            asked = row()
+            job = await registry.start(asked, WorstBuilder({"id": asked.id, **HEAD}, new_id), run_of(raises))
+            *_, delta, last = parsed(await read(job.log))
             assert (delta["type"], last["type"]) == ("response.output_text.delta", "response.failed")
-            await registry.cancel(asked.id)  # nor does this hang
-            assert (await ended(registry, asked.id)).response == last["response"]
+            await registry.cancel(asked)  # nor does this hang
+            assert (await ended(registry, asked)).response == last["response"]
 
     within_patience(main())
 
@@ -471,28 +451,26 @@ def test_cancel_of_a_running_one_keeps_what_it_said() -> None:
                 left.append(True)
 
         with closing(Store(":memory:", Retention())) as store:
-            held, registry, asked = Held(), Registry(store, encode_event), row()
+            held, registry, asked = Held(), Registry(store), row()
             await started(registry, asked, says)
             await held.runs.wait()
-            follower = asyncio.create_task(read((await registry.events(asked.id)) or EventLog(encode)))
-            await registry.cancel(asked.id)
+            follower = asyncio.create_task(read((await registry.events(asked)) or EventLog(encode)))
+            await registry.cancel(asked)
             assert left == [True]
-            response = await check_end(registry, store, asked.id, "cancelled")
+            response = await check_end(registry, store, asked, "cancelled")
             said = [(item["status"], item["content"][0]["text"]) for item in response["output"]]
             assert said == [("completed", "Hm."), ("incomplete", "Hel")]
             assert response["usage"] is None
             assert parsed(await follower)[-1]["response"] == response
-            await registry.cancel(asked.id)
-            await registry.cancel("resp_unknown")
-            assert (await ended(registry, asked.id)).response == response
+            await registry.cancel(asked)
+            await registry.cancel(row())
+            assert (await ended(registry, asked)).response == response
 
     within_patience(main())
 
 
-@pytest.mark.parametrize(("in_background", "producer_type"), [(True, ScriptedRun), (False, ForegroundRun)])
-def test_nothing_of_a_cancelled_one_waits_for_a_collection(
-    in_background: bool, producer_type: type[ScriptedRun]
-) -> None:
+@pytest.mark.parametrize("in_background", [True, False])
+def test_nothing_of_a_cancelled_one_waits_for_a_collection(in_background: bool) -> None:
     """Bug: whoever left amid a stream left the request behind, prompt and all, until the collector ran: that
     counts objects, not bytes.
     """
@@ -500,16 +478,16 @@ def test_nothing_of_a_cancelled_one_waits_for_a_collection(
     async def main() -> None:
         async with registry_of() as registry:
             held = Held()
-            of_run = row(background=in_background)
-            run = producer_type(of_run, held)
-            job = await registry.start(of_run, run)
+            asked = row(background=in_background)
+            run = run_of(held)
+            job = await registry.start(asked, builder_of(asked), run)
             await held.runs.wait()
-            producer = weakref.ref(run)
+            left = weakref.ref(run)
             job.task.cancel()
             await asyncio.wait({job.task})
             await asyncio.sleep(0)
             del run, job
-            assert producer() is None
+            assert left() is None
 
     gc.collect()
     gc.disable()
@@ -522,17 +500,17 @@ def test_nothing_of_a_cancelled_one_waits_for_a_collection(
 def test_cancel_of_a_queued_one_lets_the_next_run() -> None:
     async def main() -> None:
         with closing(Store(":memory:", Retention())) as store:
-            held, registry = Held(), Registry(store, encode_event, max_running=1)
+            held, registry = Held(), Registry(store, max_running=1)
             first, second, third = row(), row(), row()
             await started(registry, first, held)
             await held.runs.wait()
             for asked in (second, third):
                 await started(registry, asked, hello)
-            await registry.cancel(second.id)
-            assert (await ended(registry, second.id)).response["output"] == []
+            await registry.cancel(second)
+            assert (await ended(registry, second)).response["output"] == []
             held.go_on.set()
             for asked, status in ((first, "completed"), (second, "cancelled"), (third, "completed")):
-                await check_end(registry, store, asked.id, status)
+                await check_end(registry, store, asked, status)
 
     within_patience(main())
 
@@ -545,7 +523,7 @@ def test_cancel_against_completion() -> None:
 
     async def main() -> None:
         with closing(Store(":memory:", Retention(max_responses=10 * RACES))) as store:
-            registry = Registry(store, encode_event, max_running=3)
+            registry = Registry(store, max_running=3)
             ends = [await race(registry, store, Random(seed)) for seed in range(RACES)]
             assert min(ends.count("cancelled"), ends.count("completed")) > RACES / 10, "there was a race"
 
@@ -570,8 +548,8 @@ async def race(registry: Registry, store: Store, chance: Random) -> str:
         seen.append(statuses := [])
         for i in range(6):
             if i == cancels_after:
-                await registry.cancel(asked.id)
-            found = await registry.get(asked.id)
+                await registry.cancel(asked)
+            found = await registry.get(asked.id, asked.owner)
             assert found
             statuses.append(found.response["status"])
             await yields(chance.randrange(5))
@@ -582,7 +560,7 @@ async def race(registry: Registry, store: Store, chance: Random) -> str:
     pollers = [asyncio.create_task(poll(chance.randrange(12))) for _ in range(2)]
     followers = [asyncio.create_task(read(log, after)) for after in (-1, 2)]
     await asyncio.gather(*pollers)
-    response = await check_end(registry, store, asked.id, "completed", "cancelled")
+    response = await check_end(registry, store, asked, "completed", "cancelled")
     assert await followers[0] == store.frames(asked.id)
     assert await followers[1] == store.frames(asked.id)[3:]
     for statuses in seen:
@@ -604,17 +582,17 @@ def test_delete_is_not_undone_by_the_end_of_the_run() -> None:
 
     async def main() -> None:
         with closing(Store(":memory:", Retention())) as store:
-            registry = Registry(store, encode_event)
+            registry = Registry(store)
             for _ in range(50):
                 asked = row()
                 log = await started(registry, asked, hello)
                 async with aclosing(log.read()) as logged:
                     async for frames in logged:
                         if b"response.completed" in frames[-1]:
-                            await registry.delete(asked.id)
-                            assert await registry.get(asked.id) is None
-                            assert await registry.events(asked.id) is None
-                assert await registry.get(asked.id) is None
+                            await registry.delete(asked)
+                            assert await registry.get(asked.id, asked.owner) is None
+                            assert await registry.events(asked) is None
+                assert await registry.get(asked.id, asked.owner) is None
             assert registry.counts() == {"background": 0}
 
     within_patience(main())
@@ -626,13 +604,13 @@ def test_delete_is_not_undone_by_the_end_of_the_run() -> None:
 def test_queued_ones_wait_their_turn() -> None:
     async def main() -> None:
         with closing(Store(":memory:", Retention())) as store:
-            registry, all_held = Registry(store, encode_event, max_running=2), [Held() for _ in range(5)]
+            registry, all_held = Registry(store, max_running=2), [Held() for _ in range(5)]
             asked = [row() for _ in all_held]
             for one, held in zip(asked, all_held, strict=True):
                 await started(registry, one, held)
 
             async def statuses() -> str:
-                found = [await registry.get(one.id) for one in asked]
+                found = [await registry.get(one.id, one.owner) for one in asked]
                 return " ".join(one.response["status"] for one in found if one)
 
             for i in range(5):
@@ -643,7 +621,7 @@ def test_queued_ones_wait_their_turn() -> None:
                 while await statuses() != " ".join(expected):
                     await asyncio.sleep(0)
                 all_held[i].go_on.set()
-                await ended(registry, asked[i].id)
+                await ended(registry, asked[i])
 
     within_patience(main())
 
@@ -668,27 +646,11 @@ def test_owners_take_turns() -> None:
             for name in ("a1", "a2", "a3", "b1", "b2", "c1"):
                 await started(registry, row(owner=name[0]), says(name))
             await started(registry, cancelled, says("d1"))
-            await registry.cancel(cancelled.id)
+            await registry.cancel(cancelled)
             held.go_on.set()
             while registry.counts()["background"]:
                 await asyncio.sleep(0)
-            assert order == ["b1", "c1", "a1", "b2", "a2", "a3"]
-
-    within_patience(main())
-
-
-def test_the_owner_with_the_fewest_slots_is_next() -> None:
-    async def main() -> None:
-        async with registry_of(max_running=3) as registry:
-            runs = {name: Held() for name in ("a1", "a2", "a3", "a4", "b1", "b2")}
-            for name in ("a1", "a2", "a3"):
-                await started(registry, row(owner="a"), runs[name])
-                await runs[name].runs.wait()
-            for name in ("a4", "b1", "b2"):
-                await started(registry, row(owner=name[0]), runs[name])
-            for ends, begins in (("a1", "b1"), ("a2", "a4"), ("b1", "b2")):
-                runs[ends].go_on.set()
-                await runs[begins].runs.wait()
+            assert order == ["a1", "b1", "c1", "a2", "b2", "a3"]
 
     within_patience(main())
 
@@ -697,25 +659,17 @@ def test_the_store_is_closed_behind_all_that_was_asked_of_it() -> None:
     """The server is an owner, too: by turns it would be closed before what another waits for."""
 
     async def close() -> None:
-        registry = Registry(Store(":memory:", Retention()), encode_event)
-        OWNER.set("busy")
-        asked = [asyncio.create_task(registry.items(f"resp_{number}")) for number in range(9)]
+        registry = Registry(Store(":memory:", Retention()))
+        asked = [asyncio.create_task(registry.items(row(owner="busy"))) for _ in range(9)]
         await asyncio.sleep(0)
-        OWNER.set("")
         await registry.close_store()
         assert await asyncio.gather(*asked) == [[]] * 9
 
     within_patience(close())
 
 
-def test_those_who_poll_share_what_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_those_who_poll_share_what_is_encoded() -> None:
     """Bug: each GET of a large response that runs made JSON of it, in the event loop."""
-    encoded: list[Response] = []
-    snapshot_of = background.snapshot_of
-
-    def counted(response: Response) -> Snapshot:
-        encoded.append(response)
-        return snapshot_of(response)
 
     async def poll() -> None:
         async with registry_of() as registry:
@@ -724,15 +678,13 @@ def test_those_who_poll_share_what_is_encoded(monkeypatch: pytest.MonkeyPatch) -
             event_log = await started(registry, stored, held)
             await held.runs.wait()
             await event_log.until_shown()
-            encoded.clear()
-            rows = await asyncio.gather(*(registry.get(stored.id) for _ in range(50)))
+            rows = await asyncio.gather(*(registry.get(stored.id, stored.owner) for _ in range(50)))
             assert {found.status for found in rows if found} == {"in_progress"}
-            assert len(encoded) == 1
-            assert await registry.row_bytes(stored.id, stored.owner) >= stored.n_bytes
-            assert await registry.row_bytes(stored.id, "another") == 0
+            assert len({id(found.response_json) for found in rows if found}) == 1
+            assert await registry.size(stored.id, stored.owner) >= stored.n_bytes
+            assert await registry.size(stored.id, "another") == 0
             held.go_on.set()
 
-    monkeypatch.setattr(background, "snapshot_of", counted)
     within_patience(poll())
 
 
@@ -741,12 +693,12 @@ def test_no_owner_fills_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def n_accepted(*owners: str, is_shared: bool = True, **changes: Any) -> list[int]:
         counts = []
-        async with registry_of(max_running=1, max_queued=31, is_shared=is_shared) as registry:
+        async with registry_of(max_running=1, max_live=32, is_shared=is_shared) as registry:
             for owner in owners:
                 submits = (started(registry, row(owner=owner, **changes), Held()) for _ in range(33))
                 done = await asyncio.gather(*submits, return_exceptions=True)
-                refused = [error for error in done if isinstance(error, QueueFull)]
-                assert "of them yours; try again later" in str(refused[0])
+                refused = [error for error in done if isinstance(error, BadInput)]
+                assert refused[0].code == "rate_limit_exceeded"
                 counts.append(len(done) - len(refused))
         return counts
 
@@ -762,22 +714,22 @@ def test_queue_is_bounded() -> None:
 
     async def main() -> None:
         with closing(Store(":memory:", Retention())) as store:
-            registry, held = Registry(store, encode_event, max_running=1, max_queued=3), Held()
+            registry, held = Registry(store, max_running=1, max_live=4), Held()
             first = row()
             await started(registry, first, held)
             await held.runs.wait()
             asked = [row() for _ in range(10)]
             submits = (started(registry, one, hello) for one in asked)
             done = await asyncio.gather(*submits, return_exceptions=True)
-            assert [isinstance(d, QueueFull) for d in done] == [False] * 3 + [True] * 7
+            assert [isinstance(d, BadInput) for d in done] == [False] * 3 + [True] * 7
             assert registry.counts() == {"background": 4}
-            assert [await registry.get(one.id) for one in asked[3:]] == [None] * 7
-            await registry.cancel(asked[0].id)
+            assert [await registry.get(one.id, one.owner) for one in asked[3:]] == [None] * 7
+            await registry.cancel(asked[0])
             again = row()
             await started(registry, again, hello)
             held.go_on.set()
             for one in (first, asked[1], asked[2], again):
-                assert (await ended(registry, one.id)).response["status"] == "completed"
+                assert (await ended(registry, one)).response["status"] == "completed"
 
     within_patience(main())
 
@@ -788,9 +740,9 @@ def test_queue_is_bounded() -> None:
 def test_nothing_is_accepted_that_is_not_stored() -> None:
     async def main() -> None:
         store = Store(":memory:", Retention())
-        registry, asked = Registry(store, encode_event), row()
+        registry, asked = Registry(store), row()
         store.close()
-        with pytest.raises(NotStored):
+        with pytest.raises(BadInput, match="could not be stored"):
             await started(registry, asked, hello)
         assert registry.counts() == {"background": 0}
 
@@ -805,18 +757,18 @@ def test_what_could_not_be_stored_is_not_told_as_stored(
 
     async def main() -> None:
         store = Store(str(tmp_path / "store.db"), Retention())
-        registry = Registry(store, encode_event)
+        registry = Registry(store)
         store._db.execute("PRAGMA max_page_count = 1")  # SQLite's own: as much as there is, and no more
         body = json.dumps({"instructions": "long" * 20_000})
         asked = row(background=False, kept=kept, request_json=body)
-        job = await registry.start(asked, ForegroundRun(asked, hello))
+        job = await registry.start(asked, builder_of(asked), run_of(hello))
         events = parsed(await read(job.log))
-        await job.until_ended()
+        await job.task
         laws.check_response(events)
         stored = [event["response"]["store"] for event in events if "response" in event]
         assert stored == [True, True, not kept]
         assert job.log.events[-1]["response"]["store"] == stored[-1]
-        assert await registry.get(asked.id) is None
+        assert await registry.get(asked.id, asked.owner) is None
         assert ("could not be stored" in caplog.text) == kept
         await registry.close_store()
 
@@ -833,26 +785,14 @@ def test_what_json_cannot_say_fails_once() -> None:
         yield Delta("final", "lo", (TokenLogprob("lo", math.nan, b"lo"),))
         yield DONE
 
-    class NotANumber(ScriptedRun):
-        async def fill(self, log: EventLog) -> None:
-            await super().fill(log)
-            log.extend([{"type": "response.usage", "usage": math.nan}])
-
-        def end(self, reason: Reason, message: str) -> list[Event]:
-            return [{"type": "response.failed", "response": {"status": reason, "usage": math.nan}}]
-
     async def main() -> None:
-        async with registry_of(max_running=1, max_queued=1) as registry:
+        async with registry_of(max_running=1, max_live=2) as registry:
             for _ in range(3):
                 asked = row()
                 log = await started(registry, asked, not_a_number)
                 laws.check_response(parsed(await read(log)))
-                response = (await ended(registry, asked.id)).response
+                response = (await ended(registry, asked)).response
                 assert response["error"]["message"] == "ValueError in the server; its log has the details."
-                asked = row()
-                await registry.start(asked, NotANumber(asked, returns_early))
-                await registry.cancel(asked.id)
-                assert (await ended(registry, asked.id)).status in ("failed", "cancelled")
 
     within_patience(main())
 
@@ -862,7 +802,7 @@ def test_readers_end_when_the_store_has_gone() -> None:
 
     async def main() -> None:
         store = Store(":memory:", Retention())
-        held, registry, asked = Held(), Registry(store, encode_event), row()
+        held, registry, asked = Held(), Registry(store), row()
         log = await started(registry, asked, held)
         await held.runs.wait()
         follower = asyncio.create_task(read(log))
@@ -870,12 +810,12 @@ def test_readers_end_when_the_store_has_gone() -> None:
         store.close()
         held.go_on.set()
         laws.check_response(parsed(await follower))
-        assert (await ended(registry, asked.id)).response["status"] == "completed"
-        late = await registry.events(asked.id)
+        assert (await ended(registry, asked)).response["status"] == "completed"
+        late = await registry.events(asked)
         assert late
         assert await read(late) == await follower
-        await registry.cancel(asked.id)
-        assert (await ended(registry, asked.id)).response["status"] == "completed"
+        await registry.cancel(asked)
+        assert (await ended(registry, asked)).response["status"] == "completed"
 
     within_patience(main())
 
@@ -887,13 +827,13 @@ def test_what_met_a_full_disk_is_written_once_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It stayed in memory for ever, and after a restart what had completed had failed."""
-    monkeypatch.setattr(background, "MAINTENANCE_INTERVAL_S", 0)
+    monkeypatch.setattr(background, "RETRY_S", 0.01)
     path = str(tmp_path / "store.db")
     limit = "PRAGMA max_page_count = {}"
 
     async def main() -> None:
         with closing(Store(path, Retention())) as store:
-            registry, go = Registry(store, encode_event), asyncio.Event()
+            registry, go = Registry(store), asyncio.Event()
 
             async def waits() -> AsyncIterator[Said]:
                 await go.wait()
@@ -906,13 +846,13 @@ def test_what_met_a_full_disk_is_written_once_there_is_room(
             go.set()
             frames = await read(log)
             assert log.status == "completed"
-            assert (await ended(registry, first.id)).response["status"] == "completed"
+            assert (await ended(registry, first)).response["status"] == "completed"
             assert registry.counts() == {"background": 1}
             store._db.execute(limit.format(1 << 20))
             await started(registry, second, hello)
-            await ended(registry, second.id)
-            await registry.get("another")  # looks after the store
-            assert registry.counts() == {"background": 0}
+            await ended(registry, second)
+            while registry.counts()["background"]:
+                await asyncio.sleep(0.01)
             assert store.frames(first.id) == frames
         with closing(Store(path, Retention())) as store:
             assert not store.live()
@@ -926,17 +866,17 @@ def test_close_ends_what_runs(persistent: bool) -> None:
 
     async def main() -> None:
         with closing(Store(":memory:", Retention())) as store:
-            registry, running, queued = Registry(store, encode_event, max_running=1), row(), row()
+            registry, running, queued = Registry(store, max_running=1), row(), row()
             logs = [await started(registry, one, Held()) for one in (running, queued)]
             followers = [asyncio.create_task(read(log)) for log in logs]
             while logs[0].status == "queued":
                 await asyncio.sleep(0)
             registry.stop_accepting()
             refused = row()
-            with pytest.raises(QueueFull):
+            with pytest.raises(BadInput, match="about to stop"):
                 await started(registry, refused, hello)
             await registry.close(persistent)
-            response = await check_end(registry, store, running.id, "failed")
+            response = await check_end(registry, store, running, "failed")
             assert response["error"] == {"code": "server_error", "message": SHUT_DOWN}
             assert await followers[0] == store.frames(running.id)
             assert await followers[1] == store.frames(queued.id)
@@ -944,7 +884,7 @@ def test_close_ends_what_runs(persistent: bool) -> None:
                 assert store.live() == [queued.id]
                 assert len(await followers[1]) == 2
             else:
-                await check_end(registry, store, queued.id, "failed")
+                await check_end(registry, store, queued, "failed")
 
     within_patience(main())
 
@@ -953,26 +893,26 @@ def test_close_ends_what_runs(persistent: bool) -> None:
 def test_cancel_wins_over_close(persistent: bool) -> None:
     async def main() -> None:
         with closing(Store(":memory:", Retention())) as store:
-            registry, running, queued = Registry(store, encode_event, max_running=1), row(), row()
+            registry, running, queued = Registry(store, max_running=1), row(), row()
             for one in (running, queued):
                 await started(registry, one, Held())
-            cancels = [asyncio.create_task(registry.cancel(one.id)) for one in (running, queued)]
+            cancels = [asyncio.create_task(registry.cancel(one)) for one in (running, queued)]
             await asyncio.sleep(0)
             await registry.close(persistent)
             await asyncio.gather(*cancels)
             for one in (running, queued):
-                await check_end(registry, store, one.id, "cancelled")
+                await check_end(registry, store, one, "cancelled")
 
     within_patience(main())
 
 
-def left_by_a_dead_process(path: Path) -> tuple[list[str], dict[str, list[bytes]]]:
+def left_by_a_dead_process(path: Path) -> tuple[list[Row], dict[str, list[bytes]]]:
     """Two that ran and two that were queued when it died: asyncio.run() lets no task end by itself."""
     store = Store(str(path), Retention())
     asked = [row() for _ in range(4)]
 
     async def main() -> None:
-        registry = Registry(store, encode_event, max_running=2)
+        registry = Registry(store, max_running=2)
         for one in asked:
             held = Held()
             log = await started(registry, one, held)
@@ -982,41 +922,117 @@ def left_by_a_dead_process(path: Path) -> tuple[list[str], dict[str, list[bytes]
 
     within_patience(main())
     with closing(store):
-        return [one.id for one in asked], {one.id: store.frames(one.id) for one in asked}
+        return asked, {one.id: store.frames(one.id) for one in asked}
+
+
+def hello_again(left: Row) -> tuple[Builder, Run]:
+    return builder_of(left), run_of(hello)
 
 
 def test_next_process_ends_what_a_dead_one_left(tmp_path: Path) -> None:
-    """Numbers go on without a gap behind the bytes that were seen; of the interrupted ones the finished items
-    stay.
+    """Bug: of what an interrupted one had said nothing was in its response, though its events were stored.
+
+    Numbers go on without a gap after the bytes that were seen, and no number goes backwards.
     """
-    ids, before = left_by_a_dead_process(tmp_path / "db")
+    asked, before = left_by_a_dead_process(tmp_path / "db")
 
     async def main() -> None:
-        def again(left: Row) -> ScriptedRun:
-            return ScriptedRun(left, hello)
-
         with closing(Store(str(tmp_path / "db"), Retention())) as store:
-            registry = Registry(store, encode_event)
-            await registry.recover(again, lambda _, frames: interrupted(parsed(frames), "interrupted"))
-            for id_ in ids:
-                log = await registry.events(id_)
+            registry = Registry(store)
+            await registry.recover(hello_again)
+            for one in asked[2:]:
+                await check_end(registry, store, one, "completed")
+            for one in asked:
+                log = await registry.events(one)
                 assert log
-                seen, found = await read(log), await ended(registry, id_)
-                events = parsed(seen)
-                assert seen[: len(before[id_])] == before[id_]
-                assert [event["sequence_number"] for event in events] == list(range(len(events)))
-                assert [event["type"] for event in events if "response" in event][-1] == events[-1]["type"]
-                assert events[-1]["response"] == found.response
-                if id_ in ids[2:]:
-                    await check_end(registry, store, id_, "completed")
-                    continue
-                laws.check_statuses(events)
-                assert events[-1]["type"] == "response.failed"
-                assert found.response["error"] == {"code": "server_error", "message": "interrupted"}
-                texts = [item["content"][0]["text"] for item in found.response["output"]]
-                assert texts == ["Hm."]
+                seen = await read(log)
+                assert seen[: len(before[one.id])] == before[one.id]
+                laws.check_response(parsed(seen))
+            for one in asked[:2]:
+                response = await check_end(registry, store, one, "failed")
+                assert response["error"] == {"code": "server_error", "message": INTERRUPTED}
+                assert response["usage"] is None
+                said = [(item["status"], item["content"][0]["text"]) for item in response["output"]]
+                assert said == [("completed", "Hm."), ("incomplete", "Hel")]
             assert store.live() == []
-            await registry.recover(again, lambda _, frames: interrupted(parsed(frames), "twice"))
+            await registry.recover(hello_again)
             assert registry.counts() == {"background": 0}
+
+    within_patience(main())
+
+
+@pytest.mark.parametrize("what", ["UPDATE responses SET items = '{'", "DELETE FROM events WHERE number = 1"])
+def test_what_is_damaged_stops_nothing_else(tmp_path: Path, what: str) -> None:
+    """A row that cannot be read, or whose events cannot, is logged, and as good as absent."""
+    asked, _ = left_by_a_dead_process(tmp_path / "db")
+
+    async def main() -> None:
+        with closing(Store(str(tmp_path / "db"), Retention())) as store:
+            registry = Registry(store)
+            for one in (asked[0], asked[2]):
+                store._db.execute(
+                    what + (" AND response_id" if "events" in what else " WHERE id") + " = ?", (one.id,)
+                )
+            await registry.recover(hello_again)
+            assert await registry.get(asked[0].id, "") is None
+            assert await registry.get(asked[2].id, "") is None
+            await check_end(registry, store, asked[1], "failed")
+            await check_end(registry, store, asked[3], "completed")
+
+    within_patience(main())
+
+
+def test_a_full_disk_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Bug: 5,000 tracebacks in 25 s."""
+
+    async def main() -> None:
+        with closing(Store(str(tmp_path / "db"), Retention())) as store:
+            registry = Registry(store)
+            store._db.execute("PRAGMA max_page_count = 1")  # SQLite's own: as much as there is, and no more
+            for _ in range(20):
+                with pytest.raises(BadInput, match="could not be stored"):
+                    await started(registry, row(request_json=json.dumps({"a": "x" * 9000})), hello)
+
+    within_patience(main())
+    failures = [record for record in caplog.records if "could not be stored" in record.getMessage()]
+    assert len(failures) == 1
+
+
+def test_a_store_file_that_is_deleted_is_noticed(tmp_path: Path) -> None:
+    """Bug: SQLite wrote on into a file that no process could open any more."""
+
+    async def main() -> None:
+        with closing(Store(str(tmp_path / "db"), Retention())) as store:
+            registry = Registry(store)
+            await started(registry, row(), hello)
+            (tmp_path / "db").unlink()
+            with pytest.raises(BadInput, match="could not be stored"):
+                await started(registry, row(), hello)
+
+    within_patience(main())
+
+
+def test_eviction_lets_writes_in_between() -> None:
+    """Bug: while the store deleted what one owner had too much of, the events of all others waited."""
+
+    async def main() -> None:
+        store = Store(":memory:", Retention(max_responses=0))
+        registry, held, deleted = Registry(store), Held(), []
+        ended_row = row(background=False).with_response("completed", "{}", 1)
+        for _ in range(100):
+            store.insert(ended_row._replace(id=new_id("resp")))
+        delete = store.delete
+
+        def count(id: str) -> None:
+            deleted.append(id)
+            delete(id)
+
+        store.delete = count  # type: ignore[method-assign]
+        await started(registry, row(background=True), held)
+        registry._evict_if_due()
+        await held.runs.wait()
+        assert len(deleted) < 20
+        await registry.close(persistent=False)
+        await registry.close_store()
 
     within_patience(main())

@@ -45,7 +45,7 @@ MAY_IMPORT = {
     "model":           {"checkpoint", "sampling"},
     "devices":         {"checkpoint", "model", "sampling"},
     "request":         {"channels", "sse", "store"},
-    "background":      {"request", "sse", "store"},
+    "background":      {"channels", "request", "responses", "sse", "store"},
     "completions":     {"channels", "request", "sse"},
     "dialects":        {"channels", "request", "sse"},
     "scheduler":       {"model", "pages", "sampling"},
@@ -73,7 +73,7 @@ SANS_IO = {
     "gateway.answers", "gateway.metering", "gateway.outputs", "gateway.refused", "pages", "request.messages",
     "request.params", "request.query", "request.refusals", "request.special_tokens",
     "request.tool_calls", "request.validation", "responses", "scheduler",
-    "service.signed_content", "sse",
+    "sse",
 }  # fmt: skip
 IO = {"asyncio", "concurrent", "multiprocessing", "os", "queue", "random", "secrets", "select", "socket",
       "subprocess", "tempfile", "threading", "time", "uuid"}  # fmt: skip

@@ -5,12 +5,11 @@ import json
 import re
 import signal
 import socket
-import sqlite3
 import struct
 import subprocess
 import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager, closing, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -23,7 +22,7 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from uvicorn.server import ServerState
 
-from api import Api, encode_event, read_request
+from api import Api, Parsing, read_request
 from background import Registry
 from helpers.faulty_server import SLOW
 from helpers.serving import PATIENCE_S, TINY, Json, Reply, Server, http_bytes, http_frames, run, serve, until
@@ -32,7 +31,7 @@ from request import body, messages, params
 from request.ids import new_id
 from service import connections, options
 from service.connections import protocol
-from store import SCHEMA, Retention, Store
+from store import Retention, Store
 from streaming import cancel
 from worker import LocalWorker
 
@@ -134,29 +133,6 @@ def test_a_key_stays_the_owner_over_a_restart(tmp_path: Path) -> None:
         assert server.get(f"{RESPONSES}/{id_}", **MINE).json["id"] == id_
         error(server.get(f"{RESPONSES}/{id_}", **YOURS), 404)
         error(server.get(f"{RESPONSES}/{id_}"), 401)
-
-
-def test_a_store_without_owners_gets_them(tmp_path: Path) -> None:
-    """A file of version 1 is of a time when no response had an owner."""
-    path = tmp_path / "store.db"
-    changes = {"user_version = 2": "user_version = 1", "response    TEXT NOT NULL,": "response TEXT NOT NULL"}
-    older = "\n".join(line for line in SCHEMA.splitlines() if "owner" not in line)
-    for now, then in changes.items():
-        older = older.replace(now, then)
-    with closing(sqlite3.connect(path)) as db:
-        db.executescript(older)
-        texts = ("{}", "[]", '{"status": "completed"}')
-        db.execute("INSERT INTO responses VALUES ('resp_1', 0, 1, 1, 0, 0, 0, 0, ?, ?, ?)", texts)
-        db.commit()
-    for _ in range(2):  # once is enough
-        with closing(Store(str(path), Retention())) as opened:
-            row = opened.get("resp_1")
-            assert row is not None
-            assert row.owner == ""
-    with closing(sqlite3.connect(path)) as db:
-        db.execute("PRAGMA user_version = 3")
-    with pytest.raises(sqlite3.DatabaseError, match="version 2"):
-        Store(str(path), Retention())
 
 
 # --- keys ---------------------------------------------------------------------------------------------------
@@ -700,8 +676,9 @@ def test_large_bodies_are_parsed_one_at_a_time() -> None:
 def test_nobody_works_for_a_client_that_has_left() -> None:
     """Bug: 200 bodies of 0.5 MB whose clients had left were parsed and checked all the same, for a minute."""
 
-    async def read(_: Any) -> Any:
-        raise AssertionError
+    async def read(parsing: Parsing, _: str) -> Any:
+        async with parsing:
+            raise AssertionError
 
     async def leave() -> None:
         release = threading.Event()
@@ -738,9 +715,10 @@ def test_so_many_large_bodies_have_a_place() -> None:
     end = asyncio.Semaphore(0)
 
     async def begin(owner: str, raw: bytes) -> None:
-        async def read(_: Any) -> str:
-            begun.put_nowait(owner)
-            await end.acquire()
+        async def read(parsing: Parsing, _: str) -> str:
+            async with parsing:
+                begun.put_nowait(owner)
+                await end.acquire()
             return owner
 
         await read_request(http_request(raw, owner), read)
@@ -784,7 +762,7 @@ def test_a_large_body_keeps_no_place_while_its_grammar_waits() -> None:
 
     async def begin() -> None:
         worker = SlowWorker()
-        registry = Registry(Store(":memory:", Retention()), encode_event)
+        registry = Registry(Store(":memory:", Retention()))
         api = Api(cast(LocalWorker, worker), None, registry, b"")
         tasks = []
         for owner in ["m"] * 10 + ["y"]:

@@ -36,11 +36,10 @@ from unittest import mock
 
 import pytest
 
-import api
 import completions
 import responses
 import sse
-from background import EventLog
+from background import EventLog, encode_event
 from channels import Arguments, Call, Close, Delta, Finish, Output, Parser, Piece, Usage
 from dialects import families
 from dialects.structured_output import lark
@@ -242,7 +241,7 @@ def completions_chunks(chunks: list[list[list[Any]]], show: list[str], **options
 
 def background_log(chunks: list[list[Any]]) -> Iterator[Any]:
     """The frames of a log. A chunk is a list of events; one that cannot be written says so."""
-    log = EventLog(api.encode_event)
+    log = EventLog(encode_event)
     for event in itertools.chain(*chunks):
         try:
             log.extend([event])

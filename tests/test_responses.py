@@ -18,7 +18,7 @@ from openai.types.responses import ResponseStreamEvent
 
 import responses
 import sse
-from api import encode_event
+from background import encode_event
 from channels import UNLIKELY, Arguments, Call, Channel, Compaction, Delta, Finish, Output, TokenLogprob
 from helpers import laws
 from helpers.laws import deltas, finishes, outputs, texts
@@ -130,11 +130,33 @@ def test_a_logprob_that_is_no_number_leaves_the_response_as_it_was() -> None:
 
 
 @given(outputs, finishes)
-def test_a_delta_is_encoded_like_any_event(outputs: list[Output], finish: Finish) -> None:
-    """Its frame is put together from what never changes in an item and what does."""
+def test_the_response_in_an_event_is_encoded_with_it(outputs: list[Output], finish: Finish) -> None:
+    """Its bytes in the frame are those that GET answers with, and that the store keeps."""
     for number, event in enumerate(events_of(outputs, finish)):
         numbered = {"type": event["type"], "sequence_number": number} | event
-        assert encode_event(number, event) == sse.encode(sse.dumps(numbered), event["type"])
+        entry = encode_event(number, event)
+        assert entry.frame == sse.encode(sse.dumps(numbered), event["type"])
+        if "response" not in event:
+            assert entry.snapshot is None
+            continue
+        response_json = sse.dumps(event["response"])
+        assert entry.snapshot == (event["response"]["status"], response_json)
+        assert response_json.encode() in entry.frame
+
+
+@given(outputs, st.data())
+def test_a_builder_takes_up_what_another_one_has_left(outputs: list[Output], data: st.DataObject) -> None:
+    """Bug: a process that died left a response with nothing of what it had said in its last event."""
+    first = builder()
+    n_left = data.draw(st.integers(0, len(outputs)))  # what is fed at once is stored at once
+    events = [*first.start(), *(event for output in outputs[:n_left] for event in first.feed(output))]
+    left = json.loads(sse.dumps(events))
+    second = builder()
+    second.resume(left)
+    ended = laws.on_the_wire([*left, *second.finish(Finish("failed", message="interrupted"), NOW)])
+    laws.check_response(ended)
+    said = [item for item in fold(ended)["output"] if item["status"] == "incomplete"]
+    assert len(said) <= 1
 
 
 @given(outputs, finishes)

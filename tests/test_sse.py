@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sse
-from sse import DONE, Event, EventTooLarge, Parser, Truncated, comment, dumps, dumps_text, encode
+from sse import DONE, Event, EventTooLarge, Parser, Truncated, comment, dumps, encode
 
 Outcome = tuple[list[Event], type[Exception] | None]
 
@@ -98,11 +98,6 @@ def test_dumps_is_the_same_value_in_one_line(value: Any) -> None:
     assert line.splitlines() == [line]
     assert encode(line).count(b"\n") == 2
     assert json.loads(line) == json.loads(json.dumps(value))
-
-
-@given(st.text(st.characters(exclude_categories=[])))
-def test_dumps_of_a_text(text: str) -> None:
-    assert dumps_text(text) == dumps(text)
 
 
 @given(texts)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import store
-from store import TERMINAL, Damaged, Ended, Retention, Row, Snapshot, Store
+from store import TERMINAL, Damaged, Ended, Retention, Row, Store
 
 NOW = 1_000_000.0
 WEATHER = {"type": "function_call", "id": "fc_1", "call_id": "call_1", "name": "f", "arguments": "{}"}
@@ -28,6 +28,7 @@ def db() -> Iterator[Store]:
 def row(id: str = "resp_1", **changes: Any) -> Row:
     new = Row(
         id=id,
+        owner="",
         born_at=NOW,
         ended_at=None,
         kept=True,
@@ -36,15 +37,27 @@ def row(id: str = "resp_1", **changes: Any) -> Row:
         request_json=dumped({"model": "m", "instructions": ODD_TEXT}),
         items_json=dumped([{"type": "message", "id": "msg_1", "role": "user", "content": ODD_TEXT}]),
     )
-    return new.with_snapshot(state("queued", id=id), NOW)._replace(**changes)
+    return new.with_response(*state("queued", id=id), NOW)._replace(**changes)
 
 
 def ended(id: str, at: float = NOW, **changes: Any) -> Row:
-    return row(id).with_snapshot(state("completed", id=id), at)._replace(**changes)
+    return row(id).with_response(*state("completed", id=id), at)._replace(**changes)
 
 
-def state(status: str, *output: dict[str, Any], id: str = "resp_1") -> Snapshot:
-    return Snapshot(status, dumped({"id": id, "status": status, "output": list(output)}))
+def state(status: str, *output: dict[str, Any], id: str = "resp_1") -> tuple[str, str]:
+    return status, dumped({"id": id, "status": status, "output": list(output)})
+
+
+UNCHANGED = ("", "")
+
+
+def evict(db: Store, now: float) -> None:
+    """Delete what is over the limits, as background.py does."""
+    for id_ in db.with_expired_events(now):
+        db.delete_events(id_)
+    while ids := db.over_limits(now):
+        for id_ in ids:
+            db.delete(id_)
 
 
 def dumped(value: Any) -> str:
@@ -68,10 +81,10 @@ def test_what_goes_in_comes_out(db: Store) -> None:
     db.insert(row(), [b"0", b"1"])
     assert db.get("resp_1") == row()
     assert db.frames("resp_1") == [b"0", b"1"]
-    db.append("resp_1", 2, [b"2", ODD_TEXT.encode()], None, NOW)
+    db.append(row("resp_1"), 2, [b"2", ODD_TEXT.encode()], *UNCHANGED, NOW)
     assert db.get("resp_1") == row()
-    db.append("resp_1", 4, [b"4"], state("completed", WEATHER), NOW + 1)
-    assert db.get("resp_1") == row().with_snapshot(state("completed", WEATHER), NOW + 1)
+    db.append(row("resp_1"), 4, [b"4"], *state("completed", WEATHER), NOW + 1)
+    assert db.get("resp_1") == row().with_response(*state("completed", WEATHER), NOW + 1)
     assert db.frames("resp_1") == [b"0", b"1", b"2", ODD_TEXT.encode(), b"4"]
     assert (db.get("resp_2"), db.frames("resp_2")) == (None, [])
 
@@ -81,8 +94,8 @@ def test_live_ones_oldest_first(db: Store) -> None:
         db.insert(row(name, born_at=NOW - age))
     db.insert(ended("resp_d"))
     assert db.live() == ["resp_a", "resp_b", "resp_c"]
-    db.append("resp_b", 0, [], state("failed"), NOW)
-    db.append("resp_c", 0, [], state("in_progress"), NOW)
+    db.append(row("resp_b"), 0, [], *state("failed"), NOW)
+    db.append(row("resp_c"), 0, [], *state("in_progress"), NOW)
     assert db.live() == ["resp_a", "resp_c"]
 
 
@@ -91,8 +104,11 @@ def test_live_ones_oldest_first(db: Store) -> None:
 DAMAGE = {
     "no object":                  "UPDATE responses SET response = '5'",
     "no JSON":                    "UPDATE responses SET response = '{'",
-    "another status":             "UPDATE responses SET response = '{\"status\": \"done\"}'",
+    "no output":                  "UPDATE responses SET response = '{\"status\": \"done\"}'",
     "no UTF-8":                   "UPDATE responses SET response = CAST(x'22ff22' AS TEXT)",
+    "no request":                 "UPDATE responses SET request = ''",
+    "items cut off":              "UPDATE responses SET items = substr(items, 1, 9)",
+    "items that are no list":     "UPDATE responses SET items = '{}'",
 }
 LOST_EVENTS = {
     "the first":                  "DELETE FROM events WHERE number = 0",
@@ -110,12 +126,9 @@ def test_a_damaged_row_is_as_good_as_absent(db: Store, caplog: pytest.LogCapture
         db.insert(row(name))
     db._db.execute(damage + " WHERE id = 'resp_a'")
     assert db.get("resp_a") is None
-    assert "response resp_a cannot be read" in caplog.text
+    assert "response resp_a is damaged" in caplog.text
     assert db.get("resp_b") == row("resp_b")
     assert db.live() == ["resp_a", "resp_b"]
-    db.fail("resp_a", state("failed", id="resp_a"), NOW)
-    assert db.live() == ["resp_b"]
-    assert db.get("resp_a") == row("resp_a").with_snapshot(state("failed", id="resp_a"), NOW)
 
 
 @pytest.mark.bug("F10")
@@ -133,13 +146,13 @@ def test_what_is_continued_has_no_logprobs(db: Store) -> None:
     part = {"type": "output_text", "text": ODD_TEXT, "annotations": [], "logprobs": [{"token": "a"}] * 9}
     message = {"type": "message", "id": "msg_2", "content": [part]}
     thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]}
-    db.insert(row().with_snapshot(state("completed", thought, message, WEATHER), NOW))
-    found = db.get_to_continue("resp_1")
-    assert found
+    db.insert(row().with_response(*state("completed", thought, message, WEATHER), NOW))
+    stored = db.get("resp_1")
+    assert stored
+    found = db.to_continue(stored)
     said = [thought, message | {"content": [part | {"logprobs": []}]}, WEATHER]
     assert found.context == [*row().items, *said]
     assert found.status == found.response["status"] == "completed"
-    assert db.get_to_continue("resp_2") is None
 
 
 def test_items_are_taken_out_of_a_row_as_they_are(db: Store) -> None:
@@ -155,17 +168,17 @@ def test_items_are_taken_out_of_a_row_as_they_are(db: Store) -> None:
 @pytest.mark.parametrize("later", [None, "in_progress", *TERMINAL])
 def test_terminal_state_never_changes(db: Store, status: str, later: str | None) -> None:
     db.insert(row(), [b"0"])
-    db.append("resp_1", 1, [b"1"], state(status, WEATHER), NOW)
+    db.append(row("resp_1"), 1, [b"1"], *state(status, WEATHER), NOW)
     with pytest.raises(Ended, match="resp_1"):
-        db.append("resp_1", 2, [b"2"], state(later) if later else None, NOW + 1)
-    assert db.get("resp_1") == row().with_snapshot(state(status, WEATHER), NOW)
+        db.append(row(), 2, [b"2"], *(state(later) if later else UNCHANGED), NOW + 1)
+    assert db.get("resp_1") == row().with_response(*state(status, WEATHER), NOW)
     assert db.frames("resp_1") == [b"0", b"1"]
 
 
 def test_events_and_the_state_they_bring_are_one(db: Store) -> None:
     db.insert(row(), [b"0"])
     with pytest.raises(sqlite3.IntegrityError):
-        db.append("resp_1", 0, [b"again"], state("completed"), NOW)
+        db.append(row("resp_1"), 0, [b"again"], *state("completed"), NOW)
     assert (db.get("resp_1"), db.frames("resp_1")) == (row(), [b"0"])
     with pytest.raises(sqlite3.IntegrityError):
         db.insert(row(), [b"again"])
@@ -192,12 +205,12 @@ def test_deleted_is_gone_with_its_events(db: Store) -> None:
     db.delete("resp_1")
     assert (db.get("resp_1"), db.frames("resp_1"), db.live()) == (None, [], [])
     with pytest.raises(Ended):
-        db.append("resp_1", 1, [b"1"], state("completed"), NOW)
+        db.append(row("resp_1"), 1, [b"1"], *state("completed"), NOW)
     assert (db.get("resp_1"), db.frames("resp_1")) == (None, [])
 
 
 def test_deleted_parent_leaves_the_context_of_its_child(db: Store) -> None:
-    db.insert(row().with_snapshot(state("completed", WEATHER), NOW))
+    db.insert(row().with_response(*state("completed", WEATHER), NOW))
     parent = db.get("resp_1")
     assert parent
     assert parent.context == [*row().items, WEATHER]
@@ -240,7 +253,7 @@ def test_limits(limits: Retention, later: float, rows: list[Row], left: str) -> 
     with closing(Store(":memory:", limits)) as db:
         for stored in rows:
             db.insert(stored)
-        db.evict(NOW + later)
+        evict(db, NOW + later)
         assert ids(db, "a", "b") == left.split()
 
 
@@ -264,7 +277,7 @@ def test_limits_say_what_stays(
     with closing(Store(":memory:", Retention(count, max_bytes, age, events_age))) as db:
         for i, (at, kept, frames) in enumerate(ended_rows):
             db.insert(ended(f"r{i}", at, kept=kept, born_at=i), frames)
-        db.evict(9)
+        evict(db, 9)
         left, total, n = {}, 0, 0
         for at, i in sorted(((at, i) for i, (at, _, _) in enumerate(ended_rows)), reverse=True):
             _, kept, frames = ended_rows[i]
@@ -277,7 +290,7 @@ def test_limits_say_what_stays(
         assert {name: db.frames(name) for name in ids(db, *(f"r{i}" for i in range(9)))} == left
 
 
-BIG = {"request_json": dumped("big" * 1000)}
+BIG = {"request_json": dumped({"instructions": "big" * 1000})}
 
 # fmt: off
 #   who holds what, from the oldest on: owner and size     limits                              left
@@ -298,7 +311,7 @@ def test_who_holds_most_loses_the_oldest(owned: str, limits: Retention, left: st
         for i, letter in enumerate(owned.split()):
             size = BIG if letter.isupper() else {}
             db.insert(ended(str(i), NOW + i, owner=letter.lower(), **size))
-        db.evict(NOW)
+        evict(db, NOW)
         assert ids(db, *map(str, range(9))) == left.split()
 
 
@@ -308,18 +321,18 @@ def test_events_expire_before_their_response() -> None:
     with closing(Store(":memory:", Retention(max_bytes=whole, max_age_s=100, events_age_s=10))) as db:
         db.insert(ended("resp_1"), [b"0" * whole])
         db.insert(row("resp_2"), [b"0"])
-        db.evict(NOW + 11)
+        evict(db, NOW + 11)
         assert (ids(db, "resp_1"), db.frames("resp_1")) == (["resp_1"], [])  # and its events count no more
         assert db.frames("resp_2") == [b"0"]
-        db.evict(NOW + 101)
+        evict(db, NOW + 101)
         assert ids(db, "resp_1", "resp_2") == ["resp_2"]
 
 
 def test_evicted_leaves_no_events() -> None:
     with closing(Store(":memory:", Retention(max_responses=0))) as db:
         db.insert(row(), [b"0"])
-        db.append("resp_1", 1, [b"1"], state("completed"), NOW)
-        db.evict(NOW)
+        db.append(row("resp_1"), 1, [b"1"], *state("completed"), NOW)
+        evict(db, NOW)
         assert db.frames("resp_1") == []
 
 
@@ -330,11 +343,11 @@ def test_file_is_found_again(tmp_path: Path) -> None:
     path = tmp_path / "a b.db"
     with closing(Store(str(path), Retention())) as db:
         db.insert(row(), [b"0"])
-        db.append("resp_1", 1, [b"1"], state("in_progress"), NOW)
+        db.append(row("resp_1"), 1, [b"1"], *state("in_progress"), NOW)
         db.insert(ended("resp_2"))
     with closing(Store(str(path), Retention())) as db:
         assert db.live() == ["resp_1"]
-        assert db.get("resp_1") == row().with_snapshot(state("in_progress"), NOW)
+        assert db.get("resp_1") == row().with_response(*state("in_progress"), NOW)
         assert db.frames("resp_1") == [b"0", b"1"]
         assert db.get("resp_2") == ended("resp_2")
     with closing(sqlite3.connect(path)) as file:
@@ -358,18 +371,49 @@ def no_database(path: Path) -> None:
 @pytest.mark.parametrize("make", [no_database, Path.mkdir])
 def test_what_is_no_store(tmp_path: Path, make: Callable[[Path], None]) -> None:
     make(tmp_path / "db")
-    with pytest.raises(sqlite3.Error):
+    with pytest.raises((sqlite3.Error, OSError)):
         Store(str(tmp_path / "db"), Retention())
+
+
+def test_a_file_of_another_version_is_refused(tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / "db")) as file:
+        file.execute("PRAGMA user_version = 2")
+    with pytest.raises(sqlite3.DatabaseError, match="version 3, got version 2"):
+        Store(str(tmp_path / "db"), Retention())
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_its_files_are_readable_by_their_owner_alone(tmp_path: Path, exists: bool) -> None:
+    """Bug: every conversation of every key was there to read for all users of the machine."""
+    path = tmp_path / "db"
+    if exists:
+        path.touch(0o644)
+    with closing(Store(str(path), Retention())) as db:
+        db.insert(row(), [b"0"])
+        modes = {file.name: file.stat().st_mode & 0o777 for file in tmp_path.iterdir()}
+    assert modes == {"db": 0o600, "db-wal": 0o600}
+
+
+def test_a_file_that_is_gone_takes_nothing_more(tmp_path: Path) -> None:
+    """Bug: SQLite wrote on into a file that no process could open any more."""
+    with closing(Store(str(tmp_path / "db"), Retention())) as db:
+        db.insert(row("resp_1"))
+        (tmp_path / "db").rename(tmp_path / "moved")
+        with pytest.raises(OSError, match="db"):
+            db.insert(row("resp_2"))
+        (tmp_path / "db").touch()
+        with pytest.raises(OSError, match="another one"):
+            db.insert(row("resp_2"))
 
 
 def test_bytes_are_counted_as_they_are_stored(db: Store) -> None:
     """Of a response that grew, too."""
     db.insert(row(), [b"0" * 10])
-    db.append("resp_1", 1, [b"1" * 20], None, NOW)
-    db.append("resp_1", 2, [b"2" * 30], state("completed", WEATHER), NOW)
+    db.append(row("resp_1"), 1, [b"1" * 20], *UNCHANGED, NOW)
+    db.append(row("resp_1"), 2, [b"2" * 30], *state("completed", WEATHER), NOW)
     counted = "SELECT row_bytes + event_bytes FROM responses"
-    stored = row().with_snapshot(state("completed", WEATHER), NOW)
+    stored = row().with_response(*state("completed", WEATHER), NOW)
     assert vars(db)["_db"].execute(counted).fetchone() == (size(stored) + 60,)
-    sizes = [db.row_bytes("resp_1", stored.owner, with_events) for with_events in (False, True)]
+    sizes = [db.size("resp_1", stored.owner, with_events) for with_events in (False, True)]
     assert sizes == [size(stored), size(stored) + 60]
     assert store.n_bytes(["äb", b"c"]) == 4

@@ -21,8 +21,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the server's modules
 
-import api
 import sse
+from background import encode_event
 from channels import Accepted, Finish, Output, Parser, Piece
 from checkpoint.config import read_config
 from checkpoint.weights import read_weights
@@ -91,7 +91,7 @@ def walkthrough() -> str:
     fields = [f"{field:20} {shown(value)}" for field, value in vars(request).items() if value]
     columns = [f"{name(Decoder.feed)}() -> {name(Piece)}", f"{name(Parser.feed)}() -> Output, or Finish"]
     events = list(built(request, [output for _, outputs in engine.steps for output in outputs]))
-    frames = [api.encode_event(number, event) for number, event in enumerate(events)]
+    frames = [encode_event(number, event).frame for number, event in enumerate(events)]
     n_first_delta = next(i for i, event in enumerate(events) if event["type"].endswith(".delta"))
     lines = [
         *stage("The body of POST /v1/responses -> bytes", [BODY.decode()]),
@@ -110,7 +110,7 @@ def walkthrough() -> str:
             elided(event_rows(events)),
         ),
         *stage(
-            f"{name(api.encode_event)}() -> bytes: event {n_first_delta} as the client gets it",
+            f"{name(encode_event)}() -> Entry: the frame of event {n_first_delta} as the client gets it",
             map(str, frames[n_first_delta].splitlines(keepends=True)),
         ),
     ]

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 import completions
 import responses
 import sse
-from api import encode_chunk, encode_event
+from api import encode_chunk
 from audit import linter, schema
 from audit import stream as streams
+from background import encode_event
 from channels import Arguments, Call, Delta, Finish, Output, TokenLogprob, Usage
 from helpers import laws
 from helpers.serving import ROOT
@@ -42,7 +43,7 @@ def responses_stream(finish: Finish = STOP) -> bytes:
     number = itertools.count(1)
     builder = responses.Builder(HEAD | ECHO, lambda prefix: f"{prefix}_{next(number)}")
     made = [builder.start(), *map(builder.feed, OUTPUTS), builder.finish(finish, 2)]
-    return b"".join(encode_event(n, event) for n, event in enumerate(itertools.chain(*made)))
+    return b"".join(encode_event(n, event).frame for n, event in enumerate(itertools.chain(*made)))
 
 
 def chat_stream(finish: Finish = STOP) -> bytes:
@@ -51,7 +52,7 @@ def chat_stream(finish: Finish = STOP) -> bytes:
     chunks = completions.Chunks(head, lambda prefix: f"{prefix}_{next(number)}", 2, include_usage=True)
     fed = [chunks.feed(0, output) for output in OUTPUTS]
     made = [chunks.start(), *fed, chunks.finish(0, finish), chunks.finish(1, finish), chunks.end()]
-    return b"".join(encode_chunk(0, chunk) for chunk in itertools.chain(*made)) + sse.DONE
+    return b"".join(encode_chunk(0, chunk).frame for chunk in itertools.chain(*made)) + sse.DONE
 
 
 def lint(stream: bytes) -> list[linter.Violation]:

@@ -23,10 +23,9 @@ from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 
-import api
 import sse
 from audit import linter, schema, stream
-from background import EventLog
+from background import EventLog, encode_event
 from channels import (
     Arguments,
     Call,
@@ -107,7 +106,7 @@ finishes = st.builds(
 def on_the_wire(events: Iterable[Json]) -> list[Json]:
     """Events through the log and the SSE encoding and back, as a client gets them."""
     parser, got = sse.Parser(), []
-    log = EventLog(api.encode_event)
+    log = EventLog(encode_event)
     log.extend(events)
     log.close()
     for frame in asyncio.run(read(log)):

@@ -10,11 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from api import sealer, unseal
 from helpers.serving import Server, serve
 from request.body import MAX_BODY_BYTES
-from service.signed_content import BadSeal, seal, unseal
 
 KEY = b"k" * 32
+
+
+def seal(text: str) -> str:
+    blob = sealer(KEY, "o", "p").dumps(text)
+    assert isinstance(blob, str)
+    return blob
+
+
 THINK: dict[str, Any] = {
     "model": "tiny",
     "input": "What is 2+2? Answer with just the number.",
@@ -24,25 +32,25 @@ THINK: dict[str, Any] = {
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))
 def test_round_trip(text: str) -> None:
-    assert unseal(KEY, "o", "p", seal(KEY, "o", "p", text)) == text
+    assert unseal(KEY, "o", "p", seal(text)) == text
 
 
 @pytest.mark.parametrize("change", ["", "x", "AAAA", "=", "é", "\ud800"])
 def test_not_ours(change: str) -> None:
-    with pytest.raises(BadSeal):
+    with pytest.raises(ValueError, match="expected a blob"):
         unseal(KEY, "o", "p", change)
 
 
 def test_changed_or_of_another_key() -> None:
-    blob = seal(KEY, "o", "p", "four")
+    blob = seal("four")
     for i in range(len(blob)):
-        with pytest.raises(BadSeal):
+        with pytest.raises(ValueError, match="expected a blob"):
             unseal(KEY, "o", "p", blob[:i] + ("A" if blob[i] != "A" else "B") + blob[i + 1 :])
-    with pytest.raises(BadSeal):
+    with pytest.raises(ValueError, match="expected a blob"):
         unseal(b"q" * 32, "o", "p", blob)
-    with pytest.raises(BadSeal):
+    with pytest.raises(ValueError, match="expected a blob"):
         unseal(KEY, "o", "another purpose", blob)
-    with pytest.raises(BadSeal):
+    with pytest.raises(ValueError, match="expected a blob"):
         unseal(KEY, "another owner", "p", blob)
 
 
