@@ -151,76 +151,74 @@ DEFAULT_TIMEOUTS = ", ".join(f"{name}={getattr(Timeouts(), field):g}" for name, 
 DEFAULT_PRICES = Prices()
 
 
-def arguments() -> argparse.ArgumentParser:
-    about = "Serve a language model over OpenAI's Responses and Chat Completions APIs."
-    parser = argparse.ArgumentParser(description=about, usage="python server.py [OPTION ...]")
-    parser.add_argument("--version", action="version", version=version())
-    group: Any = parser
+class Section:
+    """A part of --help, with its options."""
 
-    def section(title: str) -> None:
-        nonlocal group
-        group = parser.add_argument_group(title)
+    def __init__(self, parser: argparse.ArgumentParser, title: str) -> None:
+        self._group = parser.add_argument_group(title)
 
-    def add(name: str, about: str, default: Any = None, **settings: Any) -> None:
+    def add(self, name: str, about: str, default: Any = None, **settings: Any) -> None:
         if default:
             about += f" (default: {default})"
-        group.add_argument(f"--{name}", help=about, default=default, **settings)
+        self._group.add_argument(f"--{name}", help=about, default=default, **settings)
 
-    def switch(name: str, about: str) -> None:
-        add(name, about, default=False, action="store_true")
+    def switch(self, name: str, about: str) -> None:
+        self.add(name, about, default=False, action="store_true")
 
-    def repeat(name: str, about: str, kind: Callable[[str], Any], metavar: str) -> None:
-        add(name, f"{about}; repeatable", type=kind, metavar=metavar, action="append")
+    def repeat(self, name: str, about: str, kind: Callable[[str], Any], metavar: str) -> None:
+        self.add(name, f"{about}; repeatable", type=kind, metavar=metavar, action="append")
 
-    section("model")
-    add(
+
+def model_options(section: Section) -> None:
+    section.add(
         "model",
         "a Hugging Face model directory, a GGUF file, or an id on the Hub such as Qwen/Qwen3-0.6B; without "
         "it, SmolLM2-135M-Instruct is fetched once and served",
         type=text,
         metavar="DIR|FILE|ID",
     )
-    add(
+    section.add(
         "revision",
         "branch, tag or commit of a model on the Hub (default: main, which may change)",
         type=text,
         metavar="REV",
     )
-    repeat(
+    section.repeat(
         "served-model-name",
         f"name in requests (default: the directory's); '{ALIAS}' always works too",
         text,
         "NAME",
     )
-    add(
+    section.add(
         "dialect",
         "how the model marks reasoning and calls (default: as its chat template says)",
         choices=tuple(DIALECTS),
     )
 
-    section("speed and memory")
-    add("device", "where to compute; auto: on a GPU if there is one", "auto", choices=DEVICES)
-    add(
+
+def speed_options(section: Section) -> None:
+    section.add("device", "where to compute; auto: on a GPU if there is one", "auto", choices=DEVICES)
+    section.add(
         "weights",
         "round the weights to this, on a CPU with Numba; the start says what that loses "
         "(default: as in the file)",
         choices=WEIGHT_FORMATS,
     )
-    add("threads", "threads that compute (default: all cores)", type=positive, metavar="N")
-    add(
+    section.add("threads", "threads that compute (default: all cores)", type=positive, metavar="N")
+    section.add(
         "max-model-len",
         "context in tokens, prompt and answer (default: the model's own)",
         type=positive,
         metavar="N",
     )
-    add(
+    section.add(
         "kv-memory",
         "memory for the KV cache, such as 2G (default: a quarter of what is free)",
         type=size,
         metavar="BYTES",
     )
-    add("max-batch", "sequences that run at once", 16, type=positive, metavar="N")
-    add(
+    section.add("max-batch", "sequences that run at once", 16, type=positive, metavar="N")
+    section.add(
         "speculate",
         f"draft up to N tokens per step by prompt lookup, at most {MAX_DRAFTS}; 0 turns it off",
         0,
@@ -229,37 +227,40 @@ def arguments() -> argparse.ArgumentParser:
         metavar="N",
     )
 
-    section("network and keys")
-    add("host", "address to listen on; 0.0.0.0: all interfaces", "127.0.0.1", type=text, metavar="HOST")
-    add("port", "port to listen on; 0: any free one", 8000, type=natural, metavar="N")
-    repeat(
+
+def network_options(section: Section) -> None:
+    section.add(
+        "host", "address to listen on; 0.0.0.0: all interfaces", "127.0.0.1", type=text, metavar="HOST"
+    )
+    section.add("port", "port to listen on; 0: any free one", 8000, type=natural, metavar="N")
+    section.repeat(
         "api-key",
         "require 'Authorization: Bearer KEY' except for / and /health; each key sees only its own responses; "
         f"{KEY_VARIABLE} in the environment is one more",
         key,
         "KEY",
     )
-    add(
+    section.add(
         "api-key-file",
         "a file with such keys, one a line: other users of this machine can read a command line",
         type=Path,
         metavar="FILE",
     )
-    repeat(
+    section.repeat(
         "cors-origin",
         "let pages from there, such as https://example.org, call this server; '*': from anywhere",
         origin,
         "URL",
     )
-    repeat(
+    section.repeat(
         "allowed-host",
         "a name by which clients may call a server without keys, '*': any; else only its address, localhost "
         "and --host, for any page's name can be made to point here (DNS rebinding)",
         host_name,
         "NAME",
     )
-    add("max-body", "size of a request, also when unpacked", "2M", type=size, metavar="BYTES")
-    add(
+    section.add("max-body", "size of a request, also when unpacked", "2M", type=size, metavar="BYTES")
+    section.add(
         "max-streams",
         "requests that are open at once; one more is refused: with 503, or with 429 if one of several keys "
         "would hold more than what is left",
@@ -267,21 +268,21 @@ def arguments() -> argparse.ArgumentParser:
         type=positive,
         metavar="N",
     )
-    add(
+    section.add(
         "reader-timeout",
         "seconds before a client that has stopped reading is dropped",
         60.0,
         type=seconds,
         metavar="SECONDS",
     )
-    add(
+    section.add(
         "websocket-max-age",
         "seconds after which a WebSocket takes no more turns, and is closed",
         3600.0,
         type=seconds,
         metavar="SECONDS",
     )
-    add(
+    section.add(
         "shutdown-grace",
         "seconds that running requests get to finish at a stop",
         5.0,
@@ -289,75 +290,80 @@ def arguments() -> argparse.ArgumentParser:
         metavar="SECONDS",
     )
 
-    section("answers")
-    add(
+
+def answer_options(section: Section) -> None:
+    section.add(
         "max-output-tokens",
         "tokens of an answer; a request may ask for fewer",
         MAX_OUTPUT_TOKENS,
         type=positive,
         metavar="N",
     )
-    add(
+    section.add(
         "images",
         "pictures in requests: refused, or the model is told that there was one",
         "refuse",
         choices=("refuse", "placeholder"),
     )
-    add(
+    section.add(
         "reasoning-events",
         "names of reasoning events: reasoning_text.* or, for Open Responses' own tests, reasoning.*",
         "openai",
         choices=tuple(REASONING_EVENTS),
     )
-    switch("no-done-line", "end Responses streams without 'data: [DONE]'")
+    section.switch("no-done-line", "end Responses streams without 'data: [DONE]'")
 
-    section("store")
-    add(
+
+def store_options(section: Section) -> None:
+    section.add(
         "store",
         "SQLite file that keeps responses; in memory they are lost at exit",
         IN_MEMORY,
         type=text,
         metavar="FILE",
     )
-    add("store-max-responses", "keep the newest N", Retention.max_responses, type=positive, metavar="N")
-    add("store-max-bytes", "and N bytes of them", Retention.max_bytes, type=positive, metavar="N")
-    add("store-max-age", "each for N seconds", Retention.max_age_s, type=seconds, metavar="N")
-    add("max-queued", "background runs that wait", 256, type=positive, metavar="N")
-    switch(
+    section.add(
+        "store-max-responses", "keep the newest N", Retention.max_responses, type=positive, metavar="N"
+    )
+    section.add("store-max-bytes", "and N bytes of them", Retention.max_bytes, type=positive, metavar="N")
+    section.add("store-max-age", "each for N seconds", Retention.max_age_s, type=seconds, metavar="N")
+    section.add("max-queued", "background runs that wait", 256, type=positive, metavar="N")
+    section.switch(
         "no-temporary",
         "refuse background with store=false, as OpenAI did at first, instead of keeping it for 10 minutes",
     )
-    add(
+    section.add(
         "secret",
         "key of what clients keep for this server: reasoning, compactions "
         f"(default: {SECRET_VARIABLE} in the environment, else another at each start)",
         type=text,
         metavar="TEXT",
     )
-    add("secret-file", "a file that holds this key", type=Path, metavar="FILE")
+    section.add("secret-file", "a file that holds this key", type=Path, metavar="FILE")
 
-    section("other servers behind this one")
-    repeat(
+
+def upstream_options(section: Section) -> None:
+    section.repeat(
         "upstream",
         "an OpenAI-compatible server whose models are served too, such as http://host:8000/v1; without "
         "--model only those",
         base_url,
         "URL",
     )
-    add(
+    section.add(
         "upstream-api-key",
         "sent to the one upstream as 'Authorization: Bearer KEY'",
         type=key,
         metavar="KEY",
     )
-    add(
+    section.add(
         "upstream-api-key-file",
         "a file of such keys: the key, or for several upstreams a line 'URL KEY' for each; "
         f"{UPSTREAM_KEY_VARIABLE} in the environment may hold the same",
         type=Path,
         metavar="FILE",
     )
-    repeat(
+    section.repeat(
         "upstream-timeout",
         "seconds that an upstream gets: connect; first-byte, until its answer begins; idle, between two "
         "chunks of it; answer, for all of it; probe, between two looks at its models, and for one "
@@ -365,7 +371,7 @@ def arguments() -> argparse.ArgumentParser:
         timeout,
         "NAME=SECONDS",
     )
-    repeat(
+    section.repeat(
         "price",
         "give the usage of upstreams its cost, in integers: token, the price of one; prompt, cached, "
         "completion and reasoning, the weights of these tokens in ten-thousandths "
@@ -375,14 +381,36 @@ def arguments() -> argparse.ArgumentParser:
         "NAME=NUMBER",
     )
 
-    section("looking inside")
-    switch(
+
+def log_options(section: Section) -> None:
+    section.switch(
         "debug-steps",
         "stream what each step of the engine does at /debug/steps, and show it on the page, to each key "
         "its own",
     )
-    add("log-level", "how much to log, on stderr", "info", choices=LEVELS)
-    add("log-format", "how a line of the log is written", "text", choices=tuple(logs.FORMATS))
+    section.add("log-level", "how much to log, on stderr", "info", choices=LEVELS)
+    section.add("log-format", "how a line of the log is written", "text", choices=tuple(logs.FORMATS))
+
+
+# fmt: off
+SECTIONS = {
+    "model": model_options,
+    "speed and memory": speed_options,
+    "network and keys": network_options,
+    "answers": answer_options,
+    "store": store_options,
+    "other servers behind this one": upstream_options,
+    "looking inside": log_options,
+}
+# fmt: on
+
+
+def arguments() -> argparse.ArgumentParser:
+    about = "Serve a language model over OpenAI's Responses and Chat Completions APIs."
+    parser = argparse.ArgumentParser(description=about, usage="python server.py [OPTION ...]")
+    parser.add_argument("--version", action="version", version=version())
+    for title, add_options in SECTIONS.items():
+        add_options(Section(parser, title))
     return parser
 
 
