@@ -54,7 +54,7 @@ def arguments() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("target", nargs="?", default="-", help="base URL of a server, with its /v1; a file; - for stdin")
-    add("--list", action="store_true", help="list the rules with their sources, and ask nobody")
+    add("--list", action="store_true", help="list the rules with their sources, without asking a server")
     add("--json", action="store_true", help="print JSON instead of text")
 
     of_server = parser.add_argument_group("of a server")
@@ -90,7 +90,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def program() -> str:
-    """How this was started: from the checkout, or packed as one file."""
+    """Return the command that started this: from the checkout, or packed as one file."""
     name = Path(sys.argv[0]).name
     if name.endswith(".pyz"):
         return f"python {name}"
@@ -111,7 +111,7 @@ def main() -> int:
         for line in lines:
             sys.stdout.buffer.write((line + "\n").encode("utf-8", "backslashreplace"))
         sys.stdout.buffer.flush()
-    except BrokenPipeError:  # whoever read this, such as head, has seen enough
+    except BrokenPipeError:  # the reader, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
     except (OSError, ValueError, session.NoServer) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -122,7 +122,7 @@ def main() -> int:
 
 
 def task(options: argparse.Namespace) -> tuple[Iterable[str], int]:
-    """What is asked for: the lines to print, and the exit status."""
+    """Do what the options ask for; return the lines to print, and the exit status."""
     if options.list:
         return report.listing(session.chosen(options.profile, options.rules)), 0
     if options.diff:

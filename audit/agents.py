@@ -86,7 +86,7 @@ def cut_call(ask: Asking) -> None:
 
     agents run what is completed
     C16 https://github.com/vllm-project/vllm/issues/57998
-    the API reference: finish_reason length where max_tokens was reached; agents run calls else
+    the API reference: finish_reason length if max_tokens was reached; else agents run the call
     G01 https://platform.openai.com/docs/api-reference/chat/object
     """
     # A few tokens less than a forced call takes: it is cut within its arguments.
@@ -100,7 +100,7 @@ def cut_call(ask: Asking) -> None:
 
 @should("no-blank-message")
 def no_blank_message(ask: Asking) -> None:
-    """no message of blanks stands beside a call
+    """a call comes without a blank message
 
     agents take a message for the end of the turn, and show it
     https://platform.openai.com/docs/guides/function-calling
@@ -305,7 +305,7 @@ def reasoned(ask: Asking, **more: object) -> Answer:
 
 @must("reasoning-first")
 def reasoning_first(ask: Asking) -> None:
-    """the reasoning item stands in front
+    """the reasoning item comes first
 
     the guide on reasoning: items are given back in their order
     https://platform.openai.com/docs/guides/reasoning

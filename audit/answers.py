@@ -137,7 +137,7 @@ def cut(ask: Asking) -> None:
 
     the API reference: status incomplete with incomplete_details.reason max_output_tokens
     C15 https://github.com/vllm-project/agentic-api/issues/273
-    the API reference: finish_reason length where max_tokens was reached
+    the API reference: finish_reason length if max_tokens was reached
     D10 G01 https://github.com/llm-d/llm-d-inference-sim/pull/545
     """
     for answer in cut_answers(ask):
@@ -150,7 +150,7 @@ def cut(ask: Asking) -> None:
 def cut_item(ask: Asking) -> None:
     """the item that was cut is incomplete
 
-    the API reference: the status of an item is incomplete where it is
+    the API reference: an item that is incomplete has this status
     C16 https://github.com/vllm-project/vllm/issues/57998
     """
     # A cut may fall between two items; two cuts do not.

@@ -136,7 +136,7 @@ def call_deltas(capture: Capture) -> Faults:
 
 @must("chunk-texts")
 def chunk_texts(capture: Capture) -> Faults:
-    """no markup of the model's in the content; the arguments of a call are JSON
+    """none of the model's own markup in the content; the arguments of a call are JSON
 
     the API reference: the arguments are JSON text; markup in a text is shown to people
     E01 E05 E06 E09 E16 https://github.com/vllm-project/vllm/issues/10395

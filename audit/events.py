@@ -2,7 +2,7 @@
 
     Capture --rule--> (number of an event, what is wrong with it), ...
 
-Authority: https://platform.openai.com/docs/api-reference/responses-streaming. Where it is silent, what Azure
+Authority: https://platform.openai.com/docs/api-reference/responses-streaming. If it is silent, what Azure
 probed: Azure/azure-sdk-for-net, api-behaviour-contract.md (B1 to B37).
 
 Rules of this file:
@@ -442,7 +442,7 @@ def usage(capture: Capture) -> Faults:
 
 @must("markup")
 def no_markup(capture: Capture) -> Faults:
-    """no markup of the model's in texts, names and arguments
+    """none of the model's own markup in texts, names and arguments
 
     the API has channels and calls as members; markup in a text is shown to people
     E01 E09 E16 D18 https://github.com/vllm-project/vllm/issues/36435

@@ -32,7 +32,7 @@ must, should, advice = rules_of("frames", "chat responses", rules=STREAM_RULES)
 def whole_frames(capture: Capture) -> Faults:
     """the bytes end with the end of a frame
 
-    the HTML standard: what stands behind the last blank line is thrown away
+    the HTML standard: what follows the last blank line is thrown away
     A16 A17 https://github.com/NousResearch/hermes-agent/pull/42314
     """
     if capture.tail:

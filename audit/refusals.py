@@ -12,6 +12,7 @@ Not here: what is refused because it does not exist (stored.py).
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 from audit.agents import ORPHAN, SEALED
 from audit.asking import GOOD, TIME, request
@@ -35,7 +36,8 @@ def refusals(peer: Peer, rows: Rows) -> Iterator[Reply]:
             body: Json = {"stream": stream, "model": peer.model} | GOOD[path] | change
             if "stream_options" in change:
                 body["stream"] = None
-            yield peer.once(path, {name: value for name, value in body.items() if value is not None})
+            with suppress(NotApplicable):  # a reply that breaks off refuses nothing, and accepts nothing
+                yield peer.once(path, {name: value for name, value in body.items() if value is not None})
 
 
 def refused(rows: Callable[[], Rows], profiles: str) -> Check:
@@ -66,7 +68,7 @@ must, should, advice = rules_of("refusals", "chat responses", refused)
 
 @must("bad-json")
 def bad_json() -> Rows:
-    """a body that is no JSON is refused
+    """a body that is not JSON is refused
 
     RFC 9110: what the client did wrong is a 4xx
     B14 https://platform.openai.com/docs/api-reference/responses/create
@@ -76,7 +78,7 @@ def bad_json() -> Rows:
 
 @advice("bad-model")
 def bad_model() -> Rows:
-    """a model that is no string is refused, and one that is missing
+    """a model that is missing, or not a string, is refused
 
     openai/openai-openapi: a string; some servers have one model, and SDKs do not insist
     https://platform.openai.com/docs/api-reference/responses/create
@@ -101,7 +103,7 @@ def bad_input() -> Rows:
     openai/openai-openapi: input and messages have this shape
     B14 https://platform.openai.com/docs/api-reference/responses/create
     """
-    inputs = [None, 42, [{"role": "nobody", "content": "hi"}]]
+    inputs = [None, 42, [{"role": "none", "content": "hi"}]]
     messages = [None, "hi", [{"content": "hi"}]]
     return [
         *((RESPONSES, {"input": value}) for value in inputs),
@@ -154,7 +156,7 @@ def stream_options_alone() -> Rows:
 
 @should("unknown-tool-choice", profiles="responses agents")
 def unknown_tool_choice() -> Rows:
-    """tool_choice with the name of no tool is refused
+    """tool_choice with the name of an unknown tool is refused
 
     OpenAI's own server; else a client waits for a call that cannot come
     https://platform.openai.com/docs/api-reference/responses/create
@@ -165,7 +167,7 @@ def unknown_tool_choice() -> Rows:
 
 @should("bad-schema", profiles="responses agents")
 def bad_schema() -> Rows:
-    """a schema that is none is refused
+    """a schema that is not valid is refused
 
     the guide on structured outputs: schemas that are not supported are an error
     https://platform.openai.com/docs/guides/structured-outputs
@@ -176,7 +178,7 @@ def bad_schema() -> Rows:
 
 @should("orphan-result", profiles="responses agents", after="results")
 def orphan_result() -> Rows:
-    """a result of no call is refused
+    """a result without its call is refused
 
     OpenAI's own server: No tool call found for function call output
     https://platform.openai.com/docs/guides/function-calling
@@ -247,7 +249,7 @@ def error_status(peer: Peer) -> None:
     https://github.com/openai/openai-python/blob/main/src/openai/_base_client.py
     """
     for reply in told(peer):
-        message = "expected status 400, or 404 for what is not there: clients retry 409 and know no 422"
+        message = "expected status 400, or 404 for what is not there: clients retry 409, and do not know 422"
         expect(reply.status in (400, 404), message, reply)
 
 

@@ -192,7 +192,9 @@ HOSTED = ("web_search_call", "file_search_call", "code_interpreter_call", "image
 
 # A failure may leave open whatever is open.
 ORDER = GRAMMAR | {(state, "response.failed"): "end" for state in {*GRAMMAR.values()} - {"end"}}
-AFTER = {event: state for (_, event), state in ORDER.items()}  # where an event leads that came out of order
+AFTER = {
+    event: state for (_, event), state in ORDER.items()
+}  # the state after an event that came out of order
 
 
 def label(event: Json) -> str:

@@ -137,7 +137,7 @@ def instructions(ask: Asking) -> None:
 def not_stored(ask: Asking) -> None:
     """store: false keeps nothing
 
-    the API reference on store; who sends it counts on it
+    the API reference on store; clients that send it count on it
     F12 https://platform.openai.com/docs/api-reference/responses/create
     """
     kept(ask)
@@ -194,7 +194,7 @@ def input_items(ask: Asking) -> None:
         for part in item.get("content") or ():
             if isinstance(part, dict) and part.get("type") == "output_text":
                 has_list = isinstance(part.get("annotations"), list)
-                expect(has_list, "expected annotations in an output_text, be they none", reply)
+                expect(has_list, "expected annotations in an output_text, even if there are none", reply)
 
 
 @should("foreground-as-stream")
@@ -355,15 +355,15 @@ def resume_end(ask: Asking) -> None:
 
 @should("resume-number", after="background")
 def resume_number(ask: Asking) -> None:
-    """starting_after is refused if it is no number of an event
+    """starting_after is refused if it is not the number of an event
 
-    Azure's contract of behaviour: a cursor that is no number is a 400
+    Azure's contract of behaviour: a cursor that is not a number is a 400
     F09 https://github.com/Azure/azure-sdk-for-net/tree/main/sdk/agentserver/Azure.AI.AgentServer.Responses/docs
     """
     made, _, _ = followed(ask)
     for after in ("-1", "-3", "x"):
         reply = made.ask("GET", f"?stream=true&starting_after={after}")
-        expect(reply.is_refusal, "expected a refusal of what is no number of an event", reply)
+        expect(reply.is_refusal, "expected a refusal of what is not the number of an event", reply)
 
 
 # --- cancelled, deleted -------------------------------------------------------------------------------------
@@ -436,7 +436,7 @@ def cancel_synchronous(ask: Asking) -> None:
 def follower_ends(ask: Asking) -> None:
     """a stream whose response is cancelled ends with a terminal event
 
-    who follows a stream waits for its terminal event
+    a reader that follows a stream waits for its terminal event
     F04 C19 https://github.com/vllm-project/vllm/pull/49721
     """
     asked = request("responses", said=STORY, limit=400, background=True, **ask.peer.long)

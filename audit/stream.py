@@ -40,7 +40,7 @@ class Frame(NamedTuple):
 class Capture(NamedTuple):
     kind: str  # "responses" or "chat"
     frames: list[Frame]  # [] if only the events are known
-    raw: list[Json]  # the events as they came; {} for one that is no JSON object
+    raw: list[Json]  # the events as they came; {} for one that is not a JSON object
     events: list[Json]  # the same events without members of a wrong type
     tail: str  # what is wrong with the end of the bytes; "" for nothing
 

@@ -363,7 +363,7 @@ def ws_steer(socket: WebSocket) -> None:
 
 @should("ws-bad-json")
 def ws_bad_json(socket: WebSocket) -> None:
-    """what is no JSON is told, or closes the connection
+    """a message that is not JSON gets an error, or closes the connection
 
     a client that sent half a message waits for ever else
     https://www.openresponses.org/specification
@@ -371,4 +371,8 @@ def ws_bad_json(socket: WebSocket) -> None:
     with suppress(Closed):
         socket.send_frame(TEXT, b'{"type": ')
         event = socket.event()
-        expect(event.get("type") == "error", "expected an error, or a close, for what is no JSON", event)
+        expect(
+            event.get("type") == "error",
+            "expected an error, or a close, for a message that is not JSON",
+            event,
+        )
