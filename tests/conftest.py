@@ -48,13 +48,24 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         compile_kernels()
 
 
-COMPILE = "from devices import cpu; cpu.compile_kernels(list(cpu.FORMATS))"
+# As the start of a server does, in each format of the weights.
+COMPILE = """
+from pathlib import Path
+from checkpoint.config import read_config
+from checkpoint.weights import read_weights
+from service.loading import cpu_ops, packs
+
+ops, directory = cpu_ops(), Path("tests/models/tiny")
+config = read_config(directory)
+for name in (None, "int8", "int4") if hasattr(ops, "pack_as") else (None,):
+    ops(config, read_weights(directory, config, *packs(ops, config, name)), 64, 1, 1)
+"""
 
 
 def compile_kernels() -> None:
     """Compile the kernels for one thread, once: the workers of a run wait for the first of them.
 
-    Without Numba, or without a folder to keep them in, servers go without, and say so in their logs.
+    Without a folder to keep them in, each server compiles for itself.
     """
     from filelock import FileLock  # here: tests/gpu runs where the server's packages are not installed
 
@@ -67,7 +78,11 @@ def compile_kernels() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / "compile.lock"):
             if not compiled.exists():
-                subprocess.run([sys.executable, "-c", COMPILE], cwd=ROOT, capture_output=True, check=True)
+                done = subprocess.run(
+                    [sys.executable, "-c", COMPILE], cwd=ROOT, capture_output=True, text=True
+                )
+                if done.returncode:
+                    raise pytest.UsageError(f"the kernels of the CPU cannot be compiled: {done.stderr}")
                 compiled.touch()
-    except (OSError, subprocess.CalledProcessError):
+    except OSError:
         return
