@@ -155,6 +155,14 @@ def test_the_server_bounds_every_answer() -> None:
         assert (found, reason, usage.output_tokens) == ([["final", "a" * n_tokens]], "length", n_tokens)
 
 
+def test_the_option_is_handed_on() -> None:
+    """--max-output-tokens: such an answer is incomplete, told as max_output_tokens."""
+    with serve("--max-output-tokens", "3") as server:
+        reply = server.post("/v1/responses", {"model": "default", "input": "hi", "ignore_eos": True}).json
+    assert (reply["status"], reply["usage"]["output_tokens"]) == ("incomplete", 3)
+    assert reply["incomplete_details"] == {"reason": "max_output_tokens"}
+
+
 # --- what is demanded is said, by a real model --------------------------------------------------------------
 
 
