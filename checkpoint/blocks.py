@@ -15,7 +15,7 @@ Rules of this file:
   * Nothing is decoded before it has to be: a product that reads blocks gets them as they are.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,9 +75,66 @@ def quantized(numbers: Array, format: str) -> Blocks:
 
 
 def with_minima(blocks: Blocks) -> Blocks:
-    """Write Q4_0 as Q4_1, which stands for the same numbers: the minimum is -8 times the scale."""
-    if blocks.format != "Q4_0":
-        return blocks
-    scales = np.ascontiguousarray(blocks.data[:, :, :2]).view(np.float16)
-    minima = (scales * np.float16(-8)).view(np.uint8)
-    return Blocks("Q4_1", np.concatenate([blocks.data[:, :, :2], minima, blocks.data[:, :, 2:]], axis=2))
+    """Write blocks as Q4_1 or Q5_1, whose numbers have no sign, or Q6_K as Q8_0; others stay as they are.
+
+    Q4_0 and Q5_0 stand for the same numbers then. Of Q4_K and Q5_K the numbers are the same, and their scales
+    are rounded to float16; those of Q6_K are rounded to 8 bits, without a float32 for each.
+    """
+    data = blocks.data
+    match blocks.format:
+        case "Q4_0" | "Q5_0":
+            offset = {"Q4_0": 8, "Q5_0": 16}[blocks.format]
+            scales = data[:, :, :2].view(np.float16)
+            return Blocks(blocks.format[:3] + "1", in_bytes(scales, -offset * scales, data[:, :, 2:]))
+        case "Q4_K" | "Q5_K":
+            return blocks_of_32(blocks)
+        case "Q6_K":
+            return eight_bits(data)
+        case _:
+            return blocks
+
+
+def in_bytes(*fields: NDArray[Any]) -> NDArray[np.uint8]:
+    """The fields of blocks one after another, (n_out, n_blocks, bytes of a block)."""
+    return np.concatenate([np.ascontiguousarray(field).view(np.uint8) for field in fields], axis=2)
+
+
+def blocks_of_32(blocks: Blocks) -> Blocks:
+    """Q4_K as Q4_1, Q5_K as Q5_1: dequantize_row_q4_K and _q5_K of ggml-quants.c say what the bits mean."""
+    data = blocks.data
+    rows = len(data)
+    factors = data[:, :, :4].view(np.float16).astype(np.float32)  # (n_out, n_blocks, 2)
+    a, b, c = data[:, :, 4:8], data[:, :, 8:12], data[:, :, 12:16]
+    sixes = [
+        np.concatenate([a & 63, c & 15 | a >> 6 << 4], axis=2),
+        np.concatenate([b & 63, c >> 4 | b >> 6 << 4], axis=2),
+    ]  # of scales and of minima, (n_out, n_blocks, 8)
+    scales = (factors[:, :, :1] * sixes[0]).astype(np.float16).reshape(rows, -1, 1)
+    minima = (-factors[:, :, 1:] * sixes[1]).astype(np.float16).reshape(rows, -1, 1)
+    fifths: list[NDArray[np.uint8]] = []
+    if blocks.format == "Q5_K":  # a bit for each block of 32 in 32 bytes
+        parts = np.arange(8, dtype=np.uint8)[:, None]
+        bits = data[:, :, None, 16:48] >> parts & 1  # (n_out, n_blocks, 8, 32)
+        fifths = [np.packbits(bits, axis=3, bitorder="little").reshape(rows, -1, 4)]
+    fours = data[:, :, -128:].reshape(rows, -1, 1, 32)  # two blocks of 32 in the halves of 32 bytes
+    numbers = np.concatenate([fours & 15, fours >> 4], axis=2)
+    halves = (numbers[..., :16] | numbers[..., 16:] << 4).reshape(rows, -1, 16)
+    return Blocks(f"{blocks.format[:2]}_1", in_bytes(scales, minima, *fifths, halves))
+
+
+def eight_bits(data: NDArray[np.uint8]) -> Blocks:
+    """Q6_K as Q8_0: dequantize_row_q6_K of ggml-quants.c says what the bits mean."""
+    rows = len(data)
+    low = data[:, :, :128].reshape(rows, -1, 2, 1, 2, 32)  # 256 numbers: two halves of four times 32
+    high = data[:, :, 128:192].reshape(rows, -1, 2, 1, 32)
+    fours = np.concatenate([low & 15, low >> 4], axis=3).reshape(rows, -1, 2, 4, 32)
+    twos = high >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3
+    numbers = (fours | twos << 4).astype(np.int16) - 32
+    integers = data[:, :, 192:208].view(np.int8)  # a scale for each 16
+    scaled = numbers.reshape(rows, -1, 16, 16) * integers[..., None].astype(np.int16)
+    scaled = scaled.reshape(rows, -1, 8, 32)
+    largest = np.maximum(np.abs(scaled).max(axis=3, keepdims=True), 1).astype(np.float32)
+    eights = np.rint(scaled * (127 / largest)).astype(np.int8)
+    factors = data[:, :, 208:].view(np.float16)[..., None]
+    scales = (factors * largest / 127).astype(np.float16)
+    return Blocks("Q8_0", in_bytes(scales.reshape(rows, -1, 1), eights.reshape(rows, -1, 32)))

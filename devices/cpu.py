@@ -226,17 +226,18 @@ def pack_blocks(w: Blocks) -> Panels:
 def pack(w: NDArray[Any] | list[Blocks] | Mxfp4, name: str | None = None) -> Panels:
     """Pack a matrix, the blocks that stack to one, or the matrices of experts, in the format of this name.
 
-    Without a name floats and MXFP4 stay as exact as they are, and blocks of Q4 and Q8_0 stay as they are;
-    others become Q8_0. So do blocks of different formats that stack to one matrix.
+    Without a name floats and MXFP4 stay as exact as they are, and blocks as with_minima() leaves them; those
+    of different formats that stack to one matrix become Q8_0.
     """
     if isinstance(w, Mxfp4) or (isinstance(w, np.ndarray) and w.ndim == 3):
         return pack_experts(w)
     if isinstance(w, list):
-        formats = {part.format for part in w}
-        if name in (None, "Q4_1") and formats <= {"Q4_0", "Q4_1"}:
-            return pack_blocks(stacked([with_minima(part) for part in w]))
-        if formats == {name or "Q8_0"}:
-            return pack_blocks(stacked(w))
+        parts = [with_minima(part) for part in w]
+        [format_, *others] = {part.format for part in parts}
+        if not others and name in (None, format_):
+            some = [part._replace(data=part.data[::WIDTH]) for part in w]  # rows, for all would take long
+            near = unpacked([with_minima(part) for part in some])
+            return measured(pack_blocks(stacked(parts)), unpacked(some), near)
         return rounded(unpacked(w), name or "Q8_0")
     if name is None or name == exact_format(w):
         return pack_floats(w)
@@ -268,7 +269,7 @@ def mxfp4_bytes(w: Mxfp4) -> NDArray[np.uint8]:
 
 
 def rounded(w: Array, name: str) -> Panels:
-    """Pack what the format cannot hold, and note by how much that changes the matrix."""
+    """Pack what the format cannot hold."""
     if name == "BF16" or w.shape[1] % BLOCK:
         bits = bfloat16(w)
         near: Array = unpacked(bits)
@@ -277,9 +278,15 @@ def rounded(w: Array, name: str) -> Panels:
         blocks = quantized(w, name)
         near = decoded(blocks)
         panels = pack_blocks(blocks)
-    lost = np.square(w - near).sum(dtype=np.float64)
-    total = np.square(w).sum(dtype=np.float64)
-    return replace(panels, lost=float(lost), total=float(total))
+    return measured(panels, w, near)
+
+
+def measured(panels: Panels, exact: Array, near: Array) -> Panels:
+    """Note by how much rounding has changed the matrix, as some or all of its rows show it."""
+    times = panels.n_out / len(exact)
+    lost = times * float(np.square(exact - near).sum(dtype=np.float64))
+    total = times * float(np.square(exact).sum(dtype=np.float64))
+    return replace(panels, lost=lost, total=total)
 
 
 def stacked(parts: list[Blocks]) -> Blocks:

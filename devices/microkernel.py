@@ -14,8 +14,9 @@ What a format stores, what x must look like for it (cpu.py rounds x), and what i
     BF16        2 inputs               float32             the same; widening a bfloat16 is a shift, and exact
     BF16        2 inputs               bfloat16            sum = fma(x0, w0, fma(x1, w1, sum))
     Q8_0        32 of 8 bits           16 bits, a scale    their integer dot product, which is exact, then
-    Q4_1        32 of 4 bits           for each 32         sum = fma(dot, scale * scale of x, sum), and
-    MXFP4       32 of 4 bits                               sum = fma(sum of x, minimum, sum) if there is one
+    Q5_1        32 of 5 bits           for each 32         sum = fma(dot, scale * scale of x, sum), before it
+    Q4_1        32 of 4 bits                               sum = fma(sum of x, minimum, sum) if there is one
+    MXFP4       32 of 4 bits
 
 Two instructions do twice the products of `vfmadd` where a processor has them. `vpdpwssd` (AVX512-VNNI)
 multiplies 32 pairs of 16-bit integers and adds them to 16 sums; x has 16 bits rather than the usual 8,
@@ -69,6 +70,7 @@ HALVES = ir.VectorType(ir.HalfType(), LANES)  # float16
 SHORTS = ir.VectorType(ir.IntType(16), 2 * LANES)
 BYTES = ir.VectorType(ir.IntType(8), 2 * LANES)
 SCALES = ir.VectorType(ir.IntType(8), LANES)  # of one byte each
+SIXTEENS = ir.VectorType(ir.IntType(16), LANES)
 
 Value = Any  # of LLVM
 Sums = list[list[Value]]  # (rows, VECTORS)
@@ -236,6 +238,25 @@ def read_int4(b: Any, w: Value) -> Block:
     return Block(nibbles(b, w, 4 * WIDTH), load_halves(b, w, 0), load_halves(b, w, 2 * WIDTH))
 
 
+def read_int5(b: Any, w: Value) -> Block:
+    """WIDTH scales, WIDTH minima; the fifth bits of 16 inputs an output, twice; then the other bits."""
+    fifths: list[list[Value]] = []
+    for half in range(2):
+        bits = [b.zext(two, INTS) for two in load_row(b, w, 2 * WIDTH * (2 + half), SIXTEENS)]
+        # In the upper half of a lane the bits of odd inputs lie where those of even ones are in the lower.
+        fifths.append([b.bitcast(b.or_(two, b.shl(two, repeated(INTS, 15))), SHORTS) for two in bits])
+
+    def pairs() -> Inputs:
+        for i, numbers in nibbles(b, w, 8 * WIDTH):
+            half, place = divmod(i, PAIRS // 2)
+            for v, bits in enumerate(fifths[half]):
+                bit = b.and_(b.lshr(bits, repeated(SHORTS, 2 * place)), repeated(SHORTS, 1))
+                numbers[v] = b.or_(numbers[v], b.shl(bit, repeated(SHORTS, 4)))
+            yield i, numbers
+
+    return Block(pairs(), load_halves(b, w, 0), load_halves(b, w, 2 * WIDTH))
+
+
 E2M1_TWICE = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]  # what 4 bits of MXFP4 mean, times 2
 LEAST_EXPONENT = 0x00400000  # the bits of 2^-127, which an exponent of 0 stands for
 
@@ -278,6 +299,7 @@ FORMATS: dict[tuple[str, Any], Format] = {
     ("BF16", types.uint16):   Format(read_bfloat16_pairs, bfloat16_dot, WIDTH * 4,  1),
     ("Q8_0", types.int16):    Format(read_int8,           DOT,          WIDTH * 34, X_WORDS),
     ("Q4_1", types.int16):    Format(read_int4,           DOT,          WIDTH * 20, X_WORDS),
+    ("Q5_1", types.int16):    Format(read_int5,           DOT,          WIDTH * 24, X_WORDS),
     ("MXFP4", types.int16):   Format(read_mxfp4,          DOT,          WIDTH * 17, X_WORDS),
 }
 # fmt: on
