@@ -9,7 +9,7 @@ Not here: a call that is required (answers.py), what must be refused (refusals.p
 
 import re
 
-from audit.asking import CALLED, CUT, TIME, TOKYO, WEATHER, Answer, Asking, asking
+from audit.asking import CALLED, CUT, TIME, TOKYO, WEATHER, Answer, Asking, asking, request
 from audit.peer import NOT_THERE, REFUSED, Reply
 from audit.rules import NotApplicable, expect, presumed, rules_of
 from audit.schema import Json
@@ -251,6 +251,22 @@ def namespace(ask: Asking) -> None:
     names = [(call.get("namespace"), call["name"]) for call in answer.calls]
     message = f"a call of travel, get_weather, or a refusal, got {names}"
     answer.expect({*names} == {("travel", "get_weather")}, message)
+
+
+@should("not-run", "chat-not-run")
+def not_run(ask: Asking) -> None:
+    """what is accepted and not run is named in a Warning header, or refused
+
+    OpenAI refuses both; else a client believes that its tool was run, and never hears of its typo
+    M12 https://github.com/jundot/omlx/pull/3757
+    """
+    path, body = request(ask.api)
+    changes: Json = {"no_such_tool": {"tools": [{"type": "no_such_tool"}]}, "temprature": {"temprature": 1}}
+    for name, change in changes.items():
+        reply = ask.peer.post(path, body | change)
+        is_told = reply.is_refusal or name in reply.headers.get("warning", "")
+        message = f"expected {name}, which is not run, to be named in a Warning header, or refused"
+        expect(is_told, message, f"{reply.asked} -> {reply.headers}")
 
 
 # --- structured output --------------------------------------------------------------------------------------

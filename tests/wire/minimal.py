@@ -37,6 +37,10 @@ NUMBERS: dict[str, tuple[type, float, float]] = {
     "max_output_tokens": (int, 16, 10**6),
 }
 REFUSED = ("tools", "background", "response_format", "text", "reasoning", "include", "logprobs")
+KNOWN = {
+    *("model", "stream", "stream_options", "input", "messages", "instructions", "generate", "stop", "seed"),
+    *("store", "metadata", "previous_response_id", "tool_choice", "parallel_tool_calls", *NUMBERS, *REFUSED),
+}
 STRINGS = ("message", "type", "param", "code")
 
 
@@ -153,6 +157,8 @@ def parsed(raw: bytes) -> Json:
 
 def checked(body: Json) -> Json:
     """The body; raises Refusal."""
+    for name in body.keys() - KNOWN:
+        raise Refusal(f"{name}: this is not a parameter.", name)
     if not isinstance(body.get("model"), str):
         raise Refusal("model: expected a string.", "model")
     if body["model"] != "minimal":
