@@ -88,10 +88,9 @@ def _continued(row: Row, unseal: Unseal) -> list[Item]:
 
     A compaction stands for all that was said before it, except for what the user has said.
     """
-    response = row.response
-    if response["status"] not in TERMINAL:
+    if row.status not in TERMINAL:
         raise BadInput(f"Previous response with id '{row.id}' has not ended yet.", "previous_response_id")
-    output = response["output"]
+    output = row.response["output"]
     if output and output[-1]["type"] == "compaction":
         return [*retained(row.items), _opened(output[-1], "previous_response_id", unseal)]
     return row.context

@@ -4,17 +4,11 @@ from typing import Any
 
 import pytest
 
-import api
 from channels import Accepted, Call, Compaction, Delta, Finish, Output, Usage
 from request.items import compacted, summary_request
 from request.params import from_responses
-from responses import Builder
 
 USAGE = Usage(7, 3)
-CONVERSATION = [
-    {"type": "message", "role": "user", "content": "hi"},
-    {"type": "message", "role": "assistant", "content": "Hello."},
-]
 
 
 def made_of(*outputs: Accepted | Output | Finish) -> list[Any]:
@@ -52,20 +46,3 @@ def test_a_summary_is_no_call_of_a_tool_that_the_conversation_brings() -> None:
 def test_a_failure_stays_one() -> None:
     failed = Finish("failed", None, "The engine has stopped.")
     assert made_of(Accepted(), Delta("final", "They"), failed)[-1] == failed
-
-
-@pytest.mark.parametrize("usage", [USAGE, None])
-def test_the_object_of_its_endpoint(usage: Usage | None) -> None:
-    """The user's messages, then the compaction; a failure is an error object, which gets a status."""
-    builder = Builder({"id": "resp_1", "created_at": 1}, lambda prefix: f"{prefix}_1")
-    events = [*builder.start(), *builder.feed(Compaction("blob")), *builder.finish(Finish("stop", usage), 2)]
-    made = api.compaction_object(CONVERSATION, events)
-    item = {"id": "cmp_1", "type": "compaction", "encrypted_content": "blob"}
-    assert made["output"] == [CONVERSATION[0], item]
-    assert (made["id"], made["object"], made["created_at"]) == ("resp_1", "response.compaction", 1)
-    assert made["usage"]["total_tokens"] == (10 if usage else 0)
-
-    builder = Builder({"id": "resp_1", "created_at": 1}, lambda prefix: f"{prefix}_1")
-    failed = [*builder.start(), *builder.finish(Finish("failed", usage, "no summary"), 2)]
-    error = api.compaction_object(CONVERSATION, failed)["error"]
-    assert (error["message"], error["code"]) == ("no summary", "server_error")

@@ -25,7 +25,19 @@ NEW_ITEM = item_ids(KEPT)
 OUTPUT = [{"id": NEW_ITEM("rs"), "type": "reasoning"}, {"id": NEW_ITEM("msg"), "type": "message"}]
 QUESTION = {"id": "msg_1", "type": "message", "role": "user", "content": "hi"}
 RESPONSE = {"id": KEPT, "status": "completed", "output": OUTPUT}
-ROW = Row(KEPT, 0, 1, True, False, False, "{}", json.dumps([QUESTION]), json.dumps(RESPONSE))
+ROW = Row(
+    id=KEPT,
+    owner="",
+    born_at=0,
+    ended_at=1,
+    kept=True,
+    background=False,
+    streamed=False,
+    request_json="{}",
+    items_json=json.dumps([QUESTION]),
+    status="completed",
+    response_json=json.dumps(RESPONSE),
+)
 
 
 def resolved(input: Any, previous_response_id: str | None = None) -> tuple[list[Any], Any, list[str]]:
