@@ -47,9 +47,10 @@ from channels import Accepted, Delta, Emit, Finish, Output, Usage
 from gateway.refused import Refused
 from gateway.remote import RemoteWorker
 from request import items, params, query, tool_calls
-from request.body import parse_json, place, receive
+from request.body import N_PLACES, parse_json, place, receive
 from request.ids import item_ids, new_completion_id, new_id
 from request.refusals import BadInput, unsupported
+from request.room import Turns
 from service.metrics import Metrics
 from service.steps import Steps, StepStream
 from service.websocket import Connection, Recall
@@ -148,6 +149,7 @@ class Api:
         self._steps = steps
         self._websocket_max_age_s = websocket_max_age_s
         self._started_at = unix_time()
+        self._places = Turns(N_PLACES)  # of large bodies
         self._warned_at: dict[tuple[str, str], float] = {}  # by owner and name
         model = local.names[0] if local else "upstream"
         self.metrics = Metrics(model, self._counts, registry.live, lambda: registry.ended)
@@ -178,7 +180,7 @@ class Api:
     # --- Responses: making one ------------------------------------------------------------------------------
 
     async def create_response(self, http: HttpRequest) -> Response:
-        begun = await read_request(http, self._begin)
+        begun = await read_request(http, self._places, self._begin)
         request = begun.checked.request
         headers = warning_of(request)
         job = await self._registry.start(begun.row, begun.builder, begun.run)
@@ -310,13 +312,13 @@ class Api:
     # --- Responses: tokens counted, conversations compacted -------------------------------------------------
 
     async def count_input_tokens(self, http: HttpRequest) -> Response:
-        _, prompt = await read_request(http, partial(self._read, recall=None, purpose="count"))
+        _, prompt = await read_request(http, self._places, partial(self._read, recall=None, purpose="count"))
         n_tokens = await prompt.count_tokens()
         return json_response(200, {"object": "response.input_tokens", "input_tokens": n_tokens})
 
     async def compact(self, http: HttpRequest) -> Response:
         """Answer with the user's messages and one sealed item for all the rest: the model's own summary."""
-        begun = await read_request(http, partial(self._begin, purpose="compact"))
+        begun = await read_request(http, self._places, partial(self._begin, purpose="compact"))
         job = await self._registry.start(begun.row, begun.builder, begun.run)
         await while_connected(job.task, http.receive)
         response = job.log.events[-1]["response"]
@@ -401,7 +403,7 @@ class Api:
             self._log_not_run(request)
             return await worker.prepare(request)
 
-        prompt = await read_request(http, read)
+        prompt = await read_request(http, self._places, read)
         if isinstance(prompt, Response):
             return prompt
         request = prompt.request
@@ -625,7 +627,7 @@ def warning_of(request: params.Request) -> dict[str, str]:
     return {"Warning": f'299 - "accepted, and without any effect here: {", ".join(request.not_run)}"'}
 
 
-async def read_request(http: HttpRequest, read: Callable[[Parsing, str], Awaitable[T]]) -> T:
+async def read_request(http: HttpRequest, places: Turns, read: Callable[[Parsing, str], Awaitable[T]]) -> T:
     """What is made of the body of a request while its client waits; raises BadInput, ClientDisconnect."""
     owner = http.scope["owner"]
     body = await receive(http)
@@ -633,7 +635,7 @@ async def read_request(http: HttpRequest, read: Callable[[Parsing, str], Awaitab
     @asynccontextmanager
     async def parsing() -> AsyncIterator[Any]:
         """The bodies of others may come first."""
-        async with place(body, owner):
+        async with place(body, owner, places):
             yield await parse_json(body)
 
     return await while_connected(read(parsing(), owner), http.receive)

@@ -517,11 +517,11 @@ class Registry:
         entry = job.log.encode(last)
         if job.row.kept and not job.row.background and entry.snapshot:
             row = job.row.with_response(*entry.snapshot, time.time())
-            is_stored = await asyncio.shield(
-                self._write(self._store.insert, row)
-            )  # also if the client leaves
-            if not is_stored:
-                last["response"]["store"] = False
+            n_events = len(job.log.events)
+            # It is stored even if the client leaves now.
+            is_stored = await asyncio.shield(self._write(self._store.insert, row))
+            last["response"]["store"] = is_stored
+            if not is_stored or len(job.log.events) > n_events:  # a WebSocket was told something meanwhile
                 entry = job.log.encode(last)
         job.log.append(last, entry)
         job.log.publish()

@@ -48,7 +48,7 @@ from gateway.refused import Refused
 from request.ids import REQUEST_ID, new_id
 from request.query import STREAMED
 from request.refusals import MAX_SHOWN, BadInput, shown
-from request.shares import OWNER, Slots
+from request.room import Turns
 from service import webpage
 from service.admission import Room
 from service.metrics import CONTENT_TYPE, Metrics
@@ -80,11 +80,11 @@ def make_app(
     async def on_page(_: HttpRequest) -> Response:
         return webpage.response()
 
-    scrapes = Slots(1)
+    scrapes = Turns(1)
 
     async def on_metrics(http: HttpRequest) -> Response:
         async def scrape() -> bytes:
-            async with scrapes.slot(http.scope["owner"]):
+            async with scrapes.turn(http.scope["owner"]):
                 text = api.metrics.render()
                 await asyncio.sleep(BETWEEN_SCRAPES_S)
             return text
@@ -215,7 +215,6 @@ class Admission:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["owner"] = self._keys.owner(scope)
         scope["max_body_bytes"] = self._room.max_body_bytes
-        OWNER.set(scope["owner"] or "")  # of what this task and those that it starts give to threads
         slow_part = self._slow_part(scope)
         refusal = self._refusal(scope, slow_part)
         if refusal:

@@ -30,6 +30,7 @@ import sqlite3
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import threadpoolctl
 
@@ -39,7 +40,7 @@ from checkpoint import hub
 from gateway.remote import RemoteWorker
 from gateway.upstreams import Upstreams
 from middleware import Keys, make_app
-from request.shares import FairExecutor
+from request.room import N_THREADS
 from service import loading, logs, options
 from service.admission import Room
 from service.connections import HttpServer, bind, event_loop, http_config
@@ -51,10 +52,6 @@ log = logging.getLogger("server")
 
 MAX_DIGITS = 640  # of an integer, the least that Python allows: reading one takes the square of them
 INTERRUPTED = 128 + signal.SIGINT  # exit status, as a shell has it for who dies of Ctrl-C
-
-# Threads for what would keep the event loop too long. They share Python's lock, which the event loop wants
-# back behind each system call: with six at work a turn of it took 0.2 s.
-N_THREADS = 2
 
 # How long a thread may keep Python's lock that another waits for. A step of the engine gives it up a hundred
 # times: with Python's own 5 ms a busy event loop would make half a second of each step.
@@ -145,7 +142,7 @@ async def serve(
     listener: socket.socket,
 ) -> None:
     """Answer requests until a signal stops the server."""
-    asyncio.get_running_loop().set_default_executor(FairExecutor(N_THREADS, "requests"))
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(N_THREADS, "requests"))
     workers: list[Worker] = [worker for worker in (local, remote) if worker]
     is_shared = keys.n_owners > 1
     registry = Registry(store, is_shared)

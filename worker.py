@@ -39,6 +39,7 @@ from request.ids import REQUEST_ID
 from request.messages import Message, turn_starts, without_old_turns
 from request.params import Request
 from request.refusals import BadInput
+from request.room import Threads
 from request.special_tokens import SpecialTokens
 from request.template import ChatTemplate
 from request.tools import StructuredOutput
@@ -171,6 +172,7 @@ class LocalWorker:
         self.grammars = grammars
         self.names = list(names)
         self.defaults = defaults or {}
+        self._threads = Threads()
         self._template = template
         self._max_output_tokens = max_output_tokens
         self._special_tokens = SpecialTokens(tokenizer.added)
@@ -195,7 +197,7 @@ class LocalWorker:
     async def prepare(self, request: Request) -> LocalPrompt:
         try:
             # In a thread: a long prompt must not stop the streams.
-            prompt = await asyncio.to_thread(self._prepare, request)
+            prompt = await self._threads.call(request.owner, self._prepare, request)
             if prompt.grammar:
                 await self.grammars.check(prompt.grammar, request.owner)
         except BadGrammar as error:

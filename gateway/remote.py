@@ -28,6 +28,7 @@ from request import params
 from request.messages import Message, shortened
 from request.params import MOVED, Request
 from request.refusals import BadInput
+from request.room import Threads
 
 # What counts the tokens of a chat body, and the member of its answer that says how many there are.
 # https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html#tokenizer-api
@@ -165,6 +166,7 @@ class RemoteWorker:
     def __init__(self, upstreams: Upstreams, prices: Prices | None = None) -> None:
         self.upstreams = upstreams
         self.ledger = Ledger(prices)
+        self._threads = Threads()
 
     def serves(self, name: str, alias: str) -> bool:
         """Whether an upstream has the model; raises Refused where one that was never reached might."""
@@ -202,7 +204,7 @@ class RemoteWorker:
         await self.upstreams.close()
 
     async def prepare(self, request: Request) -> UpstreamPrompt:
-        return await asyncio.to_thread(self._prepare, request)  # a long prompt must not stop the streams
+        return await self._threads.call(request.owner, self._prepare, request)  # it may be long
 
     def _prepare(self, request: Request) -> UpstreamPrompt:
         messages = [chat_message(message) for message in request.messages]

@@ -7,9 +7,9 @@ https://platform.openai.com/docs/guides/error-codes.
 
 Rules of this file:
 1. Bytes, nesting and the number of values are bounded before anything is built from them.
-2. Large bodies are unpacked and parsed one at a time, by turns of their owners, in a thread of their own that
-   rests half of the time: no other work waits for it.
-3. What large bodies hold may take fifty times their bytes until there is a prompt: so many have a place at a
+2. Large bodies are unpacked and parsed one at a time, in a thread of their own that rests half of the time:
+   no other work waits for it.
+3. What large bodies hold may take fifty times their bytes until there is a Request: so many have a place at a
    time, by turns of their owners.
 
 Not here: what the JSON may say (params.py), how long a body may take to come, and how many bytes all of them
@@ -20,6 +20,7 @@ import asyncio
 import time
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from importlib import import_module
@@ -30,7 +31,7 @@ from starlette.requests import Request as HttpRequest
 
 import sse
 from request.refusals import BadInput
-from request.shares import FairExecutor, Slots
+from request.room import Turns
 
 MAX_BODY_BYTES = 2 * 2**20  # unless --max-body says otherwise: 500,000 tokens of text
 SMALL_BODY_BYTES = 16 * 1024  # parsed at once, in less than 1 ms, however many large ones wait
@@ -43,8 +44,8 @@ GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS  # zlib.decompressobj(): whichever of the two
 ZSTD_WINDOW_LOG = 23  # 8 MiB of memory, "recommended for decoders to support": RFC 8878, section 3.1.1.1.2
 
 # Reading JSON holds Python's lock to its end, in a thread too: two at once would leave the streams no turn.
-PARSER = FairExecutor(1, "json")
-PLACES = Slots(4)  # more than there are threads that work for them (server.py)
+PARSER = ThreadPoolExecutor(1, "json")
+N_PLACES = 4  # more than there are threads that work for them (server.py)
 rested_at = 0.0  # when its thread may work again, by time.monotonic()
 
 STEP = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
@@ -81,11 +82,11 @@ async def receive(http: HttpRequest) -> Body:
     return Body(bytes(body), max_bytes, encoding)
 
 
-def place(body: Body, owner: str) -> AbstractAsyncContextManager[None]:
-    """To be held from before a body is parsed until its prompt is there: rule 3."""
+def place(body: Body, owner: str, places: Turns) -> AbstractAsyncContextManager[None]:
+    """To be held from before a body is parsed until its Request is there: rule 3."""
     if body.is_small:
         return nullcontext()
-    return PLACES.slot(owner)
+    return places.turn(owner)
 
 
 async def parse_json(body: Body) -> Any:

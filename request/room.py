@@ -31,6 +31,10 @@ from request.refusals import BadInput
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
+# Threads of the event loop, for what would keep it too long. They share Python's lock, which the event loop
+# wants back after each system call: with six at work a turn of it took 0.2 s.
+N_THREADS = 2
+
 
 # --- room ---------------------------------------------------------------------------------------------------
 
@@ -130,7 +134,7 @@ class Turns:
 class Threads:
     """Threads that work by turns of the owners: the event loop's own, or those of an executor."""
 
-    def __init__(self, n_threads: int, executor: Executor | None = None) -> None:
+    def __init__(self, n_threads: int = N_THREADS, executor: Executor | None = None) -> None:
         self._turns = Turns(n_threads)
         self._executor = executor
 

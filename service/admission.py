@@ -7,14 +7,14 @@ is whole it takes a stream, if there is one, and then one for each further choic
 stored holds an answer instead, and the bytes of that. It ends with the request, and gives back what it holds.
 On a WebSocket each turn is a visit, and so is what has come of the next message.
 
-Authority: rule 1 of request/shares.py; MinRate of Apache's RequestReadTimeout for rule 2,
+Authority: rule 1 of request/room.py; MinRate of Apache's RequestReadTimeout for rule 2,
 https://httpd.apache.org/docs/2.4/mod/mod_reqtimeout.html
 
 Rules of this file:
 1. A body that arrives slowly gives way: the oldest of the same owner's, where that owner lacks room.
 2. A body must be whole within MAX_BODY_S, and the time that what has come takes at BODY_BYTES_A_S.
 
-Not here: how owners share (request/shares.py), connections (connections.py), who an owner is (middleware.py),
+Not here: how owners share (request/room.py), connections (connections.py), who an owner is (middleware.py),
 how many requests the engine runs at once (scheduler.py), background responses that wait (background.py).
 """
 
@@ -26,9 +26,10 @@ from functools import partial
 
 from starlette.types import Message, Receive
 
+from request import room
 from request.body import MAX_BODY_BYTES
 from request.refusals import BadInput
-from request.shares import Shares, Slots
+from request.room import Turns
 
 BETWEEN_MESSAGES_S = 0.001  # of all WebSockets: a flood of them takes a part of the event loop alone
 MAX_BODY_S = 30  # from the head of the request to the last byte of its body, were that empty
@@ -60,13 +61,13 @@ class Room:
         self._max_streams = max_streams
         n_bytes = max(max_streams * BYTES_A_STREAM, MIN_LARGEST_BODIES * max_body_bytes)
         self._max_answer_bytes = n_bytes // 4
-        self._streams = Shares("open requests", max_streams, is_shared)
-        self._bodies = Shares("bodies on their way", max_streams, is_shared)
-        self._answers = Shares("answers on their way", max_streams, is_shared)
-        self._bytes = Shares("bytes of bodies", n_bytes, is_shared)
-        self._sockets = Shares("open WebSockets", max_streams, is_shared)
-        self.remembered = Shares("bytes of what connections remember", n_bytes, is_shared)
-        self._messages = Slots(1)  # of WebSockets, that are begun at a time
+        self._streams = room.Room("open requests", max_streams, is_shared)
+        self._bodies = room.Room("bodies on their way", max_streams, is_shared)
+        self._answers = room.Room("answers on their way", max_streams, is_shared)
+        self._bytes = room.Room("bytes of bodies", n_bytes, is_shared)
+        self._sockets = room.Room("open WebSockets", max_streams, is_shared)
+        self.remembered = room.Room("bytes of what connections remember", n_bytes, is_shared)
+        self._messages = Turns(1)  # of WebSockets, that are begun at a time
         # Ids of the requests, and turns, whose answers have not begun: a stop waits for them.
         self.unanswered: set[str] = set()
         self._arriving: dict[Visit, None] = {}  # the oldest first
@@ -165,7 +166,7 @@ class Room:
 
     async def until_next_message(self, owner: str) -> None:
         """To be awaited between two messages of a WebSocket: by turns of the owners."""
-        async with self._messages.slot(owner):
+        async with self._messages.turn(owner):
             await asyncio.sleep(BETWEEN_MESSAGES_S)
 
     @contextmanager
@@ -192,7 +193,7 @@ class Room:
             self._bytes.give_back(visit.owner, visit.n_bytes - n_bytes)
         visit.n_bytes = n_bytes
 
-    def _take(self, shares: Shares, visit: Visit, n: int) -> None:
+    def _take(self, shares: room.Room, visit: Visit, n: int) -> None:
         """Raises BadInput where there is no room, and rule 1 makes none."""
         if not shares.has_room(visit.owner, n):
             older = [other for other in self._arriving if other.owner == visit.owner and other is not visit]

@@ -45,11 +45,11 @@ from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 import sse
 from background import Job
+from request import room
 from request.body import Body, parse_json
 from request.ids import REQUEST_ID
 from request.items import MAX_CONVERSATION_BYTES
 from request.refusals import BadInput, error_body, missing, shown, unsupported, wrong_type, wrong_value
-from request.shares import Shares
 from service.admission import Room
 from store import Row
 from streaming import cancel
@@ -139,7 +139,7 @@ class Memory:
     `shares` is what the memories of all connections may hold together.
     """
 
-    def __init__(self, owner: str, shares: Shares) -> None:
+    def __init__(self, owner: str, shares: room.Room) -> None:
         self._owner = owner
         self._shares = shares
         self._responses: dict[str, Remembered] = {}  # by id, the oldest first

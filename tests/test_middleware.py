@@ -29,6 +29,7 @@ from helpers.serving import PATIENCE_S, TINY, Json, Reply, Server, http_bytes, h
 from middleware import Keys
 from request import body, messages, params
 from request.ids import new_id
+from request.room import Turns
 from service import connections, options
 from service.connections import protocol
 from store import Retention, Store
@@ -684,7 +685,7 @@ def test_nobody_works_for_a_client_that_has_left() -> None:
         release = threading.Event()
         body.PARSER.submit(release.wait)
         left = asyncio.Event()
-        reading = asyncio.create_task(read_request(http_request(LARGE, left=left), read))
+        reading = asyncio.create_task(read_request(http_request(LARGE, left=left), Turns(1), read))
         asyncio.get_running_loop().call_soon(left.set)
         try:
             with pytest.raises(ClientDisconnect):
@@ -713,6 +714,7 @@ def test_so_many_large_bodies_have_a_place() -> None:
     """
     begun = asyncio.Queue[str]()
     end = asyncio.Semaphore(0)
+    places = Turns(body.N_PLACES)
 
     async def begin(owner: str, raw: bytes) -> None:
         async def read(parsing: Parsing, _: str) -> str:
@@ -721,7 +723,7 @@ def test_so_many_large_bodies_have_a_place() -> None:
                 await end.acquire()
             return owner
 
-        await read_request(http_request(raw, owner), read)
+        await read_request(http_request(raw, owner), places, read)
 
     async def read() -> None:
         async with asyncio.TaskGroup() as group:
@@ -732,7 +734,7 @@ def test_so_many_large_bodies_have_a_place() -> None:
             assert await begun.get() == "small"
             end.release()
             end.release()
-            assert await begun.get() == "y"
+            assert [await begun.get(), await begun.get()] == ["m", "y"]  # one m was waiting before y
             for _ in range(20):
                 end.release()
 

@@ -35,9 +35,9 @@ from websockets.sync.client import ClientConnection, connect
 from helpers import laws
 from helpers.serving import Json, Server, serve, until
 from helpers.upstream import head, upstream
+from request import room
 from request.body import Body, parse_json
 from request.refusals import BadInput
-from request.shares import Shares
 from service import connections, websocket
 from service.admission import Room
 from service.websocket import MAX_LANES, MAX_REMEMBERED_BYTES, MAX_TURNS, Connection, Memory
@@ -1369,12 +1369,12 @@ def test_a_turn_that_is_refused_is_forgotten() -> None:
 
 
 def row(id: str, n_bytes: int) -> Row:
-    return Row(id, 0, None, False, False, True, "", "", response_json="x" * n_bytes)
+    return Row(id, "", 0, None, False, False, True, "", "", response_json="x" * n_bytes)
 
 
 def test_memory_is_bounded() -> None:
     """The oldest responses are forgotten; none is lost for one that is too large."""
-    memory = Memory("", Shares("bytes", 10 * MAX_REMEMBERED_BYTES, is_shared=False))
+    memory = Memory("", room.Room("bytes", 10 * MAX_REMEMBERED_BYTES, is_shared=False))
     third = MAX_REMEMBERED_BYTES // 3
     for name in "abcd":
         memory.remember(row(name, third - 4096), "")
@@ -1384,7 +1384,7 @@ def test_memory_is_bounded() -> None:
 
 def test_memories_are_shared_out() -> None:
     """What one owner's connections remember leaves room for another's, and is given back at their end."""
-    shares = Shares("bytes", 100_000, is_shared=True)
+    shares = room.Room("bytes", 100_000, is_shared=True)
     mine, yours = Memory("m", shares), Memory("y", shares)
     for i in range(100):
         mine.remember(row(str(i), 8000), "")
