@@ -47,7 +47,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dialects import matcher_process
-from dialects.matcher_process import ERROR, MAX_COMPILE_S, TOO_COSTLY
+from dialects.matcher_process import ERROR, MAX_COMPILE_S, MAX_MASK_S, TOO_COSTLY
 from dialects.structured_output import NO_PARTS, AnswerGrammar, BadGrammar
 from request.refusals import BadInput
 from request.room import Turns
@@ -84,8 +84,8 @@ class Constraint:
         """
         is_new = self._process is None or len(output) > self._n_told
         if self._process is None:
-            # Twice the time that the check has, so that what has passed it does not fail here.
-            self._process = self._grammars.start(self._grammar, 2 * MAX_COMPILE_S, output, drafts)
+            # More time than the check has: what has passed it does not fail here, on a busy machine either.
+            self._process = self._grammars.start(self._grammar, MAX_MASK_S, output, drafts)
         elif is_new:
             new = output[self._n_told :]
             self._process.connection.send_bytes(array.array("i", [len(new), *new, *drafts]).tobytes())
