@@ -24,7 +24,7 @@ from checkpoint.blocks import Blocks, decoded, quantized
 from checkpoint.config import Config, read_config
 from checkpoint.weights import Weights, bfloat16, read_weights, unpacked
 from devices import cpu, microkernel
-from devices.cpu import KERNELS, NOTHING, SHARED, SMALL, FastOps, Panels, pack, pack_blocks, pack_floats
+from devices.cpu import KERNELS, NOTHING, SHARED, SMALL, SPAN, FastOps, Panels, pack, pack_blocks, pack_floats
 from devices.microkernel import AHEAD, FAST_BFLOAT16, WIDTH
 from engine import Engine
 from helpers.engines import alone, endless, play, steps_of
@@ -442,8 +442,8 @@ def same_ops(c: Config, wide: Weights, packed: Weights, prompts: list[list[int]]
 
     Rounding to bfloat16 changes a number by up to 2^-9 of its size, and the scores of attention all.
     """
-    spec, fast = (kind(c, w, 192, 8, 4) for kind, w in ((NumpyOps, wide), (FastOps, packed)))
-    batch = Batch([Span(i, [2 * i, 2 * i + 1], prompt, 0, 1) for i, prompt in enumerate(prompts)])
+    spec, fast = (kind(c, w, 320, 20, 4) for kind, w in ((NumpyOps, wide), (FastOps, packed)))
+    batch = Batch([Span(i, range(5 * i, 5 * i + 5), prompt, 0, 1) for i, prompt in enumerate(prompts)])
     x = spec.embed(batch, wide)
     assert np.array_equal(fast.embed(batch, packed), x)
     for i, (layer, packed_layer) in enumerate(zip(wide.layers, packed.layers, strict=True)):
@@ -469,7 +469,7 @@ def assert_close(found: Array, expected: Array) -> None:
     assert np.abs(found - expected).max() < 2.0**-5 * np.abs(expected).max()
 
 
-LONG_PROMPTS = [*PROMPTS, [(7 * i * i + 1) % 90 for i in range(100)]]
+LONG_PROMPTS = [*PROMPTS, [(7 * i * i + 1) % 90 for i in range(SPAN + 44)]]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -504,10 +504,10 @@ def cut(w: Any) -> Array:
     return bits
 
 
-PAGES = [5, 0, 3]  # of one sequence
+PAGES = [5, 0, 3, 2, 4]  # of one sequence
 NOT_A_NUMBER = 0x7FC0  # in bfloat16
 SOME = ["llama-3", "mistral-window", "qwen3", "qwen3-layer-types", "smollm3-window"]
-TOKENS = [(11 * i * i + 3) % 90 for i in range(150)]
+TOKENS = [(11 * i * i + 3) % 90 for i in range(SPAN + 44)]
 
 
 def steps(ops: NumpyOps, weights: Weights, sizes: list[int]) -> Array:
@@ -525,11 +525,11 @@ def steps(ops: NumpyOps, weights: Weights, sizes: list[int]) -> Array:
 
 @pytest.mark.parametrize("name", SOME)
 def test_a_row_has_the_same_bits_in_a_chunk_as_by_itself(name: str) -> None:
-    """Over several pages, with windows, groups and norms of heads."""
+    """Over several pages, more keys than are attended to at once, windows, groups and norms of heads."""
     config, _, packed = rounded(name)
-    fast = FastOps(config, packed, 192, 6, 2)
-    expected = steps(fast, packed, [1] * 150)
-    for sizes in ([64, 64, 22], [150], [1, 63, 64, 21, 1], [7, 33, 90, 20], [128, *[1] * 22]):
+    fast = FastOps(config, packed, 320, 6, 2)
+    expected = steps(fast, packed, [1] * 300)
+    for sizes in ([64] * 4 + [44], [300], [1, 63, 64, 21, 107, 44], [7, 33, 90, 170], [258, *[1] * 42]):
         assert np.array_equal(steps(fast, packed, sizes), expected)
 
 
