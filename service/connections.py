@@ -66,6 +66,7 @@ MAX_FRAGMENTS = 1024  # of a message
 # A message above --max-body is dropped as it comes, and its client is told. One above so many times that may
 # never end: the connection is closed.
 MAX_DROPPED = 8
+MAX_PINGS = 64  # and pongs, between two messages
 TURN_COST = 256 * 1024  # of a WebSocket: bytes, which take half a millisecond; then it waits for its turn
 FRAME_COST = TURN_COST // 32  # of a frame, beside its bytes
 BRAKE_S = 0.002  # between two such turns
@@ -560,6 +561,9 @@ class WebSocketProtocol(ReaderTimeout, WebSocketsSansIOProtocol, asyncio.Buffere
     A message above max_body_bytes is dropped as it comes. The application then gets {"type":
     "websocket.receive", "n_bytes": its size} in its place.
 
+    No application asks for pings and pongs, so few of them may come between two messages, or between two
+    pings of our own: a client that is idle may ping for ever.
+
     Parsing has a cost, in bytes. A connection that has brought more than TURN_COST waits for its turn behind
     Brake. The end of a frame costs as much as all of it, for it is unmasked there, and the end of a message
     as much as all its frames, for they are joined and decoded: many that end at once do so one by one.
@@ -572,6 +576,7 @@ class WebSocketProtocol(ReaderTimeout, WebSocketsSansIOProtocol, asyncio.Buffere
     n_frame_bytes_left = 0  # of the frame that is being parsed
     ends_message = False  # that frame does
     cost = 0  # of what was parsed since it last waited behind Brake
+    n_pings = 0  # and pongs, since the application asked for a message, or we sent a ping
     n_whole_bytes = 0  # of the messages that are whole, and with the application
     brake: "Brake"  # of all connections
     max_body_bytes: int
@@ -614,6 +619,9 @@ class WebSocketProtocol(ReaderTimeout, WebSocketsSansIOProtocol, asyncio.Buffere
             if len(self.frames) > MAX_FRAGMENTS:
                 expected = f"expected a message of at most {MAX_FRAGMENTS} fragments"
                 self.fail(CloseCode.POLICY_VIOLATION, expected)
+            if self.n_pings > MAX_PINGS and not self.is_deaf:
+                expected = f"expected at most {MAX_PINGS} pings between two messages"
+                self.fail(CloseCode.POLICY_VIOLATION, expected)
         if self.is_deaf:
             self.unparsed.clear()
         elif self.handshake_initiated and not self.close_sent:
@@ -650,10 +658,19 @@ class WebSocketProtocol(ReaderTimeout, WebSocketsSansIOProtocol, asyncio.Buffere
         self.conn.reader = self.reader
 
     def handle_ping(self) -> None:
+        self.n_pings += 1
         # An earlier frame of the same piece may have ended the connection, and each write to one that was
         # reset is a line in asyncio's log.
         if not self.is_deaf and not self.transport.is_closing():
             super().handle_ping()
+
+    def handle_pong(self, event: Frame) -> None:
+        self.n_pings += 1
+        super().handle_pong(event)
+
+    def send_keepalive_ping(self) -> None:
+        self.n_pings = 0
+        super().send_keepalive_ping()
 
     def n_kept_bytes(self) -> int:
         """Bytes of the fragments that have come of a message and were not dropped."""
@@ -728,6 +745,7 @@ class WebSocketProtocol(ReaderTimeout, WebSocketsSansIOProtocol, asyncio.Buffere
         """The next message; the application has done with those before."""
         if self.queue.empty():
             self.n_whole_bytes = 0
+            self.n_pings = 0
             self.read_paused = False
             self.parse()
         message = await super().receive()

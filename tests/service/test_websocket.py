@@ -777,6 +777,7 @@ class Wire(asyncio.Transport):
         super().__init__({"socket": None})
         self.n_written = 0
         self.is_read = True
+        self.is_reset = False
 
     def write(self, data: Any) -> None:
         self.n_written += len(data)
@@ -788,7 +789,7 @@ class Wire(asyncio.Transport):
         self.is_read = True
 
     def is_closing(self) -> bool:
-        return False
+        return self.is_reset
 
     def write_eof(self) -> None:
         pass
@@ -821,8 +822,61 @@ async def accepted(kind: Any, held: Held, n_messages: int = 0, owner: str = "") 
     return connection
 
 
-def test_floods_have_a_part_of_the_time_together() -> None:
+def pings(n: int, opcode: Opcode = Opcode.PING) -> bytes:
+    return frame(opcode, b"") * n
+
+
+async def take(client: Any, data: bytes) -> None:
+    """Have a connection parse what its client sends, though it may wait for its turn amid that."""
+    client.data_received(data)
+    while client.unparsed:
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("opcode", [Opcode.PING, Opcode.PONG])
+def test_few_pings_come_between_two_messages(opcode: Opcode) -> None:
+    """Bug: connections that sent nothing but pings lived, and were answered, for ever."""
+
+    async def talk() -> None:
+        client = await accepted(connections.websocket_protocol(60), [], n_messages=2)
+        await take(client, pings(connections.MAX_PINGS, opcode))
+        await take(client, frame(Opcode.TEXT, b"{}"))
+        await asyncio.sleep(0.01)
+        await take(client, pings(connections.MAX_PINGS, opcode))
+        assert not client.is_deaf
+        await take(client, pings(1, opcode))
+        assert client.conn.close_sent.code == 1008
+
+    asyncio.run(talk())
+
+
+def test_an_idle_client_may_ping_for_ever() -> None:
+    async def talk() -> None:
+        client = await accepted(connections.websocket_protocol(60), [], n_messages=1)
+        for _ in range(3):
+            await take(client, pings(connections.MAX_PINGS))
+            client.send_keepalive_ping()
+        assert not client.is_deaf
+
+    asyncio.run(talk())
+
+
+def test_a_client_that_was_reset_gets_no_pong() -> None:
+    """Bug: each pong was a line in asyncio's log, "socket.send() raised exception."."""
+
+    async def talk() -> None:
+        client = await accepted(connections.websocket_protocol(60), [], n_messages=1)
+        client.transport.is_reset = True
+        n_written = client.transport.n_written
+        await take(client, pings(30))
+        assert client.transport.n_written == n_written
+
+    asyncio.run(talk())
+
+
+def test_floods_have_a_part_of_the_time_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: each connection had a part of its own, so a few of them had all of it."""
+    monkeypatch.setattr(connections, "MAX_PINGS", 10**9)
     flood = frame(Opcode.PING, b"") * 10_000
 
     async def talk() -> Any:
