@@ -3,7 +3,7 @@
     message --body_of()--> body of POST /v1/responses --start()--> Job --log.read()--> messages
 
 A connection has lanes: one for each `stream_id` that its client has named, and one without a name. In a lane
-the turns run one behind the other, in the order in which they came; lanes run beside each other. Here one
+the turns run one after the other, in the order in which they came; lanes run at the same time. Here one
 without a name has two turns, and a second lane one; "<" is from the client:
 
     < {"type": "response.create", ...}            lane ""   it runs
@@ -283,7 +283,7 @@ class Connection:
     # --- what comes -----------------------------------------------------------------------------------------
 
     async def _receive(self) -> Ending | None:
-        """Begin a turn for each message, until the client leaves (None) or sends what nobody can read."""
+        """Begin a turn for each message, until the client leaves (None) or sends what cannot be read."""
         while True:
             message = await self._websocket.receive()
             if message["type"] == "websocket.disconnect":
@@ -297,7 +297,7 @@ class Connection:
             await self._room.until_next_message(self._owner)
 
     async def _read(self, text: str | None) -> Ending | None:
-        """Begin the turn that a message asks for; how the connection ends where nobody can read it.
+        """Begin the turn that a message asks for; return how the connection ends if it cannot be read.
 
         While this waits, for the parser or for a client that reads slowly, it holds one copy of the message.
         """
@@ -388,7 +388,7 @@ class Connection:
     # --- a turn ---------------------------------------------------------------------------------------------
 
     async def _take_turn(self, turn: Turn, before: asyncio.Task[None] | None) -> None:
-        """Run a turn behind the one before it in its lane; what goes wrong becomes a message."""
+        """Run a turn after the one before it in its lane; what goes wrong becomes a message."""
         REQUEST_ID.set(f"{REQUEST_ID.get()}.{turn.number}")
         started_at = time.perf_counter()
         status = CLIENT_LEFT
