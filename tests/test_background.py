@@ -940,6 +940,14 @@ def test_next_process_ends_what_a_dead_one_left(tmp_path: Path) -> None:
         with closing(Store(str(tmp_path / "db"), Retention())) as store:
             registry = Registry(store)
             await registry.recover(hello_again)
+            for one in asked[:2]:
+                response = (await ended(registry, one)).response
+                assert response["error"] == {"code": "server_error", "message": INTERRUPTED}
+                assert response["usage"] is None
+                said = [(item["status"], item["content"][0]["text"]) for item in response["output"]]
+                assert said == [("completed", "Hm."), ("incomplete", "Hel")]
+            for one in asked[:2]:
+                await check_end(registry, store, one, "failed")
             for one in asked[2:]:
                 await check_end(registry, store, one, "completed")
             for one in asked:
@@ -948,12 +956,6 @@ def test_next_process_ends_what_a_dead_one_left(tmp_path: Path) -> None:
                 seen = await read(log)
                 assert seen[: len(before[one.id])] == before[one.id]
                 laws.check_response(parsed(seen))
-            for one in asked[:2]:
-                response = await check_end(registry, store, one, "failed")
-                assert response["error"] == {"code": "server_error", "message": INTERRUPTED}
-                assert response["usage"] is None
-                said = [(item["status"], item["content"][0]["text"]) for item in response["output"]]
-                assert said == [("completed", "Hm."), ("incomplete", "Hel")]
             assert store.live() == []
             await registry.recover(hello_again)
             assert registry.counts() == {"background": 0}
@@ -1028,9 +1030,12 @@ def test_eviction_lets_writes_in_between() -> None:
             delete(id)
 
         store.delete = count  # type: ignore[method-assign]
-        await started(registry, row(background=True), held)
+        log = await started(registry, row(background=True), held)
         registry._evict_if_due()
+        while not deleted:
+            await asyncio.sleep(0)
         await held.runs.wait()
+        await log.until_shown()
         assert len(deleted) < 20
         await registry.close(persistent=False)
         await registry.close_store()
