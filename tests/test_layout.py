@@ -78,7 +78,7 @@ SANS_IO = {
 IO = {"asyncio", "concurrent", "multiprocessing", "os", "queue", "random", "secrets", "select", "socket",
       "subprocess", "tempfile", "threading", "time", "uuid"}  # fmt: skip
 
-MAX_LINES = 65  # of a function
+MAX_LINES = 70  # of a function
 
 
 def tree(path: Path) -> ast.Module:
@@ -183,15 +183,15 @@ def test_files_can_be_read() -> None:
 # Tokens of a folder, without comments and docstrings. A cap is raised only with its reason in the commit.
 # fmt: off
 CAPS = {
-    "":           38_500,  # the root, bench.py too
+    "":           37_900,  # the root, bench.py too
     "audit":      27_700,
     "benches":    12_600,
-    "checkpoint": 11_300,
-    "devices":    23_600,
-    "dialects":   11_000,
-    "gateway":    12_300,
-    "request":    18_500,
-    "service":    15_600,
+    "checkpoint": 12_100,
+    "devices":    23_100,
+    "dialects":   10_900,
+    "gateway":    12_400,
+    "request":    17_600,
+    "service":    16_200,
 }
 # fmt: on
 MAX_MODULE = 750  # lines of a module of the root, theory included
