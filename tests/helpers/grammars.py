@@ -28,8 +28,8 @@ class Followed:
     def mask(self) -> NDArray[np.bool_]:
         if self._mask is None:
             masks = self._constraint.masks(self._output, [])
-            # About once in 450 times a fork does not answer; why is not known yet. The server gives the answer
-            # up after MAX_ANSWER_S. What is tested here is what the masks are, so another fork is asked.
+            # About once in 450 times a fork does not answer; why is not known yet. The server gives such an
+            # answer up after MAX_ANSWER_S. What is tested here is what the masks are: another fork is asked.
             if masks is None and not select.select([self._constraint], [], [], PATIENCE_S / 3)[0]:
                 self._constraint.close()
                 self._constraint = self._grammars.constraint(self._grammar)
