@@ -327,7 +327,6 @@ def store_options(section: Section) -> None:
     )
     section.add("store-max-bytes", "and N bytes of them", Retention.max_bytes, type=positive, metavar="N")
     section.add("store-max-age", "each for N seconds", Retention.max_age_s, type=seconds, metavar="N")
-    section.add("max-queued", "background runs that wait", 256, type=positive, metavar="N")
     section.switch(
         "no-temporary",
         "refuse background with store=false, as OpenAI did at first, instead of keeping it for 10 minutes",
