@@ -1,7 +1,8 @@
-"""The README's pictures: `python tests/pictures.py` makes the first anew, `--engine` the second too.
+"""The pictures of the README and docs/: `python tests/pictures.py` draws the first, `--pages` makes all.
 
-responses.GRAMMAR --events()--> pictures/events.svg
-the server, Chromium --engine()--> pictures/engine.png
+responses.GRAMMAR    --events()-->   pictures/events.svg
+the server, Chromium --response()--> pictures/response.png, the page's first view
+                     --engine()-->   pictures/engine.png, its second
 """
 
 import argparse
@@ -9,11 +10,14 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from html import escape
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT)]  # as a script, this file finds the modules beside tests/
+
+from playwright.sync_api import Page, sync_playwright  # noqa: E402
 
 from helpers.serving import serve  # noqa: E402
 from responses import GRAMMAR  # noqa: E402
@@ -139,18 +143,34 @@ def lettering(x: int, y: int, labels: list[str]) -> Iterator[str]:
             yield f'<text class="edge" x="{x}" y="{y + 16}">{escape(inner)}</text>'
 
 
-# --- the page's second view ---------------------------------------------------------------------------------
+# --- the page's two views -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def page_of(*flags: str) -> Iterator[Page]:
+    """Yield the page of a server of its own, in Chromium, with its models listed."""
+    with serve(*flags) as server, sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1160, "height": 900})
+        page.goto(server.url)
+        page.wait_for_selector("#model option", state="attached")
+        yield page
+
+
+def response() -> bytes:
+    """Return the first view as PNG, when its prompt has been answered and one of its events is chosen."""
+    with page_of() as page:
+        page.fill("#prompt", "What is 2+2?")
+        page.click("#send")
+        page.locator("#status", has_text="completed").wait_for()
+        page.locator("#events button").nth(8).click()
+        return page.screenshot()
 
 
 def engine() -> bytes:
-    """The view as PNG, when its four prompts have been answered, at the step that has preempted one."""
-    from playwright.sync_api import sync_playwright
-
-    with serve(*WATCHED) as server, sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1160, "height": 900})
-        page.goto(server.url + "/#engine")
-        page.wait_for_selector("#model option", state="attached")
+    """Return the second view as PNG, when its prompts have been answered, at the step that preempts one."""
+    with page_of(*WATCHED) as page:
+        page.goto(page.url + "#engine")
         page.get_by_role("button", name="Send four prompts").click()
         page.locator("#story [data-kind=preempted]").first.wait_for()
         page.locator("#fill:enabled").wait_for()
@@ -159,9 +179,10 @@ def engine() -> bytes:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Make the README's pictures.")
-    parser.add_argument("--engine", action="store_true", help="that of the engine too, which needs Chromium")
+    parser = argparse.ArgumentParser(description="Make the pictures of the README and docs/.")
+    parser.add_argument("--pages", action="store_true", help="those of the page too, which need Chromium")
     PICTURE.parent.mkdir(exist_ok=True)
     PICTURE.write_text(events(), encoding="utf-8")
-    if parser.parse_args().engine:
+    if parser.parse_args().pages:
+        (PICTURE.parent / "response.png").write_bytes(response())
         (PICTURE.parent / "engine.png").write_bytes(engine())

@@ -1,9 +1,9 @@
-"""What to read first: the functions of the spine that one streamed request passes.
+"""What one streamed request passes: the functions of the spine.
 
     server.serve(), traced --one request--> {module: its functions}
 
     python tests/reading_list.py             prints it
-    python tests/reading_list.py --write     puts it into README.md; test_walkthrough.py holds it to be there
+    python tests/reading_list.py --write     puts it into docs/reading.md; test_walkthrough.py checks that
 
 The server is the real one, in this process, with the tiny model and NumpyOps; a thread of it is the client.
 Not in the list: what runs at the start and at the end of the server, and what stands in the chapters.
@@ -35,6 +35,7 @@ from service.connections import bind, event_loop
 
 BEGIN = "<!-- made by `python tests/reading_list.py --write` -->\n```text\n"
 END = "```\n<!-- end of the reading list -->"
+PAGE = walkthrough.ROOT / "docs" / "reading.md"
 BODY = {"model": "tiny", "input": "What is 2+2?", "temperature": 0, "stream": True}
 FLAGS = ["--model", str(walkthrough.TINY), "--port", "0", "--log-level", "warning"]
 AFTERWARDS_S = 0.5  # in which the connection is closed and the response written to the store
@@ -88,7 +89,7 @@ def spine_functions(called: set[CodeType]) -> dict[Path, list[CodeType]]:
 
     A function inside another is a part of that one.
     """
-    tree = walkthrough.README.read_text(encoding="utf-8").split("### The files")[1]
+    tree = PAGE.read_text(encoding="utf-8").split("## The files")[1]
     spine = re.findall(r"^(\w+\.py) ", tree, re.MULTILINE)
     functions: dict[Path, list[CodeType]] = {walkthrough.ROOT / name: [] for name in spine}
     for code in sorted(called, key=lambda code: code.co_firstlineno):
@@ -122,4 +123,4 @@ def reading_list() -> str:
 
 
 if __name__ == "__main__":
-    walkthrough.command("What to read first.", reading_list, BEGIN, END)
+    walkthrough.command("What one request passes.", reading_list, BEGIN, END, PAGE)

@@ -1,21 +1,15 @@
-"""The house: which module may import which, what stays pure, and whether the papers agree with the code."""
+"""The house: which module may import which, what stays pure, how large a folder may be."""
 
 import ast
-import re
-import shlex
 import sys
 import tokenize
-import tomllib
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-import pictures
-from checkpoint.config import FAMILIES
-from dialects.families import DIALECTS
-from helpers.serving import ROOT, run
+from helpers.serving import ROOT
 
 CHAPTERS = ["audit", "checkpoint", "devices", "dialects", "gateway", "request", "service"]
 SPINE = {path.stem: path for path in ROOT.glob("*.py")}
@@ -219,136 +213,3 @@ def test_a_folder_stays_small(folder: str) -> None:
 @pytest.mark.parametrize("name", SPINE)
 def test_a_module_of_the_root_is_read_in_one_sitting(name: str) -> None:
     assert len(SPINE[name].read_text(encoding="utf-8").splitlines()) <= MAX_MODULE
-
-
-# --- papers -------------------------------------------------------------------------------------------------
-
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-
-
-def readme_commands() -> list[list[str]]:
-    """The words of each `python FILE ...` in README.md, up to the end of its code."""
-    commands = re.findall(r"\bpython ((?:\S+\.py\b|-m audit)[^`\n&|;]*)", README)
-    return [shlex.split(command) for command in commands]
-
-
-def test_what_is_installed_is_what_there_is() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    assert set(project["tool"]["setuptools"]["py-modules"]) == SPINE.keys() - SCRIPTS
-    assert project["tool"]["setuptools"]["packages"] == CHAPTERS
-
-
-@pytest.mark.parametrize(
-    "command", ["pip install -e '.[fast]' && python server.py", "pip install -e '.[dev]' && pytest"]
-)
-def test_readme_starts_in_one_command(command: str) -> None:
-    assert sum(command in line for line in README.splitlines()) == 1
-
-
-def test_curl_in_the_readme_says_what_it_sends() -> None:
-    """vLLM and SGLang refuse a body whose type is not JSON; curl's own is that of a form."""
-    commands = [line for line in README.splitlines() if re.match(r" +curl .* -d ", line)]
-    assert len(commands) == len(re.findall(r"\bcurl [^`]*? -d ", README)) > 0
-    assert [line for line in commands if "-H 'Content-Type: application/json'" not in line] == []
-
-
-@pytest.mark.parametrize("words", [words for words in readme_commands() if len(words) > 1], ids=shlex.join)
-def test_readme_commands_exist(words: list[str]) -> None:
-    n_program = 2 if words[0] == "-m" else 1
-    program, rest = words[:n_program], words[n_program:]
-    flags = [word for word in rest if word.startswith("-")]
-    subcommand = rest[: rest.index(flags[0])] if flags else rest
-    ended = run(*program, *subcommand, "--help")
-    assert ended.returncode == 0, ended.stderr
-    assert set(flags) <= set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", ended.stdout))
-
-
-@pytest.mark.parametrize("file", sorted(set(re.findall(r"\]\(([\w./-]+)\)", README))))
-def test_readme_links_to_files_that_exist(file: str) -> None:
-    assert (ROOT / file).exists()
-
-
-def section(heading: str) -> str:
-    """README.md from a heading to the next one that is not below it."""
-    level = heading.split()[0]
-    text = README.split(f"\n{heading}\n")[1]
-    return re.split(rf"^#{{1,{len(level)}}} ", text, maxsplit=1, flags=re.MULTILINE)[0]
-
-
-def files_in_the_tree() -> dict[str, set[str]]:
-    """The files that README.md lists, by folder; "" for the root."""
-    listed: dict[str, set[str]] = {"": set()}
-    folder = ""
-    for line in section("### The files").split("```")[1].splitlines():
-        if match := re.match(r"(\w+)/ ", line):
-            folder = match[1]
-            listed[folder] = set()
-        elif match := re.match(r"(?:    )?([\w.]+) ", line):
-            listed[folder].add(match[1])
-    return listed
-
-
-def test_the_readme_lists_the_spine_and_every_chapter() -> None:
-    """All modules, and other files where they are there."""
-    listed = files_in_the_tree()
-    assert listed.keys() == {"", *CHAPTERS}
-    for folder, files in listed.items():
-        modules = {path.name for path in (ROOT / folder).glob("*.py") if not path.name.startswith("__")}
-        scripts = {f"{name}.py" for name in SCRIPTS}
-        assert {name for name in files if name.endswith(".py")} == modules - scripts
-        assert [name for name in files if not (ROOT / folder / name).is_file()] == []
-
-
-def test_the_readme_says_how_long_the_spine_is() -> None:
-    """Within a tenth; the lines that one request passes are the sum of the reading list."""
-    claim = re.search(r"about ([\d,]+) lines of Python.*? passes ([\d,]+) of them", README, re.DOTALL)
-    assert claim
-    n_claimed, n_passed = (int(number.replace(",", "")) for number in claim.groups())
-    n_lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in SPINE.values())
-    assert abs(n_lines - n_claimed) <= n_claimed / 10
-    assert re.search(rf"^together +{n_passed} lines$", README, re.MULTILINE)
-
-
-def glossary() -> Iterator[tuple[str, str]]:
-    """(word, file that it stands in)"""
-    for words, file in re.findall(r"^\| (.+?) \| \[([\w./]+)\]", section("### The words"), re.MULTILINE):
-        for word in re.split(r", | \(", words):
-            yield word.removesuffix(")"), file
-
-
-@pytest.mark.parametrize(("word", "file"), list(glossary()))
-def test_a_word_of_the_glossary_stands_in_its_file(word: str, file: str) -> None:
-    """A search for the field's word leads to the place."""
-    text = (ROOT / file).read_text(encoding="utf-8").casefold()
-    assert word.casefold() in " ".join(text.split()), file
-
-
-def test_the_readme_names_the_models_that_are_served() -> None:
-    sentence, _, _ = section("### The models").partition("; unquantised")
-    assert {*re.findall(r"`(\w+)`", sentence)} - {"model_type"} == FAMILIES.keys()
-
-
-def test_the_readme_names_the_dialects_that_are_parsed() -> None:
-    rows = re.findall(r"^\| `([\w-]+)` \|", section("### The models"), re.MULTILINE)
-    assert sorted(rows) == sorted(DIALECTS)
-
-
-def test_numbers_in_the_readme_are_measured() -> None:
-    """Each row of its table of speeds stands in results/, with date, device and versions above it."""
-    rows = [line for line in README.splitlines() if re.search(r"\| \d+\.\d", line)]
-    measured = (ROOT / "results" / "cpu.md").read_text(encoding="utf-8").splitlines()
-    assert rows
-    assert set(rows) <= set(measured)
-
-
-def test_the_sizes_in_the_readme_are_measured() -> None:
-    """Those of gpt-oss-20b, in the paragraph that names where they stand."""
-    measured = re.findall(r"([\d.]+) GB", (ROOT / "results" / "shapes.md").read_text(encoding="utf-8"))
-    rounded = {f"{float(size):.1f}" for size in measured}
-    assert {*re.findall(r"([\d.]+) GB", section("### The models"))} <= rounded
-
-
-def test_the_picture_of_the_events_is_drawn_from_their_table() -> None:
-    assert pictures.PICTURE.read_text(encoding="utf-8") == pictures.events(), (
-        "python tests/pictures.py draws it"
-    )

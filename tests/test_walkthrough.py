@@ -1,4 +1,4 @@
-"""README.md shows what becomes of one request, one step and what to read first, as the modules are today."""
+"""The README and the tour show what becomes of one request and what it passes, as the modules are today."""
 
 import subprocess
 import sys
@@ -14,21 +14,22 @@ def test_the_readme_shows_what_becomes_of_a_request() -> None:
     text = walkthrough.walkthrough()
     assert len(text.splitlines()) <= MAX_LINES
     readme = walkthrough.README.read_text(encoding="utf-8")
-    assert readme == walkthrough.in_readme(text), "python tests/walkthrough.py --write"
+    assert readme == walkthrough.in_page(text), "python tests/walkthrough.py --write"
 
 
 def test_the_readme_shows_one_step_of_the_engine() -> None:
     text = one_step.one_step()
     assert len(text.splitlines()) <= MAX_LINES
     readme = walkthrough.README.read_text(encoding="utf-8")
-    expected = walkthrough.in_readme(text, one_step.BEGIN, one_step.END)
-    assert readme == expected, "python tests/one_step.py --write"
+    assert readme == walkthrough.in_page(text, one_step.BEGIN, one_step.END), (
+        "python tests/one_step.py --write"
+    )
 
 
-def test_the_readme_lists_what_one_request_passes() -> None:
+def test_the_tour_lists_what_one_request_passes() -> None:
     """In a process of its own, which a signal stops."""
     command = [sys.executable, reading_list.__file__]
     text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-    readme = walkthrough.README.read_text(encoding="utf-8")
-    expected = walkthrough.in_readme(text, reading_list.BEGIN, reading_list.END)
-    assert readme == expected, "python tests/reading_list.py --write, and the sum of its lines above it"
+    page = reading_list.PAGE.read_text(encoding="utf-8")
+    expected = walkthrough.in_page(text, reading_list.BEGIN, reading_list.END, reading_list.PAGE)
+    assert page == expected, "python tests/reading_list.py --write, and its sum in README.md"

@@ -183,19 +183,19 @@ def name(function: Callable[..., Any]) -> str:
     return f"{function.__module__}.{function.__qualname__}"
 
 
-def in_readme(text: str, begin: str = BEGIN, end: str = END) -> str:
-    """README.md with a page between its two markers."""
-    before, rest = README.read_text(encoding="utf-8").split(begin)
+def in_page(text: str, begin: str = BEGIN, end: str = END, page: Path = README) -> str:
+    """Return a page of the documentation with this text between its two markers."""
+    before, rest = page.read_text(encoding="utf-8").split(begin)
     after = rest.split(end)[1]
     return f"{before}{begin}{text}{end}{after}"
 
 
-def command(description: str, make: Callable[[], str], begin: str, end: str) -> None:
-    """Print a page, or put it into README.md."""
+def command(description: str, make: Callable[[], str], begin: str, end: str, page: Path = README) -> None:
+    """Print a text, or put it into its page."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--write", action="store_true", help="put it into README.md")
+    parser.add_argument("--write", action="store_true", help=f"put it into {page.relative_to(ROOT)}")
     if parser.parse_args().write:
-        README.write_text(in_readme(make(), begin, end), encoding="utf-8")
+        page.write_text(in_page(make(), begin, end, page), encoding="utf-8")
     else:
         print(make(), end="")
 

@@ -463,9 +463,9 @@ def test_it_says_why_the_second_request_began_faster_and_which_was_preempted(
     assert "D repeats itself: " in story
 
 
-def test_the_readme_says_how_to_see_it() -> None:
+def test_the_manual_says_how_to_see_it() -> None:
     command = f"    python server.py --model tests/models/tiny {' '.join(WATCHED)}\n"
-    assert command in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert command in (ROOT / "docs" / "operating.md").read_text(encoding="utf-8")
 
 
 def test_a_line_leads_to_its_step_and_the_step_says_what_was_done(view: "Page") -> None:

@@ -1,0 +1,137 @@
+"""What the README and docs/ say is there: commands, links, functions, files, figures."""
+
+import ast
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import pictures
+from checkpoint.config import FAMILIES
+from dialects.families import DIALECTS
+from helpers.serving import ROOT, run
+from test_layout import CHAPTERS, SCRIPTS, SPINE, tree
+
+PAGES = [ROOT / "README.md", ROOT / "audit" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+README, TOUR, OPERATING, PERFORMANCE = (
+    (ROOT / name).read_text(encoding="utf-8")
+    for name in ("README.md", "docs/reading.md", "docs/operating.md", "docs/performance.md")
+)
+TEXT = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+COMMANDS = re.findall(r"\bpython ((?:\S+\.py\b|-m audit)[^`\n&|;]*)", TEXT)
+MAX_README = 260  # lines
+
+
+def fences(text: str) -> list[list[str]]:
+    """The lines of each fenced block."""
+    return [block.splitlines()[1:] for block in text.split("```")[1::2]]
+
+
+def test_what_is_installed_is_what_there_is() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert set(project["tool"]["setuptools"]["py-modules"]) == SPINE.keys() - SCRIPTS
+    assert project["tool"]["setuptools"]["packages"] == CHAPTERS
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= MAX_README
+
+
+@pytest.mark.parametrize("extra", ["fast]' && python server.py", "dev]' && pytest -n auto"])
+def test_the_readme_starts_in_one_command(extra: str) -> None:
+    assert sum(f"pip install -e '.[{extra}" in line for line in README.splitlines()) == 1
+
+
+def test_curl_says_what_it_sends() -> None:
+    """vLLM and SGLang refuse a body whose type is not JSON; curl's own is that of a form."""
+    commands = [line for line in TEXT.splitlines() if re.search(r"\bcurl .* -d ", line)]
+    assert commands
+    assert [line for line in commands if "-H 'Content-Type: application/json'" not in line] == []
+
+
+@pytest.mark.parametrize("words", sorted({command.strip() for command in COMMANDS if " " in command.strip()}))
+def test_commands_exist(words: str) -> None:
+    program = shlex.split(words)
+    flags = [word for word in program if word.startswith("--")]
+    until_flags = program[: program.index(flags[0])] if flags else program
+    ended = run(*until_flags, "--help")
+    assert ended.returncode == 0, ended.stderr
+    assert set(flags) <= set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", ended.stdout))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_that_exist(page: Path) -> None:
+    links = re.findall(r"\]\(([\w./-]+)\)", page.read_text(encoding="utf-8"))
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def functions(file: str) -> set[str]:
+    """The names in a module: `function`, `Class`, `Class.method`."""
+    names: set[str] = set()
+    for node in tree(ROOT / file).body:
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{inner.name}" for inner in node.body if hasattr(inner, "name")}
+        names.add(getattr(node, "name", ""))
+    return names
+
+
+def test_functions_that_are_named_exist() -> None:
+    named = re.findall(r"`([\w/]+\.py):([\w.]+)`", TEXT)
+    assert named
+    assert [f"{file}:{name}" for file, name in named if name not in functions(file)] == []
+
+
+def test_the_readme_and_the_tour_list_the_spine() -> None:
+    for block in (fences(README)[-1], fences(TOUR)[0]):
+        files = {line.split()[0] for line in block if re.match(r"\w+\.py ", line)}
+        assert files == {f"{name}.py" for name in SPINE.keys() - SCRIPTS}
+
+
+def test_the_tour_lists_every_chapter() -> None:
+    listed: dict[str, set[str]] = {}
+    for line in fences(TOUR)[0]:
+        if match := re.match(r"(\w+)/ ", line):
+            files = listed.setdefault(match[1], set())
+        elif match := re.match(r"    ([\w.]+) ", line):
+            files.add(match[1])
+    assert listed.keys() == {*CHAPTERS}
+    for folder, files in listed.items():
+        modules = {path.name for path in (ROOT / folder).glob("*.py") if not path.name.startswith("__")}
+        assert {name for name in files if name.endswith(".py")} == modules
+        assert [name for name in files if not (ROOT / folder / name).is_file()] == []
+
+
+def test_the_readme_says_how_long_the_spine_is() -> None:
+    """Within a tenth; the lines that one request passes are the sum in the tour."""
+    claim = re.search(r"about ([\d,]+) lines of Python.*?streamed request passes ([\d,]+)", README, re.DOTALL)
+    assert claim
+    n_claimed, n_passed = (int(number.replace(",", "")) for number in claim.groups())
+    n_lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in SPINE.values())
+    assert abs(n_lines - n_claimed) <= n_claimed / 10
+    assert re.search(rf"^together +{n_passed} lines$", TOUR, re.MULTILINE)
+
+
+def test_the_models_and_dialects_are_named() -> None:
+    """Each architecture that is served, and each dialect that is parsed."""
+    assert [name for name in {*FAMILIES, *DIALECTS} if f"`{name}`" not in OPERATING] == []
+
+
+def test_figures_are_measured() -> None:
+    """Each row of figures stands in results/, with date, machine and versions above it."""
+    rows = {line for line in PERFORMANCE.splitlines() if re.search(r"\| \d+\.\d", line)}
+    results = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "results").glob("*.md"))
+    assert rows
+    assert rows <= {*results.splitlines()}
+
+
+def test_the_sizes_of_gpt_oss_are_measured() -> None:
+    measured = re.findall(r"([\d.]+) GB", (ROOT / "results" / "shapes.md").read_text(encoding="utf-8"))
+    rounded = {f"{float(size):.1f}" for size in measured}
+    assert {*re.findall(r"([\d.]+) GB", OPERATING)} <= rounded
+
+
+def test_the_picture_of_the_events_is_drawn_from_their_table() -> None:
+    drawn = pictures.PICTURE.read_text(encoding="utf-8")
+    assert drawn == pictures.events(), "python tests/pictures.py draws it"
