@@ -16,6 +16,11 @@ Not here: the options (service/options.py), loading a model (service/loading.py)
 (service/connections.py), what stands around the endpoints (middleware.py), the endpoints (api.py).
 """
 
+if __name__ == "__main__":  # before the imports below: they take a second, and may not be there
+    from service import preflight
+
+    preflight.check()
+
 import argparse
 import asyncio
 import gc
@@ -44,6 +49,7 @@ from request.room import N_THREADS
 from service import loading, logs, options
 from service.admission import Room
 from service.connections import HttpServer, bind, event_loop, http_config
+from service.preflight import INTERRUPTED
 from service.steps import Steps
 from store import Retention, Store
 from worker import ALIAS, LocalWorker, Worker
@@ -51,7 +57,6 @@ from worker import ALIAS, LocalWorker, Worker
 log = logging.getLogger("server")
 
 MAX_DIGITS = 640  # of an integer, the least that Python allows: reading one takes the square of them
-INTERRUPTED = 128 + signal.SIGINT  # exit status, as a shell has it for who dies of Ctrl-C
 
 # How long a thread may keep Python's lock that another waits for. A step of the engine gives it up a hundred
 # times: with Python's own 5 ms a busy event loop would make half a second of each step.
@@ -73,8 +78,8 @@ def main() -> int:
         interrupts.append(number)
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGINT, on_interrupt)
     try:
+        signal.signal(signal.SIGINT, on_interrupt)
         return run(options.arguments().parse_args(), interrupts)
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -166,6 +171,7 @@ async def serve(
             end_grace.set()
             return
         notify("STOPPING=1")
+        say_what_a_stop_waits_for(workers, room)
         server.should_exit = True  # uvicorn accepts no more connections
         if steps:
             steps.close()
@@ -173,7 +179,7 @@ async def serve(
 
     on_stop_signals(on_signal)
     tune_garbage_collector()
-    asyncio.get_running_loop().call_soon(announce, args, local, remote, listener)
+    asyncio.get_running_loop().call_soon(announce, args, keys, local, remote, listener)
     await server.serve(sockets=[listener])
     await asyncio.gather(*stopping)
     await registry.close_store()
@@ -220,6 +226,7 @@ def sealing_key(secret: str | None) -> bytes:
 
 def announce(
     args: argparse.Namespace,
+    keys: Keys,
     local: LocalWorker | None,
     remote: RemoteWorker | None,
     listener: socket.socket,
@@ -237,13 +244,19 @@ def announce(
     facts["store"] = args.store
     if args.store == options.IN_MEMORY:
         facts["store"] = "in memory: responses are lost at exit"
+    key_header = ""
+    if keys.n_owners:
+        facts["keys"] = f"{keys.n_owners}: every request needs one, and sees only what was made with it"
+        key_header = " -H 'Authorization: Bearer KEY'"
     url = url_of(listener)
     facts["listening"] = url
+    facts["page"] = f"{url}/ to open in a browser"
     lines = [f"{name:10} {value}" for name, value in facts.items()]
     model = names[0] if names else ALIAS
     # Greedy: sampled answers of a small model go on until its context is full, one time in four.
     body = json.dumps({"model": model, "input": "What is the capital of France?", "temperature": 0})
-    lines.append(f"\ncurl {url}/v1/responses -H 'Content-Type: application/json' -d '{body}'\n")
+    headers = f"-H 'Content-Type: application/json'{key_header}"
+    lines.append(f"\ncurl {url}/v1/responses {headers} -d '{body}'\n")
     notify("READY=1")
     try:
         print("\n".join(lines), flush=True)
@@ -268,6 +281,16 @@ def on_stop_signals(on_signal: Callable[[], None]) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: loop.call_soon_threadsafe(on_signal))
+
+
+def say_what_a_stop_waits_for(workers: list[Worker], room: Room) -> None:
+    """Log how many requests a stop waits for: those that are being prepared are in no worker yet."""
+    counts = [worker.counts() for worker in workers]
+    n_in_workers = sum(count["running"] + count["waiting"] for count in counts)
+    n_requests = max(n_in_workers, len(room.unanswered))
+    if n_requests:
+        noun = "request" if n_requests == 1 else "requests"
+        log.warning("waiting for %d %s; again to stop at once", n_requests, noun)
 
 
 async def stop(

@@ -39,7 +39,7 @@ HEAD = (
 )
 
 # Pages for half of what the four prompts of the page's second view need together: one of them is preempted.
-WATCHED = ("--debug-steps", "--speculate", "4", "--kv-memory", "2.25M")
+WATCHED = ("--debug-steps", "--speculate", "4", "--kv-memory", "1.125M")
 CHROMIUM = os.environ.get("CHROMIUM") or next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )

@@ -3,6 +3,7 @@
 What events and chunks must be is in laws.py; what a parameter may be is in test_params.py.
 """
 
+import ast
 import contextlib
 import http.client
 import itertools
@@ -10,6 +11,7 @@ import json
 import re
 import signal
 import socket
+import tomllib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,10 +25,10 @@ from openai.types.responses import ParsedResponse
 import engine
 import sse
 from helpers import laws
-from helpers.faulty_server import AFTER_TOKENS, NAN, RAISES
-from helpers.serving import TINY, Json, Reply, Server, http_bytes, http_frames, run, serve, until
+from helpers.faulty_server import AFTER_TOKENS, NAN, RAISES, SLOW
+from helpers.serving import ROOT, TINY, Json, Reply, Server, http_bytes, http_frames, run, serve, until
 from request.body import MAX_BODY_BYTES
-from service import connections, loading, options
+from service import connections, loading, options, preflight
 
 RESPONSES, CHAT = "/v1/responses", "/v1/chat/completions"
 ERROR_KEYS = {"message", "type", "param", "code"}
@@ -548,6 +550,44 @@ def test_unknown_keys_are_ignored(server: Server) -> None:
     assert timeless(server.post(RESPONSES, body | more).json) == timeless(server.post(RESPONSES, body).json)
 
 
+# fmt: off
+NOT_RUN: list[tuple[str, Json, str]] = [
+    # path        more of the request                                     what is named
+    (RESPONSES, {"temprature": 1},                                        "temprature"),
+    (RESPONSES, {"max_tool_calls": 2, "tools": [{"type": "web_search"}]}, "max_tool_calls, web_search"),
+    (CHAT,      {"topp": 1, "mirostat": 2},                               "topp, mirostat"),
+    (RESPONSES, {"e\u0301\r\nX-Evil: 1": 1},                              "e???X-Evil: 1"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("path", "more", "names"), NOT_RUN)
+def test_what_is_not_run_is_named(server: Server, path: str, more: Json, names: str) -> None:
+    """In a header of every answer, and once a minute in the log: silence hides a typo for ever."""
+    body = {"model": "tiny"} | says(path, "hi") | more
+    replies = [server.post(path, body | {"stream": stream}) for stream in (False, True)]
+    said = f"accepted, and without any effect here: {names}"
+    assert [(reply.status, reply.headers["warning"]) for reply in replies] == [(200, f'299 - "{said}"')] * 2
+    assert [line.endswith(said) for line in server.log().splitlines() if names in line] == [True]
+    assert "warning" not in server.post(path, {"model": "tiny"} | says(path, "hi")).headers
+
+
+ASYNC_TOOL = {"type": "function", "name": "f", "parameters": {}, "async": True}
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"tools": [ASYNC_TOOL]}, "tools[0].async"),
+        ({"background": True, "background_options": {"window": "1h"}}, "background_options"),
+    ],
+)
+def test_what_would_mean_another_answer_is_refused(server: Server, more: Json, param: str) -> None:
+    reply = server.post(RESPONSES, responses_body("text") | more)
+    check_refusal(reply, 400, "unsupported_parameter")
+    assert reply.json["error"]["param"] == param
+
+
 def test_every_reply_has_its_own_id(server: Server) -> None:
     replies = [
         server.get("/health"),
@@ -585,6 +625,16 @@ def test_api_key_opens(guarded: Server) -> None:
         assert client.models.retrieve("org/two").id == "org/two"
     with guarded.sdk(api_key="wrong") as client, pytest.raises(openai.AuthenticationError):
         client.models.list()
+
+
+@pytest.mark.parametrize(("asked", "answered"), [("one", "one"), ("org/two", "org/two"), ("default", "one")])
+def test_our_own_alias_is_answered_with_the_models_name(guarded: Server, asked: str, answered: str) -> None:
+    """PROTOCOL.md D12: a name that the server was given is echoed as asked."""
+    key = {"Authorization": "Bearer key"}
+    for path in (RESPONSES, CHAT):
+        body = {"model": asked} | says(path, "hi")
+        assert guarded.post(path, body, **key).json["model"] == answered
+        assert f'"model":"{answered}"'.encode() in guarded.post(path, body | {"stream": True}, **key).body
 
 
 def test_done_line_can_be_turned_off(guarded: Server) -> None:
@@ -991,6 +1041,25 @@ def test_request_that_comes_after_the_signal_is_answered_too() -> None:
         assert server.exit_status() == 0
 
 
+def test_ctrl_c_says_what_it_waits_for_and_a_second_one_ends_it() -> None:
+    """Bug: five to eight silent seconds."""
+    body = ENDLESS | says(RESPONSES, STORY) | {"stream": True, "seed": SLOW}
+    with (
+        serve("--shutdown-grace", "60", script=FAULTY) as server,
+        server.connect(http_bytes(RESPONSES, body)) as connection,
+    ):
+        stream = http_frames(connection)
+        next(stream)
+        server.interrupt()
+        until(lambda: "waiting for 1 request; again to stop at once" in server.log(), "it is said")
+        next(stream)
+        for _ in range(5):
+            server.interrupt()
+        assert sse.DONE in stream
+        assert server.exit_status() == 0
+        assert "Traceback" not in server.log()
+
+
 # --- the command line ---------------------------------------------------------------------------------------
 
 WIDER = (TINY / "config.json").read_bytes().replace(b'"hidden_size": 128', b'"hidden_size": 256')
@@ -1108,6 +1177,41 @@ def test_ctrl_c_ends_a_start(start: str) -> None:
     run_it = "server.local_worker, server.serve = local_worker, serve\nsys.exit(server.main())"
     ended = run("-c", f"import asyncio, signal, sys, server\n{start}\n{run_it}", "--port", "0")
     assert (ended.returncode, ended.stdout, ended.stderr) == (128 + signal.SIGINT, "", "")
+
+
+def test_ctrl_c_while_modules_are_imported(tmp_path: Path) -> None:
+    """Bug: a traceback, in the first second of each start."""
+    (tmp_path / "threadpoolctl.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    run_it = f"sys.path[:0] = ['', {str(tmp_path)!r}]; runpy.run_path('server.py', run_name='__main__')"
+    ended = run("-c", f"import runpy, sys; {run_it}")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (128 + signal.SIGINT, "", "")
+
+
+def test_what_is_not_installed_is_said_in_a_line() -> None:
+    ended = run("-S", "-E", "server.py", "--port", "0")  # without site-packages
+    assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
+    assert ended.stderr.startswith("error: not installed: ")
+    assert "numpy" in ended.stderr
+    assert "pip install -e '.[fast]'" in ended.stderr
+
+
+def test_an_old_python_is_told_so() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["requires-python"] == ">=" + ".".join(map(str, preflight.OLDEST_PYTHON))
+    for name in ("server.py", "service/preflight.py"):  # an old Python can read what says so
+        ast.parse((ROOT / name).read_text(encoding="utf-8"), feature_version=(3, 7))
+    ended = run("-c", "from service import preflight; preflight.OLDEST_PYTHON = (9, 1); preflight.check()")
+    assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
+    assert "expected Python 9.1 or later, got 3." in ended.stderr
+
+
+def test_the_start_says_what_to_try(guarded: Server) -> None:
+    """What stands below the line that begins with "listening"."""
+    assert guarded.process.stdout
+    page, _, curl = itertools.islice(guarded.process.stdout, 3)
+    assert page.split()[:2] == ["page", f"{guarded.url}/"]
+    assert curl.startswith(f"curl {guarded.url}/v1/responses -H 'Content-Type: application/json' ")
+    assert " -H 'Authorization: Bearer KEY' " in curl
 
 
 TEXTS = {options.text, options.key, options.origin, options.base_url, options.host_name}

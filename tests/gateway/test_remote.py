@@ -248,6 +248,20 @@ def test_two_workers_and_a_model_here(tmp_path: Path) -> None:
         assert 'llmref:relayed_requests_done_total{model_name="tiny"} 2.0' in scraped
 
 
+def test_health_is_that_of_what_can_answer() -> None:
+    """Bug: 200 "ok" while the only upstream is down and every request gets 503."""
+    with upstream() as early:
+        early.close()
+    with serve("--upstream", early.url, *QUICK, model=None) as front:
+        until(lambda: front.get("/health").status == 503, "no upstream can answer")
+        assert front.get("/health/live").status == 200
+        with upstream(port=early.port):
+            until(lambda: front.get("/health").status == 200, "one has come")
+    with serve("--upstream", early.url, *QUICK) as front:  # and a model here
+        until(lambda: front.health()["upstreams_down"] == 1, "the upstream is down")
+        assert front.get("/health").status == 200
+
+
 def test_an_upstream_may_come_later() -> None:
     """Until it has been reached nobody knows its models: 503, not 404."""
     with upstream() as early:

@@ -403,13 +403,13 @@ def engine_view(browser: "Browser", server: Server, **context: Any) -> Iterator[
 def view(browser: "Browser", watched_server: Server) -> Iterator["Page"]:
     """The second view, when the four prompts have been answered."""
     with ExitStack() as stack:
-        for _ in range(3):
-            page = stack.enter_context(engine_view(browser, watched_server))
-            send_four(page)
-            if "was preempted" in page.locator("#story").inner_text():
-                break
+        page = stack.enter_context(engine_view(browser, watched_server))
+        send_four(page)
+        if "was preempted" not in page.locator("#story").inner_text():
             # On a busy machine the first was done before the last had come: again, on a server that is new.
             vars(watched_server).update(vars(stack.enter_context(serve(*WATCHED))))
+            page = stack.enter_context(engine_view(browser, watched_server))
+            send_four(page)
         yield page
 
 
