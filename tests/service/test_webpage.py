@@ -148,7 +148,7 @@ def test_a_websocket_that_is_left_ends_its_turn(page: "Page", server: Server) ->
     send(page, STORY, more=ENDLESS_STORY)
     wait_for_events(page, 10)
     page.get_by_role("button", name="Cancel").click()
-    said(page, "nobody reads")
+    said(page, "we have left, so the server stops")
     until(lambda: server.health()["running"] == 0, "it has ended")
 
 
@@ -186,6 +186,19 @@ def test_the_class_plays_the_tool(page: "Page") -> None:
     page.get_by_role("button", name="Answer the call").click()
     page.locator("article[data-channel=text]").wait_for()
     assert "completed" in said(page, "events in")
+
+
+def test_an_event_and_its_buttons_stand_where_they_are_seen(page: "Page") -> None:
+    """On a screen of 900 pixels: it was below the edge, and nobody found it."""
+    send(page, STORY)
+    page.locator("#options").evaluate("details => { details.open = false }")
+    said(page, "completed")
+    for index in (4, 30):
+        page.locator("#events button").nth(index).click()
+        for part in ("#shown", "#resume", "#close", f"#events li:nth-child({index + 1})"):
+            box = page.locator(part).bounding_box()
+            assert box
+            assert 0 < box["y"] < box["y"] + box["height"] <= 900, part
 
 
 def test_copy_as_curl_is_the_request(page: "Page", server: Server) -> None:
@@ -236,10 +249,38 @@ def test_pause_in_the_foreground_is_to_read_no_further(page: "Page") -> None:
     page.get_by_role("button", name="Pause").click()
     said(page, "Paused at event")
     page.locator("#events button").nth(3).click()
-    assert page.get_by_role("button", name="Resume from here").count() == 0
-    page.get_by_role("button", name="Resume").click()
+    resuming = page.locator("#resuming")
+    assert resuming.inner_text().endswith("only with Background")
+    assert resuming.get_by_role("button", disabled=True).count() == 2
+    page.locator("#pause").click()
     assert "incomplete" in said(page, "events in")
     assert numbers(page) == list(range(len(numbers(page))))
+
+
+def test_a_pause_is_not_counted_as_time_of_the_answer(page: "Page") -> None:
+    """Bug: a pause of ten seconds made the model ten times slower."""
+    page.evaluate(
+        """() => {
+            let now = 1000;
+            performance.now = () => now;
+            run = newRun({});
+            run.reading = new AbortController();
+            run.startedAt = now;
+            const usage = {output_tokens: 30, input_tokens_details: {}, output_tokens_details: {}};
+            const after = (ms, type, response) => { now += ms; record({type, sequence_number: now, response}); };
+            after(50, "response.created", {output: [], status: "in_progress"});
+            after(50, "a.delta");
+            after(100, "b.delta");
+            pause();
+            now += 10_000;
+            unpause();
+            after(100, "c.delta");
+            after(100, "response.completed", {output: [], usage, status: "completed"});
+            draw();
+        }"""
+    )
+    shown = facts(page)
+    assert (shown["Time"], shown["Tokens a second"]) == ("0.40 s", "150.0")
 
 
 @pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
@@ -296,7 +337,7 @@ def test_a_stream_that_breaks_off_says_so(browser: "Browser") -> None:
         page.locator("#events li").nth(20).wait_for()
         server.process.kill()
         page.get_by_role("alert").filter(has_text="network error").wait_for()
-        assert page.locator("#state").inner_text().startswith("The stream broke off behind event ")
+        assert page.locator("#state").inner_text().startswith("The stream broke off after event ")
 
 
 @pytest.mark.parametrize("tools", ["{", "[1]", '{"type": "function"}'])
@@ -576,6 +617,20 @@ def test_where_steps_are_not_shown_it_says_how_to_have_them(browser: "Browser", 
         page = context.new_page()
         page.goto(server.url + "/#engine")
         page.locator("#engine-state").filter(has_text="start it with --debug-steps").wait_for()
+        assert page.get_by_role("button", name="Send four prompts").is_disabled()
+        command = page.locator("#command").inner_text()
+        assert command == f"python server.py --model tests/models/tiny {' '.join(WATCHED)}"
+        assert page.get_by_role("heading").all_inner_texts() == ["llmref", "The engine at work"]
+
+
+def test_the_four_prompts_are_shown_before_they_are_sent(browser: "Browser", watched_server: Server) -> None:
+    with engine_view(browser, watched_server) as page:
+        shown = page.locator("#four li").all_inner_texts()
+        assert [line.split(":")[0] for line in shown] == [
+            "a question", "the same beginning", "a long one", "one that repeats"
+        ]  # fmt: skip
+        assert page.get_by_text("a 2 MB model: mind the steps, not the text").is_visible()
+        assert page.get_by_role("button", name="Send four prompts").is_enabled()
 
 
 def test_the_second_view_asks_for_the_key_too(browser: "Browser") -> None:
