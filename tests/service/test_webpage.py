@@ -267,7 +267,7 @@ def test_a_pause_is_not_counted_as_time_of_the_answer(page: "Page") -> None:
             run.reading = new AbortController();
             run.startedAt = now;
             const usage = {output_tokens: 30, input_tokens_details: {}, output_tokens_details: {}};
-            const after = (ms, type, response) => { now += ms; record({type, sequence_number: now, response}); };
+            const after = (ms, type, response) => record({type, sequence_number: now += ms, response});
             after(50, "response.created", {output: [], status: "in_progress"});
             after(50, "a.delta");
             after(100, "b.delta");
