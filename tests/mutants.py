@@ -28,7 +28,7 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
-LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "results", "*.egg-info", "build")
+LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "results", "*.egg-info", "build", "course-work")
 REPLAY = "tests/test_replays.py::test_replay["
 YIELDS_WAS = {"REPLAYS_YIELD": "was"}  # test_replays.py compares with `was` if this is in the environment
 # Exit statuses of pytest: 1 is "Tests were collected and run but some of the tests failed".

@@ -109,7 +109,7 @@ def test_every_folder_of_the_root_is_known() -> None:
     ours = {
         str(path) for path in packages if path.parts[0] not in ("tests", "build") and path.parts[0][0] != "."
     }
-    assert ours == {*CHAPTERS, "benches"}
+    assert ours == {*CHAPTERS, "benches", "course"}
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS)

@@ -14,7 +14,12 @@ from dialects.families import DIALECTS
 from helpers.serving import ROOT, run
 from test_layout import CHAPTERS, SCRIPTS, SPINE, tree
 
-PAGES = [ROOT / "README.md", ROOT / "audit" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "audit" / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "course").glob("*.md")),
+]
 README, TOUR, OPERATING, PERFORMANCE = (
     (ROOT / name).read_text(encoding="utf-8")
     for name in ("README.md", "docs/reading.md", "docs/operating.md", "docs/performance.md")

@@ -82,7 +82,8 @@ def walkthrough() -> str:
     tokenizer, template = Tokenizer(TINY / "tokenizer.json"), ChatTemplate.load(TINY)
     grammars = Grammars(TINY / "tokenizer.json", config.vocab_size, config.eos_token_ids)
     engine = TracedEngine(NumpyOps(config, read_weights(TINY, config, NumpyOps.pack), 256, 4, 1))
-    request = params.from_responses(sse.loads(BODY), {})
+    values = params.read_responses(sse.loads(BODY), {})
+    request = params.responses_request(values, [], values["input"], "")
     asyncio.run(run(LocalWorker(engine, tokenizer, template, grammars), engine, request))
     engine.close()
 
@@ -96,13 +97,13 @@ def walkthrough() -> str:
     lines = [
         *stage("The body of POST /v1/responses -> bytes", [BODY.decode()]),
         *stage(
-            f"{name(params.from_responses)}() -> {name(params.Request)}: its fields that are not empty",
+            f"{name(params.responses_request)}() -> {name(params.Request)}: its fields that are not empty",
             fields,
         ),
         *stage(f"{name(ChatTemplate.render)}() -> str", [repr(prompt)]),
         *stage(f"{name(Tokenizer.encode)}() -> list[int]: {len(token_ids)} token ids", [str(token_ids)]),
         *stage(
-            f"{name(Engine.generate)}() -> {name(Choice)}, here one a step; then token by token",
+            f"{name(Engine.generate)}() hands on one {name(Choice)} a step; then token by token",
             ["  id  {:42}  {}".format(*columns), *elided(token_rows(engine, tokenizer))],
         ),
         *stage(
@@ -169,8 +170,9 @@ def shown(value: Any) -> str:
         return repr(sorted(value))
     if not hasattr(value, "_asdict"):
         return repr(value)
-    members = (f"{member}={shown(inner)}" for member, inner in value._asdict().items() if inner)
-    return f"{type(value).__name__}({', '.join(members)})"
+    members = value._asdict()
+    told = [member for member in members if members[member] != value._field_defaults.get(member, None)]
+    return f"{type(value).__name__}({', '.join(f'{member}={shown(members[member])}' for member in told)})"
 
 
 def shortened(row: str) -> str:

@@ -1,0 +1,116 @@
+"""From token to wire: a course whose exercises are real bugs.
+
+python -m course            lists the chapters
+python -m course 7.3        copies the project to ./course-work and breaks it, as exercise 7.3 says
+python -m course check      runs the test that notices
+python -m course hint       tells our rule
+python -m course solution   shows the lines as they were
+python -m course next       goes on to the next exercise
+"""
+
+import argparse
+import ast
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE.parent / "tests")]
+
+import index  # noqa: E402
+from mutants import LEFT_OUT, ROOT, Mutant, mutants, mutated  # noqa: E402
+
+WORK = Path("course-work")
+CHOSEN = WORK / "exercise"  # the file that holds its number
+MAX_LINES = 10  # of what a test says
+
+
+def exercises() -> dict[str, Mutant]:
+    """Return each exercise by its number: first the bugs to be found, then the functions to be written."""
+    rows = [*mutants()]
+    numbered: dict[str, Mutant] = {}
+    for chapter, fields in chapters().items():
+        found = [row for words in fields["find"] for row in rows if words in str(row)]
+        made = [*found, *map(to_write, fields["write"])]
+        numbered |= {f"{chapter}.{i}": exercise for i, exercise in enumerate(made, 1)}
+    return numbered
+
+
+def chapters() -> dict[str, dict[str, list[str]]]:
+    return tomllib.loads((HERE / "exercises.toml").read_text(encoding="utf-8"))
+
+
+def to_write(words: str) -> Mutant:
+    """Return the change that takes the body of a function out of its module, but for the docstring."""
+    module, name, test = words.split()
+    text = (ROOT / f"{module}.py").read_text(encoding="utf-8")
+    (function,) = (node for node in ast.walk(ast.parse(text)) if getattr(node, "name", "") == name)
+    assert isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+    first = function.body[1]  # after the docstring
+    old = "\n".join(text.splitlines()[first.lineno - 1 : function.end_lineno])
+    new = " " * first.col_offset + 'raise NotImplementedError("write it again")'
+    return Mutant(module, f"{name}() has been taken out: write it again.", old, new, test)
+
+
+def told(exercise: Mutant) -> tuple[str, str]:
+    """Return the symptom, as its reporter saw it, and our rule."""
+    for path, fields in index.files():
+        if exercise.test.endswith(f"[{path.stem}]"):
+            return f"{fields['went_wrong'].strip()}\n{fields['source']}", fields["title"]
+    name, link, rule = index.bugs().get(exercise.undoes, [exercise.undoes, "", "Compare with the docstring."])
+    return f"{name}\n{link and index.GITHUB + link}", rule
+
+
+def start(number: str, exercise: Mutant) -> None:
+    """Copy the project, and break the copy."""
+    if WORK.exists() and not CHOSEN.exists():
+        sys.exit(f"expected to make {WORK}, but something of that name is here: go to another folder")
+    shutil.rmtree(WORK, ignore_errors=True)
+    shutil.copytree(ROOT, WORK, ignore=LEFT_OUT)
+    CHOSEN.write_text(number, encoding="utf-8")
+    broken = WORK / f"{exercise.module}.py"
+    broken.write_text(mutated(exercise), encoding="utf-8")
+    symptom, _ = told(exercise)
+    print(f"{number}: {symptom}\n\nLook into {broken}, then: python -m course check")
+
+
+def check(exercise: Mutant) -> None:
+    """Run the test; raises SystemExit with ten lines of what it says, if it fails."""
+    command = [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider", exercise.test]
+    ended = subprocess.run(command, cwd=WORK, capture_output=True, text=True)
+    if ended.returncode:
+        said = [line for line in ended.stdout.splitlines() if line.startswith("E ")][:MAX_LINES]
+        sys.exit("\n".join(["Not yet:", *told(exercise), *said]))
+    print("Solved. Go on: python -m course next")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        "python -m course", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("what", nargs="?", help="one of these words, or a number")
+    what = parser.parse_args().what
+    known = exercises()
+    numbers = [*known]
+    number = CHOSEN.read_text(encoding="utf-8") if CHOSEN.exists() else numbers[-1]
+    match what:
+        case None:
+            print("\n".join(f"{path.stem}: course/{path.name}" for path in sorted(HERE.glob("*.md"))))
+        case "check":
+            check(known[number])
+        case "hint":
+            print(told(known[number])[1])
+        case "solution":
+            print(known[number].old)
+        case _:
+            if what == "next":
+                what = numbers[numbers.index(number) + 1 - len(numbers)]
+            if what not in known:
+                parser.error(f"expected an exercise from {numbers[0]} to {numbers[-1]}, got {what}")
+            start(what, known[what])
+
+
+if __name__ == "__main__":
+    main()

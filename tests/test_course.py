@@ -1,0 +1,163 @@
+"""The course: nano.py says what the real server says, and each exercise can be failed and solved."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from course.__main__ import chapters, exercises, mutants, told
+from helpers.serving import ROOT, TINY, Server, environment, serve, until
+from mutants import mutated
+
+MAX_NANO = 400  # lines
+# fmt: off
+PROMPTS = [
+    "What is 2+2?", "Hello!", "Hi", "What is the capital of France?", "What is 7+5?", "What is 3+9?",
+    "Who are you?", "Tell me a story about a cat.", "Tell me a story about a dog.", "Good morning!",
+    "What is 10+10?", "Count to five.", "What colour is the sky?", "What is 1+1?", "Name an animal.",
+    "What is the weather in Tokyo?", "Thank you!", "What is 6+6?", "Say hello.", "Goodbye!",
+]
+# fmt: on
+OF_ONE_RUN = {"id", "item_id", "created_at", "completed_at"}
+
+
+# --- nano.py ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def nano() -> Iterator[openai.OpenAI]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "course/nano.py", str(TINY), "--port", str(port)]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL) as process:
+        try:
+            until(lambda: is_listening(port), "nano.py listens")
+            yield openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
+        finally:
+            process.kill()
+
+
+def is_listening(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serve("--device", "cpu") as running:
+        yield running
+
+
+def said(client: openai.OpenAI, **body: Any) -> list[Any]:
+    """Return the events of a streamed response, without what is of this run alone."""
+    stream = client.responses.create(model="tiny", temperature=0, store=False, stream=True, **body)
+    return [without_ids(event.to_dict()) for event in stream]
+
+
+def without_ids(value: Any) -> Any:
+    match value:
+        case dict():
+            return {key: without_ids(inner) for key, inner in value.items() if key not in OF_ONE_RUN}
+        case list():
+            return [without_ids(inner) for inner in value]
+    return value
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_nano_says_what_the_real_server_says(nano: openai.OpenAI, server: Server, prompt: str) -> None:
+    body = {"input": prompt, "max_output_tokens": 90}
+    assert said(nano, **body) == said(server.sdk(), **body)
+
+
+def test_nano_answers_plainly_too(nano: openai.OpenAI) -> None:
+    history: Any = [{"role": "user", "content": "What is 2+2?"}]
+    response = nano.responses.create(model="tiny", input=history, instructions="Be brief.", temperature=0)
+    assert response.status == "completed"
+    assert response.output_text
+
+
+def test_a_seed_repeats_an_answer(nano: openai.OpenAI) -> None:
+    def drawn(seed: int) -> Any:
+        body: Any = {"input": "Hello!", "max_output_tokens": 20, "temperature": 2}
+        return without_ids(nano.responses.create(model="tiny", **body, extra_body={"seed": seed}).to_dict())
+
+    assert drawn(1) == drawn(1) != drawn(2)
+
+
+def test_nano_is_read_in_half_an_hour() -> None:
+    text = (ROOT / "course" / "nano.py").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= MAX_NANO
+    ours = {path.stem for path in ROOT.glob("*.py")}
+    assert not ours & {*re.findall(r"^(?:import|from) (\w+)", text, re.MULTILINE)}
+
+
+# --- exercises ----------------------------------------------------------------------------------------------
+
+EXERCISES = exercises()
+
+
+def test_each_bug_to_be_found_is_one_row_of_mutants() -> None:
+    rows = [str(row) for row in mutants()]
+    words = [words for fields in chapters().values() for words in fields["find"]]
+    assert [word for word in words if sum(word in row for row in rows) != 1] == []
+
+
+def test_there_are_enough_and_all_can_be_made() -> None:
+    symptoms = [told(exercise)[0] for exercise in EXERCISES.values() if mutated(exercise)]
+    assert sum("https://" in symptom for symptom in symptoms) >= 40
+    assert sum("has been taken out" in symptom for symptom in symptoms) >= 10
+
+
+def course(folder: Path, what: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "course", what], cwd=folder, capture_output=True, text=True,
+        env=environment() | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+
+
+def fails_and_is_solved(number: str, folder: Path) -> None:
+    exercise = EXERCISES[number]
+    assert course(folder, number).returncode == 0
+    failed = course(folder, "check")
+    assert failed.returncode == 1
+    assert failed.stderr.startswith("Not yet:")
+    assert len(failed.stderr.splitlines()) < 20
+    broken = folder / "course-work" / f"{exercise.module}.py"
+    broken.write_text(
+        broken.read_text(encoding="utf-8").replace(exercise.new, exercise.old), encoding="utf-8"
+    )
+    assert "Solved" in course(folder, "check").stdout
+
+
+@pytest.mark.parametrize("number", ["8.1"])
+def test_an_exercise_fails_and_is_solved(number: str, tmp_path: Path) -> None:
+    fails_and_is_solved(number, tmp_path)
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("number", EXERCISES)
+def test_each_exercise_fails_and_is_solved(number: str, tmp_path: Path) -> None:
+    fails_and_is_solved(number, tmp_path)
+
+
+def test_the_words_of_the_command(tmp_path: Path) -> None:
+    assert "10" in course(tmp_path, "11.1").stderr
+    assert course(tmp_path, "next").stdout.startswith("1.1: ")
+    assert course(tmp_path, "hint").stdout
+    assert EXERCISES["1.1"].old in course(tmp_path, "solution").stdout
+    assert os.listdir(tmp_path) == ["course-work"]
+
+
+def test_a_folder_of_another_kind_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "course-work").mkdir()
+    assert course(tmp_path, "1.1").returncode == 1
+    assert list((tmp_path / "course-work").iterdir()) == []
