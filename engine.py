@@ -67,6 +67,7 @@ class ModelRunner(Protocol):
     n_pages: int
     max_batch: int  # sequences a step
     chunk: int  # tokens of a prefill chunk
+    max_wanted: int  # rows of a step from which a token may be chosen
     n_ahead: int  # steps that may be launched before the first of them is read
 
     def launch(self, spans: list[Span], contexts: list[Context]) -> Ticket:
@@ -152,7 +153,9 @@ class Engine:
         self.about = runner.about
         self.observer: Observer | None = None  # service/steps.py, if the steps are to be seen
         self._runner = runner
-        self._scheduler = Scheduler(runner.n_pages, runner.max_batch, runner.chunk, speculate)
+        self._scheduler = Scheduler(
+            runner.n_pages, runner.max_batch, runner.chunk, speculate, runner.max_wanted
+        )
         self._inbox = queue.SimpleQueue[Callable[[], None]]()  # what to do between two steps
         self._in_flight: deque[InFlight] = deque()  # oldest first
         self._readers: dict[Sequence, Reader] = {}  # of all sequences that have not ended

@@ -29,16 +29,52 @@
 //
 // From the compilation (devices/kernels.py, -DNAME=value):
 //   the model       DIM HIDDEN_DIM N_HEADS N_KV_HEADS GROUP HEAD_DIM QKV_DIM VOCAB_SIZE NORM_EPS
-//   a product       BLOCK_ROWS BLOCK_COLUMNS PAIR_COLUMNS LOGITS_COLUMNS NORMED_ROWS X_STAGES
+//   a product       BLOCK_ROWS BLOCK_COLUMNS PAIR_COLUMNS LOGITS_COLUMNS NORMED_ROWS
 //   attention       PAGE HEAD_PAD QUERIES TILE_WIDTH SPLIT_KEYS PART_WIDTH
 //   a row of pick   MASK_WORDS PICK_ROW_WIDTH SETTINGS_WIDTH SEEDS_WIDTH CHOICE_WIDTH MAX_TOP
-//   its flags       PENALISED BIASED MASKED CHAINS SEEN_IN_PROMPT
+//   its flags       PENALISED BIASED MASKED CHAINS ADVANCES SEEN_IN_PROMPT
 //   a block         THREADS ATTEND_THREADS PICK_THREADS
 //   a mixture       N_EXPERTS N_CHOSEN EXPERT_DIM GROUP_WIDTH PACKED NORMALISED CLAMPED LIMIT ALPHA
 //
-// Axes: n_rows rows of the step, which are tokens of any sequences; n_pages KV cache pages of the pool;
-// max_pages entries of a page table; max_batch slots, a running sequence each. Arrays are row-major; float is
-// float32, bf16 and weight are bfloat16, int is int32.
+// Axes: n_rows rows of the step, which are tokens of any sequences; n_wanted those from which a token is
+// chosen; n_pages KV cache pages of the pool; max_pages entries of a page table; max_batch slots, a running
+// sequence each. Arrays are row-major; float is float32, bf16 and weight are bfloat16, int is int32.
+//
+// A kernel's argument is the array of its name; a bias, a norm of heads or sinks that the model does not have
+// are null. For layers and weights the names are those of checkpoint/weights.py, with the shapes that stand
+// there. The others are made by devices/cuda.py (buffer_shapes) and devices/steps.py (StepLayout):
+//
+//   x            (n_rows, DIM) float                    the residual stream
+//   normed       (n_rows, DIM) bf16                     x normed, for more than NORMED_ROWS rows
+//   qkv          (n_rows, QKV_DIM) float                N_HEADS queries, N_KV_HEADS keys, N_KV_HEADS values
+//   y            (n_rows, N_HEADS * HEAD_DIM) bf16      what attention gives
+//   h            (n_rows, HIDDEN_DIM) bf16              the hidden layer of the MLP
+//   rope         (max_seq_len, HEAD_DIM / 2) float2     cos, sin of the angle of a pair of neighbours
+//   keys         (n_pages, N_KV_HEADS, PAGE, HEAD_PAD) bf16  the key of a token is a row
+//   values       (n_pages, N_KV_HEADS, HEAD_PAD, PAGE) bf16  its value is a column: a lane finds the numbers
+//                                                       of 8 keys side by side
+//   page_tables  (max_batch, max_pages) int             entry i: the page of positions PAGE * i and on
+//   part         (any, N_HEADS, PART_WIDTH) float       what splits leave, see `attend`
+//   n_done       (n_tiles, N_KV_HEADS) int              splits that are in `part`; 0 before and after `attend`
+//   tokens       (n_rows,) int                          -1: chosen[slot], which the host has not read yet
+//   slots        (n_rows,) int
+//   positions    (n_rows,) int                          -1: the row only pads the step
+//   tiles        (n_tiles, TILE_WIDTH) int              struct Tile
+//   wanted       (n_wanted,) int                        which rows of x
+//   raw          (n_wanted, VOCAB_SIZE) float           the model's logits
+//   best         (n_wanted,) u64                        rank_of() the likeliest token; 0 before and after
+//   logits       (n_wanted, VOCAB_SIZE) float           after penalties, bias and mask, if there are any
+//   pick_rows    (n_wanted, PICK_ROW_WIDTH) int         struct PickRow
+//   settings     (n_wanted, SETTINGS_WIDTH) float       struct Settings
+//   seeds        (n_wanted, SEEDS_WIDTH) u64            seed; choice; number of the output token
+//   masks        (n_wanted, MASK_WORDS) unsigned        a bit a token, 1: structured output allows it
+//   choices      (n_wanted, CHOICE_WIDTH) int           token, -1: the logits are no finite numbers; its
+//                                                       logprob; the MAX_TOP likeliest; their logprobs (float)
+//   counts       (max_batch, VOCAB_SIZE) unsigned       how often a token has come, see `count`
+//   biases       (max_batch, VOCAB_SIZE) float          logit_bias
+//   chosen       (max_batch,) int                       the token that the slot has chosen last
+//
+// Those of a mixture of experts stand there.
 //
 // Not here: which rows a step has (scheduler.py), memory (devices/cuda.py), launches (devices/kernels.py).
 
@@ -51,7 +87,7 @@
 
 typedef __nv_bfloat16 bf16;
 typedef const __nv_bfloat16 weight;  // a number of the checkpoint: no kernel writes it
-typedef const int table;             // nor this: the host writes it before the first kernel of a step
+typedef const int table;             // nor this, but for `pick`, the last kernel of the step before
 typedef const unsigned char packed;  // bytes of MXFP4 in the checkpoint
 typedef unsigned long long u64;
 
@@ -222,7 +258,7 @@ __device__ __forceinline__ void norm_row(const float *x, const NormWeight &w, bf
 // 0: a step is read when it is its turn, and waits for a trip to the L2 cache.
 template <int SIZE>
 struct Rows {
-  static const int RING = ROW_TILES == 1 ? X_STAGES : 0;
+  static const int RING = ROW_TILES == 1 ? 4 : 0;
   const bf16 *x;
   __device__ __forceinline__ void begin(int n_rows) { await_previous(); }
   __device__ __forceinline__ const bf16 *at(int row, int k) { return x + (size_t)row * SIZE + k; }
@@ -487,72 +523,53 @@ __device__ __forceinline__ float bias(weight *b, int column) { return b ? __bflo
 // Every product: grid: n_rows / BLOCK_ROWS, columns / columns of a block, both rounded up; block: THREADS;
 // all threads enter. The blocks that share weights come one after another, so that these stream by once.
 
-// y = rms_norm(x) w^T + b                                                                 NumpyOps.qkv
-//   w       (QKV_DIM, DIM)
-//   b       (QKV_DIM,), null: no bias
-//   norm    (DIM,)
-//   x       (n_rows, DIM) float
-//   normed  (n_rows, DIM) bf16          of more than NORMED_ROWS rows, as rms_norm made it
-//   y       (n_rows, QKV_DIM) float, written
+// qkv = rms_norm(x) wqkv^T + bqkv                                                         NumpyOps.qkv
 //   grid: n_rows / BLOCK_ROWS, QKV_DIM / BLOCK_COLUMNS
 extern "C" __global__ void __launch_bounds__(THREADS)
-    qkv(weight *w, weight *b, weight *norm, const float *x, const bf16 *normed, float *y, int n_rows) {
-  NormedRows input = {{normed}, x, norm, nullptr};
-  weight *const matrices[1] = {w};
-  linear<1, COLUMN_TILES>(matrices, DIM, QKV_DIM, n_rows, input, nullptr, y,
-                          [&](int column, float *v) { return v[0] + bias(b, column); });
+    qkv(weight *wqkv, weight *bqkv, weight *attn_norm, const float *x, const bf16 *normed, float *qkv,
+        int n_rows) {
+  NormedRows input = {{normed}, x, attn_norm, nullptr};
+  weight *const matrices[1] = {wqkv};
+  linear<1, COLUMN_TILES>(matrices, DIM, QKV_DIM, n_rows, input, nullptr, qkv,
+                          [&](int column, float *v) { return v[0] + bias(bqkv, column); });
 }
 
-// x += y w^T + b                                                                          NumpyOps.out
-//   w       (DIM, N_HEADS * HEAD_DIM)
-//   b       (DIM,), null: no bias
-//   y       (n_rows, N_HEADS * HEAD_DIM) bf16
-//   x       (n_rows, DIM) float, written
+// x += y wo^T + bo                                                                        NumpyOps.out
 //   grid: n_rows / BLOCK_ROWS, DIM / BLOCK_COLUMNS
 // With one tile four blocks a processor, as in `down`.
 extern "C" __global__ void __launch_bounds__(THREADS, ONE_TILE ? 4 : 0)
-    out(weight *w, weight *b, const bf16 *y, float *x, int n_rows) {
+    out(weight *wo, weight *bo, const bf16 *y, float *x, int n_rows) {
   Rows<N_HEADS * HEAD_DIM> input = {y};
-  weight *const matrices[1] = {w};
+  weight *const matrices[1] = {wo};
   linear<1, COLUMN_TILES>(matrices, N_HEADS * HEAD_DIM, DIM, n_rows, input, x, x,
-                          [&](int column, float *v) { return v[0] + bias(b, column); });
+                          [&](int column, float *v) { return v[0] + bias(bo, column); });
 }
 
-// h = silu(gate) * up, where gate, up = rms_norm(x) w^T + b                                NumpyOps.gate_up
-//   w       (2 * HIDDEN_DIM, DIM)       gate, up
-//   b       (2 * HIDDEN_DIM,), null: no bias
-//   norm    (DIM,)
-//   x       (n_rows, DIM) float
-//   normed  (n_rows, DIM) bf16          as in qkv
-//   h       (n_rows, HIDDEN_DIM) bf16, written
+// h = silu(gate) * up, with gate, up = rms_norm(x) w_gate_up^T + b_gate_up                NumpyOps.gate_up
 //   grid: n_rows / BLOCK_ROWS, HIDDEN_DIM / PAIR_COLUMNS
-// With one tile three blocks a processor, or ptxas spills to make room for a fourth; two where a lane has much
+// With one tile three blocks a processor, or ptxas spills to make room for a fourth; two if a lane has much
 // of a row to norm.
 #define GATE_UP_BLOCKS (!ONE_TILE ? 0 : DIM > 2048 ? 2 : 3)
 extern "C" __global__ void __launch_bounds__(THREADS, GATE_UP_BLOCKS)
-    gate_up(weight *w, weight *b, weight *norm, const float *x, const bf16 *normed, bf16 *h, int n_rows) {
-  NormedRows input = {{normed}, x, norm, nullptr};
-  weight *const matrices[2] = {w, w + (size_t)HIDDEN_DIM * DIM};
-  linear<2, PAIR_TILES>(matrices, DIM, HIDDEN_DIM, n_rows, input, nullptr, h,
-                        [&](int column, float *v) {
-                          float gate = v[0] + bias(b, column), up = v[1] + bias(b, HIDDEN_DIM + column);
-                          return gate / (1 + expf(-gate)) * up;
-                        });
+    gate_up(weight *w_gate_up, weight *b_gate_up, weight *mlp_norm, const float *x, const bf16 *normed, bf16 *h,
+            int n_rows) {
+  NormedRows input = {{normed}, x, mlp_norm, nullptr};
+  weight *const matrices[2] = {w_gate_up, w_gate_up + (size_t)HIDDEN_DIM * DIM};
+  linear<2, PAIR_TILES>(matrices, DIM, HIDDEN_DIM, n_rows, input, nullptr, h, [&](int column, float *v) {
+    float gate = v[0] + bias(b_gate_up, column), up = v[1] + bias(b_gate_up, HIDDEN_DIM + column);
+    return gate / (1 + expf(-gate)) * up;
+  });
 }
 
-// x += h w^T + b                                                                          NumpyOps.down
-//   w       (DIM, HIDDEN_DIM)
-//   b       (DIM,), null: no bias
-//   h       (n_rows, HIDDEN_DIM) bf16
-//   x       (n_rows, DIM) float, written
+// x += h w_down^T + b_down                                                                NumpyOps.down
 //   grid: n_rows / BLOCK_ROWS, DIM / BLOCK_COLUMNS
 // With one tile four blocks a processor, or ptxas spills to make room for a fifth (sm_120).
 extern "C" __global__ void __launch_bounds__(THREADS, ONE_TILE ? 4 : 0)
-    down(weight *w, weight *b, const bf16 *h, float *x, int n_rows) {
+    down(weight *w_down, weight *b_down, const bf16 *h, float *x, int n_rows) {
   Rows<HIDDEN_DIM> input = {h};
-  weight *const matrices[1] = {w};
+  weight *const matrices[1] = {w_down};
   linear<1, COLUMN_TILES>(matrices, HIDDEN_DIM, DIM, n_rows, input, x, x,
-                          [&](int column, float *v) { return v[0] + bias(b, column); });
+                          [&](int column, float *v) { return v[0] + bias(b_down, column); });
 }
 
 // The likeliest of the tokens whose logits the block has just written, so that no row is read again
@@ -569,24 +586,17 @@ __device__ __forceinline__ void find_best(const float *y, u64 *best, int first_r
   }
 }
 
-// y = rms_norm(x[rows]) w^T                                                               NumpyOps.logits
-//   w       (VOCAB_SIZE, DIM)
-//   norm    (DIM,)
-//   x       (any, DIM) float
-//   normed  (n_rows, DIM) bf16          as in qkv
-//   rows    (n_rows,) int               which rows of x
-//   y       (n_rows, VOCAB_SIZE) float, written
-//   best    (n_rows,) u64, written      rank_of() the likeliest token; 0 before
-//   grid: n_rows / BLOCK_ROWS, VOCAB_SIZE / LOGITS_COLUMNS
+// raw = rms_norm(x[wanted]) head^T                                                        NumpyOps.logits
+//   grid: n_wanted / BLOCK_ROWS, VOCAB_SIZE / LOGITS_COLUMNS
 // With one tile of rows two blocks a processor, or ptxas spills to make room for a third.
 extern "C" __global__ void __launch_bounds__(THREADS, ROW_TILES == 1 ? 2 : 0)
-    logits(weight *w, weight *norm, const float *x, const bf16 *normed, const int *rows, float *y, u64 *best,
-           int n_rows) {
-  NormedRows input = {{normed}, x, norm, rows};
-  weight *const matrices[1] = {w};
-  linear<1, LOGITS_TILES>(matrices, DIM, VOCAB_SIZE, n_rows, input, nullptr, y,
+    logits(weight *head, weight *norm, const float *x, const bf16 *normed, const int *wanted, float *raw,
+           u64 *best, int n_wanted) {
+  NormedRows input = {{normed}, x, norm, wanted};
+  weight *const matrices[1] = {head};
+  linear<1, LOGITS_TILES>(matrices, DIM, VOCAB_SIZE, n_wanted, input, nullptr, raw,
                           [](int column, float *v) { return v[0]; });
-  find_best(y, best, blockIdx.x * BLOCK_ROWS, n_rows, blockIdx.y * LOGITS_COLUMNS);
+  find_best(raw, best, blockIdx.x * BLOCK_ROWS, n_wanted, blockIdx.y * LOGITS_COLUMNS);
 }
 
 #if ONE_TILE  // what follows is no product, and is compiled for one shape alone
@@ -594,11 +604,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, ROW_TILES == 1 ? 2 : 0)
 // ---- Rows -------------------------------------------------------------------------------------------------
 
 // y = x[rows] / sqrt(mean(x[rows]^2) + eps) * w                                           NumpyOps._rms_norm
-// For the products of more than NORMED_ROWS rows.
-//   w       (DIM,)
-//   x       (any, DIM) float
-//   rows    (n_rows,) int               which rows of x; null: all
-//   y       (n_rows, DIM) bf16, written
+// For the products of more than NORMED_ROWS rows, with arguments that the caller names.
+//   w     (DIM,)
+//   rows  (n_rows,) int               which rows of x; null: all
+//   y     (n_rows, DIM) bf16, written
 //   grid: n_rows; block: THREADS; all threads enter
 extern "C" __global__ void __launch_bounds__(THREADS)
     rms_norm(weight *w, const float *x, const int *rows, bf16 *y) {
@@ -611,42 +620,22 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   norm_row(x + (size_t)(rows ? rows[row] : row) * DIM, norm, y + (size_t)row * DIM, sums);
 }
 
-// x = table[token]                                                                        NumpyOps.embed
-// Where the host has not read the token yet, it is the one that the slot has chosen last.
-//   table   (VOCAB_SIZE, DIM)
-//   tokens  (n_rows,) int               -1: chosen[slot]
-//   slots   (n_rows,) int
-//   chosen  (max_batch,) int
-//   x       (n_rows, DIM) float, written
+// x = embed[token]                                                                        NumpyOps.embed
 //   grid: n_rows; block: THREADS
 extern "C" __global__ void __launch_bounds__(THREADS)
-    embed(weight *table, const int *tokens, const int *slots, const int *chosen, float *x) {
+    embed(weight *embed, const int *tokens, const int *slots, const int *chosen, float *x) {
   start_next();
   await_previous();
   int row = blockIdx.x, token = tokens[row] < 0 ? chosen[slots[row]] : tokens[row];
   for (int i = threadIdx.x; i < DIM; i += THREADS)
-    x[(size_t)row * DIM + i] = __bfloat162float(table[(size_t)token * DIM + i]);
+    x[(size_t)row * DIM + i] = __bfloat162float(embed[(size_t)token * DIM + i]);
 }
 
 // ---- Attention --------------------------------------------------------------------------------------------
 // y = softmax(q k^T / sqrt(HEAD_DIM)) v over a paged KV cache                             NumpyOps.attend
 //
-//   qkv          (n_rows, QKV_DIM) float             N_HEADS queries, N_KV_HEADS keys, N_KV_HEADS values
-//   q_norm, k_norm  (HEAD_DIM,)                    null: the model has none
-//   sinks        (N_HEADS,)                          a score of each head that no key has; null: none
-//   rope         (max_seq_len, HEAD_DIM / 2) float2  cos, sin of the angle of a pair of neighbours
-//   keys         (n_pages, N_KV_HEADS, PAGE, HEAD_PAD) bf16  the key of a token is a row
-//   values       (n_pages, N_KV_HEADS, HEAD_PAD, PAGE) bf16  its value is a column: a lane finds
-//                                                            the numbers of 8 keys side by side
-//   positions    (n_rows,) int                       -1: the row only pads the step
-//   slots        (n_rows,) int
-//   tiles        (n_tiles, TILE_WIDTH) int           a tile of queries: row of the step where the rows of
-//                                                    its sequence begin; position of that row; how many rows
-//                                                    these are, 0: no tile; first query; slot
-//   page_tables  (max_batch, max_pages) int          entry i: the page of positions PAGE * i and on
 //   window       of the layer: a token sees so many positions, itself included; 0: all
 //   rotary       0: the layer does not rotate
-//   y            (n_rows, N_HEADS * HEAD_DIM) bf16, written
 //
 // The queries of a sequence to one key head are the GROUP heads of its rows, one row after another. A tile is
 // QUERIES of them. A warp takes 32 keys at a time, with a softmax of their own. The warps of a block take a
@@ -661,7 +650,12 @@ static_assert(QUERIES == 16, "the rows of mma_16x8x16");
 #define A_THREAD (HEAD_PAD * QUERIES / ATTEND_THREADS)  // numbers that a thread has of a tile's result
 
 struct Tile {
-  int row, start, n_tokens, first, n_rows;  // n_rows: queries of the tile
+  int row;         // of the step, where the rows of its sequence begin
+  int start;       // position of that row
+  int n_tokens;    // how many rows these are; 0: no tile
+  int first;       // query
+  int first_part;  // place in `part` of the sequence's first split
+  int n_rows;      // queries of the tile
   const int *page_table;
   int first_split, last_split;
   __device__ __forceinline__ Tile(const int *tile, const int *page_tables, int max_pages, int window)
@@ -669,6 +663,7 @@ struct Tile {
         start(tile[1]),
         n_tokens(tile[2]),
         first(tile[3]),
+        first_part(tile[5]),
         page_table(page_tables + (size_t)tile[4] * max_pages) {
     n_rows = min(QUERIES, n_tokens * GROUP - first);
     last_split = position(n_rows - 1) / SPLIT_KEYS;
@@ -677,6 +672,14 @@ struct Tile {
   __device__ __forceinline__ int position(int r) const { return start + (first + r) / GROUP; }
   __device__ __forceinline__ int token(int r) const { return row + (first + r) / GROUP; }
   __device__ __forceinline__ int head(int r, int kv) const { return kv * GROUP + (first + r) % GROUP; }
+  // Where `y` has a query's result, and `part` what a split leaves of it
+  __device__ __forceinline__ bf16 *result(bf16 *y, int r, int kv) const {
+    return y + ((size_t)token(r) * N_HEADS + head(r, kv)) * HEAD_DIM;
+  }
+  __device__ __forceinline__ float *part_of(float *part, int split, int r, int kv) const {
+    size_t place = first_part + (size_t)split * n_tokens + (first + r) / GROUP;
+    return part + (place * N_HEADS + head(r, kv)) * PART_WIDTH;
+  }
 };
 
 struct Work {  // shared memory of a block
@@ -853,6 +856,17 @@ __device__ __forceinline__ float with_sink(float sum, float top, weight *sinks, 
   return sinks ? sum + exp2f(__bfloat162float(sinks[head]) * LOG2_E - top) : sum;
 }
 
+// The result of a query of the tile, from what the threads of its row have
+__device__ __forceinline__ void write_result(const Tile &tile, int kv, float top, float sum, const float *out,
+                                             weight *sinks, bf16 *y) {
+  int r = row_of_thread();
+  if (r >= tile.n_rows) return;
+  sum = with_sink(sum, top, sinks, tile.head(r, kv));
+  bf16 *result = tile.result(y, r, kv);
+  for (int i = 0; i < A_THREAD; i++)
+    if (column_of_thread(i) < HEAD_DIM) result[column_of_thread(i)] = __float2bfloat16(out[i] / sum);
+}
+
 // How the sum of the splits so far, and the next split, are scaled before they are added (online softmax).
 // `top` becomes the greatest score of both.
 __device__ __forceinline__ void rescale(float &top, float next_top, float &old_scale, float &new_scale) {
@@ -889,9 +903,8 @@ extern "C" __global__ void __launch_bounds__(32)
              page_tables + (size_t)slots[row] * max_pages, position);
 }
 
-// Split attention: a block for each split of each tile; the last block of a tile adds up the splits.
-//   part    (n_rows, N_HEADS, grid.x, PART_WIDTH) float         between the blocks
-//   n_done  (n_tiles, N_KV_HEADS) int, 0 before and after       splits that are in `part`
+// Split attention: a block for each split of each tile; the last block of a tile adds up the splits. Between
+// the blocks each sequence has a place in `part` for each split and each of its rows (Tile.part_of).
 //   writes  1: the blocks write the keys and values of the step too, as `write_kv` does; a sequence is a tile
 //   grid: splits of the longest sequence, N_KV_HEADS, n_tiles; block: ATTEND_THREADS; all threads enter
 extern "C" __global__ void __launch_bounds__(ATTEND_THREADS)
@@ -921,19 +934,9 @@ extern "C" __global__ void __launch_bounds__(ATTEND_THREADS)
   float top, sum, out[A_THREAD];
   merge_warps(work, top, sum, out);
   int r = row_of_thread(), n_splits = tile.last_split - tile.first_split + 1;
-  if (n_splits == 1) {
-    if (r < tile.n_rows) {
-      sum = with_sink(sum, top, sinks, tile.head(r, kv));
-      for (int i = 0; i < A_THREAD; i++)
-        if (column_of_thread(i) < HEAD_DIM)
-          y[((size_t)tile.token(r) * N_HEADS + tile.head(r, kv)) * HEAD_DIM + column_of_thread(i)] =
-              __float2bfloat16(out[i] / sum);
-    }
-    return;
-  }
+  if (n_splits == 1) return write_result(tile, kv, top, sum, out, sinks, y);
   if (r < tile.n_rows) {
-    float *mine =
-        part + (((size_t)tile.token(r) * N_HEADS + tile.head(r, kv)) * gridDim.x + split) * PART_WIDTH;
+    float *mine = tile.part_of(part, split, r, kv);
     for (int i = 0; i < A_THREAD; i++)
       if (column_of_thread(i) < HEAD_DIM) mine[column_of_thread(i)] = out[i];
     if (column_of_thread(0) == 0) mine[HEAD_DIM] = top, mine[HEAD_DIM + 1] = sum;
@@ -949,18 +952,17 @@ extern "C" __global__ void __launch_bounds__(ATTEND_THREADS)
   __syncthreads();
   if (!is_last) return;
   for (int i = threadIdx.x; i < tile.n_rows * HEAD_DIM; i += ATTEND_THREADS) {
-    size_t head = (size_t)tile.token(i / HEAD_DIM) * N_HEADS + tile.head(i / HEAD_DIM, kv);
-    const float *parts = part + head * gridDim.x * PART_WIDTH;
+    int r = i / HEAD_DIM, column = i % HEAD_DIM;
     float top = EMPTY, sum = 0, out = 0;
     for (int first = tile.first_split; first <= tile.last_split; first += AT_ONCE) {
       float tops[AT_ONCE], sums[AT_ONCE], outs[AT_ONCE];
 #pragma unroll
       for (int j = 0; j < AT_ONCE; j++) {
         bool is_split = first + j <= tile.last_split;  // else it is empty, and changes nothing
-        const float *next = parts + (size_t)(first + j) * PART_WIDTH;
+        const float *next = tile.part_of(part, first + j, r, kv);
         tops[j] = is_split ? __ldcg(next + HEAD_DIM) : EMPTY;
         sums[j] = is_split ? __ldcg(next + HEAD_DIM + 1) : 0;
-        outs[j] = is_split ? __ldcg(next + i % HEAD_DIM) : 0;
+        outs[j] = is_split ? __ldcg(next + column) : 0;
       }
 #pragma unroll
       for (int j = 0; j < AT_ONCE; j++) {
@@ -970,8 +972,8 @@ extern "C" __global__ void __launch_bounds__(ATTEND_THREADS)
         out = out * old_scale + outs[j] * new_scale;
       }
     }
-    sum = with_sink(sum, top, sinks, tile.head(i / HEAD_DIM, kv));
-    y[head * HEAD_DIM + i % HEAD_DIM] = __float2bfloat16(out / sum);
+    sum = with_sink(sum, top, sinks, tile.head(r, kv));
+    tile.result(y, r, kv)[column] = __float2bfloat16(out / sum);
   }
 }
 
@@ -985,7 +987,7 @@ extern "C" __global__ void __launch_bounds__(ATTEND_THREADS)
   __shared__ __align__(16) Work work;
   start_next();
   await_previous();
-  int kv = blockIdx.y, r = row_of_thread();
+  int kv = blockIdx.y;
   Tile tile(tiles + blockIdx.x * TILE_WIDTH, page_tables, max_pages, window);
   if (tile.n_tokens == 0) return;
   clear_queries(work, tile);
@@ -1002,13 +1004,7 @@ extern "C" __global__ void __launch_bounds__(ATTEND_THREADS)
 #pragma unroll
     for (int i = 0; i < A_THREAD; i++) out[i] = out[i] * old_scale + next[i] * new_scale;
   }
-  if (r < tile.n_rows) {
-    sum = with_sink(sum, top, sinks, tile.head(r, kv));
-    for (int i = 0; i < A_THREAD; i++)
-      if (column_of_thread(i) < HEAD_DIM)
-        y[((size_t)tile.token(r) * N_HEADS + tile.head(r, kv)) * HEAD_DIM + column_of_thread(i)] =
-            __float2bfloat16(out[i] / sum);
-  }
+  write_result(tile, kv, top, sum, out, sinks, y);
 }
 
 // ---- Sampling ---------------------------------------------------------------------------------------------
@@ -1191,24 +1187,14 @@ __device__ __forceinline__ int draw(u64 u, unsigned *set, const float *logits, W
 
 // The token of each wanted row: the likeliest, or drawn under temperature, top_k, top_p and min_p
 //                                                                                         sampling.pick_token
-//   raw        (n, VOCAB_SIZE) float           the model's logits
-//   best       (n,) u64                        rank_of() the likeliest token, by `logits`; 0 after
-//   logits     (n, VOCAB_SIZE) float, written  after penalties, bias and mask, where there are any
-//   pick_rows  (n, PICK_ROW_WIDTH) int         PickRow
-//   settings   (n, SETTINGS_WIDTH) float       Settings
-//   seeds      (n, SEEDS_WIDTH) u64            seed; choice; number of the output token
-//   masks      (n, MASK_WORDS) unsigned        a bit a token, 1: structured output allows it
-//   tokens     (n_rows,) int                   of the step: drafts before a row count as its output
-//   counts     (max_batch, VOCAB_SIZE) unsigned  of each slot's tokens; a chosen token is counted
-//   biases     (max_batch, VOCAB_SIZE) float   logit_bias
-//   chosen     (max_batch,) int, written       the token that `embed` takes in the next step
-//   choices    (n, CHOICE_WIDTH) int, written  token, -1: the logits are no finite numbers; its logprob; the
-//                                              MAX_TOP likeliest tokens; their logprobs. Logprobs are float
-//   grid: n; block: PICK_THREADS; all threads enter
+// Drafts before a row count as its output. A chosen token is counted, and `embed` takes it in the next step; if
+// that step has the same rows one token later, its numbers are made here (ADVANCES): row i of the step is tile
+// i and wanted row i then.
+//   grid: n_wanted; block: PICK_THREADS; all threads enter
 extern "C" __global__ void __launch_bounds__(PICK_THREADS, 1)
-    pick(const float *raw, u64 *best, float *logits, const int *pick_rows, const float *settings,
-         const u64 *seeds, const unsigned *masks, const int *tokens, unsigned *counts, const float *biases,
-         int *chosen, int *choices) {
+    pick(const float *raw, u64 *best, float *logits, const int *pick_rows, const float *settings, u64 *seeds,
+         const unsigned *masks, unsigned *counts, const float *biases, int *chosen, int *choices, int *tokens,
+         int *positions, int *tiles) {
   __shared__ u64 of_warp[32], raw_best;
   __shared__ double sum_of_warp[32];
   __shared__ unsigned set[MASK_WORDS];
@@ -1259,8 +1245,8 @@ extern "C" __global__ void __launch_bounds__(PICK_THREADS, 1)
       narrow(set, used, distance, [](float) { return 1ull; }, [&](u64 all) { return (u64)p.top_k; });
     if (s.top_p < 1)
       narrow(set, used, distance, weight, [&](u64 all) { return max((u64)((double)all * s.top_p), 1ull); });
-    seeds += row * SEEDS_WIDTH;
-    u64 u = philox(seeds[0], seeds[1], seeds[2]) >> 11 << 11;  // 53 bits, as a double has them
+    const u64 *seed = seeds + row * SEEDS_WIDTH;
+    u64 u = philox(seed[0], seed[1], seed[2]) >> 11 << 11;  // 53 bits, as a double has them
     token = draw(u, set, used, weight);
   }
   choices += row * CHOICE_WIDTH;
@@ -1269,6 +1255,12 @@ extern "C" __global__ void __launch_bounds__(PICK_THREADS, 1)
     if (p.flags & CHAINS) {
       chosen[p.slot] = token;
       if (p.flags & PENALISED) counts[of_slot + token] += 1;
+    }
+    if (p.flags & ADVANCES) {
+      tokens[row] = -1;
+      positions[row] += 1;
+      tiles[row * TILE_WIDTH + 1] += 1;  // Tile.start
+      seeds[row * SEEDS_WIDTH + 2] += 1;
     }
   }
   if (p.n_top < 0) return;
@@ -1294,19 +1286,19 @@ extern "C" __global__ void __launch_bounds__(PICK_THREADS, 1)
 }
 
 // How often each token of a slot has come, which penalties are computed from      sampling.apply_penalties
-//   tokens  (n,) int                           prompt, then output
-//   counts  (max_batch, VOCAB_SIZE) unsigned, written  how often in the output; SEEN_IN_PROMPT: in the prompt
+//   history  (n,) int                          prompt, then output
+//   counts   how often in the output; SEEN_IN_PROMPT: in the prompt
 //   grid: 1; block: PICK_THREADS; all threads enter
 extern "C" __global__ void __launch_bounds__(PICK_THREADS, 1)
-    count(const int *tokens, unsigned *counts, int slot, int n_prompt, int n) {
+    count(const int *history, unsigned *counts, int slot, int n_prompt, int n) {
   start_next();
   await_previous();
   counts += (size_t)slot * VOCAB_SIZE;
   for (int i = threadIdx.x; i < VOCAB_SIZE; i += PICK_THREADS) counts[i] = 0;
   __syncthreads();
   for (int i = threadIdx.x; i < n; i += PICK_THREADS) {
-    if (i < n_prompt) atomicOr(&counts[tokens[i]], SEEN_IN_PROMPT);
-    else atomicAdd(&counts[tokens[i]], 1u);
+    if (i < n_prompt) atomicOr(&counts[history[i]], SEEN_IN_PROMPT);
+    else atomicAdd(&counts[history[i]], 1u);
   }
 }
 
@@ -1321,31 +1313,35 @@ extern "C" __global__ void __launch_bounds__(PICK_THREADS, 1)
 // then a block has some columns of one expert and all rows of its group, up to TILES * 16 at a time, and reads
 // its weights once for these. What no row has chosen is not read.
 //
-//   n_pairs   n_rows * N_CHOSEN; pair i is of row i / N_CHOSEN
+// n_pairs is n_rows * N_CHOSEN; pair i is of row i / N_CHOSEN. The arrays:
+//
+//   scores    (n_rows, N_EXPERTS) float  of the router
+//   experts   (n_pairs,) int             expert of each pair
+//   shares    (n_pairs,) float           softmax of its score, over those of the row or over all experts
+//   places    (n_pairs,) int             where the pair lies among the groups
+//   pair_rows (n_pairs,) int             row of the pair that lies there
 //   groups    (grid.y, GROUP_WIDTH) int  expert; place of its first pair; how many, 0: no group
-//   w         (N_EXPERTS, columns, size)             blocks, scales  the same as MXFP4: 16 bytes, 1 byte for 32
-//   b         (N_EXPERTS, columns), null: no bias
+//   expert_x  (n_pairs, DIM) bf16        normed, by group
+//   expert_h  (n_pairs, EXPERT_DIM) bf16, by group
+//   expert_y  (n_pairs, DIM) float, by group
+//   w         (N_EXPERTS, columns, size), of w_gate_up or w_down
+//   blocks, scales  the same as MXFP4: 16 bytes, 1 byte for 32
 
-// y = x w^T + b: the score of each expert
-//   w  (N_EXPERTS, DIM)   b  (N_EXPERTS,), null: no bias   x  (n_rows, DIM)   y  (n_rows, N_EXPERTS), written
+// scores = normed router^T + b_router
 //   grid: n_rows / BLOCK_ROWS, N_EXPERTS / BLOCK_COLUMNS; block: THREADS; all threads enter
 extern "C" __global__ void __launch_bounds__(THREADS)
-    router(weight *w, weight *b, const bf16 *x, float *y, int n_rows) {
-  Rows<DIM> input = {x};
-  weight *const matrices[1] = {w};
-  linear<1, COLUMN_TILES>(matrices, DIM, N_EXPERTS, n_rows, input, nullptr, y,
-                          [&](int column, float *v) { return v[0] + bias(b, column); });
+    router(weight *router, weight *b_router, const bf16 *normed, float *scores, int n_rows) {
+  Rows<DIM> input = {normed};
+  weight *const matrices[1] = {router};
+  linear<1, COLUMN_TILES>(matrices, DIM, N_EXPERTS, n_rows, input, nullptr, scores,
+                          [&](int column, float *v) { return v[0] + bias(b_router, column); });
 }
 
 // The experts with the highest scores, of equals the first, and their shares                NumpyOps._route
-//   scores  (n_rows, N_EXPERTS) float
-//   chosen  (n_pairs,) int, written     expert of each pair
-//   shares  (n_pairs,) float, written   softmax of its score, over those of the row or over all experts
-//   places  (n_pairs,) int, written     where the pair lies among the groups
-//   rows    (n_pairs,) int, written     row of the pair that lies there
 //   grid: 1; block: PICK_THREADS; all threads enter
 extern "C" __global__ void __launch_bounds__(PICK_THREADS, 1)
-    route(const float *scores, int *chosen, float *shares, int *places, int *rows, int *groups, int n_rows) {
+    route(const float *scores, int *experts, float *shares, int *places, int *pair_rows, int *groups,
+          int n_rows) {
   __shared__ int begin_of[N_EXPERTS];
   start_next();
   await_previous();
@@ -1366,7 +1362,7 @@ extern "C" __global__ void __launch_bounds__(PICK_THREADS, 1)
       last = best;
       int e = token_of(best);
       if (i == 0) top = finite(e);
-      if (lane == i) mine = finite(e), chosen[row * N_CHOSEN + i] = e;
+      if (lane == i) mine = finite(e), experts[row * N_CHOSEN + i] = e;
     }
     float of_mine = expf(mine - top);
     if (NORMALISED)
@@ -1380,7 +1376,7 @@ extern "C" __global__ void __launch_bounds__(PICK_THREADS, 1)
   __syncthreads();
   int e = threadIdx.x, n_of_expert = 0;
   if (e < N_EXPERTS) {
-    for (int pair = 0; pair < n_pairs; pair++) n_of_expert += chosen[pair] == e;
+    for (int pair = 0; pair < n_pairs; pair++) n_of_expert += experts[pair] == e;
     begin_of[e] = n_of_expert;
   }
   __syncthreads();
@@ -1400,7 +1396,7 @@ extern "C" __global__ void __launch_bounds__(PICK_THREADS, 1)
   __syncthreads();
   if (n_of_expert)
     for (int pair = 0, place = begin_of[e]; pair < n_pairs; pair++)
-      if (chosen[pair] == e) rows[place] = pair / N_CHOSEN, places[pair] = place++;
+      if (experts[pair] == e) pair_rows[place] = pair / N_CHOSEN, places[pair] = place++;
 }
 
 // The matrices of the experts
@@ -1523,15 +1519,14 @@ __device__ __forceinline__ void expert_group(const ExpertMatrices &w, const int 
                                  y + (size_t)row * n_columns, sums_of_warp, of_expert);
 }
 
-// h = swiglu(x w^T + b)                                                                  NumpyOps._swiglu
-//   x  (n_pairs, DIM), normed, by group   h  (n_pairs, EXPERT_DIM) bf16, written
+// expert_h = swiglu(expert_x w^T + b_gate_up)                                            NumpyOps._swiglu
 //   grid: EXPERT_DIM / 8, groups that there may be; block: THREADS; all threads enter
 extern "C" __global__ void __launch_bounds__(THREADS)
-    expert_gate_up(weight *w, packed *blocks, packed *scales, weight *b, const bf16 *x, const int *groups,
-                   bf16 *h) {
+    expert_gate_up(weight *w, packed *blocks, packed *scales, weight *b_gate_up, const bf16 *expert_x,
+                   const int *groups, bf16 *expert_h) {
   ExpertMatrices matrices = {w, blocks, scales};
-  expert_group<2>(matrices, groups, DIM, EXPERT_DIM, x, h, [&](int expert, int column, float *v) {
-    weight *of_expert = b ? b + (size_t)expert * 2 * EXPERT_DIM : b;
+  expert_group<2>(matrices, groups, DIM, EXPERT_DIM, expert_x, expert_h, [&](int expert, int column, float *v) {
+    weight *of_expert = b_gate_up ? b_gate_up + (size_t)expert * 2 * EXPERT_DIM : b_gate_up;
     float gate = v[0] + bias(of_expert, column), up = v[1] + bias(of_expert, EXPERT_DIM + column);
     if (!CLAMPED) return gate / (1 + expf(-gate)) * up;
     gate = fminf(gate, LIMIT);
@@ -1540,31 +1535,29 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   });
 }
 
-// y = h w^T + b
-//   h  (n_pairs, EXPERT_DIM) bf16, by group   y  (n_pairs, DIM) float, written
+// expert_y = expert_h w^T + b_down
 //   grid: DIM / 8, groups that there may be; block: THREADS; all threads enter
 // Two blocks a processor, or ptxas spills to make room for a third (NVRTC 13.0, sm_90).
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-    expert_down(weight *w, packed *blocks, packed *scales, weight *b, const bf16 *h, const int *groups,
-                float *y) {
+    expert_down(weight *w, packed *blocks, packed *scales, weight *b_down, const bf16 *expert_h,
+                const int *groups, float *expert_y) {
   ExpertMatrices matrices = {w, blocks, scales};
-  expert_group<1>(matrices, groups, EXPERT_DIM, DIM, h, y, [&](int expert, int column, float *v) {
-    return v[0] + bias(b ? b + (size_t)expert * DIM : b, column);
+  expert_group<1>(matrices, groups, EXPERT_DIM, DIM, expert_h, expert_y, [&](int expert, int column, float *v) {
+    return v[0] + bias(b_down ? b_down + (size_t)expert * DIM : b_down, column);
   });
 }
 
-// x += sum of share * y over the pairs of a row, from the first to the last
-//   shares, places  (n_pairs,)   y  (n_pairs, DIM) float, by group   x  (n_rows, DIM) float, written
+// x += sum of share * expert_y over the pairs of a row, from the first to the last
 //   grid: n_rows; block: THREADS
 extern "C" __global__ void __launch_bounds__(THREADS)
-    add_experts(const float *shares, const int *places, const float *y, float *x) {
+    add_experts(const float *shares, const int *places, const float *expert_y, float *x) {
   start_next();
   await_previous();
   int first = blockIdx.x * N_CHOSEN;
   for (int i = threadIdx.x; i < DIM; i += THREADS) {
     float sum = x[(size_t)blockIdx.x * DIM + i];
     for (int pair = first; pair < first + N_CHOSEN; pair++)
-      sum += shares[pair] * y[(size_t)places[pair] * DIM + i];
+      sum += shares[pair] * expert_y[(size_t)places[pair] * DIM + i];
     x[(size_t)blockIdx.x * DIM + i] = sum;
   }
 }

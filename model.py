@@ -23,6 +23,7 @@ models differ (checkpoint/config.py), files (checkpoint/weights.py), logits to a
 """
 
 import math
+import sys
 from collections.abc import Sequence
 from itertools import islice
 from typing import Any, NamedTuple
@@ -121,6 +122,7 @@ class NumpyOps:
     pack = staticmethod(unpacked)  # how checkpoint.weights.read_weights keeps a matrix for these ops
     chunk = CHUNK
     kv_dtype = "float32"  # of the keys and values, for the start-up lines
+    max_wanted = sys.maxsize  # rows of a step from which a token may be chosen
     n_ahead = 0  # steps that may be launched before the first of them is read
 
     def __init__(

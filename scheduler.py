@@ -25,6 +25,7 @@ output (dialects/matchers.py), the pool of pages (pages.py), the forward pass (m
 """
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -244,10 +245,13 @@ class Scheduled(NamedTuple):
 class Scheduler:
     """The sequences that wait and run, and the pages they have."""
 
-    def __init__(self, n_pages: int, max_batch: int, chunk: int, speculate: int = 0) -> None:
+    def __init__(
+        self, n_pages: int, max_batch: int, chunk: int, speculate: int = 0, max_wanted: int = sys.maxsize
+    ) -> None:
         """`max_batch`: sequences that run at once. `chunk`: tokens of a prefill chunk.
 
-        `speculate`: drafts of a sequence in a step, at most.
+        `speculate`: drafts of a sequence in a step, at most. `max_wanted`: rows of a step from which a token
+        is chosen, at most; those that no sequence needs are for drafts.
         """
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -255,6 +259,7 @@ class Scheduler:
         self.counts = dict.fromkeys(["preemptions", "cached_tokens", "drafted", "accepted"], 0)
         self._chunk = chunk
         self._speculate = speculate
+        self._max_wanted = max_wanted
         self._free_slots = list(reversed(range(max_batch)))
         self._turns = count(1)
         self._last_turn = Counter[str]()  # owner: the number of its last turn
@@ -423,10 +428,12 @@ class Scheduler:
                 decoding.append(sequence)
 
         # decode
+        n_drafts = self._max_wanted - len(self.running)
         for sequence in decoding:
-            scheduled = self._decode(sequence)
+            scheduled = self._decode(sequence, n_drafts)
             if scheduled is not None:
                 batch.append(scheduled)
+                n_drafts -= len(scheduled.drafts)
         if not prefilling:
             return batch
 
@@ -444,9 +451,9 @@ class Scheduler:
                 self._last_turn[sequence.owner] = next(self._turns)
         return batch
 
-    def _decode(self, sequence: Sequence) -> Scheduled | None:
+    def _decode(self, sequence: Sequence, max_drafts: int) -> Scheduled | None:
         """Schedule the row of the newest token, and drafts after it; None if it sits the step out."""
-        drafts = self.drafts(sequence)
+        drafts = self.drafts(sequence)[:max_drafts]
         if sequence.n_unread:
             # Only the device knows the newest token. The span is chained to it, unless the output is complete
             # with it, drafts are in flight or may follow it, or a mask depends on it.

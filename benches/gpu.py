@@ -29,8 +29,6 @@ from benches.weights import SHAPES, checkpoint, read_bytes
 from checkpoint.config import Config, read_config
 from checkpoint.weights import Weights, read_weights
 from devices.cuda import NO_GRAPHS, NO_PDL, CudaOps
-from devices.kernels import NO_STAGING
-from devices.plain_ops import PlainOps
 from engine import Engine
 from model import PAGE
 from sampling import Sampling
@@ -38,20 +36,12 @@ from sampling import Sampling
 SAMPLED = Sampling(temperature=0.7, top_p=0.9, top_k=50, seed=1)  # as the usual request
 
 
-class PlainForward(PlainOps):
-    """The layers by plain kernels; one thread that goes through the vocabulary would hide them."""
-
-    logits, pick = CudaOps.logits, CudaOps.pick
-
-
 # fmt: off
-#  contender            ops           environment variable that switches a feature off
-CONTENDERS: dict[str, tuple[type[CudaOps], str]] = {
-    "engine":          (CudaOps,      ""),
-    "no-early":        (CudaOps,      NO_PDL),
-    "no-graphs":       (CudaOps,      NO_GRAPHS),
-    "no-staging":      (CudaOps,      NO_STAGING),
-    "plain":           (PlainForward, ""),
+#  contender            environment variable that switches a feature off
+CONTENDERS = {
+    "engine":          "",
+    "no-early":        NO_PDL,
+    "no-graphs":       NO_GRAPHS,
 }
 # fmt: on
 
@@ -114,11 +104,11 @@ def step_bytes(config: Config, batch: int, context: int) -> int:
 
 
 def engine_of(name: str, config: Config, weights: Weights, length: int, max_batch: int) -> Engine:
-    kind, variable = CONTENDERS[name]
+    variable = CONTENDERS[name]
     if variable:
         os.environ[variable] = "1"
     try:
-        return Engine(kind(config, weights, length, max_batch * -(-length // PAGE), max_batch))
+        return Engine(CudaOps(config, weights, length, max_batch * -(-length // PAGE), max_batch))
     finally:
         os.environ.pop(variable, None)
 

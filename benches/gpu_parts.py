@@ -22,7 +22,7 @@ COMMAND_S = 560  # of one part: all of it, of the ten minutes that a command may
 HAS_DEVICE = "import sys; from devices import cuda; sys.exit(cuda.missing())"  # a reason is written to stderr
 LAWS = "-m pytest -q -rs tests/gpu -k "
 KERNELS = "bench.py kernels --rows 1 4 16 64 256 --contexts 1000 --shape "
-EACH_FEATURE = " --contexts 256 --contenders engine no-early no-graphs no-staging plain"
+EACH_FEATURE = " --contexts 256 --contenders engine no-early no-graphs"
 PARTS = {
     1: [LAWS + "not~sanitizer", KERNELS + "SMALL", "bench.py gpu --shape SMALL"],
     2: ["bench.py gpu --shape SMALL" + EACH_FEATURE, "bench.py gpu --shape LARGE", KERNELS + "LARGE"],

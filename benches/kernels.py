@@ -23,8 +23,8 @@ from benches.weights import expert_bytes
 from checkpoint.config import read_config
 from checkpoint.weights import bfloat16, read_weights
 from devices.cuda import CudaOps
-from devices.kernels import ANY_SHAPE
-from devices.steps import DeviceStep, place_spans
+from devices.kernels import CHAINS
+from devices.steps import DeviceStep
 from model import PAGE, Span
 from sampling import Context
 
@@ -69,7 +69,8 @@ class Stand:
             pages = range(slot * self.n_pages_each, (slot + 1) * self.n_pages_each)
             spans.append(Span(slot, list(pages), [1 + slot], context, 1))
         with self.ops._stream:
-            memory, host, step = self.ops._upload_step(place_spans(spans, [Context(GREEDY, [], [])] * n))
+            memory, host, step = self.ops._upload_step(spans, [Context(GREEDY, [], [])] * n)
+            step.views["pick_rows"][:, 4] = CHAINS  # each time the same step, not the next one
         self.ops._stream.synchronize()
         memory.free.append(host)
         return step
@@ -104,8 +105,13 @@ def launches(stand: Stand) -> Work:
 
     def launch() -> None:
         for _ in range(N_LAUNCHES):
-            arguments = ops.weights.norm, ops._buffers["x"], None, ops._buffers["normed"]
-            ops._kernels.launch("rms_norm", ANY_SHAPE, (1,), *arguments)
+            arrays = {
+                "w": ops.weights.norm,
+                "x": ops._buffers["x"],
+                "rows": None,
+                "y": ops._buffers["normed"],
+            }
+            ops._kernels.launch("rms_norm", (1,), arrays)
 
     return Work("a launch", launch, N_LAUNCHES, 0)
 

@@ -8,9 +8,11 @@ Rules of this file:
 1. Nothing is allocated once a CudaOps is made. What changes from step to step lies in device memory: a CUDA
    graph that was captured once serves for every step of its size.
 2. Batch invariance: every row has the same bits whatever it is computed with (kernels.cu), so a step may be
-   padded, cut in parts, and made by whichever kernels are fastest.
-3. The host waits for the device in read() alone; and where a request comes whose mask, bias or counts the
+   padded, and made by whichever kernels are fastest.
+3. The host waits for the device in read() alone, and when a request comes whose mask, bias or counts the
    device does not have. Copies go from and to pinned memory.
+4. An argument of a kernel is the array of its name: a buffer, a field of the step, of the layer or of the
+   weights. Only arguments of other names are given one by one.
 
 The name: cuda.py would hide the package `cuda`, which CuPy imports; as devices.cuda it does not.
 
@@ -20,7 +22,7 @@ Not here: arithmetic (kernels.cu), launches and PDL (kernels.py), which rows com
 import importlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
@@ -40,6 +42,7 @@ from devices.kernels import (
     QUERIES,
     DeviceArray,
     Kernels,
+    Shape,
     check_sizes,
     group_size,
     head_pad,
@@ -52,19 +55,19 @@ from devices.kernels import (
 )
 from devices.steps import (
     DeviceStep,
+    Expected,
     HostMemory,
-    PlacedStep,
     SlotSamplings,
+    StepInFlight,
     StepLayout,
     StepMemory,
-    StepsInFlight,
     bucket,
     buckets,
     is_prompt,
     n_bytes,
     n_rows,
+    n_splits,
     pick_fields,
-    place_spans,
     row_fields,
     step_tiles,
 )
@@ -73,8 +76,8 @@ from sampling import Choice, Context
 
 log = logging.getLogger("gpu")
 
-# Environment variables that switch a feature off, where a driver is in doubt; each changes no bit.
-NO_PDL = "LLMREF_NO_PDL"  # kernels do not start before the one ahead of them has ended
+# Environment variables that switch a feature off, if a driver is in doubt; none changes a bit.
+NO_PDL = "LLMREF_NO_PDL"  # kernels do not start before the one before them has ended
 NO_GRAPHS = "LLMREF_NO_GRAPHS"  # steps are launched kernel by kernel
 
 
@@ -120,50 +123,49 @@ def copy(cp: Any, numbers: NDArray[Any]) -> DeviceArray:
 # ---- memory ------------------------------------------------------------------------------------------------
 
 ANY_SIZE = 0  # of the memory for steps that are not decoding; that for decoding is by bucket of rows
+MAX_PARTS = 2**14  # places of `part`: 2 M tokens that the rows of a step attend to by splits
 
 
-class StepLimits(NamedTuple):
-    """How much a step may have of what; a larger step is made in parts."""
+def max_wanted(max_batch: int) -> int:
+    """Rows of a step from which a token may be chosen, at most: of each sequence one, and drafts."""
+    return bucket(max(2 * max_batch, 32))
 
-    rows: int
-    split_rows: int  # rows with split attention
-    wanted: int  # rows whose logits are wanted
 
-    @classmethod
-    def of(cls, max_batch: int) -> "StepLimits":
-        n = bucket(max(max_batch, 32))
-        return cls(max(2 * CudaOps.chunk + max_batch, n), n, n)
+def max_rows(max_batch: int) -> int:
+    """Rows of a step, at most."""
+    return 2 * CudaOps.chunk + max_wanted(max_batch)  # scheduler.MAX_CHUNKS, and what decodes
 
 
 def buffer_shapes(config: Config, max_seq_len: int, max_batch: int) -> dict[str, tuple[str, tuple[int, ...]]]:
     """All that is allocated beside weights, KV cache and the numbers of steps: dtype and shape by name."""
-    c, limits = config, StepLimits.of(max_batch)
+    c = config
+    n, wanted = max_rows(max_batch), max_wanted(max_batch)
     n_experts = n_chosen = expert_dim = 0
     if c.experts:
         n_experts, n_chosen, expert_dim = c.experts.n, c.experts.n_chosen, c.experts.hidden_dim
-    pairs = limits.rows * n_chosen  # a row and an expert that it has chosen
-    max_splits = bucket(-(-max_seq_len // split_keys(c)))
+    pairs = n * n_chosen  # a row and an expert that it has chosen
+    parts = min(MAX_PARTS, wanted * bucket(-(-max_seq_len // split_keys(c))))
     # fmt: off
     return {
-        "x":           ("f4", (limits.rows, c.dim)),  # the residual stream
-        "normed":      ("u2", (limits.rows, c.dim)),
-        "qkv":         ("f4", (limits.rows, qkv_dim(c))),
-        "y":           ("u2", (limits.rows, c.n_heads * c.head_dim)),
-        "h":           ("u2", (limits.rows, c.hidden_dim)),
-        "part":        ("f4", (limits.split_rows, c.n_heads, max_splits, part_width(c))),
-        "n_done":      ("i4", (limits.split_rows * tiles_a_row(c), c.n_kv_heads)),
-        "raw":         ("f4", (limits.wanted, c.vocab_size)),  # logits
-        "best":        ("u8", (limits.wanted,)),  # the likeliest token of each row, as kernels.cu ranks them
-        "logits":      ("f4", (limits.wanted, c.vocab_size)),  # after penalties
-        "masks":       ("u4", (limits.wanted, mask_words(c))),  # a bit a token
-        "choices":     ("i4", (limits.wanted, CHOICE_WIDTH)),
+        "x":           ("f4", (n, c.dim)),  # the residual stream
+        "normed":      ("u2", (n, c.dim)),
+        "qkv":         ("f4", (n, qkv_dim(c))),
+        "y":           ("u2", (n, c.n_heads * c.head_dim)),
+        "h":           ("u2", (n, c.hidden_dim)),
+        "part":        ("f4", (parts, c.n_heads, part_width(c))),
+        "n_done":      ("i4", (wanted * tiles_a_row(c), c.n_kv_heads)),
+        "raw":         ("f4", (wanted, c.vocab_size)),  # logits
+        "best":        ("u8", (wanted,)),  # the likeliest token of each row, as kernels.cu ranks them
+        "logits":      ("f4", (wanted, c.vocab_size)),  # after penalties
+        "masks":       ("u4", (wanted, mask_words(c))),  # a bit a token
+        "choices":     ("i4", (wanted, CHOICE_WIDTH)),
         "rope":        ("c8", (max_seq_len, c.head_dim // 2)),
         "page_tables": ("i4", (max_batch, -(-max_seq_len // PAGE))),
         "chosen":      ("i4", (max_batch,)),
         "counts":      ("u4", (max_batch, c.vocab_size)),
         "biases":      ("f4", (max_batch, c.vocab_size)),
         "history":     ("i4", (max_seq_len,)),  # the tokens to count
-        "scores":      ("f4", (limits.rows, n_experts)),
+        "scores":      ("f4", (n, n_experts)),
         "experts":     ("i4", (pairs,)),  # of each pair
         "shares":      ("f4", (pairs,)),
         "places":      ("i4", (pairs,)),
@@ -200,7 +202,7 @@ def room(config: Config, max_seq_len: int, max_batch: int, cp: Any = None) -> in
 
 
 def missing() -> str | None:
-    """Why there is no GPU to compute on; None where there is one."""
+    """Why there is no GPU to compute on; None if there is one."""
     try:
         cupy = importlib.import_module("cupy")
         n_devices = cupy.cuda.runtime.getDeviceCount()
@@ -219,38 +221,24 @@ def missing() -> str | None:
 # ---- the ops -----------------------------------------------------------------------------------------------
 
 
-def expert_arrays(w: Matrix) -> tuple[DeviceArray | None, DeviceArray | None, DeviceArray | None]:
+def expert_matrices(w: Matrix) -> dict[str, Any]:
     """What a kernel takes of the experts' matrices: bfloat16, or blocks and scales."""
     if isinstance(w, Mxfp4):
-        return None, *w
-    return w, None, None
-
-
-class UploadedStep(NamedTuple):
-    """A step whose numbers are on their way to the device."""
-
-    memory: StepMemory
-    host: HostMemory
-    batch: DeviceStep
+        return {"w": None, "blocks": w.blocks, "scales": w.scales}
+    return {"w": w, "blocks": None, "scales": None}
 
 
 class DecodingStep(NamedTuple):
-    """A step of one row a sequence, which needs neither biases nor counts."""
+    """A step of one row a sequence, without biases and counts; `pick` makes the numbers of the next one."""
 
-    slots: list[int]
-    starts: list[int]  # position of each row
-    longest: int  # tokens of the longest sequence
-    uploaded: UploadedStep
+    rows: list[tuple[int, int, int]]  # of each: slot, position, splits that there are places for
+    memory: StepMemory
+    batch: DeviceStep
+    expected: Expected
 
-    def is_before(self, spans: Sequence[Span]) -> bool:
-        """Are these the same sequences one token later? Then their numbers are these, and one more.
-
-        A chained span follows the last step of its slot, which is this one, so its Sampling is the same.
-        """
-        if [span.token_ids for span in spans].count(None) < len(spans):
-            return False
-        starts = [start + 1 for start in self.starts]
-        return [span.slot for span in spans] == self.slots and [span.start for span in spans] == starts
+    def next(self) -> "DecodingStep":
+        """The same rows one token later."""
+        return self._replace(rows=[(slot, position + 1, n) for slot, position, n in self.rows])
 
 
 class CudaOps:
@@ -264,7 +252,7 @@ class CudaOps:
     def __init__(
         self, config: Config, weights: Weights, max_seq_len: int, n_pages: int, max_batch: int, cp: Any = None
     ) -> None:
-        """`weights` may lie on the device already. `cp`: the module cupy, or what stands in its place."""
+        """`weights` may lie on the device already. `cp`: the module cupy, or a stand-in for it."""
         check_sizes(config)
         if cp is None:
             cp = importlib.import_module("cupy")
@@ -274,15 +262,15 @@ class CudaOps:
         self.n_pages = n_pages
         self.max_batch = max_batch
         self.about = f"CUDA, {n_weight_bytes(config) / 1e6:.0f} MB of weights in bfloat16"
-        self._limits = StepLimits.of(max_batch)
-        self._group_size = group_size(config)
+        self.max_wanted = max_wanted(max_batch)
+        self._max_rows = max_rows(max_batch)
         self._split_keys = split_keys(config)
         self._uses_graphs = not os.environ.get(NO_GRAPHS)
         self._graphs: dict[tuple[int, ...], Any] = {}  # by DeviceStep.sizes; None: it cannot be captured
         # What the device has of each slot: page table, Sampling, logit_bias, counted output and its length
         self._page_tables: list[list[int]] = [[] for _ in range(max_batch)]
         self._samplings = SlotSamplings(max_batch)
-        self._decoding: DecodingStep | None = None  # the step launched last, where the next may be like it
+        self._decoding: DecodingStep | None = None  # the step launched last, if the next may be like it
         self._biased: list[Any] = [None] * max_batch
         self._counted: list[tuple[Any, int]] = [(None, 0)] * max_batch
         self._stream = cp.cuda.Stream(non_blocking=True)
@@ -297,7 +285,7 @@ class CudaOps:
             self._kernels = Kernels(cp, config, driver)
             if driver and not self._can_overlap(self._kernels):
                 self._kernels = Kernels(cp, config)
-            log.info("loading the kernels: some seconds where they have not been compiled before")
+            log.info("loading the kernels: some seconds if they have not been compiled before")
             self._kernels.load()
 
     @staticmethod
@@ -338,9 +326,9 @@ class CudaOps:
         pool = self.n_pages, c.n_kv_heads, PAGE * head_pad(c)
         self._keys = [cp.zeros(pool, np.uint16) for _ in range(c.n_layers)]
         self._values = [cp.zeros(pool, np.uint16) for _ in range(c.n_layers)]
-        layouts = {n: StepLayout(n, n, n) for n in buckets(self._limits.split_rows)}  # steps of decoding
-        rows = self._limits.rows
-        layouts[ANY_SIZE] = StepLayout(rows, self._limits.wanted, rows * tiles_a_row(c))
+        layouts = {n: StepLayout(n, n, n) for n in buckets(self.max_wanted)}  # steps of decoding
+        rows = self._max_rows
+        layouts[ANY_SIZE] = StepLayout(rows, self.max_wanted, rows * tiles_a_row(c))
         self._memory = {}
         for n, layout in layouts.items():
             numbers = cp.zeros(layout.n_bytes, np.uint8)
@@ -363,14 +351,14 @@ class CudaOps:
 
     def _can_overlap(self, kernels: Kernels) -> bool:
         """Do this driver and CuPy take a CUDA graph of two kernels of which one starts early (PDL)?"""
-        x, normed = self._buffers["x"], self._buffers["normed"]
+        arrays = {"w": self.weights.norm, "x": self._buffers["x"], "rows": None, "y": self._buffers["normed"]}
         try:
-            kernels.launch("rms_norm", ANY_SHAPE, (1,), self.weights.norm, x, None, normed)
+            kernels.launch("rms_norm", (1,), arrays)
             kernels.overlap = True
             self._stream.begin_capture()
             try:
                 for _ in range(2):
-                    kernels.launch("rms_norm", ANY_SHAPE, (1,), self.weights.norm, x, None, normed)
+                    kernels.launch("rms_norm", (1,), arrays)
             finally:
                 graph = self._stream.end_capture()
             graph.launch(self._stream)
@@ -384,135 +372,95 @@ class CudaOps:
 
     # --- steps ----------------------------------------------------------------------------------------------
 
-    def launch(self, spans: Sequence[Span], contexts: Sequence[Context]) -> StepsInFlight:
-        """Begin a step. `contexts`: of each wanted row, in the order of the rows."""
-        in_flight: StepsInFlight = []
-        first = 0
+    def launch(self, spans: Sequence[Span], contexts: Sequence[Context]) -> StepInFlight:
+        """Begin a step. `contexts` has one for each wanted row, in the order of the rows."""
         with self._stream:
-            if self._decoding is not None and self._decoding.is_before(spans):
-                return [self._launch(self._upload_next(self._decoding, spans))]
-            for part in self._parts(spans):
-                n_wanted = sum(span.n_wanted for span in part)
-                step = place_spans(part, contexts[first : first + n_wanted])
-                in_flight.append(self._launch(self._upload_step(step)))
-                first += n_wanted
-        return in_flight
+            step = self._next_step(spans) or self._upload_step(spans, contexts)
+            memory, host, batch = step
+            if batch.comes_again:
+                self._replay(batch)
+            else:
+                self._compute(batch)
+            self._download_choices(host)
+        return StepInFlight(memory, host)
 
-    def read(self, in_flight: StepsInFlight) -> list[list[Choice]]:
+    def read(self, step: StepInFlight) -> list[list[Choice]]:
         """The choices of each span that wants any, in the order of the spans."""
-        choices: list[list[Choice]] = []
-        for memory, host in in_flight:
-            host.arrived.synchronize()
-            choices += host.read_choices()
-            memory.free.append(host)
+        step.host.arrived.synchronize()
+        choices = list(step.host.read_choices())
+        step.memory.free.append(step.host)
         return choices
 
-    def _parts(self, spans: Sequence[Span]) -> Iterator[list[Span]]:
-        """Spans that fit into the buffers together; rows do not depend on each other."""
-        limits = self._limits
-        part = list[Span]()
-        n_part_rows = 0
-        n_part_wanted = 0
-        for span in spans:
-            n = n_rows(span)
-            if n > limits.rows or span.n_wanted > limits.wanted:
-                raise ValueError(f"{n} rows, {span.n_wanted} of them wanted: at most {limits}")
-            if n_part_rows + n > limits.rows or n_part_wanted + span.n_wanted > limits.wanted:
-                yield part
-                part = []
-                n_part_rows = 0
-                n_part_wanted = 0
-            part.append(span)
-            n_part_rows += n
-            n_part_wanted += span.n_wanted
-        yield part
+    def _next_step(self, spans: Sequence[Span]) -> tuple[StepMemory, HostMemory, DeviceStep] | None:
+        """The step whose numbers the device has made itself; None if these spans need others.
 
-    def _launch(self, uploaded: UploadedStep) -> tuple[StepMemory, HostMemory]:
-        memory, host, batch = uploaded
-        if batch.comes_again:
-            self._replay(batch)
-        else:
-            self._compute(batch)
-        self._download_choices(host, sum(host.n_choices))
-        return memory, host
-
-    def _upload_next(self, before: DecodingStep, spans: Sequence[Span]) -> UploadedStep:
-        """Copy the numbers of the step that comes after another one, to the device."""
-        memory, _, batch = before.uploaded
-        host = self._free_host_memory(memory)
+        A chained span follows the last step of its slot, so its Sampling is the same.
+        """
+        if self._decoding is None or any(span.token_ids is not None for span in spans):
+            return None
+        step = self._decoding.next()
+        if [(span.slot, span.start, n_splits(span, self._split_keys)) for span in spans] != step.rows:
+            return None
+        self._decoding = step
+        host = self._free_host_memory(step.memory)
+        host.expected = step.expected
         for span in spans:
             if len(span.pages) > len(self._page_tables[span.slot]):  # the same sequence's, so it only grows
                 self._upload_page_table(span, host)
-        host.advance(before.uploaded.host, len(spans))
-        memory.numbers.set(host.numbers, self._stream)
-        longest = before.longest + 1
-        batch = batch._replace(n_splits=bucket(-(-longest // self._split_keys)))
-        uploaded = UploadedStep(memory, host, batch)
-        starts = [span.start for span in spans]
-        self._decoding = DecodingStep(before.slots, starts, longest, uploaded)
-        return uploaded
+        return step.memory, host, step.batch
 
-    def _upload_step(self, step: PlacedStep) -> UploadedStep:
+    def _upload_step(
+        self, spans: Sequence[Span], contexts: Sequence[Context]
+    ) -> tuple[StepMemory, HostMemory, DeviceStep]:
         """Copy a step's numbers to the device.
 
         A step of decoding is padded to a size that comes again, for its CUDA graph.
         """
-        n_step_rows = step.n_rows
-        tiles = step_tiles(step, self._group_size, self._limits.split_rows)
-        n_splits = -(-tiles.longest // self._split_keys)
+        n = sum(map(n_rows, spans))
+        if n > self._max_rows or len(contexts) > self.max_wanted:
+            raise ValueError(f"{n} rows, {len(contexts)} wanted: at most {self._max_rows}, {self.max_wanted}")
+        max_parts = len(self._buffers["part"])
+        tiles = step_tiles(spans, group_size(self.config), self._split_keys, max_parts)
         is_decode = not tiles.whole and tiles.n_split == tiles.n_split_spans
-        size = bucket(n_step_rows) if is_decode else ANY_SIZE
-        memory = self._memory[size]
+        memory = self._memory[bucket(n) if is_decode else ANY_SIZE]
         host = self._free_host_memory(memory)
-        self._upload_slots(step, host)
-        host.fill(
-            row_fields(step) | pick_fields(step, self._samplings) | {"tiles": tiles.split + tiles.whole}
-        )
-        host.expect_choices(step)
+        self._upload_slots(spans, contexts, host)
+        has_flags = any(self._samplings.flags[span.slot] for span in spans)
+        advances = is_decode and n == len(contexts) == len(spans) and not has_flags
+        host.fill(row_fields(spans))
+        host.fill(pick_fields(spans, contexts, self._samplings, advances))
+        host.fill({"tiles": tiles.split + tiles.whole})
+        host.expected = Expected.of(spans, contexts)
         memory.numbers.set(host.numbers, self._stream)
-        if is_decode:
-            n = bucket(n_step_rows)
-            batch = DeviceStep(
-                memory.views,
-                n_rows=n,
-                n_wanted=n,
-                n_split_tiles=n,
-                n_whole_tiles=0,
-                n_splits=bucket(n_splits),
-                is_decode=True,
-                comes_again=True,
-            )
-        else:
-            batch = DeviceStep(
-                memory.views,
-                n_rows=n_step_rows,
-                n_wanted=sum(host.n_choices),
-                n_split_tiles=tiles.n_split,
-                n_whole_tiles=tiles.n_whole,
-                n_splits=n_splits,
-                is_decode=False,
-                comes_again=self._is_of_whole_chunks(step),
-            )
-        uploaded = UploadedStep(memory, host, batch)
+        padded = bucket(n)
+        batch = DeviceStep(
+            memory.views,
+            n_rows=padded if is_decode else n,
+            n_wanted=padded if is_decode else len(contexts),
+            n_split_tiles=padded if is_decode else tiles.n_split,
+            n_whole_tiles=tiles.n_whole,
+            n_splits=tiles.n_splits,
+            is_decode=is_decode,
+            comes_again=is_decode or self._is_of_whole_chunks(spans),
+        )
         self._decoding = None
-        slots = [span.slot for span in step.spans]
-        is_one_row_each = n_step_rows == len(step.contexts) == len(slots)
-        if is_decode and is_one_row_each and not any(self._samplings.flags[slot] for slot in slots):
-            starts = [span.start for span in step.spans]
-            self._decoding = DecodingStep(slots, starts, tiles.longest, uploaded)
-        return uploaded
+        if advances:
+            rows = [(span.slot, span.start, n_splits(span, self._split_keys)) for span in spans]
+            self._decoding = DecodingStep(rows, memory, batch, host.expected)
+        return memory, host, batch
 
-    def _is_of_whole_chunks(self, step: PlacedStep) -> bool:
+    def _is_of_whole_chunks(self, spans: Sequence[Span]) -> bool:
         """Does it compute whole prefill chunks and nothing else, as most steps of a long prompt do?"""
-        return is_prompt(step.spans[0]) and step.sizes == [self.chunk] * len(step.sizes)
+        return all(is_prompt(span) and n_rows(span) == self.chunk for span in spans)
 
     def _free_host_memory(self, memory: StepMemory) -> HostMemory:
         if memory.free:
             return memory.free.pop()
         return HostMemory(self._cp, memory.layout, self._buffers["page_tables"].shape)
 
-    def _download_choices(self, host: HostMemory, n_wanted: int) -> None:
+    def _download_choices(self, host: HostMemory) -> None:
         """Copy the choices to the host, as soon as they are made."""
+        n_wanted = len(host.expected.n_top)
         if n_wanted:
             choices = self._buffers["choices"][:n_wanted]
             choices.get(self._stream, out=host.choices[:n_wanted], blocking=False)
@@ -529,20 +477,20 @@ class CudaOps:
             row[:] = page_table
             self._buffers["page_tables"][span.slot, : len(page_table)].set(row, self._stream)
 
-    def _upload_slots(self, step: PlacedStep, host: HostMemory) -> None:
-        """What slots keep from step to step, where the device does not have it yet."""
+    def _upload_slots(self, spans: Sequence[Span], contexts: Sequence[Context], host: HostMemory) -> None:
+        """What slots keep from step to step, if the device does not have it yet."""
         first = 0
-        for span in step.spans:
+        for span in spans:
             slot = span.slot
             self._upload_page_table(span, host)
             if span.n_wanted:
-                context = step.contexts[first]
+                context = contexts[first]
                 first += span.n_wanted
                 if self._samplings.samplings[slot] is not context.sampling:
                     self._samplings.update(slot, context.sampling)
                 if self._samplings.flags[slot]:
                     self._upload_context(slot, context, span.n_wanted)
-        masks = [context.mask for context in step.contexts]
+        masks = [context.mask for context in contexts]
         if any(mask is not None for mask in masks):
             self._upload_masks(masks)
 
@@ -568,10 +516,9 @@ class CudaOps:
             is_counted = output is context.output and n_output == context.n_output
             if not context.n_unread and not is_counted:
                 tokens = np.concatenate([context.prompt, context.output]).astype(np.int32)
-                history = self._buffers["history"]
-                history[: len(tokens)].set(tokens, self._stream)
-                arguments = history, self._buffers["counts"], slot, len(context.prompt), len(tokens)
-                self._kernels.launch("count", ANY_SHAPE, (1,), *arguments)
+                self._buffers["history"][: len(tokens)].set(tokens, self._stream)
+                numbers = {"slot": slot, "n_prompt": len(context.prompt), "n": len(tokens)}
+                self._kernels.launch("count", (1,), self._buffers | numbers)
             if n_wanted == 1:  # `pick` counts what it chooses, if it is the only one
                 self._counted[slot] = (context.output, context.n_output + 1)
 
@@ -587,7 +534,7 @@ class CudaOps:
             self._graphs[batch.sizes] = self._captured(batch)
 
     def _captured(self, batch: DeviceStep) -> Any:
-        """The CUDA graph of a step; None where the driver does not take it: then kernels are launched."""
+        """The CUDA graph of a step; None if the driver does not take it: then kernels are launched."""
         self._kernels.overlap = True
         try:
             self._stream.begin_capture()
@@ -610,55 +557,47 @@ class CudaOps:
     # --- the ops --------------------------------------------------------------------------------------------
 
     def embed(self, batch: DeviceStep, weights: Weights) -> DeviceArray:
-        x, chosen = self._buffers["x"], self._buffers["chosen"]
-        tokens, slots = batch.views["tokens"], batch.views["slots"]
-        self._kernels.launch("embed", ANY_SHAPE, (batch.n_rows,), weights.embed, tokens, slots, chosen, x)
-        return x
+        self._launch("embed", (batch.n_rows,), batch, embed=weights.embed)
+        return self._buffers["x"]
 
     def qkv(self, x: DeviceArray, layer: Layer, batch: DeviceStep) -> DeviceArray:
-        qkv = self._buffers["qkv"]
-        normed = self._norm(x, layer.attn_norm, None, batch.n_rows)
-        arguments = layer.wqkv, layer.bqkv, layer.attn_norm, x, normed, qkv
-        self._product("qkv", len(layer.wqkv), batch.n_rows, *arguments)
-        return qkv
+        self._norm(batch, layer.attn_norm)
+        self._product("qkv", len(layer.wqkv), batch, vars(layer))
+        return self._buffers["qkv"]
 
     def attend(self, qkv: DeviceArray, layer: Layer, i: int, batch: DeviceStep) -> DeviceArray:
         """Norm and rotate q and k, write k and v to the KV cache, attend."""
-        c, b, views = self.config, self._buffers, batch.views
-        page_tables, y = b["page_tables"], b["y"]
-        cache = b["rope"], self._keys[i], self._values[i]
-        max_pages = page_tables.shape[1]
-        rotary = int(c.rotary[i])
-        of_layer = max_pages, c.windows[i] or 0, rotary
+        n_kv_heads, n_split, n_whole = self.config.n_kv_heads, batch.n_split_tiles, batch.n_whole_tiles
+        arguments = self._attention_arguments(layer, i)
         if not batch.is_decode:
-            rows = batch.n_rows, c.n_kv_heads
-            new = qkv, layer.k_norm, *cache, views["positions"], views["slots"], page_tables
-            self._kernels.launch("write_kv", ANY_SHAPE, rows, *new, max_pages, rotary)
-        if batch.n_split_tiles:
-            splits = batch.n_splits, c.n_kv_heads, batch.n_split_tiles
-            inputs = qkv, layer.q_norm, layer.k_norm, layer.sinks, *cache, views["tiles"], page_tables
-            between_blocks = b["part"], b["n_done"]
-            writes = int(batch.is_decode)
-            self._kernels.launch("attend", ANY_SHAPE, splits, *inputs, *between_blocks, y, *of_layer, writes)
-        if batch.n_whole_tiles:
-            whole = batch.n_whole_tiles, c.n_kv_heads
-            tiles = views["tiles"][batch.n_split_tiles :]
-            arrays = qkv, layer.q_norm, layer.sinks, *cache, tiles, page_tables, y
-            self._kernels.launch("attend_prompt", ANY_SHAPE, whole, *arrays, *of_layer)
-        return y
+            self._launch("write_kv", (batch.n_rows, n_kv_heads), batch, **arguments)
+        if n_split:
+            grid = batch.n_splits, n_kv_heads, n_split
+            self._launch("attend", grid, batch, **arguments, writes=int(batch.is_decode))
+        if n_whole:
+            tiles = batch.views["tiles"][n_split:]
+            self._launch("attend_prompt", (n_whole, n_kv_heads), batch, **arguments, tiles=tiles)
+        return self._buffers["y"]
+
+    def _attention_arguments(self, layer: Layer, i: int) -> dict[str, Any]:
+        return vars(layer) | {
+            "keys": self._keys[i],
+            "values": self._values[i],
+            "max_pages": self._buffers["page_tables"].shape[1],
+            "window": self.config.windows[i] or 0,
+            "rotary": int(self.config.rotary[i]),
+        }
 
     def out(self, x: DeviceArray, y: DeviceArray, layer: Layer, batch: DeviceStep) -> None:
-        self._product("out", self.config.dim, batch.n_rows, layer.wo, layer.bo, y, x)
+        self._product("out", self.config.dim, batch, vars(layer))
 
     def gate_up(self, x: DeviceArray, layer: Layer, batch: DeviceStep) -> DeviceArray:
-        h = self._buffers["h"]
-        normed = self._norm(x, layer.mlp_norm, None, batch.n_rows)
-        arguments = layer.w_gate_up, layer.b_gate_up, layer.mlp_norm, x, normed, h
-        self._product("gate_up", self.config.hidden_dim, batch.n_rows, *arguments, n_matrices=2)
-        return h
+        self._norm(batch, layer.mlp_norm)
+        self._product("gate_up", self.config.hidden_dim, batch, vars(layer), n_matrices=2)
+        return self._buffers["h"]
 
     def down(self, x: DeviceArray, h: DeviceArray, layer: Layer, batch: DeviceStep) -> None:
-        self._product("down", self.config.dim, batch.n_rows, layer.w_down, layer.b_down, h, x)
+        self._product("down", self.config.dim, batch, vars(layer))
 
     def experts(self, x: DeviceArray, layer: Layer, batch: DeviceStep) -> None:
         """The pairs of a row and an expert are grouped by expert: a group is a product."""
@@ -666,45 +605,45 @@ class CudaOps:
         assert experts is not None
         b, n = self._buffers, batch.n_rows
         n_pairs = n * experts.n_chosen
-        launch = self._kernels.launch
-        launch("rms_norm", ANY_SHAPE, (n,), layer.mlp_norm, x, None, b["normed"])
-        router = -(-n // ANY_SHAPE.rows), -(-experts.n // ANY_SHAPE.columns)
-        launch("router", ANY_SHAPE, router, layer.router, layer.b_router, b["normed"], b["scores"], n)
-        routes = b["experts"], b["shares"], b["places"], b["pair_rows"], b["groups"]
-        launch("route", ANY_SHAPE, (1,), b["scores"], *routes, n)
-        launch("rms_norm", ANY_SHAPE, (n_pairs,), layer.mlp_norm, x, b["pair_rows"], b["expert_x"])
         n_groups = min(experts.n, n_pairs)
-        gate_up = *expert_arrays(layer.w_gate_up), layer.b_gate_up, b["expert_x"], b["groups"], b["expert_h"]
-        launch("expert_gate_up", ANY_SHAPE, (-(-experts.hidden_dim // 8), n_groups), *gate_up)
-        down = *expert_arrays(layer.w_down), layer.b_down, b["expert_h"], b["groups"], b["expert_y"]
-        launch("expert_down", ANY_SHAPE, (-(-self.config.dim // 8), n_groups), *down)
-        launch("add_experts", ANY_SHAPE, (n,), b["shares"], b["places"], b["expert_y"], x)
+        of_layer: dict[str, Any] = {"b_gate_up": layer.b_gate_up, "b_down": layer.b_down}
+        router = -(-n // ANY_SHAPE.rows), -(-experts.n // ANY_SHAPE.columns)
+        gate_up = -(-experts.hidden_dim // 8), n_groups
+        down = -(-self.config.dim // 8), n_groups
+        norm = layer.mlp_norm
+        self._launch("rms_norm", (n,), batch, w=norm, rows=None, y=b["normed"])
+        self._launch("router", router, batch, router=layer.router, b_router=layer.b_router, n_rows=n)
+        self._launch("route", (1,), batch, n_rows=n)
+        self._launch("rms_norm", (n_pairs,), batch, w=norm, rows=b["pair_rows"], y=b["expert_x"])
+        self._launch("expert_gate_up", gate_up, batch, **expert_matrices(layer.w_gate_up), **of_layer)
+        self._launch("expert_down", down, batch, **expert_matrices(layer.w_down), **of_layer)
+        self._launch("add_experts", (n,), batch)
 
     def logits(self, x: DeviceArray, weights: Weights, batch: DeviceStep) -> DeviceArray:
-        raw = self._buffers["raw"]
         if batch.n_wanted:
-            rows = batch.views["wanted"]
-            normed = self._norm(x, weights.norm, rows, batch.n_wanted)
-            arguments = weights.head, weights.norm, x, normed, rows, raw, self._buffers["best"]
-            self._product("logits", len(weights.head), batch.n_wanted, *arguments)
-        return raw
+            wanted = batch._replace(n_rows=batch.n_wanted)
+            self._norm(wanted, weights.norm, batch.views["wanted"])
+            self._product("logits", len(weights.head), wanted, {"head": weights.head, "norm": weights.norm})
+        return self._buffers["raw"]
 
     def pick(self, logits: DeviceArray, batch: DeviceStep) -> None:
-        b, views = self._buffers, batch.views
-        of_row = views["pick_rows"], views["settings"], views["seeds"], b["masks"]
-        of_slot = views["tokens"], b["counts"], b["biases"], b["chosen"]
-        arguments = logits, b["best"], b["logits"], *of_row, *of_slot, b["choices"]
-        self._kernels.launch("pick", ANY_SHAPE, (batch.n_wanted,), *arguments)
+        self._launch("pick", (batch.n_wanted,), batch)
 
-    def _norm(self, x: DeviceArray, w: DeviceArray, rows: DeviceArray | None, n: int) -> DeviceArray:
+    def _norm(self, batch: DeviceStep, w: DeviceArray, rows: DeviceArray | None = None) -> None:
         """What products of more than NORMED_ROWS begin with; the others norm x themselves."""
-        normed = self._buffers["normed"]
-        if n > NORMED_ROWS:
-            self._kernels.launch("rms_norm", ANY_SHAPE, (n,), w, x, rows, normed)
-        return normed
+        if batch.n_rows > NORMED_ROWS:
+            self._launch("rms_norm", (batch.n_rows,), batch, w=w, rows=rows, y=self._buffers["normed"])
 
-    def _product(self, name: str, n_columns: int, n: int, *arguments: Any, n_matrices: int = 1) -> None:
-        """n rows of a product; n_columns: of each matrix."""
+    def _product(
+        self, name: str, n_columns: int, batch: DeviceStep, weights: dict[str, Any], n_matrices: int = 1
+    ) -> None:
+        """n_columns: of each matrix."""
+        n = batch.n_rows
         shape = shape_for(n, n_columns * n_matrices, self.enough_blocks)
         grid = -(-n // shape.rows), -(-n_columns // shape.columns_of(name))
-        self._kernels.launch(name, shape, grid, *arguments, n)
+        self._launch(name, grid, batch, shape, **weights, n_rows=n, n_wanted=n)
+
+    def _launch(
+        self, name: str, grid: tuple[int, ...], batch: DeviceStep, shape: Shape = ANY_SHAPE, **others: Any
+    ) -> None:
+        self._kernels.launch(name, grid, self._buffers | batch.views | others, shape)

@@ -1,6 +1,6 @@
 """kernels.cu and plain.cu, compiled for a model by NVRTC, and their launches.
 
-    Config, Shape --constants()--> -DNAME=value --NVRTC--> Kernels --launch(name, shape, grid, arguments)-->
+    Config, Shape --constants()--> -DNAME=value --NVRTC--> Kernels --launch(name, grid, arguments)-->
 
 Authority: CuPy's reference (https://docs.cupy.dev) for RawModule; cuda.h for cuLaunchKernelEx,
 https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__EXEC.html.
@@ -8,20 +8,19 @@ https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__EXEC.html.
 Rules of this file:
 1. A number that Python and a .cu file both need stands in this file alone. The compiler gets it as
    -DNAME=value, and no .cu file defines it again.
-2. A kernel gets its arguments through `Kernels` alone, which checks them against its signature: CuPy does
-   not, and passes a Python float as a double.
+2. A kernel gets its arguments through `Kernels` alone, by the names of its parameters, and they are checked
+   against its signature: CuPy does not, and passes a Python float as a double.
 3. Programmatic dependent launch (PDL): in a CUDA graph, where device and driver take it, a kernel is put on
    the processors while the one ahead of it still runs, and waits by itself before it touches what that one
    writes (kernels.cu, rule 2). Outside of graphs the launch would cost more than it saves.
 
-Not here: what is computed (kernels.cu, plain.cu), with which arguments (cuda.py, plain_ops.py).
+Not here: what is computed (kernels.cu, plain.cu), the arrays (cuda.py, steps.py).
 """
 
 import ctypes
 import importlib
-import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,18 +35,15 @@ DeviceArray = Any  # cupy.ndarray; bfloat16 is seen as uint16
 
 # --- constants that Python shares with the .cu files --------------------------------------------------------
 
-# Both ways stay until a GPU has told which is faster; the environment variable takes the other one.
-X_STAGES = 4  # of the ring in shared memory through which products of few rows read their input
-NO_STAGING = "LLMREF_NO_STAGING"  # they read it step by step
-
 QUERIES = 16  # query rows of a tile of attention: the rows of one tensor core instruction
 NORMED_ROWS = 2  # of the residual stream: up to so many, a product norms them itself
 MAX_TOP = 20  # likeliest tokens whose logprobs can be had: what the API allows
-PENALISED, BIASED, MASKED, CHAINS = 1, 2, 4, 8  # flags of a row that a token is picked for
+PENALISED, BIASED, MASKED, CHAINS, ADVANCES = 1, 2, 4, 8, 16  # flags of a row that a token is picked for
 # numbers in a row of the arrays that steps.py fills and reads
-TILE_WIDTH, PICK_ROW_WIDTH, SETTINGS_WIDTH, SEEDS_WIDTH, CHOICE_WIDTH = 5, 6, 6, 3, 2 + 2 * MAX_TOP
+TILE_WIDTH, PICK_ROW_WIDTH, SETTINGS_WIDTH, SEEDS_WIDTH, CHOICE_WIDTH = 6, 6, 6, 3, 2 + 2 * MAX_TOP
 GROUP_WIDTH = 3  # and of groups, which `route` writes
 THREADS, PICK_THREADS = 256, 1024  # of a block
+NO_LIMIT = 2**31 - 1
 
 SHARED: dict[str, int | str] = {
     "PAGE": PAGE,
@@ -58,15 +54,16 @@ SHARED: dict[str, int | str] = {
     "BIASED": BIASED,
     "MASKED": MASKED,
     "CHAINS": CHAINS,
+    "ADVANCES": ADVANCES,
     "TILE_WIDTH": TILE_WIDTH,
     "PICK_ROW_WIDTH": PICK_ROW_WIDTH,
     "SETTINGS_WIDTH": SETTINGS_WIDTH,
     "SEEDS_WIDTH": SEEDS_WIDTH,
     "CHOICE_WIDTH": CHOICE_WIDTH,
     "GROUP_WIDTH": GROUP_WIDTH,
-    "SEEN_IN_PROMPT": "0x80000000u",  # bit of a token's count, which `count` sets and `pick` reads
     "THREADS": THREADS,
     "PICK_THREADS": PICK_THREADS,
+    "SEEN_IN_PROMPT": "0x80000000u",  # bit of a token's count, which `count` sets and `pick` reads
 }
 
 
@@ -83,11 +80,7 @@ class Shape(NamedTuple):
     min_rows: int  # of a product; fewer take a smaller shape
 
     def columns_of(self, product: str) -> int:
-        if product == "gate_up":
-            return self.pair_columns
-        if product == "logits":
-            return self.logits_columns
-        return self.columns
+        return {"gate_up": self.pair_columns, "logits": self.logits_columns}.get(product, self.columns)
 
 
 # A block reads its rows of x from the L2 cache, beside its columns of the matrix. 16 rows are twice the bytes
@@ -102,7 +95,7 @@ SOME_WIDE = Shape(  64,   128,       64,       128,       17)
 MANY_ROWS = Shape( 128,   128,       64,       128,       65)
 # fmt: on
 SHAPES = ONE_TILE, FEW_ROWS, SOME_ROWS, SOME_WIDE, MANY_ROWS  # the largest last
-ANY_SHAPE = ONE_TILE  # where the kernels that are no product are compiled
+ANY_SHAPE = ONE_TILE  # the kernels that are not products are compiled with it alone
 
 # ONE_TILE alone norms rows by itself (kernels.cu, NormedRows): of so few rows, no other shape is taken.
 assert all(shape is ONE_TILE or shape.min_rows > NORMED_ROWS for shape in SHAPES)
@@ -111,9 +104,7 @@ assert all(shape is ONE_TILE or shape.min_rows > NORMED_ROWS for shape in SHAPES
 def constants(config: Config, shape: Shape) -> dict[str, int | str]:
     """All that the .cu files are compiled with."""
     c = config
-    x_stages = X_STAGES
-    if os.environ.get(NO_STAGING):
-        x_stages = 0
+    experts = c.experts or NO_EXPERTS
     return SHARED | {
         "DIM": c.dim,
         "HIDDEN_DIM": c.hidden_dim,
@@ -129,19 +120,11 @@ def constants(config: Config, shape: Shape) -> dict[str, int | str]:
         "ATTEND_THREADS": attend_threads(c),
         "SPLIT_KEYS": split_keys(c),
         "PART_WIDTH": part_width(c),
-        "X_STAGES": x_stages,
         "BLOCK_ROWS": shape.rows,
         "BLOCK_COLUMNS": shape.columns,
         "PAIR_COLUMNS": shape.pair_columns,
         "LOGITS_COLUMNS": shape.logits_columns,
-        **expert_constants(c),
-    }
-
-
-def expert_constants(config: Config) -> dict[str, int | str]:
-    """Those of a mixture of experts; in a model that is none, kernels.cu has no kernels of experts."""
-    experts = config.experts or NO_EXPERTS
-    return {
+        # of a mixture of experts; for a model without, kernels.cu has no kernels of experts
         "N_EXPERTS": experts.n,
         "N_CHOSEN": experts.n_chosen,
         "EXPERT_DIM": experts.hidden_dim,
@@ -207,29 +190,25 @@ def check_sizes(config: Config) -> None:
     c = config
     # fmt: off
     #  name                   size                     multiples of, at most
-    rules: list[tuple[str, int, int, int | None]] = [
+    rules: list[tuple[str, int, int, int]] = [
         ("dim",                  c.dim,                    8, 10_000),
-        ("hidden_dim",           c.hidden_dim,             8, None),
-        ("n_heads * head_dim",   c.n_heads * c.head_dim,   8, None),
+        ("hidden_dim",           c.hidden_dim,             8, NO_LIMIT),
+        ("n_heads * head_dim",   c.n_heads * c.head_dim,   8, NO_LIMIT),
         ("head_dim",             c.head_dim,               2, 256),
         ("vocab_size",           c.vocab_size,             1, 300_000),
     ]
     if c.experts:
         rules += [
-            ("hidden_dim of an expert", c.experts.hidden_dim, 8, None),
+            ("hidden_dim of an expert", c.experts.hidden_dim, 8, NO_LIMIT),
             ("experts",                 c.experts.n,          1, PICK_THREADS),
             ("experts of a token",      c.experts.n_chosen,   1, 32),
         ]
     # fmt: on
-    for name, size, multiple, maximum in rules:
-        supported = []
-        if multiple > 1:
-            supported.append(f"multiples of {multiple}")
-        if maximum is not None:
-            supported.append(f"up to {maximum}")
-        if size % multiple or (maximum is not None and size > maximum):
+    for name, size, multiple, most in rules:
+        if size % multiple or size > most:
             raise UnsupportedModel(
-                f"{name} is {size}; supported on a GPU: {', '.join(supported)}. --device cpu takes it"
+                f"{name} is {size}; supported on a GPU: multiples of {multiple}, up to {most}. "
+                "--device cpu takes it"
             )
 
 
@@ -356,22 +335,27 @@ class Kernels:
         for module in self._modules.values():  # CuPy compiles when a function is asked for
             module.get_function("logits")
 
-    def launch(self, name: str, shape: Shape, grid: tuple[int, ...], *args: Any) -> None:
-        """An array for each array, a number for each number, None for an array that there is none of."""
+    def launch(
+        self, name: str, grid: tuple[int, ...], arguments: Mapping[str, Any], shape: Shape = ANY_SHAPE
+    ) -> None:
+        """Launch a kernel with the arguments of its parameters' names.
+
+        An array for each array, None for one that the model does not have, a number for each number.
+        """
         function = self._function(name, shape)
         block = self._blocks[name]
         checked = self._checked
         values: list[Any] = []
-        for parameter, arg in zip(self._parameters[name], args, strict=True):
-            _, dtype, is_array = parameter
-            if not is_array:
-                values.append(dtype.type(arg))
-            elif arg is None:
+        for parameter in self._parameters[name]:
+            argument = arguments[parameter.name]
+            if not parameter.is_array:
+                values.append(parameter.dtype.type(argument))
+            elif argument is None:
                 values.append(NULL)
             else:
-                if id(arg) not in checked or arg.dtype is not dtype:
-                    self._check(name, parameter, arg)
-                values.append(arg)
+                if id(argument) not in checked or argument.dtype is not parameter.dtype:
+                    self._check(name, parameter, argument)
+                values.append(argument)
         if self._driver is None or not self.overlap:
             function(grid, block, tuple(values))
         else:
@@ -419,7 +403,7 @@ class Kernels:
 
 
 def open_driver(cp: Any) -> Any:
-    """libcuda, where the device can start a kernel early: compute capability 9.0 and above."""
+    """libcuda, if the device can start a kernel early: compute capability 9.0 and above."""
     if int(cp.cuda.Device().compute_capability) < 90:
         return None
     if hasattr(cp, "driver"):

@@ -4,7 +4,7 @@
 //           --> linear] x n_layers --> rms_norm, linear --> pick
 //
 // A thread computes one number by one loop, from the first term to the last: no shared memory, no barriers,
-// no tensor cores, nothing fused. devices/plain_ops.py launches these kernels for the ops of model.py.
+// no tensor cores, nothing fused. tests/helpers/plain_ops.py launches these kernels for the ops of model.py.
 //
 // Authority: the function of model.py or sampling.py that each kernel names; CUDA C++ Programming Guide.
 //
@@ -21,8 +21,8 @@
 // From the compilation (devices/kernels.py, -DNAME=value):
 //   the model      DIM HIDDEN_DIM N_HEADS N_KV_HEADS GROUP HEAD_DIM QKV_DIM VOCAB_SIZE NORM_EPS
 //   a cache page   PAGE HEAD_PAD
-//   a row of pick  MASK_WORDS PICK_ROW_WIDTH SETTINGS_WIDTH SEEDS_WIDTH CHOICE_WIDTH MAX_TOP
-//   its flags      PENALISED BIASED MASKED CHAINS SEEN_IN_PROMPT
+//   a row of pick  TILE_WIDTH MASK_WORDS PICK_ROW_WIDTH SETTINGS_WIDTH SEEDS_WIDTH CHOICE_WIDTH MAX_TOP
+//   its flags      PENALISED BIASED MASKED CHAINS ADVANCES SEEN_IN_PROMPT
 //   a block        THREADS
 //   a mixture      N_EXPERTS N_CHOSEN EXPERT_DIM PACKED NORMALISED CLAMPED LIMIT ALPHA
 //
@@ -45,20 +45,20 @@ __device__ int thread_index() { return blockIdx.x * THREADS + threadIdx.x; }
 
 // ---- Rows -------------------------------------------------------------------------------------------------
 
-// x[row] = table[token of the row]                                                        NumpyOps.embed
-// Where the host has not read the token yet (-1), it is the one that the slot has chosen last.
-//   table   (VOCAB_SIZE, DIM) bfloat16
+// x[row] = embed[token of the row]                                                        NumpyOps.embed
+// If the host has not read the token yet (-1), it is the one that the slot has chosen last.
+//   embed   (VOCAB_SIZE, DIM) bfloat16
 //   tokens  (n_rows,) int32           -1: chosen[slot]
 //   slots   (n_rows,) int32
 //   chosen  (max_batch,) int32
 //   x       (n_rows, DIM) float32     written; n = n_rows * DIM
 extern "C" __global__ void __launch_bounds__(THREADS)
-    embed(weight *table, const int *tokens, const int *slots, const int *chosen, float *x, int n) {
+    embed(weight *embed, const int *tokens, const int *slots, const int *chosen, float *x, int n) {
   int i = thread_index();
   if (i >= n) return;
   int row = i / DIM, column = i % DIM;
   int token = tokens[row] < 0 ? chosen[slots[row]] : tokens[row];
-  x[i] = __bfloat162float(table[(size_t)token * DIM + column]);
+  x[i] = __bfloat162float(embed[(size_t)token * DIM + column]);
 }
 
 // y = x / sqrt(mean(x^2) + eps) * w                                                       NumpyOps._rms_norm
@@ -286,6 +286,8 @@ __device__ float lowest_logit(const float *logits, u64 needed, Weight weight) {
 //   settings   (n, SETTINGS_WIDTH) float32       log2(e) / temperature, 0: greedy; top_p; min_p; presence,
 //                                                frequency and repetition penalty
 //   seeds      (n, SEEDS_WIDTH) uint64           seed; choice; number of the output token
+//   positions, tiles                             of the step: with ADVANCES row i, which is tile i, becomes that
+//                                                of the next step
 //   masks      (n, MASK_WORDS) uint32            a bit a token, 1: structured output allows it
 //   tokens     (n_rows,) int32                   of the step: drafts before a row count as its output
 //   counts     (max_batch, VOCAB_SIZE) uint32    of each slot's tokens; a chosen token is counted
@@ -295,9 +297,9 @@ __device__ float lowest_logit(const float *logits, u64 needed, Weight weight) {
 //                                                the MAX_TOP likeliest tokens; their logprobs, as float32
 //   n: rows, a thread each
 extern "C" __global__ void __launch_bounds__(THREADS)
-    pick(const float *raw, float *logits, const int *pick_rows, const float *settings, const u64 *seeds,
-         const unsigned *masks, const int *tokens, unsigned *counts, const float *biases, int *chosen,
-         int *choices, int n) {
+    pick(const float *raw, float *logits, const int *pick_rows, const float *settings, u64 *seeds,
+         const unsigned *masks, unsigned *counts, const float *biases, int *chosen, int *choices, int *tokens,
+         int *positions, int *tiles, int n) {
   int row = thread_index();
   if (row >= n) return;
   const int *of_row = pick_rows + row * PICK_ROW_WIDTH;
@@ -360,6 +362,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   choices[0] = token;
   if (flags & CHAINS) chosen[slot] = token;
   if ((flags & CHAINS) && (flags & PENALISED)) counts[token] += 1;
+  if (flags & ADVANCES) {
+    tokens[row] = -1;
+    positions[row] += 1;
+    tiles[row * TILE_WIDTH + 1] += 1;
+    seeds[2] += 1;
+  }
   if (n_top < 0) return;
 
   // Logprobs: the model's own, before penalties
@@ -383,34 +391,34 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 // x += sum of share * down(swiglu(gate_up(rms_norm(x)))) over the experts that a row has chosen
 //                                                                                         NumpyOps.experts
 // A pair is a row and an expert that it has chosen: pair i is of row i / N_CHOSEN.
-//   chosen  (n_pairs,) int32
-//   shares  (n_pairs,) float32
+//   experts  (n_pairs,) int32
+//   shares   (n_pairs,) float32
 
 // The experts with the highest scores, of equals the first; a share is the softmax of a score, over those of
 // the row or over all experts                                                                NumpyOps._route
-//   scores  (n_rows, N_EXPERTS) float32        chosen, shares  written; n = n_rows
+//   scores  (n_rows, N_EXPERTS) float32       experts, shares  written; n = n_rows
 extern "C" __global__ void __launch_bounds__(THREADS)
-    route(const float *scores, int *chosen, float *shares, int n) {
+    route(const float *scores, int *experts, float *shares, int n) {
   int row = thread_index();
   if (row >= n) return;
   scores += (size_t)row * N_EXPERTS;
-  chosen += row * N_CHOSEN;
+  experts += row * N_CHOSEN;
   shares += row * N_CHOSEN;
   for (int i = 0; i < N_CHOSEN; i++) {
     int best = -1;
     for (int e = 0; e < N_EXPERTS; e++) {
       bool is_chosen = false;
-      for (int j = 0; j < i; j++) is_chosen = is_chosen || chosen[j] == e;
+      for (int j = 0; j < i; j++) is_chosen = is_chosen || experts[j] == e;
       if (!is_chosen && (best < 0 || scores[e] > scores[best])) best = e;
     }
-    chosen[i] = best;
+    experts[i] = best;
   }
-  float top = scores[chosen[0]], total = 0;
+  float top = scores[experts[0]], total = 0;
   if (NORMALISED)
-    for (int i = 0; i < N_CHOSEN; i++) total += expf(scores[chosen[i]] - top);
+    for (int i = 0; i < N_CHOSEN; i++) total += expf(scores[experts[i]] - top);
   else
     for (int e = 0; e < N_EXPERTS; e++) total += expf(scores[e] - top);
-  for (int i = 0; i < N_CHOSEN; i++) shares[i] = expf(scores[chosen[i]] - top) / total;
+  for (int i = 0; i < N_CHOSEN; i++) shares[i] = expf(scores[experts[i]] - top) / total;
 }
 
 // Number k of a row of a matrix: bfloat16, or MXFP4, where 4 bits mean E2M1 and 32 numbers have a scale
@@ -432,12 +440,12 @@ __device__ float number(weight *w, packed *blocks, packed *scales, size_t row, i
 //   x       (n_pairs / a_row, size) bfloat16   each row of x is that of a_row pairs
 //   y       (n_pairs, n_columns) float32, written; n = n_pairs * n_columns
 extern "C" __global__ void __launch_bounds__(THREADS)
-    expert_linear(weight *w, packed *blocks, packed *scales, weight *b, const bf16 *x, const int *chosen,
+    expert_linear(weight *w, packed *blocks, packed *scales, weight *b, const bf16 *x, const int *experts,
                   float *y, int size, int n_columns, int a_row, int n) {
   int i = thread_index();
   if (i >= n) return;
   int pair = i / n_columns, column = i % n_columns;
-  size_t row = (size_t)chosen[pair] * n_columns + column;
+  size_t row = (size_t)experts[pair] * n_columns + column;
   x += (size_t)(pair / a_row) * size;
   float sum = 0;
   for (int k = 0; k < size; k++) sum += __bfloat162float(x[k]) * number(w, blocks, scales, row, size, k);
@@ -446,25 +454,26 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 }
 
 // h = silu(gate) * up, or with both clamped gate / (1 + exp(-ALPHA * gate)) * (up + 1)      NumpyOps._swiglu
-//   gate_up  (n_pairs, 2 * EXPERT_DIM) float32   h  (n_pairs, EXPERT_DIM) bfloat16, written
-extern "C" __global__ void __launch_bounds__(THREADS) expert_swiglu(const float *gate_up, bf16 *h, int n) {
+//   expert_gate_up  (n_pairs, 2 * EXPERT_DIM) float32   expert_h  (n_pairs, EXPERT_DIM) bfloat16, written
+extern "C" __global__ void __launch_bounds__(THREADS)
+    expert_swiglu(const float *expert_gate_up, bf16 *expert_h, int n) {
   int i = thread_index();
   if (i >= n) return;
-  gate_up += (size_t)(i / EXPERT_DIM) * 2 * EXPERT_DIM;
-  float gate = gate_up[i % EXPERT_DIM], up = gate_up[EXPERT_DIM + i % EXPERT_DIM];
+  expert_gate_up += (size_t)(i / EXPERT_DIM) * 2 * EXPERT_DIM;
+  float gate = expert_gate_up[i % EXPERT_DIM], up = expert_gate_up[EXPERT_DIM + i % EXPERT_DIM];
   if (CLAMPED) {
     gate = fminf(gate, LIMIT);
     up = fminf(fmaxf(up, -LIMIT), LIMIT);
-    h[i] = __float2bfloat16(gate / (1 + expf(-ALPHA * gate)) * (up + 1));
-  } else h[i] = __float2bfloat16(gate / (1 + expf(-gate)) * up);
+    expert_h[i] = __float2bfloat16(gate / (1 + expf(-ALPHA * gate)) * (up + 1));
+  } else expert_h[i] = __float2bfloat16(gate / (1 + expf(-gate)) * up);
 }
 
-// x += sum of share * y over the pairs of a row
-//   y  (n_pairs, DIM) float32   x  (n_rows, DIM) float32, written; n = n_rows * DIM
+// x += sum of share * expert_y over the pairs of a row
+//   expert_y  (n_pairs, DIM) float32   x  (n_rows, DIM) float32, written; n = n_rows * DIM
 extern "C" __global__ void __launch_bounds__(THREADS)
-    add_experts(const float *shares, const float *y, float *x, int n) {
+    add_experts(const float *shares, const float *expert_y, float *x, int n) {
   int i = thread_index();
   if (i >= n) return;
   for (int pair = i / DIM * N_CHOSEN; pair < (i / DIM + 1) * N_CHOSEN; pair++)
-    x[i] += shares[pair] * y[(size_t)pair * DIM + i % DIM];
+    x[i] += shares[pair] * expert_y[(size_t)pair * DIM + i % DIM];
 }

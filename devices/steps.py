@@ -1,27 +1,30 @@
 """A step's numbers on a GPU: rows, positions, tiles and sampling, in memory that a CUDA graph can reuse.
 
-    Spans, Contexts --place_spans(), row_fields(), pick_fields()--> HostMemory --one copy--> the device
+    Spans, Contexts --row_fields(), step_tiles(), pick_fields()--> HostMemory --one copy--> the device
 
 Authority: the arguments of kernels.cu, by name.
 
 Rules of this file:
 1. All numbers of a step lie in one piece of memory: one copy brings them to the device.
-2. The host's side is pinned memory, which the device reads by itself. What a step in flight copies from,
-   nobody else writes until the step is read.
+2. The host's side is pinned memory, which the device reads by itself. What a step in flight copies from is
+   not written until the step is read.
 3. Steps of decoding are padded to a few sizes (buckets), each with memory of its own: a CUDA graph has the
    addresses of its size. Steps of whole prefill chunks have few sizes by themselves.
+4. The step after one of decoding often has the same rows, one token later. The device makes its numbers
+   itself (`pick`, ADVANCES), so nothing is copied.
 
 Not here: the ops (cuda.py), which rows come next (scheduler.py).
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from devices.kernels import (
+    ADVANCES,
     BIASED,
     CHAINS,
     CHOICE_WIDTH,
@@ -83,66 +86,53 @@ def pinned(cp: Any, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
 
 
 class HostMemory:
-    """Pinned memory that a step in flight copies from and to; nobody else's until the step is read."""
+    """Pinned memory that a step in flight copies from and to, and no other until the step is read."""
 
     def __init__(self, cp: Any, layout: StepLayout, page_tables_shape: tuple[int, ...]) -> None:
         self.fields = layout.fields
         self.page_tables = pinned(cp, "i4", page_tables_shape)  # (max_batch, max_pages)
         self.numbers = pinned(cp, "u1", (layout.n_bytes,))
         self.views = layout.views(self.numbers)
-        self.flat_views = {name: view.reshape(-1) for name, view in self.views.items()}
         self.choices = pinned(cp, "i4", (len(self.views["wanted"]), CHOICE_WIDTH))  # what `pick` writes
         self.arrived = cp.cuda.Event(disable_timing=True)
-        self.n_choices: list[int] = []  # of each span that wants any
-        self.n_top: list[int] = []  # n_top_logprobs of each wanted row; -1: no logprobs
+        self.expected = Expected([], [])
 
-    def fill(self, fields: "dict[str, Sequence[int] | NDArray[Any]]") -> None:
-        """Write the values of fields, row after row, and padding behind them."""
+    def fill(self, fields: Mapping[str, Sequence[int] | NDArray[Any]]) -> None:
+        """Write the values of fields, row after row, and padding after them."""
         for name, values in fields.items():
-            flat = self.flat_views[name]
-            n = len(values)
-            flat[:n] = values
-            if n < len(flat):
-                flat[n:] = self.fields[name][2]
-
-    def advance(self, before: "HostMemory", n: int) -> None:
-        """Write the numbers of the step after one of n rows: a token later, which the host has not read."""
-        self.numbers[:] = before.numbers
-        views = self.views
-        views["tokens"][:n] = UNREAD
-        views["positions"][:n] += 1
-        views["tiles"][:n, 1] += 1  # `start`, as Tile in kernels.cu reads it
-        views["seeds"][:n, 2] += np.uint64(1)
-        self.n_choices = before.n_choices
-        self.n_top = before.n_top
-
-    def expect_choices(self, step: "PlacedStep") -> None:
-        """Remember how the choices that will come are shared out to spans, and which have logprobs."""
-        self.n_choices = [span.n_wanted for span in step.spans if span.n_wanted]
-        self.n_top = []
-        for context in step.contexts:
-            n_top = context.sampling.n_top_logprobs
-            self.n_top.append(-1 if n_top is None else n_top)
+            flat = self.views[name].reshape(-1)
+            flat[: len(values)] = values
+            flat[len(values) :] = self.fields[name][2]
 
     def read_choices(self) -> Iterator[list[Choice]]:
         """The choices that have arrived, of each span that wants any."""
-        token_ids = self.choices[: len(self.n_top), 0].tolist()
-        choices = list(map(Choice, token_ids))
-        logprobs = self.choices.view(np.float32)
-        for i, n_top in enumerate(self.n_top):
-            if n_top >= 0:
-                choices[i] = self._with_logprobs(i, logprobs[i])
+        n_choices, n_top = self.expected
+        choices = list(map(Choice, self.choices[: len(n_top), 0].tolist()))
+        for i, n in enumerate(n_top):
+            if n is not None:
+                choices[i] = self._with_logprobs(self.choices[i], n)
         first = 0
-        for n in self.n_choices:
-            yield choices[first : first + n]
-            first += n
+        for n_of_span in n_choices:
+            yield choices[first : first + n_of_span]
+            first += n_of_span
 
-    def _with_logprobs(self, i: int, logprobs: NDArray[np.float32]) -> Choice:
-        """Row i of `choices`; logprobs: the same row as float32."""
-        row, n = self.choices[i], self.n_top[i]
+    def _with_logprobs(self, row: NDArray[np.int32], n: int) -> Choice:
+        logprobs = row.view(np.float32)
         top_ids = row[2 : 2 + n].tolist()
         top_logprobs = logprobs[2 + MAX_TOP : 2 + MAX_TOP + n].tolist()
         return Choice(int(row[0]), float(logprobs[1]), tuple(zip(top_ids, top_logprobs, strict=True)))
+
+
+class Expected(NamedTuple):
+    """How the choices of a step are shared out to spans."""
+
+    n_choices: list[int]  # of each span that wants any
+    n_top: list[int | None]  # n_top_logprobs of each wanted row
+
+    @classmethod
+    def of(cls, spans: Sequence[Span], contexts: Sequence[Context]) -> "Expected":
+        n_choices = [span.n_wanted for span in spans if span.n_wanted]
+        return cls(n_choices, [context.sampling.n_top_logprobs for context in contexts])
 
 
 class StepMemory(NamedTuple):
@@ -154,7 +144,11 @@ class StepMemory(NamedTuple):
     free: list[HostMemory]  # those that no step in flight uses
 
 
-StepsInFlight = list[tuple[StepMemory, HostMemory]]  # the parts of a step that was launched and not yet read
+class StepInFlight(NamedTuple):
+    """A step that was launched and not yet read: where its choices will be."""
+
+    memory: StepMemory
+    host: HostMemory
 
 
 def bucket(n: int) -> int:
@@ -171,13 +165,13 @@ def buckets(n: int) -> list[int]:
 
 
 class DeviceStep(NamedTuple):
-    """How much there is of what in a step; the numbers themselves lie in `views`."""
+    """The sizes of a step; the numbers themselves lie in `views`."""
 
     views: dict[str, DeviceArray]
     n_rows: int
     n_wanted: int
     n_split_tiles: int  # the first tiles, whose splits are shared out to blocks
-    n_whole_tiles: int  # the tiles behind them, which a block takes as a whole
+    n_whole_tiles: int  # the tiles after them, which a block takes as a whole
     n_splits: int  # of the longest sequence among the former
     is_decode: bool  # is each span one tile of the former? Then `attend` writes the keys on the way
     comes_again: bool  # one of the few sizes that steps have again and again: worth a CUDA graph
@@ -188,39 +182,8 @@ class DeviceStep(NamedTuple):
         return self[1:]
 
 
-class PlacedStep(NamedTuple):
-    """The spans of a step, and which of its rows are theirs."""
-
-    spans: Sequence[Span]
-    contexts: Sequence[Context]  # of each wanted row, in the order of the spans
-    sizes: list[int]  # rows of each span
-    first_rows: list[int]  # of each span
-
-    @property
-    def n_rows(self) -> int:
-        return sum(self.sizes)
-
-
-def place_spans(spans: Sequence[Span], contexts: Sequence[Context]) -> PlacedStep:
-    """Give the spans their rows, in their order; those of prompts come after all others."""
-    sizes = [n_rows(span) for span in spans]
-    next_row = 0
-    next_chunk_row = sum(size for span, size in zip(spans, sizes, strict=True) if not is_prompt(span))
-    first_rows = []
-    for span, size in zip(spans, sizes, strict=True):
-        if is_prompt(span):
-            first_rows.append(next_chunk_row)
-            next_chunk_row += size
-        else:
-            first_rows.append(next_row)
-            next_row += size
-    return PlacedStep(spans, contexts, sizes, first_rows)
-
-
 def n_rows(span: Span) -> int:
-    if span.token_ids is None:
-        return 1
-    return len(span.token_ids)
+    return span.end - span.start
 
 
 def is_prompt(span: Span) -> bool:
@@ -231,14 +194,13 @@ def is_prompt(span: Span) -> bool:
 UNREAD = (-1,)  # in place of the token that the slot chose last, which the host has not read
 
 
-def row_fields(step: PlacedStep) -> dict[str, list[int]]:
-    """The fields that each row has, in the order of the rows."""
+def row_fields(spans: Sequence[Span]) -> dict[str, list[int]]:
+    """The fields that each row has."""
     tokens, slots, positions = list[int](), list[int](), list[int]()
-    for i in sorted(range(len(step.spans)), key=step.first_rows.__getitem__):
-        span, size = step.spans[i], step.sizes[i]
+    for span in spans:
         tokens += UNREAD if span.token_ids is None else span.token_ids
-        slots += (span.slot,) * size
-        positions += range(span.start, span.start + size)
+        slots += (span.slot,) * n_rows(span)
+        positions += range(span.start, span.end)
     return {"tokens": tokens, "slots": slots, "positions": positions}
 
 
@@ -246,9 +208,9 @@ class StepTiles(NamedTuple):
     """The tiles of a step (kernels.cu): each has QUERIES queries of a span to one key head."""
 
     split: list[int]  # with split attention, TILE_WIDTH numbers each
-    whole: list[int]  # those that a block takes as a whole: of prefill chunks
+    whole: list[int]  # those that a block takes as a whole
     n_split_spans: int
-    longest: int  # tokens of the longest sequence among the split ones
+    n_splits: int  # of the longest sequence among the split ones, as n_splits() rounds it
 
     @property
     def n_split(self) -> int:
@@ -259,20 +221,29 @@ class StepTiles(NamedTuple):
         return len(self.whole) // TILE_WIDTH
 
 
-def step_tiles(step: PlacedStep, group_size: int, max_split_rows: int) -> StepTiles:
+def n_splits(span: Span, split_keys: int) -> int:
+    """The splits that a span has places for; so many that most steps after it have as many."""
+    return bucket(-(-span.end // split_keys))
+
+
+def step_tiles(spans: Sequence[Span], group_size: int, split_keys: int, max_parts: int) -> StepTiles:
+    """Tiles of prefill chunks are many, and taken as a whole; so are others for which `part` has no room."""
     split, whole = list[int](), list[int]()
-    n_split_spans = 0
-    longest = 1
-    for span, size, first_row in zip(step.spans, step.sizes, step.first_rows, strict=True):
-        tiles = split
-        if is_prompt(span) or first_row + size > max_split_rows:
-            tiles = whole
-        else:
+    first_row = n_parts = n_split_spans = 0
+    most_splits = 1
+    for span in spans:
+        size, n = n_rows(span), n_splits(span, split_keys)
+        tiles = whole
+        first_part = n_parts
+        if not is_prompt(span) and n_parts + size * n <= max_parts:
+            tiles = split
+            n_parts += size * n
             n_split_spans += 1
-            longest = max(longest, span.start + size)
+            most_splits = max(most_splits, n)
         for first_query in range(0, size * group_size, QUERIES):
-            tiles += (first_row, span.start, size, first_query, span.slot)
-    return StepTiles(split, whole, n_split_spans, longest)
+            tiles += (first_row, span.start, size, first_query, span.slot, first_part)
+        first_row += size
+    return StepTiles(split, whole, n_split_spans, most_splits)
 
 
 class SlotSamplings:
@@ -295,9 +266,7 @@ class SlotSamplings:
             flags |= PENALISED
         if s.logit_bias:
             flags |= BIASED
-        n_top = -1
-        if s.n_top_logprobs is not None:
-            n_top = min(s.n_top_logprobs, MAX_TOP)
+        n_top = -1 if s.n_top_logprobs is None else min(s.n_top_logprobs, MAX_TOP)
         sharpness = 0.0  # greedy
         if s.temperature:
             sharpness = min(1 / (s.temperature * math.log(2)), 1e30)  # of 2^x, not e^x
@@ -308,25 +277,31 @@ class SlotSamplings:
         self.seeds[slot] = s.seed & 0xFFFF_FFFF_FFFF_FFFF, s.choice, 0
 
 
-def pick_fields(step: PlacedStep, samplings: SlotSamplings) -> dict[str, Any]:
-    """The fields that each wanted row has, in the order of the contexts."""
-    wanted = list[int]()
-    slots = list[int]()
-    first_wanted = list[int]()
-    n_before = list[int]()
-    flags = list[int]()
-    for span, size, first_row in zip(step.spans, step.sizes, step.first_rows, strict=True):
+def pick_fields(
+    spans: Sequence[Span], contexts: Sequence[Context], samplings: SlotSamplings, advances: bool
+) -> dict[str, Any]:
+    """The fields that each wanted row has, in the order of the contexts.
+
+    `advances`: `pick` makes the numbers of the next step, in which each row is one token later.
+    """
+    slots, wanted, first_wanted = list[int](), list[int](), list[int]()
+    n_before, flags = list[int](), list[int]()
+    end_row = 0
+    for span in spans:
+        end_row += n_rows(span)
         n = span.n_wanted
-        first = first_row + size - n  # drafts follow it
-        of_slot = samplings.flags[span.slot]
+        rows = range(end_row - n, end_row)  # drafts follow the first of them
+        of_span = samplings.flags[span.slot]
         if n == 1:
-            of_slot |= CHAINS
-        wanted += range(first, first + n)
+            of_span |= CHAINS
+        if advances:
+            of_span |= ADVANCES
         slots += (span.slot,) * n
-        first_wanted += (first,) * n
+        wanted += rows
+        first_wanted += (rows.start,) * n
         n_before += range(n)
-        flags += (of_slot,) * n
-    for i, context in enumerate(step.contexts):
+        flags += (of_span,) * n
+    for i, context in enumerate(contexts):
         if context.mask is not None:
             flags[i] |= MASKED
     slot_array = np.array(slots, np.int64)
@@ -335,10 +310,11 @@ def pick_fields(step: PlacedStep, samplings: SlotSamplings) -> dict[str, Any]:
     pick_rows[:, 2] = n_before
     pick_rows[:, 4] = flags
     seeds = samplings.seeds.take(slot_array, 0)
-    seeds[:, 2] = [context.n_output for context in step.contexts]
+    seeds[:, 2] = [context.n_output for context in contexts]
+    settings = samplings.settings.take(slot_array, 0)
     return {
         "wanted": wanted,
         "pick_rows": pick_rows.reshape(-1),
-        "settings": samplings.settings.take(slot_array, 0).reshape(-1),
+        "settings": settings.reshape(-1),
         "seeds": seeds.reshape(-1),
     }

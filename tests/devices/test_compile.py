@@ -31,7 +31,6 @@ from devices.kernels import (
     SOME_ROWS,
     SOME_WIDE,
     THREADS,
-    X_STAGES,
     Shape,
     attend_threads,
     check_sizes,
@@ -137,7 +136,7 @@ def test_kernels_fit(name: str, shape: Shape, architecture: str) -> None:
 def test_products_of_few_rows_have_a_ring_for_their_input(shape: Shape) -> None:
     """Step by step, `out` and `down` of Qwen3-0.6B waited for 20 trips to the L2 cache in each layer."""
     used = compiled(MODELS["Qwen3-0.6B"], shape, "sm_90")
-    of_ring = X_STAGES * 2 * THREADS * 16  # of a tile of 16 rows, a thread has two times 16 bytes
+    of_ring = 4 * 2 * THREADS * 16  # of a tile of 16 rows, a thread has two times 16 bytes
     assert all(used[kernel].shared_bytes >= of_ring for kernel in ("out", "down"))
 
 

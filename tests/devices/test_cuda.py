@@ -20,11 +20,9 @@ from checkpoint.weights import Weights
 from devices import cuda
 from devices.cuda import CudaOps, OutOfMemory
 from devices.kernels import (
-    ANY_SHAPE,
     FAST_CODE,
     FEW_ROWS,
     MANY_ROWS,
-    NO_STAGING,
     ONE_TILE,
     PLAIN_CODE,
     SHAPES,
@@ -188,7 +186,7 @@ def test_the_environment_switches_features_off(monkeypatch: pytest.MonkeyPatch) 
     """And no bit changes."""
     decode = [rows([3], 0)]
     expected = choices(ops_of(VARIED[1]), decode)
-    for variable in (cuda.NO_PDL, cuda.NO_GRAPHS, NO_STAGING):
+    for variable in (cuda.NO_PDL, cuda.NO_GRAPHS):
         monkeypatch.setenv(variable, "1")
     ops = ops_of(VARIED[1])
     assert choices(ops, decode) == choices(ops, decode) == expected
@@ -308,13 +306,38 @@ def test_a_step_after_its_like_is_the_same_numbers_and_one_more(sampling: Sampli
     assert runs[0] == runs[1]
 
 
-def test_a_step_that_is_larger_than_the_buffers_is_made_in_parts() -> None:
+def test_splits_for_which_there_is_no_place_are_computed_by_one_block() -> None:
+    """`part` is not as large as all sequences of a batch at their longest would need."""
+    ops, prompt = ops_of(VARIED[0]), tokens(127)
+    for slot in range(3):
+        by_steps(ops, [prefill(prompt, 0, slot, 0)])
+    spans = [rows([7], 127, 0), rows([8], 5, 1), rows([9, 10], 100, 2, 2)]
+    expected = choices(ops, spans)
+    for n_parts in (3, 1, 0):
+        ops._buffers["part"] = ops._buffers["part"][:n_parts]
+        assert choices(ops, spans) == expected
+
+
+def test_a_step_that_is_larger_than_the_buffers_is_refused() -> None:
     ops = ops_of(VARIED[0])
-    spans = [prefill(tokens(n, slot), 0, slot, slot % 2) for slot, n in enumerate((100, 90, 80, 100, 110))]
-    expected = by_steps(ops, spans)
-    ops._limits = ops._limits._replace(rows=200)
-    assert len(ops.launch(spans, [Context(BITS, [], [])] * 2)) == 3
-    assert choices(ops, spans) == [[choice] for choice in expected]
+    with pytest.raises(ValueError, match=r"545 rows, 1 wanted: at most 544, 32"):
+        ops.launch([prefill([1] * 545)], [Context(BITS, [], [])])
+
+
+def test_a_step_has_no_more_drafts_than_rows_to_choose_from() -> None:
+    """16 drafts for each of 6 sequences would be 102 rows of logits."""
+    model = model_of(VARIED[1])
+    ops = CudaOps(model.config, model.weights, MAX_SEQ_LEN, N_PAGES, MAX_BATCH, cp=Emulator())
+    ops.max_wanted = 8
+    two = Sampling(logit_bias={5: 100.0, 6: 100.0})  # tokens, which the prompt has in any order
+    jobs = [Sequence([5, 5, 6, 6] * 10, 12, frozenset(), replace(two, seed=n)) for n in range(6)]
+    with engine_of(ops, 16) as engine:
+
+        async def main() -> list[Any]:
+            return list(await asyncio.gather(*[steps_of(engine, job) for job in jobs]))
+
+        assert len(play(main(), "answers")) == 6
+        assert engine.counts()["drafted"] > 0
 
 
 def test_nothing_is_allocated_once_it_is_made() -> None:
@@ -389,7 +412,7 @@ def test_out_of_memory_says_what_is_missing() -> None:
         ({"head_dim": 264}, "head_dim is 264; .* multiples of 2, up to 256"),
         ({"head_dim": 15, "n_heads": 16}, "head_dim is 15"),
         ({"dim": 10_008}, "dim is 10008; supported on a GPU"),
-        ({"vocab_size": 300_001}, "vocab_size is 300001; supported on a GPU: up to 300000"),
+        ({"vocab_size": 300_001}, "vocab_size is 300001; supported on a GPU: multiples of 1, up to 300000"),
     ],
 )
 def test_sizes_that_no_kernel_takes(changes: dict[str, Any], says: str) -> None:
@@ -500,11 +523,11 @@ def test_arguments_are_checked(change: Any, says: str) -> None:
         "rows": None,
         "y": cp.zeros((4, 48), np.uint16),
     }
-    kernels.launch("rms_norm", ANY_SHAPE, (4,), *arguments.values())
+    kernels.launch("rms_norm", (4,), arguments)
     with pytest.raises(TypeError, match=says):
-        kernels.launch("rms_norm", ANY_SHAPE, (4,), *(arguments | change(cp)).values())
-    with pytest.raises(ValueError, match="argument"):
-        kernels.launch("rms_norm", ANY_SHAPE, (4,), arguments["w"])
+        kernels.launch("rms_norm", (4,), arguments | change(cp))
+    with pytest.raises(KeyError, match="rows"):
+        kernels.launch("rms_norm", (4,), {name: arguments[name] for name in ("w", "x", "y")})
 
 
 def test_all_shapes_are_loaded_before_the_first_step() -> None:

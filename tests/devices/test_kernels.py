@@ -12,8 +12,6 @@ import numpy as np
 import pytest
 
 from devices.kernels import NORMED_ROWS, SHAPES, qkv_dim, shape_for
-from devices.plain_ops import PlainOps
-from devices.steps import place_spans
 from helpers import emulator
 from helpers.device_ops import (
     CONFIGS,
@@ -35,6 +33,7 @@ from helpers.device_ops import (
     spans_of,
     sweep,
 )
+from helpers.plain_ops import PlainOps
 from model import PAGE, Array, Batch, Span
 from sampling import NO_TOKEN, Context, Sampling, philox_uniform, pick_token
 
@@ -251,8 +250,8 @@ def test_the_best_is_forgotten_once_it_is_picked() -> None:
     m = both("grouped", 0)
     for slot in (2, -1):
         with m.cuda._stream:
-            step = place_spans([Span(2, [0], [0], 0, 1)], [Context(Sampling(temperature=0), [], [])])
-            memory, host, batch = m.cuda._upload_step(step)
+            greedy = Context(Sampling(temperature=0), [], [])
+            memory, host, batch = m.cuda._upload_step([Span(2, [0], [0], 0, 1)], [greedy])
             memory.views["pick_rows"].set(np.array([[slot, 0, 0, 0, 0, -1]], np.int32))
             m.put("best", np.array([best(np.zeros(1001, np.float32))], np.uint64))
             m.cuda.pick(m.put("raw", np.zeros((1, 1001), np.float32)), batch)

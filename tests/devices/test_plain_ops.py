@@ -21,7 +21,6 @@ import pytest
 
 from devices.cuda import CudaOps
 from devices.kernels import ANY_SHAPE, PLAIN_CODE, Kernels, signatures
-from devices.plain_ops import PlainOps
 from helpers import emulator
 from helpers.device_models import (
     VARIED,
@@ -61,6 +60,7 @@ from helpers.device_ops import (
 )
 from helpers.emulator import Emulator
 from helpers.engines import QUESTIONS, alone, job, tiny
+from helpers.plain_ops import PlainOps
 from model import PAGE, Batch, NumpyOps, Span
 from sampling import NO_TOKEN, Context, Sampling, pick_token
 from scheduler import Sequence
@@ -103,10 +103,10 @@ def test_norm(n: int) -> None:
     x, w = noise(n, fast.config.dim), plain.layer.attn_norm
     for order in (None, np.arange(n, dtype=np.int32)[::-1].copy()):
         which = [order if order is None else m.cuda._cp.asarray(order) for m in (fast, plain)]
-        normed = fast.cuda._buffers["normed"]
-        arguments = fast.device_layer.attn_norm, fast.put("x", x), which[0], normed
-        fast.cuda._kernels.launch("rms_norm", ANY_SHAPE, (n,), *arguments)
-        plain.cuda._norm(plain.put("x", x), plain.device_layer.attn_norm, which[1], n)
+        arrays = {"w": fast.device_layer.attn_norm, "x": fast.put("x", x), "rows": which[0]}
+        fast.cuda._kernels.launch("rms_norm", (n,), arrays | {"y": fast.cuda._buffers["normed"]})
+        plain.put("x", x)
+        plain.cuda._norm(plain.batch(n), plain.device_layer.attn_norm, which[1])
         got = plain.got("normed", n)
         assert near(got, plain.numpy._rms_norm(x if order is None else x[order], w), STEP)
         assert nearly_the_same(fast.got("normed", n), got, 1e-3)
@@ -189,11 +189,12 @@ def test_plain_kernels_are_not_launched_early() -> None:
 def test_the_emulator_refuses_an_early_launch_of_code_that_does_not_wait() -> None:
     cp, config = Emulator(), both("grouped", 0).config
     kernels = Kernels(cp, config, cp.driver, PLAIN_CODE, [ANY_SHAPE])
-    gate_up, h = cp.zeros(2 * config.hidden_dim, np.float32), cp.zeros(config.hidden_dim, np.uint16)
-    kernels.launch("silu_mul", ANY_SHAPE, (2,), gate_up, h, config.hidden_dim)
+    n = config.hidden_dim
+    arguments = {"gate_up": cp.zeros(2 * n, np.float32), "h": cp.zeros(n, np.uint16), "n": n}
+    kernels.launch("silu_mul", (2,), arguments)
     kernels.overlap = True
     with pytest.raises(AssertionError, match="launched early waits"):
-        kernels.launch("silu_mul", ANY_SHAPE, (2,), gate_up, h, config.hidden_dim)
+        kernels.launch("silu_mul", (2,), arguments)
 
 
 def test_the_same_tokens_as_with_numpy() -> None:

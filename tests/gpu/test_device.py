@@ -26,7 +26,6 @@ from checkpoint.config import Config
 from devices import cuda
 from devices.cuda import CudaOps
 from devices.kernels import Kernels
-from devices.plain_ops import PlainOps
 from helpers.device_models import (
     BITS,
     BITS_OF_ALL,
@@ -52,6 +51,7 @@ from helpers.device_ops import (
     random_weights,
 )
 from helpers.emulator import Emulator
+from helpers.plain_ops import PlainOps
 from model import NumpyOps, Span
 from parity import CASES
 from sampling import Choice, Context, Sampling

@@ -16,7 +16,7 @@ from checkpoint.config import Config, Experts
 from checkpoint.rope import Rope
 from checkpoint.weights import Layer, Mxfp4, Weights, bfloat16, decoded_mxfp4
 from devices.cuda import CudaOps
-from devices.steps import DeviceStep, place_spans
+from devices.steps import DeviceStep, StepInFlight
 from helpers.emulator import Emulator
 from model import Array, Batch, NumpyOps, Span
 from sampling import Choice, Context, Sampling
@@ -267,14 +267,13 @@ PAGES = [9, 2, 14, 0, 7]
 
 def attend(m: Both, spans: list[Span], qkv: Array) -> Array:
     """CudaOps.attend for rows of the spans one after another, (n_rows, n_heads * head_dim)."""
-    step = place_spans(spans, [Context(Sampling(), [], [])] * sum(span.n_wanted for span in spans))
-    rows = [row + i for row, size in zip(step.first_rows, step.sizes, strict=True) for i in range(size)]
+    contexts = [Context(Sampling(), [], [])] * sum(span.n_wanted for span in spans)
     with m.cuda._stream:
-        memory, host, batch = m.cuda._upload_step(step)
-        m.cuda.attend(m.put("qkv", qkv[np.argsort(rows)]), m.device_layer, 0, batch)
-        y = m.got("y", len(rows))
+        memory, host, batch = m.cuda._upload_step(spans, contexts)
+        m.cuda.attend(m.put("qkv", qkv), m.device_layer, 0, batch)
+        y = m.got("y", len(qkv))
     memory.free.append(host)
-    return y[rows]
+    return y
 
 
 def span(slot: int, start: int, n: int, tile: bool, pages: Sequence[int] = PAGES) -> Span:
@@ -314,13 +313,12 @@ def pick(m: Both, raw: Array, contexts: Sequence[Context], slot: int = 2) -> lis
     """CudaOps.pick for rows of logits, each a span of its own."""
     picked: list[Choice] = []
     for row, context in zip(raw, contexts, strict=True):
-        step = place_spans([Span(slot, [0], [0], 0, 1)], [context])
         with m.cuda._stream:
-            memory, host, batch = m.cuda._upload_step(step)
+            memory, host, batch = m.cuda._upload_step([Span(slot, [0], [0], 0, 1)], [context])
             m.put("best", np.array([best(row)], np.uint64))
             m.cuda.pick(m.put("raw", row[None]), batch)
-            m.cuda._download_choices(host, 1)
-        [[choice]] = m.cuda.read([(memory, host)])
+            m.cuda._download_choices(host)
+        [[choice]] = m.cuda.read(StepInFlight(memory, host))
         picked.append(choice)
     return picked
 
@@ -353,7 +351,7 @@ def run_every_kernel(m: Both, n_prompt: int = 140) -> None:
         for i in range(3)
     ]
     assert all(0 <= choice.token_id < 33 for step in steps for [choice] in m.cuda.read(step))
-    all_rows = m.cuda._limits.rows  # to the end of the buffers
+    all_rows = m.cuda._max_rows  # to the end of the buffers
     m.cuda.qkv(m.cuda._buffers["x"], m.device_layer, m.batch(all_rows))
     m.got("qkv", all_rows)
     several = [Span(slot, [8 + slot], [1] * 6, 0, 0) for slot in range(3)]
