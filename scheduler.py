@@ -106,7 +106,8 @@ class Constraint(Protocol):
     def masks(self, output: list[int], drafts: list[int]) -> list[Mask] | None:
         """Return which tokens may come after this output, then after each draft, up to one not allowed.
 
-        None while they are computed: it does not wait. Raises if the constraint cannot be followed further.
+        None while they are computed: it does not wait. Asked again for the same output, it returns the same.
+        Raises if the constraint cannot be followed further.
         """
 
     def fileno(self) -> int:

@@ -68,6 +68,7 @@ class Constraint:
         self._grammar = grammar
         self._process: Process | None = None  # None: none follows it now
         self._n_told = 0  # tokens of the output that the process has been told
+        self._masks: list[NDArray[np.bool_]] | None = None  # after those tokens; None: not there yet
         self._deadline = 0.0  # for the masks that it computes
 
     def fileno(self) -> int:
@@ -79,8 +80,8 @@ class Constraint:
         """Return which tokens may come after the output, then after each draft up to one that may not come.
 
         Each is (vocab_size,). The eos tokens may come once the grammar is satisfied. None: the masks are not
-        computed yet. Raises OSError if no process can be started, BadGrammar if the grammar cannot be
-        followed any further.
+        computed yet. To ask again for the same output costs nothing. Raises OSError if no process can be
+        started, BadGrammar if the grammar cannot be followed any further.
         """
         is_new = self._process is None or len(output) > self._n_told
         if self._process is None:
@@ -91,12 +92,13 @@ class Constraint:
             self._process.connection.send_bytes(array.array("i", [len(new), *new, *drafts]).tobytes())
         if is_new:
             self._n_told = len(output)
+            self._masks = None
             self._deadline = time.monotonic() + MAX_ANSWER_S
-        if self._process.connection.poll():
-            return self._grammars.read(self._process)
-        if time.monotonic() > self._deadline:
+        if self._masks is None and self._process.connection.poll():
+            self._masks = self._grammars.read(self._process)
+        if self._masks is None and time.monotonic() > self._deadline:
             raise BadGrammar(f"expected an answer within {MAX_ANSWER_S:.0f} s", "")
-        return None
+        return self._masks
 
     def close(self) -> None:
         if self._process is not None:

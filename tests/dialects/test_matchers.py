@@ -236,6 +236,18 @@ def test_a_process_that_is_stopped_holds_no_place_in_the_batch(
     until(lambda: forks(grammars) == [], "the process has ended")
 
 
+def test_masks_may_be_asked_for_again(grammars: Grammars) -> None:
+    """Bug: masks() gave them away once. Who asked again, because it had not looked, waited for ever."""
+    with closing(grammars.constraint(of({"const": 1}))) as constraint:
+        until(lambda: constraint.masks([], []) is not None, "the first mask has come")
+        first = constraint.masks([], [])
+        assert first is not None
+        assert constraint.masks([], []) is first
+        (token_id,) = first[0].nonzero()[0].tolist()
+        until(lambda: constraint.masks([token_id], []) is not None, "the next mask has come")
+        assert constraint.masks([token_id], []) is not first
+
+
 def test_a_root_that_is_stopped_holds_up_nobody(grammars: Grammars) -> None:
     """Bug: when some 280 processes had been asked for in vain the next caller waited for ever to ask: the
     engine's thread, and with it all streams, or the event loop.

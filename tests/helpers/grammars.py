@@ -18,9 +18,7 @@ class Followed:
     """A Constraint whose masks are waited for."""
 
     def __init__(self, grammars: Grammars, lark: str) -> None:
-        self._grammars = grammars
-        self._grammar = AnswerGrammar(lark, NO_PARTS)
-        self._constraint = grammars.constraint(self._grammar)
+        self._constraint = grammars.constraint(AnswerGrammar(lark, NO_PARTS))
         self._output: list[int] = []
         self._mask: NDArray[np.bool_] | None = None
         self._constraint.masks([], [])  # asks for the first
@@ -28,12 +26,6 @@ class Followed:
     def mask(self) -> NDArray[np.bool_]:
         if self._mask is None:
             masks = self._constraint.masks(self._output, [])
-            # About once in 450 times a fork does not answer; why is not known yet. The server gives such an
-            # answer up after MAX_ANSWER_S. What is tested here is what the masks are: another fork is asked.
-            if masks is None and not select.select([self._constraint], [], [], PATIENCE_S / 3)[0]:
-                self._constraint.close()
-                self._constraint = self._grammars.constraint(self._grammar)
-                masks = self._constraint.masks(self._output, [])
             if masks is None:
                 assert select.select([self._constraint], [], [], PATIENCE_S)[0], "the masks have not come"
                 masks = self._constraint.masks(self._output, [])
