@@ -61,8 +61,7 @@ from worker import ALIAS, LocalWorker, Prompt, Worker
 log = logging.getLogger("api")
 T = TypeVar("T")
 
-WARNING_INTERVAL_S = 60  # between two log lines that name the same thing to the same key
-MAX_WARNINGS = 1000  # that are remembered for it
+MAX_WARNINGS = 1000  # names that are logged: clients make them up
 
 # fmt: off
 #  status        why such a response cannot be cancelled; to cancel one a second time is no error
@@ -88,31 +87,17 @@ Purpose = Literal["respond", "count", "compact"]
 Parsing = AbstractAsyncContextManager[Any]  # the JSON of a body, and the place that it holds if it is large
 
 
-class CheckedRequest(NamedTuple):
-    """A body of the Responses API, with what it refers to; only the prompt is not rendered yet."""
-
-    request: params.Request
-    worker: Worker
-    items: list[items.Item]  # the conversation: the chain that it continues, then its own input
-    parameters: dict[str, Any]  # those that the client has set, but for the input
-    compacts: bool  # it asks for a compaction of its conversation, and for nothing else
-
-
 class Begun(NamedTuple):
     """All that is needed to start a response: what could refuse it has not."""
 
-    checked: CheckedRequest
+    request: params.Request
+    items: list[items.Item]  # the conversation: the chain that it continues, then its own input
     row: Row
-    builder: responses.Builder
-    run: Run
+    prompt: Prompt
 
 
 def encode_chunk(_: int, chunk: completions.Chunk) -> Entry:
     return Entry(sse.encode(sse.dumps(chunk)))
-
-
-def unix_time() -> int:
-    return int(time.time())
 
 
 class Api:
@@ -148,9 +133,9 @@ class Api:
         self._image_texts = image_texts
         self._steps = steps
         self._websocket_max_age_s = websocket_max_age_s
-        self._started_at = unix_time()
+        self._started_at = int(time.time())
         self._places = Turns(N_PLACES)  # of large bodies
-        self._warned_at: dict[tuple[str, str], float] = {}  # by owner and name
+        self._warned: set[tuple[str, str]] = set()  # owners, and names of what was not run for them
         model = local.names[0] if local else "upstream"
         self.metrics = Metrics(model, self._counts, registry.live, lambda: registry.ended)
 
@@ -181,29 +166,29 @@ class Api:
 
     async def create_response(self, http: HttpRequest) -> Response:
         begun = await read_request(http, self._places, self._begin)
-        request = begun.checked.request
+        request = begun.request
         headers = warning_of(request)
-        job = await self._registry.start(begun.row, begun.builder, begun.run)
-        if request.background and not request.stream:
-            return json_response(200, job.log.events[0]["response"], headers)
+        job = await self._start(begun)
         if request.stream:  # in the background without the task, which outlives this HTTP request
             return EventStream(job.log, None if request.background else job.task, self._done, headers=headers)
-        await while_connected(job.task, http.receive)
-        response = job.log.events[-1]["response"]
-        if response["error"] and not self._registry.is_accepting:
-            return self._failure(response["error"]["message"])
-        assert job.log.shown
-        return JsonAnswer(job.log.shown.response_json, headers=headers)
+        if not request.background:
+            await while_connected(job.task, http.receive)
+            error = job.log.events[-1]["response"]["error"]
+            if error and self._registry.stopping.is_set():
+                return self._failure(error["message"])
+        return JsonAnswer(job.shown_row().response_json, headers=headers)
 
     async def open_websocket(self, websocket: WebSocket) -> None:
         owner = websocket.scope["owner"]
 
         async def start(body: Any, recall: Recall) -> Job:
-            begun = await self._begin(nullcontext(body), owner, recall)
-            return await self._registry.start(begun.row, begun.builder, begun.run)
+            return await self._start(await self._begin(nullcontext(body), owner, recall))
 
-        connection = Connection(websocket, start, self._registry.ended_row, self._record_turn)
-        await connection.run(self._registry.until_stopping(), self._websocket_max_age_s)
+        async def ended_row(job: Job) -> Row:
+            return await self._registry.to_continue(job.shown_row())
+
+        connection = Connection(websocket, start, ended_row, self._record_turn)
+        await connection.run(self._registry.stopping.wait(), self._websocket_max_age_s)
 
     def _record_turn(self, status: int, seconds: float) -> None:
         """Count a turn of a WebSocket as the request that it is."""
@@ -215,73 +200,72 @@ class Api:
     ) -> Begun:
         """Refuse a body, or make all that is needed to start its response; raises BadInput.
 
-        `recall` finds what a WebSocket remembers beside the store, and will remember this response.
-        """
-        checked, prompt = await self._read(parsing, owner, recall, purpose)
-        request = checked.request
-        is_remembered = recall is not None
-        row = await asyncio.to_thread(
-            items.new_row, request, checked.parameters, checked.items, is_remembered
-        )
-        model = self._spoken_name(request.model)
-        head = {"id": row.id, "object": "response", "created_at": unix_time(), "model": model}
-        builder = self._builder(row, head | request.echo, request.seal_reasoning)
-        run = partial(self._run, prompt, checked.compacts)
-        if request.background:
-            run = partial(self._run_row, row)
-        return Begun(checked, row, builder, run)
-
-    async def _read(
-        self, parsing: Parsing, owner: str, recall: Recall | None, purpose: Purpose
-    ) -> tuple[CheckedRequest, Prompt]:
-        """Check a body, look up what it refers to, and make its prompt; raises BadInput.
-
-        A large body leaves its place before the prompt waits, perhaps for the check of a grammar.
+        `recall` finds what a WebSocket remembers beside the store, and will remember this response. A large
+        body leaves its place before the prompt waits, perhaps for the check of a grammar.
         """
         async with parsing as body:
             if purpose == "count" and isinstance(body, dict):
                 body = {"model": ALIAS} | body  # the SDK allows a body without a model
-            checked = await self._check(body, owner, recall, purpose)
-        self._log_not_run(checked.request)
-        return checked, await prepare(checked)
-
-    async def _check(self, body: Any, owner: str, recall: Recall | None, purpose: Purpose) -> CheckedRequest:
-        worker = self._worker(params.model_name(body))
-        values = await asyncio.to_thread(params.read_responses, body, worker.defaults)
-        if purpose == "compact":
-            values |= {"store": False, "background": False, "stream": False}
-        own_items = values["input"]
-        if self._image_texts:
-            own_items = items.with_image_texts(own_items)
-
-        async def find(id: str) -> Row | None:
-            remembered = recall(id) if recall else None
-            return remembered or await self._registry.get_to_continue(id, owner)
-
-        open_sealed = partial(unseal, self._secret, owner)
-        chain, own_items = await items.resolve(own_items, values["previous_response_id"], find, open_sealed)
-        if purpose != "respond" and chain and not own_items:  # as if the client had sent all of it
-            chain, own_items = [], chain
-
-        def check_rest() -> CheckedRequest:
-            request = params.responses_request(values, chain, own_items, owner)
-            if request.background and not (request.store or self._temporary):
+            defaults = self._worker(params.model_name(body)).defaults
+            values = await asyncio.to_thread(params.read_responses, body, defaults)
+            if purpose != "respond":
+                values |= {"store": False, "background": False, "stream": False}
+            if values["background"] and not (values["store"] or self._temporary):
                 raise unsupported("background", "This server runs only what it may store: send store=true.")
-            parameters = params.explicit_parameters(values, request.echo)
-            conversation = items.listed(chain, own_items)
-            compacts = purpose == "compact" or items.is_trigger(conversation[-1])
-            return CheckedRequest(request, worker, conversation, parameters, compacts)
+            if self._image_texts:
+                values["input"] = items.with_image_texts(values["input"])
 
-        return await asyncio.to_thread(check_rest)  # thousands of items must not stop the streams
+            async def find(id: str) -> Row | None:
+                if recall and (remembered := recall(id)):
+                    return remembered
+                row = await self._registry.get(id, owner)
+                return await self._registry.to_continue(row) if row else None
+
+            open_sealed = partial(unseal, self._secret, owner)
+            chain, own = await items.resolve(
+                values["input"], values["previous_response_id"], find, open_sealed
+            )
+            if purpose != "respond" and chain and not own:  # as if the client had sent all of it
+                chain, own = [], chain
+
+            def check() -> tuple[params.Request, list[items.Item], Row]:
+                request = params.responses_request(values, chain, own, owner)
+                conversation = items.listed(chain, own)
+                if purpose == "compact":
+                    conversation.append(items.TRIGGER)
+                row = items.new_row(request, values, conversation, is_remembered=recall is not None)
+                return request, conversation, row
+
+            checked = await asyncio.to_thread(check)  # thousands of items must not stop the streams
+        request, conversation, _ = checked
+        self._log_not_run(request)
+        return Begun(*checked, await self._prepare(request, conversation))
+
+    async def _prepare(self, request: params.Request, conversation: list[items.Item]) -> Prompt:
+        """Make the prompt. For a compaction, make the one that asks for a summary."""
+        worker = self._worker(request.model)
+        if items.is_trigger(conversation[-1]):
+            request = await asyncio.to_thread(items.summary_request, request, conversation, worker.defaults)
+        return await worker.prepare(request)
+
+    async def _start(self, begun: Begun) -> Job:
+        request, _, row, prompt = begun
+        model = self._spoken_name(request.model)
+        head = {"id": row.id, "object": "response", "created_at": int(row.born_at), "model": model}
+        builder = self._builder(row, head | request.echo, request.seal_reasoning)
+        run = partial(self._run, prompt)
+        if request.background:
+            run = partial(self._run_row, row)
+        return await self._registry.start(row, builder, run)
 
     def _builder(self, row: Row, head: Mapping[str, Any], seals_reasoning: bool) -> responses.Builder:
         seal = sealer(self._secret, row.owner, "reasoning").dumps if seals_reasoning else None
         return responses.Builder(head, item_ids(row.id), seal, self._reasoning_events)
 
-    async def _run(self, prompt: Prompt, compacts: bool, emit: Callable[[Said], None]) -> None:
+    async def _run(self, prompt: Prompt, emit: Callable[[Said], None]) -> None:
         """Emit what the model says of a prompt, or what is made of that."""
         take: Emit = emit
-        if compacts:
+        if prompt.request.compacts:
             take = items.compacted(emit, sealer(self._secret, prompt.request.owner, "compaction").dumps)
         elif not prompt.request.generate:
             take = items.unsaid(emit)
@@ -291,11 +275,9 @@ class Api:
         """Run a background response. What waits is its row of JSON text: the prompt is made of it again."""
         try:
             body = await asyncio.to_thread(items.body_of, row)
-            worker = self._worker(params.model_name(body))
-            request = await asyncio.to_thread(params.from_responses, body, worker.defaults, row.owner)
-            compacts = items.is_trigger(body["input"][-1])
-            prompt = await prepare(CheckedRequest(request, worker, body["input"], body, compacts))
-            await self._run(prompt, compacts, emit)
+            defaults = self._worker(params.model_name(body)).defaults
+            request = await asyncio.to_thread(params.from_responses, body, defaults, row.owner)
+            await self._run(await self._prepare(request, body["input"]), emit)
         except BadInput as refusal:
             code = refusal.late_code if isinstance(refusal, Refused) else "invalid_prompt"
             emit(Finish("failed", None, refusal.message, code))
@@ -312,14 +294,14 @@ class Api:
     # --- Responses: tokens counted, conversations compacted -------------------------------------------------
 
     async def count_input_tokens(self, http: HttpRequest) -> Response:
-        _, prompt = await read_request(http, self._places, partial(self._read, recall=None, purpose="count"))
-        n_tokens = await prompt.count_tokens()
+        begun = await read_request(http, self._places, partial(self._begin, purpose="count"))
+        n_tokens = await begun.prompt.count_tokens()
         return json_response(200, {"object": "response.input_tokens", "input_tokens": n_tokens})
 
     async def compact(self, http: HttpRequest) -> Response:
         """Answer with the user's messages and one sealed item for all the rest: the model's own summary."""
         begun = await read_request(http, self._places, partial(self._begin, purpose="compact"))
-        job = await self._registry.start(begun.row, begun.builder, begun.run)
+        job = await self._start(begun)
         await while_connected(job.task, http.receive)
         response = job.log.events[-1]["response"]
         if response["error"]:
@@ -328,10 +310,10 @@ class Api:
             "id": response["id"],
             "object": "response.compaction",
             "created_at": response["created_at"],
-            "output": [*items.retained(begun.checked.items), *response["output"]],
+            "output": [*items.retained(begun.items), *response["output"]],
             "usage": response["usage"] or responses.usage_object(Usage(0, 0)),
         }
-        return json_response(200, compaction, warning_of(begun.checked.request))
+        return json_response(200, compaction, warning_of(begun.request))
 
     # --- Responses: retrieving, cancelling, deleting one ----------------------------------------------------
 
@@ -409,7 +391,7 @@ class Api:
         request = prompt.request
         head = {
             "id": new_completion_id(),
-            "created": unix_time(),
+            "created": int(time.time()),
             "model": self._spoken_name(request.model),
             "system_fingerprint": f"fp_{self._started_at:x}",  # of "the backend configuration": this start
         }
@@ -445,19 +427,13 @@ class Api:
 
     def _failure(self, message: str) -> Response:
         """The answer to a request that has failed; while the server stops it may be tried elsewhere."""
-        return error_response(500 if self._registry.is_accepting else 503, message, code="server_error")
+        return error_response(503 if self._registry.stopping.is_set() else 500, message, code="server_error")
 
     def _log_not_run(self, request: params.Request) -> None:
-        """Log what the request asks for and is not run here, once for each key and name in a while."""
-        now = time.monotonic()
-        if len(self._warned_at) > MAX_WARNINGS:
-            self._warned_at.clear()
-        names = []
-        for name in request.not_run:
-            if now - self._warned_at.get((request.owner, name), -math.inf) > WARNING_INTERVAL_S:
-                self._warned_at[request.owner, name] = now
-                names.append(name)
-        if names:
+        """Log what the request asks for and is not run here, once for each key and name."""
+        names = [name for name in request.not_run if (request.owner, name) not in self._warned]
+        if names and len(self._warned) < MAX_WARNINGS:
+            self._warned.update((request.owner, name) for name in names)
             log.warning("accepted, and without any effect here: %s", ", ".join(names))
 
     # --- models, health -------------------------------------------------------------------------------------
@@ -472,14 +448,13 @@ class Api:
         return json_response(200, models[self._spoken_name(name)] | {"id": name})
 
     async def health(self, http: HttpRequest) -> Response:
-        """Whether requests are served: not without a worker that works, and not while the server stops."""
-        is_ready = self._registry.is_accepting and any(worker.alive for worker in self._workers)
+        """Tell whether requests are served: not without a worker that works, nor while the server stops."""
         counts: dict[str, int] = {}
         if http.scope["owner"] is not None:  # what others do is shown to those with a key
             counts = self._counts() | self._registry.counts()
-        if is_ready:
-            return json_response(200, {"status": "ok"} | counts)
-        return json_response(503, {"status": "not ready"} | counts)
+        if self._registry.stopping.is_set() or not any(worker.alive for worker in self._workers):
+            return json_response(503, {"status": "not ready"} | counts)
+        return json_response(200, {"status": "ok"} | counts)
 
     async def read_steps(self, http: HttpRequest) -> Response:
         """What the engine does, step by step, from the oldest that is kept."""
@@ -498,7 +473,7 @@ class Api:
         return dict(counts)
 
     def _models(self) -> dict[str, dict[str, Any]]:
-        """The models of this machine, then those of the upstreams, as /v1/models shows them."""
+        """Return the models of this machine, then those of the upstreams, as /v1/models shows them."""
         models: dict[str, dict[str, Any]] = {}
         common = {"object": "model", "created": self._started_at}
         if self._local:
@@ -506,10 +481,8 @@ class Api:
             for name in self._local.names:
                 models[name] = {"id": name} | local
         if self._remote:
-            remote = common | {"owned_by": "upstream"}
             for name, model in self._remote.upstreams.models().items():
-                if name not in models:
-                    models[name] = {"id": name} | remote | model
+                models.setdefault(name, {"id": name} | common | {"owned_by": "upstream"} | model)
         return models
 
     def _worker(self, model: str) -> Worker:
@@ -528,14 +501,6 @@ class Api:
 
 
 # --- a response as it is made -------------------------------------------------------------------------------
-
-
-async def prepare(checked: CheckedRequest) -> Prompt:
-    """Build the prompt. For a compaction request, build the one that asks for a summary."""
-    request, worker = checked.request, checked.worker
-    if checked.compacts:
-        request = await asyncio.to_thread(items.summary_request, request, checked.items, worker.defaults)
-    return await worker.prepare(request)
 
 
 def sealer(secret: bytes, owner: str, purpose: str) -> URLSafeSerializer:
@@ -557,7 +522,7 @@ async def run_choice(prompt: Prompt, choice: int, metrics: Metrics, emit: Emit) 
 
     It keeps rule 2 of worker.py even if the worker has a bug: it emits one Finish, which is the last. There
     are two ways out without one. An exception before Accepted refuses the request. If the task is cancelled,
-    the worker's Finish is only counted: Registry._run() of background.py ends the response.
+    the worker's Finish is only counted: Registry._fill() of background.py ends the response.
     """
     watch = metrics.run()
     started_at = time.monotonic()
@@ -567,19 +532,20 @@ async def run_choice(prompt: Prompt, choice: int, metrics: Metrics, emit: Emit) 
 
     def pass_on(output: Accepted | Output | Finish) -> None:
         nonlocal accepted, finish
-        if finish:
-            return
-        if isinstance(output, Finish):
-            rest, finish = restorer.finish(output)
-            for restored in rest:
-                emit(restored)
-        elif isinstance(output, Accepted):
-            accepted = True
-            emit(output)
-        else:
-            watch.piece()
-            for restored in restorer.feed(with_numbers(output)):
-                emit(restored)
+        restored: list[Output] = []
+        match output:
+            case _ if finish:
+                return
+            case Accepted():
+                accepted = True
+                emit(output)
+            case Finish():
+                restored, finish = restorer.finish(output)
+            case _:
+                watch.piece()
+                restored = restorer.feed(with_numbers(output))
+        for one in restored:
+            emit(one)
 
     end = Finish("cancelled")  # for metrics and log, if it is cancelled before another one is set
     try:
@@ -587,9 +553,6 @@ async def run_choice(prompt: Prompt, choice: int, metrics: Metrics, emit: Emit) 
         end = finish or Finish("failed", message="The worker ended without finishing.")
     except asyncio.CancelledError:
         end = finish or end
-        raise
-    except BadInput as refusal:
-        end = Finish("failed", message=refusal.message)
         raise
     except Exception as error:
         message = f"{type(error).__name__} in the worker; the server's log has the details."
@@ -604,13 +567,6 @@ async def run_choice(prompt: Prompt, choice: int, metrics: Metrics, emit: Emit) 
     emit(end)
 
 
-def with_numbers(output: Output) -> Output:
-    """The output; raises ArithmeticError for a logprob that is not a number, which no event could say."""
-    if isinstance(output, Delta) and output.logprobs and any(math.isnan(p.logprob) for p in output.logprobs):
-        raise ArithmeticError("expected logprobs that are numbers, got NaN")
-    return output
-
-
 def log_finish(prompt: Prompt, reason: str, usage: Usage, seconds: float) -> None:
     n_in = prompt.n_tokens or usage.input_tokens
     n_out = usage.output_tokens
@@ -618,6 +574,13 @@ def log_finish(prompt: Prompt, reason: str, usage: Usage, seconds: float) -> Non
         reason = "nobody waits any longer: aborted"
     rate = n_out / max(seconds, 1e-9)
     log.info("%s: %d tokens in, %d out, %.2f s, %.1f tok/s", reason, n_in, n_out, seconds, rate)
+
+
+def with_numbers(output: Output) -> Output:
+    """Return the output; raise ArithmeticError for a logprob that is not a number: no event could say it."""
+    if isinstance(output, Delta) and output.logprobs and any(math.isnan(p.logprob) for p in output.logprobs):
+        raise ArithmeticError("expected logprobs that are numbers, got NaN")
+    return output
 
 
 def warning_of(request: params.Request) -> dict[str, str]:

@@ -21,7 +21,7 @@ Rules of this file:
    event is shown; if that fails, the event says `store: false`.
 4. A response ends once, in its log: a cancel that comes before the last event wins, a later one is void.
 5. Everything ends: a run that returns, raises, is cancelled or was killed leaves a terminal event.
-6. The queue is bounded in bytes, of which each response takes at least a share. No owner can fill it, or have
+6. The queue is bounded in bytes, of which each response takes at least a share. No owner can fill it, or make
    the others wait for all that it has queued.
 """
 
@@ -35,7 +35,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Seque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVarTuple
+from functools import partial
+from typing import NamedTuple
 
 import sse
 from channels import Accepted, Compaction, Finish, Output
@@ -45,7 +46,6 @@ from responses import Builder, Event
 from store import TERMINAL, Damaged, Ended, Item, Row, Store
 
 log = logging.getLogger("background")
-Ts = TypeVarTuple("Ts")
 
 READ_BYTES = 64 * 1024  # of frames that a reader gets at once: what a connection takes before it pauses us
 MAX_LIVE_BYTES = 128 * 2**20  # of background responses that have not ended
@@ -53,54 +53,47 @@ MAX_LIVE = 264  # background responses that have not ended
 MAX_RUNNING = 8  # of those; the engine's other places are left to the foreground
 RETRY_S = 5  # after a write that failed
 FAILURE_INTERVAL_S = 60  # between two such failures that are logged
-EVICTION_INTERVAL_S = 1  # looked at when a response ends or is asked for
-EVICTION_BYTES = 16 * 2**20  # stored since the last time: then it is looked at earlier
+EVICTION_INTERVAL_S = 1
 
 
 # --- the log ------------------------------------------------------------------------------------------------
 
 
-class Snapshot(NamedTuple):
-    """A response object as an event holds it."""
-
-    status: str
-    response_json: str
-
-
 class Entry(NamedTuple):
-    """An event as it is sent, and the response object in it, if it has one."""
+    """An event as it is sent, and the response object in it, with its status; "" if it has none."""
 
     frame: bytes
-    snapshot: Snapshot | None = None
+    status: str = ""
+    response_json: str = ""
 
 
 Encode = Callable[[int, Event], Entry]  # the event gets its number
-# Stores (number of the first frame, frames, newest response object in them); whether it could.
-Write = Callable[[int, list[bytes], Snapshot | None], Awaitable[bool]]
+Write = Callable[
+    [int, Sequence[Entry]], Awaitable[bool]
+]  # takes the first one's number; returns whether it could
 
 
 def encode_event(number: int, event: Event) -> Entry:
     """Encode an event of the Responses API: rule 2. Raises ValueError for what JSON cannot say."""
     numbered = {"type": event["type"], "sequence_number": number} | event
-    snapshot = None
+    status = response_json = ""
     if "response" in event:
-        snapshot = Snapshot(event["response"]["status"], sse.dumps(event["response"]))
-        numbered["response"] = sse.Encoded(snapshot.response_json)
-    return Entry(sse.encode(sse.dumps(numbered), event["type"]), snapshot)
+        status = event["response"]["status"]
+        response_json = sse.dumps(event["response"])
+        numbered["response"] = sse.Encoded(response_json)
+    return Entry(sse.encode(sse.dumps(numbered), event["type"]), status, response_json)
 
 
-def newest_of(entries: Sequence[Entry]) -> Snapshot | None:
-    for entry in reversed(entries):
-        if entry.snapshot:
-            return entry.snapshot
-    return None
+def newest_of(entries: Sequence[Entry]) -> Entry | None:
+    """Return the newest entry that has a response object."""
+    return next((entry for entry in reversed(entries) if entry.status), None)
 
 
 class EventLog:
     """The events of one response, or the chunks of one completion.
 
     What is appended is shown to readers when it is written; without `write` at once. `stored` was written by
-    an earlier process. With a write that has failed and is tried again:
+    an earlier process. After a write that has failed, and is tried again:
 
     entries    0 1 2 3 4 5 6 7 8
     written    0 1 2 3              the next write takes 4 to 8
@@ -109,7 +102,7 @@ class EventLog:
 
     def __init__(self, encode: Encode, write: Write | None = None, stored: Sequence[Entry] = ()) -> None:
         self.events: list[Event] = []  # appended by this process
-        self.shown = newest_of(stored)  # the newest response object that readers see
+        self.shown = newest_of(stored)  # has the newest response object that readers see
         self.status = self.shown.status if self.shown else ""  # of the newest one, be it shown or not
         self._encode = encode
         self._write = write
@@ -117,7 +110,7 @@ class EventLog:
         self._n_shown = self._n_written = len(stored)
         self._writing: asyncio.Task[None] | None = None
         self._is_closed = False
-        # Those who wait for news, in their order: asyncio.Event is slower.
+        # The readers that wait for news, in their order: asyncio.Event is slower.
         self._waiters: dict[asyncio.Future[None], None] = {}
 
     @property
@@ -131,33 +124,25 @@ class EventLog:
 
     @property
     def is_broken_off(self) -> bool:
-        """A response that the next process shall run: what was read of it is not a whole stream."""
+        """The next process shall run this response: what was read of it is not a whole stream."""
         return self._is_closed and bool(self.status) and not self.ended
-
-    @property
-    def n_bytes(self) -> int:
-        return sum(len(entry.frame) for entry in self._entries)
 
     def encode(self, event: Event) -> Entry:
         """Encode an event as it will be if it is appended next."""
         return self._encode(len(self._entries), event)
 
-    def append(self, event: Event, entry: Entry) -> None:
-        """Append an event, for publish() to be written and shown."""
-        self.events.append(event)
-        self._entries.append(entry)
-        if entry.snapshot:
-            self.status = entry.snapshot.status
-
     def extend(self, events: Iterable[Event]) -> None:
-        """Append events, in their order, and publish them."""
+        """Append events, in their order."""
         for event in events:
             self.append(event, self.encode(event))
-        self.publish()
 
-    def publish(self) -> None:
+    def append(self, event: Event, entry: Entry) -> None:
+        """Append an event, to be written and shown."""
+        self.events.append(event)
+        self._entries.append(entry)
+        self.status = entry.status or self.status
         if self._write is None or not self.is_stored:
-            self._show(len(self._entries))
+            self._show()
         elif self._writing is None:
             self._writing = asyncio.create_task(self._write_all(self._write))
 
@@ -165,19 +150,19 @@ class EventLog:
         """Write until all entries are written: rule 3."""
         while self._n_written < len(self._entries):
             entries = self._entries[self._n_written :]
-            frames = [entry.frame for entry in entries]
-            if await write(self._n_written, frames, newest_of(entries)):
+            if await write(self._n_written, entries):
                 self._n_written += len(entries)
                 self._show(self._n_written)
             else:
-                self._show(len(self._entries))
+                self._show()
                 await asyncio.sleep(RETRY_S)
         self._writing = None
 
-    def _show(self, n_entries: int) -> None:
-        """Show the first entries to readers."""
-        self.shown = newest_of(self._entries[self._n_shown : n_entries]) or self.shown
-        self._n_shown = max(self._n_shown, n_entries)
+    def _show(self, n_entries: int | None = None) -> None:
+        """Show the first entries to readers; None: all of them."""
+        news = self._entries[self._n_shown : n_entries]
+        self._n_shown += len(news)
+        self.shown = newest_of(news) or self.shown
         self._wake_readers()
 
     def close(self) -> None:
@@ -204,15 +189,9 @@ class EventLog:
         while not (self._entries or self._is_closed):
             await self._news()
 
-    async def until_shown(self) -> None:
-        """Wait until the events that there are now are shown to readers."""
-        n_entries = len(self._entries)
-        while self._n_shown < n_entries:
-            await self._news()
-
     async def until_over(self) -> None:
         """Wait until all is shown that there will ever be."""
-        while not (self._is_closed and self._n_shown == len(self._entries)):
+        while not self._is_closed or self._n_shown < len(self._entries):
             await self._news()
 
     async def until_stored(self) -> None:
@@ -226,7 +205,7 @@ class EventLog:
             self._writing.cancel()
 
     async def read(self, after: int = -1) -> AsyncGenerator[list[bytes]]:
-        """The frames after number `after`: those there are, then those to come, all that wait at once."""
+        """Yield the frames after number `after`, those that wait together at once, and then those to come."""
         position = after + 1
         while position < self._n_shown or self._n_shown < len(self._entries) or not self._is_closed:
             frames: list[bytes] = []
@@ -263,25 +242,21 @@ class Job:
     run: Run
     log: EventLog
     if_cancelled: Finish | None = None  # its end if the task is cancelled; None: the next process runs it
-    finish: Finish | None = None  # its end when the run has returned
+    finish: Finish | None = UNFINISHED  # its end when the run is over
     n_bytes: int = 0  # of the room for background responses
     task: asyncio.Task[None] = field(init=False)
 
     def emit(self, said: Said) -> None:
         """Make events of what a worker says. Its Finish waits for the end of the run, and for the store."""
-        match said:
-            case Finish():
-                self.finish = said
-            case Accepted() if self.row.background:
-                self.log.extend(self.builder.in_progress())
-            case Accepted():
-                self.log.extend(self.builder.start())
-            case _:
-                self.log.extend(self.builder.feed(said))
+        if isinstance(said, Finish):
+            self.finish = said
+        else:
+            self.log.extend(self.builder.feed(said))
 
-    def shown_row(self) -> Row | None:
-        """The row with the response as readers see it; None before its first event is shown."""
-        return self.row.with_response(*self.log.shown, time.time()) if self.log.shown else None
+    def shown_row(self) -> Row:
+        """Return the row with the response as readers see it, which they do from its first event on."""
+        assert self.log.shown
+        return self.row.with_response(self.log.shown.status, self.log.shown.response_json, time.time())
 
 
 class Registry:
@@ -293,6 +268,8 @@ class Registry:
     def __init__(
         self, store: Store, is_shared: bool = False, max_running: int = MAX_RUNNING, max_live: int = MAX_LIVE
     ) -> None:
+        self.stopping = asyncio.Event()  # set: no more background responses are accepted, or begin to run
+        self.ended = Counter[str]()  # background responses of this process, by their last status
         self._store = store
         self._turns = Turns(max_running)
         self._room = Room("bytes of background responses", MAX_LIVE_BYTES, is_shared)
@@ -303,11 +280,8 @@ class Registry:
         self._threads = Threads(1, self._executor)
         self._call = self._threads.call
         self._failed_at = -math.inf  # when a failure of the store was logged
-        self._evicted_at = -math.inf
-        self._eviction: asyncio.Task[None] | None = None  # the last one
-        self._n_new_bytes = 0  # stored since it began
-        self._stopping = asyncio.Event()
-        self.ended = Counter[str]()  # background responses of this process, by their last status
+        self._eviction: asyncio.Task[None] | None = None
+        self._was_used = asyncio.Event()  # the store was asked since the last eviction
 
     # --- what a request asks for ----------------------------------------------------------------------------
 
@@ -319,60 +293,49 @@ class Registry:
         whatever happens to this process. Raises BadInput.
         """
         if not row.background:
-            return self._launch(Job(row, builder, run, EventLog(encode_event), if_cancelled=CANCELLED))
-        if not self.is_accepting:
+            return await self._launch(Job(row, builder, run, EventLog(encode_event), CANCELLED))
+        if self.stopping.is_set():
             raise BadInput("The server is about to stop.", "background", "rate_limit_exceeded")
-        job = Job(row, builder, run, EventLog(encode_event, self._writer(row)))
-        for event in builder.start(queued=True):
-            job.log.append(event, job.log.encode(event))
-        n_bytes = max(row.n_bytes + job.log.n_bytes, self._least_bytes)
+        entries = [encode_event(number, event) for number, event in enumerate(builder.queue())]
+        n_bytes = row.n_bytes + sum(len(entry.frame) for entry in entries)
+        n_bytes = max(n_bytes, self._least_bytes)
         try:
             self._room.take(row.owner, n_bytes)
         except BadInput as full:
             raise BadInput(full.message, "background", "rate_limit_exceeded") from full
-        job.n_bytes = n_bytes
-        job.log.publish()
-        self._jobs[row.id] = self._launch(job)
-        await job.log.until_shown()
-        if not job.log.is_stored:
-            self._stop(job, None)
-            job.log.give_up()
-            self._forget(job)
+        if not await self._write(row, 0, entries):
+            self._room.give_back(row.owner, n_bytes)
             raise BadInput("The response could not be stored; try again later.", None, "server_is_overloaded")
-        return job
+        event_log = EventLog(encode_event, partial(self._write, row), entries)
+        return await self._launch(Job(row, builder, run, event_log, n_bytes=n_bytes))
 
     async def get(self, id: str, owner: str) -> Row | None:
-        """A response of this owner as it stands: for others it does not exist."""
-        row = self._jobs[id].shown_row() if id in self._jobs else None
-        if row is None:
-            self._evict_if_due()
+        """Return a response of this owner as it stands: for others it does not exist."""
+        row: Row | None
+        if job := self._jobs.get(id):
+            row = job.shown_row()
+        else:
+            self._was_used.set()
             row = await self._call(owner, self._store.get, id)
         return row if row and row.owner == owner else None
 
-    async def get_to_continue(self, id: str, owner: str) -> Row | None:
-        """A response as another one continues it: without logprobs."""
-        row = await self.get(id, owner)
-        return await self._call(owner, self._store.to_continue, row) if row else None
-
-    async def ended_row(self, job: Job) -> Row:
-        """A response that has ended as another one continues it, be it stored or not."""
-        row = job.shown_row()
-        assert row
+    async def to_continue(self, row: Row) -> Row:
+        """Return a response as another one continues it, be it stored or not: without logprobs."""
         return await self._call(row.owner, self._store.to_continue, row)
 
     async def size(self, id: str, owner: str, with_events: bool = False) -> int:
-        """Bytes that get() takes, and events() if asked for; 0 if this owner has no such response."""
+        """Return the bytes that get() takes, and events() if asked for; 0 if there is no such response."""
         job = self._jobs.get(id)
         if job and job.row.owner == owner:  # all readers share its events
             return job.n_bytes
         return await self._call(owner, self._store.size, id, owner, with_events)
 
     async def items(self, row: Row) -> list[Item]:
-        """The input items of a response that is stored, in their order."""
+        """Return the input items of a response that is stored, in their order."""
         return await self._call(row.owner, self._store.items, row.id)
 
     async def events(self, row: Row) -> EventLog | None:
-        """The log of a background response; None when its events are no longer kept. Raises Damaged."""
+        """Return the log of a background response; None if its events are no longer kept. Raises Damaged."""
         if job := self._jobs.get(row.id):
             return job.log
         frames = await self._call(row.owner, self._store.frames, row.id)
@@ -393,6 +356,14 @@ class Registry:
             self._forget(job)
         await self._call(row.owner, self._store.delete, row.id)
 
+    def live(self) -> dict[str, int]:
+        """Return how many background responses are queued, and how many in progress."""
+        statuses = [job.log.status for job in self._jobs.values()]
+        return {status: statuses.count(status) for status in ("queued", "in_progress")}
+
+    def counts(self) -> dict[str, int]:
+        return {"background": len(self._jobs)}
+
     # --- the life of a process ------------------------------------------------------------------------------
 
     async def recover(self, revive: Callable[[Row], tuple[Builder, Run]]) -> None:
@@ -403,30 +374,27 @@ class Registry:
             except Exception:
                 log.exception("%s is damaged in the store, and deleted", id_)
                 await self._call("", self._store.delete, id_)
+        self._was_used.set()
+        self._eviction = asyncio.create_task(self._evict())
 
     async def _recover_one(self, id: str, revive: Callable[[Row], tuple[Builder, Run]]) -> None:
         row = await self._call("", self._store.get, id)
         frames = await self._call("", self._store.frames, id)
         if row is None or not frames:
             raise Damaged(f"expected a response and its events as {id}")
+        log.info("%s was %s when the last process ended", id, row.status)
         builder, run = revive(row)
         builder.resume(json.loads(sse.data(frame)) for frame in frames)
-        entries = [*map(Entry, frames[:-1]), Entry(frames[-1], Snapshot(row.status, row.response_json))]
-        job = Job(row, builder, run, EventLog(encode_event, self._writer(row), entries))
+        entries = [*map(Entry, frames[:-1]), Entry(frames[-1], row.status, row.response_json)]
+        job = Job(row, builder, run, EventLog(encode_event, partial(self._write, row), entries))
         if row.status == "queued":
-            log.info("%s was queued: it runs again", id)
-            self._jobs[id] = self._launch(job)
+            await self._launch(job)
         else:
-            log.info("%s was interrupted: it has failed", id)
             await self._end(job, INTERRUPTED)
-
-    def stop_accepting(self) -> None:
-        """Accept no more background responses; what is queued stays queued."""
-        self._stopping.set()
 
     async def close(self, persistent: bool) -> None:
         """End what runs; what is queued in a persistent store waits there for the next process."""
-        self._stopping.set()
+        self.stopping.set()
         jobs = [*self._jobs.values()]
         for job in jobs:
             waits = persistent and job.log.status == "queued"
@@ -443,26 +411,14 @@ class Registry:
         await asyncio.to_thread(self._executor.shutdown)
         self._store.close()
 
-    @property
-    def is_accepting(self) -> bool:
-        return not self._stopping.is_set()
-
-    async def until_stopping(self) -> None:
-        await self._stopping.wait()
-
-    def counts(self) -> dict[str, int]:
-        return {"background": len(self._jobs)}
-
-    def live(self) -> dict[str, int]:
-        """How many background responses are queued, and how many in progress."""
-        statuses = [job.log.status for job in self._jobs.values()]
-        return {status: statuses.count(status) for status in ("queued", "in_progress")}
-
     # --- the life of a job ----------------------------------------------------------------------------------
 
-    def _launch(self, job: Job) -> Job:
+    async def _launch(self, job: Job) -> Job:
+        if job.row.background:
+            self._jobs[job.row.id] = job
         job.task = asyncio.create_task(self._run(job))
         job.task.add_done_callback(drop_cancellation)
+        await asyncio.sleep(0)  # it begins: a task that is cancelled before that would end nothing
         return job
 
     async def _run(self, job: Job) -> None:
@@ -472,35 +428,31 @@ class Registry:
                 await self._fill(job)
         finally:
             self._room.give_back(job.row.owner, job.n_bytes)
-            self._evict_if_due()
             await job.log.until_stored()
             self._forget(job)
 
     async def _fill(self, job: Job) -> None:
-        finish: Finish | None = UNFINISHED
         try:
             if job.row.background:
                 await self._run_in_turn(job)
-            else:  # middleware.py limits how many of these there are
+            else:  # service/admission.py limits how many of these there are
                 await job.run(job.emit)
-            finish = job.finish or UNFINISHED
         except asyncio.CancelledError:
-            finish = job.if_cancelled
+            job.finish = job.if_cancelled
             raise
         except Exception as error:
             if not job.log.status:  # no event yet: the error becomes the answer to the request
                 raise
             log.exception("the run of %s failed", job.row.id)
             message = f"{type(error).__name__} in the server; its log has the details."
-            finish = Finish("failed", message=message)
+            job.finish = Finish("failed", message=message)
         finally:
-            if finish and job.log.status and not job.log.ended:
-                await self._end(job, finish)
+            if job.finish and job.log.status and not job.log.ended:
+                await self._end(job, job.finish)
 
     async def _run_in_turn(self, job: Job) -> None:
-        await job.log.until_shown()
         async with self._turns.turn(job.row.owner):
-            if not self.is_accepting:
+            if self.stopping.is_set():
                 await asyncio.Event().wait()  # until close() cancels it
             await job.run(job.emit)
 
@@ -511,20 +463,17 @@ class Registry:
         except Exception as error:  # a bug, and yet everything ends: rule 5
             log.exception("%s ends without its output", job.row.id)
             failed = {"status": "failed", "error": {"code": "server_error", "message": type(error).__name__}}
-            response = json.loads(job.log.shown.response_json) if job.log.shown else {}
-            others, last = [], {"type": "response.failed", "response": response | failed}
+            others, last = [], {"type": "response.failed", "response": job.shown_row().response | failed}
         job.log.extend(others)
         entry = job.log.encode(last)
-        if job.row.kept and not job.row.background and entry.snapshot:
-            row = job.row.with_response(*entry.snapshot, time.time())
+        if job.row.kept and not job.row.background:
             n_events = len(job.log.events)
             # It is stored even if the client leaves now.
-            is_stored = await asyncio.shield(self._write(self._store.insert, row))
+            is_stored = await asyncio.shield(self._write(job.row, 0, [entry]))
             last["response"]["store"] = is_stored
             if not is_stored or len(job.log.events) > n_events:  # a WebSocket was told something meanwhile
                 entry = job.log.encode(last)
         job.log.append(last, entry)
-        job.log.publish()
 
     def _stop(self, job: Job, finish: Finish | None) -> None:
         """Cancel a job that has not ended; the first to stop it decides how it ends."""
@@ -539,27 +488,14 @@ class Registry:
 
     # --- the store ------------------------------------------------------------------------------------------
 
-    def _writer(self, row: Row) -> Write:
-        """What writes the log of a background response. No row is ever stored without its first events."""
-
-        async def write(first_number: int, frames: list[bytes], newest: Snapshot | None) -> bool:
-            status, response_json = newest or ("", "")
-            now = time.time()
-            if first_number == 0:
-                return await self._write(
-                    self._store.insert, row.with_response(status, response_json, now), frames
-                )
-            return await self._write(
-                self._store.append, row, first_number, frames, status, response_json, now
-            )
-
-        return write
-
-    async def _write(self, write: Callable[[Row, *Ts], None], row: Row, *args: *Ts) -> bool:
-        """Whether something could be stored. A failure is logged, and then no other one for a while."""
-        self._n_new_bytes += row.n_bytes
+    async def _write(self, row: Row, first_number: int, entries: Sequence[Entry]) -> bool:
+        """Store events of a background response, or the last one of another; return whether it could be."""
+        _, status, response_json = newest_of(entries) or Entry(b"")
+        newest = row.with_response(status, response_json, time.time())
+        frames = [entry.frame for entry in entries] if row.background else []
+        self._was_used.set()
         try:
-            await self._call(row.owner, write, row, *args)
+            await self._call(row.owner, self._store.write, newest, first_number, frames)
         except Ended:
             log.exception("%s has ended in the store before its end", row.id)
         except Exception:
@@ -573,25 +509,22 @@ class Registry:
             self._failed_at = time.monotonic()
             log.exception("%s; other failures of the store are not logged for a while", message)
 
-    def _evict_if_due(self) -> None:
-        if self._eviction and not self._eviction.done():
-            return
-        age_s = time.monotonic() - self._evicted_at
-        if age_s > EVICTION_INTERVAL_S or self._n_new_bytes > EVICTION_BYTES:
-            self._evicted_at = time.monotonic()
-            self._n_new_bytes = 0
-            self._eviction = asyncio.create_task(self._evict())
-
     async def _evict(self) -> None:
-        """Delete what is over the store's limits, one response at a time: writes of others get in between."""
-        try:
-            for id_ in await self._call("", self._store.with_expired_events, time.time()):
-                await self._call("", self._store.delete_events, id_)
-            while ids := await self._call("", self._store.over_limits, time.time()):
-                for id_ in ids:
-                    await self._call("", self._store.delete, id_)
-        except Exception:
-            self._log_failure("the store could not be cut to its limits")
+        """Once in a while, delete what is over the store's limits.
+
+        It is one response at a time, so that writes of others get in between.
+        """
+        while await self._was_used.wait():
+            self._was_used.clear()
+            try:
+                for id_ in await self._call("", self._store.with_expired_events, time.time()):
+                    await self._call("", self._store.delete_events, id_)
+                while ids := await self._call("", self._store.over_limits, time.time()):
+                    for id_ in ids:
+                        await self._call("", self._store.delete, id_)
+            except Exception:
+                self._log_failure("the store could not be cut to its limits")
+            await asyncio.sleep(EVICTION_INTERVAL_S)
 
 
 def drop_cancellation(task: asyncio.Task[None]) -> None:

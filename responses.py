@@ -23,14 +23,16 @@ Rules of this file:
 Not here: time and randomness (arguments), frames (sse.py), what the request may say (request/params.py).
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import sse
-from channels import Arguments, Call, Close, Compaction, Delta, Finish, Output, TokenLogprob, Usage
+from channels import Accepted, Arguments, Call, Close, Compaction, Delta, Finish, Output, TokenLogprob, Usage
 
 Event = dict[str, Any]  # as on the wire, without its sequence_number; what is large may be Encoded
+
+EncodedLogprob = tuple[sse.Encoded, sse.Encoded]  # as events have it, and as content parts have it
 
 SMALL = 1000  # characters, of a text or of JSON: a shorter member of a response is no work to encode again
 
@@ -207,24 +209,15 @@ class _Item:
     def text(self) -> str:
         return "".join(self.texts)
 
-    def grow(self, text: str, logprobs: tuple[TokenLogprob, ...]) -> dict[str, Any]:
-        """Add to the text; return the members of the delta that says so.
-
-        Raises ValueError for a logprob that is no number, and then adds nothing.
-        """
+    def grow(self, text: str, logprobs: Sequence[EncodedLogprob]) -> dict[str, Any]:
+        """Add to the text; return the members of the delta that says so."""
         delta = {**self.place, "delta": text}
         if self.kind.part == "output_text":
-            delta["logprobs"] = self._add_logprobs(logprobs)
+            delta["logprobs"] = [of_event for of_event, _ in logprobs]
+            self.event_logprobs += delta["logprobs"]
+            self.part_logprobs += [of_part for _, of_part in logprobs]
         self.texts.append(text)
         return delta
-
-    def _add_logprobs(self, logprobs: tuple[TokenLogprob, ...]) -> list[sse.Encoded]:
-        if not logprobs:  # nearly always
-            return []
-        event_logprobs = [_logprob(p, with_bytes=False) for p in logprobs]
-        self.part_logprobs += [_logprob(p, with_bytes=True) for p in logprobs]
-        self.event_logprobs += event_logprobs
-        return event_logprobs
 
     def whole(self) -> dict[str, Any]:
         """The members of the event that says all of the text."""
@@ -283,15 +276,16 @@ class Builder:
         reasoning = KINDS["analysis"]._replace(events=REASONING_EVENTS[reasoning_events])
         self._kinds = KINDS | {"analysis": reasoning}
 
-    def start(self, queued: bool = False) -> list[Event]:
-        """What can be said before the first token: clients time out on long prompts."""
-        if queued:
-            return [self._envelope("response.created", "queued"), self._envelope("response.queued", "queued")]
-        return [self._envelope("response.created", "in_progress"), *self.in_progress()]
+    def queue(self) -> list[Event]:
+        """Return the events of a response that waits for its turn."""
+        return [self._envelope(type_, "queued") for type_ in ("response.created", "response.queued")]
 
-    def in_progress(self) -> list[Event]:
-        """A queued response has got its turn."""
-        return [self._envelope("response.in_progress", "in_progress")]
+    def start(self) -> list[Event]:
+        """Return what can be said before the first token: clients time out on long prompts."""
+        created = []
+        if self.state == "start":  # else it was queued
+            created = [self._envelope("response.created", "in_progress")]
+        return [*created, self._envelope("response.in_progress", "in_progress")]
 
     def resume(self, events: Iterable[Event]) -> None:
         """Take up a response where another builder has left it, which made these events; they were JSON."""
@@ -305,18 +299,23 @@ class Builder:
                 case {"type": "response.content_part.added", "part": {"type": "refusal"}} if self._item:
                     self._item.kind = self._kinds["refusal"]
                 case {"delta": text} if self._item:
-                    self._item.grow(text, tuple(map(_read_logprob, event.get("logprobs", ()))))
+                    logprobs = map(_read_logprob, event.get("logprobs", ()))
+                    self._item.grow(text, [*map(_logprob, logprobs)])
                 case {"type": "response.output_item.done", "item": item}:
                     self.output.append(item)
                     self._item = None
 
-    def feed(self, output: Output | Compaction) -> list[Event]:
+    def feed(self, output: Accepted | Output | Compaction) -> list[Event]:
+        """Return the events that an output makes."""
         match output:
-            case Delta():
+            case Accepted():
+                return self.start()
+            case Delta(channel, text, logprobs):
                 events: list[Event] = []
-                if self._item is None or self._item.key != output.channel:
-                    events = [*self._close("completed"), *self._open(output.channel, call={})]
-                return events + self._grow(output.text, output.logprobs)
+                encoded = [*map(_logprob, logprobs)]  # raises before anything has changed
+                if self._item is None or self._item.key != channel:
+                    events = [*self._close("completed"), *self._open(channel, call={})]
+                return events + self._grow(text, encoded)
             case Compaction(encrypted_content):
                 return [*self._close("completed"), *self._compaction(encrypted_content)]
             case Call(name, custom, namespace):
@@ -370,7 +369,7 @@ class Builder:
             self._event("response.output_item.done", {"output_index": index, "item": dict(item)}),
         ]
 
-    def _grow(self, text: str, logprobs: tuple[TokenLogprob, ...] = ()) -> list[Event]:
+    def _grow(self, text: str, logprobs: Sequence[EncodedLogprob] = ()) -> list[Event]:
         """Add text to the open item."""
         item = self._item
         if item is None or not (text or logprobs):
@@ -442,13 +441,17 @@ def _encoded_if_large(value: Any) -> Any:
     return encoded if len(encoded.text) > SMALL else value
 
 
-def _logprob(p: TokenLogprob, with_bytes: bool) -> sse.Encoded:
-    """Parts list a token's bytes, events do not: openai.types.responses.ResponseTextDeltaEvent.
+def _logprob(p: TokenLogprob) -> EncodedLogprob:
+    """Encode a logprob for its event, and with its bytes for its part: openai.types.responses has them so.
 
-    Raises ValueError where a logprob is no number.
+    Raises ValueError for one that is not a number.
     """
-    top_logprobs = [candidate.members(with_bytes) for candidate in p.top]
-    return sse.encoded(p.members(with_bytes) | {"top_logprobs": top_logprobs})
+
+    def encoded(with_bytes: bool) -> sse.Encoded:
+        top_logprobs = [candidate.members(with_bytes) for candidate in p.top]
+        return sse.encoded(p.members(with_bytes) | {"top_logprobs": top_logprobs})
+
+    return encoded(False), encoded(True)
 
 
 def _read_logprob(members: Mapping[str, Any]) -> TokenLogprob:

@@ -301,7 +301,7 @@ async def stop(
     end_grace: asyncio.Event,
 ) -> None:
     """Let what runs finish, until the grace is over or `end_grace` is set, then end it."""
-    registry.stop_accepting()
+    registry.stopping.set()
     deadline = time.monotonic() + args.shutdown_grace
     while not end_grace.is_set() and time.monotonic() < deadline:
         if not room.unanswered and not any(worker.busy() for worker in workers):

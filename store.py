@@ -1,6 +1,6 @@
 """Responses on disk: the request, the newest response object and every event, in SQLite.
 
-    Row, frames --insert()--> a live response --append()--> more events, in the end a terminal state
+    Row, its first events --write()--> a live response --write()--> more events, in the end a terminal state
     id --get()--> Row        id --frames()--> [frame, ...]        id --items()--> [Item, ...]
 
 Authority: https://www.sqlite.org/wal.html. A committed transaction survives the death of this process
@@ -81,6 +81,13 @@ SELECT json_object('status', json_extract(:response, '$.status'), 'output', (
 ))
 """
 
+# '' stands for a status and a response object that are as they were.
+UPDATE = """
+UPDATE responses SET event_bytes = event_bytes + ?, ended_at = ?,
+    status = ifnull(nullif(?, ''), status), response = ifnull(nullif(?, ''), response)
+WHERE id = ? AND ended_at IS NULL
+"""
+
 EXPIRED = "SELECT id FROM responses WHERE ended_at < ? OR (ended_at < ? AND NOT kept)"
 
 # Whether there are too many: to find out which ones takes a hundred times as long.
@@ -121,7 +128,7 @@ class Item(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One response as it is stored. `request`, `items`, `response` and `context` parse anew at each use."""
+    """One response as it is stored. `request`, `items` and `response` parse anew at each use."""
 
     id: str
     owner: str  # "": the server needs no key
@@ -138,7 +145,7 @@ class Row(NamedTuple):
     @property
     def n_bytes(self) -> int:
         """Size of what the client has sent."""
-        return n_bytes([self.request_json, self.items_json])
+        return len(self.request_json.encode()) + len(self.items_json.encode())
 
     @property
     def request(self) -> dict[str, Any]:
@@ -151,11 +158,6 @@ class Row(NamedTuple):
     @property
     def response(self) -> dict[str, Any]:
         return dict(json.loads(self.response_json))
-
-    @property
-    def context(self) -> list[dict[str, Any]]:
-        """What a response that continues this one begins with."""
-        return [*self.items, *self.response["output"]]
 
     def with_response(self, status: str, response_json: str, now: float) -> "Row":
         """The row with a newer response object, which ends it `now` if it is terminal."""
@@ -200,41 +202,24 @@ class Store:
 
     # --- writing --------------------------------------------------------------------------------------------
 
-    def insert(self, row: Row, frames: Sequence[bytes] = ()) -> None:
-        """Accept a response with the events that it has; a foreground one comes at its end, with none."""
-        values = (*row, n_bytes(frames))
-        marks = ", ".join("?" * len(values))
-        with self._transaction():
-            self._db.execute(f"INSERT INTO responses ({COLUMNS}, event_bytes) VALUES ({marks})", values)
-            self._insert_events(row.id, 0, frames)
+    def write(self, row: Row, first_number: int = 0, frames: Sequence[bytes] = ()) -> None:
+        """Store the events from `first_number` on and the state that they bring; the first ones make the row.
 
-    def append(
-        self,
-        row: Row,
-        first_number: int,
-        frames: Sequence[bytes],
-        status: str,
-        response_json: str,
-        now: float,
-    ) -> None:
-        """Store the events from `first_number` on, and the newest response object, "" if it is as before.
-
-        Raises Ended.
+        In later calls `row` has the newest response object, "" if these events have brought none. A
+        response that was not run in the background comes at its end, without events. Raises Ended.
         """
+        n_bytes = sum(map(len, frames))
+        events = [(row.id, number, frame) for number, frame in enumerate(frames, first_number)]
         with self._transaction():
-            update = self._db.execute(
-                "UPDATE responses SET event_bytes = event_bytes + ? WHERE id = ? AND ended_at IS NULL",
-                (n_bytes(frames), row.id),
-            )
-            if not update.rowcount:
-                raise Ended(f"expected a live response, got {row.id}, which has ended or is gone")
-            self._insert_events(row.id, first_number, frames)
-            if response_json:
-                ended_at = now if status in TERMINAL else None
-                newest = (status, response_json, ended_at, row.id)
-                self._db.execute(
-                    "UPDATE responses SET status = ?, response = ?, ended_at = ? WHERE id = ?", newest
-                )
+            if first_number == 0:
+                values = (*row, n_bytes)
+                marks = ", ".join("?" * len(values))
+                self._db.execute(f"INSERT INTO responses ({COLUMNS}, event_bytes) VALUES ({marks})", values)
+            else:
+                newer = (n_bytes, row.ended_at, row.status, row.response_json, row.id)
+                if not self._db.execute(UPDATE, newer).rowcount:
+                    raise Ended(f"expected a live response, got {row.id}, which has ended or is gone")
+            self._db.executemany("INSERT INTO events VALUES (?, ?, ?)", events)
 
     def delete(self, id: str) -> None:
         with self._transaction():
@@ -244,10 +229,6 @@ class Store:
         with self._transaction():
             self._db.execute("DELETE FROM events WHERE response_id = ?", (id,))
             self._db.execute("UPDATE responses SET event_bytes = 0 WHERE id = ?", (id,))
-
-    def _insert_events(self, id: str, first_number: int, frames: Sequence[bytes]) -> None:
-        rows = ((id, number, frame) for number, frame in enumerate(frames, first_number))
-        self._db.executemany("INSERT INTO events VALUES (?, ?, ?)", rows)
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -305,17 +286,16 @@ class Store:
 
     def frames(self, id: str) -> list[bytes]:
         """All events of a response, in order; [] when they are no longer kept. Raises Damaged."""
-        size = self._db.execute("SELECT event_bytes FROM responses WHERE id = ?", (id,)).fetchone()
-        if size is None:
-            return []
-        frames: list[bytes] = []
+        size = "SELECT ifnull(SUM(event_bytes), 0) FROM responses WHERE id = ?"
+        (n_expected,) = self._db.execute(size, (id,)).fetchone()
         events = "SELECT number, frame FROM events WHERE response_id = ? ORDER BY number"
-        for number, frame in self._db.execute(events, (id,)):
-            if number != len(frames):
-                raise Damaged(f"expected event {len(frames)} of {id}, got event {number}")
-            frames.append(frame)
-        if n_bytes(frames) != size[0]:
-            raise Damaged(f"expected {size[0]} bytes of events of {id}, got {n_bytes(frames)}")
+        found = self._db.execute(events, (id,)).fetchall()
+        numbers = [number for number, _ in found]
+        frames = [frame for _, frame in found]
+        n_bytes = sum(map(len, frames))
+        if n_bytes != n_expected or numbers != [*range(len(frames))]:
+            expected = f"{n_expected} bytes of events of {id}, numbered without a gap"
+            raise Damaged(f"expected {expected}, got {n_bytes} bytes of {len(frames)} events")
         return frames
 
     def live(self) -> list[str]:
@@ -340,13 +320,3 @@ class Store:
 
     def _ids(self, select: str, *values: float) -> list[str]:
         return [id_ for (id_,) in self._db.execute(select, values)]
-
-
-def n_bytes(texts: Sequence[str | bytes]) -> int:
-    """Size in UTF-8."""
-    n = 0
-    for text in texts:
-        if isinstance(text, str) and not text.isascii():
-            text = text.encode()
-        n += len(text)
-    return n

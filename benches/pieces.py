@@ -66,9 +66,8 @@ def keep(n_responses: int) -> Figures:
         def write_all() -> None:
             for id_ in ids:
                 row = Row(id_, "", time.time(), None, True, True, True, "{}", "[]", "queued", "{}")
-                store.insert(row)
                 for first in range(0, N_FRAMES, N_TOGETHER):
-                    store.append(row, first, [frame] * N_TOGETHER, "", "", 0)
+                    store.write(row, first, [frame] * N_TOGETHER)
 
         def read_all() -> None:
             for id_ in ids:

@@ -30,7 +30,7 @@ import sse
 from channels import Accepted, Compaction, Delta, Emit, Finish, Output
 from request.ids import PREFIXES, new_id, response_id_of
 from request.messages import IMAGES, MAX_ITEMS
-from request.params import Request, read_responses, responses_request
+from request.params import Request, explicit_parameters, read_responses, responses_request
 from request.refusals import BadInput
 from request.tool_items import IMAGE_MEMBERS, IMAGE_TEXT, TOOL_ITEMS
 from request.validation import VALUE_BYTES, n_bytes, required, text
@@ -52,6 +52,7 @@ PARTS = {
 }
 # fmt: on
 PART_MEMBERS = ("type", "text", "refusal")  # that are kept: logprobs may be a hundred times the text
+TRIGGER = {"type": "compaction_trigger"}  # asks for a compaction of all items before it
 WITHOUT_STATUS = ("compaction", "compaction_trigger", "additional_tools")  # openai's ResponseItem
 STATUSES = ("in_progress", "completed", "incomplete")  # of all other types, except those of TOOL_ITEMS
 
@@ -90,23 +91,21 @@ def _continued(row: Row, unseal: Unseal) -> list[Item]:
     """
     if row.status not in TERMINAL:
         raise BadInput(f"Previous response with id '{row.id}' has not ended yet.", "previous_response_id")
-    output = row.response["output"]
+    items, output = row.items, row.response["output"]
     if output and output[-1]["type"] == "compaction":
-        return [*retained(row.items), _opened(output[-1], "previous_response_id", unseal)]
-    return row.context
+        return [*retained(items), _opened(output[-1], "previous_response_id", unseal)]
+    return [*items, *output]
 
 
 def is_reference(item: Mapping[str, Any]) -> bool:
     """True for an item_reference; the SDK's shortest form has an id and no type."""
-    type_ = item.get("type")
-    if type_ is None:
+    if item.get("type") is None:
         return item.get("role") is None and item.get("id") is not None
-    return bool(type_ == "item_reference")
+    return bool(item["type"] == "item_reference")
 
 
 def is_trigger(item: Any) -> bool:
-    """True for an item that asks for a compaction of all items before it."""
-    return isinstance(item, dict) and item.get("type") == "compaction_trigger"
+    return isinstance(item, dict) and item.get("type") == TRIGGER["type"]
 
 
 async def _referenced(input: Sequence[Any], find: Find) -> dict[str, Item]:
@@ -122,16 +121,12 @@ async def _referenced(input: Sequence[Any], find: Find) -> dict[str, Item]:
             looked_up.add(response_id)
             if len(looked_up) > MAX_REFERENCED:
                 raise _too_long(f"references to {MAX_REFERENCED} responses", "more")
-            row = await find(response_id)
-            if row:
-                items |= await asyncio.to_thread(_said, row)
+            if row := await find(response_id):
+                response = await asyncio.to_thread(sse.loads, row.response_json)
+                items |= {said["id"]: said for said in response["output"]}
         if item_id not in items:
             raise BadInput(f"Item with id '{item_id}' not found.", f"input[{i}].id", "item_not_found")
     return items
-
-
-def _said(row: Row) -> dict[str, Item]:
-    return {item["id"]: item for item in row.response["output"]}
 
 
 def _resolved(
@@ -175,12 +170,12 @@ def _with_parts(item: Item, change: Callable[[Item], Item]) -> Item:
 
 def _opened(item: Item, path: str, unseal: Unseal) -> Item:
     """Return an item with the text of its sealed blob, if it has one; raises BadInput."""
-    blob = str(item.get("encrypted_content"))
-    is_sealed_thought = item.get("type") == "reasoning" and item.get("encrypted_content")
-    if item.get("type") != "compaction" and (not is_sealed_thought or item.get("content")):
+    blob = item.get("encrypted_content")
+    is_sealed_thought = item.get("type") == "reasoning" and blob and not item.get("content")
+    if item.get("type") != "compaction" and not is_sealed_thought:
         return item
     try:
-        opened = unseal(item["type"], blob)
+        opened = unseal(item["type"], str(blob))
     except ValueError as error:
         # Clients know it by its code: https://github.com/openai/codex/issues/8145
         raise BadInput(str(error), f"{path}.encrypted_content", "invalid_encrypted_content") from error
@@ -273,9 +268,9 @@ def _long_parts(content: str | Sequence[Item], part_type: str) -> list[Item]:
 
 
 def new_row(
-    request: Request, parameters: Mapping[str, Any], conversation: Sequence[Item], is_remembered: bool = False
+    request: Request, values: Mapping[str, Any], conversation: Sequence[Item], is_remembered: bool = False
 ) -> Row:
-    """Return the row of a response that is about to start.
+    """Return the row of a response that is about to start; `values` are those that read_responses() has read.
 
     Its texts are empty if no request can ever read it again: a response that is neither kept, nor run in the
     background, nor remembered by the connection that it is made for. The items are encoded one by one, so
@@ -284,7 +279,7 @@ def new_row(
     request_json = ""
     items_json = ""
     if request.store or request.background or is_remembered:
-        request_json = sse.dumps(parameters)
+        request_json = sse.dumps(explicit_parameters(values, request.echo))
         items_json = "[" + ",".join(map(sse.dumps, conversation)) + "]"
     return Row(
         id=new_id("resp"),
@@ -326,7 +321,7 @@ def summary_request(request: Request, conversation: Sequence[Item], defaults: Ma
     kept = {"model": request.model, "instructions": request.echo["instructions"]}
     values = read_responses(SUMMARY_PARAMETERS | kept, defaults)
     question = [{"role": "user", "content": QUESTION}]
-    return responses_request(values, conversation, question, request.owner)
+    return replace(responses_request(values, conversation, question, request.owner), compacts=True)
 
 
 def compacted(emit: Callable[[Accepted | Compaction | Finish], None], seal: Callable[[str], str]) -> Emit:

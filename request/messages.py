@@ -26,12 +26,18 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import sse
-from request import tool_items
 from request.body import MAX_VALUES, n_values, too_many_values
 from request.ids import PREFIXES
 from request.refusals import BadInput, no_images, wrong_type
-from request.tool_items import TOOL_ITEMS, Call, Result
-from request.tools import CLIENT_TOOLS, as_arguments, flat, qualified_name
+from request.tool_items import (
+    CALL_IDS,
+    IMAGE_MEMBERS,
+    IMAGE_TEXT,
+    MAY_LACK_RESULT,
+    TOOL_ITEMS,
+    TYPE_SUFFIXES,
+)
+from request.tools import CLIENT_TOOLS, as_arguments, as_json, flat, qualified_name
 from request.validation import list_of, mapping, one_of, required, text
 
 MAX_ITEMS = 4096  # in a conversation: each costs time in the template, even if the context cannot hold it
@@ -230,13 +236,42 @@ def add_item(conversation: Conversation, item: dict[str, Any], path: str) -> Non
             conversation.add_text("user", SUMMARY + required(item, "summary", text, path))
         case "compaction_trigger" | "additional_tools":
             pass  # nothing was said: items.py and params.py do what they ask for
-        case _:
-            for told in tool_items.said(item, path):
-                match told:
-                    case Call(call_id, name, arguments, needs_result):
-                        conversation.add_call(call_id, name, arguments, is_cut=not needs_result)
-                    case Result(call_id, result):
-                        conversation.add_result(call_id, result, f"{path}.call_id")
+        case type_:
+            add_tool_item(conversation, item, type_, path)
+
+
+def add_tool_item(conversation: Conversation, item: dict[str, Any], type_: str, path: str) -> None:
+    """Add an item with a row in TOOL_ITEMS as a call of a function, as its result, or as both."""
+
+    def given(members: str) -> dict[str, Any]:
+        return {name: item[name] for name in members.split() if item.get(name) is not None}
+
+    row = TOOL_ITEMS[type_]
+    image_member = IMAGE_MEMBERS.get(type_, "")
+    if item.get(image_member) not in (None, IMAGE_TEXT):
+        raise no_images(f"{path}.{image_member}")
+    function = type_
+    for suffix in TYPE_SUFFIXES:
+        function = function.removesuffix(suffix)
+    call_id = function  # a search that the server runs has no id
+    own_id = "id" if row.arguments and row.result else "call_id"
+    for name, value in given(CALL_IDS.get(type_, own_id)).items():
+        call_id = text(value, f"{path}.{name}")
+        break
+    if row.arguments:
+        arguments: dict[str, Any] = {}
+        for name, value in given(row.arguments).items():
+            arguments |= value if isinstance(value, dict) else {name: value}
+        may_lack_result = item.get("status") == "incomplete" or type_ in MAY_LACK_RESULT
+        conversation.add_call(call_id, function, as_json(arguments), may_lack_result)
+    if row.result:
+        results = given(row.result)
+        match [*results.values()]:
+            case [str(result)]:
+                pass
+            case _:
+                result = as_json(results)
+        conversation.add_result(call_id, result, f"{path}.call_id")
 
 
 def from_responses(

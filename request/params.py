@@ -89,6 +89,7 @@ class Request:
     echo: dict[str, Any]  # Responses: the members of the response object that repeat the request
     background: bool = False  # Responses: the run does not end with the HTTP request
     generate: bool = True  # False: the prompt is computed for the prefix cache, and nothing is said
+    compacts: bool = False  # what the model says is the summary that becomes a compaction
 
 
 # --- checks of one parameter each ---------------------------------------------------------------------------

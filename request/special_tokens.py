@@ -35,7 +35,6 @@ from request.messages import Message
 # "Noncharacters ... are intended for process-internal uses": https://www.unicode.org/faq/private_use.html
 MARK = "\ufdd0"
 BLANKS = " \t\r\n▁"  # some vocabularies have runs of them as added tokens, which control nothing
-WINDOW = 2**16  # characters searched at once: a search holds Python's lock, and streams wait for it
 
 
 def without_marks(text: str) -> str:
@@ -50,7 +49,6 @@ class SpecialTokens:
         self._first_characters = {token[0] for token in tokens}
         self._pattern = re.compile(longest_of(tokens) or "(?!)")
         self._max_length = max(map(len, tokens), default=0)
-        self._max_marked_length = 3 * self._max_length  # two marks meet if one string follows another
         # What a string of the request can say of a token that the template has begun.
         self._endings = {token[n:] for token in tokens for n in range(1, len(token))}
         self._sorted_endings = sorted(self._endings)
@@ -113,17 +111,11 @@ class SpecialTokens:
         """
         texts = []
         start = 0
-        position = 0
-        while position < len(prompt):
-            match = self._pattern.search(prompt, position, position + WINDOW + self._max_marked_length)
-            if match is None or match.start() >= position + WINDOW:
-                position += WINDOW
-                continue
-            position = match.end()
-            if MARK in match[0]:
-                position = prompt.index(MARK, match.start())
-                texts.append(without_marks(prompt[start:position]))
-                start = position
+        for token in self._pattern.finditer(prompt):
+            if MARK in token[0]:
+                end = prompt.index(MARK, token.start())
+                texts.append(without_marks(prompt[start:end]))
+                start = end
         texts.append(without_marks(prompt[start:]))
         return texts
 

@@ -33,11 +33,10 @@ import jinja2.sandbox
 from request.messages import Message, paragraphs, split_system
 from request.refusals import BadInput
 from request.special_tokens import without_marks
+from request.tools import as_json
 
 Tools = list[dict[str, Any]] | None  # None: none are offered
 MAX_REASON = 300  # characters of what a template raises: it may quote the messages
-
-_dumps = partial(json.dumps, ensure_ascii=False)
 
 
 # --- messages for templates that take less ------------------------------------------------------------------
@@ -60,7 +59,7 @@ def tools_as_text(messages: list[Message], tools: Tools) -> list[Message]:
     """Put the tools into the system message, calls into the assistant's text, results into the user's."""
     told, turns = split_system(messages)
     if tools:
-        signatures = TOOLS.format("\n".join(map(_dumps, tools)))
+        signatures = TOOLS.format("\n".join(map(as_json, tools)))
         instructions = [message["content"] for message in told]
         told = [{"role": "system", "content": paragraphs(*instructions, signatures)}]
     for message in turns:
@@ -72,7 +71,7 @@ def tools_as_text(messages: list[Message], tools: Tools) -> list[Message]:
             if told[-1]["role"] == "user":  # the results of parallel calls are one message
                 lines.insert(0, told.pop()["content"])
         for call in message.get("tool_calls", []):
-            lines += ["<tool_call>", _dumps(call["function"]), "</tool_call>"]
+            lines += ["<tool_call>", as_json(call["function"]), "</tool_call>"]
         text = {"role": role, "content": "\n".join(lines)}
         if "reasoning_content" in message:
             text["reasoning_content"] = message["reasoning_content"]
@@ -184,7 +183,9 @@ def _raise_exception(message: str) -> NoReturn:
 ENVIRONMENT = jinja2.sandbox.ImmutableSandboxedEnvironment(
     trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
 )
-ENVIRONMENT.filters["tojson"] = _dumps  # Jinja's own escapes < and > for HTML
+ENVIRONMENT.filters["tojson"] = partial(
+    json.dumps, ensure_ascii=False
+)  # Jinja's own escapes < and > for HTML
 ENVIRONMENT.globals["raise_exception"] = _raise_exception
 
 

@@ -16,7 +16,8 @@ section 7 (escapes).
 
 Rules of this file:
 1. Input leaves as it comes, decoded, and never half an escape or half a surrogate pair.
-2. Arguments that are not {"input": "..."} are the input as they stand: nothing is repaired, nothing is lost.
+2. Arguments that are not {"input": "..."} are the input as they stand, and leave at the end of the call:
+   nothing is repaired, nothing is lost.
 3. A function's call whose arguments are not a JSON object is incomplete, and the answer has failed: a client
    runs what is completed. https://platform.openai.com/docs/guides/function-calling
 """
@@ -34,20 +35,24 @@ class Restorer:
 
     def __init__(self, tools: Mapping[str, Tool]) -> None:
         self._tools = tools  # of the request, by Tool.qualified_name
-        self._decoder: InputDecoder | None = None  # of the custom tool's call that is open
-        self._function = ""  # the name in the function's call that is open
-        self._arguments: list[str] = []  # of that call, so far
+        self._call: Call | None = None  # the one that is open, in the client's words
+        self._arguments: list[str] = []  # of that call, as the model writes them
+        self._decoder = InputDecoder()  # of that call, if its tool is a custom one
         self._broken = ""  # the name in the first call that cannot be run
 
     def feed(self, output: Output) -> list[Output]:
         if isinstance(output, Arguments):
             self._arguments.append(output.text)
-            return [output] if self._decoder is None else _arguments(self._decoder.feed(output.text))
+            if self._call and self._call.custom:
+                return _arguments(self._decoder.feed(output.text))
+            return [output]
         ended = self._end_call()  # any other output ends it
         if isinstance(output, Close) and Close(is_cut=True) in ended:
             return ended
         if isinstance(output, Call):
-            return [*ended, self._begin_call(output)]
+            tool = self._tools.get(output.name, Tool(output.name))
+            output = self._call = Call(tool.name, tool.custom, tool.namespace)
+            self._decoder = InputDecoder()
         return [*ended, output]
 
     def finish(self, finish: Finish) -> tuple[list[Output], Finish]:
@@ -60,33 +65,23 @@ class Restorer:
             finish = Finish("failed", finish.usage, message)
         return ended, finish
 
-    def _begin_call(self, call: Call) -> Call:
-        tool = self._tools.get(call.name, Tool(call.name))
-        if tool.custom:
-            self._decoder = InputDecoder()
-        else:
-            self._function = tool.name
-        return Call(tool.name, tool.custom, tool.namespace)
-
     def _end_call(self) -> list[Output]:
         """End the open call, if there is one."""
-        outputs: list[Output] = []
-        if self._decoder:
-            outputs = _arguments(self._decoder.close())
-        if self._function and not is_object("".join(self._arguments)):
-            self._broken = self._broken or self._function
-            outputs.append(Close(is_cut=True))
-        self._decoder = None
-        self._function = ""
-        self._arguments = []
-        return outputs
+        call, arguments = self._call, "".join(self._arguments)
+        self._call, self._arguments = None, []
+        if call is None:
+            return []
+        if call.custom:
+            return _arguments(self._decoder.close())
+        if is_object(arguments):
+            return []
+        self._broken = self._broken or call.name
+        return [Close(is_cut=True)]
 
 
 def _arguments(text: str) -> list[Output]:
     """Return no output for no text."""
-    if not text:
-        return []
-    return [Arguments(text)]
+    return [Arguments(text)] if text else []
 
 
 # --- the input of a custom tool -----------------------------------------------------------------------------
@@ -108,29 +103,20 @@ MAX_UNFINISHED = len(r"\ud83d\ude0")  # characters of an escape that may be held
 
 
 class InputDecoder:
-    """Decodes the string in `{"input": "..."}` as its characters come.
-
-    It is in one of three states: before the string, inside it (up to its quote, and after that too, where
-    nothing more is said), or in arguments that are not such an object and pass as they are.
-    """
+    """Decodes the string in `{"input": "..."}` as its characters come; other arguments leave at the end."""
 
     def __init__(self) -> None:
         self._held = ""  # came, and cannot leave yet
-        self._is_inside = False
-        self._is_raw = False
+        self._is_inside = False  # the string has begun; after its closing quote nothing more is said
 
     def feed(self, text: str) -> str:
-        if self._is_raw:
-            return text
         self._held += text
         if not self._is_inside:
-            opening = OPENING.match(self._held)
-            if opening:
-                self._is_inside = True
-                self._held = self._held[opening.end() :]
-            else:
-                self._is_raw = len(self._held) > MAX_OPENING
-                return self._held if self._is_raw else ""
+            opening = OPENING.match(self._held, 0, MAX_OPENING)
+            if opening is None:
+                return ""
+            self._is_inside = True
+            self._held = self._held[opening.end() :]
         decoded = ""
         end = 0
         while unit := UNIT.match(self._held, end):
@@ -140,8 +126,8 @@ class InputDecoder:
         return decoded
 
     def close(self) -> str:
-        """Return what was held back, for a call that has ended in the midst of it."""
-        has_ended = self._is_raw or self._held.startswith('"')
+        """Return what was held back: of a call that has ended in the midst of it, or other arguments."""
+        has_ended = self._is_inside and self._held.startswith('"')
         if has_ended or "".join(self._held.split()) == "{}":  # the call had no arguments
             return ""
         return self._held

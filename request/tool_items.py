@@ -1,11 +1,12 @@
-"""Tool items: calls that have item types of their own, and their results, as calls of functions.
+"""Tool items: calls that have item types of their own, and their results, told as calls of functions.
 
-    shell_call {call_id: "c", action: {commands: [...]}} --said()--> Call("c", "shell", '{"commands": [...]}')
-    shell_call_output {call_id: "c", output: [...]}      --said()--> Result("c", '{"output": [...]}')
-    web_search_call {id: "ws_1", action: {query: "x"}}   --said()--> Call, Result: it has run elsewhere
+    shell_call {call_id: "c", action: {commands: [...]}}     a call "c" of shell with {"commands": [...]}
+    shell_call_output {call_id: "c", output: [...]}          its result {"output": [...]}
+    web_search_call {id: "ws_1", action: {query: "x"}}       a call and its result: it has run elsewhere
 
 Agents send back what other models have called, of tools that this server does not have. No model here was
-trained on those items, but each was trained on calls of functions; so they are told as those.
+trained on those items, but each was trained on calls of functions; so they are told as those, by
+messages.add_tool_item().
 
 Authority: openai.types.responses.ResponseInputItemParam. What becomes of a session if they are refused:
 https://github.com/caozhiyuan/copilot-api/issues/359
@@ -16,30 +17,9 @@ Rules of this file:
 3. Images are refused, by the name of their place, unless items.py has put a text there (IMAGE_TEXT).
 """
 
-import json
-from collections.abc import Mapping
-from typing import Any, NamedTuple
-
-from request.refusals import no_images
-from request.validation import text
+from typing import NamedTuple
 
 IMAGE_TEXT = "[an image, which cannot be shown here]"
-
-
-class Call(NamedTuple):
-    """A call as the model would have made it."""
-
-    call_id: str
-    name: str
-    arguments: str  # JSON
-    needs_result: bool
-
-
-class Result(NamedTuple):
-    """What came of a call."""
-
-    call_id: str
-    text: str
 
 
 class ToolItem(NamedTuple):
@@ -90,41 +70,3 @@ IMAGE_MEMBERS = {
 # fmt: on
 MAY_LACK_RESULT = ("mcp_approval_request",)  # the user may go on without an answer to it
 TYPE_SUFFIXES = ("_output", "_call", "_request", "_response")  # after the name of the tool
-
-
-def said(item: Mapping[str, Any], path: str) -> list[Call | Result]:
-    """Return what an item with a row in TOOL_ITEMS says; raises BadInput."""
-    item_type = item["type"]
-    row = TOOL_ITEMS[item_type]
-    image_member = IMAGE_MEMBERS.get(item_type, "")
-    if item.get(image_member) not in (None, IMAGE_TEXT):
-        raise no_images(f"{path}.{image_member}")
-    function = item_type
-    for suffix in TYPE_SUFFIXES:
-        function = function.removesuffix(suffix)
-    call_id = function  # a search that the server runs has no id
-    own_id = "id" if row.arguments and row.result else "call_id"
-    for name, value in _given(item, CALL_IDS.get(item_type, own_id)).items():
-        call_id = text(value, f"{path}.{name}")
-        break
-    told: list[Call | Result] = []
-    if row.arguments:
-        arguments: dict[str, Any] = {}
-        for name, value in _given(item, row.arguments).items():
-            arguments |= value if isinstance(value, dict) else {name: value}
-        needs_result = item.get("status") != "incomplete" and item_type not in MAY_LACK_RESULT
-        told.append(Call(call_id, function, _as_json(arguments), needs_result))
-    if row.result:
-        results = _given(item, row.result)
-        values = [*results.values()]
-        is_text = len(values) == 1 and isinstance(values[0], str)
-        told.append(Result(call_id, values[0] if is_text else _as_json(results)))
-    return told
-
-
-def _given(item: Mapping[str, Any], members: str) -> dict[str, Any]:
-    return {name: item[name] for name in members.split() if item.get(name) is not None}
-
-
-def _as_json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)

@@ -147,7 +147,12 @@ class Tool(NamedTuple):
 
 def as_arguments(input: str) -> str:
     """Return the input of a custom tool as the arguments in which the model wrote it, or would have."""
-    return json.dumps({"input": input}, ensure_ascii=False)
+    return as_json({"input": input})
+
+
+def as_json(value: Any) -> str:
+    """Return the JSON that a model reads: as text, without escapes."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 # --- tools of a request -------------------------------------------------------------------------------------

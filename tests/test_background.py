@@ -1,7 +1,7 @@
-"""background.py on its own: real stores, and producers that say what the test wants, when it wants.
+"""background.py on its own: real stores, and runs that say what the test wants, when it wants.
 
-The bugs are those of servers that have background responses: a run that nobody ends, a reader that nobody
-wakes, a cancel that a late completion overwrites.
+The bugs are those of servers that have background responses: a run that is never ended, a reader that is
+never woken, a cancel that a late completion overwrites. A state machine looks for them: RegistryMachine.
 """
 
 import asyncio
@@ -11,19 +11,22 @@ import json
 import math
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager, closing
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, Literal, TypeVar
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 import background
 import sse
-from background import READ_BYTES, Entry, EventLog, Registry, Run, Said, Snapshot
+from background import READ_BYTES, Entry, EventLog, Registry, Run, Said
 from channels import Accepted, Delta, Finish, TokenLogprob, Usage
 from helpers import laws
 from request import params
@@ -39,8 +42,10 @@ DONE = Finish("stop", Usage(3, 2))
 SHUT_DOWN = "The server is shutting down."
 INTERRUPTED = "interrupted by a restart"
 UNFINISHED = "The run ended without a last event."
+NO_JSON = "ValueError in the server; its log has the details."
 RAISED = "ZeroDivisionError in the server; its log has the details."
 
+T = TypeVar("T")
 Says = Callable[[], AsyncIterator[Said]]
 numbers = itertools.count()
 
@@ -164,8 +169,8 @@ async def check_end(registry: Registry, store: Store, asked: Row, *ends: str) ->
 
 
 def encode(number: int, event: dict[str, Any]) -> Entry:
-    snapshot = Snapshot(event["status"], "{}") if "status" in event else None
-    return Entry(b"%d %d" % (number, event["n"]), snapshot)
+    state = (event["status"], "{}") if "status" in event else ()
+    return Entry(b"%d %d" % (number, event["n"]), *state)
 
 
 actions = st.lists(
@@ -188,12 +193,12 @@ def test_readers_get_the_same_bytes(actions: list[tuple[str, int]], stored: bool
         has_failed = False  # since the last write that has not
         gate = asyncio.Queue[bool]()
 
-        async def write(first: int, frames: list[bytes], newest: Snapshot | None) -> bool:
+        async def write(first: int, entries: Sequence[Entry]) -> bool:
             nonlocal has_failed
             assert first == len(written), "no gap, and nothing twice"
             has_failed = not await gate.get()
             if not has_failed:
-                written.extend(frames)
+                written.extend(entry.frame for entry in entries)
             return not has_failed
 
         async def follow(after: int) -> list[bytes]:
@@ -237,13 +242,13 @@ def test_log_goes_on_from_an_earlier_process() -> None:
     """Numbers go on where the frames end, and a reader sees both."""
 
     async def main() -> list[list[bytes]]:
-        log = EventLog(encode, stored=[Entry(b"0 zero"), Entry(b"1 one", Snapshot("in_progress", "{}"))])
+        log = EventLog(encode, stored=[Entry(b"0 zero"), Entry(b"1 one", "in_progress", "{}")])
         early = asyncio.create_task(read(log, after=0))
         await asyncio.sleep(0)
         assert (log.status, log.ended) == ("in_progress", False)
         log.extend([{"n": 7, "status": "failed"}])
         log.close()
-        assert (log.shown, log.ended) == (("failed", "{}"), True)
+        assert (log.shown, log.ended) == (Entry(b"2 7", "failed", "{}"), True)
         return [await early, await read(log), await read(log, 2), await read(log, 99)]
 
     assert within_patience(main()) == [[b"1 one", b"2 7"], [b"0 zero", b"1 one", b"2 7"], [], []]
@@ -253,7 +258,7 @@ def test_state_is_seen_when_it_is_written() -> None:
     """Who polls must not learn what a restart could take back."""
 
     async def main() -> None:
-        async def write(first: int, frames: list[bytes], newest: Snapshot | None) -> bool:
+        async def write(first: int, entries: Sequence[Entry]) -> bool:
             begun.set()
             await go_on.wait()
             return True
@@ -264,24 +269,9 @@ def test_state_is_seen_when_it_is_written() -> None:
         await begun.wait()
         assert (log.shown, log.status) == (None, "completed")
         go_on.set()
-        await log.until_shown()
-        assert log.shown == ("completed", "{}")
-
-    within_patience(main())
-
-
-def test_waiting_for_what_is_there_does_not_wait_for_what_comes() -> None:
-    """A POST that waits for its first events must return however fast the tokens come."""
-
-    async def main() -> None:
-        async def write(first: int, frames: list[bytes], newest: Snapshot | None) -> bool:
-            log.extend([{"n": 0}])  # there is always a next one
-            await asyncio.sleep(0)
-            return True
-
-        log = EventLog(encode, write)
-        log.extend([{"n": 0}])
-        await asyncio.wait_for(log.until_shown(), PATIENCE_S)
+        log.close()
+        await log.until_over()
+        assert log.shown == Entry(b"0 0", "completed", "{}")
 
     within_patience(main())
 
@@ -352,67 +342,235 @@ def test_reader_that_leaves_takes_nothing_with_it() -> None:
     within_patience(main())
 
 
-# --- producers, as they end ---------------------------------------------------------------------------------
+# --- any order of all that can happen -----------------------------------------------------------------------
+
+INDEX = st.integers(0, 99)  # of a response, among those that fit
+STATUSES = ("queued", "in_progress", *TERMINAL)
+N_RUNNING = 2  # at a time, of those in the background
+NOT_A_NUMBER = Delta("final", "x", (TokenLogprob("x", math.nan, b"x"),))
+
+# fmt: off
+#   how a run ends            what it says or raises last        status        of the error message
+ENDS: dict[str, tuple[Said | Exception | None, str, str | None]] = {
+    "completes":              (DONE,                             "completed",  None),
+    "is cut":                 (Finish("length", Usage(3, 1)),    "incomplete", None),
+    "fails":                  (Finish("failed", message="Gone"), "failed",     "Gone"),
+    "raises":                 (ZeroDivisionError("a bug"),       "failed",     RAISED),
+    "returns":                (None,                             "failed",     UNFINISHED),
+    "says what JSON cannot":  (NOT_A_NUMBER,                     "failed",     NO_JSON),
+}
+# fmt: on
+
+
+@dataclass(eq=False)
+class Model:
+    """A response as it should be."""
+
+    row: Row
+    status: str
+    error: str | None = None
+    said: str = ""
+    frames: list[bytes] = field(default_factory=list)  # as its first reader gets them, in all processes
+    followers: list[tuple[int, asyncio.Task[list[bytes]]]] = field(default_factory=list)  # after which number
+    script: asyncio.Queue[Said | Exception | None] = field(default_factory=asyncio.Queue)
+    leave: Callable[[], object] = field(init=False)  # what a client does that leaves
+    watching: asyncio.Task[None] = field(init=False)
+
+    @property
+    def is_live(self) -> bool:
+        return self.status not in TERMINAL
+
+    def end(self, status: str, error: str | None = None) -> None:
+        self.status, self.error = status, error
+
+    async def run(self, emit: Callable[[Said], None]) -> None:
+        emit(Accepted())
+        while said := await self.script.get():
+            if isinstance(said, Exception):
+                raise said
+            emit(said)
+
+    async def watch(self, log: EventLog) -> None:
+        async with aclosing(log.read(len(self.frames) - 1)) as logged:
+            async for frames in logged:
+                self.frames += frames
+
+
+class RegistryMachine(RuleBasedStateMachine):
+    """Responses that are started, followed, cancelled and deleted in any order, in one process after another.
+
+    A terminal status stays; all that was said is in the response; whoever follows gets the rest of what was
+    streamed, and an end; what is stored is what was streamed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.models: list[Model] = []  # of what is not deleted, the oldest first
+        self._folder = TemporaryDirectory()
+        self._loop = asyncio.new_event_loop()
+        self._do(self._open())
+
+    def _do(self, work: Awaitable[T]) -> T:
+        """Wait for work, and for all that comes of it."""
+
+        async def done() -> T:
+            result = await work
+            for _ in range(5):
+                await self._registry._call("", list)  # the store has one thread
+                await yields(10)
+            return result
+
+        return self._loop.run_until_complete(asyncio.wait_for(done(), PATIENCE_S))
+
+    async def _open(self) -> None:
+        def revive(row: Row) -> tuple[Builder, Run]:
+            (model,) = [model for model in self.models if model.row.id == row.id]
+            model.script = asyncio.Queue()
+            return builder_of(row), model.run
+
+        self._store = Store(self._folder.name + "/db", Retention())
+        self._registry = Registry(self._store, max_running=N_RUNNING)
+        await self._registry.recover(revive)
+
+    def _some(self, i: int, *statuses: str) -> Model | None:
+        fit = [model for model in self.models if model.status in (statuses or STATUSES)]
+        return fit[i % len(fit)] if fit else None
+
+    @rule(background=st.booleans(), kept=st.booleans())
+    def start(self, background: bool, kept: bool) -> None:
+        new = row(background=background, kept=kept, born_at=next(numbers))
+        model = Model(new, "queued" if background else "in_progress")
+        self.models.append(model)
+
+        async def start() -> None:
+            job = await self._registry.start(new, builder_of(new), model.run)
+            model.leave = job.task.cancel
+            model.watching = asyncio.create_task(model.watch(job.log))
+
+        self._do(start())
+
+    @rule(i=INDEX, channel=st.sampled_from(["analysis", "final"]), word=st.sampled_from("a\u2028水"))
+    def say(self, i: int, channel: Literal["analysis", "final"], word: str) -> None:
+        if model := self._some(i, "in_progress"):
+            model.said += word
+            model.script.put_nowait(Delta(channel, word))
+
+    @rule(i=INDEX, how=st.sampled_from([*ENDS]))
+    def end(self, i: int, how: str) -> None:
+        if model := self._some(i, "in_progress"):
+            last, status, error = ENDS[how]
+            model.script.put_nowait(last)
+            model.script.put_nowait(None)
+            model.end(status, error)
+
+    @rule(i=INDEX)
+    def cancel(self, i: int) -> None:
+        """Or leave: a foreground response ends with its client."""
+        if model := self._some(i):
+            if model.is_live:
+                model.end("cancelled")
+            if model.row.background:
+                self._do(self._registry.cancel(model.row))
+            else:
+                model.leave()
+
+    @rule(i=INDEX)
+    def delete(self, i: int) -> None:
+        if model := self._some(i, *TERMINAL):
+            self.models.remove(model)
+            self._do(self._registry.delete(model.row))
+            assert self._do(self._registry.get(model.row.id, "")) is None
+            assert self._do(self._registry.events(model.row)) is None
+
+    @rule(i=INDEX, after=st.integers(-1, 12))
+    def follow(self, i: int, after: int) -> None:
+        model = self._some(i)
+        if model and model.row.background:
+            log = self._do(self._registry.events(model.row))
+            assert log
+            model.followers.append((after, self._loop.create_task(read(log, after))))
+
+    @rule(is_killed=st.booleans())
+    def go_on_in_the_next_process(self, is_killed: bool) -> None:
+        for model in self.models:
+            model.followers = []
+            if model.status == "in_progress" and not model.row.background:
+                model.leave()
+                model.end("cancelled")
+            elif model.status == "in_progress":
+                model.end("failed", INTERRUPTED if is_killed else SHUT_DOWN)
+        self._do(yields(1))
+        if not is_killed:
+            self._do(self._registry.close(persistent=True))
+        self._loop.run_until_complete(self._die())
+        self._do(self._open())
+        for model in self.models:
+            if model.row.background:
+                log = self._do(self._registry.events(model.row))
+                assert log
+                model.watching = self._loop.create_task(model.watch(log))
+
+    async def _die(self) -> None:
+        """End all tasks: none of them ends a response."""
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._registry.close_store()
+
+    @invariant()
+    def all_are_as_they_should_be(self) -> None:
+        waiting = [model for model in self.models if model.is_live and model.row.background]
+        for model in waiting[:N_RUNNING]:  # they run in the order in which they came
+            model.status = "in_progress"
+        self._do(yields(20))
+        for model in self.models:
+            if model.row.background or (model.row.kept and not model.is_live):
+                found = self._do(self._registry.get(model.row.id, ""))
+                assert found
+                assert found.status == model.status
+                if not model.is_live:
+                    self._check_end(model, found)
+            else:
+                assert self._do(self._registry.get(model.row.id, "")) is None
+
+    def _check_end(self, model: Model, found: Row) -> None:
+        events = parsed(model.frames)
+        laws.check_order(events)
+        laws.check_statuses(events)
+        response = found.response
+        texts = [item["content"][0]["text"] for item in response["output"]]
+        assert "".join(texts) == model.said
+        assert (response["error"] or {}).get("message") == model.error
+        assert events[-1]["response"] == response
+        assert model.watching.done()
+        for after, follower in model.followers:
+            assert follower.result() == model.frames[after + 1 :]
+        if model.row.background:
+            assert self._store.frames(model.row.id) == model.frames
+
+    def teardown(self) -> None:
+        for model in self.models:
+            if not model.row.background:
+                model.leave()
+        self._do(self._registry.close(persistent=False))
+        self._loop.run_until_complete(self._die())
+        self._loop.close()
+        self._folder.cleanup()
+
+
+@pytest.mark.bug("F02", "F03", "F05")
+def test_whatever_happens_in_whatever_order() -> None:
+    """A worker that was gone left the run open, or its error was that of another message:
+    github.com/EricLBuehler/mistral.rs/pull/2114; vLLM had no error handling around a run at all:
+    github.com/vllm-project/vllm/pull/49721; a cancel set a flag that was never read (mistral.rs, 9e92262).
+    """
+    run_state_machine_as_test(RegistryMachine, settings=settings(max_examples=20, stateful_step_count=25))
 
 
 async def raises() -> AsyncIterator[Said]:
     yield Delta("final", "Hel")
     raise ZeroDivisionError("a bug")
-
-
-async def returns_early() -> AsyncIterator[Said]:
-    yield Delta("final", "Hel")
-
-
-async def says_nothing() -> AsyncIterator[Said]:
-    raise ZeroDivisionError("a bug, at once")
-    yield DONE
-
-
-async def fails() -> AsyncIterator[Said]:
-    yield Delta("final", "Hel")
-    yield Finish("failed", message="The worker is gone.")
-
-
-async def is_cut() -> AsyncIterator[Said]:
-    yield Delta("final", "Hel")
-    yield Finish("length", Usage(3, 1))
-
-
-# fmt: off
-#   name, a documented bug's words          producer        status        of the error message
-ENDINGS: list[tuple[str, Says, str, str | None]] = [
-    ("completes",                           hello,          "completed",  None),
-    ("is_cut",                              is_cut,         "incomplete", None),
-    ("fails",                               fails,          "failed",     "The worker is gone."),
-    ("task_exception_leaves_in_progress",   raises,         "failed",     RAISED),
-    ("task_exception_leaves_queued",        says_nothing,   "failed",     RAISED),
-    ("closed_channel_leaves_task_open",     returns_early,  "failed",     UNFINISHED),
-]
-# fmt: on
-
-
-@pytest.mark.bug("F02", "F03")
-@pytest.mark.parametrize(("_", "says", "status", "message"), ENDINGS, ids=[case[0] for case in ENDINGS])
-def test_every_producer_ends(_: str, says: Says, status: str, message: str | None) -> None:
-    """A worker that was gone left the run open, or its error was that of another message:
-    github.com/EricLBuehler/mistral.rs/pull/2114; vLLM had no error handling around a run at all:
-    github.com/vllm-project/vllm/pull/49721. Here readers, at any time, get one terminal event and end.
-    """
-
-    async def main() -> None:
-        with closing(Store(":memory:", Retention())) as store:
-            registry, asked = Registry(store), row()
-            log = await started(registry, asked, says)
-            early = asyncio.create_task(read(log))
-            response = await check_end(registry, store, asked, status)
-            laws.check_response(parsed(await early))
-            assert (response["error"] or {}).get("message") == message
-            late = await registry.events(asked)
-            assert late
-            assert await early == await read(late)
-
-    within_patience(main())
 
 
 def test_readers_end_even_if_the_last_event_cannot_be_made() -> None:
@@ -435,38 +593,6 @@ def test_readers_end_even_if_the_last_event_cannot_be_made() -> None:
 
 
 # --- cancel and delete --------------------------------------------------------------------------------------
-
-
-def test_cancel_of_a_running_one_keeps_what_it_said() -> None:
-    """And stops the producer before it returns: one set a flag that nobody read (mistral.rs, 9e92262)."""
-
-    async def main() -> None:
-        left: list[bool] = []
-
-        async def says() -> AsyncIterator[Said]:
-            try:
-                async for said in held():
-                    yield said
-            finally:
-                left.append(True)
-
-        with closing(Store(":memory:", Retention())) as store:
-            held, registry, asked = Held(), Registry(store), row()
-            await started(registry, asked, says)
-            await held.runs.wait()
-            follower = asyncio.create_task(read((await registry.events(asked)) or EventLog(encode)))
-            await registry.cancel(asked)
-            assert left == [True]
-            response = await check_end(registry, store, asked, "cancelled")
-            said = [(item["status"], item["content"][0]["text"]) for item in response["output"]]
-            assert said == [("completed", "Hm."), ("incomplete", "Hel")]
-            assert response["usage"] is None
-            assert parsed(await follower)[-1]["response"] == response
-            await registry.cancel(asked)
-            await registry.cancel(row())
-            assert (await ended(registry, asked)).response == response
-
-    within_patience(main())
 
 
 @pytest.mark.parametrize("in_background", [True, False])
@@ -495,24 +621,6 @@ def test_nothing_of_a_cancelled_one_waits_for_a_collection(in_background: bool) 
         within_patience(main())
     finally:
         gc.enable()
-
-
-def test_cancel_of_a_queued_one_lets_the_next_run() -> None:
-    async def main() -> None:
-        with closing(Store(":memory:", Retention())) as store:
-            held, registry = Held(), Registry(store, max_running=1)
-            first, second, third = row(), row(), row()
-            await started(registry, first, held)
-            await held.runs.wait()
-            for asked in (second, third):
-                await started(registry, asked, hello)
-            await registry.cancel(second)
-            assert (await ended(registry, second)).response["output"] == []
-            held.go_on.set()
-            for asked, status in ((first, "completed"), (second, "cancelled"), (third, "completed")):
-                await check_end(registry, store, asked, status)
-
-    within_patience(main())
 
 
 @pytest.mark.bug("F05")
@@ -601,31 +709,6 @@ def test_delete_is_not_undone_by_the_end_of_the_run() -> None:
 # --- the queue ----------------------------------------------------------------------------------------------
 
 
-def test_queued_ones_wait_their_turn() -> None:
-    async def main() -> None:
-        with closing(Store(":memory:", Retention())) as store:
-            registry, all_held = Registry(store, max_running=2), [Held() for _ in range(5)]
-            asked = [row() for _ in all_held]
-            for one, held in zip(asked, all_held, strict=True):
-                await started(registry, one, held)
-
-            async def statuses() -> str:
-                found = [await registry.get(one.id, one.owner) for one in asked]
-                return " ".join(one.response["status"] for one in found if one)
-
-            for i in range(5):
-                for held in all_held[: i + 2]:
-                    await held.runs.wait()
-                n_run = min(2, 5 - i)
-                expected = ["completed"] * i + ["in_progress"] * n_run + ["queued"] * (5 - i - n_run)
-                while await statuses() != " ".join(expected):
-                    await asyncio.sleep(0)
-                all_held[i].go_on.set()
-                await ended(registry, asked[i])
-
-    within_patience(main())
-
-
 def test_owners_take_turns() -> None:
     """One who had queued a hundred was served a hundred times before the next one."""
 
@@ -675,9 +758,10 @@ def test_those_who_poll_share_what_is_encoded() -> None:
         async with registry_of() as registry:
             held = Held()
             stored = row()
-            event_log = await started(registry, stored, held)
+            await started(registry, stored, held)
             await held.runs.wait()
-            await event_log.until_shown()
+            while registry._jobs[stored.id].shown_row().status == "queued":
+                await asyncio.sleep(0)
             rows = await asyncio.gather(*(registry.get(stored.id, stored.owner) for _ in range(50)))
             assert {found.status for found in rows if found} == {"in_progress"}
             assert len({id(found.response_json) for found in rows if found}) == 1
@@ -775,28 +859,6 @@ def test_what_could_not_be_stored_is_not_told_as_stored(
     within_patience(main())
 
 
-def test_what_json_cannot_say_fails_once() -> None:
-    """A logprob that was NaN left its run in_progress for ever, and its cancel was a 500; nine of them left
-    no room for others.
-    """
-
-    async def not_a_number() -> AsyncIterator[Said]:
-        yield Delta("final", "Hel")
-        yield Delta("final", "lo", (TokenLogprob("lo", math.nan, b"lo"),))
-        yield DONE
-
-    async def main() -> None:
-        async with registry_of(max_running=1, max_live=2) as registry:
-            for _ in range(3):
-                asked = row()
-                log = await started(registry, asked, not_a_number)
-                laws.check_response(parsed(await read(log)))
-                response = (await ended(registry, asked)).response
-                assert response["error"]["message"] == "ValueError in the server; its log has the details."
-
-    within_patience(main())
-
-
 def test_readers_end_when_the_store_has_gone() -> None:
     """What was seen stays so, for as long as the process lives."""
 
@@ -806,7 +868,6 @@ def test_readers_end_when_the_store_has_gone() -> None:
         log = await started(registry, asked, held)
         await held.runs.wait()
         follower = asyncio.create_task(read(log))
-        await log.until_shown()
         store.close()
         held.go_on.set()
         laws.check_response(parsed(await follower))
@@ -861,35 +922,6 @@ def test_what_met_a_full_disk_is_written_once_there_is_room(
 
 
 @pytest.mark.parametrize("persistent", [True, False])
-def test_close_ends_what_runs(persistent: bool) -> None:
-    """A producer that never ends, and one that waits behind it: it waits for the next process, if any."""
-
-    async def main() -> None:
-        with closing(Store(":memory:", Retention())) as store:
-            registry, running, queued = Registry(store, max_running=1), row(), row()
-            logs = [await started(registry, one, Held()) for one in (running, queued)]
-            followers = [asyncio.create_task(read(log)) for log in logs]
-            while logs[0].status == "queued":
-                await asyncio.sleep(0)
-            registry.stop_accepting()
-            refused = row()
-            with pytest.raises(BadInput, match="about to stop"):
-                await started(registry, refused, hello)
-            await registry.close(persistent)
-            response = await check_end(registry, store, running, "failed")
-            assert response["error"] == {"code": "server_error", "message": SHUT_DOWN}
-            assert await followers[0] == store.frames(running.id)
-            assert await followers[1] == store.frames(queued.id)
-            if persistent:
-                assert store.live() == [queued.id]
-                assert len(await followers[1]) == 2
-            else:
-                await check_end(registry, store, queued, "failed")
-
-    within_patience(main())
-
-
-@pytest.mark.parametrize("persistent", [True, False])
 def test_cancel_wins_over_close(persistent: bool) -> None:
     async def main() -> None:
         with closing(Store(":memory:", Retention())) as store:
@@ -916,9 +948,10 @@ def left_by_a_dead_process(path: Path) -> tuple[list[Row], dict[str, list[bytes]
         for one in asked:
             held = Held()
             log = await started(registry, one, held)
-            if one in asked[:2]:
-                await held.runs.wait()
-                await log.until_shown()
+            while one in asked[:2] and b"Hel" not in b"".join(
+                entry.frame for entry in log._entries[: log._n_shown]
+            ):
+                await asyncio.sleep(0)
 
     within_patience(main())
     with closing(store):
@@ -927,40 +960,6 @@ def left_by_a_dead_process(path: Path) -> tuple[list[Row], dict[str, list[bytes]
 
 def hello_again(left: Row) -> tuple[Builder, Run]:
     return builder_of(left), run_of(hello)
-
-
-def test_next_process_ends_what_a_dead_one_left(tmp_path: Path) -> None:
-    """Bug: of what an interrupted one had said nothing was in its response, though its events were stored.
-
-    Numbers go on without a gap after the bytes that were seen, and no number goes backwards.
-    """
-    asked, before = left_by_a_dead_process(tmp_path / "db")
-
-    async def main() -> None:
-        with closing(Store(str(tmp_path / "db"), Retention())) as store:
-            registry = Registry(store)
-            await registry.recover(hello_again)
-            for one in asked[:2]:
-                response = (await ended(registry, one)).response
-                assert response["error"] == {"code": "server_error", "message": INTERRUPTED}
-                assert response["usage"] is None
-                said = [(item["status"], item["content"][0]["text"]) for item in response["output"]]
-                assert said == [("completed", "Hm."), ("incomplete", "Hel")]
-            for one in asked[:2]:
-                await check_end(registry, store, one, "failed")
-            for one in asked[2:]:
-                await check_end(registry, store, one, "completed")
-            for one in asked:
-                log = await registry.events(one)
-                assert log
-                seen = await read(log)
-                assert seen[: len(before[one.id])] == before[one.id]
-                laws.check_response(parsed(seen))
-            assert store.live() == []
-            await registry.recover(hello_again)
-            assert registry.counts() == {"background": 0}
-
-    within_patience(main())
 
 
 @pytest.mark.parametrize("what", ["UPDATE responses SET items = '{'", "DELETE FROM events WHERE number = 1"])
@@ -1022,7 +1021,7 @@ def test_eviction_lets_writes_in_between() -> None:
         registry, held, deleted = Registry(store), Held(), []
         ended_row = row(background=False).with_response("completed", "{}", 1)
         for _ in range(100):
-            store.insert(ended_row._replace(id=new_id("resp")))
+            store.write(ended_row._replace(id=new_id("resp")))
         delete = store.delete
 
         def count(id: str) -> None:
@@ -1031,11 +1030,13 @@ def test_eviction_lets_writes_in_between() -> None:
 
         store.delete = count  # type: ignore[method-assign]
         log = await started(registry, row(background=True), held)
-        registry._evict_if_due()
+        await registry.recover(hello_again)
         while not deleted:
             await asyncio.sleep(0)
-        await held.runs.wait()
-        await log.until_shown()
+        async with aclosing(log.read()) as logged:
+            async for frames in logged:
+                if b"Hel" in frames[-1]:
+                    break
         assert len(deleted) < 20
         await registry.close(persistent=False)
         await registry.close_store()

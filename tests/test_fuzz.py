@@ -190,7 +190,7 @@ def test_any_tokens_make_a_response(
     counter = iter(range(1000))
     head = {"id": "resp_1", "object": "response", "created_at": 0, "model": "m"} | request.echo
     builder = responses.Builder(head, lambda prefix: f"{prefix}_{next(counter)}")
-    events = builder.start(False)
+    events = builder.start()
     for output in outputs:
         events += builder.finish(output, 0) if isinstance(output, Finish) else builder.feed(output)
     assert responses.fold(events)["status"] in ("completed", "incomplete")

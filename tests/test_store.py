@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import store
 from store import TERMINAL, Damaged, Ended, Retention, Row, Store
 
 NOW = 1_000_000.0
@@ -48,7 +47,9 @@ def state(status: str, *output: dict[str, Any], id: str = "resp_1") -> tuple[str
     return status, dumped({"id": id, "status": status, "output": list(output)})
 
 
-UNCHANGED = ("", "")
+def newer(status: str = "", *output: dict[str, Any], id: str = "resp_1", at: float = NOW) -> Row:
+    """A row whose response object is newer than the stored one; "": the events have brought none."""
+    return row(id).with_response(*(state(status, *output, id=id) if status else ("", "")), at)
 
 
 def evict(db: Store, now: float) -> None:
@@ -78,12 +79,12 @@ def ids(db: Store, *asked: str) -> list[str]:
 
 
 def test_what_goes_in_comes_out(db: Store) -> None:
-    db.insert(row(), [b"0", b"1"])
+    db.write(row(), 0, [b"0", b"1"])
     assert db.get("resp_1") == row()
     assert db.frames("resp_1") == [b"0", b"1"]
-    db.append(row("resp_1"), 2, [b"2", ODD_TEXT.encode()], *UNCHANGED, NOW)
+    db.write(newer(), 2, [b"2", ODD_TEXT.encode()])
     assert db.get("resp_1") == row()
-    db.append(row("resp_1"), 4, [b"4"], *state("completed", WEATHER), NOW + 1)
+    db.write(newer("completed", WEATHER, at=NOW + 1), 4, [b"4"])
     assert db.get("resp_1") == row().with_response(*state("completed", WEATHER), NOW + 1)
     assert db.frames("resp_1") == [b"0", b"1", b"2", ODD_TEXT.encode(), b"4"]
     assert (db.get("resp_2"), db.frames("resp_2")) == (None, [])
@@ -91,11 +92,11 @@ def test_what_goes_in_comes_out(db: Store) -> None:
 
 def test_live_ones_oldest_first(db: Store) -> None:
     for name, age in (("resp_b", 1), ("resp_c", 0), ("resp_a", 2)):
-        db.insert(row(name, born_at=NOW - age))
-    db.insert(ended("resp_d"))
+        db.write(row(name, born_at=NOW - age))
+    db.write(ended("resp_d"))
     assert db.live() == ["resp_a", "resp_b", "resp_c"]
-    db.append(row("resp_b"), 0, [], *state("failed"), NOW)
-    db.append(row("resp_c"), 0, [], *state("in_progress"), NOW)
+    db.write(newer("failed", id="resp_b"), 1)
+    db.write(newer("in_progress", id="resp_c"), 1)
     assert db.live() == ["resp_a", "resp_c"]
 
 
@@ -123,7 +124,7 @@ LOST_EVENTS = {
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 def test_a_damaged_row_is_as_good_as_absent(db: Store, caplog: pytest.LogCaptureFixture, damage: str) -> None:
     for name in ("resp_a", "resp_b"):
-        db.insert(row(name))
+        db.write(row(name))
     db._db.execute(damage + " WHERE id = 'resp_a'")
     assert db.get("resp_a") is None
     assert "response resp_a is damaged" in caplog.text
@@ -135,7 +136,7 @@ def test_a_damaged_row_is_as_good_as_absent(db: Store, caplog: pytest.LogCapture
 @pytest.mark.parametrize("damage", LOST_EVENTS.values(), ids=LOST_EVENTS)
 def test_lost_events_are_noticed(db: Store, damage: str) -> None:
     """The place in the list was taken for the number: every event behind a gap was off by one."""
-    db.insert(row(), [b"zero", b"one", b"two"])
+    db.write(row(), 0, [b"zero", b"one", b"two"])
     db._db.execute(damage)
     with pytest.raises(Damaged, match="resp_1"):
         db.frames("resp_1")
@@ -146,18 +147,17 @@ def test_what_is_continued_has_no_logprobs(db: Store) -> None:
     part = {"type": "output_text", "text": ODD_TEXT, "annotations": [], "logprobs": [{"token": "a"}] * 9}
     message = {"type": "message", "id": "msg_2", "content": [part]}
     thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]}
-    db.insert(row().with_response(*state("completed", thought, message, WEATHER), NOW))
+    db.write(row().with_response(*state("completed", thought, message, WEATHER), NOW))
     stored = db.get("resp_1")
     assert stored
     found = db.to_continue(stored)
     said = [thought, message | {"content": [part | {"logprobs": []}]}, WEATHER]
-    assert found.context == [*row().items, *said]
-    assert found.status == found.response["status"] == "completed"
+    assert found.response == {"status": found.status, "output": said}
 
 
 def test_items_are_taken_out_of_a_row_as_they_are(db: Store) -> None:
     items = [{"id": f"msg_{i}", "content": [ODD_TEXT, {"a": 1.5, "b": None}]} for i in range(12)]
-    db.insert(row(items_json=dumped(items)))
+    db.write(row(items_json=dumped(items)))
     found = db.items("resp_1")
     assert [item.id for item in found] == [item["id"] for item in items]
     assert [json.loads(item.item_json) for item in found] == items
@@ -167,22 +167,20 @@ def test_items_are_taken_out_of_a_row_as_they_are(db: Store) -> None:
 @pytest.mark.parametrize("status", TERMINAL)
 @pytest.mark.parametrize("later", [None, "in_progress", *TERMINAL])
 def test_terminal_state_never_changes(db: Store, status: str, later: str | None) -> None:
-    db.insert(row(), [b"0"])
-    db.append(row("resp_1"), 1, [b"1"], *state(status, WEATHER), NOW)
+    db.write(row(), 0, [b"0"])
+    db.write(newer(status, WEATHER), 1, [b"1"])
     with pytest.raises(Ended, match="resp_1"):
-        db.append(row(), 2, [b"2"], *(state(later) if later else UNCHANGED), NOW + 1)
+        db.write(newer(later or "", at=NOW + 1), 2, [b"2"])
     assert db.get("resp_1") == row().with_response(*state(status, WEATHER), NOW)
     assert db.frames("resp_1") == [b"0", b"1"]
 
 
 def test_events_and_the_state_they_bring_are_one(db: Store) -> None:
-    db.insert(row(), [b"0"])
-    with pytest.raises(sqlite3.IntegrityError):
-        db.append(row("resp_1"), 0, [b"again"], *state("completed"), NOW)
-    assert (db.get("resp_1"), db.frames("resp_1")) == (row(), [b"0"])
-    with pytest.raises(sqlite3.IntegrityError):
-        db.insert(row(), [b"again"])
-    assert db.frames("resp_1") == [b"0"]
+    db.write(row(), 0, [b"0", b"1"])
+    for first_number in (0, 1):
+        with pytest.raises(sqlite3.IntegrityError):
+            db.write(newer("completed"), first_number, [b"again"])
+        assert (db.get("resp_1"), db.frames("resp_1")) == (row(), [b"0", b"1"])
 
 
 def test_a_commit_that_fails_leaves_nothing_open(db: Store) -> None:
@@ -194,31 +192,19 @@ def test_a_commit_that_fails_leaves_nothing_open(db: Store) -> None:
 
     with pytest.raises(sqlite3.IntegrityError), db._transaction():
         insert_event_of_nobody()
-    db.insert(row(), [b"0"])
+    db.write(row(), 0, [b"0"])
     assert db.frames("resp_1") == [b"0"]
 
 
 def test_deleted_is_gone_with_its_events(db: Store) -> None:
     """A late write of its run must not bring it back: EricLBuehler/mistral.rs, background_tasks.rs."""
-    db.insert(row(), [b"0"])
+    db.write(row(), 0, [b"0"])
     db.delete("resp_1")
     db.delete("resp_1")
     assert (db.get("resp_1"), db.frames("resp_1"), db.live()) == (None, [], [])
     with pytest.raises(Ended):
-        db.append(row("resp_1"), 1, [b"1"], *state("completed"), NOW)
+        db.write(newer("completed"), 1, [b"1"])
     assert (db.get("resp_1"), db.frames("resp_1")) == (None, [])
-
-
-def test_deleted_parent_leaves_the_context_of_its_child(db: Store) -> None:
-    db.insert(row().with_response(*state("completed", WEATHER), NOW))
-    parent = db.get("resp_1")
-    assert parent
-    assert parent.context == [*row().items, WEATHER]
-    db.insert(ended("resp_2", items_json=dumped(parent.context)))
-    db.delete("resp_1")
-    child = db.get("resp_2")
-    assert child
-    assert child.context == [*row().items, WEATHER]
 
 
 # --- limits -------------------------------------------------------------------------------------------------
@@ -252,7 +238,7 @@ LIMITS: list[tuple[str, Retention, float, list[Row], str]] = [
 def test_limits(limits: Retention, later: float, rows: list[Row], left: str) -> None:
     with closing(Store(":memory:", limits)) as db:
         for stored in rows:
-            db.insert(stored)
+            db.write(stored)
         evict(db, NOW + later)
         assert ids(db, "a", "b") == left.split()
 
@@ -276,7 +262,7 @@ def test_limits_say_what_stays(
     """The same rules once more, in Python, over any rows."""
     with closing(Store(":memory:", Retention(count, max_bytes, age, events_age))) as db:
         for i, (at, kept, frames) in enumerate(ended_rows):
-            db.insert(ended(f"r{i}", at, kept=kept, born_at=i), frames)
+            db.write(ended(f"r{i}", at, kept=kept, born_at=i), 0, frames)
         evict(db, 9)
         left, total, n = {}, 0, 0
         for at, i in sorted(((at, i) for i, (at, _, _) in enumerate(ended_rows)), reverse=True):
@@ -310,7 +296,7 @@ def test_who_holds_most_loses_the_oldest(owned: str, limits: Retention, left: st
     with closing(Store(":memory:", limits)) as db:
         for i, letter in enumerate(owned.split()):
             size = BIG if letter.isupper() else {}
-            db.insert(ended(str(i), NOW + i, owner=letter.lower(), **size))
+            db.write(ended(str(i), NOW + i, owner=letter.lower(), **size))
         evict(db, NOW)
         assert ids(db, *map(str, range(9))) == left.split()
 
@@ -319,8 +305,8 @@ def test_events_expire_before_their_response() -> None:
     """github.com/openai/openai-python/issues/2828: a stream has a last day, its response a later one."""
     whole = size(ended("resp_1"))
     with closing(Store(":memory:", Retention(max_bytes=whole, max_age_s=100, events_age_s=10))) as db:
-        db.insert(ended("resp_1"), [b"0" * whole])
-        db.insert(row("resp_2"), [b"0"])
+        db.write(ended("resp_1"), 0, [b"0" * whole])
+        db.write(row("resp_2"), 0, [b"0"])
         evict(db, NOW + 11)
         assert (ids(db, "resp_1"), db.frames("resp_1")) == (["resp_1"], [])  # and its events count no more
         assert db.frames("resp_2") == [b"0"]
@@ -330,8 +316,8 @@ def test_events_expire_before_their_response() -> None:
 
 def test_evicted_leaves_no_events() -> None:
     with closing(Store(":memory:", Retention(max_responses=0))) as db:
-        db.insert(row(), [b"0"])
-        db.append(row("resp_1"), 1, [b"1"], *state("completed"), NOW)
+        db.write(row(), 0, [b"0"])
+        db.write(newer("completed"), 1, [b"1"])
         evict(db, NOW)
         assert db.frames("resp_1") == []
 
@@ -342,9 +328,9 @@ def test_evicted_leaves_no_events() -> None:
 def test_file_is_found_again(tmp_path: Path) -> None:
     path = tmp_path / "a b.db"
     with closing(Store(str(path), Retention())) as db:
-        db.insert(row(), [b"0"])
-        db.append(row("resp_1"), 1, [b"1"], *state("in_progress"), NOW)
-        db.insert(ended("resp_2"))
+        db.write(row(), 0, [b"0"])
+        db.write(newer("in_progress"), 1, [b"1"])
+        db.write(ended("resp_2"))
     with closing(Store(str(path), Retention())) as db:
         assert db.live() == ["resp_1"]
         assert db.get("resp_1") == row().with_response(*state("in_progress"), NOW)
@@ -389,7 +375,7 @@ def test_its_files_are_readable_by_their_owner_alone(tmp_path: Path, exists: boo
     if exists:
         path.touch(0o644)
     with closing(Store(str(path), Retention())) as db:
-        db.insert(row(), [b"0"])
+        db.write(row(), 0, [b"0"])
         modes = {file.name: file.stat().st_mode & 0o777 for file in tmp_path.iterdir()}
     assert modes == {"db": 0o600, "db-wal": 0o600}
 
@@ -397,23 +383,23 @@ def test_its_files_are_readable_by_their_owner_alone(tmp_path: Path, exists: boo
 def test_a_file_that_is_gone_takes_nothing_more(tmp_path: Path) -> None:
     """Bug: SQLite wrote on into a file that no process could open any more."""
     with closing(Store(str(tmp_path / "db"), Retention())) as db:
-        db.insert(row("resp_1"))
+        db.write(row("resp_1"))
         (tmp_path / "db").rename(tmp_path / "moved")
         with pytest.raises(OSError, match="db"):
-            db.insert(row("resp_2"))
+            db.write(row("resp_2"))
         (tmp_path / "db").touch()
         with pytest.raises(OSError, match="another one"):
-            db.insert(row("resp_2"))
+            db.write(row("resp_2"))
 
 
 def test_bytes_are_counted_as_they_are_stored(db: Store) -> None:
     """Of a response that grew, too."""
-    db.insert(row(), [b"0" * 10])
-    db.append(row("resp_1"), 1, [b"1" * 20], *UNCHANGED, NOW)
-    db.append(row("resp_1"), 2, [b"2" * 30], *state("completed", WEATHER), NOW)
+    db.write(row(), 0, [b"0" * 10])
+    db.write(newer(), 1, [b"1" * 20])
+    db.write(newer("completed", WEATHER), 2, [b"2" * 30])
     counted = "SELECT row_bytes + event_bytes FROM responses"
     stored = row().with_response(*state("completed", WEATHER), NOW)
     assert vars(db)["_db"].execute(counted).fetchone() == (size(stored) + 60,)
     sizes = [db.size("resp_1", stored.owner, with_events) for with_events in (False, True)]
     assert sizes == [size(stored), size(stored) + 60]
-    assert store.n_bytes(["äb", b"c"]) == 4
+    assert row(request_json="äb", items_json="c").n_bytes == 4

@@ -186,16 +186,16 @@ def too_long(input: Any, previous_response_id: str | None = None) -> str:
 
 def test_a_chain_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it: its items, and what they hold, with the input."""
-    n_left = MAX_ITEMS - len(ROW.context)
+    n_left = MAX_ITEMS - len([*ROW.items, *ROW.response["output"]])
     assert len(resolved([QUESTION] * n_left, KEPT)[1]) == n_left
     assert f"{MAX_ITEMS} items" in too_long([QUESTION] * (n_left + 1), KEPT)
-    context = n_bytes(ROW.context)
+    context = n_bytes([*ROW.items, *ROW.response["output"]])
     monkeypatch.setattr(items, "MAX_CONVERSATION_BYTES", context + n_bytes(QUESTION))
     assert resolved([QUESTION], KEPT)[1] == [QUESTION]
     assert str(items.MAX_CONVERSATION_BYTES) in too_long([QUESTION | {"content": "hi!!"}], KEPT)
     too_long("x" * items.MAX_CONVERSATION_BYTES, KEPT)
     monkeypatch.setattr(items, "MAX_CONVERSATION_BYTES", context - 1)
-    assert resolved(None, KEPT)[0] == ROW.context  # it can still be compacted
+    assert resolved(None, KEPT)[0] == [*ROW.items, *ROW.response["output"]]  # it can still be compacted
 
 
 @pytest.mark.bug("I06")

@@ -17,7 +17,6 @@ from tokenizers import AddedToken
 
 from helpers.scripted import TEMPLATES, TINY, worker_of
 from request import params
-from request import special_tokens as special_tokens_module
 from request.refusals import BadInput
 from request.special_tokens import MARK, SpecialTokens, without_marks
 from request.template import ChatTemplate
@@ -263,22 +262,16 @@ TOKENS = ["<a>", "<ab>", "<a", "ab<", "<a><b>", "b>a<", "aa", "  ", "\n"]
 @given(
     tokens=st.lists(st.sampled_from(TOKENS), unique=True),
     pieces=st.lists(st.sampled_from(["<", "a", "b", ">", MARK, " "]), max_size=14),
-    window=st.sampled_from([1, 3, 2**16]),
 )
-def test_a_prompt_is_cut_where_a_mark_stands_in_a_token(
-    tokens: list[str], pieces: list[str], window: int
-) -> None:
+def test_a_prompt_is_cut_where_a_mark_stands_in_a_token(tokens: list[str], pieces: list[str]) -> None:
     """Against a plain reading of the rule: the longest token at each place, from left to right."""
     prompt = re.sub(f"{MARK}{{3,}}", MARK, "".join(pieces))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(special_tokens_module, "WINDOW", window)
-        assert SpecialTokens(tokens).cut(prompt) == plainly_cut(prompt, [t for t in tokens if t.strip()])
+    assert SpecialTokens(tokens).cut(prompt) == plainly_cut(prompt, [t for t in tokens if t.strip()])
 
 
 def test_marks_that_the_request_has_sent_hide_no_token() -> None:
-    """A token is longer for them, and could be more than is searched at once."""
     tokens = SpecialTokens(["<tool_call>"])
-    marked = tokens.mark("x" * (special_tokens_module.WINDOW - 5) + "<" + MARK * 999 + "tool_call>")
+    marked = tokens.mark("<" + MARK * 999 + "tool_call>")
     assert all("<tool_call>" not in text for text in tokens.cut(marked))
 
 
