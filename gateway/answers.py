@@ -35,23 +35,25 @@ Authority: https://platform.openai.com/docs/api-reference/chat-streaming.
 
 Rules of this file:
 1. Chunks add up: the strings of a delta are appended, and the fragments of a call have its index.
-2. What is right stays as it is, and so do members that are not known here.
+2. A chunk is put right in place: what is right stays as it is, and so do members that are not known here.
 3. A name begins a call. A fragment without a name continues the newest call of its index, whatever its id.
-4. A call is whole if its arguments are a JSON object; the input of a custom tool is any text. An answer with
-   a call that is not whole ends with "length" if it was cut, else with an error that names the call.
+4. A call can be run if its arguments are a JSON object; the input of a custom tool is any text. An answer
+   with a call that cannot be run ends with "length" if it was cut, else with an error that names the call.
 5. Nothing is read after an error, or after [DONE]. What cannot be read is an error too: text may be lost.
-6. What is kept is bounded: an event, an object, the names, ids and arguments of calls.
+6. Usage is taken out of every chunk and counted. It leaves once, in the last chunk, if it was asked for.
+7. What is kept is bounded: an event, an object, the names, ids and arguments of calls.
 """
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import sse
-from channels import Channel
+from channels import Channel, is_object
 from completions import CALL_MEMBERS, Chunk
+from gateway.metering import Meter, usage_of
 from request.ids import new_id
 from request.refusals import error_object, shown
 
@@ -114,6 +116,7 @@ SSE_STARTS = b"deir:"  # of data, event, id, retry or a comment; no JSON text st
 # Sent to keep a connection alive: OpenAI's client takes it for JSON, and its callers take null for a chunk.
 # https://github.com/openai/openai-python/issues/2722 https://github.com/NousResearch/hermes-agent/pull/80822
 SILENT = ("", "null")
+SPACES = bytes.maketrans(b"\r\n", b"  ")
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -125,74 +128,64 @@ class LenientParser(sse.Parser):
 
     def _process_field(self, name: str, value: str) -> None:
         if name.startswith("{"):
-            value = f"{name}:{value}"
-        is_error = name == "error" or name.startswith("{")
-        super()._process_field("data" if is_error else name, value)
-
-
-def is_stream(content_type: str, beginning: bytes | bytearray) -> bool | None:
-    """Return whether an answer is a stream, by its content type or its first byte; None: more must come."""
-    if content_type.lower().startswith("text/event-stream"):
-        return True
-    text = beginning.removeprefix(sse.BOM).lstrip()
-    if not text or sse.BOM.startswith(beginning):
-        return None
-    return text[0] in SSE_STARTS
+            name, value = "error", f"{name}:{value}"
+        super()._process_field("data" if name == "error" else name, value)
 
 
 class Frames:
     """Cuts an answer into its documents: the JSON object of each event, None for [DONE].
 
-    One JSON object is a document, and [DONE] after it. feed() and close() raise Unreadable.
+    An answer that is one JSON object is read as an event of one line, with [DONE] after it. feed() and
+    close() raise Unreadable.
     """
 
     def __init__(self, content_type: str) -> None:
-        self.is_stream = is_stream(content_type, b"")
+        self.is_stream: bool | None = None  # None: its first byte will tell
+        if content_type.lower().startswith("text/event-stream"):
+            self.is_stream = True
         self._parser = LenientParser(MAX_EVENT_BYTES)
-        self._buffer = bytearray()  # the object; or what came before it was known whether this is a stream
+        self._beginning = b""  # perhaps a part of a BOM
 
     def feed(self, data: bytes) -> Iterator[Chunk | None]:
-        if not self.is_stream:
-            self._buffer += data
-            if len(self._buffer) > MAX_OBJECT_BYTES:
-                raise TooLarge(f"expected at most {MAX_OBJECT_BYTES} bytes at a time")
-            if self.is_stream is None:
-                self.is_stream = is_stream("", self._buffer)
-            if not self.is_stream:
+        if self.is_stream is None:
+            self._beginning = data = (self._beginning + data).lstrip().removeprefix(sse.BOM).lstrip()
+            if sse.BOM.startswith(data):
                 return
-            data = bytes(self._buffer)
-        try:
-            events = self._parser.feed(data)
-        except sse.EventTooLarge as error:
-            raise TooLarge(f"expected at most {MAX_EVENT_BYTES} bytes at a time") from error
-        for event in events:
-            yield from documents_of(event)
+            self.is_stream = data[0] in SSE_STARTS
+            if not self.is_stream:
+                self._parser.max_event_bytes = MAX_OBJECT_BYTES
+                data = b"data:" + data
+        if not self.is_stream:
+            data = data.translate(SPACES)  # JSON has no line end inside a string
+        yield from self._documents(data)
 
     def close(self, is_finished: bool) -> Iterator[Chunk | None]:
-        """End the answer: what follows is an event without its blank line, or the one JSON object.
+        """End the answer, of which the last event may lack its blank line.
 
         Half an event is no loss if the answer is finished.
         """
-        if not self.is_stream:
-            yield document(self._buffer.decode("utf-8-sig", "replace"))
-            yield None
-            return
         try:
-            yield from self.feed(b"\n\n")
+            yield from self._documents(b"\n\n")
         except Unreadable as error:
             if isinstance(error, TooLarge) or not is_finished:
                 raise
+        if self.is_stream is False:
+            yield None
 
-
-def documents_of(event: sse.Event) -> Iterator[Chunk | None]:
-    data = event.data.strip()
-    if data == "[DONE]":
-        yield None
-    elif data not in SILENT:
-        value = document(data)
-        if event.type == "error" and not value.get("error"):
-            value = {"error": value}
-        yield value
+    def _documents(self, data: bytes) -> Iterator[Chunk | None]:
+        try:
+            events = self._parser.feed(data)
+        except sse.EventTooLarge as error:
+            raise TooLarge(f"expected at most {self._parser.max_event_bytes} bytes at a time") from error
+        for event in events:
+            text = event.data.strip()
+            if text == "[DONE]":
+                yield None
+            elif text not in SILENT or not self.is_stream:
+                value = document(text)
+                if event.type == "error" and not value.get("error"):
+                    value = {"error": value}
+                yield value
 
 
 def document(text: str) -> Chunk:
@@ -214,14 +207,14 @@ def document(text: str) -> Chunk:
 
 
 def objects(value: Any) -> list[Chunk]:
-    """The objects in a list; none if another server has sent something else."""
+    """Return the objects in a list; none if another server has sent something else."""
     if not isinstance(value, list):
         return []
     return [item for item in value if isinstance(item, dict)]
 
 
 def error_of(document: Chunk) -> Chunk | None:
-    """The error of a document that tells of one: its message, and type, param and code if it has them."""
+    """Return the error of a document that tells of one: its message; type, param and code if it has them."""
     error = document.get("error")
     if not error and "choices" not in document:
         error = document if "message" in document else document.get("detail")
@@ -239,7 +232,7 @@ def error_of(document: Chunk) -> Chunk | None:
 
 
 def text_of(value: Any) -> str:
-    """A text, or those of a list of parts; raises Unreadable for anything else that is not null.
+    """Return a text, or those of a list of parts; raises Unreadable for anything else that is not null.
 
     Mistral's content is a list of parts: https://github.com/BerriAI/litellm/issues/16272
     """
@@ -248,21 +241,6 @@ def text_of(value: Any) -> str:
     if value and not isinstance(value, str):
         raise Unreadable(f"expected text in a chunk, got {shown(value)}")
     return value or ""
-
-
-def texts_of(delta: Chunk) -> dict[Channel, str]:
-    """The text of a delta on each channel."""
-    content = delta.get("content")
-    parts = objects(content)
-    thoughts = [text_of(part.get("thinking")) for part in parts if part.get("type") == "thinking"]
-    if parts:
-        content = [part for part in parts if part.get("type") != "thinking"]
-    reasoning = text_of(delta.get("reasoning_content") or delta.get("reasoning"))
-    return {
-        "analysis": reasoning + "".join(thoughts),
-        "refusal": text_of(delta.get("refusal")),
-        "final": text_of(content),
-    }
 
 
 # --- calls --------------------------------------------------------------------------------------------------
@@ -306,13 +284,12 @@ class ToolCall:
     """A call of the answer, as far as it has come."""
 
     index: int  # ours
-    id: str  # the server's; "" if it has given none
     type: str  # function or custom
+    id: str = ""  # the server's, if it has given one
     name: str = ""
     fragments: list[str] = field(default_factory=list)  # of its arguments
     nesting: Nesting = field(default_factory=Nesting)
-    n_sent: int = 0  # fragments that have left as outputs
-    is_open: bool = False  # its output has begun
+    is_open: bool = False  # a part of it has left
 
     def add(self, arguments: str) -> None:
         if arguments:
@@ -320,7 +297,7 @@ class ToolCall:
             self.nesting.feed(arguments)
 
     def begins_again(self, id_: str, name: str, arguments: str) -> bool:
-        """Whether a fragment with its index is the first of another call.
+        """Return whether a fragment with its index is the first of another call.
 
         Some servers give all calls one index, some give no ids, and some change a call's id as it grows:
         https://github.com/poolsideai/pool/issues/9
@@ -332,14 +309,9 @@ class ToolCall:
         is_repeated = name == self.name and not arguments
         return self.nesting.is_whole and not is_repeated
 
-    def is_whole(self) -> bool:
-        """Whether it can be run: rule 4."""
-        if self.type == "custom":
-            return True
-        try:
-            return isinstance(sse.loads("".join(self.fragments)), dict)
-        except ValueError:
-            return False
+    def can_be_run(self) -> bool:
+        """Return whether rule 4 holds."""
+        return self.type == "custom" or is_object("".join(self.fragments))
 
 
 # --- one choice ---------------------------------------------------------------------------------------------
@@ -349,42 +321,41 @@ class Choice:
     """Puts right what an answer says of one choice."""
 
     def __init__(self, one_call: bool, named_call: bool, new_id: Callable[[str], str]) -> None:
-        self.calls: list[ToolCall] = []  # by index
         self.has_begun = False  # something came of it
         self.has_said = False  # text, reasoning or a call has left
         self.is_finished = False  # a finish_reason came, or a whole message: nothing more is read
         self.failure = ""  # why the answer ends with an error
-        self._one_call = one_call
+        self._max_wanted = 1 if one_call else MAX_CALLS
         self._named_call = named_call
         self._new_id = new_id
         self._has_role = False
         self._has_reason = False
+        self._calls: list[ToolCall] = []  # by index, those that are not wanted too
         self._newest: ToolCall | None = None
         self._by_index: dict[int, ToolCall] = {}  # the newest call of each index of the server's
         self._n_characters = 0  # of arguments
         self._open: Channel | None = None  # the channel that has left last; None: a call, or nothing
         self._blank: tuple[Channel, str] = ("final", "")  # the text that is held
 
-    def read(self, choice: Chunk, index: int) -> Chunk:
-        """Return the choice as a chunk has it."""
+    def read(self, choice: Chunk) -> None:
+        """Put right what a chunk says."""
         self.has_begun = True
         delta = choice.get("delta")
-        message = choice.get("message")
         if not isinstance(delta, dict):
             delta = {}
+        message = choice.pop("message", None)
         if isinstance(message, dict) and not delta and not self.has_said:
             # After deltas it repeats them: https://github.com/abundantbeing/hermes-browser-extension/issues/11
             delta = message
             self.is_finished = "delta" not in choice
-        checked = {name: value for name, value in choice.items() if name != "message"}
-        checked |= {"index": index, "delta": self._delta(delta)}
+        choice["delta"] = delta
+        self._delta(delta)
         if "logprobs" in choice and not isinstance(choice["logprobs"], dict):
-            checked["logprobs"] = None
-        if "finish_reason" in choice:
-            checked["finish_reason"] = None
-        if reason := choice.get("finish_reason"):  # "" is none: https://github.com/ollama/ollama/issues/4357
-            checked["finish_reason"] = self._end(str(reason), checked["delta"])
-        return checked
+            choice["logprobs"] = None
+        if reason := choice.get("finish_reason"):
+            choice["finish_reason"] = self._end(str(reason), delta)
+        elif "finish_reason" in choice:
+            choice["finish_reason"] = None  # "" is none: https://github.com/ollama/ollama/issues/4357
 
     def missing_reason(self) -> str:
         """Return the finish_reason that a complete answer lacks; "" if it lacks none.
@@ -393,54 +364,56 @@ class Choice:
         """
         if self._has_reason or not self.has_begun:
             return ""
-        is_cut = any(call.fragments and not call.is_whole() for call in self.calls)
+        is_cut = any(call.fragments and not call.can_be_run() for call in self._wanted())
         return "length" if is_cut else "stop"
 
     def _end(self, reason: str, delta: Chunk) -> str | None:
         """Add to the last delta what the answer lacks; return the finish_reason, None if it is a failure."""
-        self.is_finished = True
-        self._has_reason = True
+        self.is_finished = self._has_reason = True
         ours = FINISH_REASONS.get(reason.lower())
         if ours is None:
             self.failure = f"The upstream ended its answer for the reason '{reason[:60]}'."
             return None
         channel, blank = self._blank
-        if not self.has_said and blank:
+        if blank and not self.has_said:
             self._begin(channel)
             delta |= dict.fromkeys(TEXTS[channel], blank)
         if ours in CUT:  # nothing is made up for a call that was cut
             return ours
-        for call in self.calls:
+        for call in self._wanted():
             if not call.name:
                 self.failure = "The answer cannot be used: a call came without a name."
             elif not call.fragments and call.type == "function":
                 call.add("{}")
                 fragment = {"index": call.index, "function": {"arguments": "{}"}}
                 delta["tool_calls"] = [*delta.get("tool_calls", []), fragment]
-            elif not call.is_whole():
-                self.failure = f"The arguments of the call of '{call.name}' are no JSON object."
+            elif not call.can_be_run():
+                self.failure = f"The arguments of the call of '{call.name}' are not a JSON object."
             if self.failure:
                 return None
-        if ours in ("stop", "tool_calls"):
-            return "tool_calls" if self.calls and not self._named_call else "stop"
-        return ours
+        if ours not in ("stop", "tool_calls"):
+            return ours
+        return "tool_calls" if self._calls and not self._named_call else "stop"
 
     # --- text -----------------------------------------------------------------------------------------------
 
-    def _delta(self, delta: Chunk) -> Chunk:
-        checked = dict(delta)
+    def _delta(self, delta: Chunk) -> None:
         if delta.get("role"):
             # The `openai` package appends it: https://github.com/BerriAI/litellm/pull/9986
             if self._has_role:
-                del checked["role"]
+                del delta["role"]
             self._has_role = True
-        for channel, text in texts_of(delta).items():
-            if text or any(map(delta.get, TEXTS[channel])):
-                checked |= dict.fromkeys(TEXTS[channel], self._text(channel, text))
-        if delta.get("tool_calls"):
-            fragments = map(self._call_fragment, objects(delta["tool_calls"]))
-            checked["tool_calls"] = [fragment for fragment in fragments if fragment]
-        return checked
+        if isinstance(delta.get("content"), list):
+            parts = objects(delta["content"])
+            thoughts = [text_of(part.get("thinking")) for part in parts if part.get("type") == "thinking"]
+            if thoughts:
+                said = text_of(delta.get("reasoning_content") or delta.get("reasoning"))
+                delta["reasoning_content"] = said + "".join(thoughts)
+        for channel, names in TEXTS.items():
+            if value := delta.get(names[0]) or delta.get(names[-1]):
+                delta |= dict.fromkeys(names, self._text(channel, text_of(value)))
+        if fragments := delta.get("tool_calls"):
+            delta["tool_calls"] = [*filter(self._call_fragment, objects(fragments))]
 
     def _text(self, channel: Channel, text: str) -> str:
         """Return what leaves now of a text. Blank text begins no item: it is held until text follows."""
@@ -462,8 +435,11 @@ class Choice:
 
     # --- calls ----------------------------------------------------------------------------------------------
 
-    def _call_fragment(self, fragment: Chunk) -> Chunk | None:
-        """Return a fragment of a call, put right; None if the call is not wanted."""
+    def _wanted(self) -> list[ToolCall]:
+        return self._calls[: self._max_wanted]
+
+    def _call_fragment(self, fragment: Chunk) -> bool:
+        """Put a fragment of a call right; return whether the call is wanted."""
         type_ = "custom" if fragment.get("custom") else "function"  # some servers write "custom": null
         member = PAYLOADS[type_]
         said = fragment.get(type_)
@@ -474,9 +450,7 @@ class Choice:
         if not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
         id_ = str(fragment.get("id") or "")
-        n_calls = len(self.calls)
         call = self._call_of(fragment.get("index"), type_, id_, name, arguments)
-        is_new = len(self.calls) > n_calls
         piece = name.removeprefix(call.name)  # https://github.com/continuedev/continue/pull/5849
         call.name += piece
         self._n_characters += len(arguments)
@@ -484,42 +458,39 @@ class Choice:
             raise Unreadable(f"expected names and ids of calls of at most {MAX_NAME} characters")
         if self._n_characters > MAX_ARGUMENTS:
             raise Unreadable(f"expected arguments of at most {MAX_ARGUMENTS} characters")
-        if call not in self.calls:
-            return None
         if said and type_ != call.type:
             raise Unreadable(f"a call that began as {call.type} goes on as {type_}")
-        self._begin(None)
         call.add(arguments)
-        checked = fragment | {"index": call.index}
-        if is_new:
-            checked |= {"id": id_ or self._new_id("call"), "type": type_}
-        else:
-            checked.pop("id", None)
+        is_wanted = call.index < self._max_wanted
+        if is_wanted:
+            self._begin(None)
+        fragment["index"] = call.index
         if type_ == "function":
-            checked.pop("custom", None)
-        if said or is_new:
-            checked[type_] = said | {"name": piece, member: arguments}
-            if not (piece or is_new):
-                del checked[type_]["name"]
-        return checked
+            fragment.pop("custom", None)
+        if call.is_open:
+            fragment.pop("id", None)
+        else:
+            fragment |= {"id": id_ or self._new_id("call"), "type": type_}
+        if said or not call.is_open:
+            fragment[type_] = said | {"name": piece, member: arguments}
+            if call.is_open and not piece:
+                del fragment[type_]["name"]
+        call.is_open = True
+        return is_wanted
 
     def _call_of(self, index: Any, type_: str, id_: str, name: str, arguments: str) -> ToolCall:
-        """Return the call that a fragment belongs to, a new one if it begins one.
-
-        With one_call only the first is wanted, and no other is among self.calls.
-        """
+        """Return the call that a fragment belongs to, a new one if it begins one."""
         call = self._newest
         if type(index) is int:
             call = self._by_index.get(index)
         elif name:  # https://github.com/ollama/ollama/issues/7881
-            call = next((call for call in self.calls if id_ and call.id == id_), None)
+            call = next((call for call in self._calls if id_ and call.id == id_), None)
         if call is None or call.begins_again(id_, name, arguments):
-            call = ToolCall(len(self.calls), id_, type_)
-            if not (self._one_call and self.calls):
-                self.calls.append(call)
+            call = ToolCall(len(self._calls), type_, id_)
+            self._calls.append(call)
         if type(index) is int:
             self._by_index[index] = call
-        if max(len(self.calls), len(self._by_index)) > MAX_CALLS:
+        if max(len(self._calls), len(self._by_index)) > MAX_CALLS:
             raise Unreadable(f"expected at most {MAX_CALLS} calls")
         self._newest = call
         return call
@@ -531,27 +502,33 @@ class Choice:
 class Answer:
     """Reads an answer of `n` choices.
 
-    `one_call`: of each choice only the first call is wanted (parallel_tool_calls=false). `named_call`:
-    tool_choice names the function, and "finish_reason will be 'stop'" for it:
-    https://platform.openai.com/docs/guides/function-calling. `new_id(prefix)` draws an id for a call without.
+    `meter` counts its usage, which leaves only if `shows_usage`. `one_call`: of each choice only the first
+    call is wanted (parallel_tool_calls=false). `named_call`: tool_choice names the function, and
+    "finish_reason will be 'stop'" for it: https://platform.openai.com/docs/guides/function-calling.
+    `new_id(prefix)` draws an id for a call without.
     """
 
     def __init__(
         self,
         content_type: str = "",
+        meter: Meter | None = None,
         n: int = 1,
         one_call: bool = False,
         named_call: bool = False,
+        shows_usage: bool = False,
         max_bytes: int = MAX_ANSWER_BYTES,
         new_id: Callable[[str], str] = new_id,
     ) -> None:
-        self._choices = [Choice(one_call, named_call, new_id) for _ in range(n)]
-        self.is_over = False  # an error came, or [DONE]: nothing more is read
-        self.n_bytes = 0
-        self._max_bytes = max_bytes
         self.frames = Frames(content_type)
-        self._failed = False  # an error has left
+        self.meter = meter or Meter()
+        self.is_over = False  # an error came, or [DONE]: nothing more is read
+        self.failed = False  # an error has left
+        self.n_bytes = 0
+        self._choices = [Choice(one_call, named_call, new_id) for _ in range(n)]
+        self._shows_usage = shows_usage
+        self._max_bytes = max_bytes
         self._head: Chunk = {}
+        self._usage_chunk: Chunk = {}  # the newest
 
     @property
     def has_said(self) -> bool:
@@ -571,10 +548,8 @@ class Answer:
 
     def close(self) -> list[Chunk]:
         """End the answer: return what it lacks. An error is the last chunk of all."""
-        chunks: list[Chunk] = []
-        if not self.is_over:
-            chunks = self._read(self.frames.close(self.is_finished))
-        if self._failed:
+        chunks = self._read(self.frames.close(self.is_finished))
+        if self.failed:
             return chunks
         begun = [choice for choice in self._choices if choice.has_begun]
         if not (self.is_over or (begun and all(choice.is_finished for choice in begun))):
@@ -582,56 +557,73 @@ class Answer:
         ends = []
         for index, choice in enumerate(self._choices):
             if reason := choice.missing_reason():
-                ends.append(choice.read({"index": index, "delta": {}, "finish_reason": reason}, index))
+                ends.append({"index": index, "delta": {}, "finish_reason": reason})
+                choice.read(ends[-1])
         if ends:
             chunks.append(self._head | {"object": "chat.completion.chunk", "choices": ends})
         for choice in begun:
             if choice.failure:
                 chunks += self.fail(choice.failure)
+        if self._usage_chunk and self._shows_usage and not self.failed:
+            chunks.append(self._usage_chunk)
         return chunks
 
     def fail(self, message: str, members: Chunk | None = None) -> list[Chunk]:
         """End the answer with an error, unless one has ended it."""
         self.is_over = True
-        if self._failed:
+        if self.failed:
             return []
-        self._failed = True
+        self.failed = True
         return [{"error": error_object(message) | (members or {})}]
 
-    def _read(self, documents: Iterator[Chunk | None]) -> list[Chunk]:
+    def _read(self, documents: Iterable[Chunk | None]) -> list[Chunk]:
         chunks: list[Chunk] = []
+        if self.is_over:
+            return chunks
         try:
-            while not self.is_over:
-                chunks += self._document(next(documents))
-        except StopIteration:
-            pass
+            for document in documents:
+                if document is None:
+                    self._done()
+                elif error := error_of(document):
+                    chunks += self.fail("", error)
+                elif self._says(document):
+                    chunks.append(document)
+                if self.is_over:
+                    break
         except Unreadable as error:
             chunks += self.fail(f"The answer cannot be used: {error}.")
         return chunks
 
-    def _document(self, document: Chunk | None) -> list[Chunk]:
+    def _done(self) -> None:
+        """Take [DONE]; some servers send one after each choice: https://github.com/vllm-project/vllm/pull/378"""
+        n_finished = sum(choice.is_finished for choice in self._choices)
+        self.is_over = n_finished in (0, len(self._choices))
+
+    def _says(self, chunk: Chunk) -> bool:
+        """Put a chunk right; return whether it says anything."""
+        if not self._head:
+            self._head = {name: chunk[name] for name in HEAD if name in chunk}
+        chunk.pop("error", None)  # it is null
         n = len(self._choices)
-        if document is None:
-            # Some servers send one [DONE] after each choice: https://github.com/vllm-project/vllm/pull/378
-            n_finished = sum(choice.is_finished for choice in self._choices)
-            self.is_over = n_finished in (0, n)
-            return []
-        if error := error_of(document):
-            return self.fail("", error)
-        self._head = self._head or {name: document[name] for name in HEAD if name in document}
-        chunk = {name: value for name, value in document.items() if name != "error"}  # null
-        choices = objects(document.get("choices"))
+        choices = objects(chunk.get("choices"))
         if n == 1:  # its index does not matter: https://github.com/microsoft/Foundry-Local/issues/144
-            choices = [choice | {"index": 0} for choice in choices[:1]]
+            choices = choices[:1]
         chunk["choices"] = []  # clients trip over null: https://github.com/langfuse/langfuse/issues/6658
         for choice in choices:
-            index = choice.get("index")
+            index = 0 if n == 1 else choice.get("index")
             if type(index) is not int or not 0 <= index < n:
                 raise Unreadable(f"expected the index of one of {n} choices, got {shown(index)}")
+            choice["index"] = index
             if "message" in choice and "delta" not in choice:
                 chunk["object"] = "chat.completion.chunk"
             if not self._choices[index].is_finished:
-                chunk["choices"].append(self._choices[index].read(choice, index))
-        if choices and not chunk["choices"] and not chunk.get("usage"):
-            return []
-        return [chunk]
+                self._choices[index].read(choice)
+                chunk["choices"].append(choice)
+        usage = usage_of(chunk)
+        if usage is not None:
+            self.meter.read(usage)
+        if isinstance(chunk.get("usage"), dict):
+            self._usage_chunk = chunk | {"choices": []}
+            del chunk["usage"]
+            return bool(chunk["choices"])
+        return bool(chunk["choices"]) or not choices

@@ -53,11 +53,9 @@ PATHS = {
 
 def usage_of(document: Document) -> Document | None:
     """Return the usage object of a chunk, or of a Responses event; None: it has none."""
-    for holder in (document, document.get("response")):
-        if isinstance(holder, dict) and isinstance(holder.get("usage"), dict):
-            usage: Document = holder["usage"]
-            return usage
-    return None
+    holder = document.get("response", document)
+    usage = holder.get("usage") if isinstance(holder, dict) else None
+    return usage if isinstance(usage, dict) else None
 
 
 def read_counts(usage: Document) -> TokenCounts:
@@ -115,17 +113,13 @@ class Meter:
         self.counts: TokenCounts | None = None  # None: no usage was seen
         self.prices = prices
 
-    def read(self, document: Document) -> Document | None:
-        """Count a document's usage, and give it its costs in place; return it, None if there is none."""
-        usage = usage_of(document)
-        if usage is None:
-            return None
+    def read(self, usage: Document) -> None:
+        """Count a usage object, and give it its costs in place."""
         counts = read_counts(usage)
         largest = map(max, counts, self.counts or counts)  # rule 2
         self.counts = TokenCounts(*largest).capped()
         if self.prices:
             usage |= self.prices.costs(self.counts)
-        return usage
 
     def used(self) -> dict[str, int | None]:
         """Return the adjusted counts and their sum, for the log; None stands for what is unknown."""

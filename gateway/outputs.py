@@ -1,6 +1,6 @@
 """An answer of one choice as the outputs that a response is built of.
 
-    chunk --Outputs.read()--> [Delta | Call | Arguments | Close, ...] --close()--> the rest, Finish
+    [chunk, ...] --Outputs.read()--> [Delta | Call | Arguments, ...] --close()--> the rest, Finish
 
 Authority: https://platform.openai.com/docs/api-reference/responses-streaming, where one item comes after
 another; in chunks text and several calls may come by turns.
@@ -9,8 +9,8 @@ another; in chunks text and several calls may come by turns.
     call 0: {"x":           Call f, Arguments {"x":
     text: hi                                            waits, for call 0 is open
     call 1: {"y":2}                                     waits
-    call 0: 1}              Arguments 1}, Close, Delta hi, Call g, Arguments {"y":2}
-    finish_reason           Finish                      only now it is known whether call 1 is complete
+    call 0: 1}              Arguments 1}, Delta hi, Call g, Arguments {"y":2}
+    finish_reason           Finish
 
 Rules of this file:
 1. Reasoning and calls are what the upstream says they are. What looks like a marker in its text is text.
@@ -21,12 +21,12 @@ Rules of this file:
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from channels import UNLIKELY, Arguments, Call, Channel, Close, Delta, Finish, Output, TokenLogprob, Usage
+from channels import UNLIKELY, Arguments, Call, Channel, Delta, Finish, Output, TokenLogprob, Usage
 from completions import Chunk
-from gateway.answers import CUT, PAYLOADS, ToolCall, objects, texts_of
+from gateway.answers import CUT, PAYLOADS, TEXTS, ToolCall, objects
 from request.refusals import shown
 
 MAX_TOKEN_BYTES = 1024  # of one token of the logprobs; the longest of known vocabularies have some 200
@@ -38,54 +38,54 @@ class Outputs:
     """Reads the chunks of an Answer of one choice."""
 
     def __init__(self, n_top_logprobs: int = MAX_TOP_LOGPROBS) -> None:
-        self.failure = ""  # the message of an error
         self._n_top_logprobs = n_top_logprobs  # a token has no more alternatives, whatever is sent
+        self._said: list[Output] = []  # what leaves next
         self._calls: dict[int, ToolCall] = {}
         self._waiting: deque[ToolCall | Delta] = deque()  # the first is a call, which may be open
         self._channel: Channel | None = None  # of the text that has left last; None: a call, or nothing
         self._logprobs: list[TokenLogprob] = []  # their text has not come
-        self._reason: Any = "stop"
+        self._finish = Finish("stop")
 
-    def read(self, chunk: Chunk) -> Iterator[Output]:
-        if "error" in chunk:
-            self.failure = chunk["error"]["message"]
-            return
-        for choice in chunk["choices"]:
-            yield from self._choice(choice)
+    def read(self, chunks: Iterable[Chunk]) -> list[Output]:
+        """Return what can leave now."""
+        for chunk in chunks:
+            if "error" in chunk:
+                self._finish = Finish("failed", message=chunk["error"]["message"])
+            for choice in chunk.get("choices", ()):
+                self._choice(choice)
+        return self._leaving()
 
-    def close(self, usage: Usage | None) -> Iterator[Output | Finish]:
+    def close(self, usage: Usage | None) -> list[Output | Finish]:
+        """Return the rest, and how the answer ends."""
         while self._waiting:
-            yield from self._leave()
-        yield from self._rest_of_logprobs()
-        if self.failure:
-            yield Finish("failed", usage, self.failure)
-        else:
-            yield Finish(self._reason, usage)
+            self._leave()
+        self._rest_of_logprobs()
+        return [*self._leaving(), self._finish._replace(usage=usage)]
 
-    def _choice(self, choice: Chunk) -> Iterator[Output]:
-        texts = texts_of(choice["delta"])
-        content = texts["final"]
-        entries = (choice.get("logprobs") or {}).get("content")
-        logprobs = [self._logprob(entry) for entry in objects(entries)]
-        has_others = texts["analysis"] or texts["refusal"] or choice["delta"].get("tool_calls")
-        if has_others:
-            yield from self._rest_of_logprobs()
-            logprobs = spelling(content, logprobs)
-        self._logprobs += logprobs
-        for channel, text in texts.items():
-            if text:
-                yield from self._text(channel, text)
-        for fragment in choice["delta"].get("tool_calls") or ():
+    def _leaving(self) -> list[Output]:
+        said = self._said
+        self._said = []
+        return said
+
+    def _choice(self, choice: Chunk) -> None:
+        delta = choice["delta"]
+        if self._logprobs or choice.get("logprobs"):
+            self._take_logprobs(choice)
+        for channel, (name, *_) in TEXTS.items():
+            if text := delta.get(name):
+                self._text(channel, text)
+        for fragment in delta.get("tool_calls") or ():
             self._call_fragment(fragment)
-        yield from self._advance()
+        if self._waiting:
+            self._advance()
         if choice.get("finish_reason") in CUT:
-            self._reason = choice["finish_reason"]
+            self._finish = Finish(choice["finish_reason"])
 
-    # --- text -----------------------------------------------------------------------------------------------
+    # --- text and its logprobs ------------------------------------------------------------------------------
 
-    def _text(self, channel: Channel, text: str) -> Iterator[Output]:
-        logprobs: list[TokenLogprob] = []
-        if channel == "final":
+    def _text(self, channel: Channel, text: str) -> None:
+        logprobs: Sequence[TokenLogprob] = ()
+        if channel == "final" and self._logprobs:
             logprobs = self._logprobs
             self._logprobs = []
             if self._channel != "final":
@@ -95,12 +95,21 @@ class Outputs:
             self._waiting.append(delta)
         else:
             self._channel = channel
-            yield delta
+            self._said.append(delta)
 
-    def _rest_of_logprobs(self) -> Iterator[Output]:
+    def _take_logprobs(self, choice: Chunk) -> None:
+        delta = choice["delta"]
+        entries = (choice.get("logprobs") or {}).get("content")
+        logprobs = [self._logprob(entry) for entry in objects(entries)]
+        if delta.get("reasoning") or delta.get("refusal") or delta.get("tool_calls"):
+            self._rest_of_logprobs()
+            logprobs = spelling(delta.get("content") or "", logprobs)
+        self._logprobs += logprobs
+
+    def _rest_of_logprobs(self) -> None:
         """Logprobs without a text, such as that of a stop token, go with the text before."""
         if self._logprobs and self._channel == "final":
-            yield Delta("final", "", tuple(self._logprobs))
+            self._said.append(Delta("final", "", tuple(self._logprobs)))
         self._logprobs = []
 
     def _logprob(self, entry: Chunk) -> TokenLogprob:
@@ -121,55 +130,53 @@ class Outputs:
     def _call_fragment(self, fragment: Chunk) -> None:
         index = fragment["index"]
         if index not in self._calls:
-            self._calls[index] = ToolCall(index, fragment["id"], fragment["type"])
+            self._calls[index] = ToolCall(index, fragment["type"])
             self._waiting.append(self._calls[index])
         call = self._calls[index]
         said = fragment.get(call.type) or {}
         call.name += said.get("name") or ""
         call.add(said.get(PAYLOADS[call.type]) or "")
 
-    def _advance(self) -> Iterator[Output]:
+    def _advance(self) -> None:
         """What waits leaves, up to a call that is not whole, and of that call what has come."""
         while self._waiting:
             item = self._waiting[0]
             if isinstance(item, ToolCall):
-                if not (item.name and item.fragments):  # until then the name may grow
+                if not (item.name and (item.is_open or item.fragments)):  # until then the name may grow
                     return
-                yield from self._unsent(item)
+                self._send(item)
                 if len(self._waiting) == 1 or not item.nesting.is_whole:
                     return
-            yield from self._leave()
+            self._leave()
 
-    def _unsent(self, call: ToolCall) -> Iterator[Output]:
+    def _send(self, call: ToolCall) -> None:
+        """Send what has come of a call."""
         self._channel = None
         if not call.is_open:
             call.is_open = True
-            yield Call(call.name, call.type == "custom")
-        text = "".join(call.fragments[call.n_sent :])
-        call.n_sent = len(call.fragments)
-        if text:
-            yield Arguments(text)
+            self._said.append(Call(call.name, call.type == "custom"))
+        if call.fragments:
+            self._said.append(Arguments("".join(call.fragments)))
+            call.fragments.clear()
 
-    def _leave(self) -> Iterator[Output]:
+    def _leave(self) -> None:
         """The first that waits leaves for good."""
         item = self._waiting.popleft()
         if isinstance(item, Delta):
             self._channel = item.channel
-            yield item
+            self._said.append(item)
         elif item.name:  # it may have been cut before that
-            yield from self._unsent(item)
-            if self._waiting:
-                yield Close(is_cut=not item.is_whole())
+            self._send(item)
 
 
 def are_bytes(value: Any) -> bool:
-    """Whether these may be the bytes of a token. bytes(300000000) would be as many of them, all zero."""
+    """Return whether these may be the bytes of a token. bytes(300000000) would be as many zeros."""
     if not isinstance(value, list) or len(value) > MAX_TOKEN_BYTES:
         return False
     return all(type(byte) is int and 0 <= byte <= 255 for byte in value)
 
 
-def spelling(text: str, logprobs: list[TokenLogprob], and_rest: bool = False) -> list[TokenLogprob]:
+def spelling(text: str, logprobs: Sequence[TokenLogprob], and_rest: bool = False) -> list[TokenLogprob]:
     """Return the logprobs whose tokens spell the text; all of them if none do.
 
     Reasoning or a marker may stand before them. Calls or a stop token may follow: `and_rest` keeps those.

@@ -13,17 +13,17 @@ Rules of this file:
 
 import asyncio
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from channels import Accepted, Emit, Finish, Output, Usage
-from gateway.answers import MAX_KEPT_BYTES, Answer
-from gateway.metering import Ledger, Meter, Outcome, Prices
+from channels import Accepted, Emit, Finish, Usage
+from gateway.answers import MAX_ANSWER_BYTES, MAX_KEPT_BYTES, Answer
+from gateway.metering import Ledger, Meter, Prices
 from gateway.outputs import Outputs
 from gateway.refused import Refused
-from gateway.relay import ACCEPT_S, PATH, RelayedChat, checkable
-from gateway.upstreams import RETRY_AFTER_S, Reply, Upstreams, discard
+from gateway.relay import PATH, RelayedChat, asking, checkable
+from gateway.upstreams import RETRY_AFTER_S, Reply, Upstreams
 from request import params
 from request.messages import Message, shortened
 from request.params import MOVED, Request
@@ -228,43 +228,42 @@ class RemoteWorker:
         """Emit what the model says. Raises Refused before Accepted, and nothing after it."""
         request = prompt.request
         meter = Meter(self.ledger.prices)
-        accepted = False
-        outcome: Outcome = "error"
-        opening = asyncio.ensure_future(self._open(prompt))
-        try:
-            timeout_s = ACCEPT_S if request.stream or request.background else None
-            await asyncio.wait({opening}, timeout=timeout_s)
-            if opening.done():
-                opening.result()
+        outputs = Outputs(request.n_top_logprobs or 0)
+        can_wait = request.stream or request.background
+        open_reply = partial(self._open, prompt, meter)
+        async with asking(open_reply, can_wait, self.ledger, request.model, meter) as opening:
             emit(Accepted())
-            accepted = True
             try:
-                if await emit_answer(await opening, request, meter, emit):
-                    outcome = "done"
+                reply = await opening
+                async for chunks in reply:
+                    if reply.answer.frames.is_stream:
+                        said = outputs.read(chunks)
+                    else:  # it may be megabytes: other streams go on meanwhile
+                        said = await asyncio.to_thread(outputs.read, chunks)
+                    for output in said:
+                        emit(output)
+                for last in outputs.close(usage_of(meter)):
+                    emit(last)
             except Refused as refused:
                 emit(Finish("failed", None, refused.message, refused.late_code))
-        except asyncio.CancelledError:
-            outcome = "disconnect"
-            if accepted:
+            except asyncio.CancelledError:
                 emit(Finish("cancelled", usage_of(meter)))
-            raise
-        finally:
-            self.ledger.settle(request.model, discard(opening), outcome, meter)
+                raise
 
-    async def _open(self, prompt: UpstreamPrompt) -> Reply:
+    async def _open(self, prompt: UpstreamPrompt, meter: Meter) -> Reply:
         """Ask; without the oldest turns as long as the upstream says that the prompt is too long."""
         for messages in prompt.candidates[:-1]:
             try:
-                return await self._ask(prompt, messages)
+                return await self._ask(prompt, messages, meter)
             except Refused as refused:
                 if refused.code != "context_length_exceeded":
                     raise
-        return await self._ask(prompt, prompt.candidates[-1])
+        return await self._ask(prompt, prompt.candidates[-1], meter)
 
-    async def _ask(self, prompt: UpstreamPrompt, messages: list[Message]) -> Reply:
+    async def _ask(self, prompt: UpstreamPrompt, messages: list[Message], meter: Meter) -> Reply:
         """Raises Refused, which names the parameter that the client has sent."""
         one_call = not prompt.request.parallel_tool_calls
-        answer = partial(Answer, one_call=one_call, max_bytes=MAX_KEPT_BYTES)
+        answer = partial(Answer, meter=meter, one_call=one_call, max_bytes=MAX_KEPT_BYTES)
         try:
             return await self.upstreams.open(PATH, prompt.body | {"messages": messages}, answer)
         except Refused as refused:
@@ -282,23 +281,19 @@ class RemoteWorker:
             body["stream_options"] = (body.get("stream_options") or {}) | {"include_usage": True}
         if request.tools:
             body["tools"] = marked(body["tools"], strict_names(request))
-        return RelayedChat(self.upstreams, self.ledger, request, body)
-
-
-async def emit_answer(reply: Reply, request: Request, meter: Meter, emit: Emit) -> bool:
-    """Emit what the model says in an answer; return whether it came without an error."""
-    outputs = Outputs(request.n_top_logprobs or 0)
-    while (chunks := await reply.read()) is not None:
-        for chunk in chunks:
-            meter.read(chunk)
-            said: Iterable[Output] = outputs.read(chunk)
-            if not reply.answer.frames.is_stream:  # it may be megabytes: other streams go on meanwhile
-                said = await asyncio.to_thread(list, said)
-            for output in said:
-                emit(output)
-    for last in outputs.close(usage_of(meter)):
-        emit(last)
-    return not outputs.failure
+        meter = Meter(self.ledger.prices)
+        answer = partial(
+            Answer,
+            meter=meter,
+            n=request.n,
+            one_call=not request.parallel_tool_calls,
+            named_call=request.named_call,
+            shows_usage=request.include_usage or not request.stream,
+            max_bytes=MAX_ANSWER_BYTES if request.stream else MAX_KEPT_BYTES,
+        )
+        open_reply = partial(self.upstreams.open, PATH, body, answer)
+        asked = asking(open_reply, request.stream, self.ledger, body["model"], meter)
+        return RelayedChat(asked, request.n, request.stream)
 
 
 def usage_of(meter: Meter) -> Usage | None:

@@ -32,7 +32,7 @@ import zlib
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import httpx2 as httpx
 
@@ -123,22 +123,25 @@ class Reply:
         self._reads = self._read_all()
         self._beginning: list[Chunk] = []
         self._deadline = 0.0
-        self._is_closed = False
 
     async def begin(self) -> None:
         """Read up to the first text, reasoning or call; raises Refused if an error came first."""
-        while not (self.answer.has_said or self.answer.is_over or self.answer.n_bytes > MAX_SILENT_BYTES):
+        answer = self.answer
+        while not (answer.has_said or answer.is_over or answer.n_bytes > MAX_SILENT_BYTES):
             chunks = await anext(self._reads, None)
             if chunks is None:
                 break
             self._beginning += chunks
-        if self._beginning and "error" in self._beginning[-1] and not self.answer.has_said:
+        if answer.failed and not answer.has_said:
             raise refusal_in(self._beginning[-1]["error"])
-        if not self.answer.is_finished:
+        if not answer.is_finished:
             self._deadline = time.monotonic() + self._timeouts.answer_s
 
-    async def read(self) -> list[Chunk] | None:
-        """Return what comes next; None: all has come. An answer that breaks off ends with an error."""
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> list[Chunk]:
+        """Return what comes next. An answer that breaks off ends with an error."""
         if self._beginning:
             chunks = self._beginning
             self._beginning = []
@@ -146,7 +149,7 @@ class Reply:
         seconds_left = self._deadline - time.monotonic()
         try:
             async with asyncio.timeout(min(seconds_left, self._timeouts.idle_s)):
-                return await anext(self._reads, None)
+                return await anext(self._reads)
         except (httpx.HTTPError, httpx.StreamError, TimeoutError) as error:
             if self.answer.is_finished:  # all is said; only usage and [DONE] may be missing
                 return self.answer.close()
@@ -157,53 +160,33 @@ class Reply:
             return self.answer.fail(f"The answer broke off: {why}.")
 
     async def _read_all(self) -> AsyncGenerator[list[Chunk]]:
+        answer = self.answer
         async with aclosing(unpacked(self._response)) as body:
             async for piece in body:
-                yield self._fed(piece)
-                if self.answer.is_over:
+                before = answer.is_finished, answer.meter.counts
+                chunks = answer.feed(piece)
+                if answer.is_finished and before != (True, answer.meter.counts):
+                    self._deadline = time.monotonic() + GRACE_S
+                yield chunks
+                if answer.is_over:
                     break
                 await asyncio.sleep(0)  # one read may have thousands of frames
-        yield await asyncio.to_thread(self.answer.close)  # it may be all of the answer
-
-    def _fed(self, piece: bytes) -> list[Chunk]:
-        was_finished = self.answer.is_finished
-        chunks = self.answer.feed(piece)
-        has_usage = any(chunk.get("usage") for chunk in chunks)
-        if self.answer.is_finished and (has_usage or not was_finished):
-            self._deadline = time.monotonic() + GRACE_S
-        return chunks
+        yield await asyncio.to_thread(answer.close)  # it may be all of the answer
 
     def close(self) -> None:
         """Close the connection, which ends the upstream's work on the request.
 
         A task of its own does it: a client's disconnect often cancels the caller twice.
         """
-        if not self._is_closed:
-            self._is_closed = True
-            self.upstream.n_running -= 1
-            task = asyncio.ensure_future(self._aclose())
-            CLOSING.add(task)
-            task.add_done_callback(CLOSING.discard)
+        self.upstream.n_running -= 1
+        task = asyncio.ensure_future(self._aclose())
+        CLOSING.add(task)
+        task.add_done_callback(CLOSING.discard)
 
     async def _aclose(self) -> None:
         with contextlib.suppress(RuntimeError):  # a chunk is still awaited: closing the response ends that
             await self._reads.aclose()
         await self._response.aclose()
-
-
-def discard(opening: asyncio.Future[Reply]) -> str:
-    """Close the reply that was opened, or is being opened; return its upstream's URL, "" if none answered."""
-    opening.cancel()
-    opening.add_done_callback(_close)
-    return _close(opening)
-
-
-def _close(opening: asyncio.Future[Reply]) -> str:
-    if not opening.done() or opening.cancelled() or opening.exception():
-        return ""
-    reply = opening.result()
-    reply.close()
-    return reply.upstream.url
 
 
 async def unpacked(response: httpx.Response) -> AsyncGenerator[bytes]:

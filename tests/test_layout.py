@@ -183,7 +183,7 @@ CAPS = {
     "checkpoint": 12_100,
     "devices":    20_500,
     "dialects":   10_900,
-    "gateway":    12_400,
+    "gateway":    12_000,
     "request":    17_600,
     "service":    16_500,
 }

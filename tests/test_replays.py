@@ -264,18 +264,17 @@ def relayed(
     """The client's frames; then [prompt, cached, completion, reasoning, total] or "unknown"."""
     meter = metering.Meter(None if price is None else metering.Prices(price))
     number = itertools.count(1)
+    options |= {"shows_usage": shows_usage or not stream, "new_id": lambda prefix: f"{prefix}_{next(number)}"}
     with mock.patch.object(answers, "MAX_EVENT_BYTES", max_bytes):
-        answer = answers.Answer(content_type, new_id=lambda prefix: f"{prefix}_{next(number)}", **options)
+        answer = answers.Answer(content_type, meter, **options)
         made = [answer.feed(chunk) for chunk in chunks]
         made.append(answer.fail("it died") if dies else answer.close())
+    said = itertools.chain(*made)
     if stream:
-        frames = relay.ChatFrames(meter, shows_usage)
-        for chunk in itertools.chain(*made):
-            if frame := frames.encode([chunk]):
-                yield frame.decode()
-        yield from re.split("(?<=\n\n)(?=data)", frames.end().decode())
+        yield from (relay.frames_of([chunk]).decode() for chunk in said)
+        yield sse.DONE.decode()
     else:
-        yield relay.whole(itertools.chain(*made), meter)
+        yield relay.whole(said)
     yield list(meter.used().values()) if meter.counts else "unknown"
 
 
@@ -293,8 +292,7 @@ def completions_deltas(
     said = Outputs()
     made: list[Output | Finish] = []
     for read in [*map(answer.feed, chunks), answer.close()]:
-        for chunk in read:
-            made += said.read(chunk)
+        made += said.read(read)
     made += said.close(None)
     yield from laws.items(output for output in made if not isinstance(output, Finish))
     if logprobs:

@@ -25,10 +25,11 @@ from gateway.answers import Nesting
 from gateway.metering import Meter
 from gateway.outputs import Outputs
 from gateway.refused import Refused
-from gateway.relay import ChatFrames, whole
+from gateway.relay import frames_of, whole
 from helpers import laws
 from helpers.serving import Json
 from helpers.upstream import DONE, STREAM, delta, event, finish
+from request.tool_calls import Restorer
 from test_replays import FOLDER, events_of
 
 # --- the law ------------------------------------------------------------------------------------------------
@@ -66,18 +67,15 @@ class Answer:
 ENDS = {"stop": "stop", "tool_calls": "stop", "function_call": "stop", None: "stop"}
 
 
-def frames_of(reader: Reader, data: bytes, meter: Meter) -> bytes:
-    """What a client of a stream gets."""
-    frames = ChatFrames(meter, shows_usage=True)
-    return frames.encode(reader.feed(data)) + frames.encode(reader.close()) + frames.end()
+def reader_of(content_type: str, one_call: bool) -> Reader:
+    return Reader(content_type, Meter(), one_call=one_call, shows_usage=True)
 
 
 def chat_streamed(data: bytes, content_type: str, one_call: bool) -> Answer:
-    meter = Meter()
+    reader = reader_of(content_type, one_call)
     answer = Answer(end="stop")
-    for found in sse.Parser().feed(frames_of(Reader(content_type, one_call=one_call), data, meter)):
-        if found.data == "[DONE]":
-            continue
+    frames = frames_of(reader.feed(data)) + frames_of(reader.close())
+    for found in sse.Parser().feed(frames):
         chunk = json.loads(found.data)
         if "error" in chunk:
             answer.end = "failed"
@@ -88,18 +86,17 @@ def chat_streamed(data: bytes, content_type: str, one_call: bool) -> Answer:
             if choice.get("finish_reason"):
                 answer.end = ENDS.get(choice["finish_reason"], choice["finish_reason"])
     answer.calls = [call for call in answer.calls if call[0]]  # some were cut before their name
-    answer.usage = meter.counts
+    answer.usage = reader.meter.counts
     return answer
 
 
 def chat_whole(data: bytes, content_type: str, one_call: bool) -> Answer:
-    meter = Meter()
-    reader = Reader(content_type, one_call=one_call)
+    reader = reader_of(content_type, one_call)
     try:
-        raw = whole([*reader.feed(data), *reader.close()], meter)
+        raw = whole([*reader.feed(data), *reader.close()])
     except Refused:
         return Answer(end="failed")
-    answer = Answer(end="stop", usage=meter.counts)
+    answer = Answer(end="stop", usage=reader.meter.counts)
     for choice in json.loads(raw)["choices"]:
         message = choice["message"]
         for index, call in enumerate(message.get("tool_calls") or ()):
@@ -116,15 +113,17 @@ def logprobs_of(choice: Json) -> list[Any]:
 
 
 def outputs_of(data: bytes, content_type: str, one_call: bool) -> tuple[list[Output | Finish], Any]:
-    """As remote.py reads an answer."""
-    reader, meter = Reader(content_type, one_call=one_call), Meter()
-    said = Outputs()
+    """As remote.py reads an answer, and api.py restores its calls."""
+    reader, said, restorer = reader_of(content_type, one_call), Outputs(), Restorer({})
+    made = [*said.read(reader.feed(data)), *said.read(reader.close()), *said.close(None)]
     outputs: list[Output | Finish] = []
-    for chunk in [*reader.feed(data), *reader.close()]:
-        meter.read(chunk)
-        outputs += said.read(chunk)
-    outputs += said.close(None)
-    return outputs, meter.counts
+    for output in made:
+        if isinstance(output, Finish):
+            rest, finish = restorer.finish(output)
+            outputs += [*rest, finish]
+        else:
+            outputs += restorer.feed(output)
+    return outputs, reader.meter.counts
 
 
 def responses_streamed(events: list[Json]) -> Answer:
@@ -314,7 +313,7 @@ def test_a_call_keeps_the_type_that_it_began_with(kinds: tuple[str, str]) -> Non
         call_fragment = {"index": 0, "id": "a", kind: {"name": "f"}}
         chunks += reader.feed(event({"choices": [{"index": 0, "delta": {"tool_calls": [call_fragment]}}]}))
     with pytest.raises(Refused, match="goes on as"):
-        whole(chunks, Meter())
+        whole(chunks)
 
 
 @pytest.mark.bug("E05")
@@ -432,8 +431,7 @@ ENTRIES = [
 def test_logprobs_are_taken_where_they_are_some(entry: Json, expected: TokenLogprob) -> None:
     """Bug: `"bytes": 300000000` made 10 GB of zeros of an event of 150 bytes, which took 105 s."""
     reader = Reader()
-    (chunk,) = reader.feed(logprobs({"token": "a", "logprob": -0.5} | entry))
-    (said,) = Outputs().read(chunk)
+    (said,) = Outputs().read(reader.feed(logprobs({"token": "a", "logprob": -0.5} | entry)))
     assert isinstance(said, Delta)
     n_bytes = len(said.logprobs[0].bytes)
     assert n_bytes < 2000  # on its own: pytest would show them all
@@ -460,8 +458,8 @@ def test_no_more_alternatives_than_were_asked_for() -> None:
     said = {"token": "a", "logprob": -0.5}
     for n in (0, 1):
         reader = Reader()
-        (chunk,) = reader.feed(logprobs(said | {"top_logprobs": [said] * 20}))
-        (delta_,) = Outputs(n_top_logprobs=n).read(chunk)
+        chunks = reader.feed(logprobs(said | {"top_logprobs": [said] * 20}))
+        (delta_,) = Outputs(n_top_logprobs=n).read(chunks)
         assert isinstance(delta_, Delta)
         assert len(delta_.logprobs[0].top) == n
 

@@ -25,7 +25,8 @@ from gateway import answers, refused, remote
 from gateway.answers import Answer as Reader
 from gateway.metering import Meter, Prices, TokenCounts
 from gateway.refused import Refused
-from gateway.relay import ChatFrames, whole
+from gateway.relay import frames_of as frames_of_chunks
+from gateway.relay import whole
 from gateway.remote import RemoteWorker
 from gateway.upstreams import Timeouts, Upstreams
 from helpers import laws
@@ -82,16 +83,10 @@ PLAIN = (
 def test_relay_json_parser_eats_sse(chunks: list[bytes], stream: bool) -> None:
     """200 and no byte: a JSON parser met SSE. https://github.com/TelegramMessenger/cocoon/issues/49"""
     meter = Meter(CHEAP)
-    reader = Reader()
-    out = b""
-    frames = ChatFrames(meter, shows_usage=True)
-    read = [*map(reader.feed, chunks), reader.close()]
-    if stream:
-        out = b"".join(map(frames.encode, read)) + frames.end()
-    else:
-        out = whole(itertools.chain(*read), meter).encode()
+    reader = Reader(meter=meter, shows_usage=True)
+    read = [chunk for made in [*map(reader.feed, chunks), reader.close()] for chunk in made]
+    out = frames_of_chunks(read) if stream else whole(read).encode()
     assert b'"prompt_total_cost":14,"completion_total_cost":7,"total_cost":21' in out
-    assert out.endswith(sse.DONE) == stream
     line = " ".join(f"{name}={n}" for name, n in meter.used().items())
     assert line == "prompt=11 cached=3 completion=7 reasoning=0 total=21"
 
@@ -122,8 +117,8 @@ def test_a_part_is_no_more_than_its_whole(cached: int, reasoning: int, total: in
     """Bug: more was cached than the prompt has, the rest cost -4, and the counter of all costs fell."""
     details = {"prompt_tokens_details": {"cached_tokens": cached}, "reasoning_tokens": reasoning}
     meter = Meter(Prices(1, TokenCounts(10_000, 0, 10_000, 0)))
-    usage = meter.read({"usage": {"prompt_tokens": 5, "completion_tokens": 1} | details})
-    assert usage
+    usage = {"prompt_tokens": 5, "completion_tokens": 1} | details
+    meter.read(usage)
     assert (usage["total_cost"], meter.used()["total"]) == (total, total)
 
 
@@ -159,15 +154,14 @@ STREAMS = {
 def everything(chunks: list[bytes], stream: bool) -> list[Any]:
     """All that a relay makes of these chunks."""
     meter = Meter(CHEAP)
-    reader = Reader()
+    reader = Reader(meter=meter, shows_usage=True)
     read = [chunk for made in [*map(reader.feed, chunks), reader.close()] for chunk in made]
-    if not stream:
-        try:
-            return [whole(read, meter), meter.counts]
-        except Refused as error:
-            return [error.message, meter.counts]
-    frames = ChatFrames(meter, shows_usage=True)
-    return [*(frames.encode([chunk]) for chunk in read), frames.end(), meter.counts]
+    if stream:
+        return [*(frames_of_chunks([chunk]) for chunk in read), meter.counts]
+    try:
+        return [whole(read), meter.counts]
+    except Refused as error:
+        return [error.message, meter.counts]
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "plain"])
@@ -191,13 +185,12 @@ def test_two_cuts_cannot_be_seen() -> None:
 @pytest.mark.parametrize("line_end", [b"\n", b"\r", b"\r\n"])
 def test_every_frame_leaves_before_the_next_comes(line_end: bytes) -> None:
     """Elsewhere all of it left at the end: cocoon, CountTokens.cpp. And a CR must not wait for an LF."""
-    reader = Reader()
-    frames = ChatFrames(Meter(), shows_usage=True)
+    reader = Reader(shows_usage=True)
     *others, used, _ = FRAMES
     for frame in others:
-        assert frames.encode(reader.feed(frame.replace(b"\n", line_end))) == frame
-    assert frames.encode(reader.feed(used + DONE)) == b""
-    assert frames.encode(reader.close()) + frames.end() == used + DONE
+        assert frames_of_chunks(reader.feed(frame.replace(b"\n", line_end))) == frame
+    assert reader.feed(used + DONE) == []
+    assert frames_of_chunks(reader.close()) == used
 
 
 def test_an_object_may_hold_bytes_that_are_no_text() -> None:
@@ -241,12 +234,10 @@ def test_a_call_that_was_cut_does_not_end_as_one_to_run() -> None:
 
 def test_usage_that_comes_before_the_end_leaves_behind_it() -> None:
     """Bug: the finish_reason that we add to an answer without one came behind its usage."""
-    reader = Reader()
-    frames = ChatFrames(Meter(), shows_usage=True)
-    out = frames.encode(reader.feed(delta(content="a") + scripted.USED + DONE))
-    out += frames.encode(reader.close()) + frames.end()
+    reader = Reader(shows_usage=True)
+    out = frames_of_chunks(reader.feed(delta(content="a") + scripted.USED + DONE) + reader.close())
     assert out.count(b'"finish_reason":"stop"') == 1
-    assert out.endswith(scripted.USED + DONE)
+    assert out.endswith(scripted.USED)
 
 
 @pytest.mark.parametrize("late", [event({"error": {"message": "late"}}), b"data: <html>\n\n"])
@@ -288,7 +279,10 @@ MODES = [
 @pytest.mark.bug("B03")
 @pytest.mark.parametrize(("content_type", "start", "found"), MODES)
 def test_what_is_a_stream(content_type: str, start: bytes, found: bool | None) -> None:
-    assert answers.is_stream(content_type, start) == found
+    frames = answers.Frames(content_type)
+    with suppress(answers.Unreadable):
+        list(frames.feed(start))
+    assert frames.is_stream == found
 
 
 # --- errors of upstreams ------------------------------------------------------------------------------------
@@ -800,7 +794,7 @@ def test_nobody_waits_for_what_is_behind_done() -> None:
 
 def test_a_client_hears_from_us_while_the_upstream_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the head of a stream nor its first event waits for a long prompt; an error is told in band."""
-    monkeypatch.setattr("gateway.remote.ACCEPT_S", 0.01)
+    monkeypatch.setattr("gateway.relay.ACCEPT_S", 0.01)
     heard = threading.Event()
 
     def answer(exchange: Exchange) -> None:

@@ -518,7 +518,7 @@ def test_an_answer_has_a_limit_in_bytes() -> None:
         reply = await asked.open("chat/completions", MESSAGES, partial(Answer, max_bytes=10_000))
         chunks: list[Json] = []
         try:
-            while (more := await reply.read()) is not None:
+            async for more in reply:
                 chunks += more
             return reply, chunks
         finally:
