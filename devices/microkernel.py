@@ -37,10 +37,11 @@ Rules of this file:
 Not here: which threads compute what, how weights become panels, how x is rounded (cpu.py).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import llvmlite.binding
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -58,8 +59,6 @@ PAIRS = BLOCK // 2
 X_HEADER = 2  # words of a block of x before its numbers: their scale, and the scale times their sum
 X_WORDS = X_HEADER + PAIRS  # of 32 bits
 
-unpack_tuple: Any = cgutils.unpack_tuple
-get_or_insert_function: Any = cgutils.get_or_insert_function
 
 FLOAT = ir.FloatType()
 INT = ir.IntType(32)
@@ -80,48 +79,49 @@ codegen: Any = cpu_target.target_context.codegen()
 _, PROCESSOR, target_features = codegen.magic_tuple()  # $NUMBA_CPU_NAME and $NUMBA_CPU_FEATURES change them
 HAS_VNNI = "+avx512vnni" in target_features.split(",")
 FAST_BFLOAT16 = "+avx512bf16" in target_features.split(",") and PROCESSOR.startswith("znver")
+X_DTYPE: Any = np.uint16 if FAST_BFLOAT16 else np.float32  # of x, if the weights are bfloat16
 
 # --- what LLVM needs in more than one word ------------------------------------------------------------------
 
 
-def repeated(vector: Any, number: float) -> Value:
+def repeated(vector, number: float):
     return ir.Constant(vector, [number] * vector.count)
 
 
-def broadcast(b: Any, number: Value) -> Value:
+def broadcast(b, number):
     """Put a float32 in every lane."""
     undefined = ir.Constant(FLOATS, ir.Undefined)
     first = b.insert_element(undefined, number, ir.Constant(INT, 0))
     return b.shuffle_vector(first, undefined, ir.Constant(INTS, [0] * LANES))
 
 
-def moved(b: Any, address: Value, n_bytes: int) -> Value:
+def moved(b, address, n_bytes: int):
     return b.add(address, ir.Constant(LONG, n_bytes))
 
 
-def places_of(b: Any, address: Value, of: Any, n: int) -> list[Value]:
+def places_of(b, address, of, n: int) -> list[Value]:
     """Pointers to n things that lie side by side, from an address on."""
     first = b.inttoptr(address, of.as_pointer())
     return [b.gep(first, [ir.Constant(LONG, i)]) for i in range(n)]
 
 
-def load_float(b: Any, address: Value, n_bytes: int) -> Value:
+def load_float(b, address, n_bytes: int):
     """The float32 that lies n_bytes after an address, in every lane."""
     [place] = places_of(b, moved(b, address, n_bytes), FLOAT, 1)
     return broadcast(b, b.load(place, align=2))
 
 
-def load_row(b: Any, address: Value, n_bytes: int, of: Any) -> list[Value]:
+def load_row(b, address, n_bytes: int, of) -> list[Value]:
     """(VECTORS,) of what lies n_bytes after an address."""
     return [b.load(place, align=1) for place in places_of(b, moved(b, address, n_bytes), of, VECTORS)]
 
 
-def call(b: Any, name: str, result: Any, *arguments: Value) -> Value:
+def call(b, name: str, result, *arguments):
     signature = ir.FunctionType(result, [argument.type for argument in arguments])
-    return b.call(get_or_insert_function(b.module, signature, name), arguments)
+    return b.call(cgutils.get_or_insert_function(b.module, signature, name), arguments)
 
 
-def prefetch(b: Any, address: Value, n_bytes: int) -> None:
+def prefetch(b, address, n_bytes: int) -> None:
     """Ask memory for n_bytes that will be read soon, into all levels of the cache.
 
     A processor looks ahead by itself, but not beyond a page of 4 KB, and begins anew in the next one.
@@ -137,25 +137,25 @@ def prefetch(b: Any, address: Value, n_bytes: int) -> None:
 # (x, w, total) -> total + x w in each lane, for what a lane of 32 bits holds of x and w.
 
 
-def fma(b: Any, x: Value, w: Value, total: Value) -> Value:
+def fma(b, x, w, total):
     """One float32 each, rounded once."""
     return call(b, f"llvm.fma.v{LANES}f32", FLOATS, x, w, total)
 
 
-def bfloat16_dot(b: Any, x: Value, w: Value, total: Value) -> Value:
+def bfloat16_dot(b, x, w, total):
     """A pair of bfloat16 each: the second is added first, and each step rounded."""
     signature = ir.FunctionType(FLOATS, [FLOATS, INTS, FLOATS])
     return b.asm(signature, "vdpbf16ps $2, $1, $0", "=v,v,v,0", [x, w, total], False)
 
 
-def widened(b: Any, pairs: Value) -> list[Value]:
+def widened(b, pairs) -> list[Value]:
     """The first and the second bfloat16 of each lane: a bfloat16 is the upper half of a float32."""
     first = b.shl(pairs, repeated(INTS, 16))
     second = b.and_(pairs, repeated(INTS, -(2**16)))
     return [b.bitcast(first, FLOATS), b.bitcast(second, FLOATS)]
 
 
-def vnni_dot(b: Any, x: Value, w: Value, total: Value) -> Value:
+def vnni_dot(b, x, w, total):
     """A pair of 16-bit integers each, w SHORTS, total INTS.
 
     Written as the instruction, because LLVM makes two others of its intrinsic (llvm/llvm-project#84182).
@@ -164,7 +164,7 @@ def vnni_dot(b: Any, x: Value, w: Value, total: Value) -> Value:
     return b.asm(signature, "vpdpwssd $2, $1, $0", "=v,v,v,0", [x, w, total], False)
 
 
-def portable_dot(b: Any, x: Value, w: Value, total: Value) -> Value:
+def portable_dot(b, x, w, total):
     """The same, by instructions that every processor has."""
     sixteen = repeated(INTS, 16)
     x, w = b.bitcast(x, INTS), b.bitcast(w, INTS)
@@ -178,7 +178,7 @@ DOT = vnni_dot if HAS_VNNI else portable_dot
 # --- the formats --------------------------------------------------------------------------------------------
 # How a block of weights is read, as vectors with one value an output.
 
-Inputs = Iterator[tuple[int, list[Value]]]  # (which word of x it is multiplied by, its (VECTORS,)), as read
+Inputs = Iterable[tuple[int, list[Value]]]  # (which word of x it is multiplied by, its (VECTORS,)), as read
 
 
 class Block(NamedTuple):
@@ -187,31 +187,31 @@ class Block(NamedTuple):
     minima: Sequence[Value] = ()  # the same
 
 
-def load_halves(b: Any, w: Value, n_bytes: int) -> list[Value]:
+def load_halves(b, w, n_bytes: int) -> list[Value]:
     """WIDTH numbers in float16, which float32 holds exactly."""
     return [b.fpext(halves, FLOATS) for halves in load_row(b, w, n_bytes, HALVES)]
 
 
-def read_float32(b: Any, w: Value) -> Block:
-    return Block(iter([(0, load_row(b, w, 0, FLOATS))]))
+def read_float32(b, w) -> Block:
+    return Block([(0, load_row(b, w, 0, FLOATS))])
 
 
-def read_float16(b: Any, w: Value) -> Block:
-    return Block(iter([(0, load_halves(b, w, 0))]))
+def read_float16(b, w) -> Block:
+    return Block([(0, load_halves(b, w, 0))])
 
 
-def read_bfloat16(b: Any, w: Value) -> Block:
+def read_bfloat16(b, w) -> Block:
     """For x in float32."""
     pairs = [widened(b, pair) for pair in load_row(b, w, 0, INTS)]
     return Block((i, [pair[i] for pair in pairs]) for i in range(2))
 
 
-def read_bfloat16_pairs(b: Any, w: Value) -> Block:
+def read_bfloat16_pairs(b, w) -> Block:
     """For x in bfloat16."""
-    return Block(iter([(0, load_row(b, w, 0, INTS))]))
+    return Block([(0, load_row(b, w, 0, INTS))])
 
 
-def read_int8(b: Any, w: Value) -> Block:
+def read_int8(b, w) -> Block:
     """WIDTH scales; then two bytes an output for each pair of inputs."""
 
     def pairs() -> Inputs:
@@ -222,7 +222,7 @@ def read_int8(b: Any, w: Value) -> Block:
     return Block(pairs(), load_halves(b, w, 0))
 
 
-def nibbles(b: Any, w: Value, n_bytes: int) -> Inputs:
+def nibbles(b, w, n_bytes: int) -> Inputs:
     """Two bytes an output hold a pair of inputs in their lower halves, and in the upper ones the pair that
     comes 16 inputs later.
     """
@@ -233,12 +233,12 @@ def nibbles(b: Any, w: Value, n_bytes: int) -> Inputs:
         yield PAIRS // 2 + i, [b.lshr(numbers, repeated(SHORTS, 4)) for numbers in both]
 
 
-def read_int4(b: Any, w: Value) -> Block:
+def read_int4(b, w) -> Block:
     """WIDTH scales, WIDTH minima; then the numbers."""
     return Block(nibbles(b, w, 4 * WIDTH), load_halves(b, w, 0), load_halves(b, w, 2 * WIDTH))
 
 
-def read_int5(b: Any, w: Value) -> Block:
+def read_int5(b, w) -> Block:
     """WIDTH scales, WIDTH minima; the fifth bits of 16 inputs an output, twice; then the other bits."""
     fifths: list[list[Value]] = []
     for half in range(2):
@@ -261,7 +261,7 @@ E2M1_TWICE = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]  # what 4
 LEAST_EXPONENT = 0x00400000  # the bits of 2^-127, which an exponent of 0 stands for
 
 
-def look_up(b: Any, indices: Value) -> Value:
+def look_up(b, indices):
     """E2M1_TWICE[indices]; LLVM makes it one instruction if the processor has one (AVX-512)."""
     table = ir.Constant(SHORTS, E2M1_TWICE * 2)
     numbers = ir.Constant(SHORTS, ir.Undefined)
@@ -271,7 +271,7 @@ def look_up(b: Any, indices: Value) -> Value:
     return numbers
 
 
-def read_mxfp4(b: Any, w: Value) -> Block:
+def read_mxfp4(b, w) -> Block:
     """WIDTH exponents of 2, plus 127, of a byte each; then the numbers. 255 is an infinite scale."""
     scales: list[Value] = []
     for exponents in load_row(b, w, 0, SCALES):
@@ -305,7 +305,7 @@ FORMATS: dict[tuple[str, Any], Format] = {
 # fmt: on
 
 
-def format_of(w: Any, x: Any) -> Format:
+def format_of(w, x) -> Format:
     """By the types of two arrays; the records of blocks have one field, with the name of their format."""
     name = NAMES.get(w.dtype)
     if name is None:
@@ -317,13 +317,7 @@ def format_of(w: Any, x: Any) -> Format:
 # x has the address of the block in each row. -> the new sums
 
 
-def add_block(b: Any, x: Sequence[Value], w: Block, dot: Any, sums: Sums) -> Sums:
-    if w.scales:
-        return add_scaled(b, x, w, dot, sums)
-    return add_products(b, x, w.inputs, dot, sums)
-
-
-def add_products(b: Any, x: Sequence[Value], inputs: Inputs, dot: Any, sums: Sums) -> Sums:
+def add_products(b, x: Sequence[Value], inputs: Inputs, dot, sums: Sums) -> Sums:
     for i, ws in inputs:
         for r, address in enumerate(x):
             numbers = load_float(b, address, 4 * i)
@@ -331,7 +325,7 @@ def add_products(b: Any, x: Sequence[Value], inputs: Inputs, dot: Any, sums: Sum
     return sums
 
 
-def add_scaled(b: Any, x: Sequence[Value], w: Block, dot: Any, sums: Sums) -> Sums:
+def add_scaled(b, x: Sequence[Value], w: Block, dot, sums: Sums) -> Sums:
     zeros = [[repeated(INTS, 0)] * VECTORS for _ in x]
     numbers = [moved(b, address, 4 * X_HEADER) for address in x]
     dots = add_products(b, numbers, w.inputs, dot, zeros)
@@ -349,78 +343,65 @@ def add_scaled(b: Any, x: Sequence[Value], w: Block, dot: Any, sums: Sums) -> Su
 # --- the tile -----------------------------------------------------------------------------------------------
 
 
-def for_blocks(
-    b: Any, n: Value, values: list[Value], body: Callable[[Value, list[Value]], list[Value]]
-) -> list[Value]:
-    """for k in range(n): values = body(k, values). -> the last values; n is at least 1
+class Operand(NamedTuple):
+    """An array in a kernel."""
 
-    A phi is a variable of a loop: it has one value when the loop is entered, another when it comes round.
-    """
-    entry, loop, end = b.block, b.append_basic_block("loop"), b.append_basic_block("end")
-    b.branch(loop)
-    b.position_at_end(loop)
-    k = b.phi(LONG)
-    variables = [b.phi(value.type) for value in values]
-    after = body(k, list(variables))
-    following = b.add(k, ir.Constant(LONG, 1))
-    k.add_incoming(ir.Constant(LONG, 0), entry)
-    k.add_incoming(following, loop)
-    for variable, before, new in zip(variables, values, after, strict=True):
-        variable.add_incoming(before, entry)
-        variable.add_incoming(new, loop)
-    b.cbranch(b.icmp_signed("<", following, n), loop, end)
-    b.position_at_end(end)
-    return after
+    address: Value  # of its data
+    stride: Value  # bytes from row to row
+    length: Value  # rows
+
+    def row(self, b, r):
+        return b.add(self.address, b.mul(self.stride, r))
 
 
-class Operand:
-    """An array in a kernel: the address of its data, its length, and its strides in bytes."""
-
-    def __init__(self, context: Any, b: Any, kind: Any, value: Value) -> None:
-        array = context.make_array(kind)(context, b, value)
-        self.b = b
-        self.address = b.ptrtoint(array.data, LONG)
-        self.strides = unpack_tuple(b, array.strides)
-        self.shape = unpack_tuple(b, array.shape)
-
-    def row(self, r: int | Value) -> Value:
-        """The address of its r-th row."""
-        if isinstance(r, int):
-            r = ir.Constant(LONG, r)
-        return self.b.add(self.address, self.b.mul(self.strides[0], r))
+def operand(context, b, kind, value) -> Operand:
+    array = context.make_array(kind)(context, b, value)
+    return Operand(
+        b.ptrtoint(array.data, LONG),
+        cgutils.unpack_tuple(b, array.strides)[0],
+        cgutils.unpack_tuple(b, array.shape)[0],
+    )
 
 
 @intrinsic(prefer_literal=True)
-def add_tile(typing: Any, n_rows: Any, x: Any, w: Any, y: Any, adds: Any, ahead: Any) -> Any:
+def add_tile(typing, n_rows, x, w, y, adds, ahead):
     """y = x @ w for n_rows, a literal, and if `adds` plus y. The weights that lie `ahead` bytes after those
     that are read are asked of memory. x (n_rows, ...), w (n_blocks, ...), y (n_rows, WIDTH) float32.
     """
     signature = types.void(n_rows, x, w, y, types.boolean, types.int64)
     form = format_of(w, x)
 
-    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Value:
+    def generate(context, b, signature, arguments):
         arrays = zip(signature.args[1:4], arguments[1:4], strict=True)
-        x, w, y = (Operand(context, b, kind, value) for kind, value in arrays)
+        x, w, y = (operand(context, b, kind, value) for kind, value in arrays)
         adds, ahead = arguments[4:]
-        rows = range(n_rows.literal_value)
-        x_rows = [x.row(r) for r in rows]
-        places: list[Value] = []  # of the sums, (n_rows * VECTORS,)
-        for r in rows:
-            places += places_of(b, y.row(r), FLOATS, VECTORS)
+        rows = [ir.Constant(LONG, r) for r in range(n_rows.literal_value)]
+        x_rows = [x.row(b, r) for r in rows]
+        places = [places_of(b, y.row(b, r), FLOATS, VECTORS) for r in rows]
+        variables = []  # of the loop; LLVM keeps them in registers
+        for row in places:
+            before = [b.select(adds, b.load(place, align=4), repeated(FLOATS, 0)) for place in row]
+            variables.append([cgutils.alloca_once_value(b, value) for value in before])
 
-        def body(k: Value, values: list[Value]) -> list[Value]:
-            prefetch(b, b.add(w.row(k), ahead), form.n_bytes)
-            x_block = b.mul(k, ir.Constant(LONG, 4 * form.x_words))
+        with cgutils.for_range(b, w.length, intp=LONG) as loop:
+            w_block = w.row(b, loop.index)
+            prefetch(b, b.add(w_block, ahead), form.n_bytes)
+            x_block = b.mul(loop.index, ir.Constant(LONG, 4 * form.x_words))
             x_blocks = [b.add(row, x_block) for row in x_rows]
-            sums = [values[i : i + VECTORS] for i in range(0, len(values), VECTORS)]
-            sums = add_block(b, x_blocks, form.read(b, w.row(k)), form.dot, sums)
-            return [total for row in sums for total in row]
-
-        zero = repeated(FLOATS, 0)
-        before = [b.select(adds, b.load(place, align=4), zero) for place in places]
-        after = for_blocks(b, w.shape[0], before, body)
-        for place, value in zip(places, after, strict=True):
-            b.store(value, place, align=4)
+            sums = [[b.load(variable) for variable in row] for row in variables]
+            block = form.read(b, w_block)
+            if block.scales:
+                sums = add_scaled(b, x_blocks, block, form.dot, sums)
+            else:
+                sums = add_products(b, x_blocks, block.inputs, form.dot, sums)
+            store(b, sums, variables)
+        store(b, [[b.load(variable) for variable in row] for row in variables], places)
         return context.get_dummy_value()
 
     return signature, generate
+
+
+def store(b, sums: Sums, places: list[list[Value]]) -> None:
+    for values, pointers in zip(sums, places, strict=True):
+        for value, pointer in zip(values, pointers, strict=True):
+            b.store(value, pointer, align=4)

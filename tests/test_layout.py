@@ -181,7 +181,7 @@ CAPS = {
     "audit":      27_700,
     "benches":    12_550,
     "checkpoint": 12_100,
-    "devices":    20_500,
+    "devices":    20_100,
     "dialects":   10_900,
     "gateway":    12_000,
     "request":    17_600,

@@ -295,7 +295,8 @@ def test_greedy_text_of_blocks_is_that_of_the_decoded_weights(folder: Path) -> N
     same blocks decode to.
     """
     pytest.importorskip("numba", reason="pip install -e '.[fast]' brings Numba")
-    from devices.cpu import FastOps, pack
+    from devices.cpu import FastOps
+    from devices.panels import pack
 
     prompt = Tokenizer(TINY / "tokenizer.json").encode(
         "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"

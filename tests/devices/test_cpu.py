@@ -24,8 +24,11 @@ from checkpoint.blocks import Blocks, decoded, quantized
 from checkpoint.config import Config, read_config
 from checkpoint.weights import Weights, bfloat16, read_weights, unpacked
 from devices import cpu, microkernel
-from devices.cpu import KERNELS, NOTHING, SHARED, SMALL, SPAN, FastOps, Panels, pack, pack_blocks, pack_floats
+from devices import cpu_kernels as kernels
+from devices.cpu import NOTHING, SMALL, FastOps
+from devices.cpu_kernels import KERNELS, SHARED, SPAN
 from devices.microkernel import AHEAD, FAST_BFLOAT16, WIDTH
+from devices.panels import Panels, pack, pack_blocks, pack_floats
 from engine import Engine
 from helpers.engines import alone, endless, play, steps_of
 from helpers.serving import TINY
@@ -129,7 +132,7 @@ def test_sums_in_order_by_fused_steps(way: str, n_in: int) -> None:
     for k in order:
         sums = (sums.astype(np.float64) + np.float64(x[0, k]) * w[:, k].astype(np.float64)).astype(np.float32)
     y = np.full((1, WIDTH), np.nan, np.float32)
-    cpu.product(rows, pack_floats(w).words, y, NOTHING)
+    kernels.product(rows, pack_floats(w).words, y, NOTHING)
     assert np.array_equal(y[0], sums)
 
 
@@ -161,12 +164,12 @@ BLOCKS = np.array([(first, min(first + 16, N), 0) for first in range(0, N, 16)])
 MATRIX = pack_floats(bfloat16s(64, 160))
 # fmt: off
 CALLS: dict[str, tuple[Any, ...]] = {
-    "product":          (cpu.product, MATRIX.inputs(N) * 0, MATRIX.words, random(N, 64), random(N, 64)),
-    "store_rows":       (cpu.store_rows, random(N, 160), MATRIX.inputs(N)),
-    "rms_norm":         (cpu.rms_norm, random(N, 160), random(160), np.float32(1), MATRIX.inputs(N)),
-    "silu_product":     (cpu.silu_product, random(N, 320), MATRIX.inputs(N)),
-    "rotate_and_cache": (cpu.rotate_and_cache, HEADS, KV, 0, POSITIONS // PAGE, POSITIONS, TURNS, True),
-    "attention":        (cpu.attention, HEADS, KV, 0, random(3), np.array([[0, 1]]), POSITIONS, BLOCKS, N,
+    "product":          (kernels.product, MATRIX.inputs(N) * 0, MATRIX.words, random(N, 64), random(N, 64)),
+    "store_rows":       (kernels.store_rows, random(N, 160), MATRIX.inputs(N)),
+    "rms_norm":         (kernels.rms_norm, random(N, 160), random(160), np.float32(1), MATRIX.inputs(N)),
+    "silu_product":     (kernels.silu_product, random(N, 320), MATRIX.inputs(N)),
+    "rotate_and_cache": (kernels.rotate_and_cache, HEADS, KV, 0, POSITIONS // PAGE, POSITIONS, TURNS, True),
+    "attention":        (kernels.attention, HEADS, KV, 0, random(3), np.array([[0, 1]]), POSITIONS, BLOCKS, N,
                          random(N, 3, 32)),
 }
 # fmt: on
@@ -214,7 +217,7 @@ def test_integers_are_multiplied_and_added_in_one_instruction(name: str) -> None
     """LLVM takes two in place of its intrinsic, half as fast: llvm/llvm-project#84182."""
     packed, _ = in_format(name, WIDTH, 32)
     code = listing(
-        cpu.add_rows, packed.inputs(8), packed.words[0], np.zeros((8, WIDTH), np.float32), False, 0
+        kernels.add_rows, packed.inputs(8), packed.words[0], np.zeros((8, WIDTH), np.float32), False, 0
     )
     assert "vpdpwssd" in code
     assert "vpmaddwd" not in code
@@ -226,7 +229,7 @@ def test_weights_are_asked_of_memory_before_they_are_read(name: str) -> None:
     """Decoding waited for the first lines of each 4 KB, and then for places in the first cache."""
     packed, _ = in_format(name, WIDTH, 32)
     y = np.zeros((8, WIDTH), np.float32)
-    assert "prefetcht1" in listing(cpu.add_rows, packed.inputs(8), packed.words[0], y, False, AHEAD)
+    assert "prefetcht1" in listing(kernels.add_rows, packed.inputs(8), packed.words[0], y, False, AHEAD)
 
 
 @pytest.mark.parametrize("scale", [0, 1e-38, 1, 1e30])
@@ -234,13 +237,13 @@ def test_rounding_to_16_bits(scale: float) -> None:
     """Off by half of the last bit at most; numbers that are as good as 0 become 0."""
     x = (random(3, 64) * scale).astype(np.float32)
     stored = np.empty((3, 2, 2 * microkernel.X_WORDS), np.int16)
-    cpu.store_rows(x, stored)
+    kernels.store_rows(x, stored)
     words = stored.view(np.float32)
     scales = words[:, :, :1]
     numbers = stored[:, :, 2 * microkernel.X_HEADER :]
     blocks = x.reshape(3, 2, 32)
     largest = np.maximum(np.abs(blocks).max(2, keepdims=True), np.float32(2.0**-100))
-    assert (np.abs(numbers * scales.astype(np.float64) - blocks) <= 0.501 * largest / cpu.X_MAX).all()
+    assert (np.abs(numbers * scales.astype(np.float64) - blocks) <= 0.501 * largest / kernels.X_MAX).all()
     sums = numbers.sum(2, dtype=np.int32)
     assert np.array_equal(words[:, :, 1], scales[:, :, 0] * sums.astype(np.float32))
 
@@ -260,7 +263,7 @@ def test_rounding_to_bfloat16() -> None:
     bits = np.random.default_rng(0).integers(0, 2**32, 20_000, np.uint32)
     x = np.append(bits, bits & 0xFFFF8000).view(np.float32)[None]
     stored = np.empty(x.shape, np.uint16)
-    cpu.store_rows(x, stored)
+    kernels.store_rows(x, stored)
     is_number = ~np.isnan(x)
     assert np.array_equal(stored[is_number], bfloat16(x[is_number]))
     assert np.isnan(unpacked(stored)[~is_number]).all()
@@ -543,7 +546,7 @@ def test_exp() -> None:
 
 @njit
 def kernel_exp(x: Any) -> Any:
-    return cpu.exp(x)
+    return kernels.exp(x)
 
 
 def test_an_engine_shares_what_was_said_too() -> None:
@@ -566,11 +569,11 @@ def rows(n: int) -> Array:
 
 # fmt: off
 VECTORS: dict[Any, tuple[Any, ...]] = {
-    cpu.add_rows:     (rows(8), np.zeros((4, WIDTH, 2), "u2"), rows(WIDTH), False, 0),
-    cpu.exponentials: (np.zeros(PAGE, "f4"), np.float32(0)),
-    cpu.silu_product: (rows(64), rows(32)),
-    cpu.rms_norm:     (rows(64), np.zeros(64, "f4"), np.float32(1), rows(64)),
-    cpu.rotate:       (np.zeros(64, "f4"), np.zeros(64, "f4")),
+    kernels.add_rows:     (rows(8), np.zeros((4, WIDTH, 2), "u2"), rows(WIDTH), False, 0),
+    kernels.exponentials: (np.zeros(PAGE, "f4"), np.float32(0)),
+    kernels.silu_product: (rows(64), rows(32)),
+    kernels.rms_norm:     (rows(64), np.zeros(64, "f4"), np.float32(1), rows(64)),
+    kernels.rotate:       (np.zeros(64, "f4"), np.zeros(64, "f4")),
 }
 # fmt: on
 
@@ -610,10 +613,10 @@ def test_kernels_are_compiled_anew_when_any_of_their_modules_has_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Numba looks at the module of a kernel alone: an update of microkernel.py ran what it had been."""
-    folder = shutil.copytree(Path(cpu.__file__).parent, tmp_path / "devices")
-    before = cpu.kernel_folder()
-    monkeypatch.setattr(cpu, "__file__", str(folder / "cpu.py"))
-    assert cpu.kernel_folder() == before
+    folder = shutil.copytree(Path(kernels.__file__).parent, tmp_path / "devices")
+    before = kernels.kernel_folder()
+    monkeypatch.setattr(kernels, "__file__", str(folder / "cpu_kernels.py"))
+    assert kernels.kernel_folder() == before
     with (folder / "microkernel.py").open("a") as file:
         file.write("# changed\n")
-    assert cpu.kernel_folder() != before
+    assert kernels.kernel_folder() != before

@@ -14,8 +14,9 @@ pytest.importorskip("numba", reason="pip install -e '.[fast]' brings Numba")
 
 from checkpoint.config import FAMILIES, Config, read_config
 from checkpoint.weights import Mxfp4, Weights, decoded_mxfp4, read_weights
-from devices.cpu import FastOps, pack
+from devices.cpu import FastOps
 from devices.microkernel import WIDTH
+from devices.panels import pack
 from model import Array, Batch, NumpyOps, Span, forward
 from parity import CASES, every_mxfp4, write
 

@@ -1,0 +1,481 @@
+"""The kernels of a CPU besides the product of a tile: what goes into products, attention, and their threads.
+
+    x, Panels --product()--> x W^T      x --rms_norm(), silu_product(), store_rows()--> what a product takes
+    heads --rotate_and_cache()--> KV cache --attention()--> y
+
+Numba compiles them. They have no types here, because Numba takes those of the arguments; the shapes stand in
+the docstrings. Each kernel that has a prange is compiled twice: for one thread, and for all (SHARED).
+
+Authority: https://numba.readthedocs.io/en/stable/user/parallel.html for threads; for attention in pieces
+"Self-attention Does Not Need O(n^2) Memory" (https://arxiv.org/abs/2112.05682).
+
+Rules of this file:
+1. Every sum runs over the inputs in their order (microkernel.py). So a row has the same bits alone, in any
+   batch and in a prefill chunk. Threads share out panels, rows and blocks of attention, never a sum.
+2. Norms and attention are kernels as well, also row by row. So no result depends on its neighbours, and no
+   thread of BLAS, which spins while it waits for its next product, takes a core from ours.
+
+Not here: the ops (cpu.py), how weights become panels (panels.py), the loop of all products (microkernel.py).
+"""
+
+import hashlib
+import math
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import numba
+import numpy as np
+from numba import njit, prange, types
+from numba.extending import overload
+
+from checkpoint.default_model import cache_folder
+from devices import microkernel
+from devices.microkernel import AHEAD, BLOCK, ROWS, WIDTH, X_DTYPE, X_HEADER
+from model import PAGE
+
+ATTENTION_ROWS = 16  # rows of one sequence that attend together
+SPAN = 4 * PAGE  # keys that they attend to at once
+
+# With "tbb" the calling thread does what no other has begun, so it never waits for a thread that other work
+# keeps from running. With "omp" all wait for all, and a thread without a processor stops the others: a tenth
+# of the speed. "threadsafe" leaves out "workqueue", which takes 60 us to hand work over, and crashes when two
+# engines of a process use it.
+numba_config: Any = numba.config
+numba_config.THREADING_LAYER = "threadsafe"
+numba_config.THREADING_LAYER_PRIORITY = ["tbb", "omp", "workqueue"]
+
+# The flag "contract" lets LLVM fuse a multiplication and an addition, and nothing else: it keeps the order of
+# each sum. For sums within a row, and for maxima, the compiler may choose the order ("reassoc"): it does so
+# once, when it compiles, so that the order depends on nothing else in the batch.
+
+LIBERTIES = {"contract"}
+ROW_LIBERTIES = LIBERTIES | {"reassoc", "nnan", "nsz"}
+
+
+def kernel_folder() -> Path:
+    """Where Numba keeps what it has compiled of the modules of this folder, as they are now.
+
+    Beside each module, where it would, it finds kernels that were compiled before another module has changed.
+    """
+    sources = (path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    digest = hashlib.sha256(b"".join([*sources, bytes([PAGE])])).hexdigest()
+    return cache_folder() / "kernels" / digest[:16]
+
+
+def can_cache():
+    """Is there a folder where Numba can keep what it has compiled? Without one each start compiles."""
+    try:
+        if not numba_config.CACHE_DIR:  # $NUMBA_CACHE_DIR
+            folder = kernel_folder()
+            folder.mkdir(parents=True, exist_ok=True)  # else Numba would use another one
+            numba_config.CACHE_DIR = str(folder)
+        njit(cache=True)(can_cache)
+    except (RuntimeError, OSError):  # also without a home
+        return False
+    return True
+
+
+CACHE = can_cache()
+
+
+def kernel(function=None, liberties: set[str] = LIBERTIES, parallel: bool = False):
+    if function is None:
+        return lambda function: kernel(function, liberties, parallel)
+    # The error model: a check of each divisor would keep a loop from becoming vector code.
+    options = {"cache": CACHE, "fastmath": liberties, "error_model": "numpy", "parallel": parallel}
+    return njit(nogil=True, **options)(function)
+
+
+def shared(one):
+    """A kernel with prange, compiled once more, for all threads; the other is for one.
+
+    It needs a name of its own: the key of Numba's cache leaves out `parallel`, so for one function compiled
+    both ways it would return whichever was compiled first.
+    """
+    function = one.py_func
+    copy = FunctionType(function.__code__, function.__globals__, f"shared_{function.__name__}")
+    copy.__qualname__ = copy.__name__
+    copy.__doc__ = function.__doc__
+    return kernel(copy, one.targetoptions["fastmath"], parallel=True)
+
+
+add_tile: Any = microkernel.add_tile  # Numba gives it the types and the code; mypy sees the generator
+
+# --- products -----------------------------------------------------------------------------------------------
+
+
+@kernel
+def add_rows(x, w, y, adds, ahead):
+    """y = x @ w, and if `adds` plus y, for any number of rows, w as wide as a tile."""
+    r = 0
+    while len(y) - r >= ROWS:
+        add_tile(ROWS, x[r:], w, y[r:], adds, ahead)
+        r += ROWS
+    if len(y) - r >= 4:
+        add_tile(4, x[r:], w, y[r:], adds, ahead)
+        r += 4
+    n_left = len(y) - r
+    if n_left == 3:
+        add_tile(3, x[r:], w, y[r:], adds, ahead)
+    elif n_left == 2:
+        add_tile(2, x[r:], w, y[r:], adds, ahead)
+    elif n_left == 1:
+        add_tile(1, x[r:], w, y[r:], adds, ahead)
+
+
+@kernel
+def product(x, words, y, residual):
+    """y = x W^T and residual += y; a panel stays in the cache until all rows are multiplied by it.
+
+    x (n_rows, ...), words (n_panels, n_blocks, ...), y (n_rows, n_panels * WIDTH), residual (n_rows, n_out)
+    or (0, 0).
+    """
+    for p in prange(len(words)):
+        first = p * WIDTH
+        sums = y[:, first : first + WIDTH]
+        add_rows(x, words[p], sums, False, AHEAD)
+        for r in range(len(residual)):
+            for j in range(min(WIDTH, residual.shape[1] - first)):
+                residual[r, first + j] += sums[r, j]
+
+
+# --- what goes into a product -------------------------------------------------------------------------------
+
+X_MAX = np.float32(32767)  # 16 bits; the largest sum, of 32 products with 128, is below 2^31
+LEAST_SIZE = np.int32(27 << 23)  # the bits of 2^-100: the largest number of a block is at least this
+NO_SIGN = np.int32(0x7FFFFFFF)
+INFINITY = np.uint32(0x7F800000)  # the bits; those of NaN are above
+NAN = np.uint16(0x7FC0)
+SIXTEEN = np.uint32(16)
+
+
+def store_row(row, y):
+    """Write a row (n,) float32 in the form that a product takes: by the dtype of y, as one of these three."""
+
+
+def as_floats(row, y):
+    y[: len(row)] = row
+    y[len(row) :] = 0
+
+
+def as_bfloat16(row, y):
+    """Round to bfloat16, ties to even; NaN stays."""
+    all_bits = row.view(np.uint32)
+    for d in range(len(row)):
+        bits = all_bits[d]
+        up = np.uint32(0x7FFF) + ((bits >> SIXTEEN) & np.uint32(1))
+        is_number = (bits & np.uint32(NO_SIGN)) <= INFINITY
+        y[d] = np.uint16((bits + up) >> SIXTEEN) if is_number else NAN
+    y[len(row) :] = 0
+
+
+def as_blocks(row, y):
+    """Round to 16 bits with a scale for each BLOCK.
+
+    y (n_blocks, 2 * X_WORDS) int16: two float32, the scale and the scale times the sum of the numbers; then
+    the numbers. The largest is found in the bits: without the sign these are in the order of the numbers, and
+    those of NaN are above.
+    """
+    all_bits = row.view(np.int32)
+    for k in range(len(y)):
+        largest_bits = LEAST_SIZE
+        for i in range(k * BLOCK, (k + 1) * BLOCK):
+            largest_bits = max(largest_bits, all_bits[i] & NO_SIGN)
+        size = np.int32(largest_bits).view(np.float32)
+        factor = X_MAX / size
+        total = np.int32(0)
+        for i in range(BLOCK):
+            number = np.int32(np.rint(row[k * BLOCK + i] * factor))
+            total += number
+            y[k, 2 * X_HEADER + i] = number
+        scale = np.float32(size / X_MAX)
+        for i, header in enumerate((scale, scale * np.float32(total))):
+            bits = np.float32(header).view(np.int32)
+            y[k, 2 * i] = bits
+            y[k, 2 * i + 1] = bits >> 16
+
+
+FORMS = {types.float32: as_floats, types.uint16: as_bfloat16, types.int16: as_blocks}
+
+
+@overload(store_row, jit_options={"error_model": "numpy"})
+def _store_row(row, y):
+    return FORMS[y.dtype]
+
+
+@kernel
+def store_rows(x, y):
+    for r in prange(len(x)):
+        store_row(x[r], y[r])
+
+
+@kernel(liberties=ROW_LIBERTIES)
+def rms_norm(x, w, eps, y):
+    """y = x / sqrt(mean(x^2) + eps) * w for each row; w (n,), y in any form of store_row()."""
+    for r in prange(len(x)):
+        total = np.float32(0)
+        for d in range(len(w)):
+            total += x[r, d] * x[r, d]
+        scale = np.float32(1) / np.sqrt(total / np.float32(len(w)) + eps)
+        normed = np.empty(len(w), np.float32)
+        for d in range(len(w)):
+            normed[d] = x[r, d] * scale * w[d]
+        store_row(normed, y[r])
+
+
+@kernel(liberties=ROW_LIBERTIES)
+def silu_product(gate_up, y):
+    """y = silu(gate) * up for each row; gate_up (n_rows, 2 n), y in any form of store_row()."""
+    n = gate_up.shape[1] // 2
+    for r in prange(len(gate_up)):
+        gates = gate_up[r, :n]
+        ups = gate_up[r, n:]
+        h = np.empty(n, np.float32)
+        for j in range(n):
+            h[j] = gates[j] / (ONE + exp(min(-gates[j], -UNDERFLOW))) * ups[j]
+        store_row(h, y[r])
+
+
+@njit(inline="always")
+def exp(x):
+    """e^x for x <= 88: 2^n times the Taylor series of e^r, |r| <= ln(2) / 2; 0 below -87."""
+    x = max(x, UNDERFLOW)
+    n = np.floor(x * LOG2_E + HALF)
+    r = x - n * LN_2
+    series = TAYLOR[0]
+    for c in TAYLOR[1:]:
+        series = series * r + c
+    return series * np.int32(np.int32(n + BIAS) << np.int32(23)).view(np.float32)
+
+
+ONE = np.float32(1)
+HALF = np.float32(0.5)
+BIAS = np.float32(127)  # of a float32's exponent
+UNDERFLOW = np.float32(-88)  # where e^x becomes 0; e^88 is still finite
+LN_2 = np.float32(math.log(2))
+LOG2_E = np.float32(1 / math.log(2))
+TAYLOR = tuple(np.float32(1 / math.factorial(k)) for k in range(7, -1, -1))
+
+# --- attention ----------------------------------------------------------------------------------------------
+# Row by row: which keys a row sees, and in which order, follows from its position alone. The rows of a block
+# are computed together only to share what is read from memory. They take SPAN keys at a time: the sum of
+# e^score and the sum of values so far are scaled down whenever a larger score turns up (online softmax), so
+# the scratch memory of a block does not grow with the context.
+#
+# The KV cache holds bfloat16 in pairs, as the product takes them. Of a head and a page the keys lie across,
+# (width / 2, PAGE, 2): two numbers of each key side by side, so that the scores of a page are a product with
+# PAGE outputs; the values are (PAGE / 2, width, 2), two tokens side by side: a product with `width` outputs,
+# head_dim rounded up to whole tiles.
+
+
+@kernel
+def rotate(head, turn):
+    """Turn the pairs of a head, adjacent, by their angles; turn (head_dim,) has cos and sin of each."""
+    for i in range(len(head) // 2):
+        real, imaginary = head[2 * i], head[2 * i + 1]
+        cos, sin = turn[2 * i], turn[2 * i + 1]
+        head[2 * i] = real * cos - imaginary * sin
+        head[2 * i + 1] = real * sin + imaginary * cos
+
+
+@kernel
+def key_panels(page):
+    return page.reshape(PAGE // WIDTH, -1, WIDTH, 2)
+
+
+@kernel
+def value_panels(page):
+    return page.reshape(-1, PAGE // 2, WIDTH, 2)
+
+
+@kernel
+def write_cache(key, value, offset, keys, values):
+    """Put the key and the value of one head in their place of a page."""
+    numbers = np.empty(values.shape[0] * WIDTH, np.uint16)
+    store_row(key, numbers)
+    keys[offset // WIDTH, :, offset % WIDTH] = numbers.reshape(-1, 2)
+    store_row(value, numbers)
+    values[:, offset // 2, :, offset % 2] = numbers.reshape(-1, WIDTH)
+
+
+@kernel
+def rotate_and_cache(heads, kv, i, pages, positions, turns, is_rotary: bool):
+    """Rotate queries and keys in place, and write keys and values to the KV cache.
+
+    heads (n_rows, n_heads + 2 * n_kv_heads, head_dim), turns (max_seq_len, head_dim), kv as of attention()
+    """
+    n_kv_heads = kv.shape[3]
+    n_rotated = heads.shape[1] - n_kv_heads
+    for r in prange(len(heads)):
+        turn = turns[positions[r]]
+        if is_rotary:
+            for h in range(n_rotated):
+                rotate(heads[r, h], turn)
+        for h in range(n_kv_heads):
+            keys = key_panels(kv[pages[r], i, 0, h])
+            values = value_panels(kv[pages[r], i, 1, h])
+            key = heads[r, n_rotated - n_kv_heads + h]
+            write_cache(key, heads[r, n_rotated + h], positions[r] % PAGE, keys, values)
+
+
+@kernel
+def add_product(x, panels, y, adds, ahead):
+    """add_rows() for each panel. panels (n_panels, n_pairs, WIDTH, 2), y (n_rows, n_panels * WIDTH)"""
+    for p in range(len(panels)):
+        add_rows(x, panels[p], y[:, p * WIDTH : (p + 1) * WIDTH], adds, ahead)
+
+
+@kernel
+def largest(s):
+    """The largest of s float32. A compiler takes integers side by side, floats one by one.
+
+    With the other bits of negative numbers inverted, bits are in the order of the numbers.
+    """
+    most = LEAST_BITS
+    bits = s.view(np.int32)
+    for j in range(len(bits)):
+        most = max(most, bits[j] ^ ((bits[j] >> 31) & NO_SIGN))
+    return np.int32(most ^ ((most >> 31) & NO_SIGN)).view(np.float32)
+
+
+LEAST = np.float32(-1e38)
+LEAST_BITS = np.int32(-(2**31))
+
+
+@kernel(liberties=ROW_LIBERTIES)
+def exponentials(s, maximum):
+    """s = e^(s - maximum) in place; return their sum."""
+    total = np.float32(0)
+    for j in range(len(s)):
+        s[j] = exp(s[j] - maximum)
+        total += s[j]
+    return total
+
+
+@kernel
+def add_values(probs, values, first_sees, n, sums, ahead):
+    """sums += probs @ values for a page, of which a row reads only what it sees: the rest may be NaN.
+
+    The first n queries see `first_sees` tokens, the next n one more, and so on.
+    """
+    n_pairs = min(PAGE, max(0, first_sees)) // 2  # that all see
+    if n_pairs > 0:
+        add_product(probs[:, : 2 * n_pairs], values[:, :n_pairs], sums, True, ahead)
+    last_sees = min(PAGE, first_sees + len(sums) // n - 1)
+    others = values[:, n_pairs : (last_sees + 1) // 2].copy()
+    for r in range(len(sums) - n, -1, -n):  # backwards: what a row does not see becomes 0, and stays so
+        sees = min(PAGE, first_sees + r // n)
+        if sees <= 2 * n_pairs:
+            break
+        if sees < 2 * (n_pairs + others.shape[1]):
+            others[:, sees // 2 - n_pairs, :, sees % 2] = 0
+        add_product(probs[r : r + n, 2 * n_pairs :], others, sums[r : r + n], True, 0)
+
+
+@kernel
+def attend_block(
+    heads,
+    kv,
+    i,
+    h,
+    sinks,
+    page_table,
+    positions,
+    window,
+    y,
+):
+    """Attend from the rows of one block, with the query heads that share key head h; see attention()."""
+    n_kv_heads, head_dim = kv.shape[3], heads.shape[2]
+    n = y.shape[1] // n_kv_heads  # query heads that share a key head
+    n_queries = len(positions) * n
+    factor = ONE / np.sqrt(np.float32(head_dim))
+    queries = np.empty((n_queries, head_dim), X_DTYPE)
+    maxima = np.empty(n_queries, np.float32)
+    totals = np.empty(n_queries, np.float32)
+    for r in range(n_queries):
+        store_row(heads[r // n, h * n + r % n] * factor, queries[r])
+        sink = sinks[h * n + r % n]
+        maxima[r] = max(sink, LEAST)
+        totals[r] = exp(sink - maxima[r])
+    scores = np.empty((n_queries, SPAN), np.float32)
+    probs = np.empty((n_queries, SPAN), X_DTYPE)
+    sums = np.zeros((n_queries, kv.shape[4] // PAGE), np.float32)
+    first_page = max(0, positions[0] - window + 1) // PAGE
+    end_page = positions[-1] // PAGE + 1
+    for begin in range(first_page * PAGE // SPAN * SPAN, end_page * PAGE, SPAN):
+        pages = range(max(first_page, begin // PAGE), min(end_page, (begin + SPAN) // PAGE))
+        for p in pages:
+            keys = key_panels(kv[page_table[p], i, 0, h])[:, : head_dim // 2]
+            column = p * PAGE - begin
+            ahead = (page_table[min(p + 1, end_page - 1)] - page_table[p]) * kv.strides[0]  # to the next page
+            add_product(queries, keys, scores[:, column : column + PAGE], False, ahead)
+
+        for r in range(n_queries):
+            position = positions[r // n]
+            low = max(0, position - window + 1) - begin  # the row sees the keys from low
+            end = position + 1 - begin  # to end
+            first = min(SPAN, max(0, low) // PAGE * PAGE)  # the same pages, wherever the block begins
+            last = min(SPAN, -(-end // PAGE) * PAGE)
+            probs[r, :first] = 0
+            if first >= last:
+                continue
+            scores[r, first : max(first, low)] = -np.inf
+            scores[r, end:last] = -np.inf
+            seen = scores[r, first:last]
+            maximum = max(maxima[r], largest(seen))
+            decay = exp(maxima[r] - maximum)
+            maxima[r] = maximum
+            totals[r] = totals[r] * decay + exponentials(seen, maximum)
+            for d in range(head_dim):
+                sums[r, d] *= decay
+            store_row(seen, probs[r, first:last])
+
+        for p in pages:
+            values = value_panels(kv[page_table[p], i, 1, h])
+            column = p * PAGE - begin
+            ahead = (page_table[min(p + 1, end_page - 1)] - page_table[p]) * kv.strides[0]
+            first_sees = positions[0] + 1 - p * PAGE
+            add_values(probs[:, column : column + PAGE], values, first_sees, n, sums, ahead)
+    for r in range(n_queries):
+        for d in range(head_dim):
+            y[r // n, h * n + r % n, d] = sums[r, d] / totals[r]
+
+
+@kernel
+def attention(
+    heads,
+    kv,
+    i,
+    sinks,
+    page_tables,
+    positions,
+    blocks,
+    window,
+    y,
+):
+    """y = softmax(q k^T / sqrt(head_dim)) v; a row sees itself and the window - 1 tokens before it.
+
+    heads are those of rotate_and_cache(), of which q comes first; y (n_rows, n_heads, head_dim). sinks
+    (n_heads,) are -inf in a model without. kv is FastOps' page pool, blocks (n_blocks, 3) has the first row
+    of each, the end of its rows, and the number of their page table.
+    """
+    n_kv_heads = kv.shape[3]
+    for task in prange(len(blocks) * n_kv_heads):
+        first, stop, number = blocks[task // n_kv_heads]
+        rows = positions[first:stop]
+        attend_block(
+            heads[first:stop],
+            kv,
+            i,
+            task % n_kv_heads,
+            sinks,
+            page_tables[number],
+            rows,
+            window,
+            y[first:stop],
+        )
+
+
+KERNELS = (product, store_rows, rms_norm, silu_product, rotate_and_cache, attention)
+SHARED = {one: shared(one) for one in KERNELS}  # the same for all threads

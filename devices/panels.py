@@ -1,0 +1,234 @@
+"""Weights as the kernels of a CPU read them: panels of WIDTH outputs side by side, in the format of the file.
+
+    matrix, or blocks of a file --pack()--> Panels, which microkernel.py reads from front to back
+
+Most checkpoints hold bfloat16, the upper half of a float32; blocks of 8 or 4 bits with a scale are half and a
+quarter of that. Decoding takes as long as these bytes take to come from memory.
+
+Authority: the names and the blocks of the formats are GGUF's (checkpoint/blocks.py).
+
+Rules of this file:
+1. Packing floats loses no bit: a matrix is kept in the narrowest format that holds all its values.
+2. What rounding changes is measured, and said at the start (Panels.lost).
+
+Not here: reading files (checkpoint/weights.py), the loop of all products (microkernel.py).
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from checkpoint.blocks import Blocks, decoded, quantized, with_minima
+from checkpoint.weights import Mxfp4, bfloat16, unpacked
+from devices.microkernel import BLOCK, CACHE_LINE, WIDTH, X_DTYPE, X_WORDS
+from model import Array, Ints
+
+ARENA = 2**26  # bytes of packed matrices that lie in one piece of memory
+DTYPES: dict[str, DTypeLike] = {"BF16": np.uint16, "F16": np.int16, "F32": np.float32}  # of floats, by format
+
+
+@dataclass(frozen=True)
+class Panels:
+    """A matrix (n_out, n_in) of one format, padded with zeros to whole panels.
+
+    In a panel lie WIDTH outputs side by side, block of inputs after block, so that a kernel reads memory from
+    front to back: words (n_panels, n_blocks) of records for blocks, (n_panels, n_blocks, WIDTH, inputs of a
+    block) for floats. The matrices of experts have an axis more, which comes first.
+    """
+
+    n_out: int
+    n_in: int
+    format: str  # GGUF's name, a key of microkernel.FORMATS
+    words: NDArray[Any]
+    lost: float = 0.0  # sum of the squares of what rounding has changed, if packing has rounded
+    total: float = 0.0  # of all numbers, if it has
+
+    @property
+    def nbytes(self) -> int:
+        return self.words.nbytes
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.format not in DTYPES
+
+    def expert(self, e: int) -> "Panels":
+        return replace(self, words=self.words[e])
+
+    def inputs(self, n_rows: int, of_bfloat16: Any = None) -> NDArray[Any]:
+        """Memory for rows of x in the form that the product takes: store_row() fills it.
+
+        Bfloat16 can be multiplied by rows in float32 too, which `of_bfloat16` asks for.
+        """
+        n_blocks = self.words.shape[1]
+        if self.is_quantized:
+            return np.empty((n_rows, n_blocks, 2 * X_WORDS), np.int16)
+        n_in = n_blocks * self.words.shape[3]
+        dtype: Any = np.float32
+        if self.format == "BF16":
+            dtype = of_bfloat16 or X_DTYPE
+        return np.empty((n_rows, n_in), dtype)
+
+    def take(self, rows: Ints) -> Array:
+        """Some rows of the matrix, (len(rows), n_in) float32."""
+        panel, lane = rows // WIDTH, rows % WIDTH
+        if self.is_quantized:
+            n_bytes = self.words.itemsize // WIDTH
+            data = np.empty((len(rows), self.words.shape[1], n_bytes), np.uint8)
+            for begin, end, units in sections(self.words):
+                data[:, :, begin:end] = units[panel, :, :, lane].view(np.uint8)
+            return decoded(Blocks(self.format, data))
+        values = self.words[panel, :, lane].reshape(len(rows), -1)[:, : self.n_in]
+        if self.format == "F16":
+            values = values.view(np.float16)
+        x: Array = unpacked(values).astype(np.float32)
+        return x
+
+
+def sections(words: NDArray[Any]) -> Iterator[tuple[int, int, NDArray[Any]]]:
+    """The bytes begin:end of all blocks, as (n_panels, n_blocks, units of these bytes, WIDTH).
+
+    A unit is two bytes; but the scale of MXFP4, which comes first, is a single byte.
+    """
+    n_bytes = words.itemsize // WIDTH
+    n_single = int(words.dtype.names == ("MXFP4",))
+    in_bytes = words.view(np.uint8).reshape(*words.shape, -1)
+    for begin, end, dtype in [(0, n_single, "u1"), (n_single, n_bytes, "u2")]:
+        if begin < end:
+            units = in_bytes[:, :, begin * WIDTH : end * WIDTH].view(dtype)
+            yield begin, end, units.reshape(*words.shape, -1, WIDTH)
+
+
+class Arena:
+    """Matrices side by side in large pieces of memory, which the system maps by huge pages.
+
+    If each matrix of a few MB has memory of its own, a fifth of the time goes into translating addresses.
+    """
+
+    def __init__(self) -> None:
+        self._unused = np.empty(0, np.uint8)
+
+    def zeros(self, dtype: Any, *shape: int) -> NDArray[Any]:
+        n_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+        n_taken = -(-n_bytes // CACHE_LINE) * CACHE_LINE
+        if n_taken > len(self._unused):
+            self._unused = np.zeros(max(n_taken, ARENA) + CACHE_LINE, np.uint8)
+            self._unused = self._unused[-self._unused.ctypes.data % CACHE_LINE :]
+        array: NDArray[Any] = self._unused[:n_bytes].view(dtype).reshape(shape)
+        self._unused = self._unused[n_taken:]
+        return array
+
+
+arena = Arena()
+
+
+def exact_format(w: NDArray[Any]) -> str:
+    """The first format that holds every value: BF16, which uint16 is already, F16 or F32."""
+    if w.dtype == np.uint16:
+        return "BF16"
+    if not w.view(np.uint16)[..., ::2].any():  # the lower halves: little-endian
+        return "BF16"
+    with np.errstate(over="ignore"):
+        if np.array_equal(w.astype(np.float16), w):
+            return "F16"
+    return "F32"
+
+
+def fill(panels: NDArray[Any], rows: NDArray[Any]) -> None:
+    """Put rows side by side, WIDTH of them in a panel. panels (n_panels, ..., WIDTH), rows (n_out, ...)"""
+    for panel, first in zip(panels, range(0, len(rows), WIDTH), strict=True):
+        some = rows[first : first + WIDTH]
+        panel[..., : len(some)] = np.moveaxis(some, 0, -1)
+
+
+def pack_floats(w: NDArray[Any]) -> Panels:
+    """Pack a matrix of float32, or of bfloat16 as uint16, in its exact format."""
+    n_out, n_in = w.shape
+    name = exact_format(w)
+    numbers = w
+    if name == "BF16" and w.dtype != np.uint16:
+        numbers = w.view(np.uint16)[:, 1::2]
+    elif name == "F16":
+        numbers = w.astype(np.float16).view(np.int16)
+    n_inputs = 2 if name == "BF16" else 1  # of a block
+    words = arena.zeros(DTYPES[name], math.ceil(n_out / WIDTH), math.ceil(n_in / n_inputs), WIDTH, n_inputs)
+    for i in range(n_inputs):
+        inputs = numbers[:, i::n_inputs]
+        fill(words[:, : inputs.shape[1], :, i], inputs)
+    return Panels(n_out, n_in, name, words)
+
+
+def pack_blocks(w: Blocks) -> Panels:
+    """Pack blocks as they are, unit by unit."""
+    n_out, n_blocks, block_bytes = w.data.shape
+    record = np.dtype([(w.format, np.uint8, (WIDTH * block_bytes,))])
+    words = arena.zeros(record, math.ceil(n_out / WIDTH), n_blocks)
+    for begin, end, units in sections(words):
+        fill(units, w.data[:, :, begin:end].view(units.dtype))
+    return Panels(n_out, w.n_in, w.format, words)
+
+
+def pack(w: NDArray[Any] | list[Blocks] | Mxfp4, name: str | None = None) -> Panels:
+    """Pack a matrix, the blocks that stack to one, or the matrices of experts, in the format of this name.
+
+    Without a name floats and MXFP4 stay as exact as they are, and blocks as with_minima() leaves them; those
+    of different formats that stack to one matrix become Q8_0.
+    """
+    if isinstance(w, Mxfp4) or (isinstance(w, np.ndarray) and w.ndim == 3):
+        return pack_experts(w)
+    if isinstance(w, list):
+        parts = [with_minima(part) for part in w]
+        [format_, *others] = {part.format for part in parts}
+        if not others and name in (None, format_):
+            panels = pack_blocks(Blocks(format_, np.concatenate([part.data for part in parts])))
+            some = [part._replace(data=part.data[::WIDTH]) for part in w]  # rows, for all would take long
+            near = unpacked([with_minima(part) for part in some])
+            return measured(panels, unpacked(some), near)
+    elif name is None or name == exact_format(w):
+        return pack_floats(w)
+    return rounded(unpacked(w), name or "Q8_0")
+
+
+def pack_experts(w: NDArray[Any] | Mxfp4) -> Panels:
+    """Pack matrices (n_experts, n_out, n_in) one after another."""
+    rows = mxfp4_bytes(w) if isinstance(w, Mxfp4) else w
+    n_experts, n_out, *rest = rows.shape
+    padding = [(0, 0), (0, -n_out % WIDTH)] + [(0, 0)] * len(rest)  # so that each begins a panel
+    rows = np.pad(rows, padding).reshape(-1, *rest)
+    panels = pack_blocks(Blocks("MXFP4", rows)) if isinstance(w, Mxfp4) else pack_floats(rows)
+    words = panels.words.reshape(n_experts, -1, *panels.words.shape[1:])
+    return replace(panels, n_out=n_out, words=words)
+
+
+def mxfp4_bytes(w: Mxfp4) -> NDArray[np.uint8]:
+    """Blocks as GGUF has them: the scale, then in the lower halves of 16 bytes the first 16 numbers."""
+    data = np.empty((*w.scales.shape, 17), np.uint8)
+    data[..., 0] = w.scales
+    for e, blocks in enumerate(w.blocks):  # (n_out, n_in/32, 16), two numbers that follow one another a byte
+        numbers = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*blocks.shape[:-1], 2 * 16)
+        data[e, :, :, 1:] = numbers[..., :16] | numbers[..., 16:] << 4
+    return data
+
+
+def rounded(w: Array, name: str) -> Panels:
+    """Pack what the format cannot hold."""
+    if name == "BF16" or w.shape[1] % BLOCK:
+        bits = bfloat16(w)
+        near: Array = unpacked(bits)
+        panels = pack_floats(bits)
+    else:
+        blocks = quantized(w, name)
+        near = decoded(blocks)
+        panels = pack_blocks(blocks)
+    return measured(panels, w, near)
+
+
+def measured(panels: Panels, exact: Array, near: Array) -> Panels:
+    """Note by how much rounding has changed the matrix, as some or all of its rows show it."""
+    times = panels.n_out / len(exact)
+    lost = times * float(np.square(exact - near).sum(dtype=np.float64))
+    total = times * float(np.square(exact).sum(dtype=np.float64))
+    return replace(panels, lost=lost, total=total)
