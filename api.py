@@ -20,13 +20,11 @@ Rules of this file:
 2. What can be refused is refused before a response is accepted, in the background too.
 3. A response that is kept is stored before its last event is shown: EricLBuehler/mistral.rs#1946
 4. While it runs, a foreground response belongs to its HTTP request: no other request can retrieve it.
-5. What is accepted and has no effect is named in the answer's Warning header and in the log.
+5. What is accepted and has no effect is named in the answer's Warning header, and of responses in the log.
 """
 
 import asyncio
-import hashlib
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -34,7 +32,6 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from itsdangerous import BadData, URLSafeSerializer
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.websockets import WebSocket
@@ -42,11 +39,13 @@ from starlette.websockets import WebSocket
 import completions
 import responses
 import sse
-from background import Entry, EventLog, Job, Registry, Run, Said
-from channels import Accepted, Delta, Emit, Finish, Output, Usage
+from background import Job, Registry, Run, Said
+from channels import Accepted, Emit, Finish, Output, Usage
+from choices import run_choice
+from event_log import Entry, EventLog
 from gateway.refused import Refused
 from gateway.remote import RemoteWorker
-from request import items, params, query, tool_calls
+from request import items, params, query
 from request.body import N_PLACES, parse_json, place, receive
 from request.ids import item_ids, new_completion_id, new_id
 from request.refusals import BadInput, unsupported
@@ -60,8 +59,6 @@ from worker import ALIAS, LocalWorker, Prompt, Worker
 
 log = logging.getLogger("api")
 T = TypeVar("T")
-
-MAX_WARNINGS = 1000  # names that are logged: clients make them up
 
 # fmt: off
 #  status        why such a response cannot be cancelled; to cancel one a second time is no error
@@ -78,8 +75,7 @@ class Endpoint(NamedTuple):
     method: str
     path: str
     handler: Callable[[Any], Awaitable[Response | None]]
-    # What a slow client may send, or read, for minutes; "stream": an answer where none is asked for;
-    # "endless stream": one that ends with the server.
+    # What a slow client may send or read for minutes; an "endless stream" ends with the server.
     slow_part: Literal["body", "stream", "endless stream", "answer", "socket", ""] = ""
 
 
@@ -135,7 +131,6 @@ class Api:
         self._websocket_max_age_s = websocket_max_age_s
         self._started_at = int(time.time())
         self._places = Turns(N_PLACES)  # of large bodies
-        self._warned: set[tuple[str, str]] = set()  # owners, and names of what was not run for them
         model = local.names[0] if local else "upstream"
         self.metrics = Metrics(model, self._counts, registry.live, lambda: registry.ended)
 
@@ -200,8 +195,8 @@ class Api:
     ) -> Begun:
         """Refuse a body, or make all that is needed to start its response; raises BadInput.
 
-        `recall` finds what a WebSocket remembers beside the store, and will remember this response. A large
-        body leaves its place before the prompt waits, perhaps for the check of a grammar.
+        `recall` finds what a WebSocket remembers, this response too when it has ended. A large body leaves its
+        place before the prompt waits, perhaps for the check of a grammar.
         """
         async with parsing as body:
             if purpose == "count" and isinstance(body, dict):
@@ -221,7 +216,7 @@ class Api:
                 row = await self._registry.get(id, owner)
                 return await self._registry.to_continue(row) if row else None
 
-            open_sealed = partial(unseal, self._secret, owner)
+            open_sealed = partial(items.unseal, self._secret, owner)
             chain, own = await items.resolve(
                 values["input"], values["previous_response_id"], find, open_sealed
             )
@@ -238,7 +233,8 @@ class Api:
 
             checked = await asyncio.to_thread(check)  # thousands of items must not stop the streams
         request, conversation, _ = checked
-        self._log_not_run(request)
+        if request.not_run:  # on a WebSocket there is no header for it
+            log.info("accepted, and without any effect here: %s", ", ".join(request.not_run))
         return Begun(*checked, await self._prepare(request, conversation))
 
     async def _prepare(self, request: params.Request, conversation: list[items.Item]) -> Prompt:
@@ -253,20 +249,18 @@ class Api:
         model = self._spoken_name(request.model)
         head = {"id": row.id, "object": "response", "created_at": int(row.born_at), "model": model}
         builder = self._builder(row, head | request.echo, request.seal_reasoning)
-        run = partial(self._run, prompt)
-        if request.background:
-            run = partial(self._run_row, row)
+        run = partial(self._run_row, row) if request.background else partial(self._run, prompt)
         return await self._registry.start(row, builder, run)
 
     def _builder(self, row: Row, head: Mapping[str, Any], seals_reasoning: bool) -> responses.Builder:
-        seal = sealer(self._secret, row.owner, "reasoning").dumps if seals_reasoning else None
+        seal = items.sealer(self._secret, row.owner, "reasoning").dumps if seals_reasoning else None
         return responses.Builder(head, item_ids(row.id), seal, self._reasoning_events)
 
     async def _run(self, prompt: Prompt, emit: Callable[[Said], None]) -> None:
         """Emit what the model says of a prompt, or what is made of that."""
         take: Emit = emit
         if prompt.request.compacts:
-            take = items.compacted(emit, sealer(self._secret, prompt.request.owner, "compaction").dumps)
+            take = items.compacted(emit, items.sealer(self._secret, prompt.request.owner, "compaction").dumps)
         elif not prompt.request.generate:
             take = items.unsaid(emit)
         await run_choice(prompt, 0, self.metrics, take)
@@ -284,14 +278,11 @@ class Api:
 
     async def recover(self) -> None:
         """Run again, or end, the background responses that the last process left unfinished in the store."""
+        await self._registry.recover(self._revive)
 
-        def revive(row: Row) -> tuple[responses.Builder, Run]:
-            seals_reasoning = params.SEALED_REASONING in (row.request.get("include") or ())
-            return self._builder(row, row.response, seals_reasoning), partial(self._run_row, row)
-
-        await self._registry.recover(revive)
-
-    # --- Responses: tokens counted, conversations compacted -------------------------------------------------
+    def _revive(self, row: Row) -> tuple[responses.Builder, Run]:
+        seals_reasoning = params.SEALED_REASONING in (row.request.get("include") or ())
+        return self._builder(row, row.response, seals_reasoning), partial(self._run_row, row)
 
     async def count_input_tokens(self, http: HttpRequest) -> Response:
         begun = await read_request(http, self._places, partial(self._begin, purpose="count"))
@@ -359,7 +350,7 @@ class Api:
         return JsonAnswer(sse.dumps(query.page(items_of_row, http.query_params)))
 
     async def _row(self, http: HttpRequest, with_events: bool = False) -> Row:
-        """What is asked for; raises BadInput, also if there is no room to load it."""
+        """Return the response that is asked for; raises BadInput, also if there is no room to load it."""
         id_, owner = http.path_params["id"], http.scope["owner"]
         http.scope["hold"](await self._registry.size(id_, owner, with_events))
         row = await self._registry.get(id_, owner)
@@ -374,7 +365,6 @@ class Api:
             async with parsing as body:
                 worker = self._worker(params.model_name(body))
                 if isinstance(worker, RemoteWorker):
-                    # A long body must not stop the streams.
                     relayed = await asyncio.to_thread(worker.pass_through, body)
                     http.scope["enter"](relayed.n_choices - 1)
                     return relayed
@@ -382,7 +372,6 @@ class Api:
                     body["messages"] = items.with_image_texts(body.get("messages"))
                 request = await asyncio.to_thread(params.from_chat, body, worker.defaults, owner)
                 http.scope["enter"](request.n - 1)
-            self._log_not_run(request)
             return await worker.prepare(request)
 
         prompt = await read_request(http, self._places, read)
@@ -426,15 +415,8 @@ class Api:
             event_log.extend(chunks.end())
 
     def _failure(self, message: str) -> Response:
-        """The answer to a request that has failed; while the server stops it may be tried elsewhere."""
+        """Return the answer to a request that has failed: while the server stops, try it elsewhere."""
         return error_response(503 if self._registry.stopping.is_set() else 500, message, code="server_error")
-
-    def _log_not_run(self, request: params.Request) -> None:
-        """Log what the request asks for and is not run here, once for each key and name."""
-        names = [name for name in request.not_run if (request.owner, name) not in self._warned]
-        if names and len(self._warned) < MAX_WARNINGS:
-            self._warned.update((request.owner, name) for name in names)
-            log.warning("accepted, and without any effect here: %s", ", ".join(names))
 
     # --- models, health -------------------------------------------------------------------------------------
 
@@ -457,16 +439,15 @@ class Api:
         return json_response(200, {"status": "ok"} | counts)
 
     async def read_steps(self, http: HttpRequest) -> Response:
-        """What the engine does, step by step, from the oldest that is kept."""
         assert self._steps
         return StepStream(self._steps.read(http.scope["owner"]))
 
     async def alive(self, _: HttpRequest) -> Response:
-        """Whether the process answers at all; else something should start it again."""
+        """Tell that the process answers at all; else something should start it again."""
         return json_response(200, {"status": "ok"})
 
     def _counts(self) -> dict[str, int]:
-        """What all workers hold together."""
+        """Return what all workers hold together."""
         counts: Counter[str] = Counter()
         for worker in self._workers:
             counts.update(worker.counts())
@@ -478,15 +459,14 @@ class Api:
         common = {"object": "model", "created": self._started_at}
         if self._local:
             local = common | {"owned_by": "local", "max_model_len": self._local.engine.max_seq_len}
-            for name in self._local.names:
-                models[name] = {"id": name} | local
+            models = {name: {"id": name} | local for name in self._local.names}
         if self._remote:
             for name, model in self._remote.upstreams.models().items():
                 models.setdefault(name, {"id": name} | common | {"owned_by": "upstream"} | model)
         return models
 
     def _worker(self, model: str) -> Worker:
-        """The worker that serves a model; raises BadInput."""
+        """Return the worker that serves a model; raises BadInput."""
         if self._local and model in (*self._local.names, ALIAS):
             return self._local
         if self._remote and self._remote.serves(model, ALIAS):
@@ -495,109 +475,25 @@ class Api:
         raise BadInput(f"The model '{model}' does not exist; there is {names}.", "model", "model_not_found")
 
     def _spoken_name(self, model: str) -> str:
-        """The name by which a model answers: of the alias, that of the first model there is."""
+        """Return the name by which a model answers: for the alias, that of the first model there is."""
         models = self._models()
         return model if model in models else next(iter(models), model)
 
 
-# --- a response as it is made -------------------------------------------------------------------------------
-
-
-def sealer(secret: bytes, owner: str, purpose: str) -> URLSafeSerializer:
-    """Makes `encrypted_content`, which is good for one owner and purpose. It is signed, not secret."""
-    return URLSafeSerializer(secret, f"{purpose}\0{owner}", signer_kwargs={"digest_method": hashlib.sha256})
-
-
-def unseal(secret: bytes, owner: str, purpose: str, blob: str) -> str:
-    """Return the text in `encrypted_content`; raises ValueError."""
-    try:
-        return str(sealer(secret, owner, purpose).loads(blob))
-    except (BadData, UnicodeError) as error:
-        made = "that this server has made for this client, with the secret that it has now"
-        raise ValueError(f"expected a blob of {purpose} {made}") from error
-
-
-async def run_choice(prompt: Prompt, choice: int, metrics: Metrics, emit: Emit) -> None:
-    """Run one choice of a prompt, count and log it, and name its calls as the client does.
-
-    It keeps rule 2 of worker.py even if the worker has a bug: it emits one Finish, which is the last. There
-    are two ways out without one. An exception before Accepted refuses the request. If the task is cancelled,
-    the worker's Finish is only counted: Registry._fill() of background.py ends the response.
-    """
-    watch = metrics.run()
-    started_at = time.monotonic()
-    restorer = tool_calls.Restorer(prompt.request.called)
-    accepted = False
-    finish: Finish | None = None  # emitted when the run is over
-
-    def pass_on(output: Accepted | Output | Finish) -> None:
-        nonlocal accepted, finish
-        restored: list[Output] = []
-        match output:
-            case _ if finish:
-                return
-            case Accepted():
-                accepted = True
-                emit(output)
-            case Finish():
-                restored, finish = restorer.finish(output)
-            case _:
-                watch.piece()
-                restored = restorer.feed(with_numbers(output))
-        for one in restored:
-            emit(one)
-
-    end = Finish("cancelled")  # for metrics and log, if it is cancelled before another one is set
-    try:
-        await prompt.run(pass_on, choice)
-        end = finish or Finish("failed", message="The worker ended without finishing.")
-    except asyncio.CancelledError:
-        end = finish or end
-        raise
-    except Exception as error:
-        message = f"{type(error).__name__} in the worker; the server's log has the details."
-        end = Finish("failed", message=message)
-        if not accepted:
-            raise
-        log.exception("the worker failed")
-    finally:
-        usage = end.usage or Usage(0, 0)
-        watch.end(end.reason, usage.input_tokens, usage.cached_tokens, usage.output_tokens)
-        log_finish(prompt, end.reason, usage, time.monotonic() - started_at)
-    emit(end)
-
-
-def log_finish(prompt: Prompt, reason: str, usage: Usage, seconds: float) -> None:
-    n_in = prompt.n_tokens or usage.input_tokens
-    n_out = usage.output_tokens
-    if reason == "cancelled":
-        reason = "nobody waits any longer: aborted"
-    rate = n_out / max(seconds, 1e-9)
-    log.info("%s: %d tokens in, %d out, %.2f s, %.1f tok/s", reason, n_in, n_out, seconds, rate)
-
-
-def with_numbers(output: Output) -> Output:
-    """Return the output; raise ArithmeticError for a logprob that is not a number: no event could say it."""
-    if isinstance(output, Delta) and output.logprobs and any(math.isnan(p.logprob) for p in output.logprobs):
-        raise ArithmeticError("expected logprobs that are numbers, got NaN")
-    return output
-
-
 def warning_of(request: params.Request) -> dict[str, str]:
-    """The header that names what the request asks for and is not run here: rule 5."""
+    """Return the header that names what the request asks for and is not run here: rule 5."""
     if not request.not_run:
         return {}
     return {"Warning": f'299 - "accepted, and without any effect here: {", ".join(request.not_run)}"'}
 
 
 async def read_request(http: HttpRequest, places: Turns, read: Callable[[Parsing, str], Awaitable[T]]) -> T:
-    """What is made of the body of a request while its client waits; raises BadInput, ClientDisconnect."""
+    """Return what `read` makes of a body while its client waits; raises BadInput and ClientDisconnect."""
     owner = http.scope["owner"]
     body = await receive(http)
 
     @asynccontextmanager
     async def parsing() -> AsyncIterator[Any]:
-        """The bodies of others may come first."""
         async with place(body, owner, places):
             yield await parse_json(body)
 

@@ -23,7 +23,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 import sse
-from background import EventLog
+from event_log import EventLog
 from request.refusals import RETRY_AFTER_S, error_body
 
 T = TypeVar("T")

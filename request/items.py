@@ -21,10 +21,13 @@ Rules of this file:
 """
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+
+from itsdangerous import BadData, URLSafeSerializer
 
 import sse
 from channels import Accepted, Compaction, Delta, Emit, Finish, Output
@@ -182,6 +185,20 @@ def _opened(item: Item, path: str, unseal: Unseal) -> Item:
     if is_sealed_thought:
         return item | {"content": [{"type": "reasoning_text", "text": opened}]}
     return item | {"summary": opened}
+
+
+def sealer(secret: bytes, owner: str, purpose: str) -> URLSafeSerializer:
+    """Makes `encrypted_content`, which is good for one owner and purpose. It is signed, not secret."""
+    return URLSafeSerializer(secret, f"{purpose}\0{owner}", signer_kwargs={"digest_method": hashlib.sha256})
+
+
+def unseal(secret: bytes, owner: str, purpose: str, blob: str) -> str:
+    """Return the text in `encrypted_content`; raises ValueError."""
+    try:
+        return str(sealer(secret, owner, purpose).loads(blob))
+    except (BadData, UnicodeError) as error:
+        made = "that this server has made for this client, with the secret that it has now"
+        raise ValueError(f"expected a blob of {purpose} {made}") from error
 
 
 def _too_long(expected: str, came: str) -> BadInput:

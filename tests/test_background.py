@@ -25,9 +25,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 import background
+import event_log
 import sse
-from background import READ_BYTES, Entry, EventLog, Registry, Run, Said
+from background import Registry, Run, Said
 from channels import Accepted, Delta, Finish, TokenLogprob, Usage
+from event_log import READ_BYTES, Entry, EventLog
 from helpers import laws
 from request import params
 from request.refusals import BadInput
@@ -35,7 +37,7 @@ from responses import Builder, Event
 from store import TERMINAL, Retention, Row, Store
 
 PATIENCE_S = 30
-RACES = 1000
+RACES = 300
 BODY = {"model": "m", "input": "hi", "background": True, "stream": True}
 HEAD = {"object": "response", "created_at": 1, "model": "m"} | params.from_responses(BODY, {}).echo
 DONE = Finish("stop", Usage(3, 2))
@@ -234,7 +236,7 @@ def test_readers_get_the_same_bytes(actions: list[tuple[str, int]], stored: bool
         assert written == expected or not stored
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(background, "RETRY_S", 0)
+        monkeypatch.setattr(event_log, "RETRY_S", 0)
         within_patience(main())
 
 
@@ -559,11 +561,13 @@ class RegistryMachine(RuleBasedStateMachine):
         self._folder.cleanup()
 
 
-@pytest.mark.bug("F02", "F03", "F05")
+@pytest.mark.bug("F02", "F03", "F04", "F05", "F07", "F09")
 def test_whatever_happens_in_whatever_order() -> None:
     """A worker that was gone left the run open, or its error was that of another message:
     github.com/EricLBuehler/mistral.rs/pull/2114; vLLM had no error handling around a run at all:
-    github.com/vllm-project/vllm/pull/49721; a cancel set a flag that was never read (mistral.rs, 9e92262).
+    github.com/vllm-project/vllm/pull/49721; a follower returned on response.completed only, and a number was
+    taken for a place in a list that may have gaps (vLLM, serving.py, 0001948); a cancel set a flag that was
+    never read, and a deleted run was stored again at its end (mistral.rs, background_tasks.rs, 9e92262).
     """
     run_state_machine_as_test(RegistryMachine, settings=settings(max_examples=20, stateful_step_count=25))
 
@@ -682,30 +686,6 @@ async def yields(n: int) -> None:
         await asyncio.sleep(0)
 
 
-@pytest.mark.bug("F07")
-def test_delete_is_not_undone_by_the_end_of_the_run() -> None:
-    """The run stored its result when it ended, after the delete: mistral.rs, background_tasks.rs. Whoever has
-    seen the last event may delete at once.
-    """
-
-    async def main() -> None:
-        with closing(Store(":memory:", Retention())) as store:
-            registry = Registry(store)
-            for _ in range(50):
-                asked = row()
-                log = await started(registry, asked, hello)
-                async with aclosing(log.read()) as logged:
-                    async for frames in logged:
-                        if b"response.completed" in frames[-1]:
-                            await registry.delete(asked)
-                            assert await registry.get(asked.id, asked.owner) is None
-                            assert await registry.events(asked) is None
-                assert await registry.get(asked.id, asked.owner) is None
-            assert registry.counts() == {"background": 0}
-
-    within_patience(main())
-
-
 # --- the queue ----------------------------------------------------------------------------------------------
 
 
@@ -821,18 +801,6 @@ def test_queue_is_bounded() -> None:
 # --- a store that does not take it --------------------------------------------------------------------------
 
 
-def test_nothing_is_accepted_that_is_not_stored() -> None:
-    async def main() -> None:
-        store = Store(":memory:", Retention())
-        registry, asked = Registry(store), row()
-        store.close()
-        with pytest.raises(BadInput, match="could not be stored"):
-            await started(registry, asked, hello)
-        assert registry.counts() == {"background": 0}
-
-    within_patience(main())
-
-
 @pytest.mark.parametrize("kept", [True, False])
 def test_what_could_not_be_stored_is_not_told_as_stored(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kept: bool
@@ -859,28 +827,6 @@ def test_what_could_not_be_stored_is_not_told_as_stored(
     within_patience(main())
 
 
-def test_readers_end_when_the_store_has_gone() -> None:
-    """What was seen stays so, for as long as the process lives."""
-
-    async def main() -> None:
-        store = Store(":memory:", Retention())
-        held, registry, asked = Held(), Registry(store), row()
-        log = await started(registry, asked, held)
-        await held.runs.wait()
-        follower = asyncio.create_task(read(log))
-        store.close()
-        held.go_on.set()
-        laws.check_response(parsed(await follower))
-        assert (await ended(registry, asked)).response["status"] == "completed"
-        late = await registry.events(asked)
-        assert late
-        assert await read(late) == await follower
-        await registry.cancel(asked)
-        assert (await ended(registry, asked)).response["status"] == "completed"
-
-    within_patience(main())
-
-
 # --- stop and start -----------------------------------------------------------------------------------------
 
 
@@ -888,7 +834,7 @@ def test_what_met_a_full_disk_is_written_once_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It stayed in memory for ever, and after a restart what had completed had failed."""
-    monkeypatch.setattr(background, "RETRY_S", 0.01)
+    monkeypatch.setattr(event_log, "RETRY_S", 0.01)
     path = str(tmp_path / "store.db")
     limit = "PRAGMA max_page_count = {}"
 
@@ -917,23 +863,6 @@ def test_what_met_a_full_disk_is_written_once_there_is_room(
             assert store.frames(first.id) == frames
         with closing(Store(path, Retention())) as store:
             assert not store.live()
-
-    within_patience(main())
-
-
-@pytest.mark.parametrize("persistent", [True, False])
-def test_cancel_wins_over_close(persistent: bool) -> None:
-    async def main() -> None:
-        with closing(Store(":memory:", Retention())) as store:
-            registry, running, queued = Registry(store, max_running=1), row(), row()
-            for one in (running, queued):
-                await started(registry, one, Held())
-            cancels = [asyncio.create_task(registry.cancel(one)) for one in (running, queued)]
-            await asyncio.sleep(0)
-            await registry.close(persistent)
-            await asyncio.gather(*cancels)
-            for one in (running, queued):
-                await check_end(registry, store, one, "cancelled")
 
     within_patience(main())
 
@@ -997,20 +926,6 @@ def test_a_full_disk_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFix
     within_patience(main())
     failures = [record for record in caplog.records if "could not be stored" in record.getMessage()]
     assert len(failures) == 1
-
-
-def test_a_store_file_that_is_deleted_is_noticed(tmp_path: Path) -> None:
-    """Bug: SQLite wrote on into a file that no process could open any more."""
-
-    async def main() -> None:
-        with closing(Store(str(tmp_path / "db"), Retention())) as store:
-            registry = Registry(store)
-            await started(registry, row(), hello)
-            (tmp_path / "db").unlink()
-            with pytest.raises(BadInput, match="could not be stored"):
-                await started(registry, row(), hello)
-
-    within_patience(main())
 
 
 def test_eviction_lets_writes_in_between() -> None:

@@ -1,6 +1,7 @@
 """Responses that outlive their request, as clients meet them: over HTTP, with the tiny model.
 
-Every cell of the cancel and delete matrices, resuming at every event, chains, and what a kill leaves.
+What happens in which order is tested by the state machine in test_background.py; here is what clients are
+told, by status, and chains, limits, and what a kill leaves.
 The authority is the OpenAI reference; where it is silent, the behaviour that Azure has probed:
 github.com/Azure/azure-sdk-for-net, Azure.AI.AgentServer.Responses, docs/api-behaviour-contract.md.
 """
@@ -34,7 +35,7 @@ from store import TERMINAL
 
 RESPONSES = "/v1/responses"
 FAULTY = ("-m", "tests.helpers.faulty_server")
-RAISES, NAN = 666, 667  # seeds that faulty_server.py takes for faults
+RAISES = 666  # a seed that faulty_server.py takes for a fault
 N_SLOTS = MAX_RUNNING
 KILLS = 3  # processes that test_kill_loses_nothing_that_was_accepted kills
 
@@ -196,49 +197,8 @@ def test_generation_survives_disconnect(server: Server) -> None:
 # --- resume -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.bug("F09")
-def test_resume_by_position(server: Server) -> None:
-    """The number is not a place in a list that may have gaps (vLLM serving.py, 0001948): from every event on,
-    a finished stream is the suffix of the first, byte for byte.
-    """
-    whole = server.post(RESPONSES, HI | BACKGROUND | STREAM).body
-    frames = frames_of(whole)
-    laws.check_response([parsed(frame) for frame in frames])
-    id_ = parsed(frames[0])["response"]["id"]
-    assert replay(server, id_).body == whole
-    for after in range(len(frames) + 3):
-        reply = replay(server, id_, after)
-        assert reply.status == 200
-        assert reply.headers["content-type"] == "text/event-stream; charset=utf-8"
-        assert reply.body == b"".join(frames[after + 1 :]) + sse.DONE
-
-
 def get_bytes(target: str) -> bytes:
     return f"GET {target} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
-
-
-@pytest.mark.bug("F04")
-@pytest.mark.parametrize("how", ["completed", "cancelled", "failed"])
-def test_follower_hangs_after_failure_or_cancel(server: Server, how: str) -> None:
-    """A follower returned on response.completed only: vllm-project/vllm#49721. Here one that comes at any
-    event, the moment it is there, gets the rest of the log, whatever its end.
-    """
-    more = {"completed": {"max_output_tokens": 60}, "failed": {"seed": RAISES}}.get(how, {})
-    with ExitStack() as stack:
-        id_, frames = stack.enter_context(streaming(server, LONG | BACKGROUND | more))
-        resumed: list[socket.socket] = []
-        seen: list[bytes] = []
-        for number, frame in enumerate(frames):
-            seen.append(frame)
-            if frame != sse.DONE and len(resumed) < 70:
-                target = path(id_) + f"?stream=true&starting_after={number}"
-                resumed.append(stack.enter_context(server.connect(get_bytes(target))))
-            if how == "cancelled" and number == 40:
-                assert server.post(path(id_, "cancel"), {}).json["status"] == "cancelled"
-        assert parsed(seen[-2])["response"]["status"] == ("incomplete" if how == "completed" else how)
-        for number, connection in enumerate(resumed):
-            assert list(http_frames(connection)) == seen[number + 1 :]
-    assert replay(server, id_).body == b"".join(seen)
 
 
 def test_resume_beyond_the_end_of_a_running_one(server: Server) -> None:
@@ -251,7 +211,7 @@ def test_resume_beyond_the_end_of_a_running_one(server: Server) -> None:
         assert [*http_frames(far)] == [sse.DONE]
 
 
-NO_NUMBERS = ["-1", "x", "", "1.0", "%2B1", "%201", "1e3", "%D9%A3", "9" * 5000, "null"]
+NO_NUMBERS = ["-1", "", "1.0", "%2B1", "%D9%A3", "9" * 5000]
 
 
 @pytest.mark.bug("F09")
@@ -266,7 +226,7 @@ def test_starting_after_is_a_number(server: Server, after: str) -> None:
     assert server.get(path(id_) + f"?starting_after={after}").json["id"] == id_
 
 
-@pytest.mark.parametrize("stream", ["maybe", "", "TRUE", "2", "x" * 5000])
+@pytest.mark.parametrize("stream", ["maybe", "", "x" * 5000])
 def test_stream_in_a_query_is_true_or_false(server: Server, stream: str) -> None:
     """Bug: what was neither meant no, so that a client waited for events that never came."""
     id_ = created(server, HI | {"max_output_tokens": 1})["id"]
@@ -299,7 +259,7 @@ def test_what_was_not_streamed_is_not_replayed(server: Server, mode: Json, messa
         ended(server, made["id"])
 
 
-# --- the matrices -------------------------------------------------------------------------------------------
+# --- by status ----------------------------------------------------------------------------------------------
 
 # fmt: off
 #   status          how to make a response of it
@@ -319,7 +279,6 @@ CANNOT_CANCEL = {
 }
 # fmt: on
 SYNCHRONOUS = "Cannot cancel a synchronous response."
-IN_FLIGHT = "Cannot delete an in-flight response."
 
 
 @contextmanager
@@ -342,43 +301,32 @@ def response_of(server: Server, status: str) -> Iterator[str]:
         until(lambda: is_idle(server), "the engine is idle")
 
 
-@pytest.mark.bug("F06")
+@pytest.mark.bug("F06", "F07")
 @pytest.mark.parametrize("status", BODIES)
-def test_cancel_finished_or_not(server: Server, status: str) -> None:
-    """Of a finished one it was "Cannot cancel a synchronous response." (vllm-project/vllm#57999), 409
-    (ogx-ai/ogx#5180), 404 (mistral.rs): the last two would be tried again, or be believed.
+def test_what_cancel_and_delete_answer(server: Server, status: str) -> None:
+    """Of a finished one, cancel said "Cannot cancel a synchronous response." (vllm-project/vllm#57999), 409
+    (ogx-ai/ogx#5180) or 404 (mistral.rs). One that was deleted while it ran was stored again at its end:
+    mistral.rs, background_tasks.rs at 9e92262.
     """
     with response_of(server, status) as id_:
+        if status not in TERMINAL:
+            refused = server.request("DELETE", path(id_), None)
+            assert (refused.status, refused.json) == (400, error("Cannot delete an in-flight response."))
         before = server.get(path(id_)).json
-        reply = server.post(path(id_, "cancel"), {})
-        if status in CANNOT_CANCEL:
-            assert (reply.status, reply.json) == (400, error(CANNOT_CANCEL[status]))
-            assert server.get(path(id_)).json == before
-        else:
-            assert (reply.status, reply.json["status"]) == (200, "cancelled")
-            assert status != "cancelled" or reply.json == before
-            laws.check_body(reply.json)
-            again = server.post(path(id_, "cancel"), {})
-            assert (again.status, again.json) == (200, reply.json)
-            assert server.get(path(id_)).json == reply.json
-
-
-@pytest.mark.bug("F07")
-@pytest.mark.parametrize("status", BODIES)
-def test_delete_while_running_resurrects(server: Server, status: str) -> None:
-    """While it runs it would be stored again at its end: mistral.rs, background_tasks.rs at 9e92262."""
-    with response_of(server, status) as id_:
-        before = server.get(path(id_)).json
-        reply = server.request("DELETE", path(id_), None)
-        if status in TERMINAL:
-            assert (reply.status, reply.json) == (200, {"id": id_, "object": "response", "deleted": True})
-            for method, target in every_use(id_):
-                gone = server.request(method, target, None)
-                assert (gone.status, gone.json) == not_found(id_)
-        else:
-            assert (reply.status, reply.json) == (400, error(IN_FLIGHT))
-            assert server.get(path(id_)).json["status"] in ("queued", "in_progress")
-            assert server.get(path(id_)).json == before | {"status": server.get(path(id_)).json["status"]}
+        for _ in range(2):
+            reply = server.post(path(id_, "cancel"), {})
+            if status in CANNOT_CANCEL:
+                assert (reply.status, reply.json) == (400, error(CANNOT_CANCEL[status]))
+                assert server.get(path(id_)).json == before
+            else:
+                assert (reply.status, reply.json["status"]) == (200, "cancelled")
+                assert reply.json == server.get(path(id_)).json
+                laws.check_body(reply.json)
+        deleted = server.request("DELETE", path(id_), None)
+        assert (deleted.status, deleted.json) == (200, {"id": id_, "object": "response", "deleted": True})
+        for method, target in every_use(id_):
+            gone = server.request(method, target, None)
+            assert (gone.status, gone.json) == not_found(id_)
 
 
 def every_use(id: str) -> list[tuple[str, str]]:
@@ -393,18 +341,11 @@ def every_use(id: str) -> list[tuple[str, str]]:
     ]
 
 
-@pytest.mark.parametrize("status", ["completed", "incomplete", "failed"])
-def test_foreground_response_that_has_ended(server: Server, status: str) -> None:
-    made = created(server, BODIES[status])
-    assert made["status"] == status
+def test_foreground_response_that_has_ended(server: Server) -> None:
+    made = created(server, HI)
     assert server.get(path(made["id"])).json == made
     reply = server.post(path(made["id"], "cancel"), {})
     assert (reply.status, reply.json) == (400, error(SYNCHRONOUS))
-    deleted = server.request("DELETE", path(made["id"]), None)
-    assert (deleted.status, deleted.json) == (200, {"id": made["id"], "object": "response", "deleted": True})
-    for method, target in every_use(made["id"]):
-        gone = server.request(method, target, None)
-        assert (gone.status, gone.json) == not_found(made["id"])
 
 
 def test_foreground_response_that_runs_is_its_clients_alone(server: Server) -> None:
@@ -483,15 +424,6 @@ def test_sdk_background(sdk: openai.OpenAI) -> None:
         sdk.responses.retrieve(made.id)
 
 
-def test_sdk_cancel(sdk: openai.OpenAI) -> None:
-    made = sdk.responses.create(
-        model="tiny", input="hi", background=True, max_output_tokens=1900, extra_body=ENDLESS
-    )
-    cancelled = sdk.responses.cancel(made.id)
-    assert cancelled.status == "cancelled"
-    assert sdk.responses.cancel(made.id) == cancelled == sdk.responses.retrieve(made.id)
-
-
 def test_sdk_resumes(sdk: openai.OpenAI) -> None:
     """By its plain stream, and by its helper, which asks for everything and shows what is behind the number:
     github.com/openai/openai-node/pull/1984.
@@ -506,20 +438,6 @@ def test_sdk_resumes(sdk: openai.OpenAI) -> None:
         with sdk.responses.stream(response_id=id_, starting_after=after) as helper:
             assert [e.sequence_number for e in helper] == [e.sequence_number for e in seen[after + 1 :]]
             assert helper.get_final_response().output_text == HELLO
-
-
-def test_sdk_follows_a_run_from_afar(sdk: openai.OpenAI) -> None:
-    with sdk.responses.create(
-        model="tiny", input="hi", background=True, stream=True, max_output_tokens=80, extra_body=ENDLESS
-    ) as stream:
-        first = list(itertools.islice(stream, 9))
-        assert first[0].type == "response.created"
-        with sdk.responses.retrieve(
-            first[0].response.id, stream=True, starting_after=first[-1].sequence_number
-        ) as rest:
-            after = list(rest)
-        assert after == list(stream)
-    assert after[-1].type == "response.incomplete"
 
 
 def test_sdk_pages_through_the_input_of_a_chain(sdk: openai.OpenAI) -> None:
@@ -833,48 +751,6 @@ def test_resume_gap_unnoticed(tmp_path: Path) -> None:
         assert replay(server, whole, 399).body == sse.DONE
 
 
-# fmt: off
-#   what is damaged               how: of the first of two responses
-DAMAGE = {
-    "the response":               "UPDATE responses SET response = '5' WHERE id = ?",
-    "the request":                "UPDATE responses SET request = '{' WHERE id = ?",
-    "the text":                   "UPDATE responses SET response = CAST(x'22ff22' AS TEXT) WHERE id = ?",
-    "no events":                  "DELETE FROM events WHERE response_id = ?",
-    "garbage events":             "UPDATE events SET frame = x'00ff' WHERE response_id = ?",
-    "a gap":                      "DELETE FROM events WHERE number = 1 AND response_id = ?",
-}
-# fmt: on
-
-
-def test_a_damaged_row_stops_no_start(tmp_path: Path) -> None:
-    """The start ended with a traceback. Of the responses that were queued when the process was killed, the
-    damaged ones are as good as absent, and the others run.
-    """
-    file = tmp_path / "store.db"
-    with serve("--store", str(file)) as server:
-        for _ in range(N_SLOTS):
-            created(server, LONG | BACKGROUND)
-        ids = [created(server, HI | BACKGROUND)["id"] for _ in (*DAMAGE, "none")]
-        server.interrupt(signal.SIGKILL)
-        server.exit_status()
-    with closing(sqlite3.connect(file)) as db, db:
-        for id_, damage in zip(ids, DAMAGE.values(), strict=False):
-            db.execute(damage, (id_,))
-    with serve("--store", str(file)) as server:
-        *damaged, intact = ids
-        assert ended(server, intact)["status"] == "completed"
-        for id_ in damaged:
-            for method, rest in (
-                ("GET", ()),
-                ("GET", ("input_items",)),
-                ("POST", ("cancel",)),
-                ("DELETE", ()),
-            ):
-                assert server.request(method, path(id_, *rest), None).status == 404
-            assert server.post(RESPONSES, HI | {"previous_response_id": id_}).status == 400
-        assert server.log().count("is damaged in the store") >= len(DAMAGE) - 1
-
-
 def test_what_a_full_disk_does_not_take_is_not_told_as_stored(tmp_path: Path) -> None:
     """It was answered with `store: true`, and then a 404."""
     with serve("--store", str(tmp_path / "store.db")) as server:
@@ -891,18 +767,6 @@ def test_what_a_full_disk_does_not_take_is_not_told_as_stored(tmp_path: Path) ->
         again = created(server, HI)
         assert again["store"] is True
         assert server.get(path(again["id"])).json == again
-
-
-def test_a_logprob_that_is_no_number_fails_its_run(server: Server) -> None:
-    """It was in_progress for ever, its cancel a 500; nine of them, and all others were refused."""
-    for _ in range(N_SLOTS + 1):
-        made = created(server, HI | BACKGROUND | {"seed": NAN})
-        response = ended(server, made["id"])
-        assert (response["status"], response["error"]["code"]) == ("failed", "server_error")
-        reply = server.post(path(made["id"], "cancel"), {})
-        assert (reply.status, reply.json) == (400, error(CANNOT_CANCEL["failed"]))
-    until(lambda: is_idle(server), "nothing is left of them")
-    assert ended(server, created(server, HI | BACKGROUND)["id"])["status"] == "completed"
 
 
 KEYS = ("--api-key", "a", "--api-key", "b")
@@ -939,18 +803,6 @@ def test_what_is_stored_is_sent_as_it_is(tmp_path: Path) -> None:
         assert (page["data"], page["has_more"]) == ([{"id": "msg_1"}], False)
 
 
-def test_what_waits_is_what_means_something(tmp_path: Path) -> None:
-    """A member that no table knows was kept, with all that was in it: 8 kB of gzip became 200 MB."""
-    file = tmp_path / "store.db"
-    with serve("--store", str(file)) as server:
-        created(server, HI | BACKGROUND | {"zz": [{}] * 1000, "temperature": 0.5})
-    with closing(sqlite3.connect(file)) as db:
-        ((request,),) = db.execute("SELECT request FROM responses").fetchall()
-    parameters = json.loads(request)
-    assert (parameters["model"], parameters["temperature"]) == ("tiny", 0.5)
-    assert not parameters.keys() & {"zz", "input"}
-
-
 @pytest.mark.bug("F13", "I06")
 def test_store_grows_forever() -> None:
     """A cleanup function existed, and nothing called it: mistral.rs, cached_responses.rs;
@@ -981,24 +833,18 @@ def test_store_grows_forever() -> None:
 # --- refusals -----------------------------------------------------------------------------------------------
 
 LONG_TEXT = "word " * 3000
-MISSING, VALUE, TYPE = "missing_required_parameter", "invalid_value", "invalid_type"
+MISSING, VALUE = "missing_required_parameter", "invalid_value"
 
 # fmt: off
 #   change to a good request                   status param                   code
 REFUSED: list[tuple[Json, int, str | None, str]] = [
     ({"model": "gpt-5"},                       404,    "model",                "model_not_found"),
-    ({"model": None},                          400,    "model",                MISSING),
-    ({"input": None},                          400,    "input",                MISSING),
     ({"input": []},                            400,    "input",                VALUE),
     ({"input": LONG_TEXT},                     400,    None,                   "context_length_exceeded"),
     ({"temperature": 3},                       400,    "temperature",          VALUE),
-    ({"background": "yes"},                    400,    "background",           TYPE),
-    ({"store": 1},                             400,    "store",                TYPE),
     ({"tools": [{"type": "function"}]},        400,    "tools[0].name",        MISSING),
-    ({"previous_response_id": 7},              400,    "previous_response_id", TYPE),
     ({"previous_response_id": "resp_unknown"}, 400,    "previous_response_id", "previous_response_not_found"),
     ({"conversation": "conv_1"},               400,    "conversation",         "unsupported_parameter"),
-    ({"conversation": {"id": "conv_1"}},       400,    "conversation",         "unsupported_parameter"),
 ]
 # fmt: on
 
@@ -1032,12 +878,9 @@ def test_conversation_and_chain_exclude_each_other(server: Server) -> None:
 BAD_PAGES = [
     ("limit=0",                  "limit"),
     ("limit=101",                "limit"),
-    ("limit=-1",                 "limit"),
-    ("limit=ten",                "limit"),
     ("limit=",                   "limit"),
     ("limit=" + "9" * 5000,      "limit"),
     ("order=random",             "order"),
-    ("order=",                   "order"),
     ("after=msg_unknown",        "after"),
     ("after=msg_1&order=down",   "order"),
 ]

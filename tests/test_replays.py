@@ -39,10 +39,10 @@ import pytest
 import completions
 import responses
 import sse
-from background import EventLog, encode_event
 from channels import Arguments, Call, Close, Delta, Finish, Output, Parser, Piece, Usage
 from dialects import families
 from dialects.structured_output import lark
+from event_log import EventLog, encode_event
 from gateway import answers, metering, relay
 from gateway.outputs import Outputs
 from helpers import clients, laws, scripted

@@ -18,8 +18,8 @@ from openai.types.responses import ResponseStreamEvent
 
 import responses
 import sse
-from background import encode_event
 from channels import UNLIKELY, Arguments, Call, Channel, Compaction, Delta, Finish, Output, TokenLogprob
+from event_log import encode_event
 from helpers import laws
 from helpers.laws import deltas, finishes, outputs, texts
 from request import params

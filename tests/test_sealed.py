@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from api import sealer, unseal
 from helpers.serving import Server, serve
 from request.body import MAX_BODY_BYTES
+from request.items import sealer, unseal
 
 KEY = b"k" * 32
 

@@ -22,12 +22,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the server's modules
 
 import sse
-from background import encode_event
 from channels import Accepted, Finish, Output, Parser, Piece
 from checkpoint.config import read_config
 from checkpoint.weights import read_weights
 from dialects.matchers import Grammars
 from engine import Engine, StepOutput, Take
+from event_log import encode_event
 from model import NumpyOps
 from request import params
 from request.template import ChatTemplate

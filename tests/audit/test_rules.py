@@ -20,8 +20,8 @@ import sse
 from api import encode_chunk
 from audit import linter, schema
 from audit import stream as streams
-from background import encode_event
 from channels import Arguments, Call, Delta, Finish, Output, TokenLogprob, Usage
+from event_log import encode_event
 from helpers import laws
 from helpers.serving import ROOT
 from request import params

@@ -25,7 +25,6 @@ from openai.types.responses import Response, ResponseStreamEvent
 
 import sse
 from audit import linter, schema, stream
-from background import EventLog, encode_event
 from channels import (
     Arguments,
     Call,
@@ -39,6 +38,7 @@ from channels import (
     TokenLogprob,
     Usage,
 )
+from event_log import EventLog, encode_event
 
 Json = dict[str, Any]
 

@@ -94,24 +94,15 @@ NO_OBJECTS = ['{"x": ', "[1]", "[" * 99999, '{"x":' * 9999, '"Beijing"', "null",
 #       input, instructions
 #       messages
 RESPONSES = [
-    ("a string is a user message",
-        "hi", None,
-        [user("hi")]),
     ("instructions come first",
         "hi", "Be brief.",
         [system("Be brief."), user("hi")]),
-    ("empty instructions are none",
-        "hi", "",
-        [user("hi")]),
     ("the easy form has no type, or null",
         [user("a"), user("b") | {"type": None}], None,
         [user("a"), user("b")]),
     ("parts are lines",
         [says("user", [TEXT, {"type": "text", "text": "u"}])], None,
         [user("t\nu")]),
-    ("an output item comes back as input",
-        [user("hi"), ANSWER, user("more")], None,
-        [user("hi"), assistant("Hello"), user("more")]),
     ("a refusal is what was said",
         [says("assistant", [REFUSAL])], None,
         [assistant("No.")]),
@@ -137,18 +128,12 @@ RESPONSES = [
     ("two messages and two thoughts of one turn",
         [HM, ANSWER, HM, ANSWER], None,
         [assistant("Hello\n\nHello", reasoning="Hm.\n\nHm.")]),
-    ("reasoning that led nowhere is a turn",
-        [user("hi"), HM, user("well?")], None,
-        [user("hi"), assistant("", reasoning="Hm."), user("well?")]),
     ("a summary is not reasoning",
         [user("hi"), SUMMARY, SUMMARY | {"content": None}, ANSWER], None,
         [user("hi"), assistant("Hello")]),
     ("a call that was cut needs no output, and may have one",
         [CALL | CUT, user("hi"), CALL_2 | CUT, OUTPUT_2], None,
         [assistant("", F), user("hi"), assistant("", G), tool("call_2", "g", "42")]),
-    ("output in parts",
-        [CALL, OUTPUT | {"output": [TEXT]}], None,
-        [assistant("", F), tool("call_1", "f", "t")]),
     ("a custom call is one with its input as the one argument",
         [CUSTOM_CALL, CUSTOM_OUTPUT, CUSTOM_CALL, CUSTOM_OUTPUT | {"output": [TEXT, TEXT]}], None,
         [assistant("", P), tool("call_3", "p", "done"), assistant("", P), tool("call_3", "p", "t\nt")]),
@@ -171,19 +156,16 @@ TYPE, VALUE, UNSUPPORTED = "invalid_type", "invalid_value", "unsupported_paramet
 
 #    input                                              param                         code
 BAD_RESPONSES: list[tuple[Any, str, str]] = [
+    ([],                                                "input",                      VALUE),
+    ([SUMMARY],                                         "input",                      VALUE),
     (7,                                                 "input",                      TYPE),
     (None,                                              "input",                      MISSING),
-    (["hi"],                                            "input[0]",                   TYPE),
     ([{}],                                              "input[0].role",              MISSING),
-    ([user("a"), {"role": "user"}],                     "input[1].content",           MISSING),
     ([says("tool", "x")],                               "input[0].role",              VALUE),
-    ([{"role": 1, "content": "x"}],                     "input[0].role",              TYPE),
-    ([says("user", None)],                              "input[0].content",           MISSING),
     ([says("user", 5)],                                 "input[0].content",           TYPE),
     ([says("user", ["x"])],                             "input[0].content[0]",        TYPE),
     ([says("user", [{"text": "x"}])],                   "input[0].content[0].type",   MISSING),
     ([says("user", [{"type": "input_text"}])],          "input[0].content[0].text",   MISSING),
-    ([says("user", [TEXT | {"text": True}])],           "input[0].content[0].text",   TYPE),
     ([says("user", [TEXT, IMAGE])],                     "input[0].content[1].type",   UNSUPPORTED),
     ([says("user", [FILE])],                            "input[0].content[0].type",   VALUE),
     ([{"type": "banana_call"}],                         "input[0].type",              VALUE),
@@ -192,17 +174,13 @@ BAD_RESPONSES: list[tuple[Any, str, str]] = [
     ([CALL | {"arguments": {}}],                        "input[0].arguments",         TYPE),
     ([CALL | {"namespace": 5}],                         "input[0].namespace",         TYPE),
     ([CUSTOM_CALL | {"input": {}}],                     "input[0].input",             TYPE),
-    ([CUSTOM_OUTPUT],                                   "input[0].call_id",           VALUE),
     ([CUSTOM_CALL, CUSTOM_OUTPUT | {"output": [IMAGE]}], "input[1].output[0].type",   UNSUPPORTED),
-    ([OUTPUT, CALL],                                    "input[0].call_id",           VALUE),
     ([CALL, OUTPUT_2],                                  "input[1].call_id",           VALUE),
     ([CALL, OUTPUT, OUTPUT],                            "input[2].call_id",           VALUE),
     ([CALL, user("hi")],                                "input",                      VALUE),
-    ([CALL, CUSTOM_CALL, OUTPUT],                       "input",                      VALUE),
     ([CALL, OUTPUT | {"output": {}}],                   "input[1].output",            TYPE),
     ([HM | {"content": [{"type": "reasoning_text"}]}],  "input[0].content[0].text",   MISSING),
     ([HM | {"summary": ["short"]}],                     "input[0].summary[0]",        TYPE),
-    ([HM | {"summary": [{"type": "summary_text"}]}],    "input[0].summary[0].text",   MISSING),
 ]
 # fmt: on
 
@@ -235,12 +213,6 @@ def test_what_becomes_one_message_is_joined_once(monkeypatch: pytest.MonkeyPatch
     assert len(turn["content"]) == 1000 * len("Hello\n\n") - 2
 
 
-def test_an_open_call_is_named_as_openai_names_it() -> None:
-    """https://github.com/openai/openai-agents-python/issues/673"""
-    with pytest.raises(BadInput, match=r"^No tool output found for function call call_1\.$"):
-        from_responses("well?", None, [CALL])
-
-
 def test_a_chat_call_that_was_cut_needs_no_result() -> None:
     """Chat has no status for it, but half a JSON object: nobody could run that."""
     for arguments, is_due in (('{"city":"Pa', False), ('{"city":"Paris"}', True)):
@@ -251,13 +223,6 @@ def test_a_chat_call_that_was_cut_needs_no_result() -> None:
                 from_chat(messages)
         else:
             assert len(from_chat(messages)) == 2
-
-
-@pytest.mark.parametrize(("input", "instructions"), [([], "Be brief."), ([SUMMARY], None)])
-def test_an_input_without_a_message_is_refused(input: list[Any], instructions: str | None) -> None:
-    with pytest.raises(BadInput) as error:
-        from_responses(input, instructions)
-    assert error.value.param == "input"
 
 
 # --- chat messages ------------------------------------------------------------------------------------------
@@ -279,9 +244,6 @@ def calls(call: dict[str, Any]) -> list[Any]:
 #       messages of the request
 #       messages for the template
 CHAT = [
-    ("they are much the same",
-        [system("s"), user("hi"), assistant("Hello"), user("more")],
-        [system("s"), user("hi"), assistant("Hello"), user("more")]),
     ("developer is system, parts are lines",
         [DEVELOPER, says("user", [PART, PART])],
         [system("d"), user("t\nt")]),
@@ -294,9 +256,6 @@ CHAT = [
     ("a refusal is what was said",
         [says("assistant", None) | {"refusal": "No."}, user("why?")],
         [assistant("No."), user("why?")]),
-    ("tool_calls may be null",
-        [assistant("Hello") | {"tool_calls": None}],
-        [assistant("Hello")]),
     ("reasoning by DeepSeek's name",
         [assistant("Hello") | {"reasoning_content": "Hm."}],
         [assistant("Hello", reasoning="Hm.")]),
@@ -312,27 +271,20 @@ CHAT = [
 BAD_CHAT: list[tuple[Any, str, str]] = [
     ([],                                        "messages",                                  VALUE),
     ("hi",                                      "messages",                                  TYPE),
-    ([None],                                    "messages[0]",                               MISSING),
     ([{"content": "hi"}],                       "messages[0].role",                          MISSING),
     ([says("function", "42")],                  "messages[0].role",                          VALUE),
     ([says("user", [PART, IMAGE_URL])],         "messages[0].content[1].type",               UNSUPPORTED),
-    ([says("user", None)],                      "messages[0].content",                       MISSING),
-    ([says("user", 5)],                         "messages[0].content",                       TYPE),
     ([says("assistant", None)],                 "messages[0].content",                       MISSING),
-    ([{"role": "assistant"}],                   "messages[0].content",                       MISSING),
     ([assistant("") | {"reasoning": ["Hm."]}],  "messages[0].reasoning",                     TYPE),
     ([assistant("") | {"tool_calls": "f"}],     "messages[0].tool_calls",                    TYPE),
     (calls(CHAT_CALL | {"type": "mcp"}),        "messages[0].tool_calls[0].type",            VALUE),
     (calls(CHAT_CALL | {"type": "custom"}),     "messages[0].tool_calls[0].custom",          MISSING),
     (calls(CHAT_CUSTOM | {"custom": {}}),       "messages[0].tool_calls[0].custom.name",     MISSING),
     ([assistant("") | {"refusal": 5}],          "messages[0].refusal",                       TYPE),
-    (calls({"id": "call_1"}),                   "messages[0].tool_calls[0].function",        MISSING),
     (calls(CHAT_CALL | {"function": {}}),       "messages[0].tool_calls[0].function.name",   MISSING),
     (calls(CHAT_CALL | {"id": None}),           "messages[0].tool_calls[0].id",              MISSING),
     (calls(CHAT_CALL),                          "messages",                                  VALUE),
     ([user("hi"), RESULT],                      "messages[1].tool_call_id",                  VALUE),
-    ([CALLS, says("tool", "42")],               "messages[1].tool_call_id",                  MISSING),
-    ([CALLS, RESULT | {"content": None}],       "messages[1].content",                       MISSING),
     ([CALLS, RESULT, RESULT],                   "messages[2].tool_call_id",                  VALUE),
 ]
 # fmt: on
@@ -459,25 +411,6 @@ LLAMA_2 = """
     {%- endif %}
 {%- endfor %}"""
 
-LLAMA_3 = """
-{{- bos_token + 'Today: ' + strftime_now('%d %b %Y') + '\n' }}
-{%- if tools is not none %}{% for t in tools %}{{ t | tojson(indent=4) + '\n' }}{% endfor %}{% endif %}
-{%- for message in messages %}
-    {%- if message.role == 'hidden' %}{% continue %}{% endif %}
-    {{- '<|' + message.role + '|>' }}
-    {%- generation %}
-    {%- for call in message.tool_calls %}
-        {{- '{"name": "' + call.function.name + '", "parameters": ' }}
-        {%- for key, value in call.function.arguments.items() %}{{ key + '=' + value | tojson }}{% endfor %}
-        {{- '}' }}
-    {%- else %}
-        {{- message.content }}
-    {%- endfor %}
-    {%- endgeneration %}
-    {{- '<|eot_id|>' }}
-{%- endfor %}
-{{- '<|assistant|>' }}"""
-
 GEMMA = """
 {%- if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
 {%- for message in messages %}
@@ -494,29 +427,22 @@ def test_llama_2_has_its_system_message_and_tokens() -> None:
     assert prompt == "<s>[INST] <<SYS>>\ns\n<</SYS>>\n\na [/INST] b </s><s>[INST] c [/INST]"
 
 
-def test_llama_3_has_the_date_and_calls_as_objects() -> None:
-    template = ChatTemplate(LLAMA_3, TOKENS)
-    calls = from_responses([user("q"), CALL, OUTPUT], None)
-    prompt = template.render(calls, None, NOW)
-    assert prompt == (
-        "<s>Today: 09 Mar 2026\n<|user|>q<|eot_id|>"
-        '<|assistant|>{"name": "f", "parameters": x=1}<|eot_id|><|tool|>42<|eot_id|><|assistant|>'
+def test_what_transformers_adds_to_jinja() -> None:
+    """The date, `tojson` of text as it is, `continue`, `generation`, blocks without lines and indentation."""
+    source = (
+        "{% if messages %}\n  {{ strftime_now('%d %b') }}\n{% endif %}\n{{ tools | tojson(indent=4) }}"
+        "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}"
+        "{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     )
-    assert json.dumps(WEATHER, ensure_ascii=False, indent=4) in template.render(calls, [WEATHER], NOW)
-
-
-def test_blocks_leave_no_lines_and_no_indentation() -> None:
-    source = "{% if messages %}\n  {% set x = 1 %}\n  a\n{% endif %}\n"
-    assert ChatTemplate(source, {}).render([user("q")], None, NOW) == "  a\n"
+    prompt = ChatTemplate(source, {}).render([user("a"), user("b")], [WEATHER], NOW)
+    assert prompt == "  09 Mar\n" + json.dumps([WEATHER], ensure_ascii=False, indent=4) + "b"
 
 
 # fmt: off
 #   what it raises        template, messages                                           its words
 REFUSED = [
     ("raise_exception",   LLAMA_2, [user("a"), user("b")],                             "must alternate"),
-    ("UndefinedError",    "{{ messages[0].name.first }}", [user("a")],                 "no attribute"),
     ("TypeError",         "{{ messages[0].content + 1 }}", [user("a")],                "concatenate"),
-    ("ZeroDivisionError", "{{ 1 // (1 - messages | length) }}", [user("a")],           "division"),
     ("SecurityError",     "{{ messages.append(1) }}", [user("a")],                     "append"),
 ]
 # fmt: on
@@ -564,7 +490,7 @@ def test_a_template_that_refuses_system_messages_has_them_in_the_users() -> None
 def test_rendering_changes_no_message() -> None:
     messages = from_responses([system("s"), user("q"), HM, ANSWER, CALL, OUTPUT], None)
     before = json.dumps(messages)
-    for source in (CHATML, LLAMA_3, GEMMA):
+    for source in (CHATML, GEMMA):
         ChatTemplate(source, TOKENS).render(messages, [WEATHER], NOW)
     assert json.dumps(messages) == before
 
@@ -688,14 +614,6 @@ def test_a_template_that_takes_one_call_a_turn_gets_a_turn_for_each() -> None:
     template = ChatTemplate(GPT_OSS, {})
     assert template.render(from_responses(talk, None), tools, NOW) == "// f;q;Hello.(Hm.)f!42.g!43.r;"
     assert (template.takes_turns, QWEN.takes_turns) == (False, True)
-
-
-def test_a_call_id_that_is_used_again_has_its_own_result() -> None:
-    """Both calls had the last result behind them, and the first result was lost."""
-    talk = [user("q"), CALL, OUTPUT, CALL, OUTPUT | {"output": "43"}, user("r")]
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    prompt = ChatTemplate(GPT_OSS, {}).render(from_responses(talk, None), tools, NOW)
-    assert prompt == "// f;q;f!42.f!43.r;"
 
 
 ITEMS = ["user", "assistant", "system", "developer", "call", "cut call", "result"]

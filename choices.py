@@ -1,0 +1,84 @@
+"""One choice of a prompt: what the worker says, counted, logged, and in the words of the client's own tools.
+
+    Prompt --run_choice()--> emit(Accepted), emit(Output), ..., emit(Finish)
+
+Authority: rule 2 of worker.py, which this keeps even if a worker has a bug.
+"""
+
+import asyncio
+import logging
+import math
+import time
+
+from channels import Accepted, Delta, Emit, Finish, Output, Usage
+from request.tool_calls import Restorer
+from service.metrics import Metrics
+from worker import Prompt
+
+log = logging.getLogger("choices")
+
+
+async def run_choice(prompt: Prompt, choice: int, metrics: Metrics, emit: Emit) -> None:
+    """Run one choice of a prompt, count and log it, and name its calls as the client does.
+
+    It emits one Finish, which is the last. There are two ways out without one. An exception before Accepted
+    refuses the request. If the task is cancelled, the worker's Finish is only counted: Registry._fill() of
+    background.py ends the response.
+    """
+    watch = metrics.run()
+    started_at = time.monotonic()
+    restorer = Restorer(prompt.request.called)
+    accepted = False
+    finish: Finish | None = None  # emitted when the run is over
+
+    def pass_on(output: Accepted | Output | Finish) -> None:
+        nonlocal accepted, finish
+        restored: list[Output] = []
+        match output:
+            case _ if finish:
+                return
+            case Accepted():
+                accepted = True
+                emit(output)
+            case Finish():
+                restored, finish = restorer.finish(output)
+            case _:
+                watch.piece()
+                restored = restorer.feed(with_numbers(output))
+        for one in restored:
+            emit(one)
+
+    end = Finish("cancelled")  # for metrics and log, if it is cancelled before another one is set
+    try:
+        await prompt.run(pass_on, choice)
+        end = finish or Finish("failed", message="The worker ended without finishing.")
+    except asyncio.CancelledError:
+        end = finish or end
+        raise
+    except Exception as error:
+        message = f"{type(error).__name__} in the worker; the server's log has the details."
+        end = Finish("failed", message=message)
+        if not accepted:
+            raise
+        log.exception("the worker failed")
+    finally:
+        usage = end.usage or Usage(0, 0)
+        watch.end(end.reason, usage.input_tokens, usage.cached_tokens, usage.output_tokens)
+        log_finish(prompt, end.reason, usage, time.monotonic() - started_at)
+    emit(end)
+
+
+def log_finish(prompt: Prompt, reason: str, usage: Usage, seconds: float) -> None:
+    n_in = prompt.n_tokens or usage.input_tokens
+    n_out = usage.output_tokens
+    if reason == "cancelled":
+        reason = "nobody waits any longer: aborted"
+    rate = n_out / max(seconds, 1e-9)
+    log.info("%s: %d tokens in, %d out, %.2f s, %.1f tok/s", reason, n_in, n_out, seconds, rate)
+
+
+def with_numbers(output: Output) -> Output:
+    """Return the output; raise ArithmeticError for a logprob that is not a number: no event could say it."""
+    if isinstance(output, Delta) and output.logprobs and any(math.isnan(p.logprob) for p in output.logprobs):
+        raise ArithmeticError("expected logprobs that are numbers, got NaN")
+    return output
