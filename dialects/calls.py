@@ -27,7 +27,7 @@ from typing import Literal
 
 import sse
 from channels import Arguments, Call, CallReader, Close, Finder, Output, Piece, Schemas, is_object
-from dialects.json_schema import JSON_TYPES, References, property_types
+from dialects.json_schema import JSON_TYPES, property_types
 from request.tools import MAX_QUALIFIED_NAME
 
 # --- JSON ---------------------------------------------------------------------------------------------------
@@ -391,8 +391,7 @@ class XmlCalls:
             before = ", " if self._parameters else "{"
             yield Arguments(f"{before}{_dumps(name)}: ")
         self._parameters.add(name)
-        references = References(self._schemas.get(function, {}))
-        types = property_types(references, name)
+        types = property_types(self._schemas.get(function, {}), name)
         self._value = _Value(types, is_dropped=is_repeated)
 
     def _end_function(self) -> Iterator[Output]:

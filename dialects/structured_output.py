@@ -20,7 +20,6 @@ Not here: which request asks for what (request/tools.py), compiling a grammar an
 (matchers.py), sampling under the mask (sampling.py).
 """
 
-import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -30,7 +29,6 @@ from llguidance import regex_to_lark
 
 from channels import Dialect
 from dialects import calls, grammar_in_json, json_schema
-from dialects.json_schema import References
 from request.refusals import shown
 from request.tools import Grammar, Schema, StructuredOutput
 
@@ -55,7 +53,7 @@ NEWLINES = r"/\n{0,2}/"  # behind the reasoning; models were trained on two
 # The separators of JSON are fixed: where they are free, a model at a high temperature writes blanks for ever.
 JSON_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
-# The reasoning: the prompt has begun it; the model may begin it; the prompt has ended it.
+# The reasoning: the prompt has begun it, the model may begin it, the prompt has ended it.
 Thinking = Literal["open", "possible", "over"]
 
 # --- the grammar of an answer -------------------------------------------------------------------------------
@@ -66,38 +64,37 @@ class _Writer:
 
     def __init__(self, dialect: Dialect, added: Mapping[str, int]) -> None:
         self.dialect = dialect
-        self.rules = {"NEWLINES: ": NEWLINES, "ANY: ": "/(?s:.*)/"}  # "name: " -> what it stands for
+        self.rules = {"NEWLINES": NEWLINES, "ANY": "/(?s:.*)/"}  # name -> what it stands for
         self._added = added  # ids of the added tokens
         self._n_characters = 0
 
     def rule(self, name: str, *alternatives: str) -> str:
-        self.rules[f"{name}: "] = " | ".join(alternatives)
-        self._n_characters += len(self.rules[f"{name}: "])
+        self.rules[name] = " | ".join(alternatives)
+        self._n_characters += len(self.rules[name])
         check_size(self._n_characters)
         return name
 
     def sequence(self, form: str, **places: str) -> str:
-        """A form of the dialect: its markers, the text between them, and what the places stand for.
+        """Write a form of the dialect: markers, the text between them, and what the places stand for.
 
-        Any text in front of a marker that is no token ends where the marker is spelled for the first time.
+        Any text before a marker that is not a token ends where the marker is spelled for the first time.
         """
-        cuts = sorted([*self.dialect.markers, *places], key=len, reverse=True)
-        parts = [part for part in re.split("(" + "|".join(map(re.escape, cuts)) + ")", form) if part]
         spelled = self.dialect.markers - self.dialect.tokens
+        free_places = [place for place, rule in places.items() if rule == "ANY"]
+        lazy_ends = {place + marker: marker for place in free_places for marker in spelled}
+        cuts = sorted([*lazy_ends, *self.dialect.markers, *places], key=len, reverse=True)
         written: list[str] = []
-        before = ""
-        for part, following in itertools.pairwise([*parts, ""]):
-            if places.get(part) == "ANY" and following in spelled:
-                written.append(self.lazy("(?s:.*)", following))
-            elif not (places.get(before) == "ANY" and part in spelled):
+        for part in re.split("(" + "|".join(map(re.escape, cuts)) + ")", form):
+            if part in lazy_ends:
+                written.append(self.lazy("(?s:.*)", lazy_ends[part]))
+            elif part:
                 written.append(places.get(part) or self._literal(part))
-            before = part
         return " ".join(written)
 
     def lazy(self, regex: str, end: str) -> str:
-        """What the regex matches, up to the first such end, and the end."""
+        """Write what the regex matches, up to the first such end, and the end."""
         name = f"lazy_{len(self.rules)}"
-        self.rules[f"{name}[suffix={json.dumps(end)}]: "] = f"/{regex}/"
+        self.rules[f"{name}[suffix={json.dumps(end)}]"] = f"/{regex}/"
         return name
 
     def _literal(self, part: str) -> str:
@@ -109,7 +106,7 @@ class _Writer:
         return json.dumps(part)
 
     def __str__(self) -> str:
-        return "\n".join(name + rule for name, rule in self.rules.items())
+        return "\n".join(f"{name}: {rule}" for name, rule in self.rules.items())
 
 
 def check_size(n_characters: int) -> None:
@@ -119,33 +116,34 @@ def check_size(n_characters: int) -> None:
 
 
 def lark(spec: StructuredOutput, dialect: Dialect, added: Mapping[str, int], thinking: Thinking) -> str:
-    """The grammar of an answer; `added` has the ids of the dialect's tokens."""
+    """Return the grammar of an answer; `added` has the ids of the dialect's tokens."""
     writer = _Writer(dialect, added)
-    writer.rule("start", f"{_reasoning(writer, thinking)} body")
+    writer.rule("start", _reasoning(writer, thinking) + " body")
     content = _plain_text(writer)
     if spec.schema is not None:
         content = writer.rule("json", _json(spec.schema))
-    text = writer.rule("text", writer.sequence(dialect.forms.text, TEXT=content))
-    if spec.calls == "none":
-        writer.rule("body", text)
-    else:
-        _calls(writer, spec)
+    alternatives = [writer.rule("text", writer.sequence(dialect.forms.text, TEXT=content))]
+    if spec.calls != "none":
+        alternatives = _calls(writer, spec)
+    writer.rule("body", *alternatives)
     return str(writer)
 
 
 def _reasoning(writer: _Writer, thinking: Thinking) -> str:
-    """What may stand in front of the body."""
+    """Return what may stand before the body."""
     dialect = writer.dialect
     opening, ending = dialect.forms.thought
-    newlines = ""
-    if dialect.trims:
-        newlines = "NEWLINES"
-    if thinking == "open":
-        return f"{writer.sequence('THOUGHT' + ending, THOUGHT='ANY')} {newlines}"
     can_think = set(dialect.reasoning_markers) <= dialect.markers
-    if thinking == "possible" and can_think:
-        return f"({writer.sequence(f'{opening}THOUGHT{ending}', THOUGHT='ANY')} {newlines})?"
-    return ""
+    if thinking == "over" or (thinking == "possible" and not can_think):
+        return ""
+    if thinking == "open":
+        opening = ""
+    thought = writer.sequence(f"{opening}THOUGHT{ending}", THOUGHT="ANY")
+    if dialect.trims:
+        thought += " NEWLINES"
+    if thinking == "possible":
+        thought = f"({thought})?"
+    return thought
 
 
 def _plain_text(writer: _Writer) -> str:
@@ -156,7 +154,8 @@ def _plain_text(writer: _Writer) -> str:
         spelled |= {marker for marker in dialect.markers if (forms.calls[0] + forms.call).startswith(marker)}
     terms = ["ANY"]
     if spelled:
-        writer.rule("SPELLED", f"/(?s:.*)({'|'.join(map(_escaped, sorted(spelled)))})(?s:.*)/")
+        markers = "|".join(re.escape(marker).replace("/", r"\/") for marker in sorted(spelled))
+        writer.rule("SPELLED", f"/(?s:.*)({markers})(?s:.*)/")
         terms.append("~SPELLED")
     if dialect.start == "call":
         terms.append(BARE)
@@ -166,32 +165,27 @@ def _plain_text(writer: _Writer) -> str:
 BARE = r"~/\s*[\[{](?s:.*)/"  # a call without a marker
 
 
-def _escaped(text: str) -> str:
-    return re.escape(text).replace("/", r"\/")
-
-
-def _calls(writer: _Writer, spec: StructuredOutput) -> None:
-    """One call or several, and what may stand before them, or instead."""
-    forms, places = writer.dialect.forms, []
+def _calls(writer: _Writer, spec: StructuredOutput) -> list[str]:
+    """Return the bodies with one call or several, what may stand before them, and what instead."""
+    forms = writer.dialect.forms
+    grammars = dict(spec.inputs)
+    places: list[dict[str, str]] = []
     for i, (name, schema) in enumerate(spec.functions):
-        grammar = dict(spec.inputs).get(name)
-        arguments = writer.rule(f"arguments_{i}", _arguments(writer, name, schema, grammar))
+        arguments = writer.rule(f"arguments_{i}", _arguments(writer, name, schema, grammars.get(name)))
         places.append({"NAME": json.dumps(name), "ARGUMENTS": arguments})
     opening, ending = forms.calls
     writer.rule("call", *(writer.sequence(forms.call, **place) for place in places))
-    more = ""
+    rest = writer.sequence(ending)
     if not spec.one_call and forms.separator is not None:
-        more = f"({writer.sequence(forms.separator)} call){{0,{MAX_CALLS - 1}}}"
-    rest = f"{more} {writer.sequence(ending)}"
+        rest = f"({writer.sequence(forms.separator)} call){{0,{MAX_CALLS - 1}}} {rest}"
     calls = f"{writer.sequence(opening)} call {rest}"
     if spec.calls == "required":
-        writer.rule("body", calls)
-    elif spec.schema is not None or forms.before is None:
-        writer.rule("body", "text", calls)
-    else:
-        form = f"{forms.before}{opening}{forms.call}"
-        first = writer.rule("first", *(writer.sequence(form, TEXT="ANY", **place) for place in places))
-        writer.rule("body", "text", calls, f"{first} {rest}")
+        return [calls]
+    if spec.schema is not None or forms.before is None:
+        return ["text", calls]
+    form = f"{forms.before}{opening}{forms.call}"
+    writer.rule("first", *(writer.sequence(form, TEXT="ANY", **place) for place in places))
+    return ["text", calls, f"first {rest}"]
 
 
 def _arguments(writer: _Writer, name: str, schema: Mapping[str, Any], grammar: Grammar | None) -> str:
@@ -222,7 +216,6 @@ def _parameters(writer: _Writer, root: Mapping[str, Any]) -> Iterator[str]:
     """The parameters in the order of the schema, those that it only requires behind those it describes."""
     if unknown := root.keys() - OF_OBJECTS:
         raise BadGrammar(f"{', '.join(sorted(unknown))} cannot be enforced on parameters", "")
-    references = References(root)
     described = expect(dict, root.get("properties", {}))
     required = {expect(str, name): True for name in expect(list, root.get("required", []))}
     for name, schema in (described | (required | described)).items():
@@ -230,40 +223,35 @@ def _parameters(writer: _Writer, root: Mapping[str, Any]) -> Iterator[str]:
             raise BadGrammar(f"'{name}' cannot be the name of a parameter", "")
         if schema is False:  # nothing fits it: it cannot be given
             continue
-        parameter = f"{json.dumps(f'<parameter={name}>')} {_value(writer, references, name, schema)}"
+        parameter = f"{json.dumps(f'<parameter={name}>')} {_value(writer, root, name, schema)}"
         if name in required:
             yield parameter
         else:
             yield f"({parameter})?"
 
 
-def _value(writer: _Writer, references: References, name: str, schema: Any) -> str:
-    """A string is bare, all else is JSON; newlines around it."""
-    while targets := references.of(schema):  # they do not go round: _schemas() has refused such
-        (schema,) = targets
+def _value(writer: _Writer, root: Mapping[str, Any], name: str, schema: Any) -> str:
+    """Return what a value is: a string is bare, all else is JSON; newlines around it."""
+    while isinstance(schema, dict) and "$ref" in schema:  # not for ever: _parts() has refused circles
+        schema = json_schema.target(root, expect(str, schema["$ref"]))
     if not isinstance(schema, dict):  # true: any value
         schema = {}
-    types = json_schema.property_types(references, name)
-    variants = expect(list, schema.get("anyOf") or schema.get("oneOf") or [schema])
+    types = json_schema.property_types(root, name)
     if "string" not in types:
-        value = writer.rule(f"json_{len(writer.rules)}", _json(_with_definitions(schema, references.root)))
-        return f'"\\n" {value} {json.dumps(PARAMETER_END)}'
+        as_json = _json(schema)
+        if '"$ref"' in as_json:
+            as_json = _json(schema | {key: root[key] for key in ("$defs", "definitions") if key in root})
+        return f'"\\n" {writer.rule(f"json_{len(writer.rules)}", as_json)} {json.dumps(PARAMETER_END)}'
     if "enum" in schema and types == {"string"}:
         values = [json.dumps(f"\n{value}{PARAMETER_END}") for value in expect(list, schema["enum"])]
         return f"({' | '.join(values)})"
+    characters = "(?s:.*)"  # any text is a string, if it is nothing else
+    variants = expect(list, schema.get("anyOf") or schema.get("oneOf") or [schema])
     if types == {"string"} and schema.keys() <= OF_STRINGS:
-        length = f"{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}"
-        return f'"\\n" {writer.lazy(f"(?s:.{length})", PARAMETER_END)}'
-    if all(expect(dict, variant).keys() <= ANNOTATIONS | {"type"} for variant in variants):
-        return f'"\\n" {writer.lazy("(?s:.*)", PARAMETER_END)}'  # any text is a string, if it is nothing else
-    raise BadGrammar(f"'{name}': of a string only enum, minLength and maxLength can be enforced", "")
-
-
-def _with_definitions(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
-    """A part of a schema as a schema of its own."""
-    if '"$ref"' not in json.dumps(schema):
-        return dict(schema)
-    return dict(schema) | {key: root[key] for key in ("$defs", "definitions") if key in root}
+        characters = f"(?s:.{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}})"
+    elif any(expect(dict, variant).keys() - ANNOTATIONS - {"type"} for variant in variants):
+        raise BadGrammar(f"'{name}': of a string only enum, minLength and maxLength can be enforced", "")
+    return f'"\\n" {writer.lazy(characters, PARAMETER_END)}'
 
 
 def expect(kind: type[T], value: Any) -> T:
@@ -309,14 +297,14 @@ NO_PARTS = "[]"
 def answer_grammar(
     spec: StructuredOutput, dialect: Dialect, added: Mapping[str, int], thinking: Thinking
 ) -> AnswerGrammar:
-    """What is compiled (matchers.py); raises BadGrammar for what can be known before that."""
-    parts = json.dumps([*_schemas(spec), *_inputs(spec)])
+    """Return what is compiled (matchers.py); raises BadGrammar for what can be known before that."""
+    parts = json.dumps(list(_parts(spec)))
     check_size(len(parts))
     return AnswerGrammar(lark(spec, dialect, added, thinking), parts)
 
 
-def _schemas(spec: StructuredOutput) -> Iterator[tuple[str, Schema, None]]:
-    """Raises BadGrammar."""
+def _parts(spec: StructuredOutput) -> Iterator[tuple[str, Schema | None, str | None]]:
+    """Yield what is checked by itself; raises BadGrammar."""
     schemas = list(spec.functions)
     if spec.schema is not None:
         schemas.append(("schema", spec.schema))
@@ -330,14 +318,10 @@ def _schemas(spec: StructuredOutput) -> Iterator[tuple[str, Schema, None]]:
         if problem := json_schema.problem(nodes):
             raise BadGrammar(problem, name)
         yield name, schema, None
-
-
-def _inputs(spec: StructuredOutput) -> Iterator[tuple[str, None, str]]:
-    """Each grammar as the client has written it, which is what an error is about, and as it is in JSON."""
     for name, grammar in spec.inputs:
         try:
             in_json = grammar_in_json.grammar(grammar.syntax, grammar.definition)
         except grammar_in_json.BadSource as error:
             raise BadGrammar(str(error), name) from error
-        yield name, None, as_lark(grammar)
+        yield name, None, as_lark(grammar)  # an error is about what the client has written
         yield name, None, in_json
