@@ -195,8 +195,8 @@ class Api:
     ) -> Begun:
         """Refuse a body, or make all that is needed to start its response; raises BadInput.
 
-        `recall` finds what a WebSocket remembers, this response too when it has ended. A large body leaves its
-        place before the prompt waits, perhaps for the check of a grammar.
+        `recall` finds what a WebSocket remembers, and later this response. A large body leaves its place
+        before the prompt waits, perhaps for the check of a grammar.
         """
         async with parsing as body:
             if purpose == "count" and isinstance(body, dict):

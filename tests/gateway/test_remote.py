@@ -37,10 +37,7 @@ from test_lifecycle import (  # noqa: F401  (collected again, with the fixtures 
     test_chain_behind_one_that_was_cut,
     test_foreground_response_that_runs_is_its_clients_alone,
     test_previous_response,
-    test_resume_by_position,
     test_sdk_background,
-    test_sdk_cancel,
-    test_sdk_follows_a_run_from_afar,
     test_sdk_resumes,
     test_unknown_response,
 )

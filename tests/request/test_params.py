@@ -153,7 +153,7 @@ COMMON: dict[str, Values] = {
     "skip_special_tokens":   ([True],                        [],          [],               [False]),
     "include_reasoning":     ([True],                        [],          [],               [False]),
     "add_generation_prompt": ([True],                        [],          [],               [False]),
-} | dict.fromkeys(params.NOT_BUILT, ([False, "", []],       [],          [],               [True, {}, 0]))
+} | {name: ([False, "", []], [], [], [True, {}, 0]) for name in params.NOT_BUILT}
 
 VALUES: dict[str, dict[str, Values]] = {
   "responses": COMMON | {
