@@ -3,12 +3,11 @@
 python -m course            lists the chapters
 python -m course 7.3        copies the project to ./course-work and breaks it, as exercise 7.3 says
 python -m course check      runs the test that notices
-python -m course hint       tells our rule
+python -m course hint       tells our rule, or which test to read
 python -m course solution   shows the lines as they were
 python -m course next       goes on to the next exercise
 """
 
-import argparse
 import ast
 import shutil
 import subprocess
@@ -25,21 +24,18 @@ from mutants import LEFT_OUT, ROOT, Mutant, mutants, mutated  # noqa: E402
 WORK = Path("course-work")
 CHOSEN = WORK / "exercise"  # the file that holds its number
 MAX_LINES = 10  # of what a test says
+CHAPTERS = tomllib.loads((HERE / "exercises.toml").read_text(encoding="utf-8"))
 
 
 def exercises() -> dict[str, Mutant]:
     """Return each exercise by its number: first the bugs to be found, then the functions to be written."""
     rows = [*mutants()]
     numbered: dict[str, Mutant] = {}
-    for chapter, fields in chapters().items():
+    for chapter, fields in CHAPTERS.items():
         found = [row for words in fields["find"] for row in rows if words in str(row)]
-        made = [*found, *map(to_write, fields["write"])]
-        numbered |= {f"{chapter}.{i}": exercise for i, exercise in enumerate(made, 1)}
+        for i, exercise in enumerate([*found, *map(to_write, fields["write"])], 1):
+            numbered[f"{chapter}.{i}"] = exercise
     return numbered
-
-
-def chapters() -> dict[str, dict[str, list[str]]]:
-    return tomllib.loads((HERE / "exercises.toml").read_text(encoding="utf-8"))
 
 
 def to_write(words: str) -> Mutant:
@@ -51,16 +47,21 @@ def to_write(words: str) -> Mutant:
     first = function.body[1]  # after the docstring
     old = "\n".join(text.splitlines()[first.lineno - 1 : function.end_lineno])
     new = " " * first.col_offset + 'raise NotImplementedError("write it again")'
-    return Mutant(module, f"{name}() has been taken out: write it again.", old, new, test)
+    return Mutant(
+        module, f"{name}() has been taken out: write it again, as its docstring says.", old, new, test
+    )
 
 
 def told(exercise: Mutant) -> tuple[str, str]:
-    """Return the symptom, as its reporter saw it, and our rule."""
+    """Return the symptom, as its reporter saw it, and a hint: our rule, or the test to read."""
+    hint = f"Read {exercise.test}."
     for path, fields in index.files():
         if exercise.test.endswith(f"[{path.stem}]"):
             return f"{fields['went_wrong'].strip()}\n{fields['source']}", fields["title"]
-    name, link, rule = index.bugs().get(exercise.undoes, [exercise.undoes, "", "Compare with the docstring."])
-    return f"{name}\n{link and index.GITHUB + link}", rule
+    if exercise.undoes in index.bugs():
+        name, link, rule = index.bugs()[exercise.undoes]
+        return f"{name.replace('-', ' ')}; expected: {rule}\n{index.GITHUB}{link}", hint
+    return exercise.undoes, hint
 
 
 def start(number: str, exercise: Mutant) -> None:
@@ -72,8 +73,7 @@ def start(number: str, exercise: Mutant) -> None:
     CHOSEN.write_text(number, encoding="utf-8")
     broken = WORK / f"{exercise.module}.py"
     broken.write_text(mutated(exercise), encoding="utf-8")
-    symptom, _ = told(exercise)
-    print(f"{number}: {symptom}\n\nLook into {broken}, then: python -m course check")
+    print(f"{number}: {told(exercise)[0]}\n\nLook into {broken}, then: python -m course check")
 
 
 def check(exercise: Mutant) -> None:
@@ -81,35 +81,31 @@ def check(exercise: Mutant) -> None:
     command = [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider", exercise.test]
     ended = subprocess.run(command, cwd=WORK, capture_output=True, text=True)
     if ended.returncode:
-        said = [line for line in ended.stdout.splitlines() if line.startswith("E ")][:MAX_LINES]
-        sys.exit("\n".join(["Not yet:", *told(exercise), *said]))
+        said = [line for line in ended.stdout.splitlines() if line.startswith("E ")]
+        sys.exit("\n".join(["Not yet:", told(exercise)[0], *said[:MAX_LINES]]))
     print("Solved. Go on: python -m course next")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        "python -m course", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("what", nargs="?", help="one of these words, or a number")
-    what = parser.parse_args().what
     known = exercises()
     numbers = [*known]
     number = CHOSEN.read_text(encoding="utf-8") if CHOSEN.exists() else numbers[-1]
-    match what:
-        case None:
-            print("\n".join(f"{path.stem}: course/{path.name}" for path in sorted(HERE.glob("*.md"))))
-        case "check":
+    match sys.argv[1:]:
+        case []:
+            print(__doc__, *(path.name for path in sorted(HERE.glob("[01]*.md"))), sep="\n")
+        case ["check"]:
             check(known[number])
-        case "hint":
+        case ["hint"]:
             print(told(known[number])[1])
-        case "solution":
+        case ["solution"]:
             print(known[number].old)
+        case ["next"]:
+            following = numbers[numbers.index(number) + 1 - len(numbers)]
+            start(following, known[following])
+        case [chosen] if chosen in known:
+            start(chosen, known[chosen])
         case _:
-            if what == "next":
-                what = numbers[numbers.index(number) + 1 - len(numbers)]
-            if what not in known:
-                parser.error(f"expected an exercise from {numbers[0]} to {numbers[-1]}, got {what}")
-            start(what, known[what])
+            sys.exit(f"{__doc__}\nexpected one of these words, or an exercise from 1.1 to {numbers[-1]}")
 
 
 if __name__ == "__main__":

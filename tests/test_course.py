@@ -12,9 +12,10 @@ from typing import Any
 import openai
 import pytest
 
-from course.__main__ import chapters, exercises, mutants, told
+from course.__main__ import CHAPTERS, exercises, told
+from course_data import BLOCKS, page, written
 from helpers.serving import ROOT, TINY, Server, environment, serve, until
-from mutants import mutated
+from mutants import mutants, mutated
 
 MAX_NANO = 400  # lines
 # fmt: off
@@ -106,8 +107,31 @@ EXERCISES = exercises()
 
 def test_each_bug_to_be_found_is_one_row_of_mutants() -> None:
     rows = [str(row) for row in mutants()]
-    words = [words for fields in chapters().values() for words in fields["find"]]
+    words = [words for fields in CHAPTERS.values() for words in fields["find"]]
     assert [word for word in words if sum(word in row for row in rows) != 1] == []
+
+
+@pytest.mark.parametrize("chapter", BLOCKS)
+def test_a_chapter_holds_its_data(chapter: str) -> None:
+    assert page(chapter).read_text(encoding="utf-8") == written(chapter), (
+        "python tests/course_data.py --write puts it there"
+    )
+
+
+@pytest.mark.parametrize("chapter", BLOCKS)
+def test_a_chapter_lists_its_exercises(chapter: str) -> None:
+    listed = re.findall(
+        r"^\* ([\d.]+) .*\(`python -m course ([\d.]+)`\)$", page(chapter).read_text("utf-8"), re.M
+    )
+    own = [number for number in EXERCISES if number.split(".")[0] == str(int(chapter[:2]))]
+    assert listed == [(number, number) for number in own]
+    assert 3 <= len(own) <= 7
+
+
+def test_the_first_page_leads_to_all_chapters() -> None:
+    text = (ROOT / "course" / "README.md").read_text(encoding="utf-8")
+    assert re.findall(r"\]\((\d.*)\.md\)", text) == [*BLOCKS]
+    assert {path.stem for path in (ROOT / "course").glob("[01]*.md")} == {*BLOCKS}
 
 
 def test_there_are_enough_and_all_can_be_made() -> None:
@@ -116,9 +140,9 @@ def test_there_are_enough_and_all_can_be_made() -> None:
     assert sum("has been taken out" in symptom for symptom in symptoms) >= 10
 
 
-def course(folder: Path, what: str) -> subprocess.CompletedProcess[str]:
+def course(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "course", what], cwd=folder, capture_output=True, text=True,
+        [sys.executable, "-m", "course", *words], cwd=folder, capture_output=True, text=True,
         env=environment() | {"PYTHONPATH": str(ROOT)},
     )  # fmt: skip
 
@@ -155,6 +179,7 @@ def test_the_words_of_the_command(tmp_path: Path) -> None:
     assert course(tmp_path, "hint").stdout
     assert EXERCISES["1.1"].old in course(tmp_path, "solution").stdout
     assert os.listdir(tmp_path) == ["course-work"]
+    assert course(tmp_path).stdout.split()[-len(BLOCKS) :] == [f"{chapter}.md" for chapter in BLOCKS]
 
 
 def test_a_folder_of_another_kind_is_left_alone(tmp_path: Path) -> None:

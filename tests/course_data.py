@@ -1,0 +1,419 @@
+"""What each chapter of the course shows as data: made by the server's own modules, in this process.
+
+    chapter --BLOCKS[chapter]()--> its lines --written()--> the page
+
+    python tests/course_data.py             prints the blocks
+    python tests/course_data.py --write     puts each into its chapter; test_course.py holds it to be there
+
+No block depends on a clock, on chance or on the rounding of a machine.
+"""
+
+import argparse
+import asyncio
+import itertools
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # the server's modules
+
+import sse
+from background import EventLog, encode_event
+from channels import Arguments, Call, Delta, Finish, Output, Parser, Piece
+from checkpoint.config import read_config
+from dialects.families import DIALECTS
+from gateway.answers import Answer
+from gateway.outputs import Outputs
+from model import PAGE, Batch, Span
+from pages import PagePool, prefix_hash, root_hash
+from responses import Builder, fold, label
+from sampling import (
+    Choice,
+    Context,
+    Sampling,
+    apply_penalties,
+    apply_temperature,
+    apply_top_k_top_p_min_p,
+    draw,
+)
+from scheduler import Scheduled, Scheduler, Sequence, prompt_lookup
+from tokenizer import Tokenizer
+from walkthrough import ROOT, TINY, in_page, shown
+
+BEGIN = "<!-- made by `python tests/course_data.py --write` -->\n```text\n"
+END = "```\n<!-- end of the data -->"
+MAX_WIDTH = 114
+
+Lines = Iterator[str]
+
+
+def tokens() -> Lines:
+    """Chapter 1: a text as token ids, and back."""
+    tokenizer = Tokenizer(TINY / "tokenizer.json")
+    token_ids = tokenizer.encode("Well done 🙂!")
+    yield f"tokenizer.Tokenizer.encode('Well done 🙂!') -> {token_ids}"
+    yield ""
+    yield "  id  its bytes          Decoder.feed()"
+    decoder = tokenizer.decoder()
+    for token_id in token_ids:
+        data = tokenizer.token_bytes(token_id)
+        yield f"{token_id:4}  {data!s:18} {pieces(decoder.feed(token_id))}"
+    yield ""
+    yield "the same, cut before its last two tokens"
+    decoder = tokenizer.decoder()
+    for token_id in token_ids[:-2]:
+        decoder.feed(token_id)
+    yield f"      Decoder.close()    {pieces(decoder.close())}"
+    yield ""
+    for text in ("<|im_end|>", "<|im_", "end|>"):
+        yield f"{text!r:13} {tokenizer.encode(text)}"
+
+
+def pieces(found: list[Piece]) -> str:
+    return ", ".join(map(shown, found)) or "nothing yet"
+
+
+def forward_pass() -> Lines:
+    """Chapter 2: the rows of two steps, which keys each of them sees, and what a row costs."""
+    config = read_config(TINY)
+    prompt = [2040, 280, 260, 198, 760]
+    steps = {
+        "prefill, the first three tokens": Span(0, [7], prompt[:3], 0, 0),
+        "prefill, the other two": Span(0, [7], prompt[3:], 3, 1),
+        "decode, the token that was chosen": Span(0, [7], [2046], 5, 1),
+    }
+    for name, span in steps.items():
+        batch = Batch([span])
+        yield f"{name}: model.Batch() has {len(batch.token_ids)} rows"
+        yield "    token  position  page, place  keys that the row sees  wanted"
+        for row, (token_id, position) in enumerate(zip(batch.token_ids, batch.positions, strict=True)):
+            place = f"{batch.pages[row]}, {batch.offsets[row]}"
+            keys = "■" * (position + 1) + "·" * (5 - position)
+            wanted = "logits" if row in batch.wanted_rows else ""
+            yield f"    {token_id:5}  {position:8}  {place:11}  {keys:22}  {wanted}"
+    c = config
+    n_heads = c.n_heads + 2 * c.n_kv_heads
+    shapes = {
+        "qkv": (c.dim, n_heads * c.head_dim),
+        "out": (c.n_heads * c.head_dim, c.dim),
+        "gate_up": (c.dim, 2 * c.hidden_dim),
+        "down": (c.hidden_dim, c.dim),
+    }
+    yield ""
+    yield "the matrices of one layer, and the multiplications of one row"
+    for name, (n_in, n_out) in shapes.items():
+        yield f"    {name:8} {n_in:4} x {n_out:4} {n_in * n_out:8,}"
+    n_layers = sum(n_in * n_out for n_in, n_out in shapes.values()) * c.n_layers
+    n_head = c.dim * c.vocab_size
+    yield f"    {c.n_layers} layers        {n_layers:8,}   and {n_head:,} more for the logits of a row"
+    n_numbers = 2 * c.n_kv_heads * c.head_dim * c.n_layers
+    yield f"    to keep     {n_numbers:8,} numbers in the KV cache, {PAGE * n_numbers * 4:,} bytes a page"
+
+
+def pages() -> Lines:
+    """Chapter 3: three pages that are taken, registered, found, shared, freed and evicted."""
+    pool = PagePool(3)
+    first, second = list(range(PAGE)), list(range(PAGE, 2 * PAGE))
+    names: dict[bytes, str] = {}
+
+    def hashed(name: str, before: bytes, token_ids: list[int]) -> bytes:
+        found = prefix_hash(before, token_ids)
+        names[found] = name
+        return found
+
+    one = hashed("ann: 0 to 63", root_hash("ann"), first)
+    two = hashed("ann: 0 to 127", one, second)
+    alone = hashed("ann: 64 to 127", root_hash("ann"), second)
+    other = hashed("bob: 0 to 63", root_hash("bob"), first)
+    yield "prefix_hash() of                its first bytes"
+    for page_hash, name in names.items():
+        yield f"    {name:27} {page_hash.hex()[:12]}"
+    yield ""
+    yield "what happens                    n_free  in the prefix cache"
+
+    def state(what: str) -> str:
+        cached = {page: name for found, name in names.items() if (page := pool.find(found)) is not None}
+        listed = ", ".join(f"{page} = {name}" for page, name in sorted(cached.items()))
+        return f"    {what:27} {pool.n_free:6}  {listed or 'nothing'}"
+
+    yield state("at the start")
+    table = [pool.take(), pool.take()]
+    yield state(f"A: take() -> {table}")
+    pool.register(table[0], one)
+    pool.register(table[1], two)
+    yield state("A: register() both")
+    pool.release(table)
+    yield state("A ends: release()")
+    found = pool.find(one)
+    assert found is not None
+    pool.share(found)
+    yield state(f"B: find() -> {found}, share()")
+    yield state(f"B: find(64 to 127) -> {pool.find(alone)}")
+    yield state(f"bob: find() -> {pool.find(other)}")
+    yield state(f"C: take() -> {pool.take()}")
+    yield state(f"C: take() -> {pool.take()}")
+
+
+def batching() -> Lines:
+    """Chapter 4: what schedule() returns, step by step, with four pages and then with too few."""
+    scheduler = Scheduler(n_pages=4, max_batch=3, chunk=PAGE)
+    lengths = {"A": 124, "B": 61, "C": 150}
+    sequences = {
+        name: Sequence(list(range(1000 * i, 1000 * i + n)), 8, frozenset(), Sampling(temperature=0))
+        for i, (name, n) in enumerate(lengths.items(), 1)
+    }
+    letters = {sequence: name for name, sequence in sequences.items()}
+    arrivals = {1: "A", 2: "B", 4: "C"}
+    prompts = ", ".join(f"{name} {n}" for name, n in lengths.items())
+    yield f"Tokens of the prompts: {prompts}. Each has 8 tokens of output. There are 4 pages of {PAGE}."
+    yield ""
+    yield f"step  {'A':18}{'B':18}{'C':18}n_free  waiting"
+    for number in range(1, 17):
+        if number in arrivals:
+            scheduler.add(sequences[arrivals[number]])
+        batch = {letters[one.sequence]: one for one in scheduler.schedule()}
+        columns = [share(batch.get(name), sequences[name]) for name in sequences]
+        waiting = " ".join(letters[sequence] for sequence in scheduler.waiting) or "-"
+        yield f"{number:4}  {columns[0]:18}{columns[1]:18}{columns[2]:18}{scheduler.pool.n_free:6}  {waiting}"
+        for one in batch.values():
+            scheduler.postprocess(one, [Choice(7) for _ in one.contexts])
+
+
+def share(scheduled: Scheduled | None, sequence: Sequence) -> str:
+    if scheduled is None:
+        return "has ended" if sequence.finish else "preempted" * bool(sequence.n_preemptions) or "-"
+    span = scheduled.span
+    kind = "prefill" if scheduled.is_prefill else "decode"
+    return f"{kind} {span.start}:{span.end}"
+
+
+def sampling() -> Lines:
+    """Chapter 5: six logits become a token; a mask; drafts."""
+    words = ["cat", "dog", "mat", "sat", "the", "."]
+    logits = np.log(np.array([32, 16, 8, 4, 2, 1], np.float32))
+    hot = Sampling(temperature=2, top_p=0.8, frequency_penalty=0.5)
+    yield f"{'':44}{''.join(f'{word:>7}' for word in words)}"
+
+    def row(name: str, numbers: Iterable[float]) -> str:
+        return f"{name:44}{''.join(f'{number:7.2f}' for number in numbers)}"
+
+    yield row("logits", logits)
+    penalised = apply_penalties(logits, Context(hot, [], [0, 0]))
+    yield row('apply_penalties(), "cat" was said twice', penalised)
+    yield row("apply_temperature(1), the likeliest is 1", apply_temperature(logits, 1))
+    probs = apply_temperature(logits, 2)
+    yield row("apply_temperature(2)", probs)
+    kept = apply_top_k_top_p_min_p(probs, hot)
+    yield row("apply_top_k_top_p_min_p(), top_p 0.8", kept)
+    yield row("where each ends, of a whole of 1", np.cumsum(kept) / kept.sum())
+    for u in (0.1, 0.6, 0.99):
+        yield f"draw(u = {u}) -> {words[draw(kept, u)]}"
+    mask = np.array([False, False, True, True, False, False])
+    yield row("a mask, in apply_penalties()", apply_penalties(logits, Context(Sampling(), [], [], mask)))
+    yield ""
+    text = np.array([5, 6, 7, 8, 9, 5, 6])
+    yield f"prompt_lookup({text.tolist()}, 3) -> {prompt_lookup(text, 3)}"
+    yield f"prompt_lookup({text[:-1].tolist()}, 3) -> {prompt_lookup(text[:-1], 3)}"
+
+
+def channels() -> Lines:
+    """Chapter 6: the pieces of an answer, and what the parser makes of each."""
+    hermes = DIALECTS["hermes"]._replace(tokens=frozenset(["<think>", "</think>"]))
+    yield "<think> is a token of this vocabulary; <tool_call> is text, and comes in two pieces"
+    yield ""
+    yield f"{'piece':36} Parser.feed()"
+    parser = Parser(hermes, stop=["END"])
+    said = [
+        Piece("<think>", "<think>"),
+        Piece("\nI call."),
+        Piece("\n"),
+        Piece("</think>", "</think>"),
+        Piece("One <th"),
+        Piece("ink> E"),
+        Piece("ach."),
+        Piece("\n<tool_"),
+        Piece('call>\n{"name": "f'),
+        Piece('", "arguments": {"x": "</tool_call>'),
+        Piece('"}}\n</tool_call>'),
+        Piece("Bye EN"),
+        Piece("D now"),
+    ]
+    for piece in said:
+        text = repr(piece.special or piece.text) + " (a token)" * bool(piece.special)
+        yield f"{text:36} {outputs(parser.feed(piece))}".rstrip()
+    yield f"{'Parser.close()':36} {outputs(parser.close(cut=False))}"
+
+
+def outputs(found: list[Output]) -> str:
+    return ", ".join(map(shown, found)) or "nothing yet"
+
+
+def events() -> Lines:
+    """Chapter 7: what a model said, the events that are made of it, and the builder's state."""
+    numbers = itertools.count(1)
+    builder = Builder({"id": "resp_0"}, lambda prefix: f"{prefix}_{next(numbers)}")
+    made: list[dict[str, Any]] = []
+    yield f"{'said':36}{'event':36}state"
+
+    def rows(said: str, found: list[dict[str, Any]]) -> Lines:
+        made.extend(found)
+        for event in found:
+            yield f"{said:36}{label(event).removeprefix('response.'):36}"
+            said = ""
+
+    yield from with_state(rows("start()", builder.start()), builder)
+    for one in (Delta("final", "Hi"), Call("f"), Arguments('{"x": ')):
+        yield from with_state(rows(shown(one), builder.feed(one)), builder)
+    finish = Finish("length")
+    yield from with_state(rows(shown(finish), builder.finish(finish, now=1)), builder)
+    response = fold(made)
+    yield ""
+    yield f"fold() -> status {response['status']!r}, {response['incomplete_details']}, and the output:"
+    for item in response["output"]:
+        content = item.get("arguments", item.get("content"))
+        yield f"    {item['id']:6} {item['type']:14} {item['status']:11} {sse.dumps(content)}"
+
+
+def with_state(rows: Iterable[str], builder: Builder) -> Lines:
+    """Append the state after the last of some events."""
+    *others, last = rows
+    yield from (row.rstrip() for row in others)
+    yield f"{last}{builder.state}"
+
+
+def frames() -> Lines:
+    """Chapter 8: bytes that were cut anywhere, and the events in them."""
+    stream = "data: {\r\ndata: }\r\n\r\n: ping\n\nevent: a\rdata:  ü\r\rdata: cut".encode()
+    cuts = [0, 8, 19, 21, 32, 46, 48, len(stream)]
+    parser = sse.Parser()
+    yield "chunk                          the line so far     data so far    Parser.feed()"
+    for start, end in itertools.pairwise(cuts):
+        chunk = stream[start:end]
+        found = ", ".join(map(shown, parser.feed(chunk))) or "-"
+        yield f"{chunk!s:30} {bytes(parser.line)!s:19} {parser.data!s:14} {found}"
+    try:
+        parser.close()
+    except sse.Truncated as error:
+        yield f"Parser.close() raises Truncated: {error}"
+    yield ""
+    yield f"sse.encode('one\\ntwo', 'note') -> {sse.encode('one' + chr(10) + 'two', 'note')!r}"
+
+
+def logs() -> Lines:
+    """Chapter 9: one log, three readers."""
+    return iter(asyncio.run(log_lines()))
+
+
+async def log_lines() -> list[str]:
+    builder = Builder({"id": "resp_0"}, lambda prefix: f"{prefix}_0")
+    log = EventLog(encode_event)
+    seen: dict[str, list[int]] = {"from the start": [], "starting_after=3": [], "came late": []}
+
+    async def follow(reader: str, after: int) -> None:
+        numbers = itertools.count(after + 1)
+        async for frames in log.read(after):
+            seen[reader] += itertools.islice(numbers, len(frames))
+
+    lines = [f"{'what happens':24}{'status':14}{''.join(f'{reader:22}' for reader in seen)}".rstrip()]
+
+    async def happens(what: str) -> None:
+        for _ in range(9):
+            await asyncio.sleep(0)  # every reader has its turn
+        columns = "".join(f"{read_so_far(numbers):22}" for numbers in seen.values())
+        lines.append(f"{what:24}{log.status:14}{columns}".rstrip())
+
+    readers = [asyncio.create_task(follow("from the start", -1))]
+    await happens("nothing yet")
+    log.extend(builder.start())
+    await happens("start()")
+    log.extend(builder.feed(Delta("final", "Hi")))
+    await happens("Delta('Hi')")
+    readers.append(asyncio.create_task(follow("starting_after=3", 3)))
+    await happens("a client comes back")
+    log.extend(builder.finish(Finish("cancelled"), now=1))
+    log.close()
+    await happens("Finish('cancelled')")
+    readers.append(asyncio.create_task(follow("came late", -1)))
+    await happens("a client comes late")
+    await asyncio.gather(*readers)
+    return lines
+
+
+def read_so_far(numbers: list[int]) -> str:
+    return f"{numbers[0]} to {numbers[-1]}" if numbers else "-"
+
+
+def upstreams() -> Lines:
+    """Chapter 10: what another server sent, put right, and what a response is built of."""
+    calls = '{{"choices": [{{"delta": {{"tool_calls": [{{"function": {}}}]}}}}]}}'
+    sent = [
+        '{"choices": [{"delta": {"role": "assistant", "reasoning": "I ask both."}}]}',
+        calls.format('{"name": "f", "arguments": {"x": 1}}'),
+        calls.format('{"name": "g", "arguments": "{\\"y\\": "}'),
+        '{"choices": []}',
+        calls.format('{"arguments": "2}"}'),
+        '{"choices": [{"delta": {}, "finish_reason": "STOP"}]}',
+    ]
+    numbers = itertools.count(1)
+    answer = Answer("text/event-stream", new_id=lambda prefix: f"{prefix}_{next(numbers)}")
+    reader = Outputs()
+    for document in sent:
+        yield f"sent: {document}"
+        yield from put_right(answer.feed(f"data: {document}\n\n".encode()), reader)
+    yield "sent: the end of the connection, without [DONE]"
+    yield from put_right(answer.close(), reader)
+    yield f"    a response    {', '.join(map(shown, reader.close(None)))}"
+
+
+def put_right(chunks: list[dict[str, Any]], reader: Outputs) -> Lines:
+    for chunk in chunks:
+        for choice in chunk.get("choices", []):
+            ending = f", finish_reason {choice['finish_reason']}" if choice.get("finish_reason") else ""
+            yield f"    put right     {sse.dumps(choice.get('delta'))}{ending}"
+        found = ", ".join(map(shown, reader.read(chunk)))
+        if found:
+            yield f"    a response    {found}"
+
+
+BLOCKS: dict[str, Callable[[], Lines]] = {
+    "01-tokens-and-text": tokens,
+    "02-the-forward-pass": forward_pass,
+    "03-pages": pages,
+    "04-batching": batching,
+    "05-sampling": sampling,
+    "06-channels": channels,
+    "07-events": events,
+    "08-sse": frames,
+    "09-background": logs,
+    "10-upstreams": upstreams,
+}
+
+
+def page(chapter: str) -> Path:
+    return ROOT / "course" / f"{chapter}.md"
+
+
+def block(chapter: str) -> str:
+    lines = [line.rstrip() for line in BLOCKS[chapter]()]
+    return "\n".join(
+        [*(f"{line[: MAX_WIDTH - 2]} …" if len(line) > MAX_WIDTH else line for line in lines), ""]
+    )
+
+
+def written(chapter: str) -> str:
+    """Return the page of a chapter with its block in it."""
+    return in_page(block(chapter), BEGIN, END, page(chapter))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="What each chapter of the course shows as data.")
+    parser.add_argument("--write", action="store_true", help="put it into the chapters")
+    is_written = parser.parse_args().write
+    for name in BLOCKS:
+        if is_written:
+            page(name).write_text(written(name), encoding="utf-8")
+        else:
+            print(f"{name}\n\n{block(name)}")
