@@ -21,10 +21,10 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the server's modules
 
 import sse
-from background import EventLog, encode_event
 from channels import Arguments, Call, Delta, Finish, Output, Parser, Piece
 from checkpoint.config import read_config
 from dialects.families import DIALECTS
+from event_log import EventLog, encode_event
 from gateway.answers import Answer
 from gateway.outputs import Outputs
 from model import PAGE, Batch, Span
@@ -373,9 +373,9 @@ def put_right(chunks: list[dict[str, Any]], reader: Outputs) -> Lines:
         for choice in chunk.get("choices", []):
             ending = f", finish_reason {choice['finish_reason']}" if choice.get("finish_reason") else ""
             yield f"    put right     {sse.dumps(choice.get('delta'))}{ending}"
-        found = ", ".join(map(shown, reader.read(chunk)))
-        if found:
-            yield f"    a response    {found}"
+    found = ", ".join(map(shown, reader.read(chunks)))
+    if found:
+        yield f"    a response    {found}"
 
 
 BLOCKS: dict[str, Callable[[], Lines]] = {
