@@ -101,16 +101,14 @@ def in_bytes(*fields: NDArray[Any]) -> NDArray[np.uint8]:
 
 def blocks_of_32(blocks: Blocks) -> Blocks:
     """Q4_K as Q4_1, Q5_K as Q5_1: dequantize_row_q4_K and _q5_K of ggml-quants.c say what the bits mean."""
+    from gguf.quants import Q4_K
+
     data = blocks.data
     rows = len(data)
-    factors = data[:, :, :4].view(np.float16).astype(np.float32)  # (n_out, n_blocks, 2)
-    a, b, c = data[:, :, 4:8], data[:, :, 8:12], data[:, :, 12:16]
-    sixes = [
-        np.concatenate([a & 63, c & 15 | a >> 6 << 4], axis=2),
-        np.concatenate([b & 63, c >> 4 | b >> 6 << 4], axis=2),
-    ]  # of scales and of minima, (n_out, n_blocks, 8)
-    scales = (factors[:, :, :1] * sixes[0]).astype(np.float16).reshape(rows, -1, 1)
-    minima = (-factors[:, :, 1:] * sixes[1]).astype(np.float16).reshape(rows, -1, 1)
+    factors = data[:, :, :4].view(np.float16).astype(np.float32).reshape(-1, 2)
+    sixes = Q4_K.get_scale_min(data[:, :, 4:16].reshape(-1, 12))  # of scales and of minima, (..., 8)
+    scales = (factors[:, :1] * sixes[0]).astype(np.float16).reshape(rows, -1, 1)
+    minima = (-factors[:, 1:] * sixes[1]).astype(np.float16).reshape(rows, -1, 1)
     fifths: list[NDArray[np.uint8]] = []
     if blocks.format == "Q5_K":  # a bit for each block of 32 in 32 bytes
         parts = np.arange(8, dtype=np.uint8)[:, None]

@@ -325,13 +325,8 @@ def parse_config(raw: Fields, generation: dict[str, Any]) -> Config:
     check_fields(raw, {"quantization_config": family.quantisation})
     defaults = {name: default for name, (_, default) in FIELDS.items()}
     fields = complete(defaults | family.defaults | dict(raw))
-    eos = generation.get("eos_token_id")  # it wins over that of config.json
-    if eos is None:
-        eos = fields["eos_token_id"]
-    if eos is None:
-        eos = []
-    if not isinstance(eos, list):
-        eos = [eos]
+    given = [generation.get("eos_token_id"), fields["eos_token_id"], []]  # the first that is not null
+    eos = next(ids for ids in given if ids is not None)
 
     def flag(value: bool | str) -> bool:
         return bool(fields[value]) if isinstance(value, str) else value
@@ -346,7 +341,7 @@ def parse_config(raw: Fields, generation: dict[str, Any]) -> Config:
         o_bias=flag(family.o_bias),
         mlp_bias=flag(family.mlp_bias),
         qk_norm=family.qk_norm,
-        eos_token_ids=tuple(eos),
+        eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,),
         generation=generation,
         sinks=family.sinks,
         experts=parse_experts(fields, family.mixture),

@@ -16,7 +16,7 @@ Rules of this file:
   * A file is not believed. Each count and size is checked against the bytes that are there before anything is
     made of it, and a header has at most MAX_HEADER_BYTES. This bounds time and memory.
   * Tensors follow one another in their order, as llama.cpp requires, so no tensor overlaps another.
-  * What is wrong raises UnsupportedModel, in one line.
+  * What is wrong raises ValueError; read() makes UnsupportedModel of it, in one line.
 """
 
 import math
@@ -59,14 +59,13 @@ class Header:
 
     def numbers(self, dtype: np.dtype[Any], n: int) -> NDArray[Any]:
         start = self.position
-        end = start + n * dtype.itemsize
-        if end > len(self._data):
-            raise UnsupportedModel(
-                f"{end - start} bytes are announced at byte {start} of the header, which ends at byte"
+        self.position += n * dtype.itemsize
+        if self.position > len(self._data):
+            raise ValueError(
+                f"{n * dtype.itemsize} bytes are announced at byte {start} of the header, which ends at byte"
                 f" {len(self._data)} (at most {MAX_HEADER_BYTES} bytes are read)"
             )
-        self.position = end
-        return np.frombuffer(self._data[start:end], dtype)
+        return np.frombuffer(self._data[start : self.position], dtype)
 
     def integer(self, dtype: np.dtype[Any]) -> int:
         return int(self.numbers(dtype, 1)[0])
@@ -81,27 +80,21 @@ class Header:
         if kind == STRING:
             return self.string()
         if kind != ARRAY:
-            return self.numbers(self._dtype(kind), 1)[0].item()
+            return self.numbers(NUMBERS[kind], 1)[0].item()
         kind = self.integer(U32)
         n = self.integer(U64)
         if kind == STRING:
             return [self.string() for _ in range(n)]  # ends with the bytes: each string takes 8 or more
-        return self.numbers(self._dtype(kind), n)
-
-    def _dtype(self, kind: int) -> np.dtype[Any]:
-        if kind not in NUMBERS:
-            raise UnsupportedModel(
-                f"the value at byte {self.position} is of type {kind}, which is unknown here"
-            )
-        return NUMBERS[kind]
+        return self.numbers(NUMBERS[kind], n)
 
 
 def read(file: Path) -> Container:
     """Map a file; raises UnsupportedModel for one that is unreadable, cut, or contradicts itself."""
     try:
         return parse(np.memmap(file, np.uint8, mode="r").view(np.ndarray))
-    except ValueError as error:  # UnsupportedModel; text that is not UTF-8, an unknown format, an empty file
-        raise UnsupportedModel(f"{file.resolve()} is not a GGUF file, or broken: {error}") from None
+    except (ValueError, KeyError) as error:  # also text that is not UTF-8, and an empty file
+        reason = f"a value of type {error}" if isinstance(error, KeyError) else error
+        raise UnsupportedModel(f"{file.resolve()} is not a GGUF file, or broken: {reason}") from None
     except OSError as error:
         raise UnsupportedModel(f"{file.resolve()}: {error.strerror}") from error
 
@@ -111,7 +104,7 @@ def parse(data: NDArray[np.uint8]) -> Container:
     magic = header.numbers(NUMBERS[0], 4).tobytes()
     version = header.integer(U32)
     if magic != b"GGUF" or version not in (2, 3):
-        raise UnsupportedModel(
+        raise ValueError(
             f"it begins with {magic!r}, version {version}; supported: b'GGUF', 2 or 3, little-endian"
         )
     n_tensors = header.integer(U64)
@@ -120,26 +113,23 @@ def parse(data: NDArray[np.uint8]) -> Container:
     for _ in range(n_entries):
         name = header.string()
         if name in metadata:
-            raise UnsupportedModel(f"{name[:80]!r} stands twice in the metadata")
+            raise ValueError(f"{name[:80]!r} stands twice in the metadata")
         metadata[name] = header.value()
     step = metadata.get("general.alignment", ALIGNMENT)
     if not isinstance(step, int) or step not in [2**n for n in range(16)]:
-        raise UnsupportedModel(f"general.alignment is {str(step)[:80]!r}; supported: powers of 2")
+        raise ValueError(f"general.alignment is {str(step)[:80]!r}; supported: powers of 2")
     places = [read_place(header) for _ in range(n_tensors)]
-    start = -(-header.position // step) * step
-    expected = 0  # offset of the next tensor
+    start = begin = -(-header.position // step) * step
     tensors: dict[str, Tensor] = {}
     for name, kind, shape, n_bytes, offset in places:
-        begin = start + offset
         end = begin + n_bytes
-        if name in tensors:
-            raise UnsupportedModel(f"tensor {name} is there twice")
-        if offset != expected:
-            raise UnsupportedModel(f"tensor {name} lies at byte {offset} of the data; expected: {expected}")
-        if end > len(data):
-            raise UnsupportedModel(f"tensor {name} ends at byte {end}; the file has {len(data)}")
+        if name in tensors or start + offset != begin or end > len(data):
+            raise ValueError(
+                f"tensor {name} is there twice, or lies at byte {start + offset} of {len(data)},"
+                f" not from {begin} to {end}"
+            )
         tensors[name] = Tensor(kind, shape, data[begin:end])
-        expected = -(-(offset + n_bytes) // step) * step
+        begin = -(-end // step) * step
     return Container(metadata, tensors)
 
 
@@ -151,13 +141,11 @@ def read_place(header: Header) -> tuple[str, str, tuple[int, ...], int, int]:
     n_dims = header.integer(U32)
     if not name.isprintable() or not 1 <= n_dims <= MAX_DIMS:
         limits = f"a name that can be printed, 1 to {MAX_DIMS} dimensions"
-        raise UnsupportedModel(f"tensor {name[:80]!r} has {n_dims} dimensions; supported: {limits}")
+        raise ValueError(f"tensor {name[:80]!r} has {n_dims} dimensions; supported: {limits}")
     sizes = [header.integer(U64) for _ in range(n_dims)]
     kind = GGMLQuantizationType(header.integer(U32))
     block, block_bytes = GGML_QUANT_SIZES[kind]
     if 0 in sizes or sizes[0] % block:
-        raise UnsupportedModel(
-            f"tensor {name} has the sizes {sizes}; supported: rows of whole blocks of {block}"
-        )
+        raise ValueError(f"tensor {name} has the sizes {sizes}; supported: rows of whole blocks of {block}")
     n_bytes = math.prod(sizes) // block * block_bytes
     return name, kind.name, tuple(reversed(sizes)), n_bytes, header.integer(U64)

@@ -24,6 +24,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -102,10 +103,12 @@ def on_device(weights: Weights, upload: Callable[[Any], DeviceArray]) -> Weights
 
 
 def upload(cp: Any, array: Any) -> Any:
-    """An array of the host in bfloat16 on the device; MXFP4 as it is."""
+    """An array of the host in bfloat16 on the device; MXFP4, and what lies there already, as it is."""
     if isinstance(array, Mxfp4):
         return Mxfp4(copy(cp, array.blocks), copy(cp, array.scales))
-    return copy(cp, bfloat16(array))
+    if isinstance(array, list) or type(array) is np.ndarray:
+        return copy(cp, bfloat16(array))
+    return array
 
 
 def copy(cp: Any, numbers: NDArray[Any]) -> DeviceArray:
@@ -114,6 +117,8 @@ def copy(cp: Any, numbers: NDArray[Any]) -> DeviceArray:
     The driver copies through pinned memory of its own, some megabytes. cupy.asarray() would allocate as many
     pinned bytes as the array has, and its pool would keep them.
     """
+    if type(numbers) is not np.ndarray:
+        return numbers
     on_device = cp.empty(numbers.shape, numbers.dtype)
     on_device.set(numbers)
     cp.cuda.get_current_stream().synchronize()  # it will be read on another stream
@@ -279,11 +284,9 @@ class CudaOps:
                 self._allocate(weights)
             except cp.cuda.memory.OutOfMemoryError:
                 raise OutOfMemory(self._memory_report()) from None
-            driver = None
-            if not os.environ.get(NO_PDL):
-                driver = open_driver(cp)
+            driver = None if os.environ.get(NO_PDL) else open_driver(cp)
             self._kernels = Kernels(cp, config, driver)
-            if driver and not self._can_overlap(self._kernels):
+            if driver and not self._can_overlap():
                 self._kernels = Kernels(cp, config)
             log.info("loading the kernels: some seconds if they have not been compiled before")
             self._kernels.load()
@@ -310,13 +313,7 @@ class CudaOps:
     def _allocate(self, weights: Weights) -> None:
         cp, c = self._cp, self.config
 
-        def uploaded(array: Any) -> Any:
-            numbers = array.blocks if isinstance(array, Mxfp4) else array
-            if type(numbers) is np.ndarray:
-                return upload(cp, array)
-            return array  # it lies on the device already
-
-        self.weights = on_device(weights, uploaded)
+        self.weights = on_device(weights, partial(upload, cp))
         shapes = buffer_shapes(c, self.max_seq_len, self.max_batch)
         self._buffers = {name: cp.zeros(shape, np.dtype(dtype)) for name, (dtype, shape) in shapes.items()}
         self._buffers["rope"].set(rope_table(c.rope, c.head_dim, self.max_seq_len))
@@ -349,25 +346,21 @@ class CudaOps:
             "Lower --kv-memory, --max-batch or --max-model-len."
         )
 
-    def _can_overlap(self, kernels: Kernels) -> bool:
+    def _can_overlap(self) -> bool:
         """Do this driver and CuPy take a CUDA graph of two kernels of which one starts early (PDL)?"""
         arrays = {"w": self.weights.norm, "x": self._buffers["x"], "rows": None, "y": self._buffers["normed"]}
+
+        def launch(n: int) -> None:
+            for _ in range(n):
+                self._kernels.launch("rms_norm", (1,), arrays)
+
         try:
-            kernels.launch("rms_norm", (1,), arrays)
-            kernels.overlap = True
-            self._stream.begin_capture()
-            try:
-                for _ in range(2):
-                    kernels.launch("rms_norm", (1,), arrays)
-            finally:
-                graph = self._stream.end_capture()
-            graph.launch(self._stream)
+            launch(1)
+            self._capture(partial(launch, 2)).launch(self._stream)
             self._stream.synchronize()
         except Exception as error:
             log.warning("kernels do not overlap: %s", error)
             return False
-        finally:
-            kernels.overlap = False
         return True
 
     # --- steps ----------------------------------------------------------------------------------------------
@@ -414,14 +407,19 @@ class CudaOps:
     ) -> tuple[StepMemory, HostMemory, DeviceStep]:
         """Copy a step's numbers to the device.
 
-        A step of decoding is padded to a size that comes again, for its CUDA graph.
+        A step of decoding is padded to a size that comes again, for its CUDA graph. One of whole prefill
+        chunks and nothing else, as most steps of a long prompt are, comes again as it is.
         """
         n = sum(map(n_rows, spans))
         if n > self._max_rows or len(contexts) > self.max_wanted:
             raise ValueError(f"{n} rows, {len(contexts)} wanted: at most {self._max_rows}, {self.max_wanted}")
         max_parts = len(self._buffers["part"])
         tiles = step_tiles(spans, group_size(self.config), self._split_keys, max_parts)
-        is_decode = not tiles.whole and tiles.n_split == tiles.n_split_spans
+        is_decode = not tiles.whole and tiles.n_split == len(spans)
+        is_of_whole_chunks = all(is_prompt(span) and n_rows(span) == self.chunk for span in spans)
+        sizes = n, len(contexts), tiles.n_split
+        if is_decode:
+            sizes = (bucket(n),) * 3
         memory = self._memory[bucket(n) if is_decode else ANY_SIZE]
         host = self._free_host_memory(memory)
         self._upload_slots(spans, contexts, host)
@@ -432,26 +430,13 @@ class CudaOps:
         host.fill({"tiles": tiles.split + tiles.whole})
         host.expected = Expected.of(spans, contexts)
         memory.numbers.set(host.numbers, self._stream)
-        padded = bucket(n)
-        batch = DeviceStep(
-            memory.views,
-            n_rows=padded if is_decode else n,
-            n_wanted=padded if is_decode else len(contexts),
-            n_split_tiles=padded if is_decode else tiles.n_split,
-            n_whole_tiles=tiles.n_whole,
-            n_splits=tiles.n_splits,
-            is_decode=is_decode,
-            comes_again=is_decode or self._is_of_whole_chunks(spans),
-        )
+        comes_again = is_decode or is_of_whole_chunks
+        batch = DeviceStep(memory.views, *sizes, tiles.n_whole, tiles.n_splits, is_decode, comes_again)
         self._decoding = None
         if advances:
             rows = [(span.slot, span.start, n_splits(span, self._split_keys)) for span in spans]
             self._decoding = DecodingStep(rows, memory, batch, host.expected)
         return memory, host, batch
-
-    def _is_of_whole_chunks(self, spans: Sequence[Span]) -> bool:
-        """Does it compute whole prefill chunks and nothing else, as most steps of a long prompt do?"""
-        return all(is_prompt(span) and n_rows(span) == self.chunk for span in spans)
 
     def _free_host_memory(self, memory: StepMemory) -> HostMemory:
         if memory.free:
@@ -535,16 +520,21 @@ class CudaOps:
 
     def _captured(self, batch: DeviceStep) -> Any:
         """The CUDA graph of a step; None if the driver does not take it: then kernels are launched."""
+        try:
+            return self._capture(partial(self._compute, batch))
+        except Exception as error:
+            log.warning("no graph of %d rows: %s", batch.n_rows, error)
+            return None
+
+    def _capture(self, work: Callable[[], None]) -> Any:
+        """The CUDA graph of what `work` launches."""
         self._kernels.overlap = True
         try:
             self._stream.begin_capture()
             try:
-                self._compute(batch)
+                work()
             finally:
                 graph = self._stream.end_capture()
-        except Exception as error:
-            log.warning("no graph of %d rows: %s", batch.n_rows, error)
-            return None
         finally:
             self._kernels.overlap = False
         return graph

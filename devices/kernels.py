@@ -8,8 +8,9 @@ https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__EXEC.html.
 Rules of this file:
 1. A number that Python and a .cu file both need stands in this file alone. The compiler gets it as
    -DNAME=value, and no .cu file defines it again.
-2. A kernel gets its arguments through `Kernels` alone, by the names of its parameters, and they are checked
-   against its signature: CuPy does not, and passes a Python float as a double.
+2. A kernel gets its arguments through `Kernels` alone, by the names of its parameters, and numbers in the
+   types of its signature: CuPy passes a Python float as a double. Neither checks arrays; the emulator of the
+   tests does, at each launch.
 3. Programmatic dependent launch (PDL): in a CUDA graph, where device and driver take it, a kernel is put on
    the processors while the one ahead of it still runs, and waits by itself before it touches what that one
    writes (kernels.cu, rule 2). Outside of graphs the launch would cost more than it saves.
@@ -285,7 +286,6 @@ def signatures(code: str) -> dict[str, Signature]:
 # structures of cuda.h that say so.
 PROGRAMMATIC_STREAM_SERIALIZATION = 6
 NULL = np.uintp(0)
-MAX_CHECKED = 10_000  # arrays; those of a model and its buffers are some hundred
 
 
 class LaunchAttribute(ctypes.Structure):
@@ -321,7 +321,6 @@ class Kernels:
         code = read_code(path)
         self._modules = {shape: cp.RawModule(code=code, options=options(config, shape)) for shape in shapes}
         self._functions: dict[tuple[str, Shape], Any] = {}
-        self._checked: dict[int, DeviceArray] = {}  # by id, which is theirs as long as they are kept here
         self._blocks: dict[str, tuple[int]] = {}
         self._parameters: dict[str, list[Parameter]] = {}
         values = constants(config, ANY_SHAPE)
@@ -344,18 +343,12 @@ class Kernels:
         """
         function = self._function(name, shape)
         block = self._blocks[name]
-        checked = self._checked
         values: list[Any] = []
         for parameter in self._parameters[name]:
             argument = arguments[parameter.name]
             if not parameter.is_array:
-                values.append(parameter.dtype.type(argument))
-            elif argument is None:
-                values.append(NULL)
-            else:
-                if id(argument) not in checked or argument.dtype is not parameter.dtype:
-                    self._check(name, parameter, argument)
-                values.append(argument)
+                argument = parameter.dtype.type(argument)
+            values.append(NULL if argument is None else argument)
         if self._driver is None or not self.overlap:
             function(grid, block, tuple(values))
         else:
@@ -365,15 +358,6 @@ class Kernels:
         if (name, shape) not in self._functions:
             self._functions[name, shape] = self._modules[shape].get_function(name)
         return self._functions[name, shape]
-
-    def _check(self, kernel: str, parameter: Parameter, array: DeviceArray) -> None:
-        if array.dtype != parameter.dtype:
-            raise TypeError(f"{kernel}: {parameter.name} is {array.dtype}, not {parameter.dtype}")
-        if not array.flags.c_contiguous:
-            raise TypeError(f"{kernel}: {parameter.name} is not contiguous")
-        if len(self._checked) == MAX_CHECKED:
-            self._checked.clear()
-        self._checked[id(array)] = array
 
     def _launch_early(
         self, name: str, function: int, grid: tuple[int, ...], block: tuple[int, ...], values: list[Any]

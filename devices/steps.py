@@ -209,7 +209,6 @@ class StepTiles(NamedTuple):
 
     split: list[int]  # with split attention, TILE_WIDTH numbers each
     whole: list[int]  # those that a block takes as a whole
-    n_split_spans: int
     n_splits: int  # of the longest sequence among the split ones, as n_splits() rounds it
 
     @property
@@ -229,7 +228,7 @@ def n_splits(span: Span, split_keys: int) -> int:
 def step_tiles(spans: Sequence[Span], group_size: int, split_keys: int, max_parts: int) -> StepTiles:
     """Tiles of prefill chunks are many, and taken as a whole; so are others for which `part` has no room."""
     split, whole = list[int](), list[int]()
-    first_row = n_parts = n_split_spans = 0
+    first_row = n_parts = 0
     most_splits = 1
     for span in spans:
         size, n = n_rows(span), n_splits(span, split_keys)
@@ -238,12 +237,11 @@ def step_tiles(spans: Sequence[Span], group_size: int, split_keys: int, max_part
         if not is_prompt(span) and n_parts + size * n <= max_parts:
             tiles = split
             n_parts += size * n
-            n_split_spans += 1
             most_splits = max(most_splits, n)
         for first_query in range(0, size * group_size, QUERIES):
             tiles += (first_row, span.start, size, first_query, span.slot, first_part)
         first_row += size
-    return StepTiles(split, whole, n_split_spans, most_splits)
+    return StepTiles(split, whole, most_splits)
 
 
 class SlotSamplings:

@@ -507,29 +507,6 @@ def test_signatures_are_those_that_the_emulator_finds(path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda cp: {"x": cp.zeros((4, 48), np.uint16)}, "rms_norm: x is uint16, not float32"),
-        (lambda cp: {"x": cp.zeros((4, 96), np.float32)[:, ::2]}, "rms_norm: x is not contiguous"),
-    ],
-)
-def test_arguments_are_checked(change: Any, says: str) -> None:
-    cp = Emulator()
-    kernels = Kernels(cp, model_of(VARIED[0]).config)
-    arguments = {
-        "w": cp.zeros(48, np.uint16),
-        "x": cp.zeros((4, 48), np.float32),
-        "rows": None,
-        "y": cp.zeros((4, 48), np.uint16),
-    }
-    kernels.launch("rms_norm", (4,), arguments)
-    with pytest.raises(TypeError, match=says):
-        kernels.launch("rms_norm", (4,), arguments | change(cp))
-    with pytest.raises(KeyError, match="rows"):
-        kernels.launch("rms_norm", (4,), {name: arguments[name] for name in ("w", "x", "y")})
-
-
 def test_all_shapes_are_loaded_before_the_first_step() -> None:
     """A shape that no step had needed was compiled when the first long prompt came, and it waited."""
     kernels = ops_of(VARIED[0])._kernels
