@@ -66,24 +66,27 @@ class Chunks:
         """Return what one choice says."""
         if self._failed:
             return []
+        delta: Chunk = {}
+        logprobs: tuple[TokenLogprob, ...] = ()
         match output:
-            case Delta("analysis", text, _):
-                return [self._chunk(index, {"reasoning_content": text, "reasoning": text})]
-            case Delta("refusal", text, _):
-                return [self._chunk(index, {"refusal": text})]
+            case Delta("analysis", text):
+                delta = {"reasoning_content": text, "reasoning": text}
+            case Delta("refusal", text):
+                delta = {"refusal": text}
             case Delta(_, text, logprobs):
-                return [self._chunk(index, {"content": text}, logprobs=logprobs)]
+                delta = {"content": text}
             case Call(name, is_custom):
                 self._n_calls[index] += 1
                 self._is_custom[index] = is_custom
                 type_, member = CALL_MEMBERS[is_custom]
                 call = {"id": self._new_id("call"), "type": type_, type_: {"name": name, member: ""}}
-                return [self._call(index, call)]
+                delta = self._call(index, call)
             case Arguments(text):
                 type_, member = CALL_MEMBERS[self._is_custom[index]]
-                return [self._call(index, {type_: {member: text}})]
+                delta = self._call(index, {type_: {member: text}})
             case Close():
                 return []
+        return [self._chunk(index, delta, logprobs=logprobs)]
 
     def finish(self, index: int, finish: Finish) -> list[Chunk]:
         """Return the end of one choice; if it has failed, that of the request."""
@@ -107,7 +110,7 @@ class Chunks:
         return [self._head | {"object": "chat.completion.chunk", "choices": [], "usage": usage}]
 
     def _call(self, index: int, call: Mapping[str, Any]) -> Chunk:
-        return self._chunk(index, {"tool_calls": [{"index": self._n_calls[index] - 1, **call}]})
+        return {"tool_calls": [{"index": self._n_calls[index] - 1, **call}]}
 
     def _chunk(
         self,
@@ -125,13 +128,7 @@ class Chunks:
         return chunk
 
 
-def fold(chunks: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the chat.completion object that a stream amounts to; the error object, if it ends in one."""
-    completion = Completion()
-    for chunk in chunks:
-        completion.add(chunk)
-    return completion.value()
-
+# --- chunks to a completion ---------------------------------------------------------------------------------
 
 TEXTS = ("content", "reasoning_content", "reasoning", "refusal", "name", "arguments", "input")
 
@@ -140,80 +137,76 @@ class Pieces(list[str]):
     """A text that still grows: to join each piece at once would copy all before it each time."""
 
 
-class Completion:
-    """The chat.completion that chunks add up to, as they come.
-
-    One rule holds for all members of a choice, also for those that only another server knows: texts and lists
-    grow, an object grows member by member, null changes nothing, and any other value replaces what was there.
-    """
-
-    def __init__(self) -> None:
-        self._error: Chunk = {}
-        self._members: Chunk = {}
-        self._choices: dict[int, dict[str, Any]] = {}
-        self._texts: list[tuple[dict[str, Any], str]] = []  # the objects and members that hold Pieces
-
-    def add(self, chunk: Mapping[str, Any]) -> None:
+def fold(chunks: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the chat.completion object that a stream amounts to; the error object, if it ends in one."""
+    members: Chunk = {}
+    choices: dict[int, Chunk] = {}
+    for chunk in chunks:
         if "error" in chunk:
-            self._error = self._error or dict(chunk)
+            return dict(chunk)
         for name, value in chunk.items():
             if name != "choices" and value is not None:
-                self._members[name] = value
-        self._members["object"] = "chat.completion"
-        for choice in chunk.get("choices") or ():
+                members[name] = value
+        members["object"] = "chat.completion"
+        for choice in chunk["choices"]:
             index = choice["index"]
-            if index not in self._choices:
+            if index not in choices:
                 message: Chunk = {"role": "assistant", "content": "", "refusal": None, "annotations": []}
                 ending = {"logprobs": None, "finish_reason": None}
-                self._choices[index] = {"index": index, "message": message} | ending
-            folded = self._choices[index]
-            delta = dict(choice["delta"])
+                choices[index] = {"index": index, "message": message} | ending
+            said = dict(choice)
+            delta = dict(said.pop("delta"))
             for fragment in delta.pop("tool_calls", None) or ():
-                self._add_fragment(folded["message"].setdefault("tool_calls", []), fragment)
-            self._grow(folded["message"], delta)
-            self._grow(folded, {name: choice[name] for name in choice if name != "delta"})
+                call = dict(fragment)
+                grow(choices[index]["message"], {"tool_calls": {call.pop("index"): call}})
+            grow(choices[index], said | {"message": delta})
+    return members | {"choices": [whole(choices[index]) for index in sorted(choices)]}
 
-    def _grow(self, members: dict[str, Any], more: Mapping[str, Any]) -> None:
-        for name, value in more.items():
-            known = members.get(name)
-            match value:
-                case None:
-                    members.setdefault(name, None)
-                case str() if name in TEXTS:
-                    if not isinstance(known, Pieces):
-                        known = members[name] = Pieces()
-                        self._texts.append((members, name))
-                    known.append(value)
-                case dict():
-                    if not isinstance(known, dict):
-                        known = members[name] = {}
-                    self._grow(known, value)
-                case list():
-                    if type(known) is not list:
-                        known = members[name] = []
-                    known += value
-                case _:
-                    members[name] = value
 
-    def _add_fragment(self, calls: list[dict[str, Any]], fragment: Mapping[str, Any]) -> None:
-        """Add a fragment of a call; the first fragment with a new index begins a call."""
-        index = fragment["index"]
-        if index == len(calls):
-            calls.append({})
-        self._grow(calls[index], {name: fragment[name] for name in fragment if name != "index"})
+def grow(members: dict[Any, Any], more: Mapping[Any, Any]) -> None:
+    """Add to an object what a chunk says of it.
 
-    def value(self) -> dict[str, Any]:
-        """Return the whole, once: nothing can be added after that."""
-        if self._error:
-            return self._error
-        for members, name in self._texts:
-            if isinstance(members[name], Pieces):
-                members[name] = "".join(members[name])
-        choices = [self._choices[index] for index in sorted(self._choices)]
-        for message in [choice["message"] for choice in choices]:
-            if not message["content"] and (message.get("tool_calls") or message["refusal"]):
-                message["content"] = None  # as OpenAI has it if the model only calls, or refuses
-        return self._members | {"choices": choices}
+    One rule holds for all members, also for those that only another server knows: texts and lists grow, an
+    object grows member by member, null changes nothing, and any other value replaces what was there.
+    """
+    for name, value in more.items():
+        known = members.get(name)
+        match value:
+            case None:
+                members.setdefault(name, None)
+            case str() if name in TEXTS:
+                if not isinstance(known, Pieces):
+                    known = members[name] = Pieces()
+                known.append(value)
+            case dict():
+                if not isinstance(known, dict):
+                    known = members[name] = {}
+                grow(known, value)
+            case list():
+                if type(known) is not list:
+                    known = members[name] = []
+                known += value
+            case _:
+                members[name] = value
+
+
+def whole(choice: Chunk) -> Chunk:
+    """Return a choice that has ended: its texts in one piece, its calls as a list."""
+    choice = joined(choice)
+    message = choice["message"]
+    if "tool_calls" in message:
+        message["tool_calls"] = [*message["tool_calls"].values()]
+    if not message["content"] and (message.get("tool_calls") or message["refusal"]):
+        message["content"] = None  # as OpenAI has it if the model only calls, or refuses
+    return choice
+
+
+def joined(value: Any) -> Any:
+    if isinstance(value, Pieces):
+        return "".join(value)
+    if isinstance(value, dict):
+        return {name: joined(member) for name, member in value.items()}
+    return value
 
 
 def _usage(usages: Sequence[Usage]) -> dict[str, Any]:

@@ -364,7 +364,7 @@ class Choice:
         """
         if self._has_reason or not self.has_begun:
             return ""
-        is_cut = any(call.fragments and not call.can_be_run() for call in self._wanted())
+        is_cut = any(call.fragments and not call.can_be_run() for call in self._calls[: self._max_wanted])
         return "length" if is_cut else "stop"
 
     def _end(self, reason: str, delta: Chunk) -> str | None:
@@ -380,7 +380,7 @@ class Choice:
             delta |= dict.fromkeys(TEXTS[channel], blank)
         if ours in CUT:  # nothing is made up for a call that was cut
             return ours
-        for call in self._wanted():
+        for call in self._calls[: self._max_wanted]:
             if not call.name:
                 self.failure = "The answer cannot be used: a call came without a name."
             elif not call.fragments and call.type == "function":
@@ -434,9 +434,6 @@ class Choice:
         self.has_said = True
 
     # --- calls ----------------------------------------------------------------------------------------------
-
-    def _wanted(self) -> list[ToolCall]:
-        return self._calls[: self._max_wanted]
 
     def _call_fragment(self, fragment: Chunk) -> bool:
         """Put a fragment of a call right; return whether the call is wanted."""

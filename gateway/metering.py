@@ -14,9 +14,12 @@ Rules of this file:
 4. Whatever becomes of a request, its usage is settled once: in the log, and in the totals of /health.
 """
 
+import functools
 import logging
 from collections import Counter
 from typing import Any, Literal, NamedTuple, get_args
+
+from channels import Usage
 
 log = logging.getLogger("remote")
 
@@ -30,13 +33,6 @@ class TokenCounts(NamedTuple):
     cached: int = 0  # of the prompt's tokens
     completion: int = 0
     reasoning: int = 0  # of the completion's tokens
-
-    def capped(self) -> "TokenCounts":
-        """Limit each part to its whole, whatever a server says: else the rest would cost less than 0."""
-        return self._replace(
-            cached=min(self.cached, self.prompt),
-            reasoning=min(self.reasoning, self.completion),
-        )
 
 
 # Where each count stands in a usage object: its path in Chat Completions, in Responses, in single servers.
@@ -53,24 +49,25 @@ PATHS = {
 
 def usage_of(document: Document) -> Document | None:
     """Return the usage object of a chunk, or of a Responses event; None: it has none."""
-    holder = document.get("response", document)
-    usage = holder.get("usage") if isinstance(holder, dict) else None
+    usage = member(document.get("response", document), "usage")
     return usage if isinstance(usage, dict) else None
 
 
+def member(value: Any, name: str) -> Any:
+    return value.get(name) if isinstance(value, dict) else None
+
+
 def read_counts(usage: Document) -> TokenCounts:
-    """Return the counts in a usage object; if a count is there twice, the larger one."""
+    """Return the counts in a usage object; if a count is there twice, the larger one: rule 3."""
     counts = {name: max(_read_count(usage, path) for path in paths) for name, paths in PATHS.items()}
+    counts["cached"] = min(counts["cached"], counts["prompt"])
+    counts["reasoning"] = min(counts["reasoning"], counts["completion"])
     return TokenCounts(**counts)
 
 
 def _read_count(usage: Document, path: str) -> int:
     """Return the count at a path; 0 for anything that is not a count."""
-    value: Any = usage
-    for name in path.split("."):
-        if not isinstance(value, dict):
-            return 0
-        value = value.get(name)
+    value: Any = functools.reduce(member, path.split("."), usage)
     is_count = type(value) is int and 0 <= value <= MAX_COUNT
     return value if is_count else 0
 
@@ -86,18 +83,17 @@ class Prices(NamedTuple):
         """Weight the counts. Each token is in one of them: `prompt` is without the cached tokens,
         `completion` without those of the reasoning.
         """
-        disjoint = counts._replace(
-            prompt=counts.prompt - counts.cached,
-            completion=counts.completion - counts.reasoning,
-        )
-        return TokenCounts(*map(self._weighted, disjoint, self.multipliers))
-
-    def _weighted(self, n_tokens: int, multiplier: int) -> int:
+        prompt, cached, completion, reasoning = counts
+        disjoint = (prompt - cached, cached, completion - reasoning, reasoning)
         # The order of the products is part of the formula: they are doubles, and cut toward zero.
-        return int(n_tokens * (self.coefficient * 0.001) * multiplier * 0.0001)
+        weighted = [
+            int(n_tokens * (self.coefficient * 0.001) * multiplier * 0.0001)
+            for n_tokens, multiplier in zip(disjoint, self.multipliers, strict=True)
+        ]
+        return TokenCounts(*weighted)
 
     def costs(self, counts: TokenCounts) -> dict[str, int]:
-        """The members that a usage object is given."""
+        """Return the members that a usage object is given."""
         adjusted = self.adjusted(counts)
         return {
             "prompt_total_cost": (adjusted.prompt + adjusted.cached) * self.per_token,
@@ -117,16 +113,25 @@ class Meter:
         """Count a usage object, and give it its costs in place."""
         counts = read_counts(usage)
         largest = map(max, counts, self.counts or counts)  # rule 2
-        self.counts = TokenCounts(*largest).capped()
+        self.counts = TokenCounts(*largest)
         if self.prices:
             usage |= self.prices.costs(self.counts)
 
-    def used(self) -> dict[str, int | None]:
-        """Return the adjusted counts and their sum, for the log; None stands for what is unknown."""
+    def usage(self) -> Usage | None:
         if self.counts is None:
-            return dict.fromkeys((*TokenCounts._fields, "total"))
+            return None
+        prompt, cached, completion, reasoning = self.counts
+        return Usage(prompt, completion, reasoning, cached)
+
+    def used(self) -> dict[str, int]:
+        """Return the adjusted counts, their sum and its cost, for the log; nothing if they are unknown."""
+        if self.counts is None:
+            return {}
         adjusted = (self.prices or Prices()).adjusted(self.counts)
-        return adjusted._asdict() | {"total": sum(adjusted)}
+        used = adjusted._asdict() | {"total": sum(adjusted)}
+        if self.prices:
+            used["cost"] = self.prices.costs(self.counts)["total_cost"]
+        return used
 
 
 Outcome = Literal["done", "error", "disconnect"]
@@ -143,15 +148,10 @@ class Ledger:
 
     def settle(self, model: str, upstream: str, outcome: Outcome, meter: Meter) -> None:
         """Enter a request, once, whatever became of it."""
-        usage = meter.used()
-        summary = "unknown (null)"
-        if meter.counts:
-            if meter.prices:
-                usage["cost"] = meter.prices.costs(meter.counts)["total_cost"]
-            summary = " ".join(f"{name}={value}" for name, value in usage.items())
-        else:
-            self.totals["relayed_usage_unknown"] += 1
+        used = meter.used()
+        summary = " ".join(f"{name}={value}" for name, value in used.items()) or "unknown (null)"
         log.info("%s of %s: %s, usage: %s", model, upstream or "no upstream", outcome, summary)
         self.totals[f"relayed_{outcome}"] += 1
-        for name, value in usage.items():
-            self.totals[f"relayed_{name}"] += value or 0
+        self.totals["relayed_usage_unknown"] += not used
+        for name, value in used.items():
+            self.totals[f"relayed_{name}"] += value

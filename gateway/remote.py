@@ -1,4 +1,4 @@
-"""The remote worker: a checked Request to what a model behind an upstream server says.
+"""The remote worker: a checked Request to what a model of an upstream server says.
 
     Request --prepare()--> UpstreamPrompt --run()--> emit(Accepted), emit(Output), ..., emit(Finish)
                            UpstreamPrompt --count_tokens()--> int                     if the upstream can
@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from channels import Accepted, Emit, Finish, Usage
+from channels import Accepted, Emit, Finish
 from gateway.answers import MAX_ANSWER_BYTES, MAX_KEPT_BYTES, Answer
 from gateway.metering import Ledger, Meter, Prices
 from gateway.outputs import Outputs
@@ -40,90 +40,58 @@ COUNTERS = {
 IN_PROMPT = ("model", "tools", "chat_template_kwargs")  # members of a chat body that decide the prompt
 
 
-# --- the request --------------------------------------------------------------------------------------------
-
-
-class UpstreamPrompt(NamedTuple):
-    """A request as an upstream will be asked; a Prompt of worker.py."""
-
-    worker: "RemoteWorker"
-    request: Request
-    body: dict[str, Any]  # all but the messages
-    candidates: list[list[Message]]  # the messages; then, where they may be cut, without their oldest turns
-    n_tokens: None = None  # only the upstream knows
-
-    async def run(self, emit: Emit, choice: int = 0) -> None:
-        await self.worker.run(self, emit)
-
-    async def count_tokens(self) -> int:
-        return await self.worker.count_tokens(self)
-
-
-def responses_param(param: str) -> str:
-    """A parameter of Chat Completions by the name that it has in the Responses API."""
-    name, dot, member = param.partition(".")
-    name = name.partition("[")[0]
-    if name not in MOVED:
-        return param
-    if name != "response_format":  # the members have other places there
-        return MOVED[name]
-    return MOVED[name] + (dot + member).removeprefix(".json_schema")
+# --- the request as a chat completion -----------------------------------------------------------------------
 
 
 def chat_body(request: Request, model: str) -> dict[str, Any]:
-    """The request as the body of a chat completion, without its messages."""
+    """Return the request as the body of a chat completion, without its messages."""
     body: dict[str, Any] = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
     stops = {name: getattr(request, name) for name in ("stop", "stop_token_ids", "ignore_eos")}
     for name, value in (request.sampling | stops).items():
         if name in request.explicit:  # rule 2
             body[name] = value
-    if request.max_tokens is not None:
-        body["max_tokens"] = request.max_tokens  # fewer servers know max_completion_tokens
-    if request.n_top_logprobs is not None:
-        body["logprobs"] = True
-    if request.n_top_logprobs:  # at 0 llama.cpp sends no logprobs at all; left out, it sends 20 alternatives
-        body["top_logprobs"] = request.n_top_logprobs
-    if request.template_kwargs:
-        body["chat_template_kwargs"] = request.template_kwargs
-    if effort := (request.echo.get("reasoning") or {}).get("effort"):
-        body["reasoning_effort"] = effort
-    return body | _tools(request) | _format(request)
+    # fmt: off
+    others = {
+        "max_tokens":           request.max_tokens,  # fewer servers know max_completion_tokens
+        "logprobs":             request.n_top_logprobs is not None or None,
+        # At 0 llama.cpp sends no logprobs at all; left out, it sends 20 alternatives.
+        "top_logprobs":         request.n_top_logprobs or None,
+        "chat_template_kwargs": request.template_kwargs or None,
+        "reasoning_effort":     (request.echo.get("reasoning") or {}).get("effort"),
+        "response_format":      response_format(request),
+        "parallel_tool_calls":  None if request.parallel_tool_calls or not request.tools else False,
+    }
+    # fmt: on
+    body |= {name: value for name, value in others.items() if value is not None}
+    if request.tools:
+        body |= tools_and_choice(request)
+    return body
 
 
-def _tools(request: Request) -> dict[str, Any]:
-    if not request.tools:
-        return {}
-    tools = request.tools
-    choice: Any = "auto"
-    if not request.called:
-        choice = "none"
+def tools_and_choice(request: Request) -> dict[str, Any]:
+    tools = marked(request.tools, request)
     spec = request.structured_output
-    if spec and spec.functions:
-        allowed = {name for name, _ in spec.functions}
-        choice = spec.calls
-        # Only our own server knows `allowed_tools`, and to llama.cpp an object is "auto":
-        # https://github.com/ggml-org/llama.cpp/issues/26535
-        tools = [tool for tool in tools if tool["function"]["name"] in allowed]
-        if request.named_call:
-            choice = {"type": "function", "function": {"name": spec.functions[0][0]}}
-    members = {"tools": marked(tools, strict_names(request)), "tool_choice": choice}
-    if not request.parallel_tool_calls:
-        members["parallel_tool_calls"] = False
-    return members
+    if not (spec and spec.functions):
+        return {"tools": tools, "tool_choice": "auto" if request.called else "none"}
+    choice: Any = spec.calls
+    if request.named_call:
+        choice = {"type": "function", "function": {"name": spec.functions[0][0]}}
+    # Only our own server knows `allowed_tools`, and to llama.cpp an object is "auto":
+    # https://github.com/ggml-org/llama.cpp/issues/26535
+    allowed = {name for name, _ in spec.functions}
+    tools = [tool for tool in tools if tool["function"]["name"] in allowed]
+    return {"tools": tools, "tool_choice": choice}
 
 
-def strict_names(request: Request) -> set[str]:
-    """The functions whose arguments the upstream shall hold to their schema: all of them where a call is
-    forced, for vLLM enforces no arguments that it is not asked to.
+def marked(tools: list[dict[str, Any]], request: Request) -> list[dict[str, Any]]:
+    """Return the tools, the functions that the upstream shall hold to their schema marked as strict.
+
+    If a call is forced these are all that it may name: vLLM enforces no arguments that it is not asked to.
     """
+    strict = {name for name, tool in request.called.items() if tool.strict}
     spec = request.structured_output
     if spec and spec.calls == "required":
-        return {name for name, _ in spec.functions}
-    return {name for name, tool in request.called.items() if tool.strict}
-
-
-def marked(tools: list[dict[str, Any]], strict: set[str]) -> list[dict[str, Any]]:
-    """The tools, of which the functions with these names are marked as strict."""
+        strict = {name for name, _ in spec.functions}
     copies = []
     for tool in tools:
         function = tool.get("function")
@@ -133,28 +101,108 @@ def marked(tools: list[dict[str, Any]], strict: set[str]) -> list[dict[str, Any]
     return copies
 
 
-def _format(request: Request) -> dict[str, Any]:
+def response_format(request: Request) -> dict[str, Any] | None:
     if not request.structured_output or request.structured_output.schema is None:
-        return {}
+        return None
     text_format = request.echo["text"]["format"]
     if text_format["type"] == "json_object":
-        return {"response_format": {"type": "json_object"}}
+        return {"type": "json_object"}
     members = ("name", "description", "schema", "strict")
     schema = {name: text_format[name] for name in members if text_format.get(name) is not None}
-    return {"response_format": {"type": "json_schema", "json_schema": schema}}
+    return {"type": "json_schema", "json_schema": schema}
 
 
 def chat_message(message: Message) -> Message:
-    """A message with its calls' arguments as a string of JSON; chat templates want them as an object."""
+    """Return a message with its calls' arguments as JSON text; chat templates want them as an object."""
     if "tool_calls" not in message:
         return message
     calls = []
     for call in message["tool_calls"]:
-        arguments = call["function"]["arguments"]
-        if not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False)
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
         calls.append(call | {"function": call["function"] | {"arguments": arguments}})
     return message | {"tool_calls": calls}
+
+
+def responses_param(param: str) -> str:
+    """Return the name that a parameter of Chat Completions has in the Responses API."""
+    name, dot, member = param.partition(".")
+    name = name.partition("[")[0]
+    if name not in MOVED:
+        return param
+    if name != "response_format":  # the members have other places there
+        return MOVED[name]
+    return MOVED[name] + (dot + member).removeprefix(".json_schema")
+
+
+class UpstreamPrompt(NamedTuple):
+    """A request as an upstream will be asked; a Prompt of worker.py."""
+
+    worker: "RemoteWorker"
+    request: Request
+    body: dict[str, Any]  # all but the messages
+    candidates: list[list[Message]]  # the messages; then, if they may be cut, without their oldest turns
+    n_tokens: None = None  # only the upstream knows
+
+    async def count_tokens(self) -> int:
+        """Return the tokens of the prompt, if the upstream has an endpoint that counts; raises BadInput."""
+        body = {name: self.body[name] for name in IN_PROMPT if name in self.body}
+        body["messages"] = self.candidates[0]
+        for path, member in COUNTERS.items():
+            answer = await self.worker.upstreams.ask(path, body) or {}
+            if type(answer.get(member)) is int:
+                return int(answer[member])
+        endpoints = " and no ".join(COUNTERS)
+        message = f"The upstream of '{self.request.model}' cannot count tokens: it has no {endpoints}."
+        raise BadInput(message, None, "unsupported_endpoint")
+
+    async def run(self, emit: Emit, choice: int = 0) -> None:
+        """Emit what the model says. Raises Refused before Accepted, and nothing after it."""
+        request = self.request
+        meter = Meter(self.worker.ledger.prices)
+        outputs = Outputs(request.n_top_logprobs or 0)
+        can_wait = request.stream or request.background
+        open_reply = partial(self._open, meter)
+        async with asking(open_reply, can_wait, self.worker.ledger, request.model, meter) as opening:
+            emit(Accepted())
+            try:
+                reply = await opening
+                async for chunks in reply:
+                    if reply.answer.frames.is_stream:
+                        said = outputs.read(chunks)
+                    else:  # it may be megabytes: other streams go on meanwhile
+                        said = await asyncio.to_thread(outputs.read, chunks)
+                    for output in said:
+                        emit(output)
+                for last in outputs.close(meter.usage()):
+                    emit(last)
+            except Refused as refused:
+                emit(Finish("failed", None, refused.message, refused.late_code))
+            except asyncio.CancelledError:
+                emit(Finish("cancelled", meter.usage()))
+                raise
+
+    async def _open(self, meter: Meter) -> Reply:
+        """Ask; without the oldest turns as long as the upstream says that the prompt is too long.
+
+        Raises Refused, which names the parameter that the client has sent.
+        """
+        one_call = not self.request.parallel_tool_calls
+        answer = partial(Answer, meter=meter, one_call=one_call, max_bytes=MAX_KEPT_BYTES)
+        *longer, shortest = self.candidates
+        try:
+            for messages in longer:
+                try:
+                    return await self.worker.upstreams.open(PATH, self.body | {"messages": messages}, answer)
+                except Refused as refused:
+                    if refused.code != "context_length_exceeded":
+                        raise
+            return await self.worker.upstreams.open(PATH, self.body | {"messages": shortest}, answer)
+        except Refused as refused:
+            if refused.param:
+                chat_param = refused.param
+                refused.param = responses_param(chat_param)
+                refused.message = refused.message.replace(f"'{chat_param}'", f"'{refused.param}'")
+            raise
 
 
 # --- the worker ---------------------------------------------------------------------------------------------
@@ -163,13 +211,15 @@ def chat_message(message: Message) -> Message:
 class RemoteWorker:
     """A Worker that asks upstreams; without `prices` usage leaves as it came."""
 
+    defaults: Mapping[str, Any] = {}  # of parameters: those of an upstream are not known here
+
     def __init__(self, upstreams: Upstreams, prices: Prices | None = None) -> None:
         self.upstreams = upstreams
         self.ledger = Ledger(prices)
         self._threads = Threads()
 
     def serves(self, name: str, alias: str) -> bool:
-        """Whether an upstream has the model; raises Refused where one that was never reached might."""
+        """Return whether an upstream has the model; raises Refused if one that was never reached might."""
         models = self.upstreams.models()
         if name in models or (name == alias and models):
             return True
@@ -179,16 +229,12 @@ class RemoteWorker:
         return False
 
     def _upstream_name(self, name: str) -> str:
-        """The name by which an upstream knows the model: the alias is the first model there is."""
+        """Return the name by which an upstream knows the model: the alias is the first model there is."""
         models = self.upstreams.models()
-        if name in models:
-            return name
-        return next(iter(models), name)
+        return name if name in models else next(iter(models), name)
 
     def counts(self) -> dict[str, int]:
         return self.upstreams.counts() | dict(self.ledger.totals)
-
-    defaults: Mapping[str, Any] = {}  # of parameters: what an upstream presets nobody knows here
 
     @property
     def alive(self) -> bool:
@@ -212,67 +258,6 @@ class RemoteWorker:
         body = chat_body(request, self._upstream_name(request.model))
         return UpstreamPrompt(self, request, body, candidates)
 
-    async def count_tokens(self, prompt: UpstreamPrompt) -> int:
-        """The tokens of a prompt, where the upstream has an endpoint that counts them; raises BadInput."""
-        body = {name: prompt.body[name] for name in IN_PROMPT if name in prompt.body}
-        body["messages"] = prompt.candidates[0]
-        for path, member in COUNTERS.items():
-            answer = await self.upstreams.ask(path, body) or {}
-            if type(answer.get(member)) is int:
-                return int(answer[member])
-        endpoints = " and no ".join(COUNTERS)
-        message = f"The upstream of '{prompt.request.model}' cannot count tokens: it has no {endpoints}."
-        raise BadInput(message, None, "unsupported_endpoint")
-
-    async def run(self, prompt: UpstreamPrompt, emit: Emit) -> None:
-        """Emit what the model says. Raises Refused before Accepted, and nothing after it."""
-        request = prompt.request
-        meter = Meter(self.ledger.prices)
-        outputs = Outputs(request.n_top_logprobs or 0)
-        can_wait = request.stream or request.background
-        open_reply = partial(self._open, prompt, meter)
-        async with asking(open_reply, can_wait, self.ledger, request.model, meter) as opening:
-            emit(Accepted())
-            try:
-                reply = await opening
-                async for chunks in reply:
-                    if reply.answer.frames.is_stream:
-                        said = outputs.read(chunks)
-                    else:  # it may be megabytes: other streams go on meanwhile
-                        said = await asyncio.to_thread(outputs.read, chunks)
-                    for output in said:
-                        emit(output)
-                for last in outputs.close(usage_of(meter)):
-                    emit(last)
-            except Refused as refused:
-                emit(Finish("failed", None, refused.message, refused.late_code))
-            except asyncio.CancelledError:
-                emit(Finish("cancelled", usage_of(meter)))
-                raise
-
-    async def _open(self, prompt: UpstreamPrompt, meter: Meter) -> Reply:
-        """Ask; without the oldest turns as long as the upstream says that the prompt is too long."""
-        for messages in prompt.candidates[:-1]:
-            try:
-                return await self._ask(prompt, messages, meter)
-            except Refused as refused:
-                if refused.code != "context_length_exceeded":
-                    raise
-        return await self._ask(prompt, prompt.candidates[-1], meter)
-
-    async def _ask(self, prompt: UpstreamPrompt, messages: list[Message], meter: Meter) -> Reply:
-        """Raises Refused, which names the parameter that the client has sent."""
-        one_call = not prompt.request.parallel_tool_calls
-        answer = partial(Answer, meter=meter, one_call=one_call, max_bytes=MAX_KEPT_BYTES)
-        try:
-            return await self.upstreams.open(PATH, prompt.body | {"messages": messages}, answer)
-        except Refused as refused:
-            if refused.param:
-                chat_param = refused.param
-                refused.param = responses_param(chat_param)
-                refused.message = refused.message.replace(f"'{chat_param}'", f"'{refused.param}'")
-            raise
-
     def pass_through(self, body: dict[str, Any]) -> RelayedChat:
         """Return the answer to a chat request, relayed from an upstream; raises BadInput."""
         request = params.from_chat(checkable(body), {})
@@ -280,7 +265,7 @@ class RemoteWorker:
         if request.stream:
             body["stream_options"] = (body.get("stream_options") or {}) | {"include_usage": True}
         if request.tools:
-            body["tools"] = marked(body["tools"], strict_names(request))
+            body["tools"] = marked(body["tools"], request)
         meter = Meter(self.ledger.prices)
         answer = partial(
             Answer,
@@ -294,10 +279,3 @@ class RemoteWorker:
         open_reply = partial(self.upstreams.open, PATH, body, answer)
         asked = asking(open_reply, request.stream, self.ledger, body["model"], meter)
         return RelayedChat(asked, request.n, request.stream)
-
-
-def usage_of(meter: Meter) -> Usage | None:
-    counts = meter.counts
-    if counts is None:
-        return None
-    return Usage(counts.prompt, counts.completion, counts.reasoning, counts.cached)

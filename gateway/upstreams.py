@@ -54,6 +54,7 @@ REFUSAL_S = 3  # for the body of a refusal
 # chunk.
 ENCODINGS = ("identity", "gzip")
 NO_SUCH_ENDPOINT = (404, 405, 501)
+UNREACHABLE = (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError, TimeoutError)
 
 
 class Timeouts(NamedTuple):
@@ -69,10 +70,6 @@ class Timeouts(NamedTuple):
 
 DEFAULT_TIMEOUTS = Timeouts()
 MakeAnswer = Callable[[str], Answer]  # from the content type
-
-
-class Died(Exception):
-    """A probe was answered with something else than a list of models."""
 
 
 @dataclass(eq=False)
@@ -207,6 +204,14 @@ async def unpacked(response: httpx.Response) -> AsyncGenerator[bytes]:
                 chunk = unpacker.unconsumed_tail
 
 
+def object_in(body: bytes) -> Chunk | None:
+    """Return the JSON object that a body is; None: it is not one."""
+    try:
+        return document(body.decode("utf-8-sig", "replace"))
+    except Unreadable:
+        return None
+
+
 async def read_beginning(response: httpx.Response, n_bytes: int, seconds: float) -> bytes:
     """Read of a body what comes in time, until it has n_bytes or ends, and close the response."""
     body = b""
@@ -219,23 +224,11 @@ async def read_beginning(response: httpx.Response, n_bytes: int, seconds: float)
     return body
 
 
-def object_in(body: bytes) -> Chunk | None:
-    """Return the JSON object that a body is; None: it is none."""
-    try:
-        return document(body.decode("utf-8-sig", "replace"))
-    except Unreadable:
-        return None
-
-
 def reason(error: BaseException) -> str:
-    """Why there is no answer, or no more of it."""
+    """Return why there is no answer, or no more of it."""
     if isinstance(error, TimeoutError):
         return "it was silent for too long"
-    if isinstance(error, Died):
-        return str(error)
-    if str(error):
-        return f"{type(error).__name__}: {error}"
-    return type(error).__name__
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 # --- all of them --------------------------------------------------------------------------------------------
@@ -278,11 +271,10 @@ class Upstreams:
         await self._client.aclose()
 
     def models(self) -> dict[str, dict[str, Any]]:
-        """The models by name; one that several upstreams have is described by the first of them."""
+        """Return the models by name; one that several upstreams have is described by the first of them."""
         models: dict[str, dict[str, Any]] = {}
         for upstream in self._upstreams:
-            for name, model in upstream.models.items():
-                models.setdefault(name, model)
+            models |= upstream.models | models
         return models
 
     def all_known(self) -> bool:
@@ -353,7 +345,7 @@ class Upstreams:
             upstream.n_running -= 1
             if response:
                 await response.aclose()
-            if not isinstance(error, httpx.HTTPError | httpx.InvalidURL | httpx.StreamError | TimeoutError):
+            if not isinstance(error, UNREACHABLE):
                 raise
             status = 504 if isinstance(error, TimeoutError) else 502
             refused = Refused(status, f"The upstream gave no answer to a request ({reason(error)}).")
@@ -361,18 +353,6 @@ class Upstreams:
             raise refused from error
         upstream.worked()
         return reply
-
-    async def _send(
-        self, upstream: Upstream, method: str, url: str, body: Mapping[str, Any] | None = None
-    ) -> httpx.Response:
-        """Return the head of the answer; raises httpx.HTTPError."""
-        request = self._client.build_request(method, url, json=body, headers=upstream.headers)
-        response = await self._client.send(request, stream=True)
-        encoding = response.headers.get("content-encoding", "identity")
-        if encoding not in ENCODINGS:
-            await response.aclose()
-            raise httpx.DecodingError(f"identity was asked for, {encoding} came")
-        return response
 
     async def ask(self, path: str, body: Mapping[str, Any]) -> Chunk | None:
         """Ask an endpoint beside /v1 of an upstream that has the body's model; None: it has no such endpoint.
@@ -384,16 +364,34 @@ class Upstreams:
             raise self._unreachable(str(body["model"]))
         url = upstream.url.removesuffix("/v1") + path
         try:
-            async with asyncio.timeout(self._timeouts.idle_s):
-                response = await self._send(upstream, "POST", url, body)
-        except (httpx.HTTPError, TimeoutError) as error:
+            response, answer = await self._object(upstream, "POST", url, self._timeouts.idle_s, body)
+        except UNREACHABLE as error:
             raise Refused(502, f"The upstream gave no answer to {path} ({reason(error)}).") from error
-        answer = await read_beginning(response, MAX_OBJECT_BYTES, self._timeouts.idle_s)
         if response.status_code in NO_SUCH_ENDPOINT:
             return None
         if response.status_code != 200:
             raise read_refusal(response.status_code, response.headers, answer)
         return object_in(answer)
+
+    async def _object(
+        self, upstream: Upstream, method: str, url: str, seconds: float, body: Mapping[str, Any] | None = None
+    ) -> tuple[httpx.Response, bytes]:
+        """Return an answer that is one object, and what came of its body in time."""
+        async with asyncio.timeout(seconds):
+            response = await self._send(upstream, method, url, body)
+        return response, await read_beginning(response, MAX_OBJECT_BYTES, seconds)
+
+    async def _send(
+        self, upstream: Upstream, method: str, url: str, body: Mapping[str, Any] | None
+    ) -> httpx.Response:
+        """Return the head of the answer; raises httpx.HTTPError."""
+        request = self._client.build_request(method, url, json=body, headers=upstream.headers)
+        response = await self._client.send(request, stream=True)
+        encoding = response.headers.get("content-encoding", "identity")
+        if encoding not in ENCODINGS:
+            await response.aclose()
+            raise httpx.DecodingError(f"identity was asked for, {encoding} came")
+        return response
 
     # --- probing --------------------------------------------------------------------------------------------
 
@@ -410,20 +408,19 @@ class Upstreams:
         """Ask an upstream for its models: an answer closes its circuit, no answer is a failure."""
         url = f"{upstream.url}/models"
         try:
-            async with asyncio.timeout(self._timeouts.probe_s):
-                response = await self._send(upstream, "GET", url)
-            body = await read_beginning(response, MAX_OBJECT_BYTES, self._timeouts.probe_s)
-            answer = object_in(body) or {}
-            if response.status_code != 200 or not isinstance(answer.get("data"), list):
-                hint = ""
-                if response.status_code == 404 and not upstream.url.endswith("/v1"):
-                    hint = "; most servers have it behind /v1"
-                raise Died(f"status {response.status_code} and no list of models{hint}")
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError, Died, TimeoutError) as error:
+            response, body = await self._object(upstream, "GET", url, self._timeouts.probe_s)
+        except UNREACHABLE as error:
             upstream.failed(f"GET {url}: {reason(error)}")
             return
-        models = [model for model in objects(answer["data"]) if isinstance(model.get("id"), str)]
-        upstream.models = {model["id"]: model for model in models}
+        models = (object_in(body) or {}).get("data")
+        if response.status_code != 200 or not isinstance(models, list):
+            hint = ""
+            if response.status_code == 404 and not upstream.url.endswith("/v1"):
+                hint = "; most servers have it under /v1"
+            upstream.failed(f"GET {url}: status {response.status_code} and no list of models{hint}")
+            return
+        named = [model for model in objects(models) if isinstance(model.get("id"), str)]
+        upstream.models = {model["id"]: model for model in named}
         upstream.is_known = True
         if upstream.is_open:
             upstream.worked()

@@ -185,7 +185,7 @@ CAPS = {
     "checkpoint": 11_950,
     "devices":    19_900,
     "dialects":   10_900,
-    "gateway":    12_000,
+    "gateway":    11_850,
     "request":    17_600,
     "service":    16_500,
 }

@@ -27,7 +27,7 @@ from gateway.metering import Meter, Prices, TokenCounts
 from gateway.refused import Refused
 from gateway.relay import frames_of as frames_of_chunks
 from gateway.relay import whole
-from gateway.remote import RemoteWorker
+from gateway.remote import RemoteWorker, UpstreamPrompt
 from gateway.upstreams import Timeouts, Upstreams
 from helpers import laws
 from helpers import upstream as scripted
@@ -88,7 +88,7 @@ def test_relay_json_parser_eats_sse(chunks: list[bytes], stream: bool) -> None:
     out = frames_of_chunks(read) if stream else whole(read).encode()
     assert b'"prompt_total_cost":14,"completion_total_cost":7,"total_cost":21' in out
     line = " ".join(f"{name}={n}" for name, n in meter.used().items())
-    assert line == "prompt=11 cached=3 completion=7 reasoning=0 total=21"
+    assert line == "prompt=11 cached=3 completion=7 reasoning=0 total=21 cost=21"
 
 
 # fmt: off
@@ -386,7 +386,7 @@ async def said(worker: RemoteWorker, **body: Any) -> list[Accepted | Output | Fi
     """What the worker says of a Responses request; raises Refused."""
     request = params.from_responses({"model": "m", "input": "hi"} | body, {})
     outputs: list[Accepted | Output | Finish] = []
-    await worker.run(await worker.prepare(request), outputs.append)
+    await (await worker.prepare(request)).run(outputs.append)
     return outputs
 
 
@@ -738,7 +738,7 @@ def test_first_frame_is_out_before_the_second_is_written(api: str) -> None:
                 elif isinstance(output, Finish):
                     reasons.append(output.reason)
 
-            await worker.run(await worker.prepare(request), take)
+            await (await worker.prepare(request)).run(take)
             assert reasons == ["stop"]
 
     with upstream(answer) as worker:
@@ -811,7 +811,9 @@ def test_a_client_hears_from_us_while_the_upstream_reads(monkeypatch: pytest.Mon
             assert error["error"]["message"] == "No."
             heard.clear()
             request = params.from_responses({"model": "m", "input": "hi", "stream": True}, {})
-            async with aclosing(pulled(partial(worker.run, await worker.prepare(request)))) as outputs:
+            async with aclosing(
+                pulled(partial(UpstreamPrompt.run, await worker.prepare(request)))
+            ) as outputs:
                 assert await anext(outputs) == Accepted()
                 heard.set()
                 end = await anext(outputs)
@@ -918,7 +920,7 @@ def test_usage_is_settled_once_on_every_path(how: str, api: str, caplog: pytest.
 
     async def response(worker: RemoteWorker) -> None:
         request = params.from_responses({"model": "m", "input": "hi"}, {})
-        async with aclosing(pulled(partial(worker.run, await worker.prepare(request)))) as outputs:
+        async with aclosing(pulled(partial(UpstreamPrompt.run, await worker.prepare(request)))) as outputs:
             async for output in outputs:
                 if how == "disconnect" and isinstance(output, Delta):
                     break

@@ -82,7 +82,7 @@ def test_a_url_without_its_v1_is_told(caplog: pytest.LogCaptureFixture) -> None:
             await pool.close()
 
     asyncio.run(run())
-    assert "status 404 and no list of models; most servers have it behind /v1" in caplog.text
+    assert "status 404 and no list of models; most servers have it under /v1" in caplog.text
 
 
 # --- refusals -----------------------------------------------------------------------------------------------
