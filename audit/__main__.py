@@ -10,7 +10,7 @@ Rules of this file:
 2. The reports are written as the audit goes: an audit that is interrupted leaves what there is.
 3. Only the standard library, and this folder: `make audit.pyz` packs it.
 
-Not here: what is judged (checks.py, rules.py), and how it is told (report.py).
+Not here: what is judged (rules.py and the modules of rules), and how it is told (report.py).
 """
 
 import argparse
@@ -23,7 +23,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from audit import linter, report, session
-from audit.peer import BUDGET_S, Peer
+from audit.http import BUDGET_S
+from audit.peer import Peer
 
 KEY_VARIABLE = "AUDIT_API_KEY"
 EXAMPLES = """\
@@ -106,6 +107,9 @@ def json_object(text: str) -> dict[str, Any]:
 
 def main() -> int:
     options = arguments().parse_args()
+    if not __debug__:
+        print("error: the rules are assertions, which python -O leaves out", file=sys.stderr)
+        return 2
     try:
         lines, status = task(options)
         for line in lines:
@@ -154,16 +158,13 @@ def audit(options: argparse.Namespace) -> tuple[Iterable[str], int]:
         "known": known,
     }
 
-    n_times = max(1, options.repeat)
     by_rule: dict[str, session.Result] = {}
-    for number, result in enumerate(session.judge_all(peer, names, n_times), 1):
+    for result in session.judge_all(peer, names, max(1, options.repeat)):
         by_rule[result.rule] = result
         results = [*by_rule.values()]
-        show_progress(f"{number}/{len(names) * n_times} rules: {result.rule}")
         for path, text in ((options.junit, report.junit), (options.json_file, report.to_json)):
             if path:
                 path.write_text(text(results, about), encoding="utf-8")  # rule 2
-    show_progress("")
     status = int(bool(report.failed(results, options.strict, known)))
     if options.json:
         return [report.to_json(results, about).rstrip()], status
@@ -174,11 +175,6 @@ def audit(options: argparse.Namespace) -> tuple[Iterable[str], int]:
         *report.details(results),
     ]
     return lines, status
-
-
-def show_progress(text: str) -> None:
-    if sys.stderr.isatty():
-        print(f"{text:<78}", end="\r", file=sys.stderr, flush=True)
 
 
 def header(text: str) -> tuple[str, str]:

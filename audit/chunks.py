@@ -28,9 +28,10 @@ def choices(capture: Capture) -> Iterator[tuple[int, int, Json]]:
 # --- what chunks hold ---------------------------------------------------------------------------------------
 
 
-@must("chunk-fields")
+@must
 def chunk_fields(capture: Capture) -> Faults:
-    """chunks have id, object, created, model and choices; choices index, delta and finish_reason
+    """chunk-fields: chunks have id, object, created, model and choices; choices index, delta and
+    finish_reason
 
     openai/openai-openapi calls these members required
     G01 G07 https://github.com/vllm-project/vllm/pull/19662
@@ -45,9 +46,9 @@ def chunk_fields(capture: Capture) -> Faults:
             yield number, f"expected object chat.completion.chunk, got {object_type}"
 
 
-@must("one-completion")
+@must
 def one_completion(capture: Capture) -> Faults:
-    """id, created and model are the same in all chunks
+    """one-completion: id, created and model are the same in all chunks
 
     the API reference: each chunk has the same id and the same timestamp
     C07 https://platform.openai.com/docs/api-reference/chat-streaming
@@ -64,9 +65,9 @@ def one_completion(capture: Capture) -> Faults:
                 yield number, f"expected {member} {expected!r} as in the first chunk, got {got!r}"
 
 
-@should("role")
+@should
 def role(capture: Capture) -> Faults:
-    """the first delta of a choice has the role, later ones have none
+    """role: the first delta of a choice has the role, later ones have none
 
     OpenAI's streams; clients that concatenate the members of deltas make 'assistantassistant'
     H05 https://github.com/sgl-project/sglang/issues/18335
@@ -82,9 +83,9 @@ def role(capture: Capture) -> Faults:
         begun.add(index)
 
 
-@must("finish-reason")
+@must
 def finish_reason(capture: Capture) -> Faults:
-    """finish_reason is null until the last chunk of a choice, and then one of the API's
+    """finish-reason: finish_reason is null until the last chunk of a choice, and then one of the API's
 
     openai/openai-openapi lists the reasons; agents decide by them
     G01 C18 https://github.com/ollama/ollama/issues/4357
@@ -107,9 +108,9 @@ def finish_reason(capture: Capture) -> Faults:
             yield len(capture.raw) - 1, message
 
 
-@must("call-deltas")
+@must
 def call_deltas(capture: Capture) -> Faults:
-    """a call begins with index, id, type and name; then come index and arguments
+    """call-deltas: a call begins with index, id, type and name; then come index and arguments
 
     SDKs add up the deltas of a call by its index, and concatenate what is repeated
     E02 E04 G02 https://github.com/ggml-org/llama.cpp/pull/13800
@@ -134,9 +135,9 @@ def call_deltas(capture: Capture) -> Faults:
             yield number, "expected finish_reason 'tool_calls' of a choice with calls only, got one without"
 
 
-@must("chunk-texts")
+@must
 def chunk_texts(capture: Capture) -> Faults:
-    """none of the model's own markup in the content; the arguments of a call are JSON
+    """chunk-texts: none of the model's own markup in the content; the arguments of a call are JSON
 
     the API reference: the arguments are JSON text; markup in a text is shown to people
     E01 E05 E06 E09 E16 https://github.com/vllm-project/vllm/issues/10395
@@ -163,9 +164,9 @@ def chunk_texts(capture: Capture) -> Faults:
 # --- usage and errors ---------------------------------------------------------------------------------------
 
 
-@should("usage-chunk")
+@should
 def usage_chunk(capture: Capture) -> Faults:
-    """usage comes once, last, without choices; before it usage is null
+    """usage-chunk: usage comes once, last, without choices; before it usage is null
 
     the API reference: one more chunk with empty choices, and null in all others
     B10 B11 G05 G07 https://github.com/BerriAI/litellm/issues/28735
@@ -189,9 +190,9 @@ def usage_chunk(capture: Capture) -> Faults:
             yield number, "expected the chunk of the usage to be the last"
 
 
-@should("error-frame")
+@should
 def error_frame(capture: Capture) -> Faults:
-    """an error has message, type, param and code, and is the last chunk
+    """error-frame: an error has message, type, param and code, and is the last chunk
 
     the SDKs raise what stands in the member error, and read no further
     B13 C20 https://github.com/open-webui/open-webui/issues/29628

@@ -11,7 +11,6 @@ Rules of this file:
 Not here: bytes (frames.py), chat completions (chunks.py).
 """
 
-import itertools
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -66,9 +65,9 @@ must, should, _ = rules_of("events", "responses", rules=STREAM_RULES)
 # --- what events hold ---------------------------------------------------------------------------------------
 
 
-@must("event-types")
+@must
 def event_types(capture: Capture) -> Faults:
-    """the types of the events are those of the API
+    """event-types: the types of the events are those of the API
 
     the API's schema is a closed union, of which SDKs in typed languages are made
     A15 C05 https://github.com/router-for-me/CLIProxyAPI/pull/4691
@@ -83,9 +82,9 @@ def is_known(event: Json) -> bool:
     return event.get("type") in EVENTS or label(event) == "response.*"
 
 
-@must("fields")
+@must
 def fields(capture: Capture) -> Faults:
-    """events, items, parts and the response have the members they must have
+    """fields: events, items, parts and the response have the members they must have
 
     openai/openai-openapi calls these members required
     C09 C22 H06 H07 https://github.com/lemonade-sdk/lemonade/issues/3607
@@ -95,9 +94,9 @@ def fields(capture: Capture) -> Faults:
             yield number, fault
 
 
-@must("numbers")
+@must
 def numbers(capture: Capture) -> Faults:
-    """sequence_number counts 0, 1, 2, ...
+    """numbers: sequence_number counts 0, 1, 2, ...
 
     the guide on background mode: the number is the cursor of starting_after
     C17 https://github.com/BerriAI/litellm/pull/28899
@@ -114,9 +113,9 @@ def numbers(capture: Capture) -> Faults:
         expected = got + 1
 
 
-@should("nested-numbers")
+@should
 def nested_numbers(capture: Capture) -> Faults:
-    """nothing inside an event has a sequence_number
+    """nested-numbers: nothing inside an event has a sequence_number
 
     openai/openai-openapi has the number in the event alone
     C02 https://github.com/vllm-project/vllm/pull/37071
@@ -137,9 +136,9 @@ def of_the_response(capture: Capture) -> Iterator[tuple[int, Json]]:
             yield number, event
 
 
-@must("order")
+@must
 def order(capture: Capture) -> Faults:
-    """events come in the order of the API's grammar
+    """order: events come in the order of the API's grammar
 
     the API reference, and the state machine with which SDKs accumulate a response
     C01 C05 C08 C13 C14 E01 https://platform.openai.com/docs/api-reference/responses-streaming
@@ -157,9 +156,9 @@ def order(capture: Capture) -> Faults:
         state = ORDER.get((state, event_label)) or AFTER.get(event_label, state)
 
 
-@must("terminal")
+@must
 def terminal(capture: Capture) -> Faults:
-    """the last event is terminal, and no other is
+    """terminal: the last event is terminal, and no other is
 
     SDKs end a stream, and agents a turn, at the one terminal event
     C18 C19 C20 https://github.com/EricLBuehler/mistral.rs/pull/1943
@@ -181,9 +180,9 @@ def snapshots(capture: Capture) -> Iterator[tuple[int, str, Json]]:
             yield number, event["type"], event["response"]
 
 
-@must("status")
+@must
 def status(capture: Capture) -> Faults:
-    """an event tells of the status that its response has; error, incomplete_details, completed_at too
+    """status: an event tells of the status that its response has; error, incomplete_details, completed_at too
 
     the API reference: which status each event tells of
     C15 C23 https://github.com/vllm-project/agentic-api/issues/273
@@ -205,9 +204,9 @@ def status(capture: Capture) -> Faults:
                 yield number, f"expected {member} if the status is {only_status}, got null"
 
 
-@should("item-status")
+@should
 def item_status(capture: Capture) -> Faults:
-    """in the end items are completed, but for the last one of a response that was cut
+    """item-status: in the end items are completed, but for the last one of a response that was cut
 
     the API reference: an item is in_progress, completed or incomplete
     C16 https://github.com/vllm-project/vllm/issues/57998
@@ -223,9 +222,9 @@ def item_status(capture: Capture) -> Faults:
             yield number, f"{message}, got {got}"
 
 
-@should("snapshots")
+@should
 def empty_until_the_end(capture: Capture) -> Faults:
-    """output is [] and usage null until the terminal event
+    """snapshots: output is [] and usage null until the terminal event
 
     OpenAI's streams: a snapshot has no output before the end
     C04 https://platform.openai.com/docs/api-reference/responses-streaming
@@ -236,9 +235,9 @@ def empty_until_the_end(capture: Capture) -> Faults:
             yield number, "expected output [] and usage null before the terminal event"
 
 
-@must("one-response")
+@must
 def one_response(capture: Capture) -> Faults:
-    """id, model and parameters of the response never change
+    """one-response: id, model and parameters of the response never change
 
     the API reference: the events of a stream tell of one response
     C06 C07 https://github.com/BerriAI/litellm/issues/19125
@@ -257,37 +256,35 @@ def one_response(capture: Capture) -> Faults:
 # --- ids, indices, sums -------------------------------------------------------------------------------------
 
 
-@must("ids")
+@must
 def ids(capture: Capture) -> Faults:
-    """an item has one id, and a call one call_id, in all its events and in the final output
+    """ids: an item has one id, and a call one call_id, in all its events and in the final output
 
     SDKs find an item by its id, and answer a call by its call_id
     C04 C06 C07 H04 https://github.com/BerriAI/litellm/issues/30071
     """
     announced: dict[int, Json] = {}  # output_index -> the item as it was announced
     for number, event in enumerate(capture.events):
-        event_type = event.get("type")
         index = event.get("output_index", -1)
-        items = {index: event.get("item", {})}
-        if event_type == "response.output_item.added":
-            item = items[index]
-            if "id" in item and item["id"] in [other.get("id") for other in announced.values()]:
-                yield number, f"expected an id that no other item has, got {item['id']!r}"
-            announced[index] = item
-        elif event_type in TERMINAL:
-            items = dict(enumerate(event.get("response", {}).get("output", ())))
-        elif "item_id" in event:
-            items = {index: {"id": event["item_id"]}}
-        for place, item in items.items():
-            first = announced.get(place, {})
-            for member in {"id", "call_id"} & first.keys() & item.keys():
-                if item[member] != first[member]:
-                    yield number, f"expected {member} {first[member]!r} as announced, got {item[member]!r}"
+        said = {index: event.get("item", {"id": event.get("item_id")})}
+        if event.get("type") == "response.output_item.added":
+            got = said[index].get("id", announced)
+            if got in [item.get("id") for item in announced.values()]:
+                yield number, f"expected an id that no other item has, got {got!r}"
+            announced[index] = said[index]
+        elif event.get("type") in TERMINAL:
+            said = dict(enumerate(event.get("response", {}).get("output", ())))
+        for place, item in said.items():
+            for member in ("id", "call_id"):
+                got = item.get(member)
+                expected = announced.get(place, {}).get(member, got)
+                if got not in (None, expected):
+                    yield number, f"expected {member} {expected!r} as announced, got {got!r}"
 
 
-@must("indices")
+@must
 def indices(capture: Capture) -> Faults:
-    """output_index counts items, content_index the parts of an item: 0, 1, 2, ...
+    """indices: output_index counts items, content_index the parts of an item: 0, 1, 2, ...
 
     SDKs put what comes at output[output_index].content[content_index]
     C03 C10 C11 H01 https://github.com/vllm-project/vllm/issues/45742
@@ -297,122 +294,106 @@ def indices(capture: Capture) -> Faults:
         event_type = event.get("type", "")
         if event_type == "response.output_item.added":
             last = {"output_index": last["output_index"] + 1, "content_index": -1, "summary_index": -1}
-        for index in ("content_index", "summary_index"):
-            if index in event and event_type.endswith("_part.added"):
-                last[index] += 1
         for index, expected in last.items():
+            if index != "output_index" and event_type.endswith("_part.added") and index in event:
+                expected = last[index] = expected + 1
             yield from at_index(number, event, index, expected)
 
 
 def at_index(number: int, event: Json, index: str, expected: int) -> Faults:
-    if index in event and expected >= 0 and event[index] != expected:
+    if expected >= 0 and event.get(index, expected) != expected:
         yield number, f"expected {index} {expected}, got {event[index]}"
 
 
-@should("announced")
-def announced_empty(capture: Capture) -> Faults:
-    """an item or part is announced empty and in_progress
+@should
+def announced(capture: Capture) -> Faults:
+    """announced: an item or part is announced empty and in_progress
 
     OpenAI's streams, and SDKs that append deltas to what was announced
     C12 https://platform.openai.com/docs/api-reference/responses-streaming
     """
     for number, event in enumerate(capture.events):
-        if not str(event.get("type")).endswith(".added"):
-            continue
-        announced: Json = event.get("item") or event.get("part") or {}
-        full = [member for member in CONTENT if announced.get(member)]
-        got = announced.get("status", "in_progress")
-        if full:
-            yield number, f"expected what is announced to be empty, got {full[0]}"
-        elif got != "in_progress":
-            yield number, f"expected what is announced to be in_progress, got {got}"
+        if event.get("type", "").endswith(".added"):
+            opened: Json = event.get("item") or event.get("part") or {}
+            full = {member: opened[member] for member in CONTENT if opened.get(member)}
+            status = opened.get("status", "in_progress")
+            if full or status != "in_progress":
+                got = full or status
+                yield number, f"expected what is announced to be empty and in_progress, got {got}"
 
 
-@should("annotations")
+@should
 def annotations(capture: Capture) -> Faults:
-    """annotation_index counts the annotations of a part, which holds those that were announced
+    """annotations: annotation_index counts the annotations of a part, which holds those that were announced
 
     openai/openai-openapi: the index of the annotation within the content part
     https://platform.openai.com/docs/api-reference/responses-streaming/response/output_text/annotation/added
     """
     announced: list[Any] = []  # annotations of the part that is open
     for number, event in enumerate(capture.events):
-        event_type = event.get("type")
-        if event_type == "response.content_part.added":
+        if event.get("type") == "response.content_part.added":
             announced = []
-        elif event_type == "response.output_text.annotation.added":
+        elif event.get("type") == "response.output_text.annotation.added":
             yield from at_index(number, event, "annotation_index", len(announced))
             announced.append(event.get("annotation"))
         elif label(event) == "response.content_part.done output_text":
-            got = event["part"].get("annotations")
-            if without(got or []) != without(announced):
+            got = event["part"].get("annotations") or []
+            if without(got) != without(announced):
                 shown = shortened(json.dumps(got))
                 yield number, f"expected the {len(announced)} annotations that were announced, got {shown}"
 
 
-@must("sums")
+@must
 def sums(capture: Capture) -> Faults:
-    """deltas add up to what the done events say, and these to the final output
+    """sums: deltas add up to what the done events say, and these to the final output
 
     the API reference: a done event repeats what its deltas said
     C01 C06 D01 D02 D06 D11 D12 E06 G06 https://github.com/vllm-project/vllm/pull/30437
     """
     text = ""  # of the item or part that is open, as its deltas add up
     logprobs: list[Any] = []
-    parts: list[Json] = []  # of the item that is open, as its parts were done
+    parts: list[Json] = []  # of the item that is open, as they were done
     items: list[Any] = []  # of the response, as they were done
     for number, event in enumerate(capture.events):
         event_type = event.get("type", "")
+        item = event.get("item", {})
+        got: Any = None
+        expected: Any = None
         if event_type.endswith(".delta"):
             text += event.get("delta", "")
             logprobs += event.get("logprobs", ())
         elif event_type in REPEATS:
-            yield from repeats_deltas(number, event, REPEATS[event_type], text, logprobs)
-            parts += [event["part"]] if "part" in event else []
+            repeated = event.get(REPEATS[event_type], text)
+            if isinstance(repeated, dict):
+                parts.append(repeated)
+                repeated = repeated.get("text", repeated.get("refusal", text))
+            repeated_logprobs = event.get("part", event).get("logprobs", logprobs)
+            # Parts list the bytes of each token, events do not (openai.types.responses).
+            expected = text, without(logprobs, "bytes")
+            got = repeated, without(repeated_logprobs, "bytes")
         elif event_type == "response.output_item.done":
-            yield from repeats_parts(number, event.get("item", {}), text, parts)
-            items.append(event.get("item"))
-        elif event_type in TERMINAL and "output" in event.get("response", {}):
-            yield from repeats_items(number, event["response"]["output"], items)
-        if event_type.endswith(("_item.added", "_part.added", "_item.done")):
+            items.append(item)
+            if item.get("type") in ("function_call", "custom_tool_call"):
+                expected = text
+                got = item.get("arguments", item.get("input", text))
+            elif parts:  # without them the rule order is broken
+                expected = in_any_order(parts)  # summary or content may come first
+                got = in_any_order(item.get("content", []) + item.get("summary", []))
+        elif event_type in TERMINAL:
+            expected = without(items)
+            got = without(event.get("response", {}).get("output", items))
+        if event_type.endswith(("_item.added", "_part.added")):
             text = ""
             logprobs = []
-            if "item" in event:
-                parts = []
+        if event_type.endswith("_item.added"):
+            parts = []
+        if got != expected:
+            shown = shortened(str(expected)), shortened(str(got))
+            yield number, f"expected {shown[0]} as the events before say, got {shown[1]}"
 
 
-def repeats_deltas(number: int, event: Json, member: str, text: str, logprobs: list[Any]) -> Faults:
-    repeated = event.get(member, text)
-    if isinstance(repeated, dict):  # a part
-        repeated = repeated.get("text", repeated.get("refusal", text))
-    if repeated != text:
-        yield number, f"the deltas add up to {shortened(text)!r}, the event says {shortened(repeated)!r}"
-    # Parts list the bytes of each token, events do not (openai.types.responses).
-    repeated_logprobs = event.get("part", event).get("logprobs", logprobs)
-    if without(repeated_logprobs, "bytes") != without(logprobs, "bytes"):
-        yield number, "the logprobs of the deltas are not those that the event says"
-
-
-def repeats_parts(number: int, item: Json, text: str, parts: list[Json]) -> Faults:
-    if item.get("type") in ("function_call", "custom_tool_call"):
-        expected = [text]
-        got = [str(item.get("arguments", item.get("input", text)))]
-    elif parts and item.get("type") in ("message", "reasoning"):  # without parts the rule order is broken
-        held = item.get("content", []) + item.get("summary", [])
-        expected = sorted(map(json.dumps, without(parts)))  # summary or content may come first
-        got = sorted(map(json.dumps, without(held)))
-    else:
-        return
-    if got != expected:
-        yield number, f"the events before say {shortened(str(expected))}, the item {shortened(str(got))}"
-
-
-def repeats_items(number: int, output: list[Any], items: list[Any]) -> Faults:
-    pairs = zip(without(output), without(items), strict=False)
-    n_equal = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
-    if not len(output) == len(items) == n_equal:
-        message = f"{len(items)} items were done, the response has {len(output)}"
-        yield number, f"{message}; the first {n_equal} are equal"
+def in_any_order(parts: list[Json]) -> list[str]:
+    return sorted(map(json.dumps, without(parts)))
 
 
 def without(value: Any, *names: str) -> Any:
@@ -428,9 +409,9 @@ def without(value: Any, *names: str) -> Any:
 # --- usage, texts, arguments --------------------------------------------------------------------------------
 
 
-@must("usage")
+@must
 def usage(capture: Capture) -> Faults:
-    """the final usage has all its counts, and they agree
+    """usage: the final usage has all its counts, and they agree
 
     openai/openai-openapi requires the counts; bills are made of them
     D09 G04 G05 https://github.com/openai/openai-agents-python/issues/1179
@@ -440,9 +421,9 @@ def usage(capture: Capture) -> Faults:
             yield from usage_faults(number, response.get("usage"), "input", "output")
 
 
-@must("markup")
+@must
 def no_markup(capture: Capture) -> Faults:
-    """none of the model's own markup in texts, names and arguments
+    """markup: none of the model's own markup in texts, names and arguments
 
     the API has channels and calls as members; markup in a text is shown to people
     E01 E09 E16 D18 https://github.com/vllm-project/vllm/issues/36435
@@ -455,9 +436,9 @@ def no_markup(capture: Capture) -> Faults:
             yield number, f"expected text without markup of the model's, got {marker}"
 
 
-@must("arguments")
+@must
 def arguments(capture: Capture) -> Faults:
-    """the arguments of a completed call are a JSON object
+    """arguments: the arguments of a completed call are a JSON object
 
     the API reference: arguments are the JSON text of an object; clients parse them unasked
     C12 E05 E06 https://github.com/vllm-project/vllm/issues/51697

@@ -28,9 +28,9 @@ def data_of(capture: Capture) -> Iterator[tuple[int, str, str]]:
 must, should, advice = rules_of("frames", "chat responses", rules=STREAM_RULES)
 
 
-@must("whole-frames")
+@must
 def whole_frames(capture: Capture) -> Faults:
-    """the bytes end with the end of a frame
+    """whole-frames: the bytes end with the end of a frame
 
     the HTML standard: what follows the last blank line is thrown away
     A16 A17 https://github.com/NousResearch/hermes-agent/pull/42314
@@ -39,9 +39,9 @@ def whole_frames(capture: Capture) -> Faults:
         yield len(capture.raw), capture.tail
 
 
-@must("json-line")
+@must
 def json_line(capture: Capture) -> Faults:
-    """the data of a frame is one line: a JSON object, or [DONE]
+    """json-line: the data of a frame is one line: a JSON object, or [DONE]
 
     the SDKs parse the data of a frame as one JSON value
     A11 A14 B14 https://github.com/caozhiyuan/copilot-api/pull/88
@@ -53,9 +53,9 @@ def json_line(capture: Capture) -> Faults:
             yield number, "expected one line of data, got several"
 
 
-@must("utf-8")
+@must
 def utf_8(capture: Capture) -> Faults:
-    """the bytes are UTF-8
+    """utf-8: the bytes are UTF-8
 
     the HTML standard: an event stream is UTF-8
     A08 A09 https://html.spec.whatwg.org/multipage/server-sent-events.html#parsing-an-event-stream
@@ -67,9 +67,9 @@ def utf_8(capture: Capture) -> Faults:
             yield frame.number, f"expected UTF-8, got {frame.raw[error.start : error.end + 1]!r}"
 
 
-@advice("line-ends")
+@advice
 def line_ends(capture: Capture) -> Faults:
-    """what clients take for a line end is escaped
+    """line-ends: what clients take for a line end is escaped
 
     some clients split lines where Python's str.splitlines() does
     A01 A02 https://github.com/modelcontextprotocol/typescript-sdk/pull/1926
@@ -79,9 +79,9 @@ def line_ends(capture: Capture) -> Faults:
             yield number, f"expected it escaped, got U+{ord(match[0]):04X} itself"
 
 
-@should("event-name")
+@should
 def event_name(capture: Capture) -> Faults:
-    """the event field is the type of the event; chat completion chunks have none
+    """event-name: the event field is the type of the event; chat completion chunks have none
 
     OpenAI's streams name each Responses event, and listeners are registered by that name
     B17 https://platform.openai.com/docs/api-reference/responses-streaming
@@ -93,9 +93,9 @@ def event_name(capture: Capture) -> Faults:
             yield number, f"expected the event field to say {expected!r}, got {event_type!r}"
 
 
-@advice("no-id")
+@advice
 def no_id(capture: Capture) -> Faults:
-    """no id: and no retry: lines
+    """no-id: no id: and no retry: lines
 
     an id makes a browser's EventSource ask again with Last-Event-ID, which no server here answers
     A12 https://github.com/theopenco/llmgateway/pull/2334
@@ -105,9 +105,9 @@ def no_id(capture: Capture) -> Faults:
             yield frame.number, "expected no id: and no retry: line"
 
 
-@must("done-line")
+@must
 def done_line(capture: Capture) -> Faults:
-    """[DONE] is the last frame, and there is one; a Responses stream may have none
+    """done-line: [DONE] is the last frame, and there is one; a Responses stream may have none
 
     the API reference: a chat stream is ended by data: [DONE]; SDKs read nothing after it
     A21 C19 https://github.com/vllm-project/vllm/pull/378

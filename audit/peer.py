@@ -1,362 +1,292 @@
-"""A server as seen from outside: an address, HTTP/1.1 read by hand, nothing known of the program.
+"""What a server is asked and what it answers, in the words of neither API.
 
-    Peer("http://host:8000/v1", "model").ask("POST", "/responses", {...}) --> Reply, or NoReply
+    Peer(url, "model").both(tools=(WEATHER,), tool_choice="none") --> Answer, plain, then streamed
+    name of STREAMS --recorded()--> Reply        a rule on one stream --judged()--> its verdict
 
-The problem is that a server under audit may be hostile: it may send headers by the byte, a chunk of a
-terabyte, a body without end. So all bytes come through one place, Connection.some(), which has a limit in
-time and in bytes. The bytes of a reply are kept as they were written, chunk by chunk.
-
-Authority: RFC 9112 (HTTP/1.1).
+Authority: https://platform.openai.com/docs/api-reference for the bodies.
 
 Rules of this file:
-1. A rule has a budget of seconds, start() begins one: what a server does not answer within it is NoReply.
-2. A reply that breaks off is Failed. A server that cannot be reached is NoReply, which names the layer: name,
-   connection, TLS or HTTP.
+1. What a server need not have (background, storage, tools, several choices) it may refuse with a 4xx or 501:
+   then no rule is about it, and NotApplicable says why.
+2. A stream is asked for once, whatever number of rules judges it.
+3. A rule for both APIs is one function over Answers. What a model may do or leave is no rule: only what was
+   forced, forbidden or already said is judged.
 
-Not here: what is asked (asking.py), what the replies must be (clients.py, answers.py and so on).
+Not here: the rules (answers.py, agents.py and so on), HTTP (http.py).
 """
 
 import contextlib
-import itertools
 import json
-import re
-import socket
-import ssl
-import time
-from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
-from urllib.parse import urlsplit
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
 
-from audit.rules import Failed, NoReply, NotApplicable, presumed
+from audit.events import TERMINAL, without
+from audit.http import REFUSED, Http, Reply
+from audit.linter import violations
+from audit.rules import RULES, NoReply, NotApplicable
 from audit.schema import Json, shortened
-from audit.stream import events_in, parsed
+from audit.stream import STREAM_RULES, read
 
-NOT_THERE = {404, 405, 501}
-REFUSED = {400, 403, 404, 405, 415, 422, 501}
-BUSY = {429, 503}
-BUDGET_S = 120.0  # of a rule: a small model on a busy machine
-PIECE_BYTES = 2**16  # read at once
-MAX_BYTES = 2**26  # of a reply: no answer that a rule asks for has a tenth of that
-STATUS_LINE = re.compile(rb"HTTP/1\.[01] (\d{3})")
-CHUNK_SIZE = re.compile(rb"([0-9a-fA-F]+)[ \t]*(?:;.*)?\r?\n")
-BLANK_LINE = re.compile(rb"\r\n\r\n|\n\n|\r\r")
-SEGMENT_BYTES = 536  # of a slow client: a server can send it 40 kB at most before it has to wait
-
-
-class Reply(NamedTuple):
-    asked: str  # the request, as people read it
-    status: int
-    headers: dict[str, str]  # names in lower case
-    pieces: Iterable[bytes]  # of the body, as they come; chunks, if it comes in chunks
-    body: bytes = b""
-
-    @property
-    def json(self) -> Json:
-        return parsed(self.body.decode("utf-8", "replace"))
-
-    @property
-    def error(self) -> Json:
-        """The object in the member `error`; {} if there is none."""
-        error = self.json.get("error")
-        return error if isinstance(error, dict) else {}
-
-    @property
-    def is_stream(self) -> bool:
-        return self.status == 200 and self.headers.get("content-type", "").startswith("text/event-stream")
-
-    @property
-    def is_refusal(self) -> bool:
-        return 400 <= self.status < 500
-
-    @property
-    def events(self) -> list[Json]:
-        return list(events_in(self.body))
-
-    @property
-    def refusal(self) -> str:
-        """The status, and what the server says about it."""
-        return f"{self.status} {shortened(str(self.error.get('message') or self.text), 160)}"
-
-    def __str__(self) -> str:
-        return f"{self.asked} -> {self.status} {shortened(self.text, 300)}"
-
-    @property
-    def text(self) -> str:
-        return " ".join(self.body.decode("utf-8", "replace").split())
-
-
-# --- bytes --------------------------------------------------------------------------------------------------
-
-
-class Connection:
-    """The bytes from and to a server; each read and write has the time that is left of the rule's budget."""
-
-    def __init__(self, peer: "Peer", connection: socket.socket) -> None:
-        self._peer = peer
-        self._socket = connection
-        self._unread = b""
-        self._n_left = MAX_BYTES
-
-    def send(self, data: bytes) -> None:
-        self._socket.settimeout(self._peer.seconds_left())
-        self._socket.sendall(data)
-
-    def some(self) -> bytes:
-        """Return what has come, or comes next; b"" at the end."""
-        data = self._unread
-        self._unread = b""
-        if not data:
-            self._socket.settimeout(self._peer.seconds_left())
-            data = self._socket.recv(PIECE_BYTES)
-            self._n_left -= len(data)
-        if self._n_left < 0:
-            raise NoReply(f"expected {MAX_BYTES} bytes at most, got more")
-        return data
-
-    def line(self) -> bytes:
-        line = b""
-        while not line.endswith(b"\n"):
-            data = self._next()
-            head, end, self._unread = data.partition(b"\n")
-            line += head + end
-        return line
-
-    def exactly(self, n_bytes: int) -> bytes:
-        if n_bytes > MAX_BYTES:
-            raise NoReply(f"expected {MAX_BYTES} bytes at most, {n_bytes} are to come")
-        data = bytearray()
-        while len(data) < n_bytes:
-            data += self._next()
-        if data:
-            self._unread = bytes(data[n_bytes:])
-        return bytes(data[:n_bytes])
-
-    def _next(self) -> bytes:
-        data = self.some()
-        if not data:
-            raise EOFError("the connection ended before the reply did")
-        return data
-
-    # --- HTTP -----------------------------------------------------------------------------------------------
-
-    def reply(self, asked: str) -> Reply:
-        """Read the status and the headers; the body is still to come."""
-        status = 100
-        headers: dict[str, str] = {}
-        while 100 <= status < 200 and status != 101:
-            status_line = self.line()
-            match = STATUS_LINE.match(status_line)
-            if not match:
-                raise NoReply(f"HTTP: expected HTTP/1.1 and a status, got {status_line[:80]!r}")
-            status = int(match[1])
-            headers = dict(self._headers())
-        return Reply(asked, status, headers, self._body(status, headers))
-
-    def _headers(self) -> Iterator[tuple[str, str]]:
-        while line := self.line().decode("latin-1").strip():
-            name, _, value = line.partition(":")
-            yield name.lower(), value.strip()
-
-    def _body(self, status: int, headers: Mapping[str, str]) -> Iterator[bytes]:
-        if "chunked" in headers.get("transfer-encoding", "").lower():
-            while chunk := self._chunk():
-                yield chunk
-            dict(self._headers())
-        elif "content-length" in headers:
-            length = headers["content-length"]
-            if not length.isdecimal():
-                raise NoReply(f"HTTP: expected a number as Content-Length, got {length!r}")
-            yield self.exactly(int(length))
-        elif status != 204:
-            while data := self.some():
-                yield data
-
-    def _chunk(self) -> bytes:
-        """Read the next chunk; the last one is empty."""
-        line = self.line()
-        match = CHUNK_SIZE.fullmatch(line)
-        if not match:
-            raise NoReply(f"HTTP: expected the size of a chunk, got {line[:80]!r}")
-        chunk = self.exactly(int(match[1], 16))
-        if chunk:
-            self.line()
-        return chunk
-
+CUT = 16  # tokens: the fewest that Open Responses allows
+STORY = "Tell me a very long story about a fox."
+TOKYO = "What is the weather in Tokyo?"
+PARAMETERS: Json = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER: Json = {"name": "get_weather", "description": "Get the weather of a city", "parameters": PARAMETERS}
+TIME: Json = WEATHER | {"name": "get_time", "description": "Get the time in a city"}
+CALLED: Json = {"said": TOKYO, "tools": (WEATHER,), "tool_choice": "required"}
+LOGPROBS: dict[str, Json] = {
+    "responses": {"include": ["message.output_text.logprobs"], "top_logprobs": 2},
+    "chat": {"logprobs": True, "top_logprobs": 2},
+}
 
 # --- requests -----------------------------------------------------------------------------------------------
 
 
-class Peer:
-    """One server.
+def request(
+    api: str,
+    said: object = "hi",
+    limit: int = 64,
+    tools: tuple[Json, ...] = (),
+    tool_choice: object = None,
+    schema: Json | None = None,
+    **more: object,
+) -> tuple[str, Json]:
+    """Return path and body. `said` is a text or a list of items or messages; a tool_choice may be a name."""
+    is_chat = api == "chat"
+    path = "/chat/completions" if is_chat else "/responses"
+    body: Json = {"max_output_tokens": limit, "temperature": 0, "input": said}
+    if is_chat:
+        messages = [{"role": "user", "content": said}] if isinstance(said, str) else said
+        body = {"messages": messages, "max_tokens": limit, "temperature": 0}
 
-    `long`: members of a body that make its answer long, such as a bias against the end token.
-    `budget`: seconds for each rule.
-    """
+    def typed(type_: str, members: Json) -> Json:
+        """Chat completions nest the members in one that is called as the type is."""
+        return {"type": type_} | ({type_: members} if is_chat else members)
 
-    def __init__(
-        self,
-        base_url: str,
-        model: str,
-        api_key: str = "",
-        long: Json | None = None,
-        headers: Mapping[str, str] | None = None,
-        budget: float = BUDGET_S,
-    ) -> None:
-        self.url = urlsplit(base_url.rstrip("/"))
-        self.model = model
-        self.long = long or {}
-        self.headers = {"Host": self.url.netloc, "Accept-Encoding": "identity"} | dict(headers or {})
-        if api_key:
-            self.headers["Authorization"] = f"Bearer {api_key}"
-        self._budget = budget
-        self.forget()
-        self.start()
+    if tools:
+        body["tools"] = [typed("function", tool) for tool in tools]
+    if tool_choice:
+        is_name = tool_choice in [tool["name"] for tool in tools]
+        body["tool_choice"] = typed("function", {"name": tool_choice}) if is_name else tool_choice
+    if schema:
+        wire_schema = typed("json_schema", {"name": "x", "schema": schema, "strict": True})
+        body |= {"response_format": wire_schema} if is_chat else {"text": {"format": wire_schema}}
+    return path, body | more
+
+
+# fmt: off
+#  stream             api          what is asked
+STREAMS: dict[str, tuple[str, Json]] = {
+    "text":          ("responses", {}),
+    "echo":          ("responses", {"instructions": "Be brief.\u2028\u0085\u2029"}),
+    "cut":           ("responses", {"said": STORY, "limit": CUT}),
+    "call":          ("responses", CALLED),
+    "logprobs":      ("responses", LOGPROBS["responses"]),
+    "background":    ("responses", {"background": True}),
+    "chat":          ("chat",      {}),
+    "chat-usage":    ("chat",      {"stream_options": {"include_usage": True}}),
+    "chat-cut":      ("chat",      {"said": STORY, "limit": CUT}),
+    "chat-two":      ("chat",      {"n": 2, "temperature": 1, "seed": 1}),
+    "chat-call":     ("chat",      CALLED),
+    "chat-logprobs": ("chat",      LOGPROBS["chat"]),
+}
+# fmt: on
+GOOD = dict(request(api, limit=CUT) for api in ("responses", "chat"))  # path -> a body that is taken
+
+# --- answers ------------------------------------------------------------------------------------------------
+
+
+class Answer(NamedTuple):
+    end: str  # stop, length, tool_calls, failed, ...: as chat completions call it
+    text: str
+    calls: list[Json]  # with a name and arguments; of a response its items
+    usage: Json
+    tokens: str  # of the logprobs
+    outline: Json  # what it says, without ids and times
+    response: Json  # as it came; of chat completions the last chunk
 
     @property
-    def has_key(self) -> bool:
-        return "Authorization" in self.headers
+    def n_prompt(self) -> int:
+        return self.usage.get("input_tokens") or self.usage.get("prompt_tokens") or 0
 
-    def start(self) -> None:
-        """Begin the budget of a rule."""
-        self._deadline = time.monotonic() + self._budget
+    @property
+    def n_output(self) -> int:
+        return self.usage.get("output_tokens") or self.usage.get("completion_tokens") or 0
 
-    def forget(self) -> None:
-        """Ask again what several rules are about."""
-        self._replies: dict[tuple[str, str], Reply | NoReply | Failed] = {}
+    @property
+    def names(self) -> list[str]:
+        """Those of the tools that are called."""
+        return [call["name"] for call in self.calls]
 
-    def seconds_left(self) -> float:
-        """Return what is left of the budget; raises NoReply if nothing is."""
-        left = self._deadline - time.monotonic()
-        if left <= 0:
-            raise NoReply(f"the rule's budget of {self._budget:g} s is used up")
-        return left
+    def items(self, type_: str) -> list[Json]:
+        return [item for item in self.response.get("output") or () if item.get("type") == type_]
 
-    def ask(self, method: str, path: str, body: Json | bytes | None = None, **headers: str) -> Reply:
-        """Ask, and read the whole reply; raises NoReply, for a server that is busy too."""
-        with self.open(method, path, body, headers) as reply:
-            pieces = list(reply.pieces)
-        reply = reply._replace(pieces=pieces, body=b"".join(pieces))
-        if reply.status in BUSY:
-            raise NoReply(f"the server is busy: {reply}")
+
+CALLS = ("function_call", "custom_tool_call")
+ENDS = {"max_output_tokens": "length", "completed": "stop"}
+# Members that differ from one time to the next, and those that items need not have.
+VOLATILE = ("id", "call_id", "status", "encrypted_content", "logprobs")
+
+
+def of_response(response: Json) -> Answer:
+    items = response.get("output") or ()
+    parts = [part for item in items if item.get("type") == "message" for part in item.get("content") or ()]
+    calls = [item for item in items if item.get("type") in CALLS]
+    reason = (response.get("incomplete_details") or {}).get("reason") or response.get("status")
+    end = "tool_calls" if calls and reason == "completed" else ENDS.get(str(reason), str(reason))
+    text = "".join(part.get("text") or "" for part in parts)
+    tokens = "".join(str(entry.get("token")) for part in parts for entry in part.get("logprobs") or ())
+    return Answer(end, text, calls, response.get("usage") or {}, tokens, outline(response), response)
+
+
+def outline(response: Json) -> Json:
+    """Return what a response says, without ids and times."""
+    said = {name: response.get(name) for name in ("status", "incomplete_details", "error")}
+    said["output"] = without(response.get("output"), *VOLATILE)
+    return said | {name: n for name, n in (response.get("usage") or {}).items() if isinstance(n, int)}
+
+
+def of_chunks(chunks: list[Json]) -> Answer:
+    """Add up the first choice of chunks; a completion is one chunk."""
+    text = end = tokens = ""
+    usage: Json = {}
+    calls: dict[int, Json] = {}
+    for chunk in chunks:
+        usage = chunk.get("usage") or usage
+        for choice in (chunk.get("choices") or ())[:1]:
+            said = choice.get("delta") or choice.get("message") or {}
+            text += said.get("content") or ""
+            end = choice.get("finish_reason") or end
+            entries = (choice.get("logprobs") or {}).get("content") or ()
+            tokens += "".join(str(entry.get("token")) for entry in entries)
+            for place, more in enumerate(said.get("tool_calls") or ()):
+                call = calls.setdefault(more.get("index", place), {"name": "", "arguments": ""})
+                for member in call:
+                    call[member] += (more.get("function") or {}).get(member) or ""
+    called = [*calls.values()]
+    said = {"end": end, "text": text, "calls": called}
+    return Answer(end, text, called, usage, tokens, said, chunks[-1] if chunks else {})
+
+
+def final(reply: Reply) -> Json:
+    """Return the response of a stream's terminal event; if there is none, the rule terminal alone says so."""
+    last = reply.events[-1] if reply.events else {}
+    response = last.get("response")
+    if last.get("type") not in TERMINAL or not isinstance(response, dict):
+        raise NotApplicable("the stream does not end with a terminal event")
+    return response
+
+
+class Peer(Http):
+    """A server, asked over the API that a rule is about."""
+
+    api = "responses"
+
+    def both(self, **asked: Any) -> Iterator[Answer]:
+        """Yield the answer, plain and streamed; the arguments are those of request()."""
+        yield self.plain(**asked)
+        with contextlib.suppress(NotApplicable):
+            yield self.streamed(**asked)
+
+    def plain(self, **asked: Any) -> Answer:
+        """Return the answer to a request without stream, that may be refused."""
+        reply = self.reply(**asked).if_there(REFUSED)
+        is_answer = reply.status == 200 and reply.json
+        assert is_answer, "expected status 200 and a JSON object"
+        return self._answer("plain", reply.json, [reply.json])
+
+    def streamed(self, **asked: Any) -> Answer:
+        reply = self.stream_of(*request(self.api, **asked))
+        return self._answer("streamed", {} if self.api == "chat" else final(reply), reply.events)
+
+    def _answer(self, how: str, response: Json, chunks: list[Json]) -> Answer:
+        answer = of_chunks(chunks) if self.api == "chat" else of_response(response)
+        self.shown = f"{how}: {json.dumps(answer.outline, ensure_ascii=False)}"
+        return answer
+
+    def reply(self, **asked: Any) -> Reply:
+        return self.post(*request(self.api, **asked))
+
+    def post(self, path: str, body: Json, stream: bool = False, **headers: str) -> Reply:
+        """Ask the model."""
+        return self.ask("POST", path, {"model": self.model, "stream": stream} | body, **headers)
+
+    def stream_of(self, path: str, body: Json) -> Reply:
+        """Return a whole stream; if none came (see the rule stream-comes) no other rule is about it."""
+        reply = self.once(path, {"model": self.model, "stream": True} | body)
+        if not reply.is_stream:
+            raise NotApplicable(f"no stream came: {reply.refusal}")
         return reply
 
-    def post(self, path: str, body: Json) -> Reply:
-        """Ask the model, without stream unless the body says so."""
-        return self.ask("POST", path, {"model": self.model, "stream": False} | body)
+    def live(self, is_slow: bool = False, **asked: Any) -> contextlib.AbstractContextManager[Iterator[Json]]:
+        """Yield the events of a stream as they come; leaving the block leaves the stream."""
+        return self.stream(*request(self.api, **asked), is_slow=is_slow)
 
-    def once(self, path: str, body: Json | bytes) -> Reply:
-        """Ask what several rules are about; a reply that breaks off is left to the rule whole-frames."""
-        with presumed("whole-frames"):
-            return self.shared(path, body)
+    def recorded(self, name: str) -> Reply:
+        """Return a stream of STREAMS."""
+        return self.stream_of(*self.asked(name))
 
-    def shared(self, path: str, body: Json | bytes) -> Reply:
-        """Ask once what several rules are about; the request has a budget of its own."""
-        key = path, str(body)
-        if key not in self._replies:
-            self.start()
-            try:
-                self._replies[key] = self.ask("POST", path, body)
-            except (NoReply, Failed) as error:  # a hang is waited for once
-                self._replies[key] = error
-        reply = self._replies[key]
-        if isinstance(reply, Exception):
-            raise reply
-        return reply
+    def asked(self, name: str) -> tuple[str, Json]:
+        api, asked = STREAMS[name]
+        return request(api, **asked, **(self.long if name.endswith("cut") else {}))
 
-    @contextlib.contextmanager
-    def stream(self, path: str, body: Json, is_slow: bool = False) -> Iterator[Iterator[Json]]:
-        """Yield the events of a stream as they come, one at least; leaving the block leaves the stream."""
-        body = {"model": self.model, "stream": True} | body
-        with self.open("POST", path, body, is_slow=is_slow) as reply:
-            if not reply.is_stream:
-                refused = reply._replace(body=b"".join(reply.pieces))
-                raise NotApplicable(f"no stream came: {refused.refusal}")
-            events = events_of(reply.pieces)
-            first = next(events, None)
-            if first is None:
-                raise NotApplicable("no event came")
-            yield itertools.chain([first], events)
-
-    @contextlib.contextmanager
-    def open(
-        self,
-        method: str,
-        path: str,
-        body: Json | bytes | None = None,
-        headers: Mapping[str, str] | None = None,
-        is_slow: bool = False,
-    ) -> Iterator[Reply]:
-        """Yield the reply as it comes."""
-        raw = json.dumps(body).encode() if isinstance(body, dict) else body or b""
-        names = dict(headers or {})
-        if body is not None:
-            names |= {"Content-Type": "application/json", "Content-Length": str(len(raw))}
-        asked = described(method, path, body)
-        with self.connection(asked, is_slow) as connection:
-            connection.send(self.head(method, path, names) + raw)
-            yield connection.reply(asked)
-
-    def head(self, method: str, path: str, headers: Mapping[str, str]) -> bytes:
-        """Make the head of a request; a header that is "" is not sent, a path with // begins at the root."""
-        target = path.removeprefix("/") if path.startswith("//") else self.url.path + path
-        lines = [f"{method} {target} HTTP/1.1"]
-        for name, value in (self.headers | dict(headers)).items():
-            if value:
-                lines.append(f"{name.replace('_', '-')}: {value}")
-        return "\r\n".join([*lines, "", ""]).encode()
-
-    @contextlib.contextmanager
-    def connection(self, asked: str, is_slow: bool = False) -> Iterator[Connection]:
-        """Yield a connection of its own; `asked` names what is asked for in what is raised."""
+    def some_stream(self) -> Reply:
+        """Return a stream of an API that the server has."""
         try:
-            with self._connected(is_slow) as connection:
-                yield Connection(self, connection)
-        except (EOFError, ConnectionResetError) as error:
-            raise Failed("expected a whole reply", f"{asked} -> {error}") from error
-        except TimeoutError as error:
-            reason = f"nothing came for the rest of the rule's budget of {self._budget:g} s"
-            raise NoReply(f"{asked} -> {reason}") from error
-        except OSError as error:
-            raise NoReply(f"{asked} -> {error}") from error
+            return self.recorded("text")
+        except NotApplicable:
+            return self.recorded("chat")
 
-    def _connected(self, is_slow: bool) -> socket.socket:
-        host = self.url.hostname or ""
-        has_tls = self.url.scheme == "https"
+    def same_answer(
+        self, one: Json, other: Json, again: Callable[[], Json], names: str = "plain streamed"
+    ) -> None:
+        """Expect two answers to be one; no rule is about a server that says another one if asked `again`."""
+        if one == other:
+            return
+        if again() != one:
+            raise NotApplicable("the server says something else each time, at temperature 0")
+        differing = [member for member in one | other if one.get(member) != other.get(member)]
+        self.shown = ""
+        for name, answer in zip(names.split(), (one, other), strict=True):
+            said = {member: answer.get(member) for member in differing}
+            self.shown += f"{name}: {json.dumps(said, ensure_ascii=False)}\n"
+        raise AssertionError("expected the same answer, however it is asked for")
+
+
+# --- the rules of one stream, of a live server --------------------------------------------------------------
+
+
+def judged(rule: str, peer: Peer) -> None:
+    """Judge by the rule every stream of its kind that the server makes, and of which the end was seen."""
+    kinds = STREAM_RULES[rule].profiles.split()
+    names = [name for name, (api, _) in STREAMS.items() if api in kinds]
+    reasons: list[NotApplicable | NoReply] = []  # why streams did not come
+    for name in names:
         try:
-            addresses = socket.getaddrinfo(host, self.url.port or (80, 443)[has_tls], type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError) as error:
-            raise NoReply(f"name: no address of {host!r} is known: {error}") from error
-        failure: OSError | None = None
-        for family, kind, protocol, _, address in addresses:
-            timeout = self.seconds_left()
-            connection = socket.socket(family, kind, protocol)
-            try:
-                connection.settimeout(timeout)
-                if is_slow:
-                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, SEGMENT_BYTES)
-                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)  # rounded up to the least
-                connection.connect(address)
-                if has_tls:
-                    return ssl.create_default_context().wrap_socket(connection, server_hostname=host)
-                return connection
-            except OSError as error:
-                connection.close()
-                failure = error
-        layer = "TLS" if isinstance(failure, ssl.SSLError) else "connection"
-        raise NoReply(f"{layer}: {failure}") from failure
+            judge_stream(peer, name, rule)
+        except (NotApplicable, NoReply) as reason:
+            reasons.append(reason)
+    if len(reasons) == len(names):
+        raise reasons[0]
 
 
-def described(method: str, path: str, body: Json | bytes | None) -> str:
-    shown = f"({len(body)} bytes)" if isinstance(body, bytes) else json.dumps(body or "")
-    return shortened(f"{method} {path} {shown}", 300)
+def judge_stream(peer: Peer, name: str, rule: str) -> None:
+    if rule == "whole-frames":
+        path, body = peer.asked(name)
+        peer.shared(path, {"model": peer.model, "stream": True} | body)  # raises if it breaks off
+    try:
+        capture = read(peer.recorded(name).body)
+    except ValueError as error:
+        raise NotApplicable(f"no events came: {error}") from error
+    found = violations(capture, [rule])
+    if found:
+        first = found[0]
+        frames = {f.number: f.raw.decode("utf-8", "backslashreplace").strip() for f in capture.frames}
+        peer.shown = shortened(frames.get(first.event, "(the end of the stream)"), 300)
+        more = f", and {len(found) - 1} more" if found[1:] else ""
+        raise AssertionError(f"{name}: event {first.event}: {first.message}{more}")
 
 
-def events_of(pieces: Iterable[bytes]) -> Iterator[Json]:
-    """Yield the events of a stream as its bytes come; one that breaks off ends: see the rule whole-frames."""
-    unread = b""
-    with contextlib.suppress(EOFError):
-        for piece in pieces:
-            unread += piece
-            while blank_line := BLANK_LINE.search(unread):
-                yield from events_in(unread[: blank_line.end()])
-                unread = unread[blank_line.end() :]
+for _name, _rule in STREAM_RULES.items():
+    RULES[_name] = _rule._replace(check=partial(judged, _name))

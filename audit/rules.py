@@ -1,16 +1,17 @@
 '''What a rule is, and how it ends: it passes, or it raises one of three.
 
-    @must("stored")                           RULES["stored"].check(peer) --> nothing: it holds
-    def stored(peer):                             Failed: the server breaks it, and the excerpt shows it
-        """GET gives what was answered            NotApplicable: the server lacks what it is about
+    @must                                     check("stored", peer) --> nothing: it holds
+    def stored(peer: Peer) -> None:               AssertionError: the server breaks it
+        """stored: GET gives what was answered    NotApplicable: the server lacks what it is about
                                                   NoReply: the rule could not be judged
         who wrote that behaviour down
         F12 https://where-it-is-written
         """
+        assert ...
 
-Authority: each rule has its own, in its docstring: the title, a blank line, then who wrote the behaviour down
-or relies on it; the next line has the ids of tests/BUGS.md and the link to that text, or to a report of what
-happens without it. A function that is a rule of both APIs may have two such pairs of lines, one for each.
+Authority: each rule has its own, in its docstring: names and title, a blank line, then who wrote the
+behaviour down or relies on it; the next line has the ids of tests/BUGS.md and the link to that text, or to a
+report of what happens without it. A function that is two rules may have two such pairs of lines.
 
 Rules of this file:
 1. A rule that flags correct behaviour is the worst defect: what only some clients need is no "must".
@@ -21,7 +22,6 @@ Not here: the rules (frames.py, events.py, chunks.py, clients.py and so on), run
 
 import contextlib
 import inspect
-import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
@@ -49,43 +49,30 @@ RULES: dict[str, Rule] = {}
 
 
 def rules_of(
-    group: str,
-    profiles: str,
-    bind: Callable[[Check, str], Check] = lambda check, profiles: check,
-    rules: dict[str, Rule] = RULES,
-) -> list[Callable[..., Callable[[Check], Check]]]:
+    group: str, of_group: str, rules: dict[str, Rule] = RULES, bind: Callable[[Check], Check] = lambda f: f
+) -> list[Callable[..., Check]]:
     """Return the decorators @must, @should and @advice, which enter a function as a rule of this group.
 
-    They take the names of the rules that it is; one that begins with "chat-" is a rule of that API. `bind`
-    makes what is called with a Peer of the function and the profiles of a rule.
+    `bind` makes of the function what is called with a Peer. A name that begins with "chat-" is a rule of chat
+    completions, with their profile in place of that of the Responses API.
     """
-    return [partial(entering, group, profiles, bind, rules, strength) for strength in get_args(Strength)]
 
-
-def entering(
-    group: str,
-    of_group: str,
-    bind: Callable[[Check, str], Check],
-    rules: dict[str, Rule],
-    strength: Strength,
-    *names: str,
-    profiles: str = "",
-    after: str = "",
-) -> Callable[[Check], Check]:
-    def enter(check: Check) -> Check:
-        title, _, authority = inspect.cleandoc(check.__doc__ or "").partition("\n\n")
+    def enter(
+        strength: Strength, check: Check | None = None, profiles: str = of_group, after: str = ""
+    ) -> Check:
+        if check is None:
+            return partial(enter, strength, profiles=profiles, after=after)
+        beginning, _, authority = inspect.cleandoc(check.__doc__ or "").partition("\n\n")
+        names, _, title = " ".join(beginning.split()).partition(": ")
         lines = authority.splitlines()
-        for place, name in enumerate(names):
+        for place, name in enumerate(names.split(", ")):
             source, link = lines[2 * place : 2 * place + 2] or lines[:2]
             bugs, _, url = link.rpartition(" ")
-            own = profiles or of_group
-            if name.startswith("chat-"):
-                own = own.replace("responses", "chat")
-            title = " ".join(title.split())
-            rules[name] = Rule(name, group, own, strength, title, source, url, bugs, after, bind(check, own))
+            own = profiles.replace("responses", "chat") if name.startswith("chat-") else profiles
+            rules[name] = Rule(name, group, own, strength, title, source, url, bugs, after, bind(check))
         return check
 
-    return enter
+    return [partial(enter, strength) for strength in get_args(Strength)]
 
 
 # --- how a rule ends ----------------------------------------------------------------------------------------
@@ -95,24 +82,8 @@ class NotApplicable(Exception):
     """The server lacks what the rule is about, and may."""
 
 
-class Failed(AssertionError):
-    """The server breaks the rule; the excerpt shows it."""
-
-    def __init__(self, message: str, excerpt: object) -> None:
-        self.message = message
-        self.excerpt = str(excerpt)
-        if isinstance(excerpt, dict | list):
-            self.excerpt = json.dumps(excerpt, ensure_ascii=False, default=str)
-        super().__init__(f"{message}\n{self.excerpt}")
-
-
 class NoReply(Exception):
-    """No server is there, or the time is over. A reply that breaks off is Failed."""
-
-
-def expect(holds: object, message: str, excerpt: object) -> None:
-    if not holds:
-        raise Failed(message, excerpt)
+    """No server is there, or the time is over. A reply that breaks off is an AssertionError."""
 
 
 @contextlib.contextmanager
@@ -120,13 +91,16 @@ def presumed(name: str) -> Iterator[None]:
     """Leave a fault in this block to the rule that is about it."""
     try:
         yield
-    except Failed as failure:
-        raise NotApplicable(f"the rule {name} fails: {failure.message}") from failure
+    except AssertionError as failure:
+        raise NotApplicable(f"the rule {name} fails: {failure}") from failure
 
 
-def check(name: str, peer: object) -> None:
+def check(name: str, peer: Any) -> None:
     """Check what the rule builds on, then the rule."""
-    for earlier in RULES[name].after.split():
+    rule = RULES[name]
+    for earlier in rule.after.split():
         with presumed(earlier):
             check(earlier, peer)
-    RULES[name].check(peer)
+    is_chat = "chat" in rule.profiles and "responses" not in rule.profiles
+    peer.api = "chat" if is_chat else "responses"
+    rule.check(peer)

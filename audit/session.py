@@ -22,9 +22,9 @@ from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple, get_args
 
 from audit import agents, answers, clients, refusals, stored, turns
-from audit.asking import GOOD, STORY, request
-from audit.peer import NOT_THERE, Peer, Reply
-from audit.rules import RULES, Failed, NoReply, NotApplicable, check
+from audit.http import NOT_THERE, Reply
+from audit.peer import GOOD, STORY, Peer, request
+from audit.rules import RULES, NoReply, NotApplicable, check
 from audit.schema import Json
 
 PROFILES = ("chat", "responses", "stateful", "agents", "websocket", "all")
@@ -88,10 +88,11 @@ def both(earlier: Result, later: Result) -> Result:
 
 def judge(peer: Peer, name: str) -> Result:
     peer.start()
+    peer.shown = ""
     try:
         check(name, peer)
-    except Failed as failure:
-        return Result(name, "fail", failure.message, failure.excerpt)
+    except AssertionError as failure:
+        return Result(name, "fail", str(failure), peer.shown)
     except NotApplicable as reason:
         return Result(name, "n/a", str(reason))
     except NoReply as reason:
@@ -140,7 +141,7 @@ def asked(peer: Peer, method: str, path: str, body: Json | None = None) -> Reply
     try:
         peer.start()
         return peer.ask(method, path, body)
-    except (NoReply, Failed) as error:
+    except (NoReply, AssertionError) as error:
         raise NoServer(f"no server answers at {peer.url.geturl()}: {error}") from error
 
 

@@ -10,7 +10,7 @@ Rules of this file:
 3. A rule raises for no stream, whatever it holds, and says little of what another rule forbids.
 4. An event's number is its place in the recording, 0 the first: its `sequence_number`, if that is right.
 
-Not here: the rules themselves (frames.py, events.py, chunks.py), who records a stream (linter.py, asking.py).
+Not here: the rules themselves (frames.py, events.py, chunks.py), who records a stream (linter.py, peer.py).
 """
 
 import json
@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 from audit.rules import Rule
 from audit.schema import Faults, Json, shortened, typed
 
+STREAM_RULES: dict[str, Rule] = {}  # their check is a function from a Capture to its Faults
 EVENTS = {"responses": "event", "chat": "chunk"}  # kind of a stream -> what schema.py calls its events
 
 LINE = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r)|[^\r\n]+")
-COMMENT = re.compile(rb":[^\r\n]*[\r\n]+")
 BOM = b"\xef\xbb\xbf"
 DONE = "[DONE]"
 
@@ -50,48 +50,32 @@ class Capture(NamedTuple):
 
 def frames_of(stream: bytes) -> tuple[list[Frame], str]:
     """Return the frames of a recording, without those of comments alone, and what is wrong with its end."""
-    complete: list[Frame] = []
-    lines: list[bytes] = []  # of the frame that is open
-    number = 0
+    frames: list[Frame] = []
     last_id = ""
+    n_events = 0
+    raw = b""  # of the frame that is open
+    fields: dict[str, list[str]] = {}  # its lines by the name before the colon; a comment has none
     for line in LINE.findall(stream.removeprefix(BOM)):
-        lines.append(line)
+        raw += line
         if line.strip(b"\r\n"):
+            name, _, value = line.rstrip(b"\r\n").decode("utf-8", "replace").partition(":")
+            fields.setdefault(name, []).append(value.removeprefix(" "))
             continue
-        if size(lines):
-            frame = frame_of(number, lines, last_id)
-            number += frame.data is not None
-            last_id = frame.id
-            complete.append(frame)
-        lines.clear()
-    if n_bytes := size(lines):
-        return complete, f"expected a blank line before the stream ends, got {n_bytes} bytes of an open event"
-    return complete, ""
-
-
-def size(lines: list[bytes]) -> int:
-    """Count the bytes of an event; comments that have ended are not part of it."""
-    return sum(len(line.rstrip(b"\r\n")) for line in lines if not COMMENT.fullmatch(line))
-
-
-def frame_of(number: int, lines: list[bytes], last_id: str) -> Frame:
-    event_type = ""
-    data: list[str] = []
-    for line in lines:
-        name, _, value = line.rstrip(b"\r\n").decode("utf-8", "replace").partition(":")
-        value = value.removeprefix(" ")
-        if name == "data":
-            data.append(value)
-        elif name == "event":
-            event_type = value
-        elif name == "id" and "\0" not in value:
-            last_id = value
-    return Frame(number, b"".join(lines), event_type or "message", "\n".join(data) if data else None, last_id)
+        if any(fields):
+            event_type = fields.get("event", [""])[-1] or "message"
+            data = "\n".join(fields["data"]) if "data" in fields else None
+            last_id = [last_id, *(id_ for id_ in fields.get("id", ()) if "\0" not in id_)][-1]
+            frames.append(Frame(n_events, raw, event_type, data, last_id))
+            n_events += data is not None
+        raw = b""
+        fields = {}
+    is_open = any(fields) or (raw and not raw.endswith((b"\r", b"\n")))
+    return frames, f"expected a blank line before the stream ends, got {raw[-80:]!r}" if is_open else ""
 
 
 def read(stream: bytes) -> Capture:
     """Read a recorded stream; raises ValueError if it is of neither kind."""
-    stream_frames, tail = frames_of(stream)
+    frames, tail = frames_of(stream)
     try:
         capture = captured(events_in(stream))
     except ValueError as error:
@@ -99,13 +83,13 @@ def read(stream: bytes) -> Capture:
         beginning = stream[:400].decode(errors="replace")
         printable = "".join(c if c.isprintable() else " " for c in beginning)
         raise ValueError(f"{error}: {printable or 'nothing'}") from error
-    return capture._replace(frames=stream_frames, tail=tail)
+    return capture._replace(frames=frames, tail=tail)
 
 
 def events_in(stream: bytes) -> Iterator[Json]:
     """Yield the events of a stream, or of a part of one that ends with a frame."""
-    stream_frames, _ = frames_of(stream)
-    for frame in stream_frames:
+    frames, _ = frames_of(stream)
+    for frame in frames:
         if frame.data not in (None, DONE):
             yield parsed(frame.data or "")
 
@@ -113,13 +97,11 @@ def events_in(stream: bytes) -> Iterator[Json]:
 def captured(raw: Iterable[Json]) -> Capture:
     """Make a capture of events without their bytes; raises ValueError if they are of neither kind."""
     events = list(raw)
-    kinds = [kind for kind in map(kind_of, events) if kind]
-    if not kinds:
-        raise ValueError(
-            "expected server-sent events of a Responses stream or of chat completion chunks, "
-            f"got {len(events)} events of neither"
-        )
-    return Capture(kinds[0], [], events, [typed(event, EVENTS[kinds[0]]) for event in events], "")
+    for kind in map(kind_of, events):
+        if kind:
+            return Capture(kind, [], events, [typed(event, EVENTS[kind]) for event in events], "")
+    expected = "server-sent events of a Responses stream or of chat completion chunks"
+    raise ValueError(f"expected {expected}, got {len(events)} events of neither")
 
 
 def kind_of(event: Json) -> str:
@@ -146,10 +128,6 @@ def loads(text: str) -> Any:
         return None
     return value
 
-
-# --- the rules on it ----------------------------------------------------------------------------------------
-
-STREAM_RULES: dict[str, Rule] = {}  # their check is a function from a Capture to its Faults
 
 # --- what streams of both APIs carry ------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ Authority: RFC 6455; https://developers.openai.com/api/docs/guides/websocket-mod
 
 Rules of this file:
 1. A server that does not switch protocols has no WebSocket: no rule is about it.
-2. What a server must not send (masked frames, binary messages, half a frame) is Failed.
+2. What a server must not send (masked frames, binary messages, half a frame) is an AssertionError.
 
 Not here: what the events must say (turns.py), HTTP (peer.py).
 """
@@ -20,8 +20,9 @@ import os
 from collections.abc import Iterator
 
 from audit.events import TERMINAL
-from audit.peer import Connection, Peer, Reply
-from audit.rules import Failed, NotApplicable, expect
+from audit.http import Connection, Reply
+from audit.peer import Peer
+from audit.rules import NotApplicable
 from audit.schema import Json
 from audit.stream import DONE, parsed
 
@@ -64,7 +65,8 @@ class WebSocket:
             opcode, payload = self.message()
         text = payload.decode("utf-8", "replace")
         event = parsed(text)
-        expect(opcode == TEXT and event, "expected a text message that is a JSON object", text or "nothing")
+        is_event = opcode == TEXT and event
+        assert is_event, "expected a text message that is a JSON object"
         return event
 
     def ping(self, text: bytes) -> list[bytes]:
@@ -75,7 +77,7 @@ class WebSocket:
         while opcode != PONG:
             earlier.append(payload)
             opcode, payload = self.message()
-        expect(payload == text, "expected a pong with the text of its ping", payload)
+        assert payload == text, "expected a pong with the text of its ping"
         return earlier
 
     def close(self) -> int:
@@ -107,11 +109,12 @@ class WebSocket:
 
     def send_frame(self, opcode: int, payload: bytes) -> None:
         size = len(payload)
-        length = bytes([MASKED | size]) if size < 126 else b""
-        if size >= 2**16:
-            length = bytes([MASKED | 127]) + size.to_bytes(8, "big")
-        elif size > 125:
+        if size < 126:
+            length = bytes([MASKED | size])
+        elif size < 2**16:
             length = bytes([MASKED | 126]) + size.to_bytes(2, "big")
+        else:
+            length = bytes([MASKED | 127]) + size.to_bytes(8, "big")
         mask = os.urandom(4)
         masks = int.from_bytes((mask * (size // 4 + 1))[:size], "big")
         masked = (int.from_bytes(payload, "big") ^ masks).to_bytes(size, "big")
@@ -119,12 +122,13 @@ class WebSocket:
 
     def _frame(self) -> tuple[bool, int, bytes]:
         first, second = self._connection.exactly(2)
-        shown = f"{first:08b} {second:08b}"
-        expect(not second & MASKED, "expected frames of a server not to be masked", shown)
+        assert not second & MASKED, "expected frames of a server not to be masked"
         size = second
         if size > 125:
             size = int.from_bytes(self._connection.exactly(2 if size == 126 else 8), "big")
-        return bool(first & FINAL), first & 0x0F, self._connection.exactly(size)
+        data = self._connection.exactly(size)
+        self.peer.shown = data.decode("utf-8", "replace") or "an empty frame"
+        return bool(first & FINAL), first & 0x0F, data
 
 
 @contextlib.contextmanager
@@ -135,11 +139,11 @@ def connected(peer: Peer) -> Iterator[WebSocket]:
         if reply.status != 101:
             raise NotApplicable(f"no WebSocket: {reply.status}")
         got = reply.headers.get("sec-websocket-accept")
-        expect(got == expected, f"expected Sec-WebSocket-Accept {expected}, got {got}", reply.headers)
+        assert got == expected, f"expected Sec-WebSocket-Accept {expected}, got {got}"
         try:
             yield WebSocket(peer, connection)
         except Closed as closed:
-            raise Failed("expected the connection to stay open", closed) from closed
+            raise AssertionError(f"expected the connection to stay open: {closed}") from closed
 
 
 def handshake(peer: Peer, connection: Connection, **headers: str) -> tuple[Reply, str]:
@@ -149,4 +153,6 @@ def handshake(peer: Peer, connection: Connection, **headers: str) -> tuple[Reply
     upgrade |= {"Sec-WebSocket-Key": key.decode()} | headers
     connection.send(peer.head("GET", PATH, upgrade))
     digest = hashlib.sha1(key + GUID, usedforsecurity=False).digest()
-    return connection.reply("WebSocket"), base64.b64encode(digest).decode()
+    reply = connection.reply("WebSocket")
+    peer.shown = str(reply)
+    return reply, base64.b64encode(digest).decode()

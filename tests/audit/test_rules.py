@@ -304,7 +304,7 @@ def test_frames_are_shown() -> None:
     assert printed.splitlines() == [
         "    0 a  \u00e9",
         "    1 message  b",
-        "expected a blank line before the stream ends, got 7 bytes of an open event",
+        "expected a blank line before the stream ends, got b'data: c'",
     ]
     rows = command(b"event: a\ndata: b\n\n", "--frames", "--json")
     assert json.loads(rows[1]) == {"number": 0, "type": "a", "data": "b", "id": ""}
@@ -338,9 +338,9 @@ def test_the_judge_reads_as_the_judged_does(stream: bytes) -> None:
     assert [(f.type, f.data, f.id) for f in read if f.data is not None] == [
         (e.type, e.data, e.id) for e in events
     ]
-    complaint = ""
+    is_whole = True
     try:
         parser.close()
-    except sse.Truncated as error:
-        complaint = str(error)
-    assert tail == complaint or stream == streams.BOM
+    except sse.Truncated:
+        is_whole = False
+    assert is_whole == (not tail) or stream == streams.BOM

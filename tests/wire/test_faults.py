@@ -18,7 +18,7 @@ from wire.foreign import NO_FAULT, Exchange, Fault, changes, misbehaving
 from wire.minimal import minimal
 
 HERE = Path(__file__).parent
-# Requests of asking.STREAMS.
+# Requests of peer.STREAMS.
 STREAMS = {
     "responses": r'POST /v1/responses .*"stream": true(?!.*("background"|_tokens": (16|32|\d00)|get_time))',
     "chat": r'POST /v1/chat.*"stream": true(?!.*("stop"|"logprobs"))',
