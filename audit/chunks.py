@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from audit.rules import rules_of
 from audit.schema import Faults, Json, missing, shortened
-from audit.stream import STREAM_RULES, Capture, is_object, markup, usage_faults
+from audit.stream import STREAM_RULES, Capture, changes, is_object, markup, usage_faults
 
 FINISH_REASONS = {"stop", "length", "tool_calls", "content_filter"}  # and "function_call", long deprecated
 
@@ -53,16 +53,8 @@ def one_completion(capture: Capture) -> Faults:
     the API reference: each chunk has the same id and the same timestamp
     C07 https://platform.openai.com/docs/api-reference/chat-streaming
     """
-    first: Json = {}
-    for number, chunk in enumerate(capture.events):
-        if "choices" not in chunk:
-            continue
-        first = first or chunk
-        for member in ("id", "created", "model"):
-            got = chunk.get(member)
-            expected = first.get(member, got)
-            if member in chunk and got != expected:
-                yield number, f"expected {member} {expected!r} as in the first chunk, got {got!r}"
+    chunks = [(number, chunk) for number, chunk in enumerate(capture.events) if "choices" in chunk]
+    yield from changes(chunks, lambda name: name in ("id", "created", "model"))
 
 
 @should

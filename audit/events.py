@@ -17,7 +17,7 @@ from typing import Any
 
 from audit.rules import rules_of
 from audit.schema import AFTER, EVENTS, GRAMMAR, ORDER, Faults, Json, label, missing, shortened
-from audit.stream import STREAM_RULES, Capture, is_object, markup, usage_faults
+from audit.stream import STREAM_RULES, Capture, changes, is_object, markup, usage_faults
 
 # fmt: off
 #  event                    the statuses that its response may have; no event is named after a cancel
@@ -242,15 +242,8 @@ def one_response(capture: Capture) -> Faults:
     the API reference: the events of a stream tell of one response
     C06 C07 https://github.com/BerriAI/litellm/issues/19125
     """
-    first: Json = {}
-    for number, event in enumerate(capture.events):
-        response = event.get("response", {})
-        first = first or response
-        for member in first.keys() - CHANGING:
-            if response.get(member, first[member]) != first[member]:
-                expected = shortened(json.dumps(first[member]))
-                got = shortened(json.dumps(response[member]))
-                yield number, f"expected {member} to stay {expected}, got {got}"
+    responses = [(number, event.get("response", {})) for number, event in enumerate(capture.events)]
+    yield from changes(responses, lambda name: name not in CHANGING)
 
 
 # --- ids, indices, sums -------------------------------------------------------------------------------------

@@ -49,6 +49,7 @@ class Reply(NamedTuple):
     status: int
     headers: dict[str, str]  # names in lower case
     pieces: Iterable[bytes]  # of the body, as they come; chunks, if it comes in chunks
+    connection: "Connection"  # what comes after an upgrade
     body: bytes = b""
 
     @property
@@ -155,7 +156,7 @@ class Connection:
                 raise NoReply(f"HTTP: expected HTTP/1.1 and a status, got {status_line[:80]!r}")
             status = int(match[1])
             headers = dict(self._headers())
-        return Reply(asked, status, headers, self._body(status, headers))
+        return Reply(asked, status, headers, self._body(status, headers), self)
 
     def _headers(self) -> Iterator[tuple[str, str]]:
         while line := self.line().decode("latin-1").strip():
@@ -296,31 +297,18 @@ class Http:
         headers: Mapping[str, str] | None = None,
         is_slow: bool = False,
     ) -> Iterator[Reply]:
-        """Yield the reply as it comes."""
+        """Yield the reply as it comes, on a connection of its own."""
         raw = json.dumps(body).encode() if isinstance(body, dict) else body or b""
         names = dict(headers or {})
         if body is not None:
             names |= {"Content-Type": "application/json", "Content-Length": str(len(raw))}
-        asked = described(method, path, body)
-        with self.connection(asked, is_slow) as connection:
-            connection.send(self.head(method, path, names) + raw)
-            yield connection.reply(asked)
-
-    def head(self, method: str, path: str, headers: Mapping[str, str]) -> bytes:
-        """Make the head of a request; a header that is "" is not sent, a path with // begins at the root."""
-        target = path.removeprefix("/") if path.startswith("//") else self.url.path + path
-        lines = [f"{method} {target} HTTP/1.1"]
-        for name, value in (self.headers | dict(headers)).items():
-            if value:
-                lines.append(f"{name.replace('_', '-')}: {value}")
-        return "\r\n".join([*lines, "", ""]).encode()
-
-    @contextlib.contextmanager
-    def connection(self, asked: str, is_slow: bool = False) -> Iterator[Connection]:
-        """Yield a connection of its own; `asked` names what is asked for in what is raised."""
+        shown = f"({len(raw)} bytes)" if isinstance(body, bytes) else json.dumps(body or "")
+        asked = shortened(f"{method} {path} {shown}", 300)
         try:
-            with self._connected(is_slow) as connection:
-                yield Connection(self, connection)
+            with self._connected(is_slow) as connected:
+                connection = Connection(self, connected)
+                connection.send(self._head(method, path, names) + raw)
+                yield connection.reply(asked)
         except (EOFError, ConnectionResetError) as error:
             raise AssertionError(f"expected a whole reply: {asked} -> {error}") from error
         except TimeoutError as error:
@@ -328,6 +316,15 @@ class Http:
             raise NoReply(f"{asked} -> {reason}") from error
         except OSError as error:
             raise NoReply(f"{asked} -> {error}") from error
+
+    def _head(self, method: str, path: str, headers: dict[str, str]) -> bytes:
+        """Make the head of a request; a header that is "" is not sent, a path with // begins at the root."""
+        target = path.removeprefix("/") if path.startswith("//") else self.url.path + path
+        lines = [f"{method} {target} HTTP/1.1"]
+        for name, value in (self.headers | headers).items():
+            if value:
+                lines.append(f"{name.replace('_', '-')}: {value}")
+        return "\r\n".join([*lines, "", ""]).encode()
 
     def _connected(self, is_slow: bool) -> socket.socket:
         host = self.url.hostname or ""
@@ -354,11 +351,6 @@ class Http:
                 failure = error
         layer = "TLS" if isinstance(failure, ssl.SSLError) else "connection"
         raise NoReply(f"{layer}: {failure}") from failure
-
-
-def described(method: str, path: str, body: Json | bytes | None) -> str:
-    shown = f"({len(body)} bytes)" if isinstance(body, bytes) else json.dumps(body or "")
-    return shortened(f"{method} {path} {shown}", 300)
 
 
 def events_of(pieces: Iterable[bytes]) -> Iterator[Json]:

@@ -16,12 +16,11 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from audit import events, frames
-from audit.chunks import choices
+from audit import chunks, events, frames
 from audit.schema import Json, shortened
 from audit.stream import STREAM_RULES, Capture, captured, frames_of, read
 
-MODULES = (frames, events)  # whose import enters their rules, as that of chunks does
+MODULES = (frames, events, chunks)  # whose import enters their rules
 
 
 class Violation(NamedTuple):
@@ -56,7 +55,7 @@ def judge(stream: bytes, as_json: bool) -> tuple[list[str], int]:
         }
         return [json.dumps(report, indent=2)], status
     verdict = f"{len(faults)} violations" if faults else "OK"
-    return [*fault_lines(faults), f"{verdict}. {summary(capture)}"], status
+    return [*fault_lines(faults), f"{verdict}. {len(capture.raw)} events of a {capture.kind} stream"], status
 
 
 def fault_lines(faults: list[Violation]) -> Iterator[str]:
@@ -73,19 +72,6 @@ def fault_lines(faults: list[Violation]) -> Iterator[str]:
             last_rule = rule
         more = f" and {len(others)} more" if others else ""
         yield f"    event {first.event}{more}: {first.message}"
-
-
-def summary(capture: Capture) -> str:
-    """Say in one line what a stream said."""
-    if capture.kind == "chat":
-        reasons = [choice.get("finish_reason") for _, _, choice in choices(capture)]
-        ends = ", ".join(filter(None, reasons)) or "nothing"
-        return f"chat completion chunks: {len(capture.raw)}, ended by {ends}"
-    last = capture.events[-1].get("response", {})
-    items = ", ".join(item.get("type", "?") for item in last.get("output", ())) or "none"
-    usage = last.get("usage", {})
-    counts = f"{usage.get('input_tokens', '?')} tokens in, {usage.get('output_tokens', '?')} out"
-    return f"Responses stream: {len(capture.raw)} events, {last.get('status')}; items: {items}; {counts}"
 
 
 def show_frames(stream: bytes, as_json: bool) -> tuple[list[str], int]:

@@ -40,6 +40,11 @@ def refusals(peer: Peer, rows: Rows) -> Iterator[Reply]:
                 yield peer.once(path, {name: value for name, value in body.items() if value is not None})
 
 
+def each(path: str, name: str, *values: object) -> Rows:
+    """Return a row for each value of a member."""
+    return [(path, {name: value}) for value in values]
+
+
 def refused(rows: Callable[[], Rows]) -> Check:
     """Make the check that each row is refused."""
 
@@ -80,7 +85,7 @@ def bad_model() -> Rows:
     openai/openai-openapi: a string; some servers have one model, and SDKs do not insist
     https://platform.openai.com/docs/api-reference/responses/create
     """
-    return [(RESPONSES, {"model": None}), (RESPONSES, {"model": 42}), (CHAT, {"model": 42})]
+    return each(RESPONSES, "model", None, 42) + each(CHAT, "model", 42)
 
 
 @should
@@ -100,12 +105,8 @@ def bad_input() -> Rows:
     openai/openai-openapi: input and messages have this shape
     B14 https://platform.openai.com/docs/api-reference/responses/create
     """
-    inputs = [None, 42, [{"role": "none", "content": "hi"}]]
-    messages = [None, "hi", [{"content": "hi"}]]
-    return [
-        *((RESPONSES, {"input": value}) for value in inputs),
-        *((CHAT, {"messages": value}) for value in messages),
-    ]
+    inputs = each(RESPONSES, "input", None, 42, [{"role": "none", "content": "hi"}])
+    return inputs + each(CHAT, "messages", None, "hi", [{"content": "hi"}])
 
 
 @should

@@ -15,7 +15,7 @@ Not here: the rules themselves (frames.py, events.py, chunks.py), who records a 
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from audit.rules import Rule
@@ -130,6 +130,18 @@ def loads(text: str) -> Any:
 
 
 # --- what streams of both APIs carry ------------------------------------------------------------------------
+
+
+def changes(objects: Iterable[tuple[int, Json]], may_not: Callable[[str], bool]) -> Faults:
+    """Find the members that change from the first object on, of those that may not."""
+    first: Json = {}
+    for number, value in objects:
+        first = first or value
+        for name in filter(may_not, first.keys() & value.keys()):
+            if value[name] != first[name]:
+                expected, got = (shortened(json.dumps(each[name])) for each in (first, value))
+                yield number, f"expected {name} to stay {expected}, got {got}"
+
 
 MARKUP = re.compile(r"<\|\w+\|>|</?think>|</?tool_calls?>|\[TOOL_CALLS\]")
 

@@ -197,8 +197,9 @@ def ws_key(socket: WebSocket) -> None:
     """
     if not socket.peer.has_key:
         raise NotApplicable("no key was given")
-    with socket.peer.connection("WebSocket without a key") as connection:
-        reply, _ = handshake(socket.peer, connection, Authorization="")
+    key = "dGhlIHNhbXBsZSBub25jZQ=="  # of RFC 6455, section 1.2
+    with handshake(socket.peer, key, Authorization="") as reply:
+        socket.peer.shown = str(reply)
     assert reply.status == 401, "expected the handshake to be refused with 401"
 
 

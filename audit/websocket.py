@@ -134,25 +134,21 @@ class WebSocket:
 @contextlib.contextmanager
 def connected(peer: Peer) -> Iterator[WebSocket]:
     """Yield a connection; raises NotApplicable if the server has no WebSocket."""
-    with peer.connection(f"WebSocket {PATH}") as connection:
-        reply, expected = handshake(peer, connection)
+    key = base64.b64encode(os.urandom(16))
+    with handshake(peer, key.decode()) as reply:
         if reply.status != 101:
             raise NotApplicable(f"no WebSocket: {reply.status}")
+        digest = hashlib.sha1(key + GUID, usedforsecurity=False).digest()
+        expected = base64.b64encode(digest).decode()
         got = reply.headers.get("sec-websocket-accept")
         assert got == expected, f"expected Sec-WebSocket-Accept {expected}, got {got}"
         try:
-            yield WebSocket(peer, connection)
+            yield WebSocket(peer, reply.connection)
         except Closed as closed:
             raise AssertionError(f"expected the connection to stay open: {closed}") from closed
 
 
-def handshake(peer: Peer, connection: Connection, **headers: str) -> tuple[Reply, str]:
-    """Return the reply to an upgrade, and what its header Sec-WebSocket-Accept must say."""
-    key = base64.b64encode(os.urandom(16))
-    upgrade = {"Upgrade": "websocket", "Connection": "Upgrade", "Sec-WebSocket-Version": "13"}
-    upgrade |= {"Sec-WebSocket-Key": key.decode()} | headers
-    connection.send(peer.head("GET", PATH, upgrade))
-    digest = hashlib.sha1(key + GUID, usedforsecurity=False).digest()
-    reply = connection.reply("WebSocket")
-    peer.shown = str(reply)
-    return reply, base64.b64encode(digest).decode()
+def handshake(peer: Peer, key: str, **headers: str) -> contextlib.AbstractContextManager[Reply]:
+    """Ask for an upgrade."""
+    headers |= {"Upgrade": "websocket", "Connection": "Upgrade", "Sec-WebSocket-Version": "13"}
+    return peer.open("GET", PATH, headers=headers | {"Sec-WebSocket-Key": key})

@@ -250,15 +250,14 @@ def command(stream: bytes, *flags: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout.decode(), done.stderr.decode()
 
 
-ITEMS = "items: reasoning, message, function_call; 9 tokens in, 8 out"
-SUMMARY = f"Responses stream: 21 events, completed; {ITEMS}"
+SUMMARY = "21 events of a responses stream"
 
 
 def test_a_recording_is_judged(tmp_path: Path) -> None:
     assert command(GOOD["responses"]) == (0, f"OK. {SUMMARY}\n", "")
     path = tmp_path / "chat.sse"
     path.write_bytes(GOOD["chat"])
-    assert command(b"", str(path))[1].startswith("OK. chat completion chunks: 11, ended by tool_calls")
+    assert command(b"", str(path))[1].startswith("OK. 11 events of a chat stream")
 
 
 def test_each_fault_is_named_once() -> None:
