@@ -16,7 +16,7 @@ Authority: https://platform.openai.com/docs/api-reference/responses and .../chat
 behaviour that Azure/azure-sdk-for-net has probed, api-behaviour-contract.md (B1 to B37).
 
 Rules of this file:
-1. There is one path from a request to its events, whoever reads them, and whenever.
+1. There is one path from a request to its events, for any reader at any time.
 2. What can be refused is refused before a response is accepted, in the background too.
 3. A response that is kept is stored before its last event is shown: EricLBuehler/mistral.rs#1946
 4. While it runs, a foreground response belongs to its HTTP request: no other request can retrieve it.
@@ -102,7 +102,7 @@ class Api:
     `secret` seals what clients keep for the server. `done_line`: a stream of a response ends with [DONE].
     `temporary`: background responses with store=false are accepted, and kept for a while.
     `reasoning_events` is a key of responses.REASONING_EVENTS. `image_texts`: the model is told that there was
-    an image; else requests with one are refused. `steps` of the local worker's engine, where they are shown.
+    an image; else requests with one are refused. `steps` of the local worker's engine, if they are shown.
     """
 
     def __init__(
@@ -352,8 +352,7 @@ class Api:
     async def _row(self, http: HttpRequest, with_events: bool = False) -> Row:
         """Return the response that is asked for; raises BadInput, also if there is no room to load it."""
         id_, owner = http.path_params["id"], http.scope["owner"]
-        http.scope["hold"](await self._registry.size(id_, owner, with_events))
-        row = await self._registry.get(id_, owner)
+        row = await self._registry.get(id_, owner, http.scope["hold"], with_events)
         if row is None:
             raise BadInput(f"Response with id '{id_}' not found.", None, "response_not_found")
         return row

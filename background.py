@@ -136,26 +136,25 @@ class Registry:
         event_log = EventLog(encode_event, partial(self._write, row), entries)
         return await self._launch(Job(row, builder, run, event_log, n_bytes=n_bytes))
 
-    async def get(self, id: str, owner: str) -> Row | None:
-        """Return a response of this owner as it stands: for others it does not exist."""
-        row: Row | None
-        if job := self._jobs.get(id):
-            row = job.shown_row()
-        else:
-            self._was_used.set()
-            row = await self._call(owner, self._store.get, id)
-        return row if row and row.owner == owner else None
+    async def get(
+        self, id: str, owner: str, hold: Callable[[int], object] = int, with_events: bool = False
+    ) -> Row | None:
+        """Return a response of this owner as it stands: for others it does not exist.
+
+        Before it is loaded, `hold` is told the bytes that it takes, and events() too if they are wanted.
+        """
+        job = self._jobs.get(id)
+        if job and job.row.owner == owner:  # all readers share its events
+            hold(job.n_bytes)
+            return job.shown_row()
+        self._was_used.set()
+        n_bytes = await self._call(owner, self._store.size, id, owner, with_events)
+        hold(n_bytes)
+        return await self._call(owner, self._store.get, id) if n_bytes else None
 
     async def to_continue(self, row: Row) -> Row:
         """Return a response as another one continues it, be it stored or not: without logprobs."""
         return await self._call(row.owner, self._store.to_continue, row)
-
-    async def size(self, id: str, owner: str, with_events: bool = False) -> int:
-        """Return the bytes that get() takes, and events() if asked for; 0 if there is no such response."""
-        job = self._jobs.get(id)
-        if job and job.row.owner == owner:  # all readers share its events
-            return job.n_bytes
-        return await self._call(owner, self._store.size, id, owner, with_events)
 
     async def items(self, row: Row) -> list[Item]:
         """Return the input items of a response that is stored, in their order."""

@@ -16,7 +16,7 @@ Rules of this file:
 3. The ids and the index of an output item are drawn once, when it is announced.
 4. `Builder._close` alone closes an item: for the next one, the end, a length stop, a failure, a cancel.
 5. An event shares nothing with the builder: what happens later cannot change it.
-6. No event has its `sequence_number` yet: it is given where the event enters the log (background.py).
+6. No event has its `sequence_number` yet: it is given when the event enters the log (event_log.py).
 7. What several events repeat and may be large is encoded once (sse.Encoded): logprobs, and what is echoed of
    the request. So the events that close an item cost the copying of their bytes, whatever the item holds.
 
@@ -34,7 +34,7 @@ Event = dict[str, Any]  # as on the wire, without its sequence_number; what is l
 
 EncodedLogprob = tuple[sse.Encoded, sse.Encoded]  # as events have it, and as content parts have it
 
-SMALL = 1000  # characters, of a text or of JSON: a shorter member of a response is no work to encode again
+SMALL = 1000  # characters, of a text or of JSON: a shorter member of a response is quickly encoded again
 
 
 class IllegalEvent(RuntimeError):
@@ -169,7 +169,7 @@ ENDINGS = {
 
 
 def label(event: Mapping[str, Any]) -> str:
-    """How GRAMMAR writes an event: its type, and the type of the item or part that it opens or ends."""
+    """Write an event as GRAMMAR does: its type, and the type of the item or part that it opens or ends."""
     item_or_part = event.get("item") or event.get("part")
     if item_or_part:
         return f"{event['type']} {item_or_part['type']}"
@@ -177,7 +177,7 @@ def label(event: Mapping[str, Any]) -> str:
 
 
 def fold(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The response object that a stream amounts to: the one in its newest event that holds one."""
+    """Return the response object that a stream amounts to: the one in its newest event that holds one."""
     snapshots = [event["response"] for event in events if "response" in event]
     return dict(snapshots[-1])
 
@@ -220,7 +220,7 @@ class _Item:
         return delta
 
     def whole(self) -> dict[str, Any]:
-        """The members of the event that says all of the text."""
+        """Return the members of the event that says all of the text."""
         whole = {**self.place, self.kind.field: self.text()}
         if self.kind.part == "output_text":  # it must carry `logprobs`, be it empty; no other event has them
             whole["logprobs"] = [*self.event_logprobs]
@@ -229,14 +229,14 @@ class _Item:
         return whole
 
     def part(self) -> dict[str, Any]:
-        """The content part as it stands."""
+        """Return the content part as it stands."""
         part: dict[str, Any] = {"type": self.kind.part, self.kind.field: self.text()}
         if self.kind.part == "output_text":
             part |= {"annotations": [], "logprobs": [*self.part_logprobs]}
         return part
 
     def snapshot(self, status: str) -> dict[str, Any]:
-        """The item as it stands; in_progress means announced and still empty."""
+        """Return the item as it stands; in_progress means announced and still empty."""
         item: dict[str, Any] = {"id": self.id, "type": self.kind.item, "status": status}
         if not self.kind.part:
             return item | self.call | {self.kind.field: self.text()}
@@ -332,7 +332,7 @@ class Builder:
                 return self._close("completed")
 
     def finish(self, finish: Finish, now: int) -> list[Event]:
-        """The end, of whatever kind; `now` is when (Unix seconds)."""
+        """Return the events of the end, of whatever kind; `now` is when (Unix seconds)."""
         ending = ENDINGS[finish.reason]
         closing = self._close(ending.item_status)
         return [*closing, self._envelope(ending.event, ending.status, finish, now)]
@@ -394,7 +394,7 @@ class Builder:
     def _envelope(
         self, type_: str, status: str, finish: Finish | None = None, now: int | None = None
     ) -> Event:
-        """An event around the response object as it stands; `finish` and `now` are those of the last one."""
+        """Make an event around the response object as it stands; the last one has `finish` and `now`."""
         response = self._head | {
             "status": status,
             "completed_at": None,
@@ -409,7 +409,7 @@ class Builder:
 
 
 def _final_members(finish: Finish, status: str, now: int | None) -> dict[str, Any]:
-    """The members of the response object that its end sets."""
+    """Return the members of the response object that its end sets."""
     members: dict[str, Any] = {}
     if status == "completed":
         members["completed_at"] = now

@@ -33,7 +33,7 @@ MAX_EVENT_BYTES = 16 * 2**20
 
 
 class Event(NamedTuple):
-    type: str  # "message" where the stream names none
+    type: str  # "message" if the stream names none
     data: str
     id: str  # the last one that the stream has set, "" before the first
 
@@ -148,7 +148,7 @@ DONE = b"data: [DONE]\n\n"  # the last frame of a Chat Completions stream
 ESCAPED = re.compile("[\u0085\u2028\u2029\ud800-\udfff]")
 
 MARK = "\udfff"  # stands for an Encoded; half a surrogate pair is in no text: loads() and UTF-8 refuse it
-GAP = "\0"  # where an Encoded belongs; JSON escapes it, so it is nowhere else
+GAP = "\0"  # stands for an Encoded; JSON escapes it, so it is nowhere else
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,7 +160,7 @@ class Row(NamedTuple):
         return dict(json.loads(self.response_json))
 
     def with_response(self, status: str, response_json: str, now: float) -> "Row":
-        """The row with a newer response object, which ends it `now` if it is terminal."""
+        """Return the row with a newer response object, which ends it `now` if it is terminal."""
         ended_at = now if status in TERMINAL else None
         return self._replace(status=status, response_json=response_json, ended_at=ended_at)
 
@@ -232,7 +232,7 @@ class Store:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        """Raises OSError if the file is no longer there: SQLite would go on writing what no one can find."""
+        """Raise OSError if the file is no longer there: SQLite would go on writing what no one can find."""
         if self._path != IN_MEMORY and os.stat(self._path).st_ino != self._inode:
             raise FileNotFoundError(f"expected the store's own file as {self._path}, got another one")
         self._db.execute("BEGIN IMMEDIATE")
@@ -248,7 +248,7 @@ class Store:
     # --- reading --------------------------------------------------------------------------------------------
 
     def get(self, id: str) -> Row | None:
-        """A response; None if there is none, or none that can be read."""
+        """Return a response; None if there is none, or none that can be read."""
         damage: object = "it is not what was stored"
         try:
             found = self._db.execute(GET, (id,)).fetchone()
@@ -263,7 +263,7 @@ class Store:
         return None
 
     def size(self, id: str, owner: str, with_events: bool) -> int:
-        """Bytes that get() loads, and frames() if asked for; 0 if this owner has no such response."""
+        """Return the bytes that get() loads, and frames() if asked for; 0 if there is no such response."""
         size = self._db.execute(
             "SELECT row_bytes + event_bytes * ? FROM responses WHERE id = ? AND owner = ?",
             (with_events, id, owner),
@@ -271,12 +271,12 @@ class Store:
         return int(size[0]) if size else 0
 
     def to_continue(self, row: Row) -> Row:
-        """The row with only the status and the output of its response, without logprobs."""
+        """Return the row with only the status and the output of its response, without logprobs."""
         (response_json,) = self._db.execute(CONTINUED, {"response": row.response_json}).fetchone()
         return row._replace(response_json=response_json)
 
     def items(self, id: str) -> list[Item]:
-        """The input items of a response, in their order."""
+        """Return the input items of a response, in their order."""
         rows = self._db.execute(
             "SELECT json_extract(item.value, '$.id'), item.value "
             "FROM responses, json_each(responses.items) AS item WHERE responses.id = ? ORDER BY item.key",
@@ -285,7 +285,7 @@ class Store:
         return [Item(*row) for row in rows]
 
     def frames(self, id: str) -> list[bytes]:
-        """All events of a response, in order; [] when they are no longer kept. Raises Damaged."""
+        """Return all events of a response, in order; [] if they are no longer kept. Raises Damaged."""
         size = "SELECT ifnull(SUM(event_bytes), 0) FROM responses WHERE id = ?"
         (n_expected,) = self._db.execute(size, (id,)).fetchone()
         events = "SELECT number, frame FROM events WHERE response_id = ? ORDER BY number"
@@ -299,18 +299,18 @@ class Store:
         return frames
 
     def live(self) -> list[str]:
-        """The ids of what has not ended, oldest first: at the start, what a dead process left."""
+        """Return the ids of what has not ended, oldest first: at the start, what a dead process left."""
         return self._ids("SELECT id FROM responses WHERE ended_at IS NULL ORDER BY born_at")
 
     # --- limits: the caller deletes one response after another, so that others get in between ---------------
 
     def with_expired_events(self, now: float) -> list[str]:
-        """The responses whose events are older than the retention."""
+        """Return the ids of responses whose events are older than the retention."""
         expired = "SELECT id FROM responses WHERE ended_at < ? AND event_bytes > 0"
         return self._ids(expired, now - self._retention.events_age_s)
 
     def over_limits(self, now: float) -> list[str]:
-        """What is older than the retention; if nothing is, the oldest responses while there are too many."""
+        """Return what is older than the retention; if nothing is, the oldest while there are too many."""
         limits = self._retention
         expired = self._ids(EXPIRED, now - limits.max_age_s, now - limits.events_age_s)
         n_terminal, n_held = self._db.execute(HELD).fetchone()

@@ -171,7 +171,7 @@ class KeptAlive:
         self._loop = asyncio.get_running_loop()
         self._written_at = self._loop.time()
         self._timer = self._loop.call_at(self._written_at + KEEP_ALIVE_S, self._on_timer)
-        self._comment: asyncio.Task[None] | None = None  # the newest; it waits where the client does not read
+        self._comment: asyncio.Task[None] | None = None  # the newest; it waits if the client does not read
 
     async def write(self, frames: bytes) -> None:
         self._written_at = self._loop.time()

@@ -174,12 +174,6 @@ prompt_cache_options = members(prewarm=boolean, mode=hint, ttl=hint, comparison_
 text_options = members(format=text_format, verbosity=one_of("low", "medium", "high"))
 
 NOT_HERE = "It is not built here."
-NO_BACKGROUND_OPTIONS = "A background response runs as soon as there is room; there is no window to choose."
-NO_CONVERSATIONS = "This server keeps no conversations; send their items as input."
-NO_TOOL_SEARCH = (
-    "This server searches no tools, so the model would never know of it: leave out what it may not."
-)
-NO_CHAT_STORE = "This server keeps Responses, not chat completions: leave it out, or send false."
 
 # fmt: off
 #   refused in both APIs           refused(why, values that ask for nothing)
@@ -193,7 +187,7 @@ REFUSED: dict[str, Check] = dict.fromkeys(NOT_BUILT, refused(NOT_HERE, False, ""
 }
 #   refused in chat completions
 NOT_BUILT_IN_CHAT = REFUSED | {
-    "store":                       refused(NO_CHAT_STORE, False),
+    "store":                       refused("This server keeps Responses, not chat completions.", False),
     "modalities":                  refused("This server takes and gives text.", ["text"]),
     "audio":                       refused("This server takes and gives text."),
     "prediction":                  refused("This server does not take predictions."),
@@ -211,8 +205,8 @@ MOVED = {
 }
 #   refused in the Responses API
 REFUSED_IN_RESPONSES = REFUSED | {
-    "conversation":                refused(NO_CONVERSATIONS),
-    "background_options":          refused(NO_BACKGROUND_OPTIONS),
+    "conversation":                refused("There are none here; send their items as input."),
+    "background_options":          refused("A background response runs once there is room."),
     "prompt":                      refused("This server has no stored prompts."),
     "context_management":          refused("This server does not compact by itself.", []),
     "n":                           refused("A response is one answer; ask for each.", 1),
@@ -346,16 +340,6 @@ def responses_request(
     choice = tool_choice(tools, values["tool_choice"])
     effort = values["reasoning"].get("effort")
     generate = values["generate"] and not values["prompt_cache_options"].get("prewarm")
-    by_chats_names = {
-        "n": 1,
-        # To warm the cache up, one token is chosen with the last row of the prompt; no client is told of it.
-        "max_tokens": values["max_output_tokens"] if generate else 1,
-        "logprobs": LOGPROBS in values["include"],
-        "response_format": values["text"].get("format", {}),
-        "reasoning_effort": effort,
-        "generate": generate,
-        "not_run": values["not_run"] + hosted,
-    }
     echo = {name: values[name] for name in ECHOED}
     echo |= {
         "tools": [tool.echo for tool in declared],
@@ -364,7 +348,21 @@ def responses_request(
         "text": {"format": {"type": "text"}} | values["text"],
         "service_tier": SERVICE_TIER,
     }
-    return request(values | by_chats_names, owner, conversation, tools, choice, "text.format.schema", echo)
+    by_chats_names = {
+        "owner": owner,
+        "messages": conversation,
+        "echo": echo,
+        "n": 1,
+        # To warm the cache up, one token is chosen with the last row of the prompt; no client is told of it.
+        "max_tokens": values["max_output_tokens"] if generate else 1,
+        "logprobs": LOGPROBS in values["include"],
+        "response_format": values["text"].get("format", {}),
+        "schema_path": "text.format.schema",
+        "reasoning_effort": effort,
+        "generate": generate,
+        "not_run": values["not_run"] + hosted,
+    }
+    return request(values | by_chats_names, tools, choice)
 
 
 def _offered(declared: Iterable[DeclaredTool], brought: Iterable[DeclaredTool]) -> list[Tool]:
@@ -374,7 +372,8 @@ def _offered(declared: Iterable[DeclaredTool], brought: Iterable[DeclaredTool]) 
     for i, entry in enumerate(declared):
         for tool in entry.tools:
             if tool.is_deferred and tool.qualified_name not in loaded:
-                raise unsupported(f"tools[{i}].defer_loading", NO_TOOL_SEARCH)
+                why = "This server searches no tools, so the model would never know of it."
+                raise unsupported(f"tools[{i}].defer_loading", why)
             offered.append(tool)
     own = {tool.qualified_name for tool in offered}
     return offered + [tool for name, tool in loaded.items() if name not in own]
@@ -382,43 +381,32 @@ def _offered(declared: Iterable[DeclaredTool], brought: Iterable[DeclaredTool]) 
 
 def from_chat(body: Any, defaults: Mapping[str, Any], owner: str = "") -> Request:
     """Check a body of POST /v1/chat/completions; raises BadInput."""
-    values = read(body, CHAT, defaults)
+    values = read(body, CHAT, defaults) | {"owner": owner, "echo": {}}
     if values["messages"] is None:
         raise missing("messages")
     if values["top_logprobs"] and not values["logprobs"]:
         raise wrong_value("top_logprobs", "logprobs to be true if it is not 0", values["top_logprobs"])
     values["max_tokens"] = values["max_completion_tokens"] or values["max_tokens"]  # the older name
-    conversation = messages.from_chat(values["messages"])
+    values["messages"] = messages.from_chat(values["messages"])
+    values["schema_path"] = "response_format.json_schema.schema"
     tools: list[Tool] = []
     for i, tool in enumerate(values["tools"]):
         tools += read_tool(tool, f"tools[{i}]", NESTED_IN_CHAT).tools
-    choice = tool_choice(tools, values["tool_choice"])
-    schema_path = "response_format.json_schema.schema"
-    return request(values, owner, conversation, tools, choice, schema_path, echo={})
+    return request(values, tools, tool_choice(tools, values["tool_choice"]))
 
 
-def request(
-    values: Mapping[str, Any],
-    owner: str,
-    messages: list[messages.Message],
-    tools: list[Tool],
-    choice: ToolChoice,
-    schema_path: str,
-    echo: dict[str, Any],
-) -> Request:
+def request(values: Mapping[str, Any], tools: list[Tool], choice: ToolChoice) -> Request:
     """Return the Request of parameters that have chat's names."""
     called = {} if choice.calls == "none" else {tool.qualified_name: tool for tool in tools}
     stream_options = values["stream_options"] or {}
-    parallel = values["parallel_tool_calls"]
+    must = structured_output(
+        tools, choice, values["response_format"], values["schema_path"], values["parallel_tool_calls"]
+    )
     meant = {
-        "owner": owner,
         "not_run": _spoken(values["not_run"]),
-        "messages": messages,
         "tools": [tool.definition() for tool in tools],
         "called": called,
-        "structured_output": structured_output(
-            tools, choice, values["response_format"], schema_path, parallel
-        ),
+        "structured_output": must,
         "named_call": choice.named,
         "include_usage": bool(stream_options.get("include_usage")) or not values["stream"],
         "sampling": {name: values[name] for name in SAMPLING},
@@ -428,7 +416,6 @@ def request(
         "truncate": values.get("truncation") == "auto",
         "seal_reasoning": SEALED_REASONING in values.get("include", ()),
         "template_kwargs": thinking_kwargs(values["reasoning_effort"]) | values["chat_template_kwargs"],
-        "echo": echo,
     }
     named_alike = {field.name: values[field.name] for field in fields(Request) if field.name in values}
     return Request(**(named_alike | meant))

@@ -745,8 +745,11 @@ def test_those_who_poll_share_what_is_encoded() -> None:
             rows = await asyncio.gather(*(registry.get(stored.id, stored.owner) for _ in range(50)))
             assert {found.status for found in rows if found} == {"in_progress"}
             assert len({id(found.response_json) for found in rows if found}) == 1
-            assert await registry.size(stored.id, stored.owner) >= stored.n_bytes
-            assert await registry.size(stored.id, "another") == 0
+            held_bytes: list[int] = []
+            await registry.get(stored.id, stored.owner, held_bytes.append)
+            assert held_bytes[0] >= stored.n_bytes
+            assert await registry.get(stored.id, "another", held_bytes.append) is None
+            assert held_bytes[1:] == [0]
             held.go_on.set()
 
     within_patience(poll())

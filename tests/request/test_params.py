@@ -121,6 +121,7 @@ YES = {"include_usage": "yes", "include_obfuscation": "yes"}
 OBFUSCATION = "stream_options.include_obfuscation"
 
 Values = tuple[list[Any], list[Any], list[Any], list[Any]]
+NOT_BUILT: Values = ([False, "", []], [], [], [True, {}, 0])
 # fmt: off
 #   parameter                good                            of another type out of range      unsupported
 COMMON: dict[str, Values] = {
@@ -153,7 +154,8 @@ COMMON: dict[str, Values] = {
     "skip_special_tokens":   ([True],                        [],          [],               [False]),
     "include_reasoning":     ([True],                        [],          [],               [False]),
     "add_generation_prompt": ([True],                        [],          [],               [False]),
-} | {name: ([False, "", []], [], [], [True, {}, 0]) for name in params.NOT_BUILT}
+}
+COMMON |= dict.fromkeys(params.NOT_BUILT, NOT_BUILT)
 
 VALUES: dict[str, dict[str, Values]] = {
   "responses": COMMON | {
