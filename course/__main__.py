@@ -23,7 +23,7 @@ from mutants import LEFT_OUT, ROOT, Mutant, mutants, mutated  # noqa: E402
 
 WORK = Path("course-work")
 CHOSEN = WORK / "exercise"  # the file that holds its number
-MAX_LINES = 10  # of what a test says
+MAX_LINES, MAX_WIDTH = 10, 160  # of what a test says
 CHAPTERS = tomllib.loads((HERE / "exercises.toml").read_text(encoding="utf-8"))
 
 
@@ -81,7 +81,7 @@ def check(exercise: Mutant) -> None:
     command = [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider", exercise.test]
     ended = subprocess.run(command, cwd=WORK, capture_output=True, text=True)
     if ended.returncode:
-        said = [line for line in ended.stdout.splitlines() if line.startswith("E ")]
+        said = [line[:MAX_WIDTH] for line in ended.stdout.splitlines() if line.startswith("E ")]
         sys.exit("\n".join(["Not yet:", told(exercise)[0], *said[:MAX_LINES]]))
     print("Solved. Go on: python -m course next")
 

@@ -177,8 +177,7 @@ class Answer:
         self.is_after_marker = False
         self.open_ids: list[int] = []  # tokens that end inside a character
         self.held = ""  # newlines
-        self.n_tokens = 0
-        self.n_reasoning_tokens = 0
+        self.n_tokens = self.n_reasoning_tokens = 0
 
     def feed(self, token_id: int) -> list[str]:
         """Return the texts that a token completes."""
@@ -215,7 +214,7 @@ class Answer:
 ITEMS: Object = {
     "reasoning": ("rs",  {"type": "reasoning", "summary": []},      {"type": "reasoning_text"}),
     "answer":    ("msg", {"type": "message", "role": "assistant"},
-                  {"type": "output_text", "annotations": [], "logprobs": []}),
+                  {"type": "output_text", "annotations": [], "logprobs": []})
 }
 # fmt: on
 
@@ -329,8 +328,8 @@ class Server:
     async def events(self, body: Object, prompt: list[int]) -> AsyncIterator[Object]:
         """Yield the events of a response, as its tokens come."""
         given = {name: body[name] for name in PARAMETERS}
-        created = {"id": f"resp_{secrets.token_hex(16)}", "created_at": int(time.time())}
-        builder = Builder(RESPONSE | given | created | {"model": self.name})
+        own = {"id": f"resp_{secrets.token_hex(16)}", "created_at": int(time.time()), "model": self.name}
+        builder = Builder(RESPONSE | given | own)
         answer = Answer(self.tokenizer)
         limit = min(body["max_output_tokens"] or 4096, self.model.max_len - len(prompt))
         async with self.turn:
@@ -363,9 +362,9 @@ def usage(n_prompt: int, answer: Answer) -> Object:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Serve a Qwen3 model.")
-    parser.add_argument("model", type=Path, help="its directory")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("directory", type=Path)
     parser.add_argument("--port", type=int, default=8001)
     args = parser.parse_args()
-    create = Server(args.model).create_response
-    uvicorn.run(Starlette(routes=[Route("/v1/responses", create, methods=["POST"])]), port=args.port)
+    route = Route("/v1/responses", Server(args.directory).create_response, methods=["POST"])
+    uvicorn.run(Starlette(routes=[route]), port=args.port)
