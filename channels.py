@@ -9,9 +9,9 @@ Authority: the chat templates of the models; what each family writes is a row of
 Rules of this file:
 1. Every piece is seen, one after another: how many tokens an engine step held cannot be seen from outside.
 2. A marker that is one token of the vocabulary is matched as that token, so text that merely spells it
-   opens nothing. Only where the vocabulary has no such token is the marker looked for in the text.
+   opens nothing. Only if the vocabulary has no such token is the marker looked for in the text.
 3. What may still become a marker, a stop string, a call or a header is held back, and nothing else is.
-4. Where the dialect trims, newlines beside a marker are the template's, not the model's, and go with it.
+4. If the dialect trims, newlines beside a marker are the template's, not the model's, and go with it.
 5. Stop strings are looked for in what the user reads, without its markers, and never in the reasoning.
 6. Malformed output becomes text, but for the header of a message. Nothing here raises on what a model says.
 
@@ -31,20 +31,19 @@ from typing import Any, Literal, NamedTuple, Protocol, cast
 # by other servers (gateway/outputs.py): a model has no marker for it.
 Channel = Literal["analysis", "commentary", "final", "refusal"]
 
-
 UNLIKELY = -9999.0  # OpenAI's logprob of a token that is too unlikely to have one: JSON has no infinity
 
 
 class TokenLogprob(NamedTuple):
     """One sampled token and how likely it was."""
 
-    token: str  # its text; U+FFFD where its bytes are no whole character
+    token: str  # its text; U+FFFD if its bytes are not whole characters
     logprob: float
     bytes: bytes
     top: tuple["TokenLogprob", ...] = ()  # the likeliest tokens in its place (top_logprobs)
 
     def members(self, with_bytes: bool = True) -> dict[str, Any]:
-        """As both APIs spell it; a logprob that is NaN stays NaN, which cannot be encoded."""
+        """Return it as both APIs spell it; a logprob that is NaN stays NaN, which cannot be encoded."""
         members: dict[str, Any] = {"token": self.token, "logprob": max(self.logprob, UNLIKELY)}
         if with_bytes:
             members["bytes"] = list(self.bytes)
@@ -120,7 +119,7 @@ class Finish(NamedTuple):
 
     reason: Literal["stop", "length", "content_filter", "failed", "cancelled"]
     usage: Usage | None = None
-    message: str = ""  # what went wrong, where the reason is "failed"
+    message: str = ""  # what went wrong, if the reason is "failed"
     code: str = "server_error"
 
 
@@ -133,7 +132,6 @@ def is_object(arguments: str) -> bool:
 
 
 Emit = Callable[[Accepted | Output | Finish], None]  # takes what a worker says: rule 2 of worker.py
-
 
 # --- dialects -----------------------------------------------------------------------------------------------
 
@@ -153,36 +151,25 @@ Schemas = Mapping[str, Mapping[str, Any]]  # name of a function on offer -> JSON
 class CallReader(Protocol):
     """Reads the text between the markers of a call; dialects/calls.py has one for each way of writing it."""
 
-    @property
-    def called(self) -> bool:
-        """The name has been said: it is a call now, whatever follows."""
-
-    @property
-    def malformed(self) -> bool:
-        """It can never become a call."""
-
-    @property
-    def in_string(self) -> bool:
-        """A string of the arguments is open: a marker is text in it."""
+    called: bool  # the name has been said: it is a call now, whatever follows
+    malformed: bool  # it can never become a call
+    in_string: bool  # a string of the arguments is open: a marker is text in it
 
     def feed(self, piece: Piece) -> Iterator[Output]:
-        """More of the call; a marker that has no row in the dialect's table comes here too."""
+        """Read more of the call; a marker that has no row in the dialect's table comes here too."""
 
     def end(self) -> Iterator[Output]:
-        """The model is done with it."""
+        """Say what is left: the model is done with the call."""
 
 
 class Header(Protocol):
     """Reads the header of a message: the words before its content, which say what the message is."""
 
     def add(self, piece: Piece) -> None:
-        """One more word of it, or a part of one."""
-
-    def add_marker(self) -> None:
-        """A marker stands here; it keeps the words beside it apart."""
+        """Read one more word, or a part of one."""
 
     def end(self, state: State, complete: bool) -> tuple[State, CallReader | None, list[Piece]]:
-        """The state that follows, the reader of the call if that is one, and words that were no header.
+        """Return the state that follows, the reader of the call if that is one, and words of no header.
 
         `complete`: the content follows; else another marker came, in this state.
         """
@@ -193,7 +180,7 @@ class Forms(NamedTuple):
 
     thought: tuple[str, str]  # markers around the reasoning
     text: str  # an answer without calls
-    before: str | None  # text in front of calls; None: no text may stand there
+    before: str | None  # text before calls; None: no text may stand there
     call: str
     separator: str | None  # between two calls; None: there is only one
     calls: tuple[str, str] = ("", "")  # around all calls
@@ -210,7 +197,7 @@ class Dialect(NamedTuple):
     header: Callable[[], Header] | None = None  # None: its messages have no headers
     start: State = "final"  # where an answer begins, unless the prompt ends with a marker
     reasoning_markers: tuple[str, ...] = ()  # not all models of the family know them
-    call_markers: tuple[str, ...] = ()  # they mean something only where tools are offered
+    call_markers: tuple[str, ...] = ()  # they mean something only if tools are offered
     call_end: str = ""  # the marker after a call; after a malformed one it is text
     trims: bool = True  # newlines beside markers are the template's
     tokens: frozenset[str] = frozenset()  # the markers that are one token of the vocabulary
@@ -220,7 +207,7 @@ class Dialect(NamedTuple):
         return frozenset(marker for _, marker in self.transitions)
 
     def next(self, state: State, marker: str) -> NextState | None:
-        """The state that the marker leads to; None: it leads nowhere from here."""
+        """Return the state that the marker leads to; None: it leads nowhere from here."""
         return self.transitions.get((state, marker), self.transitions.get(("any", marker)))
 
 
@@ -230,7 +217,7 @@ class Dialect(NamedTuple):
 class Finder:
     """Finds `needles` in a text that comes in pieces, holding back only what may still become one.
 
-    Where several match, the one that is complete first wins, then the longest: so cuts between pieces cannot
+    If several match, the one that is complete first wins, then the longest: so cuts between pieces cannot
     be seen.
     """
 
@@ -243,11 +230,11 @@ class Finder:
         self._held_text = ""  # the text of these; after each feed() it is shorter than the longest needle
 
     def lets_through(self, text: str) -> bool:
-        """Nothing is held, and no needle may begin in this text: so it is with most pieces."""
+        """Return True if nothing is held and no needle may begin in this text, as in most pieces."""
         return not self._held_text and self._may_begin.search(text) is None
 
     def feed(self, piece: Piece) -> Iterator[Piece | str]:
-        """The text that is certain, as pieces, and each needle found, as a str."""
+        """Yield the text that is certain, as pieces, and each needle found, as a str."""
         if self.lets_through(piece.text):
             yield piece
             return
@@ -265,7 +252,7 @@ class Finder:
         return self._take(len(self._held_text))
 
     def _first_match(self) -> tuple[int, int, str] | None:
-        """(end, start, needle) of the match that ends first; of those that end together the longest."""
+        """Return (end, start, needle) of the match that ends first, and is the longest of such."""
         matches: list[tuple[int, int, str]] = []
         for needle in self._needles:
             start = self._held_text.find(needle)
@@ -274,7 +261,7 @@ class Finder:
         return min(matches, default=None)
 
     def _n_ambiguous(self) -> int:
-        """Length of the longest end of the text that is a proper beginning of a needle."""
+        """Return the length of the longest end of the text that is a proper beginning of a needle."""
         longest = 0
         for needle in self._needles:
             for n in range(longest + 1, min(len(needle) - 1, len(self._held_text)) + 1):
@@ -338,10 +325,10 @@ class Finder:
 class CallBody:
     """The text of one call, held back as long as it may turn out to be none."""
 
-    def __init__(self, reader: CallReader, opened_by: str = "", interrupted: State = "final") -> None:
+    def __init__(self, reader: CallReader) -> None:
         self.reader = reader
-        self.opened_by = opened_by  # the marker in front; "" where a call may stand without one
-        self.interrupted = interrupted  # the state that its text returns to if it is no call
+        self.opened_by = ""  # the marker before it; "" if a call may stand without one
+        self.interrupted: State = "final"  # the state that its text returns to if it is not a call
         self._held_pieces: list[Piece] = []
 
     def feed(self, piece: Piece) -> Iterator[Output]:
@@ -350,7 +337,7 @@ class CallBody:
         return self.reader.feed(piece)
 
     def as_text(self) -> list[Piece]:
-        """All of it, from the marker that opened it."""
+        """Return all of it, from the marker that opened it."""
         return [Piece(self.opened_by), *self._held_pieces]
 
 
@@ -364,16 +351,13 @@ class Trimming:
         self._held_pieces: list[Piece] = []  # "a\n" | <think>: whitespace that a marker takes along
 
     def marker(self) -> None:
-        """A marker stands here."""
+        """Drop the newlines before a marker, and those that come after it."""
         self._after_marker = self._enabled
         self._has_text = False
         self._held_pieces = []
 
-    def drop_held(self) -> None:
-        self._held_pieces = []
-
     def lets_through(self, text: str) -> bool:
-        """Nothing is held, and no newline of this text is beside a marker, or may turn out to be."""
+        """Return True if nothing is held, and no newline of this text is or may be beside a marker."""
         is_amid_text = self._has_text and not self._after_marker and not self._held_pieces
         return not self._enabled or (is_amid_text and not text.endswith("\n"))
 
@@ -384,7 +368,7 @@ class Trimming:
         return piece
 
     def without_trailing(self, piece: Piece) -> list[Piece]:
-        """What was held and this piece, without the newlines at its end, which are held from now on."""
+        """Return what was held and this piece, but for the newlines at its end, which are held now."""
         if not self._enabled:
             return [piece]
         self._has_text = self._has_text or bool(piece.text.strip())
@@ -392,16 +376,14 @@ class Trimming:
         if not self._has_text or not n_before_newlines:
             self._held_pieces.append(piece)
             return []
-        held = self._held_pieces
-        self._held_pieces = []
-        if n_before_newlines == len(piece.text):
-            return [*held, piece]
         head, newlines = piece.cut(n_before_newlines)
-        self._held_pieces.append(newlines)
-        return [*held, head]
+        released = [*self.release(), head]
+        if newlines.text:
+            self._held_pieces = [newlines]
+        return released
 
     def release(self) -> list[Piece]:
-        """What was held: no marker has come."""
+        """Return what was held: no marker has come."""
         released = self._held_pieces
         self._held_pieces = []
         return released
@@ -446,9 +428,9 @@ class Parser:
         return self._until_stop(self._feed(piece))
 
     def _lets_through(self, piece: Piece) -> bool:
-        """Each machine leaves this piece as it is, more of the text that is open.
+        """Return True if each machine leaves this piece as it is, more of the text that is open.
 
-        So it is with nearly all pieces, and to know it takes a fourth of the time that the machines take.
+        Nearly all pieces are so, and to know it takes a fourth of the time that the machines take.
         """
         text = piece.text
         return (
@@ -463,19 +445,25 @@ class Parser:
         )
 
     def close(self, cut: bool) -> list[Output]:
-        """The end of the output; `cut` says that the model was interrupted, not done."""
+        """Return the rest at the end of the output; `cut`: the model was interrupted, not done."""
         return self._until_stop(self._close(cut))
 
     def _until_stop(self, outputs: Iterator[Output]) -> list[Output]:
-        """The outputs up to the one with which the response ends, if it does."""
+        """Return the outputs up to the one with which the response ends, if it does."""
         kept: list[Output] = []
         for output in outputs:
             if self.stopped:
                 break
             kept.append(output)
-            is_end_of_call = self._open_item == "call" and isinstance(output, Close)
-            if is_end_of_call and self._one_call:
-                self.stopped = True
+            match output:
+                case Delta():
+                    self._open_item = "text"
+                case Close():
+                    self.stopped = self._one_call and self._open_item == "call"
+                    self._open_item = ""
+                case _:
+                    self._open_item = "call"
+                    self._trimming.release()  # the newlines before the call's marker go with it
         return kept
 
     def _feed(self, piece: Piece) -> Iterator[Output]:
@@ -520,7 +508,9 @@ class Parser:
         if self.state in HEADER_STATES and leads_to not in ("header", "content"):
             yield from self._end_header(complete=False)
         if self.state == "call":
-            if self._is_text_of_the_call(marker):
+            leads_to = self._dialect.next("call", marker)
+            is_in_string = self._call.reader.in_string and leads_to != "end"
+            if leads_to is None or is_in_string:  # it is text of the call
                 yield from self._to_call(Piece(marker, marker))
                 return
             yield from self._end_call()
@@ -538,27 +528,24 @@ class Parser:
         may_be_text = leads_to == "call" and marker in self._dialect.call_markers
         is_after_a_call = self.state == "call"  # _marker() has ended it
         if is_after_a_call or not may_be_text:
-            yield from self._close_item()
+            if self._open_item:
+                yield Close()
+            self._trimming.marker()
         if leads_to == "content":
             yield from self._end_header(complete=True)
-        else:
-            self._enter(leads_to, marker)
-
-    def _enter(self, state: State, marker: str) -> None:
-        if state == "call":
-            self._enter_call(marker)
-        elif state == "header":
+            return
+        if leads_to == "call":
+            self._call = CallBody(self._dialect.call_reader(self._schemas))
+            if marker in self._dialect.call_markers:
+                self._call.opened_by = marker
+                if self.state != "call":  # else it comes right after another call, which is over
+                    self._call.interrupted = self.state
+        elif leads_to == "header":
             assert self._header
-            self._header.add_marker()
-        elif state == "end":
+            self._header.add(Piece(" "))  # a marker keeps the words beside it apart
+        elif leads_to == "end":
             self.stopped = True
-        self.state = state
-
-    def _close_item(self) -> Iterator[Output]:
-        if self._open_item:
-            yield Close()
-        self._open_item = ""
-        self._trimming.marker()
+        self.state = leads_to
 
     def _end_header(self, complete: bool) -> Iterator[Output]:
         """Enter the state that the header says; words that were no header are stray text."""
@@ -587,39 +574,18 @@ class Parser:
 
     # --- call body ------------------------------------------------------------------------------------------
 
-    def _enter_call(self, marker: str) -> None:
-        reader = self._dialect.call_reader(self._schemas)
-        if marker not in self._dialect.call_markers:
-            self._call = CallBody(reader)
-        elif self.state == "call":  # right after another call, which is over
-            self._call = CallBody(reader, marker)
-        else:
-            self._call = CallBody(reader, marker, interrupted=self.state)
-
-    def _is_text_of_the_call(self, marker: str) -> bool:
-        """True for a marker that leads nowhere, and inside a string for all but those that end the turn."""
-        next_state = self._dialect.next(self.state, marker)
-        return next_state is None or (self._call.reader.in_string and next_state != "end")
-
     def _to_call(self, piece: Piece) -> Iterator[Output]:
-        yield from self._announced(self._call.feed(piece))
+        yield from self._call.feed(piece)
         if self._call.reader.malformed:
             yield from self._not_a_call()
 
     def _end_call(self) -> Iterator[Output]:
-        yield from self._announced(self._call.reader.end())
+        yield from self._call.reader.end()
         if not self._call.reader.called:
             yield from self._not_a_call()
 
-    def _announced(self, outputs: Iterator[Output]) -> Iterator[Output]:
-        """Pass on what the call body says; the first output means that it is a call."""
-        for output in outputs:
-            self._open_item = "call"
-            self._trimming.drop_held()  # the newlines in front of the call's marker
-            yield output
-
     def _not_a_call(self) -> Iterator[Output]:
-        """A body that announced no call is text, markers and all, of the channel that it interrupted."""
+        """Return a body that announced no call to the channel that it interrupted, markers and all."""
         self.state = self._call.interrupted
         self._in_malformed_call = True
         for piece in self._call.as_text():
@@ -636,7 +602,7 @@ class Parser:
             yield from self._show(part)
 
     def _flush_stop(self) -> Iterator[Output]:
-        """The text held became no stop string."""
+        """Show the text held: it became no stop string."""
         for piece in self._stop.flush():
             yield from self._show(piece)
 
@@ -645,5 +611,4 @@ class Parser:
 
     def _deltas(self, pieces: list[Piece]) -> Iterator[Output]:
         for piece in pieces:
-            self._open_item = "text"
             yield Delta(cast(Channel, self.state), piece.text, piece.logprobs)

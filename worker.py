@@ -364,7 +364,11 @@ class Answer:
                 self._finish("stop")
                 return False
         if end:
-            self._end(end, step.message)
+            self._feed(self._decoder.close())
+            for output in self._parser.close(cut=end != "stop"):
+                self._emit(output)
+            reason = "stop" if self._parser.stopped else end
+            self._finish(reason, step.message)
         return not end
 
     def _say(self, token: Choice) -> None:
@@ -390,13 +394,6 @@ class Answer:
         if not self._has_finished:
             usage = self._usage if self._usage.output_tokens else None  # None: the prompt is not computed yet
             self._emit(Finish("cancelled", usage))
-
-    def _end(self, end: Literal["stop", "length", "failed"], message: str) -> None:
-        self._feed(self._decoder.close())
-        for output in self._parser.close(cut=end != "stop"):
-            self._emit(output)
-        reason = "stop" if self._parser.stopped else end
-        self._finish(reason, message)
 
     def _finish(self, reason: Literal["stop", "length", "failed"], message: str = "") -> None:
         self._has_finished = True

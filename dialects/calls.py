@@ -32,19 +32,38 @@ from request.tools import MAX_QUALIFIED_NAME
 
 # --- JSON ---------------------------------------------------------------------------------------------------
 
-ESCAPED = re.compile(r"\\.", re.DOTALL)  # a character that another would be without the backslash
-ORDINARY = re.compile(r'[^"\\]+')  # characters of a string that neither end it nor escape another
+# A lexeme: characters that mean nothing to us, as many as there are, or one that may.
+IN_STRING = re.compile(r'[^"\\]+|.', re.DOTALL)
+OUTSIDE = re.compile(r'[^\s"{}\[\],:]+|.', re.DOTALL)
 KEYS = {"name": "name", "arguments": "arguments", "parameters": "arguments"}  # Llama 3 writes "parameters"
 
 
-class JsonCalls:
-    """`{"name": NAME, "arguments": VALUE}` by character: NAME announces the call, VALUE leaves as written.
+class Strings:
+    """Follows where the strings of a JSON text begin and end."""
 
-    There may be several: in an array as Mistral has it, or one behind the other. `names`, the functions on
-    offer, are given where no marker tells calls from JSON that is the answer: a call names one of them.
+    def __init__(self) -> None:
+        self.is_open = False
+        self._is_escaped = False  # "\\" | "n": the next character of the string is escaped
+
+    def lexemes(self, text: str) -> Iterator[str]:
+        """Yield the lexemes of the text; `is_open` is what holds after each."""
+        position = 0
+        while lexeme := (IN_STRING if self.is_open else OUTSIDE).match(text, position):
+            position = lexeme.end()
+            if lexeme[0] == '"' and not self._is_escaped:
+                self.is_open = not self.is_open
+            self._is_escaped = self.is_open and not self._is_escaped and lexeme[0] == "\\"
+            yield lexeme[0]
+
+
+class JsonCalls:
+    """`{"name": NAME, "arguments": VALUE}` by lexeme: NAME announces the call, VALUE leaves as written.
+
+    There may be several: in an array as Mistral has it, or one after the other. `names`, the functions on
+    offer, are given if no marker tells calls from JSON that is the answer: a call names one of them.
 
     `_expect` says what comes next. "open": a call; "key", "colon", "value": its members. From its first
-    character to its last, a key or a value is in `_written`; arguments that can leave at once leave it empty.
+    lexeme to its last, a key or a value is in `_written`; arguments that can leave at once leave it empty.
 
         {"name"    key, then colon          "arguments"    key, then colon
         :          value                    : {"a":        value; Arguments('{"a":')
@@ -57,56 +76,47 @@ class JsonCalls:
         self.in_string = False
         self.malformed = names is not None and not names
         self._names = names
-        self._escaped = False  # "\\" | "n": the next character of the string is escaped
+        self._strings = Strings()
         self._expect: Literal["open", "key", "colon", "value"] = "open"
         self._begin_call()
 
     def _begin_call(self) -> None:
-        """A call begins: nothing of it is known."""
+        """Forget the call before: nothing of the next one is known."""
         self._name: str | None = None
         self._key = ""  # the member being read, as KEYS has it
         self._keys_seen: set[str] = set()  # of two members of one key the first counts, for it has left
         self._written: list[str] = []  # the key or value being read, so far
+        self._streams = False  # what is written are arguments that leave as they come
         self._arguments: str | None = None  # arguments that are complete, and wait for the name
         self._sent = False  # arguments have left, all or some
         self._depth = 0  # open brackets inside the value
 
     def feed(self, piece: Piece) -> Iterator[Output]:
-        text = piece.text
-        i = 0
-        while i < len(text):
-            ordinary = None
-            if self.in_string and not self._escaped:
-                ordinary = ORDINARY.match(text, i)
-            if ordinary:
-                self._written.append(ordinary[0])
-                i = ordinary.end()
-            else:
-                yield from self._feed_character(text[i])
-                i += 1
+        for lexeme in self._strings.lexemes(piece.text):
+            if not self.malformed:
+                yield from self._feed_lexeme(lexeme)
+        self.in_string = self._strings.is_open
         yield from self._stream()
 
     def end(self) -> Iterator[Output]:
         yield from ()  # a call that the model did not finish is not completed: rule 1
 
-    def _feed_character(self, c: str) -> Iterator[Output]:
-        if self.in_string or (self._expect == "value" and self._written):
-            is_bare = not self.in_string and not self._depth  # a number, true, false, null
-            if is_bare and (c in ",}" or c.isspace()):
-                yield from self._end_member()
-                yield from self._feed_character(c)
-            else:
-                yield from self._inside(c)
-        elif self.malformed or c.isspace():
-            return
-        elif self._expect == "value" or (self._expect == "key" and c == '"'):
-            yield from self._inside(c)
-        else:
-            yield from self._between(c)
+    def _feed_lexeme(self, lexeme: str) -> Iterator[Output]:
+        in_string = self._strings.is_open
+        is_blank = lexeme.isspace()
+        is_bare = self._written and not in_string and not self._depth  # a number, true, false, null
+        if is_bare and (is_blank or lexeme in ",}"):
+            yield from self._end_member()
+        begins_value = self._expect == "value" and not is_blank
+        begins_key = self._expect == "key" and in_string
+        if self._written or begins_value or begins_key:
+            yield from self._inside(lexeme)
+        elif not is_blank:
+            yield from self._between(lexeme)
 
-    def _between(self, c: str) -> Iterator[Output]:
-        """A character of the object around the keys and values, or of the array around the calls."""
-        match self._expect, c:
+    def _between(self, lexeme: str) -> Iterator[Output]:
+        """Read what stands around the keys and values of a call, or around the calls."""
+        match self._expect, lexeme:
             case "open", "{":
                 self._begin_call()
                 self._expect = "key"
@@ -117,42 +127,32 @@ class JsonCalls:
             case ("key", ",") | ("open", "["):
                 pass
             case _:
-                self.malformed = not self.called  # behind a call, all that is no other one is dropped
+                self.malformed = not self.called  # after a call, all that is not another one is dropped
+                self._strings.is_open = False
 
-    def _inside(self, c: str) -> Iterator[Output]:
-        """A character of a key or a value."""
-        self._written.append(c)
-        is_last = False
-        if self.in_string:
-            self.in_string = self._escaped or c != '"'
-            self._escaped = c == "\\" and not self._escaped
-            is_last = not self.in_string
-        elif c == '"':
-            self.in_string = True
-        elif c in "{[":
-            self._depth += 1
-        elif c in "}]":
-            self._depth -= 1
-            is_last = True
-        if is_last and self._depth <= 0:
-            yield from self._end_member()
+    def _inside(self, lexeme: str) -> Iterator[Output]:
+        """Read a part of a key or a value."""
+        if not self._written:
+            self._streams = lexeme == "{" and self._key == "arguments" and self._name is not None
+        self._written.append(lexeme)
+        if not self._strings.is_open:
+            self._depth += (lexeme in "{[") - (lexeme in "}]")
+            if lexeme in ('"', "}", "]") and self._depth <= 0:
+                yield from self._end_member()
 
     def _end_member(self) -> Iterator[Output]:
-        """A key or a value is complete."""
-        if self._can_stream():
-            yield from self._stream()
-            written = ""
-        else:
-            written = "".join(self._written)
+        """Take a key or a value that is complete."""
+        yield from self._stream()
+        written = "".join(self._written)
         self._written = []
+        self._streams = False
         self._depth = 0
         if self._expect == "key":
             self._expect = "colon"
-            spelling = _string(written) or ""
-            key = KEYS.get(spelling, "")
-            self._key = ""
-            if key not in self._keys_seen:
-                self._key = key
+            key = KEYS.get(_string(written) or "", "")
+            if key in self._keys_seen:
+                key = ""
+            self._key = key
             self._keys_seen.add(key)
             return
         self._expect = "key"
@@ -183,14 +183,9 @@ class JsonCalls:
         self._sent = True
         yield Arguments(arguments)
 
-    def _can_stream(self) -> bool:
-        """Whether the value being read is an object of arguments, which can leave as it comes."""
-        are_arguments = self._expect == "value" and self._key == "arguments" and self._name is not None
-        return are_arguments and (self._sent or self._written[:1] == ["{"])
-
     def _stream(self) -> Iterator[Output]:
         text = "".join(self._written)
-        if text and self._can_stream():
+        if self._streams and text:
             self._sent = True
             self._written = [""]  # not [], which means that no value has begun
             yield Arguments(text)
@@ -212,7 +207,7 @@ def _unquoted(arguments: str) -> str:
 
 
 def _string(literal: str) -> str | None:
-    """The value of a JSON string literal, None if it is none, or no text: "\\ud800" is half a character.
+    """Return the value of a JSON string literal; None for others, and for "\\ud800", half a character.
 
     Control characters may stand in it, which sse.loads() would refuse: models write newlines as they are.
     """
@@ -235,7 +230,7 @@ class AsWritten:
         self.called = False
         self.malformed = False
         self.in_string = False
-        self._escape = ""  # "\\" | '"': the backslash at the end of a piece, whose character comes next
+        self._strings = Strings()
         self._name = name
         self._sent = False
 
@@ -245,14 +240,9 @@ class AsWritten:
             yield Call(self._name)
         if piece.text and (self.in_string or not piece.special):  # a marker outside of strings is a stray one
             self._sent = self._sent or not piece.text.isspace()
-            self._follow_strings(piece.text)
+            for _ in self._strings.lexemes(piece.text):
+                self.in_string = self._strings.is_open
             yield Arguments(piece.text)
-
-    def _follow_strings(self, text: str) -> None:
-        text = ESCAPED.sub("", self._escape + text)
-        self._escape = "\\" if text.endswith("\\") else ""
-        if text.count('"') % 2:
-            self.in_string = not self.in_string
 
     def end(self) -> Iterator[Output]:
         if not self._sent:
@@ -263,23 +253,19 @@ class NamedCalls:
     """`NAME[ARGS]{...}`, with a `[CALL_ID]ID` between them or not; or, as older models write it, JSON."""
 
     def __init__(self) -> None:
+        self.called = False
         self.malformed = False
+        self.in_string = False
         self._name = ""  # "get_w" | "eather[ARGS]": the name so far
         self._in_id = False  # "[CALL_ID]" | "a1b2": ids are not passed on, for clients get ours
         self._rest: CallReader | None = None  # reads what follows the name, or all of it if it is JSON
 
-    @property
-    def called(self) -> bool:
-        return self._rest is not None and self._rest.called
-
-    @property
-    def in_string(self) -> bool:
-        return self._rest is not None and self._rest.in_string
-
     def feed(self, piece: Piece) -> Iterator[Output]:
         if self._rest:
             yield from self._rest.feed(piece)
+            self.called = self._rest.called
             self.malformed = self._rest.malformed
+            self.in_string = self._rest.in_string
         elif piece.special:
             yield from self._marker(piece.special)
         elif not self._in_id:
@@ -293,7 +279,7 @@ class NamedCalls:
         name = self._name.strip()
         if marker == "[ARGS]" and name:
             self._rest = AsWritten(name)
-            yield from self._rest.feed(Piece(""))
+            yield from self.feed(Piece(""))
         elif marker == "[CALL_ID]":
             self._in_id = True
         else:
@@ -355,7 +341,7 @@ class XmlCalls:
         yield from self._end_function()
 
     def _check_tag(self) -> None:
-        """What is no call is known at once, not at a ">" that may never come."""
+        """Notice at once what is not a call, not at a ">" that may never come."""
         if not self.called and len(self._tag) < 20:  # 20 pieces tell; to join ever more takes quadratic time
             begun = "".join(self._tag).lstrip()
             self.malformed = not (begun.startswith(FUNCTION) or FUNCTION.startswith(begun))
@@ -401,18 +387,18 @@ class XmlCalls:
 
 
 class _Value:
-    """The value of one parameter, up to its end. A string leaves as it comes, another value at its end."""
+    """The value of one parameter. A string leaves as it comes, another value at its end."""
 
     def __init__(self, types: set[str], is_dropped: bool) -> None:
         self._types = types
-        self._is_string = types == {"string"}
         self._is_dropped = is_dropped
+        self._streams = types == {"string"} and not is_dropped
         self._finder = Finder([VALUE_END, "\n" + VALUE_END])  # the newline at either end is the template's
         self._begun = False
         self._text: list[str] = []
 
     def feed(self, text: str) -> Generator[Output, None, str | None]:
-        """Returns the text behind the value's end, None before that."""
+        """Return the text after the value's end, None before that."""
         for part in self._finder.feed(Piece(text)):
             if isinstance(part, str):
                 yield from self._finish()
@@ -421,33 +407,27 @@ class _Value:
         return None
 
     def end(self) -> Iterator[Output]:
-        """The model has forgotten the end."""
+        """Say what is left: the model has forgotten the end."""
         for piece in self._finder.flush():
             yield from self._more(piece.text)
         yield from self._finish()
 
     def _more(self, text: str) -> Iterator[Output]:
         if not self._begun:
-            yield from self._begin()
+            self._begun = True
             text = text.removeprefix("\n")
-        if not self._is_string:
+            if self._streams:
+                yield Arguments('"')
+        if not self._streams:
             self._text.append(text)
-        elif text and not self._is_dropped:
+        elif text:
             yield Arguments(_dumps(text)[1:-1])
 
-    def _begin(self) -> Iterator[Output]:
-        self._begun = True
-        if self._is_string and not self._is_dropped:
-            yield Arguments('"')
-
     def _finish(self) -> Iterator[Output]:
-        if not self._begun:
-            yield from self._begin()
-        if self._is_dropped:
-            return
-        if self._is_string:
+        yield from self._more("")
+        if self._streams:
             yield Arguments('"')
-        else:
+        elif not self._is_dropped:
             yield Arguments(_as_json("".join(self._text), self._types))
 
 
@@ -457,7 +437,7 @@ PYTHON_LITERALS = {"True": "true", "False": "false", "None": "null"}
 
 
 def _as_json(text: str, types: set[str]) -> str:
-    """A value as JSON: a string where it is no JSON, or where the schema allows a string and not its type."""
+    """Return a value as JSON: a string unless it is JSON of a type that the schema allows."""
     if types and "string" not in types:
         text = PYTHON_LITERALS.get(text.strip(), text)
     try:

@@ -76,9 +76,6 @@ class HarmonyHeader:
     def add(self, piece: Piece) -> None:
         self._words.append(piece)
 
-    def add_marker(self) -> None:
-        self._words.append(Piece(" "))
-
     def end(self, state: State, complete: bool) -> tuple[State, CallReader | None, list[Piece]]:
         """What the header says (channels.Header).
 
