@@ -213,9 +213,11 @@ class _Item:
         """Add to the text; return the members of the delta that says so."""
         delta = {**self.place, "delta": text}
         if self.kind.part == "output_text":
-            delta["logprobs"] = [of_event for of_event, _ in logprobs]
-            self.event_logprobs += delta["logprobs"]
-            self.part_logprobs += [of_part for _, of_part in logprobs]
+            delta["logprobs"] = []
+            for of_event, of_part in logprobs:
+                delta["logprobs"].append(of_event)
+                self.event_logprobs.append(of_event)
+                self.part_logprobs.append(of_part)
         self.texts.append(text)
         return delta
 
@@ -308,14 +310,14 @@ class Builder:
     def feed(self, output: Accepted | Output | Compaction) -> list[Event]:
         """Return the events that an output makes."""
         match output:
-            case Accepted():
-                return self.start()
             case Delta(channel, text, logprobs):
                 events: list[Event] = []
                 encoded = [*map(_logprob, logprobs)]  # raises before anything has changed
                 if self._item is None or self._item.key != channel:
                     events = [*self._close("completed"), *self._open(channel, call={})]
                 return events + self._grow(text, encoded)
+            case Accepted():
+                return self.start()
             case Compaction(encrypted_content):
                 return [*self._close("completed"), *self._compaction(encrypted_content)]
             case Call(name, custom, namespace):

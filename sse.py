@@ -77,7 +77,7 @@ class Parser:
             if i > 0 and (event := self._end_line()):  # a line end stands between two pieces
                 events.append(event)
             self.line += piece
-            if self._event_bytes() > self.max_event_bytes:
+            if self.ended_bytes + len(self.line) > self.max_event_bytes:
                 break
         if not events:
             self._check_size()

@@ -128,8 +128,11 @@ class LenientParser(sse.Parser):
 
     def _process_field(self, name: str, value: str) -> None:
         if name.startswith("{"):
-            name, value = "error", f"{name}:{value}"
-        super()._process_field("data" if name == "error" else name, value)
+            self.data.append(f"{name}:{value}")
+        elif name == "error":
+            self.data.append(value)
+        else:
+            super()._process_field(name, value)
 
 
 class Frames:
