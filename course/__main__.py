@@ -81,8 +81,8 @@ def check(exercise: Mutant) -> None:
     command = [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider", exercise.test]
     ended = subprocess.run(command, cwd=WORK, capture_output=True, text=True)
     if ended.returncode:
-        said = [line[:MAX_WIDTH] for line in ended.stdout.splitlines() if line.startswith("E ")]
-        sys.exit("\n".join(["Not yet:", told(exercise)[0], *said[:MAX_LINES]]))
+        said = [line[:MAX_WIDTH] for line in ended.stdout.splitlines() if line.startswith((">", "E "))]
+        sys.exit("\n".join([f"Not yet: {exercise.test}", told(exercise)[0], *said[:MAX_LINES]]))
     print("Solved. Go on: python -m course next")
 
 
