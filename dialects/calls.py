@@ -348,28 +348,23 @@ class XmlCalls:
 
     def _end_tag(self, tag: str) -> Iterator[Output]:
         match = TAG.search(tag)
-        kind = ""
-        name = ""
+        kind, name = "", ""
         if match and match[1]:
-            kind = match[1]
-            name = match[2].strip()
+            kind, name = match[1], match[2].strip()
         if kind == "function" and name:
             yield from self._end_function()
-            yield from self._begin_function(name)
+            if self.called:
+                yield Close()
+            self.called = True
+            self._function = name
+            self._parameters = set()
+            yield Call(name)
         elif kind == "parameter" and self._function:
             yield from self._begin_parameter(self._function, name)
         elif not self.called:
             self.malformed = True
         elif match:
             yield from self._end_function()
-
-    def _begin_function(self, name: str) -> Iterator[Output]:
-        if self.called:
-            yield Close()
-        self.called = True
-        self._function = name
-        self._parameters = set()
-        yield Call(name)
 
     def _begin_parameter(self, function: str, name: str) -> Iterator[Output]:
         is_repeated = name in self._parameters  # the first of two counts, for it has left

@@ -23,7 +23,6 @@ Rules of this file:
 import json
 import re
 from functools import lru_cache
-from typing import NamedTuple
 
 
 class BadSource(ValueError):
@@ -50,31 +49,25 @@ def _literal(character: str, flags: str = "") -> str:
     return in_lark
 
 
-class _Rule(NamedTuple):
-    name: str
-    text: str  # Lark
-
-
 class _Atoms:
     """What regular expressions have for one character, each a rule: a class, an escape, a dot."""
 
     def __init__(self) -> None:
-        self.rules: dict[tuple[str, str], _Rule] = {}  # by the atom and its flags
-        self.n_characters = 0  # of all rules
+        self.rules = ""  # Lark
+        self._names: dict[tuple[str, str], str] = {}  # (atom, flags) -> name of its rule
 
     def name(self, atom: str, flags: str) -> str:
         """Return the name of the atom's rule, which is written the first time."""
         key = (atom, flags)
-        if key not in self.rules:
-            rule = _Rule(f"character-{len(self.rules)}", _atom(atom, flags))
-            self.rules[key] = rule
-            self.n_characters += len(rule.text)
-            _check_size(self.n_characters)
-        return self.rules[key].name
+        if key not in self._names:
+            self._names[key] = f"character-{len(self._names)}"
+            self.rules += f"\n{self._names[key]}: {_atom(atom, flags)}"
+            _check_size(self.rules)
+        return self._names[key]
 
 
-def _check_size(n_characters: int) -> None:
-    if n_characters > MAX_WRITTEN:
+def _check_size(rules: str) -> None:
+    if len(rules) > MAX_WRITTEN:
         raise BadSource(f"expected a grammar that takes at most {MAX_WRITTEN} characters inside JSON")
 
 
@@ -113,7 +106,7 @@ DOT = {True: r"[\s\S]", False: r"[^\n]"}
 
 
 def _regex(source: str, atoms: _Atoms, flags: str = "") -> str:
-    """The same in Lark. An empty string stands first in a group and an alternative, which may be empty."""
+    """Return the same in Lark. Each group and alternative begins with an empty string, as it may be empty."""
     if set(flags) - set("ims"):
         raise BadSource(f"expected no flags but i, m and s, got /{source}/{flags}")
     groups = [flags]  # the flags of the groups that are open, the innermost last
@@ -146,7 +139,7 @@ def _regex(source: str, atoms: _Atoms, flags: str = "") -> str:
 
 
 def _opened(groups: list[str], opening: str) -> list[str]:
-    """The flags behind `(`, `(?i:`, `(?<name>`, or `(?i)`, which is for the rest of the group around it."""
+    """Return the flags after `(`, `(?i:`, `(?<name>`, or `(?i)`, which is for the rest of its group."""
     changes = FLAGS.fullmatch(opening)
     if changes is None:
         raise BadSource(f"expected a group with no flags but i, m and s, got {opening}")
@@ -267,6 +260,7 @@ def _spelled_out(name: str) -> str:
 def grammar(syntax: str, definition: str) -> str:
     """Return Lark for what stands between the quotes; `syntax` is lark or regex. Raises BadSource."""
     atoms = _Atoms()
-    rewritten = _lark(definition, atoms) if syntax == "lark" else f"start: {_regex(definition, atoms)}"
-    _check_size(len(rewritten) + atoms.n_characters)
-    return "".join([rewritten, *(f"\n{name}: {text}" for name, text in atoms.rules.values())])
+    rules = _lark(definition, atoms) if syntax == "lark" else f"start: {_regex(definition, atoms)}"
+    rules += atoms.rules
+    _check_size(rules)
+    return rules

@@ -106,11 +106,8 @@ class Constraint:
         self._process = None
 
 
-class Problem(NamedTuple):
-    """What a BadGrammar says; the exception itself would hold on to the grammar."""
-
-    message: str
-    part: str
+# Message and part of a BadGrammar; the exception itself would hold on to the grammar.
+Problem = tuple[str, str]
 
 
 class Grammars:
@@ -166,7 +163,7 @@ class Grammars:
             except OSError as error:  # TimeoutError too
                 raise BadInput(OVERLOADED, None, "server_is_overloaded") from error
             except BadGrammar as error:
-                return Problem(str(error), error.part)
+                return str(error), error.part
         return None
 
     def constraint(self, grammar: AnswerGrammar) -> Constraint:

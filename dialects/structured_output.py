@@ -147,7 +147,7 @@ def _reasoning(writer: _Writer, thinking: Thinking) -> str:
 
 
 def _plain_text(writer: _Writer) -> str:
-    """Text in which the parser finds nothing else."""
+    """Return the rule of text in which the parser finds nothing else."""
     dialect, forms = writer.dialect, writer.dialect.forms
     spelled = dialect.markers - dialect.tokens - set(dialect.reasoning_markers)  # reasoning is free
     if forms.before == "TEXT":  # the marker that begins a call ends the text, token or not
@@ -189,11 +189,12 @@ def _calls(writer: _Writer, spec: StructuredOutput) -> list[str]:
 
 
 def _arguments(writer: _Writer, name: str, schema: Mapping[str, Any], grammar: Grammar | None) -> str:
-    """The arguments of a function; `grammar` is that of a custom tool's input, see tools.Tool.schema()."""
+    """Return the arguments of a function; `grammar` is that of a custom tool's input (Tool.schema())."""
     if writer.dialect.forms.arguments == "json":
         if grammar is None:
             return _json(schema)
-        return _quoted(grammar)
+        text = grammar_in_json.grammar(grammar.syntax, grammar.definition)  # its names are its own in %lark
+        return f'"{{\\"input\\": \\"" %lark {{\n{text}\n}} "\\"}}"'
     if grammar:
         return f'"<parameter=input>\\n" %lark {{\n{as_lark(grammar)}\n}} {json.dumps(PARAMETER_END)}'
     try:
@@ -213,7 +214,7 @@ PARAMETER_END = f"\n{calls.VALUE_END}\n"
 
 
 def _parameters(writer: _Writer, root: Mapping[str, Any]) -> Iterator[str]:
-    """The parameters in the order of the schema, those that it only requires behind those it describes."""
+    """Yield the parameters in the order of the schema, those that it only requires last."""
     if unknown := root.keys() - OF_OBJECTS:
         raise BadGrammar(f"{', '.join(sorted(unknown))} cannot be enforced on parameters", "")
     described = expect(dict, root.get("properties", {}))
@@ -266,12 +267,6 @@ def expect(kind: type[T], value: Any) -> T:
 
 def _json(schema: Mapping[str, Any]) -> str:
     return "%json " + json.dumps(dict(schema) | {"x-guidance": JSON_LAYOUT})
-
-
-def _quoted(grammar: Grammar) -> str:
-    """A custom tool's input as a member of a JSON object."""
-    text = grammar_in_json.grammar(grammar.syntax, grammar.definition)  # its names are its own, within %lark
-    return f'"{{\\"input\\": \\"" %lark {{\n{text}\n}} "\\"}}"'
 
 
 def as_lark(grammar: Grammar) -> str:

@@ -38,7 +38,7 @@ from helpers.engines import (
 )
 from model import NumpyOps
 from sampling import Sampling
-from scheduler import MAX_CHUNKS, Scheduler, Sequence
+from scheduler import Scheduler, Sequence
 
 
 @pytest.fixture
@@ -62,39 +62,6 @@ def test_text_is_the_models(tiny_engine: Engine) -> None:
     assert got.finish == "stop"
     assert got.ids == tiny().greedy(asked.prompt, len(got.ids))
     assert chat_tools()[1].encode("OK")[0] in got.ids
-
-
-def test_greedy_in_one_batch_is_as_alone(tiny_engine: Engine, watch: Watch) -> None:
-    jobs = [job(question) for question in QUESTIONS]
-    expected = [alone(tiny_engine, job) for job in jobs]
-    assert together(tiny_engine, watch, jobs) == expected
-    assert max(len(step.rows) for step in watch.steps) == len(jobs)
-    assert len({len(answer.ids) for answer in expected}) > 2  # they leave at different times
-
-
-def test_seeded_sampling_is_the_same_alone_and_beside_seven_others(tiny_engine: Engine, watch: Watch) -> None:
-    hot = Sampling(temperature=1.5, top_p=0.98, n_top_logprobs=2)
-    jobs = [
-        job("Tell me a story.", 60, replace(hot, seed=seed, choice=choice))
-        for seed, choice in [(7, 0), (7, 1), (8, 0), (7, 0), (-1, 0), (1, 0), (2, 0), (3, 0)]
-    ]
-    expected = [alone(tiny_engine, job) for job in jobs]
-    assert together(tiny_engine, watch, jobs) == expected
-    assert max(len(step.rows) for step in watch.steps) == len(jobs)
-    texts = [tuple(answer.ids) for answer in expected]
-    assert texts[0] == texts[3]
-    assert len({*texts}) == 7
-
-
-@pytest.mark.parametrize("n_prompt", [1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 1])
-def test_prompts_are_cut_at_the_same_places_in_any_company(n_prompt: int, watch: Watch) -> None:
-    """Else their sums would be rounded otherwise, and once in many answers another token would come."""
-    asked = endless(n_prompt, 10)
-    with started(watch) as cold:
-        expected = alone(cold, asked)
-    company = [endless(n, 30, first=n) for n in (1, 3, 200, 300)]
-    with started(watch) as crowded:
-        assert together(crowded, watch, [*company, asked, *company])[4] == expected
 
 
 # ---- How it ends -------------------------------------------------------------------------------------------
@@ -187,18 +154,6 @@ def test_nothing_stays_of_a_sequence_however_its_reader_leaves(
 # ---- Who runs when -----------------------------------------------------------------------------------------
 
 
-def test_what_is_too_much_waits(tiny_engine: Engine, watch: Watch) -> None:
-    """The oldest run, and each that ends makes room for the next."""
-    jobs = [endless(2, 10 + i, first=i) for i in range(MAX_BATCH + 5)]
-    expected = [alone(tiny_engine, job) for job in jobs]
-    first = len(watch.steps)
-    assert together(tiny_engine, watch, jobs) == expected
-    n_running = [len(step.rows) for step in watch.steps[first:]]
-    assert max(n_running) == MAX_BATCH
-    assert n_running.count(MAX_BATCH) >= 10
-    assert max(step.n_running for step in watch.steps) == MAX_BATCH
-
-
 def test_leaving_while_waiting(tiny_engine: Engine, watch: Watch) -> None:
     async def main() -> list[Answer]:
         async with watch.paused(tiny_engine):
@@ -217,25 +172,6 @@ def test_leaving_while_waiting(tiny_engine: Engine, watch: Watch) -> None:
     assert state(tiny_engine) == (0, 0, 10)
 
 
-def test_a_long_prompt_does_not_hold_up_who_decodes(tiny_engine: Engine, watch: Watch) -> None:
-    """Each step that reads chunks of the one brings the other a token."""
-    most = MAX_CHUNKS * CHUNK
-    got = together(tiny_engine, watch, [endless(1, 30), endless(4 * most - 5, 1)])
-    assert [len(answer.ids) for answer in got] == [30, 1]
-    assert [step.rows for step in watch.steps[1:]] == [
-        [1, CHUNK],
-        *[[1, most]] * 3,
-        [1, CHUNK - 5],
-        *[[1]] * 25,
-    ]
-
-
-def test_a_short_prompt_does_not_wait_for_a_long_one(tiny_engine: Engine, watch: Watch) -> None:
-    together(tiny_engine, watch, [endless(6 * CHUNK, 1), endless(9, 3, first=2)])
-    rows = [[CHUNK, 9], [1, 2 * CHUNK], [1, 2 * CHUNK], [CHUNK]]
-    assert [step.rows for step in watch.steps[1:]] == rows
-
-
 def test_a_step_beside_who_decodes_takes_no_longer_than_it_may(
     watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,33 +187,6 @@ def test_a_step_beside_who_decodes_takes_no_longer_than_it_may(
     assert sum(sum(step.rows) - 1 for step in watch.steps if len(step.rows) == 2) >= 300
     assert max(durations[4:]) < 0.085
     assert min(durations[4:-1]) > 0.06
-
-
-def test_long_prompts_share_steps(tiny_engine: Engine, watch: Watch) -> None:
-    """No step is larger than it may be, none lacks the sequence that decodes, and no token is read twice."""
-    jobs = [endless(1, 40), *(endless(4 * CHUNK, 1, first=i) for i in range(4)), endless(CHUNK // 2, 1)]
-    got = together(tiny_engine, watch, jobs)
-    assert [len(answer.ids) for answer in got] == [40, 1, 1, 1, 1, 1]
-    rows = [step.rows for step in watch.steps[1:]]
-    assert len(rows) == 40
-    assert all(row[0] == 1 and sum(row) <= 1 + MAX_CHUNKS * CHUNK for row in rows)
-    assert sum(sum(row) for row in rows) == 40 + sum(len(job.prompt) for job in jobs[1:])
-
-
-def test_prompts_are_read_oldest_first(tiny_engine: Engine, watch: Watch) -> None:
-    finished: list[int] = []
-
-    async def read(i: int) -> None:
-        await steps_of(tiny_engine, endless(3 * CHUNK, 1))
-        finished.append(i)
-
-    async def main() -> None:
-        async with watch.paused(tiny_engine):
-            readers = [asyncio.create_task(read(i)) for i in range(7)]
-        await asyncio.wait(readers)
-
-    play(main(), "seven prompts")
-    assert finished == [*range(7)]
 
 
 # ---- Failures ----------------------------------------------------------------------------------------------

@@ -184,7 +184,7 @@ CAPS = {
     "benches":    12_550,
     "checkpoint": 11_950,
     "devices":    19_900,
-    "dialects":   10_900,
+    "dialects":   10_500,
     "gateway":    11_850,
     "request":    17_600,
     "service":    16_500,

@@ -100,18 +100,6 @@ def test_decode_comes_first_also_where_it_is_younger() -> None:
     assert step(s) == [Row(b, 5, 6), Row(a, CHUNK, 3 * CHUNK)]
 
 
-def test_a_prompt_is_cut_into_chunks() -> None:
-    s, a = scheduler(), sequence(2 * MAX_CHUNKS * CHUNK + 3)
-    s.add(a)
-    most = MAX_CHUNKS * CHUNK
-    assert [step(s) for _ in range(3)] == [
-        [Row(a, 0, most)],
-        [Row(a, most, 2 * most)],
-        [Row(a, 2 * most, 2 * most + 3)],
-    ]
-    assert a.output == [7]
-
-
 def test_only_the_last_row_of_a_prompt_chooses() -> None:
     s, a = scheduler(), sequence(MAX_CHUNKS * CHUNK + 3)
     s.add(a)
@@ -304,18 +292,6 @@ def test_a_prompt_is_found_in_the_prefix_cache_except_for_its_last_token(
     assert (a.n_cached, b.n_cached, s.counts["cached_tokens"]) == (0, n_cached, n_cached)
 
 
-def test_a_page_is_shared_with_a_sequence_that_still_runs() -> None:
-    s, a, b = scheduler(), sequence(CHUNK + 5), sequence(CHUNK + 5)
-    s.add(a)
-    step(s)
-    s.add(b)
-    step(s)
-    assert a.page_table[0] == b.page_table[0]
-    assert a.page_table[1] != b.page_table[1]
-    s.remove(a)
-    assert n_used_pages(s) == 2
-
-
 def test_a_sequence_waits_for_the_page_that_another_is_computing() -> None:
     """In this step or in one that is in flight; another prompt does not wait for either."""
     s, a, b, c = scheduler(), sequence(3 * CHUNK), sequence(3 * CHUNK), sequence(CHUNK, first=900)
@@ -327,17 +303,6 @@ def test_a_sequence_waits_for_the_page_that_another_is_computing() -> None:
     assert rows(second) == [Row(a, 2 * CHUNK, 3 * CHUNK), Row(c, 0, CHUNK)]
     finish(s, first)
     assert rows(s.schedule([second]))[-1] == Row(b, 2 * CHUNK, 3 * CHUNK)
-    assert b.n_cached == 2 * CHUNK
-
-
-def test_output_is_cached_too() -> None:
-    s, a = scheduler(), sequence(CHUNK, CHUNK + 1)
-    s.add(a)
-    while not a.finish:
-        step(s)
-    b = Sequence(a.prompt + a.output, 1, frozenset(), GREEDY)
-    s.add(b)
-    s.schedule()
     assert b.n_cached == 2 * CHUNK
 
 

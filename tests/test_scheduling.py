@@ -195,34 +195,6 @@ def test_a_second_turn_finds_the_first() -> None:
         assert cached_tokens(engine, replace(first, prompt=[1, *turn])) == 0  # the same tokens behind another
 
 
-def test_an_answer_is_found_too() -> None:
-    with started(Watch()) as engine:
-        first = endless(PAGE, 2 * PAGE + 5)
-        turn = [*first.prompt, *alone(engine, first).ids, 9, 8, 7]
-        assert cached_tokens(engine, replace(first, prompt=turn)) == 3 * PAGE
-        assert cached_tokens(engine, replace(first, prompt=turn[: 2 * PAGE])) == PAGE
-
-
-def test_choices_of_one_prompt_read_it_once() -> None:
-    """All at once: a chunk that one of them has computed is there for the others in the next step."""
-    watch = Watch()
-    with started(watch) as engine:
-        jobs = [replace(endless(2 * CHUNK + 9, 4), sampling=replace(GREEDY, choice=i)) for i in range(5)]
-        got = together(engine, watch, jobs)
-        assert all(one == got[0] for one in got)
-        assert sum(sum(step.rows) for step in watch.steps) < 2 * len(jobs[0].prompt) + 5 * (9 + 4)
-
-
-def test_what_was_least_recently_used_makes_room() -> None:
-    with started(Watch(), n_pages=10) as engine:
-        old, kept, new = (endless(2 * CHUNK + 1, 1, first=first) for first in (1, 2, 3))
-        for one in (old, kept, old, kept, new):
-            alone(engine, one)
-        for first in (4, 5, 6):
-            alone(engine, endless(2 * CHUNK + 1, 1, first=first))
-        assert [cached_tokens(engine, one) for one in (new, old)] == [2 * CHUNK, 0]
-
-
 # ---- Pages that run out ------------------------------------------------------------------------------------
 
 
@@ -249,21 +221,6 @@ def test_preempted_is_undisturbed(n_ahead: int) -> None:
         assert play(main(engine), "four that grow") == expected
         assert engine.counts()["preemptions"] >= 2
         assert ended == [0, 1, 2, 3]
-
-
-def test_what_is_found_again_after_a_preemption_is_not_a_saving() -> None:
-    """Else usage would tell how busy the server was."""
-    jobs = [endless(CHUNK + 1, 150, first=i) for i in range(3)]
-    watch = Watch()
-    with started(watch, 512, 8) as engine:
-
-        async def main() -> list[int]:
-            async with watch.paused(engine):
-                readers = [asyncio.ensure_future(steps_of(engine, job)) for job in jobs]
-            return [steps[-1].cached_tokens for steps in await asyncio.gather(*readers)]
-
-        assert play(main(), "three that grow") == [0, 0, 0]
-        assert engine.counts()["preemptions"] >= 1
 
 
 def test_the_pool_bounds_the_context() -> None:
@@ -328,17 +285,6 @@ def test_drafts_of_one_under_a_constraint() -> None:
     with started(Watch(), LENGTH, speculate=5) as engine:
         check(asked, play(said(engine, asked), "an array"))
         assert engine.counts()["accepted"] > 0
-
-
-@pytest.mark.parametrize("n_prompt", [44, 48, 50])
-def test_drafts_drive_nobody_out(n_prompt: int) -> None:
-    """Drafts that are all wrong, and another sequence that needs the last free page."""
-    biased = replace(GREEDY, logit_bias={5: 100})
-    jobs = [Sequence([5, 5, *[9] * (n_prompt - 2)], 40, frozenset(), biased), endless(60, 8, first=11)]
-    for speculate in (0, 16):
-        with started(watch := Watch(), n_pages=3, speculate=speculate) as engine:
-            together(engine, watch, jobs)
-            assert engine.counts()["preemptions"] == 0
 
 
 @pytest.mark.parametrize("n_ahead", [0, 3])

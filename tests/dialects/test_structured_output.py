@@ -47,7 +47,6 @@ NO_THINKING = families.find(DIALECTS["hermes"], ["<tool_call>", "</tool_call>"],
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 OTHER = '<tool_call>\n{"name": "find", "arguments": {}}\n</tool_call>'
-UNFIT = '<tool_call>\n{"name": "get_weather", "arguments": {"town": "Oslo"}}\n</tool_call>'
 OBJECT = '{"city": "Oslo"}'
 THOUGHT = "<think>\nhm {</think>\n\n"
 
@@ -76,34 +75,23 @@ NEITHER = Must("none")
 FORMAT = Must("none", schema=CITY)
 BOTH = Must("auto", FUNCTIONS, schema=CITY)
 
+# What all dialects have in common is in test_every_dialect.
 # fmt: off
 #  spec     the answer                 it fits
 ANSWERS: list[tuple[Must, str, bool]] = [
     (REQUIRED, CALL,                     True),
-    (REQUIRED, CALL + "\n" + CALL,       True),
     (REQUIRED, "\n".join([CALL] * 16),   True),
     (REQUIRED, "\n".join([CALL] * 17),   False),  # a small model would call until its context is full
     (REQUIRED, THOUGHT + CALL,           True),
     (REQUIRED, "Fine. " + CALL,          False),
-    (REQUIRED, "Fine.",                  False),
     (REQUIRED, OTHER,                    False),
-    (REQUIRED, UNFIT,                    False),
-    (ONE,      CALL,                     True),
     (ONE,      CALL + "\n" + CALL,       False),
-    (AUTO,     "Fine.",                  True),
-    (AUTO,     CALL,                     True),
-    (AUTO,     "Fine.\n" + CALL,         True),
     (AUTO,     THOUGHT + "So.\n" + CALL, True),
     (AUTO,     "Fine.\n" + OTHER,        False),
-    (AUTO,     UNFIT,                    False),
     (FORMAT,   OBJECT,                   True),
-    (FORMAT,   THOUGHT + OBJECT,         True),
     (FORMAT,   '{"city": "Oslo"',        False),
     (FORMAT,   '{"city": 5}',            False),
     (FORMAT,   "Oslo",                   False),
-    (FORMAT,   CALL,                     False),
-    (BOTH,     OBJECT,                   True),
-    (BOTH,     CALL,                     True),
     (BOTH,     "Oslo",                   False),
     (EITHER,   EDIT,                     True),
     (EITHER,   TIME + "\n" + EDIT,       True),
