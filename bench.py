@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench = importlib.import_module(f"benches.{module}")
     options = argparse.ArgumentParser(prog=f"bench.py {name}", description=BENCHES[name])
     options.add_argument("--out", type=Path, metavar="FILE", help="write the table there too")
+    options.add_argument("--repeat", type=int, default=5, metavar="N", help="rounds (default: %(default)s)")
     bench.options(options)
     bench.run(options.parse_args(given[1:]))
     return 0

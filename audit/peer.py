@@ -76,23 +76,28 @@ def request(
 
 
 # fmt: off
-#  stream             api          what is asked
-STREAMS: dict[str, tuple[str, Json]] = {
-    "text":          ("responses", {}),
-    "echo":          ("responses", {"instructions": "Be brief.\u2028\u0085\u2029"}),
-    "cut":           ("responses", {"said": STORY, "limit": CUT}),
-    "call":          ("responses", CALLED),
-    "logprobs":      ("responses", LOGPROBS["responses"]),
-    "background":    ("responses", {"background": True}),
-    "chat":          ("chat",      {}),
-    "chat-usage":    ("chat",      {"stream_options": {"include_usage": True}}),
-    "chat-cut":      ("chat",      {"said": STORY, "limit": CUT}),
-    "chat-two":      ("chat",      {"n": 2, "temperature": 1, "seed": 1}),
-    "chat-call":     ("chat",      CALLED),
-    "chat-logprobs": ("chat",      LOGPROBS["chat"]),
+#  stream          what is asked of the Responses API; "chat", "chat-...": of chat completions
+STREAMS: dict[str, Json] = {
+    "text":          {},
+    "echo":          {"instructions": "Be brief.\u2028\u0085\u2029"},
+    "cut":           {"said": STORY, "limit": CUT},
+    "call":          CALLED,
+    "logprobs":      LOGPROBS["responses"],
+    "background":    {"background": True},
+    "chat":          {},
+    "chat-usage":    {"stream_options": {"include_usage": True}},
+    "chat-cut":      {"said": STORY, "limit": CUT},
+    "chat-two":      {"n": 2, "temperature": 1, "seed": 1},
+    "chat-call":     CALLED,
+    "chat-logprobs": LOGPROBS["chat"],
 }
 # fmt: on
 GOOD = dict(request(api, limit=CUT) for api in ("responses", "chat"))  # path -> a body that is taken
+
+
+def api_of(stream: str) -> str:
+    return "chat" if stream.startswith("chat") else "responses"
+
 
 # --- answers ------------------------------------------------------------------------------------------------
 
@@ -228,8 +233,8 @@ class Peer(Http):
         return self.stream_of(*self.asked(name))
 
     def asked(self, name: str) -> tuple[str, Json]:
-        api, asked = STREAMS[name]
-        return request(api, **asked, **(self.long if name.endswith("cut") else {}))
+        long = self.long if name.endswith("cut") else {}
+        return request(api_of(name), **STREAMS[name], **long)
 
     def some_stream(self) -> Reply:
         """Return a stream of an API that the server has."""
@@ -260,7 +265,7 @@ class Peer(Http):
 def judged(rule: str, peer: Peer) -> None:
     """Judge by the rule every stream of its kind that the server makes, and of which the end was seen."""
     kinds = STREAM_RULES[rule].profiles.split()
-    names = [name for name, (api, _) in STREAMS.items() if api in kinds]
+    names = [name for name in STREAMS if api_of(name) in kinds]
     reasons: list[NotApplicable | NoReply] = []  # why streams did not come
     for name in names:
         try:

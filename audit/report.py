@@ -12,7 +12,6 @@ Not here: the verdicts (session.py), the command line (__main__.py).
 """
 
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from xml.etree import ElementTree
@@ -71,7 +70,7 @@ def details(results: Sequence[Result]) -> Iterator[str]:
 
 
 def printable(text: str) -> str:
-    """Write out what a terminal would obey."""
+    """Write out what a terminal would obey, and what XML cannot say."""
     return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
 
 
@@ -131,22 +130,17 @@ def junit(results: Sequence[Result], about: Mapping[str, Any]) -> str:
             for fact in ("strength", "title", "source", "link", "bugs"):
                 ElementTree.SubElement(properties, "property", name=fact, value=getattr(rule, fact))
             if result.verdict == "fail" and rule.name in known:
-                ElementTree.SubElement(case, "skipped", message=for_xml(f"known: {known[rule.name]}"))
+                ElementTree.SubElement(case, "skipped", message=printable(f"known: {known[rule.name]}"))
             elif result.verdict in ELEMENTS:
                 tag = ELEMENTS[result.verdict]
                 element = ElementTree.SubElement(
-                    case, tag, message=for_xml(result.reason), type=rule.strength
+                    case, tag, message=printable(result.reason), type=rule.strength
                 )
-                element.text = for_xml(result.excerpt)
+                element.text = "\n".join(map(printable, result.excerpt.splitlines()))
         suite.set("tests", str(len(group)))
         for total, tag in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
             suite.set(total, str(len(suite.findall(f"testcase/{tag}"))))
     return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
-
-
-def for_xml(text: str) -> str:
-    """Replace the control characters that XML 1.0 cannot say."""
-    return re.sub(r"[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\N{REPLACEMENT CHARACTER}", text)
 
 
 # --- one run against another --------------------------------------------------------------------------------

@@ -244,7 +244,6 @@ def options(add: argparse.ArgumentParser) -> None:
     model_option(add)
     add.add_argument("--shape", choices=SHAPES, metavar="NAME", help=f"random weights: {', '.join(SHAPES)}")
     number_option(add, "--layers", 1000, "of --shape, at most: what memory holds")
-    number_option(add, "--repeat", 5, "rounds")
     number_option(add, "--new", 64, "tokens to decode")
     number_option(add, "--threads", os.cpu_count() or 1, "for ours and for llama.cpp")
     number_option(add, "--perplexity", 0, "measure it on so many tokens of prose")

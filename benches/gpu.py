@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from benches.harness import Case, Figures, about, number_option, rounds, table, write
+from benches.harness import Case, Figures, number_option, report
 from benches.runs import GREEDY, generate, random_prompts
 from benches.weights import SHAPES, checkpoint, read_bytes
 from checkpoint.config import Config, read_config
@@ -68,9 +68,7 @@ def cupy() -> Any:
 def read_bandwidth() -> float:
     """Bytes a second of a kernel that only reads: the limit of decoding on this card."""
     cp = cupy()
-    n_most: int = min(
-        1 << 28, cp.cuda.Device().mem_info[0] >> 8
-    )  # of 16 bytes each: 4 GiB, or a 16th of the free
+    n_most: int = min(MAX_READ, cp.cuda.Device().mem_info[0] >> 8)
     noise = np.random.default_rng(0).integers(0, 1 << 32, 1 << 22, np.uint32)
     x, out = cp.empty(4 * n_most, np.uint32), cp.zeros(1, np.uint32)
     for begin in range(0, len(x), len(noise)):
@@ -156,9 +154,8 @@ def run(args: argparse.Namespace) -> None:
         cases.append(case | {"floor": partial(floor, config, row, batch, context + args.new // 2)})
     for n in args.prompts:
         cases.append({name: partial(first_token, engine, n, numbers) for name, engine in engines.items()})
-    medians = rounds(cases, args.repeat)
     card = cupy().cuda.runtime.getDeviceProperties(0)["name"].decode()
-    write([about(f"{card}, {directory.name}, bfloat16."), *table(medians)], args.out)
+    report(args, f"{card}, {directory.name}, bfloat16.", cases)
     for engine in engines.values():
         engine.close()
 
@@ -178,7 +175,7 @@ def shape_options(add: argparse.ArgumentParser) -> None:
     add.add_argument(
         "--contexts", type=int, nargs="+", default=[256, 4096], metavar="N", help="tokens before"
     )
-    number_option(add, "--repeat", 3, "rounds")
+    add.set_defaults(repeat=3)
 
 
 def options(add: argparse.ArgumentParser) -> None:

@@ -15,7 +15,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from statistics import median
@@ -54,15 +54,12 @@ def table(medians: Medians) -> Iterator[str]:
     yield "|---" * (1 + len(contenders)) + "|"
     for row, values in medians.items():
         first = next(iter(values))
-        cells = []
-        for contender in contenders:
-            cell = ""
-            if contender in values:
-                cell = shown(values[contender])
-            if contender in values and contender != first and values[first]:
-                cell += f" ({values[contender] / values[first]:.2f})"
-            cells.append(cell)
-        yield f"| {row} | {' | '.join(cells)} |"
+        cells = dict.fromkeys(contenders, "")
+        for contender, value in values.items():
+            cells[contender] = shown(value)
+            if contender != first and values[first]:
+                cells[contender] += f" ({value / values[first]:.2f})"
+        yield f"| {row} | {' | '.join(cells.values())} |"
     yield ""
 
 
@@ -81,13 +78,19 @@ def about(what: str) -> str:
     return f"{date.today()}, commit {commit}, {machine}.\n{what}\n"
 
 
-def write(lines: Sequence[str], out: Path | None) -> None:
-    """Write a report to stdout, and to a file if one is named."""
-    report = "\n".join(lines)
-    print(report)
+def report(args: argparse.Namespace, what: str, cases: Sequence[Case]) -> None:
+    """Run the cases, and write the table."""
+    medians = rounds(cases, args.repeat)
+    write([about(what), *table(medians)], args.out)
+
+
+def write(lines: Iterable[str], out: Path | None) -> None:
+    """Write lines to stdout, and to a file if one is named."""
+    text = "\n".join(lines)
+    print(text)
     if out:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(report + "\n", encoding="utf-8")
+        out.write_text(text + "\n", encoding="utf-8")
 
 
 def cpu_name() -> str:

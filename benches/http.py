@@ -10,6 +10,7 @@ Rules of this file:
 """
 
 import argparse
+import json
 import secrets
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,8 +19,7 @@ from typing import NamedTuple
 
 import httpx2 as httpx
 
-import sse
-from benches.harness import Case, Figures, about, number_option, prose, rounds, table, write
+from benches.harness import Case, Figures, number_option, prose, report
 
 TIMEOUT_S = 600  # of a request
 N_FIRST = 8  # tokens of an answer whose first text counts: a marker has no text
@@ -46,7 +46,6 @@ def stream(url: str, prompt: str, max_tokens: int) -> Answer:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    parser = sse.Parser()
     times: list[float] = []  # of the texts
     usage: dict[str, int] = {}
     asked_at = time.perf_counter()
@@ -58,15 +57,14 @@ def stream(url: str, prompt: str, max_tokens: int) -> Answer:
             raise SystemExit(
                 f"{url}: expected an answer, got {response.status_code} {response.read()[:500]!r}"
             )
-        for data in response.iter_bytes():
-            for event in parser.feed(data):
-                if event.data == "[DONE]":
-                    continue
-                chunk = sse.loads(event.data)
-                usage = chunk.get("usage") or usage
-                for choice in chunk.get("choices", ()):
-                    if any(choice["delta"].get(name) for name in TEXTS):
-                        times.append(time.perf_counter())
+        for line in response.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunk = json.loads(line.removeprefix("data: "))
+            usage = chunk.get("usage") or usage
+            deltas = [choice["delta"] for choice in chunk.get("choices", ())]
+            if any(delta.get(name) for delta in deltas for name in TEXTS):
+                times.append(time.perf_counter())
     if not times or not usage:
         raise SystemExit(f"{url}: expected text and a usage, got {len(times)} texts and usage {usage}")
     return Answer(times[0] - asked_at, times[-1], usage["prompt_tokens"], usage["completion_tokens"])
@@ -101,12 +99,11 @@ def run(args: argparse.Namespace) -> None:
     ]
     for n in args.streams:
         cases.append({url: partial(streams, url, n, args.new) for url in args.urls})
-    write([about("Servers over HTTP, greedy."), *table(rounds(cases, args.repeat))], args.out)
+    report(args, "Servers over HTTP, greedy.", cases)
 
 
 def options(add: argparse.ArgumentParser) -> None:
     add.add_argument("urls", nargs="+", metavar="URL", help="of a running server, with its /v1")
-    number_option(add, "--repeat", 5, "rounds")
     number_option(add, "--new", 64, "tokens of a stream")
     number_option(add, "--characters", 4000, "of the long prompt, some 1000 tokens")
     add.add_argument("--streams", type=int, nargs="+", default=STREAMS, metavar="N", help="default: 1 8 64")

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benches import gpu
-from benches.harness import Case, Figures, about, rounds, table, write
+from benches.harness import Case, Figures, report
 from benches.runs import GREEDY
 from benches.weights import expert_bytes
 from checkpoint.config import read_config
@@ -175,7 +175,7 @@ def run(args: argparse.Namespace) -> None:
     cases: list[Case] = []
     for work in works:
         cases.append({"late": partial(stand.time, work, False), "early": partial(stand.time, work, True)})
-    write([about(f"The kernels at the shape of {args.shape}."), *table(rounds(cases, args.repeat))], args.out)
+    report(args, f"The kernels at the shape of {args.shape}.", cases)
 
 
 def options(add: argparse.ArgumentParser) -> None:

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benches.harness import Case, Figures, about, number_option, rounds, table, write
+from benches.harness import Case, Figures, number_option, report
 from channels import Dialect, Parser, Piece
 from dialects.families import DIALECTS, find
 from store import Retention, Row, Store
@@ -90,13 +90,9 @@ def run(args: argparse.Namespace) -> None:
         ways = {"markers are tokens": False, "markers are spelled": True}
         cases.append({way: partial(parse, name, args.pieces, spelled) for way, spelled in ways.items()})
     cases.append({"SQLite": partial(keep, args.responses)})
-    write(
-        [about("The parser of the output, and the store of events."), *table(rounds(cases, args.repeat))],
-        args.out,
-    )
+    report(args, "The parser of the output, and the store of events.", cases)
 
 
 def options(add: argparse.ArgumentParser) -> None:
-    number_option(add, "--repeat", 5, "rounds")
     number_option(add, "--pieces", 20_000, "of a turn")
     number_option(add, "--responses", 1000, "that are stored")

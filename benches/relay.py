@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import sse
-from benches.harness import Case, Figures, about, number_option, rounds, table, write
+from benches.harness import Case, Figures, number_option, report
 from benches.processes import started, stream
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
@@ -122,15 +122,10 @@ def run(args: argparse.Namespace) -> None:
             {name: partial(rate, *way, args.events, 1) for name, way in ways.items()},
             {name: partial(rate, *way, args.events, N_STREAMS) for name, way in ways.items()},
         ]
-        medians = rounds(cases, args.repeat)
-    write(
-        [about("A scripted upstream, directly and through `server.py --upstream`."), *table(medians)],
-        args.out,
-    )
+        report(args, "A scripted upstream, directly and through `server.py --upstream`.", cases)
 
 
 def options(add: argparse.ArgumentParser) -> None:
-    number_option(add, "--repeat", 5, "rounds")
     number_option(add, "--events", 8000, "of a stream")
 
 

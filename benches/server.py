@@ -29,7 +29,7 @@ from starlette.routing import Route
 
 import server
 import sse
-from benches.harness import ROOT, Case, Figures, about, model_option, number_option, rounds, table, write
+from benches.harness import ROOT, Case, Figures, model_option, report
 from benches.processes import Running, started, stream
 from checkpoint import hub
 from checkpoint.config import read_config
@@ -238,8 +238,7 @@ def run(args: argparse.Namespace) -> None:
                 cases.append({name: partial(measure, each, n_streams) for name, each in servers.items()})
         most = max(STREAMS)
         cases.append({name: partial(memory, *contender, most) for name, contender in contenders.items()})
-        medians = rounds(cases, args.repeat)
-    write([about("Streams with an engine that only says a token."), *table(medians)], args.out)
+        report(args, "Streams with an engine that only says a token.", cases)
 
 
 def command_of(name: str, directory: Path) -> list[str]:
@@ -248,7 +247,6 @@ def command_of(name: str, directory: Path) -> list[str]:
 
 def options(add: argparse.ArgumentParser) -> None:
     model_option(add)
-    number_option(add, "--repeat", 5, "rounds")
     add.add_argument(
         "--beside", type=Path, metavar="DIR", help="another checkout, measured in the same rounds"
     )

@@ -111,25 +111,32 @@ def test_a_member_has_one_type(tables: dict[str, schema.Members]) -> None:
 # --- what others say ----------------------------------------------------------------------------------------
 
 
+head = HEAD | ECHO | {"output": [], "usage": None, "error": None, "incomplete_details": None}
+Events = list[tuple[str, dict[str, Any]]]
+
+
+def numbered(stream: Events) -> list[dict[str, Any]]:
+    return [
+        {"type": f"response.{type_}", "sequence_number": n} | more for n, (type_, more) in enumerate(stream)
+    ]
+
+
 def test_a_stream_of_what_ours_never_says() -> None:
     """Refusals, two parts of a message, tools that the server runs: legal, and not made by ours."""
     place: dict[str, Any] = {"item_id": "i", "output_index": 0, "content_index": 0}
     text: dict[str, Any] = {"type": "output_text", "text": "a", "annotations": [], "logprobs": []}
     refusal: dict[str, Any] = {"type": "refusal", "refusal": "no"}
     message: dict[str, Any] = {"type": "message", "id": "i", "role": "assistant"}
-    head = HEAD | ECHO | {"output": [], "usage": None, "error": None, "incomplete_details": None}
     usage = responses.usage_object(Usage(1, 2))
     cited = text | {"annotations": [{}]}
     done = [message | {"status": "completed", "content": [cited, refusal]},
             {"type": "web_search_call", "id": "w", "status": "completed"}]  # fmt: skip
     part = place | {"content_index": 1}
-    stream: list[tuple[str, dict[str, Any]]] = [
+    opened = message | {"status": "in_progress", "content": []}
+    stream: Events = [
         ("created", {"response": head | {"status": "in_progress"}}),
         ("in_progress", {"response": head | {"status": "in_progress"}}),
-        (
-            "output_item.added",
-            {"output_index": 0, "item": message | {"status": "in_progress", "content": []}},
-        ),
+        ("output_item.added", {"output_index": 0, "item": opened}),
         ("content_part.added", place | {"part": text | {"text": ""}}),
         ("output_text.delta", place | {"delta": "a", "logprobs": [], "obfuscation": "x"}),
         ("output_text.annotation.added", place | {"annotation_index": 0, "annotation": {}}),
@@ -145,29 +152,22 @@ def test_a_stream_of_what_ours_never_says() -> None:
         ("output_item.done", {"output_index": 1, "item": done[1]}),
         ("completed", {"response": head | {"status": "completed", "output": done, "usage": usage}}),
     ]
-    events = [
-        {"type": f"response.{type_}", "sequence_number": number} | members_
-        for number, (type_, members_) in enumerate(stream)
-    ]
-    assert linter.violations(events) == []
+    assert linter.violations(numbered(stream)) == []
 
 
 def test_newer_events_and_members_are_known() -> None:
     """Of the SDK since 3.9: no name in arguments.done, compaction tells of itself, a response is steered."""
-    head = HEAD | ECHO | {"output": [], "usage": None, "error": None, "incomplete_details": None}
     call: dict[str, Any] = {"type": "function_call", "id": "f", "call_id": "c", "name": "f"}
     called = call | {"status": "completed", "arguments": "{}"}
+    opened = called | {"status": "in_progress", "arguments": ""}
     summary = {"type": "compaction", "id": "s", "encrypted_content": "eA=="}
     end = {"status": "incomplete", "incomplete_details": {"reason": "steered"}, "output": [called, summary]}
     usage = responses.usage_object(Usage(1, 2))
     steer = {"id": "st_1", "previous_response_id": "resp_0"}
-    stream: list[tuple[str, dict[str, Any]]] = [
+    stream: Events = [
         ("created", {"response": head | {"status": "in_progress"}}),
         ("in_progress", {"response": head | {"status": "in_progress"}}),
-        (
-            "output_item.added",
-            {"output_index": 0, "item": called | {"status": "in_progress", "arguments": ""}},
-        ),
+        ("output_item.added", {"output_index": 0, "item": opened}),
         ("steer.accepted", {"steer": steer}),
         ("function_call_arguments.delta", {"item_id": "f", "output_index": 0, "delta": "{}"}),
         ("function_call_arguments.done", {"item_id": "f", "output_index": 0, "arguments": "{}"}),
@@ -178,11 +178,7 @@ def test_newer_events_and_members_are_known() -> None:
         ("incomplete", {"response": head | end | {"usage": usage}}),
         ("steer.pending", {"steer": steer, "reason": "waiting_for_required_input", "required_input": []}),
     ]
-    events = [
-        {"type": f"response.{type_}", "sequence_number": number} | members_
-        for number, (type_, members_) in enumerate(stream)
-    ]
-    assert linter.violations(events) == []
+    assert linter.violations(numbered(stream)) == []
 
 
 def test_our_line_ends_in_the_text_are_no_fault() -> None:
