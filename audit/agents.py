@@ -192,9 +192,10 @@ def broken_arguments(peer: Peer) -> None:
     assert reply.status == 200, "expected an answer after a call whose arguments are no JSON"
 
 
-def next_turn(peer: Peer, output: list[Json], **more: object) -> Reply:
-    """Ask a question after a turn that had this output."""
-    return peer.reply(said=[{"role": "user", "content": "hi"}, *output, QUESTION], **more)
+def expect_taken(peer: Peer, output: list[Json], **more: object) -> None:
+    """Expect an answer to a question after a turn that had this output."""
+    reply = peer.reply(said=[{"role": "user", "content": "hi"}, *output, QUESTION], **more)
+    assert reply.status == 200, "expected the output of a response to be taken as input"
 
 
 @must
@@ -205,8 +206,7 @@ def output_as_input(peer: Peer) -> None:
     https://platform.openai.com/docs/guides/conversation-state
     """
     output = peer.plain().response.get("output") or ()
-    reply = next_turn(peer, [item for item in output if item.get("type") != "reasoning"])
-    assert reply.status == 200, "expected the output of a response to be taken as input"
+    expect_taken(peer, [item for item in output if item.get("type") != "reasoning"])
 
 
 # --- custom tools and namespaces ----------------------------------------------------------------------------
@@ -345,8 +345,7 @@ def reasoning_as_input(peer: Peer) -> None:
     the guide on reasoning: keep reasoning items in context
     https://platform.openai.com/docs/guides/reasoning
     """
-    reply = next_turn(peer, reasoned(peer).response["output"])
-    assert reply.status == 200, "expected reasoning items to be taken back as they came"
+    expect_taken(peer, reasoned(peer).response["output"])
 
 
 @must
@@ -370,8 +369,7 @@ def encrypted_as_input(peer: Peer) -> None:
     the guide on reasoning: encrypted reasoning items
     https://platform.openai.com/docs/guides/reasoning
     """
-    reply = next_turn(peer, reasoned(peer, **SEALED).response["output"], **SEALED)
-    assert reply.status == 200, "expected encrypted_content to be taken back"
+    expect_taken(peer, reasoned(peer, **SEALED).response["output"], **SEALED)
 
 
 @should

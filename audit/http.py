@@ -308,7 +308,9 @@ class Http:
             with self._connected(is_slow) as connected:
                 connection = Connection(self, connected)
                 connection.send(self._head(method, path, names) + raw)
-                yield connection.reply(asked)
+                reply = connection.reply(asked)
+                self.shown = str(reply)
+                yield reply
         except (EOFError, ConnectionResetError) as error:
             raise AssertionError(f"expected a whole reply: {asked} -> {error}") from error
         except TimeoutError as error:

@@ -40,9 +40,9 @@ def refusals(peer: Peer, rows: Rows) -> Iterator[Reply]:
                 yield peer.once(path, {name: value for name, value in body.items() if value is not None})
 
 
-def each(path: str, name: str, *values: object) -> Rows:
-    """Return a row for each value of a member."""
-    return [(path, {name: value}) for value in values]
+def each(path: str, **members: object) -> Rows:
+    """Return a row for each member: a good body but for it."""
+    return [(path, {name: value}) for name, value in members.items()]
 
 
 def refused(rows: Callable[[], Rows]) -> Check:
@@ -85,7 +85,7 @@ def bad_model() -> Rows:
     openai/openai-openapi: a string; some servers have one model, and SDKs do not insist
     https://platform.openai.com/docs/api-reference/responses/create
     """
-    return each(RESPONSES, "model", None, 42) + each(CHAT, "model", 42)
+    return [*each(RESPONSES, model=None), *each(RESPONSES, model=42), *each(CHAT, model=42)]
 
 
 @should
@@ -95,7 +95,7 @@ def unknown_model() -> Rows:
     an answer of another model than asked for is taken for the one asked for
     https://platform.openai.com/docs/api-reference/responses/create
     """
-    return [(path, {"model": "no-such-model"}) for path in GOOD]
+    return [*each(RESPONSES, model="no-such-model"), *each(CHAT, model="no-such-model")]
 
 
 @must
@@ -105,8 +105,12 @@ def bad_input() -> Rows:
     openai/openai-openapi: input and messages have this shape
     B14 https://platform.openai.com/docs/api-reference/responses/create
     """
-    inputs = each(RESPONSES, "input", None, 42, [{"role": "none", "content": "hi"}])
-    return inputs + each(CHAT, "messages", None, "hi", [{"content": "hi"}])
+    rows: Rows = []
+    for value in (None, 42, [{"role": "none", "content": "hi"}]):
+        rows += each(RESPONSES, input=value)
+    for messages in (None, "hi", [{"content": "hi"}]):
+        rows += each(CHAT, messages=messages)
+    return rows
 
 
 @should
@@ -116,14 +120,8 @@ def out_of_range() -> Rows:
     openai/openai-openapi has these bounds
     https://platform.openai.com/docs/api-reference/responses/create
     """
-    return [
-        (RESPONSES, {"temperature": 99}),
-        (RESPONSES, {"top_p": -1}),
-        (CHAT, {"presence_penalty": 99}),
-        (CHAT, {"temperature": 99}),
-        (CHAT, {"n": 0}),
-        (CHAT, {"top_logprobs": 99, "logprobs": True}),
-    ]
+    rows = each(RESPONSES, temperature=99, top_p=-1) + each(CHAT, presence_penalty=99, temperature=99, n=0)
+    return [*rows, (CHAT, {"top_logprobs": 99, "logprobs": True})]
 
 
 @should
@@ -133,13 +131,8 @@ def wrong_type() -> Rows:
     openai/openai-openapi has these types
     https://platform.openai.com/docs/api-reference/responses/create
     """
-    return [
-        (RESPONSES, {"stream": "yes please"}),
-        (RESPONSES, {"tools": "none"}),
-        (RESPONSES, {"temperature": "hot"}),
-        (CHAT, {"stream": "yes please"}),
-        (CHAT, {"max_tokens": "many"}),
-    ]
+    responses = each(RESPONSES, stream="yes please", tools="none", temperature="hot")
+    return responses + each(CHAT, stream="yes please", max_tokens="many")
 
 
 @should(profiles="chat")
@@ -149,7 +142,7 @@ def stream_options_alone() -> Rows:
     the API reference: only set this when you set stream
     B09 https://github.com/TelegramMessenger/cocoon/blob/b75d444766212b9b17ae2bfab1268a2e2e334b6f/runners/helpers/ValidateRequest.cpp
     """
-    return [(CHAT, {"stream_options": {"include_usage": True}})]
+    return each(CHAT, stream_options={"include_usage": True})
 
 
 @should(profiles="responses agents")
@@ -181,7 +174,7 @@ def orphan_result() -> Rows:
     OpenAI's own server: No tool call found for function call output
     https://platform.openai.com/docs/guides/function-calling
     """
-    return [(RESPONSES, {"input": [{"role": "user", "content": "hi"}, ORPHAN]})]
+    return each(RESPONSES, input=[{"role": "user", "content": "hi"}, ORPHAN])
 
 
 @should(profiles="responses agents", after="encrypted-reasoning")
@@ -202,7 +195,7 @@ def unknown_previous() -> Rows:
     a chain that is not continued answers without its context, and no client sees it
     F14 https://github.com/EricLBuehler/mistral.rs/blob/9e922623f24b32d41f3892b74f0eed18707f4e6c/mistralrs-server-core/src/responses.rs
     """
-    return [(RESPONSES, {"previous_response_id": "resp_00000000000000000000000000000000"})]
+    return each(RESPONSES, previous_response_id="resp_00000000000000000000000000000000")
 
 
 @should(profiles="stateful", after="background")

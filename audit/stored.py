@@ -27,6 +27,9 @@ class Kept(NamedTuple):
     def ask(self, method: str, rest: str = "") -> Reply:
         return self.peer.ask(method, f"/responses/{self.response.get('id')}{rest}")
 
+    def follow(self, after: object) -> Reply:
+        return self.ask("GET", f"?stream=true&starting_after={after}")
+
 
 def kept(peer: Peer, **asked: object) -> Kept:
     """Make a response that can be asked for by its id."""
@@ -302,7 +305,7 @@ def resume(peer: Peer) -> None:
     assert follow.body == stream.body, "expected the same bytes once more"
     n_events = len(stream.events)
     for after in {0, 1, n_events // 2, n_events - 2}:
-        reply = made.ask("GET", f"?stream=true&starting_after={after}")
+        reply = made.follow(after)
         numbers = [event.get("sequence_number") for event in reply.events]
         expected = [*range(after + 1, n_events)]
         assert numbers == expected, f"expected events {expected} after {after}, got {numbers}"
@@ -321,7 +324,7 @@ def resume_end(peer: Peer) -> None:
     last = len(stream.events) - 1
     for after in (last, last + 1, 10**6):
         try:
-            reply = made.ask("GET", f"?stream=true&starting_after={after}")
+            reply = made.follow(after)
         except NoReply as error:
             raise AssertionError(f"expected the stream to end after its last event: {error}") from error
         is_told = all(event.get("sequence_number") == last for event in reply.events)
@@ -338,7 +341,7 @@ def resume_number(peer: Peer) -> None:
     """
     made, _, _ = followed(peer)
     for after in ("-1", "-3", "x"):
-        reply = made.ask("GET", f"?stream=true&starting_after={after}")
+        reply = made.follow(after)
         assert reply.is_refusal, "expected a refusal of what is not the number of an event"
 
 
