@@ -58,7 +58,6 @@ from devices.steps import (
     DeviceStep,
     Expected,
     HostMemory,
-    SlotSamplings,
     StepInFlight,
     StepLayout,
     StepMemory,
@@ -70,6 +69,7 @@ from devices.steps import (
     n_splits,
     pick_fields,
     row_fields,
+    sampling_flags,
     step_tiles,
 )
 from model import PAGE, Span, forward
@@ -272,9 +272,8 @@ class CudaOps:
         self._split_keys = split_keys(config)
         self._uses_graphs = not os.environ.get(NO_GRAPHS)
         self._graphs: dict[tuple[int, ...], Any] = {}  # by DeviceStep.sizes; None: it cannot be captured
-        # What the device has of each slot: page table, Sampling, logit_bias, counted output and its length
+        # What the device has of each slot: page table, logit_bias, counted output and its length
         self._page_tables: list[list[int]] = [[] for _ in range(max_batch)]
-        self._samplings = SlotSamplings(max_batch)
         self._decoding: DecodingStep | None = None  # the step launched last, if the next may be like it
         self._biased: list[Any] = [None] * max_batch
         self._counted: list[tuple[Any, int]] = [(None, 0)] * max_batch
@@ -423,10 +422,10 @@ class CudaOps:
         memory = self._memory[bucket(n) if is_decode else ANY_SIZE]
         host = self._free_host_memory(memory)
         self._upload_slots(spans, contexts, host)
-        has_flags = any(self._samplings.flags[span.slot] for span in spans)
-        advances = is_decode and n == len(contexts) == len(spans) and not has_flags
+        is_plain = not any(sampling_flags(context.sampling) for context in contexts)
+        advances = is_decode and n == len(contexts) == len(spans) and is_plain
         host.fill(row_fields(spans))
-        host.fill(pick_fields(spans, contexts, self._samplings, advances))
+        host.fill(pick_fields(spans, contexts, advances))
         host.fill({"tiles": tiles.split + tiles.whole})
         host.expected = Expected.of(spans, contexts)
         memory.numbers.set(host.numbers, self._stream)
@@ -471,10 +470,7 @@ class CudaOps:
             if span.n_wanted:
                 context = contexts[first]
                 first += span.n_wanted
-                if self._samplings.samplings[slot] is not context.sampling:
-                    self._samplings.update(slot, context.sampling)
-                if self._samplings.flags[slot]:
-                    self._upload_context(slot, context, span.n_wanted)
+                self._upload_context(slot, context, span.n_wanted)
         masks = [context.mask for context in contexts]
         if any(mask is not None for mask in masks):
             self._upload_masks(masks)
@@ -490,7 +486,7 @@ class CudaOps:
     def _upload_context(self, slot: int, context: Context, n_wanted: int) -> None:
         """Biases and counts of a slot, for the first of its wanted rows."""
         s = context.sampling
-        flags = self._samplings.flags[slot]
+        flags = sampling_flags(s)
         if flags & BIASED and self._biased[slot] is not s.logit_bias:
             biases = np.zeros(self.config.vocab_size, np.float32)
             biases[list(s.logit_bias)] = list(s.logit_bias.values())

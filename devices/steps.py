@@ -97,7 +97,7 @@ class HostMemory:
         self.arrived = cp.cuda.Event(disable_timing=True)
         self.expected = Expected([], [])
 
-    def fill(self, fields: Mapping[str, Sequence[int] | NDArray[Any]]) -> None:
+    def fill(self, fields: Mapping[str, Sequence[float] | NDArray[Any]]) -> None:
         """Write the values of fields, row after row, and padding after them."""
         for name, values in fields.items():
             flat = self.views[name].reshape(-1)
@@ -244,75 +244,51 @@ def step_tiles(spans: Sequence[Span], group_size: int, split_keys: int, max_part
     return StepTiles(split, whole, most_splits)
 
 
-class SlotSamplings:
-    """What `pick` has to know of the Sampling of each slot: rows that a step takes, and changes a little.
-
-    The columns are those of PickRow, Settings and `seeds` in kernels.cu.
-    """
-
-    def __init__(self, max_batch: int) -> None:
-        self.samplings: list[Sampling | None] = [None] * max_batch  # None: the slot has had none
-        self.flags = [0] * max_batch
-        self.pick_rows = np.zeros((max_batch, PICK_ROW_WIDTH), np.int32)
-        self.settings = np.zeros((max_batch, SETTINGS_WIDTH), np.float32)
-        self.seeds = np.zeros((max_batch, SEEDS_WIDTH), np.uint64)
-
-    def update(self, slot: int, s: Sampling) -> None:
-        penalties = s.presence_penalty, s.frequency_penalty, s.repetition_penalty
-        flags = 0
-        if penalties != (0, 0, 1):
-            flags |= PENALISED
-        if s.logit_bias:
-            flags |= BIASED
-        n_top = -1 if s.n_top_logprobs is None else min(s.n_top_logprobs, MAX_TOP)
-        sharpness = 0.0  # greedy
-        if s.temperature:
-            sharpness = min(1 / (s.temperature * math.log(2)), 1e30)  # of 2^x, not e^x
-        self.samplings[slot] = s
-        self.flags[slot] = flags
-        self.pick_rows[slot] = slot, 0, 0, min(s.top_k, 1 << 30), flags, n_top
-        self.settings[slot] = sharpness, s.top_p, s.min_p, *penalties
-        self.seeds[slot] = s.seed & 0xFFFF_FFFF_FFFF_FFFF, s.choice, 0
+def sampling_flags(s: Sampling) -> int:
+    """What `pick` needs more than the logits for."""
+    flags = 0
+    if (s.presence_penalty, s.frequency_penalty, s.repetition_penalty) != (0, 0, 1):
+        flags |= PENALISED
+    if s.logit_bias:
+        flags |= BIASED
+    return flags
 
 
-def pick_fields(
-    spans: Sequence[Span], contexts: Sequence[Context], samplings: SlotSamplings, advances: bool
-) -> dict[str, Any]:
+def pick_fields(spans: Sequence[Span], contexts: Sequence[Context], advances: bool) -> dict[str, Any]:
     """The fields that each wanted row has, in the order of the contexts.
 
-    `advances`: `pick` makes the numbers of the next step, in which each row is one token later.
+    The columns are those of PickRow, Settings and `seeds` in kernels.cu. `advances`: `pick` makes the numbers
+    of the next step, in which each row is one token later.
     """
-    slots, wanted, first_wanted = list[int](), list[int](), list[int]()
-    n_before, flags = list[int](), list[int]()
+    wanted, pick_rows = list[int](), list[int]()
+    settings, seeds = list[float](), list[int]()
+    of_row = iter(contexts)
     end_row = 0
     for span in spans:
         end_row += n_rows(span)
-        n = span.n_wanted
-        rows = range(end_row - n, end_row)  # drafts follow the first of them
-        of_span = samplings.flags[span.slot]
-        if n == 1:
-            of_span |= CHAINS
-        if advances:
-            of_span |= ADVANCES
-        slots += (span.slot,) * n
-        wanted += rows
-        first_wanted += (rows.start,) * n
-        n_before += range(n)
-        flags += (of_span,) * n
-    for i, context in enumerate(contexts):
-        if context.mask is not None:
-            flags[i] |= MASKED
-    slot_array = np.array(slots, np.int64)
-    pick_rows = samplings.pick_rows.take(slot_array, 0)
-    pick_rows[:, 1] = first_wanted
-    pick_rows[:, 2] = n_before
-    pick_rows[:, 4] = flags
-    seeds = samplings.seeds.take(slot_array, 0)
-    seeds[:, 2] = [context.n_output for context in contexts]
-    settings = samplings.settings.take(slot_array, 0)
+        first = end_row - span.n_wanted  # drafts follow it
+        for n_before in range(span.n_wanted):
+            context = next(of_row)
+            s = context.sampling
+            flags = sampling_flags(s)
+            if span.n_wanted == 1:
+                flags |= CHAINS
+            if advances:
+                flags |= ADVANCES
+            if context.mask is not None:
+                flags |= MASKED
+            n_top = -1 if s.n_top_logprobs is None else min(s.n_top_logprobs, MAX_TOP)
+            sharpness = 0.0  # greedy
+            if s.temperature:
+                sharpness = min(1 / (s.temperature * math.log(2)), 1e30)  # of 2^x, not e^x
+            penalties = s.presence_penalty, s.frequency_penalty, s.repetition_penalty
+            wanted.append(first + n_before)
+            pick_rows += (span.slot, first, n_before, min(s.top_k, 1 << 30), flags, n_top)
+            settings += (sharpness, s.top_p, s.min_p, *penalties)
+            seeds += (s.seed & 0xFFFF_FFFF_FFFF_FFFF, s.choice, context.n_output)
     return {
         "wanted": wanted,
-        "pick_rows": pick_rows.reshape(-1),
-        "settings": settings.reshape(-1),
-        "seeds": seeds.reshape(-1),
+        "pick_rows": pick_rows,
+        "settings": settings,
+        "seeds": np.array(seeds, np.uint64),
     }

@@ -183,7 +183,7 @@ CAPS = {
     "audit":      25_700,
     "benches":    12_400,
     "checkpoint": 11_950,
-    "devices":    19_900,
+    "devices":    19_600,
     "dialects":   10_500,
     "gateway":    11_850,
     "request":    17_600,

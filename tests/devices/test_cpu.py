@@ -52,6 +52,7 @@ def product(x: Array, w: Any) -> Array:
     return ops()._product(ops()._stored(x, w.inputs(len(x))), w, None)
 
 
+@cache
 def ops() -> FastOps:
     config = read_config(TINY)
     return FastOps(config, read_weights(TINY, config, pack), 8, 1, 1)
