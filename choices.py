@@ -7,10 +7,9 @@ Authority: rule 2 of worker.py, which this keeps even if a worker has a bug.
 
 import asyncio
 import logging
-import math
 import time
 
-from channels import Accepted, Delta, Emit, Finish, Output, Usage
+from channels import Accepted, Emit, Finish, Output, Usage
 from request.tool_calls import Restorer
 from service.metrics import Metrics
 from worker import Prompt
@@ -44,7 +43,7 @@ async def run_choice(prompt: Prompt, choice: int, metrics: Metrics, emit: Emit) 
                 restored, finish = restorer.finish(output)
             case _:
                 watch.piece()
-                restored = restorer.feed(with_numbers(output))
+                restored = restorer.feed(output)
         for one in restored:
             emit(one)
 
@@ -75,10 +74,3 @@ def log_finish(prompt: Prompt, reason: str, usage: Usage, seconds: float) -> Non
         reason = "nobody waits any longer: aborted"
     rate = n_out / max(seconds, 1e-9)
     log.info("%s: %d tokens in, %d out, %.2f s, %.1f tok/s", reason, n_in, n_out, seconds, rate)
-
-
-def with_numbers(output: Output) -> Output:
-    """Return the output; raise ArithmeticError for a logprob that is not a number: no event could say it."""
-    if isinstance(output, Delta) and output.logprobs and any(math.isnan(p.logprob) for p in output.logprobs):
-        raise ArithmeticError("expected logprobs that are numbers, got NaN")
-    return output

@@ -20,9 +20,16 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal, TypeVar
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 import background
 import event_log
@@ -48,6 +55,7 @@ NO_JSON = "ValueError in the server; its log has the details."
 RAISED = "ZeroDivisionError in the server; its log has the details."
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., None])
 Says = Callable[[], AsyncIterator[Said]]
 numbers = itertools.count()
 
@@ -398,6 +406,12 @@ class Model:
                 self.frames += frames
 
 
+def has(*statuses: str) -> Callable[[F], F]:
+    """Let a rule run only if there is a response of one of these statuses."""
+    decorate: Callable[[F], F] = precondition(lambda machine: bool(machine.fitting(*statuses)))
+    return decorate
+
+
 class RegistryMachine(RuleBasedStateMachine):
     """Responses that are started, followed, cancelled and deleted in any order, in one process after another.
 
@@ -422,7 +436,7 @@ class RegistryMachine(RuleBasedStateMachine):
                 await yields(10)
             return result
 
-        return self._loop.run_until_complete(asyncio.wait_for(done(), PATIENCE_S))
+        return self._loop.run_until_complete(asyncio.wait_for(done(), 10))
 
     async def _open(self) -> None:
         def revive(row: Row) -> tuple[Builder, Run]:
@@ -434,9 +448,20 @@ class RegistryMachine(RuleBasedStateMachine):
         self._registry = Registry(self._store, max_running=N_RUNNING)
         await self._registry.recover(revive)
 
-    def _some(self, i: int, *statuses: str) -> Model | None:
-        fit = [model for model in self.models if model.status in (statuses or STATUSES)]
-        return fit[i % len(fit)] if fit else None
+    def fitting(self, *statuses: str) -> list[Model]:
+        return [model for model in self.models if model.status in statuses]
+
+    def some(self, i: int, *statuses: str) -> Model:
+        fit = self.fitting(*(statuses or STATUSES))
+        return fit[i % len(fit)]
+
+    @initialize(kinds=st.lists(st.tuples(st.booleans(), st.booleans()), min_size=2, max_size=5))
+    def begin(self, kinds: list[tuple[bool, bool]]) -> None:
+        for in_background, kept in kinds:
+            self.start(background=in_background, kept=kept)
+        self.all_are_as_they_should_be()
+        for i in range(len(self.fitting("in_progress"))):
+            self.say(i, "final", "a")
 
     @rule(background=st.booleans(), kept=st.booleans())
     def start(self, background: bool, kept: bool) -> None:
@@ -451,43 +476,56 @@ class RegistryMachine(RuleBasedStateMachine):
 
         self._do(start())
 
+    @has("in_progress")
     @rule(i=INDEX, channel=st.sampled_from(["analysis", "final"]), word=st.sampled_from("a\u2028水"))
     def say(self, i: int, channel: Literal["analysis", "final"], word: str) -> None:
-        if model := self._some(i, "in_progress"):
-            model.said += word
-            model.script.put_nowait(Delta(channel, word))
+        model = self.some(i, "in_progress")
+        model.said += word
+        model.script.put_nowait(Delta(channel, word))
 
-    @rule(i=INDEX, how=st.sampled_from([*ENDS]))
+    @has("in_progress")
+    @rule(i=INDEX, how=st.sampled_from(["completes", "is cut", "fails"]))
     def end(self, i: int, how: str) -> None:
-        if model := self._some(i, "in_progress"):
-            last, status, error = ENDS[how]
-            model.script.put_nowait(last)
-            model.script.put_nowait(None)
-            model.end(status, error)
+        self._end(i, how)
 
+    @has("in_progress")
+    @rule(i=INDEX, how=st.sampled_from(["returns", "raises", "says what JSON cannot"]))
+    def break_off(self, i: int, how: str) -> None:
+        self._end(i, how)
+
+    def _end(self, i: int, how: str) -> None:
+        model = self.some(i, "in_progress")
+        last, status, error = ENDS[how]
+        model.script.put_nowait(last)
+        model.script.put_nowait(None)
+        model.end(status, error)
+
+    @has(*STATUSES)
     @rule(i=INDEX)
     def cancel(self, i: int) -> None:
         """Or leave: a foreground response ends with its client."""
-        if model := self._some(i):
-            if model.is_live:
-                model.end("cancelled")
-            if model.row.background:
-                self._do(self._registry.cancel(model.row))
-            else:
-                model.leave()
+        model = self.some(i)
+        if model.is_live:
+            model.end("cancelled")
+        if model.row.background:
+            self._do(self._registry.cancel(model.row))
+        else:
+            model.leave()
 
+    @has(*TERMINAL)
     @rule(i=INDEX)
     def delete(self, i: int) -> None:
-        if model := self._some(i, *TERMINAL):
-            self.models.remove(model)
-            self._do(self._registry.delete(model.row))
-            assert self._do(self._registry.get(model.row.id, "")) is None
-            assert self._do(self._registry.events(model.row)) is None
+        model = self.some(i, *TERMINAL)
+        self.models.remove(model)
+        self._do(self._registry.delete(model.row))
+        assert self._do(self._registry.get(model.row.id, "")) is None
+        assert self._do(self._registry.events(model.row)) is None
 
+    @has(*STATUSES)
     @rule(i=INDEX, after=st.integers(-1, 12))
     def follow(self, i: int, after: int) -> None:
-        model = self._some(i)
-        if model and model.row.background:
+        model = self.some(i)
+        if model.row.background:
             log = self._do(self._registry.events(model.row))
             assert log
             model.followers.append((after, self._loop.create_task(read(log, after))))
@@ -569,7 +607,10 @@ def test_whatever_happens_in_whatever_order() -> None:
     taken for a place in a list that may have gaps (vLLM, serving.py, 0001948); a cancel set a flag that was
     never read, and a deleted run was stored again at its end (mistral.rs, background_tasks.rs, 9e92262).
     """
-    run_state_machine_as_test(RegistryMachine, settings=settings(max_examples=20, stateful_step_count=25))
+    phases = [Phase.generate]  # a few steps need no shrinking
+    run_state_machine_as_test(
+        RegistryMachine, settings=settings(max_examples=40, stateful_step_count=20, phases=phases)
+    )
 
 
 async def raises() -> AsyncIterator[Said]:

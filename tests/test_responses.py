@@ -129,6 +129,15 @@ def test_a_logprob_that_is_no_number_leaves_the_response_as_it_was() -> None:
     assert (text_done["text"], text_done["logprobs"]) == ("a", [])
 
 
+def test_a_first_logprob_that_is_no_number_opens_no_item() -> None:
+    """Bug: the item was closed at the end, and had never been announced."""
+    b = builder()
+    b.start()
+    with pytest.raises(ValueError, match="JSON"):
+        b.feed(Delta("final", "b", (TokenLogprob("b", math.nan, b"b"),)))
+    assert [event["type"] for event in b.finish(Finish("failed"), NOW)] == ["response.failed"]
+
+
 @given(outputs, finishes)
 def test_the_response_in_an_event_is_encoded_with_it(outputs: list[Output], finish: Finish) -> None:
     """Its bytes in the frame are those that GET answers with, and that the store keeps."""
