@@ -414,7 +414,9 @@ class Choice:
                 delta["reasoning_content"] = said + "".join(thoughts)
         for channel, names in TEXTS.items():
             if value := delta.get(names[0]) or delta.get(names[-1]):
-                delta |= dict.fromkeys(names, self._text(channel, text_of(value)))
+                text = self._text(channel, text_of(value))
+                for name in names:
+                    delta[name] = text
         if fragments := delta.get("tool_calls"):
             delta["tool_calls"] = [*filter(self._call_fragment, objects(fragments))]
 

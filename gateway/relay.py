@@ -59,11 +59,10 @@ def _without_media(message: Any) -> Any:
     """Return the message with empty texts for pictures and the like: errors name a part by its place."""
     if not isinstance(message, dict) or not isinstance(message.get("content"), list):
         return message
-    parts = []
-    for part in message["content"]:
+    parts = [*message["content"]]
+    for index, part in enumerate(parts):
         if isinstance(part, dict) and part.get("type") in MEDIA:
-            part = {"type": "text", "text": ""}
-        parts.append(part)
+            parts[index] = {"type": "text", "text": ""}
     return message | {"content": parts}
 
 
@@ -98,6 +97,8 @@ async def asking(
             opening.result().close()
             upstream = opening.result().upstream.url
         opening.cancel()
+        # To look at its error is to say that it is known: asyncio logs those of tasks that nothing looks at.
+        opening.add_done_callback(lambda opening: opening.cancelled() or opening.exception())
         ledger.settle(model, upstream, outcome, meter)
 
 

@@ -409,7 +409,7 @@ class Upstreams:
         url = f"{upstream.url}/models"
         try:
             response, body = await self._object(upstream, "GET", url, self._timeouts.probe_s)
-        except UNREACHABLE as error:
+        except (*UNREACHABLE, ValueError) as error:  # ValueError: a key that no header can hold
             upstream.failed(f"GET {url}: {reason(error)}")
             return
         models = (object_in(body) or {}).get("data")

@@ -168,11 +168,6 @@ def test_what_the_worker_refuses_in_the_background_has_failed(server: Server) ->
     assert "context" in found["error"]["message"]
 
 
-def test_only_the_upstream_can_count_tokens(server: Server) -> None:
-    reply = server.post(RESPONSES + "/input_tokens", {"model": "tiny", "input": "hi"})
-    assert (reply.status, reply.json["error"]["code"]) == (400, "unsupported_endpoint")
-
-
 @pytest.mark.bug("I03")
 @pytest.mark.parametrize("how", ["cancel", "leave", "leave chat"])
 def test_the_worker_is_idle_once_nobody_waits(server: Server, worker: Server, how: str) -> None:
@@ -378,13 +373,3 @@ def test_an_upstream_names_what_the_client_has_sent() -> None:
             assert (found["param"], found["message"]) == (ours, f"Invalid '{ours}'.")
             asked = {"model": "m", **says_in(CHAT, theirs)}
             assert front.post(CHAT, asked).json["error"]["param"] == theirs
-
-
-def test_an_upstream_that_filters() -> None:
-    """Its finish_reason is an end like others: incomplete, as OpenAI has it."""
-    answer = says(head() + delta(content="a") + finish("content_filter") + DONE)
-    with upstream(answer, ("m",)) as worker, serve("--upstream", worker.url, model=None) as front:
-        response = created(front, {"model": "m", "input": "hi"})
-        assert response["status"] == "incomplete"
-        assert response["incomplete_details"] == {"reason": "content_filter"}
-        assert front.health()["relayed_done"] == 1
