@@ -124,8 +124,7 @@ class Registry:
         if self.stopping.is_set():
             raise BadInput("The server is about to stop.", "background", "rate_limit_exceeded")
         entries = [encode_event(number, event) for number, event in enumerate(builder.queue())]
-        n_bytes = row.n_bytes + sum(len(entry.frame) for entry in entries)
-        n_bytes = max(n_bytes, self._least_bytes)
+        n_bytes = max(self._least_bytes, row.n_bytes + sum(len(entry.frame) for entry in entries))
         try:
             self._room.take(row.owner, n_bytes)
         except BadInput as full:

@@ -186,7 +186,7 @@ CAPS = {
     "devices":    19_600,
     "dialects":   10_500,
     "gateway":    11_850,
-    "request":    17_600,
+    "request":    17_400,
     "service":    16_500,
 }
 # fmt: on
