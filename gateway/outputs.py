@@ -39,7 +39,7 @@ class Outputs:
 
     def __init__(self, n_top_logprobs: int = MAX_TOP_LOGPROBS) -> None:
         self._n_top_logprobs = n_top_logprobs  # a token has no more alternatives, whatever is sent
-        self._said: list[Output] = []  # what leaves next
+        self._said: list[Output] = []  # what leaves now
         self._calls: dict[int, ToolCall] = {}
         self._waiting: deque[ToolCall | Delta] = deque()  # the first is a call, which may be open
         self._channel: Channel | None = None  # of the text that has left last; None: a call, or nothing
@@ -48,24 +48,20 @@ class Outputs:
 
     def read(self, chunks: Iterable[Chunk]) -> list[Output]:
         """Return what can leave now."""
+        self._said = []
         for chunk in chunks:
             if "error" in chunk:
                 self._finish = Finish("failed", message=chunk["error"]["message"])
             for choice in chunk.get("choices", ()):
                 self._choice(choice)
-        return self._leaving()
+        return self._said
 
     def close(self, usage: Usage | None) -> list[Output | Finish]:
         """Return the rest, and how the answer ends."""
-        while self._waiting:
-            self._leave()
-        self._rest_of_logprobs()
-        return [*self._leaving(), self._finish._replace(usage=usage)]
-
-    def _leaving(self) -> list[Output]:
-        said = self._said
         self._said = []
-        return said
+        self._send_waiting(is_over=True)
+        self._rest_of_logprobs()
+        return [*self._said, self._finish._replace(usage=usage)]
 
     def _choice(self, choice: Chunk) -> None:
         delta = choice["delta"]
@@ -77,7 +73,7 @@ class Outputs:
         for fragment in delta.get("tool_calls") or ():
             self._call_fragment(fragment)
         if self._waiting:
-            self._advance()
+            self._send_waiting()
         if choice.get("finish_reason") in CUT:
             self._finish = Finish(choice["finish_reason"])
 
@@ -137,36 +133,29 @@ class Outputs:
         call.name += said.get("name") or ""
         call.add(said.get(PAYLOADS[call.type]) or "")
 
-    def _advance(self) -> None:
-        """What waits leaves, up to a call that is not whole, and of that call what has come."""
+    def _send_waiting(self, is_over: bool = False) -> None:
+        """Send what waits, up to a call that is not whole, and of that call what has come."""
         while self._waiting:
             item = self._waiting[0]
-            if isinstance(item, ToolCall):
-                if not (item.name and (item.is_open or item.fragments)):  # until then the name may grow
+            if isinstance(item, Delta):
+                self._channel = item.channel
+                self._said.append(item)
+            else:
+                self._send(item, is_over)
+                has_left = item.is_open and item.nesting.is_whole and len(self._waiting) > 1
+                if not (has_left or is_over):
                     return
-                self._send(item)
-                if len(self._waiting) == 1 or not item.nesting.is_whole:
-                    return
-            self._leave()
+            self._waiting.popleft()
 
-    def _send(self, call: ToolCall) -> None:
-        """Send what has come of a call."""
-        self._channel = None
-        if not call.is_open:
+    def _send(self, call: ToolCall, is_over: bool) -> None:
+        """Send what has come of a call; until its arguments begin its name may grow."""
+        if call.name and not call.is_open and (call.fragments or is_over):
             call.is_open = True
+            self._channel = None
             self._said.append(Call(call.name, call.type == "custom"))
-        if call.fragments:
+        if call.is_open and call.fragments:
             self._said.append(Arguments("".join(call.fragments)))
             call.fragments.clear()
-
-    def _leave(self) -> None:
-        """The first that waits leaves for good."""
-        item = self._waiting.popleft()
-        if isinstance(item, Delta):
-            self._channel = item.channel
-            self._said.append(item)
-        elif item.name:  # it may have been cut before that
-            self._send(item)
 
 
 def are_bytes(value: Any) -> bool:
