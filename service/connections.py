@@ -220,6 +220,19 @@ class HttpServer(uvicorn.Server):
         for listener in sockets or ():  # asyncio has one number for both: Config.backlog
             listener.listen(BACKLOG)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Drop clients that neither read nor leave, a second before uvicorn cancels their requests.
+
+        It would log a traceback for each.
+        """
+        grace_s = self.config.timeout_graceful_shutdown or 0
+        asyncio.get_running_loop().call_later(grace_s - 1, self.drop_all)
+        await super().shutdown(sockets)
+
+    def drop_all(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
 
 class BadHttp(ValueError):
     """What came is no HTTP request that can mean one thing only, or is too long for one."""
@@ -916,7 +929,7 @@ def websocket_protocol(seconds: float, n_body_bytes: int = MAX_BODY_BYTES) -> ty
 
 
 def http_config(app: ASGIApp, args: argparse.Namespace) -> uvicorn.Config:
-    stop_s = math.ceil(args.shutdown_grace) + STALLED_S
+    stop_s = math.ceil(args.shutdown_grace) + STALLED_S + 1  # see HttpServer.shutdown()
     return uvicorn.Config(
         app,
         http=protocol(args.reader_timeout, max_connections(args.max_streams), args.max_body),

@@ -1024,6 +1024,18 @@ def test_signal_ends_every_answer_properly(number: signal.Signals) -> None:
         assert "Traceback" not in server.log()
 
 
+def test_a_stop_drops_clients_that_do_not_read() -> None:
+    """Bug: the requests of those were cancelled, and each left a traceback in the log."""
+    body = ENDLESS | says(CHAT, STORY) | {"stream": True, "n": 16, "max_tokens": 1900}
+    with serve("--shutdown-grace", "0") as server, server.connect(http_bytes(CHAT, body)):
+        until(lambda: server.health()["running"] == 16, "it is being answered")
+        until(lambda: server.health()["steps"] > 300, "there is more than the system holds for the client")
+        server.interrupt()
+        assert server.exit_status() == 0
+        assert "Traceback" not in server.log()
+        assert "Cancel" not in server.log()
+
+
 def test_request_that_comes_after_the_signal_is_answered_too() -> None:
     """Bug: it was given to an engine that had ended, and the process waited for the answer for ever."""
     request = http_bytes(RESPONSES, {"model": "tiny", "input": "hi"})
@@ -1047,8 +1059,8 @@ def test_ctrl_c_says_what_it_waits_for_and_a_second_one_ends_it() -> None:
     with (
         serve("--shutdown-grace", "60", script=FAULTY) as server,
         server.connect(http_bytes(RESPONSES, body)) as connection,
+        contextlib.closing(http_frames(connection)) as stream,
     ):
-        stream = http_frames(connection)
         next(stream)
         server.interrupt()
         until(lambda: "waiting for 1 request; again to stop at once" in server.log(), "it is said")
