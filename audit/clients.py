@@ -12,12 +12,15 @@ import json
 import re
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from audit.events import TERMINAL
 from audit.http import NOT_THERE
 from audit.peer import CUT, STORY, Peer, request
-from audit.rules import NotApplicable, rules_of
+from audit.rules import NoReply, NotApplicable, rules_of
 from audit.schema import Json
+
+PATIENCE_S = 2  # with what a server does when an answer is over
 
 must, should, advice = rules_of("http", "chat responses")
 
@@ -36,6 +39,38 @@ def stream_comes(peer: Peer) -> None:
         if reply.status not in NOT_THERE:
             assert reply.is_stream, "expected a stream, as text/event-stream"
             assert reply.events, "expected events in the stream"
+
+
+@must
+def stream_ends(peer: Peer) -> None:
+    """stream-ends: the body of a stream ends soon after its last event
+
+    RFC 9112, section 6.3: a client that reads to the end waits as long as the server holds it open
+    M01 M02 https://github.com/openai/codex/issues/43140
+    """
+    n_streams = 0
+    for api in ("responses", "chat"):
+        peer.start()
+        is_over = False
+        with suppress(NotApplicable):
+            try:
+                with peer.stream(*request(api, said="Say goodbye.", limit=CUT)) as events:
+                    n_streams += 1
+                    for event in events:
+                        if is_last(event):
+                            is_over = True
+                            peer.hurry(PATIENCE_S)
+            except NoReply as late:
+                assert not is_over, f"expected the end of the body soon after the last event: {late}"
+                raise
+    if not n_streams:
+        raise NotApplicable("no stream came")
+
+
+def is_last(event: Json) -> bool:
+    """Return whether only usage and [DONE] can follow an event."""
+    reasons = [choice.get("finish_reason") for choice in event.get("choices", ())]
+    return any(reasons) or bool(event.get("error")) or event.get("type") in (*TERMINAL, "error")
 
 
 @advice
@@ -179,7 +214,6 @@ def first_event(peer: Peer) -> None:
 
 GAUGES = "num_requests_running|requests_processing|num_running_reqs"  # vLLM's and ours, llama.cpp's, SGLang's
 RUNNING = re.compile(rf"^\w+:(?:{GAUGES})\S* ([\d.e+]+)", re.MULTILINE)
-PATIENCE_S = 2
 
 
 @should

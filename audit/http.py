@@ -228,6 +228,10 @@ class Http:
         """Begin the budget of a rule."""
         self._deadline = time.monotonic() + self._budget
 
+    def hurry(self, seconds: float) -> None:
+        """Leave at most so long for the rest of the rule."""
+        self._deadline = min(self._deadline, time.monotonic() + seconds)
+
     def forget(self) -> None:
         """Ask again what several rules are about."""
         self._replies: dict[tuple[str, str], Reply | Exception] = {}

@@ -12,6 +12,7 @@ A fault is data, and what of it is absent changes nothing:
     as_whole  a stream is collected, changed as a whole, and written an event at a time
     joined    the same, written at once
     drops     events for which a client that reads slowly has no room
+    holds     a stream is kept open after its last event, until the client leaves
     said      only replies that say so, a regular expression
     also      rules that must name it too, each with the reason
 
@@ -92,6 +93,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 continue
             if raw:
                 self.wfile.write(b"%x\r\n%b\r\n" % (len(raw), raw))
+        if "holds" in fault:
+            self.rfile.read(1)
         self.wfile.write(b"0\r\n\r\n")
 
     def log_message(self, format: str, *args: Any) -> None:
@@ -174,7 +177,7 @@ def changes(fault: Fault, exchange: Exchange) -> bool:
     """Whether the fault makes another exchange of it."""
     if not is_about(fault, exchange.line):
         return False
-    if "drops" in fault:
+    if {"drops", "holds"} & fault.keys():
         return True
     status, headers, chunks = with_fault(exchange, exchange.chunks, fault)
     is_same = (status, headers, list(chunks)) == (exchange.status, exchange.headers, exchange.chunks)
