@@ -2,45 +2,42 @@
 
 import pytest
 
-from helpers.attacks import ATTACKS, Client
-from hostile import Result, cells, markdown
+from helpers.attacks import ATTACKS, Client, Reply, ask, post
+from helpers.serving import Json
+from hostile import failed_goals
 from service import options
 
-CALM = Result("calm", pause_ms=40, ping_ms=10, stop_s=1)
-
+CALM = {
+    "calm, ms": 20.0,
+    "pause, ms": 40.0,
+    "ping, ms": 10.0,
+    "sent, MB": 0.0,
+    "memory, MB": 0.0,
+    "answer": "right",
+    "freed": "yes",
+    "stop, s": 1.0,
+    "tracebacks": 0,
+}
 
 # fmt: off
-#   measured                                              goals that it fails
-ROWS = [
-    ({},                                                  []),
-    ({"pause_ms": 139, "ping_ms": 199},                   []),
-    ({"pause_ms": 141},                                   ["pause"]),
-    ({"pause_ms": 190, "calm_ms": 100},                   []),
-    ({"ping_ms": 201},                                    ["ping"]),
-    ({"memory_mb": 140, "sent_mb": 8},                    []),
-    ({"memory_mb": 150, "sent_mb": 8},                    ["memory"]),
-    ({"answer": "200", "freed": "3 files", "stop_s": 10}, ["answer", "freed", "stop"]),
-    ({"n_failures": 1},                                   ["victim"]),
+#   measured                                                        goals that it fails
+ROWS: list[tuple[Json, list[str]]] = [
+    ({},                                                            []),
+    ({"pause, ms": 139, "ping, ms": 199},                           []),
+    ({"pause, ms": 141},                                            ["pause, ms"]),
+    ({"pause, ms": 190, "calm, ms": 100},                           []),
+    ({"ping, ms": float("inf")},                                    ["ping, ms"]),
+    ({"memory, MB": 140, "sent, MB": 8},                            []),
+    ({"memory, MB": 150, "sent, MB": 8},                            ["memory, MB"]),
+    ({"answer": "200", "freed": "3 files", "stop, s": 10},          ["answer", "freed", "stop, s"]),
+    ({"tracebacks": 1},                                             ["tracebacks"]),
 ]
 # fmt: on
 
 
 @pytest.mark.parametrize(("measured", "failed"), ROWS)
-def test_a_row_fails_the_goals_that_it_misses(measured: dict[str, float], failed: list[str]) -> None:
-    assert Result("attack", **measured).failed_goals(calm_ms=40) == failed  # type: ignore[arg-type]
-
-
-def test_the_table_shows_another_server_beside() -> None:
-    rows = [CALM, Result("long-prompt", pause_ms=50), Result("wire", answer="a|b\n c")]
-    before = [CALM, Result("long-prompt", pause_ms=9000, ping_ms=20)]
-    text = markdown(rows, before, "about")
-    assert "2 of 3 rows pass" in text
-    assert "| long-prompt | 50 (0) |" in text
-    assert "| 9000 | 20 | 0 | fails: pause |" in text
-    assert "a\\|b c" in text
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    assert len({line.replace("\\|", "").count("|") for line in lines}) == 1
-    assert cells(CALM, 40)[-1] == "pass"
+def test_a_row_fails_the_goals_that_it_misses(measured: Json, failed: list[str]) -> None:
+    assert failed_goals(CALM | measured, calm_ms=40) == failed
 
 
 def test_attacks_have_names_of_their_own_and_options_that_there_are() -> None:
@@ -52,5 +49,13 @@ def test_attacks_have_names_of_their_own_and_options_that_there_are() -> None:
         options.arguments().parse_args(flags)
 
 
+def test_a_refusal_is_short_and_in_our_words() -> None:
+    assert Reply(400, b"expected a number").problem((400,)) == ""
+    assert Reply(200, b"x" * 9000).problem((200, 400)) == ""
+    assert Reply(400, b"x" * 9000).problem((200, 400)).startswith("400, 9000 bytes")
+    assert Reply(400, b"panicked at lib.rs:1").problem((400,)) != ""
+    assert Reply(500).problem((200, 400)).startswith("500, 0 bytes")
+
+
 def test_an_attacker_whom_nobody_answers_goes_on() -> None:
-    assert Client("http://127.0.0.1:1").post("/v1/responses", {}).expect(200) == "no answer"
+    assert Client("http://127.0.0.1:1").ask(post(ask())) == Reply(0)

@@ -101,11 +101,16 @@ class Server:
         return self.process.wait(PATIENCE_S)
 
 
-def http_bytes(path: str, body: Json) -> bytes:
-    """A whole POST request."""
-    raw = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(raw)}\r\n\r\n"
-    return head.encode() + raw
+def http_bytes(path: str, body: Any = None, method: str = "POST", **headers: str) -> bytes:
+    """Encode a whole request, or only its head if there is no body; one that is not bytes becomes JSON."""
+    raw = body if isinstance(body, bytes) else b""
+    if body is not None:
+        raw = raw or json.dumps(body).encode()
+        headers = {"Content-Length": str(len(raw))} | headers
+    lines = [
+        f"{name.replace('_', '-')}: {value}\r\n" for name, value in {"Host": "localhost", **headers}.items()
+    ]
+    return f"{method} {path} HTTP/1.1\r\n{''.join(lines)}\r\n".encode() + raw
 
 
 def http_chunks(connection: socket.socket) -> Generator[bytes]:
