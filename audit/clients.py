@@ -61,8 +61,9 @@ def stream_ends(peer: Peer) -> None:
                             is_over = True
                             peer.hurry(PATIENCE_S)
             except NoReply as late:
-                assert not is_over, f"expected the end of the body soon after the last event: {late}"
-                raise
+                if not is_over:
+                    raise
+                raise AssertionError("expected the end of the body soon after the last event") from late
     if not n_streams:
         raise NotApplicable("no stream came")
 
