@@ -57,7 +57,6 @@ class Watcher:
         threading.Thread(target=self._run, args=[step], daemon=True).start()
 
     def came(self) -> None:
-        """Note that what was waited for has come."""
         now = time.monotonic()
         self._waits.append((self._began_at, now))
         self._began_at = now
@@ -114,22 +113,15 @@ def served(folder: Path, attack: Attack, upstream_port: int) -> Iterator[Server]
         yield server
 
 
-def pids(server: Server) -> list[int]:
-    """Return its process and all below it."""
-    found = [server.process.pid]
-    for pid in found:
-        with contextlib.suppress(OSError):
-            for task in Path(f"/proc/{pid}/task").iterdir():
-                found += map(int, (task / "children").read_text().split())
-    return found
-
-
 def memory_mb(server: Server) -> float:
-    """Return the resident memory of all its processes."""
+    """Return the resident memory of its process and of all below it."""
+    pids = [server.process.pid]
     n_pages = 0
-    for pid in pids(server):
+    for pid in pids:
         with contextlib.suppress(OSError):
             n_pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                pids += map(int, (task / "children").read_text().split())
     return n_pages * resource.getpagesize() / 1e6
 
 
@@ -145,20 +137,15 @@ def what_is_held(server: Server, n_files_before: int, goes_on: bool) -> str:
     return f"{n_more_files} files" if n_more_files > 5 else ""
 
 
-# --- one attack ---------------------------------------------------------------------------------------------
-
-
 def failed_goals(found: Json, calm_ms: float) -> list[str]:
     """Name the columns that miss a goal. `calm_ms`: the worst pause in the row without an attack."""
-    # fmt: off
     limits = {
-        "pause, ms":  max(found["calm, ms"], calm_ms) + 100,
-        "ping, ms":   200,
+        "pause, ms": max(found["calm, ms"], calm_ms) + 100,
+        "ping, ms": 200,
         "memory, MB": 2 * found["sent, MB"] + 128,  # the KV cache takes its 70 MB when it is used first
-        "stop, s":    GRACE_S + 3,  # clients that do not read get 2 s more than the grace
+        "stop, s": GRACE_S + 3,  # clients that do not read get 2 s more than the grace
         "tracebacks": 0,
     }
-    # fmt: on
     wrong = [name for name in ("answer", "freed") if found[name] not in ("right", "yes")]
     return wrong + [name for name, limit in limits.items() if found[name] > limit]
 

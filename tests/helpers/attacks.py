@@ -119,9 +119,6 @@ class Client:
             return self.ask(post(ask(model="m", max_output_tokens=50)))
 
 
-# --- what it sends ------------------------------------------------------------------------------------------
-
-
 def get(path: str, key: str = ATTACKER, method: str = "GET", body: Any = None, **headers: str) -> bytes:
     """Encode a request of the owner of a key, or of nobody."""
     if key:
@@ -155,14 +152,6 @@ def chat(n_tokens: int, **more: Any) -> Json:
 
 def schema(schema: Json) -> Json:
     return ask(text={"format": {"type": "json_schema", "name": "s", "strict": True, "schema": schema}})
-
-
-def biases(n_bytes: int) -> Json:
-    return ask(logit_bias={str(i): 1 for i in range(n_bytes // 14)})
-
-
-def parts(n_bytes: int) -> Json:
-    return ask([USER | {"content": [PART] * 78}] * (n_bytes // 3120))
 
 
 def with_tool(tool: Json) -> Json:
@@ -273,7 +262,7 @@ def ws_flood(client: Client, again: bytes, first: bytes = b"") -> None:
         for i in range(MANY):
             try:
                 if i not in sockets:
-                    connection = client.connect(handshake())
+                    connection = client.connect(WS)
                     client.send(connection, first)
                     connection.setblocking(False)
                     sockets[i], n_sent[i] = connection, 0
@@ -290,15 +279,12 @@ def ws_flood(client: Client, again: bytes, first: bytes = b"") -> None:
 def ws_resets(client: Client) -> None:
     deadline = time.monotonic() + FLOOD_S
     while time.monotonic() < deadline:
-        with contextlib.suppress(OSError), client.connect(handshake()) as connection:
+        with contextlib.suppress(OSError), client.connect(WS) as connection:
             client.send(connection, frame(b"", Opcode.PING) * 60)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
-def ws_hold(client: Client, n: int, data: bytes = b"", seconds: float = 0) -> list[Reply]:
-    return client.hold(n, data, seconds, handshake())
-
-
+WS = handshake()
 EMPTY_FRAGMENT = frame(b"", Opcode.CONT, fin=False)
 FIRST_FRAGMENT = frame(b"[", fin=False)
 LARGE = turn(zz="x" * BODIES[1])
@@ -306,9 +292,6 @@ MANY_VALUES = turn(zz=[{}] * 49_000)
 FRAGMENTS = FIRST_FRAGMENT + frame(b"{}," * 600, Opcode.CONT, fin=False) * 1000 + frame(b"{}]", Opcode.CONT)
 LANES = b"".join(turn(stream_id=f"lane-{i}", model="none") for i in range(2500))
 LONG_LANES = b"".join(turn(stream_id=str(i), **long_ask(1500, **LOGPROBS)) for i in range(16))
-HALF_HANDSHAKE = f"GET {RESPONSES} HTTP/1.1\r\nHost: 127.0.0.1\r\nUpgrade: websocket\r\n".encode()
-
-# --- upstreams that misbehave -------------------------------------------------------------------------------
 
 
 def chunk(delta: Json, **more: Any) -> bytes:
@@ -367,8 +350,10 @@ ATTACKS = [
            OK_OR_NO, item_references),
     Attack("many-logprobs", "20 logprobs a token, in 15 choices and in a stream; the other streams go on",
            OK, lambda c: c.each([post(CHAT_LOGPROBS, CHAT), post(long_ask(1800, stream=True, **LOGPROBS))])),
-    Attack("many-members", "bodies full of logit biases, and of parts of messages; refused",
-           NO, lambda c: c.each(large(biases) + large(parts))),
+    Attack("many-biases", "bodies full of logit biases; refused",
+           NO, lambda c: c.each(large(lambda n: ask(logit_bias={str(i): 1 for i in range(n // 14)})))),
+    Attack("many-parts", "bodies full of parts of messages; refused",
+           NO, lambda c: c.each(large(lambda n: ask([USER | {"content": [PART] * 78}] * (n // 3120))))),
     Attack("hosted-tool", "a large tool that the response would repeat in three events; the streams go on",
            OK_OR_NO, lambda c: c.each(large(lambda n: with_tool(SEARCH | {"filters": [0] * (n // 3)})))),
     Attack("wrong-type", "megabytes in place of a number; a short refusal",
@@ -417,25 +402,25 @@ ATTACKS = [
     Attack("ws-pings", "a flood of pings; after 64 without a message the connection is closed",
            OK, lambda c: ws_flood(c, frame(b"", Opcode.PING))),
     Attack("ws-few-pings", "40 pings, which is allowed, on each of 500; the streams go on",
-           OK, lambda c: ws_hold(c, MANY, frame(b"", Opcode.PING) * 40, 3)),
+           OK, lambda c: c.hold(MANY, frame(b"", Opcode.PING) * 40, 3, WS)),
     Attack("ws-fragments", "a flood of empty fragments; they are not kept",
            OK, lambda c: ws_flood(c, EMPTY_FRAGMENT, FIRST_FRAGMENT)),
     Attack("ws-turns", "a flood of turns; others have theirs", OK, lambda c: ws_flood(c, turn())),
     Attack("ws-large-messages", "4 messages of 1.9 MB on each of 200; they are taken one at a time",
-           OK, lambda c: ws_hold(c, 200, LARGE * 4)),
+           OK, lambda c: c.hold(200, LARGE * 4, 0, WS)),
     Attack("ws-open-messages", "200 such messages without their last byte; what they hold is bounded",
-           OK, lambda c: ws_hold(c, 200, LARGE[:-1])),
+           OK, lambda c: c.hold(200, LARGE[:-1], 0, WS)),
     Attack("ws-in-fragments", "messages of 1.9 MB in 1,000 fragments; the streams go on",
-           OK, lambda c: ws_hold(c, 20, FRAGMENTS * 2)),
+           OK, lambda c: c.hold(20, FRAGMENTS * 2, 0, WS)),
     Attack("ws-turns-that-wait", "60 turns of many values after a long one; a turn that waits is its text",
-           OK, lambda c: ws_hold(c, 8, turn(**long_ask(1900)) + MANY_VALUES * 60)),
-    Attack("ws-lanes", "10,000 lanes by their names; refused", OK, lambda c: ws_hold(c, 4, LANES)),
+           OK, lambda c: c.hold(8, turn(**long_ask(1900)) + MANY_VALUES * 60, 0, WS)),
+    Attack("ws-lanes", "10,000 lanes by their names; refused", OK, lambda c: c.hold(4, LANES, 0, WS)),
     Attack("ws-handshakes", "1,000 halves of a handshake, 1,000 silent WebSockets; another has room",
-           OK, lambda c: c.hold(1000, HALF_HANDSHAKE) or ws_hold(c, 1000)),
+           OK, lambda c: c.hold(1000, WS[:60]) or c.hold(1000, opening=WS)),
     Attack("ws-odd-handshakes", "a header that is not ASCII; refused, without a traceback",
            (400, 426), lambda c: c.each([handshake(X_Odd="\u00e9")] * 50)),
     Attack("ws-deaf-readers", "long answers on 16 lanes of 200 that do not read; what they hold is bounded",
-           OK, lambda c: ws_hold(c, 200, LONG_LANES, 10)),
+           OK, lambda c: c.hold(200, LONG_LANES, 10, WS)),
     Attack("ws-resets", "pings, then a reset; no traceback", OK, ws_resets),
 ]
 # fmt: on
