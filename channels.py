@@ -13,7 +13,8 @@ Rules of this file:
 3. What may still become a marker, a stop string, a call or a header is held back, and nothing else is.
 4. If the dialect trims, newlines beside a marker are the template's, not the model's, and go with it.
 5. Stop strings are looked for in what the user reads, without its markers, and never in the reasoning.
-6. Malformed output becomes text, but for the header of a message. Nothing here raises on what a model says.
+6. Malformed output becomes text; only what a malformed header of a message says is dropped. Nothing here
+   raises on what a model says.
 
 Not here: the markers (dialects/families.py), how a call is written between them (dialects/calls.py), token
 ids (tokenizer.py), item and call ids (responses.py), when generation stops (worker.py).
@@ -423,6 +424,7 @@ class Parser:
         self._in_malformed_call = False  # "<tool_call>no call" | "</tool_call>": its end is text too
 
     def feed(self, piece: Piece) -> list[Output]:
+        """Return the outputs that are certain after this piece; the rest is held back (rule 3)."""
         if self._lets_through(piece):
             return [Delta(cast(Channel, self.state), piece.text, piece.logprobs)]
         return self._until_stop(self._feed(piece))
@@ -430,7 +432,7 @@ class Parser:
     def _lets_through(self, piece: Piece) -> bool:
         """Return True if each machine leaves this piece as it is, more of the text that is open.
 
-        Nearly all pieces are so, and to know it takes a fourth of the time that the machines take.
+        Nearly all pieces are. To find that out takes a quarter of the time that the machines take.
         """
         text = piece.text
         return (

@@ -5,7 +5,7 @@
 
 Rules of this file:
 1. One thread owns the scheduler and the model. Requests and aborts come in by a queue. The outputs of steps
-   are handed to the event loop: what a step brought to all sequences wakes it up once.
+   are handed to the event loop, with one wake-up a step for all sequences.
 2. A step is launched before the steps ahead of it are read, as many as the model runner allows, so that the
    device does not wait for this thread. Tokens computed past the end of a sequence are discarded.
 3. An exception in a step fails the sequences in it, and no others: the next request works. What is wrong with
@@ -112,8 +112,8 @@ class Reader:
                 self.ended.set_result(None)
 
 
-# Is told of each step that has been read: the scheduler after it, the batch, the choices that the runner has
-# returned, and the seconds. If none has been read the batch is empty, but the scheduler may have changed.
+# Called after each step that has been read, with the scheduler after it, the batch, the choices that the runner
+# has returned, and the seconds. If none has been read the batch is empty, but the scheduler may have changed.
 Observer = Callable[[Scheduler, list[Scheduled], list[list[Choice]], float], None]
 
 
@@ -181,7 +181,7 @@ class Engine:
         """
         n_prompt, n_more = len(sequence.prompt), sequence.max_tokens
         if n_prompt < 1 or n_more < 1 or n_prompt + n_more > self.max_seq_len:
-            expected = f"expected a prompt and a token more, {self.max_seq_len} in all"
+            expected = f"expected a prompt and at least one more token, at most {self.max_seq_len} in all"
             raise ValueError(f"{expected}; got {n_prompt} and at most {n_more}")
         reader = Reader(take)
         with self._lock:
@@ -192,7 +192,7 @@ class Engine:
         try:
             await reader.ended
         finally:
-            if self._open:  # else the inbox is not emptied any more
+            if self._open:  # else the thread has ended; after a normal end there is nothing left to abort
                 self._inbox.put(partial(self._abort, sequence))
 
     def busy(self) -> bool:

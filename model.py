@@ -13,8 +13,8 @@ Authority: "Attention Is All You Need" (https://arxiv.org/abs/1706.03762) with t
 Rules of this file:
 1. An op is the work of one GPU kernel (or a few): its norm, its bias and its residual addition are inside it.
 2. Batch invariance: a row is computed by itself. So it has the same bits alone, in any batch, in any prefill
-   chunk, and wherever its pages lie. NumpyOps multiplies one row at a time, because BLAS sums several rows in
-   another order than one.
+   chunk, and wherever its pages lie. NumpyOps multiplies one row at a time, because BLAS sums in
+   another order for several rows than for one.
 3. Rotary pairs are ADJACENT: a pair of a head is a complex number (checkpoint/weights.py orders them so).
 
 Not here: which rows to compute next (scheduler.py), which page is whose (pages.py), how the families of
@@ -50,7 +50,7 @@ class Span(NamedTuple):
 
     slot: int  # row of the running batch, below max_batch, that the sequence occupies
     pages: Sequence[int]  # its page table: the token at position p lies in page pages[p // PAGE]
-    # None: one token, the newest that the slot chose; only the device knows it yet (if n_ahead > 0).
+    # None: one token, the newest one chosen for this slot; only the device knows it yet (if n_ahead > 0).
     token_ids: Sequence[int] | None
     start: int  # position of the first token; the KV cache holds all tokens before it
     n_wanted: int  # wanted rows, the last ones: a token is chosen from the logits of each
@@ -90,7 +90,9 @@ class Batch:
 
 
 def forward(ops: Any, weights: Weights, batch: Any) -> Any:
-    """Return the logits of the wanted rows, (n_wanted, vocab_size); all rows' keys and values are cached.
+    """Return the logits of the wanted rows, (n_wanted, vocab_size), and cache the keys and values of all.
+
+    Wanted are the rows whose next token is to be chosen.
 
     `ops` has the ops of NumpyOps, and `batch` is what they take: a Batch, or a device's own.
     x is the residual stream, (n_rows, dim). `out`, `down` and `experts` add to it in place.

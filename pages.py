@@ -4,7 +4,7 @@
                      ^----------------------- find(), share() --------------------------'
 
 Authority: PagedAttention, https://arxiv.org/abs/2309.06180; automatic prefix caching, and cache isolation by
-a salt, which is the owner here, https://docs.vllm.ai/en/latest/design/prefix_caching.html.
+a salt, which is the owner (the API key) here, https://docs.vllm.ai/en/latest/design/prefix_caching.html.
 
 Rules of this file:
 1. A page is in the page tables of as many sequences as it has users, or it is free; never both.
@@ -61,7 +61,7 @@ class PagePool:
         return self._hash_of.keys()
 
     def take(self) -> int:
-        """Take a free page into use by one page table; raises OutOfPages."""
+        """Allocate a page to one sequence; the prefix cache forgets what was in it. Raises OutOfPages."""
         if not self._free:
             raise OutOfPages
         page, _ = self._free.popitem(last=False)
@@ -72,7 +72,7 @@ class PagePool:
         return page
 
     def register(self, page: int, page_hash: PrefixHash) -> None:
-        """Put a full page, which is in use, into the prefix cache. Of two with one hash the first stays."""
+        """Put a full page, which is in use, into the prefix cache, unless a page with this hash is there."""
         if page not in self._hash_of and page_hash not in self._page_of:
             self._page_of[page_hash] = page
             self._hash_of[page] = page_hash

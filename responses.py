@@ -3,7 +3,7 @@
     [Delta | Call | Arguments | Close, ...], Finish --Builder--> [event, ...] --fold()--> the response object
 
 A new kind of item is a row of KINDS (and of GRAMMAR, for each of its events); any other new event is a row of
-GRAMMAR, and feed() makes it with _event(). Its members are a row of EVENTS in audit/members.py. One that adds
+GRAMMAR, and feed() makes it with _event(). Its members are a row of EVENTS in audit/schema.py. One that adds
 to the response is a row of FOLD in service/page.html, which a test demands. `python tests/pictures.py` draws
 the picture of GRAMMAR again.
 
@@ -258,7 +258,8 @@ class Builder:
 
     `head` holds the members of the response object that do not change: id, created_at, model and what the
     request's parameters resolved to. `new_id(prefix)` draws an id. `seal(text)` makes the blob that a
-    reasoning item carries of itself; None: it carries none, for a null one is not in Open Responses' schema.
+    reasoning item carries of itself; None: the member is left out, for Open Responses' schema does not
+    allow null there.
     `reasoning_events` is a key of REASONING_EVENTS.
     """
 
@@ -308,7 +309,7 @@ class Builder:
                     self._item = None
 
     def feed(self, output: Accepted | Output | Compaction) -> list[Event]:
-        """Return the events that an output makes."""
+        """Return the events of one thing that the worker has said: none, one or several."""
         match output:
             case Delta(channel, text, logprobs):
                 events: list[Event] = []

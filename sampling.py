@@ -7,8 +7,9 @@ Authority: https://platform.openai.com/docs/api-reference/chat/create for penalt
 each other method names its paper.
 
 Rules of this file:
-1. What is drawn depends on the logits, the seed, the choice and the number of the output token alone: never
-   on the other sequences of the batch, nor on how the output was cut into steps.
+1. What is drawn depends on the logits, on the request (its parameters, its seed, which of its n choices this
+   is), on the output so far and on the mask: never on the other sequences of the batch, nor on how the output
+   was cut into steps.
 2. Logprobs are the model's own, before temperature, penalties and bias.
 3. Arithmetic on probabilities is float64, because it sums over the whole vocabulary.
 
@@ -158,7 +159,7 @@ def apply_top_k_top_p_min_p(probs: Probs, sampling: Sampling) -> Probs:
 
 
 def draw(probs: Probs, u: float) -> int:
-    """Return the token in whose part of [0, sum of probs) the number u * sum lies. u is in [0, 1)."""
+    """Draw a token: the inverse of the cumulative distribution, in the order of token ids, at u in [0, 1)."""
     ends = np.cumsum(probs)
     position = min(u * ends[-1], np.nextafter(ends[-1], 0))  # rounding must not reach the end
     return int(np.searchsorted(ends, position, side="right"))

@@ -252,7 +252,7 @@ class Scheduler:
         """`max_batch`: sequences that run at once. `chunk`: tokens of a prefill chunk.
 
         `speculate`: drafts of a sequence in a step, at most. `max_wanted`: rows of a step from which a token
-        is chosen, at most; those that no sequence needs are for drafts.
+        is chosen, at most; rows that are left over are used for drafts.
         """
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -274,8 +274,9 @@ class Scheduler:
     ) -> list[Scheduled]:
         """Choose what the next step computes. What is returned counts as launched.
 
-        `in_flight`: what earlier calls returned and postprocess() has not seen yet. Returns [] if no sequence
-        can go on before the oldest of those is read. `max_rows` of the step, if sequences decode in it.
+        `in_flight`: steps that earlier calls returned and postprocess() has not seen yet. Returns [] if no
+        sequence can go on before the oldest step in flight is read. `max_rows`: the most rows of the step
+        while any sequence decodes.
         """
         self._admit()
         surplus = self._surplus()

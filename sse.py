@@ -58,14 +58,15 @@ class Parser:
         self.after_cr = False  # "data: a\r" | "\n": the line has ended, but an LF now is part of its end
         self.first_line = True  # "\xef" | "\xbb\xbfdata: a\n": a BOM is data anywhere else
         self.type = ""  # "event type buffer"
-        self.data: list[str] = []  # "data buffer", an entry a data line: [] is the spec's "", [""] its "\n"
+        self.data: list[str] = []  # "data buffer", one entry for each data line; []: there is none
         self.id = ""  # "last event ID buffer"
         self.ended_bytes = 0  # size of the fields that this event has so far
 
     def feed(self, chunk: bytes) -> list[Event]:
         """Return the events that chunk completes.
 
-        Raises EventTooLarge once all events before it are returned: if some are, the next call raises.
+        Raises EventTooLarge at an event that is too large. If this chunk has completed events before it, they
+        are returned, and the next call raises.
         """
         events: list[Event] = []
         if not chunk:
@@ -84,7 +85,7 @@ class Parser:
         return events
 
     def close(self) -> None:
-        """End the stream; raises Truncated where anything but whole comments follows the last blank line.
+        """End the stream; raises Truncated if anything but whole comments follows the last blank line.
 
         "(If the file ends in the middle of an event, before the final empty line, the incomplete event is not
         dispatched.)" Nor is it a clean end: https://github.com/NousResearch/hermes-agent/pull/42314
@@ -200,11 +201,11 @@ SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 def loads(text: str | bytes | bytearray) -> Any:
     """Return the value of a JSON text; raises ValueError, whatever is wrong with it.
 
-    Wrong is also what JSON has not (NaN, 1e999), what no text holds (half a surrogate pair), and what is
-    nested deeper than Python can follow.
+    Also refused: what JSON does not have (NaN, 1e999), half a surrogate pair, which is not a character, and
+    nesting deeper than Python can follow.
     """
     if isinstance(text, str):
-        text.encode()  # raises where half a surrogate pair stands in it unescaped
+        text.encode()  # raises if half a surrogate pair stands in it unescaped
     else:
         text = text.decode("utf-8-sig")
     try:

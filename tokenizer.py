@@ -168,7 +168,11 @@ class Decoder:
         self._at_start = True  # no text has left yet: SentencePiece puts a space in front of the first
 
     def feed(self, token_id: int, logprobs: tuple[TokenLogprob, ...] = ()) -> list[Piece]:
-        """Return what a token adds: nothing inside a character, two pieces if it cuts a character off."""
+        """Return the pieces that a token completes.
+
+        There are none while a character is incomplete, and two if an added token cuts a character off: U+FFFD
+        for that character comes first.
+        """
         data = self._tokenizer.token_bytes(token_id)
         if token_id in self._tokenizer.added_by_id:
             cut_off = self.close()
@@ -181,7 +185,8 @@ class Decoder:
             self._open_logprobs += logprobs
             return []
         is_inside_character = bool(self._utf8.getstate()[0])
-        if is_inside_character:  # the logprob of this token waits for the token that completes its character
+        if is_inside_character:
+            # A character is complete and the next has begun: this token's logprob waits for the end of that one.
             complete = self._open_logprobs
             self._open_logprobs = logprobs
         else:

@@ -192,7 +192,7 @@ def choice_rows(letters: list[str], step: ComputedStep, tokenizer: Tokenizer) ->
         part = f"{end - probs[choice.token_id]:.2f} to {end:.2f}"
         u = philox_uniform(sampling.seed, sampling.choice, context.n_output)
         yield f"   temperature {sampling.temperature}       {shown}, as probabilities"
-        yield f"   drawn: {u:.2f}           {choice.token_id}, {text}, which covers {part} in the order of token ids"
+        yield f"   drawn: {u:.2f}           {choice.token_id}, {text}, which by token id covers {part}"
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ def walkthrough() -> str:
         *stage(f"{name(ChatTemplate.render)}() -> str", [repr(prompt)]),
         *stage(f"{name(Tokenizer.encode)}() -> list[int]: {len(token_ids)} token ids", [str(token_ids)]),
         *stage(
-            f"{name(Engine.generate)}() hands on one {name(Choice)} a step; each token is then decoded and parsed",
+            f"{name(Engine.generate)}() hands on one {name(Choice)} a step; it is decoded and parsed",
             ["  id  {:42}  {}".format(*columns), *elided(token_rows(engine, tokenizer))],
         ),
         *stage(
