@@ -27,8 +27,8 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, nullcontext
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, closing, nullcontext
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -46,10 +46,10 @@ from event_log import Entry, EventLog
 from gateway.refused import Refused
 from gateway.remote import RemoteWorker
 from request import items, params, query
-from request.body import N_PLACES, parse_json, place, receive
+from request.body import parsed, receive
 from request.ids import item_ids, new_completion_id, new_id
 from request.refusals import BadInput, unsupported
-from request.room import Turns
+from request.room import Visit
 from service.metrics import Metrics
 from service.steps import Steps, StepStream
 from service.websocket import Connection, Recall
@@ -74,7 +74,7 @@ CANNOT_CANCEL = {
 class Endpoint(NamedTuple):
     method: str
     path: str
-    handler: Callable[[Any], Awaitable[Response | None]]
+    handler: Callable[[Any, Visit], Awaitable[Response | None]]
     # What a slow client may send or read for minutes; an "endless stream" ends with the server.
     slow_part: Literal["body", "stream", "endless stream", "answer", "socket", ""] = ""
 
@@ -130,7 +130,6 @@ class Api:
         self._steps = steps
         self._websocket_max_age_s = websocket_max_age_s
         self._started_at = int(time.time())
-        self._places = Turns(N_PLACES)  # of large bodies
         model = local.names[0] if local else "upstream"
         self.metrics = Metrics(model, self._counts, registry.live, lambda: registry.ended)
 
@@ -159,8 +158,8 @@ class Api:
 
     # --- Responses: making one ------------------------------------------------------------------------------
 
-    async def create_response(self, http: HttpRequest) -> Response:
-        begun = await read_request(http, self._places, self._begin)
+    async def create_response(self, http: HttpRequest, visit: Visit) -> Response:
+        begun = await read_request(http, visit, self._begin)
         request = begun.request
         headers = warning_of(request)
         job = await self._start(begun)
@@ -173,16 +172,15 @@ class Api:
                 return self._failure(error["message"])
         return JsonAnswer(job.shown_row().response_json, headers=headers)
 
-    async def open_websocket(self, websocket: WebSocket) -> None:
-        owner = websocket.scope["owner"]
+    async def open_websocket(self, websocket: WebSocket, visit: Visit) -> None:
 
         async def start(body: Any, recall: Recall) -> Job:
-            return await self._start(await self._begin(nullcontext(body), owner, recall))
+            return await self._start(await self._begin(nullcontext(body), visit.owner, recall))
 
         async def ended_row(job: Job) -> Row:
             return await self._registry.to_continue(job.shown_row())
 
-        connection = Connection(websocket, start, ended_row, self._record_turn)
+        connection = Connection(websocket, visit, start, ended_row, self._record_turn)
         await connection.run(self._registry.stopping.wait(), self._websocket_max_age_s)
 
     def _record_turn(self, status: int, seconds: float) -> None:
@@ -284,14 +282,14 @@ class Api:
         seals_reasoning = params.SEALED_REASONING in (row.request.get("include") or ())
         return self._builder(row, row.response, seals_reasoning), partial(self._run_row, row)
 
-    async def count_input_tokens(self, http: HttpRequest) -> Response:
-        begun = await read_request(http, self._places, partial(self._begin, purpose="count"))
+    async def count_input_tokens(self, http: HttpRequest, visit: Visit) -> Response:
+        begun = await read_request(http, visit, partial(self._begin, purpose="count"))
         n_tokens = await begun.prompt.count_tokens()
         return json_response(200, {"object": "response.input_tokens", "input_tokens": n_tokens})
 
-    async def compact(self, http: HttpRequest) -> Response:
+    async def compact(self, http: HttpRequest, visit: Visit) -> Response:
         """Answer with the user's messages and one sealed item for all the rest: the model's own summary."""
-        begun = await read_request(http, self._places, partial(self._begin, purpose="compact"))
+        begun = await read_request(http, visit, partial(self._begin, purpose="compact"))
         job = await self._start(begun)
         await while_connected(job.task, http.receive)
         response = job.log.events[-1]["response"]
@@ -308,9 +306,9 @@ class Api:
 
     # --- Responses: retrieving, cancelling, deleting one ----------------------------------------------------
 
-    async def get_response(self, http: HttpRequest) -> Response:
+    async def get_response(self, http: HttpRequest, visit: Visit) -> Response:
         wants_stream = query.wants_stream(http.query_params)
-        row = await self._row(http, with_events=wants_stream)
+        row = await self._row(http, visit, with_events=wants_stream)
         if not wants_stream:
             return JsonAnswer(row.response_json)
         after = query.starting_after(http.query_params)
@@ -328,52 +326,52 @@ class Api:
             raise BadInput("This response can no longer be streamed: its events have expired.", "stream")
         return EventStream(events, done=self._done, after=after)
 
-    async def cancel_response(self, http: HttpRequest) -> Response:
-        row = await self._row(http)
+    async def cancel_response(self, http: HttpRequest, visit: Visit) -> Response:
+        row = await self._row(http, visit)
         if not row.background:
             raise BadInput("Cannot cancel a synchronous response.")
         await self._registry.cancel(row)
-        row = await self._row(http)
+        row = await self._row(http, visit)
         if row.status != "cancelled":
             raise BadInput(CANNOT_CANCEL[row.status])
         return JsonAnswer(row.response_json)
 
-    async def delete_response(self, http: HttpRequest) -> Response:
-        row = await self._row(http)
+    async def delete_response(self, http: HttpRequest, visit: Visit) -> Response:
+        row = await self._row(http, visit)
         if row.status not in TERMINAL:
             raise BadInput("Cannot delete an in-flight response.")
         await self._registry.delete(row)
         return json_response(200, {"id": row.id, "object": "response", "deleted": True})
 
-    async def list_input_items(self, http: HttpRequest) -> Response:
-        items_of_row = await self._registry.items(await self._row(http))
+    async def list_input_items(self, http: HttpRequest, visit: Visit) -> Response:
+        items_of_row = await self._registry.items(await self._row(http, visit))
         return JsonAnswer(sse.dumps(query.page(items_of_row, http.query_params)))
 
-    async def _row(self, http: HttpRequest, with_events: bool = False) -> Row:
+    async def _row(self, http: HttpRequest, visit: Visit, with_events: bool = False) -> Row:
         """Return the response that is asked for; raises BadInput, also if there is no room to load it."""
-        id_, owner = http.path_params["id"], http.scope["owner"]
-        row = await self._registry.get(id_, owner, http.scope["hold"], with_events)
+        id_ = http.path_params["id"]
+        row = await self._registry.get(id_, visit.owner, visit.load, with_events)
         if row is None:
             raise BadInput(f"Response with id '{id_}' not found.", None, "response_not_found")
         return row
 
     # --- chat completions -----------------------------------------------------------------------------------
 
-    async def create_completion(self, http: HttpRequest) -> Response:
+    async def create_completion(self, http: HttpRequest, visit: Visit) -> Response:
         async def read(parsing: Parsing, owner: str) -> Response | Prompt:
             async with parsing as body:
                 worker = self._worker(params.model_name(body))
                 if isinstance(worker, RemoteWorker):
                     relayed = await asyncio.to_thread(worker.pass_through, body)
-                    http.scope["enter"](relayed.n_choices - 1)
+                    visit.enter(relayed.n_choices)
                     return relayed
                 if self._image_texts:
                     body["messages"] = items.with_image_texts(body.get("messages"))
                 request = await asyncio.to_thread(params.from_chat, body, worker.defaults, owner)
-                http.scope["enter"](request.n - 1)
+                visit.enter(request.n)
             return await worker.prepare(request)
 
-        prompt = await read_request(http, self._places, read)
+        prompt = await read_request(http, visit, read)
         if isinstance(prompt, Response):
             return prompt
         request = prompt.request
@@ -419,29 +417,29 @@ class Api:
 
     # --- models, health -------------------------------------------------------------------------------------
 
-    async def list_models(self, _: HttpRequest) -> Response:
+    async def list_models(self, _: HttpRequest, visit: Visit) -> Response:
         return json_response(200, {"object": "list", "data": list(self._models().values())})
 
-    async def get_model(self, http: HttpRequest) -> Response:
+    async def get_model(self, http: HttpRequest, visit: Visit) -> Response:
         name = http.path_params["id"]
         self._worker(name)  # raises if there is none
         models = self._models()
         return json_response(200, models[self._spoken_name(name)] | {"id": name})
 
-    async def health(self, http: HttpRequest) -> Response:
+    async def health(self, http: HttpRequest, visit: Visit) -> Response:
         """Tell whether requests are served: not without a worker that works, nor while the server stops."""
         counts: dict[str, int] = {}
-        if http.scope["owner"] is not None:  # what others do is shown to those with a key
+        if visit.has_key:  # what others do is shown to those with a key
             counts = self._counts() | self._registry.counts()
         if self._registry.stopping.is_set() or not any(worker.alive for worker in self._workers):
             return json_response(503, {"status": "not ready"} | counts)
         return json_response(200, {"status": "ok"} | counts)
 
-    async def read_steps(self, http: HttpRequest) -> Response:
+    async def read_steps(self, http: HttpRequest, visit: Visit) -> Response:
         assert self._steps
-        return StepStream(self._steps.read(http.scope["owner"]))
+        return StepStream(self._steps.read(visit.owner))
 
-    async def alive(self, _: HttpRequest) -> Response:
+    async def alive(self, _: HttpRequest, visit: Visit) -> Response:
         """Tell that the process answers at all; else something should start it again."""
         return json_response(200, {"status": "ok"})
 
@@ -486,14 +484,7 @@ def warning_of(request: params.Request) -> dict[str, str]:
     return {"Warning": f'299 - "accepted, and without any effect here: {", ".join(request.not_run)}"'}
 
 
-async def read_request(http: HttpRequest, places: Turns, read: Callable[[Parsing, str], Awaitable[T]]) -> T:
+async def read_request(http: HttpRequest, visit: Visit, read: Callable[[Parsing, str], Awaitable[T]]) -> T:
     """Return what `read` makes of a body while its client waits; raises BadInput and ClientDisconnect."""
-    owner = http.scope["owner"]
-    body = await receive(http)
-
-    @asynccontextmanager
-    async def parsing() -> AsyncIterator[Any]:
-        async with place(body, owner, places):
-            yield await parse_json(body)
-
-    return await while_connected(read(parsing(), owner), http.receive)
+    body = await receive(http, visit)
+    return await while_connected(read(parsed(body, visit), visit.owner), http.receive)

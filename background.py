@@ -260,7 +260,7 @@ class Registry:
         try:
             if job.row.background:
                 await self._run_in_turn(job)
-            else:  # service/admission.py limits how many of these there are
+            else:  # request/room.py limits how many of these there are
                 await job.run(job.emit)
         except asyncio.CancelledError:
             job.finish = job.if_cancelled

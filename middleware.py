@@ -1,6 +1,6 @@
 """ASGI middleware around every endpoint: authentication, admission, errors, access log and metrics.
 
-    request --AccessLog--> Preflights --Admission: API key, room--> endpoint
+    request --AccessLog--> CORSMiddleware --Guard: name, API key--> Starlette --Admitted: room--> endpoint
     endpoint --reply, or an exception--> error body --AccessLog: x-request-id, log, metrics--> client
 
 Authority: https://platform.openai.com/docs/guides/error-codes; for pages of other sites
@@ -9,8 +9,8 @@ https://fetch.spec.whatwg.org/#http-cors-protocol; for names RFC 9110, section 7
 Rules of this file:
 1. Every reply has an x-request-id, every log record of its request the same; every error has the same body.
 2. A key is kept as its digest alone, and compared with all of them each time: the time taken says nothing.
-3. Admission limits how many requests clients hold open at once, and apart from them how many stored answers
-   are on their way: a poll or a cancel gets in while all streams are taken.
+3. An endpoint is given a Visit, which holds what the request takes: a stream, or, counted apart, an answer
+   that is stored. So a poll or a cancel gets in while all streams are taken.
 4. A page of another site can do nothing unless --cors-origin allows it. A browser asks before it sends JSON
    for a page (a CORS preflight), but sends other types at once, and opens WebSockets: so from such a page
    they are refused.
@@ -18,23 +18,20 @@ Rules of this file:
    page can have the name of its own site point to our address, and be of the same site (DNS rebinding).
 
 Not here: the endpoints, and which of them a client may hold open (api.py), how much room there is
-(service/admission.py), bodies and streams (streaming.py), limits of a parameter (request/params.py).
+(request/room.py), bodies and streams (streaming.py), limits of a parameter (request/params.py).
 """
 
-import asyncio
 import hashlib
 import hmac
 import ipaddress
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence, Set
-from contextlib import ExitStack
-from functools import partial
-from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
-from starlette.datastructures import Headers, QueryParams
+from starlette.datastructures import QueryParams
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
@@ -42,23 +39,24 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Match, Route, WebSocketRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.websockets import WebSocket
 
 from api import Api, Endpoint
 from gateway.refused import Refused
 from request.ids import REQUEST_ID, new_id
 from request.query import STREAMED
 from request.refusals import MAX_SHOWN, BadInput, shown
-from request.room import Turns
+from request.room import Rooms, Visit
 from service import webpage
-from service.admission import Room
 from service.metrics import CONTENT_TYPE, Metrics
-from streaming import error_response, while_connected
+from streaming import error_response
 
 log = logging.getLogger("middleware")
 
 KEY_SUBPROTOCOL = "openai-insecure-api-key."
 LOCALHOST = "localhost"
-BETWEEN_SCRAPES_S = 0.01  # one takes the event loop for 5 ms: a storm of them gets a third of it
+BETWEEN_SCRAPES_S = 0.25  # one takes the event loop for 5 ms
+WEBSOCKET_PATH = "/v1/responses"
 KEYLESS_PATHS = ("/", "/health", "/health/live")  # the page asks for a key itself
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that left before its reply began: only logged
 SWITCHING_PROTOCOLS = 101  # the status of a WebSocket that was accepted
@@ -69,56 +67,43 @@ METHODS = ("GET", "POST", "DELETE", "HEAD", "OPTIONS")  # others are one label i
 
 
 def make_app(
-    api: Api, keys: "Keys", room: Room, origins: Sequence[str] = (), hosts: Sequence[str] = ()
+    api: Api, keys: "Keys", rooms: Rooms, origins: Sequence[str] = (), hosts: Sequence[str] = ()
 ) -> ASGIApp:
     """The endpoints, with everything around them.
 
-    `room`: for what clients hold open at once. `origins`: sites whose pages may call. `hosts`: names of this
-    server, in lower case; "*": any.
+    `origins`: sites whose pages may call. `hosts`: names of this server, in lower case; "*": any.
     """
 
-    async def on_page(_: HttpRequest) -> Response:
+    async def on_page(_: HttpRequest, __: Visit) -> Response:
         return webpage.response()
 
-    scrapes = Turns(1)
+    rendered_at = -math.inf
+    metrics = b""
 
-    async def on_metrics(http: HttpRequest) -> Response:
-        async def scrape() -> bytes:
-            async with scrapes.turn(http.scope["owner"]):
-                text = api.metrics.render()
-                await asyncio.sleep(BETWEEN_SCRAPES_S)
-            return text
-
-        return Response(await while_connected(scrape(), http.receive), media_type=CONTENT_TYPE)
+    async def on_metrics(_: HttpRequest, __: Visit) -> Response:
+        nonlocal rendered_at, metrics
+        if time.monotonic() > rendered_at + BETWEEN_SCRAPES_S:
+            metrics = api.metrics.render()
+            rendered_at = time.monotonic()
+        return Response(metrics, media_type=CONTENT_TYPE)
 
     endpoints = [Endpoint("GET", "/", on_page), Endpoint("GET", "/metrics", on_metrics), *api.endpoints()]
-    handlers = {
-        BadInput: on_bad_input,
-        Refused: on_refused,
-        HTTPException: on_http_error,
-        RecursionError: on_recursion,
-        ClientDisconnect: on_disconnect,
-        Exception: on_exception,
-    }
-    inner = Starlette(routes=[*map(route_of, endpoints)], exception_handlers=handlers)
+    admitted = [Admitted(endpoint, rooms, {*origins}) for endpoint in endpoints]
+    kinds = (BadInput, Refused, HTTPException, RecursionError, ClientDisconnect, Exception)
+    inner = Starlette(
+        routes=[each.route() for each in admitted], exception_handlers=dict.fromkeys(kinds, on_error)
+    )
     inner.router.redirect_slashes = False  # it would go to where the Host header says, which is the client's
-    app: ASGIApp = Admission(inner, endpoints, keys, room, origins, hosts)
+    app: ASGIApp = Guard(inner, keys, hosts)
     if origins:
-        app = Preflights(
+        app = CORSMiddleware(
             app,
             origins,
             allow_methods=("GET", "POST", "DELETE"),
             allow_headers=["*"],
             expose_headers=("x-request-id", "retry-after"),
         )
-    path_of = {endpoint.handler: endpoint.path for endpoint in endpoints}
-    return AccessLog(app, path_of, api.metrics, room.unanswered)
-
-
-def route_of(endpoint: Endpoint) -> Route | WebSocketRoute:
-    if endpoint.slow_part == "socket":
-        return WebSocketRoute(endpoint.path, endpoint.handler)
-    return Route(endpoint.path, endpoint.handler, methods=[endpoint.method])
+    return AccessLog(app, api.metrics, rooms.unanswered)
 
 
 # --- around every endpoint ----------------------------------------------------------------------------------
@@ -127,15 +112,11 @@ def route_of(endpoint: Endpoint) -> Route | WebSocketRoute:
 class AccessLog:
     """The application as uvicorn calls it: gives each request its id, logs and counts its reply.
 
-    `path_of` is the path of each endpoint, by its handler, as the routes spell it: "/v1/responses/{id}". It
-    becomes a label of the metrics, which must not have a value for each id. `unanswered` is Room's.
+    `unanswered` is that of Rooms.
     """
 
-    def __init__(
-        self, app: ASGIApp, path_of: Mapping[Any, str], metrics: Metrics, unanswered: set[str]
-    ) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, unanswered: set[str]) -> None:
         self._app = app
-        self._path_of = path_of
         self._metrics = metrics
         self._unanswered = unanswered
 
@@ -161,7 +142,8 @@ class AccessLog:
             self._record(scope, status, time.perf_counter() - started_at)
 
     def _record(self, scope: Scope, status: int, seconds: float) -> None:
-        endpoint = self._path_of.get(scope.get("endpoint"), "none")
+        # As the routes spell it, "/v1/responses/{id}": a label must not have a value for each id.
+        endpoint = scope["endpoint"].path if "endpoint" in scope else "none"
         method = scope.get("method", "GET")  # a WebSocket has none
         if method not in METHODS:
             method = "other"
@@ -176,109 +158,73 @@ class AccessLog:
         log.log(level, "%s %s: %d in %.3f s", *fields.values(), extra={"fields": fields})
 
 
-class Preflights(CORSMiddleware):
-    """Answers CORS preflights, which carry no key; their refusals look like all other errors."""
+class Guard:
+    """Lets requests in that name this server, and have one of its keys: scope["owner"] is whose they are."""
 
-    def preflight_response(self, request_headers: Headers) -> Response:
-        answer = super().preflight_response(request_headers)
-        if answer.status_code == 200:
-            return answer
-        refusal = error_response(answer.status_code, f"{bytes(answer.body).decode()}.", None, "cors")
-        refusal.headers["Vary"] = answer.headers["Vary"]
-        return refusal
-
-
-class Admission:
-    """Lets requests with an API key in, while there is room.
-
-    Endpoints find its owner in scope["owner"], and how long a body may be in scope["max_body_bytes"].
-    Those whose answer may be large call scope["hold"] with its size before they load it; those with several
-    choices call scope["enter"] with the number of streams that they need beside their first.
-    """
-
-    def __init__(
-        self,
-        app: ASGIApp,
-        endpoints: Sequence[Endpoint],
-        keys: "Keys",
-        room: Room,
-        origins: Sequence[str],
-        hosts: Sequence[str],
-    ) -> None:
+    def __init__(self, app: ASGIApp, keys: "Keys", hosts: Sequence[str]) -> None:
         self._app = app
-        self._slow = [(endpoint, route_of(endpoint)) for endpoint in endpoints if endpoint.slow_part]
         self._keys = keys
-        self._room = room
-        self._origins = {*origins}
         self._hosts = {LOCALHOST, *hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["owner"] = self._keys.owner(scope)
-        scope["max_body_bytes"] = self._room.max_body_bytes
-        slow_part = self._slow_part(scope)
-        refusal = self._refusal(scope, slow_part)
-        if refusal:
-            await refusal(scope, receive, send)
-            return
-        if not slow_part:
-            await self._app(scope, receive, send)
-            return
-        if slow_part == "socket":
-            await self._admit_socket(scope, receive, send)
-            return
-        with self._room.visit(scope["owner"]) as visit:
-            scope["hold"] = partial(self._room.hold, visit)
-            scope["enter"] = partial(self._room.enter, visit)
-            if slow_part == "body":
-                receive = partial(self._room.receive, visit, receive)
-            else:
-                enter = self._room.enter_for_answer if slow_part == "answer" else self._room.enter
-                try:
-                    enter(visit)
-                except BadInput as error:
-                    await bad_input(error)(scope, receive, send)
-                    return
-            await self._app(scope, receive, send)
-
-    async def _admit_socket(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """A WebSocket finds in scope["room"] the room for its turns, and what they may have it remember."""
-        with ExitStack() as stack:
-            try:
-                visit = stack.enter_context(self._room.socket(scope["owner"]))
-            except BadInput as error:
-                await bad_input(error)(scope, receive, send)
-                return
-            scope["room"] = self._room
-            scope["hold_message"] = partial(self._room.hold_message, visit)
-            try:
-                await self._app(scope, receive, send)
-            finally:
-                del scope["hold_message"]  # what still comes is nobody's
-
-    def _slow_part(self, scope: Scope) -> str:
-        """Endpoint.slow_part of this request; "" where it is short, "answer" where it asks for no stream."""
-        for endpoint, route in self._slow:
-            match, _ = route.matches(scope)
-            if match is Match.FULL:
-                if endpoint.slow_part != "stream":
-                    return endpoint.slow_part
-                query = QueryParams(scope["query_string"])
-                return "stream" if query.get("stream") in STREAMED else "answer"
-        return ""
-
-    def _refusal(self, scope: Scope, slow_part: str) -> Response | None:
         headers = dict(scope["headers"])
+        scope["owner"] = self._keys.owner(scope)
+        app = self._app
         if self._keys.n_owners == 0 and not is_ours(headers.get(b"host"), self._hosts):
-            return misdirected(headers[b"host"])
-        if scope["owner"] is None and scope["path"] not in KEYLESS_PATHS:
-            return unauthorized()
-        if headers.get(b"upgrade", b"").lower() == b"websocket" and slow_part != "socket":
-            return no_websocket()
-        if slow_part == "socket" and is_foreign(headers, self._origins):
-            return foreign_page(headers[b"origin"])
-        if slow_part == "body" and is_without_preflight(headers, self._origins):
-            return not_json()
-        return None
+            app = misdirected(headers[b"host"])
+        elif scope["owner"] is None and scope["path"] not in KEYLESS_PATHS:
+            app = unauthorized()
+        elif headers.get(b"upgrade", b"").lower() == b"websocket" and (
+            scope["type"] == "http" or scope["path"] != WEBSOCKET_PATH
+        ):
+            app = no_websocket()
+        await app(scope, receive, send)
+
+
+class Admitted:
+    """An endpoint, as Starlette calls it: while it runs, and is answered, it holds what it takes."""
+
+    def __init__(self, endpoint: Endpoint, rooms: Rooms, origins: Set[str]) -> None:
+        self.path = endpoint.path
+        self._endpoint = endpoint
+        self._rooms = rooms
+        self._origins = origins
+
+    def route(self) -> Route | WebSocketRoute:
+        if self._endpoint.slow_part == "socket":
+            return WebSocketRoute(self.path, self)
+        return Route(self.path, self, methods=[self._endpoint.method])
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = dict(scope["headers"])
+        rooms = self._rooms
+        slow_part = self._endpoint.slow_part
+        if slow_part == "stream" and QueryParams(scope["query_string"]).get("stream") not in STREAMED:
+            slow_part = "answer"
+        with rooms.visit(scope["owner"]) as visit:
+            match slow_part:
+                case "socket":
+                    if is_foreign(headers, self._origins):
+                        await foreign_page(headers[b"origin"])(scope, receive, send)
+                        return
+                    try:
+                        visit.hold(rooms.sockets, 1)
+                    except BadInput as refusal:  # before a handshake Starlette has no handlers of errors
+                        await refused(refusal)(scope, receive, send)
+                        return
+                    await self._endpoint.handler(WebSocket(scope, receive, send), visit)
+                    return
+                case "body" if is_without_preflight(headers, self._origins):
+                    await not_json()(scope, receive, send)
+                    return
+                case "stream" | "endless stream":
+                    visit.enter()
+                case "answer":
+                    visit.hold(rooms.answers, 1)
+            http = HttpRequest(scope, receive, send)
+            response = await self._endpoint.handler(http, visit)
+            assert response
+            await response(scope, receive, send)
 
 
 def is_ours(host: bytes | None, names: Set[str]) -> bool:
@@ -353,51 +299,44 @@ def digest(key: bytes) -> str:
 # --- what errors and refusals look like ---------------------------------------------------------------------
 
 
-def bad_input(error: BadInput) -> Response:
-    return error_response(error.status, error.message, error.param, error.code)
+def refused(error: BadInput) -> Response:
+    return error_response(error.status, error.message, error.param, error.code or None)
 
 
-async def on_bad_input(_: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, BadInput)
-    return bad_input(error)
+async def on_error(http: HttpRequest, error: Exception) -> Response:
+    """Answer with an error object, whatever was raised."""
+    match error:
+        case BadInput():
+            return refused(error)
+        case Refused():
+            response = error_response(error.status, error.message, error.param, error.code or None)
+            if error.retry_after:
+                response.headers["Retry-After"] = error.retry_after
+            return response
+        case HTTPException(status_code=404):
+            paths = dict.fromkeys(route.path for route in http.app.routes if route.path.startswith("/v1/"))
+            there_is = f"; there is {', '.join(paths)}"
+            return error_response(404, what_is_wrong(http, error) + there_is, code="unknown_url")
+        case HTTPException():
+            response = error_response(
+                error.status_code, what_is_wrong(http, error), code="method_not_allowed"
+            )
+            # Of all routes with this path, while Starlette names the first one's: RFC 9110, section 15.5.6.
+            routes = [route for route in http.app.routes if route.matches(http.scope)[0] is Match.PARTIAL]
+            methods = {method for route in routes for method in route.methods}
+            response.headers["Allow"] = ", ".join(sorted(methods))
+            return response
+        case RecursionError():
+            return error_response(400, "The body is nested too deeply.", code="invalid_json")
+        case ClientDisconnect():
+            return Response(status_code=CLIENT_CLOSED_REQUEST)  # its client has left
+        case _:
+            message = f"{type(error).__name__} in the server; its log has the details."
+            return error_response(500, message, code="server_error")
 
 
-async def on_refused(_: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, Refused)
-    response = error_response(error.status, error.message, error.param, error.code or None)
-    if error.retry_after:
-        response.headers["Retry-After"] = error.retry_after
-    return response
-
-
-async def on_http_error(http: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    message = f"{error.detail}: {http.method} {http.url.path[:MAX_SHOWN]}"
-    code = "method_not_allowed"
-    if error.status_code == 404:
-        paths = dict.fromkeys(route.path for route in http.app.routes if route.path.startswith("/v1/"))
-        message += f"; there is {', '.join(paths)}"
-        code = "unknown_url"
-    response = error_response(error.status_code, message, code=code)
-    if error.status_code == 405:
-        # Of all routes with this path, where Starlette names the first one's: RFC 9110, section 15.5.6.
-        routes = [route for route in http.app.routes if route.matches(http.scope)[0] is Match.PARTIAL]
-        methods = {method for route in routes for method in route.methods}
-        response.headers["Allow"] = ", ".join(sorted(methods))
-    return response
-
-
-async def on_recursion(_: HttpRequest, error: Exception) -> Response:
-    return error_response(400, "The body is nested too deeply.", code="invalid_json")
-
-
-async def on_disconnect(_: HttpRequest, error: Exception) -> Response:
-    return Response(status_code=CLIENT_CLOSED_REQUEST)  # nobody reads it
-
-
-async def on_exception(_: HttpRequest, error: Exception) -> Response:
-    message = f"{type(error).__name__} in the server; its log has the details."
-    return error_response(500, message, code="server_error")
+def what_is_wrong(http: HttpRequest, error: HTTPException) -> str:
+    return f"{error.detail}: {http.method} {http.url.path[:MAX_SHOWN]}"
 
 
 def unauthorized() -> Response:

@@ -45,10 +45,9 @@ from checkpoint import hub
 from gateway.remote import RemoteWorker
 from gateway.upstreams import Upstreams
 from middleware import Keys, make_app
-from request.room import N_THREADS
+from request.room import N_THREADS, Rooms
 from service import loading, logs, options
-from service.admission import Room
-from service.connections import HttpServer, bind, event_loop, http_config
+from service.connections import EventLoop, HttpServer, bind, http_config
 from service.preflight import INTERRUPTED
 from service.steps import Steps
 from store import Retention, Store
@@ -104,7 +103,7 @@ def run(args: argparse.Namespace, interrupts: list[int]) -> int:
         return 2
     if interrupts:
         raise KeyboardInterrupt
-    with asyncio.Runner(loop_factory=event_loop) as runner:
+    with asyncio.Runner(loop_factory=EventLoop) as runner:
         runner.run(serve(args, keys, local, remote, store, listener))
     return 0
 
@@ -158,9 +157,9 @@ async def serve(
     if remote:
         await remote.upstreams.start()
     await api.recover()
-    room = Room(args.max_streams, args.max_body, is_shared)
+    rooms = Rooms(args.max_streams, args.max_body, is_shared)
     hosts = [args.host.lower(), *(args.allowed_host or ())]
-    app = make_app(api, keys, room, args.cors_origin or (), hosts)
+    app = make_app(api, keys, rooms, args.cors_origin or (), hosts)
     server = HttpServer(http_config(app, args))
     end_grace = asyncio.Event()
     stopping: list[asyncio.Task[None]] = []  # the task that stops the server, once a signal has come
@@ -171,11 +170,11 @@ async def serve(
             end_grace.set()
             return
         notify("STOPPING=1")
-        say_what_a_stop_waits_for(workers, room)
+        say_what_a_stop_waits_for(workers, rooms)
         server.should_exit = True  # uvicorn accepts no more connections
         if steps:
             steps.close()
-        stopping.append(asyncio.create_task(stop(args, workers, registry, room, end_grace)))
+        stopping.append(asyncio.create_task(stop(args, workers, registry, rooms, end_grace)))
 
     on_stop_signals(on_signal)
     tune_garbage_collector()
@@ -283,11 +282,11 @@ def on_stop_signals(on_signal: Callable[[], None]) -> None:
         signal.signal(number, lambda *_: loop.call_soon_threadsafe(on_signal))
 
 
-def say_what_a_stop_waits_for(workers: list[Worker], room: Room) -> None:
+def say_what_a_stop_waits_for(workers: list[Worker], rooms: Rooms) -> None:
     """Log how many requests a stop waits for: those that are being prepared are in no worker yet."""
     counts = [worker.counts() for worker in workers]
     n_in_workers = sum(count["running"] + count["waiting"] for count in counts)
-    n_requests = max(n_in_workers, len(room.unanswered))
+    n_requests = max(n_in_workers, len(rooms.unanswered))
     if n_requests:
         noun = "request" if n_requests == 1 else "requests"
         log.warning("waiting for %d %s; again to stop at once", n_requests, noun)
@@ -297,14 +296,14 @@ async def stop(
     args: argparse.Namespace,
     workers: list[Worker],
     registry: Registry,
-    room: Room,
+    rooms: Rooms,
     end_grace: asyncio.Event,
 ) -> None:
     """Let what runs finish, until the grace is over or `end_grace` is set, then end it."""
     registry.stopping.set()
     deadline = time.monotonic() + args.shutdown_grace
     while not end_grace.is_set() and time.monotonic() < deadline:
-        if not room.unanswered and not any(worker.busy() for worker in workers):
+        if not rooms.unanswered and not any(worker.busy() for worker in workers):
             break
         await asyncio.sleep(0.02)
     await registry.close(persistent=args.store != options.IN_MEMORY)

@@ -1,27 +1,26 @@
 """The body of a request: from the bytes of a connection to a JSON value, within limits.
 
-    HTTP request --receive()--> Body, or BadInput          Body --parse_json()--> value, or BadInput
+    HTTP request --receive()--> Body, or BadInput          Body --parsed()--> value, or BadInput
 
 Authority: RFC 8259 (JSON), RFC 9110 section 8.4 (Content-Encoding), RFC 8878 (zstd); for what is refused,
-https://platform.openai.com/docs/guides/error-codes.
+https://platform.openai.com/docs/guides/error-codes; MinRate of Apache's RequestReadTimeout for rule 1,
+https://httpd.apache.org/docs/2.4/mod/mod_reqtimeout.html
 
 Rules of this file:
-1. Bytes, nesting and the number of values are bounded before anything is built from them.
-2. Large bodies are unpacked and parsed one at a time, in a thread of their own that rests half of the time:
-   no other work waits for it.
-3. What large bodies hold may take fifty times their bytes until there is a Request: so many have a place at a
-   time, by turns of their owners.
+1. A body must be whole within MAX_BODY_S, and the time that what has come takes at BODY_BYTES_A_S. If it is
+   large it has room (room.py) before it is kept.
+2. Bytes, nesting and the number of values are bounded before anything is built from them.
+3. A large body may take fifty times its bytes until there is a Request: few are parsed at a time, by turns of
+   their owners. After each the event loop has as much time for others as it took.
 
-Not here: what the JSON may say (params.py), how long a body may take to come, and how many bytes all of them
-may have (service/admission.py).
+Not here: what the JSON may say (params.py).
 """
 
 import asyncio
 import time
 import zlib
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from importlib import import_module
 from itertools import accumulate
@@ -31,22 +30,18 @@ from starlette.requests import Request as HttpRequest
 
 import sse
 from request.refusals import BadInput
-from request.room import Turns
+from request.room import Visit
 
-MAX_BODY_BYTES = 2 * 2**20  # unless --max-body says otherwise: 500,000 tokens of text
 SMALL_BODY_BYTES = 16 * 1024  # parsed at once, in less than 1 ms, however many large ones wait
 MAX_DEPTH = 128  # nested lists and objects: a schema nests two for each level of what it describes
 MAX_VALUES = 50_000  # of JSON: one takes 2 bytes of a body, and some 100 of memory
 MAX_RATIO = 100  # bytes unpacked for one that came: text has 3 to 20, so that more is no text
 SMALL_BYTES = 2**16  # what a body may unpack to whatever its ratio
+MAX_BODY_S = 30  # from its first byte to its last, if it is small
+BODY_BYTES_A_S = 256 * 1024  # at least, after those: five times as many come over 200 ms, there and back
 
 GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS  # zlib.decompressobj(): whichever of the two the header shows
 ZSTD_WINDOW_LOG = 23  # 8 MiB of memory, "recommended for decoders to support": RFC 8878, section 3.1.1.1.2
-
-# Reading JSON holds Python's lock to its end, in a thread too: two at once would leave the streams no turn.
-PARSER = ThreadPoolExecutor(1, "json")
-N_PLACES = 4  # more than there are threads that work for them (server.py)
-rested_at = 0.0  # when its thread may work again, by time.monotonic()
 
 STEP = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 NOT_PUNCTUATION = bytes(set(range(256)) - set(b"[]{},"))
@@ -59,62 +54,75 @@ class Body(NamedTuple):
     max_bytes: int  # also of what it unpacks to
     encoding: str = "identity"
 
-    @property
-    def is_small(self) -> bool:
-        return len(self.content) <= SMALL_BODY_BYTES and self.encoding == "identity"
+
+# --- what comes ---------------------------------------------------------------------------------------------
 
 
-async def receive(http: HttpRequest) -> Body:
-    """The body of a request; raises BadInput."""
+@asynccontextmanager
+async def arriving(visit: Visit) -> AsyncIterator[Callable[[int], None]]:
+    """Yield what is to be told how many bytes have come; raises BadInput if they are late or have no room."""
+    loop = asyncio.get_running_loop()
+    began_at = loop.time()
+    try:
+        async with asyncio.timeout(MAX_BODY_S) as timeout:
+
+            def note(n_bytes: int) -> None:
+                if n_bytes > SMALL_BODY_BYTES:
+                    visit.hold(visit.rooms.bytes, n_bytes)
+                timeout.reschedule(began_at + MAX_BODY_S + n_bytes / BODY_BYTES_A_S)
+
+            yield note
+    except TimeoutError as error:
+        expected = f"within {MAX_BODY_S} s and a second for each {BODY_BYTES_A_S} bytes that came"
+        raise BadInput(f"Expected all of it {expected}.", None, "request_timeout") from error
+
+
+async def receive(http: HttpRequest, visit: Visit) -> Body:
+    """Return the body of a request, which then takes a stream; raises BadInput."""
     encoding = http.headers.get("content-encoding", "").strip().lower() or "identity"
-    _check_encoding(encoding)
-    max_bytes: int = http.scope["max_body_bytes"]
-    too_large = BadInput(
-        f"Expected a body of at most {max_bytes} bytes, see --max-body.", None, "body_too_large"
-    )
+    if encoding not in READERS:
+        raise unknown_encoding(encoding)
+    max_bytes = visit.rooms.max_body_bytes
+    expected = f"Expected a body of at most {max_bytes} bytes, see --max-body."
+    too_large = BadInput(expected, None, "body_too_large")
     if int(http.headers.get("content-length", 0)) > max_bytes:
         raise too_large
-    body = bytearray()
-    async for chunk in http.stream():
-        body += chunk
-        if len(body) > max_bytes:
-            raise too_large
-    return Body(bytes(body), max_bytes, encoding)
+    content = bytearray()
+    async with arriving(visit) as note:
+        async for chunk in http.stream():
+            content += chunk
+            if len(content) > max_bytes:
+                raise too_large
+            note(len(content))
+    visit.enter()
+    return Body(bytes(content), max_bytes, encoding)
 
 
-def place(body: Body, owner: str, places: Turns) -> AbstractAsyncContextManager[None]:
-    """To be held from before a body is parsed until its Request is there: rule 3."""
-    if body.is_small:
-        return nullcontext()
-    return places.turn(owner)
+# --- parsing ------------------------------------------------------------------------------------------------
 
 
-async def parse_json(body: Body) -> Any:
-    """The JSON value of a body that has come; raises BadInput."""
-    if body.is_small:
-        return _parse(body.content, body.encoding, body.max_bytes)
-    loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(PARSER, _parse_rested, body.content, body.encoding, body.max_bytes)
+@asynccontextmanager
+async def parsed(body: Body, visit: Visit) -> AsyncIterator[Any]:
+    """Yield the JSON value of a body. Leave when there is a Request: rule 3. Raises BadInput."""
+    if len(body.content) <= SMALL_BODY_BYTES and body.encoding == "identity":
+        yield parse(body)
+        return
+    async with visit.rooms.parsing.turn(visit.owner):
+        began_at = time.thread_time()
+        try:
+            value = parse(body)
+        finally:
+            await asyncio.sleep(time.thread_time() - began_at)
+        yield value
 
 
-def _parse_rested(body: bytes, encoding: str, max_bytes: int) -> Any:
-    """Parse, when the thread has rested for as long as the body before took: others have half of the time."""
-    global rested_at
-    time.sleep(max(0.0, rested_at - time.monotonic()))
-    began_at = time.thread_time()
-    try:
-        return _parse(body, encoding, max_bytes)
-    finally:
-        rested_at = time.monotonic() + time.thread_time() - began_at
-
-
-def _parse(body: bytes, encoding: str, max_bytes: int) -> Any:
-    json_text = body if encoding == "identity" else _unpacked(body, encoding, max_bytes)
+def parse(body: Body) -> Any:
+    """Return the JSON value of a body; raises BadInput."""
+    json_text = READERS[body.encoding](body)
     marks = punctuation(json_text)
     # A value has two marks at most, one that opens and one that closes it.
     if depth(marks[: 2 * MAX_VALUES]) > MAX_DEPTH:
-        message = f"Expected a body nested at most {MAX_DEPTH} deep."
-        raise BadInput(message, None, "invalid_json")
+        raise BadInput(f"Expected a body nested at most {MAX_DEPTH} deep.", None, "invalid_json")
     if count(marks) > MAX_VALUES:
         raise too_many_values()
     try:
@@ -126,8 +134,8 @@ def _parse(body: bytes, encoding: str, max_bytes: int) -> Any:
 # --- encodings ----------------------------------------------------------------------------------------------
 
 
-def _zstd() -> Any:
-    """The module that reads zstd, of Python 3.14 or of a package; None where there is none."""
+def zstd() -> Any:
+    """Return the module that reads zstd, of Python 3.14 or of a package; None if there is none."""
     for name in ("compression.zstd", "backports.zstd"):
         try:
             return import_module(name)
@@ -136,48 +144,52 @@ def _zstd() -> Any:
     return None
 
 
-ZSTD = _zstd()
-GZIP = partial(zlib.decompressobj, GZIP_OR_ZLIB)
+def unpacked(make_reader: Callable[[], Any], body: Body) -> bytes:
+    """Return what a body unpacks to, which is bounded like any other, and by what came; raises BadInput.
 
-# Codex compresses its bodies. A reader has decompress(), eof and unused_data.
-READERS: dict[str, Callable[[], Any]] = {"gzip": GZIP, "x-gzip": GZIP, "deflate": GZIP}
-UNREADABLE: tuple[type[Exception], ...] = (zlib.error,)
-if ZSTD:
-    ZSTD_OPTIONS = {ZSTD.DecompressionParameter.window_log_max: ZSTD_WINDOW_LOG}
-    READERS["zstd"] = partial(ZSTD.ZstdDecompressor, options=ZSTD_OPTIONS)
-    UNREADABLE += (ZSTD.ZstdError,)
-
-
-def _check_encoding(encoding: str) -> None:
-    if encoding in READERS or encoding == "identity":
-        return
-    message = f"Expected a body encoded as {', '.join(['identity', *READERS])}, got '{encoding}'."
-    if encoding == "zstd":
-        message += " For that the server needs a package: pip install backports.zstd"
-    raise BadInput(message, None, "unsupported_content_encoding")
-
-
-def _unpacked(body: bytes, encoding: str, max_bytes: int) -> bytes:
-    """What a body unpacks to is bounded like any other, and by what came of it."""
-    limit = min(max_bytes, max(SMALL_BYTES, len(body) * MAX_RATIO))
-    reader = READERS[encoding]()
+    A reader has decompress(), eof and unused_data.
+    """
+    limit = min(body.max_bytes, max(SMALL_BYTES, len(body.content) * MAX_RATIO))
+    reader = make_reader()
     try:
-        unpacked: bytes = reader.decompress(body, limit + 1)
+        content: bytes = reader.decompress(body.content, limit + 1)
     except UNREADABLE as error:
         raise BadInput(f"Could not unpack the body: {error}", None, "invalid_json") from error
-    if len(unpacked) > limit:
+    if len(content) > limit:
         message = f"Expected at most {limit} bytes when unpacked: {MAX_RATIO} for each that came."
         raise BadInput(message, None, "body_too_large")
     if not reader.eof or reader.unused_data:
         raise BadInput("Could not unpack the body: expected one whole stream.", None, "invalid_json")
-    return unpacked
+    return content
+
+
+ZSTD = zstd()
+GZIP = partial(unpacked, partial(zlib.decompressobj, GZIP_OR_ZLIB))
+READERS: dict[str, Callable[[Body], bytes]] = {
+    "identity": lambda body: body.content,
+    "gzip": GZIP,
+    "x-gzip": GZIP,
+    "deflate": GZIP,
+}
+UNREADABLE: tuple[type[Exception], ...] = (zlib.error,)
+if ZSTD:  # Codex compresses its bodies so
+    ZSTD_OPTIONS = {ZSTD.DecompressionParameter.window_log_max: ZSTD_WINDOW_LOG}
+    READERS["zstd"] = partial(unpacked, partial(ZSTD.ZstdDecompressor, options=ZSTD_OPTIONS))
+    UNREADABLE += (ZSTD.ZstdError,)
+
+
+def unknown_encoding(encoding: str) -> BadInput:
+    message = f"Expected a body encoded as {', '.join(READERS)}, got '{encoding}'."
+    if encoding == "zstd":
+        message += " For that the server needs a package: pip install backports.zstd"
+    return BadInput(message, None, "unsupported_content_encoding")
 
 
 # --- what a JSON text holds, before it is parsed ------------------------------------------------------------
 
 
 def punctuation(json_text: bytes) -> bytes:
-    """The brackets and commas outside strings."""
+    """Return the brackets and commas outside strings."""
     unescaped = json_text.replace(b"\\\\", b"").replace(b'\\"', b"")
     if unescaped.count(b'"') > 4 * MAX_VALUES:  # two for each value, two for its name
         raise too_many_values()
@@ -186,13 +198,13 @@ def punctuation(json_text: bytes) -> bytes:
 
 
 def count(marks: bytes) -> int:
-    """How many values there are, at most: each stands behind a comma or an opening bracket, but the first."""
+    """Return how many values there are, at most: each but the first follows a comma or an opening bracket."""
     n_closing = marks.count(b"]") + marks.count(b"}")
     return 1 + len(marks) - n_closing
 
 
 def n_values(text: str) -> int:
-    """How many values a JSON text that stands in a body has, at most; raises BadInput for too many."""
+    """Return how many values a JSON text in a body has, at most; raises BadInput for too many."""
     n = count(punctuation(text.encode(errors="replace")))
     if n > MAX_VALUES:
         raise too_many_values()
@@ -205,7 +217,7 @@ def too_many_values() -> BadInput:
 
 
 def depth(marks: bytes) -> int:
-    """How deep lists and objects nest, before anything recurses into them."""
+    """Return how deep lists and objects nest, before anything recurses into them."""
     brackets = marks.replace(b",", b"")
     steps = [STEP[bracket] for bracket in brackets]
     return max(accumulate(steps), default=0)

@@ -1,7 +1,7 @@
 """Room and turns: what one owner may hold of the server, and whose turn it is. An owner is an API key.
 
     Room.take(owner, n), give_back(owner, n)           there is so much: now, or BadInput
-    with Room.visit(owner, n) as visit                 the same, given back at the end
+    with Rooms.visit(owner) as visit                   what one request holds, given back at its end
     async with Turns.turn(owner)                       so many at once; the others wait
     await Threads.call(owner, function, ...)           a thread runs it when its owner's turn has come
 
@@ -34,6 +34,11 @@ Ts = TypeVarTuple("Ts")
 # Threads of the event loop, for what would keep it too long. They share Python's lock, which the event loop
 # wants back after each system call: with six at work a turn of it took 0.2 s.
 N_THREADS = 2
+
+MAX_BODY_BYTES = 2 * 2**20  # unless --max-body says otherwise: 500,000 tokens of text
+BYTES_A_STREAM = 256 * 1024  # of a body, on average: 64,000 tokens of text
+MIN_LARGEST_BODIES = 16  # that there is room for, however few the streams
+N_PARSED = 2  # large bodies that are parsed, or checked, at once
 
 
 # --- room ---------------------------------------------------------------------------------------------------
@@ -72,33 +77,6 @@ class Room:
     def give_back(self, owner: str, n: int) -> None:
         self._held[owner] -= n
         self._n_free += n
-
-    @contextmanager
-    def visit(self, owner: str, n: int = 0) -> Iterator["Visit"]:
-        """Hold n of them, and what the visit takes later, until it ends; raises BadInput."""
-        visit = Visit(self, owner)
-        visit.resize(n)
-        try:
-            yield visit
-        finally:
-            visit.resize(0)
-
-
-class Visit:
-    """What one request, WebSocket or turn holds of a room."""
-
-    def __init__(self, room: Room, owner: str) -> None:
-        self.n = 0
-        self._room = room
-        self._owner = owner
-
-    def resize(self, n: int) -> None:
-        """Hold n of them, instead of as many as now; raises BadInput, and then holds what it held."""
-        if n > self.n:
-            self._room.take(self._owner, n - self.n)
-        else:
-            self._room.give_back(self._owner, self.n - n)
-        self.n = n
 
 
 # --- turns --------------------------------------------------------------------------------------------------
@@ -148,3 +126,64 @@ class Threads:
         """Wait until all calls are done, also those that are made meanwhile."""
         while self._turns.waiting.total():
             await asyncio.sleep(0.01)
+
+
+# --- what requests hold -------------------------------------------------------------------------------------
+
+
+class Rooms:
+    """What all clients of a server hold together."""
+
+    def __init__(
+        self, max_streams: int, max_body_bytes: int = MAX_BODY_BYTES, is_shared: bool = False
+    ) -> None:
+        n_bytes = max(max_streams * BYTES_A_STREAM, MIN_LARGEST_BODIES * max_body_bytes)
+        self.max_body_bytes = max_body_bytes
+        self.streams = Room("open requests", max_streams, is_shared)
+        self.answers = Room("answers on their way", max_streams, is_shared)  # a poll needs no stream
+        self.sockets = Room("open WebSockets", max_streams, is_shared)
+        self.bytes = Room("bytes of bodies", n_bytes, is_shared)
+        self.parsing = Turns(N_PARSED)
+        self.messages = Turns(1)  # parts of WebSocket messages
+        # Ids of the requests, and turns, whose answers have not begun: a stop waits for them.
+        self.unanswered: set[str] = set()
+
+    @contextmanager
+    def visit(self, owner: str | None) -> Iterator["Visit"]:
+        """Let a request hold what it takes until it ends; `owner` None: it has none of the keys."""
+        visit = Visit(self, owner or "", owner is not None)
+        try:
+            yield visit
+        finally:
+            for room in visit.held:
+                visit.hold(room, 0)
+
+
+class Visit:
+    """What one request, WebSocket or turn holds until it ends, and whose it is."""
+
+    def __init__(self, rooms: Rooms, owner: str, has_key: bool = True) -> None:
+        self.rooms = rooms
+        self.owner = owner
+        self.has_key = has_key  # if keys are asked for
+        self.held = Counter[Room]()
+
+    def hold(self, room: Room, n: int) -> None:
+        """Hold n of a room, instead of as many as now; raises BadInput, and then holds what it held."""
+        n_more = n - self.held[room]
+        if n_more > 0:
+            room.take(self.owner, n_more)
+        else:
+            room.give_back(self.owner, -n_more)
+        self.held[room] = n
+
+    def enter(self, n_streams: int = 1) -> None:
+        """Hold a stream for each choice; raises BadInput.
+
+        Half of all are the most that one has: with more it would never get in beside other owners.
+        """
+        self.hold(self.rooms.streams, min(n_streams, max(1, self.rooms.streams.n_total // 2)))
+
+    def load(self, n_bytes: int) -> None:
+        """Hold what is about to be loaded for an answer, as a quarter of all at most; raises BadInput."""
+        self.hold(self.rooms.bytes, min(n_bytes, self.rooms.bytes.n_total // 4))

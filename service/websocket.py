@@ -19,16 +19,18 @@ https://www.openresponses.org/specification, WebSocket transport; RFC 6455, sect
 Rules of this file:
 1. A turn is a request like any other, and what it sends are the frames of its log without their SSE lines.
 2. What is wrong with one turn is told in a message, with the status that HTTP would have, and the connection
-   lives on; so it does after a message that is too large, which is dropped as it comes (connections.py). A
-   message that is not JSON ends it: what a client that sends such things means is not known.
-3. A response can be continued from the connection's memory, without a store. A turn that fails makes its
-   connection forget the response that it continued, if it was of the same lane.
+   lives on; so it does after a message that is too large. A message that is not JSON ends it: what a client
+   that sends such things means is not known.
+3. The last response of each lane can be continued without a store. A turn that fails makes its lane forget
+   the response that it continued.
 4. A response cannot be steered while it runs. A client that tries gets its input back, and the turn goes on.
 5. A client that leaves ends its turns. At a stop of the server, and at an age of max_age_s, those that run go
    on to their end; those that wait are refused.
+6. A message has time and room as a body has (request/body.py), and those of all connections, or the parts of
+   large ones, are taken one after another, by turns of the owners.
 
 Not here: what a request may say (request/), the connection (connections.py), keys and pages of other sites
-(../middleware.py), how much all connections hold together (admission.py).
+(../middleware.py).
 """
 
 import asyncio
@@ -36,27 +38,24 @@ import logging
 import re
 import time
 from asyncio import FIRST_COMPLETED
-from collections import Counter
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing, closing, suppress
+from contextlib import aclosing, suppress
 from typing import Any, NamedTuple
 
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 import sse
 from background import Job
-from request import room
-from request.body import Body, parse_json
+from request.body import Body, arriving, parsed
 from request.ids import REQUEST_ID
-from request.items import MAX_CONVERSATION_BYTES
 from request.refusals import BadInput, error_body, missing, shown, unsupported, wrong_type, wrong_value
-from service.admission import Room
+from request.room import Visit
 from store import Row
 from streaming import cancel
 
 log = logging.getLogger("websocket")
 
-Recall = Callable[[str], Row | None]  # id of a response -> the response; None where it is not remembered
+Recall = Callable[[str], Row | None]  # id of a response -> the response; None if it is not remembered
 Start = Callable[[Any, Recall], Awaitable[Job]]  # body, memory of its connection -> what has started
 EndedRow = Callable[[Job], Awaitable[Row]]
 
@@ -64,20 +63,21 @@ EndedRow = Callable[[Job], Awaitable[Row]]
 MAX_RUNNING = 16  # turns of a connection that run at once
 MAX_LANES = 32  # that have a name
 MAX_TURNS = 64  # that run or wait
-MAX_REMEMBERED_BYTES = 2 * MAX_CONVERSATION_BYTES  # of a connection
 ROW_BYTES = 2048  # what a response takes in memory besides its texts
+BETWEEN_MESSAGES_S = 0.001  # of all WebSockets: a flood of them takes a part of the event loop alone
 
 SUBPROTOCOL = "responses"  # for pages: a browser wants one of those that it has offered
 CLIENT_LEFT = 499  # nginx's status: only counted
-
 LANE = re.compile(r"[A-Za-z0-9_.-]{1,256}")
-DEFAULT_LANE = ""
 
 # fmt: off
-#  code of a refusal that ends the connection   code of its close
+#  code of a refusal that ends the connection   code of its close: RFC 6455, section 7.4.1
 CLOSE_CODES = {
     "unsupported_content_type":                 1003,  # a kind of data that is not accepted
     "invalid_json":                             1007,  # data that is not what it should be
+    "request_timeout":                          1008,
+    "rate_limit_exceeded":                      1013,  # try again later
+    "server_is_overloaded":                     1013,
 }
 SERVICE_RESTART = 1012
 NORMAL_CLOSURE = 1000
@@ -105,95 +105,45 @@ class Ending(NamedTuple):
     """Why a connection takes no more turns, and is closed when none runs any longer."""
 
     close_code: int
-    message: str
-    error_code: str
-
-    def refusal(self) -> BadInput:
-        return BadInput(self.message, None, self.error_code)
+    refusal: BadInput
 
 
-STOP = Ending(SERVICE_RESTART, "The server is about to stop.", "server_is_overloaded")
+STOP = Ending(SERVICE_RESTART, BadInput("The server is about to stop.", None, "server_is_overloaded"))
 
 
-def too_old(max_age_s: float) -> Ending:
-    message = f"This connection has reached its limit of {max_age_s / 60:g} minutes. Open a new one to go on."
-    return Ending(NORMAL_CLOSURE, message, "websocket_connection_limit_reached")
+class Turn(NamedTuple):
+    number: int  # from 1, of a connection
+    before: "asyncio.Task[None] | None"  # the turn that it waits for
+    parent_id: Any  # its previous_response_id, whatever the client has sent
+    json_text: bytes  # of its message
+    bodies: list[dict[str, Any]]  # the one that is parsed already; a value may take fifty times its text
 
 
-def unreadable(refusal: BadInput) -> Ending:
-    return Ending(CLOSE_CODES[refusal.code], refusal.message, refusal.code)
+class Lane:
+    """Turns that run one after another."""
 
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.newest: asyncio.Task[None] | None = None  # the turn that a new one waits for
+        self.job: Job | None = None  # whose events are being sent
+        self.next_number = 0  # of an event, if none are being sent
+        self.last: Row | None = None  # its last response: rule 3
 
-# --- memory -------------------------------------------------------------------------------------------------
-
-
-class Remembered(NamedTuple):
-    row: Row
-    lane: str
-    n_bytes: int
-
-
-class Memory:
-    """The newest responses of one connection, as far as there is room; they need no store to be continued.
-
-    `shares` is what the memories of all connections may hold together.
-    """
-
-    def __init__(self, owner: str, shares: room.Room) -> None:
-        self._owner = owner
-        self._shares = shares
-        self._responses: dict[str, Remembered] = {}  # by id, the oldest first
-        self._n_bytes = 0
-
-    def recall(self, id: str) -> Row | None:
-        remembered = self._responses.get(id)
-        return remembered.row if remembered else None
-
-    def lane(self, id: Any) -> str | None:
-        """Return the lane of a response; None if it is not remembered."""
-        remembered = self._responses.get(id) if isinstance(id, str) else None
-        return remembered.lane if remembered else None
-
-    def remember(self, row: Row, lane: str) -> None:
-        n_bytes = ROW_BYTES + row.n_bytes + len(row.response_json)
-        if n_bytes > MAX_REMEMBERED_BYTES:
-            return
-        while self._responses and not self._has_room(n_bytes):
-            self._forget(next(iter(self._responses)))
-        if self._has_room(n_bytes):
-            self._shares.take(self._owner, n_bytes)
-            self._n_bytes += n_bytes
-            self._responses[row.id] = Remembered(row, lane, n_bytes)
-
-    def forget(self, id: Any, lane: str) -> None:
-        """Forget a response that cannot be continued, unless other lanes may still do so."""
-        if isinstance(id, str) and id in self._responses and self._responses[id].lane == lane:
-            self._forget(id)
-
-    def close(self) -> None:
-        for id_ in [*self._responses]:
-            self._forget(id_)
-
-    def _has_room(self, n_bytes: int) -> bool:
-        is_small = self._n_bytes + n_bytes <= MAX_REMEMBERED_BYTES
-        return is_small and self._shares.has_room(self._owner, n_bytes)
-
-    def _forget(self, id: str) -> None:
-        n_bytes = self._responses.pop(id).n_bytes
-        self._n_bytes -= n_bytes
-        self._shares.give_back(self._owner, n_bytes)
+    def forget(self, id: Any) -> None:
+        if self.last and self.last.id == id:
+            self.last = None
 
 
 # --- messages -----------------------------------------------------------------------------------------------
 
 
 def lane_of(message: Any) -> str:
-    """The lane that a message names; raises BadInput."""
+    """Return the lane that a message names; raises BadInput."""
     if not isinstance(message, dict):
         raise wrong_type("message", "an object", message)
     lane = message.get("stream_id")
     if lane is None:
-        return DEFAULT_LANE
+        return ""
     if not isinstance(lane, str) or not LANE.fullmatch(lane):
         expected = "Expected 1 to 256 letters, digits, '_', '-' and '.'"
         raise BadInput(f"{expected} as 'stream_id', got {shown(lane)}.", "stream_id", "invalid_stream_id")
@@ -201,7 +151,7 @@ def lane_of(message: Any) -> str:
 
 
 def body_of(message: dict[str, Any]) -> dict[str, Any]:
-    """The body that POST /v1/responses would have; raises BadInput."""
+    """Return the body that POST /v1/responses would have; raises BadInput."""
     event_type = message.get("type")
     if isinstance(event_type, str) and event_type in NOT_BUILT:
         raise unsupported("type", f"There is no '{event_type}' here. {NOT_BUILT[event_type]}")
@@ -220,48 +170,40 @@ def body_of(message: dict[str, Any]) -> dict[str, Any]:
 # --- a connection -------------------------------------------------------------------------------------------
 
 
-class Turn(NamedTuple):
-    number: int  # from 1, of a connection
-    lane: str
-    parent_id: Any  # its previous_response_id, whatever the client has sent
-    json_text: bytes  # of its message: its values may take fifty times as much
-
-
 class Connection:
     """One WebSocket, from its handshake to its close.
 
-    `start` starts a turn, or raises what refuses it; `ended_row` is a response as another one continues it.
-    `record` counts a turn that has ended: with its status, and the seconds since its message came.
+    `visit` is what it holds; what it remembers is another one. `start` starts a turn, or raises what refuses
+    it; `ended_row` is a response as another one continues it. `record` counts a turn that has ended: with its
+    status, and the seconds since its message came.
     """
 
     def __init__(
-        self, websocket: WebSocket, start: Start, ended_row: EndedRow, record: Callable[[int, float], None]
+        self,
+        websocket: WebSocket,
+        visit: Visit,
+        start: Start,
+        ended_row: EndedRow,
+        record: Callable[[int, float], None],
     ) -> None:
         self._websocket = websocket
+        self._visit = visit
         self._start = start
         self._ended_row = ended_row
         self._record = record
-        self._owner: str = websocket.scope["owner"]
-        self._room: Room = websocket.scope["room"]
-        self._memory = Memory(self._owner, self._room.remembered)
         self._places = asyncio.Semaphore(MAX_RUNNING)
         self._n_turns = 0
         self._turns: set[asyncio.Task[None]] = set()  # that run or wait
-        self._newest: dict[str, asyncio.Task[None]] = {}  # by lane: the turn that a new one waits for
-        self._bodies: dict[int, dict[str, Any]] = {}  # of the turns that start now, by their number
+        self._lanes = {"": Lane("")}
         self._ending: Ending | None = None
-        # By lane: the response whose events are being sent, and the number of the lane's next event else.
-        self._running: dict[str, Job] = {}
-        self._next_number: Counter[str] = Counter()
 
     async def run(self, until_stopping: Awaitable[object], max_age_s: float) -> None:
-        subprotocol = None
-        if SUBPROTOCOL in self._websocket.scope["subprotocols"]:
-            subprotocol = SUBPROTOCOL
-        await self._websocket.accept(subprotocol)
+        offered = self._websocket.scope["subprotocols"]
+        await self._websocket.accept(SUBPROTOCOL if SUBPROTOCOL in offered else None)
         receiving = asyncio.ensure_future(self._receive())
         stop = asyncio.ensure_future(until_stopping)
-        with closing(self._memory), suppress(WebSocketDisconnect):
+        rooms = self._visit.rooms
+        with rooms.visit(self._visit.owner) as self._memory, suppress(WebSocketDisconnect):
             try:
                 await asyncio.wait({receiving, stop}, timeout=max_age_s, return_when=FIRST_COMPLETED)
                 if not receiving.done():
@@ -273,193 +215,192 @@ class Connection:
             finally:
                 await cancel(receiving, stop, *self._turns)
             if self._ending:
-                await self._close(self._ending)
-
-    async def _close(self, ending: Ending) -> None:
-        if ending is not STOP:
-            await self._send(error_message(ending.refusal()), DEFAULT_LANE)
-        await self._websocket.close(ending.close_code)
+                if self._ending is not STOP:
+                    await self._refuse(self._ending.refusal)
+                await self._websocket.close(self._ending.close_code)
 
     # --- what comes -----------------------------------------------------------------------------------------
 
     async def _receive(self) -> Ending | None:
         """Begin a turn for each message, until the client leaves (None) or sends what cannot be read."""
-        while True:
-            message = await self._websocket.receive()
-            if message["type"] == "websocket.disconnect":
-                return None
-            if "n_bytes" in message:  # it was too large
-                await self._send(error_message(self._too_large(message["n_bytes"])), DEFAULT_LANE)
-                continue
-            ending = await self._read(message.pop("text", None))
-            if ending:
-                return ending
-            await self._room.until_next_message(self._owner)
+        try:
+            while True:
+                message = await self._message()
+                if message["type"] == "websocket.disconnect":
+                    return None
+                await self._read(message.pop("bytes"), message["is_text"])
+                await self._until_next_message()
+        except BadInput as refusal:
+            return Ending(CLOSE_CODES[refusal.code], refusal)
 
-    async def _read(self, text: str | None) -> Ending | None:
-        """Begin the turn that a message asks for; return how the connection ends if it cannot be read.
+    async def _message(self) -> Any:
+        """Wait for the next message; raises BadInput for a large one that is late or has no room."""
+        message = await self._websocket.receive()
+        if "n_bytes" in message:
+            async with arriving(self._visit) as note:
+                while "n_bytes" in message:  # a part has come: connections.WebSocketProtocol
+                    note(message["n_bytes"])
+                    await self._until_next_message()
+                    message = await self._websocket.receive()
+        return message
 
-        While this waits, for the parser or for a client that reads slowly, it holds one copy of the message.
-        """
-        if text is None:
+    async def _until_next_message(self) -> None:
+        async with self._visit.rooms.messages.turn(self._visit.owner):
+            await asyncio.sleep(BETWEEN_MESSAGES_S)
+
+    async def _read(self, json_text: bytes, is_text: bool) -> None:
+        """Begin the turn that a message asks for; raises BadInput if it cannot be read."""
+        max_bytes = self._visit.rooms.max_body_bytes
+        if len(json_text) > max_bytes:
+            got = f"got {len(json_text)}. It was dropped; the connection goes on."
+            expected = f"Expected a message of at most {max_bytes} bytes, see --max-body, {got}"
+            await self._refuse(BadInput(expected, None, "websocket_message_too_large"))
+            return
+        if not is_text:
             expected = "Expected a text message with JSON, got a binary one."
-            return unreadable(BadInput(expected, None, "unsupported_content_type"))
-        json_text = text.encode()
-        del text
+            raise BadInput(expected, None, "unsupported_content_type")
+        name = ""
+        error = ""
         try:
-            message = await parse_json(Body(json_text, self._room.max_body_bytes))
-            lane, error = self._begin_turn(message, json_text)
+            async with parsed(Body(json_text, max_bytes), self._visit) as message:
+                name = lane_of(message)
+                if message.get("type") == "response.steer":
+                    name, error = self._steer(message, name)
+                elif message.get("type") != IGNORED:
+                    self._begin_turn(self._lane(name), body_of(message), json_text)
         except BadInput as refusal:
-            if refusal.code in CLOSE_CODES:
-                return unreadable(refusal)
-            lane, error = DEFAULT_LANE, error_message(refusal)
+            if refusal.code in ("invalid_json", "unsupported_content_type"):
+                raise
+            error = error_message(refusal)
+        self._visit.hold(self._visit.rooms.bytes, 0)  # a turn counts its message
         if error:
-            await self._send(error, lane)
-        return None
+            await self._send(error, name)
 
-    def _too_large(self, n_bytes: int) -> BadInput:
-        limit = f"at most {self._room.max_body_bytes} bytes, see --max-body"
-        message = f"Expected a message of {limit}, got {n_bytes}. It was dropped; the connection goes on."
-        return BadInput(message, None, "websocket_message_too_large")
-
-    def _begin_turn(self, message: Any, json_text: bytes) -> tuple[str, str]:
-        """The lane of a turn, and the error message that refuses it, "" for none."""
-        lane = DEFAULT_LANE
-        try:
-            lane = lane_of(message)
-            if message.get("type") == IGNORED:
-                return lane, ""
-            if message.get("type") == "response.steer":
-                return self._steer(message, lane)
-            body = body_of(message)
-            self._check_room(lane)
-        except BadInput as refusal:
-            return lane, error_message(refusal)
-        self._n_turns += 1
-        turn = Turn(self._n_turns, lane, body.get("previous_response_id"), json_text)
-        before = self._newest.get(lane)
-        if (before is None or before.done()) and not self._places.locked():
-            self._bodies[turn.number] = body
-        self._websocket.scope["hold_message"](0, None)  # the turn counts it
-        task = asyncio.create_task(self._take_turn(turn, before))
-        self._newest[lane] = task
-        self._turns.add(task)
-        task.add_done_callback(self._turns.discard)
-        return lane, ""
-
-    def _steer(self, message: dict[str, Any], lane: str) -> tuple[str, str]:
-        """Return the lane of a response, and the event that says why it is not steered.
-
-        The event is one of the lane's: if a response runs there, the event is put into its log instead.
-        """
-        id_ = message.get("previous_response_id")
-        running = {job.row.id: name for name, job in self._running.items()}
-        ended_in = self._memory.lane(id_)
-        code = "response_not_found"
-        if isinstance(id_, str) and id_ in running:
-            code, lane = "steering_not_supported", running[id_]
-        elif ended_in is not None:
-            code, lane = "response_already_completed", ended_in
-        error = {"type": "invalid_request_error", "code": code, "message": CANNOT_STEER[code]}
-        steer = {"input": message.get("input"), "previous_response_id": id_}
-        event = {"type": "response.steer.failed", "error": error, "steer": steer}
-        if lane in self._running:
-            self._running[lane].log.extend([event])
-            return lane, ""
-        number = self._next_number[lane]
-        self._next_number[lane] += 1
-        return lane, sse.dumps({"type": event["type"], "sequence_number": number} | event)
-
-    def _check_room(self, lane: str) -> None:
-        """Raise what refuses a new turn of a lane before it waits."""
+    def _lane(self, name: str) -> Lane:
+        """Return a lane that has room for another turn; raises BadInput."""
         if self._ending:
-            raise self._ending.refusal()
+            raise self._ending.refusal
         if len(self._turns) >= MAX_TURNS:
             message = f"Expected at most {MAX_TURNS} turns that run or wait on a connection."
             raise BadInput(message, None, "rate_limit_exceeded")
-        n_lanes = len({*self._newest, lane} - {DEFAULT_LANE})
-        if n_lanes > MAX_LANES:
+        if name not in self._lanes and len(self._lanes) > MAX_LANES:
             message = (
                 f"Expected at most {MAX_LANES} different values of 'stream_id' on a connection. Use one of "
                 "them again, or open another connection."
             )
             raise BadInput(message, "stream_id", "websocket_stream_limit_reached")
+        return self._lanes.setdefault(name, Lane(name))
+
+    def _begin_turn(self, lane: Lane, body: dict[str, Any], json_text: bytes) -> None:
+        self._n_turns += 1
+        before = lane.newest
+        waits = bool(before and not before.done()) or self._places.locked()
+        parent_id = body.get("previous_response_id")
+        turn = Turn(self._n_turns, before, parent_id, json_text, [] if waits else [body])
+        lane.newest = asyncio.create_task(self._take_turn(lane, turn))
+        self._turns.add(lane.newest)
+        lane.newest.add_done_callback(self._turns.discard)
+
+    def _steer(self, message: dict[str, Any], name: str) -> tuple[str, str]:
+        """Return the name of a lane, and the event that says why its response is not steered.
+
+        The event is one of the lane's: if a response runs there, the event is put into its log instead.
+        """
+        id_ = message.get("previous_response_id")
+        code = "response_not_found"
+        for lane in self._lanes.values():
+            if lane.job and lane.job.row.id == id_:
+                code, name = "steering_not_supported", lane.name
+            elif lane.last and lane.last.id == id_:
+                code, name = "response_already_completed", lane.name
+        error = {"type": "invalid_request_error", "code": code, "message": CANNOT_STEER[code]}
+        steer = {"input": message.get("input"), "previous_response_id": id_}
+        event = {"type": "response.steer.failed", "error": error, "steer": steer}
+        lane = self._lanes.get(name) or Lane(name)
+        if lane.job:
+            lane.job.log.extend([event])
+            return name, ""
+        lane.next_number += 1
+        return name, sse.dumps({"type": event["type"], "sequence_number": lane.next_number - 1} | event)
 
     # --- a turn ---------------------------------------------------------------------------------------------
 
-    async def _take_turn(self, turn: Turn, before: asyncio.Task[None] | None) -> None:
+    async def _take_turn(self, lane: Lane, turn: Turn) -> None:
         """Run a turn after the one before it in its lane; what goes wrong becomes a message."""
-        REQUEST_ID.set(f"{REQUEST_ID.get()}.{turn.number}")
+        request_id = f"{REQUEST_ID.get()}.{turn.number}"
+        REQUEST_ID.set(request_id)
+        rooms = self._visit.rooms
         started_at = time.perf_counter()
         status = CLIENT_LEFT
         try:
-            with self._room.turn(self._owner, len(turn.json_text)):
-                if before:
-                    await asyncio.wait({before})
+            with rooms.visit(self._visit.owner) as visit:
+                visit.hold(rooms.bytes, len(turn.json_text))
+                visit.enter()
+                if turn.before:
+                    await asyncio.wait({turn.before})
                 async with self._places:
-                    await self._run_turn(turn)
+                    if self._ending:
+                        raise self._ending.refusal
+                    rooms.unanswered.add(request_id)
+                    if not turn.bodies:
+                        async with parsed(Body(turn.json_text, rooms.max_body_bytes), visit) as message:
+                            turn.bodies.append(body_of(message))
+                            del message
+                    job = await self._start(turn.bodies.pop(), self._recall)
+                    await self._run_turn(lane, job, turn.parent_id)
             status = 200
         except WebSocketDisconnect:
             pass  # _receive() is told, too
         except Exception as error:
             # No variable here: the traceback holds this frame, so that both, and the body, would stay.
-            status = await self._refuse(turn, as_refusal(error))
+            lane.forget(turn.parent_id)
+            status = await self._refuse(as_refusal(error), lane.name)
         finally:
-            self._running.pop(turn.lane, None)
-            self._bodies.pop(turn.number, None)
+            rooms.unanswered.discard(request_id)
+            lane.job = None
             self._record(status, time.perf_counter() - started_at)
 
-    async def _refuse(self, turn: Turn, refusal: BadInput) -> int:
-        """Tell why a turn has failed, or never began; returns its status."""
-        self._memory.forget(turn.parent_id, turn.lane)
-        with suppress(WebSocketDisconnect):
-            await self._send(error_message(refusal), turn.lane)
-        return refusal.status
-
-    async def _run_turn(self, turn: Turn) -> None:
-        if self._ending:
-            raise self._ending.refusal()
-        request_id = REQUEST_ID.get()
-        self._room.unanswered.add(request_id)
+    async def _run_turn(self, lane: Lane, job: Job, parent_id: Any) -> None:
         try:
-            job = await self._start_turn(turn)
-            try:
-                await job.log.until_begun()
-                self._room.unanswered.discard(request_id)
-                await self._send_events(job, turn)
-            finally:
-                await cancel(job.task)
+            await job.log.until_begun()
+            self._visit.rooms.unanswered.discard(REQUEST_ID.get())
+            if not job.log.events:
+                await job.task  # raises why it has refused
+            lane.job = job
+            async with aclosing(job.log.read()) as logged:
+                async for frames in logged:
+                    if job.log.ended and lane.job:
+                        lane.job = None
+                        lane.next_number = len(job.log.events)
+                        if job.log.status == "failed":
+                            lane.forget(parent_id)
+                        else:
+                            await self._remember(lane, job)  # before its client knows of the end
+                    for frame in frames:
+                        await self._send(sse.data(frame), lane.name)
+            await job.task
         finally:
-            self._room.unanswered.discard(request_id)
+            await cancel(job.task)
 
-    async def _start_turn(self, turn: Turn) -> Job:
-        if turn.number not in self._bodies:
-            message = await parse_json(Body(turn.json_text, self._room.max_body_bytes))
-            self._bodies[turn.number] = body_of(message)
-            del message
-        return await self._start(self._bodies.pop(turn.number), self._memory.recall)
+    # --- memory ---------------------------------------------------------------------------------------------
 
-    async def _send_events(self, job: Job, turn: Turn) -> None:
-        if not job.log.events:
-            await job.task  # raises why it has refused
-        self._running[turn.lane] = job
-        has_ended = False
-        async with aclosing(job.log.read()) as logged:
-            async for frames in logged:
-                if job.log.ended and not has_ended:
-                    has_ended = True
-                    del self._running[turn.lane]
-                    self._next_number[turn.lane] = len(job.log.events)
-                    await self._remember(job, turn)  # before its client knows of the end
-                for frame in frames:
-                    await self._send(sse.data(frame), turn.lane)
-        await job.task
+    def _recall(self, id: str) -> Row | None:
+        found = [lane.last for lane in self._lanes.values() if lane.last and lane.last.id == id]
+        return found[0] if found else None
 
-    async def _remember(self, job: Job, turn: Turn) -> None:
-        if job.log.status == "failed":
-            self._memory.forget(turn.parent_id, turn.lane)
-        else:
-            self._memory.remember(await self._ended_row(job), turn.lane)
+    async def _remember(self, lane: Lane, job: Job) -> None:
+        """Remember the last response of a lane, if there is room for it."""
+        lane.last = await self._ended_row(job)
+        try:
+            self._hold_memory()
+        except BadInput:
+            lane.last = None
+            self._hold_memory()
+
+    def _hold_memory(self) -> None:
+        rows = [lane.last for lane in self._lanes.values() if lane.last]
+        n_bytes = sum(ROW_BYTES + row.n_bytes + len(row.response_json) for row in rows)
+        self._memory.hold(self._visit.rooms.bytes, n_bytes)
 
     # --- what is sent ---------------------------------------------------------------------------------------
 
@@ -471,16 +412,27 @@ class Connection:
             object_text = f'{object_text[:-1]},"stream_id":"{lane}"}}'
         await self._websocket.send_text(object_text)
 
+    async def _refuse(self, refusal: BadInput, lane: str = "") -> int:
+        """Tell what is wrong; return its status."""
+        with suppress(WebSocketDisconnect):
+            await self._send(error_message(refusal), lane)
+        return refusal.status
+
+
+def too_old(max_age_s: float) -> Ending:
+    message = f"This connection has reached its limit of {max_age_s / 60:g} minutes. Open a new one to go on."
+    return Ending(NORMAL_CLOSURE, BadInput(message, None, "websocket_connection_limit_reached"))
+
 
 def error_message(refusal: BadInput) -> str:
-    """What a client is told of a refusal, which is logged."""
+    """Return what a client is told of a refusal, which is logged."""
     log.info("%d: %s", refusal.status, refusal.message)
     body = error_body(refusal.status, refusal.message, refusal.param, refusal.code or None)
     return sse.dumps({"type": "error", "status": refusal.status} | body)
 
 
 def as_refusal(error: Exception) -> BadInput:
-    """What a client is told of an error; one that is no refusal is a bug, and logged."""
+    """Return what a client is told of an error; one that is not a refusal is a bug, and logged."""
     if isinstance(error, BadInput):
         return error
     log.error("a turn failed", exc_info=error)

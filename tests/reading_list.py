@@ -31,7 +31,7 @@ import server
 import walkthrough
 from middleware import Keys
 from service import options
-from service.connections import bind, event_loop
+from service.connections import EventLoop, bind
 
 BEGIN = "<!-- made by `python tests/reading_list.py --write` -->\n```text\n"
 END = "```\n<!-- end of the reading list -->"
@@ -79,7 +79,7 @@ def traced() -> set[CodeType]:
     local, store = server.local_worker(args), server.open_store(args)
     threading.Thread(target=ask, args=(listener.getsockname()[1], tracer)).start()
     what_it_prints = contextlib.redirect_stdout(sys.stderr)
-    with what_it_prints, asyncio.Runner(loop_factory=event_loop) as runner:
+    with what_it_prints, asyncio.Runner(loop_factory=EventLoop) as runner:
         runner.run(server.serve(args, Keys([]), local, None, store, listener))
     return tracer.called
 

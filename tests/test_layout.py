@@ -186,8 +186,8 @@ CAPS = {
     "devices":    19_600,
     "dialects":   10_500,
     "gateway":    11_850,
-    "request":    17_400,
-    "service":    16_550,
+    "request":    17_650,
+    "service":    13_500,
 }
 # fmt: on
 MAX_MODULE = 750  # lines of a module of the root, theory included

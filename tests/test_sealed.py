@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.serving import Server, serve
-from request.body import MAX_BODY_BYTES
 from request.items import sealer, unseal
+from request.room import MAX_BODY_BYTES
 
 KEY = b"k" * 32
 

@@ -27,7 +27,7 @@ import sse
 from helpers import laws
 from helpers.faulty_server import AFTER_TOKENS, NAN, RAISES, SLOW
 from helpers.serving import ROOT, TINY, Json, Reply, Server, http_bytes, http_frames, run, serve, until
-from request.body import MAX_BODY_BYTES
+from request.room import MAX_BODY_BYTES
 from service import connections, loading, options, preflight
 
 RESPONSES, CHAT = "/v1/responses", "/v1/chat/completions"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from request.refusals import BadInput
-from request.room import Room, Threads, Turns
+from request.room import N_PARSED, Room, Rooms, Threads, Turns
 
 OWNERS = st.sampled_from("abcde")
 N_TOTAL = 100
@@ -92,15 +92,16 @@ def test_who_holds_nothing_may_take_the_last() -> None:
 
 
 def test_a_visit_gives_back_what_it_holds() -> None:
-    room = Room("things", 10, is_shared=True)
-    with room.visit("a", 2) as visit:
-        visit.resize(5)
+    rooms = Rooms(10, is_shared=True)
+    with rooms.visit("a") as visit:
+        for n in (2, 5):
+            visit.hold(rooms.streams, n)
         with pytest.raises(BadInput):
-            visit.resize(6)
-        assert visit.n == 5
-        visit.resize(1)
-        assert room.has_room("b", 9)
-    assert room.has_room("b", 10)
+            visit.hold(rooms.streams, 6)
+        assert visit.held[rooms.streams] == 5
+        visit.hold(rooms.streams, 1)
+        assert rooms.streams.has_room("b", 9)
+    assert rooms.streams.has_room("b", 10)
 
 
 # --- turns --------------------------------------------------------------------------------------------------
@@ -224,3 +225,8 @@ def test_what_has_failed_in_a_thread_is_forgotten() -> None:
         assert arguments[0]() is None
     finally:
         gc.enable()
+
+
+def test_few_large_bodies_are_parsed_at_once() -> None:
+    """Each takes the event loop for some 20 ms, and what it becomes may take 100 MB."""
+    assert N_PARSED <= 2

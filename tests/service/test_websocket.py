@@ -15,7 +15,7 @@ import threading
 import time
 import tomllib
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import groupby
 from pathlib import Path
@@ -35,15 +35,12 @@ from websockets.sync.client import ClientConnection, connect
 from helpers import laws
 from helpers.serving import Json, Server, serve, until
 from helpers.upstream import head, upstream
-from request import room
-from request.body import Body, parse_json
+from request import body
 from request.refusals import BadInput
-from service import connections, websocket
-from service.admission import Room
-from service.websocket import MAX_LANES, MAX_REMEMBERED_BYTES, MAX_TURNS, Connection, Memory
-from store import Row
+from request.room import Rooms, Visit
+from service import connections
+from service.websocket import MAX_LANES, MAX_TURNS, Connection
 from test_lifecycle import ENDLESS, FAULTY, HELLO, HI, LONG, RAISES
-from test_middleware import connected
 
 SLOW = 668  # the seed of faulty_server.py for a hundredth of a second a token
 ASKED: Json = HI | {"store": False, "temperature": 0}
@@ -470,24 +467,6 @@ def test_too_many_values(client: ClientConnection) -> None:
     assert answer(client, ASKED)["status"] == "completed"
 
 
-def test_nothing_is_kept_of_what_is_too_large() -> None:
-    held: Held = []
-
-    async def talk() -> None:
-        kind = connections.websocket_protocol(60, n_body_bytes=100_000)
-        connection = await accepted(kind, held, n_messages=2)
-        whole = frame(Opcode.TEXT, b"x" * 400_000)
-        async for _ in send_each([connection], [whole[:-1]]):
-            if connection.reader.n_dropped == 399_999:
-                break
-        connection.data_received(whole[-1:])
-        await asyncio.sleep(0.01)
-        assert connection.reader.n_dropped == 0
-
-    asyncio.run(talk())
-    assert max(n_bytes for n_bytes, _ in held) <= 65536 + 100_000
-
-
 # --- steering -----------------------------------------------------------------------------------------------
 
 
@@ -798,24 +777,22 @@ class Wire(asyncio.Transport):
         pass
 
 
-Held = list[tuple[int, bool]]  # bytes, and whether they give way
+PROTOCOL = connections.limited(connections.WebSocketProtocol, reader_timeout=60)
 
 
-async def accepted(kind: Any, held: Held, n_messages: int = 0, owner: str = "") -> Any:
+async def accepted(received: list[Json], n_messages: int = 0) -> Any:
     """A connection, with an application that takes so many messages and asks for no more."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        scope["owner"] = owner
-        scope["hold_message"] = lambda n_bytes, give_way: held.append((n_bytes, give_way is not None))
         await receive()
         await send({"type": "websocket.accept"})
         for _ in range(n_messages):
-            await receive()
+            received.append(await receive())
         await asyncio.Event().wait()
 
     config, state = uvicorn.Config(app, log_config=None, lifespan="off"), ServerState()
     config.load()
-    connection = kind(config, state, {})
+    connection: Any = PROTOCOL(config, state, {})
     connection.connection_made(Wire())
     connection.data_received(HANDSHAKE)
     await asyncio.sleep(0.01)
@@ -826,25 +803,18 @@ def pings(n: int, opcode: Opcode = Opcode.PING) -> bytes:
     return frame(opcode, b"") * n
 
 
-async def take(client: Any, data: bytes) -> None:
-    """Have a connection parse what its client sends, though it may wait for its turn amid that."""
-    client.data_received(data)
-    while client.unparsed:
-        await asyncio.sleep(0)
-
-
 @pytest.mark.parametrize("opcode", [Opcode.PING, Opcode.PONG])
 def test_few_pings_come_between_two_messages(opcode: Opcode) -> None:
     """Bug: connections that sent nothing but pings lived, and were answered, for ever."""
 
     async def talk() -> None:
-        client = await accepted(connections.websocket_protocol(60), [], n_messages=2)
-        await take(client, pings(connections.MAX_PINGS, opcode))
-        await take(client, frame(Opcode.TEXT, b"{}"))
+        client = await accepted([], n_messages=2)
+        client.data_received(pings(connections.MAX_PINGS, opcode))
+        client.data_received(frame(Opcode.TEXT, b"{}"))
         await asyncio.sleep(0.01)
-        await take(client, pings(connections.MAX_PINGS, opcode))
-        assert not client.is_deaf
-        await take(client, pings(1, opcode))
+        client.data_received(pings(connections.MAX_PINGS, opcode))
+        assert not client.disconnected
+        client.data_received(pings(1, opcode))
         assert client.conn.close_sent.code == 1008
 
     asyncio.run(talk())
@@ -852,11 +822,11 @@ def test_few_pings_come_between_two_messages(opcode: Opcode) -> None:
 
 def test_an_idle_client_may_ping_for_ever() -> None:
     async def talk() -> None:
-        client = await accepted(connections.websocket_protocol(60), [], n_messages=1)
+        client = await accepted([], n_messages=1)
         for _ in range(3):
-            await take(client, pings(connections.MAX_PINGS))
+            client.data_received(pings(connections.MAX_PINGS))
             client.send_keepalive_ping()
-        assert not client.is_deaf
+        assert not client.disconnected
 
     asyncio.run(talk())
 
@@ -865,214 +835,45 @@ def test_a_client_that_was_reset_gets_no_pong() -> None:
     """Bug: each pong was a line in asyncio's log, "socket.send() raised exception."."""
 
     async def talk() -> None:
-        client = await accepted(connections.websocket_protocol(60), [], n_messages=1)
+        client = await accepted([], n_messages=1)
         client.transport.is_reset = True
         n_written = client.transport.n_written
-        await take(client, pings(30))
+        client.data_received(pings(30))
         assert client.transport.n_written == n_written
 
     asyncio.run(talk())
 
 
-def test_floods_have_a_part_of_the_time_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: each connection had a part of its own, so a few of them had all of it."""
-    monkeypatch.setattr(connections, "MAX_PINGS", 10**9)
-    flood = frame(Opcode.PING, b"") * 10_000
-
-    async def talk() -> Any:
-        kind = connections.websocket_protocol(60)
-        floods = [await accepted(kind, []) for _ in range(20)]
-        for each in floods:
-            each.receiving = asyncio.ensure_future(each.receive())
-        await asyncio.sleep(0)
-        n_written = -sum(each.transport.n_written for each in floods)
-        for each in floods:
-            each.data_received(flood)
-            assert not each.transport.is_read
-        await asyncio.sleep(0.2)
-        n_written += sum(each.transport.n_written for each in floods)
-        for each in floods:
-            each.receiving.cancel()
-        return n_written // 2  # bytes of a pong
-
-    n_at_once = connections.TURN_COST // connections.FRAME_COST
-    assert asyncio.run(talk()) < n_at_once * (20 + 0.2 / connections.BRAKE_S)
-
-
-def unparsed(connection: Any) -> int:
-    """Bytes of a frame that is not whole yet."""
-    return len(connection.conn.reader.buffer)
-
-
-LARGE = frame(Opcode.TEXT, b"x" * 1_000_000)
-
-
-async def send_each(clients: list[Any], messages: list[bytes]) -> AsyncIterator[None]:
-    """Send each client's message, as far as it is read; yield behind each step."""
-    n_sent = [0] * len(clients)
-    for _ in range(10_000):
-        for i, (client, message) in enumerate(zip(clients, messages, strict=True)):
-            if client.transport.is_read:
-                client.data_received(message[n_sent[i] : n_sent[i] + 65536])
-                n_sent[i] += 65536
-        yield
-        if all(client.n_whole_bytes for client in clients):
-            return
-        await asyncio.sleep(0.001)
-
-
-SLOW_BRAKE_S = 0.02  # so that a busy machine sends in time what a turn is for
-
-
-def test_large_messages_come_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: 200 of them grew together, and were held together: half a gigabyte. All became whole in the same
-    turns of the event loop, which took 0.1 s each.
-    """
-    monkeypatch.setattr(connections, "BRAKE_S", SLOW_BRAKE_S)
+def test_parts_of_a_large_message_are_told_and_waited_for() -> None:
+    """Bug: 200 of them grew together, uncounted, and were held together: half a gigabyte."""
+    received: list[Json] = []
 
     async def talk() -> None:
-        kind = connections.websocket_protocol(60)
-        clients = [await accepted(kind, [], n_messages=1) for _ in range(5)]
-        async for _ in send_each(clients, [LARGE] * 5):
-            n_begun = sum(unparsed(client) > connections.TURN_COST for client in clients)
-            assert n_begun <= 1
-        assert all(client.n_whole_bytes == 1_000_000 for client in clients)
-
-    asyncio.run(talk())
-
-
-def test_the_end_of_a_large_message_waits_for_its_turn() -> None:
-    """For there all of it is unmasked and decoded. What is before it may have come slowly."""
-
-    async def talk() -> None:
-        clients = [await accepted(connections.websocket_protocol(60), [], n_messages=1) for _ in range(2)]
-        ends: list[int] = []
-        async for _ in send_each(clients[:1], [LARGE[:-1]]):
-            ends.append(unparsed(clients[0]))
-            if ends[-1] == 999_999:
-                break
-        await asyncio.sleep(0.01)
-        assert not clients[0].is_braked
-        clients[0].data_received(LARGE[-1:])
-        assert clients[0].is_braked
-        assert not clients[0].n_whole_bytes
-        while not clients[0].n_whole_bytes:
+        client = await accepted(received, n_messages=2)
+        whole = frame(Opcode.TEXT, b"x" * 1_000_000)
+        n_sent = 0
+        while client.transport.is_read and n_sent < len(whole):
+            client.data_received(whole[n_sent : n_sent + 4096])
+            n_sent += 4096
             await asyncio.sleep(0)
+        assert not client.transport.is_read
+        assert n_sent < 4 * connections.PART_BYTES
 
     asyncio.run(talk())
-
-
-def test_the_end_of_a_large_frame_waits_for_its_turn() -> None:
-    """Bug: only that of a message did. 16 frames of 2 MB that ended in one turn were unmasked in 14 ms."""
-
-    async def talk() -> None:
-        client = await accepted(connections.websocket_protocol(60), [], n_messages=1)
-        large = frame(Opcode.TEXT, b"x" * 1_000_000, fin=False)
-        async for _ in send_each([client], [large[:-1]]):
-            if unparsed(client) == 999_999:
-                break
-        await asyncio.sleep(0.01)
-        client.data_received(large[-1:])
-        assert client.is_braked
-
-    asyncio.run(talk())
-
-
-def test_a_ping_amid_a_large_message_waits_for_nothing() -> None:
-    """Bug: it cost as much as all of the message so far, as if it ended that."""
-
-    async def talk() -> None:
-        client = await accepted(connections.websocket_protocol(60), [], n_messages=1)
-        async for _ in send_each([client], [frame(Opcode.TEXT, b"x" * 200_000, fin=False)]):
-            if not client.unparsed and not unparsed(client):
-                break
-        await asyncio.sleep(0.01)
-        client.cost = 0
-        client.data_received(frame(Opcode.PING, b"x"))
-        assert not client.is_braked
-
-    asyncio.run(talk())
-
-
-def test_lost_connections_take_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: a client that came with pings and left had a turn of 2 ms, for which all others waited."""
-    monkeypatch.setattr(connections, "BRAKE_S", SLOW_BRAKE_S)
-
-    async def talk() -> None:
-        kind = connections.websocket_protocol(60)
-        clients = [await accepted(kind, []) for _ in range(20)]
-        for client in clients:
-            client.receiving = asyncio.ensure_future(client.receive())
-        await asyncio.sleep(0)
-        brake = clients[0].brake
-        for client in clients:
-            client.data_received(frame(Opcode.PING, b"") * 40)
-            assert client.is_braked
-        for client in clients[:-1]:
-            client.connection_lost(None)
-        brake._release()
-        assert not clients[-1].is_braked
-        for client in clients:
-            client.receiving.cancel()
-
-    asyncio.run(talk())
-
-
-def test_what_comes_behind_a_message_waits_though_the_client_reads_again() -> None:
-    """Bug: a message with the application was counted once more when a slow client had read its answer."""
-    held: Held = []
-
-    async def talk() -> None:
-        client = await accepted(connections.websocket_protocol(60), held, n_messages=1)
-        client.data_received(frame(Opcode.TEXT, b"x" * 1000))
-        await asyncio.sleep(0.01)
-        n_counts = len(held)
-        client.pause_writing()
-        client.resume_writing()
-        assert len(held) == n_counts
-
-    asyncio.run(talk())
-
-
-def test_turns_of_connections_are_by_owners(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: whoever had 200 connections had 200 turns for one of another's."""
-    monkeypatch.setattr(connections, "BRAKE_S", SLOW_BRAKE_S)
-
-    async def talk() -> None:
-        kind = connections.websocket_protocol(60)
-        clients = [await accepted(kind, [], n_messages=1, owner="many") for _ in range(20)]
-        clients.append(await accepted(kind, [], n_messages=1, owner="one"))
-        async for _ in send_each(clients, [LARGE] * 21):
-            if clients[-1].n_whole_bytes:
-                break
-        assert sum(client.n_whole_bytes > 0 for client in clients[:-1]) <= 2
-
-    asyncio.run(talk())
-
-
-@pytest.mark.parametrize("n_bytes", [0, 1, 125, 126, 65535, 65536])
-def test_the_length_of_a_frame(n_bytes: int) -> None:
-    whole = bytearray(frame(Opcode.BINARY, b"x" * n_bytes))
-    lengths = [connections.frame_bytes(whole[:n]) for n in range(20)]
-    n_head = len(whole) - n_bytes
-    assert lengths == [0] * n_head + [len(whole)] * (20 - n_head)
+    assert all(connections.PART_BYTES < message["n_bytes"] < 1_000_000 for message in received)
 
 
 def test_a_message_has_so_many_fragments() -> None:
     """Else a message of empty ones would grow for as long as it may take to come."""
 
     async def talk() -> None:
-        connection = await accepted(connections.websocket_protocol(60), [], n_messages=1)
+        connection = await accepted([], n_messages=1)
         connection.data_received(frame(Opcode.TEXT, b"[", fin=False))
         fragment = frame(Opcode.CONT, b"", fin=False)
         connection.data_received(fragment * (connections.MAX_FRAGMENTS - 1))
-        while connection.unparsed:
-            await asyncio.sleep(0)
-        assert not connection.is_deaf
+        assert not connection.disconnected
         connection.data_received(fragment)
-        while connection.unparsed:
-            await asyncio.sleep(0)
-        assert connection.is_deaf
+        assert connection.disconnected
 
     asyncio.run(talk())
 
@@ -1082,10 +883,8 @@ def test_what_was_a_message_is_not_held() -> None:
 
     async def talk() -> None:
         n_bytes = 123_456
-        connection = await accepted(connections.websocket_protocol(60), [], n_messages=1)
+        connection = await accepted([], n_messages=1)
         connection.data_received(frame(Opcode.TEXT, b"x" * n_bytes))
-        while not connection.n_whole_bytes:
-            await asyncio.sleep(0)
         frames = [each for each in gc.get_objects() if isinstance(each, Frame)]
         assert n_bytes not in [len(each.data) for each in frames]
 
@@ -1096,62 +895,31 @@ def test_what_a_lost_connection_has_brought_is_freed() -> None:
     """Bug: the package's connection refers to itself, so it all stayed until a collection: 240 MB."""
 
     async def talk() -> None:
-        connection = await accepted(connections.websocket_protocol(60), [], n_messages=1)
+        connection = await accepted([], n_messages=1)
         connection.data_received(frame(Opcode.TEXT, b"x" * 10_000, fin=False))
         connection.data_received(frame(Opcode.CONT, b"x" * 100_000)[:65536])
-        assert unparsed(connection) > 60_000
+        assert len(connection.conn.reader.buffer) > 60_000
         assert connection.frames
         connection.connection_lost(ConnectionResetError())
-        assert not unparsed(connection)
+        assert not len(connection.conn.reader.buffer)
         assert not connection.frames
 
     asyncio.run(talk())
 
 
-def test_a_message_is_held_until_the_next_one_is_asked_for() -> None:
-    """Bug: a message that waited to be parsed was counted by nobody, and the next one was read meanwhile.
-
-    200 clients with some messages of 2 MB made the server hold 0.9 GB.
-    """
-    held: Held = []
-
-    async def talk() -> None:
-        connection = await accepted(connections.websocket_protocol(60), held, n_messages=1)
-        message = frame(Opcode.TEXT, b"x" * 5000)
-        connection.data_received(message[:4000])
-        await asyncio.sleep(0)
-        assert connection.transport.is_read
-        connection.data_received(message[4000:])
-        connection.data_received(message)
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert not connection.transport.is_read
-
-    asyncio.run(talk())
-    assert [(n // 1000, gives_way) for n, gives_way in held] == [
-        (0, True),
-        (3, True),
-        (5, False),
-        (10, False),
-    ]
-
-
-def hold_nothing(n_bytes: int, give_way: Callable[[], None] | None) -> None:
-    pass
-
-
-def talking(messages: list[str], start: Any, send: Any, room: Room, hold: Any = hold_nothing) -> Connection:
+def talking(messages: list[str], start: Any, send: Any, rooms: Rooms) -> Connection:
     """A connection whose client sends these messages, and then nothing."""
     coming: list[Json] = [{"type": "websocket.connect"}]
-    coming += [{"type": "websocket.receive", "text": text} for text in messages]
+    coming += [{"type": "websocket.receive", "bytes": text.encode(), "is_text": True} for text in messages]
 
     async def receive() -> Any:
         if not coming:
             await asyncio.Event().wait()
         return coming.pop(0)
 
-    scope = {"type": "websocket", "subprotocols": [], "owner": "", "room": room, "hold_message": hold}
-    return Connection(WebSocket(scope, receive, send), start, start, lambda status, seconds: None)
+    scope = {"type": "websocket", "subprotocols": []}
+    websocket = WebSocket(scope, receive, send)
+    return Connection(websocket, Visit(rooms, ""), start, start, lambda status, seconds: None)
 
 
 async def run_for_ever(connection: Connection) -> None:
@@ -1159,35 +927,6 @@ async def run_for_ever(connection: Connection) -> None:
 
 
 TURN = '{"type": "response.create"}'
-
-
-def test_a_message_is_counted_and_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: while it ran a turn was counted beside its message, and it was parsed a second time."""
-    held: list[int] = []
-    parsed: list[bytes] = []
-    has_started = asyncio.Event()
-
-    async def spied_parse(body: Body) -> Any:
-        parsed.append(body.content)
-        return await parse_json(body)
-
-    async def start(*_: Any) -> Any:
-        assert held == [0]
-        has_started.set()
-        await asyncio.Event().wait()
-
-    async def send(_: Any) -> None:
-        pass
-
-    async def talk() -> None:
-        connection = talking([TURN], start, send, Room(8), lambda n_bytes, _: held.append(n_bytes))
-        running = asyncio.ensure_future(run_for_ever(connection))
-        await asyncio.wait_for(has_started.wait(), 30)
-        running.cancel()
-
-    monkeypatch.setattr(websocket, "parse_json", spied_parse)
-    asyncio.run(talk())
-    assert parsed == [TURN.encode()]
 
 
 def test_a_turn_that_waits_is_its_text() -> None:
@@ -1203,7 +942,7 @@ def test_a_turn_that_waits_is_its_text() -> None:
 
     async def talk() -> None:
         waiting = f'{{"type": "response.create", "zz": [{zeros}]}}'
-        connection = talking([TURN, waiting], start, send, Room(8))
+        connection = talking([TURN, waiting], start, send, Rooms(8))
         running = asyncio.ensure_future(run_for_ever(connection))
         while len(connection._turns) < 2:
             await asyncio.sleep(0.01)
@@ -1232,10 +971,10 @@ def test_who_reads_no_answer_holds_up_nobody() -> None:
             await asyncio.Event().wait()
 
     async def talk() -> None:
-        room = Room(8)
-        deaf = asyncio.ensure_future(run_for_ever(talking(["{}"], start, send_to_the_deaf, room)))
+        rooms = Rooms(8)
+        deaf = asyncio.ensure_future(run_for_ever(talking(["{}"], start, send_to_the_deaf, rooms)))
         await is_deaf.wait()
-        other = asyncio.ensure_future(run_for_ever(talking([TURN], start, send, room)))
+        other = asyncio.ensure_future(run_for_ever(talking([TURN], start, send, rooms)))
         await asyncio.wait_for(has_started.wait(), 30)
         deaf.cancel()
         other.cancel()
@@ -1295,90 +1034,12 @@ def test_parts_of_messages_are_counted(locked: Server) -> None:
         assert answer(yours, ASKED)["status"] == "completed"
 
 
-def test_a_message_that_comes_has_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a body has: each byte is a second here."""
-    monkeypatch.setattr(connections, "MAX_BODY_S", 0.01)
-    monkeypatch.setattr(connections, "BODY_BYTES_A_S", 1)
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        scope["hold_message"] = lambda n_bytes, give_way: None
-        await send({"type": "websocket.accept"})
-        assert (await receive())["type"] == "websocket.connect"
-        await send({"type": "websocket.send", "text": (await receive())["text"]})
-
-    async def talk() -> None:
-        whole = frame(Opcode.TEXT, b"x" * 100)
-        async with connected(app, connections.websocket_protocol(60)) as (reader, writer):
-            writer.write(HANDSHAKE)
-            await reader.readuntil(b"\r\n\r\n")
-            writer.write(whole[:-1])
-            await asyncio.sleep(0.1)
-            writer.write(whole[-1:])
-            assert (await reader.readexactly(102))[2:] == b"x" * 100
-
-    asyncio.run(talk())
-
-
-def test_a_message_has_so_much_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From its first byte to its last; one that is whole in time begins it anew."""
-    monkeypatch.setattr(connections, "MAX_BODY_S", 1)
-    held: list[int] = []
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        scope["hold_message"] = lambda n_bytes, give_way: held.append(n_bytes)
-        await send({"type": "websocket.accept"})
-        while (await receive())["type"] != "websocket.disconnect":
-            pass
-
-    async def talk() -> None:
-        whole = frame(Opcode.TEXT, b"x" * 100)
-        async with connected(app, connections.websocket_protocol(60)) as (reader, writer):
-            writer.write(HANDSHAKE)
-            await reader.readuntil(b"\r\n\r\n")
-            for i in range(6):
-                writer.write(whole[-50:] if i else b"")
-                writer.write(whole[:-50])
-                await asyncio.sleep(0.3)
-            with pytest.raises(ConnectionResetError):
-                await reader.readexactly(1)
-
-    asyncio.run(talk())
-    # A whole message is held until the next receive(), beside the frame that has come behind it and its head.
-    assert held == [0, 50] + [100 + 56, 50] * 5
-
-
-def test_who_has_left_gives_way() -> None:
-    """Bug: the body that needed the room got a 500, for the socket was closed."""
-    give_ways: list[Callable[[], None]] = []
-    n_given: list[int] = []
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        scope["hold_message"] = lambda n_bytes, give_way: give_ways.append(give_way)
-        await send({"type": "websocket.accept"})
-        while (await receive())["type"] != "websocket.disconnect":
-            pass
-        give_ways[-1]()
-        n_given.append(len(give_ways))
-
-    async def talk() -> None:
-        async with connected(app, connections.websocket_protocol(60)) as (reader, writer):
-            writer.write(HANDSHAKE)
-            await reader.readuntil(b"\r\n\r\n")
-            writer.write(frame(Opcode.TEXT, b"x" * 100)[:-50])
-            await asyncio.sleep(0.1)
-            writer.close()
-            await asyncio.sleep(0.1)
-
-    asyncio.run(talk())
-    assert n_given
-
-
 def test_a_turn_that_is_refused_is_forgotten() -> None:
     """Bug: its refusal held on to the frame that held the refusal, and so to the body."""
     bodies: list[weakref.ref[object]] = []
     coming: list[Json] = [
         {"type": "websocket.connect"},
-        {"type": "websocket.receive", "text": json.dumps({"type": "response.create"})},
+        {"type": "websocket.receive", "bytes": b'{"type": "response.create"}', "is_text": True},
     ]
     is_told = asyncio.Event()
 
@@ -1404,10 +1065,13 @@ def test_a_turn_that_is_refused_is_forgotten() -> None:
             is_told.set()
 
     async def talk() -> None:
-        scope = {"type": "websocket", "subprotocols": [], "owner": "", "room": Room(8)}
-        scope["hold_message"] = hold_nothing
+        scope = {"type": "websocket", "subprotocols": []}
         connection = Connection(
-            WebSocket(scope, receive, send), start, none_ends, lambda status, seconds: None
+            WebSocket(scope, receive, send),
+            Visit(Rooms(8), ""),
+            start,
+            none_ends,
+            lambda status, seconds: None,
         )
         await connection.run(asyncio.Event().wait(), 60)
 
@@ -1419,36 +1083,60 @@ def test_a_turn_that_is_refused_is_forgotten() -> None:
         gc.enable()
 
 
+def test_a_message_has_so_much_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it is large: of a small one less is held than of a connection that says nothing."""
+    monkeypatch.setattr(body, "MAX_BODY_S", 0.01)
+    monkeypatch.setattr(body, "BODY_BYTES_A_S", 2**30)
+    coming: list[Json] = [
+        {"type": "websocket.connect"},
+        {"type": "websocket.receive", "n_bytes": 2**20},
+    ]
+    sent: list[Json] = []
+
+    async def receive() -> Any:
+        if not coming:
+            await asyncio.Event().wait()
+        return coming.pop(0)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def none(*_: Any) -> Any:
+        raise AssertionError
+
+    async def talk() -> None:
+        websocket = WebSocket({"type": "websocket", "subprotocols": []}, receive, send)
+        connection = Connection(websocket, Visit(Rooms(8), ""), none, none, lambda status, seconds: None)
+        await asyncio.wait_for(connection.run(asyncio.Event().wait(), 60), 30)
+
+    asyncio.run(talk())
+    assert "request_timeout" in sent[-2]["text"]
+    assert (sent[-1]["type"], sent[-1]["code"]) == ("websocket.close", 1008)
+
+
 # --- what it remembers --------------------------------------------------------------------------------------
 
 
-def row(id: str, n_bytes: int) -> Row:
-    return Row(id, "", 0, None, False, False, True, "", "", response_json="x" * n_bytes)
+def test_memory_is_bounded(locked: Server) -> None:
+    """What has no room is not remembered.
+
+    There is room for 16 MB, of which one of several keys may have half.
+    """
+    described: Json = {"type": "object", "properties": {}, "additionalProperties": False}
+    schema = described | {"description": "x" * 500_000}
+    large = ASKED | {"text": {"format": {"type": "json_schema", "name": "n", "schema": schema}}}
+    with locked.websocket(additional_headers=MINE) as client:
+        ids = [answer(client, large | {"stream_id": str(i)})["id"] for i in range(20)]
+        chained = [ASKED | {"previous_response_id": id_} for id_ in ids]
+        assert refusal(client, chained[-1]) == NOT_FOUND
+        assert answer(client, chained[0] | {"stream_id": "0"})["status"] == "completed"
 
 
-def test_memory_is_bounded() -> None:
-    """The oldest responses are forgotten; none is lost for one that is too large."""
-    memory = Memory("", room.Room("bytes", 10 * MAX_REMEMBERED_BYTES, is_shared=False))
-    third = MAX_REMEMBERED_BYTES // 3
-    for name in "abcd":
-        memory.remember(row(name, third - 4096), "")
-    memory.remember(row("e", MAX_REMEMBERED_BYTES + 1), "")
-    assert [name for name in "abcde" if memory.recall(name)] == ["b", "c", "d"]
-
-
-def test_memories_are_shared_out() -> None:
-    """What one owner's connections remember leaves room for another's, and is given back at their end."""
-    shares = room.Room("bytes", 100_000, is_shared=True)
-    mine, yours = Memory("m", shares), Memory("y", shares)
-    for i in range(100):
-        mine.remember(row(str(i), 8000), "")
-    n_mine = sum(mine.recall(str(i)) is not None for i in range(100))
-    assert 3 <= n_mine <= 5
-    yours.remember(row("a", 20_000), "")
-    assert yours.recall("a")
-    mine.close()
-    yours.close()
-    assert shares.has_room("m", 100_000)
+def test_a_lane_remembers_its_last_response(client: ClientConnection) -> None:
+    first = answer(client, ASKED)
+    second = answer(client, ASKED)
+    assert refusal(client, ASKED | {"previous_response_id": first["id"], "stream_id": "b"}) == NOT_FOUND
+    assert answer(client, ASKED | {"previous_response_id": second["id"]})["status"] == "completed"
 
 
 def test_logprobs_are_not_remembered(server: Server, client: ClientConnection) -> None:
