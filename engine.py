@@ -112,8 +112,8 @@ class Reader:
                 self.ended.set_result(None)
 
 
-# Called after each step that has been read, with the scheduler after it, the batch, the choices that the runner
-# has returned, and the seconds. If none has been read the batch is empty, but the scheduler may have changed.
+# Called after each step that has been read, with the scheduler as it is then, the batch, the choices that the
+# runner has returned, and the seconds. The batch is empty if only the scheduler has changed.
 Observer = Callable[[Scheduler, list[Scheduled], list[list[Choice]], float], None]
 
 

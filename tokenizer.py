@@ -186,7 +186,7 @@ class Decoder:
             return []
         is_inside_character = bool(self._utf8.getstate()[0])
         if is_inside_character:
-            # A character is complete and the next has begun: this token's logprob waits for the end of that one.
+            # One character is complete and the next has begun: this token's logprob waits for its end.
             complete = self._open_logprobs
             self._open_logprobs = logprobs
         else:

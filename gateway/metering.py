@@ -82,10 +82,12 @@ class Prices(NamedTuple):
     def adjusted(self, counts: TokenCounts) -> TokenCounts:
         """Weight the counts. Each token is in one of them: `prompt` is without the cached tokens,
         `completion` without those of the reasoning.
+
+        n_tokens * (coefficient * 0.001) * multiplier * 0.0001, in doubles, cut toward zero: the order of the
+        products is part of the formula.
         """
         prompt, cached, completion, reasoning = counts
         disjoint = (prompt - cached, cached, completion - reasoning, reasoning)
-        # The order of the products is part of the formula: they are doubles, and cut toward zero.
         weighted = [
             int(n_tokens * (self.coefficient * 0.001) * multiplier * 0.0001)
             for n_tokens, multiplier in zip(disjoint, self.multipliers, strict=True)
