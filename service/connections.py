@@ -6,7 +6,7 @@
     a handshake --uvicorn--> WebSocketProtocol --websockets--> frames --> ASGI messages
 
 uvicorn speaks both protocols. What stands here are limits, put where its classes call themselves. So these
-classes know names of uvicorn's that are not documented: pyproject.toml allows it no other minor version.
+classes know names of uvicorn's that are not documented: pyproject.toml allows it no later minor version.
 
 A request starts, as a task, when it is whole, or has brought more than a small body. A connection has two
 timers, and is dropped when one of them ends. The head timer runs from the first moment in which a request may
