@@ -50,6 +50,7 @@ from request.body import parsed, receive
 from request.ids import item_ids, new_completion_id, new_id
 from request.refusals import BadInput, unsupported
 from request.room import Visit
+from service.logs import Rarely
 from service.metrics import Metrics
 from service.steps import Steps, StepStream
 from service.websocket import Connection, Recall
@@ -123,6 +124,7 @@ class Api:
         self._workers: list[Worker] = [worker for worker in (local, remote) if worker]
         self._registry = registry
         self._secret = secret
+        self._is_news = Rarely()
         self._done = sse.DONE if done_line else b""
         self._temporary = temporary
         self._reasoning_events = reasoning_events
@@ -231,8 +233,7 @@ class Api:
 
             checked = await asyncio.to_thread(check)  # thousands of items must not stop the streams
         request, conversation, _ = checked
-        if request.not_run:  # on a WebSocket there is no header for it
-            log.info("accepted, and without any effect here: %s", ", ".join(request.not_run))
+        self._log_not_run(request)
         return Begun(*checked, await self._prepare(request, conversation))
 
     async def _prepare(self, request: params.Request, conversation: list[items.Item]) -> Prompt:
@@ -355,6 +356,12 @@ class Api:
             raise BadInput(f"Response with id '{id_}' not found.", None, "response_not_found")
         return row
 
+    def _log_not_run(self, request: params.Request) -> None:
+        """Name what the request asks for and is not run here, each name once a minute for each key."""
+        names = [name for name in request.not_run if self._is_news((request.owner, name))]
+        if names:
+            log.warning("accepted, and without any effect here: %s", ", ".join(names))
+
     # --- chat completions -----------------------------------------------------------------------------------
 
     async def create_completion(self, http: HttpRequest, visit: Visit) -> Response:
@@ -375,6 +382,7 @@ class Api:
         if isinstance(prompt, Response):
             return prompt
         request = prompt.request
+        self._log_not_run(request)
         head = {
             "id": new_completion_id(),
             "created": int(time.time()),

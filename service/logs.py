@@ -12,11 +12,17 @@ Not here: who logs what.
 
 import json
 import logging
+import math
 import re
+import time
 import traceback
+from collections.abc import Hashable
 from typing import Any
 
 from request.ids import REQUEST_ID
+
+INTERVAL_S = 60  # in which Rarely tells nothing twice
+MAX_REMEMBERED = 1000  # things that Rarely has told
 
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # what moves a terminal's cursor, or starts a line
 
@@ -67,3 +73,19 @@ def start(level: str, log_format: str) -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler])
     for library, library_level in LIBRARIES.items():
         logging.getLogger(library).setLevel(library_level)
+
+
+class Rarely:
+    """Tells whether something has not been told in the last INTERVAL_S seconds, and remembers that it is now."""
+
+    def __init__(self) -> None:
+        self._told_at: dict[Hashable, float] = {}
+
+    def __call__(self, thing: Hashable) -> bool:
+        now = time.monotonic()
+        is_news = now - self._told_at.get(thing, -math.inf) > INTERVAL_S
+        if is_news:
+            if len(self._told_at) >= MAX_REMEMBERED:  # then some are told again too early
+                self._told_at.clear()
+            self._told_at[thing] = now
+        return is_news
