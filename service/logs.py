@@ -76,7 +76,7 @@ def start(level: str, log_format: str) -> None:
 
 
 class Rarely:
-    """Tells whether something has not been told in the last INTERVAL_S seconds, and remembers that it is now."""
+    """Tells whether a thing is news: not told in the last INTERVAL_S seconds. Then it counts as told."""
 
     def __init__(self) -> None:
         self._told_at: dict[Hashable, float] = {}
