@@ -306,13 +306,13 @@ def refused(error: BadInput) -> Response:
 async def on_error(http: HttpRequest, error: Exception) -> Response:
     """Answer with an error object, whatever was raised."""
     match error:
-        case BadInput():
-            return refused(error)
-        case Refused():
-            response = error_response(error.status, error.message, error.param, error.code or None)
+        case Refused():  # a BadInput too
+            response = refused(error)
             if error.retry_after:
                 response.headers["Retry-After"] = error.retry_after
             return response
+        case BadInput():
+            return refused(error)
         case HTTPException(status_code=404):
             paths = dict.fromkeys(route.path for route in http.app.routes if route.path.startswith("/v1/"))
             there_is = f"; there is {', '.join(paths)}"

@@ -179,7 +179,7 @@ def test_files_can_be_read() -> None:
 # Tokens of a folder, without comments and docstrings. A cap is raised only with its reason in the commit.
 # fmt: off
 CAPS = {
-    "":           37_900,  # the root, bench.py too
+    "":           36_450,  # the root, bench.py too
     "audit":      25_850,
     "benches":    12_400,
     "checkpoint": 11_950,
@@ -187,10 +187,10 @@ CAPS = {
     "dialects":   10_500,
     "gateway":    11_850,
     "request":    17_650,
-    "service":    13_500,
+    "service":    13_600,
 }
 # fmt: on
-MAX_MODULE = 750  # lines of a module of the root, theory included
+MAX_MODULE = 620  # lines of a module of the root, theory included
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
            tokenize.ENCODING, tokenize.ENDMARKER}  # fmt: skip
 
