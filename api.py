@@ -81,11 +81,13 @@ class Endpoint(NamedTuple):
 
 
 Purpose = Literal["respond", "count", "compact"]
-Parsing = AbstractAsyncContextManager[Any]  # the JSON of a body, and the place that it holds if it is large
+Parsing = AbstractAsyncContextManager[
+    Any
+]  # the JSON of a body; while it is open, a large body holds its place in the queue of parses
 
 
 class Begun(NamedTuple):
-    """All that is needed to start a response: what could refuse it has not."""
+    """A checked request, and all that _start() needs. What may still refuse it: no room, or an upstream."""
 
     request: params.Request
     items: list[items.Item]  # the conversation: the chain that it continues, then its own input
@@ -248,6 +250,7 @@ class Api:
         model = self._spoken_name(request.model)
         head = {"id": row.id, "object": "response", "created_at": int(row.born_at), "model": model}
         builder = self._builder(row, head | request.echo, request.seal_reasoning)
+        # A background response keeps only its row while it waits; _run_row() makes the prompt again.
         run = partial(self._run_row, row) if request.background else partial(self._run, prompt)
         return await self._registry.start(row, builder, run)
 

@@ -243,7 +243,8 @@ class Registry:
             self._jobs[job.row.id] = job
         job.task = asyncio.create_task(self._run(job))
         job.task.add_done_callback(drop_cancellation)
-        await asyncio.sleep(0)  # it begins: a task that is cancelled before that would end nothing
+        # Let it begin: a task that is cancelled before its first step would not even make the last event.
+        await asyncio.sleep(0)
         return job
 
     async def _run(self, job: Job) -> None:
@@ -296,7 +297,8 @@ class Registry:
             # It is stored even if the client leaves now.
             is_stored = await asyncio.shield(self._write(job.row, 0, [entry]))
             last["response"]["store"] = is_stored
-            if not is_stored or len(job.log.events) > n_events:  # a WebSocket was told something meanwhile
+            # Its number or its `store` may be wrong now: a WebSocket may have been told something meanwhile.
+            if not is_stored or len(job.log.events) > n_events:
                 entry = job.log.encode(last)
         job.log.append(last, entry)
 

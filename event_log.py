@@ -167,7 +167,10 @@ class EventLog:
             self._writing.cancel()
 
     async def read(self, after: int = -1) -> AsyncGenerator[list[bytes]]:
-        """Yield the frames after number `after`, those that wait together at once, and then those to come."""
+        """Yield the frames after number `after`: batches of those that are there, then those to come.
+
+        A batch ends with the frame that reaches READ_BYTES.
+        """
         position = after + 1
         while position < self._n_shown or self._n_shown < len(self._entries) or not self._is_closed:
             frames: list[bytes] = []

@@ -110,13 +110,13 @@ class EventStream(Response):
         if self._task:
             await self._log.until_begun()
             if not self._log.events:
-                await self._task  # raises why it has refused, while the status can still say so
+                await self._task  # raises the refusal while an HTTP status can still say it
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async with aclosing(KeptAlive(send)) as stream, aclosing(self._log.read(self._after)) as logged:
             async for frames in logged:
                 await stream.write(b"".join(frames))
         if self._task:
-            await self._task
+            await self._task  # a bug in it raises here: then the connection breaks, instead of a clean end
         if not self._log.is_broken_off:  # else the connection just ends, and the client knows
             await send({"type": "http.response.body", "body": self._done})
 
@@ -125,7 +125,10 @@ class EventStream(Response):
 
 
 async def while_connected(work: Awaitable[T], receive: Receive) -> T:
-    """Work for a client, for example send an answer; raises ClientDisconnect if it leaves before the end."""
+    """Work for a client, for example send an answer; raises ClientDisconnect if it leaves before the end.
+
+    A timeout without a time cancels the work, and the task that it waits for, when the client leaves.
+    """
     until_disconnect = asyncio.timeout(None)
     watch: asyncio.Task[None] | None = None
     try:

@@ -9,8 +9,9 @@ Rules of this file:
 1. prepare() refuses with BadInput, before a byte of the answer has left. It makes every check, and waits for
    the turn of its grammar. run() may refuse too, before its Accepted.
 2. run() emits Accepted, any number of Outputs and exactly one Finish, which is the last, and returns. After
-   Accepted it raises only if it, or emit(), has a bug. Whoever wants no more cancels it: the engine drops the
-   sequence, and run() emits Finish("cancelled") before it lets the CancelledError out.
+   Accepted it raises only if it, or emit(), has a bug. To stop it, cancel it: the engine drops the sequence,
+   and run() emits Finish("cancelled") before it lets the CancelledError out. choices.py counts that one and
+   does not pass it on.
 3. emit() never waits: what a step brought to all sequences becomes events in one turn of the event loop.
 4. Usage counts the tokens that were read from the engine: a stop token too, but nothing after a stop string.
    Finish("cancelled") has what was counted until then.
@@ -18,7 +19,7 @@ Rules of this file:
    have up to 21 tokens in the place of one, and the events that end an item repeat them.
 
 Not here: what the pieces mean (channels.py), which tokens come (engine.py), what keeps rule 2 if a worker has
-a bug (api.py).
+a bug (choices.py).
 """
 
 import asyncio
@@ -130,7 +131,7 @@ class LocalPrompt(NamedTuple):
             self.request.owner,
             REQUEST_ID.get(),
         )
-        emit(Accepted())
+        emit(Accepted())  # prepare() has checked everything: only an upstream may still refuse in run()
         try:
             await self.worker.engine.generate(sequence, answer.take)
         except asyncio.CancelledError:

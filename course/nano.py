@@ -60,11 +60,15 @@ def read_weights(directory: Path) -> dict[str, Array]:
     for name, tensor in safetensors.deserialize((directory / "model.safetensors").read_bytes()):  # type: ignore[no-untyped-call]
         assert tensor["dtype"] == "BF16", f"expected bfloat16, got {tensor['dtype']} in {name}"
         halves = np.frombuffer(tensor["data"], np.uint16).astype(np.uint32)
-        weights[name] = (halves << 16).view(np.float32).reshape(tensor["shape"])  # each the upper half of one
+        # A bfloat16 is the upper 16 bits of a float32.
+        weights[name] = (halves << 16).view(np.float32).reshape(tensor["shape"])
     return weights
 
 
 # --- 3. The forward pass ------------------------------------------------------------------------------------
+
+# Token ids go in, and one number for each token of the vocabulary comes out: the higher, the likelier it
+# comes next. Chapter 2 explains how; skip to section 4 if the formulas are new to you.
 
 
 def softmax(x: Array) -> Array:
@@ -166,7 +170,7 @@ def generate(model: Model, prompt: list[int], body: Object, limit: int) -> Itera
 
 
 class Answer:
-    """Turns token ids into (channel, text), never half a character: reasoning, or the answer.
+    """Turns token ids into text, never half a character; `channel` says what it is: reasoning or answer.
 
     Newlines beside <think> and </think> belong to neither: they are held until more text comes.
     """
@@ -282,7 +286,8 @@ def frame(event: Object) -> bytes:
 
 # --- 7. The server ------------------------------------------------------------------------------------------
 
-PARAMETERS = ("temperature", "instructions", "max_output_tokens", "metadata")  # that a request may set
+# Of a request, what the response repeats.
+PARAMETERS = ("temperature", "instructions", "max_output_tokens", "metadata")
 RESPONSE = json.loads("""{
     "object": "response", "error": null, "incomplete_details": null, "completed_at": null, "usage": null,
     "temperature": 1, "top_p": 1.0, "instructions": null, "max_output_tokens": null, "metadata": {},
