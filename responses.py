@@ -11,7 +11,8 @@ Authority: https://platform.openai.com/docs/api-reference/responses-streaming an
 `openai` package.
 
 Rules of this file:
-1. A response is the fold of its events: the last one's `response` holds what the others said, bit for bit.
+1. A response is the fold of its events: what the items and deltas add up to is the `response` of the last
+   event, bit for bit (tests/helpers/laws.py checks it), so fold() need only return that one.
 2. Every event is made by `Builder._event`, and GRAMMAR decides there whether it may come now.
 3. The ids and the index of an output item are drawn once, when it is announced.
 4. `Builder._close` alone closes an item: for the next one, the end, a length stop, a failure, a cancel.

@@ -66,7 +66,7 @@ class Parser:
         """Return the events that chunk completes.
 
         Raises EventTooLarge at an event that is too large. If this chunk has completed events before it, they
-        are returned, and the next call raises.
+        are returned, the rest of the chunk is dropped, and the next call with bytes, or close(), raises.
         """
         events: list[Event] = []
         if not chunk:
@@ -145,16 +145,16 @@ class Parser:
 DONE = b"data: [DONE]\n\n"  # the last frame of a Chat Completions stream
 
 # What some clients take for a line end, https://github.com/modelcontextprotocol/typescript-sdk/pull/1926, and
-# lone surrogates, which UTF-8 cannot hold. Only strings of the JSON have them: the escape is the same value.
+# lone surrogates, which UTF-8 cannot hold. They stand inside JSON strings, where an escape means the same.
 ESCAPED = re.compile("[\u0085\u2028\u2029\ud800-\udfff]")
 
-MARK = "\udfff"  # stands for an Encoded; half a surrogate pair is in no text: loads() and UTF-8 refuse it
+MARK = "\udfff"  # stands for an Encoded; no text of a request or a model holds it: loads() refuses it
 GAP = "\0"  # stands for an Encoded; JSON escapes it, so it is nowhere else
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A value as its JSON text, for dumps() to copy: json holds Python's lock for 30 ms a megabyte."""
+    """A value as its JSON text, for dumps() to copy: while json encodes, 30 ms a megabyte, no thread runs."""
 
     text: str
 
