@@ -283,10 +283,15 @@ def on_stop_signals(on_signal: Callable[[], None]) -> None:
 
 
 def say_what_a_stop_waits_for(workers: list[Worker], rooms: Rooms) -> None:
-    """Log how many requests a stop waits for: those that are being prepared are in no worker yet."""
+    """Log how many requests a stop waits for.
+
+    Those that are being prepared are in no worker yet. A worker whose engine has not seen its newest request
+    counts none and is busy.
+    """
     counts = [worker.counts() for worker in workers]
     n_in_workers = sum(count["running"] + count["waiting"] for count in counts)
-    n_requests = max(n_in_workers, len(rooms.unanswered))
+    n_busy = sum(worker.busy() for worker in workers)
+    n_requests = max(n_in_workers, len(rooms.unanswered), n_busy)
     if n_requests:
         noun = "request" if n_requests == 1 else "requests"
         log.warning("waiting for %d %s; again to stop at once", n_requests, noun)
