@@ -72,8 +72,10 @@ def wire_rules() -> Iterator[tuple[str, str]]:
     from audit.rules import RULES
     from audit.session import MODULES
 
-    assert MODULES  # which have entered their rules
-    yield from ((id_, f"wire `{rule}`") for rule, check in RULES.items() for id_ in check.bugs.split())
+    assert MODULES  # which have entered their rules, in the order in which they were imported
+    yield from (
+        (id_, f"wire `{rule}`") for rule, check in sorted(RULES.items()) for id_ in check.bugs.split()
+    )
 
 
 def index() -> str:
