@@ -20,7 +20,7 @@ Rules of this file:
 2. What can be refused is refused before a response is accepted, in the background too.
 3. A response that is kept is stored before its last event is shown: EricLBuehler/mistral.rs#1946
 4. While it runs, a foreground response belongs to its HTTP request: no other request can retrieve it.
-5. What is accepted and has no effect is named in the answer's Warning header, and of responses in the log.
+5. What is accepted and has no effect is named in the answer's Warning header and in the log.
 """
 
 import asyncio
@@ -81,9 +81,8 @@ class Endpoint(NamedTuple):
 
 
 Purpose = Literal["respond", "count", "compact"]
-Parsing = AbstractAsyncContextManager[
-    Any
-]  # the JSON of a body; while it is open, a large body holds its place in the queue of parses
+# The JSON of a body. While it is open, a large body holds its place in the queue of parses.
+Parsing = AbstractAsyncContextManager[Any]
 
 
 class Begun(NamedTuple):

@@ -42,7 +42,6 @@ import selectors
 import socket
 import struct
 import sys
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -60,6 +59,7 @@ from websockets.frames import CloseCode, Frame, Opcode
 from request.body import SMALL_BODY_BYTES
 from request.ids import REQUEST_ID, new_id
 from request.refusals import error_body
+from service.logs import Rarely
 
 log = logging.getLogger("connections")
 P = TypeVar("P")
@@ -94,7 +94,6 @@ MAX_LOOKUPS = 8  # of names, at once: of upstreams
 MAX_IDLE = 1024  # connections beyond --max-streams: idle ones, bodies on their way, short requests
 OWN_FILES = 80  # the store, the model, pipes, logs, connections that are accepted to be dropped
 MAX_FILES = 10240  # macOS gives a process no more
-QUIET_S = 60  # between two lines of the log about the same trouble
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -172,14 +171,12 @@ def max_connections(max_streams: int) -> int:
     return max(1, min(n_connections, n_files - OWN_FILES))
 
 
-next_line_at: dict[str, float] = {}  # by message
+is_news = Rarely()
 
 
 def warn_rarely(message: str, *args: object) -> None:
-    """Log what each of a thousand connections could cause, once in QUIET_S."""
-    now = time.monotonic()
-    if now >= next_line_at.get(message, 0):
-        next_line_at[message] = now + QUIET_S
+    """Log what each of a thousand connections could cause, once a minute."""
+    if is_news(message):
         log.warning(message, *args)
 
 
