@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 
 from course.__main__ import CHAPTERS, exercises, told
 from course_data import BLOCKS, page, written
-from helpers.serving import ROOT, TINY, Server, environment, serve, until
+from helpers.serving import ROOT, TINY, Server, environment, serve, until, without
 from mutants import mutants, mutated
 
 MAX_NANO = 400  # lines
@@ -64,13 +65,7 @@ def said(client: openai.OpenAI, **body: Any) -> list[Any]:
     return [without_ids(event.to_dict()) for event in stream]
 
 
-def without_ids(value: Any) -> Any:
-    match value:
-        case dict():
-            return {key: without_ids(inner) for key, inner in value.items() if key not in OF_ONE_RUN}
-        case list():
-            return [without_ids(inner) for inner in value]
-    return value
+without_ids = partial(without, names=OF_ONE_RUN)
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)

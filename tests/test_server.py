@@ -14,6 +14,7 @@ import socket
 import tomllib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from shutil import copytree
 from typing import Any, NamedTuple
@@ -26,7 +27,19 @@ import engine
 import sse
 from helpers import laws
 from helpers.faulty_server import AFTER_TOKENS, NAN, RAISES, SLOW
-from helpers.serving import ROOT, TINY, Json, Reply, Server, http_bytes, http_frames, run, serve, until
+from helpers.serving import (
+    ROOT,
+    TINY,
+    Json,
+    Reply,
+    Server,
+    http_bytes,
+    http_frames,
+    run,
+    serve,
+    until,
+    without,
+)
 from request.room import MAX_BODY_BYTES
 from service import connections, loading, options, preflight
 
@@ -121,12 +134,9 @@ def events(server: Server, path: str, body: Json) -> list[Json]:
     return [json.loads(frame.data) for frame in frames(server.post(path, body | {"stream": True}))]
 
 
-def timeless(value: Any) -> Any:
-    """Without what differs from one request to the next: what is found in the cache too."""
-    drawn = {"id", "call_id", "item_id", "created", "created_at", "completed_at", "cached_tokens"}
-    if isinstance(value, list):
-        return [timeless(v) for v in value]
-    return {k: timeless(v) for k, v in value.items() if k not in drawn} if isinstance(value, dict) else value
+# What differs from one request to the next: what is found in the cache too.
+DRAWN = {"id", "call_id", "item_id", "created", "created_at", "completed_at", "cached_tokens"}
+timeless = partial(without, names=DRAWN)
 
 
 def added_up(chunks: list[Json]) -> dict[int, Json]:

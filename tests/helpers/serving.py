@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -134,6 +134,16 @@ def http_frames(connection: socket.socket) -> Generator[bytes]:
             *frames, rest = chunk.split(b"\n\n")
             assert rest == b"", f"expected whole frames, got {chunk!r}"
             yield from (frame + b"\n\n" for frame in frames)
+
+
+def without(value: Any, names: Set[str]) -> Any:
+    """Return a JSON value without the members of these names, however deep they stand."""
+    match value:
+        case dict():
+            return {name: without(inner, names) for name, inner in value.items() if name not in names}
+        case list():
+            return [without(inner, names) for inner in value]
+    return value
 
 
 def until(holds: Callable[[], bool], what: str) -> None:
