@@ -8,7 +8,6 @@ python -m course solution   shows the lines as they were
 python -m course next       goes on to the next exercise
 """
 
-import ast
 import shutil
 import subprocess
 import sys
@@ -18,8 +17,8 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent / "tests")]
 
-import index  # noqa: E402
-from mutants import LEFT_OUT, ROOT, Mutant, mutants, mutated  # noqa: E402
+from index import told  # noqa: E402
+from mutants import LEFT_OUT, ROOT, Mutant, mutants, mutated, taken_out  # noqa: E402
 
 WORK = Path("course-work")
 CHOSEN = WORK / "exercise"  # the file that holds its number
@@ -33,35 +32,9 @@ def exercises() -> dict[str, Mutant]:
     numbered: dict[str, Mutant] = {}
     for chapter, fields in CHAPTERS.items():
         found = [row for words in fields["find"] for row in rows if words in str(row)]
-        for i, exercise in enumerate([*found, *map(to_write, fields["write"])], 1):
-            numbered[f"{chapter}.{i}"] = exercise
+        found += [taken_out(*words.split()) for words in fields["write"]]
+        numbered |= {f"{chapter}.{i}": exercise for i, exercise in enumerate(found, 1)}
     return numbered
-
-
-def to_write(words: str) -> Mutant:
-    """Return the change that takes the body of a function out of its module, but for the docstring."""
-    module, name, test = words.split()
-    text = (ROOT / f"{module}.py").read_text(encoding="utf-8")
-    (function,) = (node for node in ast.walk(ast.parse(text)) if getattr(node, "name", "") == name)
-    assert isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
-    first = function.body[1]  # after the docstring
-    old = "\n".join(text.splitlines()[first.lineno - 1 : function.end_lineno])
-    new = " " * first.col_offset + 'raise NotImplementedError("write it again")'
-    return Mutant(
-        module, f"{name}() has been taken out: write it again, as its docstring says.", old, new, test
-    )
-
-
-def told(exercise: Mutant) -> tuple[str, str]:
-    """Return the symptom, as its reporter saw it, and a hint: our rule, or the test to read."""
-    hint = f"Read {exercise.test}."
-    for path, fields in index.files():
-        if exercise.test.endswith(f"[{path.stem}]"):
-            return f"{fields['went_wrong'].strip()}\n{fields['source']}", fields["title"]
-    if exercise.undoes in index.bugs():
-        name, link, rule = index.bugs()[exercise.undoes]
-        return f"{name.replace('-', ' ')}; expected: {rule}\n{index.GITHUB}{link}", hint
-    return exercise.undoes, hint
 
 
 def start(number: str, exercise: Mutant) -> None:

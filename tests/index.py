@@ -8,6 +8,8 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+from mutants import Mutant
+
 TESTS = Path(__file__).parent
 GITHUB = "https://github.com/"
 INTRO = """\
@@ -40,6 +42,18 @@ def files() -> Iterator[tuple[Path, dict[str, str]]]:
     """Yield each file of replays/ and what is in it."""
     for path in sorted((TESTS / "replays").glob("*.toml")):
         yield path, tomllib.loads(path.read_text(encoding="utf-8"))
+
+
+def told(mutant: Mutant) -> tuple[str, str]:
+    """Return what the reporter of a mutant's bug saw and where, and a hint: our rule, or the test to read."""
+    hint = f"Read {mutant.test}."
+    for path, fields in files():
+        if mutant.test.endswith(f"[{path.stem}]"):
+            return f"{fields['went_wrong'].strip()}\n{fields['source']}", fields["title"]
+    if mutant.undoes in bugs():
+        name, link, rule = bugs()[mutant.undoes]
+        return f"{name.replace('-', ' ')}; expected: {rule}\n{GITHUB}{link}", hint
+    return mutant.undoes, hint
 
 
 def replays() -> Iterator[tuple[str, str]]:

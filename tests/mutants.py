@@ -13,6 +13,7 @@ Exits with 1 if a mutant is not killed, for whatever reason; the last lines name
 """
 
 import argparse
+import ast
 import os
 import queue
 import resource
@@ -70,6 +71,18 @@ def mutated(mutant: Mutant) -> str:
             f"expected this once, got it {text.count(mutant.old)} times: {mutant}: {mutant.old!r}"
         )
     return text.replace(mutant.old, mutant.new)
+
+
+def taken_out(module: str, name: str, test: str) -> Mutant:
+    """Return the change that takes the body of a function out of its module, but for the docstring."""
+    text = (ROOT / f"{module}.py").read_text(encoding="utf-8")
+    (function,) = (node for node in ast.walk(ast.parse(text)) if getattr(node, "name", "") == name)
+    assert isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+    first = function.body[1]  # after the docstring
+    old = "\n".join(text.splitlines()[first.lineno - 1 : function.end_lineno])
+    new = " " * first.col_offset + 'raise NotImplementedError("write it again")'
+    undoes = f"{name}() has been taken out: write it again, as its docstring says."
+    return Mutant(module, undoes, old, new, test)
 
 
 def copied(folder: Path) -> Path:

@@ -14,9 +14,10 @@ from typing import Any
 import openai
 import pytest
 
-from course.__main__ import CHAPTERS, exercises, told
+from course.__main__ import CHAPTERS, exercises
 from course_data import BLOCKS, page, written
 from helpers.serving import ROOT, TINY, Server, environment, serve, until, without
+from index import told
 from mutants import mutants, mutated
 
 MAX_NANO = 400  # lines
