@@ -7,7 +7,7 @@ with the same GGUF file (`pip install xllamacpp`).
 
 Rules of this file:
 1. All are greedy. What only this engine does (prefix caching, drafts) is beside the same without it.
-2. The memory's speed is measured by as many threads, between the runs, with the sum of an array of 1 GB.
+2. The memory's speed is measured by as many threads, between the runs, with the maximum of an array of 1 GB.
 
 Not here: how long an HTTP request takes (http.py, server.py).
 """
@@ -15,12 +15,11 @@ Not here: how long an HTTP request takes (http.py, server.py).
 import argparse
 import importlib.util
 import itertools
-import math
 import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -99,34 +98,16 @@ def speed(run: Run, row: str, make: Make, n_new: int, numbers: Iterator[int]) ->
     return {row: getattr(run(make(batch, n_prompt, next(numbers)), n_row or n_new), name)}
 
 
-@cache
-def summed() -> Any:
-    """The compiled sum of an array, by all threads."""
-    import numba
-
-    @numba.njit(nogil=True, parallel=True, fastmath=True)
-    def total(array: Any) -> Any:
-        result = np.float32(0)
-        for i in numba.prange(len(array)):
-            result += array[i]
-        return result
-
-    return total
-
-
 def memory_speed(n_threads: int, n: int = 2**28) -> Figures:
-    """What as many threads read of n numbers; the best of some passes, for it stands as a limit."""
-    import numba
-
-    numba.set_num_threads(n_threads)
-    array = np.ones(n, np.float32)
-    summed()(array[:1])
+    """Return what as many threads read of n numbers; the best of some passes, for it stands as a limit."""
+    parts = np.array_split(np.ones(n, np.int32), n_threads)
     passes = []
-    for _ in range(5):
-        started = time.perf_counter()
-        summed()(array)
-        passes.append(time.perf_counter() - started)
-    return {MEMORY: array.nbytes / min(passes) / 1e9}
+    with ThreadPoolExecutor(n_threads) as pool:
+        for _ in range(5):
+            started = time.perf_counter()
+            list(pool.map(np.max, parts))
+            passes.append(time.perf_counter() - started)
+    return {MEMORY: 4 * n / min(passes) / 1e9}
 
 
 def token_bytes(config: Config, weights: Weights) -> int:
@@ -165,24 +146,16 @@ def feature_cases(
     ]
 
 
-def losses(ops: NumpyOps, weights: Weights, window: list[int]) -> list[float]:
-    """-log p of each token of a text but the first."""
-    found: list[float] = []
-    for start in range(0, len(window), 128):  # rows that are computed together
-        chunk = window[start : start + 128]
-        logits = forward(ops, weights, Batch([Span(0, range(ops.n_pages), chunk, start, len(chunk))]))
-        for row, token_id in zip(logits, window[start + 1 : start + 129], strict=False):
-            largest = row.max()
-            found.append(largest + math.log(np.exp(row - largest).sum(dtype=np.float64)) - row[token_id])
-    return found
-
-
 def perplexity(kind: type[NumpyOps], config: Config, weights: Weights, token_ids: list[int]) -> Figures:
+    """Of each token of a text but the first of a window, given those before it."""
     ops = with_pages(kind, config, weights, N_WINDOW)
-    found: list[float] = []
+    losses: list[float] = []
     for start in range(0, len(token_ids), N_WINDOW):
-        found += losses(ops, weights, token_ids[start : start + N_WINDOW])
-    return {f"perplexity of {len(token_ids)} tokens": math.exp(sum(found) / len(found))}
+        window = token_ids[start : start + N_WINDOW]
+        span = Span(0, range(ops.n_pages), window[:-1], 0, len(window) - 1)
+        logits = forward(ops, weights, Batch([span])).astype(np.float64)
+        losses += list(np.logaddexp.reduce(logits, axis=1) - logits[range(len(logits)), window[1:]])
+    return {f"perplexity of {len(token_ids)} tokens": float(np.exp(np.mean(losses)))}
 
 
 # --- the command --------------------------------------------------------------------------------------------
@@ -208,25 +181,21 @@ def report(directory: Path, args: argparse.Namespace) -> Iterator[str]:
         packers = packs(ops, config, None if name == AS_IN_FILE else name)
         formats[name] = read_weights(directory, config, *packers)
         engines[name] = Engine(with_pages(ops, config, formats[name], max_seq_len))
-    runs: dict[str, Run] = {name: partial(generate, engine) for name, engine in engines.items()}
     if not args.shape and ops is not NumpyOps:
-        spec = with_pages(NumpyOps, config, read_weights(directory, config), max_seq_len)
-        runs["NumPy"] = partial(generate, Engine(spec))
+        engines["NumPy"] = Engine(with_pages(NumpyOps, config, read_weights(directory, config), max_seq_len))
+    runs: dict[str, Run] = {name: partial(generate, engine) for name, engine in engines.items()}
     file = directory / "model.gguf"
     if file.is_file() and importlib.util.find_spec("xllamacpp"):
         runs["llama.cpp"] = partial(llama_cpp_run, file, max_seq_len, args.threads)
     numbers = itertools.count(1)
-    cases: list[Case] = []
+    cases: list[Case] = [{"": partial(memory_speed, args.threads)}]
     for row in ROWS:
         cases.append({name: partial(speed, run, row, make, args.new, numbers) for name, run in runs.items()})
-    if ops is not NumpyOps:
-        cases.append({"": partial(memory_speed, args.threads)})
     medians = rounds(cases, args.repeat)
-    if ops is not NumpyOps:
-        memory = medians.pop(MEMORY)[""]
-        decode = medians["decode, batch 1, tokens/s"]
-        shares = {name: decode[name] * token_bytes(config, w) / memory / 1e7 for name, w in formats.items()}
-        medians[f"batch 1, % of {memory:.1f} GB/s that are read"] = shares
+    memory = medians.pop(MEMORY)[""]
+    decode = medians["decode, batch 1, tokens/s"]
+    shares = {name: decode[name] * token_bytes(config, w) / memory / 1e7 for name, w in formats.items()}
+    medians[f"batch 1, % of {memory:.1f} GB/s that are read"] = shares
     yield about(f"{args.shape or directory.name}, {config.n_layers} layers, {args.threads} threads.")
     for name, engine in engines.items():
         yield f"{name}: {engine.about}.\n"

@@ -21,7 +21,7 @@ from benches.harness import ROOT
 COMMAND_S = 560  # of one part: all of it, of the ten minutes that a command may take
 HAS_DEVICE = "import sys; from devices import cuda; sys.exit(cuda.missing())"  # a reason is written to stderr
 LAWS = "-m pytest -q -rs tests/gpu -k "
-KERNELS = "bench.py kernels --rows 1 4 16 64 256 --contexts 1000 --shape "
+KERNELS = "bench.py kernels --contexts 1000 --shape "
 EACH_FEATURE = " --contexts 256 --contenders engine no-early no-graphs"
 PARTS = {
     1: [LAWS + "not~sanitizer", KERNELS + "SMALL", "bench.py gpu --shape SMALL"],

@@ -1,184 +1,126 @@
-"""Each kernel by itself on a GPU, as a CUDA graph over all layers, launched late (in order) and early.
+"""Each kernel of a step by itself on a GPU: its launches in all layers, as one CUDA graph.
 
-    ops x rows --microseconds()--> µs of one, GB/s of what it must read --rounds()--> table
+    spans of a step --launches()--> {kernel: its launches} --timed()--> µs in the step, GB/s of what it reads
+
+The last row of a step is the whole of it. What starting kernels early brings: bench.py gpu --contenders.
 
 Not here: whether the numbers are right (tests/gpu), a whole engine (gpu.py).
 """
 
 import argparse
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 import numpy as np
 
 from benches import gpu
 from benches.harness import Case, Figures, report
 from benches.runs import GREEDY
-from benches.weights import expert_bytes
 from checkpoint.config import read_config
-from checkpoint.weights import bfloat16, read_weights
+from checkpoint.weights import read_weights
 from devices.cuda import CudaOps
-from devices.kernels import CHAINS
-from devices.steps import DeviceStep
+from devices.kernels import CHAINS, Kernels
 from model import PAGE, Span
 from sampling import Context
 
-N_LAUNCHES = 140  # of the smallest kernel, in a row: about the launches of a step of 28 layers
 N_TIMES = 20  # a graph is launched in each round
 
-
-class Work(NamedTuple):
-    """Something to time."""
-
-    name: str
-    run: Callable[[], None]
-    n: int  # how many of them run() does
-    n_bytes: int  # that one of them must read; 0: not the point
+Launch = tuple[Any, ...]  # the arguments of Kernels.launch(): a kernel's name is the first
 
 
-class Stand:
-    """CudaOps with all that an op needs before it can be timed alone."""
+class Recorder:
+    """Stands where Kernels stands, and keeps the launches by the kernel's name."""
 
-    def __init__(self, folder: Path, max_context: int, max_batch: int) -> None:
-        config = read_config(folder)
-        self.n_pages_each = -(-(max_context + 1) // PAGE)
-        length = self.n_pages_each * PAGE
-        self.config = replace(config, max_seq_len=max(config.max_seq_len, length))
-        weights = read_weights(folder, self.config, CudaOps.pack)
-        self.ops = CudaOps(self.config, weights, length, self.n_pages_each * max_batch, max_batch)
-        rng = np.random.default_rng(0)
-        for name in ("x", "y", "h"):  # of zeros a product is faster, and all choose the same experts
-            buffer = self.ops._buffers[name]
-            noise = rng.standard_normal(buffer.shape, np.float32)
-            buffer.set(noise if buffer.dtype == np.float32 else bfloat16(noise))
+    def __init__(self) -> None:
+        self.launches: dict[str, list[Launch]] = {}
 
-    def rows(self, n: int, n_wanted: int = 0) -> DeviceStep:
-        """A step for the ops that look at no page."""
-        wanted = gpu.cupy().asarray(np.arange(max(n_wanted, 1), dtype=np.int32))
-        return DeviceStep({"wanted": wanted}, n, n_wanted, 0, 0, 1, False, False)
-
-    def decode(self, n: int, context: int) -> DeviceStep:
-        """The next token of n sequences, each after so many."""
-        spans = []
-        for slot in range(n):
-            pages = range(slot * self.n_pages_each, (slot + 1) * self.n_pages_each)
-            spans.append(Span(slot, list(pages), [1 + slot], context, 1))
-        with self.ops._stream:
-            memory, host, step = self.ops._upload_step(spans, [Context(GREEDY, [], [])] * n)
-            step.views["pick_rows"][:, 4] = CHAINS  # each time the same step, not the next one
-        self.ops._stream.synchronize()
-        memory.free.append(host)
-        return step
-
-    def time(self, work: Work, early: bool) -> Figures:
-        kernels, stream, cp = self.ops._kernels, self.ops._stream, gpu.cupy()
-        with stream:
-            work.run()  # loads what is not loaded: a capture must not do that
-            kernels.overlap = early and kernels._driver is not None
-            stream.begin_capture()
-            try:
-                work.run()
-            finally:
-                graph = stream.end_capture()
-                kernels.overlap = False
-            begin, end = cp.cuda.Event(), cp.cuda.Event()
-            begin.record(stream)
-            for _ in range(N_TIMES):
-                graph.launch(stream)
-            end.record(stream)
-            end.synchronize()
-        us = 1e3 * float(cp.cuda.get_elapsed_time(begin, end)) / N_TIMES / work.n
-        figures = {f"{work.name}, µs": us}
-        if work.n_bytes:
-            figures[f"{work.name}, GB/s"] = work.n_bytes / us / 1e3
-        return figures
+    def launch(self, *launch: Any) -> None:
+        self.launches.setdefault(launch[0], []).append(launch)
 
 
-def launches(stand: Stand) -> Work:
-    """What a launch costs beside its work: one block of rms_norm."""
-    ops = stand.ops
-
-    def launch() -> None:
-        for _ in range(N_LAUNCHES):
-            arrays = {
-                "w": ops.weights.norm,
-                "x": ops._buffers["x"],
-                "rows": None,
-                "y": ops._buffers["normed"],
-            }
-            ops._kernels.launch("rms_norm", (1,), arrays)
-
-    return Work("a launch", launch, N_LAUNCHES, 0)
+def launches(ops: CudaOps, span_of: Callable[[int], Span], n: int) -> dict[str, list[Launch]]:
+    """Return what a step of n spans launches; each time it is the same step, not the next one."""
+    contexts = [Context(GREEDY, [], [])] * n
+    with ops._stream:
+        memory, host, step = ops._upload_step([span_of(slot) for slot in range(n)], contexts)
+        step.views["pick_rows"][:, 4] = CHAINS
+    ops._stream.synchronize()
+    memory.free.append(host)
+    kernels, recorder = ops._kernels, Recorder()
+    ops._kernels = cast(Kernels, recorder)
+    ops._compute(step)
+    ops._kernels = kernels
+    return recorder.launches
 
 
-def products(stand: Stand, n: int) -> Iterator[Work]:
-    """The ops that look at no page, for n rows; of a mixture, all kernels of its experts."""
-    c, ops, step = stand.config, stand.ops, stand.rows(n)
-    x, y, h = (ops._buffers[name] for name in ("x", "y", "h"))
-    n_q = c.n_heads * c.head_dim
-    n_qkv = n_q + 2 * c.n_kv_heads * c.head_dim
-    # fmt: off
-    #    op         inputs   bytes of its matrices
-    table: dict[str, tuple[Sequence[Any], int]] = {
-        "qkv":     ((x,),   2 * n_qkv * c.dim),
-        "out":     ((x, y), 2 * n_q * c.dim),
-    }
-    if c.experts:
-        table["experts"] = (x,), round(expert_bytes(c, n) / c.n_layers)
-    else:
-        table["gate_up"] = (x,), 4 * c.hidden_dim * c.dim
-        table["down"] = (x, h), 2 * c.hidden_dim * c.dim
-    # fmt: on
+def timed(ops: CudaOps, row: str, launches: list[Launch], n_bytes: int) -> Figures:
+    """Microseconds of the launches together; n_bytes: what they must read."""
+    event = gpu.cupy().cuda.Event
 
-    def op_of_layers(name: str, inputs: Sequence[Any]) -> None:
-        for layer in ops.weights.layers:
-            getattr(ops, name)(*inputs, layer, step)
+    def launch_all() -> None:
+        for launch in launches:
+            ops._kernels.launch(*launch)
 
-    for name, (inputs, n_bytes) in table.items():
-        yield Work(f"{name}, {n} rows", partial(op_of_layers, name, inputs), c.n_layers, n_bytes)
+    with ops._stream:
+        launch_all()  # loads what is not loaded: a capture must not do that
+        graph = ops._capture(launch_all)
+        begin, end = event(), event()
+        begin.record(ops._stream)
+        for _ in range(N_TIMES):
+            graph.launch(ops._stream)
+        end.record(ops._stream)
+        end.synchronize()
+    us = 1e3 * float(gpu.cupy().cuda.get_elapsed_time(begin, end)) / N_TIMES
+    figures = {f"{row}, µs": us}
+    if n_bytes:
+        figures[f"{row}, GB/s"] = n_bytes / us / 1e3
+    return figures
 
 
-def logits(stand: Stand, n: int) -> Work:
-    ops, c = stand.ops, stand.config
-    run = partial(ops.logits, ops._buffers["x"], ops.weights, stand.rows(n, n))
-    return Work(f"logits, {n} rows", run, 1, 2 * c.vocab_size * c.dim)
+def matrix_bytes(ops: CudaOps, launches: list[Launch]) -> int:
+    """Bytes of the layers' matrices, and of the head, that launches of one kernel read; 0 for experts."""
+    name, _, arguments, *_ = launches[0]
+    matrices = {*vars(ops.weights.layers[0]), "head"}
+    names = [parameter.name for parameter in ops._kernels._parameters[name] if parameter.name in matrices]
+    return sum(arguments[name].nbytes for name in names if arguments[name] is not None) * len(launches)
 
 
-def steps(stand: Stand, n: int, context: int) -> Iterator[Work]:
-    """Attention of n sequences, and their whole step."""
-    c, ops, step = stand.config, stand.ops, stand.decode(n, context)
+def cases(ops: CudaOps, title: str, n: int, context: int, n_each: int) -> Iterator[Case]:
+    """The kernels of a step: n sequences, each with so many new tokens after so many."""
+    n_pages = -(-(context + n_each) // PAGE)
+    token_ids = np.random.default_rng(0).integers(ops.config.vocab_size, size=n_each).tolist()
 
-    def attend() -> None:
-        for i, layer in enumerate(ops.weights.layers):
-            ops.attend(ops._buffers["qkv"], layer, i, step)
+    def span_of(slot: int) -> Span:
+        pages = range(slot * n_pages, (slot + 1) * n_pages)
+        return Span(slot, list(pages), token_ids, context, 1)
 
-    n_bytes = 2 * 2 * c.n_kv_heads * c.head_dim * (context + 1) * n
-    yield Work(f"attend, {n} x {context}", attend, c.n_layers, n_bytes)
-    compute = partial(ops._compute, step)
-    yield Work(f"decode step, {n} x {context}", compute, 1, gpu.step_bytes(c, n, context))
+    by_kernel = launches(ops, span_of, n)
+    for kernel, of_kernel in by_kernel.items():
+        yield {"": partial(timed, ops, f"{title}: {kernel}", of_kernel, matrix_bytes(ops, of_kernel))}
+    step = [*itertools.chain(*by_kernel.values())]
+    n_bytes = gpu.step_bytes(ops.config, n * n_each, context)
+    yield {"": partial(timed, ops, f"{title}: the whole step", step, n_bytes if n_each == 1 else 0)}
 
 
 def run(args: argparse.Namespace) -> None:
+    length = max(args.contexts) + CudaOps.chunk + PAGE
+    most = max(args.batches)
     with TemporaryDirectory() as folder:
-        stand = Stand(gpu.files(args, Path(folder)), max(args.contexts), max(args.batches))
-    works = [launches(stand)]
-    for n in args.rows:
-        works += products(stand, n)
-    works += [logits(stand, n) for n in args.batches]
-    for n, context in itertools.product(args.batches, args.contexts):
-        works += steps(stand, n, context)
-    cases: list[Case] = []
-    for work in works:
-        cases.append({"late": partial(stand.time, work, False), "early": partial(stand.time, work, True)})
-    report(args, f"The kernels at the shape of {args.shape}.", cases)
+        directory = gpu.files(args, Path(folder))
+        config = read_config(directory)
+        weights = read_weights(directory, config, CudaOps.pack)
+    ops = CudaOps(config, weights, length, most * -(-length // PAGE), most)
+    found: list[Case] = []
+    for context in args.contexts:
+        for n in args.batches:
+            found += cases(ops, f"{n} x {context}", n, context, 1)
+        found += cases(ops, f"{ops.chunk} of a prompt after {context}", 1, context, ops.chunk)
+    report(args, f"The kernels at the shape of {directory.name}.", found)
 
 
 def options(add: argparse.ArgumentParser) -> None:
     gpu.shape_options(add)
-    rows = [1, 2, 4, 5, 8, 16, 17, 64, 128, 256, 512]
-    add.add_argument("--rows", type=int, nargs="+", default=rows, metavar="N", help="of a product")
