@@ -86,7 +86,8 @@ def matrix_bytes(ops: CudaOps, launches: list[Launch]) -> int:
     name, _, arguments, *_ = launches[0]
     matrices = {*vars(ops.weights.layers[0]), "head"}
     names = [parameter.name for parameter in ops._kernels._parameters[name] if parameter.name in matrices]
-    return sum(arguments[name].nbytes for name in names if arguments[name] is not None) * len(launches)
+    n_bytes = (int(arguments[name].nbytes) for name in names if arguments[name] is not None)
+    return len(launches) * sum(n_bytes)
 
 
 def cases(ops: CudaOps, title: str, n: int, context: int, n_each: int) -> Iterator[Case]:

@@ -142,8 +142,8 @@ class Heard(NamedTuple):
     late_s: list[float]  # from a tick to the arrival of its delta
 
 
-async def listen(url: str, n_tokens: int, paced: bool, others: asyncio.Barrier | None = None) -> Heard:
-    """Read a stream to its end; with others until all have begun, and then until all shall leave."""
+async def listen(url: str, n_tokens: int, paced: bool) -> Heard:
+    """Read a stream to its end."""
     body: dict[str, Any] = {"model": "default", "input": "hi", "stream": True, "max_output_tokens": n_tokens}
     body["seed"] = round(1e3 * TICK_S) if paced else 0
     n_events = 0
@@ -151,10 +151,6 @@ async def listen(url: str, n_tokens: int, paced: bool, others: asyncio.Barrier |
     async for lines in stream(url, PATH, body):
         n_events += lines.count(b"event: ")
         late_s += [time.monotonic() % TICK_S] * lines.count(DELTA)
-        if others and late_s:
-            await others.wait()
-            await others.wait()
-            break
     return Heard(n_events, late_s)
 
 
@@ -193,12 +189,10 @@ def memory(command: list[str], checkout: Path, n_streams: int) -> Figures:
     async def held(running: Running) -> float:
         await hear(running.url, 1, 2, paced=False)
         before_kb = resident_kb(running.pid)
-        barrier = asyncio.Barrier(n_streams + 1)
-        streams = [asyncio.create_task(listen(running.url, 1000, True, barrier)) for _ in range(n_streams)]
-        await barrier.wait()
+        streams = asyncio.create_task(hear(running.url, n_streams, N_TICKS, paced=True))
+        await asyncio.sleep(N_WARM * TICK_S)
         during_kb = resident_kb(running.pid)
-        await barrier.wait()
-        await asyncio.gather(*streams)
+        await streams
         return (during_kb - before_kb) / n_streams
 
     with started(*command, checkout=checkout) as running:
@@ -206,17 +200,15 @@ def memory(command: list[str], checkout: Path, n_streams: int) -> Figures:
 
 
 def cpu_s(pid: int) -> float:
-    """What a process has used; 0 if /proc does not say."""
-    stat = Path(f"/proc/{pid}/stat")
-    fields = stat.read_text(encoding="utf-8").rpartition(")")[2].split() if stat.exists() else ["0"] * 13
+    """What a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def resident_kb(pid: int) -> int:
-    """The memory of a process; 0 if /proc does not say."""
-    status = Path(f"/proc/{pid}/status")
-    lines = status.read_text(encoding="utf-8").splitlines() if status.exists() else []
-    return sum(int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
+    """The memory of a process."""
+    lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
 
 
 def run(args: argparse.Namespace) -> None:
