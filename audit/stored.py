@@ -277,7 +277,7 @@ def background_survives(peer: Peer) -> None:
     the guide on background mode: the run needs no connection
     I05 https://github.com/vllm-project/vllm/pull/23927
     """
-    with peer.live(said=STORY, limit=900, background=True) as events:
+    with peer.live(said=STORY, limit=300, background=True, **peer.long) as events:
         first = next(events)
         next(events)
     last = ended(Kept(peer, first.get("response") or {}))
