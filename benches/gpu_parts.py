@@ -21,11 +21,17 @@ from benches.harness import ROOT
 COMMAND_S = 560  # of one part: all of it, of the ten minutes that a command may take
 HAS_DEVICE = "import sys; from devices import cuda; sys.exit(cuda.missing())"  # a reason is written to stderr
 LAWS = "-m pytest -q -rs tests/gpu -k "
-KERNELS = "bench.py kernels --contexts 1000 --shape "
-EACH_FEATURE = " --contexts 256 --contenders engine no-early no-graphs"
 PARTS = {
-    1: [LAWS + "not~sanitizer", KERNELS + "SMALL", "bench.py gpu --shape SMALL"],
-    2: ["bench.py gpu --shape SMALL" + EACH_FEATURE, "bench.py gpu --shape LARGE", KERNELS + "LARGE"],
+    1: [
+        LAWS + "not~sanitizer",
+        "bench.py kernels --out OUT/gpu-kernels.md --contexts 1000",
+        "bench.py gpu --out OUT/gpu.md",
+    ],
+    2: [
+        "bench.py gpu --out OUT/gpu-features.md --contexts 256 --contenders engine no-early no-graphs",
+        "bench.py gpu --out OUT/gpu-8b.md --shape qwen3-8b",
+        "bench.py kernels --out OUT/gpu-kernels-8b.md --contexts 1000 --shape qwen3-8b",
+    ],
     3: [LAWS + "memcheck", LAWS + "racecheck"],
 }
 
@@ -34,13 +40,9 @@ def run(args: argparse.Namespace) -> None:
     """Run the steps of a part; exits with 1 if one has failed, at once if there is no device."""
     deadline = time.monotonic() + COMMAND_S
     failures = [failure_of(["-c", HAS_DEVICE], COMMAND_S)]
-    steps = [] if failures[0] else PARTS[args.part]
-    for number, step in enumerate(steps):
-        named = step.replace("SMALL", args.small).replace("LARGE", args.large)
-        command = [word.replace("~", " ") for word in named.split()]
-        if command[0] == "bench.py":
-            command += ["--out", str(args.out_folder / f"gpu-part{args.part}-{number}.md"), *args.flags]
-        failures.append(failure_of(command, deadline - time.monotonic()))
+    for step in PARTS[args.part] if failures == [""] else []:
+        command = step.replace("OUT", str(args.out_folder)).split()
+        failures.append(failure_of([word.replace("~", " ") for word in command], deadline - time.monotonic()))
     print("\n".join(filter(None, failures)) or f"part {args.part}: done")
     sys.exit(int(any(failures)))
 
@@ -67,9 +69,4 @@ def options(add: argparse.ArgumentParser) -> None:
     add.description = __doc__
     add.formatter_class = argparse.RawDescriptionHelpFormatter
     add.add_argument("part", type=int, choices=PARTS, help="see above")
-    add.add_argument("--small", default="qwen3-0.6b", metavar="SHAPE", help="measured first")
-    add.add_argument("--large", default="qwen3-8b", metavar="SHAPE", help="measured then")
-    add.add_argument("--out-folder", type=Path, default=ROOT / "results", metavar="DIR")
-    add.add_argument(
-        "--flags", type=str.split, default=[], help="for each bench, in one word: '--batches 1 4'"
-    )
+    add.add_argument("--out-folder", type=Path, default=ROOT / "results", metavar="DIR", help="of the tables")
