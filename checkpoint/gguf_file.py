@@ -96,6 +96,7 @@ def config_json(container: Container) -> dict[str, Any]:
         "vocab_size": len(entry(metadata, "tokenizer.ggml.tokens", list)),
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "rope_interleave": architecture == "llama",  # convert_hf_to_gguf.py, LlamaModel.permute
     }
     for name, suffix in CONFIG_FIELDS.items():
         value = entry(metadata, f"{architecture}.{suffix}", NUMBER, name in OPTIONAL_FIELDS)
@@ -115,7 +116,7 @@ def config_json(container: Container) -> dict[str, Any]:
         }
         original = entry(metadata, f"{prefix}original_context_length", NUMBER, is_optional=True)
         fields["original_max_position_embeddings"] = original
-    return fields | token_ids(metadata)
+    return fields | end_ids(metadata)
 
 
 def token_id(metadata: Metadata, name: str) -> int | None:
@@ -128,12 +129,10 @@ def token_id(metadata: Metadata, name: str) -> int | None:
     return number
 
 
-def token_ids(metadata: Metadata) -> dict[str, Any]:
-    """The ids of config.json and generation_config.json; an answer ends at eos, or eot if there is one."""
-    ids = {"bos_token_id": token_id(metadata, "bos"), "pad_token_id": token_id(metadata, "padding")}
-    named: dict[str, Any] = {name: number for name, number in ids.items() if number is not None}
+def end_ids(metadata: Metadata) -> dict[str, list[int]]:
+    """For config.json and generation_config.json: an answer ends at eos, or at eot if there is one."""
     ends = [token_id(metadata, "eos"), token_id(metadata, "eot")]
-    return named | {"eos_token_id": sorted({number for number in ends if number is not None})}
+    return {"eos_token_id": sorted({number for number in ends if number is not None})}
 
 
 # --- tokenizer.json -----------------------------------------------------------------------------------------
@@ -245,7 +244,7 @@ def as_directory(file: Path, presets: str = "{}") -> Path:
             )
         texts = {
             "config.json": json.dumps(config_json(container)),
-            "generation_config.json": json.dumps(token_ids(metadata) | json.loads(presets)),
+            "generation_config.json": json.dumps(end_ids(metadata) | json.loads(presets)),
             "tokenizer.json": tokenizer_json(metadata),
             "tokenizer_config.json": json.dumps(tokenizer_config(metadata)),
             "chat_template.jinja": entry(metadata, "tokenizer.chat_template", str),
@@ -291,23 +290,13 @@ BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 
 
 def map_tensors(file: Path) -> dict[str, NDArray[Any] | Blocks]:
-    """Return all tensors by Hugging Face's names, with their rows in its order, as views of the file."""
-    metadata, places = read(file)
+    """Return all tensors by Hugging Face's names, as views of the file."""
+    tensors = read(file).tensors
     read.cache_clear()  # its lists of strings are large, and no longer needed
-    architecture = metadata["general.architecture"]
-    n_heads = metadata[f"{architecture}.attention.head_count"]
-    heads_of = {"attn_q": n_heads, "attn_k": metadata.get(f"{architecture}.attention.head_count_kv", n_heads)}
-    tensors: dict[str, NDArray[Any] | Blocks] = {}
-    for name, tensor in places.items():
-        try:
-            array = tensor_of(tensor)
-            part = name.split(".")[-2:][0]
-            if architecture == "llama" and part in heads_of:
-                array = halves_first(array, heads_of[part])
-        except UnsupportedModel as error:
-            raise UnsupportedModel(f"{file.resolve()}: tensor {name} {error}") from None
-        tensors[hugging_face_name(name)] = array
-    return tensors
+    try:
+        return {hugging_face_name(name): tensor_of(name, tensor) for name, tensor in tensors.items()}
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{file.resolve()}: {error}") from None
 
 
 def hugging_face_name(name: str) -> str:
@@ -319,24 +308,10 @@ def hugging_face_name(name: str) -> str:
             return OUTER_TENSORS.get(name, name)
 
 
-def tensor_of(tensor: Tensor) -> NDArray[Any] | Blocks:
+def tensor_of(name: str, tensor: Tensor) -> NDArray[Any] | Blocks:
     if tensor.format in FLOATS:
         return tensor.data.view(FLOATS[tensor.format]).reshape(tensor.shape)
     if tensor.format not in BLOCKS or len(tensor.shape) != 2:
         supported = f"{', '.join(FLOATS)}; for matrices also {', '.join(BLOCKS)}"
-        raise UnsupportedModel(f"is {tensor.format} {tensor.shape}; supported: {supported}")
+        raise UnsupportedModel(f"tensor {name} is {tensor.format} {tensor.shape}; supported: {supported}")
     return Blocks(tensor.format, tensor.data.reshape(tensor.shape[0], -1, sizes(tensor.format).n_bytes))
-
-
-def halves_first(tensor: NDArray[Any] | Blocks, n_heads: int) -> NDArray[Any] | Blocks:
-    """Put each head's rows from (pair, half), llama.cpp's order for llama alone, into (half, pair).
-
-    So rotary pairs are neighbours there, and Hugging Face's `rotate_half` expects the other order:
-    convert_hf_to_gguf.py, LlamaModel.permute
-    """
-    rows = tensor.data if isinstance(tensor, Blocks) else tensor
-    if len(rows) % (2 * n_heads):
-        raise UnsupportedModel(f"has {len(rows)} rows for {n_heads} heads")
-    pairs = rows.reshape(n_heads, -1, 2, *rows.shape[1:])
-    rows = pairs.swapaxes(1, 2).reshape(rows.shape)
-    return tensor._replace(data=rows) if isinstance(tensor, Blocks) else rows

@@ -24,26 +24,27 @@ Freq = NDArray[np.float64]  # radians per position for each pair of a head. (hea
 
 @dataclass(frozen=True)
 class Rope:
-    """The numbers of a model's RoPE; those that its type does not use keep these defaults."""
+    """The numbers of a model's RoPE, as `rope_parameters` of config.json names them.
 
-    theta: float
-    type: str = "default"  # a key of ROPE_TYPES
+    Those that its type does not use keep these defaults.
+    """
+
+    rope_theta: float
+    rope_type: str = "default"  # a key of ROPE_TYPES
     factor: float = 1.0  # linear, llama3, yarn: how much longer the context has become
-    original_max_seq_len: int = 0  # llama3, yarn: the context before that
+    original_max_position_embeddings: int = 0  # llama3, yarn: the context before that
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn: the ramp begins and ends at whole pairs
-    attention_factor: float | None = (
-        None  # yarn: it multiplies cos and sin, and so q and k; None: by the factor
-    )
+    attention_factor: float | None = None  # yarn: on cos and sin, so on q and k; None: by the factor
 
 
 def rope_table(rope: Rope, head_dim: int, n: int) -> NDArray[np.complex64]:
     """cos + i sin of every pair's angle at positions 0 .. n-1. (n, head_dim/2)"""
-    trained: Freq = rope.theta ** -(np.arange(0, head_dim, 2) / head_dim)
-    freq, magnitude = ROPE_TYPES[rope.type].scale(rope, trained)
+    trained: Freq = rope.rope_theta ** -(np.arange(0, head_dim, 2) / head_dim)
+    freq, magnitude = ROPE_TYPES[rope.rope_type].scale(rope, trained)
     angles = np.arange(n)[:, None] * freq  # (n, head_dim/2) float64
     table = np.empty(angles.shape, np.complex64)
     table.real = np.cos(angles) * magnitude
@@ -65,7 +66,7 @@ def llama3(rope: Rope, freq: Freq) -> tuple[Freq, float]:
 
     https://github.com/meta-llama/llama-models/blob/main/models/llama3/model.py, apply_scaling
     """
-    turns = rope.original_max_seq_len * freq / (2 * math.pi)
+    turns = rope.original_max_position_embeddings * freq / (2 * math.pi)
     kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     return partly_stretched(freq, rope.factor, kept), 1.0
 
@@ -79,7 +80,11 @@ def yarn(rope: Rope, freq: Freq) -> tuple[Freq, float]:
     n_pairs = len(freq)
 
     def pair_that_turns(times: float) -> float:  # theta^(-pair / n_pairs) solved for the pair
-        return n_pairs * math.log(rope.original_max_seq_len / (times * 2 * math.pi)) / math.log(rope.theta)
+        return (
+            n_pairs
+            * math.log(rope.original_max_position_embeddings / (times * 2 * math.pi))
+            / math.log(rope.rope_theta)
+        )
 
     low = pair_that_turns(rope.beta_fast)
     high = pair_that_turns(rope.beta_slow)

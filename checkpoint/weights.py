@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
@@ -57,17 +57,23 @@ class Mxfp4(NamedTuple):
         return self.blocks.nbytes + self.scales.nbytes
 
 
-# What 4 bits mean (E2M1): sign, exponent, mantissa
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+def gguf_bytes(w: Mxfp4) -> NDArray[np.uint8]:
+    """Return blocks as in GGUF: the scale, then 16 bytes, in whose lower halves lie the first 16 numbers."""
+    data = np.empty((*w.scales.shape, 17), np.uint8)
+    data[..., 0] = w.scales
+    for expert, blocks in enumerate(w.blocks):
+        pairs = np.stack([blocks & 15, blocks >> 4], axis=-1)  # (n_out, n_in/32, 16, 2)
+        first, second = np.split(pairs.reshape(*blocks.shape[:-1], 32), 2, axis=-1)
+        data[expert, :, :, 1:] = first | second << 4
+    return data
 
 
 @np.errstate(over="ignore")  # 4 * 2^127 is infinite
 def decoded_mxfp4(w: Mxfp4) -> Array:
-    """The numbers, (n_experts, n_out, n_in)."""
-    halves = np.stack([w.blocks & 15, w.blocks >> 4], axis=-1)  # (n_experts, n_out, n_in/32, 16, 2)
-    numbers = E2M1[halves].reshape(*w.scales.shape, 32)
-    exponents = w.scales[..., None].astype(np.int32) - 127
-    return np.ldexp(numbers, exponents).reshape(*w.scales.shape[:-1], -1)
+    """Return the numbers, (n_experts, n_out, n_in)."""
+    n_experts, n_out, n_blocks = w.scales.shape
+    rows = gguf_bytes(w).reshape(n_experts * n_out, n_blocks, 17)
+    return decoded(Blocks("MXFP4", rows)).reshape(n_experts, n_out, -1)
 
 
 @dataclass
@@ -125,15 +131,17 @@ class Part(NamedTuple):
     def is_mxfp4(self) -> bool:
         return self.field.endswith(("_blocks", "_scales"))
 
-    def view(self, tensor: NDArray[Any], head_dim: int) -> NDArray[Any]:
-        """Return the tensor with its rows in our order; it may have an axis more."""
-        if self.rotary:
-            return adjacent_pairs(tensor, head_dim)
+    def ordered(self, tensor: Any, head_dim: int) -> Any:
+        """Put the rows of a tensor in our order."""
+        if isinstance(tensor, Blocks):
+            return tensor._replace(data=self.ordered(tensor.data, head_dim))
+        if self.rotary:  # (half, pair) becomes (pair, half)
+            halves = tensor.reshape(-1, 2, head_dim // 2, *tensor.shape[1:])
+            return halves.swapaxes(1, 2).reshape(tensor.shape)
         if self.transposed:
             tensor = tensor.swapaxes(1, 2)
         if self.interleaved:
-            n_experts, n_rows, *rest = tensor.shape
-            return tensor.reshape(n_experts, n_rows // 2, 2, *rest).swapaxes(1, 2)
+            return np.concatenate([tensor[:, ::2], tensor[:, 1::2]], axis=1)
         return tensor
 
 
@@ -149,19 +157,20 @@ def outer_parts(c: Config) -> list[Part]:
 
 def layer_parts(c: Config, layer: int) -> list[Part]:
     dim, n_q, n_kv, hidden = c.dim, c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim, c.hidden_dim
+    halves = not c.pairs_adjacent
     # fmt: off
     norms = [
         # if this  field        tensor                             shape          rotary
         (True,      "attn_norm", "input_layernorm.weight",          dim,          False),
         (True,      "mlp_norm",  "post_attention_layernorm.weight", dim,          False),
-        (c.qk_norm, "q_norm",    "self_attn.q_norm.weight",         c.head_dim,   True),
-        (c.qk_norm, "k_norm",    "self_attn.k_norm.weight",         c.head_dim,   True),
+        (c.qk_norm, "q_norm",    "self_attn.q_norm.weight",         c.head_dim,   halves),
+        (c.qk_norm, "k_norm",    "self_attn.k_norm.weight",         c.head_dim,   halves),
         (c.sinks,   "sinks",     "self_attn.sinks",                 c.n_heads,    False),
     ]
     attention = [
         # field  module              n_out  n_in  has a bias  rotary
-        ("qkv", "self_attn.q_proj", n_q,   dim,  c.qkv_bias, True),
-        ("qkv", "self_attn.k_proj", n_kv,  dim,  c.qkv_bias, True),
+        ("qkv", "self_attn.q_proj", n_q,   dim,  c.qkv_bias, halves),
+        ("qkv", "self_attn.k_proj", n_kv,  dim,  c.qkv_bias, halves),
         ("qkv", "self_attn.v_proj", n_kv,  dim,  c.qkv_bias, False),
         ("o",   "self_attn.o_proj", dim,   n_q,  c.o_bias,   False),
     ]
@@ -202,29 +211,19 @@ def single_experts(c: Config, experts: Experts) -> list[Part]:
 
 
 def stacked_experts(c: Config, experts: Experts) -> list[Part]:
-    """gpt-oss: a tensor for the matrices of all experts, or two where they are MXFP4."""
+    """gpt-oss: a tensor for the matrices of all experts, or two if they are MXFP4. Gate and up take turns."""
     n, size = experts.n, experts.hidden_dim
-    # fmt: off
-    both = [
-        #     field               tensor                             shape
-        Part("router",           "mlp.router.weight",               (n, c.dim)),
-        Part("b_router",         "mlp.router.bias",                 (n,)),
-        Part("b_gate_up",        "mlp.experts.gate_up_proj_bias",   (n, 2 * size)),
-        Part("b_down",           "mlp.experts.down_proj_bias",      (n, c.dim)),
-    ]
-    unpacked = [
-        Part("w_gate_up",        "mlp.experts.gate_up_proj",        (n, c.dim, 2 * size), transposed=True),
-        Part("w_down",           "mlp.experts.down_proj",           (n, size, c.dim), transposed=True),
-    ]
-    packed = [
-        Part("w_gate_up_blocks", "mlp.experts.gate_up_proj_blocks", (n, 2 * size, c.dim // 32, 16)),
-        Part("w_gate_up_scales", "mlp.experts.gate_up_proj_scales", (n, 2 * size, c.dim // 32)),
-        Part("w_down_blocks",    "mlp.experts.down_proj_blocks",    (n, c.dim, size // 32, 16)),
-        Part("w_down_scales",    "mlp.experts.down_proj_scales",    (n, c.dim, size // 32)),
-    ]
-    # fmt: on
-    parts = both + (packed if experts.mxfp4 else unpacked)
-    return [part._replace(interleaved="gate_up" in part.field) for part in parts]
+    parts = [Part("router", "mlp.router.weight", (n, c.dim)), Part("b_router", "mlp.router.bias", (n,))]
+    for field, n_out, n_in in [("gate_up", 2 * size, c.dim), ("down", c.dim, size)]:
+        name = f"mlp.experts.{field}_proj"
+        stacked = [Part(f"b_{field}", f"{name}_bias", (n, n_out))]
+        if experts.mxfp4:
+            stacked.append(Part(f"w_{field}_blocks", f"{name}_blocks", (n, n_out, n_in // 32, 16)))
+            stacked.append(Part(f"w_{field}_scales", f"{name}_scales", (n, n_out, n_in // 32)))
+        else:
+            stacked.append(Part(f"w_{field}", name, (n, n_in, n_out), transposed=True))
+        parts += [part._replace(interleaved=field == "gate_up") for part in stacked]
+    return parts
 
 
 def all_parts(c: Config) -> list[Part]:
@@ -257,16 +256,19 @@ Packer = Callable[[Any], Matrix]
 
 
 def unpacked(w: Any) -> Matrix:
-    """Keep a matrix in float32."""
+    """Return a matrix, or the list of tensors that stack to one, in float32.
+
+    bfloat16, here uint16, is the upper half of a float32.
+    """
+    if isinstance(w, list):
+        return np.concatenate([unpacked(tensor) for tensor in w])
     if isinstance(w, Mxfp4):
         return decoded_mxfp4(w)
-    if isinstance(w, list):
-        return np.concatenate([decoded(blocks) for blocks in w])
-    if w.dtype != np.uint16:
-        return w
-    wide = np.empty(w.shape, np.float32)
-    widen(w, wide)
-    return wide
+    if isinstance(w, Blocks):
+        return decoded(w)
+    if w.dtype == np.uint16:
+        return np.left_shift(w, 16, dtype=np.uint32).view(np.float32)
+    return w.astype(np.float32, copy=False)
 
 
 def read_weights(
@@ -278,17 +280,12 @@ def read_weights(
     """
     tensors = map_tensors(directory)
     check_tensors(tensors, config)
-    n_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    # On a terminal, for files that take more than about a second. None: unless stderr is a terminal.
-    disable = None if n_bytes >= 1e9 else True
-    with tqdm(desc="Reading weights", total=n_bytes, unit="B", unit_scale=True, disable=disable) as bar:
-
-        def read(parts: list[Part], pack: Packer) -> dict[str, Matrix]:
-            bar.update(sum(tensors[part.name].nbytes for part in parts))
-            return fuse(tensors, parts, config, pack)
-
-        outer = read(outer_parts(config), pack_outer or pack)
-        layers = [Layer(**read(layer_parts(config, layer), pack)) for layer in range(config.n_layers)]
+    outer = fuse(tensors, outer_parts(config), config, pack_outer or pack)
+    layers: list[Layer] = []
+    # A bar on a terminal, for weights that take more than about a second. None: unless stderr is a terminal.
+    disable = None if n_weight_bytes(config) >= 1e9 else True
+    for i in tqdm(range(config.n_layers), "Reading weights", unit="layer", disable=disable):
+        layers.append(Layer(**fuse(tensors, layer_parts(config, i), config, pack)))
     return Weights(outer["embed"], layers, outer["norm"], outer.get("head", outer["embed"]))
 
 
@@ -301,8 +298,8 @@ def check_tensors(tensors: Tensors, config: Config) -> None:
         tensor = tensors[name]
         if tensor.shape != part.shape:
             raise UnsupportedModel(f"tensor {name} is {tensor.shape}; config.json says {part.shape}")
-        if (kind(tensor) == np.uint8) != part.is_mxfp4:
-            raise UnsupportedModel(f"tensor {name} is {kind(tensor)}: MXFP4 has bytes, alone")
+        if (tensor.dtype == np.uint8) != part.is_mxfp4:
+            raise UnsupportedModel(f"tensor {name} is {tensor.dtype}: MXFP4 has bytes, alone")
     embed: Any = tensors["model.embed_tokens.weight"]
     for name in sorted(tensors.keys() - parts):
         extra: Any = tensors[name]
@@ -313,93 +310,46 @@ def check_tensors(tensors: Tensors, config: Config) -> None:
         raise UnsupportedModel(f"tensor {name} has no place in a {config.model_type} with this config.json")
 
 
-def kind(tensor: Tensor) -> Any:
-    """Return the dtype of an array, or the name of the format of blocks."""
-    return tensor.format if isinstance(tensor, Blocks) else tensor.dtype
-
-
 def fuse(tensors: Tensors, parts: list[Part], config: Config, pack: Packer) -> dict[str, Matrix]:
-    """Return the arrays by field: its parts stacked as rows, and packed if that makes a matrix."""
+    """Return the arrays by field: its parts stacked as rows, and packed if that makes a matrix.
+
+    Arrays become float32, but matrices of bfloat16, of MXFP4 and of blocks stay that.
+    """
     arrays: dict[str, Matrix] = {}
     for field in dict.fromkeys(part.field for part in parts):
         group = [part for part in parts if part.field == field]
-        if all(isinstance(tensors[part.name], Blocks) for part in group):
-            arrays[field] = pack([ordered(part, tensors[part.name], config.head_dim) for part in group])
+        rows = [part.ordered(tensors[part.name], config.head_dim) for part in group]
+        if all(isinstance(some, Blocks) for some in rows):
+            arrays[field] = pack(rows)
             continue
-        arrays[field] = stack(tensors, group, config)
-        if field in MATRICES:
-            arrays[field] = pack(arrays[field])
+        is_matrix = field in MATRICES
+        stays = group[0].is_mxfp4 or (is_matrix and all(some.dtype == np.uint16 for some in rows))
+        array: Any = np.concatenate(rows) if stays else unpacked(rows)
+        if group[0].expert and config.experts:
+            array = array.reshape(config.experts.n, -1, array.shape[1])
+        arrays[field] = pack(array) if is_matrix else array
     for field in ("w_gate_up", "w_down"):
         if f"{field}_blocks" in arrays:
             arrays[field] = pack(Mxfp4(arrays.pop(f"{field}_blocks"), arrays.pop(f"{field}_scales")))
     return arrays
 
 
-def ordered(part: Part, blocks: Any, head_dim: int) -> Blocks:
-    """Return blocks with their rows in our order."""
-    rows = part.view(blocks.data, head_dim).reshape(blocks.data.shape)
-    return Blocks(blocks.format, rows)
-
-
-def stack(tensors: Tensors, group: list[Part], config: Config) -> NDArray[Any]:
-    """Join the tensors of one field, in float32; matrices of bfloat16 and MXFP4 stay that."""
-    field = group[0].field
-    shape = group[0].shape[1:]
-    if group[0].transposed:
-        shape = shape[::-1]
-    dtype: DTypeLike = np.float32
-    kinds = {kind(tensors[part.name]) for part in group}
-    if group[0].is_mxfp4:
-        dtype = np.uint8
-    elif field in MATRICES and kinds == {np.dtype(np.uint16)}:
-        dtype = np.uint16
-    ends = np.cumsum([part.shape[0] for part in group])
-    array = np.empty((ends[-1], *shape), dtype)
-    for part, rows in zip(group, np.split(array, ends[:-1]), strict=True):
-        tensor = tensors[part.name]
-        if isinstance(tensor, Blocks):
-            tensor = decoded(tensor)
-        tensor = part.view(tensor, config.head_dim)
-        widen(tensor, rows.reshape(tensor.shape))
-    if group[0].expert and config.experts:
-        return array.reshape(config.experts.n, -1, *shape)
-    return array
-
-
-def adjacent_pairs(tensor: NDArray[Any], head_dim: int) -> NDArray[Any]:
-    """A view in which each head's rows (half, pair) are (pair, half). -> (n_heads, head_dim/2, 2, ...)"""
-    return tensor.reshape(-1, 2, head_dim // 2, *tensor.shape[1:]).swapaxes(1, 2)
-
-
-def widen(tensor: NDArray[Any], out: NDArray[Any]) -> None:
-    """Write a tensor of any of DTYPES to `out`: float32, or what the tensor is where that is not wider.
-
-    bfloat16, here uint16, is the upper half of a float32.
-    """
-    if tensor.dtype == np.uint16 and out.dtype == np.float32:
-        np.left_shift(tensor, 16, out=out.view(np.uint32), dtype=np.uint32)
-    else:
-        np.copyto(out, tensor)
-
-
-def bfloat16(array: NDArray[Any] | list[Blocks]) -> NDArray[np.uint16]:
+def bfloat16(w: NDArray[Any] | list[Blocks]) -> NDArray[np.uint16]:
     """Round each float32 to the nearest bfloat16, ties to even; not for NaN. uint16 is bfloat16 already."""
-    if isinstance(array, list):
-        return bfloat16(unpacked(array))
-    if array.dtype == np.uint16:
-        return array
-    bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
+    if isinstance(w, np.ndarray) and w.dtype == np.uint16:
+        return w
+    bits = np.ascontiguousarray(unpacked(w)).view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
 
 # ---- safetensors -------------------------------------------------------------------------------------------
 
-# NumPy has no bfloat16, so its bits are read as uint16.
+# NumPy has no bfloat16, so its bits are read as uint16. U8 is MXFP4.
 DTYPES: dict[str, np.dtype[Any]] = {
     "BF16": np.dtype("<u2"),
     "F16": np.dtype("<f2"),
     "F32": np.dtype("<f4"),
-    "U8": np.dtype("u1"),  # MXFP4
+    "U8": np.dtype("u1"),
 }
 
 FILE_NAMES = FieldCheck(
@@ -431,20 +381,19 @@ def map_tensors(directory: Path) -> Tensors:
 def map_file(path: Path) -> Tensors:
     """Return the tensors of one file.
 
-    The library has checked that they fill the file without gaps, so that each begins where the last one ends.
+    The library checks that they fill the file without gaps, so each begins at the end of the one before it.
     """
     tensors: Tensors = {}
     try:
         with safe_open(path, "numpy") as file:
             data = np.memmap(path, np.uint8, mode="r").view(np.ndarray)
-            start = 8 + int.from_bytes(data[:8].tobytes(), "little")  # behind the header and its length
+            start = 8 + int.from_bytes(data[:8].tobytes(), "little")  # after the header and its length
             for name in file.offset_keys():
                 header = file.get_slice(name)
-                shape = header.get_shape()
-                dtype = DTYPES.get(header.get_dtype())
-                if dtype is None:
+                if header.get_dtype() not in DTYPES:
                     supported = ", ".join(DTYPES)
                     raise UnsupportedModel(f"tensor {name} is {header.get_dtype()}; supported: {supported}")
+                dtype, shape = DTYPES[header.get_dtype()], header.get_shape()
                 end = start + math.prod(shape) * dtype.itemsize
                 tensors[name] = data[start:end].view(dtype).reshape(shape)
                 start = end

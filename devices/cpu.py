@@ -13,9 +13,9 @@ Authority: model.NumpyOps, op by op.
 
 Rules of this file:
 1. A row has the same bits alone, in any batch and in a prefill chunk (cpu_kernels.py).
-2. What is rounded is measured or said (FastOps.about): weights if they are packed in fewer bits; the inputs
-   of a product with blocks to 16 bits; those of a product with bfloat16 to bfloat16 if that product is faster
-   (FAST_BFLOAT16); keys and values in the KV cache to bfloat16.
+2. What is rounded: weights if they are packed in fewer bits; the inputs of a product with blocks to 16 bits;
+   those of a product with bfloat16 to bfloat16 if that product is faster (FAST_BFLOAT16); keys and values in
+   the KV cache to bfloat16. `bench.py cpu` has the perplexity of each.
 
 Not here: what the ops are (model.py), how weights are packed (panels.py), the kernels (cpu_kernels.py, and
 microkernel.py for the loop of all products).
@@ -24,7 +24,6 @@ microkernel.py for the loop of all products).
 import ctypes
 import importlib.metadata
 import logging
-import math
 import sys
 import time
 from collections import Counter
@@ -95,7 +94,6 @@ class FastOps(NumpyOps):
         shape = (n_pages, c.n_layers, 2, c.n_kv_heads, PAGE * padded(c.head_dim))
         self._kv: Any = np.empty(shape, np.uint16)
         self._turns: Array = self._rope.view(np.float32)  # (max_seq_len, head_dim)
-        self._blocks: AttentionBlocks | None = None  # those of the batch that was computed last
         self._no_sinks = np.full(c.n_heads, -np.inf, np.float32)
         self._n_threads = usable_threads()
         self._small = SMALL
@@ -135,6 +133,7 @@ class FastOps(NumpyOps):
     def embed(self, batch: Batch, weights: Weights) -> Array:
         if self._n_threads > 1:
             numba.set_num_threads(self._n_threads)  # it holds for the calling thread, whichever that is
+        self._blocks = AttentionBlocks(batch, self._n_threads)
         x: Array = weights.embed.take(batch.token_ids)
         return x
 
@@ -216,9 +215,7 @@ class FastOps(NumpyOps):
             k[...] = self._rms_norm(k, layer.k_norm)
         places = batch.pages, batch.positions
         self._run(rotate_and_cache, 4 * qkv.size, heads, self._kv, i, *places, self._turns, c.rotary[i])
-        if self._blocks is None or self._blocks.batch is not batch:
-            self._blocks = AttentionBlocks(batch, self._n_threads)
-        blocks = self._blocks
+        blocks = self._blocks  # of this batch: embed() has made them
         window = c.windows[i] or self.max_seq_len
         sinks = self._no_sinks if layer.sinks is None else layer.sinks
         y = np.empty((len(qkv), c.n_heads, c.head_dim), np.float32)
@@ -234,7 +231,6 @@ class AttentionBlocks:
     """How the attention of a batch is cut into tasks, the same in all layers: ATTENTION_ROWS of a span."""
 
     def __init__(self, batch: Batch, n_threads: int) -> None:
-        self.batch = batch
         self.n_keys = int(batch.positions.sum()) + len(batch.positions)  # seen by all rows, without a window
         longest = max(len(span.pages) for span in batch.spans)
         self.page_tables: Ints = np.zeros((len(batch.spans), longest), np.int64)  # filled up with 0
@@ -266,17 +262,10 @@ def panels_of(weights: Weights) -> list[Panels]:
 
 
 def about(panels: list[Panels]) -> str:
-    """How large the weights are, and what packing and the products round."""
+    """Say how large the weights are, and what products round."""
     sizes = Counter[str]()
     for matrix in panels:
         sizes[matrix.format] += matrix.nbytes
     formats = ", ".join(f"{name} {size / 1e6:.0f}" for name, size in sizes.most_common())
-    size = f"{sum(sizes.values()) / 1e6:.0f} MB of weights ({formats})"
-    changed = "as exact as in the file"
-    lost = sum(matrix.lost for matrix in panels)
-    if lost:
-        percent = 100 * math.sqrt(lost / sum(matrix.total for matrix in panels))
-        changed = f"changed by rounding by {percent:.2g} %"
-    if "BF16" in sizes and FAST_BFLOAT16:
-        changed += ", multiplied in bfloat16"
-    return f"{size}, {changed}"
+    multiplied = ", multiplied in bfloat16" if "BF16" in sizes and FAST_BFLOAT16 else ""
+    return f"{sum(sizes.values()) / 1e6:.0f} MB of weights ({formats}){multiplied}"

@@ -23,7 +23,6 @@ import importlib
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -91,21 +90,18 @@ class OutOfMemory(MemoryError):
 
 def on_device(weights: Weights, upload: Callable[[Any], DeviceArray]) -> Weights:
     """The same weights as device arrays; a tied head stays the same array as the embedding."""
-    layers = []
+    layers: list[Layer] = []
     for layer in weights.layers:
-        arrays = {field.name: getattr(layer, field.name) for field in fields(layer)}
-        uploaded = {name: upload(array) for name, array in arrays.items() if array is not None}
-        layers.append(replace(layer, **uploaded))
-    embed, norm = upload(weights.embed), upload(weights.norm)
-    if weights.head is weights.embed:
-        return Weights(embed, layers, norm, embed)
-    return Weights(embed, layers, norm, upload(weights.head))
+        layers.append(Layer(**{name: upload(a) for name, a in vars(layer).items() if a is not None}))
+    embed = upload(weights.embed)
+    head = embed if weights.head is weights.embed else upload(weights.head)
+    return Weights(embed, layers, upload(weights.norm), head)
 
 
 def upload(cp: Any, array: Any) -> Any:
     """An array of the host in bfloat16 on the device; MXFP4, and what lies there already, as it is."""
     if isinstance(array, Mxfp4):
-        return Mxfp4(copy(cp, array.blocks), copy(cp, array.scales))
+        return Mxfp4(*(copy(cp, part) for part in array))
     if isinstance(array, list) or type(array) is np.ndarray:
         return copy(cp, bfloat16(array))
     return array
@@ -229,7 +225,7 @@ def missing() -> str | None:
 def expert_matrices(w: Matrix) -> dict[str, Any]:
     """What a kernel takes of the experts' matrices: bfloat16, or blocks and scales."""
     if isinstance(w, Mxfp4):
-        return {"w": None, "blocks": w.blocks, "scales": w.scales}
+        return {"w": None} | w._asdict()
     return {"w": w, "blocks": None, "scales": None}
 
 
@@ -335,13 +331,9 @@ class CudaOps:
         n_total = self._cp.cuda.Device().mem_info[1]
         needed = needed_bytes(self.config, self.max_seq_len, self.n_pages, self.max_batch)
         parts = ", ".join(f"{name} {n / 1e9:.2f}" for name, n in needed.items())
-        n_needed = sum(needed.values())
-        if n_needed > n_total:
-            reason = f"{(n_needed - n_total) / 1e9:.2f} GB are missing"
-        else:
-            reason = "others use part of it"
         return (
-            f"The GPU has {n_total / 1e9:.2f} GB and {n_needed / 1e9:.2f} GB are wanted ({parts}): {reason}. "
+            f"The GPU has {n_total / 1e9:.2f} GB, of which others may use a part, and"
+            f" {sum(needed.values()) / 1e9:.2f} GB are wanted ({parts}). "
             "Lower --kv-memory, --max-batch or --max-model-len."
         )
 
@@ -592,17 +584,17 @@ class CudaOps:
         b, n = self._buffers, batch.n_rows
         n_pairs = n * experts.n_chosen
         n_groups = min(experts.n, n_pairs)
-        of_layer: dict[str, Any] = {"b_gate_up": layer.b_gate_up, "b_down": layer.b_down}
+        of_layer = vars(layer)
         router = -(-n // ANY_SHAPE.rows), -(-experts.n // ANY_SHAPE.columns)
         gate_up = -(-experts.hidden_dim // 8), n_groups
         down = -(-self.config.dim // 8), n_groups
         norm = layer.mlp_norm
         self._launch("rms_norm", (n,), batch, w=norm, rows=None, y=b["normed"])
-        self._launch("router", router, batch, router=layer.router, b_router=layer.b_router, n_rows=n)
+        self._launch("router", router, batch, **of_layer, n_rows=n)
         self._launch("route", (1,), batch, n_rows=n)
         self._launch("rms_norm", (n_pairs,), batch, w=norm, rows=b["pair_rows"], y=b["expert_x"])
-        self._launch("expert_gate_up", gate_up, batch, **expert_matrices(layer.w_gate_up), **of_layer)
-        self._launch("expert_down", down, batch, **expert_matrices(layer.w_down), **of_layer)
+        self._launch("expert_gate_up", gate_up, batch, **of_layer, **expert_matrices(layer.w_gate_up))
+        self._launch("expert_down", down, batch, **of_layer, **expert_matrices(layer.w_down))
         self._launch("add_experts", (n,), batch)
 
     def logits(self, x: DeviceArray, weights: Weights, batch: DeviceStep) -> DeviceArray:

@@ -8,8 +8,8 @@ quarter of that. Decoding takes as long as these bytes take to come from memory.
 Authority: the names and the blocks of the formats are GGUF's (checkpoint/blocks.py).
 
 Rules of this file:
-1. Packing floats loses no bit: a matrix is kept in the narrowest format that holds all its values.
-2. What rounding changes is measured, and said at the start (Panels.lost).
+1. Packing floats loses no bit: a matrix is kept in the narrowest format that holds all its values. Only
+   --weights rounds them (cpu.WEIGHTS), and a file of blocks is read as with_minima() leaves it.
 
 Not here: reading files (checkpoint/weights.py), the loop of all products (microkernel.py).
 """
@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from checkpoint.blocks import Blocks, decoded, quantized, with_minima
-from checkpoint.weights import Mxfp4, bfloat16, unpacked
+from checkpoint.weights import Mxfp4, bfloat16, gguf_bytes, unpacked
 from devices.microkernel import BLOCK, CACHE_LINE, WIDTH, X_DTYPE, X_WORDS
 from model import Array, Ints
 
@@ -44,8 +44,6 @@ class Panels:
     n_in: int
     format: str  # GGUF's name, a key of microkernel.FORMATS
     words: NDArray[Any]
-    lost: float = 0.0  # sum of the squares of what rounding has changed, if packing has rounded
-    total: float = 0.0  # of all numbers, if it has
 
     @property
     def nbytes(self) -> int:
@@ -181,54 +179,23 @@ def pack(w: NDArray[Any] | list[Blocks] | Mxfp4, name: str | None = None) -> Pan
         return pack_experts(w)
     if isinstance(w, list):
         parts = [with_minima(part) for part in w]
-        [format_, *others] = {part.format for part in parts}
-        if not others and name in (None, format_):
-            panels = pack_blocks(Blocks(format_, np.concatenate([part.data for part in parts])))
-            some = [part._replace(data=part.data[::WIDTH]) for part in w]  # rows, for all would take long
-            near = unpacked([with_minima(part) for part in some])
-            return measured(panels, unpacked(some), near)
-    elif name is None or name == exact_format(w):
+        formats = {part.format for part in parts}
+        if len(formats) == 1 and name in (None, *formats):
+            return pack_blocks(parts[0]._replace(data=np.concatenate([part.data for part in parts])))
+    elif name in (None, exact_format(w)):
         return pack_floats(w)
-    return rounded(unpacked(w), name or "Q8_0")
+    numbers: Array = unpacked(w)
+    if name == "BF16" or numbers.shape[1] % BLOCK:
+        return pack_floats(bfloat16(numbers))
+    return pack_blocks(quantized(numbers, name or "Q8_0"))
 
 
 def pack_experts(w: NDArray[Any] | Mxfp4) -> Panels:
     """Pack matrices (n_experts, n_out, n_in) one after another."""
-    rows = mxfp4_bytes(w) if isinstance(w, Mxfp4) else w
+    rows = gguf_bytes(w) if isinstance(w, Mxfp4) else w
     n_experts, n_out, *rest = rows.shape
     padding = [(0, 0), (0, -n_out % WIDTH)] + [(0, 0)] * len(rest)  # so that each begins a panel
     rows = np.pad(rows, padding).reshape(-1, *rest)
     panels = pack_blocks(Blocks("MXFP4", rows)) if isinstance(w, Mxfp4) else pack_floats(rows)
     words = panels.words.reshape(n_experts, -1, *panels.words.shape[1:])
     return replace(panels, n_out=n_out, words=words)
-
-
-def mxfp4_bytes(w: Mxfp4) -> NDArray[np.uint8]:
-    """Blocks as GGUF has them: the scale, then in the lower halves of 16 bytes the first 16 numbers."""
-    data = np.empty((*w.scales.shape, 17), np.uint8)
-    data[..., 0] = w.scales
-    for e, blocks in enumerate(w.blocks):  # (n_out, n_in/32, 16), two numbers that follow one another a byte
-        numbers = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*blocks.shape[:-1], 2 * 16)
-        data[e, :, :, 1:] = numbers[..., :16] | numbers[..., 16:] << 4
-    return data
-
-
-def rounded(w: Array, name: str) -> Panels:
-    """Pack what the format cannot hold."""
-    if name == "BF16" or w.shape[1] % BLOCK:
-        bits = bfloat16(w)
-        near: Array = unpacked(bits)
-        panels = pack_floats(bits)
-    else:
-        blocks = quantized(w, name)
-        near = decoded(blocks)
-        panels = pack_blocks(blocks)
-    return measured(panels, w, near)
-
-
-def measured(panels: Panels, exact: Array, near: Array) -> Panels:
-    """Note by how much rounding has changed the matrix, as some or all of its rows show it."""
-    times = panels.n_out / len(exact)
-    lost = times * float(np.square(exact - near).sum(dtype=np.float64))
-    total = times * float(np.square(exact).sum(dtype=np.float64))
-    return replace(panels, lost=lost, total=total)

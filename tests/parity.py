@@ -347,7 +347,8 @@ def every_mxfp4() -> Mxfp4:
 
 
 def digest(numbers: Array) -> str:
-    return hashlib.sha256(numbers.tobytes()).hexdigest()
+    """Of the bits of numbers; -0 counts as 0."""
+    return hashlib.sha256((numbers + np.float32(0)).tobytes()).hexdigest()
 
 
 def mxfp4_is_theirs() -> bool:

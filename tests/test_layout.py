@@ -182,8 +182,8 @@ CAPS = {
     "":           36_450,  # the root, bench.py too
     "audit":      25_850,
     "benches":    12_400,
-    "checkpoint": 11_950,
-    "devices":    19_600,
+    "checkpoint": 10_950,
+    "devices":    19_100,
     "dialects":   10_500,
     "gateway":    11_850,
     "request":    17_650,

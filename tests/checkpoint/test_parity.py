@@ -99,7 +99,7 @@ def test_cases_differ_in_what_they_are_for() -> None:
     """Each way that a family can differ is in some case, as config.json's reader understands it."""
     configs = [parse_config(config_json(case), {}) for case in CASES.values()]
     assert {config.model_type for config in configs} == FAMILIES.keys()
-    assert {config.rope.type for config in configs} == {"default", "linear", "llama3", "yarn"}
+    assert {config.rope.rope_type for config in configs} == {"default", "linear", "llama3", "yarn"}
     for feature in ("tied", "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "sinks"):
         assert {getattr(config, feature) for config in configs} == {True, False}
     assert {config.n_heads // config.n_kv_heads for config in configs} == {1, 2}

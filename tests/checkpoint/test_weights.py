@@ -100,31 +100,22 @@ ON = {"sliding_window": 9, "use_sliding_window": True}
 CONFIGS = [
     ("llama",   {},                                        {"qkv_bias": False, "windows": FULL}),
     ("llama",   {"head_dim": None},                        {"head_dim": 6}),
-    ("llama",   {"head_dim": 16},                          {"head_dim": 16}),
     ("llama",   {"num_key_value_heads": None},             {"n_kv_heads": 4}),
     ("llama",   {"attention_bias": True},                  {"qkv_bias": True, "o_bias": True}),
     ("llama",   {"mlp_bias": True},                        {"mlp_bias": True, "o_bias": False}),
     ("llama",   {"sliding_window": 9},                     {"windows": FULL}),
-    ("llama",   {"tie_word_embeddings": True},             {"tied": True}),
-    ("llama",   {"rms_norm_eps": 1e-5},                    {"norm_eps": 1e-5}),
     ("llama",   {"eos_token_id": [5, 6]},                  {"eos_token_ids": (5, 6)}),
     ("llama",   {"eos_token_id": None},                    {"eos_token_ids": ()}),
-    ("mistral", {},                                        {"windows": (4096,) * 4}),
     ("mistral", {"sliding_window": 9},                     {"windows": (9,) * 4}),
-    ("mistral", {"sliding_window": None},                  {"windows": FULL}),
     ("mistral", {"attention_bias": True},                  {"qkv_bias": False}),
     ("qwen2",   {},                                        {"qkv_bias": True, "o_bias": False}),
     ("qwen2",   UPPER,                                     {"windows": FULL}),
-    ("qwen2",   {**UPPER, "use_sliding_window": True},     {"windows": (None, None, None, 9)}),
     ("qwen2",   {**ON, **SLIDING},                         {"windows": (9, None, 9, None)}),
     ("qwen3",   {},                                        {"qk_norm": True, "qkv_bias": False}),
-    ("qwen3",   {"attention_bias": True},                  {"qkv_bias": True, "o_bias": True}),
-    ("qwen3",   {"mlp_bias": True},                        {"mlp_bias": False}),
     ("smollm3", {},                                        {"rotary": (True, True, True, False)}),
     ("smollm3", {},                                        {"tied": True, "windows": FULL}),
     ("smollm3", {"no_rope_layers": [1, 0, 1, 0]},          {"rotary": (True, False, True, False)}),
     ("smollm3", {"no_rope_layer_interval": 2},             {"rotary": (True, False, True, False)}),
-    ("smollm3", {"no_rope_layers": [1, 1, 1, 1]},          {"rotary": (True, True, True, True)}),
     ("smollm3", ON,                                        {"windows": (None, None, None, 9)}),
 ]
 # fmt: on
@@ -158,75 +149,38 @@ def test_absent_fields_take_the_familys_defaults(model_type: str) -> None:
     raw |= {"model_type": model_type, "num_attention_heads": n_kv_heads, "hidden_size": 6 * n_kv_heads}
     config = parse_config(raw, {})
     assert (config.head_dim, config.n_kv_heads, config.max_seq_len) == (head_dim, n_kv_heads, max_seq_len)
-    assert (config.rope.theta, config.eos_token_ids) == (theta, eos)
+    assert (config.rope.rope_theta, config.eos_token_ids) == (theta, eos)
 
 
-def test_generation_config_wins_for_eos(tmp_path: Path) -> None:
-    checkpoint(tmp_path)
-    assert read_config(tmp_path).eos_token_ids == (3,)
-    assert read_config(tmp_path).generation == {}
-    generation = {"eos_token_id": [7, 8], "temperature": 0.6}
-    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    assert read_config(tmp_path).eos_token_ids == (7, 8)
-    assert read_config(tmp_path).generation == generation
-    (tmp_path / "generation_config.json").write_text("{}")
-    assert read_config(tmp_path).eos_token_ids == (3,)
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
-    refuses(tmp_path, ['generation_config.json: eos_token_id is "</s>"', "a token id"])
+def test_generation_config_wins_for_eos() -> None:
+    assert parse_config(SMALL, {"eos_token_id": [7, 8]}).eos_token_ids == (7, 8)
+    assert parse_config(SMALL, {}).eos_token_ids == (3,)
+    with pytest.raises(UnsupportedModel, match=r'generation_config\.json: eos_token_id is "</s>"'):
+        parse_config(SMALL, {"eos_token_id": "</s>"})
 
 
 # fmt: off
 #   config.json over SMALL                                    words of the one line that refuses it
 REFUSED = [
     ({"model_type": "olmoe"},                                 ['model_type is "olmoe"', "llama", "qwen3"]),
-    ({"model_type": None},                                    ["model_type is null"]),
-    ({"hidden_act": "gelu"},                                  ['hidden_act is "gelu"', "silu"]),
     ({"quantization_config": {"quant_method": "gptq"}},       ["quantization_config", "gptq"]),
     ({"hidden_size": None},                                   ["hidden_size is null"]),
-    ({"vocab_size": "40"},                                    ['vocab_size is "40"', "whole number"]),
     ({"num_key_value_heads": 3},                              ["num_key_value_heads is 3", "divisor"]),
     ({"head_dim": 7},                                         ["head_dim is 7", "even"]),
-    ({"model_type": []},                                      ["model_type is []"]),
     ({"hidden_size": 2**31},                                  ["hidden_size is 2147483648", "2147483647"]),
-    ({"num_hidden_layers": 10**9},                            ["num_hidden_layers is 1000000000", "65536"]),
-    ({"hidden_size": 3, "head_dim": None},                    ["head_dim is 0", "even"]),
-    ({"num_key_value_heads": [2]},                            ["num_key_value_heads is [2]", "or null"]),
-    ({"rms_norm_eps": 0},                                     ["rms_norm_eps is 0"]),
     ({"rms_norm_eps": math.inf},                              ["rms_norm_eps is Infinity"]),
-    ({"attention_bias": "false"},                             ['attention_bias is "false"', "true or false"]),
     ({"mlp_bias": 0},                                         ["mlp_bias is 0", "true or false"]),
-    ({"max_window_layers": None},                             ["max_window_layers is null", "whole number"]),
-    ({"eos_token_id": "</s>"},                                ['eos_token_id is "</s>"', "a token id"]),
     ({"eos_token_id": [2, None]},                             ["eos_token_id is [2, null]", "a list"]),
-    ({"eos_token_id": -1},                                    ["eos_token_id is -1"]),
-    ({"rope_theta": "big"},                                   ['rope_theta is "big"']),
     ({"partial_rotary_factor": 0.5},                          ["partial_rotary_factor is 0.5"]),
-    ({"rope_parameters": {"partial_rotary_factor": 0.5}},     ["partial_rotary_factor is 0.5"]),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}},    ['rope_type is "dynamic"', "llama3", "yarn"]),
-    ({"rope_scaling": {"rope_type": "longrope"}},             ['rope_type is "longrope"']),
     ({"rope_scaling": {"type": "linear"}},                    ["factor is null"]),
     ({"rope_scaling": {"type": "llama3", "factor": 8.0}},     ["low_freq_factor is null"]),
     ({"rope_parameters": {"full_attention": {}}},             ["rope_parameters", "all layers"]),
     ({"rope_scaling": "yarn"},                                ['rope_scaling is "yarn"', "an object"]),
-    ({"rope_parameters": [1]},                                ["rope_parameters is [1]", "an object"]),
     ({"layer_types": ["full_attention"]},                     ["layer_types", "4 times"]),
     ({"layer_types": ["chunked_attention"] * 4},              ["layer_types", "chunked_attention"]),
-    ({"layer_types": 4},                                      ["layer_types is 4", "4 times, or null"]),
-    ({"layer_types": [[]] * 4},                               ["layer_types is [[], [], [], []]"]),
-    ({"model_type": "smollm3", "no_rope_layers": [1]},        ["no_rope_layers is [1]", "4 times"]),
-    ({"model_type": "smollm3", "no_rope_layers": 3},          ["no_rope_layers is 3", "4 times"]),
     ({"model_type": "smollm3", "no_rope_layers": ["1"] * 4},  ["no_rope_layers", "1 or 0, 4 times"]),
-    ({"model_type": "smollm3", "no_rope_layer_interval": 0},  ["no_rope_layer_interval is 0"]),
-    ({"model_type": "smollm3", "no_rope_layer_interval": "x"},
-                                                              ['no_rope_layer_interval is "x"', "whole"]),
-    ({"model_type": "mistral", "sliding_window": -1},         ["sliding_window is -1"]),
-    ({"model_type": "qwen3_moe", "num_experts": None},        ["num_experts is null"]),
     ({"model_type": "qwen3_moe", "num_experts_per_tok": 129}, ["num_experts_per_tok is 129", "128"]),
-    ({"model_type": "qwen3_moe", "num_experts_per_tok": None},
-                                                              ["num_experts_per_tok is null"]),
-    ({"model_type": "qwen3_moe", "mlp_only_layers": 3},       ["mlp_only_layers is 3", "a list"]),
-    ({"model_type": "qwen3_moe", "quantization_config": {"quant_method": "fp8"}},
-                                                              ["quantization_config", "fp8", "null"]),
     ({"model_type": "gpt_oss", "quantization_config": {"quant_method": "gptq"}},
                                                               ["quantization_config", "gptq", "mxfp4"]),
     ({"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}, "hidden_size": 24},
@@ -297,37 +251,21 @@ def test_dtypes_widen_to_the_same_numbers(tmp_path: Path, dtype: str) -> None:
     assert same(read_weights(tmp_path, config), wide)
 
 
-def test_a_matrix_of_bfloat16_is_packed_as_it_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dtype", "packed"), [("BF16", np.uint16), ("F16", np.float32)])
+def test_a_matrix_of_bfloat16_is_packed_as_it_is(tmp_path: Path, dtype: str, packed: Any) -> None:
     """Through float32 and back, 1.19 GB took 4 to 7 s, and twice the memory."""
-    checkpoint(tmp_path, {}, "BF16")
-    config = read_config(tmp_path)
-    wide = read_weights(tmp_path, config)
-    packed = list[NDArray[Any]]()
-
-    def pack(w: NDArray[Any]) -> NDArray[Any]:
-        packed.append(w)
-        return w
-
-    kept = read_weights(tmp_path, config, pack)
-    assert {w.dtype for w in packed} == {np.dtype(np.uint16)}
-    assert {array.dtype for layer in kept.layers for array in (layer.attn_norm, layer.mlp_norm)} == {
-        np.dtype(np.float32)
-    }
-    assert np.array_equal(kept.layers[1].wqkv, weights.bfloat16(wide.layers[1].wqkv))
-    assert np.array_equal(weights.unpacked(kept.layers[1].w_gate_up), wide.layers[1].w_gate_up)
-
-    checkpoint(tmp_path, {}, "F16")
-    packed.clear()
-    read_weights(tmp_path, config, pack)
-    assert {w.dtype for w in packed} == {np.dtype(np.float32)}
+    checkpoint(tmp_path, {}, dtype)
+    found = read_weights(tmp_path, read_config(tmp_path), lambda w: w)
+    [*layers, last] = found.layers
+    assert {array.dtype for array in (found.embed, last.wqkv, last.w_gate_up)} == {np.dtype(packed)}
+    assert {array.dtype for array in (found.norm, last.attn_norm, layers[0].mlp_norm)} == {np.dtype("f4")}
 
 
-def test_bfloat16_is_exact_to_the_last_bit(tmp_path: Path) -> None:
+def test_bfloat16_is_exact_to_the_last_bit() -> None:
     """All 65,536 bit patterns, infinities, NaN and subnormals included, are the upper halves of float32s."""
     bits = np.arange(1 << 16, dtype=np.uint16)
-    out = np.empty(1 << 16, np.float32)
-    weights.widen(bits, out)
-    assert out.tobytes() == b"".join(b"\0\0" + int(value).to_bytes(2, "little") for value in bits)
+    expected = b"".join(b"\0\0" + int(value).to_bytes(2, "little") for value in bits)
+    assert weights.unpacked(bits).tobytes() == expected
 
 
 # float32 -> bfloat16: to nearest, ties to even; the largest becomes infinity, a subnormal keeps its sign
@@ -345,14 +283,6 @@ def test_bfloat16_rounds_to_nearest_even() -> None:
     assert np.array_equal(weights.bfloat16(values[::2]), rounded[::2]), "a view with gaps"
 
 
-def test_a_file_of_the_safetensors_library(tmp_path: Path) -> None:
-    tensors = checkpoint(tmp_path)
-    config = read_config(tmp_path)
-    by_hand = read_weights(tmp_path, config)
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    assert same(read_weights(tmp_path, config), by_hand)
-
-
 def shard(directory: Path, tensors: Arrays) -> None:
     """Every second tensor in the second file, so that q, k and v of a layer lie apart."""
     names = list(tensors)
@@ -364,35 +294,26 @@ def shard(directory: Path, tensors: Arrays) -> None:
     (directory / "model.safetensors").unlink()
 
 
-def test_shards_are_one_checkpoint(tmp_path: Path) -> None:
+def test_shards_and_files_of_the_library_are_the_same_checkpoint(tmp_path: Path) -> None:
     tensors = checkpoint(tmp_path)
     config = read_config(tmp_path)
-    single = read_weights(tmp_path, config)
+    by_hand = read_weights(tmp_path, config)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})  # by the library
+    assert same(read_weights(tmp_path, config), by_hand)
     shard(tmp_path, tensors)
-    assert same(read_weights(tmp_path, config), single)
-
-
-def test_leftovers_of_old_files_are_ignored(tmp_path: Path) -> None:
-    tensors = checkpoint(tmp_path, {"tie_word_embeddings": True})
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
-    save(tmp_path / "model.safetensors", tensors)
-    loaded = read_weights(tmp_path, read_config(tmp_path))
-    assert loaded.head is loaded.embed
+    assert same(read_weights(tmp_path, config), by_hand)
 
 
 LAYER = "model.layers.1."
-HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
+EMBED = "model.embed_tokens.weight"
 
 # fmt: off
 #   tensor                             becomes   words of the one line that refuses it
 TENSORS_REFUSED: list[tuple[str, tuple[int, ...] | None, list[str]]] = [
     (LAYER + "mlp.up_proj.weight",      None,     ["model.layers.1.mlp.up_proj.weight (20, 24) is missing"]),
-    (HEAD,                              None,     ["lm_head.weight (40, 24) is missing"]),
     (LAYER + "self_attn.q_proj.weight", (24, 24), ["1.self_attn.q_proj.weight is (24, 24)", "(32, 24)"]),
     (EMBED,                             (41, 24), ["embed_tokens.weight is (41, 24)", "(40, 24)"]),
     (LAYER + "self_attn.q_proj.bias",   (32,),    ["1.self_attn.q_proj.bias has no place in a llama"]),
-    ("model.layers.4.mlp.norm.weight",  (24,),    ["model.layers.4.mlp.norm.weight has no place"]),
 ]
 # fmt: on
 
@@ -408,9 +329,14 @@ def test_tensors_refused(tmp_path: Path, name: str, shape: tuple[int, ...] | Non
     refuses(tmp_path, words)
 
 
-def test_tied_but_different_head_is_refused(tmp_path: Path) -> None:
-    """transformers 5 would then untie the two; here config.json has to say what it means."""
-    checkpoint(tmp_path, {"tie_word_embeddings": True})
+def test_a_head_beside_a_tied_one_is_ignored_if_it_is_the_same(tmp_path: Path) -> None:
+    """transformers 5 would untie another one; here config.json has to say what it means."""
+    tensors = checkpoint(tmp_path, {"tie_word_embeddings": True})
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)  # of old files
+    save(tmp_path / "model.safetensors", tensors)
+    loaded = read_weights(tmp_path, read_config(tmp_path))
+    assert loaded.head is loaded.embed
     save(tmp_path / "model.safetensors", random_tensors(SMALL))
     refuses(tmp_path, ["lm_head.weight has no place in a llama"])
 
@@ -441,13 +367,9 @@ CONFIG, TENSORS = "config.json", "model.safetensors"
 BROKEN: list[tuple[str, bytes | None, list[str]]] = [
     (CONFIG,  None,                                                   ["no config.json", f"found {TENSORS}"]),
     (CONFIG,  b"{",                                                   ["config.json is not JSON"]),
-    (CONFIG,  b"[]",                                                  ["config.json holds a JSON list"]),
-    (CONFIG,  b"\xff",                                                ["config.json is not JSON"]),
     (CONFIG,  b'{"a":' * 10**5,                                       ["config.json is not JSON"]),
     (TENSORS, None,                                                   ["index.json", "found config.json"]),
-    (TENSORS, b"",                                                    ["header too small"]),
     (TENSORS, b"<html>not found</html>",                              ["header too large"]),
-    (TENSORS, header("[" * 10**5),                                    ["invalid JSON in header"]),
     (TENSORS, entry(dtype="F8_E4M3", shape=[16], data_offsets=[0, 16]), ["tensor x", "F8_E4M3", "BF16, F16"]),
     (TENSORS, entry(dtype="F32", shape=[3], data_offsets=[0, 16]),    ["invalid shape, data type"]),
 ]
@@ -473,7 +395,7 @@ def test_every_truncation_is_refused(tmp_path: Path) -> None:
         refuses(tmp_path, [str(path)])
 
 
-@pytest.mark.parametrize("weight_map", [None, ["a"], "a", {"x": 1}, {"x": ["a"]}, {"x": None}])
+@pytest.mark.parametrize("weight_map", [None, ["a"], {"x": ["a"]}])
 def test_index_refused(tmp_path: Path, weight_map: Any) -> None:
     shard(tmp_path, checkpoint(tmp_path))
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))

@@ -2,12 +2,10 @@
 and the same bits alone and in any batch. Without Numba there is nothing to test, and these say so.
 """
 
-import math
 import platform
 import re
 import shutil
 import tempfile
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,19 +21,17 @@ from numba.extending import intrinsic
 from checkpoint.blocks import Blocks, decoded, quantized
 from checkpoint.config import Config, read_config
 from checkpoint.weights import Weights, bfloat16, read_weights, unpacked
-from devices import cpu, microkernel
 from devices import cpu_kernels as kernels
+from devices import microkernel
 from devices.cpu import NOTHING, SMALL, FastOps
 from devices.cpu_kernels import KERNELS, SHARED, SPAN
 from devices.microkernel import AHEAD, FAST_BFLOAT16, WIDTH
 from devices.panels import Panels, pack, pack_blocks, pack_floats
-from engine import Engine
-from helpers.engines import alone, endless, play, steps_of
 from helpers.serving import TINY
 from model import PAGE, Array, Batch, NumpyOps, Span, forward
 from parity import CASES, write
 
-SIZES = [(1, 1), (3, 2), (31, 33), (64, 64), (65, 127), (1000, 36)]  # (n_out, n_in)
+SIZES = [(1, 1), (31, 33), (65, 127), (1000, 36)]  # (n_out, n_in)
 ROWS = [1, 2, 3, 4, 5, 7, 8, 33, 64]
 
 
@@ -188,14 +184,6 @@ def test_threads_change_nothing(name: str) -> None:
         assert np.array_equal(mine, theirs)
 
 
-def test_a_product_is_added_to_the_residual() -> None:
-    x, w = random(9, 64), pack_floats(bfloat16s(70, 64))
-    residual = random(9, 70)
-    assert np.array_equal(
-        ops()._product(ops()._stored(x, w.inputs(9)), w, None, residual.copy()), residual + product(x, w)
-    )
-
-
 def test_a_processor_without_vnni_sums_the_same_bits() -> None:
     """The portable instructions compute the same integers, extreme ones too."""
     x = np.random.default_rng(0).integers(-(2**15), 2**15, (40, 32)).astype(np.int16)
@@ -225,28 +213,12 @@ def test_integers_are_multiplied_and_added_in_one_instruction(name: str) -> None
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="names an instruction of x86")
-@pytest.mark.parametrize("name", ["BF16", "F16", "Q8_0", "Q4_1"])
+@pytest.mark.parametrize("name", ["BF16", "Q4_1"])
 def test_weights_are_asked_of_memory_before_they_are_read(name: str) -> None:
     """Decoding waited for the first lines of each 4 KB, and then for places in the first cache."""
     packed, _ = in_format(name, WIDTH, 32)
     y = np.zeros((8, WIDTH), np.float32)
     assert "prefetcht1" in listing(kernels.add_rows, packed.inputs(8), packed.words[0], y, False, AHEAD)
-
-
-@pytest.mark.parametrize("scale", [0, 1e-38, 1, 1e30])
-def test_rounding_to_16_bits(scale: float) -> None:
-    """Off by half of the last bit at most; numbers that are as good as 0 become 0."""
-    x = (random(3, 64) * scale).astype(np.float32)
-    stored = np.empty((3, 2, 2 * microkernel.X_WORDS), np.int16)
-    kernels.store_rows(x, stored)
-    words = stored.view(np.float32)
-    scales = words[:, :, :1]
-    numbers = stored[:, :, 2 * microkernel.X_HEADER :]
-    blocks = x.reshape(3, 2, 32)
-    largest = np.maximum(np.abs(blocks).max(2, keepdims=True), np.float32(2.0**-100))
-    assert (np.abs(numbers * scales.astype(np.float64) - blocks) <= 0.501 * largest / kernels.X_MAX).all()
-    sums = numbers.sum(2, dtype=np.int32)
-    assert np.array_equal(words[:, :, 1], scales[:, :, 0] * sums.astype(np.float32))
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf])
@@ -321,9 +293,11 @@ def place(kernel: Any) -> tuple[str, int]:
     return kernel.py_func.__qualname__, kernel.py_func.__code__.co_firstlineno
 
 
-def test_bias() -> None:
-    x, w, b = bfloat16s(5, 8), pack_floats(bfloat16s(70, 8)), bfloat16s(70)
-    assert np.array_equal(ops()._product(ops()._stored(x, w.inputs(5)), w, b), product(x, w) + b)
+def test_a_product_is_added_to_the_bias_or_the_residual() -> None:
+    x, w, b, residual = bfloat16s(9, 8), pack_floats(bfloat16s(70, 8)), bfloat16s(70), random(9, 70)
+    rows = ops()._stored(x, w.inputs(9))
+    assert np.array_equal(ops()._product(rows, w, b), product(x, w) + b)
+    assert np.array_equal(ops()._product(rows, w, None, residual.copy()), residual + product(x, w))
 
 
 # ---- Weights -----------------------------------------------------------------------------------------------
@@ -358,13 +332,13 @@ def test_the_narrowest_floats_that_are_exact() -> None:
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q8_0", "Q5_0", "Q5_1"])
 def test_blocks_of_a_file(name: str) -> None:
-    """They stand for the same numbers as in the file."""
+    """They stand for the same numbers as in the file; --weights int4 does not round 4 bits once more."""
     blocks = [quantized(random(64, 96), name), quantized(random(32, 96), name)]
     packed = pack(blocks)
     expected = np.concatenate([decoded(part) for part in blocks])
     assert packed.format[:2] == name[:2]
     assert np.array_equal(packed.take(np.arange(96)), expected)
-    assert cpu.about([packed]).endswith("as exact as in the file")
+    assert np.array_equal(pack(blocks, packed.format).words, packed.words)
 
 
 # fmt: off
@@ -389,9 +363,6 @@ def test_blocks_of_256(name: str, n_bytes: int, begin: int, n: int, kept: str, l
     assert packed.format == kept
     expected = decoded(blocks)
     assert np.abs(packed.take(np.arange(70)) - expected).max() < limit * np.abs(expected).max()
-    lost = math.sqrt(packed.lost / packed.total)
-    assert 0 < lost < limit
-    assert cpu.about([packed]).endswith(f"changed by rounding by {100 * lost:.2g} %")
 
 
 def test_parts_in_different_blocks_become_eight_bits() -> None:
@@ -407,16 +378,7 @@ def test_a_format_for_all_matrices(name: str) -> None:
     w = random(40, 64)
     for packed in (pack(w, name), pack([quantized(w, "Q5_1")], name)):
         assert packed.format == name
-        assert packed.lost
     assert pack(random(40, 36), name).format == "BF16"  # no whole blocks
-
-
-def test_half_the_bytes() -> None:
-    config = read_config(TINY)
-    wide, packed = read_weights(TINY, config), read_weights(TINY, config, pack)
-    norms = 4 * config.dim
-    assert 2 * norms < packed.nbytes < 0.55 * wide.nbytes
-    assert packed.head is packed.embed  # tied: one copy
 
 
 # ---- The forward pass --------------------------------------------------------------------------------------
@@ -493,21 +455,6 @@ def test_same_bits_alone_and_batched() -> None:
         assert np.array_equal(logits(FastOps, packed, [prompt], 3, config)[:, 0], together[:, i])
 
 
-def rounded(name: str) -> tuple[Config, Weights, Weights]:
-    """A case with its weights rounded to bfloat16: as they are, and packed."""
-    with tempfile.TemporaryDirectory() as folder:
-        write(Path(folder), CASES[name])
-        config = read_config(Path(folder))
-        wide = read_weights(Path(folder), config, cut)
-        packed = read_weights(Path(folder), config, lambda w: pack_floats(cut(w)))
-    return config, wide, packed
-
-
-def cut(w: Any) -> Array:
-    bits: Array = (unpacked(w).view(np.uint32) & 0xFFFF0000).view(np.float32)
-    return bits
-
-
 PAGES = [5, 0, 3, 2, 4]  # of one sequence
 NOT_A_NUMBER = 0x7FC0  # in bfloat16
 SOME = ["llama-3", "mistral-window", "qwen3", "qwen3-layer-types", "smollm3-window"]
@@ -530,7 +477,9 @@ def steps(ops: NumpyOps, weights: Weights, sizes: list[int]) -> Array:
 @pytest.mark.parametrize("name", SOME)
 def test_a_row_has_the_same_bits_in_a_chunk_as_by_itself(name: str) -> None:
     """Over several pages, more keys than are attended to at once, windows, groups and norms of heads."""
-    config, _, packed = rounded(name)
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder), CASES[name])
+        config, _, packed = both(Path(folder))
     fast = FastOps(config, packed, 320, 6, 2)
     expected = steps(fast, packed, [1] * 300)
     for sizes in ([64] * 4 + [44], [300], [1, 63, 64, 21, 107, 44], [7, 33, 90, 170], [258, *[1] * 42]):
@@ -548,17 +497,6 @@ def test_exp() -> None:
 @njit
 def kernel_exp(x: Any) -> Any:
     return kernels.exp(x)
-
-
-def test_an_engine_shares_what_was_said_too() -> None:
-    """Rows have the same bits wherever they are computed, so the pages of an answer serve the next turn."""
-    config = read_config(TINY)
-    engine = Engine(FastOps(config, read_weights(TINY, config, pack), 512, 16, 2))
-    said = alone(engine, endless(70, 100)).ids
-    prompt = [*endless(70, 1).prompt, *said, 7]
-    [*_, last] = play(steps_of(engine, replace(endless(1, 1), prompt=prompt)), "a second turn")
-    assert last.cached_tokens == 2 * PAGE
-    engine.close()
 
 
 # ---- Starting ----------------------------------------------------------------------------------------------
@@ -600,14 +538,6 @@ def listing(kernel: Any, *arguments: Any) -> str:
     fresh(*arguments)
     [code] = fresh.inspect_asm().values()
     return str(code)
-
-
-def test_a_file_of_four_bits_is_four_bits_exactly() -> None:
-    """--weights int4 decoded Q4_0 and rounded it once more."""
-    blocks = quantized(random(32, 64), "Q4_0")
-    packed = pack([blocks], "Q4_1")
-    assert packed.format == "Q4_1"
-    assert np.array_equal(packed.words, pack([blocks]).words)
 
 
 def test_kernels_are_compiled_anew_when_any_of_their_modules_has_changed(

@@ -52,7 +52,7 @@ def config(**changes: Any) -> Config:
         "vocab_size": 1001,
         "max_seq_len": MAX_SEQ_LEN,
         "norm_eps": 1e-5,
-        "rope": Rope(theta=10_000.0),
+        "rope": Rope(10_000.0),
         "windows": (None,),
         "rotary": (True,),
         "tied": False,

@@ -9,12 +9,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter, TokenType, quantize
 
-from checkpoint.blocks import Blocks
 from checkpoint.gguf_file import CONFIG_FIELDS, LAYER_TENSORS, OUTER_TENSORS
-from checkpoint.weights import Array, map_tensors, widen
+from checkpoint.weights import Array, map_tensors, unpacked
 
 PART_OF = {theirs: ours for ours, theirs in LAYER_TENSORS.items()}
 NAME_OF = {theirs: ours for ours, theirs in OUTER_TENSORS.items()}
@@ -41,9 +39,7 @@ def write_gguf(
             add(writer, name, value)
     kind = GGMLQuantizationType[block_format]
     for name, tensor in map_tensors(directory).items():
-        assert not isinstance(tensor, Blocks)
-        numbers: Array = np.empty(tensor.shape, np.float32)
-        widen(tensor, numbers)
+        numbers = unpacked(tensor)
         if architecture == "llama":
             numbers = pairs_adjacent(name, numbers, config)
         if numbers.ndim == 1 or numbers.shape[-1] % 32:
