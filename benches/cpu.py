@@ -14,10 +14,9 @@ Not here: how long an HTTP request takes (http.py, server.py).
 
 import argparse
 import importlib.util
-import itertools
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -27,9 +26,19 @@ from typing import Any
 import numpy as np
 import threadpoolctl
 
-from benches import harness
 from benches.harness import Case, Figures, about, model_option, number_option, prose, rounds, table, write
-from benches.runs import MAX_BATCH, Prompts, Speeds, generate, random_prompts, speeds, with_pages
+from benches.runs import (
+    MAX_BATCH,
+    Prompts,
+    Row,
+    Run,
+    Speeds,
+    generate,
+    random_prompts,
+    row_cases,
+    speeds,
+    with_pages,
+)
 from benches.weights import SHAPES, checkpoint, read_bytes
 from checkpoint import hub
 from checkpoint.config import Config, read_config
@@ -39,18 +48,8 @@ from model import Batch, NumpyOps, Span, forward
 from service.loading import cpu_ops, packs
 from tokenizer import Tokenizer
 
-Run = Callable[[Prompts, int], Speeds]  # (prompts of one length, tokens to say after each)
-Make = Callable[[int, int, int], Prompts]  # (batch, tokens of each prompt, number of the round)
-
-# fmt: off
-#  tokens/s                        speed      n_prompt  batch  n_new; None: as --new says
-ROWS: dict[str, tuple[str, int, int, int | None]] = {
-    "prefill, 128 tokens, tokens/s": ("prefill", 128,   1,     1),
-    "decode, batch 1, tokens/s":     ("decode",  32,    1,     None),
-    "decode, batch 8, tokens/s":     ("decode",  32,    8,     None),
-}
-# fmt: on
 MEMORY = "memory, GB/s"
+N_TURN = 1000  # tokens of a first turn
 N_WINDOW = 512  # tokens that see each other, as in llama.cpp's perplexity
 AS_IN_FILE = "file"  # as a name of weights
 FORMATS = (AS_IN_FILE, "bfloat16", "int8", "int4")
@@ -87,15 +86,10 @@ def llama_cpp_run(file: Path, max_seq_len: int, n_threads: int, prompts: Prompts
     started = time.perf_counter()
     with ThreadPoolExecutor(len(prompts)) as pool:
         times = list(pool.map(lambda prompt: one(prompt, n_new), prompts))
-    return speeds(prompts, started, times, [])
+    return speeds(prompts, started, times)
 
 
 # --- what is measured ---------------------------------------------------------------------------------------
-
-
-def speed(run: Run, row: str, make: Make, n_new: int, numbers: Iterator[int]) -> Figures:
-    name, n_prompt, batch, n_row = ROWS[row]
-    return {row: getattr(run(make(batch, n_prompt, next(numbers)), n_row or n_new), name)}
 
 
 def memory_speed(n_threads: int, n: int = 2**28) -> Figures:
@@ -118,31 +112,23 @@ def token_bytes(config: Config, weights: Weights) -> int:
     return int(weights.nbytes - n_unread)
 
 
-def feature_cases(
-    ops: type[NumpyOps], config: Config, weights: Weights, make: Make, n_new: int
-) -> list[Case]:
-    """What prefix caching and speculative decoding bring."""
-    n_turn, n_more = 1000, 30
-    length = min(config.max_seq_len, n_turn + 2 * n_new + n_more)
-    engine = Engine(with_pages(ops, config, weights, length))
-    drafting = Engine(with_pages(ops, config, weights, length), speculate=4)
-    [text] = make(1, n_turn, 0)
-    copied = text[:120] * 2 + text[:20]
-    numbers = itertools.count(1)
+def feature_cases(kind: type[NumpyOps], config: Config, weights: Weights, text: list[int]) -> list[Case]:
+    """What prefix caching and speculative decoding bring, to a second turn and to a text that repeats."""
+    length = min(config.max_seq_len, N_TURN + 2 * len(text))
+    plain, drafting = (Engine(with_pages(kind, config, weights, length), speculate=n) for n in (0, 4))
 
     def second_turn(is_cached: bool) -> Figures:
-        [turn] = make(1, n_turn, next(numbers))
-        second = [*turn, *generate(engine, [turn], n_new).said, *text[:n_more]]
-        if not is_cached:
-            second[0] = next(numbers)
-        return {"prefill of a second turn, tokens/s": generate(engine, [second], 1).prefill}
+        first, other = (random_prompts(config.vocab_size, 1, N_TURN)[0] for _ in range(2))
+        generate(plain, [first], 1)
+        second = [*(first if is_cached else other), *text]
+        return {"prefill of a second turn, tokens/s": generate(plain, [second], 1).prefill}
 
     def repeating(engine: Engine) -> Figures:
-        return {"decode of a text that repeats, tokens/s": generate(engine, [copied], n_new).decode}
+        return {"decode of a text that repeats, tokens/s": generate(engine, [text * 2], len(text)).decode}
 
     return [
         {"without": partial(second_turn, False), "prefix cache": partial(second_turn, True)},
-        {"without": partial(repeating, engine), "drafts": partial(repeating, drafting)},
+        {"without": partial(repeating, plain), "drafts": partial(repeating, drafting)},
     ]
 
 
@@ -171,10 +157,6 @@ def report(directory: Path, args: argparse.Namespace) -> Iterator[str]:
     config = read_config(directory)
     ops = cpu_ops()
     max_seq_len = min(config.max_seq_len, 256 + args.new)
-    make: Make = partial(random_prompts, config.vocab_size)
-    if not args.shape:
-        tokenizer = Tokenizer(directory / "tokenizer.json")
-        make = partial(harness.prompts, tokenizer)
     formats: dict[str, Weights] = {}
     engines: dict[str, Engine] = {}
     for name in args.weights:
@@ -187,26 +169,32 @@ def report(directory: Path, args: argparse.Namespace) -> Iterator[str]:
     file = directory / "model.gguf"
     if file.is_file() and importlib.util.find_spec("xllamacpp"):
         runs["llama.cpp"] = partial(llama_cpp_run, file, max_seq_len, args.threads)
-    numbers = itertools.count(1)
+    decode = Row("decode, batch 1, tokens/s", "decode", 1, 32, args.new)
+    rows = [
+        Row("prefill, 128 tokens, tokens/s", "prefill", 1, 128, 1),
+        decode,
+        Row(f"decode, batch {MAX_BATCH}, tokens/s", "decode", MAX_BATCH, 32, args.new),
+    ]
     cases: list[Case] = [{"": partial(memory_speed, args.threads)}]
-    for row in ROWS:
-        cases.append({name: partial(speed, run, row, make, args.new, numbers) for name, run in runs.items()})
-    medians = rounds(cases, args.repeat)
+    medians = rounds([*cases, *row_cases(rows, runs, config.vocab_size)], args.repeat)
     memory = medians.pop(MEMORY)[""]
-    decode = medians["decode, batch 1, tokens/s"]
-    shares = {name: decode[name] * token_bytes(config, w) / memory / 1e7 for name, w in formats.items()}
+    shares = {}
+    for name, weights in formats.items():
+        shares[name] = medians[decode.name][name] * token_bytes(config, weights) / memory / 1e7
     medians[f"batch 1, % of {memory:.1f} GB/s that are read"] = shares
     yield about(f"{args.shape or directory.name}, {config.n_layers} layers, {args.threads} threads.")
     for name, engine in engines.items():
         yield f"{name}: {engine.about}.\n"
     yield from table(medians)
+    if args.shape:
+        return
+    tokenizer = Tokenizer(directory / "tokenizer.json")
     if args.perplexity:
         token_ids = tokenizer.encode(prose(8 * args.perplexity))[: args.perplexity]
         case = {name: partial(perplexity, ops, config, w, token_ids) for name, w in formats.items()}
         yield from table(rounds([case], 1))
-    if not args.shape:
-        first = next(iter(formats.values()))
-        yield from table(rounds(feature_cases(ops, config, first, make, args.new), args.repeat))
+    text = tokenizer.encode(prose(8 * args.new))[: args.new]
+    yield from table(rounds(feature_cases(ops, config, formats[args.weights[0]], text), args.repeat))
 
 
 def options(add: argparse.ArgumentParser) -> None:

@@ -14,7 +14,6 @@ import importlib
 import itertools
 import os
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -24,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from benches.harness import Case, Figures, number_option, report
-from benches.runs import GREEDY, generate, random_prompts
+from benches.runs import Row, generate, row_cases
 from benches.weights import SHAPES, checkpoint, read_bytes
 from checkpoint.config import Config, read_config
 from checkpoint.weights import Weights, read_weights
@@ -113,23 +112,10 @@ def engine_of(name: str, config: Config, weights: Weights, length: int, max_batc
 
 # --- what is measured ---------------------------------------------------------------------------------------
 
-Numbers = Iterator[int]  # of runs: none finds its prompt in a prefix cache
 
-
-def decode(
-    engine: Engine, row: str, batch: int, context: int, n_new: int, sampling: Sampling, numbers: Numbers
-) -> Figures:
-    prompts = random_prompts(engine.config.vocab_size, batch, context, next(numbers))
-    return {row: generate(engine, prompts, n_new, sampling).decode}
-
-
-def first_token(engine: Engine, n_prompt: int, numbers: Numbers) -> Figures:
-    prompts = random_prompts(engine.config.vocab_size, 1, n_prompt, next(numbers))
-    return {f"first token of {n_prompt}, ms": 1e3 * generate(engine, prompts, 1).first_s}
-
-
-def floor(config: Config, row: str, batch: int, context: int) -> Figures:
-    return {row: batch * read_bandwidth() / step_bytes(config, batch, context)}
+def floor(config: Config, row: Row) -> Figures:
+    n_bytes = step_bytes(config, row.batch, row.n_prompt + row.n_new // 2)
+    return {row.name: row.batch * read_bandwidth() / n_bytes}
 
 
 def run(args: argparse.Namespace) -> None:
@@ -138,25 +124,22 @@ def run(args: argparse.Namespace) -> None:
         config = read_config(directory)
         weights = read_weights(directory, config, CudaOps.pack)
     length = max(*args.contexts, *args.prompts) + args.new + 1
-    names = args.contenders
-    engines = {name: engine_of(name, config, weights, length, max(args.batches)) for name in names}
-    numbers = itertools.count()
-    cells = [(batch, context, GREEDY) for context in args.contexts for batch in args.batches]
-    cells.append((1, args.contexts[0], SAMPLED))
-    cases: list[Case] = []
-    for batch, context, sampling in cells:
-        row = f"decode, {batch} x {context}{', sampled' if sampling is SAMPLED else ''}, tokens/s"
-        cell = (row, batch, context)
-        case = {
-            name: partial(decode, engine, *cell, args.new, sampling, numbers)
-            for name, engine in engines.items()
-        }
-        cases.append(case | {"floor": partial(floor, config, row, batch, context + args.new // 2)})
-    for n in args.prompts:
-        cases.append({name: partial(first_token, engine, n, numbers) for name, engine in engines.items()})
+    engines = [engine_of(name, config, weights, length, max(args.batches)) for name in args.contenders]
+    runs = dict(zip(args.contenders, (partial(generate, engine) for engine in engines), strict=True))
+    usual = {name: partial(run, sampling=SAMPLED) for name, run in runs.items()}
+    rows = [
+        Row(f"decode, {batch} x {context}, tokens/s", "decode", batch, context, args.new)
+        for context, batch in itertools.product(args.contexts, args.batches)
+    ]
+    sampled = Row("decode, sampled, tokens/s", "decode", 1, args.contexts[0], args.new)
+    prompts = [Row(f"first token of {n}, ms", "first_ms", 1, n, 1) for n in args.prompts]
+    cases = [*row_cases(rows, runs, config.vocab_size), *row_cases([sampled], usual, config.vocab_size)]
+    floors: list[Case] = [{"floor": partial(floor, config, row)} for row in (*rows, sampled)]
+    cases = [{**case, **of_memory} for case, of_memory in zip(cases, floors, strict=True)]
+    cases += row_cases(prompts, runs, config.vocab_size)
     card = cupy().cuda.runtime.getDeviceProperties(0)["name"].decode()
     report(args, f"{card}, {directory.name}, bfloat16.", cases)
-    for engine in engines.values():
+    for engine in engines:
         engine.close()
 
 

@@ -5,7 +5,7 @@
 Rules of this file:
 1. Contenders take turns in each round: when the machine is busy for a while, it is busy for all of them.
 2. The first round warms up, and does not count. The result is the ratio of the medians.
-3. Prompts are prose.txt, which stays as it is: figures of two commits are of the same prompts.
+3. Texts are of prose.txt, which stays as it is: figures of two commits are of the same texts.
 
 Not here: anything that is measured.
 """
@@ -19,8 +19,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from statistics import median
-
-from tokenizer import Tokenizer
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent
@@ -103,15 +101,9 @@ def cpu_name() -> str:
 
 
 def prose(n_characters: int) -> str:
-    """The text that all prompts are pieces of, over and over if it is too short."""
+    """The text that all texts are pieces of, over and over if it is too short."""
     text = (FOLDER / "prose.txt").read_text(encoding="utf-8")
     return (text * (1 + n_characters // len(text)))[:n_characters]
-
-
-def prompts(tokenizer: Tokenizer, batch: int, n_prompt: int, number: int = 0) -> list[list[int]]:
-    """Return pieces of the prose. Those of each number begin with another token: none is in a cache."""
-    token_ids = tokenizer.encode(prose(8 * batch * n_prompt))
-    return [[number, *token_ids[i * n_prompt + 1 : (i + 1) * n_prompt]] for i in range(batch)]
 
 
 def model_option(add: argparse.ArgumentParser) -> None:
