@@ -23,7 +23,7 @@ ids (tokenizer.py), item and call ids (responses.py), when generation stops (wor
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, cast
 
 # --- vocabulary ---------------------------------------------------------------------------------------------
@@ -156,17 +156,17 @@ class CallReader(Protocol):
     malformed: bool  # it can never become a call
     in_string: bool  # a string of the arguments is open: a marker is text in it
 
-    def feed(self, piece: Piece) -> Iterator[Output]:
+    def feed(self, piece: Piece) -> list[Output]:
         """Read more of the call; a marker that has no row in the dialect's table comes here too."""
 
-    def end(self) -> Iterator[Output]:
-        """Say what is left: the model is done with the call."""
+    def end(self) -> list[Output]:
+        """Return what is left: the model is done with the call."""
 
 
 class Header(Protocol):
     """Reads the header of a message: the words before its content, which say what the message is."""
 
-    def add(self, piece: Piece) -> None:
+    def feed(self, piece: Piece) -> None:
         """Read one more word, or a part of one."""
 
     def end(self, state: State, complete: bool) -> tuple[State, CallReader | None, list[Piece]]:
@@ -243,14 +243,14 @@ class Finder:
         self._held_text += piece.text
         while match := self._first_match():
             end, start, needle = match
-            yield from self._take(start)
-            self._take(end - start)  # the needle leaves as a str, not as pieces
+            yield from self._release(start)
+            self._release(end - start)  # the needle leaves as a str, not as pieces
             yield needle
-        yield from self._take(len(self._held_text) - self._n_ambiguous())
+        yield from self._release(len(self._held_text) - self._n_ambiguous())
 
     def flush(self) -> list[Piece]:
-        """Release all that is held: it became no needle."""
-        return self._take(len(self._held_text))
+        """Release all that is held: it did not become a needle."""
+        return self._release(len(self._held_text))
 
     def _first_match(self) -> tuple[int, int, str] | None:
         """Return (end, start, needle) of the match that ends first, and is the longest of such."""
@@ -270,7 +270,7 @@ class Finder:
                     longest = n
         return longest
 
-    def _take(self, n: int) -> list[Piece]:
+    def _release(self, n: int) -> list[Piece]:
         """Release the first `n` characters held."""
         released: list[Piece] = []
         self._held_text = self._held_text[n:]
@@ -323,23 +323,14 @@ class Finder:
 #     'D of it'                    stopped
 
 
+@dataclass
 class CallBody:
-    """The text of one call, held back as long as it may turn out to be none."""
+    """The text of one call, held back as long as it may turn out not to be one."""
 
-    def __init__(self, reader: CallReader) -> None:
-        self.reader = reader
-        self.opened_by = ""  # the marker before it; "" if a call may stand without one
-        self.interrupted: State = "final"  # the state that its text returns to if it is not a call
-        self._held_pieces: list[Piece] = []
-
-    def feed(self, piece: Piece) -> Iterator[Output]:
-        if not self.reader.called:
-            self._held_pieces.append(piece)
-        return self.reader.feed(piece)
-
-    def as_text(self) -> list[Piece]:
-        """Return all of it, from the marker that opened it."""
-        return [Piece(self.opened_by), *self._held_pieces]
+    reader: CallReader
+    opened_by: str = ""  # the marker before it; "" if a call may stand without one
+    interrupted: State = "final"  # the state that its text returns to if it is not a call
+    held_pieces: list[Piece] = field(default_factory=list)
 
 
 class Trimming:
@@ -422,12 +413,24 @@ class Parser:
         self._stop = Finder(stop)
         self._open_item: Literal["", "text", "call"] = ""  # what a Close would end
         self._in_malformed_call = False  # "<tool_call>no call" | "</tool_call>": its end is text too
+        self._outputs: list[Output] = []  # emitted, and not yet returned
 
     def feed(self, piece: Piece) -> list[Output]:
         """Return the outputs that are certain after this piece; the rest is held back (rule 3)."""
         if self._lets_through(piece):
             return [Delta(cast(Channel, self.state), piece.text, piece.logprobs)]
-        return self._until_stop(self._feed(piece))
+        if piece.special in self._dialect.tokens:
+            self._flush_markers()
+            self._marker(piece.special)
+        elif piece.text:
+            if piece.special:  # an added token that is not a marker of this dialect is text
+                piece = piece._replace(special="")
+            for part in self._markers.feed(piece):
+                if isinstance(part, str):
+                    self._marker(part)
+                else:
+                    self._text(part)
+        return self._emitted()
 
     def _lets_through(self, piece: Piece) -> bool:
         """Return True if each machine leaves this piece as it is, more of the text that is open.
@@ -448,169 +451,153 @@ class Parser:
 
     def close(self, cut: bool) -> list[Output]:
         """Return the rest at the end of the output; `cut`: the model was interrupted, not done."""
-        return self._until_stop(self._close(cut))
-
-    def _until_stop(self, outputs: Iterator[Output]) -> list[Output]:
-        """Return the outputs up to the one with which the response ends, if it does."""
-        kept: list[Output] = []
-        for output in outputs:
-            if self.stopped:
-                break
-            kept.append(output)
-            match output:
-                case Delta():
-                    self._open_item = "text"
-                case Close():
-                    self.stopped = self._one_call and self._open_item == "call"
-                    self._open_item = ""
-                case _:
-                    self._open_item = "call"
-                    self._trimming.release()  # the newlines before the call's marker go with it
-        return kept
-
-    def _feed(self, piece: Piece) -> Iterator[Output]:
-        if piece.special in self._dialect.tokens:
-            yield from self._flush_markers()
-            yield from self._marker(piece.special)
-            return
-        if piece.special:  # an added token that is no marker of this dialect: text, if it has any
-            piece = piece._replace(special="")
-        if piece.text:
-            for part in self._markers.feed(piece):
-                if isinstance(part, str):
-                    yield from self._marker(part)
-                else:
-                    yield from self._text(part)
-
-    def _flush_markers(self) -> Iterator[Output]:
-        for piece in self._markers.flush():
-            yield from self._text(piece)
-
-    def _close(self, cut: bool) -> Iterator[Output]:
-        yield from self._flush_markers()
+        self._flush_markers()
         if self.state == "between" or (self.state in HEADER_STATES and not cut):
-            yield from self._end_header(complete=False)
+            self._end_header(complete=False)
         if self.state == "call":
             is_half_a_call = self._call.opened_by or self._call.reader.called
             if not (cut and is_half_a_call):  # half a call is neither completed nor shown as text
-                yield from self._end_call()
+                self._end_call()
         if self.state != "call":
-            yield from self._flush_stop()
-            yield from self._deltas(self._trimming.release())
+            self._flush_stop()
+            self._show(self._trimming.release())
+        return self._emitted()
+
+    def _emitted(self) -> list[Output]:
+        outputs = self._outputs
+        self._outputs = []
+        return outputs
+
+    def _emit(self, output: Output) -> None:
+        """Return it from feed() or close(), unless the response has ended before it."""
+        if self.stopped:
+            return
+        self._outputs.append(output)
+        match output:
+            case Delta():
+                self._open_item = "text"
+            case Close():
+                self.stopped = self._one_call and self._open_item == "call"
+                self._open_item = ""
+            case _:
+                self._open_item = "call"
+                self._trimming.release()  # the newlines before the call's marker go with it
+
+    def _flush_markers(self) -> None:
+        for piece in self._markers.flush():
+            self._text(piece)
 
     # --- channel: markers move it, text goes where it stands ------------------------------------------------
 
-    def _marker(self, marker: str) -> Iterator[Output]:
+    def _marker(self, marker: str) -> None:
         """End the header or the call that is being read, unless the marker is part of it; then move on.
 
         The order of the steps matters, for the first two may change the state: the header may say that a call
-        begins, and a call that turns out to be none becomes text, and then the marker of its end does too.
+        begins. A call may turn out not to be one: then it becomes text, and the marker of its end does too.
         """
         leads_to = self._dialect.next(self.state, marker)
         if self.state in HEADER_STATES and leads_to not in ("header", "content"):
-            yield from self._end_header(complete=False)
+            self._end_header(complete=False)
         if self.state == "call":
             leads_to = self._dialect.next("call", marker)
             is_in_string = self._call.reader.in_string and leads_to != "end"
             if leads_to is None or is_in_string:  # it is text of the call
-                yield from self._to_call(Piece(marker, marker))
+                self._to_call(Piece(marker, marker))
                 return
-            yield from self._end_call()
-        if self._in_malformed_call and marker == self._dialect.call_end:
-            yield from self._text(Piece(marker))
-            self._in_malformed_call = False
-            return
+            self._end_call()
+        ends_malformed_call = self._in_malformed_call and marker == self._dialect.call_end
         self._in_malformed_call = False
-        yield from self._flush_stop()
-        yield from self._transition(marker)
+        if ends_malformed_call:
+            self._text(Piece(marker))
+            return
+        self._flush_stop()
+        self._transition(marker)
 
-    def _transition(self, marker: str) -> Iterator[Output]:
+    def _transition(self, marker: str) -> None:
         leads_to = self._dialect.next(self.state, marker) or self.state
-        # What follows a marker of a call may turn out to be text of the open item: it stays open until then.
-        may_be_text = leads_to == "call" and marker in self._dialect.call_markers
+        opens_call = leads_to == "call" and marker in self._dialect.call_markers
         is_after_a_call = self.state == "call"  # _marker() has ended it
-        if is_after_a_call or not may_be_text:
+        # What follows a marker of a call may turn out to be text of the open item: it stays open until then.
+        if is_after_a_call or not opens_call:
             if self._open_item:
-                yield Close()
+                self._emit(Close())
             self._trimming.marker()
         if leads_to == "content":
-            yield from self._end_header(complete=True)
+            self._end_header(complete=True)
             return
         if leads_to == "call":
             self._call = CallBody(self._dialect.call_reader(self._schemas))
-            if marker in self._dialect.call_markers:
+            if opens_call:
                 self._call.opened_by = marker
-                if self.state != "call":  # else it comes right after another call, which is over
+                if not is_after_a_call:
                     self._call.interrupted = self.state
         elif leads_to == "header":
             assert self._header
-            self._header.add(Piece(" "))  # a marker keeps the words beside it apart
+            self._header.feed(Piece(" "))  # a marker keeps the words beside it apart
         elif leads_to == "end":
             self.stopped = True
         self.state = leads_to
 
-    def _end_header(self, complete: bool) -> Iterator[Output]:
-        """Enter the state that the header says; words that were no header are stray text."""
+    def _end_header(self, complete: bool) -> None:
+        """Enter the state that the header says; words that were not a header are stray text."""
         assert self._header
         self.state, reader, stray = self._header.end(self.state, complete)
         if reader:
             self._call = CallBody(reader)
-            yield from self._to_call(Piece(""))  # the name was in the header: it is announced now
+            self._to_call(Piece(""))  # the name was in the header: it is announced now
         for piece in stray:
-            yield from self._text(piece)
+            self._text(piece)
 
-    def _text(self, piece: Piece) -> Iterator[Output]:
+    def _text(self, piece: Piece) -> None:
         if self.state == "call":
-            yield from self._to_call(piece)
+            self._to_call(piece)
         elif self.state in HEADER_STATES:
             assert self._header
-            self._header.add(piece)
-        else:
-            trimmed = self._trimming.without_leading(piece)
-            if not trimmed.text:
-                return
+            self._header.feed(piece)
+        elif (trimmed := self._trimming.without_leading(piece)).text:
             if self.state == "analysis":
-                yield from self._show(trimmed)
+                self._show(self._trimming.without_trailing(trimmed))
             else:
-                yield from self._up_to_stop(trimmed)
+                self._show_up_to_stop(trimmed)
 
     # --- call body ------------------------------------------------------------------------------------------
 
-    def _to_call(self, piece: Piece) -> Iterator[Output]:
-        yield from self._call.feed(piece)
-        if self._call.reader.malformed:
-            yield from self._not_a_call()
-
-    def _end_call(self) -> Iterator[Output]:
-        yield from self._call.reader.end()
+    def _to_call(self, piece: Piece) -> None:
         if not self._call.reader.called:
-            yield from self._not_a_call()
+            self._call.held_pieces.append(piece)
+        for output in self._call.reader.feed(piece):
+            self._emit(output)
+        if self._call.reader.malformed:
+            self._not_a_call()
 
-    def _not_a_call(self) -> Iterator[Output]:
+    def _end_call(self) -> None:
+        for output in self._call.reader.end():
+            self._emit(output)
+        if not self._call.reader.called:
+            self._not_a_call()
+
+    def _not_a_call(self) -> None:
         """Return a body that announced no call to the channel that it interrupted, markers and all."""
         self.state = self._call.interrupted
         self._in_malformed_call = True
-        for piece in self._call.as_text():
-            yield from self._text(piece)
+        for piece in [Piece(self._call.opened_by), *self._call.held_pieces]:
+            self._text(piece)
 
     # --- stop strings, and the end of trimming --------------------------------------------------------------
 
-    def _up_to_stop(self, piece: Piece) -> Iterator[Output]:
+    def _show_up_to_stop(self, piece: Piece) -> None:
         for part in self._stop.feed(piece):
             if isinstance(part, str):
-                yield from self._deltas(self._trimming.release())
+                self._show(self._trimming.release())
                 self.stopped = True
                 return
-            yield from self._show(part)
+            self._show(self._trimming.without_trailing(part))
 
-    def _flush_stop(self) -> Iterator[Output]:
-        """Show the text held: it became no stop string."""
+    def _flush_stop(self) -> None:
+        """Show the text held: it did not become a stop string."""
         for piece in self._stop.flush():
-            yield from self._show(piece)
+            self._show(self._trimming.without_trailing(piece))
 
-    def _show(self, piece: Piece) -> Iterator[Output]:
-        return self._deltas(self._trimming.without_trailing(piece))
-
-    def _deltas(self, pieces: list[Piece]) -> Iterator[Output]:
+    def _show(self, pieces: list[Piece]) -> None:
         for piece in pieces:
-            yield Delta(cast(Channel, self.state), piece.text, piece.logprobs)
+            self._emit(Delta(cast(Channel, self.state), piece.text, piece.logprobs))

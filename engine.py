@@ -1,7 +1,7 @@
 """The engine: a thread that runs the model step by step, and what goes between it and asyncio.
 
-    Sequence --Engine.generate()--> take(StepOutput), take(StepOutput), ... the last one with `finish`
-    the thread, over and over: read the inbox -> bring masks -> schedule() -> launch() -> read() -> deliver
+    Sequence --Engine.generate()--> emit(StepOutput), emit(StepOutput), ... the last one with `finish`
+    the thread, over and over: read the inbox -> bring masks -> schedule() -> launch() -> read() -> emit
 
 Rules of this file:
 1. One thread owns the scheduler and the model. Requests and aborts come in by a queue. The outputs of steps
@@ -13,9 +13,9 @@ Rules of this file:
    step fails all, and the engine says that it is not alive.
 4. While sequences decode, a step with prefill chunks has as many rows as are computed in STEP_S.
 5. Every reader gets exactly one StepOutput with `finish`, unless it is cancelled or wants no more.
-6. While the device is busy, the next step is launched before the tokens of the last one are delivered, so
-   that the event loop's work with them does not hold up the launch.
-7. A step waits for the masks of structured output only a moment, and never twice for the same mask.
+6. While the device is busy, the next step is launched before the tokens of the last one are emitted, so that
+   the event loop's work with them does not hold up the launch.
+7. A step waits for the masks of structured output only a moment, and rarely for those that come late.
 
 Not here: who runs next (scheduler.py), text (tokenizer.py, worker.py), the forward pass and the choice of a
 token (model.py, sampling.py), what makes the masks (dialects/matchers.py).
@@ -30,8 +30,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from contextvars import copy_context
-from functools import partial
 from itertools import groupby
 from multiprocessing.connection import wait
 from typing import Literal, NamedTuple, Protocol
@@ -74,7 +74,7 @@ class ModelRunner(Protocol):
         """Start a step. `contexts` has one for each wanted row of the spans, in their order."""
 
     def read(self, ticket: Ticket) -> list[list[Choice]]:
-        """Wait for the oldest step: a list for each span that has wanted rows, none for the others."""
+        """Wait for the oldest step; return the choices of each span, one for each of its wanted rows."""
 
 
 class StepOutput(NamedTuple):
@@ -86,30 +86,29 @@ class StepOutput(NamedTuple):
     cached_tokens: int = 0  # of the prompt, taken from the prefix cache
 
 
-# Takes the tokens of a sequence, step by step, and returns whether it wants more.
-Take = Callable[[StepOutput], bool]
+# Hands the tokens of a step to their reader, and returns whether it wants more.
+Emit = Callable[[StepOutput], bool]
 
 
-class Reader:
-    """Takes the tokens of a sequence, in the event loop and in the context of the request."""
+class Reader(NamedTuple):
+    """Where the tokens of a sequence go."""
 
-    def __init__(self, take: Take) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.ended = self.loop.create_future()
-        self._context = copy_context()  # for the log, and for the tasks that `take` makes
-        self._take = take
+    emit: Emit  # to be called in the event loop
+    ended: asyncio.Future[None]  # of the event loop: it has read all, wants no more, or has left
 
-    def put(self, output: StepOutput) -> None:
-        """Hand over what a step has brought; to be called in the event loop."""
-        if self.ended.done():  # it wants no more, or has left
-            return
+
+def emit_all(outputs: list[tuple[Reader, StepOutput]]) -> None:
+    """Emit what a step has brought; to be called in the event loop."""
+    for reader, output in outputs:
+        if reader.ended.done():
+            continue
         try:
-            wants_more = self._context.run(self._take, output)
+            wants_more = reader.emit(output)
         except Exception as error:
-            self.ended.set_exception(error)
+            reader.ended.set_exception(error)
         else:
             if output.finish or not wants_more:
-                self.ended.set_result(None)
+                reader.ended.set_result(None)
 
 
 # Called after each step that has been read, with the scheduler as it is then, the batch, the choices that the
@@ -128,13 +127,13 @@ class InFlight(NamedTuple):
 # --- Theory of operation ------------------------------------------------------------------------------------
 #
 # What the thread does while a device computes, with n_ahead = 1. Step 4 is launched before step 3 is read, so
-# the scheduler chains it to tokens that only the device knows yet. The tokens of step 2 are delivered after
+# the scheduler chains it to tokens that only the device knows yet. The tokens of step 2 are emitted after
 # that, while the device is at work, and the event loop makes events of them meanwhile.
 #
-#   thread   read 2   launch 4   deliver 2   read 3 .........   launch 5   deliver 3   read 4 ....
+#   thread   read 2   launch 4   emit 2   read 3 ............   launch 5   emit 3   read 4 .......
 #   device   step 3 .................................   step 4 .................................
 #
-# On a CPU n_ahead is 0: launch() itself computes, read() returns at once, and the tokens are delivered before
+# On a CPU n_ahead is 0: launch() itself computes, read() returns at once, and the tokens are emitted before
 # the next step is scheduled.
 #
 # Structured output needs a mask before each choice. The thread asks for it as soon as it has read the token
@@ -151,58 +150,56 @@ class Engine:
         self.config = runner.config
         self.max_seq_len = min(runner.max_seq_len, runner.n_pages * PAGE)
         self.about = runner.about
-        self.observer: Observer | None = None  # service/steps.py, if the steps are to be seen
+        self.observer: Observer = lambda *step: None  # service/steps.py, if the steps are to be seen
         self._runner = runner
         self._scheduler = Scheduler(
             runner.n_pages, runner.max_batch, runner.chunk, speculate, runner.max_wanted
         )
-        self._inbox = queue.SimpleQueue[Callable[[], None]]()  # what to do between two steps
+        # What to do between two steps: start a sequence for its reader, abort one (None), or just wake up.
+        self._inbox = queue.SimpleQueue[tuple[Sequence, Reader | None] | None]()
         self._in_flight: deque[InFlight] = deque()  # oldest first
         self._readers: dict[Sequence, Reader] = {}  # of all sequences that have not ended
         self._constraints: dict[Sequence, Constraint] = {}  # of those that run
-        self._outbox: list[tuple[Reader, StepOutput]] = []  # what is delivered at the end of a step
+        self._outbox: list[tuple[Reader, StepOutput]] = []  # what is emitted at the end of a step
         self._step_s = step_s
         self._rows_per_s = math.inf  # of the last step with a prefill chunk
         self._read_at = 0.0  # the time when the last step was read
         self._n_steps = 0
         self._n_failed_steps = 0  # since one that worked
-        self._why_closed = CLOSING  # what requests are told while _open is False
-        self._open = True  # False: no request is taken any more
-        # Held from a look at _open to what follows from it, because close() comes from another thread.
-        self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._is_open = True  # False: the thread ends, or has ended
+        self._why_closed = CLOSING  # what requests are told then
+        self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
         self._thread.start()
 
-    async def generate(self, sequence: Sequence, take: Take) -> None:
-        """Hand the tokens of one sequence to `take`, step by step, and return after the last.
+    async def generate(self, sequence: Sequence, emit: Emit) -> None:
+        """Emit the tokens of one sequence, step by step, and return after the last.
 
-        Aborts the sequence if this coroutine is cancelled, and if `take` wants no more or raises. What it
+        Aborts the sequence if this coroutine is cancelled, and if emit() wants no more or raises. What it
         raises is raised here.
         """
         n_prompt, n_more = len(sequence.prompt), sequence.max_tokens
-        if n_prompt < 1 or n_more < 1 or n_prompt + n_more > self.max_seq_len:
+        if not 0 < n_prompt < n_prompt + n_more <= self.max_seq_len:
             expected = f"expected a prompt and at least one more token, at most {self.max_seq_len} in all"
             raise ValueError(f"{expected}; got {n_prompt} and at most {n_more}")
-        reader = Reader(take)
-        with self._lock:
-            if self._open:
-                self._inbox.put(partial(self._start, sequence, reader))
-            else:
-                reader.put(StepOutput([], "failed", self._why_closed))
+        context = copy_context()  # of the request: for the log, and for the tasks that emit() makes
+        ended = asyncio.get_running_loop().create_future()
+        reader = Reader(lambda output: context.run(emit, output), ended)
+        self._inbox.put((sequence, reader))
+        if not self._is_open:  # the thread may have read its inbox for the last time
+            emit_all([(reader, StepOutput([], "failed", self._why_closed))])
         try:
             await reader.ended
         finally:
-            if self._open:  # else the thread has ended; after a normal end there is nothing left to abort
-                self._inbox.put(partial(self._abort, sequence))
+            self._inbox.put((sequence, None))  # after a normal end there is nothing left to abort
 
     def busy(self) -> bool:
         is_asked = not self._inbox.empty()  # for a sequence that the scheduler does not know yet
-        return bool(is_asked or self._scheduler.running or self._scheduler.waiting)
+        return self._is_open and bool(is_asked or self._scheduler.running or self._scheduler.waiting)
 
     @property
     def alive(self) -> bool:
         """False: it will never generate again."""
-        return self._open and self._thread.is_alive() and self._n_failed_steps < MAX_FAILED_STEPS
+        return self._is_open and self._n_failed_steps < MAX_FAILED_STEPS
 
     def counts(self) -> dict[str, int]:
         scheduler = self._scheduler
@@ -217,100 +214,94 @@ class Engine:
 
     def close(self) -> None:
         """Fail what is left and end the thread. One that does not come back from a step is left alone."""
-        with self._lock:
-            self._open = False
-        self._inbox.put(lambda: None)  # wakes the thread
+        self._is_open = False
+        self._inbox.put(None)
         self._thread.join(MAX_STEP_S)
 
     # --- the thread -----------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _loop(self) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         try:
-            while self._open:
+            while self._is_open:
                 self._read_inbox(wait=not self.busy() and not self._in_flight)
                 self._step()
         except Exception:
             log.exception("the engine has stopped")
             self._why_closed = BROKEN
-        with self._lock:
-            self._open = False
+        self._is_open = False
         self._read_inbox(wait=False)
         for sequence in list(self._readers):
             self._fail(sequence, self._why_closed)
-        self._take_masks()  # closes the constraints
-        self._deliver()
+        self._bring_masks()  # closes the constraints
+        self._flush_outbox()
 
     def _read_inbox(self, wait: bool) -> None:
         """Start and abort what was asked for since the last step. `wait` until there is something."""
         while wait or not self._inbox.empty():
-            action = self._inbox.get()
-            action()
             wait = False
-
-    def _start(self, sequence: Sequence, reader: Reader) -> None:
-        self._readers[sequence] = reader
-        self._scheduler.add(sequence)
-
-    def _abort(self, sequence: Sequence) -> None:
-        """Forget a sequence whose reader has left; nothing is left to do if it has ended."""
-        self._scheduler.remove(sequence)
-        self._readers.pop(sequence, None)
+            match self._inbox.get():
+                case (sequence, None):  # its reader has left; nothing is left to do if it has ended
+                    self._scheduler.remove(sequence)
+                    self._readers.pop(sequence, None)
+                case (sequence, reader):
+                    self._readers[sequence] = reader
+                    self._scheduler.add(sequence)
 
     def _step(self) -> None:
-        """Schedule and launch the next step, deliver what was read before, read the oldest in flight."""
+        """Schedule and launch the next step, emit what was read before, read the oldest in flight."""
         self._wait_for_masks()
         in_flight = [step.batch for step in self._in_flight]
         batch = self._scheduler.schedule(in_flight, max_rows=self._step_s * self._rows_per_s)
-        self._take_masks()  # asks for those of sequences that are new in the batch
+        self._bring_masks()  # asks for those of sequences that are new in the batch
         if batch:
             self._launch(batch)
-        self._deliver()
+        self._flush_outbox()
         is_far_enough_ahead = len(self._in_flight) > self._runner.n_ahead
         if self._in_flight and (is_far_enough_ahead or not batch):
             self._read()
-        elif self.observer is not None:
+        else:
             self.observer(self._scheduler, [], [], 0.0)
         if not self._in_flight:  # else the device is at work, and is to be given its next step first
-            self._deliver()
+            self._flush_outbox()
 
     def _wait_for_masks(self) -> None:
-        """Give masks a moment to come, but not those that are late, or were the last time."""
+        """Give masks a moment to come, but not those that are late often."""
         deadline = time.monotonic() + MASK_WAIT_S
         while True:
-            self._take_masks()
-            running = self._scheduler.running
-            held_up = [sequence for sequence in running if sequence.is_held_up]
-            waited_for = held_up
-            if len(held_up) < len(running):  # the others can go on
-                waited_for = [sequence for sequence in held_up if sequence.is_in_time]
+            waited_for = self._bring_masks()
+            others_can_go_on = len(waited_for) < len(self._scheduler.running)
+            if others_can_go_on:
+                waited_for = [sequence for sequence in waited_for if sequence.is_mostly_in_time]
             seconds_left = deadline - time.monotonic()
             if not waited_for or seconds_left <= 0:
                 break
-            self._deliver()  # the event loop need not wait for them
-            wait([self._constraints[sequence].fileno() for sequence in held_up], seconds_left)
-        for sequence in held_up:
-            sequence.n_late_steps += 1
+            self._flush_outbox()  # the event loop need not wait for them
+            wait([self._constraints[sequence].fileno() for sequence in waited_for], seconds_left)
+        for sequence in waited_for:
+            sequence.n_late_masks += others_can_go_on
 
-    def _take_masks(self) -> None:
-        """Ask for the masks that running sequences need, and take those that have come."""
+    def _bring_masks(self) -> list[Sequence]:
+        """Ask for the masks that running sequences need, bring those that have come.
+
+        Returns the sequences that can do nothing without theirs.
+        """
         running = self._scheduler.running
         constraints = {one: one.constraint for one in running if one.constraint is not None}
-        for sequence, constraint in self._constraints.items():
-            if sequence not in constraints:
-                constraint.close()
+        for sequence in self._constraints.keys() - constraints.keys():
+            self._constraints[sequence].close()
         self._constraints = constraints
         for sequence, constraint in constraints.items():
             if sequence.masks is not None:
                 continue
             try:
-                masks = constraint.masks(sequence.output, self._scheduler.drafts(sequence))
-                if masks is not None and not masks[0].any():
+                sequence.masks = constraint.masks(sequence.output, self._scheduler.drafts(sequence))
+                if sequence.masks is not None and not sequence.masks[0].any():
                     raise ValueError("expected a token that may come next, the constraint allows none")
-                sequence.set_masks(masks)
             except Exception as error:
                 log.error("a request failed alone: its constraint gave up: %r", error)
                 self._fail(sequence, GAVE_UP)
+        return [sequence for sequence in running if sequence.is_held_up]
 
     def _launch(self, batch: list[Scheduled]) -> None:
         spans = [scheduled.span for scheduled in batch]
@@ -319,7 +310,7 @@ class Engine:
         try:
             ticket = self._runner.launch(spans, contexts)
         except Exception as error:
-            while self._in_flight:  # what was chosen in them is delivered before the failure
+            while self._in_flight:  # what was chosen in them is emitted before the failure
                 self._read()
             self._fail_batch(batch, error)
             return
@@ -330,37 +321,26 @@ class Engine:
         """Take over what the oldest step in flight has chosen."""
         ticket, batch, launched_at = self._in_flight.popleft()
         try:
-            results = self._runner.read(ticket)
+            choices = self._runner.read(ticket)
         except Exception as error:
             self._fail_batch(batch, error)
             return
         self._n_failed_steps = 0
-        seconds = self._measure(batch, launched_at)
-        choices = iter(results)
-        for scheduled in batch:
-            chosen = next(choices) if scheduled.contexts else []
-            sequence = scheduled.sequence
-            tokens = self._scheduler.postprocess(scheduled, chosen)
-            if tokens:
-                self._put(sequence, StepOutput(tokens, sequence.finish, cached_tokens=sequence.n_cached))
-            elif sequence.finish == "failed" and sequence in self._readers:
-                log.error("a request failed alone: %s", NO_NUMBERS)
-                self._fail(sequence, NO_NUMBERS)
-        if self.observer is not None:
-            self.observer(self._scheduler, batch, results, seconds)
-
-    def _measure(self, batch: list[Scheduled], launched_at: float) -> float:
-        """Return the seconds of a step that has been read. It began when the step before it had ended.
-
-        They tell how many rows the next step may have.
-        """
-        began_at = max(launched_at, self._read_at)
+        began_at = max(launched_at, self._read_at)  # when the step before it had ended
         self._read_at = time.perf_counter()
         seconds = self._read_at - began_at
         if any(scheduled.is_prefill for scheduled in batch):
             n_rows = sum(scheduled.span.end - scheduled.span.start for scheduled in batch)
             self._rows_per_s = n_rows / max(seconds, 1e-6)
-        return seconds
+        for scheduled, chosen in zip(batch, choices, strict=True):
+            sequence = scheduled.sequence
+            tokens = self._scheduler.postprocess(scheduled, chosen)
+            if tokens:
+                self._emit(sequence, StepOutput(tokens, sequence.finish, cached_tokens=sequence.n_cached))
+            elif sequence.finish == "failed" and sequence in self._readers:
+                log.error("a request failed alone: %s", NO_NUMBERS)
+                self._fail(sequence, NO_NUMBERS)
+        self.observer(self._scheduler, batch, choices, seconds)
 
     # --- what comes out -------------------------------------------------------------------------------------
 
@@ -368,30 +348,23 @@ class Engine:
         self._n_failed_steps += 1
         log.error("a step failed, and the %d requests in it", len(batch), exc_info=error)
         for scheduled in batch:
-            if scheduled.sequence.slot is not None:  # else it has ended while the step was in flight
-                message = f"{type(error).__name__} in the engine; its log has the details."
-                self._fail(scheduled.sequence, message)
+            self._fail(scheduled.sequence, f"{type(error).__name__} in the engine; its log has the details.")
 
     def _fail(self, sequence: Sequence, message: str) -> None:
+        """Fail a sequence, unless it has ended while the step was in flight."""
         self._scheduler.remove(sequence)
-        self._put(sequence, StepOutput([], "failed", message))
+        if sequence in self._readers:
+            self._emit(sequence, StepOutput([], "failed", message))
 
-    def _put(self, sequence: Sequence, output: StepOutput) -> None:
+    def _emit(self, sequence: Sequence, output: StepOutput) -> None:
         self._outbox.append((self._readers[sequence], output))
         if output.finish:
             del self._readers[sequence]
 
-    def _deliver(self) -> None:
+    def _flush_outbox(self) -> None:
         """Empty the outbox with one call of an event loop: a call for each sequence outlasts a small step."""
         outbox = self._outbox
         self._outbox = []
-        for loop, outputs in groupby(outbox, key=lambda one: one[0].loop):
-            try:
-                loop.call_soon_threadsafe(put_all, list(outputs))
-            except RuntimeError:  # the loop has closed, and its readers are gone
-                log.debug("tokens came after their reader had gone")
-
-
-def put_all(outputs: list[tuple[Reader, StepOutput]]) -> None:
-    for reader, output in outputs:
-        reader.put(output)
+        for loop, outputs in groupby(outbox, key=lambda one: one[0].ended.get_loop()):
+            with suppress(RuntimeError):  # the loop has closed, and its readers are gone
+                loop.call_soon_threadsafe(emit_all, list(outputs))

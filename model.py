@@ -154,10 +154,10 @@ class NumpyOps:
         """Compute a step; `contexts` has one for each wanted row, in the order of the rows."""
         logits = forward(self, self.weights, Batch(spans))
         choices = iter(self.pick(logits, contexts))  # one a wanted row, of all spans
-        return [list(islice(choices, span.n_wanted)) for span in spans if span.n_wanted]
+        return [list(islice(choices, span.n_wanted)) for span in spans]
 
     def read(self, ticket: Ticket) -> list[list[Choice]]:
-        """Return the choices of each span with wanted rows; tickets are read in the order of their launch."""
+        """Return the choices of each span; tickets are read in the order of their launch."""
         return ticket  # type: ignore[no-any-return]
 
     # --- the forward pass, op by op -------------------------------------------------------------------------

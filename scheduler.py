@@ -132,8 +132,7 @@ class Sequence:
     output: list[int] = field(default_factory=list)  # tokens chosen, in the steps that have been read
     finish: Literal["stop", "length", "failed"] | None = None  # failed: its logits are not finite numbers
     masks: list[Mask] | None = None  # for the next token, then after each draft; None: not known yet
-    n_late_steps: int = 0  # steps that went by while the engine has been waiting for its masks
-    is_slow: bool = False  # its last masks came more than one step late
+    n_late_masks: int = 0  # steps that waited for its masks in vain
 
     slot: int | None = None  # row of the batch; None while it waits, and when it has ended
     page_table: list[int] = field(default_factory=list)  # the page of token i is page_table[i // PAGE]
@@ -170,21 +169,14 @@ class Sequence:
         return self.awaits_masks and self.n_ready <= 0
 
     @property
-    def is_in_time(self) -> bool:
-        """True if its masks are worth waiting for."""
-        return self.n_late_steps == 0 and not self.is_slow
+    def is_mostly_in_time(self) -> bool:
+        """True if a step should wait for its masks, which it does in vain for one token in four at most."""
+        return self.n_late_masks <= len(self.output) // 4
 
     @property
     def is_prefilling(self) -> bool:
         """True for a prompt, and for a preempted sequence that is computed again as one."""
         return not self.n_unread and (not self.output or self.n_tokens - self.n_computed > 1)
-
-    def set_masks(self, masks: list[Mask] | None) -> None:
-        """Take the masks if they have come, and remember whether they were late."""
-        self.masks = masks
-        if masks is not None:
-            self.is_slow = self.n_late_steps > 1
-            self.n_late_steps = 0
 
     def token_ids(self, start: int, end: int) -> list[int]:
         """Tokens `start` to `end` of prompt and output."""
@@ -220,14 +212,13 @@ class Sequence:
         The list ends before the first draft that the masks do not allow.
         """
         masks: list[Mask] | list[None] = self.masks or [None] * (len(drafts) + 1)
-        contexts = [self.context(self.output, masks[0])]
-        for n, mask in enumerate(masks[1 : len(drafts) + 1], start=1):
-            contexts.append(self.context([*self.output, *drafts[:n]], mask))
+        contexts: list[Context] = []
+        for n, mask in enumerate(masks[: len(drafts) + 1]):
+            output = self.output
+            if n > 0:
+                output = [*output, *drafts[:n]]
+            contexts.append(Context(self.sampling, self.prompt_array, output, mask, self.n_unread))
         return contexts
-
-    def context(self, output: list[int], mask: Mask | None) -> Context:
-        """Return what the choice of the token after this output depends on."""
-        return Context(self.sampling, self.prompt_array, output, mask, self.n_unread)
 
 
 class Scheduled(NamedTuple):
@@ -463,7 +454,7 @@ class Scheduler:
             if is_complete or drafts or sequence.constraint is not None:
                 return None
             span = self._span(sequence, None, 1)
-            return Scheduled(sequence, span, [sequence.context(sequence.output, None)], [])
+            return Scheduled(sequence, span, sequence.contexts([]), [])
         if sequence.awaits_masks:
             return None
         n_pages = max(len(sequence.page_table), math.ceil(sequence.n_tokens / PAGE))

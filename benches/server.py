@@ -34,7 +34,7 @@ from benches.processes import Running, started, stream
 from checkpoint import hub
 from checkpoint.config import read_config
 from dialects.matchers import Grammars
-from engine import Engine, StepOutput, Take
+from engine import Emit, Engine, StepOutput
 from request.template import ChatTemplate
 from sampling import Choice
 from scheduler import Sequence
@@ -63,10 +63,10 @@ class Script:
         self.max_seq_len = self.config.max_seq_len
         self._step = StepOutput([Choice(token_id)])
 
-    async def generate(self, sequence: Sequence, take: Take) -> None:
+    async def generate(self, sequence: Sequence, emit: Emit) -> None:
         for n_left in range(sequence.max_tokens - 1, -1, -1):
             await tick(sequence.sampling.seed)
-            take(self._step if n_left else self._step._replace(finish="length"))
+            emit(self._step if n_left else self._step._replace(finish="length"))
 
     def counts(self) -> dict[str, int]:
         return {}

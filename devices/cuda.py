@@ -369,7 +369,7 @@ class CudaOps:
         return StepInFlight(memory, host)
 
     def read(self, step: StepInFlight) -> list[list[Choice]]:
-        """The choices of each span that wants any, in the order of the spans."""
+        """Wait for the step; return the choices of each span, one for each of its wanted rows."""
         step.host.arrived.synchronize()
         choices = list(step.host.read_choices())
         step.memory.free.append(step.host)

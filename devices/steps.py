@@ -126,13 +126,13 @@ class HostMemory:
 class Expected(NamedTuple):
     """How the choices of a step are shared out to spans."""
 
-    n_choices: list[int]  # of each span that wants any
+    n_choices: list[int]  # of each span
     n_top: list[int | None]  # n_top_logprobs of each wanted row
 
     @classmethod
     def of(cls, spans: Sequence[Span], contexts: Sequence[Context]) -> "Expected":
-        n_choices = [span.n_wanted for span in spans if span.n_wanted]
-        return cls(n_choices, [context.sampling.n_top_logprobs for context in contexts])
+        n_top = [context.sampling.n_top_logprobs for context in contexts]
+        return cls([span.n_wanted for span in spans], n_top)
 
 
 class StepMemory(NamedTuple):

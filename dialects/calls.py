@@ -22,13 +22,59 @@ Not here: the markers (families.py), what a malformed call becomes (channels.py)
 
 import json
 import re
-from collections.abc import Collection, Generator, Iterator
-from typing import Literal
+from collections import deque
+from collections.abc import Collection, Generator, Iterable, Iterator
+from typing import TypeVar
 
 import sse
 from channels import Arguments, Call, CallReader, Close, Finder, Output, Piece, Schemas, is_object
 from dialects.json_schema import JSON_TYPES, property_types
 from request.tools import MAX_QUALIFIED_NAME
+
+T = TypeVar("T")
+
+Reading = Generator[None, str, T]  # a coroutine that is sent the parts of a text
+
+
+class Coroutine:
+    """A CallReader that reads with a coroutine, which waits for the next part of the text as it needs it."""
+
+    in_string = False
+
+    def __init__(self) -> None:
+        self.called = False
+        self.malformed = False
+        self._outputs: list[Output] = []  # said, and not yet returned
+        self._coroutine = self._calls()
+        next(self._coroutine)
+
+    def _calls(self) -> Reading[None]:
+        """Read calls until nothing more comes."""
+        raise NotImplementedError
+
+    def _read(self, parts: Iterable[str]) -> list[Output]:
+        """Read more of the text; return what it says."""
+        for part in parts:
+            if not self.malformed:
+                self._coroutine.send(part)
+        outputs = self._outputs
+        self._outputs = []
+        return outputs
+
+    def _announce(self, name: str) -> None:
+        if self.called:
+            self._say(Close())
+        self.called = True
+        self._say(Call(name))
+
+    def _say(self, output: Output) -> None:
+        """Say it at the end of _read(); parts of arguments are joined."""
+        match self._outputs, output:
+            case [*_, Arguments(before)], Arguments(text):
+                self._outputs[-1] = Arguments(before + text)
+            case _:
+                self._outputs.append(output)
+
 
 # --- JSON ---------------------------------------------------------------------------------------------------
 
@@ -56,146 +102,114 @@ class Strings:
             yield lexeme[0]
 
 
-class JsonCalls:
-    """`{"name": NAME, "arguments": VALUE}` by lexeme: NAME announces the call, VALUE leaves as written.
+class JsonCalls(Coroutine):
+    """`{"name": NAME, "arguments": VALUE}`: NAME announces the call, VALUE leaves as it is written.
 
-    There may be several: in an array as Mistral has it, or one after the other. `names`, the functions on
+    There may be several: in an array, as Mistral writes them, or one after another. `names`, the functions on
     offer, are given if no marker tells calls from JSON that is the answer: a call names one of them.
 
-    `_expect` says what comes next. "open": a call; "key", "colon", "value": its members. From its first
-    lexeme to its last, a key or a value is in `_written`; arguments that can leave at once leave it empty.
-
-        {"name"    key, then colon          "arguments"    key, then colon
-        :          value                    : {"a":        value; Arguments('{"a":')
-        "f",       Call('f'), then key      1}             Arguments(' 1}'), then key
-                                            }              open
+        {"name"    a key                "arguments"    a key
+        :                               : {"a":        Arguments('{"a":')
+        "f",       Call('f')            1}             Arguments(' 1}')
+                                        }              the end of the call
     """
 
     def __init__(self, names: Collection[str] | None = None) -> None:
-        self.called = False
-        self.in_string = False
-        self.malformed = names is not None and not names
         self._names = names
         self._strings = Strings()
-        self._expect: Literal["open", "key", "colon", "value"] = "open"
-        self._begin_call()
+        self._unread = ""  # "," or "}" in `1}`: it has ended a value, and is not a part of it
+        super().__init__()
+        self.malformed = names is not None and not names
 
-    def _begin_call(self) -> None:
-        """Forget the call before: nothing of the next one is known."""
-        self._name: str | None = None
-        self._key = ""  # the member being read, as KEYS has it
-        self._keys_seen: set[str] = set()  # of two members of one key the first counts, for it has left
-        self._written: list[str] = []  # the key or value being read, so far
-        self._streams = False  # what is written are arguments that leave as they come
-        self._arguments: str | None = None  # arguments that are complete, and wait for the name
-        self._sent = False  # arguments have left, all or some
-        self._depth = 0  # open brackets inside the value
-
-    def feed(self, piece: Piece) -> Iterator[Output]:
-        for lexeme in self._strings.lexemes(piece.text):
-            if not self.malformed:
-                yield from self._feed_lexeme(lexeme)
+    def feed(self, piece: Piece) -> list[Output]:
+        outputs = self._read(self._strings.lexemes(piece.text))
         self.in_string = self._strings.is_open
-        yield from self._stream()
+        return outputs
 
-    def end(self) -> Iterator[Output]:
-        yield from ()  # a call that the model did not finish is not completed: rule 1
+    def end(self) -> list[Output]:
+        return []  # a call that the model did not finish is not completed: rule 1
 
-    def _feed_lexeme(self, lexeme: str) -> Iterator[Output]:
-        in_string = self._strings.is_open
-        is_blank = lexeme.isspace()
-        is_bare = self._written and not in_string and not self._depth  # a number, true, false, null
-        if is_bare and (is_blank or lexeme in ",}"):
-            yield from self._end_member()
-        begins_value = self._expect == "value" and not is_blank
-        begins_key = self._expect == "key" and in_string
-        if self._written or begins_value or begins_key:
-            yield from self._inside(lexeme)
-        elif not is_blank:
-            yield from self._between(lexeme)
+    def _calls(self) -> Reading[None]:
+        while True:
+            lexeme = yield from self._next()
+            if lexeme == "{":
+                yield from self._call()
+            elif lexeme != "[":
+                self._give_up()
 
-    def _between(self, lexeme: str) -> Iterator[Output]:
-        """Read what stands around the keys and values of a call, or around the calls."""
-        match self._expect, lexeme:
-            case "open", "{":
-                self._begin_call()
-                self._expect = "key"
-            case "colon", ":":
-                self._expect = "value"
-            case "key", "}":
-                yield from self._end_call()
-            case ("key", ",") | ("open", "["):
-                pass
-            case _:
-                self.malformed = not self.called  # after a call, all that is not another one is dropped
-                self._strings.is_open = False
-
-    def _inside(self, lexeme: str) -> Iterator[Output]:
-        """Read a part of a key or a value."""
-        if not self._written:
-            self._streams = lexeme == "{" and self._key == "arguments" and self._name is not None
-        self._written.append(lexeme)
-        if not self._strings.is_open:
-            self._depth += (lexeme in "{[") - (lexeme in "}]")
-            if lexeme in ('"', "}", "]") and self._depth <= 0:
-                yield from self._end_member()
-
-    def _end_member(self) -> Iterator[Output]:
-        """Take a key or a value that is complete."""
-        yield from self._stream()
-        written = "".join(self._written)
-        self._written = []
-        self._streams = False
-        self._depth = 0
-        if self._expect == "key":
-            self._expect = "colon"
-            key = KEYS.get(_string(written) or "", "")
-            if key in self._keys_seen:
-                key = ""
-            self._key = key
-            self._keys_seen.add(key)
-            return
-        self._expect = "key"
-        if self._key == "name":
-            yield from self._announce(_string(written) or "")
-        elif self._key == "arguments" and written:
-            yield from self._send_whole(_unquoted(written))
-
-    def _announce(self, name: str) -> Iterator[Output]:
-        is_offered = self._names is None or name in self._names
-        if not name or not is_offered:
-            self.malformed = not self.called
-            return
-        if self.called:
-            yield Close()
-        self._name = name
-        self.called = True
-        yield Call(name)
-        if self._arguments is not None:
-            yield from self._send_whole(self._arguments)
-
-    def _send_whole(self, arguments: str) -> Iterator[Output]:
-        """Send arguments that could not be streamed, for they came before the name, or as a string."""
-        if self._name is None:
-            self._arguments = arguments
-            return
-        self._arguments = None
-        self._sent = True
-        yield Arguments(arguments)
-
-    def _stream(self) -> Iterator[Output]:
-        text = "".join(self._written)
-        if self._streams and text:
-            self._sent = True
-            self._written = [""]  # not [], which means that no value has begun
-            yield Arguments(text)
-
-    def _end_call(self) -> Iterator[Output]:
-        self._expect = "open"
+    def _call(self) -> Reading[None]:
+        """Read a call after its opening brace."""
+        name = ""
+        arguments = ""  # complete, and not sent: they came before the name, or as a string
+        is_sent = False  # arguments have left, all or some
+        keys = {""}  # those seen: of two members of one key the first counts, for it has left
+        while (lexeme := (yield from self._next())) != "}":
+            if lexeme == ",":
+                continue
+            if lexeme != '"':
+                self._give_up()
+                continue
+            key = KEYS.get(_string((yield from self._value(lexeme))) or "", "")
+            while (yield from self._next()) != ":":
+                self._give_up()
+            lexeme = yield from self._next()
+            is_new = key not in keys
+            keys.add(key)
+            streams = is_new and key == "arguments" and name != "" and lexeme == "{"
+            value = yield from self._value(lexeme, streams)
+            if streams:
+                is_sent = True
+            elif is_new and key == "name":
+                name = self._announced(_string(value) or "")
+            elif is_new:
+                arguments = _unquoted(value)
+            if name and arguments and not is_sent:
+                is_sent = True
+                self._say(Arguments(arguments))
         self.malformed = not self.called
-        if self._name is not None and not self._sent:
-            self._sent = True
-            yield Arguments("{}")
+        if name and not is_sent:
+            self._say(Arguments("{}"))
+
+    def _value(self, lexeme: str, streams: bool = False) -> Reading[str]:
+        """Read a key or a value from this lexeme to its last. Say it as it comes, or return it."""
+        written: list[str] = []
+        depth = 0  # open brackets
+        while True:
+            if streams:
+                self._say(Arguments(lexeme))
+            else:
+                written.append(lexeme)
+            if not self._strings.is_open:
+                depth += (lexeme in "{[") - (lexeme in "}]")
+                if depth <= 0 and lexeme in '"}]':
+                    break
+            lexeme = yield
+            is_bare = depth == 0 and not self._strings.is_open and lexeme != '"'
+            if is_bare and (lexeme.isspace() or lexeme in ",}"):  # a number, true, false, null
+                self._unread = lexeme
+                break
+        return "".join(written)
+
+    def _next(self) -> Reading[str]:
+        """Return the next lexeme that is not blank."""
+        lexeme = self._unread or (yield)
+        self._unread = ""
+        while lexeme.isspace():
+            lexeme = yield
+        return lexeme
+
+    def _announced(self, name: str) -> str:
+        """Announce a call; return its name, "" if it cannot be called."""
+        if not name or not (self._names is None or name in self._names):
+            self._give_up()
+            return ""
+        self._announce(name)
+        return name
+
+    def _give_up(self) -> None:
+        """Drop what is not a call after one that is; before one, all of it is text."""
+        self.malformed = not self.called
+        self._strings.is_open = False
 
 
 def _unquoted(arguments: str) -> str:
@@ -232,21 +246,22 @@ class AsWritten:
         self.in_string = False
         self._strings = Strings()
         self._name = name
-        self._sent = False
+        self._is_blank = True  # nothing of the arguments has come
 
-    def feed(self, piece: Piece) -> Iterator[Output]:
+    def feed(self, piece: Piece) -> list[Output]:
+        outputs: list[Output] = []
         if not self.called:
             self.called = True
-            yield Call(self._name)
+            outputs.append(Call(self._name))
         if piece.text and (self.in_string or not piece.special):  # a marker outside of strings is a stray one
-            self._sent = self._sent or not piece.text.isspace()
-            for _ in self._strings.lexemes(piece.text):
-                self.in_string = self._strings.is_open
-            yield Arguments(piece.text)
+            self._is_blank = self._is_blank and piece.text.isspace()
+            deque(self._strings.lexemes(piece.text), maxlen=0)
+            self.in_string = self._strings.is_open
+            outputs.append(Arguments(piece.text))
+        return outputs
 
-    def end(self) -> Iterator[Output]:
-        if not self._sent:
-            yield Arguments("{}")
+    def end(self) -> list[Output]:
+        return [Arguments("{}")] if self._is_blank else []
 
 
 class NamedCalls:
@@ -260,170 +275,130 @@ class NamedCalls:
         self._in_id = False  # "[CALL_ID]" | "a1b2": ids are not passed on, for clients get ours
         self._rest: CallReader | None = None  # reads what follows the name, or all of it if it is JSON
 
-    def feed(self, piece: Piece) -> Iterator[Output]:
-        if self._rest:
-            yield from self._rest.feed(piece)
-            self.called = self._rest.called
-            self.malformed = self._rest.malformed
-            self.in_string = self._rest.in_string
-        elif piece.special:
-            yield from self._marker(piece.special)
-        elif not self._in_id:
-            yield from self._more_of_the_name(piece.text)
+    def feed(self, piece: Piece) -> list[Output]:
+        if self._rest is None:
+            piece = self._read_name(piece)
+        if self._rest is None:
+            return []
+        outputs = self._rest.feed(piece)
+        self.called = self._rest.called
+        self.malformed = self._rest.malformed
+        self.in_string = self._rest.in_string
+        return outputs
 
-    def end(self) -> Iterator[Output]:
-        if self._rest:
-            yield from self._rest.end()
+    def end(self) -> list[Output]:
+        return self._rest.end() if self._rest else []
 
-    def _marker(self, marker: str) -> Iterator[Output]:
-        name = self._name.strip()
-        if marker == "[ARGS]" and name:
-            self._rest = AsWritten(name)
-            yield from self.feed(Piece(""))
-        elif marker == "[CALL_ID]":
-            self._in_id = True
-        else:
-            self.malformed = True
-
-    def _more_of_the_name(self, text: str) -> Iterator[Output]:
-        self._name = (self._name + text).lstrip()
-        if self._name.startswith(("[", "{")):
-            self._rest = JsonCalls()
-            yield from self.feed(Piece(self._name))
-        elif len(self._name) > MAX_QUALIFIED_NAME:  # no tool on offer has so long a name
-            self.malformed = True
-            self._name = ""
+    def _read_name(self, piece: Piece) -> Piece:
+        """Read more of the name; return what the rest begins with, if that is known now."""
+        match piece.special:
+            case "" if not self._in_id:
+                self._name = (self._name + piece.text).lstrip()
+                if self._name.startswith(("[", "{")):
+                    self._rest = JsonCalls()
+                    return Piece(self._name)
+                if len(self._name) > MAX_QUALIFIED_NAME:  # no tool on offer has so long a name
+                    self.malformed = True
+                    self._name = ""
+            case "[CALL_ID]":
+                self._in_id = True
+            case "[ARGS]" if self._name.strip():
+                self._rest = AsWritten(self._name.strip())
+            case "[ARGS]" | "[TOOL_CALLS]":
+                self.malformed = True
+        return Piece("")
 
 
 # --- XML ----------------------------------------------------------------------------------------------------
 
-TAG = re.compile(r"(?:<(function|parameter)=([^<>]+)|</function)\Z")  # up to its ">"
+TAG = re.compile(r"(?:<(function|parameter)=([^<>]+)|</function)>\Z")
 FUNCTION = "<function="
 VALUE_END = "</parameter>"
+VALUE_ENDS = (VALUE_END, "\n" + VALUE_END)  # the newline at either end of a value is the template's
 
 
-class XmlCalls:
-    """`<function=NAME>`, `<parameter=P>`VALUE`</parameter>`, ..., `</function>`, as a JSON object."""
+class XmlCalls(Coroutine):
+    """`<function=NAME>`, `<parameter=P>`VALUE`</parameter>`, ..., `</function>`, as a JSON object.
 
-    in_string = False  # values are no strings of JSON
+    The coroutine is sent each ">" and each end of a value as a part of its own.
+    """
 
     def __init__(self, schemas: Schemas) -> None:
-        self.called = False
-        self.malformed = False
+        super().__init__()
         self._schemas = schemas
-        self._tag: list[str] = []  # "<func" | "tion=f>": the tag being read
-        self._function: str | None = None  # the open one
-        self._parameters: set[str] = set()  # those that the open function has been given
-        self._value: _Value | None = None  # the one being read
+        self._finder = Finder([">", *VALUE_ENDS])
 
-    def feed(self, piece: Piece) -> Iterator[Output]:
-        text = piece.text
-        while text and not self.malformed:
-            if self._value:
-                rest = yield from self._value.feed(text)
-                if rest is None:
-                    return
-                self._value = None
-                text = rest
-            else:
-                head, bracket, text = text.partition(">")
-                if self._tag or head.lstrip():
-                    self._tag.append(head)
-                    self._check_tag()
-                if bracket and not self.malformed:
-                    tag = "".join(self._tag).strip()
-                    self._tag = []
-                    yield from self._end_tag(tag)
+    def feed(self, piece: Piece) -> list[Output]:
+        return self._read(_texts(self._finder.feed(piece)))
 
-    def end(self) -> Iterator[Output]:
-        if self._value:
-            yield from self._value.end()
-        yield from self._end_function()
+    def end(self) -> list[Output]:
+        if not self.called:
+            return []
+        forgotten = [VALUE_END, "</function", ">"]  # it may be: if not, these mean nothing
+        return self._read([*_texts(self._finder.flush()), *forgotten])
 
-    def _check_tag(self) -> None:
-        """Notice at once what is not a call, not at a ">" that may never come."""
-        if not self.called and len(self._tag) < 20:  # 20 pieces tell; to join ever more takes quadratic time
-            begun = "".join(self._tag).lstrip()
-            self.malformed = not (begun.startswith(FUNCTION) or FUNCTION.startswith(begun))
+    def _calls(self) -> Reading[None]:
+        function = ""  # the open one
+        parameters = set[str]()  # those that it has been given
+        while True:
+            match = TAG.search((yield from self._tag()))
+            kind, name = "", ""
+            if match and match[1]:
+                kind, name = match[1], match[2].strip()
+            if kind == "parameter" and function:
+                yield from self._parameter(function, name, parameters)
+                continue
+            if function and match:
+                self._say(Arguments("}" if parameters else "{}"))
+                function = ""
+            if kind == "function" and name:
+                self._announce(name)
+                function = name
+                parameters = set()
+            elif not self.called:
+                self.malformed = True
 
-    def _end_tag(self, tag: str) -> Iterator[Output]:
-        match = TAG.search(tag)
-        kind, name = "", ""
-        if match and match[1]:
-            kind, name = match[1], match[2].strip()
-        if kind == "function" and name:
-            yield from self._end_function()
-            if self.called:
-                yield Close()
-            self.called = True
-            self._function = name
-            self._parameters = set()
-            yield Call(name)
-        elif kind == "parameter" and self._function:
-            yield from self._begin_parameter(self._function, name)
-        elif not self.called:
-            self.malformed = True
-        elif match:
-            yield from self._end_function()
+    def _tag(self) -> Reading[str]:
+        """Return what comes up to the next ">", which ends a tag."""
+        parts: list[str] = []
+        while not parts or not parts[-1].endswith(">"):
+            text = yield
+            if parts or text.lstrip():
+                parts.append(text)
+            # What is not a call is noticed at once, not at a ">" that may never come. 20 parts tell: to join
+            # ever more of them takes quadratic time.
+            if not self.called and len(parts) < 20:
+                begun = "".join(parts).lstrip()
+                self.malformed = not (begun.startswith(FUNCTION) or FUNCTION.startswith(begun))
+        return "".join(parts)
 
-    def _begin_parameter(self, function: str, name: str) -> Iterator[Output]:
-        is_repeated = name in self._parameters  # the first of two counts, for it has left
-        if not is_repeated:
-            before = ", " if self._parameters else "{"
-            yield Arguments(f"{before}{_dumps(name)}: ")
-        self._parameters.add(name)
+    def _parameter(self, function: str, name: str, given: set[str]) -> Reading[None]:
+        """Read the value of a parameter. A string leaves as it comes, another value at its end."""
+        if name in given:  # the first of two counts, for it has left
+            while (yield) not in VALUE_ENDS:
+                pass
+            return
+        before = ", " if given else "{"
+        given.add(name)
+        self._say(Arguments(f"{before}{_dumps(name)}: "))
         types = property_types(self._schemas.get(function, {}), name)
-        self._value = _Value(types, is_dropped=is_repeated)
+        is_string = types == {"string"}
+        if is_string:
+            self._say(Arguments('"'))
+        written: list[str] = []
+        text = (yield).removeprefix("\n")
+        while text not in VALUE_ENDS:
+            if not is_string:
+                written.append(text)
+            elif text:
+                self._say(Arguments(_dumps(text)[1:-1]))
+            text = yield
+        rest = '"' if is_string else _as_json("".join(written), types)
+        self._say(Arguments(rest))
 
-    def _end_function(self) -> Iterator[Output]:
-        if self._function:
-            yield Arguments("}" if self._parameters else "{}")
-        self._function = None
 
-
-class _Value:
-    """The value of one parameter. A string leaves as it comes, another value at its end."""
-
-    def __init__(self, types: set[str], is_dropped: bool) -> None:
-        self._types = types
-        self._is_dropped = is_dropped
-        self._streams = types == {"string"} and not is_dropped
-        self._finder = Finder([VALUE_END, "\n" + VALUE_END])  # the newline at either end is the template's
-        self._begun = False
-        self._text: list[str] = []
-
-    def feed(self, text: str) -> Generator[Output, None, str | None]:
-        """Return the text after the value's end, None before that."""
-        for part in self._finder.feed(Piece(text)):
-            if isinstance(part, str):
-                yield from self._finish()
-                return "".join(piece.text for piece in self._finder.flush())
-            yield from self._more(part.text)
-        return None
-
-    def end(self) -> Iterator[Output]:
-        """Say what is left: the model has forgotten the end."""
-        for piece in self._finder.flush():
-            yield from self._more(piece.text)
-        yield from self._finish()
-
-    def _more(self, text: str) -> Iterator[Output]:
-        if not self._begun:
-            self._begun = True
-            text = text.removeprefix("\n")
-            if self._streams:
-                yield Arguments('"')
-        if not self._streams:
-            self._text.append(text)
-        elif text:
-            yield Arguments(_dumps(text)[1:-1])
-
-    def _finish(self) -> Iterator[Output]:
-        yield from self._more("")
-        if self._streams:
-            yield Arguments('"')
-        elif not self._is_dropped:
-            yield Arguments(_as_json("".join(self._text), self._types))
+def _texts(found: Iterable[Piece | str]) -> list[str]:
+    return [part if isinstance(part, str) else part.text for part in found]
 
 
 # Qwen3-Coder's template shows booleans and null in Python's spelling, and so the model writes them:

@@ -73,7 +73,7 @@ class HarmonyHeader:
     def __init__(self) -> None:
         self._words: list[Piece] = []
 
-    def add(self, piece: Piece) -> None:
+    def feed(self, piece: Piece) -> None:
         self._words.append(piece)
 
     def end(self, state: State, complete: bool) -> tuple[State, CallReader | None, list[Piece]]:

@@ -87,13 +87,12 @@ class Steps:
     ) -> None:
         """Take a picture of the scheduler, which has just read a step; `batch` is [] if it has read none.
 
-        `choices` has a list for each of the batch that has contexts.
+        `choices` has a list for each of the batch.
         """
         running, waiting = list(scheduler.running), list(scheduler.waiting)
         here = {*running, *waiting}
         rows_of = {scheduled.sequence: scheduled for scheduled in batch}
-        with_choices = [scheduled.sequence for scheduled in batch if scheduled.contexts]
-        choices_of = dict(zip(with_choices, choices, strict=True))
+        choices_of = dict(zip(rows_of, choices, strict=True))
         rows = [
             self._row(sequence, rows_of.get(sequence), choices_of.get(sequence, []), sequence in here)
             for sequence in dict.fromkeys([*running, *waiting, *rows_of, *self._known])

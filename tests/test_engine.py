@@ -359,7 +359,6 @@ def test_a_constraint_is_followed_only_while_its_sequence_runs() -> None:
     followed = set[tuple[bool, ...]]()
     with started(watch := Watch(), n_pages=3) as engine:
         watched = engine.observer
-        assert watched
 
         def observe(scheduler: Scheduler, *step: Any) -> None:
             watched(scheduler, *step)
@@ -395,7 +394,7 @@ def test_a_reader_that_wants_no_more_or_fails_ends_its_sequence(
 
 
 @pytest.mark.parametrize(("n_ahead", "n_taken"), [(0, 5), (1, 3)])
-def test_the_next_step_is_launched_before_tokens_are_delivered(
+def test_the_next_step_is_launched_before_tokens_are_emitted(
     watch: Watch, n_ahead: int, n_taken: int
 ) -> None:
     """Else the event loop's work with them takes the interpreter from the launch. While the sixth step is
@@ -421,7 +420,7 @@ def test_the_next_step_is_launched_before_tokens_are_delivered(
     assert len(taken) == 20
 
 
-def test_tokens_are_taken_in_the_context_of_their_request(tiny_engine: Engine) -> None:
+def test_tokens_are_emitted_in_the_context_of_their_request(tiny_engine: Engine) -> None:
     """The id of the request in the log, and the owner in whose name the store is called."""
     of_request = ContextVar("of_request", default="")
     seen: list[str] = []

@@ -26,7 +26,7 @@ from channels import Accepted, Finish, Output, Parser, Piece
 from checkpoint.config import read_config
 from checkpoint.weights import read_weights
 from dialects.matchers import Grammars
-from engine import Engine, StepOutput, Take
+from engine import Emit, Engine, StepOutput
 from event_log import encode_event
 from model import NumpyOps
 from request import params
@@ -56,12 +56,12 @@ class TracedEngine(Engine):
 
     steps: list[tuple[StepOutput, list[WorkerOutput]]]  # of the last job
 
-    async def generate(self, job: Sequence, take: Take) -> None:
+    async def generate(self, job: Sequence, emit: Emit) -> None:
         self.steps = []
 
         def record(step: StepOutput) -> bool:
             self.steps.append((step, []))
-            return take(step)
+            return emit(step)
 
         await super().generate(job, record)
 
